@@ -1,0 +1,311 @@
+"""Checkpoints that are complete or absent, and never silently wrong.
+
+A checkpoint is one directory that appears by a single rename, once everything in it is on disk::
+
+    step_00000250/
+      state/         the pytree of arrays (Orbax, OCDBT)
+      meta/          the caller's JSON: config, tokenizer, data position, ...
+      manifest.json  format, library versions, shape and dtype of every array, and the size and
+                     CRC32 of every file
+
+Orbax alone loads most bit-flipped files without noticing, so restoring checks the manifest first
+and falls back to the checkpoint before a damaged one. Everything that touches Orbax is in this
+file; it uses the asynchronous checkpointer without the manager, whose pruning knows no checksums.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from dlm_jax import manifest
+from dlm_jax.checkpoint_files import (
+    FORMAT,
+    Leaves,
+    check_same_leaves,
+    complete_steps,
+    local_path,
+    make_room,
+    newest_usable,
+    prune,
+    step_path,
+)
+from dlm_jax.processes import on_first_process
+
+PyTree = Any
+Report = Callable[[str], None]
+
+
+class Restored(NamedTuple):
+    """What `Checkpoints.restore` gave back: the step saved, the arrays, the JSON beside them."""
+
+    step: int
+    state: PyTree
+    meta: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one training run, newest last; use it as a context manager.
+
+    Every process of a multi-process run makes one on the same shared directory and calls the same
+    methods in the same order. Process 0 checks, sums up, renames and prunes.
+
+    Args:
+      directory: where the ``step_*`` directories live; made by the first save.
+      keep: how many of the newest complete checkpoints to retain, at least 1. An older one goes
+        only after the newer one is complete on disk.
+
+    Raises:
+      ValueError: ``keep`` below 1, or a ``directory`` that is a URL or a file.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, keep: int):
+        if keep < 1:
+            raise ValueError(f"keep={keep} would leave no checkpoint to resume from; use 1 or more")
+        self.directory = local_path(directory)
+        self._keep = keep
+        self._checked: dict[int, bool] = {}
+        self._pending: concurrent.futures.Future[None] | None = None
+        self._finisher = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        _quiet_orbax()
+        self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, exc_type: object, *_: object) -> None:
+        self._close(together=exc_type is None)
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, ascending; without the one being written."""
+        return complete_steps(self.directory)
+
+    def save(self, step: int, state: PyTree, meta: dict[str, Any]) -> bool:
+        """True if a checkpoint of ``step`` was begun, False if a complete one is there already.
+
+        Returns once the arrays are copied (they may be donated afterwards); writing goes on in the
+        background and counts only when it is complete. Waits for the save before.
+
+        Args:
+          step: at least 0, and not behind the newest checkpoint.
+          state: any pytree of arrays, typed keys included; global arrays if there are several
+            processes.
+          meta: a JSON dict, equal on all processes.
+
+        Raises:
+          ValueError: one of the arguments is not as above; nothing was written.
+          OSError: this save or the one before it failed, for example on a full disk.
+        """
+        leaves = _describe(state, "state")
+        _check_saveable(step, state, meta)
+        self.wait()
+        if not on_first_process(lambda: make_room(self.directory, step, self._checked)):
+            return False
+        self._checked.clear()
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
+        self._writer.save(self._written(step), args=args, force=True)
+        self._pending = self._finisher.submit(self._finish, step, leaves)
+        return True
+
+    def wait(self) -> None:
+        """Nothing, once the save under way is complete and visible to every process.
+
+        Raises:
+          OSError: it failed (`ValueError` on the other processes if it did so on process 0).
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            if jax.process_index() != 0:
+                pending.result()
+            on_first_process(pending.result)
+
+    def close(self) -> None:
+        """Nothing, after the save under way is complete and all threads have ended."""
+        self._close(together=True)
+
+    def read_meta(self, *, step: int | None = None, report: Report | None = None) -> dict[str, Any]:
+        """The JSON of the checkpoint that `restore` would give; the same arguments and errors."""
+        self.wait()
+        return _read_meta(self._usable(step, None, report)[1])
+
+    def restore(
+        self, abstract_state: PyTree, *, step: int | None = None, report: Report | None = None
+    ) -> Restored:
+        """The newest usable checkpoint (or that of ``step``), laid out as ``abstract_state`` says.
+
+        A damaged checkpoint is reported and the one before it is used, unless ``step`` is given.
+
+        Args:
+          abstract_state: a pytree of ``jax.ShapeDtypeStruct`` or arrays. Their shardings need not
+            be those of the processes that saved; a leaf without one goes to the first local device.
+          step: exactly this checkpoint.
+          report: receives one line about each damaged checkpoint passed over, once, on
+            process 0; default `warnings.warn`.
+
+        Raises:
+          ValueError: nothing usable is there, or it holds another architecture; the line names the
+            directory or the first parameter that differs, and the remedy.
+        """
+        self.wait()
+        leaves = _describe(abstract_state, "abstract_state")
+        found, path = self._usable(step, leaves, report)
+        state = _read_arrays(path, abstract_state, partial=False)
+        return Restored(found, state, _read_meta(path))
+
+    def _usable(
+        self, step: int | None, leaves: Leaves | None, report: Report | None
+    ) -> tuple[int, Path]:
+        found = on_first_process(
+            lambda: newest_usable(
+                self.directory, step, leaves, report or warnings.warn, self._checked
+            )
+        )
+        return found, step_path(self.directory, found)
+
+    def _written(self, step: int) -> Path:
+        path = step_path(self.directory, step)
+        return path.with_name(f"{path.name}.writing")
+
+    def _finish(self, step: int, leaves: Leaves) -> None:
+        # On process 0 Orbax returns only when every process has written its part.
+        self._writer.wait_until_finished()
+        if jax.process_index() == 0:
+            facts = {"format": FORMAT, "versions": _versions(), "leaves": leaves}
+            manifest.write(self._written(step), facts)
+            self._written(step).rename(step_path(self.directory, step))
+            manifest.sync(self.directory)
+            prune(self.directory, keep=self._keep)
+
+    def _close(self, *, together: bool) -> None:
+        try:
+            if together:
+                self.wait()
+        finally:
+            # A process that leaves on an exception does not wait for others: they may never come.
+            self._finisher.shutdown()
+            self._writer.close()
+
+
+def load_params(
+    directory: str | os.PathLike[str],
+    abstract_params: Callable[[dict[str, Any]], PyTree] | None = None,
+    *,
+    step: int | None = None,
+    report: Report | None = None,
+) -> tuple[PyTree, dict[str, Any]]:
+    """The parameters and the JSON of the newest usable checkpoint (or that of ``step``).
+
+    Only the ``params`` entry of the saved state is read, not the optimiser's moments. The mesh and
+    the number of processes may differ from those that saved.
+
+    Args:
+      directory: the one given to `Checkpoints`, or the one that holds it as ``checkpoints``.
+      abstract_params: builds from the JSON the shapes, dtypes and shardings that are wanted; the
+        checkpoint must agree. Without it: the nested dict that was saved, on the first local
+        device.
+      step: exactly this checkpoint, without falling back.
+      report: receives one line about each damaged checkpoint passed over; default
+        `warnings.warn`.
+
+    Raises:
+      ValueError: nothing usable is there, or it differs from ``abstract_params``.
+    """
+    _quiet_orbax()
+    root = local_path(directory)
+    root = root / "checkpoints" if (root / "checkpoints").is_dir() else root
+    found = on_first_process(lambda: newest_usable(root, step, None, report or warnings.warn, {}))
+    path = step_path(root, found)
+    meta = _read_meta(path)
+    leaves = manifest.read(path)["leaves"]
+    saved = {name: leaf for name, leaf in leaves.items() if name.startswith("params/")}
+    if not saved:
+        raise ValueError(f"checkpoint {path} holds no params; pass one that train.py wrote")
+    if abstract_params is None:
+        wanted = _nested(saved)
+    else:
+        wanted = {"params": abstract_params(meta)}
+        check_same_leaves(_describe(wanted, "abstract_params"), saved, path)
+    return _read_arrays(path, wanted, partial=True)["params"], meta
+
+
+def _describe(tree: PyTree, what: str) -> Leaves:
+    leaves: Leaves = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise ValueError(f"{what} {name} is a {type(leaf).__name__}; make it a jax array")
+        leaves[name] = [str(leaf.dtype), list(leaf.shape)]
+    return leaves
+
+
+def _nested(leaves: Leaves) -> PyTree:
+    tree: dict[str, Any] = {}
+    for name, (dtype, shape) in leaves.items():
+        *parents, last = name.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = jax.ShapeDtypeStruct(tuple(shape), jax.numpy.dtype(dtype))
+    return tree
+
+
+def _check_saveable(step: int, state: PyTree, meta: dict[str, Any]) -> None:
+    if step < 0:
+        raise ValueError(f"step={step} cannot be saved; steps count from 0")
+    try:
+        json.dumps(meta)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"meta is not JSON ({error}); use dicts, lists, strings, numbers"
+        ) from error
+    if jax.process_count() > 1:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+            if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                raise ValueError(
+                    f"state {name} lives in one process only; create the state under jit with "
+                    f"shardings over the whole mesh"
+                )
+
+
+def _read_arrays(path: Path, abstract: PyTree, *, partial: bool) -> PyTree:
+    def sharding_of(leaf: Any) -> jax.sharding.Sharding:
+        first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        return getattr(leaf, "sharding", None) or first_device
+
+    def restore_arg(leaf: Any) -> ocp.ArrayRestoreArgs:
+        return ocp.ArrayRestoreArgs(
+            sharding=sharding_of(leaf), global_shape=leaf.shape, dtype=leaf.dtype
+        )
+
+    args = ocp.args.PyTreeRestore(
+        abstract, restore_args=jax.tree.map(restore_arg, abstract), partial_restore=partial
+    )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        arrays = reader.restore(path / "state", args=args)
+    # Typed keys come back with an equivalent sharding, and only an equal one avoids a recompile.
+    return jax.device_put(arrays, jax.tree.map(sharding_of, abstract))
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+        return reader.restore(path / "meta", args=ocp.args.JsonRestore())
+
+
+def _versions() -> str:
+    return f"jax {jax.__version__}, orbax-checkpoint {ocp.__version__}, numpy {np.__version__}"
+
+
+def _quiet_orbax() -> None:
+    # Orbax narrates every save at INFO through absl, which an application may have turned on.
+    logging.getLogger("absl").setLevel(logging.WARNING)

@@ -1,0 +1,60 @@
+"""What the two programs share: refusals in one line, set-up of JAX, and flags of several hosts."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Turns a ValueError raised inside, the library's way to refuse bad input, into exit code 2.
+
+    Its one line goes to standard error. Wrap what validates, not what computes: an error there is
+    a defect, and its traceback is wanted.
+    """
+    try:
+        yield
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def add_host_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that join several processes into one run."""
+    group = parser.add_argument_group(
+        "hosts",
+        "Start the same command on every host. On TPU pods and Slurm --distributed is enough.",
+    )
+    group.add_argument("--distributed", action="store_true", help="join the other processes")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
+    group.add_argument("--num-processes", type=int, metavar="N", help="processes in all")
+    group.add_argument("--process-id", type=int, metavar="I", help="this process, from 0")
+
+
+def start_jax(args: argparse.Namespace | None = None) -> None:
+    """Sets JAX up for a program: a compilation cache on disk, and the other hosts if asked for.
+
+    The cache is in ``$JAX_COMPILATION_CACHE_DIR`` or the user's cache directory.
+
+    Raises:
+      ValueError: the other processes could not be joined.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+        jax.config.update("jax_compilation_cache_dir", str(cache / "dlm_jax" / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if args is None or not args.distributed:
+        return
+    try:
+        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"--distributed: {error}; give --coordinator, --num-processes and --process-id"
+        ) from None

@@ -1,0 +1,112 @@
+"""Token files: one flat .npy array of ids with a checksum behind it, whole or not there at all.
+
+A file is an ordinary .npy (uint8, uint16 or int32, whichever holds the vocabulary), so that any
+program reads it and a training process maps it into memory; the last 4 bytes, which readers of
+.npy ignore, are the crc32 of everything before. A file appears under its name by `os.replace`
+only: killed or concurrent writers leave no half of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+import zlib
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+_CHECKSUM_BYTES = 4
+_CHUNK_BYTES = 1 << 24
+_STALE_SECONDS = 3600.0
+
+
+def id_dtype(vocab_size: int) -> np.dtype:
+    """The smallest of uint8, uint16 and int32 that holds the ids below `vocab_size`."""
+    if vocab_size <= 1 << 8:
+        return np.dtype(np.uint8)
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
+
+
+def default_cache_dir() -> Path:
+    """`$DLM_JAX_CACHE`, or `~/.cache/dlm_jax` when that is not set."""
+    return Path(os.environ.get("DLM_JAX_CACHE") or "~/.cache/dlm_jax").expanduser()
+
+
+def write_tokens(path: Path, ids: np.ndarray, *, vocab_size: int) -> None:
+    """Write `ids` `[n]` to `path`, replacing what is there in one move.
+
+    Raises:
+      ValueError: the folder cannot be made or written; the message names the remedy.
+    """
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(path)
+        with temporary.open("w+b") as file:
+            np.save(file, np.ascontiguousarray(ids, id_dtype(vocab_size)))
+            file.seek(0)
+            checksum = _crc32(file, os.fstat(file.fileno()).st_size)
+            file.seek(0, os.SEEK_END)
+            file.write(checksum.to_bytes(_CHECKSUM_BYTES, "little"))
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ValueError(
+            f"the token file {path} cannot be written: {error.strerror}; "
+            "set DLM_JAX_CACHE to a folder with space that you may write"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def open_tokens(path: str | os.PathLike[str]) -> np.ndarray:
+    """The ids in a token file `[n]`, mapped read-only; header and size are checked.
+
+    Raises:
+      ValueError: the file is missing, or no token file, or cut short.
+    """
+    remedy = "load the corpus again to rebuild it"
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        expected = tokens.offset + tokens.nbytes + _CHECKSUM_BYTES
+        is_whole = tokens.ndim == 1 and os.path.getsize(path) == expected
+    except FileNotFoundError:
+        raise ValueError(f"the token file {os.fspath(path)} does not exist; {remedy}") from None
+    except (OSError, ValueError, EOFError, AttributeError) as error:
+        raise ValueError(f"{os.fspath(path)} is not a whole token file; {remedy}") from error
+    if not is_whole:
+        raise ValueError(f"{os.fspath(path)} is not a whole token file; {remedy}")
+    return tokens
+
+
+def is_intact(path: Path) -> bool:
+    """Whether `path` is a whole token file whose checksum is right (1-2 GB/s)."""
+    try:
+        open_tokens(path)
+        with path.open("rb") as file:
+            checksum = _crc32(file, path.stat().st_size - _CHECKSUM_BYTES)
+            return file.read() == checksum.to_bytes(_CHECKSUM_BYTES, "little")
+    except (ValueError, OSError):
+        return False
+
+
+def _crc32(file: BinaryIO, num_bytes: int) -> int:
+    """crc32 of the next `num_bytes` of `file`, which is left right behind them."""
+    checksum, left = 0, num_bytes
+    while left > 0:
+        chunk = file.read(min(left, _CHUNK_BYTES))
+        if not chunk:
+            break
+        checksum, left = zlib.crc32(chunk, checksum), left - len(chunk)
+    return checksum
+
+
+def _remove_stale(path: Path) -> None:
+    """Delete what killed writers of `path` left; a living writer's file is younger than that."""
+    for temporary in path.parent.glob(f"{path.name}.*.tmp"):
+        with contextlib.suppress(OSError):
+            if time.time() - temporary.stat().st_mtime > _STALE_SECONDS:
+                temporary.unlink()

@@ -1,0 +1,196 @@
+"""The Transformer, built with Flax NNX and handed out as pure functions.
+
+NNX is used to declare and initialise parameters; it never leaves this room. `build` returns a
+`dlm_jax.types.Network` over a plain nested dict of float32 arrays whose layers are stacked along a
+leading axis and run by one `jax.lax.scan`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dlm_jax.config import ModelConfig
+from dlm_jax.model import cpu
+from dlm_jax.model.attention import attend, rotary_angles, rotate
+from dlm_jax.types import Network, Params
+
+
+class Linear(nnx.Module):
+    """``x @ kernel (+ bias)``, the kernel drawn with standard deviation ``scale / sqrt(fan_in)``.
+
+    A ``scale`` of 0 starts a projection into the residual stream at zero, so that every block
+    begins as the identity.
+    """
+
+    def __init__(self, fan_in: int, fan_out: int, *, scale: float, bias: bool, rngs: nnx.Rngs):
+        draw = jax.random.normal(rngs.params(), (fan_in, fan_out), jnp.float32)
+        self.kernel = nnx.Param(draw * (scale * fan_in**-0.5))
+        self.bias = nnx.Param(jnp.zeros(fan_out, jnp.float32)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = cpu.linear(x, self.kernel[...].astype(x.dtype))
+        if self.bias is None:
+            return y
+        return y + jnp.expand_dims(self.bias[...].astype(x.dtype), tuple(range(y.ndim - 1)))
+
+
+class Norm(nnx.Module):
+    """RMSNorm, or LayerNorm with a bias; computed in float32 and returned in the input's dtype."""
+
+    def __init__(self, size: int, *, kind: str, epsilon: float):
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(size, jnp.float32)) if kind == "layer" else None
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        axes = tuple(range(x.ndim - 1))
+        scale = jnp.expand_dims(self.scale[...], axes)
+        x32 = x.astype(jnp.float32)
+        if self.bias is None:
+            return cpu.rms_norm(x32, scale, epsilon=self.epsilon).astype(x.dtype)
+        x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        y = cpu.rms_norm(x32, scale, epsilon=self.epsilon)
+        return (y + jnp.expand_dims(self.bias[...], axes)).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Multi-head attention over ``length`` positions with RoPE and optional QK-norm."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.head_size = config.width // config.heads
+        self.is_causal = config.attention_type == "causal"
+        kv_width = (config.kv_heads or config.heads) * self.head_size
+        bias = config.qkv_bias
+        self.query = Linear(config.width, config.width, scale=1.0, bias=bias, rngs=rngs)
+        self.key = Linear(config.width, kv_width, scale=1.0, bias=bias, rngs=rngs)
+        self.value = Linear(config.width, kv_width, scale=1.0, bias=bias, rngs=rngs)
+        self.out = Linear(config.width, config.width, scale=0.0, bias=False, rngs=rngs)
+        norm = functools.partial(Norm, self.head_size, kind="rms", epsilon=config.norm_epsilon)
+        self.query_norm = norm() if config.qk_norm else None
+        self.key_norm = norm() if config.qk_norm else None
+
+    def __call__(self, x_BLD: jax.Array, length_B: jax.Array, angles: Any) -> jax.Array:
+        def heads(x: jax.Array) -> jax.Array:
+            return x.reshape(*x.shape[:2], -1, self.head_size)
+
+        q, k, v = heads(self.query(x_BLD)), heads(self.key(x_BLD)), heads(self.value(x_BLD))
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        q, k = rotate(q, *angles), rotate(k, *angles)
+        y_BLHK = attend(q, k, v, length_B, is_causal=self.is_causal)
+        return self.out(y_BLHK.reshape(x_BLD.shape))
+
+
+class Mlp(nnx.Module):
+    """The position-wise MLP: squared ReLU (So et al. 2021), GELU, or SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.activation = config.activation
+        is_gated = config.activation == "swiglu"
+        inner = config.mlp_width or (8 * -(-config.width // 3) if is_gated else 4 * config.width)
+        self.gate = (
+            Linear(config.width, inner, scale=1.0, bias=False, rngs=rngs) if is_gated else None
+        )
+        self.up = Linear(config.width, inner, scale=1.0, bias=False, rngs=rngs)
+        self.down = Linear(inner, config.width, scale=0.0, bias=False, rngs=rngs)
+
+    def __call__(self, x_BLD: jax.Array) -> jax.Array:
+        up = self.up(x_BLD)
+        if self.gate is not None:
+            inner = jax.nn.silu(self.gate(x_BLD)) * up
+        elif self.activation == "gelu":
+            inner = jax.nn.gelu(up)
+        else:
+            inner = jnp.square(jax.nn.relu(up))
+        return self.down(inner)
+
+
+class Block(nnx.Module):
+    """A pre-norm Transformer block: attention, then the MLP, each added to its input."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        norm = functools.partial(Norm, config.width, kind=config.norm, epsilon=config.norm_epsilon)
+        self.attention_norm = norm()
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = norm()
+        self.mlp = Mlp(config, rngs=rngs)
+
+    def __call__(self, x_BLD: jax.Array, length_B: jax.Array, angles: Any) -> jax.Array:
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), length_B, angles)
+        return x_BLD + self.mlp(self.mlp_norm(x_BLD))
+
+
+class Transformer(nnx.Module):
+    """Parameters of the whole model; `blocks` are stacked along a leading axis of ``depth``."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        table = jax.random.normal(rngs.params(), (config.vocab_size, config.width), jnp.float32)
+        self.embedding = nnx.Param(table * 0.02)
+
+        @nnx.split_rngs(splits=config.depth)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def stacked(rngs: nnx.Rngs) -> Block:
+            return Block(config, rngs=rngs)
+
+        self.blocks = stacked(rngs)
+        self.norm = Norm(config.width, kind=config.norm, epsilon=config.norm_epsilon)
+        self.head = (
+            None
+            if config.tied_head
+            else Linear(config.width, config.vocab_size, scale=0.02, bias=False, rngs=rngs)
+        )
+
+
+@functools.cache
+def build(config: ModelConfig) -> Network:
+    """The network of `config` as pure functions; equal configs give the same `Network`.
+
+    Args:
+      config: with ``vocab_size`` set.
+
+    Raises:
+      ValueError: ``vocab_size`` is 0.
+    """
+    if config.vocab_size < 1:
+        raise ValueError("model.vocab_size=0 is unresolved; set it to the tokenizer's vocabulary")
+    dtype = jnp.dtype(config.compute_dtype)
+    # The graph definitions carry structure and no arrays; only plain dicts of arrays go in and out.
+    block_graph, _ = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
+    norm_graph, _ = nnx.split(
+        nnx.eval_shape(lambda: Norm(config.width, kind=config.norm, epsilon=config.norm_epsilon))
+    )
+
+    def init(key: jax.Array) -> Params:
+        model = Transformer(config, rngs=nnx.Rngs(params=key))
+        return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+    def trunk(
+        params: Params, tokens_BL: jax.Array, length_B: jax.Array, cache: None = None
+    ) -> tuple[jax.Array, None]:
+        def run_block(x_BLD: jax.Array, block: Params) -> tuple[jax.Array, None]:
+            return nnx.merge(block_graph, block)(x_BLD, length_B, angles), None
+
+        angles = rotary_angles(tokens_BL.shape[1], config.width // config.heads, config.rope_theta)
+        x_BLD = embed(params, tokens_BL).astype(dtype)
+        if config.remat:
+            run_block = jax.checkpoint(run_block, prevent_cse=False)
+        x_BLD, _ = jax.lax.scan(run_block, x_BLD, params["blocks"])
+        return nnx.merge(norm_graph, params["norm"])(x_BLD), cache
+
+    def embed(params: Params, ids: jax.Array) -> jax.Array:
+        return jnp.take(params["embedding"], ids, axis=0)
+
+    def readout(params: Params, hidden_ND: jax.Array) -> jax.Array:
+        if config.tied_head:
+            kernel_DV = params["embedding"].T
+        else:
+            kernel_DV = params["head"]["kernel"]
+        logits = cpu.linear(hidden_ND, kernel_DV.astype(hidden_ND.dtype))
+        return logits.astype(jnp.float32)
+
+    return Network(init, trunk, embed, readout, config.vocab_size)

@@ -1,0 +1,148 @@
+"""Commit rules: which of the proposed tokens are written into the canvas at a step.
+
+A rule is a frozen pytree: what it may compile in is metadata, what a request may tune is a ``[B]``
+leaf. It works on the whole batch, reads no row but the one it decides about, and breaks ties
+towards the lower position.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+
+class View(NamedTuple):
+    """What a rule may know of the batch when a step begins.
+
+    Attributes:
+      is_hole_BL: True at the holes of rows that still run.
+      first_holes_B: int32, holes of the row before its first step.
+      step_B: int32, steps the row has taken.
+      steps_B: int32, steps the row may take in all, at least 1.
+      key_B: this step's key of each row, for the rule alone.
+    """
+
+    is_hole_BL: jax.Array
+    first_holes_B: jax.Array
+    step_B: jax.Array
+    steps_B: jax.Array
+    key_B: jax.Array
+
+
+class Proposal(NamedTuple):
+    """Candidates for the open positions; elsewhere the values mean nothing.
+
+    Attributes:
+      tokens_BL: int32 candidate ids.
+      logprob_BL: float32 log-probability of the candidate under the clean logits.
+      confidence_BL: float32, what the rule's `measure` said; higher is surer.
+    """
+
+    tokens_BL: jax.Array
+    logprob_BL: jax.Array
+    confidence_BL: jax.Array
+
+
+class CommitRule(Protocol):
+    """Chooses what a step commits. The loop adds every hole at a row's last step."""
+
+    def eligible(self, view: View) -> jax.Array:
+        """True at the holes that may commit now, ``[B, L]``; logits are computed for no others."""
+        ...
+
+    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+        """Confidence of each candidate, float32 ``[N]``, from clean logits and its log-prob."""
+        ...
+
+    def select(self, view: View, proposal: Proposal) -> jax.Array:
+        """True at the eligible positions to commit, ``[B, L]``."""
+        ...
+
+
+Quota = Callable[[View], jax.Array]
+"""``(view) -> int32 [B]``: how many holes each row commits at this step."""
+
+
+def linear_quota(view: View) -> jax.Array:
+    """``ceil(holes / steps left)``: an even split, the remainder on the first steps."""
+    holes_B = jnp.sum(view.is_hole_BL, axis=1)
+    left_B = jnp.maximum(view.steps_B - view.step_B, 1)
+    return -(-holes_B // left_B)
+
+
+def cosine_quota(view: View) -> jax.Array:
+    """Few at first, many at the end: after step i of S, ``ceil(h cos(pi/2 i/S))`` holes remain.
+
+    Chang et al. 2022 (MaskGIT), section 3.2; h counts the holes before the first step. With about
+    as many steps as holes the first steps commit nothing.
+    """
+    done = (view.step_B + 1).astype(jnp.float32) / view.steps_B
+    # A product that is whole in exact arithmetic must not be rounded up to the next number.
+    share = jnp.cos(0.5 * jnp.pi * jnp.minimum(done, 1.0)) * view.first_holes_B
+    remain_B = jnp.ceil(share - 1e-3).astype(jnp.int32)
+    return jnp.maximum(jnp.sum(view.is_hole_BL, axis=1) - remain_B, 0)
+
+
+def most(score_BL: jax.Array, is_open_BL: jax.Array, count_B: jax.Array) -> jax.Array:
+    """True at each row's `count_B` open positions of highest score; ties go to lower positions."""
+    score_BL = jnp.where(is_open_BL, score_BL, -jnp.inf)
+    rank_BL = jnp.argsort(jnp.argsort(-score_BL, axis=1, stable=True), axis=1)
+    return (rank_BL < count_B[:, None]) & is_open_BL
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["quota"])
+@dataclass(frozen=True)
+class LowConfidenceFirst:
+    """Commits each row's quota of most confident candidates and leaves the rest in doubt.
+
+    Confidence is the clean probability of the drawn token (LLaDA's ``low_confidence`` remasking;
+    `seeds/diffusion_generation.md`, step 4, where it is the maximum).
+    """
+
+    quota: Quota = linear_quota
+
+    def eligible(self, view: View) -> jax.Array:
+        """Every hole: all must be proposed before they can be compared."""
+        return view.is_hole_BL
+
+    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+        """Probability of the candidate."""
+        return jnp.exp(logprob_N)
+
+    def select(self, view: View, proposal: Proposal) -> jax.Array:
+        """The quota's most confident holes."""
+        return most(proposal.confidence_BL, view.is_hole_BL, self.quota(view))
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["quota"])
+@dataclass(frozen=True)
+class RandomOrder:
+    """Commits a uniformly random quota of each row's holes, chosen before the logits are known."""
+
+    quota: Quota = linear_quota
+
+    def eligible(self, view: View) -> jax.Array:
+        """This step's random holes; only their logits are needed."""
+        num_positions = view.is_hole_BL.shape[1]
+        score_BL = jax.vmap(lambda key: jax.random.uniform(key, (num_positions,)))(view.key_B)
+        return most(score_BL, view.is_hole_BL, self.quota(view))
+
+    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+        """Probability of the candidate."""
+        return jnp.exp(logprob_N)
+
+    def select(self, view: View, proposal: Proposal) -> jax.Array:
+        """All that were eligible."""
+        return self.eligible(view)
+
+
+QUOTAS: dict[str, Quota] = {"linear": linear_quota, "cosine": cosine_quota}
+ORDERS: dict[str, Callable[[Quota], CommitRule]] = {
+    "low_confidence": LowConfidenceFirst,
+    "random": RandomOrder,
+}

@@ -1,0 +1,126 @@
+"""One token id per position: an exact draw from softmax, or the argmax.
+
+Every position brings its own key, so its token depends on its key and its logits only, not on
+which other positions are drawn with it. `seeds/per_row_sampler.md` 4.3F: the softmax is float32,
+and greedy rows take the argmax.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dlm_jax.sampling import vocab
+
+METHODS = ("inverse_cdf", "gumbel")
+
+
+def argmax(logits_NV: Array) -> Array:
+    """Ids `[N]` (int32) of the largest logits: the lowest id on ties, 0 where all are -inf."""
+    return vocab.argmax(logits_NV.astype(jnp.float32))
+
+
+def draw(logits_NV: Array, keys_N: Array, *, method: str = "inverse_cdf") -> Array:
+    """Ids `[N]` (int32) drawn from `softmax(logits)`, one typed key per position.
+
+    `-inf` is allowed and never drawn, nor is any token whose float32 probability is 0. A position
+    whose logits are all `-inf` gives id 0.
+
+    `method="inverse_cdf"` splits the vocabulary in three levels with one uniform each: a single
+    float32 uniform cannot reach the far tail. `"gumbel"` takes the argmax of logits plus Gumbel
+    noise: slower by an order of magnitude on CPU, for parity with other programs.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method={method!r} is not a way to draw; use one of {METHODS}")
+    return draw_and_score(logits_NV, keys_N, method=method)[0]
+
+
+def draw_and_score(
+    logits_NV: Array, keys_N: Array, *, method: str = "inverse_cdf"
+) -> tuple[Array, Array]:
+    """Ids as `draw` gives them, with `ln p` of each under `softmax(logits)` (nats, `[N]`)."""
+    logits_NV = logits_NV.astype(jnp.float32)  # never draw from bfloat16: its tail collapses
+    if method == "gumbel":
+        ids_N = _gumbel(logits_NV, keys_N)
+        return ids_N, log_prob(logits_NV, ids_N)
+    max_N, weight_NC = vocab.exp_columns(logits_NV)
+    ids_N = _inverse_cdf(logits_NV, weight_NC, keys_N)
+    chosen_N = jnp.take_along_axis(logits_NV, ids_N[:, None], axis=1)[:, 0]
+    return ids_N, chosen_N - max_N - jnp.log(weight_NC.sum(-1))
+
+
+def choose(
+    logits_NV: Array, keys_N: Array, is_greedy_N: Array, *, method: str = "inverse_cdf"
+) -> Array:
+    """Ids `[N]`: the argmax where `is_greedy_N`, a draw elsewhere.
+
+    An all-greedy chunk does not draw and an all-random one takes no argmax.
+    """
+    logits_NV = logits_NV.astype(jnp.float32)
+    which = jnp.where(is_greedy_N.all(), 0, jnp.where(is_greedy_N.any(), 1, 2))
+
+    def both(x, k):
+        return jnp.where(is_greedy_N, argmax(x), draw(x, k, method=method))
+
+    return jax.lax.switch(
+        which,
+        (lambda x, k: argmax(x), both, lambda x, k: draw(x, k, method=method)),
+        logits_NV,
+        keys_N,
+    )
+
+
+def log_prob(logits_NV: Array, ids_N: Array) -> Array:
+    """`ln p` (nats, `[N]`) of one id per position under `softmax(logits)`."""
+    logits_NV = logits_NV.astype(jnp.float32)
+    max_N, weight_NC = vocab.exp_columns(logits_NV)
+    chosen_N = jnp.take_along_axis(logits_NV, ids_N[:, None], axis=1)[:, 0]
+    return chosen_N - max_N - jnp.log(weight_NC.sum(-1))
+
+
+def _gumbel(logits_NV: Array, keys_N: Array) -> Array:
+    V = logits_NV.shape[1]
+    # the default float32 Gumbel undershoots the tail; "high" does not
+    noise_NV = jax.vmap(lambda key: jax.random.gumbel(key, (V,), mode="high"))(keys_N)
+    return argmax(logits_NV + noise_NV)
+
+
+def _inverse_cdf(logits_NV: Array, weight_NC: Array, keys_N: Array) -> Array:
+    """Group of columns, column, member: one uniform each."""
+    N, C = weight_NC.shape
+    size = max(1, round(C**0.5))
+    num_groups = -(-C // size)
+    weight_NGS = jnp.pad(weight_NC, ((0, 0), (0, num_groups * size - C)))
+    weight_NGS = weight_NGS.reshape(N, num_groups, size)
+    uniform_3N = _uniforms(keys_N)
+    group_N = _pick(weight_NGS.sum(-1), uniform_3N[0])
+    weight_NS = jnp.take_along_axis(weight_NGS, group_N[:, None, None], axis=1)[:, 0]
+    column_N = group_N * size + _pick(weight_NS, uniform_3N[1])
+    member_NM, _ = vocab.members(logits_NV, column_N)
+    # relative to the column's own maximum: its weights cannot all underflow
+    peak_N1 = member_NM.max(-1, keepdims=True)
+    weight_NM = jnp.exp(member_NM - jnp.where(peak_N1 == -jnp.inf, 0.0, peak_N1))
+    return column_N + C * _pick(weight_NM, uniform_3N[2])
+
+
+def _uniforms(keys_N: Array) -> Array:
+    """Three uniforms per key, `[3, N]` in [0, 1], with full float32 precision near 0."""
+    bits_N6 = jax.vmap(lambda key: jax.random.bits(key, (6,)))(keys_N).astype(jnp.float32)
+    return (bits_N6[:, :3] * 2.0**-32 + bits_N6[:, 3:] * 2.0**-64).T
+
+
+def _pick(weight_NK: Array, uniform_N: Array) -> Array:
+    """Index `[N]` (int32) drawn in proportion to the weights; never one of weight 0 unless all are.
+
+    The heaviest entry takes the end of the unit interval, so that the others are resolved
+    relative to their own sum: a tail of mass 1e-9 keeps its proportions.
+    """
+    heaviest_N = weight_NK.argmax(-1).astype(jnp.int32)
+    indices_1K = jnp.arange(weight_NK.shape[1], dtype=jnp.int32)[None]
+    other_NK = jnp.where(indices_1K == heaviest_N[:, None], 0.0, weight_NK)
+    upto_NK = jnp.cumsum(other_NK, axis=-1)
+    total_N = upto_NK[:, -1] + weight_NK.max(-1)
+    is_hit_NK = (upto_NK > (uniform_N * total_N)[:, None]) & (other_NK > 0)
+    first_N = is_hit_NK.argmax(-1).astype(jnp.int32)
+    return jnp.where(is_hit_NK.any(-1), first_N, heaviest_N)

@@ -1,0 +1,238 @@
+"""The denoising loop: its per-row state, one step of it, and `advance`, which compiles the two.
+
+Everything in the state is ``[B]`` or ``[B, L]``. No step reads one row to decide about another, so
+that a row comes out as if it had run alone, and drivers may put rows of any age side by side.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.commit import CommitRule, View
+from dlm_jax.sampling.propose import propose_parallel
+from dlm_jax.sampling.transforms.chain import Chain, Context
+from dlm_jax.types import Network, Params, Status, live_positions
+
+
+class Canvas(NamedTuple):
+    """The arrays being denoised.
+
+    Attributes:
+      tokens_BL: int32; MASK at holes, PAD from the row's length on.
+      length_B: int32, live positions of each row; 0 for an idle slot.
+      frozen_BL: True at given tokens, which are never written.
+    """
+
+    tokens_BL: jax.Array
+    length_B: jax.Array
+    frozen_BL: jax.Array
+
+
+class State(NamedTuple):
+    """What `advance` carries.
+
+    Attributes:
+      canvas: tokens, lengths, frozen positions.
+      key_B: typed key of each row, made of its own seed; never changes.
+      step_B: int32, steps taken.
+      steps_B: int32, steps allowed, at least 1.
+      first_holes_B: int32, holes before the first step.
+      forwards_B: int32, forwards of the trunk the row has asked for.
+      status_B: int32, a `Status`.
+      logprob_BL: float32, log-probability of each committed token under the clean logits it was
+        drawn from, in nats; 0 at given tokens and holes.
+      committed_BL: int32, the step that committed each token, from 0; -1 at given tokens and holes.
+      chain: the logit transforms with their per-row parameters.
+      chain_state: what those transforms carry.
+      rule: the commit rule with its per-row parameters.
+    """
+
+    canvas: Canvas
+    key_B: jax.Array
+    step_B: jax.Array
+    steps_B: jax.Array
+    first_holes_B: jax.Array
+    forwards_B: jax.Array
+    status_B: jax.Array
+    logprob_BL: jax.Array
+    committed_BL: jax.Array
+    chain: Chain
+    chain_state: Any
+    rule: CommitRule
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is compiled in: the network, the id of MASK, and how many positions a readout takes.
+
+    ``chunk`` trades memory (``chunk * V`` float32 logits at a time) against launches.
+    """
+
+    network: Network
+    mask_id: int
+    chunk: int
+
+
+def start(
+    tokens_BL: jax.Array,
+    length_B: jax.Array,
+    *,
+    seeds_B: jax.Array,
+    steps_B: jax.Array,
+    chain: Chain,
+    rule: CommitRule,
+    mask_id: int,
+) -> State:
+    """State before the first step: live MASK tokens are holes, other live tokens are frozen.
+
+    Args:
+      tokens_BL: int32; PAD from `length_B` on.
+      length_B: int32; 0 makes an idle slot.
+      seeds_B: uint32 seed of each row.
+      steps_B: int32, at least 1.
+      chain: logit transforms whose parameters have ``B`` rows.
+      rule: commit rule, likewise.
+      mask_id: the id of MASK.
+    """
+    num_rows, num_positions = tokens_BL.shape
+    is_hole_BL = (tokens_BL == mask_id) & live_positions(length_B, num_positions)
+    holes_B = jnp.sum(is_hole_BL, axis=1)
+    zeros_B = jnp.zeros(num_rows, jnp.int32)
+    state = State(
+        canvas=Canvas(tokens_BL, length_B, ~is_hole_BL),
+        key_B=jax.vmap(jax.random.key)(seeds_B),
+        step_B=zeros_B,
+        steps_B=steps_B,
+        first_holes_B=holes_B,
+        forwards_B=zeros_B,
+        status_B=jnp.where(holes_B > 0, Status.RUNNING, Status.DONE).astype(jnp.int32),
+        logprob_BL=jnp.zeros((num_rows, num_positions), jnp.float32),
+        committed_BL=jnp.full((num_rows, num_positions), -1, jnp.int32),
+        chain=chain,
+        chain_state=chain.init(num_rows),
+        rule=rule,
+    )
+    # `advance` donates the state: its buffers must be its own, and each be there once.
+    return jax.tree.map(jnp.copy, state)
+
+
+def step(program: Program, params: Params, state: State) -> State:
+    """The state after one step of every running row; other rows come back bit for bit."""
+    canvas = state.canvas
+    num_positions = canvas.tokens_BL.shape[1]
+    is_running_B = state.status_B == Status.RUNNING
+    is_live_BL = live_positions(canvas.length_B, num_positions)
+    is_hole_BL = (
+        (canvas.tokens_BL == program.mask_id)
+        & is_live_BL
+        & ~canvas.frozen_BL
+        & is_running_B[:, None]
+    )
+    draw_key_B, rule_key_B = _step_keys(state)
+    view = View(is_hole_BL, state.first_holes_B, state.step_B, state.steps_B, rule_key_B)
+    is_last_B = state.step_B + 1 >= state.steps_B
+    is_open_BL = is_hole_BL & (state.rule.eligible(view) | is_last_B[:, None])
+
+    hidden_BLD, _ = program.network.trunk(params, canvas.tokens_BL, canvas.length_B, None)
+    context = Context(
+        tokens_BL=canvas.tokens_BL,
+        order_BL=state.committed_BL,
+        is_visible_BL=is_live_BL & (canvas.tokens_BL != program.mask_id),
+        length_B=canvas.length_B,
+    )
+    proposal, is_finite_B = propose_parallel(
+        program.network,
+        params,
+        hidden_BLD,
+        is_open_BL,
+        state.chain,
+        state.chain_state,
+        context,
+        draw_key_B,
+        measure=state.rule.measure,
+        chunk=program.chunk,
+    )
+    is_committed_BL = is_open_BL & (state.rule.select(view, proposal) | is_last_B[:, None])
+    is_committed_BL &= is_finite_B[:, None]
+
+    left_B = jnp.sum(is_hole_BL & ~is_committed_BL, axis=1)
+    step_B = state.step_B + is_running_B
+    status_B = jnp.select(
+        [~is_running_B, ~is_finite_B, left_B == 0, step_B >= state.steps_B],
+        [state.status_B, *(jnp.full_like(step_B, s) for s in _ENDS)],
+        Status.RUNNING,
+    )
+    return state._replace(
+        canvas=canvas._replace(
+            tokens_BL=jnp.where(is_committed_BL, proposal.tokens_BL, canvas.tokens_BL)
+        ),
+        step_B=step_B,
+        forwards_B=state.forwards_B + is_running_B,
+        status_B=status_B,
+        logprob_BL=jnp.where(is_committed_BL, proposal.logprob_BL, state.logprob_BL),
+        committed_BL=jnp.where(is_committed_BL, state.step_B[:, None], state.committed_BL),
+        chain_state=state.chain.update(state.chain_state, is_committed_BL, proposal),
+    )
+
+
+_ENDS = (Status.NON_FINITE, Status.DONE, Status.STEP_LIMIT)
+
+
+def _step_keys(state: State) -> tuple[jax.Array, jax.Array]:
+    """This step's keys of each row, for the draws and for the rule: from its own key and step."""
+
+    def one_row(key: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+        draw_key, rule_key = jax.random.split(jax.random.fold_in(key, step))
+        return draw_key, rule_key
+
+    return jax.vmap(one_row)(state.key_B, state.step_B)
+
+
+class Advance:
+    """Compiled ``(params, state, num_steps) -> state``: up to `num_steps` steps of each row.
+
+    The loop ends early when no row runs. `num_steps` is traced and `state` donated. One program
+    is compiled per shape and per kind of chain and rule; ``compiled`` lists their shapes.
+    """
+
+    def __init__(self, program: Program, *, compiler_options: Mapping[str, Any] | None = None):
+        self.compiled: list[str] = []
+        self._program = program
+        self._jitted = jax.jit(
+            self._advance,
+            donate_argnums=1,
+            compiler_options=dict(compiler_options) if compiler_options else None,
+        )
+
+    def __call__(self, params: Params, state: State, num_steps: int | jax.Array) -> State:
+        """The state up to `num_steps` steps later; do not use the old one again."""
+        return self._jitted(params, state, jnp.asarray(num_steps, jnp.int32))
+
+    def _advance(self, params: Params, state: State, num_steps: jax.Array) -> State:
+        rows, positions = state.canvas.tokens_BL.shape
+        # Runs when a new program is traced, and only then.
+        self.compiled.append(f"rows={rows} canvas={positions}")
+
+        def goes_on(carry: tuple[jax.Array, State]) -> jax.Array:
+            taken, state = carry
+            return (taken < num_steps) & jnp.any(state.status_B == Status.RUNNING)
+
+        def one_more(carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
+            taken, state = carry
+            return taken + 1, step(self._program, params, state)
+
+        return jax.lax.while_loop(goes_on, one_more, (jnp.zeros((), jnp.int32), state))[1]
+
+
+@functools.cache
+def make_advance(
+    program: Program, *, compiler_options: tuple[tuple[str, Any], ...] = ()
+) -> Advance:
+    """The `Advance` of `program`, the same object for equal arguments."""
+    return Advance(program, compiler_options=dict(compiler_options))

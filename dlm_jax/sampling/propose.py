@@ -1,0 +1,106 @@
+"""Candidates for the open positions of a step, all drawn in parallel from one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.commit import Proposal
+from dlm_jax.sampling.draw import choose, log_prob
+from dlm_jax.sampling.transforms.chain import At, Chain, Context
+from dlm_jax.types import Network, Params
+
+_CPU_LOGITS = 2**18
+_ACCELERATOR_LOGITS = 2**24
+
+
+def chunk_size(vocab_size: int) -> int:
+    """Positions per readout: as many as keep the logits in a CPU's cache, or fill an accelerator.
+
+    64 on CPU and 256 elsewhere at least.
+    """
+    if jax.default_backend() == "cpu":
+        return max(64, _CPU_LOGITS // vocab_size)
+    return max(256, _ACCELERATOR_LOGITS // vocab_size)
+
+
+def propose_parallel(
+    network: Network,
+    params: Params,
+    hidden_BLD: jax.Array,
+    is_open_BL: jax.Array,
+    chain: Chain,
+    chain_state: Any,
+    context: Context,
+    key_B: jax.Array,
+    *,
+    measure: Callable[[jax.Array, jax.Array], jax.Array],
+    chunk: int,
+) -> tuple[Proposal, jax.Array]:
+    """A candidate for every open position, drawn blind to the others; and which rows are finite.
+
+    The open positions of all rows are gathered and run in chunks of `chunk`, so that the cost
+    follows their number and no ``[B, L, V]`` array exists. Each draws with a key of its row and
+    its place in the canvas.
+
+    Args:
+      network: whose `readout` is used.
+      params: its parameters.
+      hidden_BLD: what the trunk returned.
+      is_open_BL: True where a candidate is wanted.
+      chain: logit transforms between the clean logits and the draw.
+      chain_state: what the chain carries.
+      context: the visible tokens when the step began.
+      key_B: this step's key of each row, for draws alone.
+      measure: confidence from clean logits and the candidate's log-probability.
+      chunk: positions of one readout.
+
+    Returns:
+      The proposal, zero where not open; and ``[B]``, False for a row with an open position whose
+      clean logits hold a NaN or +inf, or are all -inf.
+    """
+    num_rows, num_positions, width = hidden_BLD.shape
+    total = num_rows * num_positions
+    chunk = min(chunk, total)
+    num_open = jnp.sum(is_open_BL)
+    padded = -(-total // chunk) * chunk
+    (flat,) = jnp.nonzero(is_open_BL.reshape(-1), size=total, fill_value=0)
+    flat = jnp.pad(flat, (0, padded - total)).astype(jnp.int32)
+    hidden = hidden_BLD.reshape(total, width)
+    prepared = chain.prepare(chain_state, context)
+
+    def one_chunk(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        first, ids, logprobs, confidences, is_finite = carry
+        places_N = jax.lax.dynamic_slice(flat, (first,), (chunk,))
+        is_real_N = first + jnp.arange(chunk) < num_open
+        row_N, index_N = places_N // num_positions, places_N % num_positions
+        key_N = jax.vmap(jax.random.fold_in)(key_B[row_N], index_N)
+        clean_NV = network.readout(params, hidden[places_N])
+        at = At(row_N=row_N, index_N=index_N, key_N=key_N, is_real_N=is_real_N)
+        ids_N = chain.draw(prepared, clean_NV, at)
+        logprob_N = log_prob(clean_NV, ids_N)
+        target_N = jnp.where(is_real_N, places_N, total)
+        return (
+            first + chunk,
+            ids.at[target_N].set(ids_N, mode="drop"),
+            logprobs.at[target_N].set(logprob_N, mode="drop"),
+            confidences.at[target_N].set(measure(clean_NV, logprob_N), mode="drop"),
+            is_finite.at[row_N].min(jnp.isfinite(logprob_N) | ~is_real_N),
+        )
+
+    start = (
+        jnp.zeros((), jnp.int32),
+        jnp.zeros(total, jnp.int32),
+        jnp.zeros(total, jnp.float32),
+        jnp.zeros(total, jnp.float32),
+        jnp.ones(num_rows, jnp.bool_),
+    )
+    _, ids, logprobs, confidences, is_finite_B = jax.lax.while_loop(
+        lambda carry: carry[0] < num_open, one_chunk, start
+    )
+    shape = (num_rows, num_positions)
+    proposal = Proposal(ids.reshape(shape), logprobs.reshape(shape), confidences.reshape(shape))
+    return proposal, is_finite_B

@@ -1,0 +1,256 @@
+"""The one driver of logit transforms: a chain that runs only what some row asks for.
+
+`seeds/backend_sampling.md`: the whole chain lives in the compiled graph on constant shapes,
+whichever rows are active, and every row has its own settings.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dlm_jax.sampling import draw as drawing
+from dlm_jax.sampling import vocab
+
+MAX_CANDIDATES = 64
+"""Rows whose top-k is at most this go on with their candidates alone, not the vocabulary."""
+
+
+class At(NamedTuple):
+    """Where the N positions of a chunk of logits stand.
+
+    Attributes:
+      row_N: int32 row of each position, in [0, B).
+      index_N: int32 place in the canvas, in [0, L).
+      key_N: typed key of each position, for its own draw.
+      is_real_N: False for the padding of a chunk: it keeps no transform running.
+    """
+
+    row_N: Array
+    index_N: Array
+    key_N: Array
+    is_real_N: Array
+
+
+class Context(NamedTuple):
+    """What can be seen of the canvas when a step begins.
+
+    Attributes:
+      tokens_BL: int32 canvas.
+      order_BL: int32, the step that committed each token; given tokens come first (-1), ties go by
+        position.
+      is_visible_BL: True where a token can be seen: live, and no hole.
+      length_B: int32 live positions of each row.
+    """
+
+    tokens_BL: Array
+    order_BL: Array
+    is_visible_BL: Array
+    length_B: Array
+
+
+@runtime_checkable
+class LogitTransform(Protocol):
+    """A function of the logits of N positions, whose parameters are `[B]` leaves of a pytree.
+
+    A disabled row gets its logits back bit for bit, `-inf` stays `-inf`, and at least one
+    candidate of each position survives. Logits arrive as float32 without NaN or +inf.
+    """
+
+    def init(self, num_rows: int) -> Any:
+        """State before the first step; `()` when there is none."""
+        ...
+
+    def prepare(self, state: Any, context: Context) -> Any:
+        """What the step needs once per row, such as a table of counts."""
+        ...
+
+    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+        """The logits `[N, V]` after this transform; called once per chunk of a step."""
+        ...
+
+    def update(self, state: Any, is_committed_BL: Array, proposal: Any) -> Any:
+        """State after a step's commit; `proposal.final_logprob_BL` says how likely each was."""
+        ...
+
+    def is_active(self) -> Array:
+        """True `[B]` for the rows that ask for this transform."""
+        ...
+
+
+class Stateless:
+    """The parts of `LogitTransform` that a transform without state or context leaves empty."""
+
+    ignores_ids = True
+    """Whether it treats equal logits alike but for ties, so that it may run on candidates."""
+
+    def init(self, num_rows: int) -> Any:
+        """No state."""
+        return ()
+
+    def prepare(self, state: Any, context: Context) -> Any:
+        """Nothing to prepare."""
+        return ()
+
+    def update(self, state: Any, is_committed_BL: Array, proposal: Any) -> Any:
+        """The state, unchanged."""
+        return state
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["transforms"], meta_fields=["names"]
+)
+@dataclass(frozen=True)
+class Chain:
+    """Transforms in order, driven as one; itself a `LogitTransform`.
+
+    A transform runs when an active row has a real position in the chunk, by one `lax.cond` on the
+    batch (under `vmap` both sides would run). Rows that keep at most `MAX_CANDIDATES` at a top-k
+    finish the chain on those candidates alone if what follows ignores ids. Which way a row goes
+    depends on its own parameters only, so neighbours cannot change a bit of its result.
+    """
+
+    transforms: tuple[Any, ...]
+    names: tuple[str, ...] = ()
+
+    def init(self, num_rows: int) -> tuple[Any, ...]:
+        """State of each transform."""
+        return tuple(t.init(num_rows) for t in self.transforms)
+
+    def prepare(self, state: tuple[Any, ...], context: Context) -> tuple[Any, ...]:
+        """What each transform prepares for a step."""
+        return tuple(
+            t.prepare(s, context) for t, s in zip(self.transforms, state, strict=True)
+        )
+
+    def update(
+        self, state: tuple[Any, ...], is_committed_BL: Array, proposal: Any
+    ) -> tuple[Any, ...]:
+        """State of each transform after a commit."""
+        return tuple(
+            t.update(s, is_committed_BL, proposal)
+            for t, s in zip(self.transforms, state, strict=True)
+        )
+
+    def is_active(self) -> Array:
+        """True `[B]` where any transform is active."""
+        return functools.reduce(jnp.logical_or, (t.is_active() for t in self.transforms))
+
+    def is_greedy(self, at: At) -> Array:
+        """True `[N]` where the row's temperature is 0."""
+        greedy_N = jnp.zeros(at.row_N.shape, bool)
+        for t in self.transforms:
+            if hasattr(t, "is_greedy"):
+                greedy_N |= t.is_greedy()[at.row_N]
+        return greedy_N
+
+    def apply(self, prepared: tuple[Any, ...], logits_NV: Array, at: At) -> Array:
+        """Logits `[N, V]`, float32, after every transform."""
+        logits_NV, few_NK, ids_NK, is_few_N = self._run(prepared, logits_NV, at)
+        if few_NK is None:
+            return logits_NV
+
+        def put_back(x_NV):
+            rows_N1 = jnp.arange(x_NV.shape[0])[:, None]
+            only_NV = jnp.full_like(x_NV, -jnp.inf).at[rows_N1, ids_NK].set(few_NK)
+            return jnp.where(is_few_N[:, None], only_NV, x_NV)
+
+        return jax.lax.cond(is_few_N.any(), put_back, lambda x: x, logits_NV)
+
+    def draw(
+        self, prepared: tuple[Any, ...], logits_NV: Array, at: At, *, method: str = "inverse_cdf"
+    ) -> Array:
+        """Ids `[N]` (int32): the argmax of greedy rows, a draw from the rest.
+
+        Args:
+          prepared: what `prepare` gave for this step.
+          logits_NV: clean logits of any float type.
+          at: where the positions stand; the draw consumes their keys.
+          method: see `dlm_jax.sampling.draw.draw`.
+        """
+        logits_NV, few_NK, ids_NK, is_few_N = self._run(prepared, logits_NV, at)
+        is_greedy_N = self.is_greedy(at)
+        if few_NK is None:
+            return drawing.choose(logits_NV, at.key_N, is_greedy_N, method=method)
+
+        def from_few(_, keys_N):
+            place_N = drawing.choose(few_NK, keys_N, is_greedy_N, method=method)
+            return jnp.take_along_axis(ids_NK, place_N[:, None], axis=1)[:, 0]
+
+        def from_all(x_NV, keys_N):
+            return drawing.choose(x_NV, keys_N, is_greedy_N, method=method)
+
+        def from_both(x_NV, keys_N):
+            return jnp.where(is_few_N, from_few(x_NV, keys_N), from_all(x_NV, keys_N))
+
+        is_settled_N = is_few_N | ~at.is_real_N
+        which = jnp.where(is_settled_N.all(), 0, jnp.where(is_few_N.any(), 1, 2))
+        return jax.lax.switch(which, (from_few, from_both, from_all), logits_NV, at.key_N)
+
+    def _run(
+        self, prepared: tuple[Any, ...], logits_NV: Array, at: At
+    ) -> tuple[Array, Array | None, Array | None, Array]:
+        """Logits of the whole vocabulary, and those of the candidates of rows that keep few."""
+        logits_NV = logits_NV.astype(jnp.float32)
+        cut = self._where_few()
+        steps = list(zip(self.transforms, prepared, strict=True))
+        if cut is None:
+            return _run_all(steps, logits_NV, at), None, None, jnp.zeros_like(at.is_real_N)
+        logits_NV = _run_all(steps[:cut], logits_NV, at)
+        top_k_N = self.transforms[cut].count()[at.row_N]
+        is_few_N = (top_k_N > 0) & (top_k_N <= min(MAX_CANDIDATES, logits_NV.shape[1]))
+        is_few_N &= ~self.is_greedy(at) & at.is_real_N
+        size = min(MAX_CANDIDATES, logits_NV.shape[1])
+        shape = (logits_NV.shape[0], size)
+        few_NK, ids_NK = jax.lax.cond(
+            is_few_N.any(),
+            lambda x: vocab.largest(x, size),
+            lambda x: (jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)),
+            logits_NV,
+        )
+        rank_1K = jnp.arange(size, dtype=jnp.int32)[None]
+        few_NK = jnp.where(rank_1K < top_k_N[:, None], few_NK, -jnp.inf)
+        few_NK = _run_all(steps[cut + 1 :], few_NK, at._replace(is_real_N=is_few_N))
+        rest = at._replace(is_real_N=at.is_real_N & ~is_few_N)
+        return _run_all(steps[cut:], logits_NV, rest), few_NK, ids_NK, is_few_N
+
+    def _where_few(self) -> int | None:
+        """Place of the first top-k after which no transform looks at ids."""
+        for place, t in enumerate(self.transforms):
+            if hasattr(t, "count") and all(
+                later.ignores_ids for later in self.transforms[place + 1 :]
+            ):
+                return place
+        return None
+
+
+def _run_all(steps: list[tuple[Any, Any]], logits_NV: Array, at: At) -> Array:
+    if not steps:
+        return logits_NV
+    wanted = [(t.is_active()[at.row_N] & at.is_real_N).any() for t, _ in steps]
+
+    def run(x_NV):
+        for is_wanted, (t, prepared) in zip(wanted, steps, strict=True):
+            x_NV = jax.lax.cond(
+                is_wanted,
+                lambda x, t=t, prepared=prepared: t.apply(prepared, x, at),
+                lambda x: x,
+                x_NV,
+            )
+        return x_NV
+
+    any_wanted = functools.reduce(jnp.logical_or, wanted)
+    return jax.lax.cond(any_wanted, run, lambda x: x, logits_NV)
+
+
+def chain(*transforms: Any, names: tuple[str, ...] = ()) -> Chain:
+    """The transforms as one, in the given order."""
+    flat: list[Any] = []
+    for t in transforms:
+        flat.extend(t.transforms if isinstance(t, Chain) else [t])
+    return replace(Chain(tuple(flat)), names=tuple(names))

@@ -1,0 +1,177 @@
+"""Penalties for tokens the row has already: by count, and by repeated runs (DRY).
+
+Both are functions of the context of the step, not state: remasked tokens leave it by themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dlm_jax.sampling.transforms.chain import At, Context, Stateless
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["repetition_B", "frequency_B", "presence_B", "last_n_B"],
+    meta_fields=["vocab_size"],
+)
+@dataclass(frozen=True)
+class Penalties(Stateless):
+    """Repetition, frequency and presence penalties over the newest `last_n` visible tokens.
+
+    A token seen before: `x > 0 ? x/r : x*r`, then `x -= count*f + c`. `last_n` -1 is the whole
+    row and 0 is off; r = 1, f = 0 and c = 0 are neutral. Newest means committed last.
+    """
+
+    repetition_B: Array
+    frequency_B: Array
+    presence_B: Array
+    last_n_B: Array
+    vocab_size: int
+    ignores_ids = False
+
+    def is_active(self) -> Array:
+        """True where a penalty is set and looks back at all."""
+        is_set_B = (self.repetition_B != 1) | (self.frequency_B != 0) | (self.presence_B != 0)
+        return is_set_B & (self.last_n_B != 0)
+
+    def prepare(self, state: Any, context: Context) -> Array:
+        """How often each token is among the newest `last_n`, float32 `[B, V]`."""
+        B = context.tokens_BL.shape[0]
+        empty_BV = jnp.zeros((B, self.vocab_size), jnp.float32)
+
+        def count(table_BV):
+            is_counted_BL = _is_newest(context, self.last_n_B) & self.is_active()[:, None]
+            rows_B1 = jnp.arange(B)[:, None]
+            seen_BL = is_counted_BL.astype(jnp.float32)
+            return table_BV.at[rows_B1, context.tokens_BL].add(seen_BL, mode="drop")
+
+        return jax.lax.cond(self.is_active().any(), count, lambda x: x, empty_BV)
+
+    def apply(self, prepared: Array, logits_NV: Array, at: At) -> Array:
+        """Logits with the tokens of the row penalised."""
+        count_NV = prepared[at.row_N]
+        repetition_N1 = self.repetition_B[at.row_N][:, None]
+        scaled_NV = jnp.where(logits_NV > 0, logits_NV / repetition_N1, logits_NV * repetition_N1)
+        shift_NV = count_NV * self.frequency_B[at.row_N][:, None]
+        shift_NV += self.presence_B[at.row_N][:, None]
+        largest = float(jnp.finfo(jnp.float32).max)
+        penalised_NV = jnp.clip(scaled_NV - shift_NV, -largest, largest)
+        # -inf stays -inf, whatever the signs
+        is_touched_NV = (count_NV > 0) & (logits_NV > -jnp.inf)
+        return jnp.where(is_touched_NV, penalised_NV, logits_NV)
+
+
+class _Runs(NamedTuple):
+    """Visible tokens of each row, and which of them DRY may not cross."""
+
+    tokens_BL: Array
+    is_visible_BL: Array
+    is_breaker_BL: Array
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["multiplier_B", "base_B", "allowed_length_B", "last_n_B", "breakers_BK"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class Dry(Stateless):
+    """Penalises the token that would prolong a repetition ("don't repeat yourself").
+
+    The text is the run of visible tokens that ends just left of the position, or its newest
+    `last_n`. For each candidate t, L is the length of the longest suffix of the run that also
+    occurs earlier in it followed by t, without crossing a breaker; where `L >= allowed_length`,
+    `x[t] -= multiplier * base**(L - allowed_length)`. Breakers are not penalised. Multiplier 0 or
+    `last_n` 0 is off. `breakers_BK` is padded with -1.
+    """
+
+    multiplier_B: Array
+    base_B: Array
+    allowed_length_B: Array
+    last_n_B: Array
+    breakers_BK: Array
+    ignores_ids = False
+
+    def is_active(self) -> Array:
+        """True where the multiplier is not 0 and the run may be looked at."""
+        return (self.multiplier_B != 0) & (self.last_n_B != 0)
+
+    def prepare(self, state: Any, context: Context) -> _Runs:
+        """The canvas with its breakers marked."""
+        is_breaker_BL = (
+            context.tokens_BL[:, :, None] == self.breakers_BK[:, None, :]
+        ).any(-1)
+        return _Runs(context.tokens_BL, context.is_visible_BL, is_breaker_BL)
+
+    def apply(self, prepared: _Runs, logits_NV: Array, at: At) -> Array:
+        """Logits with the continuations of repetitions lowered."""
+        length_NL, tokens_NL = self._match_lengths(prepared, at)
+        allowed_N1 = self.allowed_length_B[at.row_N][:, None]
+        is_active_N1 = self.is_active()[at.row_N][:, None]
+        exponent_NL = (length_NL - allowed_N1).astype(jnp.float32)
+        log_base_N1 = jnp.log(self.base_B[at.row_N])[:, None]
+        # clamped where float32 ends, as llama.cpp does
+        power_NL = jnp.exp(jnp.minimum(exponent_NL * log_base_N1, 88.0))
+        penalty_NL = jnp.minimum(self.multiplier_B[at.row_N][:, None] * power_NL, 3.0e38)
+        is_hit_NL = (length_NL >= allowed_N1) & is_active_N1
+        rows_N1 = jnp.arange(logits_NV.shape[0])[:, None]
+        ids_NL = jnp.where(is_hit_NL, tokens_NL, logits_NV.shape[1])
+        x_NL = logits_NV.at[rows_N1, ids_NL].get(mode="fill", fill_value=-jnp.inf)
+        smallest = float(jnp.finfo(jnp.float32).min)
+        lowered_NL = jnp.where(
+            x_NL > -jnp.inf, jnp.maximum(x_NL - penalty_NL, smallest), -jnp.inf
+        )
+        # the longest match of a token has the largest penalty, so the minimum is the one that counts
+        return logits_NV.at[rows_N1, ids_NL].min(lowered_NL, mode="drop")
+
+    def _match_lengths(self, prepared: _Runs, at: At) -> tuple[Array, Array]:
+        """For each place of the run: the match that ends before it, and the token there, `[N, L]`.
+
+        0 outside the run and at breakers.
+        """
+        tokens_NL = prepared.tokens_BL[at.row_N]
+        is_visible_NL = prepared.is_visible_BL[at.row_N]
+        is_breaker_NL = prepared.is_breaker_BL[at.row_N]
+        N, L = tokens_NL.shape
+        place_1L = jnp.arange(L, dtype=jnp.int32)[None]
+        index_N1 = at.index_N[:, None].astype(jnp.int32)
+        is_gap_NL = ~is_visible_NL & (place_1L < index_N1)
+        start_N1 = jnp.where(is_gap_NL, place_1L + 1, 0).max(-1, keepdims=True)
+        last_n_N1 = self.last_n_B[at.row_N][:, None]
+        start_N1 = jnp.where(last_n_N1 < 0, start_N1, jnp.maximum(start_N1, index_N1 - last_n_N1))
+        is_run_NL = (place_1L >= start_N1) & (place_1L < index_N1)
+        is_run_NL &= self.is_active()[at.row_N][:, None] & at.is_real_N[:, None]
+
+        def grow(carry):
+            depth, is_alive_NL, length_NL = carry
+            # the suffix token this deep, and the token as deep before each place
+            suffix_N1 = index_N1 - 1 - depth
+            clipped_N1 = jnp.clip(suffix_N1, 0, L - 1)
+            token_N1 = jnp.take_along_axis(tokens_NL, clipped_N1, axis=1)
+            stops_N1 = jnp.take_along_axis(is_breaker_NL, clipped_N1, axis=1)
+            earlier_NL = jnp.roll(tokens_NL, depth + 1, axis=1)
+            is_alive_NL &= (place_1L - 1 - depth >= start_N1) & (suffix_N1 >= start_N1)
+            is_alive_NL &= (earlier_NL == token_N1) & ~stops_N1
+            return depth + 1, is_alive_NL, length_NL + is_alive_NL
+
+        start = (jnp.int32(0), is_run_NL & ~is_breaker_NL, jnp.zeros((N, L), jnp.int32))
+        _, _, length_NL = jax.lax.while_loop(lambda c: c[1].any(), grow, start)
+        return length_NL, tokens_NL
+
+
+def _is_newest(context: Context, last_n_B: Array) -> Array:
+    """True `[B, L]` at the newest `last_n` visible tokens; all of them where it is negative."""
+    B, L = context.tokens_BL.shape
+    place_BL = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (B, L))
+    order_BL = jnp.where(context.is_visible_BL, context.order_BL.astype(jnp.int32), -(2**31))
+    _, sorted_BL = jax.lax.sort((order_BL, place_BL), dimension=1, num_keys=2)
+    rows_B1 = jnp.arange(B)[:, None]
+    age_BL = jnp.zeros((B, L), jnp.int32).at[rows_B1, sorted_BL].set(L - 1 - place_BL)
+    return context.is_visible_BL & ((last_n_B < 0)[:, None] | (age_BL < last_n_B[:, None]))

@@ -1,0 +1,283 @@
+"""Truncations: transforms that set all but some candidates to -inf.
+
+Each keeps at least `min_keep` candidates of a position (all, when there are fewer); among equals
+the lowest ids stay. Formulas: `notes/samplers.md`, the semantics of llama.cpp's host samplers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dlm_jax.sampling import vocab
+from dlm_jax.sampling.transforms.chain import At, Stateless
+from dlm_jax.sampling.transforms.cuts import prefix_cut
+
+_XTC_SALT = 0x7863
+
+
+def _pytree(*fields: str) -> Callable[[type], type]:
+    register = functools.partial(
+        jax.tree_util.register_dataclass, data_fields=list(fields), meta_fields=[]
+    )
+    return lambda cls: register(dataclass(frozen=True)(cls))
+
+
+@_pytree("k_B", "min_keep_B")
+class TopK(Stateless):
+    """Keeps the `max(k, min_keep)` largest logits; k <= 0 is off, k above V keeps all."""
+
+    k_B: Array
+    min_keep_B: Array
+
+    def is_active(self) -> Array:
+        """True where k > 0."""
+        return self.k_B > 0
+
+    def count(self) -> Array:
+        """Candidates that each row keeps, 0 where it keeps all."""
+        return jnp.where(self.k_B > 0, jnp.maximum(self.k_B, self.min_keep_B), 0)
+
+    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+        """Logits with all but the largest at -inf."""
+        count_N = self.count()[at.row_N]
+        return keep_largest(logits_NV, jnp.where(count_N > 0, count_N, logits_NV.shape[1]))
+
+
+@_pytree("p_B", "min_keep_B")
+class TopP(Stateless):
+    """Keeps the smallest set of most likely tokens whose mass reaches p; p = 1 is off.
+
+    A token goes where the mass of those before it is >= p; the most likely always stays.
+    """
+
+    p_B: Array
+    min_keep_B: Array
+
+    def is_active(self) -> Array:
+        """True where p < 1."""
+        return self.p_B < 1
+
+    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+        """Logits with all but the nucleus at -inf."""
+        max_N, weight_NC = vocab.exp_columns(logits_NV)
+        cut = prefix_cut(
+            logits_NV,
+            value=lambda block: block,
+            weight=lambda block: jnp.exp(block - max_N[:, None]),
+            mass_N=self.p_B[at.row_N] * weight_NC.sum(-1),
+            count_N=_count_or_all(self, logits_NV, at),
+        )
+        return _masked(cut.keeps(logits_NV, _ids(logits_NV)), logits_NV, self, at)
+
+
+@_pytree("p_B", "min_keep_B")
+class TypicalP(Stateless):
+    """Keeps the tokens whose surprise is closest to the entropy, up to mass q; q = 1 is off.
+
+    Tokens are taken in ascending order of `abs(-ln p - H)` until their mass exceeds q.
+    Source: Meister et al. 2022, "Locally typical sampling".
+    """
+
+    p_B: Array
+    min_keep_B: Array
+
+    def is_active(self) -> Array:
+        """True where q < 1."""
+        return self.p_B < 1
+
+    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+        """Logits with all but the typical set at -inf."""
+        max_N, weight_NC = vocab.exp_columns(logits_NV)
+        log_total_N = jnp.log(weight_NC.sum(-1))
+        _, entropy_N = vocab.count_and_entropy(logits_NV)
+
+        def logprob(block):
+            return block - max_N[:, None] - log_total_N[:, None]
+
+        def typicality(block):
+            return -jnp.abs(logprob(block) + entropy_N[:, None])
+
+        cut = prefix_cut(
+            logits_NV,
+            value=typicality,
+            weight=lambda block: jnp.exp(logprob(block)),
+            # a token stays while the mass before it is <= q, not < q
+            mass_N=jnp.nextafter(self.p_B[at.row_N], jnp.inf),
+            count_N=_count_or_all(self, logits_NV, at),
+        )
+        is_kept_NV = cut.keeps(typicality(logits_NV), _ids(logits_NV))
+        return _masked(is_kept_NV, logits_NV, self, at)
+
+
+@_pytree("p_B", "min_keep_B")
+class MinP(Stateless):
+    """Keeps tokens with `p >= m * max(p)`; m = 0 is off."""
+
+    p_B: Array
+    min_keep_B: Array
+
+    def is_active(self) -> Array:
+        """True where m > 0."""
+        return self.p_B > 0
+
+    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+        """Logits with all tokens below the fraction of the best at -inf."""
+        fraction_N = jnp.where(self.is_active(), self.p_B, 1.0)[at.row_N]
+        floor_N = logits_NV.max(-1) + jnp.log(fraction_N)
+        return keep_above(logits_NV, floor_N, self.min_keep_B[at.row_N], self.is_active()[at.row_N])
+
+
+@_pytree("n_B", "min_keep_B")
+class TopNSigma(Stateless):
+    """Keeps `x >= max(x) - n * std(x)`, population std over the candidates; n <= 0 is off.
+
+    Source: Tang et al. 2024, "Top-n-sigma: not all logits are you need".
+    """
+
+    n_B: Array
+    min_keep_B: Array
+
+    def is_active(self) -> Array:
+        """True where n > 0."""
+        return self.n_B > 0
+
+    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+        """Logits with all tokens below n deviations from the best at -inf."""
+        half_max_N, range_N = _half_range(logits_NV)
+
+        def scaled(block):
+            # in [-1, 0], so that squares of huge logits do not overflow
+            return (block * 0.5 - half_max_N[:, None]) / range_N[:, None]
+
+        count_N, total_N = _sums(logits_NV, scaled)
+        mean_N = total_N / jnp.maximum(count_N, 1.0)
+        _, squares_N = _sums(logits_NV, lambda block: (scaled(block) - mean_N[:, None]) ** 2)
+        deviation_N = jnp.sqrt(squares_N / jnp.maximum(count_N, 1.0))
+        floor_N = 2.0 * (half_max_N - self.n_B[at.row_N] * deviation_N * range_N)
+        return keep_above(logits_NV, floor_N, self.min_keep_B[at.row_N], self.is_active()[at.row_N])
+
+
+@_pytree("probability_B", "threshold_B", "min_keep_B")
+class Xtc(Stateless):
+    """Drops the top choices: with probability P all tokens with `p >= t` but the least likely.
+
+    One draw per position, from its own key. Nothing happens when fewer than two tokens reach t,
+    when fewer than `min_keep` would stay, and for P = 0 or t > 0.5.
+    """
+
+    probability_B: Array
+    threshold_B: Array
+    min_keep_B: Array
+
+    def is_active(self) -> Array:
+        """True where P > 0 and t <= 0.5."""
+        return (self.probability_B > 0) & (self.threshold_B <= 0.5)
+
+    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+        """Logits with the dropped choices at -inf."""
+        max_N, weight_NC = vocab.exp_columns(logits_NV)
+        floor_N = max_N + jnp.log(self.threshold_B[at.row_N] * weight_NC.sum(-1))
+
+        def fn(acc, block_NC, ids_1C):
+            num_top_NC, num_NC, least_NC = acc
+            is_top_NC = block_NC >= floor_N[:, None]
+            return (
+                num_top_NC + jnp.where(is_top_NC, 1.0, 0.0),
+                num_NC + jnp.where(block_NC > -jnp.inf, 1.0, 0.0),
+                jnp.minimum(least_NC, jnp.where(is_top_NC, block_NC, jnp.inf)),
+            )
+
+        start = tuple(vocab.columns(logits_NV, fill) for fill in (0.0, 0.0, jnp.inf))
+        num_top_NC, num_NC, least_NC = vocab.accumulate(fn, start, logits_NV)
+        num_top_N, least_N1 = num_top_NC.sum(-1), least_NC.min(-1)[:, None]
+        num_left_N = num_NC.sum(-1) - num_top_N + 1
+        keys_N = jax.vmap(lambda key: jax.random.fold_in(key, _XTC_SALT))(at.key_N)
+        uniform_N = jax.vmap(jax.random.uniform)(keys_N)
+        does_drop_N = (
+            (uniform_N < self.probability_B[at.row_N])
+            & (num_top_N >= 2)
+            & (num_left_N >= self.min_keep_B[at.row_N])
+        )
+        stays_N = vocab.lowest_id(lambda block: block == least_N1, logits_NV)
+        is_kept_NV = (logits_NV < least_N1) | (_ids(logits_NV) == stays_N[:, None])
+        return _masked(is_kept_NV | ~does_drop_N[:, None], logits_NV, self, at)
+
+
+def keep_largest(logits_NV: Array, count_N: Array) -> Array:
+    """Logits with all but the `count` (at least 1) largest at -inf, lower ids first on ties."""
+    cut = prefix_cut(
+        logits_NV,
+        value=lambda block: block,
+        weight=None,
+        mass_N=jnp.zeros(count_N.shape, jnp.float32),
+        count_N=count_N.astype(jnp.float32),
+    )
+    return jnp.where(cut.keeps(logits_NV, _ids(logits_NV)), logits_NV, -jnp.inf)
+
+
+def keep_above(
+    logits_NV: Array, floor_N: Array, min_keep_N: Array, is_active_N: Array
+) -> Array:
+    """Logits with those below `floor` at -inf where active, but the `min_keep` largest stay."""
+    count_N, _ = _sums(jnp.where(logits_NV >= floor_N[:, None], logits_NV, -jnp.inf), jnp.zeros_like)
+    is_short_N = (count_N < min_keep_N) & is_active_N
+
+    def topped_up(x_NV):
+        return keep_largest(x_NV, jnp.where(is_short_N, min_keep_N, x_NV.shape[1]))
+
+    def plain(x_NV):
+        is_kept_NV = (x_NV >= floor_N[:, None]) | (~is_active_N | is_short_N)[:, None]
+        return jnp.where(is_kept_NV, x_NV, -jnp.inf)
+
+    return plain(jax.lax.cond(is_short_N.any(), topped_up, lambda x: x, logits_NV))
+
+
+def _sums(logits_NV: Array, fn: Callable[[Array], Array]) -> tuple[Array, Array]:
+    """Number of candidates and the sum of `fn` over them, `[N]` each."""
+
+    def step(acc, block_NC, ids_1C):
+        count_NC, sum_NC = acc
+        is_candidate_NC = block_NC > -jnp.inf
+        return (
+            count_NC + jnp.where(is_candidate_NC, 1.0, 0.0),
+            sum_NC + jnp.where(is_candidate_NC, fn(block_NC), 0.0),
+        )
+
+    start = vocab.columns(logits_NV, 0.0), vocab.columns(logits_NV, 0.0)
+    count_NC, sum_NC = vocab.accumulate(step, start, logits_NV)
+    return count_NC.sum(-1), sum_NC.sum(-1)
+
+
+def _half_range(logits_NV: Array) -> tuple[Array, Array]:
+    """Half the largest logit, and half the range of the candidates (1 where they are equal)."""
+
+    def fn(least_NC, block_NC, ids_1C):
+        return jnp.minimum(least_NC, jnp.where(block_NC > -jnp.inf, block_NC, jnp.inf))
+
+    half_max_N = logits_NV.max(-1) * 0.5
+    least_NC = vocab.accumulate(fn, vocab.columns(logits_NV, jnp.inf), logits_NV)
+    range_N = half_max_N - least_NC.min(-1) * 0.5
+    return half_max_N, jnp.where(range_N > 0, range_N, 1.0)
+
+
+def _count_or_all(transform: Any, logits_NV: Array, at: At) -> Array:
+    """`min_keep` of active rows, the whole vocabulary of others, which ends their search."""
+    is_active_N = (transform.is_active()[at.row_N]) & at.is_real_N
+    count_N = jnp.where(is_active_N, transform.min_keep_B[at.row_N], logits_NV.shape[1])
+    return count_N.astype(jnp.float32)
+
+
+def _masked(is_kept_NV: Array, logits_NV: Array, transform: Any, at: At) -> Array:
+    is_off_N1 = ~transform.is_active()[at.row_N][:, None]
+    return jnp.where(is_kept_NV | is_off_N1, logits_NV, -jnp.inf)
+
+
+def _ids(logits_NV: Array) -> Array:
+    return jnp.arange(logits_NV.shape[1], dtype=jnp.int32)[None]

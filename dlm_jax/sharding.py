@@ -1,0 +1,97 @@
+"""Where arrays live: the device mesh, and a partition for every parameter by its path.
+
+A mesh has three axes. ``data`` splits the batch; ``fsdp`` splits the batch too, and the
+parameters with their optimiser state; ``tensor`` splits the matrices inside a layer.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dlm_jax.config import MeshConfig
+
+RULES: tuple[tuple[str, P], ...] = (
+    (r"embedding$", P("tensor", "fsdp")),
+    (r"head/kernel$", P("fsdp", "tensor")),
+    (r"blocks/.*/(query|key|value|up|gate)/kernel$", P(None, "fsdp", "tensor")),
+    (r"blocks/.*/(out|down)/kernel$", P(None, "tensor", "fsdp")),
+    (r"blocks/.*/(query|key|value)/bias$", P(None, "tensor")),
+    (r"(^|/)(norm|\w+_norm)/(scale|bias)$", P()),
+)
+"""Path pattern and partition, first match wins. Optimiser moments end in the same paths."""
+
+
+def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+    """Mesh with axes ``data``, ``fsdp``, ``tensor`` over all devices of all processes.
+
+    Raises:
+      ValueError: the axes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    inner = config.fsdp * config.tensor
+    data = len(devices) // inner if config.data == -1 else config.data
+    if data * inner != len(devices):
+        raise ValueError(
+            f"mesh.data={config.data}, mesh.fsdp={config.fsdp}, mesh.tensor={config.tensor} do not "
+            f"multiply to the {len(devices)} devices present; change one of them"
+        )
+    shape = (data, config.fsdp, config.tensor)
+    return Mesh(
+        np.asarray(devices).reshape(shape), ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3
+    )
+
+
+def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
+    """Sharding of ``[B, ...]`` arrays over the axes that split the batch.
+
+    Raises:
+      ValueError: the batch is not divisible by them.
+    """
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    if batch_size % shards:
+        raise ValueError(
+            f"train.batch_size={batch_size} is not divisible by the {shards} devices that split "
+            f"the batch; use {shards * max(1, round(batch_size / shards))}"
+        )
+    return NamedSharding(mesh, P(("data", "fsdp")))
+
+
+def partition(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """Partition of the parameter at `path` (``a/b/c``).
+
+    An axis of the mesh that does not divide its dimension is left out: that dimension is
+    replicated.
+
+    Raises:
+      ValueError: no rule matches and the parameter has two dimensions or more.
+    """
+    for pattern, spec in RULES:
+        if re.search(pattern, path):
+            return P(
+                *(
+                    axis if axis is None or size % mesh.shape[axis] == 0 else None
+                    for axis, size in zip(spec, shape, strict=False)
+                )
+            )
+    if len(shape) >= 2 and math.prod(shape) > 1:
+        raise ValueError(f"no sharding rule matches parameter {path!r} of shape {shape}; add one")
+    return P()
+
+
+def shardings(tree: Any, mesh: Mesh) -> Any:
+    """Sharding of every leaf of a training state, given as arrays or their shapes."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: NamedSharding(mesh, partition(path_name(path), leaf.shape, mesh)), tree
+    )
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """A pytree path as ``a/b/c``."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -1,0 +1,158 @@
+"""A training run resolved at the door: everything that can be refused is refused here."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+import dlm_jax.config as configs
+from dlm_jax.checkpoint import Checkpoints
+from dlm_jax.config import Config
+from dlm_jax.data import Corpus, load_corpus
+from dlm_jax.model.transformer import build
+from dlm_jax.sharding import batch_sharding, make_mesh
+from dlm_jax.training.optim import make_optimizer
+from dlm_jax.training.step import TrainState, abstract_state, init_state
+from dlm_jax.types import Network
+
+_MAY_CHANGE = (
+    "data.source",
+    "data.cache_dir",
+    "train.out_dir",
+    "train.log_every",
+    "train.eval_every",
+    "train.eval_windows",
+    "train.sample_every",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "model.remat",
+    "mesh.",
+    "sample.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run ready to go: the resolved config and what was made from it.
+
+    ``state`` is fresh, or the newest checkpoint's. ``noise_key`` is what the noise of every step
+    is folded from.
+    """
+
+    config: Config
+    corpus: Corpus
+    network: Network
+    optimizer: optax.GradientTransformation
+    mesh: Mesh
+    state: TrainState
+    first_step: int
+    noise_key: jax.Array
+    checkpoints: Checkpoints
+
+    @property
+    def out_dir(self) -> Path:
+        """Where the run writes."""
+        return Path(self.config.train.out_dir)
+
+    def meta(self) -> dict[str, Any]:
+        """What a checkpoint says of itself: resolved config and tokenizer."""
+        return {
+            "config": configs.to_dict(self.config),
+            "tokenizer": self.corpus.tokenizer.to_json(),
+            "corpus": {"name": self.corpus.name, "sha256": self.corpus.sha256},
+        }
+
+
+def prepare(config: Config, *, report: Callable[[str], None]) -> Run:
+    """The run that `config` asks for, continued where its directory holds checkpoints.
+
+    Args:
+      config: as loaded; ``model.vocab_size`` 0 becomes the tokenizer's.
+      report: takes one line of text, such as that a damaged checkpoint was passed over.
+
+    Raises:
+      ValueError: bad data, a batch or mesh that does not fit the devices, a directory that holds
+        another run or something else.
+    """
+    mesh = make_mesh(config.mesh)
+    batch_sharding(mesh, config.train.batch_size)
+    _check_writable(Path(config.train.out_dir))
+    corpus = load_corpus(
+        config.data.source,
+        tokenizer=config.data.tokenizer,
+        seq_len=config.data.seq_len,
+        held_out=config.data.held_out,
+        cache_dir=config.data.cache_dir or None,
+    )
+    config = _with_vocabulary(config, corpus)
+    network = build(config.model)
+    optimizer = make_optimizer(config.optim, num_steps=config.train.steps)
+    init_key, noise_key = jax.random.split(jax.random.key(config.train.seed))
+    checkpoints = Checkpoints(
+        Path(config.train.out_dir) / "checkpoints",
+        keep=config.train.keep_checkpoints,
+    )
+    if checkpoints.steps():
+        _check_same_run(config, corpus, checkpoints.read_meta(report=report))
+        state = checkpoints.restore(
+            abstract_state(network, optimizer, mesh), report=report
+        ).state
+    else:
+        state = init_state(network, optimizer, init_key, mesh=mesh)
+    return Run(
+        config=config,
+        corpus=corpus,
+        network=network,
+        optimizer=optimizer,
+        mesh=mesh,
+        state=state,
+        first_step=int(state.step),
+        noise_key=noise_key,
+        checkpoints=checkpoints,
+    )
+
+
+def _check_writable(out_dir: Path) -> None:
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"train.out_dir={out_dir} cannot be created: {error}") from None
+    if not os.access(out_dir, os.W_OK):
+        raise ValueError(f"train.out_dir={out_dir} is not writable; name another directory")
+
+
+def _with_vocabulary(config: Config, corpus: Corpus) -> Config:
+    needed = corpus.tokenizer.vocab_size
+    size = config.model.vocab_size or needed
+    if size < needed:
+        raise ValueError(
+            f"model.vocab_size={size} is smaller than the tokenizer's {needed}; use 0 or {needed}"
+        )
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+
+
+def _check_same_run(config: Config, corpus: Corpus, saved: dict[str, Any]) -> None:
+    """Refuses to continue a run whose result would be neither the old one's nor the new one's."""
+    elsewhere = "use another train.out_dir, or delete this one"
+    if saved["corpus"]["sha256"] != corpus.sha256:
+        raise ValueError(
+            f"train.out_dir={config.train.out_dir} holds a run on another text than "
+            f"{corpus.name}; {elsewhere}"
+        )
+    ours = configs.to_dict(config)
+    for section, values in saved["config"].items():
+        for name, value in values.items():
+            key = f"{section}.{name}"
+            if key.startswith(_MAY_CHANGE) or ours.get(section, {}).get(name) == value:
+                continue
+            raise ValueError(
+                f"train.out_dir={config.train.out_dir} holds a run with {key}={value!r}, and this "
+                f"one has {ours.get(section, {}).get(name)!r}; {elsewhere}"
+            )

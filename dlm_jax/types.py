@@ -1,0 +1,72 @@
+"""Types that cross rooms: the network as functions, and how a row ended.
+
+Shape legend, used as suffixes of names and in docstrings everywhere:
+
+=====  ==========================================================
+``B``  rows of the batch
+``L``  positions of the canvas
+``V``  vocabulary
+``D``  width of the model
+``H``  attention heads (``G`` key/value heads, ``K`` size of one head)
+``N``  gathered positions, which may belong to any rows
+=====  ==========================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Params = Any
+"""A plain nested dict of parameter arrays."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """A language model as pure functions over a plain dict of parameters.
+
+    This record is all that training and sampling know of a model; anyone's own functions with
+    these signatures work. It is hashable, so it can be a static argument of ``jax.jit``: build it
+    once and keep it, because two records of different function objects compile twice.
+
+    Attributes:
+      init: ``(key) -> params``.
+      trunk: ``(params, tokens_BL, length_B, cache) -> (hidden_BLD, cache)``. Positions at or beyond
+        ``length_B`` are PAD and invisible to attention; what the trunk returns there is undefined
+        but finite. ``hidden`` is the input of the LM head (after the final norm), aligned with the
+        position it predicts. ``cache`` is opaque; pass ``None`` and expect ``None``.
+      embed: ``(params, ids) -> vectors``, one ``D`` vector appended to the shape of ``ids``.
+      readout: ``(params, hidden_ND) -> logits_NV``, float32.
+      vocab_size: ``V``, the number of logits.
+    """
+
+    init: Callable[[jax.Array], Params]
+    trunk: Callable[..., tuple[jax.Array, Any]]
+    embed: Callable[[Params, jax.Array], jax.Array]
+    readout: Callable[[Params, jax.Array], jax.Array]
+    vocab_size: int
+
+
+class Status(IntEnum):
+    """How a row stands. Inside the compiled loop nothing raises; this number tells the caller.
+
+    ``RUNNING`` has steps and holes left. ``DONE`` has no holes left. ``STEP_LIMIT`` ran out of
+    steps with holes left. ``CANVAS_FULL`` could not grow further. ``NON_FINITE`` met a NaN or
+    an infinity where the network's logits must be finite, and stopped before writing.
+    """
+
+    RUNNING = 0
+    DONE = 1
+    STEP_LIMIT = 2
+    CANVAS_FULL = 3
+    NON_FINITE = 4
+
+
+def live_positions(length_B: jax.Array, num_positions: int) -> jax.Array:
+    """True where a position lies before its row's length, ``[B, L]``."""
+    return jnp.arange(num_positions)[None, :] < length_B[:, None]

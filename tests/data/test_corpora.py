@@ -1,0 +1,136 @@
+"""Laws of the corpora: what is read, in which order, how it is split, and what is refused."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlm_jax.data.corpora import (
+    BUILTIN_CORPUS,
+    Document,
+    join_documents,
+    read_documents,
+    split_text,
+)
+
+
+def _names(documents):
+    return [os.path.basename(document.name) for document in documents]
+
+
+def test_builtin_corpus_is_the_same_every_time_and_sorted():
+    documents = read_documents(BUILTIN_CORPUS)
+    names = [document.name for document in documents]
+    assert names == sorted(names)
+    assert documents == read_documents([BUILTIN_CORPUS, BUILTIN_CORPUS])
+    assert len(join_documents(documents)) > 200_000
+
+
+def test_builtin_held_out_text_does_not_repeat_training_paragraphs():
+    train, held_out = split_text(join_documents(read_documents(BUILTIN_CORPUS)), 0.05)
+    known = set(train.split("\n\n"))
+    paragraphs = [part for part in held_out.split("\n\n") if len(part) > 40]
+    repeated = sum(len(part) for part in paragraphs if part in known)
+    assert repeated <= 0.01 * sum(map(len, paragraphs))
+
+
+def test_files_are_sorted_and_read_once_however_they_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    for name in ("b.txt", "a.txt", "sub/c.txt", "d.md"):
+        (tmp_path / name).write_text(name)
+    documents = read_documents(["b.txt", "**/*.txt", tmp_path / "a.txt", "sub/../b.txt"])
+    assert _names(documents) == ["a.txt", "b.txt", "c.txt"]
+    assert [document.text for document in documents] == ["a.txt", "b.txt", "sub/c.txt"]
+
+
+def test_a_file_whose_name_looks_like_a_glob_is_taken_literally(tmp_path):
+    (tmp_path / "a[1].txt").write_text("literal")
+    (tmp_path / "a1.txt").write_text("other")
+    assert [d.text for d in read_documents(tmp_path / "a[1].txt")] == ["literal"]
+
+
+def test_text_is_read_exactly_but_for_the_byte_order_mark(tmp_path):
+    text = "caf\u00e9\r\n\r\n \U0001f600"
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert read_documents(tmp_path / "a.txt")[0].text == text
+
+
+def test_an_empty_file_that_a_glob_found_is_passed_over(tmp_path):
+    (tmp_path / "a.txt").write_text("")
+    (tmp_path / "b.txt").write_text("text")
+    assert _names(read_documents(tmp_path / "*.txt")) == ["b.txt"]
+
+
+def test_documents_are_one_blank_line_apart_and_the_last_stays_as_it_is():
+    documents = [Document("1", "one\n\n\n"), Document("2", "two"), Document("3", "three\n\n")]
+    assert join_documents(documents) == "one\n\ntwo\n\nthree\n\n"
+
+
+@given(st.text(alphabet="ab\n", min_size=2, max_size=200), st.floats(0.001, 0.999))
+@settings(deadline=None)
+def test_the_two_parts_make_up_the_text_and_neither_is_empty(text, fraction):
+    train, held_out = split_text(text, fraction)
+    assert train + held_out == text
+    assert train
+    assert held_out
+    wanted = min(max(1, round(len(text) * fraction)), len(text) - 1)
+    assert wanted <= len(held_out) <= 2 * wanted
+
+
+def test_the_cut_is_at_a_line_start_where_there_is_one():
+    text = "".join(f"line {i:03d}\n" for i in range(100))
+    train, held_out = split_text(text, 0.047)
+    assert train.endswith("\n")
+    assert held_out.startswith("line 095")
+    assert split_text("a" * 100, 0.05) == ("a" * 95, "a" * 5)
+
+
+def test_bad_sources_are_refused_in_one_line(tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "bom.txt").write_bytes(b"\xef\xbb\xbf")
+    (tmp_path / "latin.txt").write_bytes(b"one\ntwo\ncaf\xe9\n")
+    (tmp_path / "utf16.txt").write_text("text", encoding="utf-16")
+    cases = [
+        ("no.txt", r"no\.txt does not exist; give a path, a glob or the built-in corpus"),
+        ("*.md", r"\*\.md matches no file; give a path"),
+        ("", "is a folder; name its files, such as"),
+        ("empty.txt", r"empty\.txt is empty; give"),
+        ("bom.txt", r"bom\.txt is empty; give"),
+        ("empt*", "every file found is empty; give"),
+        ("latin.txt", r"latin\.txt is not UTF-8: byte 0xe9 at byte offset 11 \(line 3\); convert"),
+        ("utf16.txt", r"is not UTF-8: byte 0xff at byte offset 0 \(line 1\); convert"),
+    ]
+    for name, message in cases:
+        with pytest.raises(ValueError, match=message) as caught:
+            read_documents(tmp_path / name)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="source names no files"):
+        read_documents([])
+
+
+def test_an_unreadable_file_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+
+    def refuse(self):
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(pathlib.Path, "read_bytes", refuse)
+    with pytest.raises(ValueError, match="cannot be read: Permission denied; make it readable"):
+        read_documents(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, float("nan")])
+def test_a_held_out_fraction_outside_0_and_1_is_refused(fraction):
+    with pytest.raises(ValueError, match=r"held_out=.* is outside \(0, 1\); 0.05 holds out"):
+        split_text("text", fraction)
+
+
+def test_one_character_cannot_be_split():
+    with pytest.raises(ValueError, match="1 characters cannot be split; give more text"):
+        split_text("a", 0.5)

@@ -1,0 +1,207 @@
+"""Laws of the pipeline: batches depend on file, seed and step, and on nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+
+from dlm_jax.data import pipeline
+from dlm_jax.data.pipeline import train_batches, train_dataset, validation_windows
+from dlm_jax.data.token_files import write_tokens
+
+NUM_TOKENS = 1003
+SIZES = {"seq_len": 16, "batch_size": 8}
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A token file in which every token is its own position."""
+    write_tokens(tmp_path / "t.npy", np.arange(NUM_TOKENS), vocab_size=NUM_TOKENS)
+    return tmp_path / "t.npy"
+
+
+def _take(iterator, count):
+    return list(itertools.islice(iterator, count))
+
+
+def _at(dataset, step) -> pipeline.Batch:
+    batch = dataset[step]
+    assert batch is not None
+    return batch
+
+
+def _assert_equal(left, right):
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        assert a.keys() == b.keys() == {"tokens", "length"}
+        for name in a:
+            np.testing.assert_array_equal(a[name], b[name])
+            assert a[name].dtype == b[name].dtype == np.int32
+
+
+def test_rows_are_stretches_of_the_text(path):
+    for batch in _take(train_batches(path, **SIZES, seed=0), 20):
+        tokens = batch["tokens"]
+        assert tokens.shape == (8, 16)
+        np.testing.assert_array_equal(tokens, tokens[:, :1] + np.arange(16))
+        np.testing.assert_array_equal(batch["length"], np.full(8, 16))
+
+
+@pytest.mark.parametrize("process_count", [2, 4, 8])
+def test_the_global_batch_does_not_depend_on_the_number_of_processes(path, process_count):
+    whole = _take(train_batches(path, **SIZES, seed=3), 20)
+    parts = [
+        _take(
+            train_batches(path, **SIZES, seed=3, process_index=p, process_count=process_count), 20
+        )
+        for p in range(process_count)
+    ]
+    joined = [
+        {name: np.concatenate([part[name] for part in step]) for name in step[0]}
+        for step in zip(*parts, strict=True)
+    ]
+    _assert_equal(joined, whole)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 4])
+def test_resuming_at_a_step_continues_the_uninterrupted_run(path, prefetch):
+    whole = _take(train_batches(path, **SIZES, seed=1), 40)
+    for step in (0, 1, 17):
+        resumed = train_batches(path, **SIZES, seed=1, start_step=step, prefetch=prefetch)
+        _assert_equal(_take(resumed, 5), whole[step : step + 5])
+        fresh = train_batches(path, **SIZES, seed=1, prefetch=prefetch)
+        fresh.set_state(resumed.get_state())
+        _assert_equal(_take(fresh, 5), whole[step + 5 : step + 10])
+
+
+def test_a_resumed_step_may_be_far_away(path):
+    far = _at(train_dataset(path, **SIZES, seed=1), 10**12)
+    _assert_equal(_take(train_batches(path, **SIZES, seed=1, start_step=10**12), 1), [far])
+
+
+def test_the_state_is_a_small_dict_that_counts_batches_taken_not_batches_read_ahead(path):
+    batches = train_batches(path, **SIZES, seed=1, prefetch=8)
+    before = pickle.dumps(batches.get_state())
+    _take(batches, 3)
+    resumed = train_batches(path, **SIZES, seed=1, start_step=3)
+    assert batches.get_state() == resumed.get_state() != pickle.loads(before)
+    assert len(before) < 100
+
+
+@pytest.mark.parametrize("table_limit", [1 << 20, 0], ids=["table", "cipher"])
+def test_an_epoch_shows_each_token_at_most_once_and_leaves_out_less_than_two_windows(
+    path, monkeypatch, table_limit
+):
+    monkeypatch.setattr(pipeline, "_TABLE_LIMIT", table_limit)
+    windows = (NUM_TOKENS - 15) // 16
+    dataset = train_dataset(path, seq_len=16, batch_size=1, seed=5)
+    epochs = []
+    for epoch in range(8):
+        rows = [_at(dataset, epoch * windows + i)["tokens"][0] for i in range(windows)]
+        tokens = np.concatenate(rows).tolist()
+        assert len(set(tokens)) == len(tokens) > NUM_TOKENS - 2 * 16
+        assert tokens != sorted(tokens)
+        epochs.append(tuple(int(row[0]) for row in rows))
+    assert len({min(starts) for starts in epochs}) > 3, "windows begin elsewhere every epoch"
+    assert len(set(epochs)) == len(epochs), "the order is another every epoch"
+
+
+def test_every_place_of_the_text_gets_its_turn(path):
+    dataset = train_dataset(path, seq_len=16, batch_size=62, seed=0)
+    seen = np.unique(np.concatenate([_at(dataset, step)["tokens"].ravel() for step in range(200)]))
+    np.testing.assert_array_equal(seen, np.arange(NUM_TOKENS))
+
+
+def test_seeds_give_other_orders_and_the_same_seed_the_same(path):
+    first = {
+        seed: tuple(_at(train_dataset(path, **SIZES, seed=seed), 0)["tokens"][:, 0].tolist())
+        for seed in (0, 1, 2**32 - 1)
+    }
+    assert len(set(first.values())) == 3
+    again = _at(train_dataset(path, **SIZES, seed=0), 0)["tokens"][:, 0].tolist()
+    assert tuple(again) == first[0]
+
+
+def test_the_stream_of_a_seed_never_changes_between_releases(path):
+    starts = _at(train_dataset(path, seq_len=16, batch_size=8, seed=0), 0)["tokens"][:, 0]
+    assert starts.tolist() == [707, 307, 867, 963, 499, 19, 627, 659]
+
+
+def test_a_dataset_pickles_before_and_after_it_was_read(path):
+    dataset = train_dataset(path, **SIZES, seed=2)
+    unread = pickle.dumps(dataset)
+    batch = dataset[7]
+    read = pickle.dumps(dataset)
+    assert len(read) < len(unread) + 1000, "the mapped file must not travel"
+    for stored in (unread, read):
+        _assert_equal([pickle.loads(stored)[7]], [batch])
+
+
+@pytest.mark.parametrize("num_tokens", [16, 17, 30, 31, 32])
+def test_texts_of_about_one_window_are_served(tmp_path, num_tokens):
+    write_tokens(tmp_path / "t.npy", np.arange(num_tokens), vocab_size=256)
+    dataset = train_dataset(tmp_path / "t.npy", seq_len=16, batch_size=64, seed=0)
+    tokens = np.concatenate([_at(dataset, step)["tokens"] for step in range(8)])
+    assert tokens.max() < num_tokens
+    assert len(np.unique(tokens)) == num_tokens
+
+
+@pytest.mark.parametrize("seq_len", [1, 16, 17, 1003, 1004])
+def test_validation_windows_cover_the_file_once_in_order(path, seq_len):
+    batch = validation_windows(path, seq_len=seq_len, pad_id=5000)
+    is_live = np.arange(seq_len) < batch["length"][:, None]
+    np.testing.assert_array_equal(batch["tokens"][is_live], np.arange(NUM_TOKENS))
+    assert (batch["tokens"][~is_live] == 5000).all()
+    assert (batch["length"][:-1] == seq_len).all()
+    assert batch["length"][-1] >= 1
+
+
+def test_fewer_validation_windows_are_spread_over_the_file(path):
+    every = validation_windows(path, seq_len=16, pad_id=5000)
+    some = validation_windows(path, seq_len=16, pad_id=5000, max_windows=4)
+    np.testing.assert_array_equal(some["tokens"][:, 0], [0, 240, 496, 752])
+    assert {tuple(row) for row in some["tokens"]} <= {tuple(row) for row in every["tokens"]}
+    _assert_equal([validation_windows(path, seq_len=16, pad_id=5000, max_windows=999)], [every])
+
+
+def test_rows_that_fill_up_a_validation_batch_are_empty(path):
+    every = validation_windows(path, seq_len=16, pad_id=5000)
+    filled = validation_windows(path, seq_len=16, pad_id=5000, multiple_of=8)
+    n = len(every["length"])
+    assert len(filled["length"]) == 64 > n
+    _assert_equal([{name: array[:n] for name, array in filled.items()}], [every])
+    assert not filled["length"][n:].any()
+    assert (filled["tokens"][n:] == 5000).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_size": 9, "process_count": 2}, "9 is not a multiple of the 2 processes; use 8"),
+        ({"batch_size": 1, "process_count": 2}, "1 is not a multiple of the 2 processes; use 2"),
+        ({"process_index": 2, "process_count": 2}, r"process_index=2 is outside \[0, 2\)"),
+        ({"seq_len": 0}, "seq_len=0 is less than 1"),
+        ({"batch_size": 0}, "batch_size=0 is less than 1"),
+        ({"seed": -1}, r"seed=-1 is outside \[0, 2\*\*32\)"),
+        ({"seed": 2**32}, r"seed=4294967296 is outside"),
+        ({"start_step": -1}, "start_step=-1 is negative"),
+        ({"prefetch": -1}, "prefetch=-1 is negative"),
+        ({"seq_len": 1004}, "1003 tokens, fewer than one window of seq_len=1004; .* seq_len=1003"),
+    ],
+)
+def test_bad_training_input_is_refused_in_one_line(path, change, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        train_batches(path, **{**SIZES, "seed": 0, **change})
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_validation_input_is_refused(tmp_path, path):
+    for field in ("seq_len", "max_windows", "multiple_of"):
+        with pytest.raises(ValueError, match=f"{field}=0 is less than 1"):
+            validation_windows(path, **{"seq_len": 4, "pad_id": 0, field: 0})
+    write_tokens(tmp_path / "none.npy", np.zeros(0, np.int32), vocab_size=4)
+    with pytest.raises(ValueError, match="holds no tokens; hold out more text"):
+        validation_windows(tmp_path / "none.npy", seq_len=4, pad_id=0)

@@ -1,0 +1,128 @@
+"""Laws of token files: they come back as written, and appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dlm_jax.data import token_files
+from dlm_jax.data.token_files import (
+    default_cache_dir,
+    id_dtype,
+    is_intact,
+    open_tokens,
+    write_tokens,
+)
+
+IDS = np.arange(1000, dtype=np.int32) % 250
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [(256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "int32")],
+)
+def test_ids_come_back_from_the_smallest_type_that_holds_them(tmp_path, vocab_size, dtype):
+    ids = np.array([0, 7, vocab_size - 1], np.int32)
+    write_tokens(tmp_path / "t.npy", ids, vocab_size=vocab_size)
+    tokens = open_tokens(tmp_path / "t.npy")
+    assert tokens.dtype == id_dtype(vocab_size) == np.dtype(dtype)
+    assert tokens.tolist() == ids.tolist()
+    assert isinstance(tokens, np.memmap)
+    assert not tokens.flags.writeable
+
+
+def test_a_token_file_is_a_plain_npy(tmp_path):
+    write_tokens(tmp_path / "t.npy", IDS, vocab_size=260)
+    np.testing.assert_array_equal(np.load(tmp_path / "t.npy"), IDS)
+
+
+def test_a_flipped_bit_anywhere_is_noticed(tmp_path):
+    path = tmp_path / "t.npy"
+    write_tokens(path, IDS, vocab_size=260)
+    whole = path.read_bytes()
+    assert is_intact(path)
+    for position in [*range(0, 128, 7), 500, len(whole) - 5, len(whole) - 1]:
+        damaged = bytearray(whole)
+        damaged[position] ^= 1
+        path.write_bytes(damaged)
+        assert not is_intact(path), position
+
+
+@pytest.mark.parametrize("keep", [0, 5, 60, 127, 128, 500, -5, -1])
+def test_a_file_cut_short_is_neither_intact_nor_opened(tmp_path, keep):
+    path = tmp_path / "t.npy"
+    write_tokens(path, IDS, vocab_size=260)
+    path.write_bytes(path.read_bytes()[:keep])
+    assert not is_intact(path)
+    with pytest.raises(ValueError, match="is not a whole token file; load the corpus again"):
+        open_tokens(path)
+
+
+def test_other_files_are_refused(tmp_path):
+    np.save(tmp_path / "plain.npy", IDS)
+    np.save(tmp_path / "square.npy", np.zeros((4, 4), np.uint8))
+    np.savez(tmp_path / "zip.npz", IDS)
+    for name in ("plain.npy", "square.npy", "zip.npz"):
+        assert not is_intact(tmp_path / name)
+        with pytest.raises(ValueError, match="is not a whole token file"):
+            open_tokens(tmp_path / name)
+    assert not is_intact(tmp_path / "missing.npy")
+    with pytest.raises(ValueError, match=r"missing\.npy does not exist; load the corpus again"):
+        open_tokens(tmp_path / "missing.npy")
+
+
+def test_an_interrupted_write_leaves_nothing_and_keeps_what_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "t.npy"
+    write_tokens(path, IDS, vocab_size=260)
+    before = path.read_bytes()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    for name in ("_crc32", "os.replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{token_files.__name__}.{name}", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                write_tokens(path, IDS[::-1], vocab_size=260)
+        assert os.listdir(tmp_path) == ["t.npy"]
+        assert path.read_bytes() == before
+
+
+def test_a_killed_writer_leaves_no_file_of_that_name_and_its_rest_is_cleared(tmp_path):
+    path = tmp_path / "t.npy"
+    program = (
+        "import os, sys, pathlib, numpy as np\n"
+        "from dlm_jax.data import token_files\n"
+        "token_files._crc32 = lambda *_: os.kill(os.getpid(), 9)\n"
+        "token_files.write_tokens(pathlib.Path(sys.argv[1]), np.arange(9), vocab_size=9)\n"
+    )
+    root = Path(__file__).parents[2]
+    killed = subprocess.run([sys.executable, "-c", program, str(path)], cwd=root, check=False)
+    assert killed.returncode == -9
+    (rest,) = tmp_path.iterdir()
+    assert rest.suffix == ".tmp"
+    write_tokens(path, IDS, vocab_size=260)
+    assert rest.exists(), "a young temporary may belong to a living writer"
+    hours_ago = time.time() - 7200
+    os.utime(rest, (hours_ago, hours_ago))
+    write_tokens(path, IDS, vocab_size=260)
+    assert os.listdir(tmp_path) == ["t.npy"]
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot be written: .*; set DLM_JAX_CACHE to a folder"):
+        write_tokens(tmp_path / "file" / "t.npy", IDS, vocab_size=260)
+
+
+def test_the_environment_names_the_cache_folder(monkeypatch):
+    monkeypatch.setenv("DLM_JAX_CACHE", "~/somewhere")
+    assert default_cache_dir() == Path.home() / "somewhere"
+    monkeypatch.delenv("DLM_JAX_CACHE")
+    assert default_cache_dir() == Path.home() / ".cache" / "dlm_jax"

@@ -1,0 +1,77 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import toy
+
+from dlm_jax.diffusion import losses
+from dlm_jax.diffusion.corruption import LinearSchedule
+from dlm_jax.diffusion.losses import cross_entropy, elbo
+
+
+def _hidden(num_rows, num_positions):
+    return jax.random.normal(jax.random.key(0), (num_rows, num_positions, 16))
+
+
+def test_cross_entropy_equals_the_formula_with_mask_impossible():
+    hidden = _hidden(2, 5)
+    targets = jnp.array([[0, 1, 2, 3, 4], [7, 6, 11, 9, 10]])
+    nll = cross_entropy(toy.network(), toy.params(), hidden, targets, mask_id=toy.MASK)
+    logits = np.asarray(toy.network().readout(toy.params(), hidden.reshape(10, 16)), np.float64)
+    logits[:, toy.MASK] = -np.inf
+    log_p = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    expected = -log_p[np.arange(10), np.asarray(targets).ravel()].reshape(2, 5)
+    np.testing.assert_allclose(nll, expected, rtol=1e-5)
+
+
+def test_a_masked_target_costs_infinity():
+    nll = cross_entropy(
+        toy.network(), toy.params(), _hidden(1, 1), jnp.array([[toy.MASK]]), mask_id=toy.MASK
+    )
+    assert np.isposinf(np.asarray(nll)).all()
+
+
+def test_slicing_the_positions_changes_neither_loss_nor_gradient(monkeypatch):
+    hidden, targets = _hidden(2, 6), jnp.arange(12).reshape(2, 6) % 8
+
+    def loss(params, hidden):
+        return cross_entropy(toy.network(), params, hidden, targets, mask_id=toy.MASK).sum()
+
+    whole = jax.value_and_grad(loss, argnums=(0, 1))(toy.params(), hidden)
+    # 8 devices: at most 24 logits, so one position of both rows at a time.
+    monkeypatch.setattr(losses, "_MAX_LOGITS", 3)
+    sliced = jax.value_and_grad(loss, argnums=(0, 1))(toy.params(), hidden)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), whole, sliced)
+    text = str(jax.make_jaxpr(loss)(toy.params(), hidden))
+    assert "scan" in text
+
+
+def test_elbo_divides_by_live_tokens_and_ignores_padding():
+    tokens = jnp.arange(16).reshape(2, 8) % 8
+    length = jnp.array([8, 3])
+    run = jax.jit(
+        functools.partial(elbo, toy.network(), mask_id=toy.MASK, schedule=LinearSchedule())
+    )
+    loss = run(toy.params(), tokens, length, jax.random.key(0))
+    assert float(loss.weight) == 11
+    padded = run(toy.params(), tokens.at[1, 3:].set(5), length, jax.random.key(0))
+    np.testing.assert_array_equal(loss.sum, padded.sum)
+
+
+def test_no_array_of_the_loss_holds_a_one_hot_of_the_targets():
+    tokens = jnp.zeros((2, 8), jnp.int32)
+
+    def loss(params):
+        return elbo(
+            toy.network(),
+            params,
+            tokens,
+            jnp.array([8, 8]),
+            jax.random.key(0),
+            mask_id=toy.MASK,
+            schedule=LinearSchedule(),
+        ).sum
+
+    text = str(jax.make_jaxpr(loss)(toy.params()))
+    assert "one_hot" not in text

@@ -1,0 +1,90 @@
+import argparse
+import dataclasses
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import dlm_jax.config as configs
+from dlm_jax.config import Config
+
+ROOT = Path(__file__).parent.parent
+
+
+def _write(tmp_path, text):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def test_dict_and_back_is_the_same_config():
+    config = configs.load(None, {"model.depth": "3", "data.source": "a.txt,b.txt"})
+    assert config.data.source == ("a.txt", "b.txt")
+    assert configs.from_dict(configs.to_dict(config), where="here") == config
+
+
+def test_flags_override_the_file_which_overrides_the_defaults(tmp_path):
+    path = _write(tmp_path, "[train]\nsteps = 200\nseed = 7\n[optim]\nwarmup_steps = 3\n")
+    config = configs.load(path, {"train.steps": "300", "model.remat": "true"})
+    assert (config.train.steps, config.train.seed, config.model.remat) == (300, 7, True)
+    assert config.train.batch_size == Config().train.batch_size
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        ("[train]\nstep = 3", {}, "unknown key 'train.step'; did you mean 'train.steps'?"),
+        ("[trian]\nsteps = 3", {}, "unknown section 'trian'; did you mean 'train'?"),
+        ("steps = 3", {}, "unknown section 'steps'"),
+        ("train = 3", {}, "write [train] above its keys"),
+        ('[train]\nsteps = "3"', {}, "train.steps='3' is not a whole number"),
+        ("[train]\nsteps = 3.5", {}, "train.steps=3.5 is not a whole number"),
+        ('[optim]\nname = "adan"', {}, "optim.name='adan' is not one of muon, adamw"),
+        ("[train]\nsteps = 0", {}, "train.steps=0 must be at least 1"),
+        ("[model]\nwidth = 30\nheads = 4", {}, "model.width=30 is not an even multiple"),
+        ("[model]\nheads = 4\nkv_heads = 3", {}, "does not divide model.heads=4"),
+        ("[train]\nsteps = [", {}, "is not valid TOML"),
+        ("", {"train.stepz": "3"}, "unknown flag 'train.stepz'; did you mean 'train.steps'?"),
+        ("", {"train.steps": "many"}, "command line: train.steps='many' is not a whole number"),
+        ("", {"model.remat": "perhaps"}, "model.remat='perhaps' is not true or false"),
+        ("", {"sample.temperature": "-1"}, "temperature=-1.0 is negative; use 0 for greedy"),
+        ("", {"optim.warmup_steps": "5000"}, "leaves nothing of train.steps"),
+    ],
+)
+def test_bad_keys_and_values_are_refused_in_one_line(tmp_path, text, overrides, message):
+    with pytest.raises(ValueError, match=r".") as error:
+        configs.load(_write(tmp_path, text), overrides)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(ValueError, match=r"nowhere\.toml does not exist"):
+        configs.load("nowhere.toml")
+
+
+def test_help_explains_every_field():
+    parser = argparse.ArgumentParser()
+    configs.add_flags(parser)
+    text = " ".join(parser.format_help().split())
+    for section, cls in configs.sections().items():
+        for field in dataclasses.fields(cls):
+            assert f"--{section}.{field.name}" in text
+            assert len(field.metadata["help"]) > 10, field.name
+
+
+def test_unknown_flags_name_the_nearest():
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    configs.add_flags(parser)
+    with pytest.raises(ValueError, match=r"'--train.stepz'; did you mean '--train.steps'"):
+        configs.parse_flags(parser, ["--train.stepz=3"])
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.toml")), ids=lambda path: path.name)
+def test_every_shipped_config_loads_and_says_what_it_costs(path):
+    configs.load(path)
+    text = path.read_text()
+    header = text[: text.index("[")]
+    for word in ("Command:", "Hardware:", "Time:", "Result:"):
+        assert word in header
+    assert set(tomllib.loads(text)) <= set(configs.sections())
