@@ -28,8 +28,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from dlm_jax import manifest
-from dlm_jax.checkpoint_files import (
+from dlm_jax.checkpoint import manifest
+from dlm_jax.checkpoint.files import (
     FORMAT,
     Leaves,
     check_same_leaves,
@@ -56,6 +56,8 @@ class Restored(NamedTuple):
 
 class Checkpoints:
     """The checkpoints of one training run, newest last; use it as a context manager.
+
+    A save under way when the program ends without `close` or `wait` is lost (not half-written).
 
     Every process of a multi-process run makes one on the same shared directory and calls the same
     methods in the same order. Process 0 checks, sums up, renames and prunes.
@@ -93,8 +95,8 @@ class Checkpoints:
     def save(self, step: int, state: PyTree, meta: dict[str, Any]) -> bool:
         """True if a checkpoint of ``step`` was begun, False if a complete one is there already.
 
-        Returns once the arrays are copied (they may be donated afterwards); writing goes on in the
-        background and counts only when it is complete. Waits for the save before.
+        The arrays may be donated as soon as this returns; writing goes on in the background and
+        counts only when it is complete. Waits for the save before.
 
         Args:
           step: at least 0, and not behind the newest checkpoint.

@@ -22,7 +22,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dlm_jax import checkpoint_files, manifest
+from dlm_jax.checkpoint import files, manifest
 from dlm_jax.checkpoint import Checkpoints, load_params
 
 ROOT = Path(__file__).parent.parent
@@ -68,7 +68,7 @@ def _save(directory: Path, *steps: int, keep: int = 2) -> Path:
     with Checkpoints(directory, keep=keep) as checkpoints:
         for step in steps:
             checkpoints.save(step, _state(step), {**META, "step": step})
-    return checkpoint_files.step_path(directory, steps[-1])
+    return files.step_path(directory, steps[-1])
 
 
 @pytest.fixture(scope="module")
@@ -179,9 +179,9 @@ def test_another_architecture_is_refused_naming_the_first_parameter(saved: Path)
 
 def test_random_bit_flips_are_detected_and_the_previous_checkpoint_is_used(copy: Path):
     rng = random.Random(0)
-    files = _files(copy / "step_00000002")
+    stored = _files(copy / "step_00000002")
     for _ in range(20):
-        path = rng.choice(files)
+        path = rng.choice(stored)
         original = path.read_bytes()
         flipped = bytearray(original)
         flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
@@ -195,6 +195,17 @@ def test_random_bit_flips_are_detected_and_the_previous_checkpoint_is_used(copy:
         assert len(lines) == 1 and "\n" not in lines[0]
         assert str(path) in lines[0] and "using step 1" in lines[0]
         path.write_bytes(original)
+
+
+def test_a_resume_reads_the_files_for_their_checksums_once(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+):
+    summed: list[Path] = []
+    monkeypatch.setattr(manifest, "verify", summed.append)
+    with Checkpoints(saved, keep=2) as checkpoints:
+        checkpoints.read_meta()
+        checkpoints.restore(_abstract(_state(0)))
+    assert summed == [saved / "step_00000002"]
 
 
 def test_every_deleted_or_shortened_file_is_detected(copy: Path):
@@ -317,20 +328,27 @@ def test_a_failure_at_any_moment_leaves_a_good_checkpoint(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
+    def fail_halfway(path: Path, **kwargs: Any) -> None:
+        if path.exists():
+            (path / "meta" / "metadata").unlink()
+            fail()
+
     _save(tmp_path, 1, keep=1)
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         with monkeypatch.context() as patch:
             if fault == "write":
-                patch.setattr("dlm_jax.manifest.os.replace", fail)
+                patch.setattr("dlm_jax.checkpoint.manifest.os.replace", fail)
             elif fault == "rename":
-                patch.setattr("dlm_jax.checkpoint.Path.rename", fail)
+                patch.setattr("dlm_jax.checkpoint.store.Path.rename", fail)
             elif fault == "prune":
-                patch.setattr("dlm_jax.checkpoint.prune", fail)
+                patch.setattr("dlm_jax.checkpoint.store.prune", fail)
             else:
-                patch.setattr("dlm_jax.checkpoint_files.shutil.rmtree", fail)
-            checkpoints.save(2, _state(2), META)
+                patch.setattr("dlm_jax.checkpoint.files.shutil.rmtree", fail_halfway)
+            checkpoints.save(2, _state(2), {**META, "step": 2})
             with pytest.raises(OSError, match="No space left"):
                 checkpoints.wait()
+        for step in checkpoints.steps():
+            assert load_params(tmp_path, step=step)[1]["step"] == step
         expected = 1 if fault in ("write", "rename") else 2
         restored = checkpoints.restore(_abstract(_state(0)))
         assert restored.step == expected
@@ -344,12 +362,14 @@ def test_no_thread_and_no_chatter_is_left_behind(
 ):
     before = set(threading.enumerate())
     caplog.set_level(logging.INFO)
-    _save(tmp_path, 1, 2)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, _state(1), META)
     load_params(tmp_path)
     deadline = time.monotonic() + 5  # Orbax's event loops end their idle threads a moment later
     while set(threading.enumerate()) - before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert set(threading.enumerate()) <= before
+    assert checkpoints.steps() == [1]
     assert [record.getMessage() for record in caplog.records] == []
     assert capfd.readouterr() == ("", "")
 

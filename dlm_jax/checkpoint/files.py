@@ -1,0 +1,162 @@
+"""Where checkpoints lie on disk, and which of them can be used.
+
+Names with a suffix are no checkpoints: ``.writing`` and ``.deleted`` are leftovers of a killed
+process and go with the next save; ``.damaged`` was set aside and stays until a person removes it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dlm_jax.checkpoint import manifest
+
+FORMAT = 1
+Leaves = dict[str, list[Any]]
+"""Path of each array in the saved pytree -> [dtype, shape]."""
+
+_STEP_NAME = re.compile(r"step_(\d{8,})")
+_LEFTOVER_NAME = re.compile(r"step_\d{8,}\.(writing.*|deleted)")
+
+
+def local_path(directory: str | os.PathLike[str]) -> Path:
+    """The absolute path; raises `ValueError` for a URL or an existing file."""
+    if "://" in str(directory):
+        raise ValueError(f"directory={directory} is a URL; mount it and pass the local path")
+    path = Path(os.path.abspath(directory))
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file, not a checkpoint directory; pass a directory")
+    return path
+
+
+def step_path(root: Path, step: int) -> Path:
+    """The directory of one checkpoint."""
+    return root / f"step_{step:08d}"
+
+
+def complete_steps(root: Path) -> list[int]:
+    """Steps of the checkpoints that have a manifest, ascending."""
+    return [s for s in _listed_steps(root) if (step_path(root, s) / manifest.NAME).exists()]
+
+
+def make_room(root: Path, step: int, checked: dict[int, bool]) -> bool:
+    """False if a complete checkpoint of ``step`` is there; else True, once one can be written.
+
+    Makes ``root``, removes leftovers, sets aside what ``checked`` or a missing manifest calls bad.
+    Raises `ValueError` if ``step`` is behind the newest complete checkpoint.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    usable = [s for s in complete_steps(root) if checked.get(s, True)]
+    if step in usable:
+        return False
+    if usable and step < usable[-1]:
+        raise ValueError(
+            f"step={step} is behind step {usable[-1]} in {root}; "
+            f"resume from the newest checkpoint or save to another directory"
+        )
+    for path in root.iterdir():
+        if _LEFTOVER_NAME.fullmatch(path.name):
+            shutil.rmtree(path)
+    for unusable in set(_listed_steps(root)) - set(usable):
+        path = step_path(root, unusable)
+        aside = path.with_name(f"{path.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+    return True
+
+
+def prune(root: Path, *, keep: int) -> None:
+    """Nothing, after all complete checkpoints but the ``keep`` newest are gone."""
+    for step in complete_steps(root)[:-keep]:
+        # Renamed first: a process killed halfway leaves no checkpoint with half its files.
+        path = step_path(root, step)
+        doomed = path.with_name(f"{path.name}.deleted")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def newest_usable(
+    root: Path,
+    step: int | None,
+    leaves: Leaves | None,
+    report: Callable[[str], None],
+    checked: dict[int, bool],
+) -> int:
+    """The step to restore: ``step``, or the newest whose files are all as they were written.
+
+    ``checked`` remembers which steps were found sound or damaged, so that bytes are summed once and
+    damage is reported once. Raises `ValueError` if none is left, or at the first that has other
+    ``leaves`` (if given) or another format.
+    """
+    listed = _listed_steps(root)
+    if not listed:
+        raise ValueError(_why_empty(root))
+    if step is not None and step not in listed:
+        raise ValueError(f"no checkpoint of step={step} in {root}; it holds steps {listed}")
+    reasons: list[str] = []
+    for candidate in reversed(listed) if step is None else [step]:
+        if not checked.get(candidate, True):
+            continue
+        path = step_path(root, candidate)
+        try:
+            facts = manifest.read(path)
+            if facts["format"] != FORMAT:
+                raise ValueError(
+                    f"checkpoint {path} has format {facts['format']}, this program reads {FORMAT}; "
+                    f"use the program that wrote it (with {facts['versions']})"
+                )
+            if leaves is not None:
+                check_same_leaves(leaves, facts["leaves"], path)
+            if candidate not in checked:
+                manifest.verify(path)
+        except manifest.Damaged as error:
+            checked[candidate] = False
+            reasons.append(str(error))
+            continue
+        checked[candidate] = True
+        for reason in reasons:
+            report(f"damaged checkpoint: {reason}; using step {candidate} instead")
+        return candidate
+    why = reasons[0] if reasons else "all were found damaged before"
+    remedy = "start again in another directory" if step is None else "try another step"
+    raise ValueError(f"no usable checkpoint in {root}: {why}; {remedy}")
+
+
+def check_same_leaves(wanted: Leaves, saved: Leaves, path: Path) -> None:
+    """Nothing if both name the same arrays; else `ValueError`, naming the first that differs."""
+    for name in list(wanted) + list(saved):
+        here, there = wanted.get(name), saved.get(name)
+        if here != there:
+            raise ValueError(
+                f"{name} is {_spell(here)} in this run but {_spell(there)} in checkpoint {path}; "
+                f"use the config the checkpoint was trained with or another directory"
+            )
+
+
+def _spell(leaf: list[Any] | None) -> str:
+    return "absent" if leaf is None else f"{leaf[0]}{leaf[1]}".replace(" ", "")
+
+
+def _listed_steps(root: Path) -> list[int]:
+    if not root.is_dir():
+        return []
+    matches = (_STEP_NAME.fullmatch(path.name) for path in root.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def _why_empty(root: Path) -> str:
+    if not root.exists():
+        return f"checkpoint directory {root} does not exist; check the path"
+    if _STEP_NAME.fullmatch(root.name):
+        return f"{root} is a single checkpoint; pass the directory around it, {root.parent}"
+    names = [path.name for path in root.iterdir()]
+    if any(_LEFTOVER_NAME.fullmatch(name) for name in names):
+        return f"{root} holds only an unfinished checkpoint; train until one is complete"
+    if not names:
+        return f"checkpoint directory {root} is empty; train until a checkpoint is written"
+    return f"{root} is not a checkpoint directory (no step_* in it); check the path"
