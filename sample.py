@@ -6,7 +6,7 @@ standard error. A flag that is not given takes what the checkpoint recommends.
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -14,32 +14,23 @@ from collections.abc import Sequence
 from tqdm import tqdm
 
 import dlm_jax
-from dlm_jax.command_line import refusals, start_jax
-from dlm_jax.config import ORDERS, SCHEDULES, parse_flags
+from dlm_jax.command_line import Parser, refusals, start_jax
+from dlm_jax.config import SampleConfig, add_sample_flags, parse_flags, sample_settings
 
 DEFAULT_CHECKPOINT = "runs/quickstart"
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """The flags of this program."""
-    parser = argparse.ArgumentParser(
-        prog="sample.py",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="sample.py", description=__doc__)
     add = parser.add_argument
     add("--checkpoint", default=DEFAULT_CHECKPOINT, metavar="DIR", help="a run (%(default)s)")
     add("--prompt", default="", metavar="TEXT", help="text that every sample begins with")
     add("--num-samples", type=int, default=1, metavar="N", help="texts to print (1)")
-    add("--gen-length", type=int, metavar="L", help="new tokens; 0: up to the canvas's end")
     add("--max-length", type=int, metavar="L", help="canvas of a row; default: as trained")
-    add("--steps", type=int, metavar="S", help="denoising steps; more are slower and better")
-    add("--temperature", type=float, metavar="T", help="of the draw; 0: the likeliest token")
-    add("--order", metavar="NAME", help="what is committed first: " + ", ".join(ORDERS))
-    add("--schedule", metavar="NAME", help="commits over the steps: " + ", ".join(SCHEDULES))
     add("--seed", type=int, default=0, metavar="K", help="sample i has the seed K + i (0)")
     add("--batch-size", type=int, default=64, metavar="B", help="rows that run at once (64)")
+    add_sample_flags(parser)
     return parser
 
 
@@ -48,22 +39,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     start_jax()
     with refusals():
         args, _ = parse_flags(make_parser(), argv)
+        names = [field.name for field in dataclasses.fields(SampleConfig)]
+        settings = sample_settings({n: getattr(args, n) for n in names if hasattr(args, n)})
         model = dlm_jax.load(args.checkpoint, report=lambda line: print(line, file=sys.stderr))
     began = time.perf_counter()
-    with tqdm(desc="sample", unit="token") as bar, refusals():
+    # The bar waits, so that a refusal stands alone.
+    with refusals(), tqdm(desc="sample", unit="token", delay=1) as bar:
         result = dlm_jax.generate(
             model,
             [args.prompt],
             num_samples=args.num_samples,
-            gen_length=args.gen_length,
             max_length=args.max_length,
-            steps=args.steps,
-            temperature=args.temperature,
-            order=args.order,
-            schedule=args.schedule,
             seed=args.seed,
             batch_size=args.batch_size,
             on_commits=bar.update,
+            **settings,
         )
     seconds = time.perf_counter() - began
     print("\n---\n".join(result.texts))

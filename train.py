@@ -7,18 +7,15 @@ Samples are printed on standard output, everything else on standard error.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
-from typing import Any
 
 import jax
-from tqdm import tqdm
+from jax.experimental import multihost_utils
 
 import dlm_jax.config as configs
 from dlm_jax.api import Model, generate
-from dlm_jax.command_line import add_host_flags, refusals, start_jax
-from dlm_jax.training.loop import Outcome, train
+from dlm_jax.command_line import Parser, add_host_flags, refusals, start_jax
+from dlm_jax.training.loop import Outcome, say, train
 from dlm_jax.training.run import Run, prepare
 from dlm_jax.training.step import TrainState
 
@@ -27,12 +24,7 @@ NUM_SAMPLES = 3
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 finished, 1 not finite, 2 refused, 128 + signal when interrupted."""
-    parser = argparse.ArgumentParser(
-        prog="train.py",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="train.py", description=__doc__)
     parser.add_argument("--config", metavar="FILE", help="TOML file; see configs/ for examples")
     add_host_flags(parser)
     configs.add_flags(parser)
@@ -43,14 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = prepare(config, report=say)
     with run.checkpoints:
         describe(run)
-        outcome = train(run, show_sample=lambda state, step: show_samples(run, state, step))
+        outcome = train(run, show_sample=lambda state, step: show_sample(run, state, step))
     return finish(run, outcome)
-
-
-def say(line: str) -> None:
-    """Prints a line on standard error, above the progress bar; on the first process alone."""
-    if jax.process_index() == 0:
-        tqdm.write(line, file=sys.stderr)
 
 
 def describe(run: Run) -> None:
@@ -62,25 +48,39 @@ def describe(run: Run) -> None:
         f"{corpus.num_val_tokens:,} held out, vocabulary {corpus.tokenizer.vocab_size}"
     )
     say(f"model of {size:,} parameters on {jax.default_backend()}, mesh {mesh}")
-    if run.first_step:
-        say(f"continuing {run.out_dir} from step {run.first_step}")
+    steps = run.config.train.steps
+    if run.first_step == steps:
+        say(f"{run.out_dir} has taken all its {steps} steps already; nothing is left to train")
+    elif run.first_step:
+        say(f"continuing {run.out_dir} from step {run.first_step} of {steps}")
 
 
-def as_model(run: Run, state: TrainState) -> Model:
-    """The model as it stands, to sample from."""
-    return Model(
+def sample(run: Run, state: TrainState, *, num_samples: int, seed: int = 0) -> tuple[str, ...]:
+    """Texts of the model as it stands, on the first process; none on the others.
+
+    With several processes, all must call it: the first one gathers the parameters and samples
+    alone.
+    """
+    params = state.params
+    if jax.process_count() > 1:
+        params = multihost_utils.process_allgather(params, tiled=True)
+        if jax.process_index() != 0:
+            return ()
+        params = jax.device_put(params, jax.local_devices()[0])
+    model = Model(
         network=run.network,
-        params=state.params,
+        params=params,
         tokenizer=run.corpus.tokenizer,
         max_length=run.config.data.seq_len,
         sample=run.config.sample,
     )
+    return generate(model, num_samples=num_samples, seed=seed).texts
 
 
-def show_samples(run: Run, state: TrainState, step: int) -> None:
+def show_sample(run: Run, state: TrainState, step: int) -> None:
     """Shows one sample on standard error while training."""
-    (text,) = generate(as_model(run, state), seed=run.config.train.seed).texts
-    say(f"--- sample at step {step}\n{text}\n---")
+    for text in sample(run, state, num_samples=1, seed=run.config.train.seed):
+        say(f"--- sample at step {step}\n{text}\n---")
 
 
 def finish(run: Run, outcome: Outcome) -> int:
@@ -90,10 +90,10 @@ def finish(run: Run, outcome: Outcome) -> int:
     if outcome.reason == "interrupted":
         say(f"interrupted: saved at step {outcome.step}; the same command continues")
         return 128 + outcome.signal_number
-    texts: Any = generate(as_model(run, outcome.state), num_samples=NUM_SAMPLES).texts
+    texts = sample(run, outcome.state, num_samples=NUM_SAMPLES)
     say(f"finished: {run.out_dir} holds checkpoints, metrics.jsonl and loss.png")
     say(f"sample more with: python sample.py --checkpoint {run.out_dir}")
-    if jax.process_index() == 0:
+    if texts:
         print("\n---\n".join(texts))
     return 0
 

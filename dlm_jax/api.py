@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 import dlm_jax.config as configs
 from dlm_jax import checkpoint
-from dlm_jax.config import Config, SampleConfig
+from dlm_jax.config import Config, SampleConfig, resolve
 from dlm_jax.data import Tokenizer, from_json
 from dlm_jax.model import cpu
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.commit import ORDERS, QUOTAS
-from dlm_jax.sampling.generate import Generation, Request
+from dlm_jax.sampling.generate import Generation, Request, merge, split_rows
 from dlm_jax.sampling.generate import generate as generate_tokens
 from dlm_jax.sampling.loop import Advance, Program, make_advance
+from dlm_jax.sampling.params import pack
 from dlm_jax.sampling.propose import chunk_size
+from dlm_jax.sampling.transforms import Chain
 from dlm_jax.types import Network, Params
 
 
@@ -51,6 +52,7 @@ class Model:
             network=self.network,
             mask_id=self.tokenizer.mask_id,
             chunk=chunk_size(self.network.vocab_size),
+            rows=split_rows(self.params),
         )
         options = cpu.compiler_options(is_training=False)
         return make_advance(program, compiler_options=tuple(sorted(options.items())))
@@ -95,84 +97,130 @@ def _config_of(meta: dict[str, Any]) -> Config:
 
 def generate(
     model: Model,
-    prompts: Sequence[str] = ("",),
+    prompts: Sequence[str | Mapping[str, Any]] = ("",),
     *,
     num_samples: int = 1,
-    gen_length: int | None = None,
-    max_length: int | None = None,
-    steps: int | None = None,
-    temperature: float | None = None,
-    order: str | None = None,
-    schedule: str | None = None,
     seed: int = 0,
+    max_length: int | None = None,
     batch_size: int = 64,
     on_commits: Callable[[int], Any] | None = None,
+    **settings: Any,
 ) -> Texts:
-    """Texts that continue each prompt `num_samples` times; None takes what the model recommends.
+    """Texts that continue each prompt `num_samples` times.
 
     Sample ``i`` in the order of the result has the seed ``seed + i`` and can be made again alone.
 
     Args:
       model: from `load`, or your own `Model`.
-      prompts: given texts, kept as they are.
+      prompts: given texts, kept as they are; or mappings with ``prompt`` and any setting of that
+        prompt alone, ``seed`` (of its first sample) and ``max_length`` included.
       num_samples: rows of each prompt, next to each other in the result.
-      gen_length: new tokens; 0 fills the canvas up to `max_length`.
-      max_length: tokens a row may hold with its prompt; the model's own if not given.
-      steps: denoising steps of a row, at least 1.
-      temperature: of the draw, at least 0; 0 takes the most likely token.
-      order: what is committed first, ``low_confidence`` or ``random``.
-      schedule: how commits spread over the steps, ``linear`` or ``cosine``.
       seed: of the first row.
+      max_length: tokens a row may hold with its prompt; the model's own if not given.
       batch_size: rows that run at once.
       on_commits: told how many tokens were written since the last call.
+      **settings: fields of `SampleConfig` for all rows (``temperature=0.7``, ``top_k=40``,
+        ``steps=64``, ``order="low_confidence"``, ...). What a mapping gives counts first, then
+        these, then what the model recommends.
 
     Raises:
-      ValueError: an argument is out of range, or a prompt does not fit or cannot be encoded.
+      ValueError: a setting is unknown or out of range, or a prompt does not fit or cannot be
+        encoded; the line names the prompt if there are several.
     """
-    asked = {
-        "gen_length": gen_length,
-        "steps": steps,
-        "temperature": temperature,
-        "order": order,
-        "schedule": schedule,
-    }
-    given = {name: value for name, value in asked.items() if value is not None}
-    settings = dataclasses.replace(model.sample, **given)
     if num_samples < 1:
         raise ValueError(f"num_samples={num_samples} must be at least 1")
-    canvases = [
-        _canvas(model, prompt, settings.gen_length, max_length or model.max_length)
-        for prompt in prompts
-        for _ in range(num_samples)
-    ]
-    requests = [
-        Request(tokens=canvas, steps=settings.steps, seed=seed + index)
-        for index, canvas in enumerate(canvases)
-    ]
-    import jax.numpy as jnp
-
-    from dlm_jax.sampling.transforms.chain import chain
-    from dlm_jax.sampling.transforms.shape import LogitBias, Temperature
-    def pack(slots):
-        k = len(tokenizer.banned_ids)
-        return chain(LogitBias(jnp.tile(jnp.array(tokenizer.banned_ids)[None], (slots, 1)), jnp.full((slots, k), -jnp.inf)), Temperature(jnp.full(slots, settings.temperature)))
-    tokenizer = model.tokenizer
-    result = generate_tokens(
-        model.advance(),
-        model.params,
-        requests,
-        make_chain=lambda indices, slots: pack(slots),
-        rule=ORDERS[settings.order](QUOTAS[settings.schedule]),
-        mask_id=tokenizer.mask_id,
-        pad_id=tokenizer.pad_id,
-        batch_size=batch_size,
-        on_commits=on_commits,
-    )
+    common = {"seed": seed, "max_length": max_length} | settings
+    rows = []
+    for index, prompt in enumerate(prompts):
+        try:
+            rows.extend(_rows(model, prompt, common, index * num_samples, num_samples))
+        except ValueError as error:
+            where = f"prompt {index}: " if len(prompts) > 1 else ""
+            raise ValueError(f"{where}{error}") from None
+    result = _generate_rows(model, rows, batch_size=batch_size, on_commits=on_commits)
     texts = tuple(
-        tokenizer.decode(row[:length])
+        model.tokenizer.decode(row[:length])
         for row, length in zip(result.tokens, result.lengths, strict=True)
     )
     return Texts(**vars(result), texts=texts)
+
+
+class _Row(NamedTuple):
+    """One row to generate: its canvas, and everything asked of it."""
+
+    request: Request
+    sample: SampleConfig
+
+
+def _rows(
+    model: Model,
+    prompt: str | Mapping[str, Any],
+    common: Mapping[str, Any],
+    first: int,
+    num_samples: int,
+) -> list[_Row]:
+    """The rows of one prompt; `first` is added to the seed unless the prompt has its own."""
+    own = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
+    asked = {**common, **own}
+    text = asked.pop("prompt", "")
+    seed = asked.pop("seed") + (0 if "seed" in own else first)
+    max_length = asked.pop("max_length")
+    if max_length is not None and max_length < 1:
+        raise ValueError(f"max_length={max_length} must be at least 1")
+    sample = resolve(vars(model.sample), asked, kind=SampleConfig)
+    room = model.max_length if max_length is None else max_length
+    canvas = _canvas(model, text, sample.gen_length, room)
+    return [
+        _Row(Request(tokens=canvas, steps=sample.steps, seed=seed + index), sample)
+        for index in range(num_samples)
+    ]
+
+
+def _generate_rows(
+    model: Model,
+    rows: Sequence[_Row],
+    *,
+    batch_size: int,
+    on_commits: Callable[[int], Any] | None,
+) -> Generation:
+    """All rows, in their order; those that agree in what is compiled in run together."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for index, row in enumerate(rows):
+        static = (row.sample.order, row.sample.schedule, row.sample.chain)
+        groups.setdefault(static, []).append(index)
+    tokenizer = model.tokenizer
+    parts = []
+    for (order, schedule, names), members in groups.items():
+        settings = [rows[index].sample for index in members]
+
+        def make_chain(
+            indices: Sequence[int],
+            slots: int,
+            settings: list[SampleConfig] = settings,
+            names: tuple[str, ...] = names,
+        ) -> Chain:
+            used = [settings[index] for index in indices]
+            return pack(
+                used + [used[-1]] * (slots - len(used)),
+                vocab_size=model.network.vocab_size,
+                banned_ids=tokenizer.banned_ids,
+                eos_ids=(tokenizer.eos_id,),
+                chain=names,
+            )
+
+        part = generate_tokens(
+            model.advance(),
+            model.params,
+            [rows[index].request for index in members],
+            make_chain=make_chain,
+            rule=ORDERS[order](QUOTAS[schedule]),
+            mask_id=tokenizer.mask_id,
+            pad_id=tokenizer.pad_id,
+            batch_size=batch_size,
+            on_commits=on_commits,
+        )
+        parts.append((members, part))
+    return merge(parts, pad_id=tokenizer.pad_id)
 
 
 def _canvas(model: Model, prompt: str, gen_length: int, max_length: int) -> np.ndarray:

@@ -8,8 +8,25 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import jax
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose refusals are a ValueError, like the library's, instead of a page of usage."""
+
+    def __init__(self, *, prog: str, description: str | None):
+        super().__init__(
+            prog=prog,
+            description=description,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raises the message as a ValueError."""
+        raise ValueError(f"command line: {message}; --help explains every flag")
 
 
 @contextlib.contextmanager
@@ -22,7 +39,7 @@ def refusals() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
@@ -44,10 +61,11 @@ def start_jax(args: argparse.Namespace | None = None) -> None:
     The cache is in ``$JAX_COMPILATION_CACHE_DIR`` or the user's cache directory.
 
     Raises:
-      ValueError: the other processes could not be joined.
+      ValueError: the other processes could not be joined, or a flag about them stands alone.
     """
+    _refuse_lone_host_flags(args)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         jax.config.update("jax_compilation_cache_dir", str(cache / "dlm_jax" / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     if args is None or not args.distributed:
@@ -58,3 +76,12 @@ def start_jax(args: argparse.Namespace | None = None) -> None:
         raise ValueError(
             f"--distributed: {error}; give --coordinator, --num-processes and --process-id"
         ) from None
+
+
+def _refuse_lone_host_flags(args: argparse.Namespace | None) -> None:
+    for name in ("coordinator", "num_processes", "process_id"):
+        if args is not None and getattr(args, name) is not None and not args.distributed:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"command line: {flag} means nothing without --distributed; add that or drop it"
+            )

@@ -33,12 +33,27 @@ class MetricsLog:
 
 
 def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Records of a metrics file in order, without a half-written last line; none if missing."""
+    """Records of a metrics file in order, without a half-written last line; none if missing.
+
+    Raises:
+      ValueError: a line is no record; the file is another program's, or damaged.
+    """
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        lines = Path(path).read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in lines[:-1]]
+    records = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            record = json.loads(line)
+            if not {"kind", "step"} <= record.keys():
+                raise ValueError
+        except (ValueError, AttributeError):
+            raise ValueError(
+                f"{path} line {number} is not a record of metrics; move the file away"
+            ) from None
+        records.append(record)
+    return records
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,13 +29,17 @@ RULES: tuple[tuple[str, P], ...] = (
 """Path pattern and partition, first match wins. Optimiser moments end in the same paths."""
 
 
-def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Mesh with axes ``data``, ``fsdp``, ``tensor`` over all devices of all processes.
 
     Raises:
       ValueError: the axes do not multiply to the number of devices.
     """
-    devices = jax.devices() if devices is None else devices
+    # Neighbours in the mesh share a host, so that each host feeds consecutive rows.
+    devices = sorted(
+        jax.devices() if devices is None else devices,
+        key=lambda device: (device.process_index, device.id),
+    )
     inner = config.fsdp * config.tensor
     data = len(devices) // inner if config.data == -1 else config.data
     if data * inner != len(devices):
@@ -61,6 +66,26 @@ def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
             f"the batch; use {shards * max(1, round(batch_size / shards))}"
         )
     return NamedSharding(mesh, P(("data", "fsdp")))
+
+
+def share_of_batch(sharding: NamedSharding, batch_size: int) -> tuple[int, int]:
+    """(index, count): this process feeds share `index` of the batch, cut into `count` equal ones.
+
+    Processes that split only parameters or matrices between them feed the same share.
+
+    Raises:
+      ValueError: a process holds rows that are not one whole share.
+    """
+    spans = sharding.addressable_devices_indices_map((batch_size,)).values()
+    starts = {(span or (slice(None),))[0].indices(batch_size)[:2] for span in spans}
+    first, last = min(start for start, _ in starts), max(stop for _, stop in starts)
+    size = last - first
+    if sum(stop - start for start, stop in starts) != size or batch_size % size or first % size:
+        raise ValueError(
+            "mesh: the batch rows of this process are not one equal share of the batch; make "
+            "mesh.data * mesh.fsdp a multiple or a divisor of the number of processes"
+        )
+    return first // size, batch_size // size
 
 
 def partition(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:

@@ -1,0 +1,1 @@
+"""The forward process of masked diffusion, its loss, and the likelihood it bounds."""

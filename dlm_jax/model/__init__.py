@@ -1,0 +1,1 @@
+"""The networks; the only room that knows flax."""

@@ -18,14 +18,6 @@ def rotary_angles(num_positions: int, head_size: int, theta: float) -> tuple[jax
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def rotate(x_BLHK: jax.Array, cos_LK: jax.Array, sin_LK: jax.Array) -> jax.Array:
-    """Queries or keys turned by their position; pairs are ``(i, i + K/2)`` (half rotation)."""
-    first, second = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos_LK[None, :, None, :], sin_LK[None, :, None, :]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x_BLHK.dtype)
-
-
 def attend(
     q_BLHK: jax.Array,
     k_BLGK: jax.Array,
@@ -38,21 +30,20 @@ def attend(
 
     Heads share the ``G`` key/value heads in consecutive groups. Outputs at positions beyond the
     length are finite and meaningless. On GPU, half-precision inputs whose head size is a multiple
-    of 8 take cuDNN's fused kernel; on CPU, `cpu.attention`; everything else, XLA.
+    of 8 take cuDNN's fused kernel; everything else, XLA, in the order of work that suits a CPU
+    there.
     """
-    backend = jax.default_backend()
-    if backend == "cpu":
-        return cpu.attention(q_BLHK, k_BLGK, v_BLGK, length_B, is_causal=is_causal)
     is_half = q_BLHK.dtype in (jnp.bfloat16, jnp.float16)
-    fused = backend == "gpu" and is_half and q_BLHK.shape[-1] % 8 == 0
-    # A row of length 0 would be fully masked; one visible key keeps every kernel finite.
+    if jax.default_backend() != "gpu" or not is_half or q_BLHK.shape[-1] % 8:
+        return cpu.attention(q_BLHK, k_BLGK, v_BLGK, length_B, is_causal=is_causal)
+    # A row of length 0 would be fully masked; one visible key keeps it finite.
     visible_B = jnp.maximum(length_B, 1)
     return jax.nn.dot_product_attention(
         q_BLHK,
         k_BLGK,
         v_BLGK,
+        query_seq_lengths=jnp.full_like(visible_B, q_BLHK.shape[1]),
         key_value_seq_lengths=visible_B,
-        query_seq_lengths=jnp.full_like(visible_B, q_BLHK.shape[1]) if fused else None,
         is_causal=is_causal,
-        implementation="cudnn" if fused else None,
+        implementation="cudnn",
     )

@@ -1,24 +1,91 @@
-"""Plain forms of the layers that have a faster exact form on CPU.
+"""Exact forms of the layers that XLA's CPU backend runs faster; elsewhere the plain formulas.
 
-(The interface the model uses: linear, rms_norm, attention. Replace the bodies, keep the names.)
+Which form is traced depends only on ``jax.default_backend()``, so a GPU or TPU program is the plain
+one, operation for operation. The mathematics is the same; only the order of the work differs.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+
+_HIDDEN = -1e30
 
 
 def linear(x: jax.Array, kernel_DF: jax.Array) -> jax.Array:
-    """``x @ kernel``, shape ``[..., F]``."""
-    return x @ kernel_DF
+    """``x @ kernel``, shape ``[..., F]``.
+
+    On CPU the leading axes are merged first: the kernel's gradient is then one matrix product that
+    reads both operands where they lie. Contracting two axes at once makes XLA copy an operand into
+    transposed order and recompute whatever produced it inside that strided copy.
+    """
+    if jax.default_backend() != "cpu" or x.ndim < 3:
+        return x @ kernel_DF
+    y_NF = x.reshape(-1, x.shape[-1]) @ kernel_DF
+    return y_NF.reshape(*x.shape[:-1], kernel_DF.shape[-1])
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, *, epsilon: float) -> jax.Array:
-    """``x / sqrt(mean(x^2) + epsilon) * scale`` over the last axis; `scale` broadcasts to `x`."""
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon) * scale
+    """``x / sqrt(mean(x^2) + epsilon) * scale`` over the last axis.
+
+    `scale` has the rank of `x`, its last axis, and size 1 elsewhere. On CPU the backward pass is
+    written out: it keeps `x` and one number per position, and sums the gradient of `scale` once.
+    """
+    if jax.default_backend() != "cpu":
+        return x * _per_root_mean_square(x, epsilon) * scale
+    return _rms_norm(x, scale, epsilon)
+
+
+def _per_root_mean_square(x: jax.Array, epsilon: float) -> jax.Array:
+    return lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    return x * _per_root_mean_square(x, epsilon) * scale
+
+
+def _rms_norm_forward(x, scale, epsilon):
+    per_root = _per_root_mean_square(x, epsilon)
+    return x * per_root * scale, (x, per_root, scale)
+
+
+def _rms_norm_backward(epsilon, residuals, g):
+    del epsilon
+    x, per_root, scale = residuals
+    unit = x * per_root
+    g_unit = g * scale
+    g_x = per_root * (g_unit - unit * jnp.mean(g_unit * unit, axis=-1, keepdims=True))
+    g_scale = jnp.sum((g * unit).reshape(-1, x.shape[-1]), axis=0).reshape(scale.shape)
+    return g_x.astype(x.dtype), g_scale.astype(scale.dtype)
+
+
+_rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
+
+
+def rotate(x_BLHK: jax.Array, cos_LK: jax.Array, sin_LK: jax.Array) -> jax.Array:
+    """Queries or keys turned by their position, in their own dtype but computed in float32.
+
+    Pairs are ``(i, i + K/2)`` (half rotation); `cos_LK` and `sin_LK` are ``[L, K/2]``. On CPU the
+    halves are exchanged by a reversed axis of size 2, whose index is affine; fused into a loop,
+    the concatenation of two halves costs a branch for every number.
+    """
+    cos, sin = cos_LK[None, :, None, :], sin_LK[None, :, None, :]
+    x = x_BLHK.astype(jnp.float32)
+    if jax.default_backend() != "cpu":
+        first, second = jnp.split(x, 2, axis=-1)
+        halves = [first * cos - second * sin, second * cos + first * sin]
+        return jnp.concatenate(halves, axis=-1).astype(x_BLHK.dtype)
+    pairs = x.reshape(*x.shape[:-1], 2, -1)
+    turned = pairs * cos[..., None, :] + lax.rev(pairs, (3,)) * jnp.stack([-sin, sin], axis=-2)
+    return turned.reshape(x.shape).astype(x_BLHK.dtype)
 
 
 def attention(
@@ -29,16 +96,150 @@ def attention(
     *,
     is_causal: bool,
 ) -> jax.Array:
-    """Attention output ``[B, L, H, K]``; keys at or beyond ``length_B`` are invisible."""
-    return jax.nn.dot_product_attention(
-        q_BLHK,
-        k_BLGK,
-        v_BLGK,
-        key_value_seq_lengths=jnp.maximum(length_B, 1),
-        is_causal=is_causal,
+    """Attention output ``[B, L, H, K]``; keys at or beyond ``length_B`` are invisible.
+
+    Heads share the ``G`` key/value heads in consecutive groups. A row of length 0 sees its first
+    key, which keeps it finite. Scores and probabilities are float32; the result has the dtype of
+    `q_BLHK`. On CPU the backward pass reuses the probabilities, ``[B, H, L, L]`` float32.
+    """
+    visible_B = jnp.maximum(length_B, 1)
+    if jax.default_backend() != "cpu":
+        return jax.nn.dot_product_attention(
+            q_BLHK, k_BLGK, v_BLGK, key_value_seq_lengths=visible_B, is_causal=is_causal
+        )
+    num_rows, num_positions, num_heads, head_size = q_BLHK.shape
+    num_groups = k_BLGK.shape[2]
+    # The heads of a group become further query rows, so that every product is one batched matmul.
+    q_BLGRK = q_BLHK.reshape(num_rows, num_positions, num_groups, -1, head_size)
+    q_BGNK = q_BLGRK.transpose(0, 2, 3, 1, 4).reshape(num_rows, num_groups, -1, head_size)
+    y_BGNK = _attend(
+        q_BGNK.astype(jnp.float32) * head_size**-0.5,
+        k_BLGK.astype(jnp.float32).transpose(0, 2, 1, 3),
+        v_BLGK.astype(jnp.float32).transpose(0, 2, 1, 3),
+        _hidden_bias(visible_B, num_heads // num_groups, num_positions, is_causal=is_causal),
     )
+    y_BGRLK = y_BGNK.reshape(num_rows, num_groups, -1, num_positions, head_size)
+    return y_BGRLK.transpose(0, 3, 1, 2, 4).reshape(q_BLHK.shape).astype(q_BLHK.dtype)
 
 
-def compiler_options(*, is_training: bool) -> dict[str, Any]:
-    """Options for ``jax.jit`` that make such a program faster on CPU; none elsewhere."""
-    return {}
+def _hidden_bias(
+    visible_B: jax.Array, num_shared: int, num_positions: int, *, is_causal: bool
+) -> jax.Array:
+    """What is added to the scores ``[B, G, N, M]`` to hide keys: 0 or a huge negative number."""
+    key_M = jnp.arange(num_positions)
+    is_visible = key_M[None, None, None, :] < visible_B[:, None, None, None]
+    if is_causal:
+        query_N = jnp.tile(key_M, num_shared)
+        is_visible &= key_M[None, None, None, :] <= query_N[None, None, :, None]
+    return jnp.where(is_visible, 0.0, _HIDDEN)
+
+
+def _batched(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
+    """Matrix products over two leading batch axes, contracting one axis of each."""
+    return lax.dot_general(a, b, (((axis_a,), (axis_b,)), ((0, 1), (0, 1))))
+
+
+@jax.custom_vjp
+def _attend(q_BGNK: jax.Array, k_BGMK: jax.Array, v_BGMK: jax.Array, bias: jax.Array) -> jax.Array:
+    """Softmax attention ``[B, G, N, K]`` of scaled queries, float32."""
+    return _attend_forward(q_BGNK, k_BGMK, v_BGMK, bias)[0]
+
+
+def _attend_forward(q_BGNK, k_BGMK, v_BGMK, bias):
+    scores_BGNM = _batched(q_BGNK, k_BGMK, 3, 3) + bias
+    weights_BGNM = jnp.exp(scores_BGNM - jnp.max(scores_BGNM, axis=-1, keepdims=True))
+    # Dividing after the product touches K numbers a row instead of M.
+    per_total_BGN1 = 1.0 / jnp.sum(weights_BGNM, axis=-1, keepdims=True)
+    y_BGNK = _batched(weights_BGNM, v_BGMK, 3, 2) * per_total_BGN1
+    return y_BGNK, (q_BGNK, k_BGMK, v_BGMK, weights_BGNM, per_total_BGN1, y_BGNK)
+
+
+def _attend_backward(residuals, g_BGNK):
+    q_BGNK, k_BGMK, v_BGMK, weights_BGNM, per_total_BGN1, y_BGNK = residuals
+    mean_BGN1 = jnp.sum(g_BGNK * y_BGNK, axis=-1, keepdims=True) * per_total_BGN1
+    g_BGNK = g_BGNK * per_total_BGN1
+    g_scores_BGNM = weights_BGNM * (_batched(g_BGNK, v_BGMK, 3, 3) - mean_BGN1)
+    # The small operand is transposed, never the N by M one.
+    g_v_BGMK = _batched(g_BGNK.swapaxes(2, 3), weights_BGNM, 3, 2).swapaxes(2, 3)
+    g_k_BGMK = _batched(q_BGNK.swapaxes(2, 3), g_scores_BGNM, 3, 2).swapaxes(2, 3)
+    return _batched(g_scores_BGNM, k_BGMK, 3, 2), g_k_BGMK, g_v_BGMK, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def run_blocks(
+    block: Callable[[jax.Array, Any, Any], jax.Array], x: jax.Array, blocks: Any, context: Any
+) -> jax.Array:
+    """`x` after ``x = block(x, parameters, context)`` for each layer of the stacked `blocks`.
+
+    One `jax.lax.scan`. On CPU, when differentiated and at most 16 layers deep, it is unrolled: a
+    scan copies every value the backward pass needs into a stack and out again, which cost a
+    quarter of a training step. `block` must close over no traced array; `context` carries those.
+    """
+    depth = jax.tree.leaves(blocks)[0].shape[0]
+    if jax.default_backend() != "cpu" or depth > 16:
+        return _scan(block, x, blocks, context, unroll=1)
+    return _run_blocks(block, x, blocks, context)
+
+
+def _scan(block: Any, x: jax.Array, blocks: Any, context: Any, *, unroll: int) -> jax.Array:
+    def body(x: jax.Array, parameters: Any) -> tuple[jax.Array, None]:
+        return block(x, parameters, context), None
+
+    return lax.scan(body, x, blocks, unroll=unroll)[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run_blocks(block: Any, x: jax.Array, blocks: Any, context: Any) -> jax.Array:
+    return _scan(block, x, blocks, context, unroll=1)
+
+
+def _run_blocks_forward(block, x, blocks, context):
+    depth = jax.tree.leaves(blocks)[0].shape[0]
+    return jax.vjp(functools.partial(_scan, block, unroll=depth), x, blocks, context)
+
+
+def _run_blocks_backward(block, pull_back, g):
+    del block
+    return pull_back(g)
+
+
+_run_blocks.defvjp(_run_blocks_forward, _run_blocks_backward)
+
+
+@functools.cache
+def compiler_options(*, is_training: bool) -> dict[str, str]:
+    """Options for ``jax.jit(..., compiler_options=...)``: empty off CPU or if jaxlib refuses them.
+
+    Reductions (softmax, norms) go to YNNPACK, matrix products stay with Eigen, which is faster for
+    the batched products of attention. The choice is the same for training and inference today.
+    """
+    del is_training
+    options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
+    if jax.default_backend() != "cpu":
+        return {}
+    # An experimental option may be renamed; jaxlib tells only when it compiles.
+    try:
+        jax.jit(jnp.negative, compiler_options=options).lower(0.0).compile()
+    except Exception:  # noqa: BLE001 - whatever the refusal is, the plain compiler still works
+        return {}
+    return options
+
+
+def keep_freed_memory() -> bool:
+    """Whether freed memory now stays with the process (True) instead of going back to the kernel.
+
+    XLA allocates all temporaries of a CPU program as one block, and glibc maps and unmaps a block
+    of that size every call: 78,000 page faults, a quarter of the time of a 1M-parameter step. Call
+    it once, in a program that trains on CPU, before the first computation. Affects the whole
+    process, so a library must not. Does nothing off CPU or without glibc.
+    """
+    if jax.default_backend() != "cpu" or not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    # malloc.h: M_ARENA_MAX=-8 (only the main heap can grow past 64 MiB), M_MMAP_MAX=-4,
+    # M_TRIM_THRESHOLD=-1 (value -1: never trim).
+    return all([mallopt(-8, 1), mallopt(-4, 0), mallopt(-1, -1)])

@@ -16,7 +16,7 @@ from flax import nnx
 
 from dlm_jax.config import ModelConfig
 from dlm_jax.model import cpu
-from dlm_jax.model.attention import attend, rotary_angles, rotate
+from dlm_jax.model.attention import attend, rotary_angles
 from dlm_jax.types import Network, Params
 
 
@@ -33,6 +33,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(fan_out, jnp.float32)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Projected vectors, shape ``[..., fan_out]``, in the dtype of `x`."""
         y = cpu.linear(x, self.kernel[...].astype(x.dtype))
         if self.bias is None:
             return y
@@ -48,6 +49,7 @@ class Norm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalised vectors, in the shape and dtype of `x`."""
         axes = tuple(range(x.ndim - 1))
         scale = jnp.expand_dims(self.scale[...], axes)
         x32 = x.astype(jnp.float32)
@@ -75,13 +77,15 @@ class Attention(nnx.Module):
         self.key_norm = norm() if config.qk_norm else None
 
     def __call__(self, x_BLD: jax.Array, length_B: jax.Array, angles: Any) -> jax.Array:
+        """What the block's attention adds, ``[B, L, D]``."""
+
         def heads(x: jax.Array) -> jax.Array:
             return x.reshape(*x.shape[:2], -1, self.head_size)
 
         q, k, v = heads(self.query(x_BLD)), heads(self.key(x_BLD)), heads(self.value(x_BLD))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        q, k = rotate(q, *angles), rotate(k, *angles)
+        q, k = cpu.rotate(q, *angles), cpu.rotate(k, *angles)
         y_BLHK = attend(q, k, v, length_B, is_causal=self.is_causal)
         return self.out(y_BLHK.reshape(x_BLD.shape))
 
@@ -100,6 +104,7 @@ class Mlp(nnx.Module):
         self.down = Linear(inner, config.width, scale=0.0, bias=False, rngs=rngs)
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
+        """What the block's MLP adds, ``[B, L, D]``."""
         up = self.up(x_BLD)
         if self.gate is not None:
             inner = jax.nn.silu(self.gate(x_BLD)) * up
@@ -121,6 +126,7 @@ class Block(nnx.Module):
         self.mlp = Mlp(config, rngs=rngs)
 
     def __call__(self, x_BLD: jax.Array, length_B: jax.Array, angles: Any) -> jax.Array:
+        """Hidden vectors after the block, ``[B, L, D]``."""
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), length_B, angles)
         return x_BLD + self.mlp(self.mlp_norm(x_BLD))
 
@@ -169,17 +175,18 @@ def build(config: ModelConfig) -> Network:
         model = Transformer(config, rngs=nnx.Rngs(params=key))
         return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
+    def run_block(x_BLD: jax.Array, block: Params, context: tuple[Any, ...]) -> jax.Array:
+        return nnx.merge(block_graph, block)(x_BLD, *context)
+
+    if config.remat:
+        run_block = jax.checkpoint(run_block, prevent_cse=False)
+
     def trunk(
         params: Params, tokens_BL: jax.Array, length_B: jax.Array, cache: None = None
     ) -> tuple[jax.Array, None]:
-        def run_block(x_BLD: jax.Array, block: Params) -> tuple[jax.Array, None]:
-            return nnx.merge(block_graph, block)(x_BLD, length_B, angles), None
-
         angles = rotary_angles(tokens_BL.shape[1], config.width // config.heads, config.rope_theta)
         x_BLD = embed(params, tokens_BL).astype(dtype)
-        if config.remat:
-            run_block = jax.checkpoint(run_block, prevent_cse=False)
-        x_BLD, _ = jax.lax.scan(run_block, x_BLD, params["blocks"])
+        x_BLD = cpu.run_blocks(run_block, x_BLD, params["blocks"], (length_B, angles))
         return nnx.merge(norm_graph, params["norm"])(x_BLD), cache
 
     def embed(params: Params, ids: jax.Array) -> jax.Array:

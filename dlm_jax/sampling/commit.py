@@ -49,7 +49,10 @@ class Proposal(NamedTuple):
 
 
 class CommitRule(Protocol):
-    """Chooses what a step commits. The loop adds every hole at a row's last step."""
+    """Chooses what a step commits, out of what it made eligible.
+
+    The loop adds every hole at a row's last step.
+    """
 
     def eligible(self, view: View) -> jax.Array:
         """True at the holes that may commit now, ``[B, L]``; logits are computed for no others."""
@@ -60,7 +63,7 @@ class CommitRule(Protocol):
         ...
 
     def select(self, view: View, proposal: Proposal) -> jax.Array:
-        """True at the eligible positions to commit, ``[B, L]``."""
+        """True at the positions to commit, ``[B, L]``; those that were not eligible stay out."""
         ...
 
 
@@ -89,10 +92,30 @@ def cosine_quota(view: View) -> jax.Array:
 
 
 def most(score_BL: jax.Array, is_open_BL: jax.Array, count_B: jax.Array) -> jax.Array:
-    """True at each row's `count_B` open positions of highest score; ties go to lower positions."""
-    score_BL = jnp.where(is_open_BL, score_BL, -jnp.inf)
-    rank_BL = jnp.argsort(jnp.argsort(-score_BL, axis=1, stable=True), axis=1)
-    return (rank_BL < count_B[:, None]) & is_open_BL
+    """True at each row's `count_B` open positions of highest score; ties go to lower positions.
+
+    All open positions of a row that has fewer. The last score that is in is found bit by bit:
+    a sort takes 5 times as long on CPU at 16 x 256 and 13 times at 64 x 1024.
+    """
+    rank_BL = jnp.where(is_open_BL, _ascending(score_BL), jnp.uint32(0))
+
+    def with_bit(place: jax.Array, cut_B: jax.Array) -> jax.Array:
+        higher_B = cut_B | (jnp.uint32(1 << 31) >> place.astype(jnp.uint32))
+        num_reach_B = jnp.sum(rank_BL >= higher_B[:, None], axis=1)
+        return jnp.where(num_reach_B >= count_B, higher_B, cut_B)
+
+    cut_B = jax.lax.fori_loop(0, 32, with_bit, jnp.zeros(count_B.shape, jnp.uint32))
+    is_above_BL = rank_BL > cut_B[:, None]
+    is_tied_BL = is_open_BL & (rank_BL == cut_B[:, None])
+    room_B = count_B - jnp.sum(is_above_BL, axis=1)
+    return is_above_BL | (is_tied_BL & (jnp.cumsum(is_tied_BL, axis=1) <= room_B[:, None]))
+
+
+def _ascending(score: jax.Array) -> jax.Array:
+    """uint32 numbers above 0 in the order of float32 scores, -inf included; 0.0 equals -0.0."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.uint32)
+    is_negative = bits >> 31 == 1
+    return jnp.where(is_negative, ~bits, bits | jnp.uint32(1 << 31))
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["quota"])
@@ -127,7 +150,7 @@ class RandomOrder:
     quota: Quota = linear_quota
 
     def eligible(self, view: View) -> jax.Array:
-        """This step's random holes; only their logits are needed."""
+        """A random quota of the holes; only their logits are needed."""
         num_positions = view.is_hole_BL.shape[1]
         score_BL = jax.vmap(lambda key: jax.random.uniform(key, (num_positions,)))(view.key_B)
         return most(score_BL, view.is_hole_BL, self.quota(view))
@@ -138,7 +161,7 @@ class RandomOrder:
 
     def select(self, view: View, proposal: Proposal) -> jax.Array:
         """All that were eligible."""
-        return self.eligible(view)
+        return view.is_hole_BL
 
 
 QUOTAS: dict[str, Quota] = {"linear": linear_quota, "cosine": cosine_quota}

@@ -31,23 +31,31 @@ def draw(logits_NV: Array, keys_N: Array, *, method: str = "inverse_cdf") -> Arr
     float32 uniform cannot reach the far tail. `"gumbel"` takes the argmax of logits plus Gumbel
     noise: slower by an order of magnitude on CPU, for parity with other programs.
     """
+    return draw_with(logits_NV, noise(keys_N, method=method), method=method)
+
+
+def noise(keys_N: Array, *, method: str = "inverse_cdf") -> Array:
+    """What `draw_with` needs of the keys: three uniforms each, or for `"gumbel"` the keys."""
     if method not in METHODS:
         raise ValueError(f"method={method!r} is not a way to draw; use one of {METHODS}")
-    return draw_and_score(logits_NV, keys_N, method=method)[0]
+    return _uniforms(keys_N) if method == "inverse_cdf" else keys_N
 
 
-def draw_and_score(
-    logits_NV: Array, keys_N: Array, *, method: str = "inverse_cdf"
-) -> tuple[Array, Array]:
-    """Ids as `draw` gives them, with `ln p` of each under `softmax(logits)` (nats, `[N]`)."""
+def draw_with(
+    logits_NV: Array,
+    noise: Array,
+    divisor_N: Array | None = None,
+    *,
+    method: str = "inverse_cdf",
+) -> Array:
+    """Ids as `draw` gives them for the logits over `divisor` (1 if None), from the keys' `noise`."""
     logits_NV = logits_NV.astype(jnp.float32)  # never draw from bfloat16: its tail collapses
     if method == "gumbel":
-        ids_N = _gumbel(logits_NV, keys_N)
-        return ids_N, log_prob(logits_NV, ids_N)
-    max_N, weight_NC = vocab.exp_columns(logits_NV)
-    ids_N = _inverse_cdf(logits_NV, weight_NC, keys_N)
-    chosen_N = jnp.take_along_axis(logits_NV, ids_N[:, None], axis=1)[:, 0]
-    return ids_N, chosen_N - max_N - jnp.log(weight_NC.sum(-1))
+        if divisor_N is not None:
+            logits_NV = vocab.divide(logits_NV, divisor_N)
+        return _gumbel(logits_NV, noise)
+    _, weight_NC = vocab.exp_columns(logits_NV, divisor_N)
+    return _inverse_cdf(logits_NV, weight_NC, noise, divisor_N)
 
 
 def choose(
@@ -57,18 +65,29 @@ def choose(
 
     An all-greedy chunk does not draw and an all-random one takes no argmax.
     """
+    return choose_with(logits_NV, noise(keys_N, method=method), is_greedy_N, method=method)
+
+
+def choose_with(
+    logits_NV: Array,
+    noise: Array,
+    is_greedy_N: Array,
+    divisor_N: Array | None = None,
+    *,
+    method: str = "inverse_cdf",
+) -> Array:
+    """Ids as `choose` gives them for the logits over `divisor`, from the `noise` of the keys."""
     logits_NV = logits_NV.astype(jnp.float32)
-    which = jnp.where(is_greedy_N.all(), 0, jnp.where(is_greedy_N.any(), 1, 2))
-
-    def both(x, k):
-        return jnp.where(is_greedy_N, argmax(x), draw(x, k, method=method))
-
-    return jax.lax.switch(
-        which,
-        (lambda x, k: argmax(x), both, lambda x, k: draw(x, k, method=method)),
+    none_N = jnp.zeros(is_greedy_N.shape, jnp.int32)
+    best_N = jax.lax.cond(is_greedy_N.any(), argmax, lambda x: none_N, logits_NV)
+    drawn_N = jax.lax.cond(
+        is_greedy_N.all(),
+        lambda x, n: none_N,
+        lambda x, n: draw_with(x, n, divisor_N, method=method),
         logits_NV,
-        keys_N,
+        noise,
     )
+    return jnp.where(is_greedy_N, best_N, drawn_N)
 
 
 def log_prob(logits_NV: Array, ids_N: Array) -> Array:
@@ -86,18 +105,21 @@ def _gumbel(logits_NV: Array, keys_N: Array) -> Array:
     return argmax(logits_NV + noise_NV)
 
 
-def _inverse_cdf(logits_NV: Array, weight_NC: Array, keys_N: Array) -> Array:
+def _inverse_cdf(
+    logits_NV: Array, weight_NC: Array, uniform_3N: Array, divisor_N: Array | None
+) -> Array:
     """Group of columns, column, member: one uniform each."""
     N, C = weight_NC.shape
     size = max(1, round(C**0.5))
     num_groups = -(-C // size)
     weight_NGS = jnp.pad(weight_NC, ((0, 0), (0, num_groups * size - C)))
     weight_NGS = weight_NGS.reshape(N, num_groups, size)
-    uniform_3N = _uniforms(keys_N)
     group_N = _pick(weight_NGS.sum(-1), uniform_3N[0])
     weight_NS = jnp.take_along_axis(weight_NGS, group_N[:, None, None], axis=1)[:, 0]
     column_N = group_N * size + _pick(weight_NS, uniform_3N[1])
     member_NM, _ = vocab.members(logits_NV, column_N)
+    if divisor_N is not None:
+        member_NM = vocab.divide(member_NM, divisor_N)
     # relative to the column's own maximum: its weights cannot all underflow
     peak_N1 = member_NM.max(-1, keepdims=True)
     weight_NM = jnp.exp(member_NM - jnp.where(peak_N1 == -jnp.inf, 0.0, peak_N1))

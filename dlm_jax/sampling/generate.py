@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,14 +70,60 @@ class Generation:
     committed: np.ndarray
 
 
+def merge(parts: Sequence[tuple[Sequence[int], Generation]], *, pad_id: int) -> Generation:
+    """One generation of parts made apart, each with the places of its rows in the whole.
+
+    Rows are widened to the longest canvas.
+    """
+    place = np.concatenate([np.asarray(members, np.int64) for members, _ in parts])
+    width = max(part.tokens.shape[1] for _, part in parts)
+    order = np.argsort(place)
+
+    def rows(name: str, fill: float = 0) -> np.ndarray:
+        columns = [getattr(part, name) for _, part in parts]
+        if columns[0].ndim == 2:
+            columns = [
+                np.pad(c, ((0, 0), (0, width - c.shape[1])), constant_values=fill) for c in columns
+            ]
+        return np.concatenate(columns)[order]
+
+    status = [status for _, part in parts for status in part.status]
+    return Generation(
+        tokens=rows("tokens", pad_id),
+        lengths=rows("lengths"),
+        steps=rows("steps"),
+        forwards=rows("forwards"),
+        status=tuple(status[index] for index in order),
+        logprobs=rows("logprobs"),
+        committed=rows("committed", -1),
+    )
+
+
 def canvas_size(length: int) -> int:
     """Static canvas that holds `length` tokens: the next multiple of 64, so that few compile."""
     return -(-length // _CANVAS_MULTIPLE) * _CANVAS_MULTIPLE
 
 
-def slot_count(rows: int, batch_size: int) -> int:
-    """Static number of slots for `rows` waiting rows: a power of two, `batch_size` at most."""
-    return min(batch_size, 1 << (rows - 1).bit_length())
+def slot_count(rows: int, batch_size: int, shares: int = 1) -> int:
+    """Static number of slots for `rows` waiting rows: a power of two, `batch_size` at most.
+
+    Rounded up to a multiple of `shares`, the parts into which devices split them.
+    """
+    slots = min(batch_size, 1 << (rows - 1).bit_length())
+    return -(-slots // shares) * shares
+
+
+def split_rows(params: Params) -> NamedSharding | None:
+    """How to split rows over the devices that hold `params`: the axes `data` and `fsdp`.
+
+    None for one device, and for several processes: each of these runs all rows, so that each can
+    read the results.
+    """
+    mesh = getattr(_sharding_of(params), "mesh", None)
+    if mesh is None or mesh.size == 1 or mesh.is_multi_process:
+        return None
+    axes = tuple(axis for axis in ("data", "fsdp") if axis in mesh.axis_names)
+    return NamedSharding(mesh, PartitionSpec(axes))
 
 
 def generate(
@@ -104,7 +151,7 @@ def generate(
       rule: commit rule with scalar choices only.
       mask_id: the id of MASK.
       pad_id: what fills a row beyond its length.
-      batch_size: rows that run at once.
+      batch_size: rows that run at once; rounded up to fill the devices that split them.
       on_commits: told how many tokens each call of the loop wrote, for a progress bar.
 
     Raises:
@@ -115,7 +162,8 @@ def generate(
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1")
     size = canvas_size(max(request.tokens.size for request in requests))
-    slots = slot_count(len(requests), batch_size)
+    slots = slot_count(len(requests), batch_size, _num_shares(advance.program.rows))
+    placement = _placement(advance, params)
     parts = []
     for first in range(0, len(requests), slots):
         indices = range(first, min(first + slots, len(requests)))
@@ -124,7 +172,7 @@ def generate(
             group, slots, size, chain=make_chain(indices, slots), rule=rule,
             mask_id=mask_id, pad_id=pad_id,
         )  # fmt: skip
-        state = jax.device_put(state, _placement(params))
+        state = jax.device_put(state, placement)
         parts.append(_finish(_run(advance, params, state, on_commits), len(group)))
     columns = zip(*parts, strict=True)
     tokens, lengths, steps, forwards, status, logprobs, committed = map(np.concatenate, columns)
@@ -158,18 +206,27 @@ def _start(
     )
 
 
-def _placement(params: Params) -> jax.sharding.Sharding | None:
-    """Where the state goes: replicated over the parameters' mesh, or onto their one device.
+def _num_shares(rows: NamedSharding | None) -> int:
+    return 1 if rows is None else math.prod(rows.mesh.shape[axis] for axis in rows.spec[0])
+
+
+def _placement(advance: Advance, params: Params) -> jax.sharding.Sharding | None:
+    """Where the state goes: split as the program says, or to where the parameters are, whole.
 
     Placed from the start, the state comes back from a call as it went in: no second compilation.
     """
-    for leaf in jax.tree.leaves(params):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding):
-            return NamedSharding(sharding.mesh, PartitionSpec())
-        if sharding is not None:
-            return sharding
-    return None
+    if advance.program.rows is not None:
+        return advance.program.rows
+    sharding = _sharding_of(params)
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    return sharding
+
+
+def _sharding_of(params: Params) -> jax.sharding.Sharding | None:
+    """That of some parameter; None if there is none on a device."""
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params))
+    return next((sharding for sharding in shardings if sharding is not None), None)
 
 
 def _run(

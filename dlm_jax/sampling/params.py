@@ -1,205 +1,236 @@
-"""Sampling settings of one request, and their packing into the per-row arrays of a chain.
+"""Packing of sampling settings, one per row, into the chain of logit transforms they describe.
 
-Sentinels are those of `seeds/per_row_sampler.md` 4.4; ranges are stated at each field.
+`seeds/per_row_sampler.md` 4.1: parameters are per row from day one. Everything is checked here,
+before tracing; two batches of the same size whose biases fit the same bucket share a program.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-_INT_LIMIT = 2**31 - 1
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dlm_jax.config.sampling import DEFAULT_CHAIN, SamplingParams, check_chain
+from dlm_jax.sampling import transforms as tf
+
+_SMALLEST_BUCKET = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """Settings of one request, validated; every default is neutral.
+def pack(
+    params: Sequence[SamplingParams],
+    *,
+    vocab_size: int,
+    banned_ids: Iterable[int] = (),
+    eos_ids: Iterable[int] = (),
+    chain: Sequence[str] = DEFAULT_CHAIN,
+) -> tf.Chain:
+    """The chain of `params`, one row each, behind a ban of `banned_ids`.
 
-    Attributes:
-      temperature: 0 is greedy, otherwise in [1e-6, 1e6]; 1 is neutral.
-      dynatemp_range: half-width of dynamic temperature, >= 0; 0 is plain temperature.
-      dynatemp_exponent: of the relative entropy, > 0.
-      top_k: candidates to keep; <= 0 is off.
-      top_p: nucleus mass in (0, 1]; 1 is off.
-      min_p: fraction of the best probability in [0, 1]; 0 is off.
-      typical_p: typical mass in (0, 1]; 1 is off.
-      top_n_sigma: deviations below the best logit; <= 0 is off.
-      xtc_probability: in [0, 1]; 0 is off.
-      xtc_threshold: in (0, 1]; above 0.5 is off.
-      repetition_penalty: > 0; 1 is off.
-      frequency_penalty: any finite number; 0 is off.
-      presence_penalty: any finite number; 0 is off.
-      penalty_last_n: newest tokens to look at; -1 is the whole row and 0 is off.
-      dry_multiplier: >= 0; 0 is off.
-      dry_base: >= 1.
-      dry_allowed_length: repeated tokens that go unpunished, >= 1.
-      dry_last_n: newest tokens to look at; -1 is the whole run and 0 is off.
-      dry_breakers: ids no repetition may cross.
-      logit_bias: id -> bias, as a mapping or as pairs; duplicates add, -inf bans.
-      mirostat: 0 is off, 1 or 2 is the version; it replaces the truncations and XTC.
-      mirostat_tau: target surprise in bits, >= 0.
-      mirostat_eta: learning rate, >= 0.
-      min_keep: candidates that every truncation keeps, >= 1.
-      ignore_eos: bans every id that ends a generation.
-    """
+    Bans (also those of `ignore_eos` and of a bias of -inf) come first whatever the order, so that
+    no truncation can leave a row with banned candidates only. An id of `banned_ids` that also ends
+    generation stays allowed, unless the row ignores it. A greedy row skips temperature, XTC and
+    mirostat; a mirostat row skips the truncations and XTC.
 
-    temperature: float = 1.0
-    dynatemp_range: float = 0.0
-    dynatemp_exponent: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    top_n_sigma: float = 0.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    penalty_last_n: int = 64
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_last_n: int = -1
-    dry_breakers: tuple[int, ...] = ()
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = field(default=())
-    mirostat: int = 0
-    mirostat_tau: float = 5.0
-    mirostat_eta: float = 0.1
-    min_keep: int = 1
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        bias = self.logit_bias
-        pairs = tuple(bias.items()) if isinstance(bias, Mapping) else tuple(map(tuple, bias))
-        object.__setattr__(self, "logit_bias", pairs)
-        object.__setattr__(self, "dry_breakers", tuple(self.dry_breakers))
-        for name in _INTEGERS:
-            _check_integer(name, getattr(self, name))
-        for name, (low, high, remedy) in _RANGES.items():
-            _check_range(name, getattr(self, name), low, high, remedy)
-        if 0 < self.temperature < 1e-6:
-            raise ValueError(
-                f"temperature={self.temperature} is too small for float32; use 0.0 for greedy"
-            )
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos={self.ignore_eos!r} is not a bool; use True or False")
-        for token in self.dry_breakers:
-            _check_integer("dry_breakers", token, low=0)
-        for pair in pairs:
-            _check_bias(pair)
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the row takes the argmax."""
-        return self.temperature == 0
-
-    @property
-    def bias_pairs(self) -> tuple[tuple[int, float], ...]:
-        """`logit_bias` as pairs of id and bias."""
-        return tuple(self.logit_bias)  # type: ignore[arg-type]
-
-
-_ABOVE_ZERO = math.nextafter(0.0, 1.0)
-_FINITE = 3.0e38
-
-_RANGES: dict[str, tuple[float, float, str]] = {
-    "temperature": (0.0, 1e6, "use 0.0 for greedy or 1.0 for none"),
-    "dynatemp_range": (0.0, 1e6, "use 0.0 to turn it off"),
-    "dynatemp_exponent": (_ABOVE_ZERO, 1e6, "use 1.0"),
-    "top_p": (_ABOVE_ZERO, 1.0, "use 1.0 to turn it off"),
-    "min_p": (0.0, 1.0, "use 0.0 to turn it off"),
-    "typical_p": (_ABOVE_ZERO, 1.0, "use 1.0 to turn it off"),
-    "top_n_sigma": (-_FINITE, _FINITE, "use 0.0 to turn it off"),
-    "xtc_probability": (0.0, 1.0, "use 0.0 to turn it off"),
-    "xtc_threshold": (_ABOVE_ZERO, 1.0, "use a value above 0.5 to turn it off"),
-    "repetition_penalty": (1e-6, 1e6, "use 1.0 to turn it off"),
-    "frequency_penalty": (-_FINITE, _FINITE, "use 0.0 to turn it off"),
-    "presence_penalty": (-_FINITE, _FINITE, "use 0.0 to turn it off"),
-    "penalty_last_n": (-1, _INT_LIMIT, "use -1 for the whole row or 0 to turn it off"),
-    "dry_multiplier": (0.0, _FINITE, "use 0.0 to turn it off"),
-    "dry_base": (1.0, 1e6, "use 1.75"),
-    "dry_allowed_length": (1, _INT_LIMIT, "use 2"),
-    "dry_last_n": (-1, _INT_LIMIT, "use -1 for the whole run or 0 to turn it off"),
-    "mirostat": (0, 2, "use 0 (off), 1 or 2"),
-    "mirostat_tau": (0.0, 1e6, "use 5.0"),
-    "mirostat_eta": (0.0, 1e6, "use 0.1"),
-    "min_keep": (1, _INT_LIMIT, "use 1"),
-}
-
-_INTEGERS = (
-    "top_k",
-    "penalty_last_n",
-    "dry_allowed_length",
-    "dry_last_n",
-    "mirostat",
-    "min_keep",
-)
-
-FIELDS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(SamplingParams))
-"""Names of the settings, as configs, checkpoints and the command line spell them."""
-
-
-def resolve(*layers: Mapping[str, Any] | None) -> SamplingParams:
-    """Settings from layers of names and values, later ones winning; `None` is an empty layer.
-
-    Pass what a checkpoint recommends first and what the user gave explicitly last: a given value
-    wins also where it equals the built-in default, and a name that is absent overrides nothing.
+    Args:
+      params: settings of each row.
+      vocab_size: number of logits.
+      banned_ids: ids never proposed: MASK, PAD, BOS, padding of the vocabulary.
+      eos_ids: ids that end a generation. When there are none, `ignore_eos` warns and is off.
+      chain: names out of `DEFAULT_CHAIN` in any order.
 
     Raises:
-      ValueError: an unknown name, with the nearest known one.
+      ValueError: with the row, for an id outside the vocabulary, a row that may draw nothing, or a
+        setting whose sampler the chain lacks; an unknown or repeated name.
     """
-    merged: dict[str, Any] = {}
-    for layer in layers:
-        for name, value in (layer or {}).items():
-            if name not in FIELDS:
-                raise ValueError(f"{name}={value!r} is not a sampling setting; {nearest(name)}")
-            merged[name] = value
-    return SamplingParams(**merged)
+    names = tuple(chain)
+    check_chain(names)
+    if not params:
+        raise ValueError("params is empty; give one SamplingParams per row")
+    _check_used(params, names)
+    eos = frozenset(int(token) for token in eos_ids)
+    banned = frozenset(int(token) for token in banned_ids) - eos
+    _check_ids("banned_ids", banned, vocab_size)
+    _check_ids("eos_ids", eos, vocab_size)
+    if not eos and any(p.ignore_eos for p in params):
+        warnings.warn("ignore_eos is off: the vocabulary has no EOS token", stacklevel=2)
+    bans, biases = [], []
+    for row, p in enumerate(params):
+        _check_ids(f"row {row}: logit_bias", (token for token, _ in p.bias_pairs), vocab_size)
+        _check_ids(f"row {row}: dry_breakers", p.dry_breakers, vocab_size)
+        ban = banned | {token for token, bias in p.bias_pairs if bias == -math.inf}
+        ban |= eos if p.ignore_eos else frozenset()
+        if len(ban) >= vocab_size:
+            raise ValueError(f"row {row}: all {vocab_size} tokens are banned; allow at least one")
+        bans.append([(token, -math.inf) for token in sorted(ban)])
+        biases.append([pair for pair in p.bias_pairs if pair[1] != -math.inf])
+    parts: list[tuple[str, Any]] = [("bans", _bias_transform(bans, vocab_size))]
+    rows = _Rows(tuple(params), vocab_size, biases)
+    for name in names:
+        parts.extend((name, transform) for transform in _BUILDERS[name](rows))
+    return tf.chain(*(t for _, t in parts), names=tuple(name for name, _ in parts))
 
 
-def nearest(name: str, known: Sequence[str] = FIELDS) -> str:
-    """Advice for a misspelt name."""
-    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(known)}"
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Settings as columns."""
+
+    params: tuple[SamplingParams, ...]
+    vocab_size: int
+    biases: list[list[tuple[int, float]]]
+
+    def real(self, name: str) -> Array:
+        return jnp.asarray(np.array([getattr(p, name) for p in self.params], np.float32))
+
+    def integer(self, name: str) -> Array:
+        return jnp.asarray(np.array([getattr(p, name) for p in self.params], np.int32))
+
+    def real_or(self, name: str, neutral: float, *, unless: str) -> Array:
+        """The setting, but neutral where the row's property `unless` says that it is replaced."""
+        values = [neutral if _SKIPS[unless](p) else getattr(p, name) for p in self.params]
+        return jnp.asarray(np.array(values, np.float32))
 
 
-def _check_integer(name: str, value: Any, low: int = -_INT_LIMIT) -> None:
-    is_integer = not isinstance(value, bool) and hasattr(value, "__index__")
-    if not is_integer or not low <= int(value) <= _INT_LIMIT:
-        raise ValueError(f"{name}={value!r} is not an integer of 32 bits >= {low}; use one")
+_SKIPS: dict[str, Callable[[SamplingParams], bool]] = {
+    "steered": lambda p: p.mirostat > 0 and not p.is_greedy,
+    "greedy or steered": lambda p: p.mirostat > 0 or p.is_greedy,
+    "dynamic": lambda p: p.dynatemp_range > 0 and not p.is_greedy,
+    "plain": lambda p: p.dynatemp_range == 0 or p.is_greedy,
+}
 
 
-def _check_range(name: str, value: Any, low: float, high: float, remedy: str) -> None:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name}={value!r} is not a number; {remedy}") from None
-    # NaN fails every comparison, so it is refused here too
-    if isinstance(value, bool) or not low <= number <= high:
-        bound = "(0" if low == _ABOVE_ZERO else f"[{low:g}"
-        raise ValueError(f"{name}={value!r} is outside {bound}, {high:g}]; {remedy}")
+def _temperature(rows: _Rows) -> tuple[Any, ...]:
+    dynamic = tf.DynamicTemperature(
+        temperature_B=rows.real_or("temperature", 1.0, unless="plain"),
+        delta_B=rows.real_or("dynatemp_range", 0.0, unless="plain"),
+        exponent_B=rows.real("dynatemp_exponent"),
+    )
+    return tf.Temperature(rows.real_or("temperature", 1.0, unless="dynamic")), dynamic
 
 
-def _check_bias(pair: Any) -> None:
-    if len(pair) != 2:
-        raise ValueError(f"logit_bias={pair!r} is not a pair; use (id, bias)")
-    token, bias = pair
-    _check_integer("logit_bias", token, low=0)
-    try:
-        is_fine = float(bias) == -math.inf or abs(float(bias)) <= 1e9
-    except (TypeError, ValueError):
-        is_fine = False
-    if not is_fine:
-        raise ValueError(
-            f"logit_bias={bias!r} of id {token} is neither -inf nor within 1e9; use -inf to ban"
-        )
+def _penalties(rows: _Rows) -> tuple[Any, ...]:
+    transform = tf.Penalties(
+        repetition_B=rows.real("repetition_penalty"),
+        frequency_B=rows.real("frequency_penalty"),
+        presence_B=rows.real("presence_penalty"),
+        last_n_B=rows.integer("penalty_last_n"),
+        vocab_size=rows.vocab_size,
+    )
+    return (transform,)
 
 
-from dlm_jax.sampling.packing import DEFAULT_CHAIN, pack  # noqa: E402
+def _dry(rows: _Rows) -> tuple[Any, ...]:
+    breakers = [list(p.dry_breakers) for p in rows.params]
+    transform = tf.Dry(
+        multiplier_B=rows.real("dry_multiplier"),
+        base_B=rows.real("dry_base"),
+        allowed_length_B=rows.integer("dry_allowed_length"),
+        last_n_B=rows.integer("dry_last_n"),
+        breakers_BK=jnp.asarray(_padded(breakers, -1, np.int32)),
+    )
+    return (transform,)
 
-__all__ = ["DEFAULT_CHAIN", "FIELDS", "SamplingParams", "nearest", "pack", "resolve"]
+
+def _top_k(rows: _Rows) -> tuple[Any, ...]:
+    k = [0 if _SKIPS["steered"](p) else min(max(p.top_k, 0), rows.vocab_size) for p in rows.params]
+    return (tf.TopK(jnp.asarray(np.array(k, np.int32)), rows.integer("min_keep")),)
+
+
+def _truncation(make: Any, name: str, neutral: float) -> Callable[[_Rows], tuple[Any, ...]]:
+    def build(rows: _Rows) -> tuple[Any, ...]:
+        values = rows.real_or(name, neutral, unless="steered")
+        return (make(values, rows.integer("min_keep")),)
+
+    return build
+
+
+def _xtc(rows: _Rows) -> tuple[Any, ...]:
+    transform = tf.Xtc(
+        probability_B=rows.real_or("xtc_probability", 0.0, unless="greedy or steered"),
+        threshold_B=rows.real("xtc_threshold"),
+        min_keep_B=rows.integer("min_keep"),
+    )
+    return (transform,)
+
+
+def _mirostat(rows: _Rows) -> tuple[Any, ...]:
+    def is_on(version: int) -> Array:
+        return jnp.asarray([p.mirostat == version and not p.is_greedy for p in rows.params])
+
+    shared = (rows.real("mirostat_tau"), rows.real("mirostat_eta"))
+    min_keep = rows.integer("min_keep")
+    return (
+        tf.MirostatV1(*shared, is_on(1), min_keep, vocab_size=rows.vocab_size),
+        tf.MirostatV2(*shared, is_on(2), min_keep),
+    )
+
+
+_BUILDERS: dict[str, Callable[[_Rows], tuple[Any, ...]]] = {
+    "bias": lambda rows: (_bias_transform(rows.biases, rows.vocab_size),),
+    "penalties": _penalties,
+    "dry": _dry,
+    "temperature": _temperature,
+    "top_n_sigma": _truncation(tf.TopNSigma, "top_n_sigma", 0.0),
+    "top_k": _top_k,
+    "typical_p": _truncation(tf.TypicalP, "typical_p", 1.0),
+    "top_p": _truncation(tf.TopP, "top_p", 1.0),
+    "min_p": _truncation(tf.MinP, "min_p", 0.0),
+    "xtc": _xtc,
+    "mirostat": _mirostat,
+}
+
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "penalties": ("repetition_penalty", "frequency_penalty", "presence_penalty"),
+    "dry": ("dry_multiplier",),
+    "temperature": ("temperature", "dynatemp_range"),
+    "xtc": ("xtc_probability",),
+    **{name: (name,) for name in ("top_n_sigma", "top_k", "typical_p", "top_p", "min_p")},
+    "mirostat": ("mirostat",),
+}
+
+
+def _check_used(params: Sequence[SamplingParams], names: tuple[str, ...]) -> None:
+    neutral = SamplingParams()
+    for row, p in enumerate(params):
+        for name, settings in _NEEDS.items():
+            for setting in settings:
+                value = getattr(p, setting)
+                if name not in names and value != getattr(neutral, setting):
+                    raise ValueError(
+                        f"row {row}: {setting}={value} needs {name!r}, which the chain lacks; "
+                        f"add it to the chain or leave {setting} at its default"
+                    )
+        if "bias" not in names and any(bias != -math.inf for _, bias in p.bias_pairs):
+            raise ValueError(f"row {row}: logit_bias needs 'bias', which the chain lacks; add it")
+
+
+def _check_ids(what: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"{what} names id {token}, outside the vocabulary of {vocab_size}; "
+                f"use 0 to {vocab_size - 1}"
+            )
+
+
+def _bias_transform(pairs: list[list[tuple[int, float]]], vocab_size: int) -> tf.LogitBias:
+    ids = [[token for token, _ in row] for row in pairs]
+    values = [[bias for _, bias in row] for row in pairs]
+    return tf.LogitBias(
+        jnp.asarray(_padded(ids, vocab_size, np.int32)),
+        jnp.asarray(_padded(values, 0.0, np.float32)),
+    )
+
+
+def _padded(rows: list[list[Any]], fill: float, dtype: Any) -> np.ndarray:
+    """Rows side by side, padded to a power of two so that few widths compile."""
+    longest = max(_SMALLEST_BUCKET, max(map(len, rows)))
+    table = np.full((len(rows), 1 << (longest - 1).bit_length()), fill, dtype)
+    for row, values in enumerate(rows):
+        table[row, : len(values)] = values
+    return table

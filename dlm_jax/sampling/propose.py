@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling.commit import Proposal
-from dlm_jax.sampling.draw import choose, log_prob
+from dlm_jax.sampling.draw import log_prob
 from dlm_jax.sampling.transforms.chain import At, Chain, Context
 from dlm_jax.types import Network, Params
 

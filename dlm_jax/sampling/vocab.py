@@ -8,6 +8,7 @@ not depend on how many positions are asked for at once: each position has its ow
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +16,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-WIDTH = 1024
+_WIDTHS = range(2048, 511, -1)
+_USUAL_WIDTH = 1024
 
 
+@functools.cache
 def width_of(vocab_size: int) -> int:
-    """Number of columns C of the accumulators for a vocabulary: at most `WIDTH`."""
-    return min(vocab_size, WIDTH)
+    """Number of columns C of the accumulators for a vocabulary.
+
+    A divisor of V where there is one of a good size (1733 for 50257): a narrower last block makes
+    a second copy of every pass, to be compiled and run.
+    """
+    if vocab_size <= _USUAL_WIDTH:
+        return vocab_size
+    return next((c for c in _WIDTHS if vocab_size % c == 0), _USUAL_WIDTH)
 
 
 def accumulate(fn: Callable[..., Any], init: Any, logits_NV: Array) -> Any:
@@ -104,36 +113,75 @@ def argmax(logits_NV: Array) -> Array:
 def largest(logits_NV: Array, size: int) -> tuple[Array, Array]:
     """The `size` largest logits in descending order and their ids, `[N, size]` each.
 
-    Lower ids come first among equals. `size` is static and at most V.
+    Lower ids come first among equals; denormals equal 0, as in any comparison XLA makes on CPU.
+    `size` is static and at most V.
     """
+    values_NK, ids_NK = _largest_flushed(logits_NV, size)
+    exact_NK = jnp.take_along_axis(logits_NV, ids_NK, axis=1)
+    return jnp.where(values_NK == 0, exact_NK, values_NK), ids_NK
+
+
+def _largest_flushed(logits_NV: Array, size: int) -> tuple[Array, Array]:
     V = logits_NV.shape[1]
-    if V <= 4 * WIDTH:
-        return jax.lax.top_k(logits_NV, size)
-    best_NC = column_max(logits_NV)
-    top_NK, column_NK = jax.lax.top_k(best_NC, size)
+    C = width_of(V)
+    if V <= 4 * C:
+        return _top_k(flushed(logits_NV), size)
+    best_NC = flushed(column_max(logits_NV))
+    top_NK, column_NK = _top_k(best_NC, size)
     # the largest logits lie in the columns with the largest maxima
-    M = -(-V // WIDTH)
-    ids_NMK = jnp.sort(column_NK, axis=-1)[:, None, :] + WIDTH * jnp.arange(M)[None, :, None]
+    M = -(-V // C)
+    ids_NMK = jnp.sort(column_NK, axis=-1)[:, None, :] + C * jnp.arange(M)[None, :, None]
     ids_NJ = ids_NMK.reshape(logits_NV.shape[0], M * size)
     member_NJ = jnp.take_along_axis(logits_NV, jnp.minimum(ids_NJ, V - 1), axis=1)
-    few_NK, place_NK = jax.lax.top_k(jnp.where(ids_NJ < V, member_NJ, -jnp.inf), size)
+    member_NJ = jnp.where(ids_NJ < V, flushed(member_NJ), -jnp.inf)
+    few_NK, place_NK = _top_k(member_NJ, size)
     few_ids_NK = jnp.take_along_axis(ids_NJ, place_NK, axis=1)
     # equal maxima at the edge: a column left out may hold an equal logit with a lower id
-    is_tied_N1 = ((best_NC >= top_NK[:, -1:]).sum(-1, keepdims=True)) > size
+    is_tied_N1 = (best_NC >= top_NK[:, -1:]).sum(-1, keepdims=True) > size
 
     def exactly(x):
-        values, ids = jax.lax.top_k(x, size)
+        values, ids = _top_k(flushed(x), size)
         return jnp.where(is_tied_N1, values, few_NK), jnp.where(is_tied_N1, ids, few_ids_NK)
 
     return jax.lax.cond(is_tied_N1.any(), exactly, lambda x: (few_NK, few_ids_NK), logits_NV)
 
 
-def exp_columns(logits_NV: Array) -> tuple[Array, Array]:
-    """Largest logit `[N]` (0 where all are -inf) and the sums of `exp(logit - max)`, `[N, C]`."""
+def _top_k(x: Array, size: int) -> tuple[Array, Array]:
+    """`lax.top_k` behind barriers: fused with its neighbours, XLA's CPU backend sorts instead."""
+    x = jax.lax.optimization_barrier(x)
+    values, ids = jax.lax.optimization_barrier(tuple(jax.lax.top_k(x, size)))
+    return values, ids
+
+
+def flushed(x: Array) -> Array:
+    """`x` with denormals as 0: sorts tell them apart, and comparisons on CPU only sometimes."""
+    return jnp.where(jnp.abs(x) < jnp.finfo(jnp.float32).tiny, 0.0, x)
+
+
+def divide(logits_NV: Array, divisor_N: Array) -> Array:
+    """Quotients, kept finite where the logit is: +inf would make the softmax NaN.
+
+    A divisor of 1 gives the logits back bit for bit; a division would flush denormals.
+    """
+    divisor_N1 = divisor_N[:, None]
+    largest = float(jnp.finfo(jnp.float32).max)
+    quotient_NV = jnp.clip(logits_NV / divisor_N1, -largest, largest)
+    return jnp.where((logits_NV == -jnp.inf) | (divisor_N1 == 1), logits_NV, quotient_NV)
+
+
+def exp_columns(logits_NV: Array, divisor_N: Array | None = None) -> tuple[Array, Array]:
+    """Largest logit `[N]` (0 where all are -inf) and the sums of `exp(logit - max)`, `[N, C]`.
+
+    With a divisor, those of the quotients: division does not change which logit is the largest.
+    """
     max_N = logits_NV.max(-1)
+    if divisor_N is not None:
+        max_N = divide(max_N[:, None], divisor_N)[:, 0]
     max_N = jnp.where(max_N == -jnp.inf, 0.0, max_N)
 
     def fn(acc_NC, block_NC, ids_1C):
+        if divisor_N is not None:
+            block_NC = divide(block_NC, divisor_N)
         return acc_NC + jnp.exp(block_NC - max_N[:, None])
 
     return max_N, accumulate(fn, columns(logits_NV, 0.0), logits_NV)

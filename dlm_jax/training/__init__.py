@@ -1,0 +1,1 @@
+"""Training: the optimiser, the step, the run and its loop."""

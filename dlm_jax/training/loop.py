@@ -5,26 +5,29 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import grain
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from tqdm import tqdm
 
 from dlm_jax.data import train_batches, validation_windows
 from dlm_jax.diffusion.corruption import LinearSchedule
 from dlm_jax.diffusion.losses import elbo
 from dlm_jax.metrics import MetricsLog, plot_losses, read_records
-from dlm_jax.sharding import batch_sharding
+from dlm_jax.sharding import batch_sharding, share_of_batch
 from dlm_jax.training.run import Run
 from dlm_jax.training.step import Metrics, TrainState, make_eval_step, make_train_step
+from dlm_jax.training.stop import StopRequest, stop_on_signals
+
+# Steps that may wait on the device: enough to keep it busy, few enough to stop soon when asked.
+_MAX_AHEAD = 2
+
+ShowSample = Callable[[TrainState, int], None]
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,9 @@ class Outcome:
     """How a run ended.
 
     ``reason`` is ``finished``, ``interrupted`` (by `signal_number`; saved, and the same command
-    continues) or ``non_finite`` (a loss or gradient was NaN or infinite; nothing was saved after
-    the last good checkpoint). ``bound`` is the last evaluation in nats per token, or None.
+    continues) or ``non_finite`` (a loss, gradient or parameter was NaN or infinite; nothing was
+    saved after the last good checkpoint). ``bound`` is the last evaluation in nats per token, or
+    None.
     """
 
     reason: Literal["finished", "interrupted", "non_finite"]
@@ -47,28 +51,45 @@ class _NonFiniteError(Exception):
     pass
 
 
-def train(run: Run, *, show_sample: Callable[[TrainState, int], None]) -> Outcome:
-    """Trains `run` to its last step, or until a signal or a non-finite loss stops it.
+def say(line: str) -> None:
+    """Prints a line on standard error, above the progress bar; on the first process alone."""
+    if jax.process_index() == 0:
+        tqdm.write(line, file=sys.stderr)
+
+
+def train(run: Run, *, show_sample: ShowSample) -> Outcome:
+    """Trains `run` to its last step, or until a signal or a non-finite figure stops it.
+
+    What it saved is complete on disk when it returns. A run that has taken all its steps is
+    returned as it is.
 
     Args:
       run: from `prepare`.
       show_sample: called with the state and step every ``train.sample_every`` steps; in a run of
         several processes, by all of them.
     """
-    with _stop_signals() as stop, contextlib.closing(_Loop(run)) as loop:
-        try:
-            for step in range(run.first_step, run.config.train.steps):
-                loop.take_step()
-                done = step + 1
-                is_last = done == run.config.train.steps
-                signal_number = stop.requested_at(done)
-                if signal_number and not is_last:
-                    loop.checkpoint()
-                    return Outcome("interrupted", done, loop.bound, loop.state, signal_number)
-                loop.look_up(done, is_last=is_last, show_sample=show_sample)
-        except _NonFiniteError:
-            return Outcome("non_finite", loop.step, loop.bound, loop.state)
-        return Outcome("finished", loop.step, loop.bound, loop.state)
+    if run.first_step >= run.config.train.steps:
+        return Outcome("finished", run.first_step, run.saved.get("bound"), run.state)
+    with stop_on_signals() as stop, contextlib.closing(_Loop(run)) as loop:
+        outcome = _take_steps(loop, stop, run.config.train.steps, show_sample)
+        run.checkpoints.wait()
+    return outcome
+
+
+def _take_steps(loop: _Loop, stop: StopRequest, num_steps: int, show_sample: ShowSample) -> Outcome:
+    try:
+        while loop.step < num_steps:
+            loop.take_step()
+            loop.look_up(is_last=loop.step == num_steps, show_sample=show_sample)
+            # After looking up, so that what was due at this step is not lost on resuming.
+            signal_number = stop.at(loop.step)
+            if signal_number and loop.step < num_steps:
+                say(f"stopping after step {loop.step} and saving ...")
+                loop.checkpoint()
+                return Outcome("interrupted", loop.step, loop.bound, loop.state, signal_number)
+    except _NonFiniteError:
+        return Outcome("non_finite", loop.step, loop.bound, loop.state)
+    return Outcome("finished", loop.step, loop.bound, loop.state)
 
 
 class _Loop:
@@ -80,172 +101,171 @@ class _Loop:
         self._train = config.train
         self.state = run.state
         self.step = run.first_step
-        self.bound = self._last_bound()
+        self.bound: float | None = run.saved.get("bound")
+        # Figures of the steps since the last line of metrics; a checkpoint carries them over.
+        self._unlogged: list[list[float]] = list(run.saved.get("unlogged", []))
+        self._ahead: list[Metrics] = []
         self._rows = batch_sharding(run.mesh, self._train.batch_size)
+        self._share, self._shares = share_of_batch(self._rows, self._train.batch_size)
+        self._compile_steps()
         self._batches = train_batches(
             run.corpus.train_path,
             seq_len=config.data.seq_len,
             batch_size=self._train.batch_size,
             seed=self._train.seed,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            process_index=self._share,
+            process_count=self._shares,
             start_step=run.first_step,
         )
-        loss = functools.partial(
-            elbo, run.network, mask_id=run.corpus.tokenizer.mask_id, schedule=LinearSchedule()
-        )
-        sizes: dict[str, Any] = {"mesh": run.mesh, "batch_size": self._train.batch_size}
-        self._train_step = make_train_step(loss, run.optimizer, run.state, **sizes)
-        self._eval_step = make_eval_step(
-            run.network, run.state, mask_id=run.corpus.tokenizer.mask_id, **sizes
-        )
-        self._pending: list[Metrics] = []
-        self._since = time.perf_counter()
-        self._is_first = jax.process_index() == 0
-        self._log = (
-            MetricsLog(run.out_dir / "metrics.jsonl", step=self.step) if self._is_first else None
-        )
+        is_first = jax.process_index() == 0
+        self._log = MetricsLog(run.out_dir / "metrics.jsonl", step=self.step) if is_first else None
         self._bar = tqdm(
             total=self._train.steps,
             initial=self.step,
             desc="train",
             unit="step",
-            disable=not self._is_first,
+            disable=not is_first,
             mininterval=0.5 if sys.stderr.isatty() else 10.0,
             dynamic_ncols=True,
         )
+        self._since = time.perf_counter()
+        self._timed_steps = 0
+
+    def _compile_steps(self) -> None:
+        run = self._run
+        mask_id = run.corpus.tokenizer.mask_id
+        loss = functools.partial(elbo, run.network, mask_id=mask_id, schedule=LinearSchedule())
+        sizes: dict[str, Any] = {"mesh": run.mesh, "batch_size": self._train.batch_size}
+        self._eval_step = make_eval_step(run.network, run.state, mask_id=mask_id, **sizes)
+        rows, seq_len = self._train.batch_size, run.config.data.seq_len
+        tokens_BL = jax.ShapeDtypeStruct((rows, seq_len), np.int32, sharding=self._rows)
+        length_B = jax.ShapeDtypeStruct((rows,), np.int32, sharding=self._rows)
+        start = time.perf_counter()
+        # Ahead of time, so that neither the rate nor the time left counts the compiler.
+        self._train_step = (
+            make_train_step(loss, run.optimizer, run.state, **sizes)
+            .lower(self.state, tokens_BL, length_B, run.noise_key)
+            .compile()
+        )
+        say(f"training step compiled in {time.perf_counter() - start:.1f} s")
 
     def close(self) -> None:
-        """Ends the bar, the log and the reading ahead, and waits for the checkpoint being saved."""
+        """Ends the bar, the log and the reading ahead."""
         self._bar.close()
         if self._log is not None:
             self._log.close()
         self._batches.close()
-        self._run.checkpoints.wait()
 
     def take_step(self) -> None:
+        """Dispatches one step; waits only for one that lies too far back."""
         batch = next(self._batches)
         tokens_BL, length_B = self._globally(batch["tokens"]), self._globally(batch["length"])
         self.state, metrics = self._train_step(self.state, tokens_BL, length_B, self._run.noise_key)
         self.step += 1
-        self._pending.append(metrics)
+        self._timed_steps += 1
+        self._ahead.append(metrics)
+        if len(self._ahead) > _MAX_AHEAD:
+            jax.block_until_ready(self._ahead[-1 - _MAX_AHEAD])
         self._bar.update()
 
-    def look_up(
-        self, done: int, *, is_last: bool, show_sample: Callable[[TrainState, int], None]
-    ) -> None:
-        """Does what is due after step `done`: log, evaluate, show a sample, checkpoint."""
+    def look_up(self, *, is_last: bool, show_sample: ShowSample) -> None:
+        """Does what is due after this step: log, evaluate, show a sample, checkpoint."""
 
         def is_due(every: int) -> bool:
-            return is_last or (every > 0 and done % every == 0)
+            return is_last or (every > 0 and self.step % every == 0)
 
         if is_due(self._train.log_every):
             self.log()
         if is_due(self._train.eval_every):
             self.evaluate()
-        if not is_last and self._train.sample_every and done % self._train.sample_every == 0:
+        if is_due(self._train.sample_every) and not is_last:
             with self._off_the_clock():
-                show_sample(self.state, done)
+                show_sample(self.state, self.step)
         if is_due(self._train.checkpoint_every):
             self.checkpoint()
 
     def log(self) -> None:
-        """Fetches the metrics of the steps since the last call, checks and records their mean."""
-        if not self._pending:
-            return
-        count = len(self._pending)
-        losses, norms = np.asarray(jax.device_get(self._pending), np.float64).T
-        self._pending = []
+        """Records the mean of the metrics since the last line."""
+        self._settle()
         seconds = time.perf_counter() - self._since
-        self._since = time.perf_counter()
-        rate = count * self._train.batch_size * self._run.config.data.seq_len / seconds
-        is_finite = np.isfinite(losses) & np.isfinite(norms)
-        if not is_finite.all():
-            first_bad = self.step - count + 1 + int(np.argmin(is_finite))
-            index = int(np.argmin(is_finite))
-            tqdm.write(
-                f"step {first_bad}: loss {losses[index]}, gradient norm {norms[index]}; stopping, "
-                "the last checkpoint is kept; lower the learning rate or the clip",
-                file=sys.stderr,
-            )
-            raise _NonFiniteError
-        if self._log is not None:
-            self._log.write(
-                kind="train",
-                step=self.step,
-                loss=float(losses.mean()),
-                grad_norm=float(norms.mean()),
-                tokens_per_second=rate,
-            )
-        self._bar.set_postfix_str(f"loss {losses.mean():.3f}, {rate:,.0f} tokens/s")
+        tokens = self._timed_steps * self._train.batch_size * self._run.config.data.seq_len
+        self._since, self._timed_steps = time.perf_counter(), 0
+        means = Metrics(*np.mean(self._unlogged, axis=0).tolist())
+        self._unlogged = []
+        self._write(
+            kind="train", step=self.step, **means._asdict(), tokens_per_second=tokens / seconds
+        )
+        self._bar.set_postfix_str(
+            f"loss {means.loss:.3f}, {tokens / seconds:,.0f} tokens/s", refresh=False
+        )
+
+    def _settle(self) -> None:
+        """Waits for the steps under way; raises if one of them was not finite."""
+        first = self.step - len(self._ahead) + 1
+        fetched, self._ahead = jax.device_get(self._ahead), []
+        for step, metrics in enumerate(fetched, first):
+            if not np.isfinite(metrics).all():
+                figures = ", ".join(f"{name} {x}" for name, x in metrics._asdict().items())
+                say(
+                    f"step {step} is not finite: {figures}; stopped, and the last checkpoint "
+                    "before it is kept; lower the learning rate or optim.clip"
+                )
+                raise _NonFiniteError
+            self._unlogged.append([float(x) for x in metrics])
 
     def evaluate(self) -> None:
         """Records the bound on held-out text, over the same windows and masks every time."""
-        self.log()
         with self._off_the_clock():
-            batch_size = self._train.batch_size
-            windows = validation_windows(
-                self._run.corpus.val_path,
-                seq_len=self._run.config.data.seq_len,
-                pad_id=self._run.corpus.tokenizer.pad_id,
-                max_windows=self._train.eval_windows,
-                multiple_of=batch_size,
-            )
-            tokens, length = windows["tokens"], windows["length"]
-            nats = []
-            for first in range(0, len(length), batch_size):
-                rows = slice(first, first + batch_size)
-                mine = self._my_rows(rows)
-                nats.append(
-                    self._eval_step(
-                        self.state.params,
-                        self._globally(tokens[mine]),
-                        self._globally(length[mine]),
-                        jax.random.fold_in(jax.random.key(0), first),
-                    )
-                )
-            per_row = np.concatenate(jax.device_get(nats)).astype(np.float64)
-            is_row = length > 0
-            self.bound = float(per_row.sum() / length.sum())
-            # The ratio's standard error, rows taken as independent.
-            spread = per_row[is_row] - self.bound * length[is_row]
-            error = math.sqrt(float((spread**2).sum())) / float(length.sum())
-        if self._log is not None:
-            self._log.write(
+            nats_N, length_N = self._held_out_nats()
+            tokens = float(length_N.sum())
+            self.bound = float(nats_N.sum()) / tokens
+            # The ratio's standard error, rows taken as independent; empty rows add nothing.
+            error = math.sqrt(float(((nats_N - self.bound * length_N) ** 2).sum())) / tokens
+            self._write(
                 kind="evaluation",
                 step=self.step,
                 bound=self.bound,
                 standard_error=error,
-                windows=int(is_row.sum()),
+                windows=int((length_N > 0).sum()),
             )
-            plot_losses(
-                read_records(self._run.out_dir / "metrics.jsonl"), self._run.out_dir / "loss.png"
+            if self._log is not None:
+                out_dir = self._run.out_dir
+                plot_losses(read_records(out_dir / "metrics.jsonl"), out_dir / "loss.png")
+        say(f"step {self.step}: held-out bound {self.bound:.4f} +- {error:.4f} nats/token")
+
+    def _held_out_nats(self) -> tuple[np.ndarray, np.ndarray]:
+        batch_size = self._train.batch_size
+        windows = validation_windows(
+            self._run.corpus.val_path,
+            seq_len=self._run.config.data.seq_len,
+            pad_id=self._run.corpus.tokenizer.pad_id,
+            max_windows=self._train.eval_windows,
+            multiple_of=batch_size,
+        )
+        tokens_NL, length_N = windows["tokens"], windows["length"]
+        mine = batch_size // self._shares
+        nats = []
+        for first in range(0, len(length_N), batch_size):
+            rows = slice(first + self._share * mine, first + (self._share + 1) * mine)
+            nats.append(
+                self._eval_step(
+                    self.state.params,
+                    self._globally(tokens_NL[rows]),
+                    self._globally(length_N[rows]),
+                    jax.random.fold_in(jax.random.key(0), first),
+                )
             )
-            tqdm.write(
-                f"step {self.step}: held-out bound {self.bound:.4f} +- {error:.4f} nats/token",
-                file=sys.stderr,
-            )
+        return np.concatenate(jax.device_get(nats)).astype(np.float64), length_N
 
     def checkpoint(self) -> None:
         """Saves the state, unless a step since the last look was not finite."""
-        self.log()
         with self._off_the_clock():
-            meta = self._run.meta() | {"bound": self.bound}
+            meta = self._run.meta() | {"bound": self.bound, "unlogged": list(self._unlogged)}
             self._run.checkpoints.save(self.step, self.state, meta)
 
-    def _last_bound(self) -> float | None:
-        records = read_records(self._run.out_dir / "metrics.jsonl")
-        bounds = [
-            record["bound"]
-            for record in records
-            if record["kind"] == "evaluation" and record["step"] <= self.step
-        ]
-        return bounds[-1] if bounds else None
-
-    def _my_rows(self, rows: slice) -> slice:
-        size = (rows.stop - rows.start) // jax.process_count()
-        first = rows.start + jax.process_index() * size
-        return slice(first, first + size)
+    def _write(self, **record: Any) -> None:
+        if self._log is not None:
+            self._log.write(**record)
 
     def _globally(self, local: np.ndarray) -> jax.Array:
         return jax.make_array_from_process_local_data(self._rows, local)
@@ -253,44 +273,7 @@ class _Loop:
     @contextlib.contextmanager
     def _off_the_clock(self) -> Iterator[None]:
         """Keeps the time spent inside out of the training rate."""
+        self._settle()
         start = time.perf_counter()
         yield
         self._since += time.perf_counter() - start
-
-
-class _Stop:
-    """Whether a signal asked to stop, agreed on by all processes."""
-
-    def __init__(self) -> None:
-        self.signal_number = 0
-
-    def requested_at(self, step: int) -> int:
-        """The signal to stop for after `step`, or 0; the same answer on every process."""
-        if jax.process_count() == 1:
-            return self.signal_number
-        return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else 0
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[_Stop]:
-    """Turns the first Ctrl-C or SIGTERM into a request; a second one acts as usual.
-
-    With several processes it is JAX's own preemption service that listens, to SIGTERM alone, and
-    agrees with the others on a step.
-    """
-    stop = _Stop()
-    watched = [signal.SIGINT, signal.SIGTERM] if jax.process_count() == 1 else []
-    previous = {number: signal.getsignal(number) for number in watched}
-
-    def request(number: int, _: Any) -> None:
-        stop.signal_number = number
-        tqdm.write("stopping after this step and saving ...", file=sys.stderr)
-        signal.signal(number, previous[number])
-
-    try:
-        for number in watched:
-            signal.signal(number, request)
-        yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

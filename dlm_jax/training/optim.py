@@ -13,9 +13,14 @@ from dlm_jax.sharding import path_name
 
 
 def learning_rate(peak: float, config: OptimConfig, *, num_steps: int) -> optax.Schedule:
-    """Learning rate by step: linear from 0 to `peak`, then a cosine to ``final_ratio * peak``."""
+    """Learning rate by step: linear up to `peak`, then a cosine to ``final_ratio * peak``.
+
+    Step ``warmup_steps`` is the first at the peak. Neither end is reached in the run, so that no
+    step is wasted on a rate of 0: the first has ``peak / (warmup_steps + 1)``, and the cosine ends
+    where the step after the last would be.
+    """
     return optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
+        init_value=peak / (config.warmup_steps + 1),
         peak_value=peak,
         warmup_steps=config.warmup_steps,
         decay_steps=max(num_steps, config.warmup_steps + 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
@@ -16,8 +17,10 @@ import dlm_jax.config as configs
 from dlm_jax.checkpoint import Checkpoints
 from dlm_jax.config import Config
 from dlm_jax.data import Corpus, load_corpus
+from dlm_jax.metrics import read_records
 from dlm_jax.model.transformer import build
-from dlm_jax.sharding import batch_sharding, make_mesh
+from dlm_jax.processes import on_first_process
+from dlm_jax.sharding import batch_sharding, make_mesh, share_of_batch
 from dlm_jax.training.optim import make_optimizer
 from dlm_jax.training.step import TrainState, abstract_state, init_state
 from dlm_jax.types import Network
@@ -42,8 +45,8 @@ _MAY_CHANGE = (
 class Run:
     """A run ready to go: the resolved config and what was made from it.
 
-    ``state`` is fresh, or the newest checkpoint's. ``noise_key`` is what the noise of every step
-    is folded from.
+    ``state`` is fresh, or the newest checkpoint's, and ``saved`` the JSON beside it (empty if
+    fresh). ``noise_key`` is what the noise of every step is folded from.
     """
 
     config: Config
@@ -52,6 +55,7 @@ class Run:
     optimizer: optax.GradientTransformation
     mesh: Mesh
     state: TrainState
+    saved: dict[str, Any]
     first_step: int
     noise_key: jax.Array
     checkpoints: Checkpoints
@@ -82,8 +86,9 @@ def prepare(config: Config, *, report: Callable[[str], None]) -> Run:
         another run or something else.
     """
     mesh = make_mesh(config.mesh)
-    batch_sharding(mesh, config.train.batch_size)
-    _check_writable(Path(config.train.out_dir))
+    share_of_batch(batch_sharding(mesh, config.train.batch_size), config.train.batch_size)
+    out_dir = Path(config.train.out_dir)
+    _check_writable(out_dir)
     corpus = load_corpus(
         config.data.source,
         tokenizer=config.data.tokenizer,
@@ -95,17 +100,19 @@ def prepare(config: Config, *, report: Callable[[str], None]) -> Run:
     network = build(config.model)
     optimizer = make_optimizer(config.optim, num_steps=config.train.steps)
     init_key, noise_key = jax.random.split(jax.random.key(config.train.seed))
-    checkpoints = Checkpoints(
-        Path(config.train.out_dir) / "checkpoints",
-        keep=config.train.keep_checkpoints,
-    )
-    if checkpoints.steps():
-        _check_same_run(config, corpus, checkpoints.read_meta(report=report))
-        state = checkpoints.restore(
-            abstract_state(network, optimizer, mesh), report=report
-        ).state
-    else:
-        state = init_state(network, optimizer, init_key, mesh=mesh)
+    with contextlib.ExitStack() as undo:
+        checkpoints = Checkpoints(out_dir / "checkpoints", keep=config.train.keep_checkpoints)
+        undo.callback(checkpoints.close)
+        if on_first_process(checkpoints.steps):
+            _check_same_run(config, corpus, checkpoints.read_meta(report=report))
+            _, state, saved = checkpoints.restore(
+                abstract_state(network, optimizer, mesh), report=report
+            )
+        else:
+            state, saved = init_state(network, optimizer, init_key, mesh=mesh), {}
+        read_records(out_dir / "metrics.jsonl")
+        _make_directory(out_dir)
+        undo.pop_all()
     return Run(
         config=config,
         corpus=corpus,
@@ -113,6 +120,7 @@ def prepare(config: Config, *, report: Callable[[str], None]) -> Run:
         optimizer=optimizer,
         mesh=mesh,
         state=state,
+        saved=saved,
         first_step=int(state.step),
         noise_key=noise_key,
         checkpoints=checkpoints,
@@ -120,12 +128,24 @@ def prepare(config: Config, *, report: Callable[[str], None]) -> Run:
 
 
 def _check_writable(out_dir: Path) -> None:
+    """Refuses a directory that could not be written, without making it yet."""
+    nearest = next(path for path in (out_dir, *out_dir.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise ValueError(
+            f"train.out_dir={out_dir} cannot be a directory, because {nearest} is a file; "
+            "name another one"
+        )
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"train.out_dir={out_dir} is not writable; name another directory")
+
+
+def _make_directory(out_dir: Path) -> None:
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"train.out_dir={out_dir} cannot be created: {error}") from None
-    if not os.access(out_dir, os.W_OK):
-        raise ValueError(f"train.out_dir={out_dir} is not writable; name another directory")
+        raise ValueError(
+            f"train.out_dir={out_dir} cannot be made ({error.strerror}); name another directory"
+        ) from None
 
 
 def _with_vocabulary(config: Config, corpus: Corpus) -> Config:
@@ -146,13 +166,22 @@ def _check_same_run(config: Config, corpus: Corpus, saved: dict[str, Any]) -> No
             f"train.out_dir={config.train.out_dir} holds a run on another text than "
             f"{corpus.name}; {elsewhere}"
         )
-    ours = configs.to_dict(config)
-    for section, values in saved["config"].items():
-        for name, value in values.items():
-            key = f"{section}.{name}"
-            if key.startswith(_MAY_CHANGE) or ours.get(section, {}).get(name) == value:
-                continue
-            raise ValueError(
-                f"train.out_dir={config.train.out_dir} holds a run with {key}={value!r}, and this "
-                f"one has {ours.get(section, {}).get(name)!r}; {elsewhere}"
-            )
+    here, there = _flat(configs.to_dict(config)), _flat(saved["config"])
+    differing = [
+        key for key in there if not key.startswith(_MAY_CHANGE) and here.get(key) != there[key]
+    ]
+    if differing:
+        # The vocabulary follows from the tokenizer, so that is the one to name.
+        key = min(differing, key=lambda key: key == "model.vocab_size")
+        raise ValueError(
+            f"train.out_dir={config.train.out_dir} holds a run with {key}={there[key]!r}, and "
+            f"this one has {here.get(key)!r}; {elsewhere}"
+        )
+
+
+def _flat(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {
+        f"{section}.{name}": value
+        for section, values in config.items()
+        for name, value in values.items()
+    }

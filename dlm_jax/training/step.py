@@ -30,10 +30,15 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """What one step tells: loss in nats per token, and the gradient's norm before clipping."""
+    """What one step tells: the loss in nats per token, and two global Euclidean norms.
+
+    ``grad_norm`` is the gradient's before clipping. ``param_norm`` is that of the new parameters:
+    only it tells that they are still finite, for the loss was taken before the update.
+    """
 
     loss: jax.Array
     grad_norm: jax.Array
+    param_norm: jax.Array
 
 
 LossFn = Callable[[Params, jax.Array, jax.Array, jax.Array], Loss]
@@ -75,7 +80,7 @@ def make_train_step(
     *,
     mesh: Mesh,
     batch_size: int,
-) -> Callable[..., tuple[TrainState, Metrics]]:
+) -> jax.stages.Wrapped:
     """Compiled ``(state, tokens_BL, length_B, key) -> (state, metrics)``; `state` is donated.
 
     The noise of a step comes from ``fold_in(key, state.step)``: it depends on the run's key and
@@ -92,7 +97,7 @@ def make_train_step(
         loss, grads = jax.value_and_grad(mean_loss)(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = Metrics(loss, optax.global_norm(grads))
+        metrics = Metrics(loss, optax.tree.norm(grads), optax.tree.norm(params))
         return TrainState(params, opt_state, state.step + 1), metrics
 
     state_sharding = shardings(state, mesh)

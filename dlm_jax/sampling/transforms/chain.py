@@ -20,6 +20,8 @@ from dlm_jax.sampling import vocab
 MAX_CANDIDATES = 64
 """Rows whose top-k is at most this go on with their candidates alone, not the vocabulary."""
 
+_FEW_SALT = 0x666577
+
 
 class At(NamedTuple):
     """Where the N positions of a chunk of logits stand.
@@ -151,9 +153,15 @@ class Chain:
 
     def apply(self, prepared: tuple[Any, ...], logits_NV: Array, at: At) -> Array:
         """Logits `[N, V]`, float32, after every transform."""
-        logits_NV, few_NK, ids_NK, is_few_N = self._run(prepared, logits_NV, at)
-        if few_NK is None:
-            return logits_NV
+        logits_NV = logits_NV.astype(jnp.float32)
+        steps = list(zip(self.transforms, prepared, strict=True))
+        cut = self._where_few()
+        if cut is None:
+            return _run_all(steps, logits_NV, at)
+        logits_NV = _run_all(steps[:cut], logits_NV, at)
+        few_NK, ids_NK, is_few_N = self._few(cut, steps, logits_NV, at)
+        rest = at._replace(is_real_N=at.is_real_N & ~is_few_N)
+        logits_NV = _run_all(steps[cut:], logits_NV, rest)
 
         def put_back(x_NV):
             rows_N1 = jnp.arange(x_NV.shape[0])[:, None]
@@ -167,45 +175,83 @@ class Chain:
     ) -> Array:
         """Ids `[N]` (int32): the argmax of greedy rows, a draw from the rest.
 
+        Where no transform runs but plain temperature, the draw divides as it goes, with the same
+        result bit for bit and no copy of the logits.
+
         Args:
           prepared: what `prepare` gave for this step.
           logits_NV: clean logits of any float type.
           at: where the positions stand; the draw consumes their keys.
           method: see `dlm_jax.sampling.draw.draw`.
         """
-        logits_NV, few_NK, ids_NK, is_few_N = self._run(prepared, logits_NV, at)
+        logits_NV = logits_NV.astype(jnp.float32)
+        steps = list(zip(self.transforms, prepared, strict=True))
         is_greedy_N = self.is_greedy(at)
-        if few_NK is None:
-            return drawing.choose(logits_NV, at.key_N, is_greedy_N, method=method)
+        noise = few_noise = drawing.noise(at.key_N, method=method)
+        if method == "gumbel":
+            few_noise = jax.vmap(lambda key: jax.random.fold_in(key, _FEW_SALT))(at.key_N)
 
-        def from_few(_, keys_N):
-            place_N = drawing.choose(few_NK, keys_N, is_greedy_N, method=method)
+        def in_full(x_NV, noise, few_noise):
+            # a new array: XLA would otherwise copy the logits before it knows which branch runs
+            x_NV = jnp.where(at.is_real_N[:, None], x_NV, 0.0)
+            return self._draw_in_full(
+                steps, x_NV, at, noise, few_noise, is_greedy_N=is_greedy_N, method=method
+            )
+
+        divisors = [t for t in self.transforms if hasattr(t, "divisor")]
+        if len(divisors) > 1:
+            return in_full(logits_NV, noise, few_noise)
+        divisor_N = divisors[0].divisor()[at.row_N] if divisors else jnp.ones(at.row_N.shape)
+
+        def divided(x_NV, noise, few_noise):
+            return drawing.choose_with(x_NV, noise, is_greedy_N, divisor_N, method=method)
+
+        others = [_is_wanted(t, at) for t in self.transforms if not hasattr(t, "divisor")]
+        is_wanted = functools.reduce(jnp.logical_or, others, jnp.zeros((), bool))
+        return jax.lax.cond(is_wanted, in_full, divided, logits_NV, noise, few_noise)
+
+    def _draw_in_full(
+        self,
+        steps: list[tuple[Any, Any]],
+        logits_NV: Array,
+        at: At,
+        noise: Array,
+        few_noise: Array,
+        *,
+        is_greedy_N: Array,
+        method: str,
+    ) -> Array:
+        """Ids after every transform; rows with few candidates never touch the vocabulary again."""
+        cut = self._where_few()
+        if cut is None:
+            logits_NV = _run_all(steps, logits_NV, at)
+            return drawing.choose_with(logits_NV, noise, is_greedy_N, method=method)
+        logits_NV = _run_all(steps[:cut], logits_NV, at)
+        few_NK, ids_NK, is_few_N = self._few(cut, steps, logits_NV, at)
+        rest = at._replace(is_real_N=at.is_real_N & ~is_few_N)
+
+        def from_few(noise):
+            place_N = drawing.choose_with(few_NK, noise, is_greedy_N, method=method)
             return jnp.take_along_axis(ids_NK, place_N[:, None], axis=1)[:, 0]
 
-        def from_all(x_NV, keys_N):
-            return drawing.choose(x_NV, keys_N, is_greedy_N, method=method)
+        def from_all(x_NV, noise):
+            x_NV = _run_all(steps[cut:], x_NV, rest)
+            return drawing.choose_with(x_NV, noise, is_greedy_N | is_few_N, method=method)
 
-        def from_both(x_NV, keys_N):
-            return jnp.where(is_few_N, from_few(x_NV, keys_N), from_all(x_NV, keys_N))
+        none_N = jnp.zeros(is_few_N.shape, jnp.int32)
+        of_few_N = jax.lax.cond(is_few_N.any(), from_few, lambda noise: none_N, few_noise)
+        of_all_N = jax.lax.cond(
+            rest.is_real_N.any(), from_all, lambda x, noise: none_N, logits_NV, noise
+        )
+        return jnp.where(is_few_N, of_few_N, of_all_N)
 
-        is_settled_N = is_few_N | ~at.is_real_N
-        which = jnp.where(is_settled_N.all(), 0, jnp.where(is_few_N.any(), 1, 2))
-        return jax.lax.switch(which, (from_few, from_both, from_all), logits_NV, at.key_N)
-
-    def _run(
-        self, prepared: tuple[Any, ...], logits_NV: Array, at: At
-    ) -> tuple[Array, Array | None, Array | None, Array]:
-        """Logits of the whole vocabulary, and those of the candidates of rows that keep few."""
-        logits_NV = logits_NV.astype(jnp.float32)
-        cut = self._where_few()
-        steps = list(zip(self.transforms, prepared, strict=True))
-        if cut is None:
-            return _run_all(steps, logits_NV, at), None, None, jnp.zeros_like(at.is_real_N)
-        logits_NV = _run_all(steps[:cut], logits_NV, at)
-        top_k_N = self.transforms[cut].count()[at.row_N]
-        is_few_N = (top_k_N > 0) & (top_k_N <= min(MAX_CANDIDATES, logits_NV.shape[1]))
-        is_few_N &= ~self.is_greedy(at) & at.is_real_N
+    def _few(
+        self, cut: int, steps: list[tuple[Any, Any]], logits_NV: Array, at: At
+    ) -> tuple[Array, Array, Array]:
+        """Final logits and ids of the candidates of the rows that keep few, and which those are."""
         size = min(MAX_CANDIDATES, logits_NV.shape[1])
+        top_k_N = self.transforms[cut].count()[at.row_N]
+        is_few_N = (top_k_N > 0) & (top_k_N <= size) & ~self.is_greedy(at) & at.is_real_N
         shape = (logits_NV.shape[0], size)
         few_NK, ids_NK = jax.lax.cond(
             is_few_N.any(),
@@ -216,8 +262,7 @@ class Chain:
         rank_1K = jnp.arange(size, dtype=jnp.int32)[None]
         few_NK = jnp.where(rank_1K < top_k_N[:, None], few_NK, -jnp.inf)
         few_NK = _run_all(steps[cut + 1 :], few_NK, at._replace(is_real_N=is_few_N))
-        rest = at._replace(is_real_N=at.is_real_N & ~is_few_N)
-        return _run_all(steps[cut:], logits_NV, rest), few_NK, ids_NK, is_few_N
+        return few_NK, ids_NK, is_few_N
 
     def _where_few(self) -> int | None:
         """Place of the first top-k after which no transform looks at ids."""
@@ -229,10 +274,14 @@ class Chain:
         return None
 
 
+def _is_wanted(transform: Any, at: At) -> Array:
+    return (transform.is_active()[at.row_N] & at.is_real_N).any()
+
+
 def _run_all(steps: list[tuple[Any, Any]], logits_NV: Array, at: At) -> Array:
     if not steps:
         return logits_NV
-    wanted = [(t.is_active()[at.row_N] & at.is_real_N).any() for t, _ in steps]
+    wanted = [_is_wanted(t, at) for t, _ in steps]
 
     def run(x_NV):
         for is_wanted, (t, prepared) in zip(wanted, steps, strict=True):

@@ -128,7 +128,7 @@ class Dry(Stateless):
         lowered_NL = jnp.where(
             x_NL > -jnp.inf, jnp.maximum(x_NL - penalty_NL, smallest), -jnp.inf
         )
-        # the longest match of a token has the largest penalty, so the minimum is the one that counts
+        # the longest match of a token has the largest penalty: the minimum is the one that counts
         return logits_NV.at[rows_N1, ids_NL].min(lowered_NL, mode="drop")
 
     def _match_lengths(self, prepared: _Runs, at: At) -> tuple[Array, Array]:

@@ -13,8 +13,6 @@ from jax import Array
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.transforms.chain import At, Stateless
 
-_LARGEST = float(jnp.finfo(jnp.float32).max)
-
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["ids_BK", "bias_BK"],
                    meta_fields=[])  # fmt: skip
@@ -61,10 +59,13 @@ class Temperature(Stateless):
         """True where T is 0."""
         return self.temperature_B == 0
 
+    def divisor(self) -> Array:
+        """What each row's logits are divided by, 1 where they are left alone."""
+        return jnp.where(self.is_active(), self.temperature_B, 1.0)
+
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
         """Logits divided by the row's temperature."""
-        divisor_B = jnp.where(self.is_active(), self.temperature_B, 1.0)
-        return _divide(logits_NV, divisor_B[at.row_N])
+        return vocab.divide(logits_NV, self.divisor()[at.row_N])
 
 
 @functools.partial(
@@ -103,16 +104,11 @@ class DynamicTemperature(Stateless):
         power_N = jnp.clip(relative_N, 0.0, 1.0) ** self.exponent_B[at.row_N]
         divisor_N = low_N + (temperature_N + delta_N - low_N) * power_N
         divisor_N = jnp.where(delta_N == 0, temperature_N, divisor_N)
-        is_on_N = self.is_active()[at.row_N] & (count_N > 1)
+        is_on_N = self.is_active()[at.row_N] & ((count_N > 1) | (delta_N == 0))
         divisor_N = jnp.where(is_on_N, divisor_N, 1.0)
         best_N = vocab.argmax(logits_NV)
         is_cold_N1 = (divisor_N < 1e-6)[:, None]
         is_best_NV = jnp.arange(logits_NV.shape[1])[None] == best_N[:, None]
-        scaled_NV = _divide(logits_NV, jnp.where(divisor_N < 1e-6, 1.0, divisor_N))
-        return jnp.where(is_cold_N1 & ~is_best_NV, -jnp.inf, scaled_NV)
-
-
-def _divide(logits_NV: Array, divisor_N: Array) -> Array:
-    """Quotients kept finite where the logit is: +inf would make the softmax NaN."""
-    quotient_NV = jnp.clip(logits_NV / divisor_N[:, None], -_LARGEST, _LARGEST)
-    return jnp.where(logits_NV == -jnp.inf, -jnp.inf, quotient_NV)
+        scaled_NV = vocab.divide(logits_NV, jnp.where(divisor_N < 1e-6, 1.0, divisor_N))
+        scaled_NV = jnp.where(is_cold_N1 & ~is_best_NV, -jnp.inf, scaled_NV)
+        return jnp.where(is_on_N[:, None], scaled_NV, logits_NV)

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.transforms.chain import At, Stateless
-from dlm_jax.sampling.transforms.cuts import prefix_cut
+from dlm_jax.sampling.transforms.chain import MAX_CANDIDATES, At, Stateless
+from dlm_jax.sampling.transforms.cuts import keeps_prefix
 
 _XTC_SALT = 0x7863
 
@@ -67,14 +67,14 @@ class TopP(Stateless):
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
         """Logits with all but the nucleus at -inf."""
         max_N, weight_NC = vocab.exp_columns(logits_NV)
-        cut = prefix_cut(
+        is_kept_NV = keeps_prefix(
             logits_NV,
             value=lambda block: block,
             weight=lambda block: jnp.exp(block - max_N[:, None]),
             mass_N=self.p_B[at.row_N] * weight_NC.sum(-1),
             count_N=_count_or_all(self, logits_NV, at),
         )
-        return _masked(cut.keeps(logits_NV, _ids(logits_NV)), logits_NV, self, at)
+        return _masked(is_kept_NV, logits_NV, self, at)
 
 
 @_pytree("p_B", "min_keep_B")
@@ -104,7 +104,7 @@ class TypicalP(Stateless):
         def typicality(block):
             return -jnp.abs(logprob(block) + entropy_N[:, None])
 
-        cut = prefix_cut(
+        is_kept_NV = keeps_prefix(
             logits_NV,
             value=typicality,
             weight=lambda block: jnp.exp(logprob(block)),
@@ -112,7 +112,6 @@ class TypicalP(Stateless):
             mass_N=jnp.nextafter(self.p_B[at.row_N], jnp.inf),
             count_N=_count_or_all(self, logits_NV, at),
         )
-        is_kept_NV = cut.keeps(typicality(logits_NV), _ids(logits_NV))
         return _masked(is_kept_NV, logits_NV, self, at)
 
 
@@ -212,31 +211,44 @@ class Xtc(Stateless):
 
 def keep_largest(logits_NV: Array, count_N: Array) -> Array:
     """Logits with all but the `count` (at least 1) largest at -inf, lower ids first on ties."""
-    cut = prefix_cut(
+    is_kept_NV = keeps_prefix(
         logits_NV,
         value=lambda block: block,
         weight=None,
         mass_N=jnp.zeros(count_N.shape, jnp.float32),
         count_N=count_N.astype(jnp.float32),
     )
-    return jnp.where(cut.keeps(logits_NV, _ids(logits_NV)), logits_NV, -jnp.inf)
+    return jnp.where(is_kept_NV, logits_NV, -jnp.inf)
 
 
 def keep_above(
     logits_NV: Array, floor_N: Array, min_keep_N: Array, is_active_N: Array
 ) -> Array:
-    """Logits with those below `floor` at -inf where active, but the `min_keep` largest stay."""
-    count_N, _ = _sums(jnp.where(logits_NV >= floor_N[:, None], logits_NV, -jnp.inf), jnp.zeros_like)
+    """Logits with those below `floor` at -inf where active, but the `min_keep` largest stay.
+
+    `min_keep` is at most `MAX_CANDIDATES`.
+    """
+
+    def fn(acc_NC, block_NC, ids_1C):
+        is_above_NC = (block_NC >= floor_N[:, None]) & (block_NC > -jnp.inf)
+        return acc_NC + jnp.where(is_above_NC, 1.0, 0.0)
+
+    count_N = vocab.accumulate(fn, vocab.columns(logits_NV, 0.0), logits_NV).sum(-1)
     is_short_N = (count_N < min_keep_N) & is_active_N
 
-    def topped_up(x_NV):
-        return keep_largest(x_NV, jnp.where(is_short_N, min_keep_N, x_NV.shape[1]))
+    size = min(MAX_CANDIDATES, logits_NV.shape[1])
 
-    def plain(x_NV):
-        is_kept_NV = (x_NV >= floor_N[:, None]) | (~is_active_N | is_short_N)[:, None]
-        return jnp.where(is_kept_NV, x_NV, -jnp.inf)
+    def keep_few(x_NV):
+        few_NK, ids_NK = jax.lax.top_k(x_NV, size)
+        rank_1K = jnp.arange(size, dtype=jnp.int32)[None]
+        few_NK = jnp.where(rank_1K < min_keep_N[:, None], few_NK, -jnp.inf)
+        rows_N1 = jnp.arange(x_NV.shape[0])[:, None]
+        only_NV = jnp.full_like(x_NV, -jnp.inf).at[rows_N1, ids_NK].set(few_NK)
+        return jnp.where(is_short_N[:, None], only_NV, x_NV)
 
-    return plain(jax.lax.cond(is_short_N.any(), topped_up, lambda x: x, logits_NV))
+    kept_NV = jax.lax.cond(is_short_N.any(), keep_few, lambda x: x, logits_NV)
+    is_kept_NV = (logits_NV >= floor_N[:, None]) | (~is_active_N | is_short_N)[:, None]
+    return jnp.where(is_kept_NV, kept_NV, -jnp.inf)
 
 
 def _sums(logits_NV: Array, fn: Callable[[Array], Array]) -> tuple[Array, Array]:

@@ -1,23 +1,13 @@
-"""Configuration of a run: frozen dataclasses that validate themselves, from TOML and flags.
-
-A config file holds one table per section (``[model]``, ``[data]``, ...); the same names with a dot
-are command-line flags (``--train.steps 100``). Unknown keys and ill-typed values are refused with
-one line that names the key, the value and the remedy.
-"""
+"""Configuration of a run: frozen dataclasses that validate themselves."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
-import tomllib
-import types
 import typing
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
+from dlm_jax.config.sampling import DEFAULT_CHAIN, SamplingParams, check_chain
 
 
 def _field(default: Any, doc: str) -> Any:
@@ -151,6 +141,7 @@ class TrainConfig:
         for name in ("seed", "eval_every", "sample_every", "checkpoint_every"):
             value = getattr(self, name)
             _require(value >= 0, f"train.{name}={value} must be at least 0")
+        _require(self.seed < 2**32, f"train.seed={self.seed} must be below 2**32")
         _require(self.out_dir != "", "train.out_dir is empty; name a directory")
 
 
@@ -177,32 +168,32 @@ ORDERS: tuple[str, ...] = typing.get_args(Order)
 SCHEDULES: tuple[str, ...] = typing.get_args(Schedule)
 
 
-@dataclasses.dataclass(frozen=True)
-class SampleConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleConfig(SamplingParams):
     """Recommended sampling settings: stored in the checkpoint, the defaults of ``sample.py``."""
 
     gen_length: int = _field(0, "new tokens of one sample; 0: as many as the canvas has room for")
     steps: int = _field(128, "denoising steps of one sample")
-    temperature: float = _field(1.0, "of the draw; 0: the most likely token")
     order: Order = _field(
         "random", "which proposals are committed first: low_confidence (the surest) or random"
     )
     schedule: Schedule = _field(
         "linear", "how the number of commits is spread over the steps: linear or cosine"
     )
+    chain: tuple[str, ...] = _field(DEFAULT_CHAIN, "logit transforms, in the order they run")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require(self.gen_length >= 0, f"gen_length={self.gen_length} must be at least 0")
         _require(self.steps >= 1, f"steps={self.steps} must be at least 1")
-        _require(self.order in ORDERS, f"order={self.order!r} is not one of {', '.join(ORDERS)}")
-        _require(
-            self.schedule in SCHEDULES,
-            f"schedule={self.schedule!r} is not one of {', '.join(SCHEDULES)}",
-        )
-        _require(
-            self.temperature >= 0,
-            f"temperature={self.temperature} is negative; use 0 for greedy",
-        )
+        for name, known in (("order", ORDERS), ("schedule", SCHEDULES)):
+            value = getattr(self, name)
+            (near,) = difflib.get_close_matches(str(value), known, n=1, cutoff=0.0)
+            _require(
+                value in known,
+                f"{name}={value!r} is not one of {', '.join(known)}; did you mean {near!r}?",
+            )
+        check_chain(self.chain)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,143 +213,8 @@ class Config:
             f"optim.warmup_steps={self.optim.warmup_steps} leaves nothing of "
             f"train.steps={self.train.steps}; lower it",
         )
-
-
-def sections() -> dict[str, type]:
-    """Config sections by name, in their order."""
-    return dict(typing.get_type_hints(Config))
-
-
-def key_types() -> dict[str, Any]:
-    """Type of every key, by its dotted name."""
-    return {
-        f"{section}.{name}": hint
-        for section, cls in sections().items()
-        for name, hint in typing.get_type_hints(cls).items()
-    }
-
-
-def to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """The config as nested plain values, fit for JSON; `from_dict` is its inverse."""
-    return msgspec.to_builtins(config)
-
-
-def from_dict(raw: Mapping[str, Any], *, where: str) -> Config:
-    """Config from nested plain values; `where` names their origin in errors.
-
-    Raises:
-      ValueError: an unknown section or key (with the nearest match), a value of the wrong type,
-        or one out of range.
-    """
-    flat = {}
-    for section, values in raw.items():
-        _check_known(section, sections(), where=where, what="section")
         _require(
-            isinstance(values, Mapping),
-            f"{where}: {section}={values!r} is not a section; write [{section}] above its keys",
+            self.sample.gen_length <= self.data.seq_len,
+            f"sample.gen_length={self.sample.gen_length} does not fit the canvas of "
+            f"data.seq_len={self.data.seq_len}; lower it, or use 0 to fill the canvas",
         )
-        flat |= {f"{section}.{name}": value for name, value in values.items()}
-    return _build(flat, where=dict.fromkeys(flat, where), strict=True)
-
-
-def load(path: str | Path | None, overrides: Mapping[str, str] | None = None) -> Config:
-    """Config from a TOML file (or the defaults), with dotted keys overridden by flag texts."""
-    flat: dict[str, Any] = {}
-    where: dict[str, str] = {}
-    if path is not None:
-        config = from_dict(_read_toml(Path(path)), where=str(path))
-        flat = {
-            f"{section}.{name}": value
-            for section, values in to_dict(config).items()
-            for name, value in values.items()
-        }
-        where = dict.fromkeys(flat, str(path))
-    for key, text in (overrides or {}).items():
-        _check_known(key, key_types(), where="command line", what="flag")
-        flat[key] = text.split(",") if _is_tuple(key_types()[key]) else text
-        where[key] = "command line"
-    return _build(flat, where=where, strict=False)
-
-
-def _build(flat: Mapping[str, Any], *, where: Mapping[str, str], strict: bool) -> Config:
-    hints = key_types()
-    nested: dict[str, dict[str, Any]] = {name: {} for name in sections()}
-    for key, value in flat.items():
-        _check_known(key, hints, where=where[key], what="key")
-        section, name = key.split(".", 1)
-        try:
-            lenient = not strict and isinstance(value, str | list)
-            nested[section][name] = msgspec.convert(value, hints[key], strict=not lenient)
-        except msgspec.ValidationError:
-            raise ValueError(
-                f"{where[key]}: {key}={value!r} is not {_describe(hints[key])}"
-            ) from None
-    origin = next(iter(dict.fromkeys(where.values())), "defaults")
-    try:
-        return Config(**{name: cls(**nested[name]) for name, cls in sections().items()})
-    except ValueError as error:
-        raise ValueError(f"{origin}: {error}") from None
-
-
-def _check_known(name: str, known: Mapping[str, Any], *, where: str, what: str) -> None:
-    if name in known:
-        return
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    raise ValueError(f"{where}: unknown {what} {name!r}; did you mean {near[0]!r}?")
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"config file {path} does not exist; see configs/ for examples") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
-        raise ValueError(f"config file {path} is not valid TOML: {error}") from None
-
-
-def _is_tuple(hint: Any) -> bool:
-    return typing.get_origin(hint) is tuple
-
-
-def _describe(hint: Any) -> str:
-    if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(hint)))
-    if _is_tuple(hint):
-        return "a list of texts (on the command line: separated by commas)"
-    if isinstance(hint, types.UnionType):
-        return " or ".join(_describe(part) for part in typing.get_args(hint))
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-    return names[hint]
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds one flag per key, grouped by section, whose help tells what the key means."""
-    for section, cls in sections().items():
-        group = parser.add_argument_group(section, (cls.__doc__ or "").strip())
-        for field in dataclasses.fields(cls):
-            default = field.default
-            shown = ",".join(default) if isinstance(default, tuple) else default
-            group.add_argument(
-                f"--{section}.{field.name}",
-                metavar=field.name.upper(),
-                default=argparse.SUPPRESS,
-                help=f"{field.metadata['help']} (default: {shown!r})".replace("%", "%%"),
-            )
-
-
-def parse_flags(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None
-) -> tuple[argparse.Namespace, dict[str, str]]:
-    """The parsed flags, and the texts of those that are config keys.
-
-    Raises:
-      ValueError: an unknown flag, with the nearest match.
-    """
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        flags = [option for action in parser._actions for option in action.option_strings]
-        name = unknown[0].split("=", 1)[0]
-        near = difflib.get_close_matches(name, flags, n=1, cutoff=0.0)
-        raise ValueError(f"command line: unknown argument {name!r}; did you mean {near[0]!r}?")
-    keys = key_types()
-    return args, {name: value for name, value in vars(args).items() if name in keys}

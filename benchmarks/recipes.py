@@ -1,0 +1,123 @@
+"""Compares training recipes of the quickstart at equal time on this machine.
+
+Each recipe is timed for some steps, then trained for as many steps as fit into the time given, with
+its learning-rate schedule ending there; compilation is not counted. Printed per recipe: the steps,
+the held-out bound (nats per character), and the share of generated words that are words of the
+training text, with the spread over the seeds. Recipes alternate, so that a slow spell of the
+machine hits all of them.
+
+    python benchmarks/recipes.py --seconds 60 --seeds 0 1 2
+    python benchmarks/recipes.py --steps 500 muon adamw      # equal steps instead
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import dlm_jax.config as configs
+from dlm_jax.api import Model, generate
+from dlm_jax.command_line import start_jax
+from dlm_jax.data import join_documents, read_documents, split_text
+from dlm_jax.metrics import read_records
+from dlm_jax.training.loop import train
+from dlm_jax.training.run import prepare
+
+sys.path.insert(0, str(Path(__file__).parent))
+from quality import distinct_share, known_share, words  # noqa: E402
+
+BASE = Path(__file__).parent.parent / "configs" / "quickstart.toml"
+ADAMW = {"optim.name": "adamw", "optim.learning_rate": "1e-3", "optim.weight_decay": "0.1"}
+PLAIN = {"model.activation": "gelu", "model.qk_norm": "false"}
+RECIPES: dict[str, dict[str, str]] = {
+    "muon": {},
+    "muon, gelu": {"model.activation": "gelu"},
+    "muon, swiglu": {"model.activation": "swiglu"},
+    "muon, no qk-norm": {"model.qk_norm": "false"},
+    "adamw": ADAMW,
+    "adamw, lr 3e-3": ADAMW | {"optim.learning_rate": "3e-3"},
+    "adamw, plain": ADAMW | PLAIN,
+}
+TIMED_STEPS = 40
+
+
+def measure(overrides: dict[str, str], *, steps: int, seed: int) -> dict[str, float]:
+    """Trains once; bound, quality of samples, and seconds per step without compilation."""
+    with tempfile.TemporaryDirectory() as out_dir:
+        given = {
+            "train.steps": str(steps),
+            "train.seed": str(seed),
+            "train.out_dir": out_dir,
+            "train.eval_every": "0",
+            "train.checkpoint_every": "0",
+            "train.sample_every": "0",
+            "train.log_every": "10",
+            "optim.warmup_steps": str(min(50, steps // 4)),
+        }
+        config = configs.load(BASE, given | overrides)
+        run = prepare(config, report=lambda line: None)
+        with run.checkpoints:
+            outcome = train(run, show_sample=lambda state, step: None)
+        rates = [r["tokens_per_second"] for r in read_records(Path(out_dir) / "metrics.jsonl")
+                 if r["kind"] == "train"]  # fmt: skip
+    tokens = config.train.batch_size * config.data.seq_len
+    seconds = tokens / statistics.median(rates[1:] or rates)
+    if steps == TIMED_STEPS:
+        return {"seconds": seconds}
+    model = Model(run.network, outcome.state.params, run.corpus.tokenizer, config.data.seq_len,
+                  config.sample)  # fmt: skip
+    texts = list(generate(model, num_samples=32, seed=1000).texts)
+    text, _ = split_text(join_documents(read_documents(config.data.source)), config.data.held_out)
+    return {
+        "seconds": seconds,
+        "bound": outcome.bound if outcome.bound is not None else float("nan"),
+        "known": known_share(texts, set(words(text))),
+        "distinct": distinct_share(texts, 4),
+    }
+
+
+def main() -> None:
+    """Prints one JSON line per run, then the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("recipes", nargs="*", default=list(RECIPES), metavar="RECIPE")
+    parser.add_argument("--seconds", type=float, default=60.0, help="training time of one run")
+    parser.add_argument("--steps", type=int, help="equal steps instead of equal time")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="for all runs")
+    args = parser.parse_args()
+    start_jax()
+    shared = dict(item.split("=", 1) for item in args.set)
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in args.recipes}
+    for seed in args.seeds:
+        for name in args.recipes:
+            overrides = shared | (RECIPES[name] if name in RECIPES else _parse(name))
+            steps = args.steps
+            if steps is None:
+                timed = measure(overrides, steps=TIMED_STEPS, seed=seed)
+                steps = max(TIMED_STEPS + 1, round(args.seconds / timed["seconds"]))
+            result = measure(overrides, steps=steps, seed=seed) | {"steps": steps, "seed": seed}
+            results[name].append(result)
+            print(json.dumps({"recipe": name} | result), file=sys.stderr, flush=True)
+    print("| recipe | steps | ms/step | bound (nats/char) | known words | distinct 4-grams |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, runs in results.items():
+        cells = [f"{statistics.mean(run['steps'] for run in runs):.0f}"]
+        cells.append(f"{1e3 * statistics.mean(run['seconds'] for run in runs):.0f}")
+        for key in ("bound", "known", "distinct"):
+            values = [run[key] for run in runs]
+            spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+            cells.append(f"{statistics.mean(values):.3f}{spread}")
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+def _parse(text: str) -> dict[str, str]:
+    """A recipe given as ``key=value,key=value``."""
+    return dict(item.split("=", 1) for item in text.split(","))
+
+
+if __name__ == "__main__":
+    main()

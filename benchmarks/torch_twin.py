@@ -1,0 +1,72 @@
+"""The architecture of `dlm_jax` in eager PyTorch, for comparison."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class Block(nn.Module):
+    """Attention, then the MLP, each added to its input."""
+
+    def __init__(self, width: int, heads: int, activation: str):
+        super().__init__()
+        self.heads, self.activation = heads, activation
+        is_gated = activation == "swiglu"
+        inner = 8 * -(-width // 3) if is_gated else 4 * width
+        self.attention_norm, self.mlp_norm = (nn.RMSNorm(width, eps=1e-5) for _ in range(2))
+        self.query_norm, self.key_norm = (nn.RMSNorm(width // heads, eps=1e-5) for _ in range(2))
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, inner * (2 if is_gated else 1), bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x, cos, sin, is_visible):
+        """Hidden vectors ``[B, L, D]`` after this block."""
+        rows, positions, width = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(rows, positions, 3, self.heads, -1)
+        q, k, v = qkv.unbind(2)
+        q, k = rotate(self.query_norm(q), cos, sin), rotate(self.key_norm(k), cos, sin)
+        y = functional.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=is_visible
+        )
+        x = x + self.out(y.transpose(1, 2).reshape(rows, positions, width))
+        inner = self.up(self.mlp_norm(x))
+        if self.activation == "gelu":
+            inner = functional.gelu(inner, approximate="tanh")
+        elif self.activation == "relu2":
+            inner = functional.relu(inner).square()
+        else:
+            gate, inner = inner.chunk(2, -1)
+            inner = functional.silu(gate) * inner
+        return x + self.down(inner)
+
+
+def rotate(x, cos, sin):
+    """Queries or keys turned by their position (half rotation)."""
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+class Twin(nn.Module):
+    """Tokens ``[B, L]`` and lengths ``[B]`` to logits ``[B, L, V]``; tied head."""
+
+    def __init__(self, vocab_size: int, depth: int, width: int, heads: int, activation: str):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, width)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.blocks = nn.ModuleList(Block(width, heads, activation) for _ in range(depth))
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.half = width // heads // 2
+
+    def forward(self, tokens, length):
+        """Logits ``[B, L, V]``."""
+        frequencies = 10000.0 ** (-torch.arange(self.half) / self.half)
+        at = torch.arange(tokens.shape[1])
+        angles = at[:, None, None] * frequencies
+        is_visible = (at < length[:, None])[:, None, None, :]
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, angles.cos(), angles.sin(), is_visible)
+        return functional.linear(self.norm(x), self.embedding.weight)

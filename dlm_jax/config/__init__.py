@@ -1,0 +1,50 @@
+"""Configuration: what a run and a request may ask for, and how it is read."""
+
+from dlm_jax.config.reading import (
+    add_flags,
+    add_sample_flags,
+    from_dict,
+    key_types,
+    load,
+    parse_flags,
+    sample_settings,
+    sections,
+    to_dict,
+)
+from dlm_jax.config.sampling import DEFAULT_CHAIN, SamplingParams, nearest, resolve
+from dlm_jax.config.schema import (
+    ORDERS,
+    SCHEDULES,
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    SampleConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "DEFAULT_CHAIN",
+    "ORDERS",
+    "SCHEDULES",
+    "Config",
+    "DataConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "SampleConfig",
+    "SamplingParams",
+    "TrainConfig",
+    "add_flags",
+    "add_sample_flags",
+    "from_dict",
+    "key_types",
+    "load",
+    "nearest",
+    "parse_flags",
+    "resolve",
+    "sample_settings",
+    "sections",
+    "to_dict",
+]

@@ -1,0 +1,152 @@
+"""Rows for the tests of the sampling loop: one shape and one chain, so few programs compile."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import toy
+
+from dlm_jax.sampling.commit import ORDERS, QUOTAS, CommitRule
+from dlm_jax.sampling.loop import Advance, Program, State, make_advance, start
+from dlm_jax.sampling.transforms import Chain, LogitBias, Temperature, chain
+from dlm_jax.types import Network
+
+ROWS, POSITIONS, CHUNK = 8, 24, 16
+FOREVER = 1000
+
+LOW_CONFIDENCE = ORDERS["low_confidence"](QUOTAS["linear"])
+COSINE = ORDERS["low_confidence"](QUOTAS["cosine"])
+RANDOM = ORDERS["random"](QUOTAS["linear"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One request: its tokens with MASK at the holes, and its settings."""
+
+    tokens: tuple[int, ...]
+    steps: int = 4
+    seed: int = 0
+    temperature: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Everything of one row that a caller can see, without PAD."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    committed: tuple[int, ...]
+    steps: int
+    forwards: int
+    status: int
+
+
+def holes(number: int, *prompt: int) -> tuple[int, ...]:
+    """A prompt and `number` holes behind it."""
+    return (*prompt, *(toy.MASK,) * number)
+
+
+def mixed_rows(seed: int = 0, count: int = ROWS) -> list[Row]:
+    """Rows that differ in everything: lengths, gaps, steps, temperatures and seeds.
+
+    Each has a given token: holes that see nothing else are equally confident but for rounding.
+    """
+    rng = np.random.default_rng(seed)
+    rows = []
+    for index in range(count):
+        length = int(rng.integers(3, POSITIONS + 1))
+        text = rng.integers(0, toy.MASK, length)
+        is_hole = rng.random(length) < rng.uniform(0.3, 1.0)
+        is_hole[[0, int(rng.integers(1, length))]] = False, True
+        tokens = np.where(is_hole, toy.MASK, text)
+        rows.append(
+            Row(
+                tokens=tuple(int(token) for token in tokens),
+                steps=int(rng.integers(1, 12)),
+                seed=int(rng.integers(2**32)),
+                temperature=(0.0, 1.0, 0.6, 1.7)[index % 4],
+            )
+        )
+    return rows
+
+
+def make_chain(temperatures: Sequence[float], banned: Sequence[int] = toy.BANNED) -> Chain:
+    """Bans and a temperature for each row."""
+    ids = jnp.tile(jnp.array([banned], jnp.int32), (len(temperatures), 1))
+    bans = LogitBias(ids, jnp.full(ids.shape, -jnp.inf))
+    return chain(bans, Temperature(jnp.array(temperatures, jnp.float32)))
+
+
+def make_state(
+    rows: Sequence[Row | None],
+    rule: CommitRule = LOW_CONFIDENCE,
+    *,
+    positions: int = POSITIONS,
+    banned: Sequence[int] = toy.BANNED,
+) -> State:
+    """The state before the first step, one slot per row; None is an idle slot."""
+    full = [row or Row(tokens=(), steps=1) for row in rows]
+    tokens_BL = np.full((len(rows), positions), toy.PAD, np.int32)
+    for slot, row in enumerate(full):
+        tokens_BL[slot, : len(row.tokens)] = row.tokens
+    return start(
+        jnp.asarray(tokens_BL),
+        jnp.array([len(row.tokens) for row in full], jnp.int32),
+        seeds_B=jnp.array([row.seed for row in full], jnp.uint32),
+        steps_B=jnp.array([row.steps for row in full], jnp.int32),
+        chain=make_chain([row.temperature for row in full], banned),
+        rule=rule,
+        mask_id=toy.MASK,
+    )
+
+
+@functools.cache
+def shared_network() -> Network:
+    """The toy network, built once: the same functions are the same program."""
+    return toy.network()
+
+
+def program(network: Network | None = None, *, chunk: int = CHUNK, rows=None) -> Program:
+    """What is compiled in, around the shared network or another one."""
+    network = network or shared_network()
+    return Program(network=network, mask_id=toy.MASK, chunk=chunk, rows=rows)
+
+
+def shared_advance() -> Advance:
+    """The compiled loop that all tests share."""
+    return make_advance(program())
+
+
+def results(state: State) -> list[Result]:
+    """The rows of a state, without the padding of their slots."""
+    arrays = state.canvas.tokens_BL, state.logprob_BL, state.committed_BL
+    tokens, logprobs, committed = map(np.asarray, arrays)
+    return [
+        Result(
+            tokens=tuple(tokens[row, :length].tolist()),
+            logprobs=tuple(logprobs[row, :length].tolist()),
+            committed=tuple(committed[row, :length].tolist()),
+            steps=int(state.step_B[row]),
+            forwards=int(state.forwards_B[row]),
+            status=int(state.status_B[row]),
+        )
+        for row, length in enumerate(np.asarray(state.canvas.length_B).tolist())
+    ]
+
+
+def run(
+    rows: Sequence[Row | None],
+    rule: CommitRule = LOW_CONFIDENCE,
+    *,
+    advance: Advance | None = None,
+    positions: int = POSITIONS,
+) -> list[Result]:
+    """The rows after as many steps as they want, in the shared program unless told otherwise."""
+    advance = advance or shared_advance()
+    state = advance(toy.params(), make_state(rows, rule, positions=positions), FOREVER)
+    return results(jax.block_until_ready(state))

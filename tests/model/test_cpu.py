@@ -1,0 +1,172 @@
+"""The CPU forms equal the plain formulas, in value and gradient."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from dlm_jax.model import cpu
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def plain_rms_norm(x, scale):
+    return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5) * scale
+
+
+def plain_rotate(x_BLHK, cos_LK, sin_LK):
+    cos, sin = cos_LK[None, :, None, :], sin_LK[None, :, None, :]
+    a, b = jnp.split(x_BLHK, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def plain_attention(q_BLHK, k_BLGK, v_BLGK, length_B, *, is_causal):
+    num_shared = q_BLHK.shape[2] // k_BLGK.shape[2]
+    k, v = (jnp.repeat(x, num_shared, axis=2) for x in (k_BLGK, v_BLGK))
+    scores = jnp.einsum("blhk,bmhk->bhlm", q_BLHK, k) * q_BLHK.shape[-1] ** -0.5
+    at = jnp.arange(q_BLHK.shape[1])
+    is_visible = (at[None, :] < jnp.maximum(length_B, 1)[:, None])[:, None, None, :]
+    if is_causal:
+        is_visible = is_visible & (at[None, :] <= at[:, None])[None, None]
+    scores = jnp.where(is_visible, scores, -jnp.inf)
+    return jnp.einsum("bhlm,bmhk->blhk", jax.nn.softmax(scores, axis=-1), v)
+
+
+def assert_same_values_and_gradients(fast, plain, *inputs, tolerance=2e-5):
+    result, fast_vjp = jax.vjp(fast, *inputs)
+    expected, plain_vjp = jax.vjp(plain, *inputs)
+    np.testing.assert_allclose(result, expected, rtol=tolerance, atol=tolerance)
+    g = normal(9, *result.shape)
+    for mine, theirs in zip(fast_vjp(g), plain_vjp(g), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (3, 5, 7), (2, 3, 1, 7)])
+def test_linear_equals_the_plain_product(shape):
+    inputs = normal(0, *shape), normal(1, 7, 11)
+    assert_same_values_and_gradients(cpu.linear, lambda x, w: x @ w, *inputs)
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (3, 5, 7), (2, 3, 4, 7)])
+def test_rms_norm_equals_the_plain_formula(shape):
+    scale = normal(1, *(1,) * (len(shape) - 1), 7)
+    assert_same_values_and_gradients(
+        lambda x, scale: cpu.rms_norm(x, scale, epsilon=1e-5),
+        plain_rms_norm,
+        normal(0, *shape),
+        scale,
+    )
+
+
+def test_rotate_equals_split_and_concatenate():
+    angles = normal(1, 5, 3)
+    inputs = normal(0, 2, 5, 4, 6), jnp.cos(angles), jnp.sin(angles)
+    assert_same_values_and_gradients(cpu.rotate, plain_rotate, *inputs)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("num_groups", [6, 2, 1])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_attention_equals_the_plain_formula_at_every_length(is_causal, num_groups, wrap):
+    length_B = jnp.array([13, 5, 1, 0])
+    q, k, v = (normal(i, 4, 13, h, 5) for i, h in enumerate((6, num_groups, num_groups)))
+
+    def fast(q, k, v):
+        return cpu.attention(q, k, v, length_B, is_causal=is_causal)
+
+    def plain(q, k, v):
+        return plain_attention(q, k, v, length_B, is_causal=is_causal)
+
+    assert_same_values_and_gradients(wrap(fast), plain, q, k, v)
+
+
+def test_hidden_keys_do_not_matter_and_get_no_gradient():
+    length_B = jnp.array([3, 1])
+    q, k, v = (normal(i, 2, 6, 2, 4) for i in range(3))
+    is_live = (jnp.arange(6)[None, :] < length_B[:, None])[:, :, None, None]
+
+    def total(k, v):
+        return jnp.sum(cpu.attention(q, k, v, length_B, is_causal=False))
+
+    assert total(k, v) == total(jnp.where(is_live, k, 50.0), jnp.where(is_live, v, -50.0))
+    for g in jax.grad(total, (0, 1))(k, v):
+        assert not jnp.any(jnp.where(is_live, 0.0, g))
+
+
+def test_large_scores_stay_finite():
+    q, k, v = (1e3 * normal(i, 1, 6, 1, 4) for i in range(3))
+    g = jax.grad(lambda q: jnp.sum(cpu.attention(q, k, v, jnp.array([4]), is_causal=True)))(q)
+    assert jnp.all(jnp.isfinite(g))
+
+
+def test_half_precision_inputs_keep_their_dtype_and_float32_accuracy():
+    length_B = jnp.array([9, 4])
+    exact = [normal(i, 2, 9, 4, 8).astype(jnp.bfloat16) for i in range(3)]
+
+    def total(attend, *inputs):
+        return jnp.sum(attend(*inputs).astype(jnp.float32) ** 2)
+
+    def fast(q, k, v):
+        return cpu.attention(q, k, v, length_B, is_causal=False)
+
+    def plain(q, k, v):
+        return plain_attention(q, k, v, length_B, is_causal=False)
+
+    assert fast(*exact).dtype == jnp.bfloat16
+    mine = jax.grad(lambda *a: total(fast, *a), (0, 1, 2))(*exact)
+    theirs = jax.grad(lambda *a: total(plain, *a), (0, 1, 2))(
+        *(x.astype(jnp.float32) for x in exact)
+    )
+    for a, b in zip(mine, theirs, strict=True):
+        assert a.dtype == jnp.bfloat16
+        np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=0.05, atol=0.05)
+
+
+def test_sharded_rows_give_the_same_gradients():
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    x, kernel, length_B = normal(0, 8, 6, 12), normal(1, 12, 12), jnp.full(8, 6)
+
+    def loss(x, kernel):
+        heads = cpu.linear(x, kernel).reshape(8, 6, 4, 3)
+        y = cpu.attention(heads, heads, heads, length_B, is_causal=False)
+        return jnp.sum(cpu.rms_norm(y, jnp.ones((1, 1, 1, 3)), epsilon=1e-5) ** 3)
+
+    g = jax.jit(jax.grad(loss, (0, 1)))
+    sharded = g(
+        jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))),
+        jax.device_put(kernel, NamedSharding(mesh, PartitionSpec(None, "tensor"))),
+    )
+    for mine, theirs in zip(sharded, g(x, kernel), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("depth", [1, 3, 17])
+def test_run_blocks_equals_a_python_loop(depth):
+    def block(x, w, context):
+        count, shift = context
+        return x + jnp.tanh(x @ w) * count.astype(x.dtype) + shift
+
+    def loop(x, w, shift):
+        for i in range(depth):
+            x = block(x, w[i], (jnp.int32(2), shift))
+        return x
+
+    assert_same_values_and_gradients(
+        lambda x, w, shift: jax.jit(
+            lambda x, w, shift: cpu.run_blocks(block, x, w, (jnp.int32(2), shift))
+        )(x, w, shift),
+        loop,
+        *(normal(0, 3, 4), 0.3 * normal(1, depth, 4, 4), normal(2, 3, 4)),
+        tolerance=1e-3,
+    )
+
+
+def test_compiler_options_are_ones_this_jaxlib_accepts():
+    for is_training in (False, True):
+        options = cpu.compiler_options(is_training=is_training)
+        assert jax.jit(jnp.negative, compiler_options=options)(jnp.float32(2.0)) == -2.0

@@ -1,0 +1,177 @@
+"""Commit rules against plain Python, one row at a time."""
+
+import collections
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import commit as oracle
+
+from dlm_jax.sampling.commit import (
+    ORDERS,
+    QUOTAS,
+    Proposal,
+    RandomOrder,
+    View,
+    linear_quota,
+    most,
+)
+
+MAX_HOLES, MAX_STEPS = 24, 30
+
+_most = jax.jit(most)
+_eligible = jax.jit(lambda view: RandomOrder(linear_quota).eligible(view))
+
+
+def _view(is_hole_BL, *, first=None, step=0, steps=1, seeds=None) -> View:
+    is_hole_BL = jnp.asarray(is_hole_BL)
+    rows = is_hole_BL.shape[0]
+    seeds = np.arange(rows) if seeds is None else seeds
+    return View(
+        is_hole_BL=is_hole_BL,
+        first_holes_B=jnp.sum(is_hole_BL, axis=1) if first is None else jnp.asarray(first),
+        step_B=jnp.broadcast_to(jnp.asarray(step, jnp.int32), rows),
+        steps_B=jnp.broadcast_to(jnp.asarray(steps, jnp.int32), rows),
+        key_B=jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32)),
+    )
+
+
+def _counts(name, first, steps):
+    """Commits of every step of rows with `first` holes and `steps` steps."""
+    quota = jax.jit(QUOTAS[name])
+    holes, counts = first.copy(), []
+    for step in range(MAX_STEPS):
+        is_hole_BL = np.arange(MAX_HOLES)[None] < holes[:, None]
+        count = np.asarray(quota(_view(is_hole_BL, first=first, step=step, steps=steps)))
+        count = np.where(step < steps, count, 0)
+        counts.append(count)
+        holes = holes - count
+    return np.array(counts)
+
+
+def _expected(name, holes, steps):
+    first, counts = holes, []
+    for step in range(1, steps + 1):
+        if name == "linear":
+            count = oracle.quota(holes, steps - step + 1)
+        else:
+            count = oracle.cosine_quota(first, holes, step, steps)
+        counts.append(count)
+        holes -= count
+    return counts + [0] * (MAX_STEPS - steps)
+
+
+@pytest.mark.parametrize("name", QUOTAS)
+def test_quota_equals_the_oracle_for_every_number_of_holes_and_steps(name):
+    grid = itertools.product(range(MAX_HOLES + 1), range(1, MAX_STEPS + 1))
+    first, steps = np.array(list(grid), np.int32).T
+    counts = _counts(name, first, steps)
+    for row, (holes, num_steps) in enumerate(zip(first, steps, strict=True)):
+        assert counts[:, row].tolist() == _expected(name, int(holes), int(num_steps))
+        assert counts[:, row].sum() == holes
+
+
+def test_linear_quota_spreads_what_is_left_when_a_step_committed_more_than_its_share():
+    is_hole_BL = np.arange(10)[None] < np.array([[4], [1], [0]])
+    count = jax.jit(linear_quota)(_view(is_hole_BL, first=[10, 10, 10], step=1, steps=4))
+    assert count.tolist() == [2, 1, 0]
+
+
+def test_most_takes_the_highest_scores_and_lower_positions_on_ties():
+    rng = np.random.default_rng(0)
+    rows, length = 400, 12
+    scores = rng.integers(-2, 3, (rows, length)).astype(np.float32)
+    scores[scores == 2] = -np.inf
+    scores[::3] = rng.standard_normal(scores[::3].shape)
+    is_open = rng.random((rows, length)) < 0.7
+    count = rng.integers(-1, length + 2, rows)
+    chosen = np.asarray(_most(jnp.asarray(scores), jnp.asarray(is_open), jnp.asarray(count)))
+    for row in range(rows):
+        open_scores = {int(i): float(scores[row, i]) for i in np.flatnonzero(is_open[row])}
+        want = oracle.most_confident(open_scores, max(0, int(count[row])))
+        assert np.flatnonzero(chosen[row]).tolist() == sorted(want)
+
+
+def test_most_calls_both_zeros_equal():
+    scores = jnp.array([[-0.0, 0.0, -0.0, -1e-30, 1e-30]])
+    chosen = _most(scores, jnp.ones((1, 5), bool), jnp.array([2]))
+    assert chosen.tolist() == [[True, False, False, False, True]]
+
+
+def test_random_order_takes_every_set_of_holes_equally_often():
+    rows, holes = 20_000, [1, 2, 4, 5]
+    is_hole_BL = np.zeros((rows, 6), bool)
+    is_hole_BL[:, holes] = True
+    chosen = np.asarray(_eligible(_view(is_hole_BL, steps=2)))
+    counts = collections.Counter(map(tuple, (np.flatnonzero(row).tolist() for row in chosen)))
+    sets = list(itertools.combinations(holes, 2))
+    assert set(counts) == set(sets)
+    expected = rows / len(sets)
+    chi2 = sum((counts[s] - expected) ** 2 / expected for s in sets)
+    assert chi2 < 20.5  # 0.999 quantile for 5 degrees of freedom
+
+
+def test_random_order_makes_the_same_choice_on_a_wider_canvas():
+    rng = np.random.default_rng(1)
+    is_hole_BL = rng.random((16, 24)) < 0.6
+    narrow = np.asarray(_eligible(_view(is_hole_BL, steps=5)))
+    wider = np.pad(is_hole_BL, ((0, 0), (0, 41)))
+    wide = np.asarray(_eligible(_view(wider, steps=5)))
+    assert narrow.any()
+    np.testing.assert_array_equal(wide[:, :24], narrow)
+
+
+@pytest.mark.parametrize("quota", QUOTAS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_choice_of_a_row_does_not_depend_on_its_neighbours(order, quota):
+    rule = ORDERS[order](QUOTAS[quota])
+
+    @jax.jit
+    def choose(view, confidence_BL):
+        zeros_BL = jnp.zeros_like(confidence_BL)
+        proposal = Proposal(zeros_BL.astype(jnp.int32), zeros_BL, confidence_BL)
+        return rule.eligible(view) & rule.select(view, proposal)
+
+    rng = np.random.default_rng(2)
+    rows, length = 9, 20
+
+    def batch(fixed, place):
+        """Strangers around the row `fixed`, put at `place`."""
+        is_hole_BL = rng.random((rows, length)) < rng.random((rows, 1))
+        confidence_BL = rng.random((rows, length)).astype(np.float32)
+        step, steps = rng.integers(0, 3, rows), rng.integers(3, 6, rows)
+        seeds = rng.integers(0, 2**32, rows)
+        columns = [is_hole_BL, confidence_BL, step, steps, seeds]
+        if fixed is not None:
+            for column, value in zip(columns, fixed, strict=True):
+                column[place] = value
+        view = _view(is_hole_BL, step=step, steps=steps, seeds=seeds)
+        return columns, np.asarray(choose(view, jnp.asarray(confidence_BL)))
+
+    columns, chosen = batch(None, 0)
+    assert chosen.any()
+    for row, place in [(0, 0), (0, 8), (5, 2), (8, 0)]:
+        _, among_strangers = batch([column[row] for column in columns], place)
+        np.testing.assert_array_equal(among_strangers[place], chosen[row])
+
+
+@pytest.mark.parametrize("quota", QUOTAS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_rule_commits_exactly_its_quota_of_holes(order, quota):
+    rule = ORDERS[order](QUOTAS[quota])
+    rng = np.random.default_rng(3)
+    is_hole_BL = rng.random((12, 20)) < 0.6
+    view = _view(is_hole_BL, step=1, steps=4)
+
+    @jax.jit
+    def choose(view):
+        confidence_BL = jnp.ones(view.is_hole_BL.shape, jnp.float32)
+        proposal = Proposal(confidence_BL.astype(jnp.int32), confidence_BL, confidence_BL)
+        chosen = rule.eligible(view) & rule.select(view, proposal)
+        return chosen, rule.quota(view)
+
+    chosen, count = map(np.asarray, choose(view))
+    assert not (chosen & ~is_hole_BL).any()
+    assert chosen.sum(1).tolist() == count.tolist()

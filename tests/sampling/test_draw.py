@@ -1,0 +1,165 @@
+"""Draws follow the softmax, far tail included, and depend on their own key and logits only."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transform_cases as tc
+
+from dlm_jax.sampling import draw as drawing
+
+each_method = pytest.mark.parametrize("method", drawing.METHODS)
+SIZES = (1, 2, 40, 2503)
+
+
+def keys(seed: int, num: int) -> jax.Array:
+    return jax.random.split(jax.random.key(seed), num)
+
+
+@jax.jit
+def inverse_cdf(x, keys_N):
+    return drawing.draw(x, keys_N)
+
+
+@jax.jit
+def gumbel(x, keys_N):
+    return drawing.draw(x, keys_N, method="gumbel")
+
+
+DRAW = {"inverse_cdf": inverse_cdf, "gumbel": gumbel}
+
+
+def counts_of(x: np.ndarray, num: int, method: str, seed: int) -> np.ndarray:
+    """How often each id came in `num` draws from the same logits, at most 4096 at a time."""
+    total, batch = np.zeros(x.size, int), 4096
+    for first in range(0, num, batch):
+        ids = DRAW[method](np.broadcast_to(x, (batch, x.size)), keys(seed + first, batch))
+        total += np.bincount(np.asarray(ids), minlength=x.size)
+    return total
+
+
+def chi_square_quantile(freedom: int, z: float) -> float:
+    """Wilson-Hilferty approximation of the quantile at normal deviate `z`."""
+    return freedom * (1 - 2 / (9 * freedom) + z * (2 / (9 * freedom)) ** 0.5) ** 3
+
+
+@each_method
+@pytest.mark.parametrize("kind", ["normal", "peaked", "ties"])
+def test_draws_follow_the_softmax(method, kind):
+    # with 40,960 draws a relative error of 15% in a token of mass 0.1 is seen with power > 0.99
+    x = tc.logits(kind, 3)[0]
+    counts = counts_of(x, 40_960, method, seed=1)
+    p = np.exp(x.astype(np.float64) - x.max())
+    expected = counts.sum() * p / p.sum()
+    is_common = expected >= 5
+    statistic = ((counts - expected)[is_common] ** 2 / expected[is_common]).sum()
+    assert statistic < chi_square_quantile(max(1, is_common.sum() - 1), 3.7)
+    assert counts[~is_common].sum() <= 5 + 5 * expected[~is_common].sum()
+
+
+def test_far_tail_is_reached_in_proportion():
+    # 2,500 tail tokens share mass 1e-3 under one token of mass 0.999; of 400,000 draws about 400
+    # fall there, and halves of the tail must share them evenly (5 standard deviations)
+    V, num = 2503, 409_600
+    x = np.full(V, np.log(1e-3 / (V - 1)), np.float32)
+    x[1000] = np.log(0.999)
+    counts = counts_of(x, num, "inverse_cdf", seed=5)
+    counts[1000] = 0
+    mean = num * 1e-3
+    assert abs(counts.sum() - mean) < 5 * mean**0.5
+    assert abs(counts[: V // 2].sum() - counts[V // 2 :].sum()) < 5 * mean**0.5
+    assert (counts > 0).sum() > 300
+
+
+def test_a_tail_of_mass_1e_9_keeps_its_proportions():
+    # the uniforms that reach it are rare, so they are made: the levels are drawn given the tail
+    weight = jnp.asarray([[1e-9, 3e-9, 0.0, 1.0]], jnp.float32)
+    uniforms = jnp.linspace(0, 4e-9, 401, dtype=jnp.float32)[:-1]
+    picked = jax.vmap(lambda u: drawing._pick(weight, u[None])[0])(uniforms)
+    shares = np.bincount(picked, minlength=4) / 400
+    np.testing.assert_allclose(shares, [0.25, 0.75, 0, 0], atol=0.01)
+
+
+@each_method
+@pytest.mark.parametrize("size", SIZES)
+def test_impossible_tokens_are_never_drawn(method, size):
+    for seed, kind in enumerate(tc.KINDS):
+        x = tc.logits(kind, seed, (64, size))
+        ids = np.asarray(DRAW[method](x, keys(seed, 64)))
+        assert np.all((ids >= 0) & (ids < size))
+        chosen = x[np.arange(64), ids]
+        assert np.all(chosen > -np.inf), kind
+        if method == "inverse_cdf":
+            assert np.all(np.exp(chosen - x.max(-1)) > 0), kind
+
+
+@each_method
+def test_a_position_without_candidates_gives_the_lowest_id(method):
+    x = np.full((64, 40), -np.inf, np.float32)
+    assert np.all(np.asarray(DRAW[method](x, keys(0, 64))) == 0)
+    assert np.all(np.asarray(drawing.argmax(jnp.asarray(x))) == 0)
+
+
+@each_method
+def test_a_token_depends_on_its_own_key_and_logits_wherever_it_stands(method):
+    x = tc.logits("normal", 1, (64, 40))
+    alone = np.asarray(DRAW[method](x, keys(3, 64)))
+    order = np.random.default_rng(0).permutation(64)
+    np.testing.assert_array_equal(DRAW[method](x[order], keys(3, 64)[order]), alone[order])
+    strangers = tc.logits("ties", 2, (64, 40))
+    strangers[:5] = x[:5]
+    np.testing.assert_array_equal(DRAW[method](strangers, keys(3, 64))[:5], alone[:5])
+
+
+def test_different_keys_give_different_tokens():
+    x = np.zeros((64, 40), np.float32)
+    assert len(set(np.asarray(inverse_cdf(x, keys(0, 64))).tolist())) > 20
+    other = np.asarray(inverse_cdf(x, keys(1, 64)))
+    assert np.any(np.asarray(inverse_cdf(x, keys(0, 64))) != other)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_argmax_is_the_lowest_id_of_the_largest_logit(size):
+    for seed, kind in enumerate(("normal", "ties", "banned", "huge", "equal", "signed_zero")):
+        x = tc.logits(kind, seed, (64, size))
+        np.testing.assert_array_equal(jax.jit(drawing.argmax)(x), x.argmax(-1))
+
+
+def test_narrow_logits_are_drawn_as_float32():
+    x = jnp.asarray(tc.logits("normal", 1, (64, 40))).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(
+        inverse_cdf(x, keys(0, 64)), inverse_cdf(x.astype(jnp.float32), keys(0, 64))
+    )
+
+
+def test_choose_takes_the_argmax_of_greedy_positions_only():
+    x, is_greedy = tc.logits("normal", 1, (64, 40)), np.arange(64) % 2 == 0
+    choose = jax.jit(drawing.choose)
+    ids = np.asarray(choose(x, keys(0, 64), is_greedy))
+    np.testing.assert_array_equal(ids[is_greedy], x.argmax(-1)[is_greedy])
+    drawn = np.asarray(inverse_cdf(x, keys(0, 64)))
+    np.testing.assert_array_equal(ids[~is_greedy], drawn[~is_greedy])
+    np.testing.assert_array_equal(choose(x, keys(1, 64), np.ones(64, bool)), x.argmax(-1))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_log_prob_is_that_of_the_softmax(size):
+    x = tc.logits("normal", 1, (64, size))
+    ids = np.arange(64) % size
+    expected = np.asarray(jax.nn.log_softmax(x))[np.arange(64), ids]
+    np.testing.assert_allclose(drawing.log_prob(jnp.asarray(x), jnp.asarray(ids)), expected,
+                               rtol=1e-5, atol=1e-5)  # fmt: skip
+
+
+def test_log_prob_is_not_finite_where_the_logits_are_not():
+    x = tc.logits("normal", 1, (4, 40))
+    x[0, 3], x[1, 3], x[2] = np.nan, np.inf, -np.inf
+    out = np.asarray(drawing.log_prob(jnp.asarray(x), jnp.zeros(4, jnp.int32)))
+    np.testing.assert_array_equal(np.isfinite(out), [False, False, False, True])
+
+
+def test_unknown_method_is_refused():
+    with pytest.raises(ValueError, match="method='magic'"):
+        drawing.draw(jnp.zeros((1, 2)), keys(0, 1), method="magic")

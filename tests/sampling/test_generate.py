@@ -1,0 +1,101 @@
+"""Drivers: requests of any number and length in, the same rows out."""
+
+import canvases
+import numpy as np
+import pytest
+import toy
+from canvases import Row, holes
+
+from dlm_jax.sampling.generate import Request, canvas_size, generate, slot_count
+from dlm_jax.types import Status
+
+ROWS = [*canvases.mixed_rows(seed=11, count=5), Row(holes(40, 1, 2), steps=3, seed=9)]
+
+
+def _request(row, **changes):
+    given = {"tokens": np.array(row.tokens, np.int32), "steps": row.steps, "seed": row.seed}
+    return Request(**(given | changes))
+
+
+def _generate(rows, **settings):
+    def make_chain(indices, slots):
+        temperatures = [rows[index].temperature for index in indices]
+        return canvases.make_chain(temperatures + [1.0] * (slots - len(indices)))
+
+    given = {"rule": canvases.RANDOM, "mask_id": toy.MASK, "pad_id": toy.PAD}
+    requests = [_request(row) for row in rows]
+    advance, params = canvases.shared_advance(), toy.params()
+    return generate(advance, params, requests, make_chain=make_chain, **(given | settings))
+
+
+def _assert_same(ours, theirs):
+    assert ours.status == theirs.status
+    for name in ("tokens", "lengths", "steps", "forwards", "committed"):
+        np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), err_msg=name)
+    np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=1e-4, atol=1e-5)
+
+
+def test_groups_of_rows_give_what_all_at_once_do():
+    whole = _generate(ROWS)
+    _assert_same(_generate(ROWS, batch_size=4), whole)
+    backwards = _generate(ROWS[::-1], batch_size=4)
+    np.testing.assert_array_equal(backwards.tokens[::-1], whole.tokens)
+
+
+def test_results_are_in_order_and_keep_what_was_given():
+    result = _generate(ROWS)
+    assert result.tokens.shape == (len(ROWS), 64)
+    assert result.lengths.tolist() == [len(row.tokens) for row in ROWS]
+    assert set(result.status) == {Status.DONE}
+    for row, tokens, committed in zip(ROWS, result.tokens, result.committed, strict=True):
+        given = np.array(row.tokens)
+        live = tokens[: given.size]
+        assert live[given != toy.MASK].tolist() == given[given != toy.MASK].tolist()
+        assert not set(live[given == toy.MASK].tolist()) & set(toy.BANNED)
+        assert (tokens[given.size :] == toy.PAD).all()
+        assert (committed[: given.size] >= 0).tolist() == (given == toy.MASK).tolist()
+
+
+def test_progress_adds_up_to_the_holes():
+    told = []
+    _generate(ROWS, on_commits=told.append)
+    assert sum(told) == sum(row.tokens.count(toy.MASK) for row in ROWS)
+    assert min(told) >= 0
+    assert len(told) == -(-max(row.steps for row in ROWS) // 8)
+
+
+def test_batches_of_other_rows_compile_nothing_new():
+    _generate(ROWS)
+    before = list(canvases.shared_advance().compiled)
+    _generate([Row(holes(5, 3), steps=2, seed=4)] * 7)
+    assert canvases.shared_advance().compiled == before
+
+
+def test_canvas_and_slots_come_in_few_sizes():
+    assert [canvas_size(n) for n in (1, 64, 65, 128)] == [64, 64, 128, 128]
+    assert [slot_count(n, 64) for n in (1, 2, 3, 5, 64, 65, 1000)] == [1, 2, 4, 8, 64, 64, 64]
+    assert [slot_count(n, 6) for n in (3, 5, 7)] == [4, 6, 6]
+    assert [slot_count(n, 6, 4) for n in (1, 5, 7)] == [4, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"seed": -1}, "seed=-1 is outside"),
+        ({"seed": 2**32}, "seed=4294967296 is outside"),
+        ({"tokens": np.zeros(0, np.int32)}, "tokens have shape (0,)"),
+        ({"tokens": np.zeros((2, 3), np.int32)}, "tokens have shape (2, 3)"),
+    ],
+)
+def test_bad_request_is_refused_by_name(changes, said):
+    with pytest.raises(ValueError, match="^[^\n]*$") as refusal:
+        _request(ROWS[0], **changes)
+    assert said in str(refusal.value)
+
+
+def test_nothing_to_do_and_no_slots_are_refused():
+    with pytest.raises(ValueError, match="nothing to generate"):
+        _generate([])
+    with pytest.raises(ValueError, match="batch_size=0 must be at least 1"):
+        _generate(ROWS, batch_size=0)

@@ -1,0 +1,422 @@
+"""The laws of DESIGN 4 for `advance`: what the compiled loop may and may not let rows feel."""
+
+import dataclasses
+import functools
+import re
+
+import canvases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from canvases import COSINE, FOREVER, LOW_CONFIDENCE, POSITIONS, RANDOM, ROWS, Row, holes
+from jax.sharding import NamedSharding, PartitionSpec
+from oracles import commit as oracle
+
+from dlm_jax.model.transformer import build
+from dlm_jax.sampling.loop import Advance, State, make_advance, step
+from dlm_jax.types import Network, Status
+
+RULES = {"low_confidence": LOW_CONFIDENCE, "random": RANDOM, "cosine": COSINE}
+_step = jax.jit(step, static_argnums=0)
+
+
+def _same_up_to_rounding(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=1e-4, atol=1e-5)
+        assert dataclasses.replace(a, logprobs=b.logprobs) == b
+
+
+def _is_status(result, status):
+    return Status(result.status) is status
+
+
+# One compile
+
+
+def test_nothing_a_request_may_change_compiles_again():
+    advance = canvases.shared_advance()
+    advance(toy.params(), canvases.make_state(canvases.mixed_rows()), 1)
+    before = len(advance.compiled), advance._jitted._cache_size()
+    for seed in range(3):
+        rows = canvases.mixed_rows(seed)
+        advance(toy.params(), canvases.make_state(rows), 1 + seed)
+    idle = [None] * (ROWS - 1)
+    advance(toy.params(), canvases.make_state([Row(holes(3, 1), steps=9), *idle]), FOREVER)
+    advance(toy.random_params(canvases.shared_network(), 5), canvases.make_state(rows), FOREVER)
+    assert (len(advance.compiled), advance._jitted._cache_size()) == before
+    assert advance.compiled[0] == f"rows={ROWS} canvas={POSITIONS}"
+
+
+def test_state_that_comes_back_goes_in_again_without_compiling():
+    advance = canvases.shared_advance()
+    state = advance(toy.params(), canvases.make_state(canvases.mixed_rows()), 1)
+    before = len(advance.compiled), advance._jitted._cache_size()
+    for _ in range(3):
+        state = advance(toy.params(), state, 1)
+    assert (len(advance.compiled), advance._jitted._cache_size()) == before
+
+
+# Row independence
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_row_result_does_not_depend_on_its_place(rule):
+    rows = canvases.mixed_rows()
+    here = canvases.run(rows, RULES[rule])
+    order = np.random.default_rng(0).permutation(ROWS)
+    there = canvases.run([rows[i] for i in order], RULES[rule])
+    assert [here[i] for i in order] == there
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_row_result_does_not_depend_on_its_neighbours(rule):
+    rows = canvases.mixed_rows()
+    together = canvases.run(rows, RULES[rule])
+    strangers = canvases.mixed_rows(7)
+    for place in (0, 3, ROWS - 1):
+        crowd = [*strangers[:place], rows[place], *strangers[place + 1 :]]
+        assert canvases.run(crowd, RULES[rule])[place] == together[place]
+        alone = [rows[place] if slot == place else None for slot in range(ROWS)]
+        assert canvases.run(alone, RULES[rule])[place] == together[place]
+
+
+def test_row_result_does_not_depend_on_its_neighbours_at_a_working_size():
+    """Matrices large enough that a library picks its kernels by where a row stands."""
+    config = toy.config(width=96, heads=3, vocab_size=101)
+    network = build(config)
+    params = toy.random_params(network, scale=0.1)
+    advance = make_advance(canvases.program(network, chunk=40))
+
+    def results(rows):
+        return canvases.results(advance(params, canvases.make_state(rows), FOREVER))
+
+    rows = [dataclasses.replace(row, steps=3) for row in canvases.mixed_rows(3)]
+    together = results(rows)
+    order = np.random.default_rng(0).permutation(ROWS)
+    assert results([rows[i] for i in order]) == [together[i] for i in order]
+    for place in (1, 6):
+        alone = [rows[place] if slot == 5 else None for slot in range(ROWS)]
+        assert results(alone)[5] == together[place]
+
+
+@pytest.mark.parametrize("rule", ["low_confidence", "random"])
+def test_other_canvases_and_batch_sizes_have_the_same_randomness(rule):
+    rows = canvases.mixed_rows()
+    here = canvases.run(rows, RULES[rule])
+    few_on_a_wide_canvas = canvases.run(rows[5:2:-1], RULES[rule], positions=37)
+    _same_up_to_rounding(few_on_a_wide_canvas, here[5:2:-1])
+
+
+def test_eight_devices_give_the_same_rows_and_sample_without_talking():
+    rows = canvases.mixed_rows()
+    here = canvases.run(rows, RANDOM)
+    assert len(jax.devices()) == 8
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_rows = NamedSharding(mesh, PartitionSpec("data"))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    params = jax.device_put(toy.params(), everywhere)
+    state = jax.device_put(canvases.make_state(rows, RANDOM), by_rows)
+    advance = Advance(canvases.program(rows=by_rows))
+    num_steps = jax.device_put(np.int32(2), everywhere)
+    compiled = advance._jitted.lower(params, state, num_steps).compile()
+    state = compiled(params, state, num_steps)
+    assert state.canvas.tokens_BL.sharding.is_equivalent_to(by_rows, 2)
+    state = compiled(params, state, jax.device_put(np.int32(FOREVER), everywhere))
+    _same_up_to_rounding(canvases.results(state), here)
+    # whether any row runs is all that devices tell each other
+    talk = re.findall(r"= (\S+) (?:all|collective|reduce-scatter)[\w-]*\(", compiled.as_text())
+    assert talk == ["pred[]"]
+
+
+def test_rows_of_the_same_request_are_equal_and_another_seed_differs():
+    row = Row(holes(16, 3), steps=8, seed=5)
+    same, also, other = canvases.run([row, row, dataclasses.replace(row, seed=6)] + [None] * 5)[:3]
+    assert same == also
+    assert same.tokens != other.tokens
+
+
+def test_every_step_and_every_position_draws_anew():
+    """So hot that all logits are equal: the tokens show the draws alone."""
+    rows = [Row(holes(20), steps=20, seed=seed, temperature=1e6) for seed in range(ROWS)]
+    tokens = np.concatenate([result.tokens for result in canvases.run(rows, RANDOM)])
+    counts = np.delete(np.bincount(tokens, minlength=toy.VOCAB_SIZE), toy.BANNED)
+    expected = counts.sum() / counts.size
+    assert ((counts - expected) ** 2 / expected).sum() < 26.1  # 0.999 quantile, 8 degrees
+
+
+def test_position_that_was_not_committed_is_drawn_anew_at_the_next_step():
+    """The even positions are drawn at every step and committed at the last one."""
+    slots = [Row(holes(20), steps=steps, seed=3, temperature=1e6) for steps in (2, 3)]
+    two, three = canvases.run(slots + [None] * 6, _OddOnly())[:2]
+    assert two.tokens[1::2] == three.tokens[1::2]
+    assert two.tokens[::2] != three.tokens[::2]
+
+
+# Frozen is frozen
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_given_tokens_stay_banned_ids_stay_out_and_padding_is_untouched(rule):
+    rows = canvases.mixed_rows(1)
+    before = canvases.make_state(rows, RULES[rule])
+    given = np.asarray(before.canvas.tokens_BL).copy()
+    state = canvases.shared_advance()(toy.params(), before, FOREVER)
+    tokens = np.asarray(state.canvas.tokens_BL)
+    for slot, row in enumerate(rows):
+        length = len(row.tokens)
+        is_given = np.array(row.tokens) != toy.MASK
+        assert tokens[slot, :length][is_given].tolist() == given[slot, :length][is_given].tolist()
+        assert not set(tokens[slot, :length][~is_given].tolist()) & set(toy.BANNED)
+        assert set(tokens[slot, length:].tolist()) <= {toy.PAD}
+        committed = np.asarray(state.committed_BL[slot])
+        assert (committed[:length][is_given] == -1).all()
+        assert (committed[:length][~is_given] >= 0).all()
+        assert (committed[length:] == -1).all()
+        logprobs = np.asarray(state.logprob_BL[slot])
+        assert (logprobs[:length][is_given] == 0).all()
+        assert (logprobs[:length][~is_given] < 0).all()
+        assert (logprobs[length:] == 0).all()
+
+
+def test_given_banned_tokens_stay():
+    given = (toy.PAD, toy.BOS, toy.EOS)
+    result = canvases.run([Row((*given, *holes(5)))] + [None] * 7)[0]
+    assert result.tokens[:3] == given
+
+
+# Reference loop
+
+
+@pytest.mark.parametrize("rule", ["low_confidence", "random"])
+def test_compiled_loop_equals_a_python_loop_over_the_step(rule):
+    rows = canvases.mixed_rows(2)
+    state = canvases.make_state(rows, RULES[rule])
+    while np.any(np.asarray(state.status_B) == Status.RUNNING):
+        state = _step(canvases.program(), toy.params(), state)
+    assert canvases.results(state) == canvases.run(rows, RULES[rule])
+
+
+def test_advance_in_pieces_equals_one_call():
+    rows = canvases.mixed_rows(2)
+    whole = canvases.run(rows)
+    for piece in (1, 2, 5):
+        state = canvases.make_state(rows)
+        for _ in range(-(-max(row.steps for row in rows) // piece)):
+            state = canvases.shared_advance()(toy.params(), state, piece)
+        assert canvases.results(state) == whole
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_greedy_low_confidence_equals_the_oracle(schedule):
+    rows = [dataclasses.replace(row, temperature=0.0) for row in canvases.mixed_rows(4)]
+    rows[0] = Row(holes(3, 1), steps=9, temperature=0.0)
+    ours = canvases.run(rows, LOW_CONFIDENCE if schedule == "linear" else COSINE)
+    compared = 0
+    for row, result in zip(rows, ours, strict=True):
+
+        def logits(tokens_L):
+            padded = np.pad(tokens_L, (0, POSITIONS - len(tokens_L)), constant_values=toy.PAD)
+            return np.asarray(toy.row_logits(padded, len(tokens_L)))
+
+        trace = oracle.denoise(
+            logits,
+            row.tokens,
+            steps=row.steps,
+            mask_id=toy.MASK,
+            banned=set(toy.BANNED),
+            schedule=schedule,
+        )
+        if min(trace.score_gap, trace.token_gap) < 1e-5:
+            continue
+        compared += 1
+        assert result.tokens == tuple(trace.tokens.tolist())
+        assert result.steps == len(trace.commits)
+        for index, positions in enumerate(trace.commits):
+            assert np.flatnonzero(np.array(result.committed) == index).tolist() == sorted(positions)
+    assert compared >= ROWS - 2
+
+
+# Steps, statuses and work
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_row_finishes_within_its_steps(rule):
+    rows = canvases.mixed_rows(5)
+    rows[0] = Row(holes(3, 1), steps=20)
+    rows[1] = Row(holes(20), steps=1)
+    for row, result in zip(rows, canvases.run(rows, RULES[rule]), strict=True):
+        assert _is_status(result, Status.DONE)
+        assert toy.MASK not in result.tokens
+        assert result.steps <= row.steps
+        assert max(result.committed) == result.steps - 1
+
+
+def test_more_steps_than_holes_stops_when_the_holes_are_filled():
+    result = canvases.run([Row(holes(3, 1), steps=20)] + [None] * 7)[0]
+    assert result.steps == result.forwards == 3
+    assert _is_status(result, Status.DONE)
+
+
+def test_rule_commits_what_it_made_eligible_alone_and_the_last_step_every_hole():
+    row = Row(holes(6, 1), steps=4)
+    result = canvases.run([row] + [None] * 7, _OddOnly())[0]
+    assert result.committed == (-1, 0, 3, 0, 3, 0, 3)
+    assert _is_status(result, Status.DONE)
+    assert result.steps == 4
+
+
+def test_finished_and_idle_rows_come_back_bit_for_bit():
+    rows = canvases.mixed_rows(6)
+    rows[0] = Row(holes(2, 1), steps=1)
+    rows[3] = Row((1, 2, 3))
+    slots = [*rows[:-1], None]
+    state = canvases.shared_advance()(toy.params(), canvases.make_state(slots), 1)
+    before = jax.tree.map(np.asarray, _without_keys(state))
+    after = jax.tree.map(
+        np.asarray, _without_keys(canvases.shared_advance()(toy.params(), state, FOREVER))
+    )
+    is_done = before.status_B == Status.DONE
+    assert is_done[[0, 3, 7]].all()
+    assert not is_done.all()
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(old[is_done], new[is_done])
+
+
+def test_row_without_holes_is_done_at_once():
+    results = canvases.run([Row((1, 2, 3)), None] + [Row(holes(4))] * 6)
+    for result in results[:2]:
+        assert _is_status(result, Status.DONE)
+        assert result.steps == result.forwards == 0
+    assert results[0].tokens == (1, 2, 3)
+
+
+def test_loop_ends_when_no_row_runs_and_forwards_are_the_calls_of_the_trunk():
+    _calls.clear()
+    rows = [Row(holes(5), steps=5), Row(holes(9), steps=3)] + [None] * 6
+    ours = canvases.run(rows, advance=_watched_advance())
+    jax.effects_barrier()
+    assert [result.forwards for result in ours[:2]] == [5, 3]
+    assert len(_calls) == 5
+
+
+def test_non_finite_row_stops_before_writing_and_others_do_not_notice():
+    rows = canvases.mixed_rows(8)
+    rows[2] = Row(holes(8, toy.EOS), steps=8)
+    broken = canvases.run(rows, advance=_watched_advance())
+    assert _is_status(broken[2], Status.NON_FINITE)
+    assert broken[2].steps == 5
+    assert broken[2].tokens.count(toy.MASK) == 4
+    assert np.isfinite(broken[2].logprobs).all()
+    sound = [*rows[:2], Row(holes(8, 1), steps=8), *rows[3:]]
+    unbroken = canvases.run(sound, advance=_watched_advance())
+    assert _is_status(unbroken[2], Status.DONE)
+    assert unbroken[:2] + unbroken[3:] == broken[:2] + broken[3:]
+
+
+def test_loop_moves_nothing_between_host_and_device():
+    advance = canvases.shared_advance()
+    state, num_steps = canvases.make_state(canvases.mixed_rows()), jnp.int32(2)
+    params = toy.params()
+    with jax.transfer_guard("disallow"):
+        state = jax.block_until_ready(advance(params, state, num_steps))
+        state = jax.block_until_ready(advance(params, state, 3))
+    assert int(state.step_B.max()) == 5
+
+
+def test_state_holds_nothing_of_the_size_of_the_vocabulary():
+    state = canvases.make_state(canvases.mixed_rows())
+    assert all(leaf.ndim <= 2 for leaf in jax.tree.leaves(state))
+
+
+# A user's own network
+
+
+def test_two_token_canvas_has_the_exact_distribution_of_a_bigram_network():
+    """One step per token in random order: the first from its own logits, the next given it."""
+    table_VV, seeds = _table(), 4096
+    rows = [Row(holes(2), steps=2, seed=seed) for seed in range(seeds)]
+    advance = make_advance(canvases.program(_bigram(table_VV), chunk=512))
+    state = advance({}, canvases.make_state(rows, RANDOM, positions=2), FOREVER)
+    pairs = np.asarray(state.canvas.tokens_BL)
+    expected_VV = seeds * _exact_pairs(np.asarray(table_VV))
+    counts_VV = np.zeros_like(expected_VV)
+    np.add.at(counts_VV, (pairs[:, 0], pairs[:, 1]), 1)
+    assert counts_VV[expected_VV == 0].sum() == 0
+    is_possible = expected_VV > 0
+    assert expected_VV[is_possible].min() > 5
+    chi2 = ((counts_VV - expected_VV)[is_possible] ** 2 / expected_VV[is_possible]).sum()
+    freedom = is_possible.sum() - 1
+    assert chi2 < freedom + 3.5 * np.sqrt(2 * freedom)
+
+
+def _table():
+    """Logits of a token given its neighbour, flat enough that every pair is seen."""
+    return jnp.asarray(
+        0.5 * np.random.default_rng(0).standard_normal((toy.VOCAB_SIZE, toy.VOCAB_SIZE)),
+        jnp.float32,
+    )
+
+
+def _bigram(table_VV: jax.Array) -> Network:
+    """Each position is predicted from the token on its other side, cyclically; no parameters."""
+
+    def trunk(params, tokens_BL, length_B, cache):
+        return jax.nn.one_hot(jnp.roll(tokens_BL, 1, axis=1), toy.VOCAB_SIZE), cache
+
+    return Network(
+        init=lambda key: {},
+        trunk=trunk,
+        embed=lambda params, ids: jax.nn.one_hot(ids, toy.VOCAB_SIZE),
+        readout=lambda params, hidden_ND: hidden_ND @ table_VV,
+        vocab_size=toy.VOCAB_SIZE,
+    )
+
+
+def _exact_pairs(table_VV):
+    """Probability of each pair when either place goes first with probability 1/2."""
+    weight_VV = np.exp(table_VV.astype(np.float64))
+    weight_VV[:, list(toy.BANNED)] = 0
+    given_VV = weight_VV / weight_VV.sum(1, keepdims=True)
+    blind_V = given_VV[toy.MASK]
+    left_first_VV = blind_V[:, None] * given_VV
+    return (left_first_VV + left_first_VV.T) / 2
+
+
+_calls = []
+
+
+@functools.cache
+def _watched_advance():
+    """The shared network, but it counts its trunk's calls, and breaks for rows that begin with EOS
+    once they have fewer than 5 holes."""
+    inner = canvases.shared_network()
+
+    def trunk(params, tokens_BL, length_B, cache):
+        jax.debug.callback(lambda: _calls.append(1))
+        hidden_BLD, cache = inner.trunk(params, tokens_BL, length_B, cache)
+        num_holes_B = jnp.sum(tokens_BL == toy.MASK, axis=1)
+        breaks_B = (tokens_BL[:, 0] == toy.EOS) & (num_holes_B < 5)
+        return jnp.where(breaks_B[:, None, None], jnp.nan, hidden_BLD), cache
+
+    return Advance(canvases.program(dataclasses.replace(inner, trunk=trunk)))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _OddOnly:
+    """Asks for holes at odd positions; tries to commit all at step 0 and none after that."""
+
+    def eligible(self, view):
+        return view.is_hole_BL & (jnp.arange(POSITIONS) % 2 == 1)[None]
+
+    def measure(self, logits_NV, logprob_N):
+        return logprob_N
+
+    def select(self, view, proposal):
+        return jnp.broadcast_to((view.step_B == 0)[:, None], view.is_hole_BL.shape)
+
+
+def _without_keys(state: State) -> State:
+    return state._replace(key_B=jax.random.key_data(state.key_B))

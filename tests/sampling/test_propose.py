@@ -1,0 +1,215 @@
+"""The chunked proposal against one that computes all logits at once."""
+
+import dataclasses
+import functools
+
+import canvases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from dlm_jax.sampling.loop import step
+from dlm_jax.sampling.propose import chunk_size, propose_parallel
+from dlm_jax.sampling.transforms import At, Context
+from dlm_jax.types import Network
+
+ROWS, POSITIONS = 3, 7
+TEMPERATURES = (0.0, 1.0, 0.7)
+
+
+def _network(width=toy.VOCAB_SIZE) -> Network:
+    """Hidden vectors are the logits themselves, so that a test can write them."""
+    return Network(
+        init=lambda key: {},
+        trunk=lambda params, tokens_BL, length_B, cache: (params["hidden"], cache),
+        embed=lambda params, ids: jnp.zeros((*ids.shape, width)),
+        readout=lambda params, hidden_ND: hidden_ND * params["scale"],
+        vocab_size=width,
+    )
+
+
+NETWORK = _network()
+PARAMS = {"scale": jnp.float32(1.5)}
+
+
+def _keys():
+    return jax.vmap(jax.random.key)(jnp.arange(ROWS, dtype=jnp.uint32))
+
+
+def _context(is_open_BL):
+    tokens_BL = jnp.where(is_open_BL, toy.MASK, 1)
+    order_BL = jnp.full(tokens_BL.shape, -1)
+    return Context(tokens_BL, order_BL, ~is_open_BL, jnp.full(ROWS, POSITIONS))
+
+
+@functools.partial(jax.jit, static_argnames="chunk")
+def _propose(hidden_BLD, is_open_BL, keys_B, *, chunk):
+    chain = canvases.make_chain(TEMPERATURES)
+    return propose_parallel(
+        NETWORK,
+        PARAMS,
+        hidden_BLD,
+        is_open_BL,
+        chain,
+        chain.init(ROWS),
+        _context(is_open_BL),
+        keys_B,
+        measure=lambda logits_NV, logprob_N: jnp.max(logits_NV, axis=-1) + logprob_N,
+        chunk=chunk,
+    )
+
+
+@jax.jit
+def _all_at_once(hidden_BLD, is_open_BL, keys_B):
+    """Ids and log-probabilities of every position, from one array of all logits."""
+    chain = canvases.make_chain(TEMPERATURES)
+    total = ROWS * POSITIONS
+    row_N, index_N = jnp.divmod(jnp.arange(total), POSITIONS)
+    key_N = jax.vmap(jax.random.fold_in)(keys_B[row_N], index_N)
+    clean_NV = hidden_BLD.reshape(total, -1) * PARAMS["scale"]
+    at = At(row_N, index_N, key_N, jnp.ones(total, bool))
+    prepared = chain.prepare(chain.init(ROWS), _context(is_open_BL))
+    ids_N = chain.draw(prepared, clean_NV, at)
+    logprob_NV = jax.nn.log_softmax(clean_NV)
+    logprob_N = jnp.take_along_axis(logprob_NV, ids_N[:, None], axis=1)[:, 0]
+    confidence_N = clean_NV.max(-1) + logprob_N
+    return tuple(x.reshape(ROWS, POSITIONS) for x in (ids_N, logprob_N, confidence_N))
+
+
+def _example(seed=0):
+    rng = np.random.default_rng(seed)
+    hidden = rng.standard_normal((ROWS, POSITIONS, toy.VOCAB_SIZE)).astype(np.float32)
+    return jnp.asarray(hidden), jnp.asarray(rng.random((ROWS, POSITIONS)) < 0.6)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5, 20, 21, 64])
+def test_chunks_of_any_size_propose_what_one_pass_over_all_logits_does(chunk):
+    hidden_BLD, is_open_BL = _example()
+    ids_BL, logprob_BL, confidence_BL = _all_at_once(hidden_BLD, is_open_BL, _keys())
+    ours, is_finite_B = _propose(hidden_BLD, is_open_BL, _keys(), chunk=chunk)
+    np.testing.assert_array_equal(ours.tokens_BL, jnp.where(is_open_BL, ids_BL, 0))
+    for mine, theirs in [(ours.logprob_BL, logprob_BL), (ours.confidence_BL, confidence_BL)]:
+        np.testing.assert_allclose(mine, jnp.where(is_open_BL, theirs, 0), rtol=1e-5, atol=1e-6)
+    assert is_finite_B.all()
+    assert not set(np.asarray(ours.tokens_BL)[is_open_BL].tolist()) & set(toy.BANNED)
+
+
+def test_greedy_rows_take_the_best_allowed_logit():
+    hidden_BLD, is_open_BL = _example(1)
+    ours, _ = _propose(hidden_BLD, is_open_BL, _keys(), chunk=5)
+    allowed_LV = np.asarray(hidden_BLD[0]).copy()
+    allowed_LV[:, list(toy.BANNED)] = -np.inf
+    want_L = np.where(is_open_BL[0], allowed_LV.argmax(-1), 0)
+    np.testing.assert_array_equal(ours.tokens_BL[0], want_L)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("place", [0, 5, toy.MASK])
+def test_non_finite_logit_condemns_its_own_row_alone(bad, place):
+    hidden_BLD, _ = _example(2)
+    is_open_BL = jnp.ones((ROWS, POSITIONS), bool)
+    sound, _ = _propose(hidden_BLD, is_open_BL, _keys(), chunk=5)
+    for row in range(ROWS):
+        broken = hidden_BLD.at[row, 4, place].set(bad)
+        ours, is_finite_B = _propose(broken, is_open_BL, _keys(), chunk=5)
+        assert is_finite_B.tolist() == [other != row for other in range(ROWS)]
+        others = np.arange(ROWS) != row
+        np.testing.assert_array_equal(ours.tokens_BL[others], sound.tokens_BL[others])
+        np.testing.assert_array_equal(ours.logprob_BL[others], sound.logprob_BL[others])
+
+
+def test_position_without_any_possible_token_condemns_its_row():
+    hidden_BLD, is_open_BL = _example(3)
+    is_open_BL = is_open_BL.at[1, 2].set(True)
+    allowed = [token for token in range(toy.VOCAB_SIZE) if token not in toy.BANNED]
+    for ids in (jnp.arange(toy.VOCAB_SIZE), jnp.array(allowed)):
+        broken = hidden_BLD.at[1, 2, ids].set(-jnp.inf)
+        _, is_finite_B = _propose(broken, is_open_BL, _keys(), chunk=5)
+        assert is_finite_B.tolist() == [True, False, True]
+
+
+def test_logit_of_minus_infinity_is_legal():
+    hidden_BLD, is_open_BL = _example(3)
+    broken = hidden_BLD.at[..., toy.MASK].set(-jnp.inf).at[..., 3].set(-jnp.inf)
+    ours, is_finite_B = _propose(broken, is_open_BL, _keys(), chunk=5)
+    assert is_finite_B.all()
+    assert 3 not in np.asarray(ours.tokens_BL)[is_open_BL]
+
+
+def test_closed_positions_may_hold_anything():
+    hidden_BLD, is_open_BL = _example(4)
+    sound, _ = _propose(hidden_BLD, is_open_BL, _keys(), chunk=5)
+    broken = jnp.where(is_open_BL[..., None], hidden_BLD, jnp.nan)
+    ours, is_finite_B = _propose(broken, is_open_BL, _keys(), chunk=5)
+    assert is_finite_B.all()
+    np.testing.assert_array_equal(ours.tokens_BL, sound.tokens_BL)
+
+
+def test_readouts_follow_the_open_positions():
+    """Law 9: as many readouts of `chunk` as the open ones fill; none when all are shut."""
+    calls = []
+
+    def readout(params, hidden_ND):
+        jax.debug.callback(lambda: calls.append(hidden_ND.shape[0]))
+        return hidden_ND * params["scale"]
+
+    counting = dataclasses.replace(NETWORK, readout=readout)
+
+    @jax.jit
+    def propose(hidden_BLD, is_open_BL, keys_B):
+        chain = canvases.make_chain(TEMPERATURES)
+        return propose_parallel(
+            counting, PARAMS, hidden_BLD, is_open_BL, chain, chain.init(ROWS),
+            _context(is_open_BL), keys_B, measure=lambda logits_NV, logprob_N: logprob_N, chunk=4,
+        )  # fmt: skip
+
+    hidden_BLD, _ = _example()
+    for num_open in (0, 1, 4, 5, 8, 21):
+        calls.clear()
+        is_open = np.random.default_rng(num_open).permutation(ROWS * POSITIONS) < num_open
+        is_open_BL = jnp.asarray(is_open.reshape(ROWS, POSITIONS))
+        jax.block_until_ready(propose(hidden_BLD, is_open_BL, _keys()))
+        jax.effects_barrier()
+        assert calls == [4] * -(-num_open // 4)
+
+
+@pytest.mark.parametrize("rule", [canvases.LOW_CONFIDENCE, canvases.RANDOM])
+def test_no_array_of_a_step_holds_logits_of_the_whole_canvas(rule):
+    vocab_size, chunk = 997, 16
+    network = _network(vocab_size)
+    hidden_BLD = jnp.zeros((canvases.ROWS, canvases.POSITIONS, 5))
+    readout = functools.partial(_wide_readout, vocab_size=vocab_size)
+    network = dataclasses.replace(network, readout=readout)
+    program = canvases.program(network, chunk=chunk)
+    params = {"hidden": hidden_BLD, "scale": jnp.float32(1)}
+    state = canvases.make_state(canvases.mixed_rows(), rule)
+    jaxpr = jax.make_jaxpr(functools.partial(step, program))(params, state)
+    sizes = list(_sizes(jaxpr.jaxpr))
+    assert any(vocab_size in shape for shape in sizes)
+    for shape in sizes:
+        if vocab_size in shape:
+            assert np.prod(shape) <= chunk * vocab_size
+
+
+def _wide_readout(params, hidden_ND, *, vocab_size):
+    return jnp.tile(hidden_ND[:, :1] * params["scale"], (1, vocab_size))
+
+
+def _sizes(jaxpr):
+    """Shapes of all values in a jaxpr and in every jaxpr inside it."""
+    for equation in jaxpr.eqns:
+        for variable in equation.outvars:
+            yield getattr(variable.aval, "shape", ())
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from _sizes(inner)
+
+
+def test_chunk_keeps_the_logits_small_and_is_never_tiny():
+    assert chunk_size(128) == 2048
+    assert chunk_size(50257) == 64

@@ -1,0 +1,255 @@
+"""Laws that every logit transform keeps, alone and in a chain."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transform_cases as tc
+from jax.extend.core import jaxprs_in_params
+from transform_cases import CASES, KINDS, VOCAB
+
+from dlm_jax.sampling import transforms as tf
+
+each_transform = pytest.mark.parametrize("name", CASES)
+
+
+def bits(x) -> np.ndarray:
+    """Bit patterns, so that -0.0 differs from 0.0."""
+    return np.asarray(x, np.float32).view(np.uint32)
+
+
+def full_chain(is_on: bool = True) -> tf.Chain:
+    return tf.chain(*(make(is_on, VOCAB) for make in CASES.values()), names=tuple(CASES))
+
+
+@each_transform
+def test_every_transform_keeps_the_protocol(name):
+    assert isinstance(CASES[name](True, VOCAB), tf.LogitTransform)
+
+
+@each_transform
+def test_neutral_is_identity_bitwise(name):
+    transform = CASES[name](False, VOCAB)
+    assert not np.any(transform.is_active())
+    for seed, kind in enumerate(KINDS):
+        x = tc.logits(kind, seed)
+        for t in (transform, tf.chain(transform)):
+            np.testing.assert_array_equal(bits(tc.run(t, x, tc.at(), tc.context())), bits(x))
+
+
+def test_all_neutral_together_are_identity_bitwise():
+    for seed, kind in enumerate(KINDS):
+        x = tc.logits(kind, seed)
+        out = tc.run(full_chain(False), x, tc.at(), tc.context())
+        np.testing.assert_array_equal(bits(out), bits(x))
+
+
+@each_transform
+def test_active_changes_something(name):
+    x = tc.logits("normal", 1)
+    assert np.any(bits(tc.run(CASES[name](True, VOCAB), x, tc.at(), tc.context())) != bits(x))
+
+
+@each_transform
+def test_inactive_row_is_identity_among_active_rows(name):
+    on, off = CASES[name](True, VOCAB), CASES[name](False, VOCAB)
+    mixed = jax.tree.map(lambda a, b: a.at[1].set(b[1]), on, off)
+    is_off = np.asarray(tc.at().row_N) == 1
+    for seed, kind in enumerate(KINDS):
+        x = tc.logits(kind, seed)
+        out = tc.run(tf.chain(mixed), x, tc.at(), tc.context())
+        np.testing.assert_array_equal(bits(out)[is_off], bits(x)[is_off])
+
+
+@each_transform
+def test_removed_stays_removed_and_somebody_survives(name):
+    for seed, kind in enumerate(KINDS):
+        x = tc.logits(kind, seed)
+        out = np.asarray(tc.run(CASES[name](True, VOCAB), x, tc.at(), tc.context()))
+        assert np.all(out[x == -np.inf] == -np.inf), kind
+        assert np.all(np.any(out > -np.inf, axis=1)), kind
+        assert not np.any(np.isnan(out) | (out == np.inf)), kind
+
+
+@pytest.mark.parametrize("name", [*CASES, "all"])
+def test_row_result_does_not_depend_on_strangers_or_on_its_place(name):
+    on = full_chain() if name == "all" else tf.chain(CASES[name](True, VOCAB))
+    off = full_chain(False) if name == "all" else tf.chain(CASES[name](False, VOCAB))
+    others = jax.tree.map(lambda a, b: a.at[1:].set(b[1:]), on, off)
+    mine = np.asarray(tc.at().row_N) == 0
+    for seed, kind in enumerate(KINDS):
+        x, strange = tc.logits(kind, seed), tc.logits("ties", seed + 100)
+        alone = tc.run(on, x, tc.at(), tc.context())
+        y = np.where(mine[:, None], x, strange)
+        among = tc.run(others, y, tc.at(), tc.context())
+        np.testing.assert_array_equal(bits(alone)[mine], bits(among)[mine])
+        order = np.array([5, 3, 1, 0, 2, 4])
+        place = jax.tree.map(lambda a, order=order: a[order], tc.at())
+        moved = tc.run(on, x[order], place, tc.context())
+        np.testing.assert_array_equal(bits(moved), bits(alone)[order])
+
+
+def test_tokens_do_not_depend_on_strangers_or_on_place():
+    on, off = full_chain(), full_chain(False)
+    others = jax.tree.map(lambda a, b: a.at[1:].set(b[1:]), on, off)
+    mine = np.asarray(tc.at().row_N) == 0
+    order = np.array([5, 3, 1, 0, 2, 4])
+    for seed in range(20):
+        x, strange = tc.logits("normal", seed), tc.logits("ties", seed + 100)
+        alone = np.asarray(tc.draw(on, x, tc.at(seed), tc.context()))
+        y = np.where(mine[:, None], x, strange)
+        among = np.asarray(tc.draw(others, y, tc.at(seed), tc.context()))
+        np.testing.assert_array_equal(alone[mine], among[mine])
+        place = jax.tree.map(lambda a: a[order], tc.at(seed))
+        moved = np.asarray(tc.draw(on, x[order], place, tc.context()))
+        np.testing.assert_array_equal(moved, alone[order])
+
+
+@pytest.mark.parametrize("name", [*CASES, "all"])
+def test_one_trace_while_every_parameter_changes(name):
+    traces = []
+
+    @jax.jit
+    def apply(transform, x, place, scene):
+        traces.append(name)
+        return transform.apply(transform.prepare(transform.init(tc.NUM_ROWS), scene), x, place)
+
+    on, off = ((full_chain(v) if name == "all" else CASES[name](v, VOCAB)) for v in (True, False))
+    halves = jax.tree.map(lambda a: a * 0 if a.dtype != bool else ~a, on)
+    for seed, transform in enumerate((on, off, halves, on)):
+        apply(transform, tc.logits("normal", seed), tc.at(seed), tc.context(seed))
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_logits_give_what_their_float32_upcast_gives(dtype):
+    x = jnp.asarray(tc.logits("normal", 3)).astype(dtype)
+    wide = x.astype(jnp.float32)
+    out = tc.run(full_chain(), x, tc.at(), tc.context())
+    assert out.dtype == jnp.float32
+    np.testing.assert_array_equal(
+        bits(out), bits(tc.run(full_chain(), wide, tc.at(), tc.context()))
+    )
+    ids = tc.draw(full_chain(), x, tc.at(), tc.context())
+    np.testing.assert_array_equal(ids, tc.draw(full_chain(), wide, tc.at(), tc.context()))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("bias", "penalties", "temperature", "top_p", "min_p"),
+        ("top_k", "bias", "xtc"),
+        ("dry", "top_k", "typical_p", "temperature", "top_p"),
+    ],
+)
+def test_chain_equals_manual_composition(names):
+    parts = [CASES[name](True, VOCAB) for name in names]
+    for seed, kind in enumerate(KINDS):
+        x = tc.logits(kind, seed)
+        expected = x
+        for part in parts:
+            expected = tc.run(part, expected, tc.at(), tc.context())
+        out = tc.run(tf.chain(*parts), x, tc.at(), tc.context())
+        np.testing.assert_allclose(out, expected, rtol=1e-6, err_msg=kind)
+
+
+def test_nested_chain_equals_flat_chain():
+    a, b, c = (CASES[name](True, VOCAB) for name in ("temperature", "min_p", "top_p"))
+    nested, flat = tf.chain(tf.chain(a, b), c), tf.chain(a, b, c)
+    x = tc.logits("normal", 4)
+    np.testing.assert_array_equal(
+        bits(tc.run(nested, x, tc.at(), tc.context())), bits(tc.run(flat, x, tc.at(), tc.context()))
+    )
+
+
+@each_transform
+def test_padding_slots_keep_no_transform_running(name):
+    place = tc.at(is_real_N=jnp.zeros(tc.NUM_POSITIONS, bool))
+    x = tc.logits("normal", 5)
+    out = tc.run(tf.chain(CASES[name](True, VOCAB)), x, place, tc.context())
+    np.testing.assert_array_equal(bits(out), bits(x))
+
+
+def test_padding_slots_change_nothing_at_real_positions():
+    is_real = jnp.asarray([True, True, False, True, False, False])
+    x, junk = tc.logits("normal", 6), tc.logits("huge", 7)
+    y = np.where(np.asarray(is_real)[:, None], x, junk)
+    outs = [
+        tc.run(full_chain(), z, tc.at(is_real_N=is_real), tc.context()) for z in (x, y)
+    ]
+    np.testing.assert_array_equal(bits(outs[0])[is_real], bits(outs[1])[is_real])
+
+
+_COSTLY = {"sort", "top_k", "cumsum", "while", "scan", "scatter", "scatter-add", "exp", "log"}
+
+
+def _costly_outside_conditionals(jaxpr) -> set[str]:
+    found = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "cond":
+            continue
+        found |= {eqn.primitive.name} & _COSTLY
+        for inner in jaxprs_in_params(eqn.params):
+            found |= _costly_outside_conditionals(inner)
+    return found
+
+
+def test_no_sort_or_pass_over_the_vocabulary_runs_when_no_row_asks():
+    def apply(chain, x, place):
+        prepared = chain.prepare(chain.init(tc.NUM_ROWS), tc.context())
+        return chain.apply(prepared, x, place)
+
+    jaxpr = jax.make_jaxpr(apply)(full_chain(), tc.logits("normal", 0), tc.at())
+    assert _costly_outside_conditionals(jaxpr.jaxpr) == set()
+
+
+def test_greedy_row_takes_the_argmax_of_what_the_chain_leaves():
+    names = ("bias", "penalties", "temperature", "top_k", "top_p")
+    parts = {name: CASES[name](True, VOCAB) for name in names}
+    parts["temperature"] = tf.Temperature(tc.real(0.0, 0.7, 0.0))
+    chain = tf.chain(*parts.values())
+    is_greedy = np.asarray(tc.at().row_N) != 1
+    left = [part for name, part in parts.items() if name != "temperature"]
+    for seed in range(10):
+        x = tc.logits("ties", seed)
+        expected = x
+        for part in left:
+            expected = tc.run(part, expected, tc.at(), tc.context())
+        ids = np.asarray(tc.draw(chain, x, tc.at(seed), tc.context()))
+        np.testing.assert_array_equal(
+            ids[is_greedy], np.asarray(expected).argmax(-1)[is_greedy]
+        )
+
+
+def test_temperature_alone_draws_bit_for_bit_as_among_other_transforms():
+    warm = tf.Temperature(tc.real(0.6, 1.7, 1.0))
+    alone = tf.chain(warm, tf.MinP(tc.real(0.0), tc.whole(1)))
+    among = tf.chain(warm, tf.MinP(tc.real(0.0, 0.0, 0.3), tc.whole(1)))
+    mine = np.asarray(tc.at().row_N) != 2
+    for seed in range(40):
+        x = tc.logits("normal", seed)
+        ours, theirs = (
+            np.asarray(tc.draw(chain, x, tc.at(seed), tc.context())) for chain in (alone, among)
+        )
+        np.testing.assert_array_equal(ours[mine], theirs[mine])
+
+
+def test_rows_with_few_candidates_draw_in_proportion_to_their_softmax():
+    chain = tf.chain(tf.TopK(tc.whole(3), tc.whole(1)), tf.Temperature(tc.real(0.5)))
+    x = np.zeros((600, VOCAB), np.float32)
+    x[:, [7, 20, 33]] = [3.0, 2.5, 2.0]
+    place = tc.at(num=600, index_N=jnp.zeros(600, jnp.int32))
+    ids = np.concatenate(
+        [
+            np.asarray(tc.draw(chain, x, place._replace(key_N=keys), tc.context()))
+            for keys in (jax.random.split(jax.random.key(s), 600) for s in range(10))
+        ]
+    )
+    p = np.exp([2.0, 1.0, 0.0])
+    expected = ids.size * p / p.sum()
+    counts = np.array([(ids == token).sum() for token in (7, 20, 33)])
+    assert counts.sum() == ids.size
+    # chi-square with 2 degrees of freedom exceeds 18.4 once in 10,000
+    assert ((counts - expected) ** 2 / expected).sum() < 18.4

@@ -1,0 +1,102 @@
+"""Mirostat agrees with float64 oracles, and steers the surprise to its target."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+import transform_cases as tc
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import mirostat, near
+
+from dlm_jax.sampling import draw as drawing
+from dlm_jax.sampling import transforms as tf
+
+
+class Committed(NamedTuple):
+    """The part of a proposal that mirostat reads."""
+
+    final_logprob_BL: np.ndarray
+    logprob_BL: np.ndarray
+
+
+def make(version: int, tau, eta=0.1, min_keep=1, is_on=True, vocab=tc.VOCAB):
+    shared = (tc.real(*tau), tc.real(eta), tc.flags(is_on), tc.whole(min_keep))
+    if version == 1:
+        return tf.MirostatV1(*shared, vocab_size=vocab)
+    return tf.MirostatV2(*shared)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@settings(deadline=None, max_examples=30, derandomize=True)
+@given(
+    kind=st.sampled_from(tc.KINDS),
+    seed=st.integers(0, 2**16),
+    size=st.sampled_from([1, 2, 40, 151]),
+    tau=st.tuples(*[tc.floats(0.0, 6.0)] * 3),
+    min_keep=st.integers(1, 4),
+)
+def test_mirostat_keeps_what_the_oracle_keeps(version, kind, seed, size, tau, min_keep):
+    x = tc.logits(kind, seed, (tc.NUM_POSITIONS, size))
+    transform = make(version, tau, min_keep=min_keep, vocab=size)
+    out = np.asarray(tc.run(transform, x, tc.at(), tc.context()))
+    oracle = mirostat.v1 if version == 1 else mirostat.v2
+    for n, row in enumerate(np.asarray(tc.at().row_N)):
+        seen, mu = tc.as_seen(x[n]), 2.0 * float(np.float32(tau[row]))
+        expected = oracle(seen, mu, min_keep=min_keep)
+        params = {"mirostat": version, "min_keep": min_keep}
+        tc.assert_keeps(out[n], x[n], expected, near.undecided("mirostat", seen, params, mu=mu))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_mu_moves_by_the_mean_surprise_of_the_commits_of_a_step(version):
+    transform = make(version, (3.0,), eta=0.25)
+    state = transform.init(tc.NUM_ROWS)
+    np.testing.assert_array_equal(state, [6.0] * 3)
+    bits = np.array([[2.0, 4.0, 9.0], [1.0, 1.0, 1.0], [5.0, 5.0, 5.0]], np.float32)
+    is_committed = np.array([[1, 1, 0], [0, 0, 0], [0, 0, 1]], bool)
+    commit = Committed(-bits * math.log(2), np.zeros_like(bits))
+    out = transform.update(state, is_committed, commit)
+    np.testing.assert_allclose(out, [6.0, 6.0, 5.5], rtol=1e-6)
+
+
+def test_mu_follows_the_oracle_over_several_steps():
+    transform, mu = make(2, (2.0,)), mirostat.start(2.0)
+    state = transform.init(tc.NUM_ROWS)
+    for seed in range(5):
+        x = tc.logits("normal", seed)[:3]
+        place = tc.at(num=3)
+        out = transform.apply(transform.prepare(state, tc.context()), x, place)
+        ids = drawing.draw(out, place.key_N)
+        logprob = drawing.log_prob(out, ids)[:, None]
+        commit = Committed(logprob, logprob)
+        state = transform.update(state, np.ones((3, 1), bool), commit)
+        mu = mirostat.update(mu, [(mirostat.v2(x[0], mu), int(ids[0]))], tau=2.0)
+        assert abs(float(state[0]) - mu) < 1e-4
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_mean_surprise_settles_near_its_target(version):
+    rng, tau = np.random.default_rng(0), 3.0
+    transform = make(version, (tau,), eta=0.3, vocab=1000)
+    base = -1.1 * np.log(np.arange(1, 1001))
+
+    @jax.jit
+    def step(state, x, place):
+        out = transform.apply(state, x, place)
+        ids = drawing.draw(out, place.key_N)
+        return drawing.log_prob(out, ids)
+
+    state, seen = transform.init(tc.NUM_ROWS), []
+    for i in range(150):
+        x = np.stack([rng.permutation(base) for _ in range(3)]).astype(np.float32)
+        logprob = np.asarray(step(state, x, tc.at(i, 3)))[:, None]
+        state = transform.update(state, np.ones((3, 1), bool), Committed(logprob, logprob))
+        seen.append(-logprob[:, 0] / math.log(2))
+    assert abs(np.mean(seen[30:]) - tau) < 0.35
+
+

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import jax
+import numpy as np
+import optax
+import pytest
+import toy
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dlm_jax.config import MeshConfig, OptimConfig
+from dlm_jax.model.transformer import build
+from dlm_jax.sharding import (
+    batch_sharding,
+    make_mesh,
+    partition,
+    path_name,
+    shardings,
+    share_of_batch,
+)
+from dlm_jax.training.optim import make_optimizer
+from dlm_jax.training.step import abstract_state
+
+CUBE = MeshConfig(data=2, fsdp=2, tensor=2)
+
+
+def test_minus_one_takes_all_devices_that_the_other_axes_leave():
+    assert dict(make_mesh(MeshConfig(fsdp=2)).shape) == {"data": 4, "fsdp": 2, "tensor": 1}
+
+
+@pytest.mark.parametrize(
+    "config", [MeshConfig(data=3), MeshConfig(fsdp=3), MeshConfig(tensor=16), MeshConfig(data=4)]
+)
+def test_axes_that_do_not_multiply_to_the_devices_are_refused_by_name(config):
+    with pytest.raises(ValueError, match=r"mesh.tensor=\d+ do not multiply to the 8 devices"):
+        make_mesh(config)
+
+
+def test_devices_of_one_process_are_neighbours_in_the_mesh_whatever_order_they_come_in():
+    shuffled = jax.devices()[::2] + jax.devices()[1::2]
+    ids = [device.id for device in make_mesh(MeshConfig(), shuffled).devices.flat]
+    assert ids == sorted(ids)
+
+
+@pytest.mark.parametrize(("batch_size", "remedy"), [(6, 8), (11, 12), (3, 4), (14, 16)])
+def test_a_batch_that_the_devices_do_not_divide_is_refused_with_one_that_they_do(
+    batch_size, remedy
+):
+    mesh = make_mesh(CUBE)
+    with pytest.raises(ValueError, match=rf"batch_size={batch_size} .* 4 devices .*use {remedy}$"):
+        batch_sharding(mesh, batch_size)
+    batch_sharding(mesh, remedy)
+
+
+def test_rows_are_split_by_data_and_fsdp_and_copied_over_tensor():
+    sharding = batch_sharding(make_mesh(CUBE), 8)
+    rows = np.arange(8)
+    seen = [shard.data[0] for shard in jax.device_put(rows, sharding).addressable_shards]
+    assert sorted(map(int, seen)) == [0, 0, 2, 2, 4, 4, 6, 6]
+
+
+def test_a_lone_process_feeds_the_whole_batch():
+    for config in (CUBE, MeshConfig(), MeshConfig(tensor=8)):
+        assert share_of_batch(batch_sharding(make_mesh(config), 8), 8) == (0, 1)
+
+
+class _Placed:
+    """Stands for a sharding of which this process holds only some devices."""
+
+    def __init__(self, *spans: tuple[int, int]):
+        self._spans = spans
+
+    def addressable_devices_indices_map(self, shape):
+        return {device: (slice(*span),) for device, span in enumerate(self._spans)}
+
+
+def test_processes_that_hold_the_same_rows_feed_the_same_share():
+    assert share_of_batch(_Placed((4, 6), (6, 8)), 8) == (1, 2)
+    assert share_of_batch(_Placed((0, 8)), 8) == (0, 1)
+    assert share_of_batch(_Placed((2, 4), (2, 4)), 8) == (1, 4)
+
+
+@pytest.mark.parametrize("spans", [[(0, 2), (6, 8)], [(0, 2), (4, 6)], [(2, 4), (4, 6)], [(0, 3)]])
+def test_a_process_with_rows_that_are_no_equal_share_is_refused(spans):
+    with pytest.raises(ValueError, match="not one equal share"):
+        share_of_batch(_Placed(*spans), 8)
+
+
+SHAPES = {
+    "small": {},
+    "large": {"activation": "swiglu", "kv_heads": 1, "tied_head": False},
+    "older": {"activation": "gelu", "norm": "layer", "qkv_bias": True, "qk_norm": False},
+}
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_every_matrix_and_its_moments_are_split_the_same_way_over_fsdp_and_tensor(shape, name):
+    network = build(toy.config(**SHAPES[shape]))
+    optimizer = make_optimizer(OptimConfig(name=name), num_steps=100)
+    state = abstract_state(network, optimizer, make_mesh(CUBE))
+    split = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state.params)[0]:
+        split[path_name(path)] = leaf.sharding.spec
+        if path_name(path).endswith(("kernel", "embedding")):
+            assert {"fsdp", "tensor"} <= set(leaf.sharding.spec), path_name(path)
+            assert leaf.sharding.shard_shape(leaf.shape) != leaf.shape
+    moments = 0
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state.opt_state)[0]:
+        owners = [name for name in split if path_name(path).endswith("/" + name)]
+        if owners:
+            assert leaf.sharding.spec == split[max(owners, key=len)], path_name(path)
+            moments += leaf.size
+        else:
+            assert leaf.size < 10, path_name(path)
+    params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    assert moments >= params
+
+
+def test_an_axis_that_does_not_divide_a_dimension_leaves_it_whole():
+    mesh = make_mesh(CUBE)
+    assert partition("embedding", (33, 16), mesh) == P(None, "fsdp")
+    assert partition("embedding", (32, 15), mesh) == P("tensor", None)
+    assert partition("blocks/mlp/up/kernel", (2, 15, 64), mesh) == P(None, None, "tensor")
+
+
+def test_a_matrix_without_a_rule_is_refused_by_its_path():
+    mesh = make_mesh(CUBE)
+    with pytest.raises(ValueError, match=r"'blocks/adapter/lora' of shape \(2, 4, 4\)"):
+        shardings({"blocks": {"adapter": {"lora": np.zeros((2, 4, 4))}}}, mesh)
+    assert partition("count", (), mesh) == P()
+
+
+def test_scalars_of_the_optimiser_are_on_every_device():
+    mesh = make_mesh(CUBE)
+    state = optax.adamw(1e-3).init({"norm": {"scale": np.zeros(4)}})
+    for sharding in jax.tree.leaves(shardings(state, mesh)):
+        assert sharding == NamedSharding(mesh, P(*[None] * len(sharding.spec)))

@@ -1,0 +1,227 @@
+"""``train.py`` as its users meet it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import tiny_run
+from tiny_run import ROOT, compile_cache  # noqa: F401
+
+from dlm_jax.metrics import read_records
+
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
+
+def _train_script():
+    spec = importlib.util.spec_from_file_location("train_script", ROOT / "train.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def _arguments(out_dir: Path, **changes: object) -> list[str]:
+    given = tiny_run.flags(out_dir, **changes)
+    return [part for name, value in given.items() for part in (f"--{name}", value)]
+
+
+def _refusal(capsys, out_dir: Path, *more: str, **changes: object) -> str:
+    """The one line with which bad input is refused; nothing may be left of the run."""
+    before = set(out_dir.parent.iterdir())
+    with pytest.raises(SystemExit) as exit_, tiny_run.on_devices(1):
+        _train_script().main([*_arguments(out_dir, **changes), *more])
+    out, err = capsys.readouterr()
+    assert exit_.value.code == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("error: ")
+    assert set(out_dir.parent.iterdir()) == before
+    return err
+
+
+def test_the_program_trains_and_prints_only_samples_and_started_again_only_samples(tmp_path):
+    out_dir = tmp_path / "runs" / "deep"
+    texts = []
+    for attempt in range(2):
+        child = tiny_run.program(*_arguments(out_dir, train__sample_every=5))
+        out, err = child.communicate(timeout=300)
+        assert child.returncode == 0, err
+        samples = out.removesuffix("\n").split("\n---\n")
+        assert len(samples) == 3, out
+        assert all(0 < len(sample) <= 16 for sample in samples), out
+        assert "Warning" not in err
+        assert ("nothing is left to train" in err) == (attempt == 1)
+        assert ("held-out bound" in err) == (attempt == 0)
+        assert ("sample at step 5" in err) == (attempt == 0)
+        texts.append(out)
+    assert texts[0] == texts[1]
+    names = sorted(path.name for path in out_dir.iterdir())
+    assert names == ["checkpoints", "loss.png", "metrics.jsonl"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_program_says_so_in_its_exit_code_and_continues(tmp_path, number):
+    arguments = _arguments(tmp_path, train__steps=100_000, train__eval_every=0)
+    child = tiny_run.program(*arguments)
+    deadline = time.monotonic() + 240
+    while not read_records(tmp_path / "metrics.jsonl"):
+        assert time.monotonic() < deadline
+        assert child.poll() is None, child.communicate()[1]
+        time.sleep(0.1)
+    child.send_signal(number)
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 128 + number, err
+    assert out == ""
+    assert "Traceback" not in err
+    (step,) = re.findall(r"interrupted: saved at step (\d+); the same command continues", err)
+    assert (tmp_path / "checkpoints" / f"step_{int(step):08d}").is_dir()
+
+
+def test_a_run_that_is_not_finite_exits_with_1(tmp_path, capsys):
+    changes = {"optim__learning_rate": 1e38, "optim__adam_learning_rate": 1e38}
+    with tiny_run.on_devices(1):
+        assert _train_script().main(_arguments(tmp_path, **changes)) == 1
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--train.stepz", "3"], "unknown argument '--train.stepz'; did you mean '--train.steps'?"),
+        (["--train.steps", "many"], "train.steps='many' is not a whole number"),
+        (["--train.steps"], "argument --train.steps: expected one argument"),
+        (["--train.batch_size", "0"], "train.batch_size=0 must be at least 1"),
+        (["--train.seed", str(2**32)], "train.seed=4294967296 must be below 2**32"),
+        (["--sample.gen_length", "17"], "sample.gen_length=17 does not fit the canvas"),
+        (["--config", "nowhere.toml"], "config file nowhere.toml does not exist"),
+        (["--num-processes", "2"], "--num-processes means nothing without --distributed"),
+        (["--data.source", "nowhere.txt"], "nowhere.txt does not exist"),
+        (["--data.source", "nowhere*.txt"], "nowhere*.txt matches no file"),
+        (["--data.seq_len", "5000"], "fewer than one window of seq_len=5000"),
+        (["--model.vocab_size", "3"], "model.vocab_size=3 is smaller than the tokenizer's"),
+        (["--mesh.tensor", "2"], "do not multiply to the 1 devices present"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(tmp_path, capsys, more, message):
+    assert message in _refusal(capsys, tmp_path / "run", *more)
+
+
+def test_an_unknown_key_of_a_file_is_refused_with_the_nearest(tmp_path, capsys):
+    (tmp_path / "run.toml").write_text("[train]\nstepz = 3\n")
+    more = ["--config", str(tmp_path / "run.toml")]
+    line = _refusal(capsys, tmp_path / "run", *more)
+    assert "run.toml: unknown key 'train.stepz'; did you mean 'train.steps'?" in line
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "is empty"),
+        (b"x", "too short"),
+        (b"short", "fewer than one window of seq_len=16"),
+        (b"good text\n" * 20 + b"\xff", "not UTF-8: byte 0xff at byte offset 200 (line 21)"),
+    ],
+)
+def test_bad_data_is_refused_in_one_line(tmp_path, capsys, data, message):
+    path = tmp_path / "text.txt"
+    path.write_bytes(data)
+    line = _refusal(capsys, tmp_path / "run", data__source=path)
+    assert message in line
+    assert str(path) in line
+
+
+def test_a_batch_that_the_devices_do_not_divide_is_refused_with_a_remedy(tmp_path):
+    child = tiny_run.program(
+        *_arguments(tmp_path / "run", train__batch_size=7), JAX_NUM_CPU_DEVICES="2"
+    )
+    out, err = child.communicate(timeout=120)
+    assert (child.returncode, out) == (2, "")
+    assert err == (
+        "error: train.batch_size=7 is not divisible by the 2 devices that split the batch; use 8\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path, capsys):
+    (tmp_path / "file").write_text("precious")
+    for out_dir in (tmp_path / "file", tmp_path / "file" / "run"):
+        line = _refusal(capsys, tmp_path / "run", "--train.out_dir", str(out_dir))
+        assert f"train.out_dir={out_dir} cannot be a directory" in line
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_may_not_be_written_is_refused(tmp_path, capsys):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    line = _refusal(capsys, tmp_path / "run", "--train.out_dir", str(tmp_path / "locked" / "run"))
+    assert "is not writable; name another directory" in line
+
+
+def test_a_metrics_file_of_another_program_is_refused_and_kept(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"loss": 3}\n')
+    line = _refusal(capsys, tmp_path / "run")
+    assert "metrics.jsonl line 1 is not a record of metrics; move the file away" in line
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+
+
+def _two_processes(out_dir: Path, **changes: object):
+    port = tiny_run.free_port()
+    return [
+        tiny_run.program(
+            *("--distributed", "--coordinator", f"127.0.0.1:{port}"),
+            *("--num-processes", "2", "--process-id", index),
+            *_arguments(out_dir, **changes),
+        )
+        for index in range(2)
+    ]
+
+
+def _assert_close_records(out_dir: Path, other: Path) -> None:
+    ours, theirs = tiny_run.records(out_dir), tiny_run.records(other)
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        for name in a.keys() - {"kind"}:
+            assert a[name] == pytest.approx(b[name], rel=1e-3), (name, a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
+def test_two_processes_train_like_one_however_they_share_the_work(tmp_path, axis):
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    tiny_run.run(alone)
+    changes = {"mesh__data": 1, f"mesh__{axis}": 2}
+    children = _two_processes(together, train__sample_every=5, **changes)
+    outputs = [child.communicate(timeout=400) for child in children]
+    assert [child.returncode for child in children] == [0, 0], outputs
+    # The library of collectives greets on standard output.
+    printed = [re.sub(r"(?m)^\[Gloo\].*\n", "", out) for out, _ in outputs]
+    assert printed[0].count("\n---\n") == 2
+    assert printed[1] == outputs[1][1] == ""
+    assert "sample at step 20" in outputs[0][1]
+    _assert_close_records(together, alone)
+
+
+@pytest.mark.slow
+def test_two_processes_told_to_stop_stop_at_one_step_and_one_process_continues(tmp_path):
+    children = _two_processes(tmp_path, train__steps=3000, train__eval_every=0)
+    deadline = time.monotonic() + 300
+    while not read_records(tmp_path / "metrics.jsonl"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    children[1].send_signal(signal.SIGTERM)
+    outputs = [child.communicate(timeout=200) for child in children]
+    assert [child.returncode for child in children] == [128 + signal.SIGTERM] * 2, outputs
+    (step,) = re.findall(r"interrupted: saved at step (\d+)", outputs[0][1])
+    assert (tmp_path / "checkpoints" / f"step_{int(step):08d}").is_dir()
+    with pytest.MonkeyPatch.context() as patch:
+        tiny_run.stop_after(int(step) + 3, patch)
+        outcome = tiny_run.run(tmp_path, train__steps=3000, train__eval_every=0)
+    assert (outcome.reason, outcome.step) == ("interrupted", int(step) + 3)

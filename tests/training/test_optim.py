@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toy
+from tiny_run import compile_cache  # noqa: F401
+
+from dlm_jax.config import OptimConfig
+from dlm_jax.sharding import path_name
+from dlm_jax.training.optim import is_matrix, learning_rate, make_optimizer
+
+CONFIG = OptimConfig(learning_rate=0.5, warmup_steps=4, final_ratio=0.1)
+STEPS = 24
+NAMES = ["muon", "adamw"]
+
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
+
+def _random(tree, seed, scale=1.0):
+    leaves, structure = jax.tree.flatten(tree)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    drawn = [
+        scale * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, drawn)
+
+
+@functools.cache
+def _compiled(config: OptimConfig):
+    optimizer = make_optimizer(config, num_steps=STEPS)
+
+    def last_update(many_grads):
+        state = optimizer.init(toy.params())
+        for grads in many_grads:
+            updates, state = optimizer.update(grads, state, toy.params())
+        return updates
+
+    return jax.jit(last_update)
+
+
+def _updates(config: OptimConfig, grads_of_steps):
+    """The update of the last step, by path, when these gradients came one after the other."""
+    updates = _compiled(config)(list(grads_of_steps))
+    return {path_name(path): x for path, x in jax.tree_util.tree_flatten_with_path(updates)[0]}
+
+
+def test_the_rate_rises_by_equal_parts_to_the_peak_and_falls_along_a_cosine():
+    rate = learning_rate(0.5, CONFIG, num_steps=STEPS)
+    warm = [float(rate(step)) for step in range(5)]
+    np.testing.assert_allclose(warm, [0.1, 0.2, 0.3, 0.4, 0.5], rtol=1e-6)
+    for step in range(4, STEPS):
+        turn = np.pi * (step - 4) / (STEPS - 4)
+        expected = 0.05 + (0.5 - 0.05) * (1 + np.cos(turn)) / 2
+        np.testing.assert_allclose(float(rate(step)), expected, rtol=1e-5)
+    np.testing.assert_allclose(float(rate(STEPS)), 0.05, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (0, 5), (4, 5), (50, 1)])
+def test_no_step_of_a_run_has_a_rate_of_zero(warmup, steps):
+    config = OptimConfig(warmup_steps=warmup, final_ratio=0.0)
+    rate = learning_rate(0.5, config, num_steps=steps)
+    assert all(0 < float(rate(step)) <= 0.5 for step in range(steps))
+
+
+def _with_singular_values(matrices, low: float, high: float):
+    u, s, vt = np.linalg.svd(matrices, full_matrices=False)
+    return jnp.asarray((u * np.linspace(low, high, s.shape[-1], dtype=np.float32)) @ vt)
+
+
+def test_muon_makes_the_update_of_a_block_matrix_orthogonal_and_no_other():
+    grads = jax.tree_util.tree_map_with_path(
+        lambda path, x: _with_singular_values(x, 1, 10) if is_matrix(path_name(path)) else x,
+        _random(toy.params(), 1),
+    )
+    updates = _updates(OptimConfig(warmup_steps=0), [grads])
+    for path, update in updates.items():
+        if not is_matrix(path):
+            continue
+        singular = np.linalg.svd(np.asarray(update), compute_uv=False)
+        assert singular.shape[0] == 2, "one matrix for each layer"
+        assert (singular.max(1) / singular.min(1) < 2.0).all(), path
+    table = np.linalg.svd(np.asarray(updates["embedding"]), compute_uv=False)
+    assert table.max() / table.min() > 2.0
+
+
+def test_muon_treats_each_layer_as_a_matrix_of_its_own():
+    grads = _random(toy.params(), 1)
+    other = jax.tree_util.tree_map_with_path(
+        lambda path, x: x.at[1].multiply(7.0) if "blocks" in path_name(path) else x, grads
+    )
+    # No clipping, which looks at all gradients together.
+    config = OptimConfig(warmup_steps=0, clip=1e9)
+    ours, theirs = _updates(config, [grads]), _updates(config, [other])
+    for path in filter(is_matrix, ours):
+        np.testing.assert_allclose(ours[path], theirs[path], atol=2e-5)
+
+
+def test_muon_trains_the_rest_with_adam_at_its_own_rate():
+    grads = _random(toy.params(), 1)
+    plain = _updates(OptimConfig(warmup_steps=0), [grads])
+    config = OptimConfig(warmup_steps=0, learning_rate=0.04, adam_learning_rate=3 * 3e-3)
+    for path, update in _updates(config, [grads]).items():
+        factor = 2 if is_matrix(path) else 3
+        np.testing.assert_allclose(update, factor * plain[path], rtol=1e-4, err_msg=path)
+
+
+def test_adamw_is_optax_adamw_on_the_clipped_gradients():
+    params, grads = toy.params(), _random(toy.params(), 1)
+    config = OptimConfig(name="adamw", learning_rate=0.01, warmup_steps=0, weight_decay=0.0)
+    norm = optax.tree.norm(grads)
+    reference = optax.adamw(0.01, b1=config.b1, b2=config.b2, weight_decay=0.0)
+    expected, _ = jax.jit(reference.update)(
+        jax.tree.map(lambda g: g / norm, grads), jax.jit(reference.init)(params), params
+    )
+    ours = _updates(config, [grads])
+    for path, leaf in jax.tree_util.tree_flatten_with_path(expected)[0]:
+        np.testing.assert_allclose(ours[path_name(path)], leaf, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weight_decay_shrinks_block_matrices_and_nothing_else(name):
+    grads = _random(toy.params(), 1)
+    config = {"name": name, "learning_rate": 0.1, "warmup_steps": 0}
+    plain = _updates(OptimConfig(**config), [grads])
+    decayed = _updates(OptimConfig(**config, weight_decay=0.5), [grads])
+    flat = jax.tree_util.tree_flatten_with_path(toy.params())[0]
+    for path, param in ((path_name(path), leaf) for path, leaf in flat):
+        expected = -0.1 * 0.5 * param if is_matrix(path) else jnp.zeros_like(param)
+        np.testing.assert_allclose(decayed[path] - plain[path], expected, atol=1e-5, err_msg=path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gradient_above_the_clip_counts_as_one_of_that_norm(name):
+    config = OptimConfig(name=name, warmup_steps=0, clip=1.0)
+    small, direction = _random(toy.params(), 1, scale=1e-4), _random(toy.params(), 2)
+    unit = jax.tree.map(lambda x: x / optax.tree.norm(direction), direction)
+    huge = jax.tree.map(lambda x: 1e4 * x, unit)
+    free = dataclasses.replace(config, clip=1e6)
+    exact, clipped = _updates(free, [small, unit]), _updates(config, [small, huge])
+    for path in exact:
+        np.testing.assert_allclose(clipped[path], exact[path], rtol=1e-3, atol=1e-5, err_msg=path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gradient_below_the_clip_is_left_as_it_is(name):
+    small, next_small = (_random(toy.params(), seed, scale=1e-4) for seed in (1, 2))
+    tight, loose = (OptimConfig(name=name, warmup_steps=0, clip=clip) for clip in (1.0, 1e6))
+    ours, theirs = _updates(tight, [small, next_small]), _updates(loose, [small, next_small])
+    for path in ours:
+        np.testing.assert_array_equal(ours[path], theirs[path])

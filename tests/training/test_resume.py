@@ -1,0 +1,191 @@
+"""Law 8: resume is continue."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+from tiny_run import compile_cache  # noqa: F401
+
+from dlm_jax.training.loop import _Loop
+from dlm_jax.training.stop import StopRequest
+
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
+STEPS = int(tiny_run.FLAGS["train.steps"])
+
+
+class Killed(Exception):
+    """Stands for a kill: nothing after it runs."""
+
+
+def _kill_after(step: int, patch: pytest.MonkeyPatch) -> None:
+    def killed(stop: StopRequest, at: int) -> int:
+        if at == step:
+            raise Killed
+        return 0
+
+    patch.setattr(StopRequest, "at", killed)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, compile_cache):  # noqa: F811
+    """A run that nothing interrupted: its directory and its outcome."""
+    out_dir = tmp_path_factory.mktemp("whole") / "run"
+    return out_dir, tiny_run.run(out_dir, train__keep_checkpoints=9)
+
+
+def _assert_same_run(out_dir: Path, outcome, whole) -> None:
+    whole_dir, expected = whole
+    assert (outcome.reason, outcome.step, outcome.bound) == ("finished", STEPS, expected.bound)
+    tiny_run.assert_same(outcome.state, expected.state)
+    assert tiny_run.records(out_dir) == tiny_run.records(whole_dir)
+
+
+def test_a_run_stopped_at_any_steps_ends_as_the_uninterrupted_one(tmp_path, whole):
+    # Between lines of metrics, where a line and an evaluation are due, and at a checkpoint.
+    for step in (1, 5, 6, 8, 23):
+        with pytest.MonkeyPatch.context() as patch:
+            tiny_run.stop_after(step, patch)
+            outcome = tiny_run.run(tmp_path)
+        assert (outcome.reason, outcome.step) == ("interrupted", step)
+        assert outcome.signal_number == signal.SIGTERM
+    _assert_same_run(tmp_path, tiny_run.run(tmp_path), whole)
+
+
+@pytest.mark.parametrize("step", [2, 7])
+def test_a_run_killed_between_checkpoints_ends_as_the_uninterrupted_one(tmp_path, whole, step):
+    with pytest.MonkeyPatch.context() as patch:
+        _kill_after(step, patch)
+        with pytest.raises(Killed):
+            tiny_run.run(tmp_path)
+    _assert_same_run(tmp_path, tiny_run.run(tmp_path), whole)
+
+
+def _copy_until(step: int, whole, out_dir: Path) -> Path:
+    """The uninterrupted run as it was when the checkpoint of `step` was its newest."""
+    shutil.copytree(whole[0], out_dir)
+    for path in (out_dir / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step_")) > step:
+            shutil.rmtree(path)
+    return out_dir
+
+
+def test_lines_of_metrics_beyond_the_checkpoint_are_dropped(tmp_path, whole):
+    out_dir = _copy_until(4, whole, tmp_path / "run")
+    with open(out_dir / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "train", "st')
+    with pytest.MonkeyPatch.context() as patch:
+        _kill_after(5, patch)
+        with pytest.raises(Killed):
+            tiny_run.run(out_dir)
+    assert [record["step"] for record in tiny_run.records(out_dir)] == [3]
+
+
+def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(tmp_path, whole):
+    out_dir = _copy_until(8, whole, tmp_path / "run")
+    newest = out_dir / "checkpoints" / "step_00000008" / "state"
+    largest = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
+    lines: list[str] = []
+    started: list[int] = []
+    take_step = _Loop.take_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            _Loop, "take_step", lambda loop: (started.append(loop.step), take_step(loop))[1]
+        )
+        outcome = tiny_run.run(out_dir, report=lines.append)
+    assert started[0] == 4
+    assert len(lines) == 1
+    assert "damaged checkpoint" in lines[0]
+    assert "using step 4 instead" in lines[0]
+    _assert_same_run(out_dir, outcome, whole)
+
+
+@functools.cache
+def _close():
+    return functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=2e-4)
+
+
+def test_a_run_goes_on_on_other_devices_to_float_tolerance(tmp_path, whole):
+    out_dir = _copy_until(4, whole, tmp_path / "run")
+    mesh = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}
+    outcome = tiny_run.run(out_dir, devices=8, **mesh)
+    assert len(outcome.state.params["embedding"].sharding.device_set) == 8
+    jax.tree.map(_close(), jax.device_get(outcome.state), jax.device_get(whole[1].state))
+    for ours, theirs in zip(tiny_run.records(out_dir), tiny_run.records(whole[0]), strict=True):
+        assert ours.keys() == theirs.keys()
+        _close()([v for v in ours.values() if v != ours["kind"]],
+                 [v for v in theirs.values() if v != theirs["kind"]])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model.width", 32),
+        ("model.activation", "gelu"),
+        ("data.tokenizer", "byte"),
+        ("data.seq_len", 8),
+        ("data.held_out", 0.1),
+        ("optim.learning_rate", 0.01),
+        ("train.steps", 25),
+        ("train.batch_size", 16),
+        ("train.seed", 1),
+    ],
+)
+def test_a_directory_of_a_run_that_differs_is_refused_by_the_key(whole, key, value):
+    before = _listing(whole[0])
+    with pytest.raises(ValueError, match=rf"holds a run with {key}=.* use another train.out_dir"):
+        tiny_run.run(whole[0], **{key.replace(".", "__"): value})
+    assert _listing(whole[0]) == before
+
+
+def test_a_directory_of_a_run_on_another_text_is_refused(whole, tmp_path):
+    (tmp_path / "other.txt").write_text(tiny_run.TEXT + "More.")
+    with pytest.raises(ValueError, match="holds a run on another text"):
+        tiny_run.run(whole[0], data__source=tmp_path / "other.txt")
+
+
+def test_how_often_a_run_looks_up_may_change_without_changing_what_it_learns(tmp_path, whole):
+    out_dir = _copy_until(4, whole, tmp_path / "run")
+    shown: list[int] = []
+    outcome = tiny_run.run(
+        out_dir,
+        train__log_every=2,
+        train__eval_every=0,
+        train__sample_every=5,
+        train__checkpoint_every=0,
+        show_sample=lambda state, step: shown.append(step),
+    )
+    tiny_run.assert_same(outcome.state, whole[1].state)
+    steps = [line["step"] for line in tiny_run.records(out_dir) if line["kind"] == "train"]
+    assert steps == [3, *range(6, 25, 2)]
+    assert shown == [5, 10, 15, 20]
+
+
+def test_a_finished_run_started_again_takes_no_step_and_changes_nothing(whole):
+    before = _listing(whole[0])
+    outcome = tiny_run.run(whole[0])
+    assert (outcome.reason, outcome.step, outcome.bound) == ("finished", STEPS, whole[1].bound)
+    tiny_run.assert_same(outcome.state, whole[1].state)
+    assert _listing(whole[0]) == before
+
+
+def test_a_checkpoint_says_what_is_needed_to_go_on_and_to_sample(whole):
+    newest = whole[0] / "checkpoints" / f"step_{STEPS:08d}"
+    meta = json.loads((newest / "meta" / "metadata").read_text())
+    assert meta["config"]["model"]["vocab_size"] > 0
+    assert meta["config"]["sample"]["steps"] == 4
+    assert meta["tokenizer"]
+    assert meta["bound"] == whole[1].bound
+
+
+def _listing(directory: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in sorted(directory.rglob("*"))}
