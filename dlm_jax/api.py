@@ -137,6 +137,8 @@ def generate(
         except ValueError as error:
             where = f"prompt {index}: " if len(prompts) > 1 else ""
             raise ValueError(f"{where}{error}") from None
+    if not rows:
+        raise ValueError("there is nothing to generate; give at least one prompt")
     result = _generate_rows(model, rows, batch_size=batch_size, on_commits=on_commits)
     texts = tuple(
         model.tokenizer.decode(row[:length])

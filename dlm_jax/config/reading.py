@@ -114,7 +114,11 @@ def _typed(key: str, value: Any, hint: Any, *, lenient: bool) -> Any:
     try:
         return msgspec.convert(value, hint, strict=not lenient)
     except msgspec.ValidationError:
-        raise ValueError(f"{key}={value!r} is not {_describe(hint)}") from None
+        advice = ""
+        if typing.get_origin(hint) is Literal:
+            near = difflib.get_close_matches(str(value), typing.get_args(hint), n=1, cutoff=0.0)
+            advice = f"; did you mean {near[0]!r}?"
+        raise ValueError(f"{key}={value!r} is not {_describe(hint)}{advice}") from None
 
 
 def _split(text: str, hint: Any) -> Any:

@@ -149,7 +149,9 @@ def _largest_flushed(logits_NV: Array, size: int) -> tuple[Array, Array]:
 def _top_k(x: Array, size: int) -> tuple[Array, Array]:
     """`lax.top_k` behind barriers: fused with its neighbours, XLA's CPU backend sorts instead."""
     x = jax.lax.optimization_barrier(x)
-    values, ids = jax.lax.optimization_barrier(tuple(jax.lax.top_k(x, size)))
+    # One barrier each: XLA folds a joint one into the top-k's own tuple, and a later pass of the
+    # partitioner aborts on it.
+    values, ids = (jax.lax.optimization_barrier(y) for y in jax.lax.top_k(x, size))
     return values, ids
 
 
