@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 import dlm_jax.config as configs
 from dlm_jax.api import Model, generate
 from dlm_jax.command_line import Parser, add_host_flags, refusals, start_jax
+from dlm_jax.model import cpu
 from dlm_jax.training.loop import Outcome, say, train
 from dlm_jax.training.run import Run, prepare
 from dlm_jax.training.step import TrainState
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, overrides = configs.parse_flags(parser, argv)
         config = configs.load(args.config, overrides)
         start_jax(args)
+        cpu.keep_freed_memory()
         run = prepare(config, report=say)
     with run.checkpoints:
         describe(run)

@@ -3,8 +3,9 @@
     python benchmarks/step_speed.py [--sizes 1m 10m] [--rounds 7]
 
 Both frameworks get the same batch, thread count and float32. Each runs in a process of its own,
-which also gives its peak memory; the parent alternates between them, one timing at a time, and
-prints medians. Memory is peak resident size over the training steps, less that after import.
+which also gives its peak memory; the parent alternates between them, a few runs at a time (the
+first of each turn is not counted: it finds the other's data in the caches), and prints medians.
+Memory is peak resident size over the training steps, less that after import.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ SIZES = {
     "10m": {"depth": 6, "width": 384, "heads": 6, "rows": 16, "positions": 256},
 }
 VOCAB_SIZE = 128
+REPEATS = 5
+PAUSE_SECONDS = 0.3
 
 
 def jax_functions(size: dict[str, int], activation: Any) -> tuple[Any, Any]:
@@ -108,12 +111,15 @@ def serve(pipe: Any, name: str, size: dict[str, int], activation: str) -> None:
     """Answers ``"forward"`` and ``"step"`` with seconds, ``"memory"`` with megabytes."""
     if name == "jax":
         import jax
-        import optax  # noqa: F401 - both belong to the import, not to the training
+        import optax  # noqa: F401 - what is imported belongs to the import, not to the training
+
+        import dlm_jax.model.transformer  # noqa: F401
 
         jax.devices()
         make = jax_functions
     else:
         import torch  # noqa: F401
+        import torch_twin  # noqa: F401
 
         make = torch_functions
     imported_mb = _resident_mb()
@@ -125,9 +131,12 @@ def serve(pipe: Any, name: str, size: dict[str, int], activation: str) -> None:
             peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
             pipe.send(peak_mb - imported_mb)
         else:
-            start = time.perf_counter()
-            functions[request]()
-            pipe.send(time.perf_counter() - start)
+            times = []
+            for _ in range(REPEATS + 1):
+                start = time.perf_counter()
+                functions[request]()
+                times.append(time.perf_counter() - start)
+            pipe.send(statistics.median(times[1:]))
 
 
 def measure(size: dict[str, int], activation: str, rounds: int) -> dict[str, dict[str, float]]:
@@ -147,11 +156,13 @@ def measure(size: dict[str, int], activation: str, rounds: int) -> dict[str, dic
     # Memory comes after training steps only, before the forward program exists.
     for request in ("step", "memory", "forward"):
         times = {name: [] for name in pipes}
-        for _ in range(1 if request == "memory" else rounds + 1):
+        for _ in range(1 if request == "memory" else rounds):
             for name in pipes:
                 times[name].append(ask(name, request))
+                # The threads of the one spin for a while before they leave the cores to the other.
+                time.sleep(PAUSE_SECONDS)
         for name, values in times.items():
-            results[name][request] = statistics.median(values[1:] or values)
+            results[name][request] = statistics.median(values)
     for name in pipes:
         pipes[name].send("stop")
     for process in processes:
