@@ -24,6 +24,7 @@ from dlm_jax.api import Model, generate
 from dlm_jax.command_line import start_jax
 from dlm_jax.data import join_documents, read_documents, split_text
 from dlm_jax.metrics import read_records
+from dlm_jax.model import cpu
 from dlm_jax.training.loop import train
 from dlm_jax.training.run import prepare
 
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="for all runs")
     args = parser.parse_args()
     start_jax()
+    cpu.keep_freed_memory()
     shared = dict(item.split("=", 1) for item in args.set)
     results: dict[str, list[dict[str, float]]] = {name: [] for name in args.recipes}
     for seed in args.seeds:

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from dlm_jax.sampling import draw as drawing
 from dlm_jax.config import SamplingParams
+from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling.params import pack
 from dlm_jax.sampling.transforms import At, Chain, Context
 

@@ -16,10 +16,11 @@ from dlm_jax.config import Config, SampleConfig, resolve
 from dlm_jax.data import Tokenizer, from_json
 from dlm_jax.model import cpu
 from dlm_jax.model.transformer import build
+from dlm_jax.sampling.advance import Advance, make_advance
 from dlm_jax.sampling.commit import ORDERS, QUOTAS
 from dlm_jax.sampling.generate import Generation, Request, merge, split_rows
 from dlm_jax.sampling.generate import generate as generate_tokens
-from dlm_jax.sampling.loop import Advance, Program, make_advance
+from dlm_jax.sampling.loop import Program
 from dlm_jax.sampling.params import pack
 from dlm_jax.sampling.propose import chunk_size
 from dlm_jax.sampling.transforms import Chain

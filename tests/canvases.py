@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import toy
 
+from dlm_jax.sampling.advance import Advance, make_advance
 from dlm_jax.sampling.commit import ORDERS, QUOTAS, CommitRule
-from dlm_jax.sampling.loop import Advance, Program, State, make_advance, start
+from dlm_jax.sampling.loop import Program, State, start
 from dlm_jax.sampling.transforms import Chain, LogitBias, Temperature, chain
 from dlm_jax.types import Network
 

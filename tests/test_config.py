@@ -47,7 +47,11 @@ def test_flags_override_the_file_which_overrides_the_defaults(tmp_path):
         ("", {"train.stepz": "3"}, "unknown flag 'train.stepz'; did you mean 'train.steps'?"),
         ("", {"train.steps": "many"}, "command line: train.steps='many' is not a whole number"),
         ("", {"model.remat": "perhaps"}, "model.remat='perhaps' is not true or false"),
-        ("", {"sample.temperature": "-1"}, "temperature=-1.0 is outside [0, 1e+06]; use 0.0 for greedy"),
+        (
+            "",
+            {"sample.temperature": "-1"},
+            "temperature=-1.0 is outside [0, 1e+06]; use 0.0 for greedy",
+        ),
         ("", {"optim.warmup_steps": "5000"}, "leaves nothing of train.steps"),
     ],
 )

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 import tiny_run
-from tiny_run import ROOT, compile_cache  # noqa: F401
+from tiny_run import ROOT
 
 from dlm_jax.metrics import read_records
-
-pytestmark = pytest.mark.usefixtures("compile_cache")
 
 
 def _train_script():

@@ -1,4 +1,4 @@
-"""The one tiny training run that the tests share, and a cache so that it compiles once."""
+"""The one tiny training run that the tests share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import dlm_jax.config as configs
 import dlm_jax.training.run
@@ -46,25 +45,6 @@ FLAGS = {
 @functools.cache
 def _shared_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="dlm_jax_tests_"))
-
-
-@pytest.fixture(scope="module")
-def compile_cache() -> Iterator[None]:
-    """Programs compiled here, or by `program`, are read back from disk the next time."""
-    settings = {
-        "jax_compilation_cache_dir": str(_shared_folder() / "xla"),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", settings["jax_compilation_cache_dir"])
-        for name, value in settings.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-        yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 def text_file() -> Path:
@@ -134,7 +114,6 @@ def program(*arguments: object, script: str = "train.py", **environment: str) ->
     """Starts a script of the project as its users do, with caches of its own."""
     given = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(_shared_folder() / "xla"),
         "DLM_JAX_CACHE": str(_shared_folder() / "tokens"),
         "XDG_CACHE_HOME": str(_shared_folder()),
     }

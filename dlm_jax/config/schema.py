@@ -162,7 +162,7 @@ class MeshConfig:
             _require(value >= 1, f"mesh.{name}={value} must be at least 1")
 
 
-Order = Literal["low_confidence", "random"]
+Order = Literal["low_confidence", "random", "left_to_right"]
 Schedule = Literal["linear", "cosine"]
 ORDERS: tuple[str, ...] = typing.get_args(Order)
 SCHEDULES: tuple[str, ...] = typing.get_args(Schedule)
@@ -175,7 +175,7 @@ class SampleConfig(SamplingParams):
     gen_length: int = _field(0, "new tokens of one sample; 0: as many as the canvas has room for")
     steps: int = _field(128, "denoising steps of one sample")
     order: Order = _field(
-        "random", "which proposals are committed first: low_confidence (the surest) or random"
+        "random", "what is committed first: low_confidence (the surest), random or left_to_right"
     )
     schedule: Schedule = _field(
         "linear", "how the number of commits is spread over the steps: linear or cosine"

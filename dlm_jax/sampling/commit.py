@@ -40,11 +40,14 @@ class Proposal(NamedTuple):
     Attributes:
       tokens_BL: int32 candidate ids.
       logprob_BL: float32 log-probability of the candidate under the clean logits.
+      final_logprob_BL: float32, the same under the logits it was drawn from, after all transforms;
+        0 where no row's transforms read it.
       confidence_BL: float32, what the rule's `measure` said; higher is surer.
     """
 
     tokens_BL: jax.Array
     logprob_BL: jax.Array
+    final_logprob_BL: jax.Array
     confidence_BL: jax.Array
 
 
@@ -164,8 +167,30 @@ class RandomOrder:
         return view.is_hole_BL
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["quota"])
+@dataclass(frozen=True)
+class LeftToRight:
+    """Commits each row's quota of leftmost holes; only their logits are needed."""
+
+    quota: Quota = linear_quota
+
+    def eligible(self, view: View) -> jax.Array:
+        """The leftmost holes."""
+        rank_BL = jnp.cumsum(view.is_hole_BL, axis=1)
+        return view.is_hole_BL & (rank_BL <= self.quota(view)[:, None])
+
+    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+        """Probability of the candidate."""
+        return jnp.exp(logprob_N)
+
+    def select(self, view: View, proposal: Proposal) -> jax.Array:
+        """All that were eligible."""
+        return view.is_hole_BL
+
+
 QUOTAS: dict[str, Quota] = {"linear": linear_quota, "cosine": cosine_quota}
 ORDERS: dict[str, Callable[[Quota], CommitRule]] = {
     "low_confidence": LowConfidenceFirst,
     "random": RandomOrder,
+    "left_to_right": LeftToRight,
 }

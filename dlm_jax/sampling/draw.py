@@ -48,7 +48,7 @@ def draw_with(
     *,
     method: str = "inverse_cdf",
 ) -> Array:
-    """Ids as `draw` gives them for the logits over `divisor` (1 if None), from the keys' `noise`."""
+    """Ids as `draw` gives them for logits over `divisor` (1 if None), from the keys' `noise`."""
     logits_NV = logits_NV.astype(jnp.float32)  # never draw from bfloat16: its tail collapses
     if method == "gumbel":
         if divisor_N is not None:

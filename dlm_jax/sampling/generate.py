@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dlm_jax.sampling.advance import Advance
 from dlm_jax.sampling.commit import CommitRule
-from dlm_jax.sampling.loop import Advance, State, start
+from dlm_jax.sampling.loop import State, start
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.types import Params, Status
 

@@ -1,4 +1,4 @@
-"""The denoising loop: its per-row state, one step of it, and `advance`, which compiles the two.
+"""The denoising loop: its per-row state, and one step of it.
 
 Everything in the state is ``[B]`` or ``[B, L]``. No step reads one row to decide about another, so
 that a row comes out as if it had run alone, and drivers may put rows of any age side by side.
@@ -6,19 +6,17 @@ that a row comes out as if it had run alone, and drivers may put rows of any age
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dlm_jax.sampling.commit import CommitRule, Proposal, View
 from dlm_jax.sampling.propose import propose_parallel
-from dlm_jax.sampling.transforms.chain import Chain, Context
+from dlm_jax.sampling.transforms.chain import Chain
+from dlm_jax.sampling.transforms.protocol import Context
 from dlm_jax.types import Network, Params, Status, live_positions
 
 
@@ -131,22 +129,46 @@ def start(
     return jax.tree.map(jnp.copy, state)
 
 
+class Look(NamedTuple):
+    """A step up to its proposal: what it saw, and what it would write.
+
+    Attributes:
+      view: what the commit rule knows.
+      is_open_BL: True at the positions that have a candidate.
+      hidden_BLD: what the trunk returned.
+      context: the visible tokens.
+      draw_key_B: the step's key of each row, for draws.
+      proposal: the candidates.
+      is_finite_B: False for rows whose logits cannot be drawn from.
+    """
+
+    view: View
+    is_open_BL: jax.Array
+    hidden_BLD: jax.Array
+    context: Context
+    draw_key_B: jax.Array
+    proposal: Proposal
+    is_finite_B: jax.Array
+
+
 def step(program: Program, params: Params, state: State) -> State:
     """The state after one step of every running row; other rows come back bit for bit."""
+    return write(state, look(program, params, state))
+
+
+def look(program: Program, params: Params, state: State) -> Look:
+    """The forward of a step, and candidates for its open positions; the state stays as it is."""
     canvas = state.canvas
-    num_positions = canvas.tokens_BL.shape[1]
-    is_running_B = state.status_B == Status.RUNNING
-    is_live_BL = live_positions(canvas.length_B, num_positions)
+    is_live_BL = live_positions(canvas.length_B, canvas.tokens_BL.shape[1])
     is_hole_BL = (
         (canvas.tokens_BL == program.mask_id)
         & is_live_BL
         & ~canvas.frozen_BL
-        & is_running_B[:, None]
+        & (state.status_B == Status.RUNNING)[:, None]
     )
     draw_key_B, rule_key_B = _step_keys(state)
     view = View(is_hole_BL, state.first_holes_B, state.step_B, state.steps_B, rule_key_B)
-    is_last_B = state.step_B + 1 >= state.steps_B
-    is_open_BL = is_hole_BL & (state.rule.eligible(view) | is_last_B[:, None])
+    is_open_BL = is_hole_BL & (state.rule.eligible(view) | _is_last(state)[:, None])
 
     hidden_BLD, _ = program.network.trunk(params, canvas.tokens_BL, canvas.length_B, None)
     context = Context(
@@ -158,16 +180,23 @@ def step(program: Program, params: Params, state: State) -> State:
     proposal, is_finite_B = _propose(
         program, params, state, hidden_BLD, is_open_BL, context, draw_key_B
     )
-    is_committed_BL = is_open_BL & (state.rule.select(view, proposal) | is_last_B[:, None])
-    is_committed_BL &= is_finite_B[:, None]
+    return Look(view, is_open_BL, hidden_BLD, context, draw_key_B, proposal, is_finite_B)
 
-    left_B = jnp.sum(is_hole_BL & ~is_committed_BL, axis=1)
+
+def write(state: State, seen: Look) -> State:
+    """The state with what the commit rule takes of the proposal, one step later."""
+    proposal = seen.proposal
+    is_running_B = state.status_B == Status.RUNNING
+    chosen_BL = state.rule.select(seen.view, proposal) | _is_last(state)[:, None]
+    is_committed_BL = seen.is_open_BL & chosen_BL & seen.is_finite_B[:, None]
+    left_B = jnp.sum(seen.view.is_hole_BL & ~is_committed_BL, axis=1)
     step_B = state.step_B + is_running_B
     status_B = jnp.select(
-        [~is_running_B, ~is_finite_B, left_B == 0, step_B >= state.steps_B],
+        [~is_running_B, ~seen.is_finite_B, left_B == 0, step_B >= state.steps_B],
         [state.status_B, *(jnp.full_like(step_B, s) for s in _ENDS)],
         Status.RUNNING,
     )
+    canvas = state.canvas
     return state._replace(
         canvas=canvas._replace(
             tokens_BL=jnp.where(is_committed_BL, proposal.tokens_BL, canvas.tokens_BL)
@@ -179,6 +208,10 @@ def step(program: Program, params: Params, state: State) -> State:
         committed_BL=jnp.where(is_committed_BL, state.step_B[:, None], state.committed_BL),
         chain_state=state.chain.update(state.chain_state, is_committed_BL, proposal),
     )
+
+
+def _is_last(state: State) -> jax.Array:
+    return state.step_B + 1 >= state.steps_B
 
 
 _ENDS = (Status.NON_FINITE, Status.DONE, Status.STEP_LIMIT)
@@ -226,51 +259,3 @@ def _step_keys(state: State) -> tuple[jax.Array, jax.Array]:
         return draw_key, rule_key
 
     return jax.vmap(one_row)(state.key_B, state.step_B)
-
-
-class Advance:
-    """Compiled ``(params, state, num_steps) -> state``: up to `num_steps` steps of each row.
-
-    The loop ends early when no row runs. `num_steps` is traced and `state` donated. One program
-    is compiled per shape and per kind of chain and rule; ``compiled`` lists their shapes, and
-    ``program`` is what they have in common.
-    """
-
-    def __init__(self, program: Program, *, compiler_options: Mapping[str, Any] | None = None):
-        self.compiled: list[str] = []
-        self.program = program
-        self._jitted = jax.jit(
-            self._advance,
-            donate_argnums=1,
-            compiler_options=dict(compiler_options) if compiler_options else None,
-        )
-
-    def __call__(self, params: Params, state: State, num_steps: int | jax.Array) -> State:
-        """The state up to `num_steps` steps later; do not use the old one again."""
-        if isinstance(num_steps, int):
-            # Said aloud, so that it passes under `jax.transfer_guard("disallow")`.
-            num_steps = jax.device_put(np.int32(num_steps))
-        return self._jitted(params, state, num_steps)
-
-    def _advance(self, params: Params, state: State, num_steps: jax.Array) -> State:
-        rows, positions = state.canvas.tokens_BL.shape
-        # Runs when a new program is traced, and only then.
-        self.compiled.append(f"rows={rows} canvas={positions}")
-
-        def goes_on(carry: tuple[jax.Array, State]) -> jax.Array:
-            taken, state = carry
-            return (taken < num_steps) & jnp.any(state.status_B == Status.RUNNING)
-
-        def one_more(carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
-            taken, state = carry
-            return taken + 1, step(self.program, params, state)
-
-        return jax.lax.while_loop(goes_on, one_more, (jnp.zeros((), jnp.int32), state))[1]
-
-
-@functools.cache
-def make_advance(
-    program: Program, *, compiler_options: tuple[tuple[str, Any], ...] = ()
-) -> Advance:
-    """The `Advance` of `program`, the same object for equal arguments."""
-    return Advance(program, compiler_options=dict(compiler_options))

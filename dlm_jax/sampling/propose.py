@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from dlm_jax.sampling.commit import Proposal
 from dlm_jax.sampling.draw import log_prob
-from dlm_jax.sampling.transforms.chain import At, Chain, Context
+from dlm_jax.sampling.transforms.chain import Chain
+from dlm_jax.sampling.transforms.protocol import At, Context
 from dlm_jax.types import Network, Params
 
 _CPU_LOGITS = 2**18
@@ -73,20 +74,21 @@ def propose_parallel(
     prepared = chain.prepare(chain_state, context)
 
     def one_chunk(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        first, ids, logprobs, confidences, is_finite = carry
+        first, ids, logprobs, finals, confidences, is_finite = carry
         places_N = jax.lax.dynamic_slice(flat, (first,), (chunk,))
         is_real_N = first + jnp.arange(chunk) < num_open
         row_N, index_N = places_N // num_positions, places_N % num_positions
         key_N = jax.vmap(jax.random.fold_in)(key_B[row_N], index_N)
         clean_NV = network.readout(params, hidden[places_N])
         at = At(row_N=row_N, index_N=index_N, key_N=key_N, is_real_N=is_real_N)
-        ids_N = chain.draw(prepared, clean_NV, at)
+        ids_N, final_N = chain.draw_and_score(prepared, clean_NV, at)
         logprob_N = log_prob(clean_NV, ids_N)
         target_N = jnp.where(is_real_N, places_N, total)
         return (
             first + chunk,
             ids.at[target_N].set(ids_N, mode="drop"),
             logprobs.at[target_N].set(logprob_N, mode="drop"),
+            finals.at[target_N].set(final_N, mode="drop"),
             confidences.at[target_N].set(measure(clean_NV, logprob_N), mode="drop"),
             is_finite.at[row_N].min(jnp.isfinite(logprob_N) | ~is_real_N),
         )
@@ -96,11 +98,11 @@ def propose_parallel(
         jnp.zeros(total, jnp.int32),
         jnp.zeros(total, jnp.float32),
         jnp.zeros(total, jnp.float32),
+        jnp.zeros(total, jnp.float32),
         jnp.ones(num_rows, jnp.bool_),
     )
-    _, ids, logprobs, confidences, is_finite_B = jax.lax.while_loop(
+    _, *arrays, is_finite_B = jax.lax.while_loop(
         lambda carry: carry[0] < num_open, one_chunk, start
     )
     shape = (num_rows, num_positions)
-    proposal = Proposal(ids.reshape(shape), logprobs.reshape(shape), confidences.reshape(shape))
-    return proposal, is_finite_B
+    return Proposal(*(array.reshape(shape) for array in arrays)), is_finite_B

@@ -22,8 +22,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dlm_jax.checkpoint import files, manifest
-from dlm_jax.checkpoint import Checkpoints, load_params
+from dlm_jax.checkpoint import Checkpoints, files, load_params, manifest
 
 ROOT = Path(__file__).parent.parent
 META = {"config": {"model": {"depth": 2}}, "tokenizer": "byte", "data": {"next": [1, 2]}}

@@ -62,10 +62,7 @@ def test_training_loss_integrated_over_times_and_masks_is_the_same_bound(tokens)
     tokens_BL, length_B = _repeat(tokens, 1)
     one = jnp.ones(1)
     sums = np.array(
-        [
-            float(_elbo_at(toy.params(), tokens_BL, length_B, mask[None], one).sum)
-            for mask in masks
-        ]
+        [float(_elbo_at(toy.params(), tokens_BL, length_B, mask[None], one).sum) for mask in masks]
     )
     # Midpoint rule over t for E over independent masks of (1/t) * cross-entropy.
     times = (np.arange(4000) + 0.5) / 4000

@@ -148,9 +148,7 @@ def test_remat_changes_no_gradient():
             return jnp.sum(hidden**2)
 
         gradients.append(jax.jit(jax.grad(total))(toy.params()))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), *gradients
-    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), *gradients)
 
 
 def test_bfloat16_computes_near_float32_with_float32_parameters():

@@ -131,7 +131,7 @@ def test_choice_of_a_row_does_not_depend_on_its_neighbours(order, quota):
     @jax.jit
     def choose(view, confidence_BL):
         zeros_BL = jnp.zeros_like(confidence_BL)
-        proposal = Proposal(zeros_BL.astype(jnp.int32), zeros_BL, confidence_BL)
+        proposal = Proposal(zeros_BL.astype(jnp.int32), zeros_BL, zeros_BL, confidence_BL)
         return rule.eligible(view) & rule.select(view, proposal)
 
     rng = np.random.default_rng(2)
@@ -168,7 +168,7 @@ def test_rule_commits_exactly_its_quota_of_holes(order, quota):
     @jax.jit
     def choose(view):
         confidence_BL = jnp.ones(view.is_hole_BL.shape, jnp.float32)
-        proposal = Proposal(confidence_BL.astype(jnp.int32), confidence_BL, confidence_BL)
+        proposal = Proposal(confidence_BL.astype(jnp.int32), *(3 * (confidence_BL,)))
         chosen = rule.eligible(view) & rule.select(view, proposal)
         return chosen, rule.quota(view)
 

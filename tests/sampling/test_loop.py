@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from oracles import commit as oracle
 
 from dlm_jax.model.transformer import build
-from dlm_jax.sampling.loop import Advance, State, make_advance, step
+from dlm_jax.sampling.advance import Advance, make_advance
+from dlm_jax.sampling.loop import State, step
 from dlm_jax.types import Network, Status
 
 RULES = {"low_confidence": LOW_CONFIDENCE, "random": RANDOM, "cosine": COSINE}

@@ -11,8 +11,8 @@ import transform_cases as tc
 from oracles import chain as oracle
 from oracles import near, samplers
 
-from dlm_jax.sampling import transforms as tf
 from dlm_jax.config.sampling import DEFAULT_CHAIN, SamplingParams, resolve
+from dlm_jax.sampling import transforms as tf
 from dlm_jax.sampling.params import pack
 
 BAD = [

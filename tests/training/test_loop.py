@@ -8,14 +8,11 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
-from tiny_run import compile_cache  # noqa: F401
 
 import dlm_jax.config as configs
 from dlm_jax.training.loop import _Loop
 from dlm_jax.training.run import prepare
 from dlm_jax.training.stop import stop_on_signals
-
-pytestmark = pytest.mark.usefixtures("compile_cache")
 
 
 def _before_steps(act, patch: pytest.MonkeyPatch) -> None:
@@ -28,7 +25,7 @@ def _saved_steps(out_dir) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, compile_cache):  # noqa: F811
+def finished(tmp_path_factory):
     out_dir = tmp_path_factory.mktemp("loop") / "run"
     before = set(threading.enumerate())
     outcome = tiny_run.run(

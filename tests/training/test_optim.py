@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 import toy
-from tiny_run import compile_cache  # noqa: F401
 
 from dlm_jax.config import OptimConfig
 from dlm_jax.sharding import path_name
@@ -18,8 +17,6 @@ from dlm_jax.training.optim import is_matrix, learning_rate, make_optimizer
 CONFIG = OptimConfig(learning_rate=0.5, warmup_steps=4, final_ratio=0.1)
 STEPS = 24
 NAMES = ["muon", "adamw"]
-
-pytestmark = pytest.mark.usefixtures("compile_cache")
 
 
 def _random(tree, seed, scale=1.0):

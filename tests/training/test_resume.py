@@ -12,12 +12,9 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
-from tiny_run import compile_cache  # noqa: F401
 
 from dlm_jax.training.loop import _Loop
 from dlm_jax.training.stop import StopRequest
-
-pytestmark = pytest.mark.usefixtures("compile_cache")
 
 STEPS = int(tiny_run.FLAGS["train.steps"])
 
@@ -36,7 +33,7 @@ def _kill_after(step: int, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, compile_cache):  # noqa: F811
+def whole(tmp_path_factory: pytest.TempPathFactory):
     """A run that nothing interrupted: its directory and its outcome."""
     out_dir = tmp_path_factory.mktemp("whole") / "run"
     return out_dir, tiny_run.run(out_dir, train__keep_checkpoints=9)

@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 import toy
-from tiny_run import compile_cache  # noqa: F401
 
 from dlm_jax.config import MeshConfig, OptimConfig
 from dlm_jax.diffusion.corruption import LinearSchedule
@@ -22,8 +21,6 @@ from dlm_jax.training.step import (
     make_eval_step,
     make_train_step,
 )
-
-pytestmark = pytest.mark.usefixtures("compile_cache")
 
 ROWS, POSITIONS, STEPS = 8, 8, 3
 OPTIMIZER = make_optimizer(OptimConfig(warmup_steps=1, weight_decay=0.1), num_steps=20)

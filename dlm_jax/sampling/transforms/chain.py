@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,92 +16,12 @@ from jax import Array
 
 from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling import vocab
+from dlm_jax.sampling.transforms.protocol import At, Context
 
 MAX_CANDIDATES = 64
 """Rows whose top-k is at most this go on with their candidates alone, not the vocabulary."""
 
 _FEW_SALT = 0x666577
-
-
-class At(NamedTuple):
-    """Where the N positions of a chunk of logits stand.
-
-    Attributes:
-      row_N: int32 row of each position, in [0, B).
-      index_N: int32 place in the canvas, in [0, L).
-      key_N: typed key of each position, for its own draw.
-      is_real_N: False for the padding of a chunk: it keeps no transform running.
-    """
-
-    row_N: Array
-    index_N: Array
-    key_N: Array
-    is_real_N: Array
-
-
-class Context(NamedTuple):
-    """What can be seen of the canvas when a step begins.
-
-    Attributes:
-      tokens_BL: int32 canvas.
-      order_BL: int32, the step that committed each token; given tokens come first (-1), ties go by
-        position.
-      is_visible_BL: True where a token can be seen: live, and no hole.
-      length_B: int32 live positions of each row.
-    """
-
-    tokens_BL: Array
-    order_BL: Array
-    is_visible_BL: Array
-    length_B: Array
-
-
-@runtime_checkable
-class LogitTransform(Protocol):
-    """A function of the logits of N positions, whose parameters are `[B]` leaves of a pytree.
-
-    A disabled row gets its logits back bit for bit, `-inf` stays `-inf`, and at least one
-    candidate of each position survives. Logits arrive as float32 without NaN or +inf.
-    """
-
-    def init(self, num_rows: int) -> Any:
-        """State before the first step; `()` when there is none."""
-        ...
-
-    def prepare(self, state: Any, context: Context) -> Any:
-        """What the step needs once per row, such as a table of counts."""
-        ...
-
-    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
-        """The logits `[N, V]` after this transform; called once per chunk of a step."""
-        ...
-
-    def update(self, state: Any, is_committed_BL: Array, proposal: Any) -> Any:
-        """State after a step's commit; `proposal.final_logprob_BL` says how likely each was."""
-        ...
-
-    def is_active(self) -> Array:
-        """True `[B]` for the rows that ask for this transform."""
-        ...
-
-
-class Stateless:
-    """The parts of `LogitTransform` that a transform without state or context leaves empty."""
-
-    ignores_ids = True
-    """Whether it treats equal logits alike but for ties, so that it may run on candidates."""
-
-    def init(self, num_rows: int) -> Any:
-        """No state."""
-        return ()
-
-    def prepare(self, state: Any, context: Context) -> Any:
-        """Nothing to prepare."""
-        return ()
-
-    def update(self, state: Any, is_committed_BL: Array, proposal: Any) -> Any:
-        """The state, unchanged."""
-        return state
 
 
 @functools.partial(
@@ -126,9 +46,7 @@ class Chain:
 
     def prepare(self, state: tuple[Any, ...], context: Context) -> tuple[Any, ...]:
         """What each transform prepares for a step."""
-        return tuple(
-            t.prepare(s, context) for t, s in zip(self.transforms, state, strict=True)
-        )
+        return tuple(t.prepare(s, context) for t, s in zip(self.transforms, state, strict=True))
 
     def update(
         self, state: tuple[Any, ...], is_committed_BL: Array, proposal: Any
@@ -173,10 +91,18 @@ class Chain:
     def draw(
         self, prepared: tuple[Any, ...], logits_NV: Array, at: At, *, method: str = "inverse_cdf"
     ) -> Array:
-        """Ids `[N]` (int32): the argmax of greedy rows, a draw from the rest.
+        """Ids `[N]` (int32) alone; see `draw_and_score`."""
+        return self.draw_and_score(prepared, logits_NV, at, method=method)[0]
 
-        Where no transform runs but plain temperature, the draw divides as it goes, with the same
-        result bit for bit and no copy of the logits.
+    def draw_and_score(
+        self, prepared: tuple[Any, ...], logits_NV: Array, at: At, *, method: str = "inverse_cdf"
+    ) -> tuple[Array, Array]:
+        """Ids `[N]` (int32), and the log-probability `[N]` they were drawn with, where wanted.
+
+        The argmax of greedy rows, a draw from the rest. Where no transform runs but plain
+        temperature, the draw divides as it goes, with the same result bit for bit and no copy of
+        the logits. The log-probability (nats, after the whole chain) is 0 unless the chunk holds a
+        row whose feedback controller reads it.
 
         Args:
           prepared: what `prepare` gave for this step.
@@ -204,7 +130,8 @@ class Chain:
         divisor_N = divisors[0].divisor()[at.row_N] if divisors else jnp.ones(at.row_N.shape)
 
         def divided(x_NV, noise, few_noise):
-            return drawing.choose_with(x_NV, noise, is_greedy_N, divisor_N, method=method)
+            ids_N = drawing.choose_with(x_NV, noise, is_greedy_N, divisor_N, method=method)
+            return ids_N, jnp.zeros(ids_N.shape, jnp.float32)
 
         others = [_is_wanted(t, at) for t in self.transforms if not hasattr(t, "divisor")]
         is_wanted = functools.reduce(jnp.logical_or, others, jnp.zeros((), bool))
@@ -220,12 +147,24 @@ class Chain:
         *,
         is_greedy_N: Array,
         method: str,
-    ) -> Array:
+    ) -> tuple[Array, Array]:
         """Ids after every transform; rows with few candidates never touch the vocabulary again."""
+        readers = [
+            _is_wanted(t, at) for t in self.transforms if getattr(t, "reads_final_logprob", False)
+        ]
+        is_read = functools.reduce(jnp.logical_or, readers, jnp.zeros((), bool))
+        zeros_N = jnp.zeros(at.row_N.shape, jnp.float32)
+
+        def scored(x_NV, ids_N):
+            score = jax.lax.cond(is_read, drawing.log_prob, lambda x, ids: zeros_N, x_NV, ids_N)
+            return ids_N, score
+
         cut = self._where_few()
         if cut is None:
             logits_NV = _run_all(steps, logits_NV, at)
-            return drawing.choose_with(logits_NV, noise, is_greedy_N, method=method)
+            return scored(
+                logits_NV, drawing.choose_with(logits_NV, noise, is_greedy_N, method=method)
+            )
         logits_NV = _run_all(steps[:cut], logits_NV, at)
         few_NK, ids_NK, is_few_N = self._few(cut, steps, logits_NV, at)
         rest = at._replace(is_real_N=at.is_real_N & ~is_few_N)
@@ -236,14 +175,17 @@ class Chain:
 
         def from_all(x_NV, noise):
             x_NV = _run_all(steps[cut:], x_NV, rest)
-            return drawing.choose_with(x_NV, noise, is_greedy_N | is_few_N, method=method)
+            # A steered row has its truncations replaced, so it never is among those with few.
+            return scored(
+                x_NV, drawing.choose_with(x_NV, noise, is_greedy_N | is_few_N, method=method)
+            )
 
         none_N = jnp.zeros(is_few_N.shape, jnp.int32)
         of_few_N = jax.lax.cond(is_few_N.any(), from_few, lambda noise: none_N, few_noise)
-        of_all_N = jax.lax.cond(
-            rest.is_real_N.any(), from_all, lambda x, noise: none_N, logits_NV, noise
+        of_all_N, score_N = jax.lax.cond(
+            rest.is_real_N.any(), from_all, lambda x, noise: (none_N, zeros_N), logits_NV, noise
         )
-        return jnp.where(is_few_N, of_few_N, of_all_N)
+        return jnp.where(is_few_N, of_few_N, of_all_N), score_N
 
     def _few(
         self, cut: int, steps: list[tuple[Any, Any]], logits_NV: Array, at: At

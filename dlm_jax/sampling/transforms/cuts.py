@@ -117,9 +117,7 @@ def _search(
         )
 
     search = jax.lax.while_loop(lambda s: s.is_open().any(), narrow, search)
-    cut_N, last_id_N = _settle_ties(
-        logits_NV, search, value=value, mass_N=mass_N, count_N=count_N
-    )
+    cut_N, last_id_N = _settle_ties(logits_NV, search, value=value, mass_N=mass_N, count_N=count_N)
     keeps_all_N = search.high_N == all_key
     return jnp.where(keeps_all_N, -jnp.inf, cut_N), last_id_N
 

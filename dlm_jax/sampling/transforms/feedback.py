@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.transforms.chain import At, Context, Stateless
+from dlm_jax.sampling.transforms.protocol import At, Context, Stateless
 from dlm_jax.sampling.transforms.truncate import keep_above, keep_largest
 
 _NUM_FITTED = 100
@@ -29,6 +29,7 @@ class _Controller(Stateless):
     eta_B: Array
     is_on_B: Array
     min_keep_B: Array
+    reads_final_logprob = True
 
     def init(self, num_rows: int) -> Array:
         """`mu = 2 tau` of each row."""
@@ -44,19 +45,11 @@ class _Controller(Stateless):
 
     def update(self, state: Array, is_committed_BL: Array, proposal: Any) -> Array:
         """mu after a step's commits; unchanged where a row committed nothing."""
-        surprise_BL = -final_logprob(proposal) / math.log(2.0)
+        surprise_BL = -proposal.final_logprob_BL / math.log(2.0)
         count_B = is_committed_BL.sum(-1)
         total_B = jnp.where(is_committed_BL, surprise_BL, 0.0).sum(-1)
         error_B = total_B / jnp.maximum(count_B, 1) - self.tau_B
         return jnp.where(self.is_on_B & (count_B > 0), state - self.eta_B * error_B, state)
-
-
-def final_logprob(proposal: Any) -> Array:
-    """Log-probability of each candidate under the logits it was drawn from, `[B, L]`, in nats.
-
-    A proposal without `final_logprob_BL` is taken at its clean log-probability.
-    """
-    return getattr(proposal, "final_logprob_BL", proposal.logprob_BL)
 
 
 @functools.partial(
@@ -113,6 +106,4 @@ class MirostatV2(_Controller):
         """Logits with the too surprising at -inf."""
         max_N, weight_NC = vocab.exp_columns(logits_NV)
         floor_N = max_N + jnp.log(weight_NC.sum(-1)) - prepared[at.row_N] * math.log(2.0)
-        return keep_above(
-            logits_NV, floor_N, self.min_keep_B[at.row_N], self.is_on_B[at.row_N]
-        )
+        return keep_above(logits_NV, floor_N, self.min_keep_B[at.row_N], self.is_on_B[at.row_N])

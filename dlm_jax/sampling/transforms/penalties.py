@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dlm_jax.sampling.transforms.chain import At, Context, Stateless
+from dlm_jax.sampling.transforms.protocol import At, Context, Stateless
 
 
 @functools.partial(
@@ -105,9 +105,7 @@ class Dry(Stateless):
 
     def prepare(self, state: Any, context: Context) -> _Runs:
         """The canvas with its breakers marked."""
-        is_breaker_BL = (
-            context.tokens_BL[:, :, None] == self.breakers_BK[:, None, :]
-        ).any(-1)
+        is_breaker_BL = (context.tokens_BL[:, :, None] == self.breakers_BK[:, None, :]).any(-1)
         return _Runs(context.tokens_BL, context.is_visible_BL, is_breaker_BL)
 
     def apply(self, prepared: _Runs, logits_NV: Array, at: At) -> Array:
@@ -125,9 +123,7 @@ class Dry(Stateless):
         ids_NL = jnp.where(is_hit_NL, tokens_NL, logits_NV.shape[1])
         x_NL = logits_NV.at[rows_N1, ids_NL].get(mode="fill", fill_value=-jnp.inf)
         smallest = float(jnp.finfo(jnp.float32).min)
-        lowered_NL = jnp.where(
-            x_NL > -jnp.inf, jnp.maximum(x_NL - penalty_NL, smallest), -jnp.inf
-        )
+        lowered_NL = jnp.where(x_NL > -jnp.inf, jnp.maximum(x_NL - penalty_NL, smallest), -jnp.inf)
         # the longest match of a token has the largest penalty: the minimum is the one that counts
         return logits_NV.at[rows_N1, ids_NL].min(lowered_NL, mode="drop")
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.transforms.chain import At, Stateless
+from dlm_jax.sampling.transforms.protocol import At, Stateless
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["ids_BK", "bias_BK"],
@@ -42,9 +42,7 @@ class LogitBias(Stateless):
         return logits_NV.at[rows_N1, ids_NK].add(bias_NK, mode="drop")
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["temperature_B"], meta_fields=[]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["temperature_B"], meta_fields=[])
 @dataclass(frozen=True)
 class Temperature(Stateless):
     """`x / T`. T = 1 is neutral; T = 0 makes the row greedy and leaves its logits alone."""

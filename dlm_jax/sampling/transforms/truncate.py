@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.transforms.chain import MAX_CANDIDATES, At, Stateless
+from dlm_jax.sampling.transforms.chain import MAX_CANDIDATES
 from dlm_jax.sampling.transforms.cuts import keeps_prefix
+from dlm_jax.sampling.transforms.protocol import At, Stateless
 
 _XTC_SALT = 0x7863
 
@@ -221,9 +222,7 @@ def keep_largest(logits_NV: Array, count_N: Array) -> Array:
     return jnp.where(is_kept_NV, logits_NV, -jnp.inf)
 
 
-def keep_above(
-    logits_NV: Array, floor_N: Array, min_keep_N: Array, is_active_N: Array
-) -> Array:
+def keep_above(logits_NV: Array, floor_N: Array, min_keep_N: Array, is_active_N: Array) -> Array:
     """Logits with those below `floor` at -inf where active, but the `min_keep` largest stay.
 
     `min_keep` is at most `MAX_CANDIDATES`.

@@ -176,9 +176,7 @@ def test_padding_slots_change_nothing_at_real_positions():
     is_real = jnp.asarray([True, True, False, True, False, False])
     x, junk = tc.logits("normal", 6), tc.logits("huge", 7)
     y = np.where(np.asarray(is_real)[:, None], x, junk)
-    outs = [
-        tc.run(full_chain(), z, tc.at(is_real_N=is_real), tc.context()) for z in (x, y)
-    ]
+    outs = [tc.run(full_chain(), z, tc.at(is_real_N=is_real), tc.context()) for z in (x, y)]
     np.testing.assert_array_equal(bits(outs[0])[is_real], bits(outs[1])[is_real])
 
 
@@ -218,9 +216,7 @@ def test_greedy_row_takes_the_argmax_of_what_the_chain_leaves():
         for part in left:
             expected = tc.run(part, expected, tc.at(), tc.context())
         ids = np.asarray(tc.draw(chain, x, tc.at(seed), tc.context()))
-        np.testing.assert_array_equal(
-            ids[is_greedy], np.asarray(expected).argmax(-1)[is_greedy]
-        )
+        np.testing.assert_array_equal(ids[is_greedy], np.asarray(expected).argmax(-1)[is_greedy])
 
 
 def test_temperature_alone_draws_bit_for_bit_as_among_other_transforms():

@@ -98,5 +98,3 @@ def test_mean_surprise_settles_near_its_target(version):
         state = transform.update(state, np.ones((3, 1), bool), Committed(logprob, logprob))
         seen.append(-logprob[:, 0] / math.log(2))
     assert abs(np.mean(seen[30:]) - tau) < 0.35
-
-

@@ -1,0 +1,62 @@
+"""The one compiled primitive of sampling: up to n steps of every row."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dlm_jax.sampling.loop import Program, State, step
+from dlm_jax.types import Params, Status
+
+
+class Advance:
+    """Compiled ``(params, state, num_steps) -> state``: up to `num_steps` steps of each row.
+
+    The loop ends early when no row runs. `num_steps` is traced and `state` donated. One program
+    is compiled per shape and per kind of chain and rule; ``compiled`` lists their shapes, and
+    ``program`` is what they have in common.
+    """
+
+    def __init__(self, program: Program, *, compiler_options: Mapping[str, Any] | None = None):
+        self.compiled: list[str] = []
+        self.program = program
+        self._jitted = jax.jit(
+            self._advance,
+            donate_argnums=1,
+            compiler_options=dict(compiler_options) if compiler_options else None,
+        )
+
+    def __call__(self, params: Params, state: State, num_steps: int | jax.Array) -> State:
+        """The state up to `num_steps` steps later; do not use the old one again."""
+        if isinstance(num_steps, int):
+            # Said aloud, so that it passes under `jax.transfer_guard("disallow")`.
+            num_steps = jax.device_put(np.int32(num_steps))
+        return self._jitted(params, state, num_steps)
+
+    def _advance(self, params: Params, state: State, num_steps: jax.Array) -> State:
+        rows, positions = state.canvas.tokens_BL.shape
+        # Runs when a new program is traced, and only then.
+        self.compiled.append(f"rows={rows} canvas={positions}")
+
+        def goes_on(carry: tuple[jax.Array, State]) -> jax.Array:
+            taken, state = carry
+            return (taken < num_steps) & jnp.any(state.status_B == Status.RUNNING)
+
+        def one_more(carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
+            taken, state = carry
+            return taken + 1, step(self.program, params, state)
+
+        return jax.lax.while_loop(goes_on, one_more, (jnp.zeros((), jnp.int32), state))[1]
+
+
+@functools.cache
+def make_advance(
+    program: Program, *, compiler_options: tuple[tuple[str, Any], ...] = ()
+) -> Advance:
+    """The `Advance` of `program`, the same object for equal arguments."""
+    return Advance(program, compiler_options=dict(compiler_options))
