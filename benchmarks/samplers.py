@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +59,7 @@ def by_chunks(fn: Callable[..., jax.Array], num: int) -> Callable[..., jax.Array
     return mapped
 
 
-def chain_of(**settings: object) -> Chain:
+def chain_of(**settings: Any) -> Chain:
     """The default chain with one setting for all rows."""
     return pack([SamplingParams(**settings)] * ROWS, vocab_size=VOCAB)
 

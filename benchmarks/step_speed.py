@@ -38,7 +38,7 @@ def jax_functions(size: dict[str, int], activation: Any) -> tuple[Any, Any]:
     from dlm_jax.model.transformer import build
 
     cpu.keep_freed_memory()
-    shape = {name: size[name] for name in ("depth", "width", "heads")}
+    shape: dict[str, Any] = {name: size[name] for name in ("depth", "width", "heads")}
     network = build(ModelConfig(**shape, activation=activation, vocab_size=VOCAB_SIZE))
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=0.1))
     tokens_BL = jax.random.randint(

@@ -58,11 +58,11 @@ class Twin(nn.Module):
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.blocks = nn.ModuleList(Block(width, heads, activation) for _ in range(depth))
         self.norm = nn.RMSNorm(width, eps=1e-5)
-        self.half = width // heads // 2
+        self.half_size = width // heads // 2
 
     def forward(self, tokens, length):
         """Logits ``[B, L, V]``."""
-        frequencies = 10000.0 ** (-torch.arange(self.half) / self.half)
+        frequencies = 10000.0 ** (-torch.arange(self.half_size) / self.half_size)
         at = torch.arange(tokens.shape[1])
         angles = at[:, None, None] * frequencies
         is_visible = (at < length[:, None])[:, None, None, :]

@@ -238,7 +238,9 @@ def keep_above(logits_NV: Array, floor_N: Array, min_keep_N: Array, is_active_N:
     size = min(MAX_CANDIDATES, logits_NV.shape[1])
 
     def keep_few(x_NV):
-        few_NK, ids_NK = jax.lax.top_k(x_NV, size)
+        # The order of the rest of the algebra, where denormals count as 0.
+        _, ids_NK = jax.lax.top_k(vocab.flushed(x_NV), size)
+        few_NK = jnp.take_along_axis(x_NV, ids_NK, axis=1)
         rank_1K = jnp.arange(size, dtype=jnp.int32)[None]
         few_NK = jnp.where(rank_1K < min_keep_N[:, None], few_NK, -jnp.inf)
         rows_N1 = jnp.arange(x_NV.shape[0])[:, None]
