@@ -56,26 +56,27 @@ def add_host_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def start_jax(args: argparse.Namespace | None = None) -> None:
-    """Sets JAX up for a program: a compilation cache on disk, and the other hosts if asked for.
+    """Sets JAX up for a program: joins the other hosts if asked to, and caches compilations.
 
-    The cache is in ``$JAX_COMPILATION_CACHE_DIR`` or the user's cache directory.
+    The cache is in ``$JAX_COMPILATION_CACHE_DIR`` or the user's cache directory, and is used on
+    accelerators alone: on CPU a program read back from it was seen to compute something else
+    (jax 0.10.2, one start in several with two processes at work).
 
     Raises:
       ValueError: the other processes could not be joined, or a flag about them stands alone.
     """
     _refuse_lone_host_flags(args)
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    if args is not None and args.distributed:
+        try:
+            jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"--distributed: {error}; give --coordinator, --num-processes and --process-id"
+            ) from None
+    if jax.default_backend() != "cpu" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         jax.config.update("jax_compilation_cache_dir", str(cache / "dlm_jax" / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    if args is None or not args.distributed:
-        return
-    try:
-        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"--distributed: {error}; give --coordinator, --num-processes and --process-id"
-        ) from None
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def _refuse_lone_host_flags(args: argparse.Namespace | None) -> None:
