@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.sampling import draw as drawing
-from dlm_jax.sampling import vocab
 from dlm_jax.sampling.loop import Look, Program, State, look, write
+from dlm_jax.sampling.readback import ReadBack, read_back
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.protocol import At
 from dlm_jax.types import Params
@@ -65,12 +65,8 @@ HostSampler = Callable[[Candidates], int]
 
 
 class _Survivors(NamedTuple):
-    ids_PK: jax.Array
-    logits_PK: jax.Array
+    read: ReadBack
     logprobs_PK: jax.Array
-    count_P: jax.Array
-    drawn_P: jax.Array
-    drawn_logprob_P: jax.Array
 
 
 class HostLoop:
@@ -167,19 +163,22 @@ class HostLoop:
             flat[: len(part)] = [wanted[number] * num_positions + index for number, index in part]
             is_real = np.arange(_PLACES) < len(part)
             left = jax.device_get(self._survivors(params, state, seen, flat, is_real))
-            ids, logprobs = left.drawn_P.copy(), left.drawn_logprob_P.copy()
+            read = left.read
+            ids = read.token_N.copy()
+            # A place that only fills the chunk may hold a token of probability 0.
+            logprobs = np.log(np.maximum(read.probability_N, np.finfo(np.float32).tiny))
             for place, (number, index) in enumerate(part):
                 row = wanted[number]
-                size = min(int(left.count_P[place]), left.ids_PK.shape[1])
+                size = min(int(read.num_candidates_N[place]), read.top_ids_NK.shape[1])
                 candidates = Candidates(
                     row=row,
                     index=int(index),
                     step=int(steps[number]),
                     tokens=tokens[number][: lengths[number]],
-                    ids=left.ids_PK[place, :size],
-                    logits=left.logits_PK[place, :size],
+                    ids=read.top_ids_NK[place, :size],
+                    logits=read.top_logits_NK[place, :size],
                     logprobs=left.logprobs_PK[place, :size],
-                    num_survivors=int(left.count_P[place]),
+                    num_survivors=int(read.num_candidates_N[place]),
                 )
                 if row in samplers:
                     chosen = _chosen(samplers[row], candidates)
@@ -235,17 +234,10 @@ def _survivors(
     clean_PV = program.network.readout(params, _hidden(seen, places_P))
     prepared = state.chain.prepare(state.chain_state, seen.context)
     final_PV = state.chain.apply(prepared, clean_PV, at)
-    logits_PK, ids_PK = vocab.largest(final_PV, size)
-    total_P1 = jax.nn.logsumexp(final_PV, axis=1, keepdims=True)
     drawn_P = seen.proposal.tokens_BL.reshape(-1)[places_P]
-    return _Survivors(
-        ids_PK=ids_PK,
-        logits_PK=logits_PK,
-        logprobs_PK=logits_PK - total_P1,
-        count_P=jnp.sum(final_PV > -jnp.inf, axis=1),
-        drawn_P=drawn_P,
-        drawn_logprob_P=drawing.log_prob(final_PV, drawn_P),
-    )
+    read = read_back(final_PV, drawn_P, size=size)
+    total_P1 = jax.nn.logsumexp(final_PV, axis=1, keepdims=True)
+    return _Survivors(read, read.top_logits_NK - total_P1)
 
 
 def _choose(
