@@ -13,9 +13,10 @@ import jax
 from jax.experimental import multihost_utils
 
 import dlm_jax.config as configs
-from dlm_jax.api import Model, generate
+from dlm_jax.api import generate
 from dlm_jax.command_line import Parser, add_host_flags, refusals, start_jax
 from dlm_jax.model import cpu
+from dlm_jax.models import Model
 from dlm_jax.training.loop import Outcome, say, train
 from dlm_jax.training.run import Run, prepare
 from dlm_jax.training.step import TrainState
@@ -63,7 +64,7 @@ def sample(run: Run, state: TrainState, *, num_samples: int, seed: int = 0) -> t
     With several processes, all must call it: the first one gathers the parameters and samples
     alone.
     """
-    params = state.params
+    params = state.best_params
     if jax.process_count() > 1:
         params = multihost_utils.process_allgather(params, tiled=True)
         if jax.process_index() != 0:

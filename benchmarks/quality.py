@@ -1,8 +1,11 @@
-"""Figures of a text's quality that need no model."""
+"""Figures of a text's quality that need no model, and n-gram samplers to compare with."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
+
+import numpy as np
 
 
 def words(text: str) -> list[str]:
@@ -20,3 +23,47 @@ def distinct_share(texts: list[str], n: int) -> float:
     """Share of different n-grams of characters among all of them; low for repetitive text."""
     grams = [text[i : i + n] for text in texts for i in range(len(text) - n + 1)]
     return len(set(grams)) / max(1, len(grams))
+
+
+def word_grams(texts: list[str], n: int) -> list[tuple[str, ...]]:
+    """Runs of n words inside each text."""
+    found = []
+    for text in texts:
+        row = words(text)
+        found += [tuple(row[i : i + n]) for i in range(len(row) - n + 1)]
+    return found
+
+
+def copied_share(texts: list[str], corpus: str, n: int = 4) -> float:
+    """Share of the texts' runs of n words that occur in the corpus."""
+    known = set(word_grams([corpus], n))
+    grams = word_grams(texts, n)
+    return sum(gram in known for gram in grams) / max(1, len(grams))
+
+
+class NgramSampler:
+    """Characters by how often each followed the last ``order - 1`` of them in a corpus."""
+
+    def __init__(self, corpus: str, order: int):
+        self._size = order - 1
+        counts: dict[str, Counter[str]] = defaultdict(Counter)
+        for place in range(len(corpus) - self._size):
+            counts[corpus[place : place + self._size]][corpus[place + self._size]] += 1
+        self._next = {
+            context: (list(seen), np.cumsum(list(seen.values())))
+            for context, seen in counts.items()
+        }
+        self._starts = [m.end() for m in re.finditer("\n\n", corpus[: -self._size - 1])]
+        self._corpus = corpus
+
+    def text(self, length: int, rng: np.random.Generator) -> str:
+        """A text of `length` characters that begins where a speech of the corpus does."""
+        start = self._starts[rng.integers(len(self._starts))]
+        written = self._corpus[start : start + self._size]
+        while len(written) < length:
+            context = written[len(written) - self._size :]
+            if context not in self._next:
+                context = self._corpus[start : start + self._size]
+            characters, upto = self._next[context]
+            written += characters[np.searchsorted(upto, rng.integers(upto[-1]), side="right")]
+        return written[:length]

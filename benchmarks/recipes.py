@@ -2,9 +2,9 @@
 
 Each recipe is timed for some steps, then trained for as many steps as fit into the time given, with
 its learning-rate schedule ending there; compilation is not counted. Printed per recipe: the steps,
-the held-out bound (nats per character), and the share of generated words that are words of the
-training text, with the spread over the seeds. Recipes alternate, so that a slow spell of the
-machine hits all of them.
+the held-out bound (nats per character; exact for a causal model), and the share of generated words
+that are words of the training text, with the spread over the seeds. Recipes alternate, so that a
+slow spell of the machine hits all of them.
 
     python benchmarks/recipes.py --seconds 60 --seeds 0 1 2
     python benchmarks/recipes.py --steps 500 muon adamw      # equal steps instead
@@ -20,11 +20,12 @@ import tempfile
 from pathlib import Path
 
 import dlm_jax.config as configs
-from dlm_jax.api import Model, generate
+from dlm_jax.api import generate
 from dlm_jax.command_line import start_jax
 from dlm_jax.data import join_documents, read_documents, split_text
 from dlm_jax.metrics import read_records
 from dlm_jax.model import cpu
+from dlm_jax.models import Model
 from dlm_jax.training.loop import train
 from dlm_jax.training.run import prepare
 
@@ -34,6 +35,7 @@ from quality import distinct_share, known_share, words  # noqa: E402
 BASE = Path(__file__).parent.parent / "configs" / "quickstart.toml"
 ADAMW = {"optim.name": "adamw", "optim.learning_rate": "1e-3", "optim.weight_decay": "0.1"}
 PLAIN = {"model.activation": "gelu", "model.qk_norm": "false"}
+DENOISING = {"objective.denoising_share": "0.375", "objective.span_count": "2"}
 RECIPES: dict[str, dict[str, str]] = {
     "muon": {},
     "muon, gelu": {"model.activation": "gelu"},
@@ -42,6 +44,12 @@ RECIPES: dict[str, dict[str, str]] = {
     "adamw": ADAMW,
     "adamw, lr 3e-3": ADAMW | {"optim.learning_rate": "3e-3"},
     "adamw, plain": ADAMW | PLAIN,
+    "muon, ema 0.99": {"optim.ema_decay": "0.99"},
+    "cosine schedule": {"objective.schedule": "cosine"},
+    "polynomial schedule": {"objective.schedule": "polynomial"},
+    "denoising 0.375": DENOISING,
+    "denoising 0.375, identity targets": DENOISING | {"objective.identity_targets": "true"},
+    "causal": {"model.attention_type": "causal"},
 }
 TIMED_STEPS = 40
 
@@ -69,8 +77,8 @@ def measure(overrides: dict[str, str], *, steps: int, seed: int) -> dict[str, fl
     seconds = tokens / statistics.median(rates[1:] or rates)
     if steps == TIMED_STEPS:
         return {"seconds": seconds}
-    model = Model(run.network, outcome.state.params, run.corpus.tokenizer, config.data.seq_len,
-                  config.sample)  # fmt: skip
+    model = Model(run.network, outcome.state.best_params, run.corpus.tokenizer,
+                  config.data.seq_len, config.sample)  # fmt: skip
     texts = list(generate(model, num_samples=32, seed=1000).texts)
     text, _ = split_text(join_documents(read_documents(config.data.source)), config.data.held_out)
     return {
@@ -94,13 +102,15 @@ def main() -> None:
     cpu.keep_freed_memory()
     shared = dict(item.split("=", 1) for item in args.set)
     results: dict[str, list[dict[str, float]]] = {name: [] for name in args.recipes}
+    timed: dict[str, float] = {}
     for seed in args.seeds:
         for name in args.recipes:
             overrides = shared | (RECIPES[name] if name in RECIPES else _parse(name))
             steps = args.steps
             if steps is None:
-                timed = measure(overrides, steps=TIMED_STEPS, seed=seed)
-                steps = max(TIMED_STEPS + 1, round(args.seconds / timed["seconds"]))
+                if name not in timed:
+                    timed[name] = measure(overrides, steps=TIMED_STEPS, seed=seed)["seconds"]
+                steps = max(TIMED_STEPS + 1, round(args.seconds / timed[name]))
             result = measure(overrides, steps=steps, seed=seed) | {"steps": steps, "seed": seed}
             results[name].append(result)
             print(json.dumps({"recipe": name} | result), file=sys.stderr, flush=True)

@@ -1,99 +1,32 @@
-"""The library's front door: load a trained model and generate texts with it."""
+"""The library's front door: texts from a model, each prompt with settings of its own."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-import dlm_jax.config as configs
-from dlm_jax import checkpoint
-from dlm_jax.config import Config, SampleConfig, resolve
-from dlm_jax.data import Tokenizer, from_json
-from dlm_jax.model import cpu
-from dlm_jax.model.transformer import build
-from dlm_jax.sampling.advance import Advance, make_advance
+from dlm_jax.config import SampleConfig, resolve
+from dlm_jax.models import Model
+from dlm_jax.sampling.candidates import HostSampler
 from dlm_jax.sampling.commit import ORDERS, QUOTAS
-from dlm_jax.sampling.generate import Generation, Request, merge, split_rows
+from dlm_jax.sampling.generate import Generation, Request, cut_at_eos, merge
 from dlm_jax.sampling.generate import generate as generate_tokens
-from dlm_jax.sampling.loop import Program
+from dlm_jax.sampling.host import describe
 from dlm_jax.sampling.params import pack
-from dlm_jax.sampling.propose import chunk_size
 from dlm_jax.sampling.transforms import Chain
-from dlm_jax.types import Network, Params
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """A network with its parameters, its tokenizer, and the sampling settings it recommends.
-
-    Make one of your own functions to sample from any network; see the example in the README.
-
-    Attributes:
-      network: the model as pure functions.
-      params: their parameters.
-      tokenizer: text to ids and back.
-      sample: settings used where a call gives none.
-      max_length: tokens of the longest canvas it was trained on.
-    """
-
-    network: Network
-    params: Params
-    tokenizer: Tokenizer
-    max_length: int
-    sample: SampleConfig = SampleConfig()
-
-    def advance(self) -> Advance:
-        """The compiled denoising loop of this model's network, made once."""
-        program = Program(
-            network=self.network,
-            mask_id=self.tokenizer.mask_id,
-            chunk=chunk_size(self.network.vocab_size),
-            rows=split_rows(self.params),
-        )
-        options = cpu.compiler_options(is_training=False)
-        return make_advance(program, compiler_options=tuple(sorted(options.items())))
 
 
 @dataclasses.dataclass(frozen=True)
 class Texts(Generation):
-    """A `Generation` with its rows decoded: ``texts[i]`` is the prompt and what continues it."""
+    """A `Generation` with its rows decoded: ``texts[i]`` is the prompt and what continues it.
 
-    texts: tuple[str, ...]
-
-
-def load(path: str | os.PathLike[str], *, report: Callable[[str], None] | None = None) -> Model:
-    """The model of a run: its directory, or the directory of its checkpoints.
-
-    Args:
-      path: what ``train.out_dir`` was.
-      report: takes one line if a damaged checkpoint was passed over.
-
-    Raises:
-      ValueError: nothing usable is there; the line says what and the remedy.
+    Rows end with the first EOS that they generated, which stands for no text.
     """
 
-    def abstract_params(meta: dict[str, Any]) -> Params:
-        model = _config_of(meta).model
-        return jax.eval_shape(build(model).init, jax.random.key(0))
-
-    params, meta = checkpoint.load_params(path, abstract_params, report=report)
-    config = _config_of(meta)
-    return Model(
-        network=build(config.model),
-        params=params,
-        tokenizer=from_json(meta["tokenizer"]),
-        max_length=config.data.seq_len,
-        sample=config.sample,
-    )
-
-
-def _config_of(meta: dict[str, Any]) -> Config:
-    return configs.from_dict(meta["config"], where="checkpoint")
+    texts: tuple[str, ...]
 
 
 def generate(
@@ -104,6 +37,9 @@ def generate(
     seed: int = 0,
     max_length: int | None = None,
     batch_size: int = 64,
+    host_sampler: HostSampler | None = None,
+    read_back: bool = False,
+    max_candidates: int = 64,
     on_commits: Callable[[int], Any] | None = None,
     **settings: Any,
 ) -> Texts:
@@ -114,11 +50,16 @@ def generate(
     Args:
       model: from `load`, or your own `Model`.
       prompts: given texts, kept as they are; or mappings with ``prompt`` and any setting of that
-        prompt alone, ``seed`` (of its first sample) and ``max_length`` included.
+        prompt alone, ``seed`` (of its first sample), ``max_length``, ``host_sampler`` and
+        ``read_back`` included.
       num_samples: rows of each prompt, next to each other in the result.
       seed: of the first row.
       max_length: tokens a row may hold with its prompt; the model's own if not given.
       batch_size: rows that run at once.
+      host_sampler: Python function that chooses the tokens of all rows, each out of the
+        `dlm_jax.sampling.candidates.Candidates` that the row's chain leaves.
+      read_back: whether ``Texts.read_back`` tells of every token its probability and rivals.
+      max_candidates: how many of a position's candidates host samplers and read-back see at most.
       on_commits: told how many tokens were written since the last call.
       **settings: fields of `SampleConfig` for all rows (``temperature=0.7``, ``top_k=40``,
         ``steps=64``, ``order="low_confidence"``, ...). What a mapping gives counts first, then
@@ -126,11 +67,14 @@ def generate(
 
     Raises:
       ValueError: a setting is unknown or out of range, or a prompt does not fit or cannot be
-        encoded; the line names the prompt if there are several.
+        encoded; the line names the prompt if there are several. Or a host sampler chose what is
+        no candidate; the line names row and position.
     """
-    if num_samples < 1:
-        raise ValueError(f"num_samples={num_samples} must be at least 1")
+    for name, value in (("num_samples", num_samples), ("max_candidates", max_candidates)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
     common = {"seed": seed, "max_length": max_length} | settings
+    common |= {"host_sampler": host_sampler, "read_back": read_back}
     rows = []
     for index, prompt in enumerate(prompts):
         try:
@@ -140,7 +84,14 @@ def generate(
             raise ValueError(f"{where}{error}") from None
     if not rows:
         raise ValueError("there is nothing to generate; give at least one prompt")
-    result = _generate_rows(model, rows, batch_size=batch_size, on_commits=on_commits)
+    result = _generate_rows(
+        model,
+        rows,
+        batch_size=batch_size,
+        max_candidates=max_candidates,
+        on_commits=on_commits,
+    )
+    result = cut_at_eos(result, eos_id=model.tokenizer.eos_id, pad_id=model.tokenizer.pad_id)
     texts = tuple(
         model.tokenizer.decode(row[:length])
         for row, length in zip(result.tokens, result.lengths, strict=True)
@@ -167,6 +118,7 @@ def _rows(
     asked = {**common, **own}
     text = asked.pop("prompt", "")
     seed = asked.pop("seed") + (0 if "seed" in own else first)
+    host = {name: asked.pop(name) for name in ("host_sampler", "read_back")}
     max_length = asked.pop("max_length")
     if max_length is not None and max_length < 1:
         raise ValueError(f"max_length={max_length} must be at least 1")
@@ -174,9 +126,19 @@ def _rows(
     room = model.max_length if max_length is None else max_length
     canvas = _canvas(model, text, sample.gen_length, room)
     return [
-        _Row(Request(tokens=canvas, steps=sample.steps, seed=seed + index), sample)
+        _Row(Request(tokens=canvas, steps=sample.steps, seed=seed + index, **host), sample)
         for index in range(num_samples)
     ]
+
+
+class _Static(NamedTuple):
+    """What is compiled in: rows that agree in it run together."""
+
+    order: str
+    schedule: str
+    chain: tuple[str, ...]
+    draw: str
+    needs_host: bool
 
 
 def _generate_rows(
@@ -184,46 +146,70 @@ def _generate_rows(
     rows: Sequence[_Row],
     *,
     batch_size: int,
+    max_candidates: int,
     on_commits: Callable[[int], Any] | None,
 ) -> Generation:
     """All rows, in their order; those that agree in what is compiled in run together."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for index, row in enumerate(rows):
-        static = (row.sample.order, row.sample.schedule, row.sample.chain)
+    groups: dict[_Static, list[int]] = {}
+    for index, (request, sample) in enumerate(rows):
+        static = _Static(
+            sample.order, sample.schedule, sample.chain, sample.draw, request.needs_host
+        )
         groups.setdefault(static, []).append(index)
     tokenizer = model.tokenizer
     parts = []
-    for (order, schedule, names), members in groups.items():
-        settings = [rows[index].sample for index in members]
+    for static, members in groups.items():
+        samples = [rows[index].sample for index in members]
 
         def make_chain(
-            indices: Sequence[int],
-            slots: int,
-            settings: list[SampleConfig] = settings,
-            names: tuple[str, ...] = names,
+            indices: Sequence[int], slots: int, samples: list[SampleConfig] = samples
         ) -> Chain:
-            used = [settings[index] for index in indices]
-            return pack(
-                used + [used[-1]] * (slots - len(used)),
-                vocab_size=model.network.vocab_size,
-                banned_ids=tokenizer.banned_ids,
-                eos_ids=(tokenizer.eos_id,),
-                chain=names,
-            )
+            used = [samples[index] for index in indices]
+            return _chain(model, used + [used[-1]] * (slots - len(used)))
 
         part = generate_tokens(
-            model.advance(),
+            (model.host_loop if static.needs_host else model.advance)(draw=static.draw),
             model.params,
             [rows[index].request for index in members],
             make_chain=make_chain,
-            rule=ORDERS[order](QUOTAS[schedule]),
+            rule=ORDERS[static.order](QUOTAS[static.schedule]),
             mask_id=tokenizer.mask_id,
             pad_id=tokenizer.pad_id,
             batch_size=batch_size,
+            max_candidates=max_candidates,
+            names=members,
             on_commits=on_commits,
         )
         parts.append((members, part))
     return merge(parts, pad_id=tokenizer.pad_id)
+
+
+def _chain(model: Model, samples: Sequence[SampleConfig]) -> Chain:
+    """The chain of rows that name the same transforms."""
+    vocab_size = model.network.vocab_size
+    return pack(
+        samples,
+        vocab_size=vocab_size,
+        # Published models have more logits than tokens.
+        banned_ids=(*model.tokenizer.banned_ids, *range(model.tokenizer.vocab_size, vocab_size)),
+        eos_ids=(model.tokenizer.eos_id,),
+        chain=samples[0].chain,
+    )
+
+
+def chain_report(model: Model, *, host_sampler: HostSampler | None = None, **settings: Any) -> str:
+    """Which part of the chain of a row with these settings runs where, one line a part.
+
+    Args:
+      model: whose recommended settings count where none is given.
+      host_sampler: the row's, if it has one.
+      **settings: as for `generate`.
+
+    Raises:
+      ValueError: a setting is unknown or out of range.
+    """
+    sample = resolve(vars(model.sample), settings, kind=SampleConfig)
+    return describe(_chain(model, [sample]), host_sampler)
 
 
 def _canvas(model: Model, prompt: str, gen_length: int, max_length: int) -> np.ndarray:

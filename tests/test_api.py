@@ -1,6 +1,8 @@
 """The front door: text in, text out, and refusals in one line."""
 
 import dataclasses
+import math
+import re
 import shutil
 
 import jax
@@ -12,14 +14,24 @@ import toy_model
 from jax.sharding import NamedSharding, PartitionSpec
 
 import dlm_jax
-from dlm_jax.api import Model
+from dlm_jax.api import chain_report
 from dlm_jax.config import MeshConfig, SampleConfig
+from dlm_jax.config.schema import DRAWS
 from dlm_jax.data import CharacterTokenizer
+from dlm_jax.models import Model
+from dlm_jax.sampling.constraints import matching
+from dlm_jax.sampling.draw import METHODS
 from dlm_jax.sharding import make_mesh
 from dlm_jax.types import Network, Status
 
 MODEL = dataclasses.replace(toy_model.MODEL, sample=SampleConfig(steps=6, temperature=0.8))
 PROMPT = "The "
+# The chain is short, so that it compiles fast.
+LEFT_TO_RIGHT = SampleConfig(
+    gen_length=5, steps=5, order="left_to_right", chain=("temperature",), temperature=0.8
+)
+SHORT = dataclasses.replace(MODEL, sample=LEFT_TO_RIGHT)
+ONLY_VOWELS = matching("[ae]{5}", MODEL.tokenizer.decode)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +55,7 @@ def test_samples_of_one_call_are_those_of_consecutive_seeds_alone():
 
 
 def test_texts_keep_their_prompt_and_fill_the_canvas():
-    result = dlm_jax.generate(MODEL, [PROMPT, ""], num_samples=2)
+    result = dlm_jax.generate(MODEL, [PROMPT, ""], num_samples=2, ignore_eos=True)
     assert result.lengths.tolist() == [MODEL.max_length] * 4
     assert all(text.startswith(PROMPT) for text in result.texts[:2])
     assert set(result.status) == {Status.DONE}
@@ -53,15 +65,32 @@ def test_texts_keep_their_prompt_and_fill_the_canvas():
         assert MODEL.tokenizer.decode(tokens[:length]) == text
 
 
+def test_a_row_ends_with_the_first_eos_it_generates():
+    eos = MODEL.tokenizer.eos_id
+    # Forced: left to right, a huge bias makes every token EOS in one row and none in the other.
+    prompts = [
+        {"prompt": PROMPT, "logit_bias": {eos: 1e9}},
+        {"prompt": PROMPT, "logit_bias": {eos: -math.inf}},
+    ]
+    result = dlm_jax.generate(MODEL, prompts, order="left_to_right")
+    assert result.lengths.tolist() == [len(PROMPT) + 1, MODEL.max_length]
+    assert result.texts[0] == PROMPT
+    assert result.tokens[0, len(PROMPT)] == eos
+    behind = slice(len(PROMPT) + 1, None)
+    assert (result.tokens[0, behind] == MODEL.tokenizer.pad_id).all()
+    assert (result.committed[0, behind] == -1).all()
+    assert (result.logprobs[0, behind] == 0).all()
+
+
 def test_gen_length_counts_new_tokens():
-    result = dlm_jax.generate(MODEL, [PROMPT, ""], gen_length=9, num_samples=2)
+    result = dlm_jax.generate(MODEL, [PROMPT, ""], gen_length=9, num_samples=2, ignore_eos=True)
     assert result.lengths.tolist() == [13, 13, 9, 9]
-    everything = dlm_jax.generate(MODEL, [PROMPT], gen_length=28)
+    everything = dlm_jax.generate(MODEL, [PROMPT], gen_length=28, ignore_eos=True)
     assert everything.lengths.tolist() == [32]
 
 
 def test_max_length_widens_the_canvas():
-    result = dlm_jax.generate(MODEL, [PROMPT], gen_length=0, max_length=40)
+    result = dlm_jax.generate(MODEL, [PROMPT], gen_length=0, max_length=40, ignore_eos=True)
     assert result.lengths.tolist() == [40]
 
 
@@ -127,9 +156,122 @@ def test_model_on_eight_devices_writes_the_same_texts():
     assert spread.advance() is not MODEL.advance()
 
 
+# Host samplers and read-back
+
+
+def test_a_prompt_may_have_a_host_sampler_and_others_come_out_bit_for_bit_as_without_it():
+    prompts = ["A ", {"prompt": PROMPT, "host_sampler": ONLY_VOWELS}, ""]
+    mixed = dlm_jax.generate(SHORT, prompts, seed=30, batch_size=1)
+    assert re.fullmatch("The [ae]{5}", mixed.texts[1])
+    assert mixed.read_back == ((), (), ())
+    plain = dlm_jax.generate(SHORT, ["A ", PROMPT, ""], seed=30, batch_size=1)
+    assert plain.texts[1] != mixed.texts[1]
+    for name in ("tokens", "logprobs", "committed", "steps", "forwards"):
+        ours, theirs = getattr(mixed, name)[[0, 2]], getattr(plain, name)[[0, 2]]
+        np.testing.assert_array_equal(ours, theirs, err_msg=name)
+    # The others ran in the compiled loop, not beside it in its single steps.
+    assert set(SHORT.host_loop().compiled) == {"rows=1 canvas=64 host"}
+
+
+def test_read_back_tells_every_commit_of_the_prompts_that_ask_in_order():
+    prompts = [PROMPT, {"prompt": "A ", "read_back": True}]
+    result = dlm_jax.generate(SHORT, prompts, seed=30, max_candidates=3)
+    plain = dlm_jax.generate(SHORT, [PROMPT, "A "], seed=30, batch_size=1)
+    assert result.texts == plain.texts
+    none, records = result.read_back
+    assert none == ()
+    assert [r.candidates.index for r in records] == list(range(2, 7))
+    assert [r.candidates.step for r in records] == list(range(5))
+    for record in records:
+        assert record.candidates.row == 1
+        assert record.token == result.tokens[1, record.candidates.index]
+        assert record.candidates.ids.size == 3 < record.candidates.num_survivors
+        assert 0 < record.probability <= 1
+
+
+def test_a_host_sampler_for_all_can_be_taken_off_one_prompt():
+    prompts = [{"prompt": PROMPT}, {"prompt": "A ", "host_sampler": None}]
+    result = dlm_jax.generate(SHORT, prompts, seed=30, host_sampler=ONLY_VOWELS)
+    assert re.fullmatch("The [ae]{5}", result.texts[0])
+    assert result.texts[1] == dlm_jax.generate(SHORT, ["A "], seed=31).texts[0]
+
+
+def test_a_hosted_row_depends_on_its_own_seed_alone():
+    hosted = {"prompt": PROMPT, "host_sampler": ONLY_VOWELS}
+    together = dlm_jax.generate(SHORT, [hosted], num_samples=4, seed=30, batch_size=1)
+    assert len(set(together.texts)) > 1
+    for index, text in enumerate(together.texts):
+        assert dlm_jax.generate(SHORT, [hosted], seed=30 + index).texts == (text,)
+
+
+def test_host_samplers_see_the_row_of_the_result_and_so_do_their_errors():
+    seen = set()
+
+    def note(candidates):
+        seen.add(candidates.row)
+        return candidates.ids[0]
+
+    prompts = ["", {"host_sampler": note}, "", {"host_sampler": note}]
+    dlm_jax.generate(SHORT, prompts, batch_size=1)
+    assert seen == {1, 3}
+    impossible = matching("[^ -z]", SHORT.tokenizer.decode)
+    line = _refused(SHORT, ["", {"prompt": PROMPT, "host_sampler": impossible}])
+    assert line.startswith("row 1: none of the ")
+    assert "at position 4;" in line
+
+
+def test_steps_that_write_several_tokens_are_refused_by_a_regular_expression():
+    line = _refused(SHORT, [PROMPT], host_sampler=ONLY_VOWELS, steps=2)
+    assert "use order='left_to_right' and as many steps as new tokens" in line
+
+
+def test_report_says_where_each_part_of_a_chain_runs():
+    parts = ["bans: device", "temperature: device"]
+    assert chain_report(SHORT).splitlines() == [*parts, "draw: device"]
+    report = chain_report(SHORT, host_sampler=ONLY_VOWELS, temperature=0.5).splitlines()
+    assert report == [*parts, "choice among the survivors: host (matching '[ae]{5}')"]
+
+
+def test_a_hosted_row_on_eight_devices_is_the_same():
+    everywhere = NamedSharding(make_mesh(MeshConfig(fsdp=2)), PartitionSpec())
+    spread = dataclasses.replace(SHORT, params=jax.device_put(SHORT.params, everywhere))
+    hosted = {"prompt": PROMPT, "host_sampler": ONLY_VOWELS, "read_back": True}
+    ours, theirs = (dlm_jax.generate(model, [hosted], seed=33) for model in (spread, SHORT))
+    assert ours.texts == theirs.texts
+    assert len(ours.read_back[0]) == len(theirs.read_back[0]) == 5
+
+
+# The draw
+
+
+def test_the_draw_is_a_setting_of_a_prompt_of_a_call_or_of_the_model():
+    plain = dlm_jax.generate(SHORT, [PROMPT], seed=30, gen_length=20)
+    gumbel = dlm_jax.generate(SHORT, [PROMPT], seed=30, gen_length=20, draw="gumbel")
+    assert plain.texts != gumbel.texts
+    recommends = dataclasses.replace(
+        SHORT, sample=dataclasses.replace(LEFT_TO_RIGHT, draw="gumbel", gen_length=20)
+    )
+    assert dlm_jax.generate(recommends, [PROMPT], seed=30).texts == gumbel.texts
+    prompts = [{"prompt": PROMPT, "draw": draw, "seed": 30} for draw in ("gumbel", "inverse_cdf")]
+    mixed = dlm_jax.generate(SHORT, prompts, gen_length=20)
+    assert mixed.texts == gumbel.texts + plain.texts
+    assert SHORT.advance(draw="gumbel").compiled == ["rows=1 canvas=64"]
+
+
+def test_draws_of_the_settings_are_those_of_the_library():
+    assert DRAWS == METHODS
+    with pytest.raises(ValueError, match="did you mean 'gumbel'"):
+        MODEL.advance(draw="gumble")
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        ({"host_sampler": "digits"}, "host_sampler='digits' is not callable; give a function"),
+        ({"read_back": 3}, "read_back=3 is not a bool"),
+        ({"max_candidates": 0}, "max_candidates=0 must be at least 1"),
+        ({"prompts": ["", {"read_bak": True}]}, "prompt 1: read_bak=True is not a sampling"),
+        ({"draw": "gumble"}, "draw='gumble' is not one of inverse_cdf, gumbel; did you mean 'gum"),
         ({"prompts": ["Zebra"]}, "'Z' (U+005A) at position 0"),
         ({"prompts": ["The " * 8]}, "prompt of 32 tokens leaves no room on the canvas of 32"),
         ({"prompts": []}, "nothing to generate"),

@@ -15,6 +15,7 @@ MAX_LINES = 320
 # Rooms, and those each may import besides itself. What is not named here is `shared`: it stands
 # below training and may import only types, config and its like.
 _SHARED = {"types", "config", "shared"}
+_LIBRARY = {*_SHARED, "data", "checkpoint", "diffusion", "sampling", "model"}
 MAY_IMPORT = {
     "types": set(),
     "config": {"types"},
@@ -25,8 +26,12 @@ MAY_IMPORT = {
     "sampling": {"types", "config"},
     "model": {"types", "config"},
     "training": {*_SHARED, "data", "checkpoint", "diffusion", "sampling", "model"},
-    "api": {*_SHARED, "data", "checkpoint", "diffusion", "sampling", "model"},
-    "__init__": {"api", "types"},
+    "models": _LIBRARY,
+    "api": {*_LIBRARY, "models"},
+    "likelihood": {*_LIBRARY, "models"},
+    "evaluate": {*_LIBRARY, "models", "likelihood", "__init__"},
+    "export": _LIBRARY,
+    "__init__": {"api", "models", "types"},
 }
 
 

@@ -1,6 +1,7 @@
 """sample.py as its users run it: texts on standard output, everything else elsewhere."""
 
 import re
+import sys
 
 import jax
 import pytest
@@ -44,9 +45,73 @@ def test_every_flag_is_optional_and_seeds_repeat(run_dir, capsys):
     assert outputs[3] == outputs[0] + "---\n" + outputs[2]
 
 
+# The chain is short, so that it compiles fast.
+SHORT = ["--chain", "temperature", "--gen-length", "4", "--steps", "4", "--order", "left_to_right"]
+SAMPLER = "from dlm_jax.sampling.candidates import Candidates\nlikeliest = lambda c: c.ids[0]\n"
+
+
+def test_read_back_tells_of_each_token_on_standard_error(run_dir, capsys):
+    flags = [*SHORT, "--prompt", "A ", "--num-samples", "2", "--ignore-eos", "true"]
+    assert _run(run_dir, *flags) == 0
+    plain = capsys.readouterr().out
+    assert _run(run_dir, *flags, "--read-back", "3") == 0
+    out, err = capsys.readouterr()
+    assert out == plain
+    lines = [line for line in err.splitlines() if line.startswith("row ")]
+    assert len(lines) == 8
+    texts = [list(text) for text in out.removesuffix("\n").split("\n---\n")]
+    for number, line in enumerate(lines):
+        row, step = divmod(number, 4)
+        found = re.fullmatch(
+            rf"row {row} step {step} position {step + 2}: (\S+|' ') p=(\S+) of (\d+) candidates: "
+            r"(.+? -?[\d.e+-]+), (.+? -?[\d.e+-]+), (.+? -?[\d.e+-]+)",
+            line,
+        )
+        assert found, line
+        assert 0 < float(found[2]) <= 1
+        if found[1].startswith("'"):
+            assert found[1].strip("'") == texts[row][step + 2]
+    assert "1 compilation (rows=2 canvas=64 host)" in err
+
+
+def test_a_host_sampler_is_imported_from_the_working_directory(
+    run_dir, tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "my_rules.py").write_text(SAMPLER)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    flags = [*SHORT, "--num-samples", "2", "--host-sampler", "my_rules:likeliest"]
+    assert _run(run_dir, *flags, "--report-chain") == 0
+    hosted, err = capsys.readouterr()
+    lines = err.splitlines()[:3]
+    assert lines == [
+        "bans: device",
+        "temperature: device",
+        "choice among the survivors: host (<lambda>)",
+    ]
+    assert _run(run_dir, *SHORT, "--num-samples", "2", "--temperature", "0") == 0
+    assert capsys.readouterr().out == hosted
+
+
+def test_the_draw_is_a_flag(run_dir, capsys):
+    outputs = []
+    for draw in ("inverse_cdf", "gumbel"):
+        assert _run(run_dir, *SHORT, "--num-samples", "2", "--draw", draw) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] != outputs[1]
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (["--host-sampler", "nowhere"], "--host-sampler nowhere is not MODULE:FUNCTION"),
+        (["--host-sampler", "no_where:f"], "no_where fails: ModuleNotFoundError: No module"),
+        (["--host-sampler", "json:dumpz"], "json has no 'dumpz'; did you mean 'dump'?"),
+        (["--host-sampler", "math:pi"], "--host-sampler math:pi is 3.14"),
+        (["--read-back", "0"], "--read-back 0 must be at least 1"),
+        (["--read-back", "99"], "--read-back 99 is more than --max-candidates 64; raise that to"),
+        (["--max-candidates", "0"], "max_candidates=0 must be at least 1"),
+        (["--draw", "gumble"], "did you mean 'gumbel'?"),
         (["--prompt", "Zebra"], "'Z' (U+005A)"),
         (["--prompt", "The " * 8], "leaves no room on the canvas of 32"),
         (["--steps", "0"], "steps=0 must be at least 1"),
@@ -80,3 +145,11 @@ def test_missing_checkpoint_ends_with_code_2_and_names_it(tmp_path, capsys):
     assert str(tmp_path / "nowhere") in err
     assert err.count("\n") == 1
     assert jax.config.jax_debug_key_reuse
+
+
+def test_the_program_compiles_less_than_the_library_and_writes_the_same(run_dir, capsys):
+    assert _run(run_dir, *SHORT, "--prompt", "A ", "--top-p", "0.9", "--seed", "5") == 0
+    model = dlm_jax.load(run_dir)
+    settings = {"gen_length": 4, "steps": 4, "top_p": 0.9, "seed": 5}
+    (text,) = dlm_jax.generate(model, ["A "], **settings).texts
+    assert capsys.readouterr().out == text + "\n"

@@ -207,8 +207,8 @@ def load_params(
 ) -> tuple[PyTree, dict[str, Any]]:
     """The parameters and the JSON of the newest usable checkpoint (or that of ``step``).
 
-    Only the ``params`` entry of the saved state is read, not the optimiser's moments. The mesh and
-    the number of processes may differ from those that saved.
+    Only the parameters are read (their moving average where the state has one), not the
+    optimiser's moments. The mesh and the number of processes may differ from those that saved.
 
     Args:
       directory: the one given to `Checkpoints`, or the one that holds it as ``checkpoints``.
@@ -229,15 +229,16 @@ def load_params(
     path = step_path(root, found)
     meta = _read_meta(path)
     leaves = manifest.read(path)["leaves"]
-    saved = {name: leaf for name, leaf in leaves.items() if name.startswith("params/")}
+    entry = "ema" if any(name.startswith("ema/") for name in leaves) else "params"
+    saved = {name: leaf for name, leaf in leaves.items() if name.startswith(f"{entry}/")}
     if not saved:
         raise ValueError(f"checkpoint {path} holds no params; pass one that train.py wrote")
     if abstract_params is None:
         wanted = _nested(saved)
     else:
-        wanted = {"params": abstract_params(meta)}
+        wanted = {entry: abstract_params(meta)}
         check_same_leaves(_describe(wanted, "abstract_params"), saved, path)
-    return _read_arrays(path, wanted, partial=True)["params"], meta
+    return _read_arrays(path, wanted, partial=True)[entry], meta
 
 
 def _describe(tree: PyTree, what: str) -> Leaves:

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from dlm_jax.config.fields import field
+
 DEFAULT_CHAIN: tuple[str, ...] = (
     "bias",
     "penalties",
@@ -30,57 +32,49 @@ DEFAULT_CHAIN: tuple[str, ...] = (
 _INT_LIMIT = 2**31 - 1
 
 
-def _field(default: Any, doc: str) -> Any:
-    return dataclasses.field(default=default, metadata={"help": doc})
-
-
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Settings of one request, validated; every default is neutral."""
 
-    temperature: float = _field(
+    temperature: float = field(
         1.0, "of the draw: 0 takes the likeliest token, otherwise in [1e-6, 1e6]; 1 is neutral"
     )
-    dynatemp_range: float = _field(
+    dynatemp_range: float = field(
         0.0, "half-width of dynamic temperature, >= 0; 0 is plain temperature"
     )
-    dynatemp_exponent: float = _field(
-        1.0, "dynamic temperature: power of the relative entropy, > 0"
-    )
-    top_k: int = _field(0, "candidates to keep; <= 0 is off")
-    top_p: float = _field(1.0, "nucleus mass in (0, 1]; 1 is off")
-    min_p: float = _field(0.0, "fraction of the best probability in [0, 1]; 0 is off")
-    typical_p: float = _field(1.0, "typical mass in (0, 1]; 1 is off")
-    top_n_sigma: float = _field(0.0, "deviations below the best logit; <= 0 is off")
-    xtc_probability: float = _field(
+    dynatemp_exponent: float = field(1.0, "dynamic temperature: power of the relative entropy, > 0")
+    top_k: int = field(0, "candidates to keep; <= 0 is off")
+    top_p: float = field(1.0, "nucleus mass in (0, 1]; 1 is off")
+    min_p: float = field(0.0, "fraction of the best probability in [0, 1]; 0 is off")
+    typical_p: float = field(1.0, "typical mass in (0, 1]; 1 is off")
+    top_n_sigma: float = field(0.0, "deviations below the best logit; <= 0 is off")
+    xtc_probability: float = field(
         0.0, "chance that XTC drops all but the least likely choice, in [0, 1]"
     )
-    xtc_threshold: float = _field(
+    xtc_threshold: float = field(
         0.1, "probability that makes a token a choice for XTC; above 0.5 is off"
     )
-    repetition_penalty: float = _field(
+    repetition_penalty: float = field(
         1.0, "divides (or multiplies, if negative) the logits of seen tokens, > 0; 1 is off"
     )
-    frequency_penalty: float = _field(0.0, "taken off a logit per occurrence; 0 is off")
-    presence_penalty: float = _field(0.0, "taken off the logit of a seen token; 0 is off")
-    penalty_last_n: int = _field(
+    frequency_penalty: float = field(0.0, "taken off a logit per occurrence; 0 is off")
+    presence_penalty: float = field(0.0, "taken off the logit of a seen token; 0 is off")
+    penalty_last_n: int = field(
         64, "newest tokens the penalties look at; -1 is the whole row and 0 is off"
     )
-    dry_multiplier: float = _field(0.0, "weight of the penalty on repeated runs, >= 0; 0 is off")
-    dry_base: float = _field(1.75, "growth of that penalty with the length of the run, >= 1")
-    dry_allowed_length: int = _field(2, "repeated tokens that go unpunished, >= 1")
-    dry_last_n: int = _field(-1, "newest tokens DRY looks at; -1 is the whole run and 0 is off")
-    dry_breakers: tuple[int, ...] = _field((), "ids no repetition may cross")
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = _field(
+    dry_multiplier: float = field(0.0, "weight of the penalty on repeated runs, >= 0; 0 is off")
+    dry_base: float = field(1.75, "growth of that penalty with the length of the run, >= 1")
+    dry_allowed_length: int = field(2, "repeated tokens that go unpunished, >= 1")
+    dry_last_n: int = field(-1, "newest tokens DRY looks at; -1 is the whole run and 0 is off")
+    dry_breakers: tuple[int, ...] = field((), "ids no repetition may cross")
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = field(
         (), "id and bias, as a mapping or pairs (12:-5,30:2); duplicates add, -inf bans"
     )
-    mirostat: int = _field(
-        0, "0 is off, 1 or 2 is the version; it replaces the truncations and XTC"
-    )
-    mirostat_tau: float = _field(5.0, "target surprise in bits, >= 0")
-    mirostat_eta: float = _field(0.1, "learning rate, >= 0")
-    min_keep: int = _field(1, "candidates that every truncation keeps, in [1, 64]")
-    ignore_eos: bool = _field(False, "bans every id that ends a generation")
+    mirostat: int = field(0, "0 is off, 1 or 2 is the version; it replaces the truncations and XTC")
+    mirostat_tau: float = field(5.0, "target surprise in bits, >= 0")
+    mirostat_eta: float = field(0.1, "learning rate, >= 0")
+    min_keep: int = field(1, "candidates that every truncation keeps, in [1, 64]")
+    ignore_eos: bool = field(False, "bans every id that ends a generation")
 
     def __post_init__(self) -> None:
         bias = self.logit_bias

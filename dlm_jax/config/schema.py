@@ -4,192 +4,221 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import typing
-from typing import Any, Literal
+from typing import Literal
 
+from dlm_jax.config.fields import field, require
+from dlm_jax.config.objective import ObjectiveConfig
 from dlm_jax.config.sampling import DEFAULT_CHAIN, SamplingParams, check_chain
-
-
-def _field(default: Any, doc: str) -> Any:
-    return dataclasses.field(default=default, metadata={"help": doc})
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Shape of the Transformer, from small GPT-like to LLaMA-like."""
 
-    depth: int = _field(6, "number of Transformer blocks")
-    width: int = _field(128, "size of the hidden vectors (D)")
-    heads: int = _field(4, "attention heads; width must be a multiple of it")
-    kv_heads: int = _field(0, "key/value heads shared by groups of heads; 0: as many as heads")
-    mlp_width: int = _field(0, "inner size of the MLP; 0: 4 * width (swiglu: 8/3, rounded to 8)")
-    activation: Literal["relu2", "gelu", "swiglu"] = _field(
+    depth: int = field(6, "number of Transformer blocks")
+    width: int = field(128, "size of the hidden vectors (D)")
+    heads: int = field(4, "attention heads; width must be a multiple of it")
+    kv_heads: int = field(0, "key/value heads shared by groups of heads; 0: as many as heads")
+    mlp_width: int = field(0, "inner size of the MLP; 0: 4 * width (swiglu: 8/3, rounded to 8)")
+    activation: Literal["relu2", "gelu", "swiglu"] = field(
         "relu2", "MLP non-linearity: relu2 (squared ReLU), gelu (tanh form) or swiglu"
     )
-    norm: Literal["rms", "layer"] = _field("rms", "normalisation: rms (RMSNorm) or layer")
-    norm_epsilon: float = _field(1e-5, "added to the mean square or variance in a norm")
-    qk_norm: bool = _field(True, "RMSNorm of queries and keys over the head, before RoPE")
-    qkv_bias: bool = _field(False, "biases on the query, key and value projections")
-    rope_theta: float = _field(10000.0, "base of the rotary position frequencies")
-    tied_head: bool = _field(True, "the LM head is the transposed embedding table")
-    attention_type: Literal["bidirectional", "causal"] = _field(
-        "bidirectional", "which positions attend: bidirectional or causal"
+    norm: Literal["rms", "layer"] = field("rms", "normalisation: rms (RMSNorm) or layer")
+    norm_epsilon: float = field(1e-5, "added to the mean square or variance in a norm")
+    qk_norm: bool = field(True, "RMSNorm of queries and keys over the head, before RoPE")
+    qkv_bias: bool = field(False, "biases on the query, key and value projections")
+    rope_theta: float = field(10000.0, "base of the rotary position frequencies")
+    tied_head: bool = field(True, "the LM head is the transposed embedding table")
+    attention_type: Literal["bidirectional", "causal"] = field(
+        "bidirectional",
+        "bidirectional; or causal: an autoregressive model, each position from those to its left",
     )
-    vocab_size: int = _field(0, "number of logits; 0: the tokenizer's vocabulary")
-    compute_dtype: Literal["float32", "bfloat16"] = _field(
+    vocab_size: int = field(0, "number of logits; 0: the tokenizer's vocabulary")
+    start_id: int = field(
+        -1, "causal: id that the model reads before the first token; -1: the tokenizer's MASK"
+    )
+    compute_dtype: Literal["float32", "bfloat16"] = field(
         "float32", "dtype of activations; parameters, norms and softmax stay float32"
     )
-    remat: bool = _field(False, "recompute activations in the backward pass to save memory")
+    remat: bool = field(False, "recompute activations in the backward pass to save memory")
 
     def __post_init__(self) -> None:
         for name in ("depth", "width", "heads"):
             value = getattr(self, name)
-            _require(value >= 1, f"model.{name}={value} must be at least 1")
+            require(value >= 1, f"model.{name}={value} must be at least 1")
         for name in ("kv_heads", "mlp_width", "vocab_size"):
             value = getattr(self, name)
-            _require(value >= 0, f"model.{name}={value} must be at least 0")
-        _require(
+            require(value >= 0, f"model.{name}={value} must be at least 0")
+        require(
+            -1 <= self.start_id < (self.vocab_size or math.inf),
+            f"model.start_id={self.start_id} is outside the vocabulary; use -1",
+        )
+        require(
             self.width % self.heads == 0 and (self.width // self.heads) % 2 == 0,
             f"model.width={self.width} is not an even multiple of model.heads={self.heads}; "
             f"use a width of {2 * self.heads * max(1, round(self.width / (2 * self.heads)))}",
         )
-        _require(
+        require(
             self.kv_heads == 0 or self.heads % self.kv_heads == 0,
             f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}; "
             f"use 0 or a divisor of {self.heads}",
         )
-        _require(self.norm_epsilon > 0, f"model.norm_epsilon={self.norm_epsilon} must be > 0")
-        _require(self.rope_theta > 0, f"model.rope_theta={self.rope_theta} must be > 0")
+        require(self.norm_epsilon > 0, f"model.norm_epsilon={self.norm_epsilon} must be > 0")
+        require(self.rope_theta > 0, f"model.rope_theta={self.rope_theta} must be > 0")
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     """What is trained on, and how text becomes tokens."""
 
-    source: tuple[str, ...] = _field(
+    source: tuple[str, ...] = field(
         ("python-reference",),
-        "UTF-8 files or globs, or python-reference: the language reference inside CPython",
+        "UTF-8 or JSONL files or globs, or python-reference (the language reference inside "
+        "CPython), python-source (its standard library) or tinyshakespeare",
     )
-    tokenizer: Literal["character", "byte"] = _field(
-        "character", "character: the characters of the corpus; byte: the 256 bytes of UTF-8"
+    tokenizer: str = field(
+        "character",
+        "character: those of the corpus; byte: the 256 of UTF-8; bpe:N: trained on the corpus; or "
+        "the path of a tokenizer.json",
     )
-    seq_len: int = _field(128, "tokens of one training window (L)")
-    held_out: float = _field(0.05, "fraction of the corpus kept for evaluation")
-    cache_dir: str = _field("", "where token files are kept; empty: $DLM_JAX_CACHE or ~/.cache")
+    layout: Literal["windows", "documents"] = field(
+        "windows", "rows are windows of the packed text, or documents"
+    )
+    tail: Literal["eos", "pad"] = field(
+        "eos", "documents: what fills a row; eos is trained, so that a model learns where to stop"
+    )
+    seq_len: int = field(128, "tokens of one training row (L)")
+    held_out: float = field(0.05, "fraction of the corpus kept for evaluation")
+    cache_dir: str = field("", "where token files are kept; empty: $DLM_JAX_CACHE or ~/.cache")
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             len(self.source) > 0, "data.source is empty; name a file, a glob or python-reference"
         )
-        _require(self.seq_len >= 2, f"data.seq_len={self.seq_len} must be at least 2")
-        _require(0 < self.held_out < 1, f"data.held_out={self.held_out} must be between 0 and 1")
+        require(self.seq_len >= 2, f"data.seq_len={self.seq_len} must be at least 2")
+        require(0 < self.held_out < 1, f"data.held_out={self.held_out} must be between 0 and 1")
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig:
     """The optimiser and its learning-rate schedule."""
 
-    name: Literal["muon", "adamw"] = _field(
+    name: Literal["muon", "adamw"] = field(
         "muon", "muon (Adam for embeddings and norms) or adamw for everything"
     )
-    learning_rate: float = _field(0.02, "peak learning rate (muon's matrices, or all of adamw)")
-    adam_learning_rate: float = _field(3e-3, "muon: peak learning rate of what Adam trains")
-    final_ratio: float = _field(0.0, "last learning rate of the cosine, as a fraction of the peak")
-    warmup_steps: int = _field(50, "steps of linear warm-up from 0")
-    weight_decay: float = _field(0.0, "decoupled weight decay of matrices")
-    b1: float = _field(0.9, "Adam's decay of the mean")
-    b2: float = _field(0.95, "Adam's decay of the mean square")
-    muon_momentum: float = _field(0.95, "muon's momentum")
-    clip: float = _field(1.0, "global gradient norm above which gradients are scaled down")
+    learning_rate: float = field(0.02, "peak learning rate (muon's matrices, or all of adamw)")
+    adam_learning_rate: float = field(3e-3, "muon: peak learning rate of what Adam trains")
+    final_ratio: float = field(0.0, "last learning rate of the cosine, as a fraction of the peak")
+    warmup_steps: int = field(50, "steps of linear warm-up from 0")
+    weight_decay: float = field(0.0, "decoupled weight decay of matrices")
+    b1: float = field(0.9, "Adam's decay of the mean")
+    b2: float = field(0.95, "Adam's decay of the mean square")
+    muon_momentum: float = field(0.95, "muon's momentum")
+    clip: float = field(1.0, "global gradient norm above which gradients are scaled down")
+    ema_decay: float = field(
+        0.0, "decay of a moving average of the parameters, which is then what is sampled; 0: none"
+    )
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "adam_learning_rate", "clip"):
             value = getattr(self, name)
-            _require(value > 0, f"optim.{name}={value} must be > 0")
-        for name in ("b1", "b2", "muon_momentum"):
+            require(value > 0, f"optim.{name}={value} must be > 0")
+        for name in ("b1", "b2", "muon_momentum", "ema_decay"):
             value = getattr(self, name)
-            _require(0 <= value < 1, f"optim.{name}={value} must be in [0, 1)")
-        _require(0 <= self.final_ratio <= 1, f"optim.final_ratio={self.final_ratio} not in [0, 1]")
-        _require(self.warmup_steps >= 0, f"optim.warmup_steps={self.warmup_steps} must be >= 0")
-        _require(self.weight_decay >= 0, f"optim.weight_decay={self.weight_decay} must be >= 0")
+            require(0 <= value < 1, f"optim.{name}={value} must be in [0, 1)")
+        require(0 <= self.final_ratio <= 1, f"optim.final_ratio={self.final_ratio} not in [0, 1]")
+        require(self.warmup_steps >= 0, f"optim.warmup_steps={self.warmup_steps} must be >= 0")
+        require(self.weight_decay >= 0, f"optim.weight_decay={self.weight_decay} must be >= 0")
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """The training run: how long, how often it looks up, and where it writes."""
 
-    out_dir: str = _field("runs/default", "where checkpoints, metrics and plots are written")
-    steps: int = _field(1000, "optimiser steps")
-    batch_size: int = _field(32, "rows of one step, over all devices and processes")
-    seed: int = _field(0, "of the parameters, the data order and the noise")
-    log_every: int = _field(10, "steps between two lines of metrics")
-    eval_every: int = _field(250, "steps between evaluations on held-out text; 0: only at the end")
-    eval_windows: int = _field(256, "held-out windows of one evaluation, at most")
-    sample_every: int = _field(0, "steps between samples shown while training; 0: only at the end")
-    checkpoint_every: int = _field(250, "steps between checkpoints; 0: only at the end")
-    keep_checkpoints: int = _field(2, "newest checkpoints to keep")
+    out_dir: str = field("runs/default", "where checkpoints, metrics and plots are written")
+    steps: int = field(1000, "optimiser steps")
+    batch_size: int = field(32, "rows of one step, over all devices and processes")
+    accumulate: int = field(
+        1, "parts of a batch that run one after the other, to save memory; the result is the same"
+    )
+    seed: int = field(0, "of the parameters, the data order and the noise")
+    log_every: int = field(10, "steps between two lines of metrics")
+    eval_every: int = field(250, "steps between evaluations on held-out text; 0: only at the end")
+    eval_windows: int = field(256, "held-out windows of one evaluation, at most")
+    sample_every: int = field(0, "steps between samples shown while training; 0: only at the end")
+    checkpoint_every: int = field(250, "steps between checkpoints; 0: only at the end")
+    keep_checkpoints: int = field(2, "newest checkpoints to keep")
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "log_every", "eval_windows", "keep_checkpoints"):
+        for name in (
+            "steps", "batch_size", "accumulate", "log_every", "eval_windows", "keep_checkpoints"
+        ):  # fmt: skip
             value = getattr(self, name)
-            _require(value >= 1, f"train.{name}={value} must be at least 1")
+            require(value >= 1, f"train.{name}={value} must be at least 1")
+        require(
+            self.batch_size % self.accumulate == 0,
+            f"train.accumulate={self.accumulate} does not divide train.batch_size="
+            f"{self.batch_size}; use a divisor",
+        )
         for name in ("seed", "eval_every", "sample_every", "checkpoint_every"):
             value = getattr(self, name)
-            _require(value >= 0, f"train.{name}={value} must be at least 0")
-        _require(self.seed < 2**32, f"train.seed={self.seed} must be below 2**32")
-        _require(self.out_dir != "", "train.out_dir is empty; name a directory")
+            require(value >= 0, f"train.{name}={value} must be at least 0")
+        require(self.seed < 2**32, f"train.seed={self.seed} must be below 2**32")
+        require(self.out_dir != "", "train.out_dir is empty; name a directory")
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
     """How devices are arranged: the product of the axes is the number of devices."""
 
-    data: int = _field(-1, "devices that split the batch; -1: all that the other axes leave")
-    fsdp: int = _field(1, "devices that also split parameters and optimiser state")
-    tensor: int = _field(1, "devices that split the matrices of one layer")
+    data: int = field(-1, "devices that split the batch; -1: all that the other axes leave")
+    fsdp: int = field(1, "devices that also split parameters and optimiser state")
+    tensor: int = field(1, "devices that split the matrices of one layer")
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.data == -1 or self.data >= 1, f"mesh.data={self.data} must be -1 or at least 1"
         )
         for name in ("fsdp", "tensor"):
             value = getattr(self, name)
-            _require(value >= 1, f"mesh.{name}={value} must be at least 1")
+            require(value >= 1, f"mesh.{name}={value} must be at least 1")
 
 
 Order = Literal["low_confidence", "random", "left_to_right"]
 Schedule = Literal["linear", "cosine"]
+Draw = Literal["inverse_cdf", "gumbel"]
 ORDERS: tuple[str, ...] = typing.get_args(Order)
 SCHEDULES: tuple[str, ...] = typing.get_args(Schedule)
+DRAWS: tuple[str, ...] = typing.get_args(Draw)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleConfig(SamplingParams):
     """Recommended sampling settings: stored in the checkpoint, the defaults of ``sample.py``."""
 
-    gen_length: int = _field(0, "new tokens of one sample; 0: as many as the canvas has room for")
-    steps: int = _field(128, "denoising steps of one sample")
-    order: Order = _field(
+    gen_length: int = field(0, "new tokens of one sample; 0: as many as the canvas has room for")
+    steps: int = field(128, "denoising steps of one sample")
+    order: Order = field(
         "random", "what is committed first: low_confidence (the surest), random or left_to_right"
     )
-    schedule: Schedule = _field(
+    schedule: Schedule = field(
         "linear", "how the number of commits is spread over the steps: linear or cosine"
     )
-    chain: tuple[str, ...] = _field(DEFAULT_CHAIN, "logit transforms, in the order they run")
+    chain: tuple[str, ...] = field(DEFAULT_CHAIN, "logit transforms, in the order they run")
+    draw: Draw = field(
+        "inverse_cdf", "how a token is drawn: inverse_cdf (the faster) or gumbel (as others do)"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self.gen_length >= 0, f"gen_length={self.gen_length} must be at least 0")
-        _require(self.steps >= 1, f"steps={self.steps} must be at least 1")
-        for name, known in (("order", ORDERS), ("schedule", SCHEDULES)):
+        require(self.gen_length >= 0, f"gen_length={self.gen_length} must be at least 0")
+        require(self.steps >= 1, f"steps={self.steps} must be at least 1")
+        for name, known in (("order", ORDERS), ("schedule", SCHEDULES), ("draw", DRAWS)):
             value = getattr(self, name)
             (near,) = difflib.get_close_matches(str(value), known, n=1, cutoff=0.0)
-            _require(
+            require(
                 value in known,
                 f"{name}={value!r} is not one of {', '.join(known)}; did you mean {near!r}?",
             )
@@ -202,19 +231,31 @@ class Config:
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.optim.warmup_steps < self.train.steps or self.train.steps == 1,
             f"optim.warmup_steps={self.optim.warmup_steps} leaves nothing of "
             f"train.steps={self.train.steps}; lower it",
         )
-        _require(
+        require(
             self.sample.gen_length <= self.data.seq_len,
             f"sample.gen_length={self.sample.gen_length} does not fit the canvas of "
             f"data.seq_len={self.data.seq_len}; lower it, or use 0 to fill the canvas",
+        )
+        share, rows = self.objective.denoising_share, self.train.batch_size
+        require(
+            share in (0, 1) or 1 <= round(share * rows) < rows,
+            f"objective.denoising_share={share} of train.batch_size={rows} rows leaves an "
+            "objective without rows; raise train.batch_size",
+        )
+        require(
+            self.model.attention_type != "causal" or self.sample.order == "left_to_right",
+            f"model.attention_type='causal' cannot fill sample.order={self.sample.order!r}; "
+            "use left_to_right",
         )

@@ -2,32 +2,36 @@
 
 from dlm_jax.data.corpora import (
     BUILTIN_CORPUS,
+    PYTHON_SOURCE,
     Document,
     Source,
     join_documents,
     read_documents,
     split_text,
 )
-from dlm_jax.data.loading import Corpus, load_corpus
+from dlm_jax.data.loading import LAYOUTS, Corpus, load_corpus
 from dlm_jax.data.pipeline import train_batches, train_dataset, validation_windows
-from dlm_jax.data.tokenizers import (
-    TOKENIZERS,
-    ByteTokenizer,
-    CharacterTokenizer,
-    Tokenizer,
-    from_json,
-    make_tokenizer,
-)
+from dlm_jax.data.rows import TAILS, DocumentRows, RowSource
+from dlm_jax.data.subword import SubwordTokenizer, train_bpe
+from dlm_jax.data.tokenizer_kinds import TOKENIZERS, check_fits, from_json, make_tokenizer
+from dlm_jax.data.tokenizers import ByteTokenizer, CharacterTokenizer, Tokenizer
 
 __all__ = [
     "BUILTIN_CORPUS",
+    "LAYOUTS",
+    "PYTHON_SOURCE",
+    "TAILS",
     "TOKENIZERS",
     "ByteTokenizer",
     "CharacterTokenizer",
     "Corpus",
     "Document",
+    "DocumentRows",
+    "RowSource",
     "Source",
+    "SubwordTokenizer",
     "Tokenizer",
+    "check_fits",
     "from_json",
     "join_documents",
     "load_corpus",
@@ -35,6 +39,7 @@ __all__ = [
     "read_documents",
     "split_text",
     "train_batches",
+    "train_bpe",
     "train_dataset",
     "validation_windows",
 ]

@@ -1,4 +1,4 @@
-"""Text to train on: the built-in corpus, any UTF-8 files, and the split that holds some out.
+"""Text to train on: corpora known by name, any UTF-8 files, and the split that holds some out.
 
 The built-in corpus is the language reference that ships with CPython (`pydoc_data.topics`), so
 that training needs no network. Many of its topics are copies of parts of longer ones: a fifth of
@@ -11,13 +11,22 @@ from __future__ import annotations
 import glob
 import importlib
 import os
-from collections.abc import Sequence
+import sysconfig
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dlm_jax.data import tinyshakespeare
+from dlm_jax.data.jsonl import read_jsonl
+
 BUILTIN_CORPUS = "python-reference"
+PYTHON_SOURCE = "python-source"
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+# Folders of the standard library whose files are not its source: tests, some of which are not even
+# UTF-8, what was installed, and the language reference, which is a corpus of its own.
+_NO_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
 
 # A paragraph that occurs in two topics counts as a copy from this length (characters) on.
 _MIN_COPIED = 40
@@ -25,42 +34,58 @@ _MIN_COPIED = 40
 
 @dataclass(frozen=True)
 class Document:
-    """One document of a corpus: where it came from, and its text."""
+    """One document of a corpus.
+
+    Attributes:
+      name: where it came from.
+      text: what is to be learnt.
+      prompt: what it answers, given to the model and never noised; None for plain text.
+    """
 
     name: str
     text: str
+    prompt: str | None = None
 
 
 def read_documents(source: Source) -> tuple[Document, ...]:
-    """The documents of `source`, sorted by name, each once and none of them empty.
+    """The documents of `source`, by name, each once and none of them empty.
 
     Args:
-      source: `BUILTIN_CORPUS`, a path or a glob (`**` spans folders), or several of these. A path
-        that exists is taken literally, even if it looks like a glob. A byte-order mark is removed;
+      source: `BUILTIN_CORPUS`, `PYTHON_SOURCE` (a document per file of the standard library, tests
+        left out), `tinyshakespeare.NAME` (downloaded if need be), a path or a glob (`**` spans
+        folders), or several of these. A path that exists is taken literally, even if
+        it looks like a glob. A file is one document, and one whose name ends in ``.jsonl`` a
+        document per line, in its order (see `read_jsonl`). A byte-order mark is removed;
         everything else, line endings included, stays as it is.
 
     Raises:
       ValueError: a path or glob that matches nothing, a folder, an unreadable file, a file that is
-        not UTF-8 (with the byte offset), an empty file that was named (one that a glob found is
-        passed over), or nothing left at all.
+        not UTF-8 (with the byte offset), a bad line of JSON, an empty file that was named (one
+        that a glob found is passed over), nothing left at all, or Shakespeare's text neither on
+        disk nor to be had.
     """
     patterns = _patterns(source)
     if not patterns:
         raise ValueError(f"source names no files; give a path, a glob or {BUILTIN_CORPUS!r}")
-    documents: list[Document] = []
+    named: dict[str, list[Document]] = {}
     found: dict[Path, tuple[Path, bool]] = {}
     for pattern in patterns:
-        if pattern == BUILTIN_CORPUS:
-            documents = _builtin_documents()
+        if pattern in _NAMED:
+            named[pattern] = _NAMED[pattern]()
             continue
         is_named, matches = _match(pattern)
         for path in matches:
             shown, was_named = found.get(path.resolve(), (path, False))
             found[path.resolve()] = shown, is_named or was_named
+    documents = [document for name in sorted(named) for document in named[name]]
     for path, is_named in sorted(found.values()):
-        text = _read(path)
-        if text:
-            documents.append(Document(str(path), text))
+        content = _read(path)
+        if path.suffix == ".jsonl":
+            texts = [Document(*line) for line in read_jsonl(str(path), content)]
+        else:
+            texts = [Document(str(path), content)] if content else []
+        if texts:
+            documents += texts
         elif is_named:
             raise ValueError(f"{path} is empty; give a file with text in it")
     if not documents:
@@ -87,8 +112,7 @@ def split_text(text: str, held_out: float) -> tuple[str, str]:
     Raises:
       ValueError: `held_out` is outside (0, 1), or `text` has fewer than two characters.
     """
-    if not 0.0 < held_out < 1.0:
-        raise ValueError(f"held_out={held_out} is outside (0, 1); 0.05 holds out 5%")
+    _check_share(held_out)
     if len(text) < 2:
         raise ValueError(f"a text of {len(text)} characters cannot be split; give more text")
     wanted = min(max(1, round(len(text) * held_out)), len(text) - 1)
@@ -98,11 +122,34 @@ def split_text(text: str, held_out: float) -> tuple[str, str]:
     return text[:cut], text[cut:]
 
 
+def split_documents(
+    documents: Sequence[Document], held_out: float, *, name: str
+) -> tuple[Sequence[Document], Sequence[Document]]:
+    """(training documents, held-out documents): whole ones, the last `held_out` of their number.
+
+    Raises:
+      ValueError: `held_out` is outside (0, 1), or there are fewer than two documents of `name`.
+    """
+    _check_share(held_out)
+    if len(documents) < 2:
+        raise ValueError(
+            f"{name} is one document, and whole documents are held out; "
+            "give more of them or use data.layout=windows"
+        )
+    wanted = min(max(1, round(len(documents) * held_out)), len(documents) - 1)
+    return documents[:-wanted], documents[-wanted:]
+
+
 def describe(source: Source) -> str:
     """A short name of `source` for messages."""
     patterns = _patterns(source)
     shown = ", ".join(patterns[:3])
     return shown if len(patterns) <= 3 else f"{shown} and {len(patterns) - 3} more"
+
+
+def _check_share(held_out: float) -> None:
+    if not 0.0 < held_out < 1.0:
+        raise ValueError(f"held_out={held_out} is outside (0, 1); 0.05 holds out 5%")
 
 
 def _patterns(source: Source) -> list[str]:
@@ -162,3 +209,26 @@ def _builtin_documents() -> list[Document]:
             kept.append(Document(f"{BUILTIN_CORPUS}:{name}", topics[name].strip("\n") + "\n"))
             seen.update(paragraphs)
     return sorted(kept, key=lambda document: document.name)
+
+
+def _python_source() -> list[Document]:
+    """Modules of the standard library, sorted by path; tests and installed packages left out."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _NO_SOURCE]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    texts = [(path.relative_to(root), _read(path)) for path in sorted(paths)]
+    if not texts:
+        raise ValueError(
+            f"the corpus {PYTHON_SOURCE!r} needs the source of the standard library, which "
+            f"{root} lacks; install it or give text files"
+        )
+    return [Document(f"{PYTHON_SOURCE}:{path.as_posix()}", text) for path, text in texts if text]
+
+
+_NAMED: dict[str, Callable[[], list[Document]]] = {
+    BUILTIN_CORPUS: _builtin_documents,
+    PYTHON_SOURCE: _python_source,
+    tinyshakespeare.NAME: lambda: [Document(tinyshakespeare.NAME, tinyshakespeare.read())],
+}

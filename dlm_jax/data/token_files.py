@@ -1,7 +1,9 @@
 """Token files: one flat .npy array of ids with a checksum behind it, whole or not there at all.
 
-A file is an ordinary .npy (uint8, uint16 or int32, whichever holds the vocabulary), so that any
-program reads it and a training process maps it into memory; the last 4 bytes, which readers of
+Where rows begin in a token file is stored in the same way (`rows.DocumentRows`).
+
+A file is an ordinary .npy of the smallest type that holds the vocabulary, so that any program
+reads it and a training process maps it into memory; the last 4 bytes, which readers of
 .npy ignore, are the crc32 of everything before. A file appears under its name by `os.replace`
 only: killed or concurrent writers leave no half of it.
 """
@@ -24,10 +26,9 @@ _STALE_SECONDS = 3600.0
 
 
 def id_dtype(vocab_size: int) -> np.dtype:
-    """The smallest of uint8, uint16 and int32 that holds the ids below `vocab_size`."""
-    if vocab_size <= 1 << 8:
-        return np.dtype(np.uint8)
-    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
+    """The smallest of uint8, uint16, int32 and int64 that holds the ids below `vocab_size`."""
+    types = {1 << 8: np.uint8, 1 << 16: np.uint16, 1 << 31: np.int32}
+    return np.dtype(next((t for limit, t in types.items() if vocab_size <= limit), np.int64))
 
 
 def default_cache_dir() -> Path:

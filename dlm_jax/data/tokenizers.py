@@ -1,14 +1,12 @@
-"""Text to token ids and back: the byte and the character tokenizer.
+"""Text to token ids and back: what a tokenizer is, and those of bytes and of characters.
 
 A vocabulary lists the text ids first, then the specials, in this order: MASK, PAD, BOS, EOS.
 Every tokenizer is a frozen value: two with the same fields are equal, pickle, and travel inside
-checkpoints as a plain JSON dict (`to_json`, `from_json`).
+checkpoints as a plain JSON dict (`to_json`; `tokenizer_kinds.from_json` reads it).
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -18,7 +16,7 @@ import numpy as np
 _NUM_SPECIALS = 4
 
 # These bytes occur in no UTF-8 text at all, so a model must never write them.
-_NEVER_IN_UTF8 = (0xC0, 0xC1, *range(0xF5, 0x100))
+NEVER_IN_UTF8 = (0xC0, 0xC1, *range(0xF5, 0x100))
 
 
 @runtime_checkable
@@ -77,6 +75,35 @@ class Tokenizer(Protocol):
         ...
 
 
+def checked_ids(ids: Any, vocab_size: int) -> np.ndarray:
+    """`ids` as an integer array `[n]`; ValueError if it is no row of ids below `vocab_size`."""
+    array = np.asarray(ids)
+    if array.size == 0:
+        return np.zeros(0, np.int64)
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(
+            f"ids have shape {array.shape} and type {array.dtype}; decode takes one row of integers"
+        )
+    bad = np.flatnonzero((array < 0) | (array >= vocab_size))
+    if bad.size:
+        raise ValueError(
+            f"id {array[bad[0]]} at position {bad[0]} is outside the vocabulary of {vocab_size}; "
+            "decode with the tokenizer that the model was trained with"
+        )
+    return array
+
+
+def utf8(text: str) -> bytes:
+    """`text` in UTF-8; ValueError for a lone surrogate, which has none."""
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text has a lone surrogate (U+{ord(text[error.start]):04X}) at position "
+            f"{error.start}, which is no character; remove it or repair the text's encoding"
+        ) from None
+
+
 class _WithSpecials:
     """The part both tokenizers share: specials right after `num_text_ids` ids of text."""
 
@@ -130,21 +157,8 @@ class _WithSpecials:
         raise NotImplementedError
 
     def _text_ids(self, ids: Any) -> np.ndarray:
-        """`ids` as a flat array without specials; ValueError for an id outside the vocabulary."""
-        array = np.asarray(ids)
-        if array.size == 0:
-            return np.zeros(0, np.int64)
-        if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-            raise ValueError(
-                f"ids have shape {array.shape} and type {array.dtype}; "
-                "decode takes one row of integers"
-            )
-        bad = np.flatnonzero((array < 0) | (array >= self.vocab_size))
-        if bad.size:
-            raise ValueError(
-                f"id {array[bad[0]]} at position {bad[0]} is outside the vocabulary of "
-                f"{self.vocab_size}; decode with the tokenizer that the model was trained with"
-            )
+        """`ids` without specials; ValueError for an id outside the vocabulary."""
+        array = checked_ids(ids, self.vocab_size)
         return array[array < self.num_text_ids]
 
 
@@ -163,18 +177,11 @@ class ByteTokenizer(_WithSpecials):
     @property
     def undecodable_ids(self) -> tuple[int, ...]:
         """The 13 bytes that occur in no UTF-8 text."""
-        return _NEVER_IN_UTF8
+        return NEVER_IN_UTF8
 
     def encode(self, text: str) -> np.ndarray:
         """UTF-8 bytes of `text`, int32 `[n]`; ValueError for a lone surrogate."""
-        try:
-            data = text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"the text has a lone surrogate (U+{ord(text[error.start]):04X}) at position "
-                f"{error.start}, which is no character; remove it or repair the text's encoding"
-            ) from None
-        return np.frombuffer(data, np.uint8).astype(np.int32)
+        return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
 
     def decode(self, ids: Any) -> str:
         """Text of `ids`; specials stand for no text, bytes that are no UTF-8 become U+FFFD."""
@@ -255,59 +262,3 @@ class CharacterTokenizer(_WithSpecials):
 def _code_points(text: str) -> np.ndarray:
     """Unicode code points of `text`, uint32 `[n]`; lone surrogates are passed through."""
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")
-
-
-def _byte_from_json(data: dict[str, Any]) -> Tokenizer:
-    if set(data) != {"type"}:
-        raise ValueError(f"the byte tokenizer has no fields, found {sorted(set(data) - {'type'})}")
-    return ByteTokenizer()
-
-
-def _character_from_json(data: dict[str, Any]) -> Tokenizer:
-    if set(data) != {"type", "characters"} or not isinstance(data["characters"], str):
-        raise ValueError(
-            "a character tokenizer is stored as {'type': 'character', 'characters': TEXT}, "
-            f"found the fields {sorted(data)}; the file is damaged or of another program"
-        )
-    return CharacterTokenizer(data["characters"])
-
-
-_FROM_TEXT: dict[str, Callable[[str], Tokenizer]] = {
-    "byte": lambda text: ByteTokenizer(),
-    "character": CharacterTokenizer.of,
-}
-_FROM_JSON: dict[str, Callable[[dict[str, Any]], Tokenizer]] = {
-    "byte": _byte_from_json,
-    "character": _character_from_json,
-}
-
-TOKENIZERS: tuple[str, ...] = tuple(_FROM_TEXT)
-
-
-def make_tokenizer(kind: str, text: str) -> Tokenizer:
-    """The tokenizer of `kind` (one of `TOKENIZERS`) for the corpus `text`.
-
-    Raises:
-      ValueError: `kind` is unknown; the message names the nearest match.
-    """
-    if kind not in _FROM_TEXT:
-        raise ValueError(_unknown("tokenizer", kind, TOKENIZERS))
-    return _FROM_TEXT[kind](text)
-
-
-def from_json(data: Any) -> Tokenizer:
-    """The tokenizer that `to_json` described.
-
-    Raises:
-      ValueError: `data` is no such description.
-    """
-    kind = data.get("type") if isinstance(data, dict) else None
-    if kind not in _FROM_JSON:
-        raise ValueError(_unknown("tokenizer type", kind, tuple(_FROM_JSON)))
-    return _FROM_JSON[kind](data)
-
-
-def _unknown(what: str, value: Any, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{what}={value!r} is unknown; {hint}use one of {', '.join(known)}"

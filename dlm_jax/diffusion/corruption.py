@@ -1,29 +1,87 @@
-"""The forward process: when to corrupt how much, and the corrupted canvas."""
+"""The forward process: when to corrupt how much, and which positions that hides."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.types import live_positions
+
+class Schedule(Protocol):
+    """How much is hidden at time ``t`` in (0, 1], and what the cross-entropy there counts for.
+
+    ``alpha(t)``, the share still visible, falls from 1 to 0. The bound is the same for every
+    schedule (Kingma et al. 2021, section 5.1); the variance of its estimate is not.
+    """
+
+    def masked_ratio(self, t: jax.Array) -> jax.Array:
+        """Probability ``1 - alpha(t)`` that a token is MASK at time ``t``."""
+        ...
+
+    def weight(self, t: jax.Array) -> jax.Array:
+        """``-alpha'(t) / (1 - alpha(t))``."""
+        ...
 
 
 @dataclass(frozen=True)
 class LinearSchedule:
-    """``alpha(t) = 1 - t``: the share of tokens still visible at time ``t`` in (0, 1].
+    """``alpha(t) = 1 - t``.
 
     Shi et al. 2024 (MD4), table 1; Sahoo et al. 2024 (MDLM), section 3.
     """
 
     def masked_ratio(self, t: jax.Array) -> jax.Array:
-        """Probability ``1 - alpha(t)`` that a token is MASK at time ``t``."""
+        """``t``."""
         return t
 
     def weight(self, t: jax.Array) -> jax.Array:
-        """``-alpha'(t) / (1 - alpha(t))``: what the cross-entropy at time ``t`` counts for."""
+        """``1 / t``."""
         return 1.0 / t
+
+
+@dataclass(frozen=True)
+class PolynomialSchedule:
+    """``alpha(t) = 1 - t^power``: above 1, more of the time is spent with little hidden.
+
+    Shi et al. 2024 (MD4), table 1.
+    """
+
+    power: float
+
+    def masked_ratio(self, t: jax.Array) -> jax.Array:
+        """``t^power``."""
+        return t**self.power
+
+    def weight(self, t: jax.Array) -> jax.Array:
+        """``power / t``."""
+        return self.power / t
+
+
+@dataclass(frozen=True)
+class CosineSchedule:
+    """``alpha(t) = 1 - cos(pi/2 (1 - t))``: more of the time is spent with much hidden.
+
+    Shi et al. 2024 (MD4), table 1.
+    """
+
+    def masked_ratio(self, t: jax.Array) -> jax.Array:
+        """``cos(pi/2 (1 - t))``, written as a sine that is exact near 0."""
+        return jnp.sin(0.5 * jnp.pi * t)
+
+    def weight(self, t: jax.Array) -> jax.Array:
+        """``pi/2 tan(pi/2 (1 - t))``."""
+        return 0.5 * jnp.pi / jnp.tan(0.5 * jnp.pi * t)
+
+
+SCHEDULES: dict[str, Callable[[float], Schedule]] = {
+    "linear": lambda power: LinearSchedule(),
+    "cosine": lambda power: CosineSchedule(),
+    "polynomial": PolynomialSchedule,
+}
+"""Noise schedules by their name in a config; the polynomial one uses the power."""
 
 
 def stratified_times(key: jax.Array, num_rows: int, *, smallest: float = 0.0) -> jax.Array:
@@ -38,22 +96,16 @@ def stratified_times(key: jax.Array, num_rows: int, *, smallest: float = 0.0) ->
     return smallest + (1.0 - smallest) * (1.0 - spread)
 
 
-def mask_independently(
-    key: jax.Array, ratio_B: jax.Array, length_B: jax.Array, num_positions: int
-) -> jax.Array:
-    """True where a live token is hidden, ``[B, L]``: each with its row's probability."""
-    uniform = jax.random.uniform(key, (ratio_B.shape[0], num_positions))
-    return (uniform < ratio_B[:, None]) & live_positions(length_B, num_positions)
+def mask_independently(key: jax.Array, ratio_B: jax.Array, is_free_BL: jax.Array) -> jax.Array:
+    """True where a free token is hidden, ``[B, L]``: each with its row's probability."""
+    return (jax.random.uniform(key, is_free_BL.shape) < ratio_B[:, None]) & is_free_BL
 
 
-def mask_exactly(
-    key: jax.Array, count_B: jax.Array, length_B: jax.Array, num_positions: int
-) -> jax.Array:
-    """True at `count_B` live positions of each row, ``[B, L]``, every such set equally likely.
+def mask_exactly(key: jax.Array, count_B: jax.Array, is_free_BL: jax.Array) -> jax.Array:
+    """True at `count_B` free positions of each row, ``[B, L]``, every such set equally likely.
 
-    A count above the length hides the whole row.
+    A count above their number hides them all.
     """
-    is_live = live_positions(length_B, num_positions)
-    order = jax.random.uniform(key, is_live.shape)
-    rank = jnp.argsort(jnp.argsort(jnp.where(is_live, order, jnp.inf), axis=1), axis=1)
-    return (rank < count_B[:, None]) & is_live
+    order_BL = jnp.where(is_free_BL, jax.random.uniform(key, is_free_BL.shape), jnp.inf)
+    rank_BL = jnp.argsort(jnp.argsort(order_BL, axis=1), axis=1)
+    return (rank_BL < count_B[:, None]) & is_free_BL

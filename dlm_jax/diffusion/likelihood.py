@@ -1,4 +1,8 @@
-"""What a text costs under the model: an upper bound on its negative log-likelihood."""
+"""What a text costs under the model: its negative log-likelihood, or an upper bound on it.
+
+With given tokens it is the conditional likelihood of the rest: given tokens are always shown and
+never counted.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dlm_jax.diffusion.corruption import mask_exactly
 from dlm_jax.diffusion.losses import cross_entropy
+from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.types import Network, Params
 
 
@@ -23,34 +29,28 @@ class Bound(NamedTuple):
 
 
 def bound_at(
-    network: Network,
-    params: Params,
-    tokens_BL: jax.Array,
-    length_B: jax.Array,
-    is_masked_BL: jax.Array,
-    *,
-    mask_id: int,
+    network: Network, params: Params, batch: Batch, is_masked_BL: jax.Array, *, mask_id: int
 ) -> jax.Array:
-    """Bound in nats ``[B]`` at given masks: ``length / count`` times the cross-entropy they hide.
+    """Bound in nats ``[B]`` at given masks: ``free / count`` times the cross-entropy they hide.
 
-    Averaged over counts uniform on 1..length and sets uniform of that count, this is the negative
+    Averaged over counts uniform on 1..free and sets uniform of that count, this is the negative
     ELBO of masked diffusion for every noise schedule, which is also the mean over all orders of
     revealing one token at a time (Ou et al. 2024, theorem 2; LLaDA, Nie et al. 2025, equation 6).
     Rows without a masked position get 0.
     """
     hidden_BLD, _ = network.trunk(
-        params, jnp.where(is_masked_BL, mask_id, tokens_BL), length_B, None
+        params, jnp.where(is_masked_BL, mask_id, batch.tokens_BL), batch.length_B, None
     )
-    nll_BL = cross_entropy(network, params, hidden_BLD, tokens_BL, mask_id=mask_id)
+    nll_BL = cross_entropy(network, params, hidden_BLD, batch.tokens_BL, mask_id=mask_id)
     count_B = jnp.maximum(jnp.sum(is_masked_BL, axis=1), 1)
-    return jnp.sum(jnp.where(is_masked_BL, nll_BL, 0.0), axis=1) * length_B / count_B
+    num_free_B = jnp.sum(batch.is_free_BL(), axis=1)
+    return jnp.sum(jnp.where(is_masked_BL, nll_BL, 0.0), axis=1) * num_free_B / count_B
 
 
 def bound(
     network: Network,
     params: Params,
-    tokens_BL: jax.Array,
-    length_B: jax.Array,
+    batch: Batch,
     key: jax.Array,
     *,
     mask_id: int,
@@ -61,23 +61,39 @@ def bound(
     The masked counts are stratified over rows and draws, so that even one draw per row covers all
     noise levels.
     """
-    num_rows, num_positions = tokens_BL.shape
+    is_free_BL = batch.is_free_BL()
+    num_free_B = jnp.sum(is_free_BL, axis=1)
+    num_rows = is_free_BL.shape[0]
     offset_key, mask_key = jax.random.split(key)
     strata = jnp.arange(num_rows * num_draws).reshape(num_draws, num_rows)
     spread = (jax.random.uniform(offset_key) + strata / strata.size) % 1.0
 
     def one_draw(carry: None, piece: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
         index, level_B = piece
-        count_B = 1 + jnp.floor(level_B * length_B).astype(jnp.int32)
+        count_B = 1 + jnp.floor(level_B * num_free_B).astype(jnp.int32)
         is_masked_BL = mask_exactly(
-            jax.random.fold_in(mask_key, index),
-            jnp.minimum(count_B, length_B),
-            length_B,
-            num_positions,
+            jax.random.fold_in(mask_key, index), jnp.minimum(count_B, num_free_B), is_free_BL
         )
-        return carry, bound_at(network, params, tokens_BL, length_B, is_masked_BL, mask_id=mask_id)
+        return carry, bound_at(network, params, batch, is_masked_BL, mask_id=mask_id)
 
     _, nats_SB = jax.lax.scan(one_draw, None, (jnp.arange(num_draws), spread))
     if num_draws == 1:
         return Bound(nats_SB[0], jnp.full(num_rows, jnp.nan))
     return Bound(jnp.mean(nats_SB, axis=0), jnp.var(nats_SB, axis=0, ddof=1) / num_draws)
+
+
+def causal_nll(network: Network, params: Params, batch: Batch, *, mask_id: int) -> jax.Array:
+    """Exact negative log-likelihood in nats ``[B]`` of each row's free tokens, causal models."""
+    hidden_BLD, _ = network.trunk(params, batch.tokens_BL, batch.length_B, None)
+    nll_BL = cross_entropy(network, params, hidden_BLD, batch.tokens_BL, mask_id=mask_id)
+    return jnp.sum(jnp.where(batch.is_free_BL(), nll_BL, 0.0), axis=1)
+
+
+def ratio_and_error(nats_N: np.ndarray, tokens_N: np.ndarray) -> tuple[float, float]:
+    """Nats per token over all rows, and its standard error, the rows taken as independent.
+
+    The tokens may be characters or another count; rows without any add nothing.
+    """
+    total = float(tokens_N.sum())
+    ratio = float(nats_N.sum()) / total
+    return ratio, float(np.sqrt(((nats_N - ratio * tokens_N) ** 2).sum())) / total

@@ -7,14 +7,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.diffusion.corruption import (
-    LinearSchedule,
-    mask_independently,
-    stratified_times,
-)
+from dlm_jax.diffusion.objectives import Example
 from dlm_jax.types import Network, Params
 
-_SMALLEST_TIME = 1e-3
 _MAX_LOGITS = 2**24
 
 
@@ -65,49 +60,24 @@ def cross_entropy(
     return jnp.moveaxis(nll, 0, 1).reshape(num_rows, num_positions)
 
 
-def elbo_at(
-    network: Network,
-    params: Params,
-    tokens_BL: jax.Array,
-    length_B: jax.Array,
-    is_masked_BL: jax.Array,
-    weight_B: jax.Array,
-    *,
-    mask_id: int,
-) -> Loss:
-    """Masked-diffusion loss at given masks: ``weight_B`` times the cross-entropy they hide.
+def weighted_sums(
+    network: Network, params: Params, example: Example, *, mask_id: int
+) -> dict[str, jax.Array]:
+    """By task, the sum over the example's rows of weight times cross-entropy (nats); one forward.
 
-    The weight of the result is the number of live tokens, so that its expectation over times and
-    masks is the negative evidence lower bound in nats per token.
+    With the example's totals these are the task's `Loss`. MASK is never a prediction.
     """
-    hidden_BLD, _ = network.trunk(
-        params, jnp.where(is_masked_BL, mask_id, tokens_BL), length_B, None
-    )
-    nll_BL = cross_entropy(network, params, hidden_BLD, tokens_BL, mask_id=mask_id)
-    total = jnp.sum(jnp.where(is_masked_BL, weight_B[:, None] * nll_BL, 0.0))
-    return Loss(total, jnp.sum(length_B).astype(jnp.float32))
+    batch = example.batch
+    hidden_BLD, _ = network.trunk(params, example.shown_BL, batch.length_B, None)
+    nll_BL = cross_entropy(network, params, hidden_BLD, batch.tokens_BL, mask_id=mask_id)
+    return {
+        # What is not asked for may be a MASK that stands in the text, which costs infinity.
+        name: jnp.sum(jnp.where(weight_BL > 0, weight_BL * nll_BL, 0.0))
+        for name, weight_BL in example.weights.items()
+    }
 
 
-def elbo(
-    network: Network,
-    params: Params,
-    tokens_BL: jax.Array,
-    length_B: jax.Array,
-    key: jax.Array,
-    *,
-    mask_id: int,
-    schedule: LinearSchedule,
-) -> Loss:
-    """One-sample estimate of the continuous-time negative ELBO of masked diffusion.
-
-    ``E_t [ -alpha'(t) / (1 - alpha(t)) * sum of the hidden tokens' cross-entropy ]``, with one
-    low-discrepancy time per row (Shi et al. 2024, equation 6; Sahoo et al. 2024, equation 11).
-    Times below 1e-3 are not drawn; they hold at most that share of the bound.
-    """
-    time_key, mask_key = jax.random.split(key)
-    num_rows, num_positions = tokens_BL.shape
-    t_B = stratified_times(time_key, num_rows, smallest=_SMALLEST_TIME)
-    is_masked_BL = mask_independently(mask_key, schedule.masked_ratio(t_B), length_B, num_positions)
-    return elbo_at(
-        network, params, tokens_BL, length_B, is_masked_BL, schedule.weight(t_B), mask_id=mask_id
-    )
+def losses(network: Network, params: Params, example: Example, *, mask_id: int) -> dict[str, Loss]:
+    """By task, its loss over the example as (sum, weight)."""
+    sums = weighted_sums(network, params, example, mask_id=mask_id)
+    return {name: Loss(total, example.totals[name]) for name, total in sums.items()}

@@ -156,14 +156,20 @@ class Transformer(nnx.Module):
 def build(config: ModelConfig) -> Network:
     """The network of `config` as pure functions; equal configs give the same `Network`.
 
+    A causal network reads its input one place to the right, behind ``start_id``: what it returns
+    at a position knows the tokens before that position alone, and predicts the one there.
+
     Args:
-      config: with ``vocab_size`` set.
+      config: with ``vocab_size`` set, and ``start_id`` if it is causal.
 
     Raises:
-      ValueError: ``vocab_size`` is 0.
+      ValueError: one of these is not set.
     """
     if config.vocab_size < 1:
         raise ValueError("model.vocab_size=0 is unresolved; set it to the tokenizer's vocabulary")
+    is_causal = config.attention_type == "causal"
+    if is_causal and config.start_id < 0:
+        raise ValueError("model.start_id=-1 is unresolved; set it to the tokenizer's MASK")
     dtype = jnp.dtype(config.compute_dtype)
     # The graph definitions carry structure and no arrays; only plain dicts of arrays go in and out.
     block_graph, _ = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
@@ -184,6 +190,9 @@ def build(config: ModelConfig) -> Network:
     def trunk(
         params: Params, tokens_BL: jax.Array, length_B: jax.Array, cache: None = None
     ) -> tuple[jax.Array, None]:
+        if is_causal:
+            tokens_BL = jnp.pad(tokens_BL, ((0, 0), (1, 0)), constant_values=config.start_id)
+            tokens_BL = tokens_BL[:, :-1]
         angles = rotary_angles(tokens_BL.shape[1], config.width // config.heads, config.rope_theta)
         x_BLD = embed(params, tokens_BL).astype(dtype)
         x_BLD = cpu.run_blocks(run_block, x_BLD, params["blocks"], (length_B, angles))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from dlm_jax.sampling.advance import Advance
+from dlm_jax.sampling.candidates import HostSampler, Written
 from dlm_jax.sampling.commit import CommitRule
+from dlm_jax.sampling.host import HostLoop
 from dlm_jax.sampling.loop import State, start
+from dlm_jax.sampling.placement import num_shares, placement
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.types import Params, Status
 
@@ -30,11 +32,20 @@ class Request:
       tokens: int ``[n]``, the whole canvas: given tokens, and MASK at the holes.
       steps: denoising steps allowed, at least 1.
       seed: of the row's randomness, in [0, 2**32).
+      host_sampler: chooses the row's tokens among the candidates that its chain leaves.
+      read_back: whether `Generation.read_back` tells how each token came about.
     """
 
     tokens: np.ndarray
     steps: int
     seed: int
+    host_sampler: HostSampler | None = None
+    read_back: bool = False
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether the row must be looked at from Python at every step."""
+        return self.read_back or self.host_sampler is not None
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -45,6 +56,13 @@ class Request:
             raise ValueError(
                 f"tokens have shape {self.tokens.shape}; give one row that is not empty"
             )
+        if self.host_sampler is not None and not callable(self.host_sampler):
+            raise ValueError(
+                f"host_sampler={self.host_sampler!r} is not callable; give a function that takes "
+                "Candidates and returns one of their ids"
+            )
+        if not isinstance(self.read_back, bool):
+            raise ValueError(f"read_back={self.read_back!r} is not a bool; use True or False")
 
 
 @dataclass(frozen=True)
@@ -60,6 +78,8 @@ class Generation:
       logprobs: float32 ``[R, L]``, log-probability in nats of each generated token under the clean
         logits it was drawn from; 0 at given tokens.
       committed: int32 ``[R, L]``, the step that wrote each token, from 0; -1 at given tokens.
+      read_back: what was read back of each row, in the order of the commits; empty where nothing
+        was asked.
     """
 
     tokens: np.ndarray
@@ -69,6 +89,7 @@ class Generation:
     status: tuple[Status, ...]
     logprobs: np.ndarray
     committed: np.ndarray
+    read_back: tuple[tuple[Written, ...], ...]
 
 
 def merge(parts: Sequence[tuple[Sequence[int], Generation]], *, pad_id: int) -> Generation:
@@ -89,6 +110,7 @@ def merge(parts: Sequence[tuple[Sequence[int], Generation]], *, pad_id: int) -> 
         return np.concatenate(columns)[order]
 
     status = [status for _, part in parts for status in part.status]
+    read_back = [records for _, part in parts for records in part.read_back]
     return Generation(
         tokens=rows("tokens", pad_id),
         lengths=rows("lengths"),
@@ -97,6 +119,22 @@ def merge(parts: Sequence[tuple[Sequence[int], Generation]], *, pad_id: int) -> 
         status=tuple(status[index] for index in order),
         logprobs=rows("logprobs"),
         committed=rows("committed", -1),
+        read_back=tuple(read_back[index] for index in order),
+    )
+
+
+def cut_at_eos(whole: Generation, *, eos_id: int, pad_id: int) -> Generation:
+    """The rows up to their first generated EOS and with it; what stood behind it is PAD."""
+    places_1L = np.arange(whole.tokens.shape[1])[None]
+    is_end_RL = (whole.tokens == eos_id) & (whole.committed >= 0)
+    ends_R = np.where(is_end_RL.any(1), is_end_RL.argmax(1) + 1, whole.lengths)
+    is_beyond_RL = places_1L >= ends_R[:, None]
+    return dataclasses.replace(
+        whole,
+        tokens=np.where(is_beyond_RL, pad_id, whole.tokens),
+        lengths=ends_R.astype(whole.lengths.dtype),
+        logprobs=np.where(is_beyond_RL, 0, whole.logprobs),
+        committed=np.where(is_beyond_RL, -1, whole.committed),
     )
 
 
@@ -114,21 +152,8 @@ def slot_count(rows: int, batch_size: int, shares: int = 1) -> int:
     return -(-slots // shares) * shares
 
 
-def split_rows(params: Params) -> NamedSharding | None:
-    """How to split rows over the devices that hold `params`: the axes `data` and `fsdp`.
-
-    None for one device, and for several processes: each of these runs all rows, so that each can
-    read the results.
-    """
-    mesh = getattr(_sharding_of(params), "mesh", None)
-    if mesh is None or mesh.size == 1 or mesh.is_multi_process:
-        return None
-    axes = tuple(axis for axis in ("data", "fsdp") if axis in mesh.axis_names)
-    return NamedSharding(mesh, PartitionSpec(axes))
-
-
 def generate(
-    advance: Advance,
+    loop: Advance | HostLoop,
     params: Params,
     requests: Sequence[Request],
     *,
@@ -137,6 +162,8 @@ def generate(
     mask_id: int,
     pad_id: int,
     batch_size: int = 64,
+    max_candidates: int = 64,
+    names: Sequence[int] | None = None,
     on_commits: Callable[[int], Any] | None = None,
 ) -> Generation:
     """Denoises all requests, `batch_size` at a time on a canvas that holds the longest.
@@ -145,7 +172,7 @@ def generate(
     among any others, and other canvases or numbers of slots change logits by float rounding.
 
     Args:
-      advance: the compiled loop.
+      loop: the compiled loop, or the one of single steps that host samplers and read-back need.
       params: parameters of its network.
       requests: the rows.
       make_chain: ``(indices of requests, slots) -> chain`` with their parameters, one row a slot.
@@ -153,19 +180,26 @@ def generate(
       mask_id: the id of MASK.
       pad_id: what fills a row beyond its length.
       batch_size: rows that run at once; rounded up to fill the devices that split them.
+      max_candidates: how many of a position's candidates come to the host at most.
+      names: what to call each row to host samplers and in errors, if not by its place.
       on_commits: told how many tokens each call of the loop wrote, for a progress bar.
 
     Raises:
-      ValueError: no requests, or a batch size below 1.
+      ValueError: no requests, a batch size below 1, a compiled loop for a row that needs the host,
+        or what a host sampler refused.
     """
     if not requests:
         raise ValueError("there is nothing to generate; give at least one prompt")
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1")
+    names = range(len(requests)) if names is None else names
+    for name, request in zip(names, requests, strict=True):
+        if request.needs_host and not isinstance(loop, HostLoop):
+            raise ValueError(f"row {name} needs the host; run it in a HostLoop")
     size = canvas_size(max(request.tokens.size for request in requests))
-    slots = slot_count(len(requests), batch_size, _num_shares(advance.program.rows))
-    placement = _placement(advance, params)
-    parts = []
+    slots = slot_count(len(requests), batch_size, num_shares(loop.program.rows))
+    home = placement(loop.program.rows, params)
+    parts, read_back = [], []
     for first in range(0, len(requests), slots):
         indices = range(first, min(first + slots, len(requests)))
         group = [requests[index] for index in indices]
@@ -173,8 +207,15 @@ def generate(
             group, slots, size, chain=make_chain(indices, slots), rule=rule,
             mask_id=mask_id, pad_id=pad_id,
         )  # fmt: skip
-        state = jax.device_put(state, placement)
-        parts.append(_finish(_run(advance, params, state, on_commits), len(group)))
+        take_steps = _driver(
+            loop, params, group, [names[index] for index in indices], max_candidates
+        )
+        state, written = _run(take_steps, jax.device_put(state, home), on_commits)
+        parts.append(_finish(state, len(group)))
+        by_name = {names[index]: [] for index in indices}
+        for record in written:
+            by_name[record.candidates.row].append(record)
+        read_back.extend(map(tuple, by_name.values()))
     columns = zip(*parts, strict=True)
     tokens, lengths, steps, forwards, status, logprobs, committed = map(np.concatenate, columns)
     return Generation(
@@ -185,6 +226,7 @@ def generate(
         status=tuple(Status(int(s)) for s in status),
         logprobs=logprobs,
         committed=committed,
+        read_back=tuple(read_back),
     )
 
 
@@ -207,41 +249,43 @@ def _start(
     )
 
 
-def _num_shares(rows: NamedSharding | None) -> int:
-    return 1 if rows is None else math.prod(rows.mesh.shape[axis] for axis in rows.spec[0])
+_TakeSteps = Callable[[State], tuple[State, list[Written]]]
 
 
-def _placement(advance: Advance, params: Params) -> jax.sharding.Sharding | None:
-    """Where the state goes: split as the program says, or to where the parameters are, whole.
-
-    Placed from the start, the state comes back from a call as it went in: no second compilation.
-    """
-    if advance.program.rows is not None:
-        return advance.program.rows
-    sharding = _sharding_of(params)
-    if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, PartitionSpec())
-    return sharding
-
-
-def _sharding_of(params: Params) -> jax.sharding.Sharding | None:
-    """That of some parameter; None if there is none on a device."""
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params))
-    return next((sharding for sharding in shardings if sharding is not None), None)
+def _driver(
+    loop: Advance | HostLoop,
+    params: Params,
+    group: Sequence[Request],
+    names: Sequence[int],
+    max_candidates: int,
+) -> _TakeSteps:
+    """A few steps of the loop, and what was read back in them."""
+    if isinstance(loop, Advance):
+        return lambda state: (loop(params, state, _STEPS_PER_CALL), [])
+    samplers = {
+        slot: request.host_sampler
+        for slot, request in enumerate(group)
+        if request.host_sampler is not None
+    }
+    asked = [slot for slot, request in enumerate(group) if request.read_back]
+    return lambda state: loop.step(
+        params, state, samplers, read_back=asked, max_candidates=max_candidates, names=names
+    )
 
 
 def _run(
-    advance: Advance, params: Params, state: State, on_commits: Callable[[int], Any] | None
-) -> State:
-    written = 0
+    take_steps: _TakeSteps, state: State, on_commits: Callable[[int], Any] | None
+) -> tuple[State, list[Written]]:
+    written, read_back = 0, []
     while True:
-        state = advance(params, state, _STEPS_PER_CALL)
+        state, found = take_steps(state)
+        read_back += found
         if on_commits is not None:
             now = int(np.sum(np.asarray(state.committed_BL) >= 0))
             on_commits(now - written)
             written = now
         if not np.any(np.asarray(state.status_B) == Status.RUNNING):
-            return state
+            return state, read_back
 
 
 def _finish(state: State, rows: int) -> tuple[np.ndarray, ...]:

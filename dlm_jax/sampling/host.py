@@ -8,7 +8,7 @@ what the other rows draw never leaves the device.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.sampling import draw as drawing
+from dlm_jax.sampling.candidates import Candidates, HostSampler, Written
 from dlm_jax.sampling.loop import Look, Program, State, look, write
 from dlm_jax.sampling.readback import ReadBack, read_back
 from dlm_jax.sampling.transforms.chain import Chain
@@ -23,50 +24,27 @@ from dlm_jax.sampling.transforms.protocol import At
 from dlm_jax.types import Params
 
 _PLACES = 64
+_HOST_SALT = 0x686F7374
 
 
-class Candidates(NamedTuple):
-    """What the device part of the chain left for one position, most likely first.
+class _Place(NamedTuple):
+    """A position that the host looks at, in a row of the batch, and what is known of that row."""
 
-    Attributes:
-      row: place of the row in the batch.
-      index: place of the position in the canvas.
-      step: step of the row, from 0.
-      tokens: int32, the row's live canvas when the step began, MASK at holes.
-      ids: int32 ``[n]`` candidates.
-      logits: float32 ``[n]``, after the chain.
-      logprobs: float32 ``[n]``, of each among all survivors, in nats.
-      num_survivors: how many there were; more than ``n`` when some are not shown.
-    """
-
-    row: int
+    slot: int
+    name: int
+    sampler: HostSampler | None
     index: int
     step: int
     tokens: np.ndarray
-    ids: np.ndarray
-    logits: np.ndarray
-    logprobs: np.ndarray
-    num_survivors: int
-
-
-class Written(NamedTuple):
-    """A committed position as read back: its candidates, and which token was written.
-
-    ``probability`` is that of the token after the whole chain.
-    """
-
-    candidates: Candidates
-    token: int
-    probability: float
-
-
-HostSampler = Callable[[Candidates], int]
-"""Chooses one of ``candidates.ids``."""
+    is_hole: np.ndarray
+    first: int
 
 
 class _Survivors(NamedTuple):
     read: ReadBack
     logprobs_PK: jax.Array
+    is_greedy_P: jax.Array
+    uniform_P: jax.Array
 
 
 class HostLoop:
@@ -75,28 +53,27 @@ class HostLoop:
     Samplers belong to a call of `step`, not to the loop: they can be attached, replaced and removed
     between any two. Two programs are compiled, one up to the proposal and one from it on, and two
     small ones for the rows that are looked at; other rows cost what they cost in `Advance`.
+    ``compiled`` lists the shapes, and ``program`` is what they have in common.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        *,
-        max_candidates: int = 64,
-        compiler_options: Mapping[str, Any] | None = None,
-    ):
-        if max_candidates < 1:
-            raise ValueError(f"max_candidates={max_candidates} must be at least 1")
+    def __init__(self, program: Program, *, compiler_options: Mapping[str, Any] | None = None):
         if program.rows is not None:
-            raise ValueError("host samplers need the rows on one device; use params of one device")
+            raise ValueError("program.rows splits the rows, which a host reads whole; use None")
+        self.compiled: list[str] = []
         self.program = program
-        size = min(max_candidates, program.network.vocab_size)
         jit = functools.partial(
             jax.jit, compiler_options=dict(compiler_options) if compiler_options else None
         )
-        self._look = jit(functools.partial(look, program))
+        self._look = jit(self._look_once)
         self._write = jit(write, donate_argnums=0)
-        self._survivors = jit(functools.partial(_survivors, program, size=size))
+        self._survivors = jit(functools.partial(_survivors, program), static_argnames="size")
         self._choose = jit(functools.partial(_choose, program), donate_argnums=1)
+
+    def _look_once(self, params: Params, state: State) -> Look:
+        # Runs when a new program is traced, and only then.
+        rows, positions = state.canvas.tokens_BL.shape
+        self.compiled.append(f"rows={rows} canvas={positions} host")
+        return look(self.program, params, state)
 
     def step(
         self,
@@ -105,33 +82,44 @@ class HostLoop:
         samplers: Mapping[int, HostSampler],
         *,
         read_back: Collection[int] = (),
+        max_candidates: int = 64,
+        names: Sequence[int] | None = None,
     ) -> tuple[State, list[Written]]:
         """The state one step later (do not use the old one again), and what was read back.
 
         Args:
           params: of the program's network.
-          state: on one device.
+          state: on one device, or whole on each.
           samplers: host sampler of each row that has one.
-          read_back: rows whose commits are returned.
+          read_back: rows whose commits are returned, row by row and from left to right.
+          max_candidates: how many of a position's candidates come to the host at most.
+          names: what to call each row to host samplers and in errors, if not by its place.
 
         Raises:
-          ValueError: a sampler chose an id that is no candidate.
+          ValueError: a sampler chose an id that is no candidate, or `max_candidates` is below 1.
         """
+        if max_candidates < 1:
+            raise ValueError(f"max_candidates={max_candidates} must be at least 1")
         seen = self._look(params, state)
-        wanted = sorted(set(samplers) | set(read_back))
-        found: list[tuple[Candidates, int, float]] = []
-        if wanted:
-            seen, found = self._ask(params, state, seen, samplers, wanted)
+        found: list[tuple[int, Written]] = []
+        if samplers or read_back:
+            wanted = sorted(set(samplers) | set(read_back))
+            places = _places(state, seen, wanted, samplers, names)
+            for first in range(0, len(places), _PLACES):
+                part = places[first : first + _PLACES]
+                seen, written = self._ask(params, state, seen, part, max_candidates)
+                found += written
         state = self._write(state, seen)
         if not read_back:
             return state, []
-        rows = jnp.asarray(sorted(read_back), jnp.int32)
-        committed = dict(zip(sorted(read_back), np.asarray(state.committed_BL[rows]), strict=True))
+        asked = sorted(read_back)
+        committed_BL = np.asarray(state.committed_BL[jnp.asarray(asked, jnp.int32)])
+        committed = dict(zip(asked, committed_BL, strict=True))
         return state, [
-            Written(candidates, token, probability)
-            for candidates, token, probability in found
-            if candidates.row in committed
-            and committed[candidates.row][candidates.index] == candidates.step
+            written
+            for slot, written in found
+            if slot in committed
+            and committed[slot][written.candidates.index] == written.candidates.step
         ]
 
     def _ask(
@@ -139,60 +127,88 @@ class HostLoop:
         params: Params,
         state: State,
         seen: Look,
-        samplers: Mapping[int, HostSampler],
-        wanted: list[int],
-    ) -> tuple[Look, list[tuple[Candidates, int, float]]]:
-        """The look with the host samplers' choices in it; and all candidates of `wanted` rows."""
-        rows = jnp.asarray(wanted, jnp.int32)
-        is_open, tokens, lengths, steps = jax.device_get(
-            (
-                seen.is_open_BL[rows],
-                state.canvas.tokens_BL[rows],
-                state.canvas.length_B[rows],
-                state.step_B[rows],
-            )
-        )
+        places: Sequence[_Place],
+        max_candidates: int,
+    ) -> tuple[Look, list[tuple[int, Written]]]:
+        """The look with the host samplers' choices at `places` in it, and what each would write."""
+        size = min(max_candidates, self.program.network.vocab_size)
         num_positions = seen.is_open_BL.shape[1]
-        places = [
-            (number, index) for number, row in enumerate(is_open) for index in np.flatnonzero(row)
-        ]
+        flat = np.zeros(_PLACES, np.int32)
+        flat[: len(places)] = [place.slot * num_positions + place.index for place in places]
+        is_real, is_hosted = np.arange(_PLACES) < len(places), np.zeros(_PLACES, bool)
+        left = jax.device_get(self._survivors(params, state, seen, flat, is_real, size=size))
+        ids = left.read.token_N.copy()
+        # A place that only fills the chunk may hold a token of probability 0.
+        logprobs = np.log(np.maximum(left.read.probability_N, np.finfo(np.float32).tiny))
         found = []
-        for first in range(0, len(places), _PLACES):
-            part = places[first : first + _PLACES]
-            flat = np.zeros(_PLACES, np.int32)
-            flat[: len(part)] = [wanted[number] * num_positions + index for number, index in part]
-            is_real = np.arange(_PLACES) < len(part)
-            left = jax.device_get(self._survivors(params, state, seen, flat, is_real))
-            read = left.read
-            ids = read.token_N.copy()
-            # A place that only fills the chunk may hold a token of probability 0.
-            logprobs = np.log(np.maximum(read.probability_N, np.finfo(np.float32).tiny))
-            for place, (number, index) in enumerate(part):
-                row = wanted[number]
-                size = min(int(read.num_candidates_N[place]), read.top_ids_NK.shape[1])
-                candidates = Candidates(
-                    row=row,
-                    index=int(index),
-                    step=int(steps[number]),
-                    tokens=tokens[number][: lengths[number]],
-                    ids=read.top_ids_NK[place, :size],
-                    logits=read.top_logits_NK[place, :size],
-                    logprobs=left.logprobs_PK[place, :size],
-                    num_survivors=int(read.num_candidates_N[place]),
-                )
-                if row in samplers:
-                    chosen = _chosen(samplers[row], candidates)
-                    ids[place], logprobs[place] = (
-                        candidates.ids[chosen],
-                        candidates.logprobs[chosen],
-                    )
-                found.append((candidates, int(ids[place]), float(np.exp(logprobs[place]))))
-            is_hosted = is_real & np.array(
-                [wanted[number] in samplers for number, _ in part] + [False] * (_PLACES - len(part))
-            )
-            if is_hosted.any():
-                seen = self._choose(params, seen, state.rule, flat, is_hosted, ids, logprobs)
+        for number, place in enumerate(places):
+            candidates = _candidates(left, number, place)
+            if place.sampler is not None:
+                chosen = _chosen(place.sampler, candidates)
+                ids[number], logprobs[number] = candidates.ids[chosen], candidates.logprobs[chosen]
+                is_hosted[number] = True
+            probability = float(np.exp(logprobs[number]))
+            found.append((place.slot, Written(candidates, int(ids[number]), probability)))
+        if is_hosted.any():
+            seen = self._choose(params, seen, state.rule, flat, is_hosted, ids, logprobs)
         return seen, found
+
+
+def _places(
+    state: State,
+    seen: Look,
+    slots: Sequence[int],
+    samplers: Mapping[int, HostSampler],
+    names: Sequence[int] | None,
+) -> list[_Place]:
+    """Every open position of the rows at `slots` whose logits are finite."""
+    rows = jnp.asarray(slots, jnp.int32)
+    canvas = state.canvas
+    is_open, is_hole, tokens, is_frozen, lengths, steps = jax.device_get(
+        (
+            (seen.is_open_BL & seen.is_finite_B[:, None])[rows],
+            seen.view.is_hole_BL[rows],
+            canvas.tokens_BL[rows],
+            canvas.frozen_BL[rows],
+            canvas.length_B[rows],
+            state.step_B[rows],
+        )
+    )
+    return [
+        _Place(
+            slot=slot,
+            name=slot if names is None else names[slot],
+            sampler=samplers.get(slot),
+            index=int(index),
+            step=int(steps[number]),
+            tokens=tokens[number][: lengths[number]],
+            is_hole=is_hole[number][: lengths[number]],
+            first=int(np.argmin(is_frozen[number])),
+        )
+        for number, slot in enumerate(slots)
+        for index in np.flatnonzero(is_open[number])
+    ]
+
+
+def _candidates(left: _Survivors, number: int, place: _Place) -> Candidates:
+    """What survived at the place of that number."""
+    read = left.read
+    num_survivors = int(read.num_candidates_N[number])
+    size = min(num_survivors, read.top_ids_NK.shape[1])
+    return Candidates(
+        row=place.name,
+        index=place.index,
+        step=place.step,
+        tokens=place.tokens,
+        is_hole=place.is_hole,
+        first=place.first,
+        ids=np.asarray(read.top_ids_NK)[number, :size],
+        logits=np.asarray(read.top_logits_NK)[number, :size],
+        logprobs=np.asarray(left.logprobs_PK)[number, :size],
+        num_survivors=num_survivors,
+        is_greedy=bool(left.is_greedy_P[number]),
+        uniform=float(left.uniform_P[number]),
+    )
 
 
 def _chosen(sampler: HostSampler, candidates: Candidates) -> int:
@@ -237,7 +253,13 @@ def _survivors(
     drawn_P = seen.proposal.tokens_BL.reshape(-1)[places_P]
     read = read_back(final_PV, drawn_P, size=size)
     total_P1 = jax.nn.logsumexp(final_PV, axis=1, keepdims=True)
-    return _Survivors(read, read.top_logits_NK - total_P1)
+    host_key_P = jax.vmap(lambda key: jax.random.fold_in(key, _HOST_SALT))(at.key_N)
+    return _Survivors(
+        read,
+        logprobs_PK=read.top_logits_NK - total_P1,
+        is_greedy_P=state.chain.is_greedy(at),
+        uniform_P=jax.vmap(jax.random.uniform)(host_key_P),
+    )
 
 
 def _choose(
@@ -276,3 +298,11 @@ def describe(chain: Chain, sampler: HostSampler | None) -> str:
         return "\n".join([*lines, "draw: device"])
     name = getattr(sampler, "__name__", type(sampler).__name__)
     return "\n".join([*lines, f"choice among the survivors: host ({name})"])
+
+
+@functools.cache
+def make_host_loop(
+    program: Program, *, compiler_options: tuple[tuple[str, Any], ...] = ()
+) -> HostLoop:
+    """The `HostLoop` of `program`, the same object for equal arguments."""
+    return HostLoop(program, compiler_options=dict(compiler_options))

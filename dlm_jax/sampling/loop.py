@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dlm_jax.config.sampling import nearest
 from dlm_jax.sampling.commit import CommitRule, Proposal, View
+from dlm_jax.sampling.draw import METHODS
 from dlm_jax.sampling.propose import propose_parallel
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.protocol import Context
@@ -78,12 +80,20 @@ class Program:
         against launches.
       rows: how the rows of the state are split over devices, which then read out and draw for
         their own rows alone; None: not at all. The number of slots must divide evenly.
+      draw: how a token is drawn, of `dlm_jax.sampling.draw.METHODS`.
     """
 
     network: Network
     mask_id: int
     chunk: int
     rows: NamedSharding | None = None
+    draw: str = "inverse_cdf"
+
+    def __post_init__(self) -> None:
+        if self.draw not in METHODS:
+            raise ValueError(
+                f"draw={self.draw!r} is not a way to draw; {nearest(self.draw, METHODS)}"
+            )
 
 
 def start(
@@ -237,6 +247,7 @@ def _propose(
             key_B,
             measure=state.rule.measure,
             chunk=program.chunk,
+            method=program.draw,
         )
 
     if program.rows is not None:

@@ -40,6 +40,7 @@ def propose_parallel(
     *,
     measure: Callable[[jax.Array, jax.Array], jax.Array],
     chunk: int,
+    method: str = "inverse_cdf",
 ) -> tuple[Proposal, jax.Array]:
     """A candidate for every open position, drawn blind to the others; and which rows are finite.
 
@@ -58,6 +59,7 @@ def propose_parallel(
       key_B: this step's key of each row, for draws alone.
       measure: confidence from clean logits and the candidate's log-probability.
       chunk: positions of one readout.
+      method: how a token is drawn; see `dlm_jax.sampling.draw.draw`.
 
     Returns:
       The proposal, zero where not open; and ``[B]``, False for a row with an open position whose
@@ -81,7 +83,7 @@ def propose_parallel(
         key_N = jax.vmap(jax.random.fold_in)(key_B[row_N], index_N)
         clean_NV = network.readout(params, hidden[places_N])
         at = At(row_N=row_N, index_N=index_N, key_N=key_N, is_real_N=is_real_N)
-        ids_N, final_N = chain.draw_and_score(prepared, clean_NV, at)
+        ids_N, final_N = chain.draw_and_score(prepared, clean_NV, at, method=method)
         logprob_N = log_prob(clean_NV, ids_N)
         target_N = jnp.where(is_real_N, places_N, total)
         return (

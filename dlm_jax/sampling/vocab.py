@@ -69,8 +69,13 @@ def members(logits_NV: Array, column_N: Array) -> tuple[Array, Array]:
     V = logits_NV.shape[1]
     C = width_of(V)
     ids_NM = column_N[:, None] + C * jnp.arange(-(-V // C), dtype=jnp.int32)[None]
-    member_NM = jnp.take_along_axis(logits_NV, jnp.minimum(ids_NM, V - 1), axis=1)
+    member_NM = _at_ids(logits_NV, jnp.minimum(ids_NM, V - 1))
     return jnp.where(ids_NM < V, member_NM, -jnp.inf), ids_NM
+
+
+def _at_ids(logits_NV: Array, ids_NK: Array) -> Array:
+    """Logits `[N, K]` of ids within the vocabulary: checking them takes as long as reading."""
+    return jnp.take_along_axis(logits_NV, ids_NK, axis=1, mode="promise_in_bounds")
 
 
 def column_max(logits_NV: Array) -> Array:
@@ -110,37 +115,45 @@ def argmax(logits_NV: Array) -> Array:
     )
 
 
-def largest(logits_NV: Array, size: int) -> tuple[Array, Array]:
+def largest(logits_NV: Array, size: int, divisor_N: Array | None = None) -> tuple[Array, Array]:
     """The `size` largest logits in descending order and their ids, `[N, size]` each.
 
     Lower ids come first among equals; denormals equal 0, as in any comparison XLA makes on CPU.
-    `size` is static and at most V.
+    `size` is static and at most V. With a divisor, the largest quotients, bit for bit those of the
+    divided logits.
     """
-    values_NK, ids_NK = _largest_flushed(logits_NV, size)
-    exact_NK = jnp.take_along_axis(logits_NV, ids_NK, axis=1)
+
+    def scaled(x_NK):
+        return x_NK if divisor_N is None else divide(x_NK, divisor_N)
+
+    values_NK, ids_NK = _largest_flushed(logits_NV, size, lambda x: flushed(scaled(x)))
+    exact_NK = scaled(_at_ids(logits_NV, ids_NK))
     return jnp.where(values_NK == 0, exact_NK, values_NK), ids_NK
 
 
-def _largest_flushed(logits_NV: Array, size: int) -> tuple[Array, Array]:
+def _largest_flushed(
+    logits_NV: Array, size: int, seen: Callable[[Array], Array]
+) -> tuple[Array, Array]:
+    """As `largest`, of what `seen`, elementwise and rising, makes of the logits."""
     V = logits_NV.shape[1]
     C = width_of(V)
     if V <= 4 * C:
-        return _top_k(flushed(logits_NV), size)
-    best_NC = flushed(column_max(logits_NV))
+        return _top_k(seen(logits_NV), size)
+    best_NC = seen(column_max(logits_NV))
     top_NK, column_NK = _top_k(best_NC, size)
     # the largest logits lie in the columns with the largest maxima
     M = -(-V // C)
     ids_NMK = jnp.sort(column_NK, axis=-1)[:, None, :] + C * jnp.arange(M)[None, :, None]
     ids_NJ = ids_NMK.reshape(logits_NV.shape[0], M * size)
-    member_NJ = jnp.take_along_axis(logits_NV, jnp.minimum(ids_NJ, V - 1), axis=1)
-    member_NJ = jnp.where(ids_NJ < V, flushed(member_NJ), -jnp.inf)
+    member_NJ = _at_ids(logits_NV, jnp.minimum(ids_NJ, V - 1))
+    member_NJ = jnp.where(ids_NJ < V, seen(member_NJ), -jnp.inf)
     few_NK, place_NK = _top_k(member_NJ, size)
     few_ids_NK = jnp.take_along_axis(ids_NJ, place_NK, axis=1)
     # equal maxima at the edge: a column left out may hold an equal logit with a lower id
     is_tied_N1 = (best_NC >= top_NK[:, -1:]).sum(-1, keepdims=True) > size
 
     def exactly(x):
-        values, ids = _top_k(flushed(x), size)
+        values, ids = _top_k(seen(x), size)
         return jnp.where(is_tied_N1, values, few_NK), jnp.where(is_tied_N1, ids, few_ids_NK)
 
     return jax.lax.cond(is_tied_N1.any(), exactly, lambda x: (few_NK, few_ids_NK), logits_NV)
@@ -163,12 +176,23 @@ def flushed(x: Array) -> Array:
 def divide(logits_NV: Array, divisor_N: Array) -> Array:
     """Quotients, kept finite where the logit is: +inf would make the softmax NaN.
 
-    A divisor of 1 gives the logits back bit for bit; a division would flush denormals.
+    A divisor of 1 gives the logits back bit for bit; a product would flush denormals.
     """
-    divisor_N1 = divisor_N[:, None]
+    return _times(logits_NV, _reciprocal(divisor_N))
+
+
+def _reciprocal(divisor_N: Array) -> Array:
+    """`[N, 1]`. XLA turns some divisions by a row's divisor into products, others not.
+
+    The quotient of the largest logit has to be the largest quotient, so all of them are products.
+    """
+    return jax.lax.optimization_barrier(1.0 / divisor_N)[:, None]
+
+
+def _times(logits_NV: Array, scale_N1: Array) -> Array:
     largest = float(jnp.finfo(jnp.float32).max)
-    quotient_NV = jnp.clip(logits_NV / divisor_N1, -largest, largest)
-    return jnp.where((logits_NV == -jnp.inf) | (divisor_N1 == 1), logits_NV, quotient_NV)
+    product_NV = jnp.clip(logits_NV * scale_N1, -largest, largest)
+    return jnp.where((logits_NV == -jnp.inf) | (scale_N1 == 1), logits_NV, product_NV)
 
 
 def exp_columns(logits_NV: Array, divisor_N: Array | None = None) -> tuple[Array, Array]:
@@ -177,13 +201,14 @@ def exp_columns(logits_NV: Array, divisor_N: Array | None = None) -> tuple[Array
     With a divisor, those of the quotients: division does not change which logit is the largest.
     """
     max_N = logits_NV.max(-1)
-    if divisor_N is not None:
-        max_N = divide(max_N[:, None], divisor_N)[:, 0]
+    scale_N1 = None if divisor_N is None else _reciprocal(divisor_N)
+    if scale_N1 is not None:
+        max_N = _times(max_N[:, None], scale_N1)[:, 0]
     max_N = jnp.where(max_N == -jnp.inf, 0.0, max_N)
 
     def fn(acc_NC, block_NC, ids_1C):
-        if divisor_N is not None:
-            block_NC = divide(block_NC, divisor_N)
+        if scale_N1 is not None:
+            block_NC = _times(block_NC, scale_N1)
         return acc_NC + jnp.exp(block_NC - max_N[:, None])
 
     return max_N, accumulate(fn, columns(logits_NV, 0.0), logits_NV)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,12 +14,18 @@ import numpy as np
 from tqdm import tqdm
 
 from dlm_jax.data import train_batches, validation_windows
-from dlm_jax.diffusion.corruption import LinearSchedule
-from dlm_jax.diffusion.losses import elbo
+from dlm_jax.diffusion.likelihood import ratio_and_error
+from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.metrics import MetricsLog, plot_losses, read_records
 from dlm_jax.sharding import batch_sharding, share_of_batch
 from dlm_jax.training.run import Run
-from dlm_jax.training.step import Metrics, TrainState, make_eval_step, make_train_step
+from dlm_jax.training.step import (
+    Metrics,
+    StepConfig,
+    TrainState,
+    make_eval_step,
+    make_train_step,
+)
 from dlm_jax.training.stop import StopRequest, stop_on_signals
 
 # Steps that may wait on the device: enough to keep it busy, few enough to stop soon when asked.
@@ -103,13 +107,13 @@ class _Loop:
         self.step = run.first_step
         self.bound: float | None = run.saved.get("bound")
         # Figures of the steps since the last line of metrics; a checkpoint carries them over.
-        self._unlogged: list[list[float]] = list(run.saved.get("unlogged", []))
+        self._unlogged: list[dict[str, float]] = list(run.saved.get("unlogged", []))
         self._ahead: list[Metrics] = []
         self._rows = batch_sharding(run.mesh, self._train.batch_size)
         self._share, self._shares = share_of_batch(self._rows, self._train.batch_size)
         self._compile_steps()
         self._batches = train_batches(
-            run.corpus.train_path,
+            run.corpus.train_rows,
             seq_len=config.data.seq_len,
             batch_size=self._train.batch_size,
             seed=self._train.seed,
@@ -134,19 +138,31 @@ class _Loop:
     def _compile_steps(self) -> None:
         run = self._run
         mask_id = run.corpus.tokenizer.mask_id
-        loss = functools.partial(elbo, run.network, mask_id=mask_id, schedule=LinearSchedule())
-        sizes: dict[str, Any] = {"mesh": run.mesh, "batch_size": self._train.batch_size}
-        self._eval_step = make_eval_step(run.network, run.state, mask_id=mask_id, **sizes)
+        self._eval_step = make_eval_step(
+            run.network,
+            run.state.params,
+            mesh=run.mesh,
+            batch_size=self._train.batch_size,
+            mask_id=mask_id,
+            is_causal=run.config.model.attention_type == "causal",
+        )
+        config = StepConfig(
+            mask_id=mask_id,
+            batch_size=self._train.batch_size,
+            accumulate=self._train.accumulate,
+            ema_decay=run.config.optim.ema_decay,
+        )
+        step = make_train_step(
+            run.network, run.mixture, run.optimizer, run.state, mesh=run.mesh, config=config
+        )
         rows, seq_len = self._train.batch_size, run.config.data.seq_len
-        tokens_BL = jax.ShapeDtypeStruct((rows, seq_len), np.int32, sharding=self._rows)
-        length_B = jax.ShapeDtypeStruct((rows,), np.int32, sharding=self._rows)
+        columns: list[Any] = [
+            jax.ShapeDtypeStruct(shape, np.int32, sharding=self._rows)
+            for shape in ((rows, seq_len), (rows,), (rows,))
+        ]
         start = time.perf_counter()
         # Ahead of time, so that neither the rate nor the time left counts the compiler.
-        self._train_step = (
-            make_train_step(loss, run.optimizer, run.state, **sizes)
-            .lower(self.state, tokens_BL, length_B, run.noise_key)
-            .compile()
-        )
+        self._train_step = step.lower(self.state, Batch(*columns), run.noise_key).compile()
         say(f"training step compiled in {time.perf_counter() - start:.1f} s")
 
     def close(self) -> None:
@@ -158,9 +174,8 @@ class _Loop:
 
     def take_step(self) -> None:
         """Dispatches one step; waits only for one that lies too far back."""
-        batch = next(self._batches)
-        tokens_BL, length_B = self._globally(batch["tokens"]), self._globally(batch["length"])
-        self.state, metrics = self._train_step(self.state, tokens_BL, length_B, self._run.noise_key)
+        batch = self._batch(next(self._batches))
+        self.state, metrics = self._train_step(self.state, batch, self._run.noise_key)
         self.step += 1
         self._timed_steps += 1
         self._ahead.append(metrics)
@@ -190,13 +205,14 @@ class _Loop:
         seconds = time.perf_counter() - self._since
         tokens = self._timed_steps * self._train.batch_size * self._run.config.data.seq_len
         self._since, self._timed_steps = time.perf_counter(), 0
-        means = Metrics(*np.mean(self._unlogged, axis=0).tolist())
+        means = {
+            name: float(np.mean([figures[name] for figures in self._unlogged]))
+            for name in self._unlogged[0]
+        }
         self._unlogged = []
-        self._write(
-            kind="train", step=self.step, **means._asdict(), tokens_per_second=tokens / seconds
-        )
+        self._write(kind="train", step=self.step, **means, tokens_per_second=tokens / seconds)
         self._bar.set_postfix_str(
-            f"loss {means.loss:.3f}, {tokens / seconds:,.0f} tokens/s", refresh=False
+            f"loss {means['loss']:.3f}, {tokens / seconds:,.0f} tokens/s", refresh=False
         )
 
     def _settle(self) -> None:
@@ -204,29 +220,26 @@ class _Loop:
         first = self.step - len(self._ahead) + 1
         fetched, self._ahead = jax.device_get(self._ahead), []
         for step, metrics in enumerate(fetched, first):
-            if not np.isfinite(metrics).all():
-                figures = ", ".join(f"{name} {x}" for name, x in metrics._asdict().items())
+            if not np.isfinite(list(metrics.values())).all():
+                figures = ", ".join(f"{name} {x}" for name, x in metrics.items())
                 say(
                     f"step {step} is not finite: {figures}; stopped, and the last checkpoint "
                     "before it is kept; lower the learning rate or optim.clip"
                 )
                 raise _NonFiniteError
-            self._unlogged.append([float(x) for x in metrics])
+            self._unlogged.append({name: float(x) for name, x in metrics.items()})
 
     def evaluate(self) -> None:
         """Records the bound on held-out text, over the same windows and masks every time."""
         with self._off_the_clock():
-            nats_N, length_N = self._held_out_nats()
-            tokens = float(length_N.sum())
-            self.bound = float(nats_N.sum()) / tokens
-            # The ratio's standard error, rows taken as independent; empty rows add nothing.
-            error = math.sqrt(float(((nats_N - self.bound * length_N) ** 2).sum())) / tokens
+            nats_N, tokens_N = self._held_out_nats()
+            self.bound, error = ratio_and_error(nats_N, tokens_N)
             self._write(
                 kind="evaluation",
                 step=self.step,
                 bound=self.bound,
                 standard_error=error,
-                windows=int((length_N > 0).sum()),
+                windows=int((tokens_N > 0).sum()),
             )
             if self._log is not None:
                 out_dir = self._run.out_dir
@@ -236,26 +249,21 @@ class _Loop:
     def _held_out_nats(self) -> tuple[np.ndarray, np.ndarray]:
         batch_size = self._train.batch_size
         windows = validation_windows(
-            self._run.corpus.val_path,
+            self._run.corpus.val_rows,
             seq_len=self._run.config.data.seq_len,
             pad_id=self._run.corpus.tokenizer.pad_id,
             max_windows=self._train.eval_windows,
             multiple_of=batch_size,
         )
-        tokens_NL, length_N = windows["tokens"], windows["length"]
         mine = batch_size // self._shares
         nats = []
-        for first in range(0, len(length_N), batch_size):
+        for first in range(0, len(windows["length"]), batch_size):
             rows = slice(first + self._share * mine, first + (self._share + 1) * mine)
-            nats.append(
-                self._eval_step(
-                    self.state.params,
-                    self._globally(tokens_NL[rows]),
-                    self._globally(length_N[rows]),
-                    jax.random.fold_in(jax.random.key(0), first),
-                )
-            )
-        return np.concatenate(jax.device_get(nats)).astype(np.float64), length_N
+            batch = self._batch({name: column[rows] for name, column in windows.items()})
+            key = jax.random.fold_in(jax.random.key(0), first)
+            nats.append(self._eval_step(self.state.best_params, batch, key))
+        free_N = windows["length"] - windows["given"]
+        return np.concatenate(jax.device_get(nats)).astype(np.float64), free_N
 
     def checkpoint(self) -> None:
         """Saves the state, unless a step since the last look was not finite."""
@@ -267,8 +275,12 @@ class _Loop:
         if self._log is not None:
             self._log.write(**record)
 
-    def _globally(self, local: np.ndarray) -> jax.Array:
-        return jax.make_array_from_process_local_data(self._rows, local)
+    def _batch(self, local: dict[str, np.ndarray]) -> Batch:
+        """The global batch of which this process has these rows."""
+        columns = (local[name] for name in ("tokens", "length", "given"))
+        return Batch(
+            *(jax.make_array_from_process_local_data(self._rows, column) for column in columns)
+        )
 
     @contextlib.contextmanager
     def _off_the_clock(self) -> Iterator[None]:

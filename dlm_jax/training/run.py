@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +18,12 @@ import dlm_jax.config as configs
 from dlm_jax.checkpoint import Checkpoints
 from dlm_jax.config import Config
 from dlm_jax.data import Corpus, load_corpus
+from dlm_jax.diffusion.objectives import Mixture
 from dlm_jax.metrics import read_records
 from dlm_jax.model.transformer import build
 from dlm_jax.processes import on_first_process
 from dlm_jax.sharding import batch_sharding, make_mesh, share_of_batch
+from dlm_jax.training.objective import make_mixture
 from dlm_jax.training.optim import make_optimizer
 from dlm_jax.training.step import TrainState, abstract_state, init_state
 from dlm_jax.types import Network
@@ -53,6 +56,7 @@ class Run:
     corpus: Corpus
     network: Network
     optimizer: optax.GradientTransformation
+    mixture: Mixture
     mesh: Mesh
     state: TrainState
     saved: dict[str, Any]
@@ -87,6 +91,7 @@ def prepare(config: Config, *, report: Callable[[str], None]) -> Run:
     """
     mesh = make_mesh(config.mesh)
     share_of_batch(batch_sharding(mesh, config.train.batch_size), config.train.batch_size)
+    _check_parts(config, mesh)
     out_dir = Path(config.train.out_dir)
     _check_writable(out_dir)
     corpus = load_corpus(
@@ -95,10 +100,14 @@ def prepare(config: Config, *, report: Callable[[str], None]) -> Run:
         seq_len=config.data.seq_len,
         held_out=config.data.held_out,
         cache_dir=config.data.cache_dir or None,
+        layout=config.data.layout,
+        tail=config.data.tail,
     )
     config = _with_vocabulary(config, corpus)
     network = build(config.model)
+    mixture = make_mixture(config.objective, config.model, corpus.tokenizer)
     optimizer = make_optimizer(config.optim, num_steps=config.train.steps)
+    has_ema = config.optim.ema_decay > 0
     init_key, noise_key = jax.random.split(jax.random.key(config.train.seed))
     with contextlib.ExitStack() as undo:
         checkpoints = Checkpoints(out_dir / "checkpoints", keep=config.train.keep_checkpoints)
@@ -106,10 +115,11 @@ def prepare(config: Config, *, report: Callable[[str], None]) -> Run:
         if on_first_process(checkpoints.steps):
             _check_same_run(config, corpus, checkpoints.read_meta(report=report))
             _, state, saved = checkpoints.restore(
-                abstract_state(network, optimizer, mesh), report=report
+                abstract_state(network, optimizer, mesh, has_ema=has_ema), report=report
             )
         else:
-            state, saved = init_state(network, optimizer, init_key, mesh=mesh), {}
+            state = init_state(network, optimizer, init_key, mesh=mesh, has_ema=has_ema)
+            saved = {}
         read_records(out_dir / "metrics.jsonl")
         _make_directory(out_dir)
         undo.pop_all()
@@ -118,6 +128,7 @@ def prepare(config: Config, *, report: Callable[[str], None]) -> Run:
         corpus=corpus,
         network=network,
         optimizer=optimizer,
+        mixture=mixture,
         mesh=mesh,
         state=state,
         saved=saved,
@@ -125,6 +136,18 @@ def prepare(config: Config, *, report: Callable[[str], None]) -> Run:
         noise_key=noise_key,
         checkpoints=checkpoints,
     )
+
+
+def _check_parts(config: Config, mesh: Mesh) -> None:
+    """Refuses parts of a batch that do not divide evenly over the devices."""
+    part = config.train.batch_size // config.train.accumulate
+    try:
+        batch_sharding(mesh, part)
+    except ValueError:
+        raise ValueError(
+            f"train.accumulate={config.train.accumulate} leaves parts of {part} rows, which the "
+            "devices that split the batch do not divide; lower it"
+        ) from None
 
 
 def _check_writable(out_dir: Path) -> None:
@@ -155,7 +178,11 @@ def _with_vocabulary(config: Config, corpus: Corpus) -> Config:
         raise ValueError(
             f"model.vocab_size={size} is smaller than the tokenizer's {needed}; use 0 or {needed}"
         )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+    start = config.model.start_id
+    if config.model.attention_type == "causal" and start < 0:
+        start = corpus.tokenizer.mask_id
+    model = dataclasses.replace(config.model, vocab_size=size, start_id=start)
+    return dataclasses.replace(config, model=model)
 
 
 def _check_same_run(config: Config, corpus: Corpus, saved: dict[str, Any]) -> None:
@@ -166,7 +193,9 @@ def _check_same_run(config: Config, corpus: Corpus, saved: dict[str, Any]) -> No
             f"train.out_dir={config.train.out_dir} holds a run on another text than "
             f"{corpus.name}; {elsewhere}"
         )
-    here, there = _flat(configs.to_dict(config)), _flat(saved["config"])
+    # Through JSON, which has lists alone.
+    here = _flat(json.loads(json.dumps(configs.to_dict(config))))
+    there = _flat(saved["config"])
     differing = [
         key for key in there if not key.startswith(_MAY_CHANGE) and here.get(key) != there[key]
     ]
@@ -176,6 +205,11 @@ def _check_same_run(config: Config, corpus: Corpus, saved: dict[str, Any]) -> No
         raise ValueError(
             f"train.out_dir={config.train.out_dir} holds a run with {key}={there[key]!r}, and "
             f"this one has {here.get(key)!r}; {elsewhere}"
+        )
+    # A tokenizer that was read from a file may have changed there.
+    if saved["tokenizer"] != corpus.tokenizer.to_json():
+        raise ValueError(
+            f"train.out_dir={config.train.out_dir} holds a run with another tokenizer; {elsewhere}"
         )
 
 

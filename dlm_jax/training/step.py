@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -11,8 +12,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dlm_jax.diffusion.likelihood import bound
-from dlm_jax.diffusion.losses import Loss
+from dlm_jax.diffusion.likelihood import bound, causal_nll
+from dlm_jax.diffusion.losses import weighted_sums
+from dlm_jax.diffusion.objectives import Batch, Example, Mixture
 from dlm_jax.model import cpu
 from dlm_jax.sharding import batch_sharding, shardings
 from dlm_jax.types import Network, Params
@@ -22,34 +24,55 @@ class TrainState(NamedTuple):
     """What training carries from step to step, and all that a checkpoint must hold of it.
 
     ``step`` is an int32 scalar: the number of steps taken, and the index of the next batch.
+    ``ema`` is the moving average of the parameters, or None where none is kept.
     """
 
     params: Params
     opt_state: Any
     step: jax.Array
+    ema: Params | None = None
+
+    @property
+    def best_params(self) -> Params:
+        """What is evaluated and sampled: the average if there is one."""
+        return self.params if self.ema is None else self.ema
 
 
-class Metrics(NamedTuple):
-    """What one step tells: the loss in nats per token, and two global Euclidean norms.
+Metrics = dict[str, jax.Array]
+"""What one step tells, by name, as float32 scalars.
 
-    ``grad_norm`` is the gradient's before clipping. ``param_norm`` is that of the new parameters:
-    only it tells that they are still finite, for the loss was taken before the update.
+``loss`` in nats per token, and each objective's own where there are several. ``grad_norm`` is the
+gradient's Euclidean norm before clipping. ``param_norm`` is that of the new parameters: only it
+tells that they are still finite, for the loss was taken before the update.
+"""
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """What is compiled into a training step beside the network and the optimiser.
+
+    Attributes:
+      mask_id: the id of MASK.
+      batch_size: rows of a batch over all devices.
+      accumulate: parts that the batch is cut into; they run one after the other.
+      ema_decay: of the average of the parameters, in [0, 1); 0 keeps none.
     """
 
-    loss: jax.Array
-    grad_norm: jax.Array
-    param_norm: jax.Array
-
-
-LossFn = Callable[[Params, jax.Array, jax.Array, jax.Array], Loss]
-"""``(params, tokens_BL, length_B, key) -> Loss``."""
+    mask_id: int
+    batch_size: int
+    accumulate: int = 1
+    ema_decay: float = 0.0
 
 
 def abstract_state(
-    network: Network, optimizer: optax.GradientTransformation, mesh: Mesh
+    network: Network,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    has_ema: bool = False,
 ) -> TrainState:
     """Shapes, dtypes and shardings of the training state; nothing is allocated."""
-    shapes = jax.eval_shape(lambda: _new_state(network, optimizer, jax.random.key(0)))
+    shapes = jax.eval_shape(lambda: _new_state(network, optimizer, jax.random.key(0), has_ema))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
@@ -58,73 +81,143 @@ def abstract_state(
 
 
 def _new_state(
-    network: Network, optimizer: optax.GradientTransformation, key: jax.Array
+    network: Network, optimizer: optax.GradientTransformation, key: jax.Array, has_ema: bool
 ) -> TrainState:
     params = network.init(key)
-    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+    ema = jax.tree.map(jnp.copy, params) if has_ema else None
+    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), ema)
 
 
 def init_state(
-    network: Network, optimizer: optax.GradientTransformation, key: jax.Array, *, mesh: Mesh
+    network: Network,
+    optimizer: optax.GradientTransformation,
+    key: jax.Array,
+    *,
+    mesh: Mesh,
+    has_ema: bool = False,
 ) -> TrainState:
     """A fresh training state, created where it lives: no device ever holds all of it."""
-    target = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(network, optimizer, mesh))
-    make = jax.jit(lambda key: _new_state(network, optimizer, key), out_shardings=target)
+    abstract = abstract_state(network, optimizer, mesh, has_ema=has_ema)
+    target = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    make = jax.jit(lambda key: _new_state(network, optimizer, key, has_ema), out_shardings=target)
     return make(key)
 
 
 def make_train_step(
-    loss_fn: LossFn,
+    network: Network,
+    mixture: Mixture,
     optimizer: optax.GradientTransformation,
     state: TrainState,
     *,
     mesh: Mesh,
-    batch_size: int,
+    config: StepConfig,
 ) -> jax.stages.Wrapped:
-    """Compiled ``(state, tokens_BL, length_B, key) -> (state, metrics)``; `state` is donated.
+    """Compiled ``(state, batch, key) -> (state, metrics)``; `state` is donated.
 
     The noise of a step comes from ``fold_in(key, state.step)``: it depends on the run's key and
-    the step alone, so a resumed run draws what the uninterrupted one would have.
+    the step alone, so a resumed run draws what the uninterrupted one would have. It is drawn for
+    the whole batch before that is cut, so accumulating gives the gradient of the whole batch.
     """
 
-    def train_step(
-        state: TrainState, tokens_BL: jax.Array, length_B: jax.Array, key: jax.Array
-    ) -> tuple[TrainState, Metrics]:
-        def mean_loss(params: Params) -> jax.Array:
-            loss = loss_fn(params, tokens_BL, length_B, jax.random.fold_in(key, state.step))
-            return loss.sum / jnp.maximum(loss.weight, 1.0)
+    def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
+        example = mixture.example(batch, jax.random.fold_in(key, state.step))
+        per_total = {
+            name: mixture.shares[name] / jnp.maximum(total, 1.0)
+            for name, total in example.totals.items()
+        }
 
-        loss, grads = jax.value_and_grad(mean_loss)(state.params)
+        def part_loss(params: Params, part: Example) -> tuple[jax.Array, dict[str, jax.Array]]:
+            sums = weighted_sums(network, params, part, mask_id=config.mask_id)
+            return sum(per_total[name] * sums[name] for name in sums), sums  # type: ignore
+
+        grads, loss, sums = _add_up(
+            jax.value_and_grad(part_loss, has_aux=True), state.params, example, config.accumulate
+        )
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = Metrics(loss, optax.tree.norm(grads), optax.tree.norm(params))
-        return TrainState(params, opt_state, state.step + 1), metrics
+        metrics = {
+            "loss": loss,
+            "grad_norm": optax.tree.norm(grads),
+            "param_norm": optax.tree.norm(params),
+        }
+        if len(sums) > 1:
+            metrics |= {n: sums[n] / jnp.maximum(example.totals[n], 1.0) for n in sums}
+        ema = _averaged(state, params, config.ema_decay)
+        return TrainState(params, opt_state, state.step + 1, ema), metrics
 
     state_sharding = shardings(state, mesh)
-    rows, everywhere = batch_sharding(mesh, batch_size), NamedSharding(mesh, P())
+    rows, everywhere = batch_sharding(mesh, config.batch_size), NamedSharding(mesh, P())
     return jax.jit(
         train_step,
         donate_argnums=0,
-        in_shardings=(state_sharding, rows, rows, everywhere),
+        in_shardings=(state_sharding, rows, everywhere),
         out_shardings=(state_sharding, everywhere),
         compiler_options=cpu.compiler_options(is_training=True),
     )
 
 
-def make_eval_step(
-    network: Network, state: TrainState, *, mesh: Mesh, batch_size: int, mask_id: int
-) -> Callable[..., jax.Array]:
-    """Compiled ``(params, tokens_BL, length_B, key) -> nats_B``: the bound of each row."""
+def _add_up(
+    gradient: Callable[..., Any], params: Params, example: Example, num_parts: int
+) -> tuple[Params, jax.Array, dict[str, jax.Array]]:
+    """Gradient, loss and sums over the parts of an example, one part at a time.
 
-    def eval_step(
-        params: Params, tokens_BL: jax.Array, length_B: jax.Array, key: jax.Array
-    ) -> jax.Array:
-        return bound(network, params, tokens_BL, length_B, key, mask_id=mask_id).nats_B
+    Part p holds the rows p, p + num_parts, ...: every device has its share of each.
+    """
+    if num_parts == 1:
+        (loss, sums), grads = gradient(params, example)
+        return grads, loss, sums
+
+    def cut(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(-1, num_parts, *x.shape[1:]), 1, 0)
+
+    by_row = example._replace(totals={})
+    zeros = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
+        jax.eval_shape(gradient, params, by_row),
+    )
+
+    def one_part(total: Any, part: Example) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, gradient(params, part)), None
+
+    ((loss, sums), grads), _ = jax.lax.scan(one_part, zeros, jax.tree.map(cut, by_row))
+    return grads, loss, sums
+
+
+def _averaged(state: TrainState, params: Params, decay: float) -> Params | None:
+    """The moving average one step on; its decay rises to `decay` as ``(1 + s) / (10 + s)`` does.
+
+    Without that rise the random first parameters would stay in it for ``1 / (1 - decay)`` steps.
+    """
+    if state.ema is None:
+        return None
+    step = state.step.astype(jnp.float32)
+    now = jnp.minimum(decay, (1.0 + step) / (10.0 + step))
+    return jax.tree.map(lambda old, new: now * old + (1.0 - now) * new, state.ema, params)
+
+
+def make_eval_step(
+    network: Network,
+    params: Params,
+    *,
+    mesh: Mesh,
+    batch_size: int,
+    mask_id: int,
+    is_causal: bool = False,
+) -> Callable[..., jax.Array]:
+    """Compiled ``(params, batch, key) -> nats_B``: the bound of each row, or its exact cost.
+
+    Causal models have an exact likelihood; the key is not used then.
+    """
+
+    def eval_step(params: Params, batch: Batch, key: jax.Array) -> jax.Array:
+        if is_causal:
+            return causal_nll(network, params, batch, mask_id=mask_id)
+        return bound(network, params, batch, key, mask_id=mask_id).nats_B
 
     rows, everywhere = batch_sharding(mesh, batch_size), NamedSharding(mesh, P())
     return jax.jit(
         eval_step,
-        in_shardings=(shardings(state.params, mesh), rows, rows, everywhere),
+        in_shardings=(shardings(params, mesh), rows, everywhere),
         out_shardings=everywhere,
         compiler_options=cpu.compiler_options(is_training=False),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pathlib
 
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 
 from dlm_jax.data.corpora import (
     BUILTIN_CORPUS,
+    PYTHON_SOURCE,
     Document,
     join_documents,
     read_documents,
+    split_documents,
     split_text,
 )
 
@@ -37,6 +40,17 @@ def test_builtin_held_out_text_does_not_repeat_training_paragraphs():
     paragraphs = [part for part in held_out.split("\n\n") if len(part) > 40]
     repeated = sum(len(part) for part in paragraphs if part in known)
     assert repeated <= 0.01 * sum(map(len, paragraphs))
+
+
+def test_the_standard_library_is_a_document_per_module_without_tests_and_installed_packages():
+    documents = read_documents(PYTHON_SOURCE)
+    names = [document.name.removeprefix("python-source:") for document in documents]
+    assert {"ast.py", "json/decoder.py", "asyncio/tasks.py"} <= set(names)
+    assert len(set(names)) == len(names)
+    assert not [name for name in names if {"test", "site-packages"} & set(name.split("/"))]
+    assert documents == read_documents([PYTHON_SOURCE])
+    (decoder,) = (d.text for d in documents if d.name == "python-source:json/decoder.py")
+    assert decoder == pathlib.Path(json.decoder.__file__).read_text(encoding="utf-8")
 
 
 def test_files_are_sorted_and_read_once_however_they_are_named(tmp_path, monkeypatch):
@@ -65,6 +79,35 @@ def test_an_empty_file_that_a_glob_found_is_passed_over(tmp_path):
     (tmp_path / "a.txt").write_text("")
     (tmp_path / "b.txt").write_text("text")
     assert _names(read_documents(tmp_path / "*.txt")) == ["b.txt"]
+
+
+def test_a_file_of_json_lines_is_a_document_per_line_in_its_order(tmp_path):
+    lines = ['{"text": "z"}', '{"prompt": "b", "response": "c"}'] * 6
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "b.txt").write_text("text")
+    documents = read_documents([tmp_path / "*"])
+    assert [(d.prompt, d.text) for d in documents] == [
+        *[(None, "z"), ("b", "c")] * 6,
+        (None, "text"),
+    ]
+    assert documents[11].name.endswith("a.jsonl line 12")
+
+
+@given(st.integers(2, 50), st.floats(0.001, 0.999))
+@settings(deadline=None)
+def test_whole_documents_are_held_out_at_the_end(count, share):
+    documents = [Document(str(i), "text") for i in range(count)]
+    train, held_out = split_documents(documents, share, name="n")
+    assert [*train, *held_out] == documents
+    assert len(train) >= 1
+    assert abs(len(held_out) - count * share) <= 1
+
+
+def test_one_document_cannot_be_held_out():
+    with pytest.raises(ValueError, match=r"n is one document.*; .* or use data\.layout=windows"):
+        split_documents([Document("a", "text")], 0.5, name="n")
+    with pytest.raises(ValueError, match=r"held_out=1\.0 is outside"):
+        split_documents([Document("a", "text")] * 2, 1.0, name="n")
 
 
 def test_documents_are_one_blank_line_apart_and_the_last_stays_as_it_is():
@@ -96,6 +139,8 @@ def test_bad_sources_are_refused_in_one_line(tmp_path):
     (tmp_path / "bom.txt").write_bytes(b"\xef\xbb\xbf")
     (tmp_path / "latin.txt").write_bytes(b"one\ntwo\ncaf\xe9\n")
     (tmp_path / "utf16.txt").write_text("text", encoding="utf-16")
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": 1}\n')
     cases = [
         ("no.txt", r"no\.txt does not exist; give a path, a glob or the built-in corpus"),
         ("*.md", r"\*\.md matches no file; give a path"),
@@ -103,6 +148,8 @@ def test_bad_sources_are_refused_in_one_line(tmp_path):
         ("empty.txt", r"empty\.txt is empty; give"),
         ("bom.txt", r"bom\.txt is empty; give"),
         ("empt*", "every file found is empty; give"),
+        ("blank.jsonl", r"blank\.jsonl is empty; give"),
+        ("bad.jsonl", r"bad\.jsonl line 2: text is a number; write"),
         ("latin.txt", r"latin\.txt is not UTF-8: byte 0xe9 at byte offset 11 \(line 3\); convert"),
         ("utf16.txt", r"is not UTF-8: byte 0xff at byte offset 0 \(line 1\); convert"),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import hashlib
+import json
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ import pytest
 from dlm_jax.data import loading, token_files
 from dlm_jax.data.corpora import BUILTIN_CORPUS
 from dlm_jax.data.loading import load_corpus
-from dlm_jax.data.pipeline import train_dataset
+from dlm_jax.data.pipeline import train_dataset, validation_windows
 from dlm_jax.data.token_files import open_tokens
-from dlm_jax.data.tokenizers import TOKENIZERS, ByteTokenizer, CharacterTokenizer
+from dlm_jax.data.tokenizer_kinds import TOKENIZERS
+from dlm_jax.data.tokenizers import ByteTokenizer, CharacterTokenizer
 
 TEXT = "".join(f"line {i:04d} of the text\n" for i in range(400))
 
@@ -39,7 +41,7 @@ def writes(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("kind", [*TOKENIZERS, "bpe:300"])
 def test_the_token_files_decode_to_the_text(source, tmp_path, kind):
     corpus = load_corpus(source, tokenizer=kind, cache_dir=tmp_path / "cache")
     train = corpus.tokenizer.decode(open_tokens(corpus.train_path))
@@ -168,3 +170,104 @@ def test_text_shorter_than_one_window_is_refused(source, tmp_path):
     message = f"{num_tokens} training tokens, fewer than one window of seq_len={num_tokens + 1}; "
     with pytest.raises(ValueError, match=message):
         load_corpus(source, seq_len=num_tokens + 1, cache_dir=tmp_path)
+
+
+PAIRS = [{"prompt": f"ask {i} ", "response": "yes " * (1 + i % 4)} for i in range(40)]
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
+    return path
+
+
+DOCUMENTS = {"layout": "documents", "seq_len": 32}
+
+
+@pytest.mark.parametrize("tail", ["eos", "pad"])
+def test_documents_come_back_with_their_prompts_given_and_whole_ones_held_out(
+    pairs, tmp_path, tail
+):
+    corpus = load_corpus(pairs, cache_dir=tmp_path / "c", tail=tail, **DOCUMENTS)
+    coder = corpus.tokenizer
+    shown = []
+    for rows in (corpus.train_rows, corpus.val_rows):
+        batch = validation_windows(rows, seq_len=32, pad_id=coder.pad_id)
+        for tokens, length, given in zip(*batch.values(), strict=True):
+            text, prompt = coder.decode(tokens[:length]), coder.decode(tokens[:given])
+            shown.append({"prompt": prompt, "response": text.removeprefix(prompt)})
+            assert (tokens[length:] == coder.pad_id).all()
+            assert (length == 32) == (tail == "eos")
+            assert tokens[length - 1] == coder.eos_id
+    assert shown == PAIRS
+    assert len(batch["length"]) == 2
+    assert corpus.num_val_tokens == (batch["length"] - batch["given"]).sum()
+    assert corpus.num_val_characters == sum(len(pair["response"]) for pair in PAIRS[-2:])
+    assert corpus.num_train_characters == sum(len(pair["response"]) for pair in PAIRS[:-2])
+
+
+def test_documents_share_files_and_any_change_makes_new_ones(pairs, tmp_path, writes):
+    def load(**options):
+        before = len(writes)
+        corpus = load_corpus(pairs, cache_dir=tmp_path / "c", **(DOCUMENTS | options))
+        return corpus, len(writes) - before
+
+    first, written = load()
+    assert written == 4
+    assert load() == (first, 0)
+    assert load(tail="pad")[1] == 0
+    assert load(seq_len=64)[1] == 4
+    moved = [{"prompt": "", "response": "ask 0 yes "}, *PAIRS[1:]]
+    pairs.write_text("".join(json.dumps(pair) + "\n" for pair in moved))
+    second, written = load()
+    assert written == 4
+    assert second.sha256 != first.sha256
+
+
+@pytest.mark.parametrize("rows", ["train_rows", "val_rows"])
+@pytest.mark.parametrize("file", ["tokens_path", "bounds_path"])
+def test_a_damaged_file_of_documents_is_made_again(pairs, tmp_path, rows, file):
+    corpus = load_corpus(pairs, cache_dir=tmp_path / "c", **DOCUMENTS)
+    path = getattr(getattr(corpus, rows), file)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert load_corpus(pairs, cache_dir=tmp_path / "c", **DOCUMENTS) == corpus
+    assert path.read_bytes() == whole
+
+
+def test_texts_and_pairs_may_be_mixed_and_long_texts_are_cut(pairs, source, tmp_path):
+    corpus = load_corpus([pairs, source], cache_dir=tmp_path / "c", **DOCUMENTS)
+    batch = validation_windows(corpus.val_rows, seq_len=32, pad_id=corpus.tokenizer.pad_id)
+    text = "".join(corpus.tokenizer.decode(row) for row in batch["tokens"])
+    assert text == PAIRS[-1]["prompt"] + PAIRS[-1]["response"] + TEXT
+    assert len(batch["length"]) == 1 + -(-len(TEXT) // 32)
+
+
+def test_a_bpe_learns_from_the_training_part_alone(source, tmp_path):
+    corpus = load_corpus(source, tokenizer="bpe:300", cache_dir=tmp_path / "c")
+    source.write_text(TEXT[: -len(TEXT) // 50] + "Q" * (len(TEXT) // 50))
+    other = load_corpus(source, tokenizer="bpe:300", cache_dir=tmp_path / "c")
+    assert other.tokenizer == corpus.tokenizer
+    assert other.val_path != corpus.val_path
+
+
+def test_bad_documents_are_refused_in_one_line_and_leave_no_file(pairs, source, tmp_path):
+    (tmp_path / "odd.jsonl").write_text('{"text": "ok"}\n{"prompt": "\\u00e9", "response": "a"}\n')
+    cases = [
+        (pairs, {"layout": "windows"}, r"pairs\.jsonl line 1 has a prompt, which windows .*; use"),
+        (pairs, {"layout": "lines"}, "layout='lines' is unknown; use windows or documents"),
+        (pairs, {"tail": "bos"}, "tail='bos' is unknown; use eos or pad"),
+        (pairs, {"seq_len": 16}, r"pairs\.jsonl line 3: a prompt of 6 .* use seq_len=19"),
+        (source, {}, r"text\.txt is one document.*use data\.layout=windows"),
+        (
+            tmp_path / "odd.jsonl",
+            {"tokenizer": CharacterTokenizer.of("ok")},
+            r"odd\.jsonl line 2: the character .*\(U\+00E9\) at position 0 is not among",
+        ),
+    ]
+    for bad, options, message in cases:
+        with pytest.raises(ValueError, match=message) as caught:
+            load_corpus(bad, cache_dir=tmp_path / "c", **(DOCUMENTS | options))
+        assert "\n" not in str(caught.value)
+        assert not (tmp_path / "c").exists()

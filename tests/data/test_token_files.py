@@ -25,10 +25,17 @@ IDS = np.arange(1000, dtype=np.int32) % 250
 
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"),
-    [(256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "int32")],
+    [
+        (256, "uint8"),
+        (257, "uint16"),
+        (65536, "uint16"),
+        (65537, "int32"),
+        (1 << 31, "int32"),
+        ((1 << 31) + 1, "int64"),
+    ],
 )
 def test_ids_come_back_from_the_smallest_type_that_holds_them(tmp_path, vocab_size, dtype):
-    ids = np.array([0, 7, vocab_size - 1], np.int32)
+    ids = np.array([0, 7, vocab_size - 1], np.int64)
     write_tokens(tmp_path / "t.npy", ids, vocab_size=vocab_size)
     tokens = open_tokens(tmp_path / "t.npy")
     assert tokens.dtype == id_dtype(vocab_size) == np.dtype(dtype)

@@ -11,17 +11,27 @@ import pytest
 import toy
 from oracles import likelihood as oracle
 
-from dlm_jax.diffusion.likelihood import bound, bound_at
-from dlm_jax.diffusion.losses import elbo_at
+from dlm_jax.diffusion.corruption import SCHEDULES
+from dlm_jax.diffusion.likelihood import bound, bound_at, causal_nll, ratio_and_error
+from dlm_jax.diffusion.losses import weighted_sums
+from dlm_jax.diffusion.objectives import Batch, Example, elbo_at
+from dlm_jax.model.transformer import build
 
 LENGTH = 4
 CANVAS = 6
 _bound_at = jax.jit(functools.partial(bound_at, toy.network(), mask_id=toy.MASK))
-_elbo_at = jax.jit(functools.partial(elbo_at, toy.network(), mask_id=toy.MASK))
 _bound = jax.jit(
     functools.partial(bound, toy.network(), mask_id=toy.MASK), static_argnames="num_draws"
 )
 ROWS = ([0, 3, 7, 2], [5, 5, 5, 5], [1, 0, 11, 4])
+
+
+@jax.jit
+def _elbo_sum(params, batch, is_masked_BL):
+    """Cross-entropy that each mask hides, weight 1."""
+    task = elbo_at(batch, is_masked_BL, jnp.ones(len(is_masked_BL)), mask_id=toy.MASK)
+    example = Example(batch, task.shown_BL, {"elbo": task.weight_BL}, {"elbo": task.total})
+    return weighted_sums(toy.network(), params, example, mask_id=toy.MASK)["elbo"]
 
 
 def _row(tokens):
@@ -39,8 +49,9 @@ def _all_masks():
     return np.array([list(m) + [False] * (CANVAS - LENGTH) for m in masks])
 
 
-def _repeat(tokens, count):
-    return jnp.tile(_row(tokens), (count, 1)), jnp.full(count, LENGTH)
+def _repeat(tokens, count, given=0):
+    return Batch(jnp.tile(_row(tokens), (count, 1)), jnp.full(count, LENGTH),
+                 jnp.full(count, given))  # fmt: skip
 
 
 @pytest.mark.parametrize("tokens", ROWS)
@@ -49,32 +60,31 @@ def test_bound_averaged_over_counts_and_sets_equals_enumeration_of_all_orders(to
     count = masks.sum(1)
     per_set = np.array([1 / (LENGTH * math.comb(LENGTH, k)) for k in count])
     assert per_set.sum() == pytest.approx(1)
-    tokens_BL, length_B = _repeat(tokens, len(masks))
-    nats = _bound_at(toy.params(), tokens_BL, length_B, jnp.asarray(masks))
+    nats = _bound_at(toy.params(), _repeat(tokens, len(masks)), jnp.asarray(masks))
     exact = oracle.elbo_by_orders(_oracle_logits, tokens, mask_id=toy.MASK)
     assert float(np.dot(per_set, np.asarray(nats))) == pytest.approx(exact, rel=1e-5)
 
 
-@pytest.mark.parametrize("tokens", ROWS)
-def test_training_loss_integrated_over_times_and_masks_is_the_same_bound(tokens):
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("tokens", ROWS[:2])
+def test_training_loss_integrated_over_times_and_masks_is_the_same_bound(tokens, schedule):
     masks = _all_masks()
     count = masks.sum(1)
-    tokens_BL, length_B = _repeat(tokens, 1)
-    one = jnp.ones(1)
-    sums = np.array(
-        [float(_elbo_at(toy.params(), tokens_BL, length_B, mask[None], one).sum) for mask in masks]
-    )
-    # Midpoint rule over t for E over independent masks of (1/t) * cross-entropy.
+    batch = _repeat(tokens, 1)
+    sums = np.array([float(_elbo_sum(toy.params(), batch, mask[None])) for mask in masks])
+    # Midpoint rule over t for E over independent masks of weight(t) * cross-entropy.
     times = (np.arange(4000) + 0.5) / 4000
-    chance = times[:, None] ** count * (1 - times[:, None]) ** (LENGTH - count)
-    integral = float((chance @ sums / times).mean())
+    noise = SCHEDULES[schedule](2.0)
+    ratio = np.asarray(noise.masked_ratio(jnp.asarray(times)), np.float64)[:, None]
+    chance = ratio**count * (1 - ratio) ** (LENGTH - count)
+    integral = float((chance @ sums * np.asarray(noise.weight(jnp.asarray(times)))).mean())
     exact = oracle.elbo_by_orders(_oracle_logits, tokens, mask_id=toy.MASK)
-    assert integral == pytest.approx(exact, rel=1e-4)
+    assert integral == pytest.approx(exact, rel=3e-4)
 
 
 @pytest.mark.parametrize("tokens", ROWS)
 def test_bound_is_never_below_the_true_negative_log_likelihood(tokens):
-    estimate = _bound(toy.params(), *_repeat(tokens, 512), jax.random.key(7), num_draws=1)
+    estimate = _bound(toy.params(), _repeat(tokens, 512), jax.random.key(7), num_draws=1)
     nats = np.asarray(estimate.nats_B, np.float64)
     exact = oracle.elbo_by_orders(_oracle_logits, tokens, mask_id=toy.MASK)
     error = nats.std() / math.sqrt(nats.size)
@@ -83,7 +93,7 @@ def test_bound_is_never_below_the_true_negative_log_likelihood(tokens):
 
 
 def test_variance_of_the_draws_is_that_of_their_mean():
-    estimate = _bound(toy.params(), *_repeat(ROWS[0], 64), jax.random.key(8), num_draws=16)
+    estimate = _bound(toy.params(), _repeat(ROWS[0], 64), jax.random.key(8), num_draws=16)
     spread = float(np.asarray(estimate.nats_B).var(ddof=1))
     claimed = float(np.asarray(estimate.variance_B).mean())
     # Strata only lower the variance of the mean below the claim.
@@ -95,8 +105,45 @@ def test_padding_and_neighbours_do_not_change_a_rows_bound():
     masks = jnp.asarray(_all_masks()[:3])
     tokens_BL = jnp.concatenate([_row(tokens) for tokens in ROWS])
     length_B = jnp.full(3, LENGTH)
-    together = _bound_at(toy.params(), tokens_BL, length_B, masks)
+    none_B = jnp.zeros(3, jnp.int32)
+    together = _bound_at(toy.params(), Batch(tokens_BL, length_B, none_B), masks)
     other = tokens_BL.at[:, LENGTH:].set(3).at[0, :LENGTH].set(6)
-    changed = _bound_at(toy.params(), other, length_B, masks)
+    changed = _bound_at(toy.params(), Batch(other, length_B, none_B), masks)
     np.testing.assert_array_equal(together[1:], changed[1:])
     assert float(together[0]) != float(changed[0])
+
+
+@pytest.mark.parametrize("tokens", ROWS[:2])
+def test_bound_given_a_prompt_equals_enumeration_of_the_orders_of_the_rest(tokens):
+    exact = oracle.elbo_by_orders(_oracle_logits, tokens, mask_id=toy.MASK, given=(0,))
+    free = [mask for mask in _all_masks() if not mask[0]]
+    count = np.array([mask.sum() for mask in free])
+    per_set = np.array([1 / (3 * math.comb(3, k)) for k in count])
+    assert per_set.sum() == pytest.approx(1)
+    nats = _bound_at(toy.params(), _repeat(tokens, len(free), given=1), jnp.asarray(free))
+    assert float(np.dot(per_set, np.asarray(nats))) == pytest.approx(exact, rel=1e-5)
+    drawn = np.asarray(
+        _bound(toy.params(), _repeat(tokens, 512, given=1), jax.random.key(3), num_draws=1).nats_B
+    )
+    assert abs(drawn.mean() - exact) < 5 * drawn.std() / math.sqrt(drawn.size)
+    assert exact >= oracle.true_nll(_oracle_logits, tokens, mask_id=toy.MASK, given=(0,)) - 1e-9
+
+
+def test_a_causal_models_likelihood_is_a_distribution_over_all_rows():
+    config = toy.config(attention_type="causal", start_id=2, vocab_size=5)
+    network = build(config)
+    params = toy.random_params(network)
+    rows = jnp.asarray(list(itertools.product([0, 1, 3, 4], repeat=3)), jnp.int32)
+    batch = Batch(rows, jnp.full(64, 3), jnp.zeros(64, jnp.int32))
+    nats = np.asarray(jax.jit(functools.partial(causal_nll, network, mask_id=2))(params, batch))
+    assert float(np.exp(-nats.astype(np.float64)).sum()) == pytest.approx(1, abs=1e-5)
+
+
+def test_the_ratio_and_its_error_are_those_of_a_weighted_mean():
+    rng = np.random.default_rng(0)
+    tokens = np.array([8, 8, 8, 3, 0])
+    nats = tokens * (2 + rng.standard_normal(5))
+    ratio, error = ratio_and_error(nats, tokens)
+    assert ratio == pytest.approx(nats.sum() / 27)
+    residual = [(n - ratio * t) ** 2 for n, t in zip(nats, tokens, strict=True)]
+    assert error == pytest.approx(math.sqrt(sum(residual)) / 27)

@@ -7,7 +7,8 @@ import toy
 
 from dlm_jax.diffusion import losses
 from dlm_jax.diffusion.corruption import LinearSchedule
-from dlm_jax.diffusion.losses import cross_entropy, elbo
+from dlm_jax.diffusion.losses import cross_entropy
+from dlm_jax.diffusion.objectives import Batch, Mixture, elbo
 
 
 def _hidden(num_rows, num_positions):
@@ -47,31 +48,33 @@ def test_slicing_the_positions_changes_neither_loss_nor_gradient(monkeypatch):
     assert "scan" in text
 
 
-def test_elbo_divides_by_live_tokens_and_ignores_padding():
+def _example(tokens_BL, length_B):
+    task = functools.partial(elbo, schedule=LinearSchedule(), mask_id=toy.MASK)
+    batch = Batch(tokens_BL, length_B, jnp.zeros_like(length_B))
+    return Mixture({"elbo": task}, {"elbo": 1.0}).example(batch, jax.random.key(0))
+
+
+def test_elbo_divides_by_free_tokens_and_ignores_padding():
     tokens = jnp.arange(16).reshape(2, 8) % 8
     length = jnp.array([8, 3])
-    run = jax.jit(
-        functools.partial(elbo, toy.network(), mask_id=toy.MASK, schedule=LinearSchedule())
-    )
-    loss = run(toy.params(), tokens, length, jax.random.key(0))
+    run = jax.jit(functools.partial(losses.losses, toy.network(), mask_id=toy.MASK))
+    loss = run(toy.params(), _example(tokens, length))["elbo"]
     assert float(loss.weight) == 11
-    padded = run(toy.params(), tokens.at[1, 3:].set(5), length, jax.random.key(0))
+    padded = run(toy.params(), _example(tokens.at[1, 3:].set(5), length))["elbo"]
     np.testing.assert_array_equal(loss.sum, padded.sum)
 
 
+def test_a_mask_in_the_text_that_is_not_asked_for_costs_nothing():
+    example = _example(jnp.full((1, 4), toy.MASK), jnp.array([4]))
+    example.weights["elbo"] = jnp.zeros((1, 4))
+    sums = losses.weighted_sums(toy.network(), toy.params(), example, mask_id=toy.MASK)
+    assert float(sums["elbo"]) == 0
+
+
 def test_no_array_of_the_loss_holds_a_one_hot_of_the_targets():
-    tokens = jnp.zeros((2, 8), jnp.int32)
+    example = _example(jnp.zeros((2, 8), jnp.int32), jnp.array([8, 8]))
 
     def loss(params):
-        return elbo(
-            toy.network(),
-            params,
-            tokens,
-            jnp.array([8, 8]),
-            jax.random.key(0),
-            mask_id=toy.MASK,
-            schedule=LinearSchedule(),
-        ).sum
+        return losses.weighted_sums(toy.network(), params, example, mask_id=toy.MASK)["elbo"]
 
-    text = str(jax.make_jaxpr(loss)(toy.params()))
-    assert "one_hot" not in text
+    assert "one_hot" not in str(jax.make_jaxpr(loss)(toy.params()))

@@ -16,7 +16,7 @@ VARIANTS = {
         "qk_norm": False,
         "qkv_bias": True,
     },
-    "gpt": {"activation": "gelu", "norm": "layer", "attention_type": "causal"},
+    "gpt": {"activation": "gelu", "norm": "layer", "attention_type": "causal", "start_id": 8},
 }
 TOKENS = np.array([[0, 3, 8, 7, 1, 2, 8, 5], [4, 8, 8, 6, 9, 9, 9, 9]])
 LENGTH = np.array([8, 4])
@@ -80,6 +80,8 @@ def _numpy_forward(config, params, tokens, length):
             inner = np.maximum(up, 0) ** 2
         return project(inner, weights["down"])
 
+    if config.attention_type == "causal":
+        tokens = np.concatenate([[config.start_id], tokens[:-1]])
     x = p["embedding"][tokens]
     for layer in range(config.depth):
         block = jax.tree.map(lambda leaf, i=layer: leaf[i], p["blocks"])
@@ -117,13 +119,14 @@ def test_a_causal_model_does_not_see_the_future_and_a_bidirectional_one_does():
     changed = TOKENS.copy()
     changed[0, 7] = 2
     for attention_type, is_same in (("causal", True), ("bidirectional", False)):
-        network = build(toy.config(attention_type=attention_type))
+        network = build(toy.config(attention_type=attention_type, start_id=toy.MASK))
         params = toy.random_params(network)
         before, after = (
             toy.logits(network, params, jnp.asarray(tokens), jnp.asarray(LENGTH))
             for tokens in (TOKENS, changed)
         )
-        assert bool((before[0, :7] == after[0, :7]).all()) is is_same
+        # A causal model predicts the token at 7 from those before it, so not from itself.
+        assert bool((before[0, :8] == after[0, :8]).all()) is is_same
 
 
 def test_an_empty_row_gives_finite_logits_and_gradients():

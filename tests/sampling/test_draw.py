@@ -160,6 +160,13 @@ def test_log_prob_is_not_finite_where_the_logits_are_not():
     np.testing.assert_array_equal(np.isfinite(out), [False, False, False, True])
 
 
+def test_the_largest_of_huge_logits_is_drawn_whatever_they_are_divided_by():
+    x = tc.logits("huge", 5, (64, 40))
+    divisors = jnp.linspace(0.1, 3.0, 64)
+    ids = jax.jit(drawing.draw_with)(x, drawing.noise(keys(0, 64)), divisors)
+    np.testing.assert_array_equal(ids, x.argmax(-1))
+
+
 def test_unknown_method_is_refused():
     with pytest.raises(ValueError, match="method='magic'"):
         drawing.draw(jnp.zeros((1, 2)), keys(0, 1), method="magic")

@@ -1,5 +1,6 @@
 """Host samplers and read-back: single rows leave the device, the others do not notice."""
 
+import math
 import re
 
 import jax
@@ -11,6 +12,7 @@ import toy
 from dlm_jax.config import SamplingParams
 from dlm_jax.sampling.advance import make_advance
 from dlm_jax.sampling.commit import LeftToRight
+from dlm_jax.sampling.constraints import matching
 from dlm_jax.sampling.host import HostLoop, describe
 from dlm_jax.sampling.loop import Program, start
 from dlm_jax.sampling.params import pack
@@ -18,12 +20,20 @@ from dlm_jax.types import Status
 
 LENGTH, CANVAS, ROWS = 10, 12, 3
 PROGRAM = Program(toy.network(), toy.MASK, chunk=16)
-LOOP = HostLoop(PROGRAM, max_candidates=4)
+LOOP = HostLoop(PROGRAM)
+MAX_CANDIDATES = 6
+LETTERS = "abcdefgh"
 
 
 def _chain(**changes):
     settings = [SamplingParams(), SamplingParams(**changes), SamplingParams(temperature=0.5)]
-    return pack(settings, vocab_size=toy.VOCAB_SIZE, banned_ids=toy.BANNED, eos_ids=(toy.EOS,))
+    return pack(
+        settings,
+        vocab_size=toy.VOCAB_SIZE,
+        banned_ids=toy.BANNED,
+        eos_ids=(toy.EOS,),
+        chain=("temperature", "top_k", "mirostat"),
+    )
 
 
 def _state(**changes):
@@ -44,9 +54,19 @@ def _state(**changes):
 def _run(samplers, read_back=(), **changes):
     state, records = _state(**changes), []
     while np.any(np.asarray(state.status_B) == Status.RUNNING):
-        state, written = LOOP.step(toy.params(), state, samplers, read_back=read_back)
+        state, written = _step(state, samplers, read_back)
         records += written
     return state, records
+
+
+def _step(state, samplers, read_back=(), params=None):
+    params = toy.params() if params is None else params
+    return LOOP.step(params, state, samplers, read_back=read_back, max_candidates=MAX_CANDIDATES)
+
+
+def _text(ids):
+    """EOS, as a tokenizer has it, is no text."""
+    return "".join(LETTERS[token] for token in ids if token < len(LETTERS))
 
 
 def _alone():
@@ -90,7 +110,7 @@ def test_a_host_sampler_sees_only_survivors_of_the_device_chain_most_likely_firs
 
 def test_more_survivors_than_are_copied_are_counted():
     _, records = _run({}, read_back=[0])
-    assert {len(record.candidates.ids) for record in records} == {4}
+    assert {len(record.candidates.ids) for record in records} == {MAX_CANDIDATES}
     assert {record.candidates.num_survivors for record in records} == {
         toy.VOCAB_SIZE - len(toy.BANNED)
     }
@@ -119,7 +139,7 @@ def test_a_sampler_can_be_attached_replaced_and_removed_between_steps():
         {0: lambda c: c.ids[2]},
     ):
         before = np.asarray(state.canvas.tokens_BL).copy()
-        state, records = LOOP.step(toy.params(), state, samplers, read_back=list(samplers))
+        state, records = _step(state, samplers, list(samplers))
         after = np.asarray(state.canvas.tokens_BL)
         assert ((before != after).sum(1) == 1).all()
         for record in records:
@@ -128,34 +148,75 @@ def test_a_sampler_can_be_attached_replaced_and_removed_between_steps():
 
 
 def test_a_regular_expression_is_obeyed_in_one_row_with_left_to_right_commits():
-    letters = "abcdefgh"
-    pattern = re.compile(r"(ab|c)*d?h*")
+    # Of nine survivors six are seen, and four fit at every position.
+    pattern = "([a-d][e-h])*[a-d]"
+    state, _ = _run({1: matching(pattern, _text)})
+    tokens, alone = np.asarray(state.canvas.tokens_BL), np.asarray(_alone().canvas.tokens_BL)
+    assert re.fullmatch(pattern, _text(tokens[1, 1:LENGTH]))
+    assert not re.fullmatch(pattern, _text(alone[1, 1:LENGTH]))
+    np.testing.assert_array_equal(tokens[[0, 2]], alone[[0, 2]])
 
-    def partly_matches(text):
-        """Whether some continuation of `text` matches: tried with every letter up to two more."""
-        tails = ["", *letters, *(a + b for a in letters for b in letters)]
-        return any(pattern.fullmatch(text + tail) for tail in tails)
 
-    def obey(candidates):
-        text = "".join(letters[t] for t in candidates.tokens[1 : candidates.index])
-        for token in candidates.ids:
-            if token < len(letters) and partly_matches(text + letters[token]):
-                return token
-        raise AssertionError("no candidate fits; let more survive")
+def test_a_hosted_row_draws_the_same_whatever_else_is_hosted():
+    def anything(candidates):
+        return candidates.choose(np.ones(candidates.ids.size, bool))
 
-    loop = HostLoop(PROGRAM, max_candidates=toy.VOCAB_SIZE)
-    state = _state()
-    while np.any(np.asarray(state.status_B) == Status.RUNNING):
-        state, _ = loop.step(toy.params(), state, {1: obey})
-    text = "".join(letters[t] for t in np.asarray(state.canvas.tokens_BL)[1, 1:LENGTH])
-    assert partly_matches(text)
-    others = np.asarray(state.canvas.tokens_BL)[[0, 2]]
-    np.testing.assert_array_equal(others, np.asarray(_alone().canvas.tokens_BL)[[0, 2]])
+    alone, _ = _run({1: anything})
+    together, _ = _run({0: anything, 1: anything, 2: anything})
+    alone, together = (np.asarray(s.canvas.tokens_BL) for s in (alone, together))
+    np.testing.assert_array_equal(alone[1], together[1])
+    assert (alone[[0, 2]] != together[[0, 2]]).any()
+
+
+def test_candidates_carry_a_number_of_their_own_and_say_what_was_given():
+    _, records = _run({}, read_back=[0, 1], temperature=0.0)
+    uniforms = [record.candidates.uniform for record in records]
+    assert len(set(uniforms)) == len(uniforms)
+    assert min(uniforms) >= 0 and max(uniforms) < 1
+    for record in records:
+        assert record.candidates.first == 1
+        assert record.candidates.is_greedy == (record.candidates.row == 1)
+        assert record.candidates.is_hole.tolist() == (record.candidates.tokens == toy.MASK).tolist()
+        assert len(record.candidates.tokens) == LENGTH
+
+
+def test_the_host_and_its_errors_call_rows_by_the_names_they_are_given():
+    names = [7, 8, 9]
+    state, records = LOOP.step(
+        toy.params(), _state(), {}, read_back=[2], max_candidates=MAX_CANDIDATES, names=names
+    )
+    assert [record.candidates.row for record in records] == [9]
+    with pytest.raises(ValueError, match=r"^row 8: the host sampler chose 'x' at position 2"):
+        LOOP.step(
+            toy.params(), state, {1: lambda candidates: "x"},
+            max_candidates=MAX_CANDIDATES, names=names,
+        )  # fmt: skip
+
+
+def test_a_row_without_finite_logits_ends_with_its_status_and_is_not_asked():
+    broken = jax.tree.map(lambda leaf: leaf * np.nan, toy.params())
+    state, records = _step(_state(), {1: pytest.fail}, read_back=[0, 1], params=broken)
+    assert [Status(int(s)) for s in state.status_B] == [Status.NON_FINITE] * ROWS
+    assert not records
+
+
+def test_mirostat_learns_how_likely_the_hosts_choice_was():
+    seen = []
+
+    def take_last(candidates):
+        seen.append(candidates)
+        return candidates.ids[-1]
+
+    state = _state(mirostat=2, mirostat_tau=2.0, mirostat_eta=0.5, temperature=0.7)
+    state, _ = _step(state, {1: take_last})
+    (candidates,) = seen
+    surprise = -float(candidates.logprobs[-1]) / math.log(2)
+    assert float(state.chain_state[-1][1]) == pytest.approx(4.0 - 0.5 * (surprise - 2.0), abs=1e-5)
 
 
 def test_choosing_something_else_than_a_candidate_is_refused_by_row_and_position():
     with pytest.raises(ValueError, match=r"^row 1: the host sampler chose 8 at position 1, which"):
-        LOOP.step(toy.params(), _state(), {1: lambda candidates: toy.MASK})
+        _step(_state(), {1: lambda candidates: toy.MASK})
 
 
 def test_report_names_each_part_and_where_it_runs():
@@ -164,6 +225,6 @@ def test_report_names_each_part_and_where_it_runs():
 
     report = describe(_chain(), my_sampler).splitlines()
     assert report[0] == "bans: device"
-    assert "top_p: device" in report
+    assert "mirostat: device" in report
     assert report[-1] == "choice among the survivors: host (my_sampler)"
     assert describe(_chain(), None).splitlines()[-1] == "draw: device"

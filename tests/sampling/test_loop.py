@@ -13,10 +13,12 @@ import toy
 from canvases import COSINE, FOREVER, LOW_CONFIDENCE, POSITIONS, RANDOM, ROWS, Row, holes
 from jax.sharding import NamedSharding, PartitionSpec
 from oracles import commit as oracle
+from oracles import mirostat
 
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.advance import Advance, make_advance
 from dlm_jax.sampling.loop import State, step
+from dlm_jax.sampling.transforms import MirostatV2, chain
 from dlm_jax.types import Network, Status
 
 RULES = {"low_confidence": LOW_CONFIDENCE, "random": RANDOM, "cosine": COSINE}
@@ -421,3 +423,35 @@ class _OddOnly:
 
 def _without_keys(state: State) -> State:
     return state._replace(key_B=jax.random.key_data(state.key_B))
+
+
+# Feedback
+
+
+def test_mirostat_learns_how_likely_the_committed_tokens_were_after_the_whole_chain():
+    """The surprise under the clean logits, or before the truncation, is another one."""
+    temperatures, tau, eta = [0.5, 1.5] * (ROWS // 2), 2.0, 0.4
+    rows = [Row(holes(9, 1, 2), steps=3, seed=seed) for seed in range(ROWS)]
+    state = canvases.make_state(rows, RANDOM)
+    every = functools.partial(jnp.full, (ROWS,))
+    steered = chain(
+        canvases.make_chain(temperatures),
+        MirostatV2(every(tau), every(eta), every(True), every(1)),
+    )
+    state = state._replace(chain=steered, chain_state=steered.init(ROWS))
+    mus = [mirostat.start(tau)] * ROWS
+    for number in range(2):
+        before = np.asarray(state.canvas.tokens_BL)
+        state = _step(canvases.program(), toy.params(), state)
+        after, committed = np.asarray(state.canvas.tokens_BL), np.asarray(state.committed_BL)
+        for row, temperature in enumerate(temperatures):
+            logits = np.array(toy.row_logits(before[row], 11), np.float64) / temperature
+            logits[:, list(toy.BANNED)] = -np.inf
+            places = np.flatnonzero(committed[row] == number)
+            final = [mirostat.v2(logits[place], mus[row]) for place in places]
+            assert any(np.isinf(kept).sum() > len(toy.BANNED) for kept in final)
+            drawn = [
+                (kept, int(after[row, place])) for kept, place in zip(final, places, strict=True)
+            ]
+            mus[row] = mirostat.update(mus[row], drawn, tau=tau, eta=eta)
+        np.testing.assert_allclose(np.asarray(state.chain_state[-1]), mus, atol=1e-4)

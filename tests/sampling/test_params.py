@@ -13,7 +13,7 @@ from oracles import near, samplers
 
 from dlm_jax.config.sampling import DEFAULT_CHAIN, SamplingParams, resolve
 from dlm_jax.sampling import transforms as tf
-from dlm_jax.sampling.params import pack
+from dlm_jax.sampling.params import in_use, pack
 
 BAD = [
     ("temperature", -0.1), ("temperature", 1e-9), ("top_p", 0.0), ("top_p", 1.1), ("min_p", -0.1),
@@ -169,3 +169,22 @@ def test_full_chain_agrees_with_the_oracle_row_by_row(half):
 def test_default_chain_names_every_family_once():
     chain = pack([SamplingParams()], vocab_size=8)
     assert tuple(dict.fromkeys(chain.names)) == ("bans", *DEFAULT_CHAIN)
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({}, ()),
+        ({"ignore_eos": True, "logit_bias": {3: -math.inf}}, ()),
+        ({"temperature": 0.0}, ("temperature",)),
+        ({"dynatemp_range": 0.5, "top_p": 0.9}, ("temperature", "top_p")),
+        ({"logit_bias": {3: 2.0}, "presence_penalty": 1.0}, ("bias", "penalties")),
+        ({"xtc_probability": 0.5, "mirostat": 2}, ("xtc", "mirostat")),
+        ({"dry_multiplier": 0.8, "typical_p": 0.5, "min_p": 0.1}, ("dry", "typical_p", "min_p")),
+    ],
+)
+def test_the_part_of_a_chain_in_use_is_what_the_settings_ask_for(settings, names):
+    params = SamplingParams(**settings)
+    assert in_use(params, DEFAULT_CHAIN) == names
+    # What `pack` would refuse to leave out is in it.
+    pack([params], vocab_size=8, chain=in_use(params, DEFAULT_CHAIN))

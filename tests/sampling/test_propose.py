@@ -44,8 +44,8 @@ def _context(is_open_BL):
     return Context(tokens_BL, order_BL, ~is_open_BL, jnp.full(ROWS, POSITIONS))
 
 
-@functools.partial(jax.jit, static_argnames="chunk")
-def _propose(hidden_BLD, is_open_BL, keys_B, *, chunk):
+@functools.partial(jax.jit, static_argnames=("chunk", "method"))
+def _propose(hidden_BLD, is_open_BL, keys_B, *, chunk, method="inverse_cdf"):
     chain = canvases.make_chain(TEMPERATURES)
     return propose_parallel(
         NETWORK,
@@ -58,11 +58,12 @@ def _propose(hidden_BLD, is_open_BL, keys_B, *, chunk):
         keys_B,
         measure=lambda logits_NV, logprob_N: jnp.max(logits_NV, axis=-1) + logprob_N,
         chunk=chunk,
+        method=method,
     )
 
 
-@jax.jit
-def _all_at_once(hidden_BLD, is_open_BL, keys_B):
+@functools.partial(jax.jit, static_argnames="method")
+def _all_at_once(hidden_BLD, is_open_BL, keys_B, *, method="inverse_cdf"):
     """Ids and log-probabilities of every position, from one array of all logits."""
     chain = canvases.make_chain(TEMPERATURES)
     total = ROWS * POSITIONS
@@ -71,7 +72,7 @@ def _all_at_once(hidden_BLD, is_open_BL, keys_B):
     clean_NV = hidden_BLD.reshape(total, -1) * PARAMS["scale"]
     at = At(row_N, index_N, key_N, jnp.ones(total, bool))
     prepared = chain.prepare(chain.init(ROWS), _context(is_open_BL))
-    ids_N = chain.draw(prepared, clean_NV, at)
+    ids_N = chain.draw(prepared, clean_NV, at, method=method)
     logprob_NV = jax.nn.log_softmax(clean_NV)
     logprob_N = jnp.take_along_axis(logprob_NV, ids_N[:, None], axis=1)[:, 0]
     confidence_N = clean_NV.max(-1) + logprob_N
@@ -94,6 +95,14 @@ def test_chunks_of_any_size_propose_what_one_pass_over_all_logits_does(chunk):
         np.testing.assert_allclose(mine, jnp.where(is_open_BL, theirs, 0), rtol=1e-5, atol=1e-6)
     assert is_finite_B.all()
     assert not set(np.asarray(ours.tokens_BL)[is_open_BL].tolist()) & set(toy.BANNED)
+
+
+def test_tokens_are_drawn_as_the_method_says():
+    hidden_BLD, is_open_BL = _example()
+    ours, _ = _propose(hidden_BLD, is_open_BL, _keys(), chunk=5, method="gumbel")
+    for method, is_same in (("gumbel", True), ("inverse_cdf", False)):
+        ids_BL, *_ = _all_at_once(hidden_BLD, is_open_BL, _keys(), method=method)
+        assert bool((ours.tokens_BL == ids_BL)[is_open_BL].all()) is is_same
 
 
 def test_greedy_rows_take_the_best_allowed_logit():

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,16 +13,25 @@ import toy
 
 from dlm_jax.config import MeshConfig, OptimConfig
 from dlm_jax.diffusion.corruption import LinearSchedule
-from dlm_jax.diffusion.losses import Loss, elbo
+from dlm_jax.diffusion.objectives import (
+    Batch,
+    Corruption,
+    Mixture,
+    Task,
+    denoising,
+    elbo,
+)
 from dlm_jax.sharding import make_mesh
 from dlm_jax.training.optim import make_optimizer
 from dlm_jax.training.step import (
+    StepConfig,
     TrainState,
     abstract_state,
     init_state,
     make_eval_step,
     make_train_step,
 )
+from dlm_jax.types import Network
 
 ROWS, POSITIONS, STEPS = 8, 8, 3
 OPTIMIZER = make_optimizer(OptimConfig(warmup_steps=1, weight_decay=0.1), num_steps=20)
@@ -36,21 +47,36 @@ def _mesh(name: str):
     return make_mesh(config, jax.devices()[:devices])
 
 
-def _batch(seed: int):
+def _batch(seed: int) -> Batch:
     rng = np.random.default_rng(seed)
     tokens_BL = rng.integers(0, toy.MASK, (ROWS, POSITIONS)).astype(np.int32)
-    return tokens_BL, np.full(ROWS, POSITIONS, np.int32)
+    given_B = np.array([0, 0, 2, 0, 0, 3, 0, 0], np.int32)
+    return Batch(tokens_BL, np.full(ROWS, POSITIONS, np.int32), given_B)
+
+
+def _mixture() -> Mixture:
+    """Both objectives, with noise of every kind."""
+    parts = {
+        "elbo": functools.partial(elbo, schedule=LinearSchedule(), mask_id=toy.MASK),
+        "denoising": functools.partial(
+            denoising,
+            corruption=Corruption(patterns=("random",)),
+            mask_id=toy.MASK,
+            random_ids=(0, 1, 2),
+        ),
+    }
+    return Mixture(parts, {"elbo": 0.75, "denoising": 0.25}, random_length_share=0.5)
 
 
 @functools.cache
 def _host_state() -> TrainState:
     """A new state, except that no projection is zero, so that every parameter has a gradient."""
-    state = init_state(toy.network(), OPTIMIZER, jax.random.key(0), mesh=_mesh("one"))
+    state = init_state(toy.network(), OPTIMIZER, jax.random.key(0), mesh=_mesh("one"), has_ema=True)
     return jax.device_get(state._replace(params=toy.params()))
 
 
 def _state(mesh) -> TrainState:
-    abstract = abstract_state(toy.network(), OPTIMIZER, mesh)
+    abstract = abstract_state(toy.network(), OPTIMIZER, mesh, has_ema=True)
     place = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return jax.device_put(jax.tree.map(np.copy, _host_state()), place)
 
@@ -58,8 +84,10 @@ def _state(mesh) -> TrainState:
 @functools.cache
 def _compiled(name: str):
     mesh = _mesh(name)
-    loss = functools.partial(elbo, toy.network(), mask_id=toy.MASK, schedule=LinearSchedule())
-    return make_train_step(loss, OPTIMIZER, _state(mesh), mesh=mesh, batch_size=ROWS)
+    config = StepConfig(toy.MASK, ROWS, ema_decay=0.15)
+    return make_train_step(
+        toy.network(), _mixture(), OPTIMIZER, _state(mesh), mesh=mesh, config=config
+    )
 
 
 @functools.cache
@@ -67,17 +95,67 @@ def _trained(name: str):
     step, state, key = _compiled(name), _state(_mesh(name)), jax.random.key(5)
     seen = []
     for index in range(STEPS):
-        state, metrics = step(state, *_batch(index), key)
+        state, metrics = step(state, _batch(index), key)
         seen.append(metrics)
     return jax.device_get((state, seen))
 
 
 @pytest.mark.parametrize("name", ["data", "cube"])
 def test_eight_devices_train_like_one(name):
-    (ours, metrics), (theirs, expected) = _trained(name), _trained("one")
+    _assert_near(_trained(name), _trained("one"))
+
+
+@functools.cache
+def _descended(name: str, parts: int):
+    """One step of plain gradient descent, the batch cut into parts."""
+    config, mesh = StepConfig(toy.MASK, ROWS, accumulate=parts), _mesh(name)
+    network, mixture = toy.network(), _mixture()
+    step = make_train_step(
+        network, mixture, optax.sgd(0.1), _plain_state(), mesh=mesh, config=config
+    )
+    state, metrics = step(_plain_state(), _batch(0), jax.random.key(5))
+    return jax.device_get((state, [metrics]))
+
+
+@pytest.mark.parametrize(("name", "parts"), [("one", 4), ("cube", 2)])
+def test_accumulating_parts_gives_the_step_of_the_whole_batch(name, parts):
+    _assert_near(_descended(name, parts), _descended("one", 1))
+
+
+def _assert_near(result, expected_result):
+    (ours, metrics), (theirs, expected) = result, expected_result
     for a, b in zip(metrics, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), ours, theirs)
+        assert a.keys() == b.keys() == {"loss", "elbo", "denoising", "grad_norm", "param_norm"}
+        for figure in a:
+            np.testing.assert_allclose(a[figure], b[figure], rtol=3e-5, err_msg=figure)
+    chex.assert_trees_all_close(ours, theirs, atol=2e-4, rtol=1e-6)
+
+
+def test_the_loss_is_the_mean_of_the_objectives_weighted_by_their_shares():
+    for metrics in _trained("one")[1]:
+        expected = 0.75 * metrics["elbo"] + 0.25 * metrics["denoising"]
+        np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+
+
+def test_the_average_of_the_parameters_is_that_of_its_formula():
+    step, state, key = _compiled("one"), _state(_mesh("one")), jax.random.key(5)
+    average = jax.tree.map(np.float64, _host_state().ema)
+    for index in range(STEPS):
+        state, _ = step(state, _batch(index), key)
+        # The decay rises as (1 + s) / (10 + s): 0.1 at first, then 0.15 at most.
+        decay = min(0.15, (1 + index) / (10 + index))
+        params = jax.device_get(state.params)
+        average = jax.tree.map(lambda a, p, d=decay: d * a + (1 - d) * p, average, params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), state.ema, average
+    )
+    assert state.best_params is state.ema
+
+
+def test_without_an_average_the_parameters_themselves_are_the_best():
+    state = _plain_state()
+    assert state.ema is None
+    assert state.best_params is state.params
 
 
 def test_training_moves_every_parameter():
@@ -95,7 +173,7 @@ def test_many_steps_are_one_program():
 def test_a_state_keeps_its_place_on_the_devices_from_step_to_step():
     state = _state(_mesh("cube"))
     before = jax.tree.map(lambda leaf: leaf.sharding, state)
-    after, _ = _compiled("cube")(state, *_batch(0), jax.random.key(5))
+    after, _ = _compiled("cube")(state, _batch(0), jax.random.key(5))
     assert jax.tree.map(lambda leaf: leaf.sharding, after) == before
 
 
@@ -104,26 +182,37 @@ def test_a_step_writes_its_state_over_the_old_one(name):
     step, state = _compiled(name), _state(_mesh(name))
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     state_in = state
-    state, _ = step(state, *_batch(0), jax.random.key(5))
+    state, _ = step(state, _batch(0), jax.random.key(5))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state_in))
-    memory = step.lower(state, *_batch(0), jax.random.key(5)).compile().memory_analysis()
+    memory = step.lower(state, _batch(0), jax.random.key(5)).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= 0.9 * total / (8 if name == "cube" else 1)
 
 
+def _noise_task(batch: Batch, key: jax.Array) -> Task:
+    """A task whose weights are the noise it drew."""
+    weight_BL = jax.random.uniform(key, batch.tokens_BL.shape)
+    return Task(jnp.zeros_like(batch.tokens_BL), weight_BL, jnp.float32(1))
+
+
 @functools.cache
-def _noise_step():
-    """A step whose loss shows the noise it drew."""
+def _flat_network() -> Network:
+    """A network for which every token is equally likely, whatever it sees."""
+    return dataclasses.replace(
+        toy.network(),
+        trunk=lambda params, tokens_BL, length_B, cache: (jnp.ones((*tokens_BL.shape, 1)), cache),
+        readout=lambda params, hidden_ND: (
+            0.0 * params["norm"]["scale"].sum() * jnp.ones((hidden_ND.shape[0], toy.VOCAB_SIZE))
+        ),
+    )
 
-    def noise(params, tokens_BL, length_B, key):
-        return Loss(jax.random.uniform(key) + 0.0 * params["norm"]["scale"].sum(), jnp.float32(1))
 
-    return _plain_step(noise)
-
-
-def _plain_step(loss_fn):
+def _plain_step(network: Network, task):
     """A step of plain gradient descent on one device, which compiles fast."""
-    mesh = _mesh("one")
-    return make_train_step(loss_fn, optax.sgd(0.1), _plain_state(), mesh=mesh, batch_size=ROWS)
+    mixture = Mixture({"noise": task}, {"noise": 1.0})
+    config = StepConfig(toy.MASK, ROWS)
+    return make_train_step(
+        network, mixture, optax.sgd(0.1), _plain_state(), mesh=_mesh("one"), config=config
+    )
 
 
 def _plain_state(*, step: int = 0, scale: float = 1.0) -> TrainState:
@@ -131,10 +220,15 @@ def _plain_state(*, step: int = 0, scale: float = 1.0) -> TrainState:
     return TrainState(params, optax.sgd(0.1).init(params), jnp.int32(step))
 
 
+@functools.cache
+def _noise_step():
+    return _plain_step(_flat_network(), _noise_task)
+
+
 def _noise(*, step: int, seed: int, batch: int = 0, params_scale: float = 1.0) -> float:
     state = _plain_state(step=step, scale=params_scale)
-    _, metrics = _noise_step()(state, *_batch(batch), jax.random.key(seed))
-    return float(metrics.loss)
+    _, metrics = _noise_step()(state, _batch(batch), jax.random.key(seed))
+    return float(metrics["loss"])
 
 
 def test_noise_depends_on_seed_and_step_alone():
@@ -144,28 +238,42 @@ def test_noise_depends_on_seed_and_step_alone():
     assert len(others | {drawn}) == 4
 
 
-def test_the_loss_is_the_mean_over_all_tokens_and_the_norms_are_what_they_say():
-    def loss_fn(params, tokens_BL, length_B, key):
-        return Loss(60.0 * params["norm"]["scale"].sum(), jnp.float32(20))
+def test_the_loss_is_divided_by_the_total_and_the_norms_are_what_they_say():
+    def task(batch, key):
+        return Task(batch.tokens_BL, jnp.ones(batch.tokens_BL.shape), jnp.float32(20))
 
-    scale = np.asarray(toy.params()["norm"]["scale"])
-    state, metrics = _plain_step(loss_fn)(_plain_state(), *_batch(0), jax.random.key(0))
-    np.testing.assert_allclose(metrics.loss, 3 * scale.sum(), rtol=1e-5)
-    np.testing.assert_allclose(metrics.grad_norm, 3 * np.sqrt(scale.size), rtol=1e-5)
+    # Cross-entropy -1 * (first scale) at every position, MASK aside.
+    network = dataclasses.replace(
+        _flat_network(),
+        readout=lambda params, hidden_ND: (
+            params["norm"]["scale"].sum()
+            * jax.nn.one_hot(jnp.zeros(hidden_ND.shape[0], jnp.int32), toy.VOCAB_SIZE)
+        ),
+    )
+    scale = np.asarray(toy.params()["norm"]["scale"], np.float64)
+    batch = _batch(0)
+    state, metrics = _plain_step(network, task)(_plain_state(), batch, jax.random.key(0))
+    x = scale.sum()
+    log_total = np.log(np.exp(x) + toy.VOCAB_SIZE - 2)
+    zeros = int((batch.tokens_BL == 0).sum())
+    count = ROWS * POSITIONS
+    np.testing.assert_allclose(metrics["loss"], (count * log_total - zeros * x) / 20, rtol=1e-5)
+    slope = (count * np.exp(x - log_total) - zeros) / 20
+    np.testing.assert_allclose(metrics["grad_norm"], abs(slope) * np.sqrt(scale.size), rtol=1e-4)
     squares = sum(float(np.square(leaf).sum()) for leaf in jax.tree.leaves(state.params))
-    np.testing.assert_allclose(metrics.param_norm, np.sqrt(squares), rtol=1e-5)
+    np.testing.assert_allclose(metrics["param_norm"], np.sqrt(squares), rtol=1e-5)
 
 
 def test_eight_devices_evaluate_like_one_and_every_device_knows_every_row():
-    tokens_BL, length_B = _batch(0)
     length_B = np.array([8, 8, 8, 5, 8, 8, 0, 0], np.int32)
+    batch = _batch(0)._replace(length_B=length_B)
     results = []
     for name in ("one", "cube"):
         mesh = _mesh(name)
         state = _state(mesh)
-        evaluate = make_eval_step(toy.network(), state, mesh=mesh, batch_size=ROWS,
+        evaluate = make_eval_step(toy.network(), state.params, mesh=mesh, batch_size=ROWS,
                                   mask_id=toy.MASK)  # fmt: skip
-        nats_B = evaluate(state.params, tokens_BL, length_B, jax.random.key(2))
+        nats_B = evaluate(state.params, batch, jax.random.key(2))
         assert nats_B.is_fully_replicated
         results.append(np.asarray(nats_B))
     np.testing.assert_allclose(*results, rtol=2e-5)

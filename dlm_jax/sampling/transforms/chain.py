@@ -7,8 +7,9 @@ whichever rows are active, and every row has its own settings.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,22 @@ MAX_CANDIDATES = 64
 """Rows whose top-k is at most this go on with their candidates alone, not the vocabulary."""
 
 _FEW_SALT = 0x666577
+
+
+class _Found(NamedTuple):
+    """What one pass over the vocabulary found at each position.
+
+    Attributes:
+      token_N: drawn token, of positions that are not few.
+      score_N: its log-probability where wanted, else 0.
+      few_NK: largest logits in descending order, of positions that are few.
+      ids_NK: their ids.
+    """
+
+    token_N: Array
+    score_N: Array
+    few_NK: Array
+    ids_NK: Array
 
 
 @functools.partial(
@@ -77,7 +94,9 @@ class Chain:
         if cut is None:
             return _run_all(steps, logits_NV, at)
         logits_NV = _run_all(steps[:cut], logits_NV, at)
-        few_NK, ids_NK, is_few_N = self._few(cut, steps, logits_NV, at)
+        is_few_N = self._is_few(cut, logits_NV.shape[1], at)
+        few_NK, ids_NK = jax.lax.cond(is_few_N.any(), _candidates, _no_candidates, logits_NV)
+        few_NK = self._finish(cut, steps, few_NK, at._replace(is_real_N=is_few_N))
         rest = at._replace(is_real_N=at.is_real_N & ~is_few_N)
         logits_NV = _run_all(steps[cut:], logits_NV, rest)
 
@@ -99,10 +118,8 @@ class Chain:
     ) -> tuple[Array, Array]:
         """Ids `[N]` (int32), and the log-probability `[N]` they were drawn with, where wanted.
 
-        The argmax of greedy rows, a draw from the rest. Where no transform runs but plain
-        temperature, the draw divides as it goes, with the same result bit for bit and no copy of
-        the logits. The log-probability (nats, after the whole chain) is 0 unless the chunk holds a
-        row whose feedback controller reads it.
+        The argmax of greedy rows, a draw from the rest. The log-probability (nats, after the whole
+        chain) is 0 unless the chunk holds a row whose feedback controller reads it.
 
         Args:
           prepared: what `prepare` gave for this step.
@@ -116,95 +133,121 @@ class Chain:
         noise = few_noise = drawing.noise(at.key_N, method=method)
         if method == "gumbel":
             few_noise = jax.vmap(lambda key: jax.random.fold_in(key, _FEW_SALT))(at.key_N)
+        cut = self._where_few()
+        no_N = jnp.zeros(at.row_N.shape, bool)
+        is_few_N = no_N if cut is None else self._is_few(cut, logits_NV.shape[1], at)
+        found = self._draw_from_all(
+            steps, logits_NV, at, noise, is_few_N, is_greedy_N=is_greedy_N, method=method
+        )
+        if cut is None:
+            return found.token_N, found.score_N
 
-        def in_full(x_NV, noise, few_noise):
-            # a new array: XLA would otherwise copy the logits before it knows which branch runs
-            x_NV = jnp.where(at.is_real_N[:, None], x_NV, 0.0)
-            return self._draw_in_full(
-                steps, x_NV, at, noise, few_noise, is_greedy_N=is_greedy_N, method=method
-            )
+        def from_few(noise):
+            few_NK = self._finish(cut, steps, found.few_NK, at._replace(is_real_N=is_few_N))
+            place_N = drawing.draw_with(few_NK, noise, method=method)
+            return jnp.take_along_axis(found.ids_NK, place_N[:, None], axis=1)[:, 0]
 
-        divisors = [t for t in self.transforms if hasattr(t, "divisor")]
-        if len(divisors) > 1:
-            return in_full(logits_NV, noise, few_noise)
-        divisor_N = divisors[0].divisor()[at.row_N] if divisors else jnp.ones(at.row_N.shape)
+        of_few_N = jax.lax.cond(
+            is_few_N.any(), from_few, lambda noise: jnp.zeros_like(found.token_N), few_noise
+        )
+        return jnp.where(is_few_N, of_few_N, found.token_N), found.score_N
 
-        def divided(x_NV, noise, few_noise):
-            ids_N = drawing.choose_with(x_NV, noise, is_greedy_N, divisor_N, method=method)
-            return ids_N, jnp.zeros(ids_N.shape, jnp.float32)
-
-        others = [_is_wanted(t, at) for t in self.transforms if not hasattr(t, "divisor")]
-        is_wanted = functools.reduce(jnp.logical_or, others, jnp.zeros((), bool))
-        return jax.lax.cond(is_wanted, in_full, divided, logits_NV, noise, few_noise)
-
-    def _draw_in_full(
+    def _draw_from_all(
         self,
         steps: list[tuple[Any, Any]],
         logits_NV: Array,
         at: At,
         noise: Array,
-        few_noise: Array,
+        is_few_N: Array,
         *,
         is_greedy_N: Array,
         method: str,
-    ) -> tuple[Array, Array]:
-        """Ids after every transform; rows with few candidates never touch the vocabulary again."""
-        readers = [
-            _is_wanted(t, at) for t in self.transforms if getattr(t, "reads_final_logprob", False)
-        ]
-        is_read = functools.reduce(jnp.logical_or, readers, jnp.zeros((), bool))
-        zeros_N = jnp.zeros(at.row_N.shape, jnp.float32)
+    ) -> _Found:
+        """Tokens of the rows that are not few, and the candidates of those that are.
 
-        def scored(x_NV, ids_N):
-            score = jax.lax.cond(is_read, drawing.log_prob, lambda x, ids: zeros_N, x_NV, ids_N)
-            return ids_N, score
-
+        Three ways, the same bit for bit where they overlap. With nothing but plain temperature, or
+        with few candidates everywhere and nothing else before the top-k, the logits are read where
+        they lie. Otherwise a new array goes through the chain.
+        """
         cut = self._where_few()
-        if cut is None:
-            logits_NV = _run_all(steps, logits_NV, at)
-            return scored(
-                logits_NV, drawing.choose_with(logits_NV, noise, is_greedy_N, method=method)
+
+        def in_full(x_NV):
+            # a new array: XLA would otherwise copy the logits before it knows which branch runs
+            x_NV = jnp.where(at.is_real_N[:, None], x_NV, 0.0)
+            return self._run_and_draw(
+                steps, x_NV, at, noise, is_few_N, is_greedy_N=is_greedy_N, method=method
             )
+
+        places = [i for i, t in enumerate(self.transforms) if hasattr(t, "divisor")]
+        if len(places) > 1:
+            return in_full(logits_NV)
+        divisors = [self.transforms[i].divisor()[at.row_N] for i in places]
+        divisor_N = divisors[0] if divisors else jnp.ones(at.row_N.shape)
+        none = _no_tokens(at)
+
+        def divided(x_NV):
+            ids_N = drawing.choose_with(x_NV, noise, is_greedy_N, divisor_N, method=method)
+            return _Found(ids_N, none[1], *_no_candidates(x_NV))
+
+        def lean(x_NV):
+            is_scaled = places and cut is not None and places[0] < cut
+            return _Found(*none, *_candidates(x_NV, divisor_N if is_scaled else None))
+
+        is_touched = _is_touched(self.transforms, at)
+        if cut is None:
+            return jax.lax.cond(is_touched, in_full, divided, logits_NV)
+        is_lean = (is_few_N | ~at.is_real_N).all() & ~_is_touched(self.transforms[:cut], at)
+        way = jnp.where(is_touched, jnp.where(is_lean, 2, 1), 0)
+        return jax.lax.switch(way, (divided, in_full, lean), logits_NV)
+
+    def _run_and_draw(
+        self,
+        steps: list[tuple[Any, Any]],
+        logits_NV: Array,
+        at: At,
+        noise: Array,
+        is_few_N: Array,
+        *,
+        is_greedy_N: Array,
+        method: str,
+    ) -> _Found:
+        """As `_draw_from_all`, after every transform."""
+        is_read = _any_wanted([t for t in self.transforms if _is_reader(t)], at)
+        cut = self._where_few()
+        cut = len(steps) if cut is None else cut
         logits_NV = _run_all(steps[:cut], logits_NV, at)
-        few_NK, ids_NK, is_few_N = self._few(cut, steps, logits_NV, at)
+        few = jax.lax.cond(is_few_N.any(), _candidates, _no_candidates, logits_NV)
+        none = _no_tokens(at)
         rest = at._replace(is_real_N=at.is_real_N & ~is_few_N)
 
-        def from_few(noise):
-            place_N = drawing.choose_with(few_NK, noise, is_greedy_N, method=method)
-            return jnp.take_along_axis(ids_NK, place_N[:, None], axis=1)[:, 0]
-
-        def from_all(x_NV, noise):
+        def draw(x_NV):
             x_NV = _run_all(steps[cut:], x_NV, rest)
-            # A steered row has its truncations replaced, so it never is among those with few.
-            return scored(
-                x_NV, drawing.choose_with(x_NV, noise, is_greedy_N | is_few_N, method=method)
-            )
+            ids_N = drawing.choose_with(x_NV, noise, is_greedy_N | is_few_N, method=method)
+            score_N = jax.lax.cond(is_read, drawing.log_prob, lambda x, ids: none[1], x_NV, ids_N)
+            return ids_N, score_N
 
-        none_N = jnp.zeros(is_few_N.shape, jnp.int32)
-        of_few_N = jax.lax.cond(is_few_N.any(), from_few, lambda noise: none_N, few_noise)
-        of_all_N, score_N = jax.lax.cond(
-            rest.is_real_N.any(), from_all, lambda x, noise: (none_N, zeros_N), logits_NV, noise
-        )
-        return jnp.where(is_few_N, of_few_N, of_all_N), score_N
+        drawn = jax.lax.cond(rest.is_real_N.any(), draw, lambda x: none, logits_NV)
+        return _Found(*drawn, *few)
 
-    def _few(
-        self, cut: int, steps: list[tuple[Any, Any]], logits_NV: Array, at: At
-    ) -> tuple[Array, Array, Array]:
-        """Final logits and ids of the candidates of the rows that keep few, and which those are."""
-        size = min(MAX_CANDIDATES, logits_NV.shape[1])
+    def _is_few(self, cut: int, vocab_size: int, at: At) -> Array:
+        """True `[N]` for the real positions that go on with few candidates.
+
+        Greedy rows do not, nor do rows that a later controller steers.
+        """
         top_k_N = self.transforms[cut].count()[at.row_N]
-        is_few_N = (top_k_N > 0) & (top_k_N <= size) & ~self.is_greedy(at) & at.is_real_N
-        shape = (logits_NV.shape[0], size)
-        few_NK, ids_NK = jax.lax.cond(
-            is_few_N.any(),
-            lambda x: vocab.largest(x, size),
-            lambda x: (jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)),
-            logits_NV,
-        )
-        rank_1K = jnp.arange(size, dtype=jnp.int32)[None]
+        is_few_N = (top_k_N > 0) & (top_k_N <= min(MAX_CANDIDATES, vocab_size))
+        for t in self.transforms[cut + 1 :]:
+            if _is_reader(t):
+                is_few_N &= ~t.is_active()[at.row_N]
+        return is_few_N & ~self.is_greedy(at) & at.is_real_N
+
+    def _finish(self, cut: int, steps: list[tuple[Any, Any]], few_NK: Array, at: At) -> Array:
+        """Final logits of candidates in descending order, at the positions that have few."""
+        rank_1K = jnp.arange(few_NK.shape[1], dtype=jnp.int32)[None]
+        top_k_N = self.transforms[cut].count()[at.row_N]
         few_NK = jnp.where(rank_1K < top_k_N[:, None], few_NK, -jnp.inf)
-        few_NK = _run_all(steps[cut + 1 :], few_NK, at._replace(is_real_N=is_few_N))
-        return few_NK, ids_NK, is_few_N
+        later = [step for step in steps[cut + 1 :] if not _is_reader(step[0])]
+        return _run_all(later, few_NK, at)
 
     def _where_few(self) -> int | None:
         """Place of the first top-k after which no transform looks at ids."""
@@ -218,6 +261,33 @@ class Chain:
 
 def _is_wanted(transform: Any, at: At) -> Array:
     return (transform.is_active()[at.row_N] & at.is_real_N).any()
+
+
+def _any_wanted(transforms: Iterable[Any], at: At) -> Array:
+    wanted = [_is_wanted(t, at) for t in transforms]
+    return functools.reduce(jnp.logical_or, wanted, jnp.zeros((), bool))
+
+
+def _is_touched(transforms: Iterable[Any], at: At) -> Array:
+    """Whether any is wanted but for plain temperature."""
+    return _any_wanted([t for t in transforms if not hasattr(t, "divisor")], at)
+
+
+def _is_reader(transform: Any) -> bool:
+    return getattr(transform, "reads_final_logprob", False)
+
+
+def _no_tokens(at: At) -> tuple[Array, Array]:
+    return jnp.zeros(at.row_N.shape, jnp.int32), jnp.zeros(at.row_N.shape, jnp.float32)
+
+
+def _candidates(logits_NV: Array, divisor_N: Array | None = None) -> tuple[Array, Array]:
+    return vocab.largest(logits_NV, min(MAX_CANDIDATES, logits_NV.shape[1]), divisor_N)
+
+
+def _no_candidates(logits_NV: Array) -> tuple[Array, Array]:
+    shape = (logits_NV.shape[0], min(MAX_CANDIDATES, logits_NV.shape[1]))
+    return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)
 
 
 def _run_all(steps: list[tuple[Any, Any]], logits_NV: Array, at: At) -> Array:
@@ -235,8 +305,7 @@ def _run_all(steps: list[tuple[Any, Any]], logits_NV: Array, at: At) -> Array:
             )
         return x_NV
 
-    any_wanted = functools.reduce(jnp.logical_or, wanted)
-    return jax.lax.cond(any_wanted, run, lambda x: x, logits_NV)
+    return jax.lax.cond(functools.reduce(jnp.logical_or, wanted), run, lambda x: x, logits_NV)
 
 
 def chain(*transforms: Any, names: tuple[str, ...] = ()) -> Chain:

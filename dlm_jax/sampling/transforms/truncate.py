@@ -72,6 +72,7 @@ class TopP(Stateless):
             logits_NV,
             value=lambda block: block,
             weight=lambda block: jnp.exp(block - max_N[:, None]),
+            top_N=max_N,
             mass_N=self.p_B[at.row_N] * weight_NC.sum(-1),
             count_N=_count_or_all(self, logits_NV, at),
         )
@@ -109,6 +110,7 @@ class TypicalP(Stateless):
             logits_NV,
             value=typicality,
             weight=lambda block: jnp.exp(logprob(block)),
+            top_N=jnp.zeros_like(max_N),
             # a token stays while the mass before it is <= q, not < q
             mass_N=jnp.nextafter(self.p_B[at.row_N], jnp.inf),
             count_N=_count_or_all(self, logits_NV, at),
@@ -216,6 +218,7 @@ def keep_largest(logits_NV: Array, count_N: Array) -> Array:
         logits_NV,
         value=lambda block: block,
         weight=None,
+        top_N=logits_NV.max(-1),
         mass_N=jnp.zeros(count_N.shape, jnp.float32),
         count_N=count_N.astype(jnp.float32),
     )

@@ -226,10 +226,46 @@ def test_temperature_alone_draws_bit_for_bit_as_among_other_transforms():
     mine = np.asarray(tc.at().row_N) != 2
     for seed in range(40):
         x = tc.logits("normal", seed)
+        if seed % 4 == 1:
+            # quotients beyond float32, which are clipped
+            x = np.clip(tc.logits("huge", seed), -1e31, 1e31) * np.float32(3e7)
+        elif seed % 4 == 2:
+            x = np.where(x > 0, np.float32(-3.2e38), -np.inf).astype(np.float32)
         ours, theirs = (
             np.asarray(tc.draw(chain, x, tc.at(seed), tc.context())) for chain in (alone, among)
         )
         np.testing.assert_array_equal(ours[mine], theirs[mine])
+        assert np.all(np.isfinite(x[np.arange(ours.size), ours]))
+
+
+MANY = 5003  # several blocks of columns with a narrower last one, and more than few candidates
+
+
+def few_among(k: tuple[int, int, int], biased: float) -> tf.Chain:
+    """A chain whose row 0 keeps k[0] candidates, among rows that keep theirs and are biased."""
+    ids = jnp.zeros((tc.NUM_ROWS, 1), jnp.int32)
+    return tf.chain(
+        tf.LogitBias(ids, jnp.asarray([[0.0], [biased], [biased]])),
+        tf.Temperature(tc.real(0.7, 1.0, 0.3)),
+        tf.TopK(tc.whole(*k), tc.whole(1)),
+        tf.TopP(tc.real(0.8), tc.whole(1)),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_with_few_candidates_is_the_same_among_any_that_keep_many_or_all(kind):
+    mine = np.asarray(tc.at().row_N) == 0
+    # neighbours that keep few read the logits in place, biased ones through a copy
+    chains = [few_among((20, *k), b) for b in (0.0, 2.0) for k in ((7, 64), (65, 9), (900, 0))]
+    for seed in range(6):
+        x = tc.logits(kind, seed, (tc.NUM_POSITIONS, MANY))
+        scene = tc.context()
+        tokens = [np.asarray(tc.draw(c, x, tc.at(seed), scene))[mine] for c in chains]
+        outs = [bits(tc.run(c, x, tc.at(), scene))[mine] for c in chains] if seed == 0 else []
+        for other in tokens[1:]:
+            np.testing.assert_array_equal(other, tokens[0])
+        for other in outs[1:]:
+            np.testing.assert_array_equal(other, outs[0])
 
 
 def test_rows_with_few_candidates_draw_in_proportion_to_their_softmax():

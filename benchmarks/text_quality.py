@@ -1,0 +1,75 @@
+"""Quality of a model's unprompted texts beside held-out text and n-gram samplers.
+
+    python benchmarks/text_quality.py --judge runs/shakespeare_judge [--checkpoint PATH]
+
+All rows hold the same number of texts of the model's canvas length. Known words are words of the
+training text. Copied is the share of runs of four words that stand in the training text. The judge
+is an autoregressive model trained on the same text from another seed: its exact bits per character
+of each text, with the standard error over texts. Low is not good by itself: repeating oneself and
+copying are cheap too, so read it beside the other columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import dlm_jax
+from dlm_jax.command_line import start_jax
+from dlm_jax.data import join_documents, read_documents, split_text
+from dlm_jax.likelihood import score
+from dlm_jax.models import read_config
+
+sys.path.insert(0, str(Path(__file__).parent))
+from quality import NgramSampler, copied_share, distinct_share, known_share, words  # noqa: E402
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoint", help="default: the shipped model")
+    parser.add_argument("--judge", required=True)
+    parser.add_argument("--source", help="the corpus, if it is elsewhere than the config says")
+    parser.add_argument("--num-samples", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=1000)
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="TEMPERATURE", help="further temperatures"
+    )
+    args = parser.parse_args()
+    start_jax()
+    model, judge = dlm_jax.load(args.checkpoint), dlm_jax.load(args.judge)
+    data = read_config(args.checkpoint).data
+    source = args.source or data.source
+    corpus, held_out = split_text(join_documents(read_documents(source)), data.held_out)
+    known = set(words(corpus))
+    length, number = model.max_length, args.num_samples
+    starts = np.linspace(0, len(held_out) - length, number).astype(int)
+    sources = {"held-out text": [held_out[start : start + length] for start in starts]}
+    for order in (3, 4, 5, 6):
+        sampler, rng = NgramSampler(corpus, order), np.random.default_rng(args.seed)
+        sources[f"{order}-gram sampler"] = [sampler.text(length, rng) for _ in range(number)]
+    sources["model, default settings"] = list(
+        dlm_jax.generate(model, num_samples=number, seed=args.seed).texts
+    )
+    for temperature in args.set:
+        sources[f"model, temperature {temperature}"] = list(
+            dlm_jax.generate(
+                model, num_samples=number, seed=args.seed, temperature=float(temperature)
+            ).texts
+        )
+    print("| texts | known words | judged bits/char | distinct 4-grams | copied word 4-grams |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, texts in sources.items():
+        bits, error = score(judge, texts).bits_per_character
+        print(
+            f"| {name} | {known_share(texts, known):.3f} | {bits:.3f} ± {error:.3f} | "
+            f"{distinct_share(texts, 4):.3f} | {copied_share(texts, corpus):.3f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Configuration of the training objective."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Literal
+
+from dlm_jax.config.fields import field, require
+
+PATTERNS = ("random", "sticky", "span")
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectiveConfig:
+    """What a bidirectional model is trained for; a causal one predicts the next token instead."""
+
+    schedule: Literal["linear", "cosine", "polynomial"] = field(
+        "linear", "noise schedule of the ELBO: linear, cosine or polynomial"
+    )
+    schedule_power: float = field(2.0, "polynomial schedule: the share hidden at time t is t^power")
+    denoising_share: float = field(
+        0.0, "share of each batch's rows, and of the loss, that is denoising instead of the ELBO"
+    )
+    patterns: tuple[str, ...] = field(
+        PATTERNS, "denoising: what selects the positions to restore, one a row"
+    )
+    max_ratio: float = field(
+        1.0, "denoising: random and sticky select a share that is uniform up to this one"
+    )
+    sticky_alone: float = field(0.03, "sticky: chance of a position without selected neighbour")
+    sticky_beside: float = field(0.3, "sticky: chance of a position beside a selected one")
+    span_count: int = field(3, "span: spans of a row")
+    mask_share: float = field(0.8, "denoising: share of the selected positions that show MASK")
+    random_share: float = field(0.1, "denoising: share that shows a random token; the rest its own")
+    identity_targets: bool = field(
+        False, "denoising: ask for every position, not only for the selected ones"
+    )
+    random_length_share: float = field(
+        0.0, "share of the batches that are cut to a random length; 0.01 is usual"
+    )
+
+    def __post_init__(self) -> None:
+        require(
+            self.schedule_power > 0,
+            f"objective.schedule_power={self.schedule_power} must be > 0; use 2.0",
+        )
+        for name in ("denoising_share", "mask_share", "random_share", "random_length_share"):
+            value = getattr(self, name)
+            require(0 <= value <= 1, f"objective.{name}={value} is not in [0, 1]")
+        for name in ("max_ratio", "sticky_beside"):
+            value = getattr(self, name)
+            require(0 < value <= 1, f"objective.{name}={value} is not in (0, 1]")
+        require(
+            1e-3 <= self.sticky_alone <= 1,
+            f"objective.sticky_alone={self.sticky_alone} is not in [0.001, 1]; use 0.03",
+        )
+        require(
+            self.mask_share + self.random_share <= 1 + 1e-6,
+            f"objective.mask_share={self.mask_share} and objective.random_share="
+            f"{self.random_share} add up to more than 1; lower one",
+        )
+        require(self.span_count >= 1, f"objective.span_count={self.span_count} must be at least 1")
+        for name in self.patterns:
+            (near,) = difflib.get_close_matches(name, PATTERNS, n=1, cutoff=0.0)
+            require(
+                name in PATTERNS,
+                f"objective.patterns has {name!r}, which is not one of {', '.join(PATTERNS)}; "
+                f"did you mean {near!r}?",
+            )
+        require(
+            len(self.patterns) > 0 and len(set(self.patterns)) == len(self.patterns),
+            f"objective.patterns={self.patterns} names none or one twice; name each once",
+        )

@@ -1,0 +1,112 @@
+"""Tokenizers by name: from a kind and a text, and from what a checkpoint holds."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dlm_jax.data.subword import SubwordTokenizer, train_bpe
+from dlm_jax.data.tokenizers import ByteTokenizer, CharacterTokenizer, Tokenizer
+
+_BPE = "bpe:"
+
+
+def _byte_from_json(data: dict[str, Any]) -> Tokenizer:
+    if set(data) != {"type"}:
+        raise ValueError(f"the byte tokenizer has no fields, found {sorted(set(data) - {'type'})}")
+    return ByteTokenizer()
+
+
+def _character_from_json(data: dict[str, Any]) -> Tokenizer:
+    if set(data) != {"type", "characters"} or not isinstance(data["characters"], str):
+        raise ValueError(
+            "a character tokenizer is stored as {'type': 'character', 'characters': TEXT}, "
+            f"found the fields {sorted(data)}; the file is damaged or of another program"
+        )
+    return CharacterTokenizer(data["characters"])
+
+
+def _subword_from_json(data: dict[str, Any]) -> Tokenizer:
+    if set(data) != {"type", "tokenizer_json"} or not isinstance(data["tokenizer_json"], str):
+        raise ValueError(
+            "a subword tokenizer is stored as {'type': 'subword', 'tokenizer_json': TEXT}, "
+            f"found the fields {sorted(data)}; the file is damaged or of another program"
+        )
+    return SubwordTokenizer(data["tokenizer_json"])
+
+
+_FROM_TEXT: dict[str, Callable[[str], Tokenizer]] = {
+    "byte": lambda text: ByteTokenizer(),
+    "character": CharacterTokenizer.of,
+}
+_FROM_JSON: dict[str, Callable[[dict[str, Any]], Tokenizer]] = {
+    "byte": _byte_from_json,
+    "character": _character_from_json,
+    "subword": _subword_from_json,
+}
+
+TOKENIZERS: tuple[str, ...] = tuple(_FROM_TEXT)
+
+
+def make_tokenizer(kind: str, text: str, *, train_text: str | None = None) -> Tokenizer:
+    """The tokenizer of `kind` for the corpus `text`.
+
+    Args:
+      kind: one of `TOKENIZERS`; ``bpe:SIZE``, a byte-level BPE of SIZE ids that is trained here;
+        or the path of a Hugging Face ``tokenizer.json``, a name that ends in ``.json``.
+      text: all that must be encoded.
+      train_text: the part that a BPE may learn from; None is all of `text`.
+
+    Raises:
+      ValueError: `kind` is unknown (the message names the nearest match), a size that cannot be
+        reached, or a file that is missing or broken.
+    """
+    if kind in _FROM_TEXT:
+        return _FROM_TEXT[kind](text)
+    if kind.startswith(_BPE):
+        size = kind.removeprefix(_BPE)
+        if not (size.isascii() and size.isdigit()):
+            raise ValueError(
+                f"tokenizer={kind!r} has no size; write the number of ids, such as {_BPE}1024"
+            )
+        return train_bpe(text if train_text is None else train_text, int(size))
+    if kind.endswith(".json") or os.path.exists(os.path.expanduser(kind)):
+        return SubwordTokenizer.of_file(kind)
+    known = (*TOKENIZERS, f"{_BPE}SIZE")
+    raise ValueError(f"{_unknown('tokenizer', kind, known)} or the path of a tokenizer.json")
+
+
+def from_json(data: Any) -> Tokenizer:
+    """The tokenizer that `to_json` described.
+
+    Raises:
+      ValueError: `data` is no such description.
+    """
+    kind = data.get("type") if isinstance(data, dict) else None
+    if kind not in _FROM_JSON:
+        raise ValueError(_unknown("tokenizer type", kind, tuple(_FROM_JSON)))
+    return _FROM_JSON[kind](data)
+
+
+def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Refuses a tokenizer with ids that a model of `vocab_size` logits does not have.
+
+    Fewer ids than logits are legal: published models pad their vocabulary. The logits from
+    `tokenizer.vocab_size` on stand for nothing and are to be banned when sampling.
+
+    Raises:
+      ValueError: the tokenizer has more ids than the model.
+    """
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} ids and the model {vocab_size}; "
+            "use the tokenizer that the model was trained with"
+        )
+
+
+def _unknown(what: str, value: Any, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{what}={value!r} is unknown; {hint}use one of {', '.join(known)}"

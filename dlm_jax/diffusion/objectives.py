@@ -1,0 +1,216 @@
+"""Training objectives: what the network is shown of a batch, and what it must answer where.
+
+An objective draws all of its noise for the whole batch and never calls the network. So the noise
+does not depend on how the batch is cut into microbatches, and the weights are known before the
+first of them runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dlm_jax.diffusion import patterns
+from dlm_jax.diffusion.corruption import Schedule, mask_independently, stratified_times
+
+_SMALLEST_TIME = 1e-3
+
+
+class Batch(NamedTuple):
+    """Rows to train on.
+
+    Attributes:
+      tokens_BL: int32 clean tokens.
+      length_B: int32 live tokens of each row.
+      given_B: int32 leading tokens that are given, such as a prompt: shown as they are and not
+        asked for.
+    """
+
+    tokens_BL: jax.Array
+    length_B: jax.Array
+    given_B: jax.Array
+
+    def is_free_BL(self) -> jax.Array:
+        """True at live tokens that are not given."""
+        place_1L = jnp.arange(self.tokens_BL.shape[1])[None]
+        return (place_1L < self.length_B[:, None]) & (place_1L >= self.given_B[:, None])
+
+
+class Task(NamedTuple):
+    """What the network sees and is asked.
+
+    Attributes:
+      shown_BL: int32 canvas that the trunk reads.
+      weight_BL: float32, what each position's cross-entropy counts for; 0 where it is not asked.
+      total: float32 scalar that the weighted sum is divided by.
+    """
+
+    shown_BL: jax.Array
+    weight_BL: jax.Array
+    total: jax.Array
+
+
+Objective = Callable[[Batch, jax.Array], Task]
+"""``(batch, key) -> Task``."""
+
+
+def elbo(batch: Batch, key: jax.Array, *, schedule: Schedule, mask_id: int) -> Task:
+    """One-sample estimate of the continuous-time negative ELBO of masked diffusion, per token.
+
+    ``E_t [ -alpha'(t) / (1 - alpha(t)) * sum of the hidden tokens' cross-entropy ]``, with one
+    low-discrepancy time per row (Shi et al. 2024, equation 6; Sahoo et al. 2024, equation 11).
+    Times below 1e-3 are not drawn; what they hold of the bound is at most 1.6e-3 of it.
+    """
+    time_key, mask_key = jax.random.split(key)
+    is_free_BL = batch.is_free_BL()
+    t_B = stratified_times(time_key, is_free_BL.shape[0], smallest=_SMALLEST_TIME)
+    is_masked_BL = mask_independently(mask_key, schedule.masked_ratio(t_B), is_free_BL)
+    return elbo_at(batch, is_masked_BL, schedule.weight(t_B), mask_id=mask_id)
+
+
+def elbo_at(batch: Batch, is_masked_BL: jax.Array, weight_B: jax.Array, *, mask_id: int) -> Task:
+    """The task of given masks: ``weight_B`` times the cross-entropy they hide, over free tokens."""
+    return Task(
+        shown_BL=jnp.where(is_masked_BL, mask_id, batch.tokens_BL),
+        weight_BL=jnp.where(is_masked_BL, weight_B[:, None], 0.0),
+        total=jnp.sum(batch.is_free_BL()).astype(jnp.float32),
+    )
+
+
+class Corruption(NamedTuple):
+    """How denoising corrupts; the names are those of the config's ``objective`` section."""
+
+    patterns: tuple[str, ...] = ("random", "sticky", "span")
+    max_ratio: float = 1.0
+    sticky_alone: float = 0.03
+    sticky_beside: float = 0.3
+    span_count: int = 3
+    mask_share: float = 0.8
+    random_share: float = 0.1
+    identity_targets: bool = False
+
+
+def denoising(
+    batch: Batch,
+    key: jax.Array,
+    *,
+    corruption: Corruption,
+    mask_id: int,
+    random_ids: tuple[int, ...],
+) -> Task:
+    """Plain cross-entropy at the positions that a corruption pattern selects.
+
+    Each row takes one of the patterns, uniformly. ``random`` and ``sticky`` select a share of the
+    row that is uniform on (0, max_ratio]. With identity targets every free position is asked for,
+    selected or not. Source: `notes/reference_training.md`; there sticky's share is fixed, here
+    every share is seen.
+    """
+    is_free_BL = batch.is_free_BL()
+    num_rows = is_free_BL.shape[0]
+    choice_key, ratio_key, show_key, *keys = jax.random.split(key, 3 + len(corruption.patterns))
+    ratio_B = corruption.max_ratio * (1.0 - jax.random.uniform(ratio_key, (num_rows,)))
+    select = {
+        "random": lambda key: patterns.select_random(key, ratio_B, is_free_BL),
+        "sticky": lambda key: patterns.select_sticky(
+            key, ratio_B, is_free_BL,
+            alone=corruption.sticky_alone, beside=corruption.sticky_beside,
+        ),
+        "span": lambda key: patterns.select_spans(key, is_free_BL, count=corruption.span_count),
+    }  # fmt: skip
+    choice_B = jax.random.randint(choice_key, (num_rows,), 0, len(corruption.patterns))
+    is_selected_BL = jnp.zeros_like(is_free_BL)
+    for number, (name, pattern_key) in enumerate(zip(corruption.patterns, keys, strict=True)):
+        is_selected_BL |= select[name](pattern_key) & (choice_B == number)[:, None]
+    shown_BL = patterns.show(
+        show_key,
+        batch.tokens_BL,
+        is_selected_BL,
+        mask_share=corruption.mask_share,
+        random_share=corruption.random_share,
+        mask_id=mask_id,
+        random_ids=random_ids,
+    )
+    is_asked_BL = is_free_BL if corruption.identity_targets else is_selected_BL
+    weight_BL = is_asked_BL.astype(jnp.float32)
+    return Task(shown_BL, weight_BL, jnp.sum(weight_BL))
+
+
+def next_token(batch: Batch) -> Task:
+    """The autoregressive task of a causal model: every free token from those to its left."""
+    weight_BL = batch.is_free_BL().astype(jnp.float32)
+    return Task(batch.tokens_BL, weight_BL, jnp.sum(weight_BL))
+
+
+def at_random_length(batch: Batch, key: jax.Array, *, share: float) -> Batch:
+    """The batch, in a `share` of all cases with its rows cut to one length uniform on 1..L.
+
+    So that a model knows short canvases too; LLaDA (Nie et al. 2025, section 2.2) does it in 1% of
+    its batches.
+    """
+    happens_key, length_key = jax.random.split(key)
+    num_positions = batch.tokens_BL.shape[1]
+    limit = jnp.where(
+        jax.random.uniform(happens_key) < share,
+        jax.random.randint(length_key, (), 1, num_positions + 1),
+        num_positions,
+    )
+    return batch._replace(length_B=jnp.minimum(batch.length_B, limit))
+
+
+class Example(NamedTuple):
+    """A batch with the tasks of a mixture: each row belongs to one of them.
+
+    Attributes:
+      batch: clean rows.
+      shown_BL: int32 canvas that the trunk reads.
+      weights: by task, float32 ``[B, L]`` as in `Task`; 0 in the rows of other tasks.
+      totals: by task, float32 scalar as in `Task`.
+    """
+
+    batch: Batch
+    shown_BL: jax.Array
+    weights: dict[str, jax.Array]
+    totals: dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Objectives that share every batch: each has its rows, and its share of the loss.
+
+    Attributes:
+      objectives: by name.
+      shares: by name, share of the rows (rounded) and of the loss; they add up to 1.
+      random_length_share: share of the batches that are cut, see `at_random_length`.
+    """
+
+    objectives: dict[str, Objective]
+    shares: dict[str, float]
+    random_length_share: float = 0.0
+
+    def example(self, batch: Batch, key: jax.Array) -> Example:
+        """The batch's example, with noise from `key` alone."""
+        length_key, *keys = jax.random.split(key, 1 + len(self.objectives))
+        if self.random_length_share > 0:
+            batch = at_random_length(batch, length_key, share=self.random_length_share)
+        shown_BL, weights, totals = batch.tokens_BL, {}, {}
+        owner_B = self._owners(batch.tokens_BL.shape[0])
+        for number, (name, objective) in enumerate(self.objectives.items()):
+            is_own_B = owner_B == number
+            own = batch._replace(length_B=jnp.where(is_own_B, batch.length_B, 0))
+            task = objective(own, keys[number])
+            shown_BL = jnp.where(is_own_B[:, None], task.shown_BL, shown_BL)
+            weights[name], totals[name] = task.weight_BL, task.total
+        return Example(batch, shown_BL, weights, totals)
+
+    def _owners(self, num_rows: int) -> np.ndarray:
+        """Number of the objective that each row belongs to, interleaved."""
+        middle = (np.arange(num_rows) + 0.5) / num_rows
+        # Rows are dealt in an order that spreads every objective over the batch (golden ratio).
+        spread = np.argsort(np.argsort((np.arange(num_rows) * 0.618034) % 1.0))
+        bounds = np.cumsum(list(self.shares.values()))[:-1]
+        return np.searchsorted(bounds, middle[spread], side="right")

@@ -1,0 +1,154 @@
+"""Prints what texts cost: ``python -m dlm_jax.evaluate --checkpoint runs/quickstart``.
+
+Without texts it scores the held-out text of the model's own corpus. One line per source goes to
+standard output: nats per token and bits per character, each with its standard error over the
+windows or texts. A diffusion model's figures are bounds, an autoregressive model's exact, so that
+it can judge any text (``--checkpoint runs/judge --text samples.txt --split``).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import dlm_jax
+from dlm_jax.command_line import Parser, refusals, start_jax
+from dlm_jax.data import load_corpus, validation_windows
+from dlm_jax.data.jsonl import read_jsonl
+from dlm_jax.likelihood import Score, score, score_rows
+from dlm_jax.models import Model, read_config
+
+
+class Source(NamedTuple):
+    """Texts to score together: their name, the texts, and a prompt for each or None."""
+
+    name: str
+    texts: list[str]
+    prompts: list[str] | None
+
+
+def make_parser() -> Parser:
+    """The flags of this program."""
+    parser = Parser(prog="python -m dlm_jax.evaluate", description=__doc__)
+    add = parser.add_argument
+    add("--checkpoint", metavar="PATH", help="a run or a weights file; default: the shipped model")
+    add("--text", nargs="+", default=[], metavar="FILE", help="UTF-8 files to score")
+    split_help = "files hold several texts, with this line between them (---, as sample.py does)"
+    add("--split", nargs="?", const="---", metavar="LINE", help=split_help)
+    pairs_help = 'JSONL of {"prompt": ..., "response": ...}: responses given their prompts'
+    add("--pairs", nargs="+", default=[], metavar="FILE", help=pairs_help)
+    add("--continuation", metavar="TEXT", help="a text to score")
+    add("--prompt", metavar="TEXT", help="what --continuation continues")
+    add("--held-out", metavar="SOURCE", help="a corpus whose held-out part is scored; default: own")
+    add("--num-draws", type=int, default=1, metavar="N", help="masks per window (1)")
+    add("--batch-size", type=int, default=16, metavar="B", help="windows that run at once (16)")
+    add("--seed", type=int, default=0, metavar="K", help="of the masks (0)")
+    add("--json", action="store_true", help="one JSON object a line instead of a sentence")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done, 2 refused."""
+    start_jax()
+    with refusals():
+        args = make_parser().parse_args(argv)
+        if args.prompt is not None and args.continuation is None:
+            raise ValueError("--prompt means nothing without --continuation; add that or drop it")
+        if args.split is not None and not args.text:
+            raise ValueError("--split means nothing without --text; add that or drop it")
+        model = dlm_jax.load(args.checkpoint, report=lambda line: print(line, file=sys.stderr))
+        drawn = {"num_draws": args.num_draws, "batch_size": args.batch_size, "seed": args.seed}
+        sources = list(_sources(args))
+        for source in sources:
+            result = score(model, source.texts, prompts=source.prompts, **drawn)
+            print(_line(source.name, result, as_json=args.json), flush=True)
+        if not sources:
+            name, result = _held_out(model, args.checkpoint, args.held_out, drawn)
+            print(_line(name, result, as_json=args.json))
+    return 0
+
+
+def _sources(args) -> Iterator[Source]:
+    for path in args.text:
+        text = _read(path)
+        texts = [text]
+        if args.split is not None:
+            texts = [t for t in f"\n{text}\n".split(f"\n{args.split}\n") if t.strip("\n")]
+            texts = [t.strip("\n") for t in texts]
+        yield Source(path, texts, None)
+    for path in args.pairs:
+        pairs = list(_pairs(path))
+        yield Source(path, [response for _, response in pairs], [prompt for prompt, _ in pairs])
+    if args.continuation is not None:
+        prompts = None if args.prompt is None else [args.prompt]
+        yield Source("continuation", [args.continuation], prompts)
+
+
+def _held_out(
+    model: Model, checkpoint: str | None, source: str | None, drawn: dict[str, int]
+) -> tuple[str, Score]:
+    """Score of the windows of the held-out text that training never saw."""
+    data = read_config(checkpoint).data
+    corpus = load_corpus(
+        data.source if source is None else source,
+        tokenizer=model.tokenizer,
+        held_out=data.held_out,
+        cache_dir=data.cache_dir or None,
+        layout=data.layout,
+        tail=data.tail,
+        seq_len=data.seq_len,
+    )
+    rows = validation_windows(corpus.val_rows, seq_len=data.seq_len, pad_id=model.tokenizer.pad_id)
+    cost = score_rows(model, rows, **drawn)
+    tokens = rows["length"] - rows["given"]
+    # Characters are known for the whole text alone: each window gets its share by tokens.
+    characters = tokens * (corpus.num_val_characters / tokens.sum())
+    result = Score(cost.nats_N, tokens, characters, cost.variance_N**0.5, model.is_causal)
+    return f"held-out text of {corpus.name}", result
+
+
+def _line(name: str, result: Score, *, as_json: bool) -> str:
+    nats, nats_error = result.nats_per_token
+    bits, bits_error = result.bits_per_character
+    tokens, characters = int(result.tokens.sum()), round(float(result.characters.sum()))
+    kind = "exact" if result.is_exact else "upper bound"
+    if as_json:
+        return json.dumps(
+            {
+                "source": name,
+                "kind": kind,
+                "nats_per_token": nats,
+                "nats_per_token_error": nats_error,
+                "bits_per_character": bits,
+                "bits_per_character_error": bits_error,
+                "texts": len(result.nats),
+                "tokens": tokens,
+                "characters": characters,
+            }
+        )
+    return (
+        f"{name}: {nats:.4f} +- {nats_error:.4f} nats/token, {bits:.4f} +- {bits_error:.4f} "
+        f"bits/character ({kind}; {len(result.nats)} rows, {tokens:,} tokens, "
+        f"{characters:,} characters)"
+    )
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; name a text file") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 at byte {error.start}; convert it") from None
+
+
+def _pairs(path: str) -> Iterator[tuple[str, str]]:
+    for line in read_jsonl(path, _read(path)):
+        yield line.prompt or "", line.text
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,123 @@
+"""A trained model ready to use: loaded from a run, from a single file, or the one that ships."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+import dlm_jax.config as configs
+from dlm_jax import checkpoint
+from dlm_jax.checkpoint.weights import SUFFIX, load_weights
+from dlm_jax.config import Config, SampleConfig
+from dlm_jax.data import Tokenizer, check_fits, from_json
+from dlm_jax.model import cpu
+from dlm_jax.model.transformer import build
+from dlm_jax.sampling.advance import Advance, make_advance
+from dlm_jax.sampling.host import HostLoop, make_host_loop
+from dlm_jax.sampling.loop import Program
+from dlm_jax.sampling.placement import split_rows
+from dlm_jax.sampling.propose import chunk_size
+from dlm_jax.types import Network, Params
+
+SHIPPED = Path(__file__).parent / "shipped" / "shakespeare.safetensors"
+"""The model that comes with the package: Shakespeare, character by character."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A network with its parameters, its tokenizer, and the sampling settings it recommends.
+
+    Make one of your own functions to sample from any network; see the example in the README.
+
+    Attributes:
+      network: the model as pure functions.
+      params: their parameters.
+      tokenizer: text to ids and back.
+      sample: settings used where a call gives none.
+      max_length: tokens of the longest canvas it was trained on.
+      is_causal: whether it is autoregressive: its likelihoods are then exact.
+    """
+
+    network: Network
+    params: Params
+    tokenizer: Tokenizer
+    max_length: int
+    sample: SampleConfig = SampleConfig()
+    is_causal: bool = False
+
+    def advance(self, *, draw: str = "inverse_cdf") -> Advance:
+        """The compiled denoising loop of this model's network, made once for each `draw`."""
+        program = self._program(draw, rows=split_rows(self.params))
+        return make_advance(program, compiler_options=_compiler_options())
+
+    def host_loop(self, *, draw: str = "inverse_cdf") -> HostLoop:
+        """The same loop in single steps, for rows with a host sampler or read-back.
+
+        On several devices each runs all rows.
+        """
+        program = self._program(draw, rows=None)
+        return make_host_loop(program, compiler_options=_compiler_options())
+
+    def _program(self, draw: str, *, rows: NamedSharding | None) -> Program:
+        return Program(
+            network=self.network,
+            mask_id=self.tokenizer.mask_id,
+            chunk=chunk_size(self.network.vocab_size),
+            rows=rows,
+            draw=draw,
+        )
+
+
+def _compiler_options() -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(cpu.compiler_options(is_training=False).items()))
+
+
+def load(
+    path: str | os.PathLike[str] | None = None, *, report: Callable[[str], None] | None = None
+) -> Model:
+    """The model of a run, of a weights file, or the one that ships with the package.
+
+    Args:
+      path: what ``train.out_dir`` was, or the directory of its checkpoints; or a file that
+        ``python -m dlm_jax.export`` wrote; None is `SHIPPED`.
+      report: takes one line if a damaged checkpoint was passed over.
+
+    Raises:
+      ValueError: nothing usable is there; the line says what and the remedy.
+    """
+    if path is None or Path(path).suffix == SUFFIX:
+        params, meta = load_weights(SHIPPED if path is None else path)
+    else:
+        params, meta = checkpoint.load_params(path, _abstract_params, report=report)
+    config = _config_of(meta)
+    tokenizer = from_json(meta["tokenizer"])
+    check_fits(tokenizer, config.model.vocab_size)
+    return Model(
+        network=build(config.model),
+        params=params,
+        tokenizer=tokenizer,
+        max_length=config.data.seq_len,
+        sample=config.sample,
+        is_causal=config.model.attention_type == "causal",
+    )
+
+
+def read_config(path: str | os.PathLike[str] | None = None) -> Config:
+    """The config that the model at `path` was trained with; paths and errors as for `load`."""
+    if path is None or Path(path).suffix == SUFFIX:
+        return _config_of(load_weights(SHIPPED if path is None else path)[1])
+    return _config_of(checkpoint.load_params(path, _abstract_params)[1])
+
+
+def _abstract_params(meta: dict[str, Any]) -> Params:
+    return jax.eval_shape(build(_config_of(meta).model).init, jax.random.key(0))
+
+
+def _config_of(meta: dict[str, Any]) -> Config:
+    return configs.from_dict(meta["config"], where="checkpoint")

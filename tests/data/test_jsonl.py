@@ -1,0 +1,60 @@
+"""Laws of JSON lines: what a line may be, and how a bad one is named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlm_jax.data.jsonl import read_jsonl
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
+LINES = st.one_of(
+    st.fixed_dictionaries({"text": TEXTS}),
+    st.fixed_dictionaries({"prompt": TEXTS | st.just(""), "response": TEXTS}),
+)
+
+
+@given(st.lists(LINES, max_size=5), st.booleans(), st.sampled_from(["\n", "\r\n", "\n\n"]))
+@settings(deadline=None)
+def test_lines_come_back_as_written_in_their_order(lines, is_ascii, line_end):
+    content = "".join(json.dumps(line, ensure_ascii=is_ascii) + line_end for line in lines)
+    read = list(read_jsonl("f", content))
+    assert [line.text for line in read] == [x.get("text") or x["response"] for x in lines]
+    assert [line.prompt for line in read] == [x.get("prompt") for x in lines]
+    step = line_end.count("\n")
+    assert [line.name for line in read] == [f"f line {1 + i * step}" for i in range(len(lines))]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "a"', r"is not JSON: Expecting ',' delimiter at column 13; write one object"),
+        ("text", "is not JSON: Expecting value at column 1"),
+        ('{"text": "a"} {"text": "b"}', "is not JSON: Extra data at column 15"),
+        ("[" * 100_000, "is not JSON that can be read"),
+        ("9" * 10_000, "is not JSON that can be read"),
+        ('["a"]', r'is a list, not an object; write \{"prompt": ..., "response": ...\} or'),
+        ("null", "is null, not an object"),
+        ("{}", "has the fields none; write"),
+        ('{"prompt": "a"}', "has the fields prompt; write"),
+        ('{"response": "a"}', "has the fields response; write"),
+        ('{"instruction": "a", "output": "b"}', "has the fields instruction, output; write"),
+        ('{"prompt": "a", "response": "b", "text": "c"}', "fields prompt, response, text; write"),
+        ('{"prompt": 3, "response": "b"}', ": prompt is a number; write a text in quotes"),
+        ('{"prompt": "a", "response": null}', ": response is null; write a text in quotes"),
+        ('{"text": true}', ": text is true; write a text in quotes"),
+        ('{"text": ["a"]}', ": text is a list; write a text in quotes"),
+        ('{"prompt": "a", "response": ""}', ": response is empty; write one or delete the line"),
+        ('{"text": ""}', ": text is empty; write one or delete the line"),
+        (r'{"text": "a\ud800"}', r": text: the text has a lone surrogate \(U\+D800\)"),
+    ],
+)
+def test_a_bad_line_is_refused_in_one_line_with_file_and_number(line, message):
+    content = '{"text": "good"}\n\n' + line + "\n"
+    with pytest.raises(ValueError, match="^f.jsonl line 3:? ?.*" + message) as caught:
+        list(read_jsonl("f.jsonl", content))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400

@@ -1,0 +1,89 @@
+"""Laws of rows: a document stands whole in its rows, its prompt is marked, its tail is as asked."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlm_jax.data.rows import DocumentRows, Encoded, cut_into_rows
+from dlm_jax.data.token_files import write_tokens
+
+SEQ_LEN, EOS, PAD = 8, 90, 91
+IDS = st.lists(st.integers(0, 80), min_size=1, max_size=30).map(np.array)
+SHORT = st.lists(st.integers(0, 80), min_size=1, max_size=3).map(np.array)
+NO_IDS = np.zeros(0, np.int64)
+DOCUMENTS = st.lists(
+    st.builds(Encoded, st.just("d"), st.none(), IDS)
+    | st.builds(Encoded, st.just("d"), SHORT | st.just(NO_IDS), SHORT),
+    min_size=1,
+    max_size=6,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("rows")
+
+
+def _store(folder, documents, tail) -> DocumentRows:
+    parts, bounds = cut_into_rows(documents, seq_len=SEQ_LEN)
+    write_tokens(folder / "t.npy", np.concatenate(parts), vocab_size=100)
+    write_tokens(folder / "b.npy", bounds, vocab_size=int(bounds[-1]) + 1)
+    return DocumentRows(folder / "t.npy", folder / "b.npy", SEQ_LEN, EOS, PAD, tail)
+
+
+@pytest.mark.parametrize("tail", ["eos", "pad"])
+@given(documents=DOCUMENTS)
+@settings(deadline=None, max_examples=40)
+def test_rows_are_the_documents_one_after_the_other(folder, tail, documents):
+    rows = _store(folder, documents, tail)
+    batch = rows.rows(range(len(rows)))
+    expected = []
+    for _, prompt, text in documents:
+        ids = [*([] if prompt is None else prompt), *text]
+        given = 0 if prompt is None else len(prompt)
+        cuts = [ids[i : i + SEQ_LEN] for i in range(0, len(ids), SEQ_LEN)]
+        expected += [(cut, given) for cut in cuts]
+    assert len(rows) == len(expected)
+    targets = 0
+    for row, (ids, given) in enumerate(expected):
+        room = SEQ_LEN - len(ids)
+        end = [EOS] * room if tail == "eos" else [EOS, *[PAD] * room][:room]
+        length = SEQ_LEN if tail == "eos" else min(len(ids) + 1, SEQ_LEN)
+        assert batch["tokens"][row].tolist() == [*ids, *end]
+        assert (batch["length"][row], batch["given"][row]) == (length, given)
+        targets += length - given
+    assert rows.num_targets() == targets
+    assert {array.dtype for array in batch.values()} == {np.dtype(np.int32)}
+
+
+def test_a_row_read_alone_is_the_row_read_among_others(folder):
+    documents = [Encoded("d", None, np.arange(n)) for n in (3, 20, 1, 8)]
+    rows = _store(folder, documents, "pad")
+    whole = rows.rows(range(len(rows)))
+    for numbers in ([4], [5, 0, 2], [1, 1]):
+        for name, array in rows.rows(numbers).items():
+            np.testing.assert_array_equal(array, whole[name][numbers])
+
+
+def test_rows_pickle_without_their_files(folder):
+    rows = _store(folder, [Encoded("d", None, np.arange(7))] * 5000, "eos")
+    unread = pickle.dumps(rows)
+    batch = rows.rows([3])
+    assert pickle.dumps(rows) == unread
+    np.testing.assert_array_equal(pickle.loads(unread).rows([3])["tokens"], batch["tokens"])
+
+
+def test_a_response_fits_with_its_prompt_and_eos_or_is_refused():
+    prompt, text = np.arange(3), np.arange(4)
+    cut_into_rows([Encoded("f line 1", prompt, text)], seq_len=8)
+    with pytest.raises(
+        ValueError,
+        match="^f line 2: a prompt of 3 tokens, a response of 4 and EOS exceed seq_len=7; "
+        "shorten them or use seq_len=8$",
+    ):
+        cut_into_rows([Encoded("f line 2", prompt, text)], seq_len=7)

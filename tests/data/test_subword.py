@@ -1,0 +1,337 @@
+"""Laws of subword tokenizers: exact round trips, specials apart from text, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from dlm_jax.data import subword_backend
+from dlm_jax.data.subword import SubwordTokenizer, train_bpe
+from dlm_jax.data.tokenizer_kinds import from_json
+from dlm_jax.data.tokenizers import Tokenizer
+
+TEXT = "Now is the winter of our discontent\nmade glorious summer by this sun of York;\n" * 20
+BPE = train_bpe(TEXT, 300)
+
+# Its merges join white space, so that a cut in a wrong place changes the ids.
+RUNS = "".join("".join(run) + "a" for run in itertools.product("\n \t\r\u00a0", repeat=3))
+SPACED = train_bpe(RUNS * 2, 285)
+
+# White space of every kind beside letters: where cutting a text could show.
+LINES = st.text(alphabet="ab' .\n\r\t\u00a0\u0085\x1c\u2028\u3000\u00e9\u4e2d<|>", max_size=40)
+
+
+def _library(model, trainer, *, splitter, decoder=None, normalizer=None, text=TEXT):
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = splitter
+    if decoder:
+        tokenizer.decoder = decoder
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    tokenizer.train_from_iterator([text], trainer)
+    return tokenizer
+
+
+def _byte_level(specials=("<|endoftext|>",), alphabet=True):
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if alphabet else [],
+        special_tokens=list(specials),
+        show_progress=False,
+    )
+    splitter = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return _library(models.BPE(), trainer, splitter=splitter, decoder=decoders.ByteLevel())
+
+
+def _word_piece():
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=120,
+        special_tokens=["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"],
+        show_progress=False,
+    )
+    tokenizer = _library(
+        models.WordPiece(unk_token="[UNK]"),
+        trainer,
+        splitter=pre_tokenizers.BertPreTokenizer(),
+        decoder=decoders.WordPiece(),
+        normalizer=normalizers.BertNormalizer(),
+    )
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(length=99)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return tokenizer
+
+
+def _unigram():
+    trainer = trainers.UnigramTrainer(
+        vocab_size=80,
+        special_tokens=["<pad>", "</s>", "<unk>", "<mask>"],
+        unk_token="<unk>",
+        initial_alphabet=list("<>/|mask "),
+        show_progress=False,
+    )
+    splitter, decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return _library(models.Unigram(), trainer, splitter=splitter, decoder=decoder)
+
+
+def _words():
+    trainer = trainers.WordLevelTrainer(special_tokens=["<mask>", "<unk>"], show_progress=False)
+    splitter = pre_tokenizers.WhitespaceSplit()
+    return _library(models.WordLevel(unk_token="<unk>"), trainer, splitter=splitter)
+
+
+def _pairs():
+    """A BPE of letters without an unknown token: by itself it drops what it does not know."""
+    trainer = trainers.BpeTrainer(vocab_size=60, show_progress=False)
+    return _library(models.BPE(), trainer, splitter=pre_tokenizers.Whitespace())
+
+
+FILES = {f.__name__.strip("_"): f for f in (_byte_level, _word_piece, _unigram, _words, _pairs)}
+
+
+@pytest.fixture(params=FILES, scope="module")
+def of_file(request):
+    return SubwordTokenizer(FILES[request.param]().to_str())
+
+
+@given(st.text(max_size=60))
+@settings(deadline=None)
+def test_any_text_comes_back_from_the_ids_of_a_trained_bpe(text):
+    ids = BPE.encode(text)
+    assert ids.dtype == np.int32
+    assert BPE.decode(ids) == text
+    assert not set(ids.tolist()) & {*BPE.banned_ids, BPE.eos_id}
+
+
+def test_a_trained_bpe_has_the_size_asked_for_and_its_specials_last():
+    assert isinstance(BPE, Tokenizer)
+    assert BPE.vocab_size == 300
+    assert [BPE.mask_id, BPE.pad_id, BPE.bos_id, BPE.eos_id] == [296, 297, 298, 299]
+    assert len(BPE.encode(TEXT)) < len(TEXT) / 2
+
+
+def test_training_gives_the_same_tokenizer_in_another_process():
+    code = (
+        "import sys; from dlm_jax.data.subword import train_bpe;"
+        "print(train_bpe(sys.stdin.read(), 300).content, end='')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=TEXT,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+    )
+    assert done.stdout == BPE.content, done.stderr
+
+
+@given(st.lists(LINES, max_size=12).map("\n".join), st.integers(1, 9))
+@settings(deadline=None, max_examples=200)
+def test_a_text_encoded_in_parts_has_the_ids_of_the_whole(text, chunk):
+    whole = tokenizers.Tokenizer.from_str(SPACED.content).encode(text).ids
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subword_backend, "_CHUNK", chunk)
+        patch.setattr(subword_backend, "_CHUNKS_AT_ONCE", 2)
+        assert SPACED.encode(text).tolist() == whole
+
+
+def test_only_plain_byte_level_files_are_encoded_in_parts(of_file, monkeypatch):
+    text = "of the\nsun of\nour\nwinter\n" * 3
+    whole = of_file.encode(text).tolist()
+    monkeypatch.setattr(subword_backend, "_CHUNK", 1)
+    assert of_file.encode(text).tolist() == whole
+
+
+def test_a_row_of_any_ids_decodes(of_file):
+    for tokenizer in (BPE, of_file):
+        assert isinstance(tokenizer.decode(np.arange(tokenizer.vocab_size)), str)
+    (first,) = BPE.encode("\u00e9")[:1]
+    assert BPE.decode([first, *BPE.encode("a")]) == "\ufffda"
+
+
+def test_specials_stand_for_no_text(of_file):
+    for tokenizer in (BPE, of_file):
+        ids = tokenizer.encode("of our sun").tolist()
+        around = [tokenizer.bos_id, *ids, tokenizer.mask_id, tokenizer.eos_id, tokenizer.pad_id]
+        assert tokenizer.decode(around) == tokenizer.decode(ids)
+        assert tokenizer.decode(ids).split() == ["of", "our", "sun"]
+
+
+def test_specials_of_the_file_are_used_and_the_others_appended(of_file):
+    tokens = tokenizers.Tokenizer.from_str(of_file.content)
+    known = {
+        "mask": ("[MASK]", "<mask>"),
+        "pad": ("[PAD]", "<pad>"),
+        "bos": ("[CLS]",),
+        "eos": ("[SEP]", "</s>", "<|endoftext|>"),
+    }
+    size = tokens.get_vocab_size()
+    appended = iter(range(size, size + 4))
+    for role, names in known.items():
+        inside = [
+            tokens.token_to_id(name) for name in names if tokens.token_to_id(name) is not None
+        ]
+        assert getattr(of_file, f"{role}_id") == (inside[0] if inside else next(appended))
+    assert of_file.vocab_size == next(appended, size + 4)
+
+
+@pytest.mark.parametrize(
+    ("names", "roles"),
+    [
+        (["<|mdm_mask|>", "<|startoftext|>"], {"mask": 0, "bos": 1}),
+        (["<s>", "</s>", "<mask>", "<pad>"], {"bos": 0, "eos": 1, "mask": 2, "pad": 3}),
+        (["<|im_end|>", "<|endoftext|>", "<|mask|>"], {"eos": 1, "mask": 2}),
+        (["<\uff5cend\u2581of\u2581sentence\uff5c>", "<\uff5cMASK\uff5c>"], {"eos": 0, "mask": 1}),
+        (["mask", "<masked>", "[eos"], {}),
+    ],
+)
+def test_specials_are_found_by_their_usual_names(names, roles):
+    tokenizer = SubwordTokenizer(_byte_level(names).to_str())
+    appended = iter(range(300, 304))
+    for role in ("mask", "pad", "bos", "eos"):
+        found = getattr(tokenizer, f"{role}_id")
+        assert found == (roles[role] if role in roles else next(appended))
+
+
+def test_a_text_that_spells_a_special_never_becomes_one(of_file):
+    specials = {of_file.mask_id, of_file.pad_id, of_file.bos_id, of_file.eos_id}
+    for name in ("<mask>", "[MASK]", "</s>", "<|endoftext|>", "[CLS]", "\ue000<mask>\ue000"):
+        for text in (name, f"of{name}our", f"of {name} our"):
+            try:
+                ids = of_file.encode(text).tolist()
+            except ValueError:
+                continue  # refused: it has no ids, or only a special's
+            assert not specials & set(ids)
+    byte_level = SubwordTokenizer(_byte_level().to_str())
+    assert byte_level.decode(byte_level.encode("a<|endoftext|>b")) == "a<|endoftext|>b"
+    unigram = SubwordTokenizer(_unigram().to_str())
+    assert unigram.decode(unigram.encode("sun </s><mask>")) == "sun </s><mask>"
+
+
+def test_a_file_cuts_fills_and_wraps_no_text():
+    tokenizer = SubwordTokenizer(_word_piece().to_str())
+    text = "now is the winter of our discontent made glorious summer"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_dropout_of_a_file_is_off():
+    data = json.loads(_byte_level().to_str())
+    data["model"]["dropout"] = 0.9
+    tokenizer = SubwordTokenizer(json.dumps(data))
+    assert len({tuple(tokenizer.encode(TEXT).tolist()) for _ in range(3)}) == 1
+
+
+def test_ids_that_cannot_be_decoded_are_banned_and_what_ends_a_text_is_not(of_file):
+    for tokenizer in (BPE, of_file):
+        banned = tokenizer.banned_ids
+        assert {tokenizer.mask_id, tokenizer.pad_id, tokenizer.bos_id} <= set(banned)
+        assert tokenizer.eos_id not in banned
+        assert list(banned) == sorted(set(banned))
+    bytes_of = tokenizers.Tokenizer.from_str(BPE.content)
+    never = {bytes_of.token_to_id(chr(byte)) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))}
+    assert set(BPE.banned_ids) == never | {BPE.mask_id, BPE.pad_id, BPE.bos_id}
+
+
+def test_ids_without_a_token_are_banned_and_stand_for_no_text():
+    data = {"model": {"type": "WordLevel", "vocab": {"<unk>": 1, "a": 4, "b": 7}}}
+    data["model"]["unk_token"] = "<unk>"
+    data["pre_tokenizer"] = {"type": "WhitespaceSplit"}
+    tokenizer = SubwordTokenizer(json.dumps(data))
+    assert tokenizer.vocab_size == 12
+    assert tokenizer.banned_ids == (0, 1, 2, 3, 5, 6, 8, 9, 10)
+    assert tokenizer.decode(np.arange(12)) == "a b"
+
+
+def test_a_piece_has_the_id_that_adds_it_to_a_text():
+    byte_level, unigram = BPE, SubwordTokenizer(_unigram().to_str())
+    for tokenizer in (byte_level, unigram):
+        space = tokenizer.space_id
+        assert space is not None
+        ids = [*tokenizer.encode("of"), space, *tokenizer.encode("s")]
+        assert tokenizer.decode(ids).startswith("of ")
+    assert BPE.decode([BPE.piece_id(" of")]) == " of"
+    assert BPE.piece_id("") is None
+    assert BPE.piece_id("\u4e2d") is None
+    assert SubwordTokenizer(_word_piece().to_str()).space_id is None
+
+
+def test_a_tokenizer_is_its_content(of_file):
+    for tokenizer in (BPE, of_file):
+        spaced = SubwordTokenizer(json.dumps(json.loads(tokenizer.content), indent=2))
+        stored = json.loads(json.dumps(tokenizer.to_json(), sort_keys=True))
+        for twin in (spaced, from_json(stored), pickle.loads(pickle.dumps(tokenizer))):
+            assert twin == tokenizer
+            assert hash(twin) == hash(tokenizer)
+            assert twin.encode("of our sun").tolist() == tokenizer.encode("of our sun").tolist()
+    assert train_bpe(TEXT, 299) != BPE
+
+
+@pytest.mark.parametrize("make", [_word_piece, _unigram, _words, _pairs], ids=lambda f: f.__name__)
+def test_characters_the_file_has_no_ids_for_are_refused(make):
+    tokenizer = SubwordTokenizer(make().to_str())
+    with pytest.raises(ValueError, match=r"'\\u4e2d' \(U\+4E2D\) at position 3 has no id .*; remo"):
+        tokenizer.encode("of \u4e2d our")
+
+
+def test_bytes_the_file_has_no_ids_for_are_refused():
+    tokenizer = SubwordTokenizer(_byte_level(alphabet=False).to_str())
+    assert tokenizer.decode(tokenizer.encode("of our sun")) == "of our sun"
+    with pytest.raises(ValueError, match="has no id in this tokenizer"):
+        tokenizer.encode("of \u4e2d our")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "no json",
+        "[]",
+        "{}",
+        '{"model": 3}',
+        '{"model": {"type": "BPE", "vocab": {}, "merges": []}}',
+        '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}',
+        '{"model": {"type": "WordLevel", "vocab": {"a": "0"}, "unk_token": "a"}}',
+        BPE.content[: len(BPE.content) // 2],
+    ],
+)
+def test_a_broken_file_is_refused_in_one_line(tmp_path, content):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"tokenizer\.json is broken \(.*\); give") as caught:
+        SubwordTokenizer.of_file(path)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_bad_input_is_refused_in_one_line(tmp_path):
+    (tmp_path / "latin.json").write_bytes(b"caf\xe9")
+    cases = [
+        (lambda: BPE.encode("ab\udcff"), r"lone surrogate \(U\+DCFF\) at position 2"),
+        (lambda: BPE.decode([1, 300]), r"id 300 at position 1 is outside .* 300; "),
+        (lambda: BPE.decode([0.5]), "decode takes one row of integers"),
+        (lambda: train_bpe("a", 259), "use bpe:260 at least"),
+        (lambda: train_bpe("the the the", 999), "has pairs for a BPE of 263 ids, not 999; use"),
+        (lambda: train_bpe("\ud800", 300), "lone surrogate"),
+        (lambda: SubwordTokenizer.of_file(tmp_path / "no.json"), r"no\.json does not exist; give"),
+        (lambda: SubwordTokenizer.of_file(tmp_path), "is a folder; name its file"),
+        (lambda: SubwordTokenizer.of_file(tmp_path / "latin.json"), "cannot be read .*; give"),
+    ]
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message) as caught:
+            call()
+        assert "\n" not in str(caught.value)

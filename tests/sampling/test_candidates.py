@@ -1,0 +1,39 @@
+"""A host's choice: of what is allowed, as the device would have chosen."""
+
+import candidate_cases
+import numpy as np
+import pytest
+
+PROBABILITIES = (0.4, 0.3, 0.2, 0.1)
+
+
+def _chosen(is_allowed, **changes):
+    return candidate_cases.make(PROBABILITIES, **changes).choose(is_allowed)
+
+
+def test_choices_are_in_proportion_to_the_probabilities_of_what_is_allowed():
+    uniforms = (np.arange(1000) + 0.5) / 1000
+    for is_allowed in ([True] * 4, [False, True, False, True], [False, False, True, False]):
+        weights = np.where(is_allowed, PROBABILITIES, 0)
+        ids = [_chosen(is_allowed, uniform=float(u)) for u in uniforms]
+        shares = np.bincount(ids, minlength=4) / uniforms.size
+        np.testing.assert_allclose(shares, weights / weights.sum(), atol=1.1e-3)
+
+
+def test_the_ends_of_the_unit_interval_choose_what_is_allowed():
+    for uniform in (0.0, 1 - 2**-24):
+        assert _chosen([False, True, True, False], uniform=uniform) in (1, 2)
+
+
+def test_a_greedy_row_takes_the_likeliest_that_is_allowed():
+    for uniform in (0.0, 0.5, 0.99):
+        assert _chosen([False, True, False, True], uniform=uniform, is_greedy=True) == 1
+
+
+def test_no_candidate_is_refused_by_row_position_and_remedy():
+    with pytest.raises(ValueError) as refusal:
+        _chosen([False] * 4, row=3, index=7)
+    line = "row 3: none of the 4 candidates is allowed at position 7; allow more, or truncate less"
+    assert str(refusal.value) == line
+    with pytest.raises(ValueError, match=r"of 90 that survived.*raise max_candidates above 4$"):
+        _chosen([False] * 4, num_survivors=90)

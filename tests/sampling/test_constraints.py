@@ -1,0 +1,86 @@
+"""A row held to a regular expression, position by position."""
+
+import re
+
+import candidate_cases
+import numpy as np
+import pytest
+
+from dlm_jax.sampling.constraints import matching
+
+ALPHABET = "ab0123456789.-"
+END = len(ALPHABET)
+EVEN = [1 / (END + 1)] * (END + 1)
+
+
+def _decode(ids):
+    """The last id ends a text and stands for none."""
+    return "".join(ALPHABET[token] for token in ids if token != END)
+
+
+def _write(pattern, length, *, given="", seed=0, probabilities=EVEN, **changes):
+    """A text of `length` new tokens behind a given one, as the loop would have it written."""
+    rng = np.random.default_rng(seed)
+    sampler = matching(pattern, _decode)
+    tokens = np.array([ALPHABET.index(letter) for letter in given] + [-1] * length)
+    for index in range(len(given), tokens.size):
+        tokens[index] = sampler(
+            candidate_cases.make(
+                probabilities,
+                tokens=tokens.copy(),
+                is_hole=tokens < 0,
+                first=len(given),
+                index=index,
+                uniform=rng.random(),
+                **changes,
+            )
+        )
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("pattern", "length"),
+    [
+        (r"\d\d-\d\d", 5),
+        (r"[ab]+|\d+", 6),
+        (r"\d+(\.\d+)*", 7),
+        (r"(a|b\d)*", 1),
+        (r"(?!00)\d\d", 2),
+        (r"", 3),
+        (r"\d{2}", 5),
+    ],
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_the_finished_text_matches_from_end_to_end(pattern, length, seed):
+    tokens = _write(pattern, length, given="a-b", seed=seed)
+    assert re.fullmatch(pattern, _decode(tokens[3:]))
+
+
+def test_what_ends_a_text_comes_only_after_a_match():
+    mostly_end = [0.001] * END + [1 - 0.001 * END]
+    for seed in range(5):
+        tokens = _write(r"\d{2}(\.\d)?", 6, seed=seed, probabilities=mostly_end)
+        assert tokens.tolist()[2:] == [END] * 4
+
+
+def test_a_greedy_row_takes_the_likeliest_that_fits():
+    falling = 0.5 ** np.arange(1, END + 2)
+    assert _decode(_write(r"\d[ab]-", 3, probabilities=falling, is_greedy=True)) == "0a-"
+
+
+def test_no_candidate_that_fits_is_refused_by_row_and_position():
+    with pytest.raises(ValueError, match=r"^row 4: none of the 15 candidates .* at position 3;"):
+        _write(r"a[^\x00-\uffff]", 3, given="b.", row=4)
+    with pytest.raises(ValueError, match="at position 2;"):
+        _write(r"\d{5}", 3)
+
+
+def test_a_hole_on_the_left_is_refused_and_the_order_named():
+    candidates = candidate_cases.make(EVEN, index=2, is_hole=np.array([False, True, True]))
+    with pytest.raises(ValueError, match=r"^row 0: position 2 has a hole .* at 1; use order='left"):
+        matching("a*", _decode)(candidates)
+
+
+def test_a_pattern_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"^pattern='\(' is no regular expression: .*"):
+        matching("(", _decode)

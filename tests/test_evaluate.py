@@ -1,0 +1,127 @@
+"""python -m dlm_jax.evaluate and .export as their users run them."""
+
+import json
+
+import pytest
+import saved_model
+import toy_model
+
+import dlm_jax
+from dlm_jax import evaluate, export
+from dlm_jax.likelihood import score
+
+
+@pytest.fixture(autouse=True)
+def _settings_stay(monkeypatch):
+    """The programs set up JAX for their process; here that process goes on."""
+    for module in (evaluate, export):
+        monkeypatch.setattr(module, "start_jax", lambda *args: None)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    return saved_model.save(tmp_path_factory.mktemp("runs") / "toy")
+
+
+def _records(run_dir, capsys, *flags):
+    assert evaluate.main(["--checkpoint", str(run_dir), "--json", *map(str, flags)]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_files_are_scored_one_by_one_and_split_at_a_line(run_dir, tmp_path, capsys):
+    one, two = tmp_path / "one.txt", tmp_path / "two.txt"
+    one.write_text("The cat sat.")
+    two.write_text("A rat ran.\n---\nThe rat sat.\n")
+    first, second = _records(run_dir, capsys, "--text", one, two, "--split")
+    expected = score(toy_model.MODEL, ["A rat ran.", "The rat sat."])
+    assert (first["texts"], second["texts"]) == (1, 2)
+    assert second["nats_per_token"] == pytest.approx(expected.nats_per_token[0], rel=1e-5)
+    assert second["bits_per_character_error"] == pytest.approx(expected.bits_per_character[1])
+    assert second["kind"] == "upper bound"
+    assert second["characters"] == 22
+
+
+def test_pairs_score_the_responses_given_their_prompts(run_dir, tmp_path, capsys):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(
+        '{"prompt": "The cat ", "response": "sat."}\n{"prompt": "A ", "response": "rat"}\n'
+    )
+    (record,) = _records(run_dir, capsys, "--pairs", path, "--num-draws", "2")
+    expected = score(toy_model.MODEL, ["sat.", "rat"], prompts=["The cat ", "A "], num_draws=2)
+    assert record["tokens"] == 7
+    assert record["nats_per_token"] == pytest.approx(expected.nats_per_token[0], rel=1e-5)
+    flags = ("--prompt", "The cat ", "--continuation", "sat.")
+    assert _records(run_dir, capsys, *flags)[0]["tokens"] == 4
+
+
+def test_without_texts_the_held_out_part_of_a_corpus_is_scored(run_dir, tmp_path, capsys):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text((toy_model.TEXT + " ") * 40)
+    (record,) = _records(run_dir, capsys, "--held-out", corpus)
+    assert record["source"].endswith("corpus.txt")
+    assert record["characters"] == record["tokens"] == pytest.approx(0.05 * 24 * 40, abs=2)
+
+
+def test_the_line_reads_well(run_dir, tmp_path, capsys):
+    path = tmp_path / "one.txt"
+    path.write_text("The cat sat.")
+    assert evaluate.main(["--checkpoint", str(run_dir), "--text", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    for part in ("nats/token", "bits/character", "+-", "upper bound", "12 characters"):
+        assert part in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--text", "nowhere.txt"], "nowhere.txt cannot be read"),
+        (["--prompt", "The "], "--prompt means nothing without --continuation"),
+        (["--split"], "--split means nothing without --text"),
+        (["--continuation", "Zebra"], "'Z' (U+005A)"),
+        (["--continuation", "sat", "--num-draws", "0"], "num_draws=0 must be at least 1"),
+        (["--pairs", "bad.jsonl"], "bad.jsonl"),
+        (["--held-out", "nowhere.txt"], "nowhere.txt does not exist"),
+    ],
+)
+def test_bad_input_ends_with_code_2_and_one_line(run_dir, tmp_path, monkeypatch, capsys, flags,
+                                                 said):  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n')
+    with pytest.raises(SystemExit) as ended:
+        evaluate.main(["--checkpoint", str(run_dir), *flags])
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2
+    assert out == ""
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert said in line
+
+
+def test_an_exported_model_is_the_model(run_dir, tmp_path, capsys):
+    path = tmp_path / "toy.safetensors"
+    config = tmp_path / "settings.toml"
+    config.write_text("[sample]\ntemperature = 0.25\nsteps = 5\n")
+    flags = ["--checkpoint", str(run_dir), "--out", str(path), "--config", str(config)]
+    assert export.main(flags) == 0
+    assert path.name in capsys.readouterr().err
+    theirs, ours = dlm_jax.load(path), dlm_jax.load(run_dir)
+    assert (theirs.sample.temperature, theirs.sample.steps) == (0.25, 5)
+    assert theirs.tokenizer == ours.tokenizer
+    settings = {"temperature": 0.8, "steps": 6, "seed": 3}
+    texts = [dlm_jax.generate(model, ["The "], **settings).texts for model in (ours, theirs)]
+    assert texts[0] == texts[1]
+
+
+def test_a_moving_average_is_what_is_loaded(tmp_path):
+    import jax
+    import numpy as np
+
+    from dlm_jax.checkpoint import Checkpoints, load_params
+    from dlm_jax.training.step import TrainState
+
+    params = toy_model.MODEL.params
+    doubled = jax.tree.map(lambda leaf: 2 * leaf, params)
+    state = TrainState(params, (), jax.numpy.int32(1), doubled)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, state, {})
+    jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path)[0], doubled)

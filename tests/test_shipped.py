@@ -1,0 +1,54 @@
+"""The model that comes with the package: what it says of itself is so, and it writes words."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import dlm_jax
+import dlm_jax.config as configs
+import sample
+from dlm_jax.checkpoint import load_weights
+from dlm_jax.data.tinyshakespeare import SHA256
+from dlm_jax.models import SHIPPED, read_config
+
+ROOT = Path(__file__).parent.parent
+CONFIG = ROOT / "configs" / "shakespeare.toml"
+CORPUS = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
+
+
+def test_it_is_small_and_names_its_text():
+    assert SHIPPED.stat().st_size <= 4_000_000
+    assert load_weights(SHIPPED)[1]["corpus"]["sha256"] == SHA256
+
+
+def test_it_was_trained_by_the_config_that_anyone_can_rerun():
+    there, ours = read_config(), configs.load(CONFIG)
+    given = tomllib.loads(CONFIG.read_text())
+    for section in ("model", "data", "objective", "optim", "train", "sample"):
+        for key in given[section]:
+            if (section, key) not in {("data", "source"), ("train", "out_dir")}:
+                assert getattr(getattr(there, section), key) == getattr(
+                    getattr(ours, section), key
+                ), f"{section}.{key}"
+    bound = load_weights(SHIPPED)[1]["bound"]
+    assert f"{bound:.3f}" in CONFIG.read_text()
+
+
+def test_sample_without_arguments_prints_a_text(capsys, monkeypatch):
+    monkeypatch.setattr(sample, "start_jax", lambda *args: None)
+    assert sample.main([]) == 0
+    out, err = capsys.readouterr()
+    assert len(out.strip()) > 100
+    assert "1 texts, 256 steps" in err
+
+
+@pytest.mark.skipif(not CORPUS.exists(), reason="the corpus is not beside the project")
+def test_its_unprompted_texts_are_mostly_words_of_its_corpus():
+    known = set(re.findall(r"[a-z]+", CORPUS.read_text().lower()))
+    texts = dlm_jax.generate(dlm_jax.load(), num_samples=8, seed=1).texts
+    words = [word for text in texts for word in re.findall(r"[a-z]+", text.lower())[1:-1]]
+    assert len(words) > 200
+    # 0.8 and more over many texts; eight of them vary by about 0.03.
+    assert sum(word in known for word in words) / len(words) > 0.72
