@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+_LARGEST = float(jnp.finfo(jnp.float32).max)
 _WIDTHS = range(2048, 511, -1)
 _USUAL_WIDTH = 1024
 
@@ -143,7 +144,9 @@ def _largest_flushed(
     top_NK, column_NK = _top_k(best_NC, size)
     # the largest logits lie in the columns with the largest maxima
     M = -(-V // C)
-    ids_NMK = jnp.sort(column_NK, axis=-1)[:, None, :] + C * jnp.arange(M)[None, :, None]
+    # Ascending, so that equal logits keep the order of their ids; a sort takes five times as long.
+    ascending_NK = -_top_k(-column_NK.astype(jnp.float32), size)[0].astype(jnp.int32)
+    ids_NMK = ascending_NK[:, None, :] + C * jnp.arange(M)[None, :, None]
     ids_NJ = ids_NMK.reshape(logits_NV.shape[0], M * size)
     member_NJ = _at_ids(logits_NV, jnp.minimum(ids_NJ, V - 1))
     member_NJ = jnp.where(ids_NJ < V, seen(member_NJ), -jnp.inf)
@@ -190,8 +193,7 @@ def _reciprocal(divisor_N: Array) -> Array:
 
 
 def _times(logits_NV: Array, scale_N1: Array) -> Array:
-    largest = float(jnp.finfo(jnp.float32).max)
-    product_NV = jnp.clip(logits_NV * scale_N1, -largest, largest)
+    product_NV = jnp.clip(logits_NV * scale_N1, -_LARGEST, _LARGEST)
     return jnp.where((logits_NV == -jnp.inf) | (scale_N1 == 1), logits_NV, product_NV)
 
 
@@ -207,9 +209,13 @@ def exp_columns(logits_NV: Array, divisor_N: Array | None = None) -> tuple[Array
     max_N = jnp.where(max_N == -jnp.inf, 0.0, max_N)
 
     def fn(acc_NC, block_NC, ids_1C):
-        if scale_N1 is not None:
-            block_NC = _times(block_NC, scale_N1)
-        return acc_NC + jnp.exp(block_NC - max_N[:, None])
+        if scale_N1 is None:
+            return acc_NC + jnp.exp(block_NC - max_N[:, None])
+        # The weights of `_times`, without its care for rows of scale 1: a product with 1 changes
+        # denormals alone, and no weight.
+        product_NC = jnp.clip(block_NC * scale_N1, -_LARGEST, _LARGEST)
+        weight_NC = jnp.exp(product_NC - max_N[:, None])
+        return acc_NC + jnp.where(block_NC == -jnp.inf, 0.0, weight_NC)
 
     return max_N, accumulate(fn, columns(logits_NV, 0.0), logits_NV)
 

@@ -44,15 +44,18 @@ class Penalties(Stateless):
     def prepare(self, state: Any, context: Context) -> Array:
         """How often each token is among the newest `last_n`, float32 `[B, V]`."""
         B = context.tokens_BL.shape[0]
-        empty_BV = jnp.zeros((B, self.vocab_size), jnp.float32)
 
-        def count(table_BV):
+        def nothing():
+            return jnp.zeros((B, self.vocab_size), jnp.float32)
+
+        def count():
             is_counted_BL = _is_newest(context, self.last_n_B) & self.is_active()[:, None]
             rows_B1 = jnp.arange(B)[:, None]
             seen_BL = is_counted_BL.astype(jnp.float32)
-            return table_BV.at[rows_B1, context.tokens_BL].add(seen_BL, mode="drop")
+            return nothing().at[rows_B1, context.tokens_BL].add(seen_BL, mode="drop")
 
-        return jax.lax.cond(self.is_active().any(), count, lambda x: x, empty_BV)
+        # Made inside the branch: handed in, the empty table would be written and then copied.
+        return jax.lax.cond(self.is_active().any(), count, nothing)
 
     def apply(self, prepared: Array, logits_NV: Array, at: At) -> Array:
         """Logits with the tokens of the row penalised."""
