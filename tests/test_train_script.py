@@ -105,6 +105,14 @@ def test_a_run_that_is_not_finite_exits_with_1(tmp_path, capsys):
         (["--data.seq_len", "5000"], "fewer than one window of seq_len=5000"),
         (["--model.vocab_size", "3"], "model.vocab_size=3 is smaller than the tokenizer's"),
         (["--mesh.tensor", "2"], "do not multiply to the 1 devices present"),
+        (["--data.tokenizer", "charactre"], "did you mean 'character'?"),
+        (["--data.tokenizer", "nowhere.json"], "nowhere.json does not exist"),
+        (["--data.tokenizer", "bpe:99"], "cannot hold the 256 bytes"),
+        (["--objective.schedule", "cosin"], "did you mean 'cosine'?"),
+        (["--objective.patterns", "random,spam"], "did you mean 'span'?"),
+        (["--objective.denoising_share", "0.01"], "leaves an objective without rows"),
+        (["--train.accumulate", "3"], "does not divide train.batch_size=8; use a divisor"),
+        (["--model.attention_type", "causal"], "use left_to_right"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(tmp_path, capsys, more, message):
@@ -133,6 +141,24 @@ def test_bad_data_is_refused_in_one_line(tmp_path, capsys, data, message):
     line = _refusal(capsys, tmp_path / "run", data__source=path)
     assert message in line
     assert str(path) in line
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{}", "line 2 has the fields none"),
+        ('{"prompt": "a", "response": 3}', "line 2: response is a number"),
+        ('{"prompt": "a"', "line 2 is not JSON"),
+        ('{"prompt": "aaaa", "response": "aaaaaaaaaaaaa"}', "exceed seq_len=16"),
+    ],
+)
+def test_bad_pairs_are_refused_by_file_and_line(tmp_path, capsys, line, message):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"prompt": "a", "response": "b"}\n' + line + "\n" + '{"text": "c"}\n')
+    given = {"data__source": path, "data__layout": "documents"}
+    refused = _refusal(capsys, tmp_path / "run", **given)
+    assert message in refused
+    assert str(path) in refused
 
 
 def test_a_batch_that_the_devices_do_not_divide_is_refused_with_a_remedy(tmp_path):

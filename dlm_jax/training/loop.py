@@ -221,7 +221,8 @@ class _Loop:
         fetched, self._ahead = jax.device_get(self._ahead), []
         for step, metrics in enumerate(fetched, first):
             if not np.isfinite(list(metrics.values())).all():
-                figures = ", ".join(f"{name} {x}" for name, x in metrics.items())
+                names = sorted(metrics, key=lambda name: (name != "loss", name))
+                figures = ", ".join(f"{name} {metrics[name]}" for name in names)
                 say(
                     f"step {step} is not finite: {figures}; stopped, and the last checkpoint "
                     "before it is kept; lower the learning rate or optim.clip"

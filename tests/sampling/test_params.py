@@ -187,4 +187,4 @@ def test_the_part_of_a_chain_in_use_is_what_the_settings_ask_for(settings, names
     params = SamplingParams(**settings)
     assert in_use(params, DEFAULT_CHAIN) == names
     # What `pack` would refuse to leave out is in it.
-    pack([params], vocab_size=8, chain=in_use(params, DEFAULT_CHAIN))
+    pack([params], vocab_size=8, eos_ids=(7,), chain=in_use(params, DEFAULT_CHAIN))

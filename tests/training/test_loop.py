@@ -130,7 +130,15 @@ def test_a_signal_saves_after_the_step_and_stops(tmp_path, number, capsys):
     assert "stopping after step 5 and saving" in capsys.readouterr().err
 
 
-def test_a_second_signal_acts_as_usual():
+@pytest.fixture
+def usual_interrupt():
+    """Programs that were started in the background inherit that this signal is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_signal_acts_as_usual(usual_interrupt):
     with stop_on_signals() as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.at(1) == signal.SIGINT

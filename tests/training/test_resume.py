@@ -186,3 +186,37 @@ def test_a_checkpoint_says_what_is_needed_to_go_on_and_to_sample(whole):
 
 def _listing(directory: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in sorted(directory.rglob("*"))}
+
+
+def _rich(tmp_path: Path) -> dict[str, object]:
+    """Everything at once: both objectives, pairs, short batches, parts, and an average."""
+    path = tmp_path / "pairs.jsonl"
+    lines = [
+        json.dumps({"prompt": f"{word} ", "response": word[::-1]})
+        for word in (*tiny_run.TEXT.split()[:9], "over") * 5
+    ]
+    path.write_text("\n".join(lines))
+    return {
+        "data__source": path,
+        "data__layout": "documents",
+        "data__tail": "pad",
+        "objective__denoising_share": 0.5,
+        "objective__random_length_share": 0.5,
+        "optim__name": "adamw",
+        "optim__ema_decay": 0.9,
+        "train__accumulate": 2,
+        "train__steps": 9,
+    }
+
+
+def test_a_run_with_every_choice_made_continues_bit_for_bit(tmp_path):
+    changes = _rich(tmp_path)
+    expected = tiny_run.run(tmp_path / "whole", **changes)
+    with pytest.MonkeyPatch.context() as patch:
+        tiny_run.stop_after(5, patch)
+        tiny_run.run(tmp_path / "run", **changes)
+    outcome = tiny_run.run(tmp_path / "run", **changes)
+    tiny_run.assert_same(outcome.state, expected.state)
+    assert tiny_run.records(tmp_path / "run") == tiny_run.records(tmp_path / "whole")
+    line = tiny_run.records(tmp_path / "run")[0]
+    assert line["loss"] == pytest.approx(0.5 * line["elbo"] + 0.5 * line["denoising"], rel=1e-5)
