@@ -71,8 +71,8 @@ def generate(
         no candidate; the line names row and position.
     """
     for name, value in (("num_samples", num_samples), ("max_candidates", max_candidates)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} must be at least 1, a whole number")
     common = {"seed": seed, "max_length": max_length} | settings
     common |= {"host_sampler": host_sampler, "read_back": read_back}
     rows = []

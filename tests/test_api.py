@@ -270,6 +270,7 @@ def test_draws_of_the_settings_are_those_of_the_library():
         ({"host_sampler": "digits"}, "host_sampler='digits' is not callable; give a function"),
         ({"read_back": 3}, "read_back=3 is not a bool"),
         ({"max_candidates": 0}, "max_candidates=0 must be at least 1"),
+        ({"max_candidates": "3"}, "max_candidates='3' must be at least 1"),
         ({"prompts": ["", {"read_bak": True}]}, "prompt 1: read_bak=True is not a sampling"),
         ({"draw": "gumble"}, "draw='gumble' is not one of inverse_cdf, gumbel; did you mean 'gum"),
         ({"prompts": ["Zebra"]}, "'Z' (U+005A) at position 0"),
