@@ -9,6 +9,7 @@ it can judge any text (``--checkpoint runs/judge --text samples.txt --split``).
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -121,9 +122,9 @@ def _line(name: str, result: Score, *, as_json: bool) -> str:
                 "source": name,
                 "kind": kind,
                 "nats_per_token": nats,
-                "nats_per_token_error": nats_error,
+                "nats_per_token_error": _or_none(nats_error),
                 "bits_per_character": bits,
-                "bits_per_character_error": bits_error,
+                "bits_per_character_error": _or_none(bits_error),
                 "texts": len(result.nats),
                 "tokens": tokens,
                 "characters": characters,
@@ -134,6 +135,11 @@ def _line(name: str, result: Score, *, as_json: bool) -> str:
         f"bits/character ({kind}; {len(result.nats)} rows, {tokens:,} tokens, "
         f"{characters:,} characters)"
     )
+
+
+def _or_none(number: float) -> float | None:
+    """JSON has no NaN."""
+    return None if math.isnan(number) else number
 
 
 def _read(path: str) -> str:

@@ -54,13 +54,22 @@ class Score:
 
     @property
     def nats_per_token(self) -> tuple[float, float]:
-        """Mean over all tokens, and its standard error, the texts taken as independent."""
-        return ratio_and_error(self.nats, self.tokens)
+        """Mean over all tokens, and its standard error.
+
+        The texts are taken as independent; of a single one the error is that of the draws.
+        """
+        return self._per(self.tokens, 1.0)
 
     @property
     def bits_per_character(self) -> tuple[float, float]:
-        """Mean over all characters, and its standard error, the texts taken as independent."""
-        return ratio_and_error(self.nats / math.log(2.0), self.characters)
+        """Mean over all characters, and its standard error, as for `nats_per_token`."""
+        return self._per(self.characters, math.log(2.0))
+
+    def _per(self, counts: np.ndarray, nats: float) -> tuple[float, float]:
+        ratio, error = ratio_and_error(self.nats / nats, counts)
+        if len(self.nats) == 1:
+            error = float(self.draw_error[0]) / nats / float(counts[0])
+        return ratio, error
 
 
 def score(

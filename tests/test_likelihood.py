@@ -76,6 +76,15 @@ def test_the_bound_given_a_prompt_agrees_with_enumeration():
     assert 0.4 < result.draw_error.mean() / result.nats.std() < 2.5
 
 
+def test_the_error_of_a_single_text_is_that_of_its_draws():
+    one = score(MODEL, ["The cat sat."], num_draws=4)
+    assert one.nats_per_token[1] == pytest.approx(one.draw_error[0] / 12)
+    assert one.bits_per_character[1] == pytest.approx(one.draw_error[0] / 12 / math.log(2))
+    assert one.draw_error[0] > 0
+    assert math.isnan(score(MODEL, ["The cat sat."]).nats_per_token[1])
+    assert score(CAUSAL, ["The cat sat."]).nats_per_token[1] == 0
+
+
 def test_a_long_text_is_cut_into_windows_that_add_up():
     text = ("The cat sat. A rat ran. " * 4)[:80]
     pieces = [text[start : start + 32] for start in range(0, 80, 32)]
