@@ -21,7 +21,6 @@ import dlm_jax
 from dlm_jax.command_line import start_jax
 from dlm_jax.data import join_documents, read_documents, split_text
 from dlm_jax.likelihood import score
-from dlm_jax.models import read_config
 
 sys.path.insert(0, str(Path(__file__).parent))
 from quality import NgramSampler, copied_share, distinct_share, known_share, words  # noqa: E402
@@ -41,7 +40,8 @@ def main() -> None:
     args = parser.parse_args()
     start_jax()
     model, judge = dlm_jax.load(args.checkpoint), dlm_jax.load(args.judge)
-    data = read_config(args.checkpoint).data
+    assert model.config is not None
+    data = model.config.data
     source = args.source or data.source
     corpus, held_out = split_text(join_documents(read_documents(source)), data.held_out)
     known = set(words(corpus))

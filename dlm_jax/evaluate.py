@@ -20,7 +20,7 @@ from dlm_jax.command_line import Parser, refusals, start_jax
 from dlm_jax.data import load_corpus, validation_windows
 from dlm_jax.data.jsonl import read_jsonl
 from dlm_jax.likelihood import Score, score, score_rows
-from dlm_jax.models import Model, read_config
+from dlm_jax.models import Model
 
 
 class Source(NamedTuple):
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = score(model, source.texts, prompts=source.prompts, **drawn)
             print(_line(source.name, result, as_json=args.json), flush=True)
         if not sources:
-            name, result = _held_out(model, args.checkpoint, args.held_out, drawn)
+            name, result = _held_out(model, args.held_out, drawn)
             print(_line(name, result, as_json=args.json))
     return 0
 
@@ -88,11 +88,10 @@ def _sources(args) -> Iterator[Source]:
         yield Source("continuation", [args.continuation], prompts)
 
 
-def _held_out(
-    model: Model, checkpoint: str | None, source: str | None, drawn: dict[str, int]
-) -> tuple[str, Score]:
+def _held_out(model: Model, source: str | None, drawn: dict[str, int]) -> tuple[str, Score]:
     """Score of the windows of the held-out text that training never saw."""
-    data = read_config(checkpoint).data
+    assert model.config is not None, "a loaded model has its config"
+    data = model.config.data
     corpus = load_corpus(
         data.source if source is None else source,
         tokenizer=model.tokenizer,

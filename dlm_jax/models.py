@@ -42,6 +42,7 @@ class Model:
       sample: settings used where a call gives none.
       max_length: tokens of the longest canvas it was trained on.
       is_causal: whether it is autoregressive: its likelihoods are then exact.
+      config: what it was trained with; None for a network of your own.
     """
 
     network: Network
@@ -50,6 +51,7 @@ class Model:
     max_length: int
     sample: SampleConfig = SampleConfig()
     is_causal: bool = False
+    config: Config | None = None
 
     def advance(self, *, draw: str = "inverse_cdf") -> Advance:
         """The compiled denoising loop of this model's network, made once for each `draw`."""
@@ -105,14 +107,8 @@ def load(
         max_length=config.data.seq_len,
         sample=config.sample,
         is_causal=config.model.attention_type == "causal",
+        config=config,
     )
-
-
-def read_config(path: str | os.PathLike[str] | None = None) -> Config:
-    """The config that the model at `path` was trained with; paths and errors as for `load`."""
-    if path is None or Path(path).suffix == SUFFIX:
-        return _config_of(load_weights(SHIPPED if path is None else path)[1])
-    return _config_of(checkpoint.load_params(path, _abstract_params)[1])
 
 
 def _abstract_params(meta: dict[str, Any]) -> Params:

@@ -11,7 +11,7 @@ import dlm_jax.config as configs
 import sample
 from dlm_jax.checkpoint import load_weights
 from dlm_jax.data.tinyshakespeare import SHA256
-from dlm_jax.models import SHIPPED, read_config
+from dlm_jax.models import SHIPPED
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "shakespeare.toml"
@@ -24,7 +24,7 @@ def test_it_is_small_and_names_its_text():
 
 
 def test_it_was_trained_by_the_config_that_anyone_can_rerun():
-    there, ours = read_config(), configs.load(CONFIG)
+    there, ours = dlm_jax.load().config, configs.load(CONFIG)
     given = tomllib.loads(CONFIG.read_text())
     for section in ("model", "data", "objective", "optim", "train", "sample"):
         for key in given[section]:

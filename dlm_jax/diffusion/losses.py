@@ -60,24 +60,16 @@ def cross_entropy(
     return jnp.moveaxis(nll, 0, 1).reshape(num_rows, num_positions)
 
 
-def weighted_sums(
-    network: Network, params: Params, example: Example, *, mask_id: int
-) -> dict[str, jax.Array]:
-    """By task, the sum over the example's rows of weight times cross-entropy (nats); one forward.
+def losses(network: Network, params: Params, example: Example, *, mask_id: int) -> dict[str, Loss]:
+    """By task, its loss over the example: weight times cross-entropy (nats); one forward for all.
 
-    With the example's totals these are the task's `Loss`. MASK is never a prediction.
+    MASK is never a prediction.
     """
     batch = example.batch
     hidden_BLD, _ = network.trunk(params, example.shown_BL, batch.length_B, None)
     nll_BL = cross_entropy(network, params, hidden_BLD, batch.tokens_BL, mask_id=mask_id)
     return {
         # What is not asked for may be a MASK that stands in the text, which costs infinity.
-        name: jnp.sum(jnp.where(weight_BL > 0, weight_BL * nll_BL, 0.0))
+        name: Loss(jnp.sum(jnp.where(weight_BL > 0, weight_BL * nll_BL, 0.0)), example.totals[name])
         for name, weight_BL in example.weights.items()
     }
-
-
-def losses(network: Network, params: Params, example: Example, *, mask_id: int) -> dict[str, Loss]:
-    """By task, its loss over the example as (sum, weight)."""
-    sums = weighted_sums(network, params, example, mask_id=mask_id)
-    return {name: Loss(total, example.totals[name]) for name, total in sums.items()}

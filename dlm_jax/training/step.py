@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dlm_jax.diffusion.likelihood import bound, causal_nll
-from dlm_jax.diffusion.losses import weighted_sums
+from dlm_jax.diffusion.losses import losses
 from dlm_jax.diffusion.objectives import Batch, Example, Mixture
 from dlm_jax.model import cpu
 from dlm_jax.sharding import batch_sharding, shardings
@@ -121,16 +121,17 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
         example = mixture.example(batch, jax.random.fold_in(key, state.step))
-        per_total = {
-            name: mixture.shares[name] / jnp.maximum(total, 1.0)
-            for name, total in example.totals.items()
-        }
 
         def part_loss(params: Params, part: Example) -> tuple[jax.Array, dict[str, jax.Array]]:
-            sums = weighted_sums(network, params, part, mask_id=config.mask_id)
-            return sum(per_total[name] * sums[name] for name in sums), sums  # type: ignore
+            # The totals are those of the whole batch, whatever part of it this is.
+            whole = part._replace(totals=example.totals)
+            means = {
+                name: loss.sum / jnp.maximum(loss.weight, 1.0)
+                for name, loss in losses(network, params, whole, mask_id=config.mask_id).items()
+            }
+            return sum((mixture.shares[name] * means[name] for name in means), jnp.zeros(())), means
 
-        grads, loss, sums = _add_up(
+        grads, loss, means = _add_up(
             jax.value_and_grad(part_loss, has_aux=True), state.params, example, config.accumulate
         )
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -140,8 +141,8 @@ def make_train_step(
             "grad_norm": optax.tree.norm(grads),
             "param_norm": optax.tree.norm(params),
         }
-        if len(sums) > 1:
-            metrics |= {n: sums[n] / jnp.maximum(example.totals[n], 1.0) for n in sums}
+        if len(means) > 1:
+            metrics |= means
         ema = _averaged(state, params, config.ema_decay)
         return TrainState(params, opt_state, state.step + 1, ema), metrics
 
@@ -159,13 +160,13 @@ def make_train_step(
 def _add_up(
     gradient: Callable[..., Any], params: Params, example: Example, num_parts: int
 ) -> tuple[Params, jax.Array, dict[str, jax.Array]]:
-    """Gradient, loss and sums over the parts of an example, one part at a time.
+    """Gradient, loss and the objectives' losses, summed over the parts, one part at a time.
 
     Part p holds the rows p, p + num_parts, ...: every device has its share of each.
     """
     if num_parts == 1:
-        (loss, sums), grads = gradient(params, example)
-        return grads, loss, sums
+        (loss, means), grads = gradient(params, example)
+        return grads, loss, means
 
     def cut(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(-1, num_parts, *x.shape[1:]), 1, 0)
@@ -179,8 +180,8 @@ def _add_up(
     def one_part(total: Any, part: Example) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, gradient(params, part)), None
 
-    ((loss, sums), grads), _ = jax.lax.scan(one_part, zeros, jax.tree.map(cut, by_row))
-    return grads, loss, sums
+    ((loss, means), grads), _ = jax.lax.scan(one_part, zeros, jax.tree.map(cut, by_row))
+    return grads, loss, means
 
 
 def _averaged(state: TrainState, params: Params, decay: float) -> Params | None:

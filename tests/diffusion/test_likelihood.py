@@ -13,7 +13,7 @@ from oracles import likelihood as oracle
 
 from dlm_jax.diffusion.corruption import SCHEDULES
 from dlm_jax.diffusion.likelihood import bound, bound_at, causal_nll, ratio_and_error
-from dlm_jax.diffusion.losses import weighted_sums
+from dlm_jax.diffusion.losses import losses
 from dlm_jax.diffusion.objectives import Batch, Example, elbo_at
 from dlm_jax.model.transformer import build
 
@@ -31,7 +31,7 @@ def _elbo_sum(params, batch, is_masked_BL):
     """Cross-entropy that each mask hides, weight 1."""
     task = elbo_at(batch, is_masked_BL, jnp.ones(len(is_masked_BL)), mask_id=toy.MASK)
     example = Example(batch, task.shown_BL, {"elbo": task.weight_BL}, {"elbo": task.total})
-    return weighted_sums(toy.network(), params, example, mask_id=toy.MASK)["elbo"]
+    return losses(toy.network(), params, example, mask_id=toy.MASK)["elbo"].sum
 
 
 def _row(tokens):
