@@ -2,8 +2,11 @@
 
 Without ``--checkpoint`` the model is the one that ships with the package, a small Shakespeare.
 Only the texts go to standard output, separated by a line ``---``; progress, a summary and what
-``--read-back`` and ``--report-chain`` tell go to standard error. A flag that is not given takes
-what the checkpoint recommends.
+``--read-back``, ``--report-chain`` and ``--watch`` tell go to standard error. A flag that is not
+given takes what the checkpoint recommends.
+
+``--prompts in.jsonl --output out.jsonl`` runs a file of requests instead; run it again to go on
+where it was stopped (docs/generation.md).
 """
 
 from __future__ import annotations
@@ -14,12 +17,16 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tqdm import tqdm
 
 import dlm_jax
-from dlm_jax.api import chain_report
+from dlm_jax.api import chain_report, texts_of
+from dlm_jax.batch.requests import read_requests, share
+from dlm_jax.batch.results import Results, fingerprint
+from dlm_jax.batch.run import describe_model, describe_settings, run_requests
 from dlm_jax.command_line import Parser, refusals, start_jax
 from dlm_jax.config import (
     SampleConfig,
@@ -32,6 +39,11 @@ from dlm_jax.config import (
 from dlm_jax.data import Tokenizer
 from dlm_jax.sampling.candidates import HostSampler, Written
 from dlm_jax.sampling.params import in_use
+from dlm_jax.sampling.slots import Row
+from dlm_jax.viewing.frames import Frame
+from dlm_jax.viewing.rows import frame_of, special_names
+from dlm_jax.viewing.trace import write_trace
+from dlm_jax.viewing.watch import Watch
 
 
 def make_parser() -> Parser:
@@ -39,7 +51,9 @@ def make_parser() -> Parser:
     parser = Parser(prog="sample.py", description=__doc__)
     add = parser.add_argument
     add("--checkpoint", metavar="PATH", help="a run or a weights file; default: the shipped model")
-    add("--prompt", default="", metavar="TEXT", help="text that every sample begins with")
+    add("--prompt", metavar="TEXT", help="text that every sample begins with")
+    add("--template", metavar="TEXT", help='text with gaps to fill: "To be <hole:4> be"')
+    add("--draft", metavar="TEXT", help="text behind the prompt that remasking refines")
     add("--num-samples", type=int, default=1, metavar="N", help="texts to print (1)")
     add("--max-length", type=int, metavar="L", help="canvas of a row; default: as trained")
     add("--seed", type=int, default=0, metavar="K", help="sample i has the seed K + i (0)")
@@ -48,6 +62,12 @@ def make_parser() -> Parser:
     add("--read-back", type=int, metavar="K", help="print each token with its K best candidates")
     add("--max-candidates", type=int, default=64, metavar="N",
         help="of a position that a host sampler or --read-back sees at most (64)")  # fmt: skip
+    add("--watch", action="store_true", help="show the canvas while it is denoised")
+    add("--trace", metavar="FILE", help="write a page that plays the denoising")
+    add("--prompts", metavar="FILE", help="requests, one JSON object per line; needs --output")
+    add("--output", metavar="FILE", help="results of --prompts, one JSON object per line")
+    add("--num-processes", type=int, default=1, metavar="N", help="processes that share --prompts")
+    add("--process-id", type=int, default=0, metavar="I", help="which of them this is, from 0")
     add("--report-chain", action="store_true", help="print where each part of the chain runs")
     add_sample_flags(parser)
     return parser
@@ -109,13 +129,32 @@ def _check_read_back(args: argparse.Namespace) -> None:
         )
 
 
+def _check_modes(args: argparse.Namespace) -> None:
+    """Raises ValueError for flags that mean nothing together."""
+    if (args.prompts is None) != (args.output is None):
+        raise ValueError("--prompts and --output go together; give both")
+    single = ("prompt", "template", "draft", "watch", "trace", "host_sampler", "read_back")
+    given = [name for name in single if getattr(args, name) not in (None, False)]
+    if args.prompts is not None and (given or args.num_samples != 1):
+        name = (given or ["num_samples"])[0].replace("_", "-")
+        raise ValueError(f"--{name} means nothing with --prompts; say it in the requests")
+    if args.prompts is None and (args.num_processes, args.process_id) != (1, 0):
+        raise ValueError("--num-processes and --process-id share --prompts; give that too")
+    hosted = [name for name in ("host_sampler", "read_back") if getattr(args, name) is not None]
+    if hosted and (args.watch or args.trace):
+        raise ValueError(
+            f"--{hosted[0].replace('_', '-')} and --watch or --trace exclude each other; drop one"
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 2 refused."""
+    """Exit code: 0 done, 1 some requests were refused, 2 refused."""
     start_jax()
     with refusals():
         args, _ = parse_flags(make_parser(), argv)
         names = [field.name for field in dataclasses.fields(SampleConfig)]
         settings = sample_settings({n: getattr(args, n) for n in names if hasattr(args, n)})
+        _check_modes(args)
         sampler = import_sampler(args.host_sampler) if args.host_sampler is not None else None
         _check_read_back(args)
         model = dlm_jax.load(args.checkpoint, report=lambda line: print(line, file=sys.stderr))
@@ -123,37 +162,124 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(chain_report(model, host_sampler=sampler, **settings), file=sys.stderr)
         # All rows ask for the same, so nothing else needs to be compiled.
         sample = resolve(vars(model.sample), settings, kind=SampleConfig)
-        settings["chain"] = in_use(sample, sample.chain)
+    if args.prompts is not None:
+        return _sample_file(model, args, settings)
+    settings["chain"] = in_use(sample, sample.chain)
+    asked = {name: getattr(args, name) for name in ("prompt", "template", "draft")}
+    prompts = [{name: text for name, text in asked.items() if text is not None}]
+    common: dict[str, Any] = {
+        "num_samples": args.num_samples,
+        "max_length": args.max_length,
+        "seed": args.seed,
+        "batch_size": args.batch_size,
+    } | settings
     began = time.perf_counter()
-    # The bar waits, so that a refusal stands alone.
-    with refusals(), tqdm(desc="sample", unit="token", delay=1) as bar:
-        result = dlm_jax.generate(
-            model,
-            [args.prompt],
-            num_samples=args.num_samples,
-            max_length=args.max_length,
-            seed=args.seed,
-            batch_size=args.batch_size,
-            host_sampler=sampler,
-            read_back=args.read_back is not None,
-            max_candidates=args.max_candidates,
-            on_commits=bar.update,
-            **settings,
-        )
+    if args.watch or args.trace is not None:
+        with refusals():
+            result = _watch(model, prompts, args, common)
+    else:
+        # The bar waits, so that a refusal stands alone.
+        with refusals(), tqdm(desc="sample", unit="token", delay=1) as bar:
+            result = dlm_jax.generate(
+                model, prompts, host_sampler=sampler, read_back=args.read_back is not None,
+                max_candidates=args.max_candidates, on_commits=bar.update, **common,
+            )  # fmt: skip
     seconds = time.perf_counter() - began
     print("\n---\n".join(result.texts))
     generated = int((result.committed >= 0).sum())
     _print_read_back(result, args, model.tokenizer)
-    draw = settings.get("draw", model.sample.draw)
     is_compiled_loop = sampler is None and args.read_back is None
-    compiled = (model.advance if is_compiled_loop else model.host_loop)(draw=draw).compiled
+    loop = model.advance if is_compiled_loop else model.host_loop
+    compiled = loop(draw=sample.draw, is_guided=sample.guidance > 0).compiled
     print(
-        f"{len(result.texts)} texts, {int(result.steps.sum())} steps, {generated} tokens in "
+        f"{len(result.texts)} texts, {int(result.steps.sum())} steps, "
+        f"{int(result.forwards.sum())} forwards, {generated} tokens in "
         f"{seconds:.2f} s ({generated / seconds:,.0f} tokens/s with compilation); "
         f"{len(compiled)} compilation ({', '.join(compiled)})",
         file=sys.stderr,
     )
     return 0
+
+
+def _watch(
+    model: dlm_jax.Model,
+    prompts: Sequence[dict[str, Any]],
+    args: argparse.Namespace,
+    common: dict[str, Any],
+) -> dlm_jax.Texts:
+    """The texts, shown while they are denoised and kept for the page that plays it."""
+    decode, names = model.tokenizer.decode, special_names(model.tokenizer)
+    watch = Watch(decode, sys.stderr, names=names) if args.watch else None
+    steps = resolve(vars(model.sample), {"steps": common.get("steps", model.sample.steps)},
+                    kind=SampleConfig).steps  # fmt: skip
+    frames: dict[int, list[Frame]] = {}
+    rows: dict[int, Row] = {}
+    for canvases in dlm_jax.stream(model, prompts, **common):
+        rows |= canvases
+        shown = [frame_of(i, row, mask_id=model.tokenizer.mask_id, steps=steps)
+                 for i, row in sorted(canvases.items())]  # fmt: skip
+        for frame in shown:
+            frames.setdefault(frame.row, []).append(frame)
+        if watch is not None:
+            watch.show(shown)
+    if args.trace is not None:
+        title = prompts[0].get("prompt") or prompts[0].get("template") or "unprompted"
+        write_trace(args.trace, [frames[i] for i in sorted(frames)], decode, title=title[:80],
+                    names=names)  # fmt: skip
+        print(f"wrote {args.trace}", file=sys.stderr)
+    return texts_of(model, rows)
+
+
+def _sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[str, Any]) -> int:
+    """Runs a file of requests; exit code 1 if some were refused."""
+    if args.max_length is not None:
+        settings = settings | {"max_length": args.max_length}
+    with refusals():
+        known = [field.name for field in dataclasses.fields(SampleConfig)]
+        lines = read_requests(args.prompts, known=[*known, "infill"])
+        own = share(lines, args.process_id, args.num_processes)
+        mark = fingerprint(
+            args.prompts,
+            model=describe_model(model),
+            settings=describe_settings(settings)
+            | {"seed": args.seed, "batch_size": args.batch_size},
+        )
+        results = Results(
+            args.output, fingerprint=mark, index=args.process_id, count=args.num_processes
+        )
+    began = time.perf_counter()
+    with results:
+        todo = [line for line in own if line.id not in results.done]
+        if len(todo) < len(own):
+            print(f"{len(own) - len(todo)} of {len(own)} requests are done", file=sys.stderr)
+        with tqdm(total=len(todo), desc="sample", unit="row", delay=1) as bar:
+            tokens = 0
+
+            def show(result: Mapping[str, Any]) -> None:
+                nonlocal tokens
+                tokens += len(result.get("tokens", ()))
+                bar.update()
+                bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):,.0f} tokens/s")
+
+            report = run_requests(
+                model, own, results, seed=args.seed, settings=settings,
+                batch_size=args.batch_size, on_result=show,
+            )  # fmt: skip
+        with refusals():
+            is_complete = results.finish([line.id for line in lines])
+    seconds = time.perf_counter() - began
+    print(
+        f"{report.rows} rows, {report.errors} refused, {report.tokens} tokens in {seconds:.2f} s "
+        f"({report.rows / seconds:,.1f} rows/s, {report.tokens / seconds:,.0f} tokens/s with "
+        f"compilation), slots {report.occupancy:.0%} occupied while requests waited; "
+        f"{len(report.programs)} programs ({', '.join(report.programs)})",
+        file=sys.stderr,
+    )
+    print(
+        f"wrote {args.output}" if is_complete else "the other processes have not finished yet",
+        file=sys.stderr,
+    )
+    return 1 if report.errors else 0
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Quality of a model's unprompted texts beside held-out text and n-gram samplers.
 
     python benchmarks/text_quality.py --judge runs/shakespeare_judge [--checkpoint PATH]
+        [--set temperature=0.7,temperature_end=-1 order=left_to_right ...]
 
-All rows hold the same number of texts of the model's canvas length. Known words are words of the
-training text. Copied is the share of runs of four words that stand in the training text. The judge
-is an autoregressive model trained on the same text from another seed: its exact bits per character
-of each text, with the standard error over texts. Low is not good by itself: repeating oneself and
-copying are cheap too, so read it beside the other columns.
+All rows hold the same number of texts, cut to the same number of characters. Known words are words
+of the training text. Copied is the share of runs of four words that stand in the training text. The
+judge is an autoregressive model trained on the same text from another seed: its exact bits per
+character of each text, with the standard error over texts. Low is not good by itself: repeating
+oneself and copying are cheap too, so read it beside the other columns.
 """
 
 from __future__ import annotations
@@ -19,11 +20,24 @@ import numpy as np
 
 import dlm_jax
 from dlm_jax.command_line import start_jax
+from dlm_jax.config import add_sample_flags, sample_settings
 from dlm_jax.data import join_documents, read_documents, split_text
 from dlm_jax.likelihood import score
 
 sys.path.insert(0, str(Path(__file__).parent))
 from quality import NgramSampler, copied_share, distinct_share, known_share, words  # noqa: E402
+
+
+def parser_of_settings() -> argparse.ArgumentParser:
+    """The flags of `sample.py` for settings."""
+    parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
+    add_sample_flags(parser)
+    return parser
+
+
+def _flag(item: str) -> tuple[str, str]:
+    name, value = item.split("=", 1)
+    return f"--{name.replace('_', '-')}", value
 
 
 def main() -> None:
@@ -34,9 +48,9 @@ def main() -> None:
     parser.add_argument("--source", help="the corpus, if it is elsewhere than the config says")
     parser.add_argument("--num-samples", type=int, default=64)
     parser.add_argument("--seed", type=int, default=1000)
-    parser.add_argument(
-        "--set", nargs="*", default=[], metavar="TEMPERATURE", help="further temperatures"
-    )
+    parser.add_argument("--characters", type=int, default=256, help="of each text (256)")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE,...",
+        help="further settings of the model, one row of the table each")  # fmt: skip
     args = parser.parse_args()
     start_jax()
     model, judge = dlm_jax.load(args.checkpoint), dlm_jax.load(args.judge)
@@ -45,21 +59,17 @@ def main() -> None:
     source = args.source or data.source
     corpus, held_out = split_text(join_documents(read_documents(source)), data.held_out)
     known = set(words(corpus))
-    length, number = model.max_length, args.num_samples
+    length, number = args.characters, args.num_samples
     starts = np.linspace(0, len(held_out) - length, number).astype(int)
     sources = {"held-out text": [held_out[start : start + length] for start in starts]}
     for order in (3, 4, 5, 6):
         sampler, rng = NgramSampler(corpus, order), np.random.default_rng(args.seed)
         sources[f"{order}-gram sampler"] = [sampler.text(length, rng) for _ in range(number)]
-    sources["model, default settings"] = list(
-        dlm_jax.generate(model, num_samples=number, seed=args.seed).texts
-    )
-    for temperature in args.set:
-        sources[f"model, temperature {temperature}"] = list(
-            dlm_jax.generate(
-                model, num_samples=number, seed=args.seed, temperature=float(temperature)
-            ).texts
-        )
+    for given in ["", *args.set]:
+        flags = [word for item in given.split(",") if item for word in _flag(item)]
+        settings = sample_settings(vars(parser_of_settings().parse_args(flags)))
+        texts = dlm_jax.generate(model, num_samples=number, seed=args.seed, **settings).texts
+        sources[f"model, {given or 'default settings'}"] = [text[:length] for text in texts]
     print("| texts | known words | judged bits/char | distinct 4-grams | copied word 4-grams |")
     print("| --- | --- | --- | --- | --- |")
     for name, texts in sources.items():

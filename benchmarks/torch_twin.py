@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -50,7 +53,10 @@ def rotate(x, cos, sin):
 
 
 class Twin(nn.Module):
-    """Tokens ``[B, L]`` and lengths ``[B]`` to logits ``[B, L, V]``; tied head."""
+    """Tokens ``[B, L]`` and lengths ``[B]`` to logits ``[B, L, V]``; tied head.
+
+    Without lengths every position is visible, and attention runs without a mask.
+    """
 
     def __init__(self, vocab_size: int, depth: int, width: int, heads: int, activation: str):
         super().__init__()
@@ -60,12 +66,34 @@ class Twin(nn.Module):
         self.norm = nn.RMSNorm(width, eps=1e-5)
         self.half_size = width // heads // 2
 
-    def forward(self, tokens, length):
+    def load(self, params: Any) -> Twin:
+        """Itself with the parameters of `dlm_jax`: their nested dict, as NumPy arrays."""
+        named = {"embedding.weight": params["embedding"], "norm.weight": params["norm"]["scale"]}
+        blocks = params["blocks"]
+        attention, mlp = blocks["attention"], blocks["mlp"]
+        joined = {
+            "qkv": [attention[name] for name in ("query", "key", "value")],
+            "out": [attention["out"]],
+            "up": [mlp[name] for name in ("gate", "up") if name in mlp],
+            "down": [mlp["down"]],
+        }
+        norms = {name: blocks[name] for name in ("attention_norm", "mlp_norm")}
+        norms |= {name: attention[name] for name in ("query_norm", "key_norm")}
+        for layer in range(len(self.blocks)):
+            for name, norm in norms.items():
+                named[f"blocks.{layer}.{name}.weight"] = norm["scale"][layer]
+            for name, parts in joined.items():
+                kernel = np.concatenate([part["kernel"][layer] for part in parts], axis=1)
+                named[f"blocks.{layer}.{name}.weight"] = kernel.T
+        self.load_state_dict({name: torch.tensor(value) for name, value in named.items()})
+        return self
+
+    def forward(self, tokens, length=None):
         """Logits ``[B, L, V]``."""
         frequencies = 10000.0 ** (-torch.arange(self.half_size) / self.half_size)
         at = torch.arange(tokens.shape[1])
         angles = at[:, None, None] * frequencies
-        is_visible = (at < length[:, None])[:, None, None, :]
+        is_visible = None if length is None else (at < length[:, None])[:, None, None, :]
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, angles.cos(), angles.sin(), is_visible)

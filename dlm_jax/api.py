@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from dlm_jax.config import SampleConfig, resolve
+from dlm_jax.jobs import Job, canvases, chain_of, group_jobs, make_jobs, slots_of
 from dlm_jax.models import Model
 from dlm_jax.sampling.candidates import HostSampler
-from dlm_jax.sampling.commit import ORDERS, QUOTAS
-from dlm_jax.sampling.generate import Generation, Request, cut_at_eos, merge
-from dlm_jax.sampling.generate import generate as generate_tokens
+from dlm_jax.sampling.generate import Generation, assemble, finish
 from dlm_jax.sampling.host import describe
-from dlm_jax.sampling.params import pack
-from dlm_jax.sampling.transforms import Chain
+from dlm_jax.sampling.slots import Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +47,10 @@ def generate(
       model: from `load`, or your own `Model`.
       prompts: given texts, kept as they are; or mappings with ``prompt`` and any setting of that
         prompt alone, ``seed`` (of its first sample), ``max_length``, ``host_sampler`` and
-        ``read_back`` included.
+        ``read_back`` included. Instead of ``prompt``, ``template`` is text with gaps to fill
+        (``"To be <hole:4> be"``), and ``tokens`` are ids, with ``infill`` true MASK among them is a
+        gap; ``draft`` is text behind the prompt that remasking refines. See
+        `dlm_jax.prompts.make_canvas`.
       num_samples: rows of each prompt, next to each other in the result.
       seed: of the first row.
       max_length: tokens a row may hold with its prompt; the model's own if not given.
@@ -70,131 +69,78 @@ def generate(
         encoded; the line names the prompt if there are several. Or a host sampler chose what is
         no candidate; the line names row and position.
     """
-    for name, value in (("num_samples", num_samples), ("max_candidates", max_candidates)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} must be at least 1, a whole number")
+    if not isinstance(max_candidates, int) or max_candidates < 1:
+        raise ValueError(f"max_candidates={max_candidates!r} must be at least 1, a whole number")
     common = {"seed": seed, "max_length": max_length} | settings
     common |= {"host_sampler": host_sampler, "read_back": read_back}
-    rows = []
-    for index, prompt in enumerate(prompts):
-        try:
-            rows.extend(_rows(model, prompt, common, index * num_samples, num_samples))
-        except ValueError as error:
-            where = f"prompt {index}: " if len(prompts) > 1 else ""
-            raise ValueError(f"{where}{error}") from None
-    if not rows:
-        raise ValueError("there is nothing to generate; give at least one prompt")
-    result = _generate_rows(
-        model,
-        rows,
-        batch_size=batch_size,
-        max_candidates=max_candidates,
-        on_commits=on_commits,
-    )
-    result = cut_at_eos(result, eos_id=model.tokenizer.eos_id, pad_id=model.tokenizer.pad_id)
-    texts = tuple(
-        model.tokenizer.decode(row[:length])
-        for row, length in zip(result.tokens, result.lengths, strict=True)
-    )
+    jobs = _all_jobs(model, prompts, num_samples, common)
+    rows: dict[int, Row] = {}
+    for static, members in group_jobs(jobs).items():
+        slots = slots_of(
+            model, static, [jobs[index] for index in members], batch_size=batch_size,
+            max_candidates=max_candidates, names=members,
+        )  # fmt: skip
+        slots.submit(range(len(members)))
+        for index, row in finish(slots, on_commits):
+            rows[members[index]] = row.upto_eos(model.tokenizer.eos_id)
+    return texts_of(model, rows)
+
+
+def stream(
+    model: Model,
+    prompts: Sequence[str | Mapping[str, Any]] = ("",),
+    *,
+    num_samples: int = 1,
+    seed: int = 0,
+    max_length: int | None = None,
+    batch_size: int = 64,
+    every: int | Literal["block"] = 1,
+    **settings: Any,
+) -> Iterator[dict[int, Row]]:
+    """The canvases of `generate` while they are denoised, by the place of their row in its result.
+
+    First before any step, then after every `every` steps, or with ``every="block"`` whenever a row
+    has finished a block. Rows that wait for a slot are not shown, and a row is shown for the last
+    time when it has ended; its tokens are then what `generate` returns.
+
+    Arguments are those of `generate`, and ``every``, the steps between two canvases, at least 1, or
+    "block".
+
+    Raises:
+      ValueError: as `generate`, or `every` is neither; at the first canvas.
+    """
+    common = {"seed": seed, "max_length": max_length} | settings
+    jobs = _all_jobs(model, prompts, num_samples, common)
+    return canvases(model, jobs, every=every, batch_size=batch_size)
+
+
+def texts_of(model: Model, rows: Mapping[int, Row]) -> Texts:
+    """Finished rows by their places, such as the last that `stream` shows, with their texts."""
+    ordered = [rows[index] for index in sorted(rows)]
+    result = assemble(ordered, pad_id=model.tokenizer.pad_id)
+    texts = tuple(model.tokenizer.decode(row.tokens) for row in ordered)
     return Texts(**vars(result), texts=texts)
 
 
-class _Row(NamedTuple):
-    """One row to generate: its canvas, and everything asked of it."""
-
-    request: Request
-    sample: SampleConfig
-
-
-def _rows(
+def _all_jobs(
     model: Model,
-    prompt: str | Mapping[str, Any],
-    common: Mapping[str, Any],
-    first: int,
+    prompts: Sequence[str | Mapping[str, Any]],
     num_samples: int,
-) -> list[_Row]:
-    """The rows of one prompt; `first` is added to the seed unless the prompt has its own."""
-    own = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
-    asked = {**common, **own}
-    text = asked.pop("prompt", "")
-    seed = asked.pop("seed") + (0 if "seed" in own else first)
-    host = {name: asked.pop(name) for name in ("host_sampler", "read_back")}
-    max_length = asked.pop("max_length")
-    if max_length is not None and max_length < 1:
-        raise ValueError(f"max_length={max_length} must be at least 1")
-    sample = resolve(vars(model.sample), asked, kind=SampleConfig)
-    room = model.max_length if max_length is None else max_length
-    canvas = _canvas(model, text, sample.gen_length, room)
-    return [
-        _Row(Request(tokens=canvas, steps=sample.steps, seed=seed + index, **host), sample)
-        for index in range(num_samples)
-    ]
-
-
-class _Static(NamedTuple):
-    """What is compiled in: rows that agree in it run together."""
-
-    order: str
-    schedule: str
-    chain: tuple[str, ...]
-    draw: str
-    needs_host: bool
-
-
-def _generate_rows(
-    model: Model,
-    rows: Sequence[_Row],
-    *,
-    batch_size: int,
-    max_candidates: int,
-    on_commits: Callable[[int], Any] | None,
-) -> Generation:
-    """All rows, in their order; those that agree in what is compiled in run together."""
-    groups: dict[_Static, list[int]] = {}
-    for index, (request, sample) in enumerate(rows):
-        static = _Static(
-            sample.order, sample.schedule, sample.chain, sample.draw, request.needs_host
-        )
-        groups.setdefault(static, []).append(index)
-    tokenizer = model.tokenizer
-    parts = []
-    for static, members in groups.items():
-        samples = [rows[index].sample for index in members]
-
-        def make_chain(
-            indices: Sequence[int], slots: int, samples: list[SampleConfig] = samples
-        ) -> Chain:
-            used = [samples[index] for index in indices]
-            return _chain(model, used + [used[-1]] * (slots - len(used)))
-
-        part = generate_tokens(
-            (model.host_loop if static.needs_host else model.advance)(draw=static.draw),
-            model.params,
-            [rows[index].request for index in members],
-            make_chain=make_chain,
-            rule=ORDERS[static.order](QUOTAS[static.schedule]),
-            mask_id=tokenizer.mask_id,
-            pad_id=tokenizer.pad_id,
-            batch_size=batch_size,
-            max_candidates=max_candidates,
-            names=members,
-            on_commits=on_commits,
-        )
-        parts.append((members, part))
-    return merge(parts, pad_id=tokenizer.pad_id)
-
-
-def _chain(model: Model, samples: Sequence[SampleConfig]) -> Chain:
-    """The chain of rows that name the same transforms."""
-    vocab_size = model.network.vocab_size
-    return pack(
-        samples,
-        vocab_size=vocab_size,
-        # Published models have more logits than tokens.
-        banned_ids=(*model.tokenizer.banned_ids, *range(model.tokenizer.vocab_size, vocab_size)),
-        eos_ids=(model.tokenizer.eos_id,),
-        chain=samples[0].chain,
-    )
+    common: Mapping[str, Any],
+) -> list[Job]:
+    """The rows of all prompts, in the order of the result."""
+    if not isinstance(num_samples, int) or num_samples < 1:
+        raise ValueError(f"num_samples={num_samples!r} must be at least 1, a whole number")
+    jobs: list[Job] = []
+    for index, prompt in enumerate(prompts):
+        try:
+            jobs.extend(make_jobs(model, prompt, common, index * num_samples, num_samples))
+        except ValueError as error:
+            where = f"prompt {index}: " if len(prompts) > 1 else ""
+            raise ValueError(f"{where}{error}") from None
+    if not jobs:
+        raise ValueError("there is nothing to generate; give at least one prompt")
+    return jobs
 
 
 def chain_report(model: Model, *, host_sampler: HostSampler | None = None, **settings: Any) -> str:
@@ -209,22 +155,4 @@ def chain_report(model: Model, *, host_sampler: HostSampler | None = None, **set
       ValueError: a setting is unknown or out of range.
     """
     sample = resolve(vars(model.sample), settings, kind=SampleConfig)
-    return describe(_chain(model, [sample]), host_sampler)
-
-
-def _canvas(model: Model, prompt: str, gen_length: int, max_length: int) -> np.ndarray:
-    """Ids of the prompt, then MASK at every token to generate."""
-    given = model.tokenizer.encode(prompt)
-    room = max_length - given.size
-    if room < 1:
-        raise ValueError(
-            f"prompt of {given.size} tokens leaves no room on the canvas of {max_length}; "
-            f"shorten it or raise max_length above {given.size}"
-        )
-    if gen_length > room:
-        raise ValueError(
-            f"gen_length={gen_length} and a prompt of {given.size} tokens exceed the canvas of "
-            f"{max_length}; use gen_length={room} at most or raise max_length"
-        )
-    holes = np.full(gen_length or room, model.tokenizer.mask_id, np.int32)
-    return np.concatenate([given, holes])
+    return describe(chain_of(model, [sample]), host_sampler)

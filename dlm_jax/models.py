@@ -14,8 +14,9 @@ from jax.sharding import NamedSharding
 import dlm_jax.config as configs
 from dlm_jax import checkpoint
 from dlm_jax.checkpoint.weights import SUFFIX, load_weights
-from dlm_jax.config import Config, SampleConfig
+from dlm_jax.config import Config, ObjectiveConfig, SampleConfig
 from dlm_jax.data import Tokenizer, check_fits, from_json
+from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
 from dlm_jax.model import cpu
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.advance import Advance, make_advance
@@ -26,7 +27,7 @@ from dlm_jax.sampling.propose import chunk_size
 from dlm_jax.types import Network, Params
 
 SHIPPED = Path(__file__).parent / "shipped" / "shakespeare.safetensors"
-"""The model that comes with the package: Shakespeare, character by character."""
+"""The model that comes with the package: a small Shakespeare in byte-pair tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,26 +54,34 @@ class Model:
     is_causal: bool = False
     config: Config | None = None
 
-    def advance(self, *, draw: str = "inverse_cdf") -> Advance:
-        """The compiled denoising loop of this model's network, made once for each `draw`."""
-        program = self._program(draw, rows=split_rows(self.params))
+    def advance(self, *, draw: str = "inverse_cdf", is_guided: bool = False) -> Advance:
+        """The compiled denoising loop of this model's network, made once for each program."""
+        program = self._program(draw, is_guided, rows=split_rows(self.params))
         return make_advance(program, compiler_options=_compiler_options())
 
-    def host_loop(self, *, draw: str = "inverse_cdf") -> HostLoop:
+    def host_loop(self, *, draw: str = "inverse_cdf", is_guided: bool = False) -> HostLoop:
         """The same loop in single steps, for rows with a host sampler or read-back.
 
         On several devices each runs all rows.
         """
-        program = self._program(draw, rows=None)
+        program = self._program(draw, is_guided, rows=None)
         return make_host_loop(program, compiler_options=_compiler_options())
 
-    def _program(self, draw: str, *, rows: NamedSharding | None) -> Program:
+    @property
+    def noise(self) -> Schedule:
+        """The noise schedule it was trained with; the linear one for a network of your own."""
+        asked = ObjectiveConfig() if self.config is None else self.config.objective
+        return SCHEDULES[asked.schedule](asked.schedule_power)
+
+    def _program(self, draw: str, is_guided: bool, *, rows: NamedSharding | None) -> Program:
         return Program(
             network=self.network,
             mask_id=self.tokenizer.mask_id,
             chunk=chunk_size(self.network.vocab_size),
             rows=rows,
             draw=draw,
+            is_guided=is_guided,
+            eos_id=self.tokenizer.eos_id,
         )
 
 

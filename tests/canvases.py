@@ -12,8 +12,11 @@ import numpy as np
 import toy
 
 from dlm_jax.sampling.advance import Advance, make_advance
-from dlm_jax.sampling.commit import ORDERS, QUOTAS, CommitRule
-from dlm_jax.sampling.loop import Program, State, start
+from dlm_jax.sampling.commit import QUOTAS, CommitRule
+from dlm_jax.sampling.loop import Program
+from dlm_jax.sampling.orders import ORDERS
+from dlm_jax.sampling.remask import RemaskRule
+from dlm_jax.sampling.state import State, start
 from dlm_jax.sampling.transforms import Chain, LogitBias, Temperature, chain
 from dlm_jax.types import Network
 
@@ -33,6 +36,10 @@ class Row:
     steps: int = 4
     seed: int = 0
     temperature: float = 1.0
+    block_length: int = 0
+    guidance: float = 0.0
+    stop_at_eos: bool = False
+    is_draft: tuple[bool, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +96,16 @@ def make_state(
     *,
     positions: int = POSITIONS,
     banned: Sequence[int] = toy.BANNED,
+    remask: RemaskRule | None = None,
 ) -> State:
     """The state before the first step, one slot per row; None is an idle slot."""
     full = [row or Row(tokens=(), steps=1) for row in rows]
     tokens_BL = np.full((len(rows), positions), toy.PAD, np.int32)
+    frozen_BL = np.ones((len(rows), positions), bool)
     for slot, row in enumerate(full):
         tokens_BL[slot, : len(row.tokens)] = row.tokens
+        if row.is_draft is not None:
+            frozen_BL[slot, : len(row.tokens)] = ~np.array(row.is_draft)
     return start(
         jnp.asarray(tokens_BL),
         jnp.array([len(row.tokens) for row in full], jnp.int32),
@@ -103,6 +114,11 @@ def make_state(
         chain=make_chain([row.temperature for row in full], banned),
         rule=rule,
         mask_id=toy.MASK,
+        remask=remask,
+        frozen_BL=jnp.asarray(frozen_BL),
+        block_length_B=jnp.array([row.block_length for row in full], jnp.int32),
+        guidance_B=jnp.array([row.guidance for row in full], jnp.float32),
+        stops_at_eos_B=jnp.array([row.stop_at_eos for row in full]),
     )
 
 
@@ -112,10 +128,19 @@ def shared_network() -> Network:
     return toy.network()
 
 
-def program(network: Network | None = None, *, chunk: int = CHUNK, rows=None) -> Program:
+def program(
+    network: Network | None = None, *, chunk: int = CHUNK, rows=None, is_guided: bool = False
+) -> Program:
     """What is compiled in, around the shared network or another one."""
     network = network or shared_network()
-    return Program(network=network, mask_id=toy.MASK, chunk=chunk, rows=rows)
+    return Program(
+        network=network,
+        mask_id=toy.MASK,
+        chunk=chunk,
+        rows=rows,
+        is_guided=is_guided,
+        eos_id=toy.EOS,
+    )
 
 
 def shared_advance() -> Advance:
@@ -146,8 +171,10 @@ def run(
     *,
     advance: Advance | None = None,
     positions: int = POSITIONS,
+    remask: RemaskRule | None = None,
 ) -> list[Result]:
     """The rows after as many steps as they want, in the shared program unless told otherwise."""
     advance = advance or shared_advance()
-    state = advance(toy.params(), make_state(rows, rule, positions=positions), FOREVER)
+    state = make_state(rows, rule, positions=positions, remask=remask)
+    state = advance(toy.params(), state, FOREVER)
     return results(jax.block_until_ready(state))

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import dlm_jax
 from dlm_jax.api import chain_report
 from dlm_jax.config import MeshConfig, SampleConfig
-from dlm_jax.config.schema import DRAWS
+from dlm_jax.config.generation import DRAWS
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.models import Model
 from dlm_jax.sampling.constraints import matching

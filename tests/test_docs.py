@@ -13,9 +13,15 @@ from dlm_jax.data import CharacterTokenizer
 from dlm_jax.model.transformer import build
 from dlm_jax.models import Model
 
-TEXT = (Path(__file__).parent.parent / "docs/host_samplers.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
-NAMES = ("matching", "only_digits", "loop.step")
+DOCS = Path(__file__).parent.parent / "docs"
+BLOCKS = [
+    block
+    for name in ("host_samplers.md", "generation.md")
+    for block in re.findall(
+        r"```python\n(.*?)```", (DOCS / name).read_text(encoding="utf-8"), flags=re.DOTALL
+    )
+]
+NAMES = ("matching", "only_digits", "loop.step", "template", "dlm_jax.stream", "Softened")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +37,7 @@ def _printed(name, model, capsys, monkeypatch):
     (block,) = [block for block in BLOCKS if name in block]
     monkeypatch.setattr(dlm_jax, "load", lambda path: model, raising=False)
     scope = {}
-    exec(compile(block, "docs/host_samplers.md", "exec"), scope)
+    exec(compile(block, "docs", "exec"), scope)
     return capsys.readouterr().out, scope
 
 
@@ -60,3 +66,31 @@ def test_single_steps_tell_of_both_rows(model, capsys, monkeypatch):
     assert out.count("\n0 ") + out.startswith("0 ") >= 1
     assert out.count("\n1 ") + out.startswith("1 ") >= 1
     assert (scope["state"].committed_BL[:, 8:12] >= 0).all()
+
+
+def test_templates_keep_their_text_and_drafts_are_rewritten(model, capsys, monkeypatch):
+    _, scope = _printed(NAMES[3], model, capsys, monkeypatch)
+    template, draft, blocks = scope["result"].texts
+    assert re.fullmatch(r"The .{5} statement .{8}\.", template, flags=re.DOTALL)
+    assert draft.startswith("The ")
+    assert len(draft) == len("The value of the the") and draft != "The value of the the"
+    assert blocks.startswith("A list ")
+    assert scope["result"].steps.tolist()[2] == 12
+
+
+def test_a_stream_shows_the_canvas_every_so_many_steps(model, capsys, monkeypatch):
+    out, _ = _printed(NAMES[4], model, capsys, monkeypatch)
+    assert [int(steps) for steps in re.findall(r"^0 (\d+) The ", out, flags=re.MULTILINE)] == [
+        0, 2, 4, 6, 8,
+    ]  # fmt: skip
+
+
+def test_rules_of_ones_own_are_obeyed(model, capsys, monkeypatch):
+    _, scope = _printed(NAMES[5], model, capsys, monkeypatch)
+    result = scope["result"]
+    for row, (count, prompt) in enumerate(zip((2, 4), scope["prompts"], strict=True)):
+        committed = result.committed[row, len(prompt) : result.lengths[row]]
+        assert (committed >= 0).all()
+        by_step = [int((committed == step).sum()) for step in range(15)]
+        assert max(by_step) == count if row == 0 else max(by_step) <= count
+    assert result.steps[0] == 10

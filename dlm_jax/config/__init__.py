@@ -1,5 +1,6 @@
 """Configuration: what a run and a request may ask for, and how it is read."""
 
+from dlm_jax.config.generation import SampleConfig
 from dlm_jax.config.reading import (
     add_flags,
     add_sample_flags,
@@ -13,22 +14,17 @@ from dlm_jax.config.reading import (
 )
 from dlm_jax.config.sampling import DEFAULT_CHAIN, SamplingParams, nearest, resolve
 from dlm_jax.config.schema import (
-    ORDERS,
-    SCHEDULES,
     Config,
     DataConfig,
     MeshConfig,
     ModelConfig,
     ObjectiveConfig,
     OptimConfig,
-    SampleConfig,
     TrainConfig,
 )
 
 __all__ = [
     "DEFAULT_CHAIN",
-    "ORDERS",
-    "SCHEDULES",
     "Config",
     "DataConfig",
     "MeshConfig",

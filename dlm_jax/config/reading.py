@@ -19,7 +19,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from dlm_jax.config.schema import Config, SampleConfig
+from dlm_jax.config.generation import SampleConfig
+from dlm_jax.config.schema import Config
 
 
 def sections() -> dict[str, type]:

@@ -39,6 +39,9 @@ class SamplingParams:
     temperature: float = field(
         1.0, "of the draw: 0 takes the likeliest token, otherwise in [1e-6, 1e6]; 1 is neutral"
     )
+    temperature_end: float = field(
+        -1.0, "temperature of the last step, approached evenly; -1: the same at every step"
+    )
     dynatemp_range: float = field(
         0.0, "half-width of dynamic temperature, >= 0; 0 is plain temperature"
     )
@@ -85,9 +88,15 @@ class SamplingParams:
             _check_integer(name, getattr(self, name))
         for name, (low, high, remedy) in _RANGES.items():
             _check_range(name, getattr(self, name), low, high, remedy)
-        if 0 < self.temperature < 1e-6:
+        for name in ("temperature", "temperature_end"):
+            if 0 < getattr(self, name) < 1e-6:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is too small for float32; use 0.0 for greedy"
+                )
+        if -1 < self.temperature_end < 0:
             raise ValueError(
-                f"temperature={self.temperature} is too small for float32; use 0.0 for greedy"
+                f"temperature_end={self.temperature_end} is negative; use -1 for the same "
+                "temperature at every step"
             )
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos={self.ignore_eos!r} is not a bool; use True or False")
@@ -98,8 +107,8 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the row takes the argmax."""
-        return self.temperature == 0
+        """Whether the row takes the argmax at every step."""
+        return self.temperature == 0 and self.temperature_end in (0, -1)
 
     @property
     def bias_pairs(self) -> tuple[tuple[int, float], ...]:
@@ -112,6 +121,7 @@ _FINITE = 3.0e38
 
 _RANGES: dict[str, tuple[float, float, str]] = {
     "temperature": (0.0, 1e6, "use 0.0 for greedy or 1.0 for none"),
+    "temperature_end": (-1.0, 1e6, "use -1 for the same temperature at every step"),
     "dynatemp_range": (0.0, 1e6, "use 0.0 to turn it off"),
     "dynatemp_exponent": (_ABOVE_ZERO, 1e6, "use 1.0"),
     "top_p": (_ABOVE_ZERO, 1.0, "use 1.0 to turn it off"),

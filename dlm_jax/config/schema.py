@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-import typing
 from typing import Literal
 
 from dlm_jax.config.fields import field, require
+from dlm_jax.config.generation import SampleConfig
 from dlm_jax.config.objective import ObjectiveConfig
-from dlm_jax.config.sampling import DEFAULT_CHAIN, SamplingParams, check_chain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,45 +182,6 @@ class MeshConfig:
         for name in ("fsdp", "tensor"):
             value = getattr(self, name)
             require(value >= 1, f"mesh.{name}={value} must be at least 1")
-
-
-Order = Literal["low_confidence", "random", "left_to_right"]
-Schedule = Literal["linear", "cosine"]
-Draw = Literal["inverse_cdf", "gumbel"]
-ORDERS: tuple[str, ...] = typing.get_args(Order)
-SCHEDULES: tuple[str, ...] = typing.get_args(Schedule)
-DRAWS: tuple[str, ...] = typing.get_args(Draw)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SampleConfig(SamplingParams):
-    """Recommended sampling settings: stored in the checkpoint, the defaults of ``sample.py``."""
-
-    gen_length: int = field(0, "new tokens of one sample; 0: as many as the canvas has room for")
-    steps: int = field(128, "denoising steps of one sample")
-    order: Order = field(
-        "random", "what is committed first: low_confidence (the surest), random or left_to_right"
-    )
-    schedule: Schedule = field(
-        "linear", "how the number of commits is spread over the steps: linear or cosine"
-    )
-    chain: tuple[str, ...] = field(DEFAULT_CHAIN, "logit transforms, in the order they run")
-    draw: Draw = field(
-        "inverse_cdf", "how a token is drawn: inverse_cdf (the faster) or gumbel (as others do)"
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.gen_length >= 0, f"gen_length={self.gen_length} must be at least 0")
-        require(self.steps >= 1, f"steps={self.steps} must be at least 1")
-        for name, known in (("order", ORDERS), ("schedule", SCHEDULES), ("draw", DRAWS)):
-            value = getattr(self, name)
-            (near,) = difflib.get_close_matches(str(value), known, n=1, cutoff=0.0)
-            require(
-                value in known,
-                f"{name}={value!r} is not one of {', '.join(known)}; did you mean {near!r}?",
-            )
-        check_chain(self.chain)
 
 
 @dataclasses.dataclass(frozen=True)

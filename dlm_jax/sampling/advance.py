@@ -10,16 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax.sampling.loop import Program, State, step
+from dlm_jax.sampling.loop import Program, step
+from dlm_jax.sampling.state import State
 from dlm_jax.types import Params, Status
+
+_NEVER = 2**31 - 1
 
 
 class Advance:
     """Compiled ``(params, state, num_steps) -> state``: up to `num_steps` steps of each row.
 
-    The loop ends early when no row runs. `num_steps` is traced and `state` donated. One program
-    is compiled per shape and per kind of chain and rule; ``compiled`` lists their shapes, and
-    ``program`` is what they have in common.
+    The loop ends early when no row runs, or as many rows have ended as wanted. Both numbers are
+    traced and `state` is donated. One program is compiled per shape and per kind of chain and rule;
+    ``compiled`` lists their shapes, and ``program`` is what they have in common.
     """
 
     def __init__(self, program: Program, *, compiler_options: Mapping[str, Any] | None = None):
@@ -31,21 +34,38 @@ class Advance:
             compiler_options=dict(compiler_options) if compiler_options else None,
         )
 
-    def __call__(self, params: Params, state: State, num_steps: int | jax.Array) -> State:
-        """The state up to `num_steps` steps later; do not use the old one again."""
-        if isinstance(num_steps, int):
-            # Said aloud, so that it passes under `jax.transfer_guard("disallow")`.
-            num_steps = jax.device_put(np.int32(num_steps))
-        return self._jitted(params, state, num_steps)
+    def __call__(
+        self,
+        params: Params,
+        state: State,
+        num_steps: int | jax.Array,
+        num_ends: int | jax.Array = _NEVER,
+    ) -> State:
+        """The state up to `num_steps` steps later; do not use the old one again.
 
-    def _advance(self, params: Params, state: State, num_steps: jax.Array) -> State:
+        It comes back sooner when `num_ends` of the rows that ran have ended.
+        """
+        limits = [
+            # Said aloud, so that it passes under `jax.transfer_guard("disallow")`.
+            jax.device_put(np.int32(limit)) if isinstance(limit, int) else limit
+            for limit in (num_steps, num_ends)
+        ]
+        return self._jitted(params, state, *limits)
+
+    def _advance(
+        self, params: Params, state: State, num_steps: jax.Array, num_ends: jax.Array
+    ) -> State:
         rows, positions = state.canvas.tokens_BL.shape
         # Runs when a new program is traced, and only then.
         self.compiled.append(f"rows={rows} canvas={positions}")
 
+        ran_B = state.status_B == Status.RUNNING
+
         def goes_on(carry: tuple[jax.Array, State]) -> jax.Array:
             taken, state = carry
-            return (taken < num_steps) & jnp.any(state.status_B == Status.RUNNING)
+            runs_B = state.status_B == Status.RUNNING
+            ended = jnp.sum(ran_B & ~runs_B)
+            return (taken < num_steps) & (ended < num_ends) & jnp.any(runs_B)
 
         def one_more(carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
             taken, state = carry

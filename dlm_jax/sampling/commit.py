@@ -7,9 +7,7 @@ towards the lower position.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import jax
@@ -17,13 +15,13 @@ import jax.numpy as jnp
 
 
 class View(NamedTuple):
-    """What a rule may know of the batch when a step begins.
+    """What a rule may know of the block that each row works on, when a step begins.
 
     Attributes:
-      is_hole_BL: True at the holes of rows that still run.
-      first_holes_B: int32, holes of the row before its first step.
-      step_B: int32, steps the row has taken.
-      steps_B: int32, steps the row may take in all, at least 1.
+      is_hole_BL: True at the block's holes, in rows that still run.
+      first_holes_B: int32, holes of the block before its first step.
+      step_B: int32, steps taken in the block.
+      steps_B: int32, steps the block may take in all, at least 1.
       key_B: this step's key of each row, for the rule alone.
     """
 
@@ -54,7 +52,7 @@ class Proposal(NamedTuple):
 class CommitRule(Protocol):
     """Chooses what a step commits, out of what it made eligible.
 
-    The loop adds every hole at a row's last step.
+    The loop adds every hole of a block at its last step.
     """
 
     def eligible(self, view: View) -> jax.Array:
@@ -94,6 +92,14 @@ def cosine_quota(view: View) -> jax.Array:
     return jnp.maximum(jnp.sum(view.is_hole_BL, axis=1) - remain_B, 0)
 
 
+def whole_quota(view: View) -> jax.Array:
+    """Every hole at every step, which leaves the rest to a remask rule."""
+    return jnp.sum(view.is_hole_BL, axis=1)
+
+
+QUOTAS: dict[str, Quota] = {"linear": linear_quota, "cosine": cosine_quota, "all": whole_quota}
+
+
 def most(score_BL: jax.Array, is_open_BL: jax.Array, count_B: jax.Array) -> jax.Array:
     """True at each row's `count_B` open positions of highest score; ties go to lower positions.
 
@@ -119,78 +125,3 @@ def _ascending(score: jax.Array) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.uint32)
     is_negative = bits >> 31 == 1
     return jnp.where(is_negative, ~bits, bits | jnp.uint32(1 << 31))
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["quota"])
-@dataclass(frozen=True)
-class LowConfidenceFirst:
-    """Commits each row's quota of most confident candidates and leaves the rest in doubt.
-
-    Confidence is the clean probability of the drawn token (LLaDA's ``low_confidence`` remasking;
-    `seeds/diffusion_generation.md`, step 4, where it is the maximum).
-    """
-
-    quota: Quota = linear_quota
-
-    def eligible(self, view: View) -> jax.Array:
-        """Every hole: all must be proposed before they can be compared."""
-        return view.is_hole_BL
-
-    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
-        """Probability of the candidate."""
-        return jnp.exp(logprob_N)
-
-    def select(self, view: View, proposal: Proposal) -> jax.Array:
-        """The quota's most confident holes."""
-        return most(proposal.confidence_BL, view.is_hole_BL, self.quota(view))
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["quota"])
-@dataclass(frozen=True)
-class RandomOrder:
-    """Commits a uniformly random quota of each row's holes, chosen before the logits are known."""
-
-    quota: Quota = linear_quota
-
-    def eligible(self, view: View) -> jax.Array:
-        """A random quota of the holes; only their logits are needed."""
-        num_positions = view.is_hole_BL.shape[1]
-        score_BL = jax.vmap(lambda key: jax.random.uniform(key, (num_positions,)))(view.key_B)
-        return most(score_BL, view.is_hole_BL, self.quota(view))
-
-    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
-        """Probability of the candidate."""
-        return jnp.exp(logprob_N)
-
-    def select(self, view: View, proposal: Proposal) -> jax.Array:
-        """All that were eligible."""
-        return view.is_hole_BL
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["quota"])
-@dataclass(frozen=True)
-class LeftToRight:
-    """Commits each row's quota of leftmost holes; only their logits are needed."""
-
-    quota: Quota = linear_quota
-
-    def eligible(self, view: View) -> jax.Array:
-        """The leftmost holes."""
-        rank_BL = jnp.cumsum(view.is_hole_BL, axis=1)
-        return view.is_hole_BL & (rank_BL <= self.quota(view)[:, None])
-
-    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
-        """Probability of the candidate."""
-        return jnp.exp(logprob_N)
-
-    def select(self, view: View, proposal: Proposal) -> jax.Array:
-        """All that were eligible."""
-        return view.is_hole_BL
-
-
-QUOTAS: dict[str, Quota] = {"linear": linear_quota, "cosine": cosine_quota}
-ORDERS: dict[str, Callable[[Quota], CommitRule]] = {
-    "low_confidence": LowConfidenceFirst,
-    "random": RandomOrder,
-    "left_to_right": LeftToRight,
-}

@@ -17,8 +17,9 @@ import numpy as np
 
 from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling.candidates import Candidates, HostSampler, Written
-from dlm_jax.sampling.loop import Look, Program, State, look, write
+from dlm_jax.sampling.loop import Look, Program, chain_now, look, write
 from dlm_jax.sampling.readback import ReadBack, read_back
+from dlm_jax.sampling.state import State
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.protocol import At
 from dlm_jax.types import Params
@@ -65,7 +66,7 @@ class HostLoop:
             jax.jit, compiler_options=dict(compiler_options) if compiler_options else None
         )
         self._look = jit(self._look_once)
-        self._write = jit(write, donate_argnums=0)
+        self._write = jit(functools.partial(write, program), donate_argnums=0)
         self._survivors = jit(functools.partial(_survivors, program), static_argnames="size")
         self._choose = jit(functools.partial(_choose, program), donate_argnums=1)
 
@@ -231,10 +232,6 @@ def _at(seen: Look, places_P: jax.Array, is_real_P: jax.Array) -> At:
     return At(row_N=row_P, index_N=index_P, key_N=key_P, is_real_N=is_real_P)
 
 
-def _hidden(seen: Look, places_P: jax.Array) -> jax.Array:
-    return seen.hidden_BLD.reshape(-1, seen.hidden_BLD.shape[-1])[places_P]
-
-
 def _survivors(
     program: Program,
     params: Params,
@@ -247,9 +244,10 @@ def _survivors(
 ) -> _Survivors:
     """The `size` largest logits after the chain at each place, and what the device drew there."""
     at = _at(seen, places_P, is_real_P)
-    clean_PV = program.network.readout(params, _hidden(seen, places_P))
-    prepared = state.chain.prepare(state.chain_state, seen.context)
-    final_PV = state.chain.apply(prepared, clean_PV, at)
+    clean_PV = seen.sight.logits(program.network, params, places_P)
+    chain = chain_now(state)
+    prepared = chain.prepare(state.chain_state, seen.context)
+    final_PV = chain.apply(prepared, clean_PV, at)
     drawn_P = seen.proposal.tokens_BL.reshape(-1)[places_P]
     read = read_back(final_PV, drawn_P, size=size)
     total_P1 = jax.nn.logsumexp(final_PV, axis=1, keepdims=True)
@@ -257,7 +255,7 @@ def _survivors(
     return _Survivors(
         read,
         logprobs_PK=read.top_logits_NK - total_P1,
-        is_greedy_P=state.chain.is_greedy(at),
+        is_greedy_P=chain.is_greedy(at),
         uniform_P=jax.vmap(jax.random.uniform)(host_key_P),
     )
 
@@ -273,7 +271,7 @@ def _choose(
     final_logprob_P: jax.Array,
 ) -> Look:
     """The look with other tokens proposed at the hosted places, scored like the device's own."""
-    clean_PV = program.network.readout(params, _hidden(seen, places_P))
+    clean_PV = seen.sight.logits(program.network, params, places_P)
     logprob_P = drawing.log_prob(clean_PV, ids_P)
     target_P = jnp.where(is_hosted_P, places_P, seen.is_open_BL.size)
 

@@ -105,12 +105,17 @@ _SKIPS: dict[str, Callable[[SamplingParams], bool]] = {
 
 
 def _temperature(rows: _Rows) -> tuple[Any, ...]:
+    last_B = jnp.where(rows.real("temperature_end") < 0, rows.real("temperature"),
+                       rows.real("temperature_end"))  # fmt: skip
+    is_dynamic_B = jnp.asarray([_SKIPS["dynamic"](p) for p in rows.params])
     dynamic = tf.DynamicTemperature(
         temperature_B=rows.real_or("temperature", 1.0, unless="plain"),
         delta_B=rows.real_or("dynatemp_range", 0.0, unless="plain"),
         exponent_B=rows.real("dynatemp_exponent"),
+        last_B=jnp.where(is_dynamic_B, last_B, 1.0),
     )
-    return tf.Temperature(rows.real_or("temperature", 1.0, unless="dynamic")), dynamic
+    plain_B = rows.real_or("temperature", 1.0, unless="dynamic")
+    return tf.Temperature(plain_B, jnp.where(is_dynamic_B, 1.0, last_B)), dynamic
 
 
 def _penalties(rows: _Rows) -> tuple[Any, ...]:
@@ -188,7 +193,7 @@ _NEUTRAL = SamplingParams()
 _NEEDS: dict[str, tuple[str, ...]] = {
     "penalties": ("repetition_penalty", "frequency_penalty", "presence_penalty"),
     "dry": ("dry_multiplier",),
-    "temperature": ("temperature", "dynatemp_range"),
+    "temperature": ("temperature", "temperature_end", "dynatemp_range"),
     "xtc": ("xtc_probability",),
     **{name: (name,) for name in ("top_n_sigma", "top_k", "typical_p", "top_p", "min_p")},
     "mirostat": ("mirostat",),

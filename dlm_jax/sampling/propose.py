@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from dlm_jax.sampling.commit import Proposal
 from dlm_jax.sampling.draw import log_prob
+from dlm_jax.sampling.guidance import Sight
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.protocol import At, Context
 from dlm_jax.types import Network, Params
@@ -31,12 +32,13 @@ def chunk_size(vocab_size: int) -> int:
 def propose_parallel(
     network: Network,
     params: Params,
-    hidden_BLD: jax.Array,
+    sight: Sight,
     is_open_BL: jax.Array,
     chain: Chain,
     chain_state: Any,
     context: Context,
     key_B: jax.Array,
+    own_BL: jax.Array | None = None,
     *,
     measure: Callable[[jax.Array, jax.Array], jax.Array],
     chunk: int,
@@ -51,12 +53,13 @@ def propose_parallel(
     Args:
       network: whose `readout` is used.
       params: its parameters.
-      hidden_BLD: what the trunk returned.
+      sight: what the trunk returned.
       is_open_BL: True where a candidate is wanted.
       chain: logit transforms between the clean logits and the draw.
       chain_state: what the chain carries.
       context: the visible tokens when the step began.
       key_B: this step's key of each row, for draws alone.
+      own_BL: int32 tokens that stand in the canvas and are to be scored, not drawn; -1 elsewhere.
       measure: confidence from clean logits and the candidate's log-probability.
       chunk: positions of one readout.
       method: how a token is drawn; see `dlm_jax.sampling.draw.draw`.
@@ -65,14 +68,14 @@ def propose_parallel(
       The proposal, zero where not open; and ``[B]``, False for a row with an open position whose
       clean logits hold a NaN or +inf, or are all -inf.
     """
-    num_rows, num_positions, width = hidden_BLD.shape
+    num_rows, num_positions = is_open_BL.shape
+    is_wanted_BL = is_open_BL if own_BL is None else is_open_BL | (own_BL >= 0)
     total = num_rows * num_positions
     chunk = min(chunk, total)
-    num_open = jnp.sum(is_open_BL)
+    num_open = jnp.sum(is_wanted_BL)
     padded = -(-total // chunk) * chunk
-    (flat,) = jnp.nonzero(is_open_BL.reshape(-1), size=total, fill_value=0)
+    (flat,) = jnp.nonzero(is_wanted_BL.reshape(-1), size=total, fill_value=0)
     flat = jnp.pad(flat, (0, padded - total)).astype(jnp.int32)
-    hidden = hidden_BLD.reshape(total, width)
     prepared = chain.prepare(chain_state, context)
 
     def one_chunk(carry: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -81,9 +84,12 @@ def propose_parallel(
         is_real_N = first + jnp.arange(chunk) < num_open
         row_N, index_N = places_N // num_positions, places_N % num_positions
         key_N = jax.vmap(jax.random.fold_in)(key_B[row_N], index_N)
-        clean_NV = network.readout(params, hidden[places_N])
+        clean_NV = sight.logits(network, params, places_N)
         at = At(row_N=row_N, index_N=index_N, key_N=key_N, is_real_N=is_real_N)
         ids_N, final_N = chain.draw_and_score(prepared, clean_NV, at, method=method)
+        if own_BL is not None:
+            own_N = own_BL.reshape(-1)[places_N]
+            ids_N = jnp.where(own_N >= 0, own_N, ids_N)
         logprob_N = log_prob(clean_NV, ids_N)
         target_N = jnp.where(is_real_N, places_N, total)
         return (
@@ -98,9 +104,7 @@ def propose_parallel(
     start = (
         jnp.zeros((), jnp.int32),
         jnp.zeros(total, jnp.int32),
-        jnp.zeros(total, jnp.float32),
-        jnp.zeros(total, jnp.float32),
-        jnp.zeros(total, jnp.float32),
+        *3 * (jnp.zeros(total, jnp.float32),),
         jnp.ones(num_rows, jnp.bool_),
     )
     _, *arrays, is_finite_B = jax.lax.while_loop(

@@ -9,15 +9,8 @@ import numpy as np
 import pytest
 from oracles import commit as oracle
 
-from dlm_jax.sampling.commit import (
-    ORDERS,
-    QUOTAS,
-    Proposal,
-    RandomOrder,
-    View,
-    linear_quota,
-    most,
-)
+from dlm_jax.sampling.commit import QUOTAS, Proposal, View, linear_quota, most
+from dlm_jax.sampling.orders import ORDERS, RandomOrder
 
 MAX_HOLES, MAX_STEPS = 24, 30
 
@@ -54,7 +47,9 @@ def _counts(name, first, steps):
 def _expected(name, holes, steps):
     first, counts = holes, []
     for step in range(1, steps + 1):
-        if name == "linear":
+        if name == "all":
+            count = holes
+        elif name == "linear":
             count = oracle.quota(holes, steps - step + 1)
         else:
             count = oracle.cosine_quota(first, holes, step, steps)

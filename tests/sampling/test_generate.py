@@ -6,7 +6,9 @@ import pytest
 import toy
 from canvases import Row, holes
 
-from dlm_jax.sampling.generate import Request, canvas_size, generate, slot_count
+from dlm_jax.sampling.generate import canvas_size, generate, slot_count
+from dlm_jax.sampling.request import Request
+from dlm_jax.sampling.rules import Functions
 from dlm_jax.types import Status
 
 ROWS = [*canvases.mixed_rows(seed=11, count=5), Row(holes(40, 1, 2), steps=3, seed=9)]
@@ -18,14 +20,11 @@ def _request(row, **changes):
 
 
 def _generate(rows, **settings):
-    def make_chain(indices, slots):
-        temperatures = [rows[index].temperature for index in indices]
-        return canvases.make_chain(temperatures + [1.0] * (slots - len(indices)))
-
-    given = {"rule": canvases.RANDOM, "mask_id": toy.MASK, "pad_id": toy.PAD}
+    chain = canvases.make_chain([row.temperature for row in rows]) if rows else None
+    functions = Functions(chain, canvases.RANDOM)
     requests = [_request(row) for row in rows]
     advance, params = canvases.shared_advance(), toy.params()
-    return generate(advance, params, requests, make_chain=make_chain, **(given | settings))
+    return generate(advance, params, requests, functions, pad_id=toy.PAD, **settings)
 
 
 def _assert_same(ours, theirs):

@@ -17,7 +17,7 @@ from oracles import mirostat
 
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.advance import Advance, make_advance
-from dlm_jax.sampling.loop import State, step
+from dlm_jax.sampling.loop import step
 from dlm_jax.sampling.transforms import MirostatV2, chain
 from dlm_jax.types import Network, Status
 
@@ -122,15 +122,15 @@ def test_eight_devices_give_the_same_rows_and_sample_without_talking():
     params = jax.device_put(toy.params(), everywhere)
     state = jax.device_put(canvases.make_state(rows, RANDOM), by_rows)
     advance = Advance(canvases.program(rows=by_rows))
-    num_steps = jax.device_put(np.int32(2), everywhere)
-    compiled = advance._jitted.lower(params, state, num_steps).compile()
-    state = compiled(params, state, num_steps)
+    num_steps, forever = (jax.device_put(np.int32(n), everywhere) for n in (2, FOREVER))
+    compiled = advance._jitted.lower(params, state, num_steps, forever).compile()
+    state = compiled(params, state, num_steps, forever)
     assert state.canvas.tokens_BL.sharding.is_equivalent_to(by_rows, 2)
-    state = compiled(params, state, jax.device_put(np.int32(FOREVER), everywhere))
+    state = compiled(params, state, forever, forever)
     _same_up_to_rounding(canvases.results(state), here)
-    # whether any row runs is all that devices tell each other
+    # whether any row runs and how many have ended is all that devices tell each other
     talk = re.findall(r"= (\S+) (?:all|collective|reduce-scatter)[\w-]*\(", compiled.as_text())
-    assert talk == ["pred[]"]
+    assert sorted(talk) == ["pred[]", "s32[]"]
 
 
 def test_rows_of_the_same_request_are_equal_and_another_seed_differs():
@@ -276,10 +276,8 @@ def test_finished_and_idle_rows_come_back_bit_for_bit():
     rows[3] = Row((1, 2, 3))
     slots = [*rows[:-1], None]
     state = canvases.shared_advance()(toy.params(), canvases.make_state(slots), 1)
-    before = jax.tree.map(np.asarray, _without_keys(state))
-    after = jax.tree.map(
-        np.asarray, _without_keys(canvases.shared_advance()(toy.params(), state, FOREVER))
-    )
+    before = jax.tree.map(np.asarray, state)
+    after = jax.tree.map(np.asarray, canvases.shared_advance()(toy.params(), state, FOREVER))
     is_done = before.status_B == Status.DONE
     assert is_done[[0, 3, 7]].all()
     assert not is_done.all()
@@ -419,10 +417,6 @@ class _OddOnly:
 
     def select(self, view, proposal):
         return jnp.broadcast_to((view.step_B == 0)[:, None], view.is_hole_BL.shape)
-
-
-def _without_keys(state: State) -> State:
-    return state._replace(key_B=jax.random.key_data(state.key_B))
 
 
 # Feedback

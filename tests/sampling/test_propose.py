@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import toy
 
+from dlm_jax.sampling.guidance import Sight
 from dlm_jax.sampling.loop import step
 from dlm_jax.sampling.propose import chunk_size, propose_parallel
 from dlm_jax.sampling.transforms import At, Context
@@ -50,7 +51,7 @@ def _propose(hidden_BLD, is_open_BL, keys_B, *, chunk, method="inverse_cdf"):
     return propose_parallel(
         NETWORK,
         PARAMS,
-        hidden_BLD,
+        Sight(hidden_BLD),
         is_open_BL,
         chain,
         chain.init(ROWS),
@@ -170,7 +171,7 @@ def test_readouts_follow_the_open_positions():
     def propose(hidden_BLD, is_open_BL, keys_B):
         chain = canvases.make_chain(TEMPERATURES)
         return propose_parallel(
-            counting, PARAMS, hidden_BLD, is_open_BL, chain, chain.init(ROWS),
+            counting, PARAMS, Sight(hidden_BLD), is_open_BL, chain, chain.init(ROWS),
             _context(is_open_BL), keys_B, measure=lambda logits_NV, logprob_N: logprob_N, chunk=4,
         )  # fmt: skip
 

@@ -61,6 +61,10 @@ class Chain:
         """State of each transform."""
         return tuple(t.init(num_rows) for t in self.transforms)
 
+    def at_progress(self, progress_B: Array) -> Chain:
+        """The chain of a step; `progress_B` is the share of each row's steps taken, in [0, 1]."""
+        return replace(self, transforms=tuple(t.at_progress(progress_B) for t in self.transforms))
+
     def prepare(self, state: tuple[Any, ...], context: Context) -> tuple[Any, ...]:
         """What each transform prepares for a step."""
         return tuple(t.prepare(s, context) for t, s in zip(self.transforms, state, strict=True))

@@ -52,6 +52,10 @@ class LogitTransform(Protocol):
         """State before the first step; `()` when there is none."""
         ...
 
+    def at_progress(self, progress_B: Array) -> Any:
+        """The transform of a step; `progress_B` is the share of a row's steps taken, in [0, 1]."""
+        ...
+
     def prepare(self, state: Any, context: Context) -> Any:
         """What the step needs once per row, such as a table of counts."""
         ...
@@ -81,6 +85,10 @@ class Stateless:
     def init(self, num_rows: int) -> Any:
         """No state."""
         return ()
+
+    def at_progress(self, progress_B: Array) -> Any:
+        """The same at every step."""
+        return self
 
     def prepare(self, state: Any, context: Context) -> Any:
         """Nothing to prepare."""

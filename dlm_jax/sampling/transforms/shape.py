@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -42,12 +42,24 @@ class LogitBias(Stateless):
         return logits_NV.at[rows_N1, ids_NK].add(bias_NK, mode="drop")
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["temperature_B"], meta_fields=[])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["temperature_B", "last_B"], meta_fields=[]
+)
 @dataclass(frozen=True)
 class Temperature(Stateless):
-    """`x / T`. T = 1 is neutral; T = 0 makes the row greedy and leaves its logits alone."""
+    """`x / T`. T = 1 is neutral; T = 0 makes the row greedy and leaves its logits alone.
+
+    Attributes:
+      temperature_B: float32 T, of the first step where `last_B` is another.
+      last_B: float32 T of the row's last step, approached evenly; None is the same all along.
+    """
 
     temperature_B: Array
+    last_B: Array | None = None
+
+    def at_progress(self, progress_B: Array) -> Temperature:
+        """The temperature of a step, `T + (last - T) s / (S - 1)`."""
+        return replace(self, temperature_B=_between(self.temperature_B, self.last_B, progress_B))
 
     def is_active(self) -> Array:
         """True where T is neither 0 nor 1."""
@@ -68,7 +80,7 @@ class Temperature(Stateless):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["temperature_B", "delta_B", "exponent_B"],
+    data_fields=["temperature_B", "delta_B", "exponent_B", "last_B"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -84,6 +96,11 @@ class DynamicTemperature(Stateless):
     temperature_B: Array
     delta_B: Array
     exponent_B: Array
+    last_B: Array | None = None
+
+    def at_progress(self, progress_B: Array) -> DynamicTemperature:
+        """The transform of a step, whose T goes to `last_B` as that of `Temperature` does."""
+        return replace(self, temperature_B=_between(self.temperature_B, self.last_B, progress_B))
 
     def is_active(self) -> Array:
         """True unless the row is greedy or both T = 1 and delta = 0."""
@@ -110,3 +127,7 @@ class DynamicTemperature(Stateless):
         scaled_NV = vocab.divide(logits_NV, jnp.where(divisor_N < 1e-6, 1.0, divisor_N))
         scaled_NV = jnp.where(is_cold_N1 & ~is_best_NV, -jnp.inf, scaled_NV)
         return jnp.where(is_on_N[:, None], scaled_NV, logits_NV)
+
+
+def _between(first_B: Array, last_B: Array | None, progress_B: Array) -> Array:
+    return first_B if last_B is None else first_B + (last_B - first_B) * progress_B

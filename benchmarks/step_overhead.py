@@ -1,0 +1,154 @@
+"""What a step of `advance` costs beside its trunk and readout; `benchmarks.generation` prints it.
+
+The two are timed alternately over the same steps: the compiled loop from its first step on, and a
+loop that only runs the trunk and reads out as many chunks as the holes of the window need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dlm_jax
+from benchmarks.generation_pair import make_model
+from dlm_jax.model import cpu
+from dlm_jax.models import Model
+from dlm_jax.sampling.advance import Advance
+
+ROWS, POSITIONS = 8, 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """A vocabulary, and the positions of each row that a step may fill: 0 for the whole canvas."""
+
+    vocab_size: int
+    block_length: int
+    num_steps: int
+
+
+WINDOWS = (Window(128, 0, 8), Window(50257, 32, 4))
+SETTINGS: dict[str, dict[str, Any]] = {
+    "low_confidence, greedy": {"order": "low_confidence", "temperature": 0.0},
+    "low_confidence, T = 1": {"order": "low_confidence", "temperature": 1.0},
+    "random, T = 1": {"order": "random", "temperature": 1.0},
+    "entropy, greedy": {"order": "entropy", "temperature": 0.0},
+    "margin, greedy": {"order": "margin", "temperature": 0.0},
+}
+
+
+class _Caught(Exception):  # noqa: N818 - it carries a state out of a driver, nothing went wrong
+    """The first call of the compiled loop."""
+
+
+class _Net(Advance):
+    """An `Advance` that only catches its first call."""
+
+    def __call__(self, params: Any, state: Any, num_steps: Any) -> Any:
+        raise _Caught(params, state)
+
+
+class _CaughtModel(Model):
+    """A model whose compiled loop is never run."""
+
+    def advance(self, **static: Any) -> Any:
+        return _Net(super().advance(**static).program)
+
+
+def first_state(model: Model, **settings: Any) -> tuple[Any, Any]:
+    """Parameters and state that `dlm_jax.generate` hands to the compiled loop."""
+    fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    try:
+        dlm_jax.generate(_CaughtModel(**fields), [""] * ROWS, batch_size=ROWS, **settings)
+    except _Caught as caught:
+        return caught.args
+    raise RuntimeError("generate ran without its compiled loop")
+
+
+def bare_loop(model: Model, chunk: int) -> Callable[..., Any]:
+    """Compiled ``(params, tokens_BL, length_B, chunks_S) -> logits``: trunk and readouts alone.
+
+    Step ``i`` reads out ``chunks_S[i]`` chunks of positions.
+    """
+    network = model.network
+
+    def run(params: Any, tokens_BL: jax.Array, length_B: jax.Array, chunks_S: jax.Array) -> Any:
+        def step(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> Any:
+            tokens_BL, logits_NV = carry
+            hidden_BLD, _ = network.trunk(params, tokens_BL, length_B, None)
+            hidden_ND = hidden_BLD.reshape(-1, hidden_BLD.shape[-1])
+
+            def read(at: jax.Array, logits_NV: jax.Array) -> jax.Array:
+                del logits_NV
+                places = at * chunk + jnp.arange(chunk)
+                return network.readout(params, jnp.take(hidden_ND, places, axis=0, mode="clip"))
+
+            logits_NV = jax.lax.fori_loop(0, chunks_S[index], read, logits_NV)
+            # Never true; it makes every step wait for the one before, as committed tokens do.
+            tokens_BL = jnp.where(logits_NV[0, 0] > 1e30, 0, tokens_BL)
+            return tokens_BL, logits_NV
+
+        blank = jnp.zeros((chunk, network.vocab_size), jnp.float32)
+        return jax.lax.fori_loop(0, chunks_S.shape[0], step, (tokens_BL, blank))
+
+    return jax.jit(run, compiler_options=cpu.compiler_options(is_training=False))
+
+
+def medians(rounds: int, *fns: Callable[[], Callable[[], Any]]) -> list[float]:
+    """Median seconds of what each function prepares, run alternately after one warm-up."""
+    seconds: list[list[float]] = [[] for _ in fns]
+    for turn in range(rounds + 1):
+        for prepare, seen in zip(fns, seconds, strict=True):
+            fn = prepare()
+            start = time.perf_counter()
+            jax.block_until_ready(fn())
+            if turn:
+                seen.append(time.perf_counter() - start)
+    return [statistics.median(seen) for seen in seconds]
+
+
+def report(vocab_sizes: Sequence[int], rounds: int) -> None:
+    """Prints the table: 6 layers, width 384, 8 rows of 256 positions; one hole is filled a step."""
+    print("| V | block | settings | step ms | trunk and readout ms | the rest |")
+    print("| - | - | - | - | - | - |")
+    for window in WINDOWS:
+        if window.vocab_size not in vocab_sizes:
+            continue
+        model = make_model("10m", window.vocab_size, POSITIONS)
+        bare = bare_loop(model, model.advance().program.chunk)
+        for name, settings in SETTINGS.items():
+            settings = settings | {"block_length": window.block_length}
+            step, alone = measure(model, bare, window, settings, rounds)
+            print(
+                f"| {window.vocab_size} | {window.block_length or 'whole'} | {name} "
+                f"| {step:.1f} | {alone:.1f} | {1 - alone / step:.1%} |",
+                flush=True,
+            )
+
+
+def measure(
+    model: Model, bare: Callable[..., Any], window: Window, settings: dict[str, Any], rounds: int
+) -> tuple[float, float]:
+    """Milliseconds of a step, and of its trunk and readouts alone."""
+    params, state = first_state(model, steps=POSITIONS, gen_length=POSITIONS, **settings)
+    advance = model.advance()
+    holes_S = ROWS * ((window.block_length or POSITIONS) - np.arange(window.num_steps))
+    chunks_S = jnp.asarray(-(-holes_S // advance.program.chunk), jnp.int32)
+    # The state is donated, and these outlive it.
+    tokens_BL, length_B = jnp.copy(state.canvas.tokens_BL), jnp.copy(state.canvas.length_B)
+
+    def prepare() -> Callable[[], Any]:
+        fresh = jax.block_until_ready(jax.tree.map(lambda leaf: leaf.copy(), state))
+        return lambda: advance(params, fresh, window.num_steps)
+
+    ours, alone = medians(
+        rounds, prepare, lambda: lambda: bare(params, tokens_BL, length_B, chunks_S)
+    )
+    return 1e3 * ours / window.num_steps, 1e3 * alone / window.num_steps

@@ -1,0 +1,229 @@
+"""Results that grow line by line, survive any kill, and end in the requests' order.
+
+A single process writes ``out.jsonl``; process 1 of 3 writes ``out.jsonl.part-01-of-03`` beside it,
+and whichever finishes last merges the parts. They agree without talking to each other: the merged
+file appears under its name whole, and only then do the parts go. Who finds a part gone therefore
+finds its lines in the merged file, and two that merge at once write the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dlm_jax.batch import files
+from dlm_jax.batch.requests import Id, check_process
+from dlm_jax.config.fields import require
+
+
+def fingerprint(
+    requests: str | os.PathLike[str], *, model: Mapping[str, Any], settings: Mapping[str, Any]
+) -> str:
+    """64 hex digits that are the same only for the same requests, model and settings.
+
+    Args:
+      requests: the file of requests; its bytes count, its name does not.
+      model: a description of the model, of what JSON can hold.
+      settings: whatever else the results depend on, of what JSON can hold; order does not count.
+    """
+    described = json.dumps([model, settings], sort_keys=True).encode()
+    content = hashlib.sha256(Path(requests).read_bytes()).digest()
+    return hashlib.sha256(content + described).hexdigest()
+
+
+class Results:
+    """The results of one process: those found on disk, and those it writes.
+
+    `done` holds the ids that need not be run again. A result survives the death of the process once
+    `write` has returned, and that of the machine once `close` has.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        fingerprint: str,
+        index: int = 0,
+        count: int = 1,
+    ) -> None:
+        """Opens the file of this process, and cuts off a line that a kill left half-written.
+
+        Args:
+          path: of the results of all processes.
+          fingerprint: of the run.
+          index: of this process.
+          count: of the processes that share the work.
+
+        Raises:
+          ValueError: a file is of another run or another number of processes, in use, damaged, or
+            cannot be written. All are then as they were.
+        """
+        check_process(index, count)
+        self.path = Path(os.path.realpath(path))
+        is_special = os.path.exists(path) and not os.path.isfile(path)
+        require(not is_special, f"{path} is not a file; choose another --output")
+        self.done: set[Id] = set()
+        self._fingerprint, self._count = fingerprint, count
+        self._file = self._part(index) if count > 1 else self.path
+        self._writer: io.FileIO | None = None
+        self._is_closed = False
+        is_merged = self._check_others()
+        # Running finished work again leaves nothing behind, hence no empty part.
+        if count == 1 or not is_merged:
+            self._open()
+        # After opening: a merge may just have taken the part away.
+        self.done |= self._load(self.path).keys()
+
+    def __enter__(self) -> Results:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def write(self, result: Mapping[str, Any]) -> None:
+        """Appends one result and adds its id to `done`; on any error nothing of it stays.
+
+        Args:
+          result: what JSON can hold, with an ``id`` that is not done.
+
+        Raises:
+          ValueError: no such id, or the results are closed.
+          OSError: the disk is full, say.
+        """
+        key = files.result_id(result)
+        if key is None:
+            raise ValueError(f"result {str(result)[:60]} has no id; give a text or an integer")
+        require(key not in self.done, f"the result of id={key!r} is there already; write it once")
+        require(not self._is_closed, f"{self._file} is closed; open the results again")
+        # A lone surrogate becomes its JSON escape, so that no text can stop a run.
+        text = json.dumps(dict(result), ensure_ascii=False) + "\n"
+        files.append(self._writer or self._open(), text.encode("utf-8", "backslashreplace"))
+        self.done.add(key)
+
+    def finish(self, order: Sequence[Id]) -> bool:
+        """Whether `path` now holds all results in this order; False while some are missing.
+
+        Call it when this process has written all of its share; whichever process is last merges. It
+        closes the results when they are complete.
+
+        Args:
+          order: ids of all requests, of every process.
+
+        Raises:
+          ValueError: a file is damaged or of another run, has lost lines, or holds an id that is
+            not in `order`; nothing is changed then.
+          OSError: the merged file cannot be written; nothing is lost then.
+        """
+        rows: files.Rows = {}
+        parts = [self._part(index) for index in range(self._count)] if self._count > 1 else []
+        # The merged file last: what a merge takes away meanwhile is there by then.
+        for file in (*parts, self.path):
+            rows = self._load(file) | rows
+        lost = next(iter(self.done - rows.keys()), None)
+        require(
+            lost is None,
+            f"{self._file} has lost the result of id={lost!r} meanwhile; run again to redo it",
+        )
+        if not rows.keys() >= set(order):
+            return False
+        strange = next(iter(rows.keys() - set(order)), None)
+        require(
+            strange is None,
+            f"{self.path} has a result of id={strange!r}, which no request has; remove its line",
+        )
+        content = b"".join(rows[key] for key in order)
+        self.close()
+        # The mark first: a merged file without it would be taken for a stranger's.
+        self._record(self.path, is_complete=True)
+        if not self.path.exists() or self.path.read_bytes() != content:
+            files.replace(self.path, content, self._temporary)
+        self._tidy()
+        return True
+
+    def close(self) -> None:
+        """Nothing, once all that was written is on disk; a second call does nothing."""
+        self._is_closed = True
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            with writer:
+                os.fsync(writer.fileno())
+
+    @property
+    def _temporary(self) -> Path:
+        # Named after the file of this process, so that no other one writes the same.
+        return self._file.with_name(f"{self._file.name}.writing")
+
+    def _part(self, index: int) -> Path:
+        name = f"{self.path.name}.part-{index:02d}-of-{self._count:02d}"
+        return self.path.with_name(name)
+
+    def _parts(self) -> dict[Path, int]:
+        """Parts and their counts, those of other runs and those with only a ``.run`` too."""
+        pattern = re.compile(re.escape(self.path.name) + r"\.part-\d+-of-(\d+)")
+        names = os.listdir(self.path.parent) if self.path.parent.is_dir() else []
+        found = (pattern.fullmatch(name.removesuffix(".run")) for name in sorted(names))
+        return {self.path.with_name(match[0]): int(match[1]) for match in found if match}
+
+    def _check_others(self) -> bool:
+        """Whether the merged file is there; ValueError if a file is of another run or count."""
+        rows = self._load(self.path)
+        if rows and files.run_of(self.path).get("complete") is True:
+            return True
+        counts = {file: count for file, count in self._parts().items() if file.exists()}
+        if rows:
+            counts[self.path] = 1
+        for file, count in counts.items():
+            files.owned(file, self._fingerprint)
+            require(
+                count == self._count,
+                f"{file} is of a run with count={count} processes, not {self._count}; "
+                f"continue with {count}, or remove it or choose another --output",
+            )
+        return False
+
+    def _open(self) -> io.FileIO:
+        """The file of this process, locked, ending in a whole line."""
+        writer = None
+        try:
+            writer = files.open_locked(self._file)
+            rows, end = files.load(self._file, self._fingerprint)
+            if end < os.fstat(writer.fileno()).st_size:
+                writer.truncate(end)
+            if not end:
+                self._record(self._file, is_complete=False)
+        except BaseException as error:
+            if writer is not None:
+                writer.close()
+            if isinstance(error, OSError):
+                raise ValueError(
+                    f"{self._file} cannot be written: {error.strerror}; choose another --output"
+                ) from None
+            raise
+        self.done |= rows.keys()
+        self._writer = writer
+        return writer
+
+    def _load(self, file: Path) -> files.Rows:
+        return files.load(file, self._fingerprint)[0]
+
+    def _record(self, file: Path, *, is_complete: bool) -> None:
+        """Says beside a file of which run it is, unless that is said already."""
+        record = {"fingerprint": self._fingerprint, "complete": is_complete}
+        if files.run_of(file) != record:
+            files.replace(
+                files.run_path(file), json.dumps(record).encode() + b"\n", self._temporary
+            )
+
+    def _tidy(self) -> None:
+        """Removes this run's parts; those of another run stay."""
+        for part in self._parts():
+            if files.run_of(part).get("fingerprint") == self._fingerprint:
+                part.unlink(missing_ok=True)
+                files.run_path(part).unlink(missing_ok=True)
+        self._temporary.unlink(missing_ok=True)

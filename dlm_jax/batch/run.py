@@ -1,0 +1,175 @@
+"""A file of requests through a model, into a file of results.
+
+Requests are grouped by what is compiled in and by the canvas that holds them, a power of two, so
+that a few programs serve any lengths; inside a group a slot that ends takes the next request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import dlm_jax.config as configs
+from dlm_jax.batch.requests import Line
+from dlm_jax.batch.results import Results
+from dlm_jax.jobs import Job, Static, group_jobs, make_jobs, slots_of
+from dlm_jax.models import Model
+from dlm_jax.sampling.generate import finish
+from dlm_jax.sampling.slots import Row
+from dlm_jax.types import Status
+
+_Listener = Callable[[Mapping[str, Any]], Any]
+_SMALLEST_CANVAS = 64
+_SAMPLED_BYTES = 1 << 16
+
+
+class Report(NamedTuple):
+    """What a run did.
+
+    Attributes:
+      rows: finished now.
+      errors: requests refused now.
+      tokens: generated now.
+      occupancy: share of the slots' steps that a row took while requests waited; 1 if none did.
+      programs: canvases and slots of the programs that ran.
+    """
+
+    rows: int
+    errors: int
+    tokens: int
+    occupancy: float
+    programs: tuple[str, ...]
+
+
+def canvas_for(length: int) -> int:
+    """Positions of the canvas that a row of that length runs on: a power of two, 64 at least."""
+    return max(_SMALLEST_CANVAS, 1 << (length - 1).bit_length())
+
+
+def describe_model(model: Model) -> dict[str, Any]:
+    """What tells this model from others, for a fingerprint: config, tokenizer, and parameters.
+
+    Of every parameter array the beginning counts, so that large models do not take long.
+    """
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(model.params):
+        digest.update(f"{leaf.shape} {leaf.dtype}".encode())
+        head = np.asarray(leaf.reshape(-1)[: _SAMPLED_BYTES // leaf.dtype.itemsize])
+        digest.update(head.tobytes())
+    return {
+        "config": None if model.config is None else configs.to_dict(model.config),
+        "vocab_size": model.tokenizer.vocab_size,
+        "params": digest.hexdigest(),
+    }
+
+
+def run_requests(
+    model: Model,
+    lines: Sequence[Line],
+    results: Results,
+    *,
+    seed: int = 0,
+    settings: Mapping[str, Any] | None = None,
+    batch_size: int = 64,
+    on_result: _Listener | None = None,
+) -> Report:
+    """Writes the result of every line that `results` lacks, as soon as it is there.
+
+    A result is ``id``, ``text``, ``tokens``, ``length``, ``steps``, ``forwards`` and ``status``, or
+    ``id`` and ``error``. The tokens of a line depend on it alone: they are the same in any order,
+    among any others, and after a restart.
+
+    Args:
+      model: from `load`.
+      lines: of this process, those that are done too: they belong to the shapes of its programs.
+      results: where the results go.
+      seed: of line 1; a line that names none has the seed ``seed + number - 1``.
+      settings: for lines that do not name them.
+      batch_size: slots of a program at most.
+      on_result: told each result once it is written.
+    """
+    found: dict[int, Line] = {}
+    jobs: list[Job] = []
+    refused: list[dict[str, Any]] = []
+    for line in lines:
+        common = dict(settings or {}) | {"seed": (seed + line.number - 1) % 2**32}
+        try:
+            if line.error is not None:
+                raise ValueError(line.error)
+            (job,) = make_jobs(model, line.settings, common)
+        except ValueError as error:
+            refused.append({"id": line.id, "error": _in_line(line, str(error))})
+        else:
+            found[len(jobs)] = line
+            jobs.append(job)
+    fresh = [result for result in refused if result["id"] not in results.done]
+    for result in fresh:
+        _write(results, result, on_result)
+    rows = tokens = taken = offered = 0
+    programs = []
+    for (static, canvas), members in _groups(jobs).items():
+        waiting = [n for n, index in enumerate(members) if found[index].id not in results.done]
+        if not waiting:
+            continue
+        slots = slots_of(
+            model, static, [jobs[index] for index in members],
+            batch_size=batch_size, canvas=canvas, names=members,
+        )  # fmt: skip
+        slots.submit(waiting)
+        for n, row in finish(slots):
+            row = row.upto_eos(model.tokenizer.eos_id)
+            _write(results, _result(model, found[members[n]], row), on_result)
+            rows, tokens = rows + 1, tokens + int((row.committed >= 0).sum())
+        taken, offered = taken + slots.occupancy.taken, offered + slots.occupancy.offered
+        programs.append(f"rows={slots.num_slots} canvas={canvas}")
+    share = taken / offered if offered else 1.0
+    return Report(rows, len(fresh), tokens, share, tuple(programs))
+
+
+def _in_line(line: Line, error: str) -> str:
+    where = f"line {line.number}"
+    return error if where in error else f"{where}: {error}"
+
+
+def _groups(jobs: Sequence[Job]) -> dict[tuple[Static, int], list[int]]:
+    groups: dict[tuple[Static, int], list[int]] = {}
+    for static, members in group_jobs(jobs).items():
+        for index in members:
+            canvas = canvas_for(jobs[index].request.tokens.size)
+            groups.setdefault((static, canvas), []).append(index)
+    return groups
+
+
+def _result(model: Model, line: Line, row: Row) -> dict[str, Any]:
+    if row.status is Status.NON_FINITE:
+        error = f"line {line.number}: the model's logits are not finite after {row.steps} steps"
+        return {"id": line.id, "error": error}
+    return {
+        "id": line.id,
+        "text": model.tokenizer.decode(row.tokens),
+        "tokens": row.tokens.tolist(),
+        "length": int(row.tokens.size),
+        "steps": row.steps,
+        "forwards": row.forwards,
+        "status": row.status.name.lower(),
+    }
+
+
+def _write(
+    results: Results,
+    result: Mapping[str, Any],
+    on_result: Callable[[Mapping[str, Any]], Any] | None,
+) -> None:
+    results.write(result)
+    if on_result is not None:
+        on_result(result)
+
+
+def describe_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings as JSON can hold them, for a fingerprint."""
+    return json.loads(json.dumps(settings, default=str))

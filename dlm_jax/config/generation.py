@@ -1,0 +1,108 @@
+"""Settings of one generation: what a checkpoint recommends, a request asks for, a flag says."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from typing import Literal
+
+from dlm_jax.config.fields import field, require
+from dlm_jax.config.sampling import DEFAULT_CHAIN, SamplingParams, check_chain
+
+Order = Literal[
+    "low_confidence", "random", "left_to_right", "entropy", "margin", "threshold", "factor",
+    "entropy_bound", "ancestral",
+]  # fmt: skip
+Schedule = Literal["linear", "cosine", "all"]
+Confidence = Literal["sampled", "max"]
+Remask = Literal[
+    "none", "scheduled", "scheduled_threshold", "remdm_cap", "remdm_rescale", "remdm_conf"
+]
+Draw = Literal["inverse_cdf", "gumbel"]
+ORDERS: tuple[str, ...] = typing.get_args(Order)
+SCHEDULES: tuple[str, ...] = typing.get_args(Schedule)
+CONFIDENCES: tuple[str, ...] = typing.get_args(Confidence)
+REMASKS: tuple[str, ...] = typing.get_args(Remask)
+DRAWS: tuple[str, ...] = typing.get_args(Draw)
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "order": ORDERS,
+    "schedule": SCHEDULES,
+    "confidence": CONFIDENCES,
+    "remask": REMASKS,
+    "draw": DRAWS,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleConfig(SamplingParams):
+    """Recommended sampling settings: stored in the checkpoint, the defaults of ``sample.py``."""
+
+    gen_length: int = field(0, "new tokens of one sample; 0: as many as the canvas has room for")
+    steps: int = field(128, "denoising steps of one sample")
+    order: Order = field(
+        "random",
+        "which holes a step commits. A quota: low_confidence (the surest), entropy, margin, "
+        "random, left_to_right. As many as are sure enough: threshold, factor, entropy_bound. As "
+        "the noise process does: ancestral",
+    )
+    schedule: Schedule = field(
+        "linear",
+        "how a quota is spread over the steps: linear, cosine, or all (every hole at every step)",
+    )
+    confidence: Confidence = field(
+        "sampled", "probability of the token that was drawn (sampled), or the largest (max)"
+    )
+    threshold: float = field(0.9, "order=threshold: confidence that commits, in [0, 1]")
+    factor: float = field(
+        1.0, "order=factor: n holes commit together if each is as sure as 1 - factor / (n + 1)"
+    )
+    entropy_bound: float = field(
+        0.1, "order=entropy_bound: nats of entropy that may be committed blind, >= 0"
+    )
+    block_length: int = field(
+        0, "tokens of a block, which is finished before the next begins; 0: all in one"
+    )
+    stop_at_eos: bool = field(False, "a row is done when a finished block holds EOS")
+    guidance: float = field(
+        0.0, "classifier-free guidance towards what was given, >= 0; costs a forward unless 0"
+    )
+    remask: Remask = field(
+        "none",
+        "what becomes a hole again after a step: none; scheduled (a share of the most doubtful), "
+        "scheduled_threshold (all above a doubt); remdm_cap, remdm_rescale, remdm_conf",
+    )
+    remask_start: float = field(0.95, "scheduled: share remasked before the first step, in [0, 1]")
+    remask_end: float = field(0.05, "scheduled: share remasked before the last step, in [0, 1]")
+    remask_randomness: float = field(
+        0.0, "scheduled: weight of chance beside doubt, in [0, 1]; 1 is chance alone"
+    )
+    remask_eta: float = field(
+        0.1, "remdm: strength, in [0, 1]; for remdm_conf anything but 0 is the same"
+    )
+    chain: tuple[str, ...] = field(DEFAULT_CHAIN, "logit transforms, in the order they run")
+    draw: Draw = field(
+        "inverse_cdf", "how a token is drawn: inverse_cdf (the faster) or gumbel (as others do)"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.gen_length >= 0, f"gen_length={self.gen_length} must be at least 0")
+        require(self.steps >= 1, f"steps={self.steps} must be at least 1")
+        require(self.block_length >= 0, f"block_length={self.block_length} must be at least 0")
+        for name in ("threshold", "remask_start", "remask_end", "remask_randomness", "remask_eta"):
+            value = getattr(self, name)
+            require(0 <= value <= 1, f"{name}={value} is outside [0, 1]; use 0.5, say")
+        for name in ("factor", "entropy_bound", "guidance"):
+            value = getattr(self, name)
+            require(0 <= value <= 1e6, f"{name}={value} is outside [0, 1e6]; use 0 or more")
+        for name, known in _CHOICES.items():
+            value = getattr(self, name)
+            (near,) = difflib.get_close_matches(str(value), known, n=1, cutoff=0.0)
+            require(
+                value in known,
+                f"{name}={value!r} is not one of {', '.join(known)}; did you mean {near!r}?",
+            )
+        check_chain(self.chain)

@@ -1,0 +1,163 @@
+"""Requests with their settings, grouped by what is compiled in, and the slots that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from dlm_jax import prompts
+from dlm_jax.config import SampleConfig, resolve
+from dlm_jax.models import Model
+from dlm_jax.sampling.generate import make_slots
+from dlm_jax.sampling.params import pack
+from dlm_jax.sampling.request import Request
+from dlm_jax.sampling.rules import Functions, pack_rules
+from dlm_jax.sampling.slots import Row, Slots
+from dlm_jax.sampling.transforms import Chain
+from dlm_jax.types import Status
+
+
+class Job(NamedTuple):
+    """One row to generate: its request, and the settings that the slot functions are made of."""
+
+    request: Request
+    sample: SampleConfig
+
+
+def make_jobs(
+    model: Model,
+    prompt: str | Mapping[str, Any],
+    common: Mapping[str, Any],
+    first: int = 0,
+    num_samples: int = 1,
+) -> list[Job]:
+    """The rows of one prompt; `first` is added to the seed unless the prompt has its own.
+
+    Raises:
+      ValueError: a setting is unknown or out of range, or the prompt does not fit or cannot be
+        encoded.
+    """
+    own = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
+    asked = {"seed": 0, "max_length": None} | {**common, **own}
+    text = {name: asked.pop(name) for name in prompts.KEYS if name in asked}
+    seed = asked.pop("seed") + (0 if "seed" in own else first)
+    host = {name: asked.pop(name) for name in ("host_sampler", "read_back") if name in asked}
+    max_length = asked.pop("max_length")
+    if max_length is not None and max_length < 1:
+        raise ValueError(f"max_length={max_length} must be at least 1")
+    sample = resolve(vars(model.sample), asked, kind=SampleConfig)
+    room = model.max_length if max_length is None else max_length
+    given = prompts.make_canvas(model.tokenizer, text, gen_length=sample.gen_length, room=room)
+    if given.is_draft is not None and sample.remask == "none":
+        raise ValueError("draft is refined by remasking, and remask is none; use remask=scheduled")
+    jobs = []
+    for index in range(num_samples):
+        request = Request(
+            tokens=given.tokens,
+            is_draft=given.is_draft,
+            steps=sample.steps,
+            seed=seed + index,
+            block_length=sample.block_length,
+            guidance=sample.guidance,
+            stop_at_eos=sample.stop_at_eos,
+            **host,
+        )
+        request.check_steps(mask_id=model.tokenizer.mask_id)
+        jobs.append(Job(request, sample))
+    return jobs
+
+
+class Static(NamedTuple):
+    """What is compiled in: rows that agree in it run together."""
+
+    order: str
+    schedule: str
+    confidence: str
+    remask: str
+    chain: tuple[str, ...]
+    draw: str
+    is_guided: bool
+    needs_host: bool
+
+
+def group_jobs(jobs: Sequence[Job]) -> dict[Static, list[int]]:
+    """Places of the jobs that can run in the same program."""
+    groups: dict[Static, list[int]] = {}
+    for index, (request, sample) in enumerate(jobs):
+        static = Static(
+            order=sample.order,
+            schedule=sample.schedule,
+            confidence=sample.confidence,
+            remask=sample.remask,
+            chain=sample.chain,
+            draw=sample.draw,
+            is_guided=sample.guidance > 0,
+            needs_host=request.needs_host,
+        )
+        groups.setdefault(static, []).append(index)
+    return groups
+
+
+def slots_of(model: Model, static: Static, jobs: Sequence[Job], **options: Any) -> Slots:
+    """Slots for jobs that agree in what is compiled in; `options` are those of `make_slots`."""
+    make_loop = model.host_loop if static.needs_host else model.advance
+    samples = [job.sample for job in jobs]
+    return make_slots(
+        make_loop(draw=static.draw, is_guided=static.is_guided),
+        model.params,
+        [job.request for job in jobs],
+        Functions(chain_of(model, samples), *pack_rules(samples, model.noise)),
+        pad_id=model.tokenizer.pad_id,
+        **options,
+    )
+
+
+def chain_of(model: Model, samples: Sequence[SampleConfig]) -> Chain:
+    """The chain of rows that name the same transforms."""
+    vocab_size = model.network.vocab_size
+    return pack(
+        samples,
+        vocab_size=vocab_size,
+        # Published models have more logits than tokens.
+        banned_ids=(*model.tokenizer.banned_ids, *range(model.tokenizer.vocab_size, vocab_size)),
+        eos_ids=(model.tokenizer.eos_id,),
+        chain=samples[0].chain,
+    )
+
+
+def canvases(
+    model: Model, jobs: Sequence[Job], *, every: int | Literal["block"] = 1, **options: Any
+) -> Iterator[dict[int, Row]]:
+    """Rows by the place of their job, before the first step and then after every `every` steps.
+
+    With ``"block"``, whenever a row has finished one. A row is shown for the last time when it has
+    ended, cut at its first EOS. `options` are those of `make_slots`.
+
+    Raises:
+      ValueError: `every` is neither at least 1 nor "block", or as `slots_of`.
+    """
+    is_count = isinstance(every, int) and not isinstance(every, bool) and every >= 1
+    if not is_count and every != "block":
+        raise ValueError(f"every={every!r} must be at least 1, or 'block'")
+    num_steps = 1 if every == "block" else int(every)
+    for static, members in group_jobs(jobs).items():
+        slots = slots_of(
+            model, static, [jobs[index] for index in members], names=members, **options
+        )
+        slots.submit(range(len(members)))
+        slots.fill()
+        blocks: dict[int, int] = {}
+        shown = slots.rows()
+        while shown or slots.is_busy:
+            is_due = every != "block" or any(
+                row.status != Status.RUNNING or row.block != blocks.get(index)
+                for index, row in shown.items()
+            )
+            if is_due:
+                blocks |= {index: row.block for index, row in shown.items()}
+                yield {members[index]: row for index, row in shown.items()}
+            if not slots.is_busy:
+                break
+            ended = slots.advance(num_steps)
+            cut = {i: row.upto_eos(model.tokenizer.eos_id) for i, row in ended.items()}
+            shown = slots.rows() | cut

@@ -1,0 +1,77 @@
+"""Packing of generation settings, one per row, into the commit rule and remask rule they name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dlm_jax.config.generation import SampleConfig
+from dlm_jax.sampling.ancestral import Ancestral, Kind, NoiseSchedule, ReMDM
+from dlm_jax.sampling.commit import QUOTAS, CommitRule
+from dlm_jax.sampling.orders import ORDERS, SurestFirst, maximum, sampled
+from dlm_jax.sampling.parallel_commits import EntropyBound, Factor, Threshold
+from dlm_jax.sampling.remask import RemaskRule, Scheduled
+from dlm_jax.sampling.transforms.chain import Chain
+
+MEASURES = {"sampled": sampled, "max": maximum}
+_KINDS: dict[str, Kind] = {"remdm_cap": "cap", "remdm_rescale": "rescale", "remdm_conf": "conf"}
+
+
+class Functions(NamedTuple):
+    """The slot functions of some rows: what the loop leaves open, with each row's parameters.
+
+    Attributes:
+      chain: logit transforms.
+      rule: commit rule.
+      remask: remask rule; None for none.
+    """
+
+    chain: Chain
+    rule: CommitRule
+    remask: RemaskRule | None = None
+
+
+def pack_rules(
+    samples: Sequence[SampleConfig], noise: NoiseSchedule
+) -> tuple[CommitRule, RemaskRule | None]:
+    """The rules of rows that name the same ones, with each row's parameters.
+
+    Args:
+      samples: settings of each row; ``order``, ``schedule``, ``confidence`` and ``remask`` are
+        those of the first.
+      noise: the schedule the model was trained with.
+    """
+
+    def column(name: str) -> Array:
+        return jnp.asarray(np.array([getattr(sample, name) for sample in samples], np.float32))
+
+    first = samples[0]
+    confidence = MEASURES[first.confidence]
+    kind: Kind = _KINDS.get(first.remask, "none")
+    if first.order == "threshold":
+        rule: CommitRule = Threshold(column("threshold"), confidence)
+    elif first.order == "factor":
+        rule = Factor(column("factor"), confidence)
+    elif first.order == "entropy_bound":
+        rule = EntropyBound(column("entropy_bound"))
+    elif first.order == "ancestral":
+        rule = Ancestral(column("remask_eta"), noise, kind)
+    elif first.order == "low_confidence":
+        rule = SurestFirst(QUOTAS[first.schedule], confidence)
+    else:
+        rule = ORDERS[first.order](QUOTAS[first.schedule])
+    remask: RemaskRule | None = None
+    if kind != "none":
+        remask = ReMDM(column("remask_eta"), noise, kind)
+    elif first.remask != "none":
+        remask = Scheduled(
+            column("remask_start"),
+            column("remask_end"),
+            column("remask_randomness"),
+            jnp.full(len(samples), first.remask == "scheduled_threshold"),
+        )
+    return rule, remask

@@ -1,0 +1,150 @@
+"""The per-row state of the denoising loop, and the state before the first step.
+
+Everything in it is ``[B]`` or ``[B, L]``. No step reads one row to decide about another, so that a
+row comes out as if it had run alone, and drivers may put rows of any age side by side.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.blocks import Block, first_block
+from dlm_jax.sampling.commit import CommitRule
+from dlm_jax.sampling.remask import RemaskRule
+from dlm_jax.sampling.transforms.chain import Chain
+from dlm_jax.types import Status, live_positions
+
+
+class Canvas(NamedTuple):
+    """The arrays being denoised.
+
+    Attributes:
+      tokens_BL: int32; MASK at holes, PAD from the row's length on.
+      length_B: int32, live positions of each row; 0 for an idle slot.
+      frozen_BL: True at given tokens, which are never written, and beyond the length.
+    """
+
+    tokens_BL: jax.Array
+    length_B: jax.Array
+    frozen_BL: jax.Array
+
+
+class State(NamedTuple):
+    """What `advance` carries.
+
+    Attributes:
+      canvas: tokens, lengths, frozen positions.
+      seed_B: uint32, what the row's keys are made of; never changes.
+      step_B: int32, steps taken.
+      steps_B: int32, steps allowed, at least 1.
+      block: the block that each row works on.
+      block_length_B: int32, positions of a block; 0 is all in one.
+      guidance_B: float32 scale of classifier-free guidance; 0 is none.
+      stops_at_eos_B: True for rows that are done when a finished block holds EOS.
+      forwards_B: int32, forwards of the trunk the row has asked for.
+      status_B: int32, a `Status`.
+      logprob_BL: float32, log-probability of each committed token under the clean logits it was
+        drawn from, in nats; 0 at given tokens and holes. Of a draft's tokens, where the remask rule
+        reads it: that under the last forward.
+      committed_BL: int32, the step that committed each token, from 0; -1 at given tokens, holes,
+        and tokens of a draft.
+      chain: the logit transforms with their per-row parameters.
+      chain_state: what those transforms carry.
+      rule: the commit rule with its per-row parameters.
+      remask: the remask rule with its own; None: committed tokens stay.
+    """
+
+    canvas: Canvas
+    seed_B: jax.Array
+    step_B: jax.Array
+    steps_B: jax.Array
+    block: Block
+    block_length_B: jax.Array
+    guidance_B: jax.Array
+    stops_at_eos_B: jax.Array
+    forwards_B: jax.Array
+    status_B: jax.Array
+    logprob_BL: jax.Array
+    committed_BL: jax.Array
+    chain: Chain
+    chain_state: Any
+    rule: CommitRule
+    remask: RemaskRule | None
+
+    def work(self, canvas: Canvas, *, mask_id: int) -> jax.Array:
+        """True where `canvas` has work for a block: its holes, and what may be remasked."""
+        return work(canvas, self.remask, mask_id=mask_id)
+
+
+def start(
+    tokens_BL: jax.Array,
+    length_B: jax.Array,
+    *,
+    seeds_B: jax.Array,
+    steps_B: jax.Array,
+    chain: Chain,
+    rule: CommitRule,
+    mask_id: int,
+    remask: RemaskRule | None = None,
+    frozen_BL: jax.Array | None = None,
+    block_length_B: jax.Array | None = None,
+    guidance_B: jax.Array | None = None,
+    stops_at_eos_B: jax.Array | None = None,
+) -> State:
+    """State before the first step: live MASK tokens are holes, other live tokens are frozen.
+
+    Args:
+      tokens_BL: int32; PAD from `length_B` on.
+      length_B: int32; 0 makes an idle slot.
+      seeds_B: uint32 seed of each row.
+      steps_B: int32, at least 1, and at least the number of the row's blocks that hold holes.
+      chain: logit transforms whose parameters have ``B`` rows.
+      rule: commit rule, likewise.
+      mask_id: the id of MASK.
+      remask: remask rule, likewise; None for none.
+      frozen_BL: True at given tokens, where a draft leaves some free; MASK is never frozen.
+      block_length_B: int32 positions of a block, at least 0; 0, or None for all rows, is one block.
+      guidance_B: float32 scale of classifier-free guidance; None is 0.
+      stops_at_eos_B: True for rows that end with the block that holds EOS; None is False.
+    """
+    num_rows, num_positions = tokens_BL.shape
+    zeros_B = jnp.zeros(num_rows, jnp.int32)
+    is_live_BL = live_positions(length_B, num_positions)
+    is_hole_BL = (tokens_BL == mask_id) & is_live_BL
+    is_free_BL = is_hole_BL if frozen_BL is None else is_hole_BL | (is_live_BL & ~frozen_BL)
+    canvas = Canvas(tokens_BL, length_B, ~is_free_BL)
+    block_length_B = zeros_B if block_length_B is None else block_length_B
+    is_work_BL = work(canvas, remask, mask_id=mask_id)
+    block, is_any_B = first_block(
+        is_work_BL, is_hole_BL, jnp.argmax(is_free_BL, axis=1), block_length_B, steps_B
+    )
+    state = State(
+        canvas=canvas,
+        seed_B=seeds_B,
+        step_B=zeros_B,
+        steps_B=steps_B,
+        block=block,
+        block_length_B=block_length_B,
+        guidance_B=jnp.zeros(num_rows) if guidance_B is None else guidance_B,
+        stops_at_eos_B=zeros_B.astype(bool) if stops_at_eos_B is None else stops_at_eos_B,
+        forwards_B=zeros_B,
+        status_B=jnp.where(is_any_B, Status.RUNNING, Status.DONE).astype(jnp.int32),
+        logprob_BL=jnp.zeros((num_rows, num_positions), jnp.float32),
+        committed_BL=jnp.full((num_rows, num_positions), -1, jnp.int32),
+        chain=chain,
+        chain_state=chain.init(num_rows),
+        rule=rule,
+        remask=remask,
+    )
+    # `advance` donates the state: its buffers must be its own, and each be there once.
+    return jax.tree.map(jnp.copy, state)
+
+
+def work(canvas: Canvas, remask: RemaskRule | None, *, mask_id: int) -> jax.Array:
+    """True ``[B, L]`` at holes, and at unfrozen tokens of rows whose remask rule is active."""
+    is_free_BL = ~canvas.frozen_BL
+    is_hole_BL = is_free_BL & (canvas.tokens_BL == mask_id)
+    return is_hole_BL if remask is None else is_hole_BL | (is_free_BL & remask.is_active()[:, None])

@@ -1,0 +1,9 @@
+"""Views of the denoising: in the terminal while it runs, and as a page that plays it afterwards."""
+
+from __future__ import annotations
+
+from dlm_jax.viewing.frames import Changes, Frame, Kind, changes
+from dlm_jax.viewing.trace import write_trace
+from dlm_jax.viewing.watch import Watch
+
+__all__ = ["Changes", "Frame", "Kind", "Watch", "changes", "write_trace"]

@@ -1,0 +1,186 @@
+"""The page that plays a generation: one HTML file with its data inside, from what `Frame`s say."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dlm_jax.viewing.frames import Frame, Kind, changes
+from dlm_jax.viewing.pieces import Pieces
+
+# A probability below exp(-20) reads as 0 anyway; also what becomes of -inf and NaN.
+_LEAST_LOGPROB = -20.0
+
+
+def write_trace(
+    path: str | os.PathLike[str],
+    rows: Iterable[Sequence[Frame]],
+    decode: Callable[[Any], str],
+    *,
+    title: str,
+    names: Mapping[int, str] | None = None,
+) -> int:
+    """Size in bytes of the page written to `path`; it appears there complete or not at all.
+
+    The page needs nothing but a browser: no network, no other file. Each frame is stored as what
+    changed since the one before, log-probabilities to 0.01 nats.
+
+    Args:
+      path: of the page; a file there is replaced.
+      rows: for each row its frames, in the order of their steps.
+      decode: text of a sequence of ids; U+FFFD where their bytes are no whole character.
+      title: heading of the page.
+      names: what to show for ids that stand for no text, say ``{eos_id: "⟨eos⟩"}``.
+
+    Raises:
+      ValueError: there are no rows, a row has no frames, or two of its frames do not follow each
+        other (see `changes`).
+    """
+    pieces = Pieces(decode, names)
+    data = trace_data(rows, pieces)
+    text = _fill(title, data)
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
+    # A lone surrogate is no character; the page shows a question mark there.
+    content = text.encode("utf-8", errors="replace")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return len(content)
+
+
+def trace_data(rows: Iterable[Sequence[Frame]], pieces: Pieces) -> dict[str, Any]:
+    """What the page's program reads, as a JSON dict.
+
+    ``pieces`` maps ids to texts, ``joined`` maps neighbouring ids (written with spaces) that are
+    whole characters only together. A row has ``row`` and ``frames``; see `_frame_data`.
+    """
+    ids: set[int] = set()
+    parts: set[int] = set()
+    neighbours: set[tuple[int, ...]] = set()
+    out = []
+    for index, frames in enumerate(rows):
+        if not frames:
+            raise ValueError(f"row {index} of the trace has no frames; leave it out")
+        befores = [None, *frames[:-1]]
+        data = [_frame_data(*pair) for pair in zip(befores, frames, strict=True)]
+        out.append({"row": frames[0].row, "frames": data})
+        for frame in frames:
+            new = set(frame.tokens[~frame.is_hole].tolist()) - ids
+            ids |= new
+            parts |= set(filter(pieces.is_part, new))
+            if parts:
+                neighbours |= _neighbours(frame, parts)
+    if not out:
+        raise ValueError("the trace has no rows; give the frames of at least one")
+    texts = {str(token): pieces((token,)) for token in sorted(ids)}
+    return {"pieces": texts, "joined": _joined(neighbours, pieces), "rows": out}
+
+
+def _joined(neighbours: set[tuple[int, ...]], pieces: Pieces) -> dict[str, str]:
+    """The characters that are spread over several of these ids, by the ids with spaces between."""
+    joined = {}
+    for near in sorted(neighbours):
+        near = near[: near.index(-1)] if -1 in near else near
+        if whole := pieces.joined(near):
+            joined[" ".join(map(str, whole))] = pieces(whole)
+    return joined
+
+
+def _neighbours(frame: Frame, parts: set[int]) -> set[tuple[int, ...]]:
+    """The ids of each of `parts` in the frame with those of the three positions after it.
+
+    -1 stands for a hole and for what is beyond the end.
+    """
+    ids = np.where(frame.is_hole, -1, frame.tokens)
+    starts = np.flatnonzero(np.isin(ids, list(parts)))
+    padded = np.append(ids, [-1] * 3)
+    return set(map(tuple, padded[starts[:, None] + np.arange(4)].tolist()))
+
+
+def _frame_data(before: Frame | None, after: Frame) -> dict[str, Any]:
+    """What changed from `before` to `after`.
+
+    Keys, all but the first left out where they would be empty or as in the frame before: ``s``
+    step, ``S`` status, ``T`` steps in all; ``o`` where positions came from, as runs ``first place,
+    count`` (first place -1: inserted); ``d`` places of `before` that were deleted; and for the
+    positions that changed ``p`` the distance to the one before it in this list, ``t`` id (-1 a
+    hole), ``k`` kind, ``c`` step it was committed at, ``l`` log-probability times -100. A list of
+    equal values is written as that value.
+    """
+    kinds, deleted, origin = changes(before, after)
+    now = _columns(after)
+    is_told = np.ones(kinds.size, bool)
+    if before is not None and before.tokens.size:
+        is_told = (origin < 0) | (now != _columns(before)[:, origin]).any(axis=0)
+        is_told |= kinds != _base_kinds(before)[origin]
+    places = np.flatnonzero(is_told)
+    data: dict[str, Any] = {"s": after.step}
+    if before is None or before.status != after.status:
+        data["S"] = after.status
+    if after.steps is not None and (before is None or before.steps != after.steps):
+        data["T"] = after.steps
+    if before is not None and not np.array_equal(origin, np.arange(before.tokens.size)):
+        data["o"] = _runs(origin)
+    if deleted.size:
+        data["d"] = deleted.tolist()
+    if places.size:
+        data["p"] = np.diff(places, prepend=0).tolist()
+        columns = {"t": now[0], "k": kinds, "c": now[1], "l": now[2]}
+        data |= {key: _short(column[places]) for key, column in columns.items()}
+    return data
+
+
+def _columns(frame: Frame) -> np.ndarray:
+    """Per position: id or -1 at a hole, step it was committed at, log-probability as written."""
+    logprobs = np.nan_to_num(
+        frame.logprobs, nan=_LEAST_LOGPROB, neginf=_LEAST_LOGPROB, posinf=0.0
+    ).clip(_LEAST_LOGPROB, 0)
+    return np.stack(
+        [
+            np.where(frame.is_hole, -1, frame.tokens),
+            frame.committed,
+            np.rint(-100 * logprobs).astype(np.int32),
+        ]
+    )
+
+
+def _base_kinds(frame: Frame) -> np.ndarray:
+    """`GIVEN`, `HOLE` or `KEPT` for each position: its kind if nothing happened to it."""
+    kinds = np.where(frame.is_hole, Kind.HOLE, Kind.KEPT)
+    return np.where(frame.is_frozen, Kind.GIVEN, kinds)
+
+
+def _runs(origin: np.ndarray) -> list[int]:
+    """Stretches of `origin` that ascend by one, or are -1 throughout, as ``first, count, ...``."""
+    is_new = origin < 0
+    breaks = (np.diff(origin) != ~is_new[1:]) | (is_new[1:] != is_new[:-1])
+    starts = np.flatnonzero(np.concatenate([[True], breaks])) if origin.size else np.zeros(0, int)
+    counts = np.diff(starts, append=origin.size)
+    return np.stack([origin[starts], counts], axis=1).ravel().tolist()
+
+
+def _short(column: np.ndarray) -> Any:
+    """The column as a list, or its value if that is the same throughout."""
+    return column[0].item() if (column == column[0]).all() else column.tolist()
+
+
+def _fill(title: str, data: dict[str, Any]) -> str:
+    """The page with its title and its data in place."""
+    # Only ASCII, and no sign that could end the script element or begin markup in it.
+    text = json.dumps(data, separators=(",", ":"))
+    for sign in "<>&":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    parts = {"title": html.escape(title), "data": text}
+    template = resources.files("dlm_jax.viewing").joinpath("trace.html").read_text("utf-8")
+    return re.sub(r"\{\{(title|data)\}\}", lambda match: parts[match[1]], template)

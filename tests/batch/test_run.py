@@ -1,0 +1,145 @@
+"""A file of requests through the toy model: every line answered, and each as if it were alone."""
+
+import dataclasses
+import json
+
+import pytest
+import toy_model
+
+import dlm_jax
+from dlm_jax.batch.requests import read_requests, share
+from dlm_jax.batch.results import Results
+from dlm_jax.batch.run import canvas_for, describe_model, run_requests
+from dlm_jax.config import SampleConfig
+
+MODEL = dataclasses.replace(
+    toy_model.MODEL,
+    max_length=96,
+    # The chain is short, so that it compiles fast.
+    sample=SampleConfig(steps=6, chain=("temperature",), order="left_to_right", ignore_eos=True),
+)
+KNOWN = [field.name for field in dataclasses.fields(SampleConfig)] + ["infill"]
+REQUESTS = [
+    {"id": number, "prompt": "The cat "[: number % 5], "gen_length": 3 + 5 * (number % 7),
+     "temperature": 0.5 + number % 3, "steps": 2 + 3 * (number % 4)}
+    for number in range(20)
+]  # fmt: skip
+REQUESTS += [
+    {"template": "A <hole:4> ran.", "steps": 4, "block_length": 3},
+    {"id": "wide", "gen_length": 90, "steps": 5},
+    {"id": "own seed", "prompt": "A ", "gen_length": 6, "seed": 77},
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """All results, in the order of the requests."""
+    path = tmp_path_factory.mktemp("whole")
+    return _run(path, REQUESTS)
+
+
+def _write(path, requests):
+    lines = [r if isinstance(r, str) else json.dumps(r) for r in requests]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def _run(directory, requests, *, stop_after=None, batch_size=8, index=0, count=1):
+    """The rows of the output file after a run, which may be stopped after some results."""
+    source = _write(directory / "in.jsonl", requests)
+    lines = read_requests(source, known=KNOWN)
+    target = directory / "out.jsonl"
+    seen = []
+
+    def on_result(result):
+        seen.append(result)
+        if stop_after is not None and len(seen) == stop_after:
+            raise KeyboardInterrupt
+
+    results = Results(target, fingerprint="same", index=index, count=count)
+    try:
+        with results:
+            run_requests(
+                MODEL, share(lines, index, count), results, seed=5, batch_size=batch_size,
+                on_result=on_result,
+            )  # fmt: skip
+            results.finish([line.id for line in lines])
+    except KeyboardInterrupt:
+        assert stop_after is not None
+    if not target.exists():
+        return []
+    return [json.loads(line) for line in target.read_text().splitlines()]
+
+
+def test_every_request_is_answered_in_order_with_what_it_asked_for(whole):
+    assert [row["id"] for row in whole] == [*range(20), "line 21", "wide", "own seed"]
+    for request, row in zip(REQUESTS, whole, strict=True):
+        assert set(row) == {"id", "text", "tokens", "length", "steps", "forwards", "status"}
+        assert row["status"] == "done"
+        assert row["length"] == len(row["tokens"]) == len(row["text"])
+        assert row["steps"] == row["forwards"] <= request.get("steps", 6)
+    assert whole[20]["text"].startswith("A ")
+    assert whole[20]["text"].endswith(" ran.")
+    assert whole[21]["length"] == 90
+
+
+def test_a_line_is_what_generate_makes_of_it_alone(whole):
+    for number in (0, 7, 13):
+        request = {key: value for key, value in REQUESTS[number].items() if key != "id"}
+        alone = dlm_jax.generate(MODEL, [request | {"seed": 5 + number}])
+        assert alone.texts[0] == whole[number]["text"]
+    own = dlm_jax.generate(MODEL, [{"prompt": "A ", "gen_length": 6, "seed": 77}])
+    assert own.texts[0] == whole[-1]["text"]
+
+
+@pytest.mark.parametrize("stop_after", [1, 9])
+def test_a_stopped_run_goes_on_and_writes_what_an_unstopped_one_does(tmp_path, whole, stop_after):
+    stopped = _run(tmp_path, REQUESTS, stop_after=stop_after)
+    assert len(stopped) == stop_after
+    by_id = {row["id"]: row for row in whole}
+    assert all(row == by_id[row["id"]] for row in stopped)
+    assert _run(tmp_path, REQUESTS) == whole
+    assert _run(tmp_path, REQUESTS) == whole
+
+
+def test_processes_share_the_lines_and_the_last_one_merges(tmp_path, whole):
+    assert _run(tmp_path, REQUESTS, index=1, count=2) == []
+    assert _run(tmp_path, REQUESTS, index=0, count=2) == whole
+
+
+def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
+    requests = [
+        '{"id": "a", "prompt": "The"',
+        {"id": "b", "prompt": "A ", "gen_length": 4},
+        {"id": "c", "prompt": "Q"},
+        {"id": "d", "prompt": "A", "gen_length": 200},
+        {"id": "e", "temprature": 1.0},
+        {"id": "f", "order": "lowconfidence"},
+        {"id": "g", "template": "A <hole:0>"},
+        {"id": "h", "gen_length": 20, "block_length": 2, "steps": 3},
+        {"id": "i", "prompt": "A", "draft": "cat"},
+        {"id": "j", "tokens": [1, MODEL.tokenizer.mask_id]},
+        {"id": "k", "block_length": -1},
+    ]
+    rows = _run(tmp_path, requests)
+    assert len(rows) == len(requests)
+    assert rows[1]["status"] == "done"
+    errors = [row["error"] for row in rows if "error" in row]
+    assert len(errors) == len(requests) - 1
+    for number, error in zip([1, *range(3, 12)], errors, strict=True):
+        assert f"line {number}" in error
+        assert "\n" not in error
+    told = " | ".join(errors)
+    for part in ("is not JSON", "'Q'", "gen_length=200", "did you mean 'temperature'",
+                 "did you mean 'low_confidence'", "gap of 0 tokens", "10 blocks", "remask",
+                 "tokens hold MASK", "block_length=-1 must be at least 0"):  # fmt: skip
+        assert part in told, part
+
+
+def test_canvases_are_powers_of_two():
+    assert [canvas_for(n) for n in (1, 64, 65, 128, 129, 1000)] == [64, 64, 128, 128, 256, 1024]
+
+
+def test_models_are_told_apart():
+    other = dataclasses.replace(MODEL, params=toy_model.toy.random_params(MODEL.network, 1))
+    assert describe_model(MODEL) == describe_model(MODEL) != describe_model(other)

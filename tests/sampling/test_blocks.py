@@ -1,0 +1,119 @@
+"""Blocks against plain Python, alone and in the loop."""
+
+import dataclasses
+
+import canvases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rule_cases
+import toy
+from canvases import ROWS, Row, holes
+from oracles import commit as oracle
+
+from dlm_jax.config import SampleConfig
+from dlm_jax.diffusion.corruption import LinearSchedule
+from dlm_jax.sampling.blocks import first_block, next_block
+from dlm_jax.sampling.rules import pack_rules
+from dlm_jax.types import Status
+
+_first, _next = jax.jit(first_block), jax.jit(next_block)
+
+
+def test_blocks_and_their_steps_are_those_of_the_oracle():
+    rng = np.random.default_rng(0)
+    rows, length = 200, 20
+    is_frozen = rng.random((rows, length)) < rng.random((rows, 1))
+    is_hole = ~is_frozen & (rng.random((rows, length)) < 0.5)
+    size = rng.integers(0, 9, rows)
+    windows = [oracle.blocks(is_frozen[r], length, int(size[r]) or None) for r in range(rows)]
+    busy = [[w for w in ws if any(is_hole[r, i] for i in w)] for r, ws in enumerate(windows)]
+    steps = np.array([len(b) + int(rng.integers(0, 9)) or 1 for b in busy])
+    arguments = (jnp.asarray(is_hole), jnp.asarray(is_hole))
+    shared = (jnp.asarray(size, jnp.int32), jnp.asarray(steps, jnp.int32))
+    first_B = jnp.argmax(jnp.asarray(~is_frozen), axis=1)
+    block, is_any = _first(*arguments, first_B, *shared)
+    seen = [[] for _ in range(rows)]
+    for _ in range(length + 1):
+        holds = np.asarray(block.holds(length))
+        for r in np.flatnonzero(np.asarray(is_any)):
+            place = np.flatnonzero(holds[r])
+            seen[r].append((place[0], place[-1] + 1, int(block.steps_B[r]),
+                            int(block.first_holes_B[r])))  # fmt: skip
+        block, has_more = _next(block, *arguments, *shared)
+        is_any = is_any & has_more
+    for r in range(rows):
+        budgets = oracle.split_steps(int(steps[r]), len(busy[r])) if busy[r] else []
+        expected = [
+            (w.start, w.stop, budget, int(is_hole[r, w.start : w.stop].sum()))
+            for w, budget in zip(busy[r], budgets, strict=True)
+        ]
+        assert seen[r] == expected
+    assert max(map(len, seen)) > 4
+
+
+@pytest.mark.parametrize(
+    ("order", "confidence"),
+    [("low_confidence", "sampled"), ("low_confidence", "max"), ("entropy", "sampled"),
+     ("margin", "sampled")],
+)  # fmt: skip
+def test_greedy_decoding_in_blocks_equals_the_oracle(order, confidence):
+    rng = np.random.default_rng(4)
+    rows = [
+        dataclasses.replace(row, temperature=0.0, block_length=int(rng.integers(1, 9)), steps=24)
+        for row in canvases.mixed_rows(4)
+    ]
+    settings = [SampleConfig(order=order, confidence=confidence)] * ROWS
+    rule, _ = pack_rules(settings, LinearSchedule())
+    compared = 0
+    for row, result in zip(rows, canvases.run(rows, rule), strict=True):
+
+        def logits(tokens_L):
+            padded = np.pad(tokens_L, (0, canvases.POSITIONS - len(tokens_L)),
+                            constant_values=toy.PAD)  # fmt: skip
+            return np.asarray(toy.row_logits(padded, len(tokens_L)))
+
+        trace = oracle.denoise(
+            logits, row.tokens, steps=row.steps, mask_id=toy.MASK, banned=set(toy.BANNED),
+            block_length=row.block_length, order=order, confidence=confidence,
+        )  # fmt: skip
+        if min(trace.score_gap, trace.token_gap) < 1e-5:
+            continue
+        compared += 1
+        assert result.tokens == tuple(trace.tokens.tolist())
+        for index, positions in enumerate(trace.commits):
+            assert np.flatnonzero(np.array(result.committed) == index).tolist() == sorted(positions)
+    assert compared >= ROWS - 3
+
+
+def test_a_block_is_finished_before_the_next_begins_whatever_the_rule():
+    name = "threshold-none"
+    slots = [
+        (Row(holes(18, 1), steps=12, block_length=5, seed=seed, temperature=1.0), sample)
+        for seed, sample in enumerate(rule_cases.samples(name, ROWS))
+    ]
+    state = rule_cases.advance()(toy.params(), rule_cases.make_state(name, slots), 1000)
+    for result in canvases.results(state):
+        parts = [result.committed[at : at + 5] for at in range(1, 19, 5)]
+        for part, later in zip(parts, parts[1:], strict=False):
+            assert max(part) < min(later)
+
+
+def test_a_row_ends_with_the_block_that_holds_eos_if_it_wants_to():
+    rows = [Row(holes(20, 1), steps=20, block_length=4, seed=seed, temperature=2.0,
+                stop_at_eos=seed % 2 == 0) for seed in range(ROWS)]  # fmt: skip
+    results = canvases.run(rows, canvases.RANDOM)
+    stopped = 0
+    for row, result in zip(rows, results, strict=True):
+        generated = result.tokens[1:]
+        assert Status(result.status) is Status.DONE
+        if not row.stop_at_eos or toy.EOS not in generated:
+            assert toy.MASK not in generated
+            continue
+        stopped += 1
+        end = (generated.index(toy.EOS) // 4 + 1) * 4
+        assert toy.MASK not in generated[:end]
+        assert set(generated[end:]) <= {toy.MASK}
+        assert result.steps == end
+    assert stopped > 1

@@ -1,0 +1,75 @@
+"""Threshold, factor and entropy-bound decoding against plain Python, and the measures they read."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import rules as oracle
+
+from dlm_jax.sampling.commit import Proposal, View
+from dlm_jax.sampling.orders import certainty, margin, maximum, sampled
+from dlm_jax.sampling.parallel_commits import EntropyBound, Factor, Threshold
+
+ROWS, LENGTH = 300, 12
+RNG = np.random.default_rng(0)
+IS_HOLE = RNG.random((ROWS, LENGTH)) < 0.6
+SETTING = RNG.uniform(0.0, 2.0, ROWS).astype(np.float32)
+
+
+def _view(is_hole_BL):
+    ones_B = jnp.ones(len(is_hole_BL), jnp.int32)
+    keys_B = jax.vmap(jax.random.key)(jnp.arange(len(is_hole_BL)))
+    return View(jnp.asarray(is_hole_BL), ones_B, 0 * ones_B, 8 * ones_B, keys_B)
+
+
+@jax.jit
+def _select(rule, view, confidence_BL):
+    zeros_BL = jnp.zeros_like(confidence_BL)
+    return rule.eligible(view) & rule.select(
+        view, Proposal(zeros_BL.astype(jnp.int32), zeros_BL, zeros_BL, confidence_BL)
+    )
+
+
+def _confidences():
+    """Numbers on a coarse grid in some rows, so that there are ties, and fine ones in the rest."""
+    fine = RNG.random((ROWS, LENGTH)) ** 0.3
+    return np.where(np.arange(ROWS)[:, None] % 2, np.round(fine * 8) / 8, fine).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (Threshold(jnp.asarray(SETTING / 2)), lambda c, h, s: oracle.threshold(c, h, s / 2)),
+        (Factor(jnp.asarray(SETTING)), oracle.factor),
+        (EntropyBound(jnp.asarray(SETTING)), lambda c, h, s: oracle.entropy_bound(-c, h, s)),
+    ],
+    ids=["threshold", "factor", "entropy_bound"],
+)
+def test_rule_equals_the_oracle_and_commits_at_least_one(rule, expected):
+    confidence = _confidences()
+    if isinstance(rule, EntropyBound):
+        confidence = confidence - 1
+    chosen = np.asarray(_select(rule, _view(IS_HOLE), jnp.asarray(confidence)))
+    sizes = set()
+    for row in range(ROWS):
+        want = expected(confidence[row].astype(np.float64), IS_HOLE[row], float(SETTING[row]))
+        assert set(np.flatnonzero(chosen[row]).tolist()) == want, row
+        sizes.add(len(want))
+        assert want or not IS_HOLE[row].any()
+    assert len(sizes) > 5
+
+
+def test_measures_equal_the_formulas():
+    logits = RNG.normal(size=(40, 9)).astype(np.float32) * 3
+    logits[::4, 2] = -np.inf
+    tokens = RNG.integers(3, 9, 40)
+    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(tokens)[:, None], 1)
+    ours = [measure(jnp.asarray(logits), logprobs[:, 0])
+            for measure in (sampled, maximum, certainty, margin)]  # fmt: skip
+    for row in range(40):
+        expected = oracle.measures(logits[row], int(tokens[row]))
+        np.testing.assert_allclose([float(our[row]) for our in ours], expected, rtol=2e-5)
+
+
+def test_margin_of_a_vocabulary_of_one_is_its_whole_probability():
+    assert margin(jnp.zeros((2, 1)), jnp.zeros(2)).tolist() == [1.0, 1.0]

@@ -1,0 +1,131 @@
+"""Remask rules and the ancestral commit rule against plain Python."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import remask as oracle
+from oracles import rules
+
+from dlm_jax.diffusion.corruption import SCHEDULES
+from dlm_jax.sampling.ancestral import Ancestral, ReMDM
+from dlm_jax.sampling.commit import View
+from dlm_jax.sampling.orders import uniform
+from dlm_jax.sampling.remask import Scheduled, Tokens
+
+ROWS, LENGTH = 240, 14
+RNG = np.random.default_rng(1)
+POWER = 2.0
+KEYS = jax.vmap(jax.random.key)
+
+
+def _view(step, steps, is_hole=None):
+    rows = len(step)
+    is_hole = np.zeros((rows, LENGTH), bool) if is_hole is None else is_hole
+    as_int = [jnp.asarray(x, jnp.int32) for x in (is_hole.sum(1), step, steps)]
+    return View(jnp.asarray(is_hole), *as_int, KEYS(jnp.arange(rows)))
+
+
+def _tokens(is_open, is_fresh, probability, num_free):
+    return Tokens(
+        jnp.asarray(is_open), jnp.asarray(is_fresh), jnp.asarray(num_free, jnp.int32),
+        jnp.asarray(probability, jnp.float32), KEYS(jnp.arange(len(is_open)) + 1000),
+    )  # fmt: skip
+
+
+_select = jax.jit(lambda rule, view, tokens: tokens.is_open_BL & rule.select(view, tokens))
+
+
+def test_scheduled_remasking_takes_the_worst_by_count_or_by_threshold():
+    steps = RNG.integers(2, 9, ROWS)
+    step = RNG.integers(0, steps - 1)
+    start, end = RNG.uniform(0, 1, (2, ROWS)).round(2)
+    randomness = np.where(np.arange(ROWS) % 3 == 0, RNG.uniform(0, 1, ROWS), 0).astype(np.float32)
+    is_threshold = np.arange(ROWS) % 2 == 1
+    is_open = np.ones((ROWS, LENGTH), bool)
+    is_open[:, -3:] = False
+    probability = RNG.uniform(0, 1, (ROWS, LENGTH)).astype(np.float32)
+    tokens = _tokens(is_open, is_open, probability, is_open.sum(1))
+    chance = np.asarray(uniform(KEYS(jnp.arange(ROWS) + 1000), LENGTH))
+    columns = (start, end, randomness)
+    rule = Scheduled(*(jnp.asarray(c, jnp.float32) for c in columns), jnp.asarray(is_threshold))
+    chosen = np.asarray(_select(rule, _view(step, steps), tokens))
+    sizes = set()
+    for row in range(ROWS):
+        ratio = oracle.scheduled_ratio(int(step[row]) + 1, int(steps[row]), start[row], end[row])
+        wrong = [
+            oracle.wrongness(float(p), float(u), float(randomness[row]))
+            for p, u in zip(probability[row], chance[row], strict=True)
+        ]
+        choose = oracle.above_threshold if is_threshold[row] else oracle.worst
+        if is_threshold[row] and min(abs(w - 1 + ratio) for w in wrong) < 1e-5:
+            continue
+        want = choose(wrong, is_open[row], ratio)
+        assert set(np.flatnonzero(chosen[row]).tolist()) == want
+        sizes.add(len(want))
+    assert len(sizes) > 8
+
+
+def test_count_is_of_the_free_positions_holes_included():
+    is_open = np.arange(LENGTH)[None] < 6
+    rule = Scheduled(*(jnp.array([x]) for x in (0.5, 0.5, 0.0)), jnp.array([False]))
+    tokens = _tokens(is_open, is_open, np.zeros((1, LENGTH)), [10])
+    assert int(_select(rule, _view([0], [4]), tokens).sum()) == 5
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", ["none", "cap", "rescale", "conf"])
+def test_positions_change_as_often_as_the_process_says(schedule, kind):
+    """Frequencies over many rows at each step: of holes unmasked, and of tokens remasked."""
+    noise, steps, rows, eta = SCHEDULES[schedule](POWER), 5, 4000, 0.3
+    is_hole = np.zeros((rows, LENGTH), bool)
+    is_hole[:, :7] = True
+    probability = np.linspace(0.05, 0.95, LENGTH)[None].repeat(rows, 0)
+    etas_B = jnp.full(rows, eta)
+    names = {"conf": "confidence"}
+    for step in range(steps - 1):
+        view = _view(np.full(rows, step), np.full(rows, steps), is_hole)
+        times = rules.times(step, steps)
+        alpha_t, alpha_s = (rules.alpha(schedule, t, POWER) for t in times)
+        rate = np.asarray(_eligible(Ancestral(etas_B, noise, kind), view))[:, :7].mean()
+        if kind == "none":
+            want = rules.ancestral_probability(schedule, step, steps, POWER)
+        else:
+            want = oracle.remdm_unmask_probability(names.get(kind, kind), alpha_t, alpha_s, eta)
+        assert rate == pytest.approx(want, abs=0.012)
+        if kind == "none" or step == 0:
+            continue
+        is_fresh = np.zeros_like(is_hole)
+        is_fresh[:, 12:] = True
+        tokens = _tokens(~is_hole, is_fresh, probability, [LENGTH] * rows)
+        taken = np.asarray(_select(ReMDM(etas_B, noise, kind), view, tokens))
+        assert not taken[:, 12:].any()
+        rates = taken[:, 7:12].mean(0)
+        if kind == "conf":
+            may = (np.arange(LENGTH) >= 7) & (np.arange(LENGTH) < 12)
+            by_place = oracle.remdm_confidence(alpha_t, alpha_s, probability[0], may)
+            wants = [by_place[place] for place in range(7, 12)]
+        else:
+            sigma = {"cap": oracle.remdm_cap, "rescale": oracle.remdm_rescale}[kind]
+            wants = [sigma(alpha_t, alpha_s, eta)] * 5
+        np.testing.assert_allclose(rates, wants, atol=0.03)
+
+
+_eligible = jax.jit(lambda rule, view: rule.eligible(view))
+
+
+def test_a_row_whose_strength_is_zero_is_left_alone():
+    noise = SCHEDULES["linear"](1.0)
+    is_open = np.ones((2, LENGTH), bool)
+
+    def taken(rule):
+        tokens = _tokens(is_open, ~is_open, np.zeros((2, LENGTH)), [LENGTH] * 2)
+        return np.asarray(_select(rule, _view([1, 1], [4, 4]), tokens)).any(1).tolist()
+
+    for kind in ("cap", "rescale", "conf"):
+        rule = ReMDM(jnp.array([0.0, 1.0]), noise, kind)
+        assert taken(rule) in ([[False, True]] + [[False, False]] * (kind == "conf"))
+        assert rule.is_active().tolist() == rule.goes_on().tolist() == [False, True]
+    columns = (jnp.array([0.0, 0.9]), jnp.array([0.0, 0.9]), jnp.array([0.5, 0.5]))
+    scheduled = Scheduled(*columns, jnp.array([True, True]))
+    assert taken(scheduled) == [False, True]

@@ -1,0 +1,96 @@
+"""The laws of DESIGN 4 for commit rules with remask rules, blocks, guidance and drafts."""
+
+import canvases
+import jax
+import numpy as np
+import pytest
+import rule_cases
+import toy
+from canvases import FOREVER, ROWS
+
+from dlm_jax.config.generation import ORDERS, REMASKS
+from dlm_jax.sampling.loop import step
+from dlm_jax.types import Status
+
+PARAMS = [
+    pytest.param(name, marks=() if name in rule_cases.FEW else pytest.mark.slow)
+    for name in rule_cases.CASES
+] + [rule_cases.OWN]
+_step = jax.jit(step, static_argnums=0)
+
+
+def _slots(name, seed=0):
+    return list(zip(rule_cases.rows(seed), rule_cases.samples(name, ROWS, seed), strict=True))
+
+
+def _run(name, slots):
+    state = rule_cases.advance()(toy.params(), rule_cases.make_state(name, slots), FOREVER)
+    return canvases.results(jax.block_until_ready(state))
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_a_row_is_the_same_among_strangers_in_another_slot_alone_and_in_pieces(name):
+    slots = _slots(name)
+    together = _run(name, slots)
+    order = np.random.default_rng(0).permutation(ROWS)
+    assert _run(name, [slots[i] for i in order]) == [together[i] for i in order]
+    strangers = _slots(name, seed=7)
+    for place in (0, 3):
+        crowd = [*strangers[:5], slots[place], *strangers[6:]]
+        assert _run(name, crowd)[5] == together[place]
+        alone = [slots[place] if slot == 2 else None for slot in range(ROWS)]
+        assert _run(name, alone)[2] == together[place]
+    state = rule_cases.make_state(name, slots)
+    for _ in range(max(row.steps for row, _ in slots)):
+        state = rule_cases.advance()(toy.params(), state, 1)
+    assert canvases.results(state) == together
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_given_tokens_stay_rows_end_filled_and_banned_ids_stay_out(name):
+    slots = _slots(name, seed=3)
+    before = rule_cases.make_state(name, slots)
+    frozen = np.asarray(before.canvas.frozen_BL).copy()
+    given = np.asarray(before.canvas.tokens_BL).copy()
+    state = rule_cases.advance()(toy.params(), before, FOREVER)
+    tokens = np.asarray(state.canvas.tokens_BL)
+    np.testing.assert_array_equal(tokens[frozen], given[frozen])
+    for slot, ((row, _), result) in enumerate(zip(slots, canvases.results(state), strict=True)):
+        assert Status(result.status) is Status.DONE
+        assert result.steps <= row.steps
+        forwards = 2 if row.guidance else 1
+        assert result.forwards == forwards * result.steps
+        is_free = ~frozen[slot, : len(row.tokens)]
+        written = np.array(result.tokens)[is_free]
+        if not row.stop_at_eos:
+            assert toy.MASK not in result.tokens
+        is_draft = np.zeros(len(row.tokens), bool) if row.is_draft is None else row.is_draft
+        new = written[~np.array(is_draft)[is_free]]
+        assert not set(new.tolist()) & ({*toy.BANNED} - ({toy.MASK} if row.stop_at_eos else set()))
+
+
+def test_no_setting_of_a_row_compiles_again():
+    name = rule_cases.FEW[1]
+    advance = rule_cases.advance()
+    _run(name, _slots(name))
+    before = len(advance.compiled), advance._jitted._cache_size()
+    for seed in (1, 2):
+        _run(name, _slots(name, seed))
+    assert (len(advance.compiled), advance._jitted._cache_size()) == before
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) for n in (*rule_cases.CASES, rule_cases.OWN)]
+)
+def test_compiled_loop_equals_a_python_loop_over_the_step(name):
+    slots = _slots(name, seed=2)
+    state = rule_cases.make_state(name, slots)
+    program = canvases.program(is_guided=True)
+    while np.any(np.asarray(state.status_B) == Status.RUNNING):
+        state = _step(program, toy.params(), state)
+    assert canvases.results(state) == _run(name, slots)
+
+
+def test_each_order_and_remask_rule_is_among_the_few():
+    assert {name.split("-")[0] for name in rule_cases.FEW} == set(ORDERS)
+    assert {name.split("-")[1] for name in rule_cases.FEW} == set(REMASKS)

@@ -1,0 +1,92 @@
+"""Canvases made of prompts, templates, ids and drafts, and what is refused."""
+
+import numpy as np
+import pytest
+import toy_model
+
+from dlm_jax.prompts import make_canvas
+
+TOKENIZER = toy_model.TOKENIZER
+MASK = TOKENIZER.mask_id
+
+
+def _make(asked, *, gen_length=0, room=32):
+    return make_canvas(TOKENIZER, asked, gen_length=gen_length, room=room)
+
+
+def _ids(*parts):
+    """Ids of texts, and as many holes as a number says."""
+    return [
+        token
+        for part in parts
+        for token in ([MASK] * part if isinstance(part, int) else TOKENIZER.encode(part).tolist())
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, _ids(32)),
+        ({"prompt": "The "}, _ids("The ", 28)),
+        ({"prompt": None}, _ids(32)),
+        ({"template": "<hole:3>cat<hole:2>"}, _ids(3, "cat", 2)),
+        ({"template": "a <hole:1><hole:2> rat"}, _ids("a ", 3, " rat")),
+        ({"tokens": _ids("The ")}, _ids("The ", 28)),
+        ({"tokens": _ids(2, "at", 1), "infill": True}, _ids(2, "at", 1)),
+    ],
+)
+def test_given_tokens_and_holes_stand_where_they_were_put(asked, expected):
+    given = _make(asked)
+    assert given.tokens.tolist() == expected
+    assert given.tokens.dtype == np.int32
+    assert given.is_draft is None
+
+
+def test_gen_length_counts_what_follows_or_fills_a_marker_without_a_number():
+    assert _make({"prompt": "A "}, gen_length=3).tokens.tolist() == _ids("A ", 3)
+    assert _make({"tokens": _ids("A ")}, gen_length=3).tokens.tolist() == _ids("A ", 3)
+    asked = {"template": "A <hole>t<hole:1>"}
+    assert _make(asked, gen_length=2).tokens.tolist() == _ids("A ", 2, "t", 1)
+
+
+def test_a_draft_follows_the_prompt_and_is_not_frozen():
+    given = _make({"prompt": "The ", "draft": "cat"}, gen_length=2)
+    assert given.tokens.tolist() == _ids("The cat", 2)
+    assert given.is_draft.tolist() == [False] * 4 + [True] * 3 + [False] * 2
+    assert _make({"draft": "cat"}).tokens.tolist() == _ids("cat")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"prompt": "a", "tokens": [1]}, "prompt and tokens exclude each other; give one"),
+        ({"prompt": "a", "template": "a"}, "prompt and template exclude each other"),
+        ({"template": "a cat"}, "template has no <hole>; write <hole:8>"),
+        ({"template": "a<hole:0>"}, "<hole:0> is a gap of 0 tokens; write <hole:8>"),
+        ({"template": "a<hole:-3>"}, "<hole:-3> is a gap of -3 tokens"),
+        ({"template": "a<hole>"}, "<hole> is a gap of 0 tokens; set gen_length"),
+        (
+            {"template": "a<hole:40>"},
+            "template of 41 tokens with its holes exceeds the canvas of 32",
+        ),
+        ({"template": 3}, "template=3 is not a text"),
+        ({"prompt": ["a"]}, "prompt=['a'] is not a text"),
+        ({"tokens": []}, "tokens must be a list of ids that is not empty"),
+        ({"tokens": [1.5]}, "tokens must be a list of ids"),
+        ({"tokens": [[1], [1, 2]]}, "tokens must be a list of ids"),
+        ({"tokens": [99]}, "tokens name id 99, outside the vocabulary of"),
+        ({"tokens": [1, MASK]}, "tokens hold MASK"),
+        ({"tokens": [1], "infill": True}, "none of the tokens is MASK"),
+        ({"tokens": [1], "infill": 1}, "infill=1 is not a bool"),
+        ({"prompt": "a", "infill": True}, "infill means nothing without tokens"),
+        ({"tokens": [MASK] * 33, "infill": True}, "tokens of 33 tokens with its holes exceeds"),
+        ({"draft": ""}, "draft is empty"),
+        ({"draft": "a" * 33}, "prompt and draft of 33 tokens"),
+        ({"template": "<hole:1>", "draft": "a"}, "draft stands behind a prompt"),
+        ({"prompt": "a" * 32}, "prompt of 32 tokens leaves no room on the canvas of 32"),
+    ],
+)
+def test_bad_request_is_refused_in_one_line(asked, said):
+    with pytest.raises(ValueError, match="^[^\n]*$") as refusal:
+        _make(asked)
+    assert said in str(refusal.value)
