@@ -40,7 +40,9 @@ class SamplingParams:
         1.0, "of the draw: 0 takes the likeliest token, otherwise in [1e-6, 1e6]; 1 is neutral"
     )
     temperature_end: float = field(
-        -1.0, "temperature of the last step, approached evenly; -1: the same at every step"
+        -1.0,
+        "temperature of the last step (that of as many as there are holes, if fewer), "
+        "approached evenly; -1: the same at every step",
     )
     dynatemp_range: float = field(
         0.0, "half-width of dynamic temperature, >= 0; 0 is plain temperature"

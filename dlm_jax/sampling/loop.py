@@ -177,7 +177,7 @@ def write(program: Program, state: State, seen: Look) -> State:
 
 def chain_now(state: State) -> Chain:
     """The chain with the parameters of the step that each row is about to take."""
-    share_B = state.step_B.astype(jnp.float32) / jnp.maximum(state.steps_B - 1, 1)
+    share_B = state.step_B.astype(jnp.float32) / jnp.maximum(state.span_B - 1, 1)
     return state.chain.at_progress(jnp.minimum(share_B, 1.0))
 
 

@@ -40,6 +40,8 @@ class State(NamedTuple):
       seed_B: uint32, what the row's keys are made of; never changes.
       step_B: int32, steps taken.
       steps_B: int32, steps allowed, at least 1.
+      span_B: int32, the steps over which a temperature moves: those allowed, or as many as there
+        were holes if that is fewer and none comes back.
       block: the block that each row works on.
       block_length_B: int32, positions of a block; 0 is all in one.
       guidance_B: float32 scale of classifier-free guidance; 0 is none.
@@ -61,6 +63,7 @@ class State(NamedTuple):
     seed_B: jax.Array
     step_B: jax.Array
     steps_B: jax.Array
+    span_B: jax.Array
     block: Block
     block_length_B: jax.Array
     guidance_B: jax.Array
@@ -126,6 +129,7 @@ def start(
         seed_B=seeds_B,
         step_B=zeros_B,
         steps_B=steps_B,
+        span_B=_span(is_hole_BL, remask, steps_B),
         block=block,
         block_length_B=block_length_B,
         guidance_B=jnp.zeros(num_rows) if guidance_B is None else guidance_B,
@@ -141,6 +145,11 @@ def start(
     )
     # `advance` donates the state: its buffers must be its own, and each be there once.
     return jax.tree.map(jnp.copy, state)
+
+
+def _span(is_hole_BL: jax.Array, remask: RemaskRule | None, steps_B: jax.Array) -> jax.Array:
+    few_B = jnp.minimum(steps_B, jnp.maximum(jnp.sum(is_hole_BL, axis=1), 1))
+    return few_B if remask is None else jnp.where(remask.is_active(), steps_B, few_B)
 
 
 def work(canvas: Canvas, remask: RemaskRule | None, *, mask_id: int) -> jax.Array:

@@ -93,14 +93,29 @@ def test_results_end_in_the_order_of_the_requests_as_they_were_written(path):
 def test_running_finished_work_again_finds_all_done_and_changes_nothing(path, count):
     for index in range(count):
         work(path, index=index, count=count)
-    before, written = tree(path.parent), path.stat().st_mtime_ns
+    before = tree(path.parent)
+    written = [file.stat().st_ino for file in (path, files.run_path(path))]
     for again in (count, 1, 3):
         for index in range(again):
             with Results(path, fingerprint=RUN, index=index, count=again) as results:
                 assert results.done == set(ORDER)
+                assert tree(path.parent) == before
                 assert results.finish(ORDER)
     assert tree(path.parent) == before
-    assert path.stat().st_mtime_ns == written
+    assert [file.stat().st_ino for file in (path, files.run_path(path))] == written
+
+
+def test_finished_work_clears_what_its_own_kills_left_and_nothing_of_others(path):
+    work(path)
+    before = tree(path.parent)
+    mine, theirs = (path.with_name(f"out.jsonl.part-00-of-0{count}") for count in (2, 3))
+    for part, run in ((mine, RUN), (theirs, "b" * 64)):
+        part.write_bytes(line("b"))
+        files.run_path(part).write_text(json.dumps({"fingerprint": run}))
+    path.with_name("out.jsonl.writing").write_bytes(b"half")
+    kept = {file.name: file.read_bytes() for file in (theirs, files.run_path(theirs))}
+    assert work(path) == ([], True)
+    assert tree(path.parent) == before | kept
 
 
 @pytest.mark.parametrize("order", [[], ORDER])

@@ -1,0 +1,146 @@
+"""Quality of the shipped model's texts against the forwards they took, for every commit rule.
+
+    python benchmarks/quality_forwards.py --judge runs/shakespeare_judge --results quality.jsonl \
+        --picture docs/quality_forwards.png
+
+Each row of the table is a rule with its setting, over three seeds: forwards per text, the judge's
+exact bits per character (mean and standard deviation over the seeds), the entropy of the generated
+tokens in bits, and the share of distinct 4-grams of characters. Everything else is the model's
+default. Measurements found in the file of results are not made again, so a stopped run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import dlm_jax
+from dlm_jax.command_line import start_jax
+from dlm_jax.likelihood import score
+from dlm_jax.models import Model
+
+sys.path.insert(0, str(Path(__file__).parent))
+from quality import distinct_share  # noqa: E402
+
+BUDGETS = (8, 16, 32, 64, 128)
+QUOTAS = ("low_confidence", "entropy", "margin", "random", "left_to_right", "ancestral")
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *[(order, {"order": order, "steps": steps}) for order in QUOTAS for steps in BUDGETS],
+    *[("low_confidence, blocks of 16",
+       {"order": "low_confidence", "steps": steps, "block_length": 16}) for steps in BUDGETS],
+    *[("threshold", {"order": "threshold", "threshold": x}) for x in (0.2, 0.4, 0.6, 0.8)],
+    *[("factor", {"order": "factor", "factor": x}) for x in (1.2, 1.6, 1.9)],
+    *[("entropy_bound", {"order": "entropy_bound", "entropy_bound": x}) for x in (1.0, 4.0, 16.0)],
+    *[("random, scheduled remasking", {
+        "order": "random", "schedule": "all", "steps": steps, "remask": "scheduled",
+        "remask_randomness": 1.0, "remask_start": 0.95, "remask_end": 0.02,
+    }) for steps in BUDGETS],
+    *[("ancestral, remdm_cap", {"order": "ancestral", "steps": steps, "remask": "remdm_cap",
+                                "remask_eta": 0.02}) for steps in BUDGETS],
+]  # fmt: skip
+
+
+def measure(
+    model: Model, judge: Model, settings: dict[str, Any], *, seed: int, number: int, characters: int
+) -> dict[str, float]:
+    """Figures of `number` texts from consecutive seeds."""
+    made = dlm_jax.generate(
+        model, num_samples=number, seed=seed, batch_size=number, chain=("temperature",), **settings
+    )
+    texts = [text[:characters] for text in made.texts]
+    counts = Counter(made.tokens[made.committed >= 0].tolist())
+    share = np.array(list(counts.values())) / counts.total()
+    return {
+        "forwards": float(made.forwards.mean()),
+        "bits": score(judge, texts).bits_per_character[0],
+        "entropy": float(-(share * np.log2(share)).sum()),
+        "distinct": distinct_share(texts, 4),
+    }
+
+
+def draw(rows: list[tuple[str, str, dict[str, list[float]]]], path: str) -> None:
+    """Writes the picture: bits and distinct 4-grams over forwards, a line per rule."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
+    names = list(dict.fromkeys(name for name, _, _ in rows))
+    styles = ["o-", "s--", "^:", "d-."]
+    for axis, key, label in zip(
+        axes, ("bits", "distinct"), ("judged bits per character", "distinct 4-grams"), strict=True
+    ):
+        for number, name in enumerate(names):
+            points = sorted(
+                (statistics.mean(figures["forwards"]), statistics.mean(figures[key]))
+                for other, _, figures in rows
+                if other == name
+            )
+            axis.plot(*zip(*points, strict=True), styles[number % 4], label=name, markersize=4)
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("forwards per text")
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.3)
+    axes[1].legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--judge", required=True)
+    parser.add_argument("--results", required=True, metavar="FILE", help="kept measurements")
+    parser.add_argument("--picture", metavar="FILE")
+    parser.add_argument("--num-samples", type=int, default=16, help="texts of a seed (16)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--characters", type=int, default=256)
+    args = parser.parse_args()
+    start_jax()
+    model, judge = dlm_jax.load(), dlm_jax.load(args.judge)
+    kept = Path(args.results)
+    known = {}
+    if kept.exists():
+        for line in kept.read_text().splitlines():
+            record = json.loads(line)
+            known[record["key"]] = record["figures"]
+    rows = []
+    print("| rule | setting | forwards | judged bits/char | token entropy | distinct 4-grams |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, settings in CASES:
+        figures: dict[str, list[float]] = {}
+        for seed in args.seeds:
+            key = json.dumps([settings, seed, args.num_samples, args.characters])
+            if key not in known:
+                known[key] = measure(
+                    model, judge, settings, seed=1000 * (seed + 1), number=args.num_samples,
+                    characters=args.characters,
+                )  # fmt: skip
+                with kept.open("a") as file:
+                    file.write(json.dumps({"key": key, "figures": known[key]}) + "\n")
+            for figure, value in known[key].items():
+                figures.setdefault(figure, []).append(value)
+        setting = f"{list(settings.items())[1][0]}={list(settings.items())[1][1]}"
+        if "steps" in settings:
+            setting = f"steps={settings['steps']}"
+        rows.append((name, setting, figures))
+        mean = {figure: statistics.mean(values) for figure, values in figures.items()}
+        spread = statistics.stdev(figures["bits"]) if len(args.seeds) > 1 else 0.0
+        print(
+            f"| {name} | {setting} | {mean['forwards']:.1f} | {mean['bits']:.3f} ± {spread:.3f} | "
+            f"{mean['entropy']:.2f} | {mean['distinct']:.3f} |",
+            flush=True,
+        )
+    if args.picture:
+        draw(rows, args.picture)
+
+
+if __name__ == "__main__":
+    main()
