@@ -9,7 +9,7 @@ from dlm_jax import prompts
 from dlm_jax.config import SampleConfig, resolve
 from dlm_jax.models import Model
 from dlm_jax.sampling.generate import make_slots
-from dlm_jax.sampling.params import pack
+from dlm_jax.sampling.params import check, pack
 from dlm_jax.sampling.request import Request
 from dlm_jax.sampling.rules import Functions, pack_rules
 from dlm_jax.sampling.slots import Row, Slots
@@ -46,6 +46,7 @@ def make_jobs(
     if max_length is not None and max_length < 1:
         raise ValueError(f"max_length={max_length} must be at least 1")
     sample = resolve(vars(model.sample), asked, kind=SampleConfig)
+    _check(model, sample)
     room = model.max_length if max_length is None else max_length
     given = prompts.make_canvas(model.tokenizer, text, gen_length=sample.gen_length, room=room)
     if given.is_draft is not None and sample.remask == "none":
@@ -114,15 +115,25 @@ def slots_of(model: Model, static: Static, jobs: Sequence[Job], **options: Any) 
 
 def chain_of(model: Model, samples: Sequence[SampleConfig]) -> Chain:
     """The chain of rows that name the same transforms."""
+    return pack(samples, **_vocabulary(model), chain=samples[0].chain)
+
+
+def _vocabulary(model: Model) -> dict[str, Any]:
     vocab_size = model.network.vocab_size
-    return pack(
-        samples,
-        vocab_size=vocab_size,
+    return {
+        "vocab_size": vocab_size,
         # Published models have more logits than tokens.
-        banned_ids=(*model.tokenizer.banned_ids, *range(model.tokenizer.vocab_size, vocab_size)),
-        eos_ids=(model.tokenizer.eos_id,),
-        chain=samples[0].chain,
-    )
+        "banned_ids": (*model.tokenizer.banned_ids, *range(model.tokenizer.vocab_size, vocab_size)),
+        "eos_ids": (model.tokenizer.eos_id,),
+    }
+
+
+def _check(model: Model, sample: SampleConfig) -> None:
+    """Raises ValueError for settings that only the vocabulary or the chain shows to be wrong."""
+    try:
+        check([sample], **_vocabulary(model), chain=sample.chain)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("row 0: ")) from None
 
 
 def canvases(

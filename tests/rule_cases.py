@@ -95,17 +95,22 @@ def advance() -> Advance:
     return make_advance(canvases.program(is_guided=True))
 
 
-def make_state(name: str, slots: Sequence[tuple[Row, SampleConfig] | None]):
+def make_state(
+    name: str,
+    slots: Sequence[tuple[Row, SampleConfig] | None],
+    *,
+    positions: int = canvases.POSITIONS,
+):
     """The state before the first step, one slot per row; None is an idle slot."""
     settings = [slot[1] if slot else SampleConfig(**CASES.get(name, {})) for slot in slots]
     rows = [slot and slot[0] for slot in slots]
     if name != OWN:
         rule, remask = pack_rules(settings, LinearSchedule())
-        return canvases.make_state(rows, rule, remask=remask)
+        return canvases.make_state(rows, rule, remask=remask, positions=positions)
     defined = own()
     rule = defined["FewSurest"](jnp.array([int(4 * s.factor) for s in settings], jnp.int32))
     remask = defined["Doubtful"](jnp.array([s.remask_end for s in settings], jnp.float32))
-    state = canvases.make_state(rows, rule, remask=remask)
+    state = canvases.make_state(rows, rule, remask=remask, positions=positions)
     softened = defined["Softened"](jnp.array([s.remask_eta for s in settings], jnp.float32))
     chained = chain(state.chain, softened)
     return state._replace(chain=chained, chain_state=chained.init(len(rows)))

@@ -156,6 +156,48 @@ def test_model_on_eight_devices_writes_the_same_texts():
     assert spread.advance() is not MODEL.advance()
 
 
+# Canvases while they are denoised
+
+
+def test_a_stream_shows_every_step_and_ends_with_what_generate_returns():
+    prompts = [PROMPT, {"template": "A <hole:3>t<hole:4>", "steps": 4}]
+    whole = dlm_jax.generate(SHORT, prompts, seed=3)
+    shown = list(dlm_jax.stream(SHORT, prompts, seed=3, every=2))
+    assert [canvas[0].steps for canvas in shown] == [0, 2, 4, 5]
+    last = {}
+    for canvas in shown:
+        last |= canvas
+    for place, row in last.items():
+        length = whole.lengths[place]
+        assert row.tokens.tolist() == whole.tokens[place, :length].tolist()
+        assert row.committed.tolist() == whole.committed[place, :length].tolist()
+        assert row.status is Status.DONE
+    assert (shown[0][0].tokens[len(PROMPT) :] == SHORT.tokenizer.mask_id).all()
+    (scores,) = {whole.scores.logprobs.shape}
+    assert scores == whole.tokens.shape
+
+
+def test_a_stream_by_blocks_shows_each_block_once():
+    settings = {"gen_length": 6, "block_length": 2, "steps": 6, "ignore_eos": True}
+    shown = [c[0] for c in dlm_jax.stream(SHORT, [PROMPT], every="block", **settings)]
+    left = [int((row.tokens == SHORT.tokenizer.mask_id).sum()) for row in shown]
+    assert left == [6, 4, 2, 0]
+
+
+@pytest.mark.parametrize("every", [0, True, "step"])
+def test_a_stream_of_nothing_is_refused(every):
+    with pytest.raises(ValueError, match="must be at least 1, or 'block'"):
+        next(dlm_jax.stream(SHORT, [PROMPT], every=every))
+
+
+def test_eos_cuts_a_row_unless_given_text_follows_it():
+    eos = SHORT.tokenizer.eos_id
+    settings = {"chain": ("bias",), "logit_bias": {eos: 1000.0}, "temperature": 1.0}
+    free, held = dlm_jax.generate(SHORT, [PROMPT, {"template": "A <hole:3>t"}], **settings).texts
+    assert free == PROMPT
+    assert held == "A t"
+
+
 # Host samplers and read-back
 
 
@@ -171,6 +213,16 @@ def test_a_prompt_may_have_a_host_sampler_and_others_come_out_bit_for_bit_as_wit
         np.testing.assert_array_equal(ours, theirs, err_msg=name)
     # The others ran in the compiled loop, not beside it in its single steps.
     assert set(SHORT.host_loop().compiled) == {"rows=1 canvas=64 host"}
+
+
+def test_hosted_rows_that_wait_for_a_slot_come_out_the_same():
+    prompts = [{"prompt": PROMPT, "host_sampler": ONLY_VOWELS, "read_back": True}] * 3
+    waiting = dlm_jax.generate(SHORT, prompts, seed=30, batch_size=2)
+    for place in range(3):
+        alone = dlm_jax.generate(SHORT, prompts[:1], seed=30 + place, batch_size=2)
+        assert alone.texts[0] == waiting.texts[place]
+        assert len(waiting.read_back[place]) == len(alone.read_back[0]) == 5
+        assert {record.candidates.row for record in waiting.read_back[place]} == {place}
 
 
 def test_read_back_tells_every_commit_of_the_prompts_that_ask_in_order():

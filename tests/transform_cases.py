@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import rule_cases
 from hypothesis import strategies as st
 
 from dlm_jax.sampling import transforms as tf
@@ -78,6 +79,8 @@ CASES: dict[str, Case] = {
         real(1.5), real(0.1), flags(on), whole(1), vocab_size=v
     ),
     "mirostat_v2": lambda on, v: tf.MirostatV2(real(1.5), real(0.1), flags(on), whole(1)),
+    # A user's own, from docs/generation.md.
+    "softened": lambda on, v: rule_cases.own()["Softened"](real(0.2 if on else 0.0)),
 }
 
 

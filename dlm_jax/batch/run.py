@@ -101,7 +101,7 @@ def run_requests(
         try:
             if line.error is not None:
                 raise ValueError(line.error)
-            (job,) = make_jobs(model, line.settings, common)
+            (job,) = make_jobs(model, _from_json(line.settings), common)
         except ValueError as error:
             refused.append({"id": line.id, "error": _in_line(line, str(error))})
         else:
@@ -129,6 +129,31 @@ def run_requests(
         programs.append(f"rows={slots.num_slots} canvas={canvas}")
     share = taken / offered if offered else 1.0
     return Report(rows, len(fresh), tokens, share, tuple(programs))
+
+
+def _from_json(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with what JSON has no type for: ids as keys, tuples.
+
+    Raises:
+      ValueError: a value has the wrong shape.
+    """
+    found = dict(settings)
+    bias = found.get("logit_bias")
+    try:
+        if isinstance(bias, Mapping):
+            found["logit_bias"] = {int(token): value for token, value in bias.items()}
+        elif bias is not None:
+            found["logit_bias"] = tuple((token, value) for token, value in bias)
+        for name, kind in (("dry_breakers", int), ("chain", str)):
+            if name in found:
+                found[name] = tuple(found[name])
+                if not all(isinstance(item, kind) for item in found[name]):
+                    raise TypeError
+    except (TypeError, ValueError):
+        raise ValueError(
+            'logit_bias is {"12": -5.0}, dry_breakers are ids [3, 4], and chain is names ["top_k"]'
+        ) from None
+    return found
 
 
 def _in_line(line: Line, error: str) -> str:

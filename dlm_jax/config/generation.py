@@ -27,6 +27,7 @@ REMASKS: tuple[str, ...] = typing.get_args(Remask)
 DRAWS: tuple[str, ...] = typing.get_args(Draw)
 
 
+_NAMES_OF_PARAMS = {spec.name for spec in dataclasses.fields(SamplingParams)}
 _CHOICES: dict[str, tuple[str, ...]] = {
     "order": ORDERS,
     "schedule": SCHEDULES,
@@ -89,6 +90,8 @@ class SampleConfig(SamplingParams):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "chain", tuple(self.chain))
+        self._check_kinds()
         require(self.gen_length >= 0, f"gen_length={self.gen_length} must be at least 0")
         require(self.steps >= 1, f"steps={self.steps} must be at least 1")
         require(self.block_length >= 0, f"block_length={self.block_length} must be at least 0")
@@ -106,3 +109,16 @@ class SampleConfig(SamplingParams):
                 f"{name}={value!r} is not one of {', '.join(known)}; did you mean {near!r}?",
             )
         check_chain(self.chain)
+
+    def _check_kinds(self) -> None:
+        """Raises ValueError for a setting of this class that is not of its type."""
+        for spec in dataclasses.fields(SampleConfig):
+            value, kind = getattr(self, spec.name), type(spec.default)
+            if spec.name in _NAMES_OF_PARAMS or kind is tuple:
+                continue
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_fine = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+            require(
+                is_fine or (kind is float and is_number),
+                f"{spec.name}={value!r} is not of type {kind.__name__}; use {spec.default!r}, say",
+            )

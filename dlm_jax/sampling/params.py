@@ -49,17 +49,38 @@ def pack(
         setting whose sampler the chain lacks; an unknown or repeated name.
     """
     names = tuple(chain)
-    check_chain(names)
+    bans = check(params, vocab_size=vocab_size, banned_ids=banned_ids, eos_ids=eos_ids, chain=names)
+    biases = [[pair for pair in p.bias_pairs if pair[1] != -math.inf] for p in params]
+    parts: list[tuple[str, Any]] = [("bans", _bias_transform(bans, vocab_size))]
+    rows = _Rows(tuple(params), vocab_size, biases)
+    for name in names:
+        parts.extend((name, transform) for transform in _BUILDERS[name](rows))
+    return tf.chain(*(t for _, t in parts), names=tuple(name for name, _ in parts))
+
+
+def check(
+    params: Sequence[SamplingParams],
+    *,
+    vocab_size: int,
+    banned_ids: Iterable[int] = (),
+    eos_ids: Iterable[int] = (),
+    chain: Sequence[str] = DEFAULT_CHAIN,
+) -> list[list[tuple[int, float]]]:
+    """Ids that each row may not propose, with a bias of -inf; everything `pack` refuses is refused.
+
+    Arguments and errors are those of `pack`.
+    """
+    check_chain(chain)
     if not params:
         raise ValueError("params is empty; give one SamplingParams per row")
-    _check_used(params, names)
+    _check_used(params, tuple(chain))
     eos = frozenset(int(token) for token in eos_ids)
     banned = frozenset(int(token) for token in banned_ids) - eos
     _check_ids("banned_ids", banned, vocab_size)
     _check_ids("eos_ids", eos, vocab_size)
     if not eos and any(p.ignore_eos for p in params):
-        warnings.warn("ignore_eos is off: the vocabulary has no EOS token", stacklevel=2)
-    bans, biases = [], []
+        warnings.warn("ignore_eos is off: the vocabulary has no EOS token", stacklevel=3)
+    bans = []
     for row, p in enumerate(params):
         _check_ids(f"row {row}: logit_bias", (token for token, _ in p.bias_pairs), vocab_size)
         _check_ids(f"row {row}: dry_breakers", p.dry_breakers, vocab_size)
@@ -68,12 +89,7 @@ def pack(
         if len(ban) >= vocab_size:
             raise ValueError(f"row {row}: all {vocab_size} tokens are banned; allow at least one")
         bans.append([(token, -math.inf) for token in sorted(ban)])
-        biases.append([pair for pair in p.bias_pairs if pair[1] != -math.inf])
-    parts: list[tuple[str, Any]] = [("bans", _bias_transform(bans, vocab_size))]
-    rows = _Rows(tuple(params), vocab_size, biases)
-    for name in names:
-        parts.extend((name, transform) for transform in _BUILDERS[name](rows))
-    return tf.chain(*(t for _, t in parts), names=tuple(name for name, _ in parts))
+    return bans
 
 
 @dataclasses.dataclass(frozen=True)

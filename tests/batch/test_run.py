@@ -120,20 +120,39 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
         {"id": "i", "prompt": "A", "draft": "cat"},
         {"id": "j", "tokens": [1, MODEL.tokenizer.mask_id]},
         {"id": "k", "block_length": -1},
+        {"id": "l", "block_length": "4"},
+        {"id": "m", "logit_bias": 5},
+        {"id": "n", "chain": [3]},
+        {"id": "o", "temperature": "hot"},
+        {"id": "p", "stop_at_eos": 1},
+        {"id": "q", "top_k": 5, "chain": ["temperature"]},
+        {"id": "r", "logit_bias": {"999": 1.0}, "chain": ["bias"]},
     ]
     rows = _run(tmp_path, requests)
     assert len(rows) == len(requests)
     assert rows[1]["status"] == "done"
     errors = [row["error"] for row in rows if "error" in row]
     assert len(errors) == len(requests) - 1
-    for number, error in zip([1, *range(3, 12)], errors, strict=True):
+    for number, error in zip([1, *range(3, 19)], errors, strict=True):
         assert f"line {number}" in error
         assert "\n" not in error
     told = " | ".join(errors)
     for part in ("is not JSON", "'Q'", "gen_length=200", "did you mean 'temperature'",
                  "did you mean 'low_confidence'", "gap of 0 tokens", "10 blocks", "remask",
-                 "tokens hold MASK", "block_length=-1 must be at least 0"):  # fmt: skip
+                 "tokens hold MASK", "block_length=-1 must be at least 0",
+                 "block_length='4' is not of type int", "logit_bias is {", "names [",
+                 "temperature='hot' is not a number", "stop_at_eos=1 is not of type bool",
+                 "top_k=5 needs 'top_k'", "logit_bias names id 999"):  # fmt: skip
         assert part in told, part
+
+
+def test_settings_that_json_has_no_type_for_arrive(tmp_path):
+    token = MODEL.tokenizer.piece_id("c")
+    requests = [
+        {"gen_length": 5, "logit_bias": {str(token): 1000.0}, "chain": ["bias", "temperature"]},
+        {"gen_length": 5, "logit_bias": [[token, 1000.0]], "chain": ["bias", "temperature"]},
+    ]
+    assert [row["text"] for row in _run(tmp_path, requests)] == ["ccccc", "ccccc"]
 
 
 def test_canvases_are_powers_of_two():

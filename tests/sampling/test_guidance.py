@@ -10,6 +10,7 @@ import rule_cases
 import toy
 from canvases import ROWS, Row, holes
 
+from dlm_jax.sampling.advance import Advance
 from dlm_jax.sampling.guidance import Sight
 
 NAME = "low_confidence-none"
@@ -63,3 +64,21 @@ def test_a_program_without_guidance_gives_the_same_rows():
     for a, b in zip(_run(rows), ours, strict=True):
         np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=1e-4, atol=1e-5)
         assert dataclasses.replace(a, logprobs=b.logprobs) == b
+
+
+def test_forwards_are_the_calls_of_the_trunk_and_a_scale_of_zero_calls_it_once_a_step():
+    calls = []
+    inner = canvases.shared_network()
+
+    def trunk(params, tokens_BL, length_B, cache):
+        jax.debug.callback(lambda: calls.append(1))
+        return inner.trunk(params, tokens_BL, length_B, cache)
+
+    network = dataclasses.replace(inner, trunk=trunk)
+    advance = Advance(canvases.program(network, is_guided=True))
+    for scale, expected in ((0.0, 3), (1.0, 6)):
+        calls.clear()
+        rows = [Row(holes(6, 1), steps=3, guidance=scale)] + [None] * (ROWS - 1)
+        (result, *_) = canvases.run(rows, canvases.RANDOM, advance=advance)
+        jax.effects_barrier()
+        assert len(calls) == result.forwards == expected

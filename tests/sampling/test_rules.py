@@ -1,5 +1,7 @@
 """The laws of DESIGN 4 for commit rules with remask rules, blocks, guidance and drafts."""
 
+import dataclasses
+
 import canvases
 import jax
 import numpy as np
@@ -7,8 +9,10 @@ import pytest
 import rule_cases
 import toy
 from canvases import FOREVER, ROWS
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dlm_jax.config.generation import ORDERS, REMASKS
+from dlm_jax.sampling.advance import make_advance
 from dlm_jax.sampling.loop import step
 from dlm_jax.types import Status
 
@@ -89,6 +93,32 @@ def test_compiled_loop_equals_a_python_loop_over_the_step(name):
     while np.any(np.asarray(state.status_B) == Status.RUNNING):
         state = _step(program, toy.params(), state)
     assert canvases.results(state) == _run(name, slots)
+
+
+ALL_SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in rule_cases.FEW[1:]]
+
+
+@pytest.mark.parametrize("name", [rule_cases.FEW[0], *ALL_SLOW])
+def test_eight_devices_and_another_canvas_have_the_same_randomness(name):
+    slots = _slots(name, seed=4)
+    here = _run(name, slots)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_rows = NamedSharding(mesh, PartitionSpec("data"))
+    params = jax.device_put(toy.params(), NamedSharding(mesh, PartitionSpec()))
+    advance = make_advance(canvases.program(rows=by_rows, is_guided=True))
+    state = jax.device_put(rule_cases.make_state(name, slots), by_rows)
+    forever = jax.device_put(np.int32(FOREVER), NamedSharding(mesh, PartitionSpec()))
+    _same_up_to_rounding(canvases.results(advance(params, state, forever, forever)), here)
+    state = rule_cases.make_state(name, slots[:3], positions=37)
+    _same_up_to_rounding(
+        canvases.results(rule_cases.advance()(toy.params(), state, FOREVER)), here[:3]
+    )
+
+
+def _same_up_to_rounding(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=1e-4, atol=1e-5)
+        assert dataclasses.replace(a, logprobs=b.logprobs) == b
 
 
 def test_each_order_and_remask_rule_is_among_the_few():
