@@ -44,7 +44,7 @@ def main() -> None:
         began = time.perf_counter()
         with Results(Path(directory) / "out.jsonl", fingerprint="") as results:
             report = run_requests(model, lines, results, batch_size=args.slots,
-                                  settings={"chain": ("temperature",)})  # fmt: skip
+                                  settings={"chain": ("temperature", "min_p")})  # fmt: skip
         seconds = time.perf_counter() - began
     canvas = np.where(lengths > 64, 128, 64)
     taken = offered = 0

@@ -1,4 +1,4 @@
-"""Figures of a text's quality that need no model, and n-gram samplers to compare with."""
+"""Figures of a text's quality, and n-gram samplers to compare with."""
 
 from __future__ import annotations
 
@@ -6,6 +6,21 @@ import re
 from collections import Counter, defaultdict
 
 import numpy as np
+
+from dlm_jax.likelihood import score
+from dlm_jax.models import Model
+
+
+def judged_bits(judge: Model, texts: list[str]) -> tuple[float, float]:
+    """Bits per character under the judge and their standard error.
+
+    Characters that the judge does not know are left out of the texts: a model of bytes may write
+    one in ten thousand that its corpus lacks.
+    """
+    tokenizer = judge.tokenizer
+    known = {tokenizer.decode([token]) for token in range(tokenizer.vocab_size)}
+    legible = ["".join(filter(known.__contains__, text)) for text in texts]
+    return score(judge, legible).bits_per_character
 
 
 def words(text: str) -> list[str]:

@@ -23,11 +23,10 @@ import numpy as np
 
 import dlm_jax
 from dlm_jax.command_line import start_jax
-from dlm_jax.likelihood import score
 from dlm_jax.models import Model
 
 sys.path.insert(0, str(Path(__file__).parent))
-from quality import distinct_share  # noqa: E402
+from quality import distinct_share, judged_bits  # noqa: E402
 
 BUDGETS = (8, 16, 32, 64, 128)
 QUOTAS = ("low_confidence", "entropy", "margin", "random", "left_to_right", "ancestral")
@@ -52,14 +51,19 @@ def measure(
 ) -> dict[str, float]:
     """Figures of `number` texts from consecutive seeds."""
     made = dlm_jax.generate(
-        model, num_samples=number, seed=seed, batch_size=number, chain=("temperature",), **settings
+        model,
+        num_samples=number,
+        seed=seed,
+        batch_size=number,
+        chain=("temperature", "min_p"),
+        **settings,
     )
     texts = [text[:characters] for text in made.texts]
     counts = Counter(made.tokens[made.committed >= 0].tolist())
     share = np.array(list(counts.values())) / counts.total()
     return {
         "forwards": float(made.forwards.mean()),
-        "bits": score(judge, texts).bits_per_character[0],
+        "bits": judged_bits(judge, texts)[0],
         "entropy": float(-(share * np.log2(share)).sum()),
         "distinct": distinct_share(texts, 4),
     }

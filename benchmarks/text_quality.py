@@ -22,10 +22,16 @@ import dlm_jax
 from dlm_jax.command_line import start_jax
 from dlm_jax.config import add_sample_flags, sample_settings
 from dlm_jax.data import join_documents, read_documents, split_text
-from dlm_jax.likelihood import score
 
 sys.path.insert(0, str(Path(__file__).parent))
-from quality import NgramSampler, copied_share, distinct_share, known_share, words  # noqa: E402
+from quality import (  # noqa: E402
+    NgramSampler,
+    copied_share,
+    distinct_share,
+    judged_bits,
+    known_share,
+    words,
+)
 
 
 def parser_of_settings() -> argparse.ArgumentParser:
@@ -73,7 +79,7 @@ def main() -> None:
     print("| texts | known words | judged bits/char | distinct 4-grams | copied word 4-grams |")
     print("| --- | --- | --- | --- | --- |")
     for name, texts in sources.items():
-        bits, error = score(judge, texts).bits_per_character
+        bits, error = judged_bits(judge, texts)
         print(
             f"| {name} | {known_share(texts, known):.3f} | {bits:.3f} ± {error:.3f} | "
             f"{distinct_share(texts, 4):.3f} | {copied_share(texts, corpus):.3f} |",
