@@ -76,7 +76,7 @@ def draw(rows: list[tuple[str, str, dict[str, list[float]]]], path: str) -> None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(13, 4.8), layout="constrained")
     names = list(dict.fromkeys(name for name, _, _ in rows))
     styles = ["o-", "s--", "^:", "d-."]
     for axis, key, label in zip(
@@ -88,12 +88,15 @@ def draw(rows: list[tuple[str, str, dict[str, list[float]]]], path: str) -> None
                 for other, _, figures in rows
                 if other == name
             )
-            axis.plot(*zip(*points, strict=True), styles[number % 4], label=name, markersize=4)
+            axis.plot(
+                *zip(*points, strict=True), styles[number % 4], label=name, markersize=4,
+                color=plt.get_cmap("tab20")(number),
+            )  # fmt: skip
         axis.set_xscale("log", base=2)
         axis.set_xlabel("forwards per text")
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
-    axes[1].legend(fontsize=7)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     figure.savefig(path, dpi=110)
 
 

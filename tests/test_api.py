@@ -215,6 +215,20 @@ def test_a_prompt_may_have_a_host_sampler_and_others_come_out_bit_for_bit_as_wit
     assert set(SHORT.host_loop().compiled) == {"rows=1 canvas=64 host"}
 
 
+def test_a_host_sampler_sees_the_temperature_of_its_step():
+    seen = []
+
+    def likeliest(candidates):
+        seen.append(float(candidates.logits[0] - candidates.logits[1]))
+        return int(candidates.ids[0])
+
+    for last in (0.8, 0.4):
+        settings = {"temperature_end": last, "host_sampler": likeliest, "steps": 2}
+        dlm_jax.generate(SHORT, [PROMPT], gen_length=2, **settings)
+    assert seen[0] == seen[2]
+    assert seen[3] == pytest.approx(2 * seen[1], rel=1e-4)
+
+
 def test_hosted_rows_that_wait_for_a_slot_come_out_the_same():
     prompts = [{"prompt": PROMPT, "host_sampler": ONLY_VOWELS, "read_back": True}] * 3
     waiting = dlm_jax.generate(SHORT, prompts, seed=30, batch_size=2)

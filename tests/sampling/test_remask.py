@@ -1,13 +1,17 @@
 """Remask rules and the ancestral commit rule against plain Python."""
 
+import canvases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
+from canvases import Row
 from oracles import remask as oracle
 from oracles import rules
 
 from dlm_jax.diffusion.corruption import SCHEDULES
+from dlm_jax.sampling import loop
 from dlm_jax.sampling.ancestral import Ancestral, ReMDM
 from dlm_jax.sampling.commit import View
 from dlm_jax.sampling.orders import uniform
@@ -129,3 +133,18 @@ def test_a_row_whose_strength_is_zero_is_left_alone():
     columns = (jnp.array([0.0, 0.9]), jnp.array([0.0, 0.9]), jnp.array([0.5, 0.5]))
     scheduled = Scheduled(*columns, jnp.array([True, True]))
     assert taken(scheduled) == [False, True]
+
+
+def test_a_drafts_tokens_are_known_by_their_own_probability():
+    """Nothing is remasked here; what the rule would read is looked at."""
+    is_draft = (False, True, True, False, False, True)
+    rows = [Row((1, 2, 3, 4, toy.MASK, 5), steps=3, is_draft=is_draft)]
+    nothing = Scheduled(*(jnp.full(1, x) for x in (0.01, 0.01, 0.0)), jnp.array([False]))
+    state = canvases.make_state(rows, canvases.RANDOM, remask=nothing)
+    state = jax.jit(loop.step, static_argnums=0)(canvases.program(), toy.params(), state)
+    logprobs = jax.nn.log_softmax(toy.row_logits([*rows[0].tokens, *[toy.PAD] * 18], 6)[:6])
+    for place, token in ((1, 2), (2, 3), (5, 5)):
+        own = float(state.logprob_BL[0, place])
+        assert own == pytest.approx(float(logprobs[place, token]), rel=1e-4)
+        assert int(state.committed_BL[0, place]) == -1
+    assert (np.asarray(state.logprob_BL[0, [0, 3]]) == 0).all()
