@@ -148,7 +148,7 @@ def _check_modes(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 some requests were refused, 2 refused."""
+    """Exit code: 0 done, 1 some requests were refused, 2 refused, 130 stopped by Ctrl-C."""
     start_jax()
     with refusals():
         args, _ = parse_flags(make_parser(), argv)
@@ -231,7 +231,7 @@ def _watch(
 
 
 def _sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[str, Any]) -> int:
-    """Runs a file of requests; exit code 1 if some were refused."""
+    """Runs a file of requests; exit code 1 if some were refused, 130 if it was stopped."""
     if args.max_length is not None:
         settings = settings | {"max_length": args.max_length}
     with refusals():
@@ -261,10 +261,14 @@ def _sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[
                 bar.update()
                 bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):,.0f} tokens/s")
 
-            report = run_requests(
-                model, own, results, seed=args.seed, settings=settings,
-                batch_size=args.batch_size, on_result=show,
-            )  # fmt: skip
+            try:
+                report = run_requests(
+                    model, own, results, seed=args.seed, settings=settings,
+                    batch_size=args.batch_size, on_result=show,
+                )  # fmt: skip
+            except KeyboardInterrupt:
+                print("stopped; the same command goes on from here", file=sys.stderr)
+                return 130
         with refusals():
             is_complete = results.finish([line.id for line in lines])
     seconds = time.perf_counter() - began

@@ -1,5 +1,6 @@
 """sample.py as its users run it: texts on standard output, everything else elsewhere."""
 
+import json
 import re
 import sys
 
@@ -134,6 +135,95 @@ def test_bad_flag_ends_with_code_2_and_one_line(run_dir, capsys, flags, said):
     assert out == ""
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert said in line
+
+
+TINY = [*SHORT, "--ignore-eos", "true"]
+
+
+def test_a_template_is_filled_watched_and_kept_on_a_page(run_dir, capsys, tmp_path):
+    flags = [*TINY, "--template", "A <hole:2>t ran<hole>"]
+    assert _run(run_dir, *flags) == 0
+    plain = capsys.readouterr().out
+    assert re.fullmatch(r"A ..t ran....\n", plain, flags=re.DOTALL)
+    page = tmp_path / "page.html"
+    assert _run(run_dir, *flags, "--watch", "--trace", str(page)) == 0
+    out, err = capsys.readouterr()
+    assert out == plain
+    assert "row 0" in err and "step 4/4" in err and f"wrote {page}" in err
+    assert "<html" in page.read_text()
+
+
+def test_a_file_of_requests_becomes_a_file_of_results_and_is_not_run_twice(
+    run_dir, capsys, tmp_path
+):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    requests = [{"id": "a", "prompt": "A "}, {"id": "b", "gen_length": 7}, {"id": "c", "stepz": 1}]
+    source.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    flags = ["--prompts", str(source), "--output", str(target), *TINY]
+    assert _run(run_dir, *flags) == 1
+    first = target.read_text()
+    rows = [json.loads(line) for line in first.splitlines()]
+    assert [row["id"] for row in rows] == ["a", "b", "c"]
+    assert [row.get("length") for row in rows] == [6, 7, None]
+    assert "did you mean 'steps'" in rows[2]["error"]
+    err = capsys.readouterr().err
+    assert "2 rows, 1 refused, 11 tokens" in err and "canvas=64" in err
+    assert _run(run_dir, *flags) == 0
+    assert "3 of 3 requests are done" in capsys.readouterr().err
+    assert target.read_text() == first
+    with pytest.raises(SystemExit) as ended:
+        _run(run_dir, *flags, "--seed", "1")
+    assert ended.value.code == 2
+    assert "another run" in capsys.readouterr().err
+    assert target.read_text() == first
+
+
+def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, monkeypatch):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(f'{{"gen_length": {n}, "steps": {n}}}\n' for n in (2, 20)))
+    flags = ["--prompts", str(source), "--output", str(target), *TINY[:2], *TINY[6:]]
+    bar = sample.tqdm
+
+    class Interrupted(bar):
+        def update(self, n=1):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sample, "tqdm", Interrupted)
+    assert _run(run_dir, *flags) == 130
+    assert "goes on from here" in capsys.readouterr().err
+    assert [json.loads(line)["id"] for line in target.read_text().splitlines()] == ["line 1"]
+    monkeypatch.setattr(sample, "tqdm", bar)
+    assert _run(run_dir, *flags) == 0
+    assert "1 of 2 requests are done" in capsys.readouterr().err
+    assert len(target.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--prompts", "in.jsonl"], "--prompts and --output go together"),
+        (["--output", "out.jsonl"], "--prompts and --output go together"),
+        (["--prompts", "i", "--output", "o", "--prompt", "A"], "--prompt means nothing with"),
+        (["--prompts", "i", "--output", "o", "--num-samples", "2"], "--num-samples means nothing"),
+        (["--prompts", "i", "--output", "o"], "i does not exist"),
+        (["--num-processes", "2"], "share --prompts"),
+        (["--watch", "--read-back", "2"], "exclude each other"),
+        (["--template", "A"], "template has no <hole>"),
+        (["--template", "A<hole:0>"], "gap of 0 tokens"),
+        (["--draft", "cat"], "draft is refined by remasking"),
+        (["--block-length", "-1"], "block_length=-1 must be at least 0"),
+        (["--block-length", "1", "--gen-length", "9", "--steps", "4"], "9 blocks"),
+        (["--order", "lowconfidence"], "did you mean 'low_confidence'"),
+        (["--remask", "remdm"], "did you mean 'remdm_"),
+    ],
+)
+def test_flags_that_mean_nothing_end_with_code_2_and_one_line(run_dir, capsys, flags, said):
+    with pytest.raises(SystemExit) as ended:
+        _run(run_dir, *flags)
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
 
 
 def test_missing_checkpoint_ends_with_code_2_and_names_it(tmp_path, capsys):
