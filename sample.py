@@ -14,10 +14,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import json
 import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -140,6 +142,10 @@ def _check_modes(args: argparse.Namespace) -> None:
         raise ValueError(f"--{name} means nothing with --prompts; say it in the requests")
     if args.prompts is None and (args.num_processes, args.process_id) != (1, 0):
         raise ValueError("--num-processes and --process-id share --prompts; give that too")
+    if args.batch_size < 1:
+        raise ValueError(f"batch_size={args.batch_size} must be at least 1")
+    if args.trace is not None and not Path(args.trace).parent.is_dir():
+        raise ValueError(f"--trace {args.trace}: there is no such folder; make it first")
     hosted = [name for name in ("host_sampler", "read_back") if getattr(args, name) is not None]
     if hosted and (args.watch or args.trace):
         raise ValueError(
@@ -255,9 +261,9 @@ def _sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[
         with tqdm(total=len(todo), desc="sample", unit="row", delay=1) as bar:
             tokens = 0
 
-            def show(result: Mapping[str, Any]) -> None:
+            def show(result: Mapping[str, Any], new: int) -> None:
                 nonlocal tokens
-                tokens += len(result.get("tokens", ()))
+                tokens += new
                 bar.update()
                 bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):,.0f} tokens/s")
 
@@ -275,7 +281,7 @@ def _sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[
     print(
         f"{report.rows} rows, {report.errors} refused, {report.tokens} tokens in {seconds:.2f} s "
         f"({report.rows / seconds:,.1f} rows/s, {report.tokens / seconds:,.0f} tokens/s with "
-        f"compilation), slots {report.occupancy:.0%} occupied while requests waited; "
+        f"compilation), slots {report.occupancy:.0%} occupied while rows of their program waited; "
         f"{len(report.programs)} programs ({', '.join(report.programs)})",
         file=sys.stderr,
     )
@@ -283,7 +289,11 @@ def _sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[
         f"wrote {args.output}" if is_complete else "the other processes have not finished yet",
         file=sys.stderr,
     )
-    return 1 if report.errors else 0
+    errors = report.errors
+    if is_complete:
+        rows = Path(args.output).read_text(encoding="utf-8").splitlines()
+        errors = sum("error" in json.loads(row) for row in rows)
+    return 1 if errors else 0
 
 
 if __name__ == "__main__":

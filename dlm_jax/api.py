@@ -131,6 +131,8 @@ def _all_jobs(
     """The rows of all prompts, in the order of the result."""
     if not isinstance(num_samples, int) or num_samples < 1:
         raise ValueError(f"num_samples={num_samples!r} must be at least 1, a whole number")
+    if isinstance(prompts, str | Mapping):
+        raise ValueError(f"prompts={prompts!r} is one prompt; put it in a list")
     jobs: list[Job] = []
     for index, prompt in enumerate(prompts):
         try:

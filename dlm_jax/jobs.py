@@ -16,6 +16,8 @@ from dlm_jax.sampling.slots import Row, Slots
 from dlm_jax.sampling.transforms import Chain
 from dlm_jax.types import Status
 
+_LONGEST = 2**20
+
 
 class Job(NamedTuple):
     """One row to generate: its request, and the settings that the slot functions are made of."""
@@ -37,20 +39,29 @@ def make_jobs(
       ValueError: a setting is unknown or out of range, or the prompt does not fit or cannot be
         encoded.
     """
+    if not isinstance(prompt, str | Mapping):
+        raise ValueError(f"prompt={prompt!r} is neither a text nor a mapping; put it in quotes")
     own = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
     asked = {"seed": 0, "max_length": None} | {**common, **own}
     text = {name: asked.pop(name) for name in prompts.KEYS if name in asked}
-    seed = asked.pop("seed") + (0 if "seed" in own else first)
+    for name in ("seed", "max_length"):
+        value = asked[name]
+        if not (hasattr(value, "__index__") or (name == "max_length" and value is None)):
+            raise ValueError(f"{name}={value!r} is not an integer; use one")
+    seed = int(asked.pop("seed")) + (0 if "seed" in own else first)
     host = {name: asked.pop(name) for name in ("host_sampler", "read_back") if name in asked}
     max_length = asked.pop("max_length")
-    if max_length is not None and max_length < 1:
-        raise ValueError(f"max_length={max_length} must be at least 1")
+    if max_length is not None and not 1 <= max_length <= _LONGEST:
+        raise ValueError(f"max_length={max_length} must be at least 1 and at most {_LONGEST}")
     sample = resolve(vars(model.sample), asked, kind=SampleConfig)
     _check(model, sample)
     room = model.max_length if max_length is None else max_length
     given = prompts.make_canvas(model.tokenizer, text, gen_length=sample.gen_length, room=room)
-    if given.is_draft is not None and sample.remask == "none":
-        raise ValueError("draft is refined by remasking, and remask is none; use remask=scheduled")
+    if given.is_draft is not None and (not sample.remasks or sample.steps < 2):
+        raise ValueError(
+            "draft is refined by remasking, and nothing is remasked; use remask=scheduled, "
+            "schedule=all and steps=8, say"
+        )
     jobs = []
     for index in range(num_samples):
         request = Request(
@@ -170,5 +181,6 @@ def canvases(
             if not slots.is_busy:
                 break
             ended = slots.advance(num_steps)
+            slots.fill()
             cut = {i: row.upto_eos(model.tokenizer.eos_id) for i, row in ended.items()}
             shown = slots.rows() | cut

@@ -16,6 +16,8 @@ from dlm_jax.data import Tokenizer
 HOLE = re.compile(r"<hole(?::(-?\d+))?>")
 """The marker of a gap in a template: ``<hole:12>`` is 12 tokens, ``<hole>`` is ``gen_length``."""
 
+_TYPO = re.compile(r"<\s*hole\b", re.IGNORECASE)
+
 KEYS = ("prompt", "template", "tokens", "infill", "draft")
 
 
@@ -61,7 +63,8 @@ def make_canvas(
     if draft is not None and (infill or kinds == ["template"]):
         raise ValueError("draft stands behind a prompt; it goes with neither template nor infill")
     if kinds == ["template"]:
-        given = _template(tokenizer, _text("template", asked["template"]), gen_length)
+        text = _text("template", asked["template"])
+        given = _template(tokenizer, text, gen_length, room)
         return _check_room(Given(given, None), room, "template")
     if infill:
         given = _ids(tokenizer, asked["tokens"])
@@ -79,7 +82,8 @@ def make_canvas(
                 "leave it out"
             )
     else:
-        given = tokenizer.encode(_text("prompt", asked.get("prompt") or ""))
+        prompt = asked.get("prompt")
+        given = tokenizer.encode("" if prompt is None else _text("prompt", prompt))
     if draft is not None:
         return _with_draft(tokenizer, given, _text("draft", draft), gen_length, room)
     return Given(_continued(tokenizer, given, gen_length, room), None)
@@ -108,13 +112,22 @@ def _ids(tokenizer: Tokenizer, tokens: Any) -> np.ndarray:
     return ids.astype(np.int32)
 
 
-def _template(tokenizer: Tokenizer, text: str, gen_length: int) -> np.ndarray:
+def _template(tokenizer: Tokenizer, text: str, gen_length: int, room: int) -> np.ndarray:
+    for marker in _TYPO.finditer(text):
+        if not HOLE.match(text, marker.start()):
+            near = text[marker.start() : marker.start() + 12]
+            raise ValueError(f"template: {near!r} is no gap; write <hole:8>, or <hole>")
     parts, end = [], 0
     for marker in HOLE.finditer(text):
         length = gen_length if marker[1] is None else int(marker[1])
         if length < 1:
             remedy = "write <hole:8>, say" if marker[1] else "set gen_length, or write <hole:8>"
             raise ValueError(f"template: {marker[0]} is a gap of {length} tokens; {remedy}")
+        if length > room:
+            raise ValueError(
+                f"template: {marker[0]} exceeds the canvas of {room}; shorten it or raise "
+                "max_length"
+            )
         parts += [tokenizer.encode(text[end : marker.start()]), _holes(tokenizer, length)]
         end = marker.end()
     if not parts:
@@ -160,7 +173,7 @@ def _with_draft(
     draft = tokenizer.encode(text)
     if not draft.size:
         raise ValueError("draft is empty; give text to refine, or leave it out")
-    tokens = np.concatenate([given, draft, _holes(tokenizer, gen_length)])
+    tokens = np.concatenate([given, draft, _holes(tokenizer, min(gen_length, room + 1))])
     is_draft = np.zeros(tokens.size, bool)
     is_draft[given.size : given.size + draft.size] = True
     return _check_room(Given(tokens, is_draft), room, "prompt and draft")

@@ -190,6 +190,29 @@ def test_a_stream_of_nothing_is_refused(every):
         next(dlm_jax.stream(SHORT, [PROMPT], every=every))
 
 
+def test_a_row_does_not_stop_at_an_eos_that_given_text_follows():
+    eos, mask = SHORT.tokenizer.eos_id, SHORT.tokenizer.mask_id
+    template = {"template": "A <hole:4>t<hole:4>n", "block_length": 4, "stop_at_eos": True}
+    settings = {"chain": ("bias",), "logit_bias": {eos: 1000.0}, "temperature": 1.0, "steps": 8}
+    result = dlm_jax.generate(SHORT, [template], **settings)
+    assert result.status == (Status.DONE,)
+    assert mask not in result.tokens
+    assert result.tokens[0, 7:11].tolist() == [eos] * 4
+
+
+def test_a_block_as_long_as_a_number_can_be_is_the_whole_row():
+    whole, long = (
+        dlm_jax.generate(SHORT, [PROMPT], block_length=length) for length in (0, 2**31 - 1)
+    )
+    assert whole.texts == long.texts
+
+
+@pytest.mark.parametrize("prompts", ["The ", {"prompt": "The "}, [5]])
+def test_a_prompt_that_is_not_in_a_list_is_refused(prompts):
+    with pytest.raises(ValueError, match="put it in"):
+        dlm_jax.generate(SHORT, prompts)
+
+
 def test_eos_cuts_a_row_unless_given_text_follows_it():
     eos = SHORT.tokenizer.eos_id
     settings = {"chain": ("bias",), "logit_bias": {eos: 1000.0}, "temperature": 1.0}

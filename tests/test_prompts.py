@@ -67,8 +67,11 @@ def test_a_draft_follows_the_prompt_and_is_not_frozen():
         ({"template": "a<hole>"}, "<hole> is a gap of 0 tokens; set gen_length"),
         (
             {"template": "a<hole:40>"},
-            "template of 41 tokens with its holes exceeds the canvas of 32",
+            "<hole:40> exceeds the canvas of 32",
         ),
+        ({"template": "a<hole:30> cat"}, "template of 35 tokens with its holes exceeds"),
+        ({"template": "a<hole:3>< Hole:3>"}, "'< Hole:3>' is no gap"),
+        ({"prompt": 0}, "prompt=0 is not a text"),
         ({"template": 3}, "template=3 is not a text"),
         ({"prompt": ["a"]}, "prompt=['a'] is not a text"),
         ({"tokens": []}, "tokens must be a list of ids that is not empty"),

@@ -168,7 +168,7 @@ def test_a_file_of_requests_becomes_a_file_of_results_and_is_not_run_twice(
     assert "did you mean 'steps'" in rows[2]["error"]
     err = capsys.readouterr().err
     assert "2 rows, 1 refused, 11 tokens" in err and "canvas=64" in err
-    assert _run(run_dir, *flags) == 0
+    assert _run(run_dir, *flags) == 1
     assert "3 of 3 requests are done" in capsys.readouterr().err
     assert target.read_text() == first
     with pytest.raises(SystemExit) as ended:
@@ -207,6 +207,9 @@ def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, m
         (["--prompts", "i", "--output", "o", "--num-samples", "2"], "--num-samples means nothing"),
         (["--prompts", "i", "--output", "o"], "i does not exist"),
         (["--num-processes", "2"], "share --prompts"),
+        (["--prompts", "i", "--output", "o", "--batch-size", "0"], "batch_size=0 must be"),
+        (["--trace", "nowhere/page.html"], "there is no such folder"),
+        (["--stop-at-eos", "true", "--ignore-eos", "true"], "stop_at_eos means nothing"),
         (["--watch", "--read-back", "2"], "exclude each other"),
         (["--template", "A"], "template has no <hole>"),
         (["--template", "A<hole:0>"], "gap of 0 tokens"),

@@ -23,7 +23,7 @@ from dlm_jax.sampling.generate import finish
 from dlm_jax.sampling.slots import Row
 from dlm_jax.types import Status
 
-_Listener = Callable[[Mapping[str, Any]], Any]
+_Listener = Callable[[Mapping[str, Any], int], Any]
 _SMALLEST_CANVAS = 64
 _SAMPLED_BYTES = 1 << 16
 
@@ -33,9 +33,10 @@ class Report(NamedTuple):
 
     Attributes:
       rows: finished now.
-      errors: requests refused now.
+      errors: requests that ended in an error now.
       tokens: generated now.
-      occupancy: share of the slots' steps that a row took while requests waited; 1 if none did.
+      occupancy: share of the slots' steps that a row took while requests of the same program
+        waited; 1 if none did.
       programs: canvases and slots of the programs that ran.
     """
 
@@ -91,7 +92,7 @@ def run_requests(
       seed: of line 1; a line that names none has the seed ``seed + number - 1``.
       settings: for lines that do not name them.
       batch_size: slots of a program at most.
-      on_result: told each result once it is written.
+      on_result: told each result once it is written, and how many tokens were generated for it.
     """
     found: dict[int, Line] = {}
     jobs: list[Job] = []
@@ -109,7 +110,8 @@ def run_requests(
             jobs.append(job)
     fresh = [result for result in refused if result["id"] not in results.done]
     for result in fresh:
-        _write(results, result, on_result)
+        _write(results, result, 0, on_result)
+    errors = len(fresh)
     rows = tokens = taken = offered = 0
     programs = []
     for (static, canvas), members in _groups(jobs).items():
@@ -123,12 +125,14 @@ def run_requests(
         slots.submit(waiting)
         for n, row in finish(slots):
             row = row.upto_eos(model.tokenizer.eos_id)
-            _write(results, _result(model, found[members[n]], row), on_result)
-            rows, tokens = rows + 1, tokens + int((row.committed >= 0).sum())
+            new, result = int((row.committed >= 0).sum()), _result(model, found[members[n]], row)
+            _write(results, result, new, on_result)
+            errors, tokens = errors + ("error" in result), tokens + new
+            rows += "error" not in result
         taken, offered = taken + slots.occupancy.taken, offered + slots.occupancy.offered
         programs.append(f"rows={slots.num_slots} canvas={canvas}")
     share = taken / offered if offered else 1.0
-    return Report(rows, len(fresh), tokens, share, tuple(programs))
+    return Report(rows, errors, tokens, share, tuple(programs))
 
 
 def _from_json(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,11 +192,12 @@ def _result(model: Model, line: Line, row: Row) -> dict[str, Any]:
 def _write(
     results: Results,
     result: Mapping[str, Any],
-    on_result: Callable[[Mapping[str, Any]], Any] | None,
+    new: int,
+    on_result: _Listener | None,
 ) -> None:
     results.write(result)
     if on_result is not None:
-        on_result(result)
+        on_result(result, new)
 
 
 def describe_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

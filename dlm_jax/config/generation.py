@@ -75,7 +75,7 @@ class SampleConfig(SamplingParams):
         "what becomes a hole again after a step: none; scheduled (a share of the most doubtful), "
         "scheduled_threshold (all above a doubt); remdm_cap, remdm_rescale, remdm_conf",
     )
-    remask_start: float = field(0.95, "scheduled: share remasked before the first step, in [0, 1]")
+    remask_start: float = field(0.95, "scheduled: where the remasked share begins, in [0, 1]")
     remask_end: float = field(0.05, "scheduled: share remasked before the last step, in [0, 1]")
     remask_randomness: float = field(
         0.0, "scheduled: weight of chance beside doubt, in [0, 1]; 1 is chance alone"
@@ -94,6 +94,13 @@ class SampleConfig(SamplingParams):
         self._check_kinds()
         require(self.gen_length >= 0, f"gen_length={self.gen_length} must be at least 0")
         require(self.steps >= 1, f"steps={self.steps} must be at least 1")
+        for name in ("gen_length", "steps", "block_length"):
+            value = getattr(self, name)
+            require(value < 2**31, f"{name}={value} does not fit into 32 bits; use less")
+        require(
+            not (self.stop_at_eos and self.ignore_eos),
+            "stop_at_eos means nothing with ignore_eos, which bans EOS; set ignore_eos to false",
+        )
         require(self.block_length >= 0, f"block_length={self.block_length} must be at least 0")
         for name in ("threshold", "remask_start", "remask_end", "remask_randomness", "remask_eta"):
             value = getattr(self, name)
@@ -110,6 +117,13 @@ class SampleConfig(SamplingParams):
             )
         check_chain(self.chain)
 
+    @property
+    def remasks(self) -> bool:
+        """Whether anything is ever remasked."""
+        if self.remask.startswith("remdm"):
+            return self.remask_eta > 0
+        return self.remask != "none" and max(self.remask_start, self.remask_end) > 0
+
     def _check_kinds(self) -> None:
         """Raises ValueError for a setting of this class that is not of its type."""
         for spec in dataclasses.fields(SampleConfig):
@@ -118,6 +132,7 @@ class SampleConfig(SamplingParams):
                 continue
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             is_fine = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+            is_fine |= kind is int and hasattr(value, "__index__") and not isinstance(value, bool)
             require(
                 is_fine or (kind is float and is_number),
                 f"{spec.name}={value!r} is not of type {kind.__name__}; use {spec.default!r}, say",

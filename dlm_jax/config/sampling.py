@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import numbers
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -201,12 +203,10 @@ def _check_integer(name: str, value: Any, low: int = -_INT_LIMIT) -> None:
 
 
 def _check_range(name: str, value: Any, low: float, high: float, remedy: str) -> None:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name}={value!r} is not a number; {remedy}") from None
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} is not a number; {remedy}")
     # NaN fails every comparison, so it is refused here too
-    if isinstance(value, bool) or not low <= number <= high:
+    if not low <= typing.cast(float, value) <= high:
         bound = "(0" if low == _ABOVE_ZERO else f"[{low:g}"
         raise ValueError(f"{name}={value!r} is outside {bound}, {high:g}]; {remedy}")
 
@@ -216,11 +216,8 @@ def _check_bias(pair: Any) -> None:
         raise ValueError(f"logit_bias={pair!r} is not a pair; use (id, bias)")
     token, bias = pair
     _check_integer("logit_bias", token, low=0)
-    try:
-        is_fine = float(bias) == -math.inf or abs(float(bias)) <= 1e9
-    except (TypeError, ValueError):
-        is_fine = False
-    if not is_fine:
+    is_number = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
+    if not is_number or not (bias == -math.inf or abs(typing.cast(float, bias)) <= 1e9):
         raise ValueError(
             f"logit_bias={bias!r} of id {token} is neither -inf nor within 1e9; use -inf to ban"
         )

@@ -108,7 +108,8 @@ def choose(is_first_B: jax.Array, first: Block, other: Block) -> Block:
 
 
 def _size(length_B: jax.Array, is_work_BL: jax.Array) -> jax.Array:
-    return jnp.where(length_B > 0, length_B, is_work_BL.shape[1])
+    num_positions = is_work_BL.shape[1]
+    return jnp.where(length_B > 0, jnp.minimum(length_B, num_positions), num_positions)
 
 
 def _num_busy(is_work_BL: jax.Array, first_B: jax.Array, size_B: jax.Array) -> jax.Array:

@@ -43,8 +43,10 @@ class Generation:
       forwards: int32 ``[R]``, forwards of the trunk the row asked for.
       status: ``[R]``, how each row ended.
       logprobs: float32 ``[R, L]``, log-probability in nats of each generated token under the clean
-        logits it was drawn from; 0 at given tokens.
-      committed: int32 ``[R, L]``, the step that wrote each token, from 0; -1 at given tokens.
+        logits it was drawn from; 0 at given tokens. At tokens of a draft that stayed, that under
+        the forward before the last.
+      committed: int32 ``[R, L]``, the step that wrote each token, from 0; -1 at given tokens and
+        those of a draft.
       read_back: what was read back of each row, in the order of the commits; empty where nothing
         was asked.
     """

@@ -206,9 +206,12 @@ def _forwards(program: Program, state: State) -> jax.Array:
 
 
 def _has_eos(program: Program, state: State, canvas: Canvas) -> jax.Array:
-    """True for rows with a generated EOS in the block or before it."""
-    place_1L = jnp.arange(canvas.tokens_BL.shape[1])[None]
-    is_before_BL = ~canvas.frozen_BL & (place_1L < state.block.end_B[:, None])
+    """True for rows with a generated EOS in the block or before it, and nothing given behind it."""
+    num_positions = canvas.tokens_BL.shape[1]
+    place_1L = jnp.arange(num_positions)[None]
+    is_given_BL = canvas.frozen_BL & live_positions(canvas.length_B, num_positions)
+    last_given_B1 = jnp.max(jnp.where(is_given_BL, place_1L, -1), axis=1, keepdims=True)
+    is_before_BL = (place_1L > last_given_B1) & (place_1L < state.block.end_B[:, None])
     return jnp.any(is_before_BL & (canvas.tokens_BL == program.eos_id), axis=1)
 
 

@@ -60,7 +60,8 @@ class Row:
         n = int(ends[0]) + 1
         return Row(
             self.tokens[:n], self.is_frozen[:n], self.logprobs[:n], self.committed[:n],
-            self.steps, self.forwards, self.block, self.status, self.read_back,
+            self.steps, self.forwards, self.block, self.status,
+            tuple(record for record in self.read_back if record.candidates.index < n),
         )  # fmt: skip
 
 
@@ -140,7 +141,8 @@ class Slots:
         self.fill()
         state = self._state
         assert state is not None
-        before = np.asarray(state.step_B)
+        # A copy: the state is donated below, and a view would look into what becomes of it.
+        before = np.array(state.step_B)
         if isinstance(self._loop, Advance):
             limits = [max(1, len(self._owners) // _IDLE_SHARE)] if self._waiting else []
             self._state = self._loop(self._params, state, num_steps, *limits)

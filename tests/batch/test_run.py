@@ -51,7 +51,8 @@ def _run(directory, requests, *, stop_after=None, batch_size=8, index=0, count=1
     target = directory / "out.jsonl"
     seen = []
 
-    def on_result(result):
+    def on_result(result, generated):
+        assert generated <= result.get("length", 0)
         seen.append(result)
         if stop_after is not None and len(seen) == stop_after:
             raise KeyboardInterrupt
@@ -125,6 +126,14 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
         {"id": "n", "chain": [3]},
         {"id": "o", "temperature": "hot"},
         {"id": "p", "stop_at_eos": 1},
+        {"id": "s", "temperature": "0.7"},
+        {"id": "t", "dynatemp_range": "0.5"},
+        {"id": "u", "steps": 3_000_000_000},
+        {"id": "v", "template": "A <hole:99999999999999>"},
+        {"id": "w", "max_length": 10_000_000},
+        {"id": "x", "top_p": 10**400},
+        {"id": "y", "stop_at_eos": True},
+        {"id": "z", "template": "A <hole:2> <hole 3>"},
         {"id": "q", "top_k": 5, "chain": ["temperature"]},
         {"id": "r", "logit_bias": {"999": 1.0}, "chain": ["bias"]},
     ]
@@ -133,7 +142,7 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
     assert rows[1]["status"] == "done"
     errors = [row["error"] for row in rows if "error" in row]
     assert len(errors) == len(requests) - 1
-    for number, error in zip([1, *range(3, 19)], errors, strict=True):
+    for number, error in zip([1, *range(3, 27)], errors, strict=True):
         assert f"line {number}" in error
         assert "\n" not in error
     told = " | ".join(errors)
@@ -142,6 +151,9 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
                  "tokens hold MASK", "block_length=-1 must be at least 0",
                  "block_length='4' is not of type int", "logit_bias is {", "names [",
                  "temperature='hot' is not a number", "stop_at_eos=1 is not of type bool",
+                 "temperature='0.7' is not a number",
+                 "dynatemp_range='0.5' is not", "does not fit into 32 bits", "exceeds the canvas",
+                 "max_length=10000000", "top_p=1000", "stop_at_eos means nothing", "is no gap",
                  "top_k=5 needs 'top_k'", "logit_bias names id 999"):  # fmt: skip
         assert part in told, part
 
