@@ -96,25 +96,12 @@ def run_requests(
       batch_size: slots of a program at most.
       on_result: told each result once it is written, and how many tokens were generated for it.
     """
-    found: dict[int, Line] = {}
-    jobs: list[Job] = []
-    refused: list[dict[str, Any]] = []
-    for line in lines:
-        common = dict(settings or {}) | {"seed": (seed + line.number - 1) % 2**32}
-        try:
-            if line.error is not None:
-                raise ValueError(line.error)
-            (job,) = make_jobs(model, _from_json(line.settings), common)
-        except ValueError as error:
-            refused.append({"id": line.id, "error": _in_line(line, str(error))})
-        else:
-            found[len(jobs)] = line
-            jobs.append(job)
-    fresh = [result for result in refused if result["id"] not in results.done]
-    for result in fresh:
-        _write(results, result, 0, on_result)
-    errors = len(fresh)
-    rows = tokens = taken = offered = 0
+    found, jobs, refused = _accepted(model, lines, seed, settings or {})
+    errors = rows = tokens = taken = offered = 0
+    for result in refused:
+        if result["id"] not in results.done:
+            _write(results, result, 0, on_result)
+            errors += 1
     programs = []
     jobs = _only_chains_in_use(jobs)
     for (static, canvas), members in _groups(jobs).items():
@@ -136,6 +123,26 @@ def run_requests(
         programs.append(f"rows={slots.num_slots} canvas={canvas}")
     share = taken / offered if offered else 1.0
     return Report(rows, errors, tokens, share, tuple(programs))
+
+
+def _accepted(
+    model: Model, lines: Sequence[Line], seed: int, settings: Mapping[str, Any]
+) -> tuple[list[Line], list[Job], list[dict[str, Any]]]:
+    """The lines that can be run with their jobs, and the results of the others."""
+    found: list[Line] = []
+    jobs: list[Job] = []
+    refused: list[dict[str, Any]] = []
+    for line in lines:
+        common = dict(settings) | {"seed": (seed + line.number - 1) % 2**32}
+        try:
+            if line.error is not None:
+                raise ValueError(line.error)
+            jobs += make_jobs(model, _from_json(line.settings), common)
+        except ValueError as error:
+            refused.append({"id": line.id, "error": _in_line(line, str(error))})
+        else:
+            found.append(line)
+    return found, jobs, refused
 
 
 def _from_json(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from dlm_jax.sampling.draw import METHODS
 from dlm_jax.sampling.guidance import Sight
 from dlm_jax.sampling.propose import propose_parallel
 from dlm_jax.sampling.remask import Tokens
-from dlm_jax.sampling.state import Canvas, State
+from dlm_jax.sampling.state import Canvas, State, work
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.protocol import Context
 from dlm_jax.types import Network, Params, Status, live_positions
@@ -149,7 +149,7 @@ def write(program: Program, state: State, seen: Look) -> State:
     is_hole_BL = (tokens_BL == program.mask_id) & ~canvas.frozen_BL
     left_B = jnp.sum(is_hole_BL & block.holds(tokens_BL.shape[1]), axis=1)
     is_over_B = is_running_B & seen.is_finite_B & (left_B == 0) & ~goes_on_B
-    is_work_BL = state.work(canvas, mask_id=program.mask_id)
+    is_work_BL = work(canvas, state.remask, mask_id=program.mask_id)
     following, has_more_B = next_block(
         block, is_work_BL, is_hole_BL, state.block_length_B, state.steps_B
     )

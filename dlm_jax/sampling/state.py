@@ -77,10 +77,6 @@ class State(NamedTuple):
     rule: CommitRule
     remask: RemaskRule | None
 
-    def work(self, canvas: Canvas, *, mask_id: int) -> jax.Array:
-        """True where `canvas` has work for a block: its holes, and what may be remasked."""
-        return work(canvas, self.remask, mask_id=mask_id)
-
 
 def start(
     tokens_BL: jax.Array,
