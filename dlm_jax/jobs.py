@@ -11,7 +11,7 @@ from dlm_jax.models import Model
 from dlm_jax.sampling.generate import make_slots
 from dlm_jax.sampling.params import check, pack
 from dlm_jax.sampling.request import Request
-from dlm_jax.sampling.rules import Functions, pack_rules
+from dlm_jax.sampling.rules import Functions, pack_fill, pack_rules
 from dlm_jax.sampling.slots import Row, Slots
 from dlm_jax.sampling.transforms import Chain
 from dlm_jax.types import Status
@@ -74,6 +74,11 @@ def make_jobs(
             stop_at_eos=sample.stop_at_eos,
             **host,
         )
+        if request.needs_host and sample.fill != "parallel":
+            raise ValueError(
+                f"fill={sample.fill!r} draws tokens in waves, where no host sampler or read-back "
+                "can look; use fill='parallel'"
+            )
         request.check_steps(mask_id=model.tokenizer.mask_id)
         jobs.append(Job(request, sample))
     return jobs
@@ -86,6 +91,8 @@ class Static(NamedTuple):
     schedule: str
     confidence: str
     remask: str
+    remask_by: str
+    fill: str
     chain: tuple[str, ...]
     draw: str
     is_guided: bool
@@ -101,6 +108,8 @@ def group_jobs(jobs: Sequence[Job]) -> dict[Static, list[int]]:
             schedule=sample.schedule,
             confidence=sample.confidence,
             remask=sample.remask,
+            remask_by=sample.remask_by,
+            fill=sample.fill,
             chain=sample.chain,
             draw=sample.draw,
             is_guided=sample.guidance > 0,
@@ -118,7 +127,7 @@ def slots_of(model: Model, static: Static, jobs: Sequence[Job], **options: Any) 
         make_loop(draw=static.draw, is_guided=static.is_guided),
         model.params,
         [job.request for job in jobs],
-        Functions(chain_of(model, samples), *pack_rules(samples, model.noise)),
+        Functions(chain_of(model, samples), *pack_rules(samples, model.noise), pack_fill(samples)),
         pad_id=model.tokenizer.pad_id,
         **options,
     )
@@ -141,6 +150,18 @@ def _vocabulary(model: Model) -> dict[str, Any]:
 
 def _check(model: Model, sample: SampleConfig) -> None:
     """Raises ValueError for settings that only the vocabulary or the chain shows to be wrong."""
+    if model.network.scorer is not None:
+        raise ValueError("the model is a sequence scorer, which writes nothing; load another")
+    if sample.fill == "wavefront" and model.network.sampler_readout is None:
+        raise ValueError(
+            "fill='wavefront' needs a sampler head, which this model lacks; use fill='parallel', "
+            "or train one with model.add_sampler_head"
+        )
+    if sample.remasks and sample.remask_by == "critic" and model.network.critic is None:
+        raise ValueError(
+            "remask_by='critic' needs a critic head, which this model lacks; use "
+            "remask_by='confidence', or train one with model.add_critic_head"
+        )
     try:
         check([sample], **_vocabulary(model), chain=sample.chain)
     except ValueError as error:

@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding
 
 import dlm_jax.config as configs
 from dlm_jax import checkpoint
-from dlm_jax.checkpoint.weights import SUFFIX, load_weights
 from dlm_jax.config import Config, ObjectiveConfig, SampleConfig
 from dlm_jax.data import Tokenizer, check_fits, from_json
 from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
@@ -21,8 +20,8 @@ from dlm_jax.model import cpu
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.advance import Advance, make_advance
 from dlm_jax.sampling.host import HostLoop, make_host_loop
-from dlm_jax.sampling.loop import Program
 from dlm_jax.sampling.placement import split_rows
+from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose import chunk_size
 from dlm_jax.types import Network, Params
 
@@ -82,6 +81,7 @@ class Model:
             draw=draw,
             is_guided=is_guided,
             eos_id=self.tokenizer.eos_id,
+            banned_ids=tuple(dict.fromkeys((self.tokenizer.mask_id, *self.tokenizer.banned_ids))),
         )
 
 
@@ -102,10 +102,8 @@ def load(
     Raises:
       ValueError: nothing usable is there; the line says what and the remedy.
     """
-    if path is None or Path(path).suffix == SUFFIX:
-        params, meta = load_weights(SHIPPED if path is None else path)
-    else:
-        params, meta = checkpoint.load_params(path, _abstract_params, report=report)
+    path = SHIPPED if path is None else path
+    params, meta = checkpoint.load_any(path, _abstract_params, report=report)
     config = _config_of(meta)
     tokenizer = from_json(meta["tokenizer"])
     check_fits(tokenizer, config.model.vocab_size)

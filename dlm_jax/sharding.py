@@ -20,10 +20,13 @@ from dlm_jax.config import MeshConfig
 
 RULES: tuple[tuple[str, P], ...] = (
     (r"embedding$", P("tensor", "fsdp")),
-    (r"head/kernel$", P("fsdp", "tensor")),
+    (r"(^|/)head/kernel$", P("fsdp", "tensor")),
     (r"blocks/.*/(query|key|value|up|gate)/kernel$", P(None, "fsdp", "tensor")),
     (r"blocks/.*/(out|down)/kernel$", P(None, "tensor", "fsdp")),
     (r"blocks/.*/(query|key|value)/bias$", P(None, "tensor")),
+    (r"(sampler|scorer)_head/inner/kernel$", P("fsdp", "tensor")),
+    (r"sampler_head/out/kernel$", P("tensor", "fsdp")),
+    (r"(critic|scorer)_head/out/kernel$", P()),
     (r"(^|/)(norm|\w+_norm)/(scale|bias)$", P()),
 )
 """Path pattern and partition, first match wins. Optimiser moments end in the same paths."""

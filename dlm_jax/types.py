@@ -43,6 +43,14 @@ class Network:
       embed: ``(params, ids) -> vectors``, one ``D`` vector appended to the shape of ``ids``.
       readout: ``(params, hidden_ND) -> logits_NV``, float32.
       vocab_size: ``V``, the number of logits.
+      sampler_readout: ``(params, left_NCD, hidden_ND, right_NCD) -> logits_NV``, float32: the
+        sampler head. ``left`` and ``right`` are the embeddings of the ``C`` positions on that side,
+        nearest first, and zero vectors where there is no neighbour. None without such a head.
+      sampler_context: ``C``; 0 without a sampler head.
+      critic: ``(params, hidden_ND) -> logit_N``, float32: how likely the token at a position is
+        wrong, from what the trunk says of the filled canvas. None without a critic head.
+      scorer: ``(params, hidden_BLD, length_B) -> logit_B``, float32: which share of a row's tokens
+        is corrupted. None but for a sequence scorer.
     """
 
     init: Callable[[jax.Array], Params]
@@ -50,6 +58,10 @@ class Network:
     embed: Callable[[Params, jax.Array], jax.Array]
     readout: Callable[[Params, jax.Array], jax.Array]
     vocab_size: int
+    sampler_readout: Callable[..., jax.Array] | None = None
+    sampler_context: int = 0
+    critic: Callable[[Params, jax.Array], jax.Array] | None = None
+    scorer: Callable[..., jax.Array] | None = None
 
 
 class Status(IntEnum):

@@ -13,8 +13,8 @@ import toy
 
 from dlm_jax.sampling.advance import Advance, make_advance
 from dlm_jax.sampling.commit import QUOTAS, CommitRule
-from dlm_jax.sampling.loop import Program
 from dlm_jax.sampling.orders import ORDERS
+from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.remask import RemaskRule
 from dlm_jax.sampling.state import State, start
 from dlm_jax.sampling.transforms import Chain, LogitBias, Temperature, chain

@@ -1,6 +1,7 @@
 """Configuration: what a run and a request may ask for, and how it is read."""
 
 from dlm_jax.config.generation import SampleConfig
+from dlm_jax.config.heads import HeadsConfig
 from dlm_jax.config.reading import (
     add_flags,
     add_sample_flags,
@@ -27,6 +28,7 @@ __all__ = [
     "DEFAULT_CHAIN",
     "Config",
     "DataConfig",
+    "HeadsConfig",
     "MeshConfig",
     "ModelConfig",
     "ObjectiveConfig",

@@ -19,11 +19,15 @@ Confidence = Literal["sampled", "max"]
 Remask = Literal[
     "none", "scheduled", "scheduled_threshold", "remdm_cap", "remdm_rescale", "remdm_conf"
 ]
+RemaskBy = Literal["confidence", "critic"]
+Fill = Literal["parallel", "wavefront"]
 Draw = Literal["inverse_cdf", "gumbel"]
 ORDERS: tuple[str, ...] = typing.get_args(Order)
 SCHEDULES: tuple[str, ...] = typing.get_args(Schedule)
 CONFIDENCES: tuple[str, ...] = typing.get_args(Confidence)
 REMASKS: tuple[str, ...] = typing.get_args(Remask)
+REMASK_BYS: tuple[str, ...] = typing.get_args(RemaskBy)
+FILLS: tuple[str, ...] = typing.get_args(Fill)
 DRAWS: tuple[str, ...] = typing.get_args(Draw)
 
 
@@ -33,6 +37,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
     "confidence": CONFIDENCES,
     "remask": REMASKS,
+    "remask_by": REMASK_BYS,
+    "fill": FILLS,
     "draw": DRAWS,
 }
 
@@ -75,6 +81,11 @@ class SampleConfig(SamplingParams):
         "what becomes a hole again after a step: none; scheduled (a share of the most doubtful), "
         "scheduled_threshold (all above a doubt); remdm_cap, remdm_rescale, remdm_conf",
     )
+    remask_by: RemaskBy = field(
+        "confidence",
+        "scheduled: what doubts a token: its own probability when it was drawn (confidence), or "
+        "the critic head on the filled text (critic), which costs a forward",
+    )
     remask_start: float = field(0.95, "scheduled: where the remasked share begins, in [0, 1]")
     remask_end: float = field(0.05, "scheduled: share remasked before the last step, in [0, 1]")
     remask_randomness: float = field(
@@ -82,6 +93,23 @@ class SampleConfig(SamplingParams):
     )
     remask_eta: float = field(
         0.1, "remdm: strength, in [0, 1]; for remdm_conf anything but 0 is the same"
+    )
+    fill: Fill = field(
+        "parallel",
+        "how a step's candidates are drawn: each blind to the others (parallel), or in waves by "
+        "the sampler head, which sees its neighbours (wavefront)",
+    )
+    sampler_min_neighbors_ratio: float = field(
+        0.01, "wavefront: share of the holes without filled neighbour that begin, in (0, 1]"
+    )
+    sampler_spread_seeds: bool = field(
+        False, "wavefront: the holes that begin are spread evenly over the row"
+    )
+    sampler_even_odd: bool = field(
+        False, "wavefront: odd positions of a wave wait for the even ones"
+    )
+    sampler_temperature: float = field(
+        1.0, "wavefront: divides the sampler head's logits, before the chain"
     )
     chain: tuple[str, ...] = field(DEFAULT_CHAIN, "logit transforms, in the order they run")
     draw: Draw = field(
@@ -105,6 +133,9 @@ class SampleConfig(SamplingParams):
         for name in ("threshold", "remask_start", "remask_end", "remask_randomness", "remask_eta"):
             value = getattr(self, name)
             require(0 <= value <= 1, f"{name}={value} is outside [0, 1]; use 0.5, say")
+        for name in ("sampler_min_neighbors_ratio", "sampler_temperature"):
+            value, most = getattr(self, name), 1 if name.endswith("ratio") else 1e6
+            require(0 < value <= most, f"{name}={value} is outside (0, {most:g}]; use 0.5, say")
         for name in ("factor", "entropy_bound", "guidance"):
             value = getattr(self, name)
             require(0 <= value <= 1e6, f"{name}={value} is outside [0, 1e6]; use 0 or more")

@@ -8,13 +8,18 @@ from typing import Literal
 
 from dlm_jax.config.fields import field, require
 from dlm_jax.config.generation import SampleConfig
+from dlm_jax.config.heads import HeadsConfig
 from dlm_jax.config.objective import ObjectiveConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Shape of the Transformer, from small GPT-like to LLaMA-like."""
+    """Shape of the Transformer, from small GPT-like to LLaMA-like, and which heads it has."""
 
+    mode: Literal["language_model", "sequence_scorer"] = field(
+        "language_model",
+        "language_model; or sequence_scorer: tells which share of a text is corrupted",
+    )
     depth: int = field(6, "number of Transformer blocks")
     width: int = field(128, "size of the hidden vectors (D)")
     heads: int = field(4, "attention heads; width must be a multiple of it")
@@ -41,12 +46,21 @@ class ModelConfig:
         "float32", "dtype of activations; parameters, norms and softmax stay float32"
     )
     remat: bool = field(False, "recompute activations in the backward pass to save memory")
+    add_sampler_head: bool = field(
+        False, "a head that sees a hole's neighbours, for coherent parallel filling"
+    )
+    sampler_context: int = field(1, "neighbours that the sampler head sees on each side")
+    sampler_width: int = field(0, "inner size of the sampler head's MLP; 0: width")
+    sampler_residual: bool = field(
+        False, "the sampler head adds to the hidden vector, and begins as the LM head says"
+    )
+    add_critic_head: bool = field(False, "a head that tells which tokens of a text are wrong")
 
     def __post_init__(self) -> None:
         for name in ("depth", "width", "heads"):
             value = getattr(self, name)
             require(value >= 1, f"model.{name}={value} must be at least 1")
-        for name in ("kv_heads", "mlp_width", "vocab_size"):
+        for name in ("kv_heads", "mlp_width", "vocab_size", "sampler_width"):
             value = getattr(self, name)
             require(value >= 0, f"model.{name}={value} must be at least 0")
         require(
@@ -63,8 +77,31 @@ class ModelConfig:
             f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}; "
             f"use 0 or a divisor of {self.heads}",
         )
+        self._check_heads()
         require(self.norm_epsilon > 0, f"model.norm_epsilon={self.norm_epsilon} must be > 0")
         require(self.rope_theta > 0, f"model.rope_theta={self.rope_theta} must be > 0")
+
+    def _check_heads(self) -> None:
+        """Raises ValueError for heads that this kind of model cannot have."""
+        require(
+            self.sampler_context >= 1,
+            f"model.sampler_context={self.sampler_context} must be at least 1",
+        )
+        for name in ("add_sampler_head", "add_critic_head"):
+            require(
+                not getattr(self, name) or self.mode == "language_model",
+                f"model.{name}=True needs model.mode='language_model', and it is {self.mode!r}; "
+                "change one of them",
+            )
+            require(
+                not getattr(self, name) or self.attention_type == "bidirectional",
+                f"model.{name}=True needs model.attention_type='bidirectional', and it is "
+                f"{self.attention_type!r}; change one of them",
+            )
+        require(
+            self.mode == "language_model" or self.attention_type == "bidirectional",
+            "model.mode='sequence_scorer' needs model.attention_type='bidirectional'",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +173,9 @@ class TrainConfig:
     """The training run: how long, how often it looks up, and where it writes."""
 
     out_dir: str = field("runs/default", "where checkpoints, metrics and plots are written")
+    init_from: str = field(
+        "", "run or weights file whose parameters the model begins with; empty: fresh ones"
+    )
     steps: int = field(1000, "optimiser steps")
     batch_size: int = field(32, "rows of one step, over all devices and processes")
     accumulate: int = field(
@@ -192,6 +232,7 @@ class Config:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    heads: HeadsConfig = dataclasses.field(default_factory=HeadsConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
@@ -212,6 +253,16 @@ class Config:
             share in (0, 1) or 1 <= round(share * rows) < rows,
             f"objective.denoising_share={share} of train.batch_size={rows} rows leaves an "
             "objective without rows; raise train.batch_size",
+        )
+        require(
+            self.heads.train_main or self.train.init_from != "",
+            "heads.train_main=False keeps the model as it is, and it is fresh; name the one to "
+            "keep in train.init_from",
+        )
+        require(
+            self.heads.train_main or self.model.add_sampler_head or self.model.add_critic_head,
+            "heads.train_main=False leaves nothing to train; set model.add_sampler_head or "
+            "model.add_critic_head",
         )
         require(
             self.model.attention_type != "causal" or self.sample.order == "left_to_right",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -28,17 +29,35 @@ def cross_entropy(
     *,
     mask_id: int,
 ) -> jax.Array:
-    """Negative log-probability of each target in nats, float32 ``[B, L]``.
+    """Negative log-probability of each target in nats under the LM head, float32 ``[B, L]``.
 
     MASK is never a prediction: its logit counts as -inf. Logits are computed for a slice of the
     positions at a time, and again in the backward pass, once all of them would be more than
     2^24 numbers per device.
     """
-    num_rows, num_positions, width = hidden_BLD.shape
 
-    def per_slice(piece: tuple[jax.Array, jax.Array]) -> jax.Array:
-        hidden, targets = piece
-        logits = network.readout(params, hidden.reshape(-1, width))
+    def read(hidden_ND: jax.Array) -> jax.Array:
+        return network.readout(params, hidden_ND)
+
+    return cross_entropy_of(
+        read, (hidden_BLD,), targets_BL, vocab_size=network.vocab_size, mask_id=mask_id
+    )
+
+
+def cross_entropy_of(
+    read: Callable[..., jax.Array],
+    inputs: tuple[jax.Array, ...],
+    targets_BL: jax.Array,
+    *,
+    vocab_size: int,
+    mask_id: int,
+) -> jax.Array:
+    """`cross_entropy` of any head: ``read(*inputs) -> logits [N, V]``, inputs ``[B, L, ...]``."""
+    num_rows, num_positions = targets_BL.shape
+
+    def per_slice(piece: tuple[jax.Array, ...]) -> jax.Array:
+        *given, targets = piece
+        logits = read(*(x.reshape(-1, *x.shape[2:]) for x in given))
         ids = jnp.arange(logits.shape[1])[None, :]
         logits = jnp.where(ids == mask_id, -jnp.inf, logits)
         chosen = jnp.take_along_axis(logits, targets.reshape(-1, 1), axis=1)[:, 0]
@@ -46,27 +65,26 @@ def cross_entropy(
 
     limit = _MAX_LOGITS * jax.device_count()
     slices = 1
-    while num_rows * (num_positions // slices) * network.vocab_size > limit and (
-        slices < num_positions
-    ):
+    while num_rows * (num_positions // slices) * vocab_size > limit and (slices < num_positions):
         slices = next(n for n in range(slices + 1, num_positions + 1) if num_positions % n == 0)
     if slices == 1:
-        return per_slice((hidden_BLD, targets_BL))
+        return per_slice((*inputs, targets_BL))
 
     def split(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(num_rows, slices, -1, *x.shape[2:]), 1, 0)
 
-    nll = jax.lax.map(jax.checkpoint(per_slice), (split(hidden_BLD), split(targets_BL)))
+    nll = jax.lax.map(jax.checkpoint(per_slice), tuple(map(split, (*inputs, targets_BL))))
     return jnp.moveaxis(nll, 0, 1).reshape(num_rows, num_positions)
 
 
-def losses(network: Network, params: Params, example: Example, *, mask_id: int) -> dict[str, Loss]:
-    """By task, its loss over the example: weight times cross-entropy (nats); one forward for all.
+def losses(
+    network: Network, params: Params, example: Example, hidden_BLD: jax.Array, *, mask_id: int
+) -> dict[str, Loss]:
+    """By task, its loss over the example: weight times cross-entropy (nats).
 
-    MASK is never a prediction.
+    `hidden_BLD` is what the trunk returned for ``example.shown_BL``. MASK is never a prediction.
     """
     batch = example.batch
-    hidden_BLD, _ = network.trunk(params, example.shown_BL, batch.length_B, None)
     nll_BL = cross_entropy(network, params, hidden_BLD, batch.tokens_BL, mask_id=mask_id)
     return {
         # What is not asked for may be a MASK that stands in the text, which costs infinity.

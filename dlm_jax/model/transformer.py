@@ -8,6 +8,7 @@ leading axis and run by one `jax.lax.scan`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,47 +18,9 @@ from flax import nnx
 from dlm_jax.config import ModelConfig
 from dlm_jax.model import cpu
 from dlm_jax.model.attention import attend, rotary_angles
-from dlm_jax.types import Network, Params
-
-
-class Linear(nnx.Module):
-    """``x @ kernel (+ bias)``, the kernel drawn with standard deviation ``scale / sqrt(fan_in)``.
-
-    A ``scale`` of 0 starts a projection into the residual stream at zero, so that every block
-    begins as the identity.
-    """
-
-    def __init__(self, fan_in: int, fan_out: int, *, scale: float, bias: bool, rngs: nnx.Rngs):
-        draw = jax.random.normal(rngs.params(), (fan_in, fan_out), jnp.float32)
-        self.kernel = nnx.Param(draw * (scale * fan_in**-0.5))
-        self.bias = nnx.Param(jnp.zeros(fan_out, jnp.float32)) if bias else None
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Projected vectors, shape ``[..., fan_out]``, in the dtype of `x`."""
-        y = cpu.linear(x, self.kernel[...].astype(x.dtype))
-        if self.bias is None:
-            return y
-        return y + jnp.expand_dims(self.bias[...].astype(x.dtype), tuple(range(y.ndim - 1)))
-
-
-class Norm(nnx.Module):
-    """RMSNorm, or LayerNorm with a bias; computed in float32 and returned in the input's dtype."""
-
-    def __init__(self, size: int, *, kind: str, epsilon: float):
-        self.scale = nnx.Param(jnp.ones(size, jnp.float32))
-        self.bias = nnx.Param(jnp.zeros(size, jnp.float32)) if kind == "layer" else None
-        self.epsilon = epsilon
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalised vectors, in the shape and dtype of `x`."""
-        axes = tuple(range(x.ndim - 1))
-        scale = jnp.expand_dims(self.scale[...], axes)
-        x32 = x.astype(jnp.float32)
-        if self.bias is None:
-            return cpu.rms_norm(x32, scale, epsilon=self.epsilon).astype(x.dtype)
-        x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-        y = cpu.rms_norm(x32, scale, epsilon=self.epsilon)
-        return (y + jnp.expand_dims(self.bias[...], axes)).astype(x.dtype)
+from dlm_jax.model.heads import CriticHead, SamplerHead, ScorerHead
+from dlm_jax.model.layers import Linear, Norm
+from dlm_jax.types import Network, Params, live_positions
 
 
 class Attention(nnx.Module):
@@ -150,6 +113,26 @@ class Transformer(nnx.Module):
             if config.tied_head
             else Linear(config.width, config.vocab_size, scale=0.02, bias=False, rngs=rngs)
         )
+        # Drawn last: what comes before is the same with heads and without.
+        for name, head in _HEADS.items():
+            setattr(self, name, head(config, rngs=rngs) if name in heads_of(config) else None)
+
+
+_HEADS: dict[str, Any] = {
+    "sampler_head": SamplerHead,
+    "critic_head": CriticHead,
+    "scorer_head": ScorerHead,
+}
+
+
+def heads_of(config: ModelConfig) -> tuple[str, ...]:
+    """Names of the parameter groups of its heads, in the order they are drawn."""
+    has = {
+        "sampler_head": config.add_sampler_head,
+        "critic_head": config.add_critic_head,
+        "scorer_head": config.mode == "sequence_scorer",
+    }
+    return tuple(name for name in _HEADS if has[name])
 
 
 @functools.cache
@@ -209,4 +192,39 @@ def build(config: ModelConfig) -> Network:
         logits = cpu.linear(hidden_ND, kernel_DV.astype(hidden_ND.dtype))
         return logits.astype(jnp.float32)
 
-    return Network(init, trunk, embed, readout, config.vocab_size)
+    return Network(
+        init, trunk, embed, readout, config.vocab_size, **_head_functions(config, readout)
+    )
+
+
+def _head_functions(config: ModelConfig, readout: Callable[..., jax.Array]) -> dict[str, Any]:
+    """What the heads of `config` add to its `Network`."""
+
+    def graph(name: str) -> Any:
+        return nnx.split(nnx.eval_shape(lambda: _HEADS[name](config, rngs=nnx.Rngs(0))))[0]
+
+    graphs = {name: graph(name) for name in heads_of(config)}
+
+    def run(name: str, params: Params, *inputs: jax.Array) -> jax.Array:
+        return nnx.merge(graphs[name], params[name])(*inputs)
+
+    def sampler_readout(
+        params: Params, left_NCD: jax.Array, hidden_ND: jax.Array, right_NCD: jax.Array
+    ) -> jax.Array:
+        return readout(params, run("sampler_head", params, left_NCD, hidden_ND, right_NCD))
+
+    def critic(params: Params, hidden_ND: jax.Array) -> jax.Array:
+        return run("critic_head", params, hidden_ND)
+
+    def scorer(params: Params, hidden_BLD: jax.Array, length_B: jax.Array) -> jax.Array:
+        is_live_BL = live_positions(length_B, hidden_BLD.shape[1])
+        return run("scorer_head", params, hidden_BLD, is_live_BL)
+
+    found: dict[str, Any] = {}
+    if "sampler_head" in graphs:
+        found |= {"sampler_readout": sampler_readout, "sampler_context": config.sampler_context}
+    if "critic_head" in graphs:
+        found["critic"] = critic
+    if "scorer_head" in graphs:
+        found["scorer"] = scorer
+    return found

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax.sampling.loop import Program, step
+from dlm_jax.sampling.loop import step
+from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.state import State
 from dlm_jax.types import Params, Status
 

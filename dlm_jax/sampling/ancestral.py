@@ -100,6 +100,7 @@ class ReMDM:
     eta_B: jax.Array
     schedule: NoiseSchedule
     kind: Kind
+    asks_critic = False
 
     def is_active(self) -> jax.Array:
         """True where eta is not 0."""

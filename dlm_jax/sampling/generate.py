@@ -41,6 +41,9 @@ class Generation:
       lengths: int32 ``[R]``, live tokens, the given ones included.
       steps: int32 ``[R]``, steps taken.
       forwards: int32 ``[R]``, forwards of the trunk the row asked for.
+      waves: int32 ``[R]``, waves of the sampler head's fills; 0 for a parallel one.
+      seeds: int32 ``[R]``, positions that the LM head seeded in those fills.
+      filled: int32 ``[R]``, candidates drawn in all steps.
       status: ``[R]``, how each row ended.
       logprobs: float32 ``[R, L]``, log-probability in nats of each generated token under the clean
         logits it was drawn from; 0 at given tokens. At tokens of a draft that stayed, that under
@@ -55,6 +58,9 @@ class Generation:
     lengths: np.ndarray
     steps: np.ndarray
     forwards: np.ndarray
+    waves: np.ndarray
+    seeds: np.ndarray
+    filled: np.ndarray
     status: tuple[Status, ...]
     logprobs: np.ndarray
     committed: np.ndarray
@@ -80,8 +86,10 @@ def assemble(rows: Sequence[Row], *, pad_id: int) -> Generation:
     return Generation(
         tokens=table("tokens", pad_id, np.int32),
         lengths=np.array([row.tokens.size for row in rows], np.int32),
-        steps=np.array([row.steps for row in rows], np.int32),
-        forwards=np.array([row.forwards for row in rows], np.int32),
+        **{
+            name: np.array([getattr(row, name) for row in rows], np.int32)
+            for name in ("steps", "forwards", "waves", "seeds", "filled")
+        },
         status=tuple(row.status for row in rows),
         logprobs=table("logprobs", 0, np.float32),
         committed=table("committed", -1, np.int32),

@@ -17,7 +17,8 @@ import numpy as np
 
 from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling.candidates import Candidates, HostSampler, Written
-from dlm_jax.sampling.loop import Look, Program, chain_now, look, write
+from dlm_jax.sampling.loop import chain_now, look, write
+from dlm_jax.sampling.program import Look, Program
 from dlm_jax.sampling.readback import ReadBack, read_back
 from dlm_jax.sampling.state import State
 from dlm_jax.sampling.transforms.chain import Chain
@@ -66,7 +67,7 @@ class HostLoop:
             jax.jit, compiler_options=dict(compiler_options) if compiler_options else None
         )
         self._look = jit(self._look_once)
-        self._write = jit(functools.partial(write, program), donate_argnums=0)
+        self._write = jit(functools.partial(write, program), donate_argnums=1)
         self._survivors = jit(functools.partial(_survivors, program), static_argnames="size")
         self._choose = jit(functools.partial(_choose, program), donate_argnums=1)
 
@@ -110,7 +111,7 @@ class HostLoop:
                 part = places[first : first + _PLACES]
                 seen, written = self._ask(params, state, seen, part, max_candidates)
                 found += written
-        state = self._write(state, seen)
+        state = self._write(params, state, seen)
         if not read_back:
             return state, []
         asked = sorted(read_back)
@@ -286,7 +287,7 @@ def _choose(
         final_logprob_BL=put(old.final_logprob_BL, final_logprob_P),
         confidence_BL=put(old.confidence_BL, rule.measure(clean_PV, logprob_P)),
     )
-    return seen._replace(proposal=proposal)
+    return seen._replace(filled=seen.filled._replace(proposal=proposal))
 
 
 def describe(chain: Chain, sampler: HostSampler | None) -> str:

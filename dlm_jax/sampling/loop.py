@@ -7,87 +7,28 @@ next forward nothing happens in between, and a row where nothing is remasked is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from dlm_jax.config.sampling import nearest
 from dlm_jax.sampling.blocks import choose, next_block
-from dlm_jax.sampling.commit import Proposal, View
-from dlm_jax.sampling.draw import METHODS
+from dlm_jax.sampling.commit import View
 from dlm_jax.sampling.guidance import Sight
+from dlm_jax.sampling.program import Look, Program
 from dlm_jax.sampling.propose import propose_parallel
-from dlm_jax.sampling.remask import Tokens
+from dlm_jax.sampling.remasking import may_remask, remasked
 from dlm_jax.sampling.state import Canvas, State, work
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.protocol import Context
-from dlm_jax.types import Network, Params, Status, live_positions
-
-
-@dataclass(frozen=True)
-class Program:
-    """What is compiled in.
-
-    Attributes:
-      network: the model as pure functions.
-      mask_id: the id of MASK.
-      chunk: positions of one readout; trades memory (``chunk * V`` float32 logits at a time)
-        against launches.
-      rows: how the rows of the state are split over devices, which then read out and draw for
-        their own rows alone; None: not at all. The number of slots must divide evenly.
-      draw: how a token is drawn, of `dlm_jax.sampling.draw.METHODS`.
-      is_guided: whether rows may ask for guidance; otherwise their scale is not looked at.
-      eos_id: the id that ends a generation; -1 for none.
-    """
-
-    network: Network
-    mask_id: int
-    chunk: int
-    rows: NamedSharding | None = None
-    draw: str = "inverse_cdf"
-    is_guided: bool = False
-    eos_id: int = -1
-
-    def __post_init__(self) -> None:
-        if self.draw not in METHODS:
-            raise ValueError(
-                f"draw={self.draw!r} is not a way to draw; {nearest(self.draw, METHODS)}"
-            )
-
-
-class Look(NamedTuple):
-    """A step up to its proposal: what it saw, and what it would write.
-
-    Attributes:
-      view: what the commit rule knows.
-      is_open_BL: True at the positions that have a candidate.
-      is_read_BL: True at a draft's tokens that the proposal scores as they stand; None where no
-        remask rule could read it.
-      sight: what the trunk returned.
-      context: the visible tokens.
-      draw_key_B: the step's key of each row, for draws.
-      remask_key_B: likewise, for the remask rule.
-      proposal: the candidates.
-      is_finite_B: False for rows whose logits cannot be drawn from.
-    """
-
-    view: View
-    is_open_BL: jax.Array
-    is_read_BL: jax.Array | None
-    sight: Sight
-    context: Context
-    draw_key_B: jax.Array
-    remask_key_B: jax.Array
-    proposal: Proposal
-    is_finite_B: jax.Array
+from dlm_jax.sampling.wavefront import Filled, propose_wavefront
+from dlm_jax.types import Params, Status, live_positions
 
 
 def step(program: Program, params: Params, state: State) -> State:
     """The state after one step of every running row; other rows come back bit for bit."""
-    return write(program, state, look(program, params, state))
+    return write(program, params, state, look(program, params, state))
 
 
 def look(program: Program, params: Params, state: State) -> Look:
@@ -117,16 +58,11 @@ def look(program: Program, params: Params, state: State) -> Look:
         is_read_BL = is_draft_BL & state.remask.is_active()[:, None] & ~is_last_B1
         own_BL = jnp.where(is_read_BL, canvas.tokens_BL, -1)
     sight = _sight(program, params, state)
-    proposal, is_finite_B = _propose(
-        program, params, state, sight, is_open_BL, context, draw_key_B, own_BL
-    )
-    return Look(
-        view, is_open_BL, is_read_BL, sight, context, draw_key_B, remask_key_B,
-        proposal, is_finite_B,
-    )  # fmt: skip
+    filled = _propose(program, params, state, sight, is_open_BL, context, draw_key_B, own_BL)
+    return Look(view, is_open_BL, is_read_BL, sight, context, draw_key_B, remask_key_B, filled)
 
 
-def write(program: Program, state: State, seen: Look) -> State:
+def write(program: Program, params: Params, state: State, seen: Look) -> State:
     """The state with what the commit rule takes of the proposal, one step later."""
     proposal, canvas, block = seen.proposal, state.canvas, state.block
     is_running_B = state.status_B == Status.RUNNING
@@ -141,7 +77,9 @@ def write(program: Program, state: State, seen: Look) -> State:
         assert seen.is_read_BL is not None
         logprob_BL = jnp.where(seen.is_read_BL, proposal.logprob_BL, logprob_BL)
         goes_on_B = state.remask.goes_on() & ~is_last_B
-        is_remasked_BL = _remasked(program, state, seen, tokens_BL, logprob_BL, is_committed_BL)
+        is_remasked_BL = remasked(
+            program, params, state, seen, tokens_BL, logprob_BL, is_committed_BL
+        )
         tokens_BL = jnp.where(is_remasked_BL, program.mask_id, tokens_BL)
         logprob_BL = jnp.where(is_remasked_BL, 0.0, logprob_BL)
         committed_BL = jnp.where(is_remasked_BL, -1, committed_BL)
@@ -167,11 +105,14 @@ def write(program: Program, state: State, seen: Look) -> State:
         canvas=canvas,
         step_B=step_B,
         block=choose(is_over_B & ~is_done_B, following, again),
-        forwards_B=state.forwards_B + is_running_B * _forwards(program, state),
+        forwards_B=state.forwards_B + is_running_B * _forwards(program, state, seen),
         status_B=status_B,
         logprob_BL=logprob_BL,
         committed_BL=committed_BL,
         chain_state=state.chain.update(state.chain_state, is_committed_BL, proposal),
+        waves_B=state.waves_B + seen.filled.waves_B,
+        seeds_B=state.seeds_B + seen.filled.seeds_B,
+        filled_B=state.filled_B + jnp.sum(seen.is_open_BL, axis=1),
     )
 
 
@@ -200,9 +141,14 @@ def _sight(program: Program, params: Params, state: State) -> Sight:
     return Sight(hidden_BLD, bare_BLD, state.guidance_B)
 
 
-def _forwards(program: Program, state: State) -> jax.Array:
+def _forwards(program: Program, state: State, seen: Look) -> jax.Array:
     """Forwards that a step of each row asks for."""
-    return 1 + (state.guidance_B != 0) if program.is_guided else jnp.ones_like(state.forwards_B)
+    forwards_B = jnp.ones_like(state.forwards_B)
+    if program.is_guided:
+        forwards_B += state.guidance_B != 0
+    if state.remask is not None and state.remask.asks_critic:
+        forwards_B += may_remask(state, seen)
+    return forwards_B
 
 
 def _has_eos(program: Program, state: State, canvas: Canvas) -> jax.Array:
@@ -215,53 +161,24 @@ def _has_eos(program: Program, state: State, canvas: Canvas) -> jax.Array:
     return jnp.any(is_before_BL & (canvas.tokens_BL == program.eos_id), axis=1)
 
 
-def _remasked(
-    program: Program,
-    state: State,
-    seen: Look,
-    tokens_BL: jax.Array,
-    logprob_BL: jax.Array,
-    is_committed_BL: jax.Array,
-) -> jax.Array:
-    """True where the remask rule takes a token back."""
-    assert state.remask is not None
-    goes_on_B = (state.status_B == Status.RUNNING) & seen.is_finite_B
-    is_free_BL = state.block.holds(tokens_BL.shape[1]) & ~state.canvas.frozen_BL
-    goes_on_B &= ~state.block.is_last_step_B
-    is_open_BL = is_free_BL & (tokens_BL != program.mask_id) & goes_on_B[:, None]
-    tokens = Tokens(
-        is_open_BL=is_open_BL,
-        is_fresh_BL=is_committed_BL,
-        num_free_B=jnp.sum(is_free_BL, axis=1),
-        probability_BL=jnp.exp(logprob_BL),
-        key_B=seen.remask_key_B,
-    )
-    return is_open_BL & state.remask.select(seen.view, tokens)
-
-
-def _propose(
-    program: Program, params: Params, state: State, *rows: Any
-) -> tuple[Proposal, jax.Array]:
-    """`propose_parallel`, on each device for its own rows if they are split.
+def _propose(program: Program, params: Params, state: State, *rows: Any) -> Filled:
+    """The candidates, on each device for its own rows if they are split.
 
     Left to the compiler, every device would run all readouts, with a sum over devices in each.
     """
 
     def of_rows(params, state, sight, is_open_BL, context, key_B, own_BL):
-        return propose_parallel(
-            program.network,
-            params,
-            sight,
-            is_open_BL,
-            chain_now(state),
-            state.chain_state,
-            context,
-            key_B,
-            own_BL,
-            measure=state.rule.measure,
-            chunk=program.chunk,
-            method=program.draw,
-        )
+        given = (
+            program.network, params, sight, is_open_BL, chain_now(state), state.chain_state,
+            context, key_B, own_BL,
+        )  # fmt: skip
+        how: dict[str, Any] = {
+            "measure": state.rule.measure, "chunk": program.chunk, "method": program.draw
+        }  # fmt: skip
+        if state.fill is not None:
+            return propose_wavefront(*given, **how, fill=state.fill, banned_ids=program.banned_ids)
+        none_B = jnp.zeros_like(state.step_B)
+        return Filled(*propose_parallel(*given, **how), none_B, none_B)
 
     if program.rows is not None:
         split = program.rows.spec

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,47 +69,115 @@ def propose_parallel(
       The proposal, zero where not open; and ``[B]``, False for a row with an open position whose
       clean logits hold a NaN or +inf, or are all -inf.
     """
-    num_rows, num_positions = is_open_BL.shape
     is_wanted_BL = is_open_BL if own_BL is None else is_open_BL | (own_BL >= 0)
-    total = num_rows * num_positions
-    chunk = min(chunk, total)
-    num_open = jnp.sum(is_wanted_BL)
-    padded = -(-total // chunk) * chunk
-    (flat,) = jnp.nonzero(is_wanted_BL.reshape(-1), size=total, fill_value=0)
-    flat = jnp.pad(flat, (0, padded - total)).astype(jnp.int32)
-    prepared = chain.prepare(chain_state, context)
+    flat, num_open = gather(is_wanted_BL, chunk)
+    pen = Pen(
+        chain, chain.prepare(chain_state, context), key_B, own_BL,
+        is_open_BL.shape[1], measure, method,
+    )  # fmt: skip
 
-    def one_chunk(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        first, ids, logprobs, finals, confidences, is_finite = carry
-        places_N = jax.lax.dynamic_slice(flat, (first,), (chunk,))
-        is_real_N = first + jnp.arange(chunk) < num_open
-        row_N, index_N = places_N // num_positions, places_N % num_positions
-        key_N = jax.vmap(jax.random.fold_in)(key_B[row_N], index_N)
+    def one_chunk(carry: tuple[jax.Array, Drawn]) -> tuple[jax.Array, Drawn]:
+        first, drawn = carry
+        places_N = jax.lax.dynamic_slice(flat, (first,), (min(chunk, is_open_BL.size),))
+        is_real_N = first + jnp.arange(places_N.size) < num_open
         clean_NV = sight.logits(network, params, places_N)
+        return first + places_N.size, pen.write(drawn, places_N, is_real_N, clean_NV)
+
+    start = (jnp.zeros((), jnp.int32), no_candidates(is_open_BL.shape))
+    _, drawn = jax.lax.while_loop(lambda carry: carry[0] < num_open, one_chunk, start)
+    return drawn.proposal(is_open_BL.shape), drawn.is_finite_B
+
+
+def gather(is_wanted_BL: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
+    """Flat places of the wanted positions in order, padded to whole chunks; and their number."""
+    total = is_wanted_BL.size
+    chunk = min(chunk, total)
+    (flat,) = jnp.nonzero(is_wanted_BL.reshape(-1), size=total, fill_value=0)
+    flat = jnp.pad(flat, (0, -total % chunk)).astype(jnp.int32)
+    return flat, jnp.sum(is_wanted_BL)
+
+
+class Drawn(NamedTuple):
+    """Candidates as they are found: those of `Proposal`, flat over rows and positions.
+
+    ``is_finite_B`` is False for rows with a position whose clean logits cannot be drawn from.
+    """
+
+    tokens_P: jax.Array
+    logprob_P: jax.Array
+    final_logprob_P: jax.Array
+    confidence_P: jax.Array
+    is_finite_B: jax.Array
+
+    def proposal(self, shape: tuple[int, ...]) -> Proposal:
+        """Row by row."""
+        return Proposal(*(array.reshape(shape) for array in self[:4]))
+
+
+def no_candidates(shape: tuple[int, ...]) -> Drawn:
+    """What is known before the first chunk of a ``[B, L]`` canvas."""
+    total = shape[0] * shape[1]
+    zeros_P = jnp.zeros(total, jnp.float32)
+    return Drawn(
+        jnp.zeros(total, jnp.int32), zeros_P, zeros_P, zeros_P, jnp.ones(shape[0], jnp.bool_)
+    )
+
+
+@dataclass(frozen=True)
+class Pen:
+    """Draws candidates from clean logits and puts them where they belong.
+
+    Attributes:
+      chain: logit transforms between the clean logits and the draw.
+      prepared: what the chain prepared for this step.
+      key_B: this step's key of each row; a position draws with it and its place in the canvas.
+      own_BL: tokens to score instead of drawing; -1 elsewhere. None: nowhere.
+      num_positions: ``L``.
+      measure: confidence from clean logits and the candidate's log-probability.
+      method: how a token is drawn.
+    """
+
+    chain: Chain
+    prepared: Any
+    key_B: jax.Array
+    own_BL: jax.Array | None
+    num_positions: int
+    measure: Callable[[jax.Array, jax.Array], jax.Array]
+    method: str
+
+    def write(
+        self,
+        drawn: Drawn,
+        places_N: jax.Array,
+        is_real_N: jax.Array,
+        clean_NV: jax.Array,
+        drawable_NV: jax.Array | None = None,
+    ) -> Drawn:
+        """`drawn` with candidates at the places ``row * L + index`` that are real.
+
+        They are drawn from `drawable_NV` through the chain, or from the clean logits if None, and
+        scored under the clean ones.
+        """
+        row_N, index_N = places_N // self.num_positions, places_N % self.num_positions
+        key_N = jax.vmap(jax.random.fold_in)(self.key_B[row_N], index_N)
         at = At(row_N=row_N, index_N=index_N, key_N=key_N, is_real_N=is_real_N)
-        ids_N, final_N = chain.draw_and_score(prepared, clean_NV, at, method=method)
-        if own_BL is not None:
-            own_N = own_BL.reshape(-1)[places_N]
+        ids_N, final_N = self.chain.draw_and_score(
+            self.prepared, clean_NV if drawable_NV is None else drawable_NV, at, method=self.method
+        )
+        if self.own_BL is not None:
+            own_N = self.own_BL.reshape(-1)[places_N]
             ids_N = jnp.where(own_N >= 0, own_N, ids_N)
         logprob_N = log_prob(clean_NV, ids_N)
-        target_N = jnp.where(is_real_N, places_N, total)
-        return (
-            first + chunk,
-            ids.at[target_N].set(ids_N, mode="drop"),
-            logprobs.at[target_N].set(logprob_N, mode="drop"),
-            finals.at[target_N].set(final_N, mode="drop"),
-            confidences.at[target_N].set(measure(clean_NV, logprob_N), mode="drop"),
-            is_finite.at[row_N].min(jnp.isfinite(logprob_N) | ~is_real_N),
-        )
+        target_N = jnp.where(is_real_N, places_N, drawn.tokens_P.size)
 
-    start = (
-        jnp.zeros((), jnp.int32),
-        jnp.zeros(total, jnp.int32),
-        *3 * (jnp.zeros(total, jnp.float32),),
-        jnp.ones(num_rows, jnp.bool_),
-    )
-    _, *arrays, is_finite_B = jax.lax.while_loop(
-        lambda carry: carry[0] < num_open, one_chunk, start
-    )
-    shape = (num_rows, num_positions)
-    return Proposal(*(array.reshape(shape) for array in arrays)), is_finite_B
+        def put(old_P: jax.Array, new_N: jax.Array) -> jax.Array:
+            return old_P.at[target_N].set(new_N, mode="drop")
+
+        is_fine_N = jnp.isfinite(logprob_N) | ~is_real_N
+        return Drawn(
+            put(drawn.tokens_P, ids_N),
+            put(drawn.logprob_P, logprob_N),
+            put(drawn.final_logprob_P, final_N),
+            put(drawn.confidence_P, self.measure(clean_NV, logprob_N)),
+            drawn.is_finite_B.at[row_N].min(is_fine_N),
+        )

@@ -26,6 +26,8 @@ class Tokens(NamedTuple):
       num_free_B: int32, the block's live unfrozen positions, holes included.
       probability_BL: float32, of each token under the clean logits it was drawn from; of a draft's
         token, which was never proposed, under those of the last forward.
+      wrong_BL: float32 probability that each token is wrong, as the critic says of the canvas with
+        its candidates in the holes; None where the rule does not ask it.
       key_B: this step's key of each row, for the rule alone.
     """
 
@@ -33,11 +35,17 @@ class Tokens(NamedTuple):
     is_fresh_BL: jax.Array
     num_free_B: jax.Array
     probability_BL: jax.Array
+    wrong_BL: jax.Array | None
     key_B: jax.Array
 
 
 class RemaskRule(Protocol):
     """Chooses what goes back to MASK."""
+
+    @property
+    def asks_critic(self) -> bool:
+        """Whether it reads `Tokens.wrong_BL`, which costs a forward; a plain attribute will do."""
+        ...
 
     def is_active(self) -> jax.Array:
         """True ``[B]`` for the rows that ask for it."""
@@ -58,28 +66,31 @@ class RemaskRule(Protocol):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["start_B", "end_B", "randomness_B", "is_threshold_B"],
-    meta_fields=[],
+    meta_fields=["asks_critic"],
 )
 @dataclass(frozen=True)
 class Scheduled:
     """Remasks the tokens most likely wrong, fewer from step to step.
 
     Before step i of N, from 1, ``r = start - (start - end) i / (N - 1)`` of the block's unfrozen
-    positions. Wrongness is ``(1 - m) (1 - p) + m u`` with randomness m, the token's probability p
-    when it was drawn, and u uniform. By threshold: the tokens of wrongness above ``1 - r`` instead;
-    a block where none is, is finished. `seeds/sampler_head.md` and DESIGN 6, "Refinement".
+    positions. Wrongness is ``(1 - m) w + m u`` with randomness m and u uniform; w is what the
+    critic says, or 1 less the token's probability when it was drawn. By threshold: the tokens of
+    wrongness above ``1 - r`` instead; a block where none is, is finished. `seeds/sampler_head.md`
+    and DESIGN 6, "Refinement".
 
     Attributes:
       start_B: float32 ratio, in [0, 1].
       end_B: float32 ratio, in [0, 1]; with `start_B` 0 the row is left alone.
       randomness_B: float32 m, in [0, 1].
       is_threshold_B: True for rows that compare instead of counting.
+      asks_critic: whether the critic says what is wrong.
     """
 
     start_B: jax.Array
     end_B: jax.Array
     randomness_B: jax.Array
     is_threshold_B: jax.Array
+    asks_critic: bool = False
 
     def is_active(self) -> jax.Array:
         """True where a ratio is not 0."""
@@ -95,7 +106,8 @@ class Scheduled:
         ratio_B = self.start_B - (self.start_B - self.end_B) * jnp.minimum(share_B, 1.0)
         mix_B1 = self.randomness_B[:, None]
         chance_BL = uniform(tokens.key_B, tokens.is_open_BL.shape[1])
-        wrong_BL = (1.0 - mix_B1) * (1.0 - tokens.probability_BL) + mix_B1 * chance_BL
+        doubt_BL = 1.0 - tokens.probability_BL if tokens.wrong_BL is None else tokens.wrong_BL
+        wrong_BL = (1.0 - mix_B1) * doubt_BL + mix_B1 * chance_BL
         count_B = jnp.floor(ratio_B * tokens.num_free_B + 1e-3).astype(jnp.int32)
         is_worst_BL = most(wrong_BL, tokens.is_open_BL, count_B)
         is_above_BL = wrong_BL > 1.0 - ratio_B[:, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from dlm_jax.sampling.orders import ORDERS, SurestFirst, maximum, sampled
 from dlm_jax.sampling.parallel_commits import EntropyBound, Factor, Threshold
 from dlm_jax.sampling.remask import RemaskRule, Scheduled
 from dlm_jax.sampling.transforms.chain import Chain
+from dlm_jax.sampling.wavefront import Wavefront
 
 MEASURES = {"sampled": sampled, "max": maximum}
 _KINDS: dict[str, Kind] = {"remdm_cap": "cap", "remdm_rescale": "rescale", "remdm_conf": "conf"}
@@ -28,11 +30,30 @@ class Functions(NamedTuple):
       chain: logit transforms.
       rule: commit rule.
       remask: remask rule; None for none.
+      fill: how the sampler head fills; None draws all candidates in parallel.
     """
 
     chain: Chain
     rule: CommitRule
     remask: RemaskRule | None = None
+    fill: Wavefront | None = None
+
+
+def _column(samples: Sequence[SampleConfig], name: str) -> Array:
+    return jnp.asarray(np.array([getattr(sample, name) for sample in samples], np.float32))
+
+
+def pack_fill(samples: Sequence[SampleConfig]) -> Wavefront | None:
+    """How rows that name the same fill are filled; None for a parallel one."""
+    column = functools.partial(_column, samples)
+    if samples[0].fill == "parallel":
+        return None
+    return Wavefront(
+        column("sampler_min_neighbors_ratio"),
+        column("sampler_spread_seeds") != 0,
+        column("sampler_even_odd") != 0,
+        column("sampler_temperature"),
+    )
 
 
 def pack_rules(
@@ -41,14 +62,11 @@ def pack_rules(
     """The rules of rows that name the same ones, with each row's parameters.
 
     Args:
-      samples: settings of each row; ``order``, ``schedule``, ``confidence`` and ``remask`` are
-        those of the first.
+      samples: settings of each row; ``order``, ``schedule``, ``confidence``, ``remask`` and
+        ``remask_by`` are those of the first.
       noise: the schedule the model was trained with.
     """
-
-    def column(name: str) -> Array:
-        return jnp.asarray(np.array([getattr(sample, name) for sample in samples], np.float32))
-
+    column = functools.partial(_column, samples)
     first = samples[0]
     confidence = MEASURES[first.confidence]
     kind: Kind = _KINDS.get(first.remask, "none")
@@ -73,5 +91,6 @@ def pack_rules(
             column("remask_end"),
             column("remask_randomness"),
             jnp.full(len(samples), first.remask == "scheduled_threshold"),
+            asks_critic=first.remask_by == "critic",
         )
     return rule, remask

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ class Row:
         and tokens of a draft.
       steps: taken so far.
       forwards: of the trunk, that the row has asked for.
+      waves: of the sampler head's fills; 0 where all candidates were drawn in parallel.
+      seeds: positions that the LM head seeded in those fills.
+      filled: candidates drawn in all steps.
       block: number of the block it works on, from 0, among those that have work.
       status: how it stands.
       read_back: what was read back of it, in the order of the commits.
@@ -50,6 +54,9 @@ class Row:
     forwards: int
     block: int
     status: Status
+    waves: int = 0
+    seeds: int = 0
+    filled: int = 0
     read_back: tuple[Written, ...] = ()
 
     def upto_eos(self, eos_id: int) -> Row:
@@ -58,11 +65,14 @@ class Row:
         if not ends.size or self.is_frozen[ends[0] :].any():
             return self
         n = int(ends[0]) + 1
-        return Row(
-            self.tokens[:n], self.is_frozen[:n], self.logprobs[:n], self.committed[:n],
-            self.steps, self.forwards, self.block, self.status,
-            tuple(record for record in self.read_back if record.candidates.index < n),
-        )  # fmt: skip
+        return dataclasses.replace(
+            self,
+            tokens=self.tokens[:n],
+            is_frozen=self.is_frozen[:n],
+            logprobs=self.logprobs[:n],
+            committed=self.committed[:n],
+            read_back=tuple(r for r in self.read_back if r.candidates.index < n),
+        )
 
 
 class Occupancy(NamedTuple):
@@ -236,12 +246,12 @@ class Slots:
             return {}
         state = self._state
         assert state is not None
-        tokens, frozen, logprobs, committed, length, steps, forwards, block, status = (
+        tokens, frozen, logprobs, committed, length, steps, forwards, block, status, *fills = (
             np.asarray(array)
             for array in (
                 state.canvas.tokens_BL, state.canvas.frozen_BL, state.logprob_BL,
                 state.committed_BL, state.canvas.length_B, state.step_B, state.forwards_B,
-                state.block.index_B, state.status_B,
+                state.block.index_B, state.status_B, state.waves_B, state.seeds_B, state.filled_B,
             )
         )  # fmt: skip
         rows = {}
@@ -257,6 +267,10 @@ class Slots:
                 forwards=int(forwards[slot]),
                 block=int(block[slot]),
                 status=Status(int(status[slot])),
+                **{
+                    name: int(counts[slot])
+                    for name, counts in zip(("waves", "seeds", "filled"), fills, strict=True)
+                },
                 read_back=tuple(self._read_back[slot]),
             )
         return rows

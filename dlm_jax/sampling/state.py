@@ -15,6 +15,7 @@ from dlm_jax.sampling.blocks import Block, first_block
 from dlm_jax.sampling.commit import CommitRule
 from dlm_jax.sampling.remask import RemaskRule
 from dlm_jax.sampling.transforms.chain import Chain
+from dlm_jax.sampling.wavefront import Wavefront
 from dlm_jax.types import Status, live_positions
 
 
@@ -57,6 +58,10 @@ class State(NamedTuple):
       chain_state: what those transforms carry.
       rule: the commit rule with its per-row parameters.
       remask: the remask rule with its own; None: committed tokens stay.
+      fill: how the sampler head fills each row; None: all candidates are drawn in parallel.
+      waves_B: int32, waves of the fills so far.
+      seeds_B: int32, positions that the LM head seeded in them.
+      filled_B: int32, candidates drawn in them.
     """
 
     canvas: Canvas
@@ -76,6 +81,10 @@ class State(NamedTuple):
     chain_state: Any
     rule: CommitRule
     remask: RemaskRule | None
+    fill: Wavefront | None
+    waves_B: jax.Array
+    seeds_B: jax.Array
+    filled_B: jax.Array
 
 
 def start(
@@ -88,6 +97,7 @@ def start(
     rule: CommitRule,
     mask_id: int,
     remask: RemaskRule | None = None,
+    fill: Wavefront | None = None,
     frozen_BL: jax.Array | None = None,
     block_length_B: jax.Array | None = None,
     guidance_B: jax.Array | None = None,
@@ -104,6 +114,7 @@ def start(
       rule: commit rule, likewise.
       mask_id: the id of MASK.
       remask: remask rule, likewise; None for none.
+      fill: how the sampler head fills; None draws all candidates in parallel.
       frozen_BL: True at given tokens, where a draft leaves some free; MASK is never frozen.
       block_length_B: int32 positions of a block, at least 0; 0, or None for all rows, is one block.
       guidance_B: float32 scale of classifier-free guidance; None is 0.
@@ -138,6 +149,10 @@ def start(
         chain_state=chain.init(num_rows),
         rule=rule,
         remask=remask,
+        fill=fill,
+        waves_B=zeros_B,
+        seeds_B=zeros_B,
+        filled_B=zeros_B,
     )
     # `advance` donates the state: its buffers must be its own, and each be there once.
     return jax.tree.map(jnp.copy, state)

@@ -146,14 +146,24 @@ class _Loop:
             mask_id=mask_id,
             is_causal=run.config.model.attention_type == "causal",
         )
+        self._compile_train_step()
+
+    def _compile_train_step(self) -> None:
+        """Compiles the step of the stage that the next step belongs to."""
+        run = self._run
         config = StepConfig(
-            mask_id=mask_id,
+            mask_id=run.corpus.tokenizer.mask_id,
             batch_size=self._train.batch_size,
             accumulate=self._train.accumulate,
             ema_decay=run.config.optim.ema_decay,
         )
+        self._stage = run.stage(self.step)
         step = make_train_step(
-            run.network, run.mixture, run.optimizer, run.state, mesh=run.mesh, config=config
+            run.loss(self._stage),
+            run.optimizer(self._stage),
+            self.state,
+            mesh=run.mesh,
+            config=config,
         )
         rows, seq_len = self._train.batch_size, run.config.data.seq_len
         columns: list[Any] = [
@@ -163,7 +173,8 @@ class _Loop:
         start = time.perf_counter()
         # Ahead of time, so that neither the rate nor the time left counts the compiler.
         self._train_step = step.lower(self.state, Batch(*columns), run.noise_key).compile()
-        say(f"training step compiled in {time.perf_counter() - start:.1f} s")
+        what = f" of {self._stage}" if run.has_heads else ""
+        say(f"training step{what} compiled in {time.perf_counter() - start:.1f} s")
 
     def close(self) -> None:
         """Ends the bar, the log and the reading ahead."""
@@ -174,6 +185,9 @@ class _Loop:
 
     def take_step(self) -> None:
         """Dispatches one step; waits only for one that lies too far back."""
+        if self._run.stage(self.step) != self._stage:
+            with self._off_the_clock():
+                self._compile_train_step()
         batch = self._batch(next(self._batches))
         self.state, metrics = self._train_step(self.state, batch, self._run.noise_key)
         self.step += 1

@@ -23,8 +23,10 @@ from dlm_jax.metrics import read_records
 from dlm_jax.model.transformer import build
 from dlm_jax.processes import on_first_process
 from dlm_jax.sharding import batch_sharding, make_mesh, share_of_batch
+from dlm_jax.training.begin import begin_with
 from dlm_jax.training.objective import make_mixture
-from dlm_jax.training.optim import make_optimizer
+from dlm_jax.training.optim import make_grouped_optimizer, make_optimizer
+from dlm_jax.training.stages import Stage, StagedLoss, stage_at
 from dlm_jax.training.step import TrainState, abstract_state, init_state
 from dlm_jax.types import Network
 
@@ -55,7 +57,6 @@ class Run:
     config: Config
     corpus: Corpus
     network: Network
-    optimizer: optax.GradientTransformation
     mixture: Mixture
     mesh: Mesh
     state: TrainState
@@ -68,6 +69,32 @@ class Run:
     def out_dir(self) -> Path:
         """Where the run writes."""
         return Path(self.config.train.out_dir)
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether the model has a sampler head or a critic."""
+        return self.config.model.add_sampler_head or self.config.model.add_critic_head
+
+    def stage(self, step: int) -> Stage:
+        """What trains at a step, from 0."""
+        return stage_at(step, self.config.model, self.config.heads)
+
+    def optimizer(self, stage: Stage) -> optax.GradientTransformation:
+        """The optimiser of a stage; its state is that of every other stage."""
+        return _optimizer(self.config, stage)
+
+    def loss(self, stage: Stage) -> StagedLoss:
+        """The loss of a stage."""
+        tokenizer = self.corpus.tokenizer
+        return StagedLoss(
+            network=self.network,
+            mixture=self.mixture,
+            stage=stage,
+            heads=self.config.heads,
+            mask_id=tokenizer.mask_id,
+            banned_ids=(*tokenizer.banned_ids, tokenizer.pad_id),
+            mesh=self.mesh,
+        )
 
     def meta(self) -> dict[str, Any]:
         """What a checkpoint says of itself: resolved config and tokenizer."""
@@ -106,7 +133,7 @@ def prepare(config: Config, *, report: Callable[[str], None]) -> Run:
     config = _with_vocabulary(config, corpus)
     network = build(config.model)
     mixture = make_mixture(config.objective, config.model, corpus.tokenizer)
-    optimizer = make_optimizer(config.optim, num_steps=config.train.steps)
+    optimizer = _optimizer(config, stage_at(0, config.model, config.heads))
     has_ema = config.optim.ema_decay > 0
     init_key, noise_key = jax.random.split(jax.random.key(config.train.seed))
     with contextlib.ExitStack() as undo:
@@ -119,6 +146,7 @@ def prepare(config: Config, *, report: Callable[[str], None]) -> Run:
             )
         else:
             state = init_state(network, optimizer, init_key, mesh=mesh, has_ema=has_ema)
+            state = begin_with(config.train.init_from, state, corpus.tokenizer, report=report)
             saved = {}
         read_records(out_dir / "metrics.jsonl")
         _make_directory(out_dir)
@@ -127,7 +155,6 @@ def prepare(config: Config, *, report: Callable[[str], None]) -> Run:
         config=config,
         corpus=corpus,
         network=network,
-        optimizer=optimizer,
         mixture=mixture,
         mesh=mesh,
         state=state,
@@ -136,6 +163,13 @@ def prepare(config: Config, *, report: Callable[[str], None]) -> Run:
         noise_key=noise_key,
         checkpoints=checkpoints,
     )
+
+
+def _optimizer(config: Config, stage: Stage) -> optax.GradientTransformation:
+    num_steps = config.train.steps
+    if not (config.model.add_sampler_head or config.model.add_critic_head):
+        return make_optimizer(config.optim, num_steps=num_steps)
+    return make_grouped_optimizer(config.optim, config.heads, stage, num_steps=num_steps)
 
 
 def _check_parts(config: Config, mesh: Mesh) -> None:

@@ -13,10 +13,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dlm_jax.diffusion.likelihood import bound, causal_nll
-from dlm_jax.diffusion.losses import losses
-from dlm_jax.diffusion.objectives import Batch, Example, Mixture
+from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.model import cpu
 from dlm_jax.sharding import batch_sharding, shardings
+from dlm_jax.training.stages import Part, StagedLoss
 from dlm_jax.types import Network, Params
 
 
@@ -41,9 +41,10 @@ class TrainState(NamedTuple):
 Metrics = dict[str, jax.Array]
 """What one step tells, by name, as float32 scalars.
 
-``loss`` in nats per token, and each objective's own where there are several. ``grad_norm`` is the
-gradient's Euclidean norm before clipping. ``param_norm`` is that of the new parameters: only it
-tells that they are still finite, for the loss was taken before the update.
+``loss``, what is minimised, in nats per token, and each part of it where there are several: the
+objectives, ``sampler`` and ``critic`` with the ``critic_alpha`` that it counts for. ``grad_norm``
+is the gradient's Euclidean norm before clipping. ``param_norm`` is that of the new parameters: only
+it tells that they are still finite, for the loss was taken before the update.
 """
 
 
@@ -104,15 +105,17 @@ def init_state(
 
 
 def make_train_step(
-    network: Network,
-    mixture: Mixture,
+    staged: StagedLoss,
     optimizer: optax.GradientTransformation,
     state: TrainState,
     *,
     mesh: Mesh,
     config: StepConfig,
 ) -> jax.stages.Wrapped:
-    """Compiled ``(state, batch, key) -> (state, metrics)``; `state` is donated.
+    """Compiled ``(state, batch, key) -> (state, metrics)`` of a stage; `state` is donated.
+
+    Groups of parameters that do not train have a gradient of zero; `optimizer` must leave them
+    where they are.
 
     The noise of a step comes from ``fold_in(key, state.step)``: it depends on the run's key and
     the step alone, so a resumed run draws what the uninterrupted one would have. It is drawn for
@@ -120,20 +123,18 @@ def make_train_step(
     """
 
     def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
-        example = mixture.example(batch, jax.random.fold_in(key, state.step))
+        whole = staged.draw(batch, key, state.step)
+        trained, held = staged.split(state.params)
 
-        def part_loss(params: Params, part: Example) -> tuple[jax.Array, dict[str, jax.Array]]:
+        def part_loss(trained: Params, part: Part) -> tuple[jax.Array, dict[str, jax.Array]]:
             # The totals are those of the whole batch, whatever part of it this is.
-            whole = part._replace(totals=example.totals)
-            means = {
-                name: loss.sum / jnp.maximum(loss.weight, 1.0)
-                for name, loss in losses(network, params, whole, mask_id=config.mask_id).items()
-            }
-            return sum((mixture.shares[name] * means[name] for name in means), jnp.zeros(())), means
+            part = part.with_totals_of(whole)
+            return staged(held | trained, part, staged.alpha(state.step))
 
         grads, loss, means = _add_up(
-            jax.value_and_grad(part_loss, has_aux=True), state.params, example, config.accumulate
+            jax.value_and_grad(part_loss, has_aux=True), trained, whole, config.accumulate
         )
+        grads = jax.tree.map(jnp.zeros_like, held) | grads
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {
@@ -143,6 +144,8 @@ def make_train_step(
         }
         if len(means) > 1:
             metrics |= means
+        if "critic" in means:
+            metrics["critic_alpha"] = staged.alpha(state.step)
         ema = _averaged(state, params, config.ema_decay)
         return TrainState(params, opt_state, state.step + 1, ema), metrics
 
@@ -158,26 +161,26 @@ def make_train_step(
 
 
 def _add_up(
-    gradient: Callable[..., Any], params: Params, example: Example, num_parts: int
+    gradient: Callable[..., Any], params: Params, whole: Part, num_parts: int
 ) -> tuple[Params, jax.Array, dict[str, jax.Array]]:
     """Gradient, loss and the objectives' losses, summed over the parts, one part at a time.
 
     Part p holds the rows p, p + num_parts, ...: every device has its share of each.
     """
     if num_parts == 1:
-        (loss, means), grads = gradient(params, example)
+        (loss, means), grads = gradient(params, whole)
         return grads, loss, means
 
     def cut(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(-1, num_parts, *x.shape[1:]), 1, 0)
 
-    by_row = example._replace(totals={})
+    by_row = whole.rows_alone()
     zeros = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
         jax.eval_shape(gradient, params, by_row),
     )
 
-    def one_part(total: Any, part: Example) -> tuple[Any, None]:
+    def one_part(total: Any, part: Part) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, gradient(params, part)), None
 
     ((loss, means), grads), _ = jax.lax.scan(one_part, zeros, jax.tree.map(cut, by_row))

@@ -31,7 +31,8 @@ def _elbo_sum(params, batch, is_masked_BL):
     """Cross-entropy that each mask hides, weight 1."""
     task = elbo_at(batch, is_masked_BL, jnp.ones(len(is_masked_BL)), mask_id=toy.MASK)
     example = Example(batch, task.shown_BL, {"elbo": task.weight_BL}, {"elbo": task.total})
-    return losses(toy.network(), params, example, mask_id=toy.MASK)["elbo"].sum
+    hidden_BLD, _ = toy.network().trunk(params, task.shown_BL, batch.length_B, None)
+    return losses(toy.network(), params, example, hidden_BLD, mask_id=toy.MASK)["elbo"].sum
 
 
 def _row(tokens):

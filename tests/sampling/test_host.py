@@ -13,9 +13,9 @@ from dlm_jax.config import SamplingParams
 from dlm_jax.sampling.advance import make_advance
 from dlm_jax.sampling.constraints import matching
 from dlm_jax.sampling.host import HostLoop, describe
-from dlm_jax.sampling.loop import Program
 from dlm_jax.sampling.orders import LeftToRight
 from dlm_jax.sampling.params import pack
+from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.state import start
 from dlm_jax.types import Status
 

@@ -33,7 +33,7 @@ def _view(step, steps, is_hole=None):
 def _tokens(is_open, is_fresh, probability, num_free):
     return Tokens(
         jnp.asarray(is_open), jnp.asarray(is_fresh), jnp.asarray(num_free, jnp.int32),
-        jnp.asarray(probability, jnp.float32), KEYS(jnp.arange(len(is_open)) + 1000),
+        jnp.asarray(probability, jnp.float32), None, KEYS(jnp.arange(len(is_open)) + 1000),
     )  # fmt: skip
 
 

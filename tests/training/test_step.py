@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 import toy
+from stage_cases import staged
 
 from dlm_jax.config import MeshConfig, OptimConfig
 from dlm_jax.diffusion.corruption import LinearSchedule
@@ -85,9 +86,8 @@ def _state(mesh) -> TrainState:
 def _compiled(name: str):
     mesh = _mesh(name)
     config = StepConfig(toy.MASK, ROWS, ema_decay=0.15)
-    return make_train_step(
-        toy.network(), _mixture(), OPTIMIZER, _state(mesh), mesh=mesh, config=config
-    )
+    loss = staged(toy.network(), _mixture(), mesh)
+    return make_train_step(loss, OPTIMIZER, _state(mesh), mesh=mesh, config=config)
 
 
 @functools.cache
@@ -109,10 +109,8 @@ def test_eight_devices_train_like_one(name):
 def _descended(name: str, parts: int):
     """One step of plain gradient descent, the batch cut into parts."""
     config, mesh = StepConfig(toy.MASK, ROWS, accumulate=parts), _mesh(name)
-    network, mixture = toy.network(), _mixture()
-    step = make_train_step(
-        network, mixture, optax.sgd(0.1), _plain_state(), mesh=mesh, config=config
-    )
+    loss = staged(toy.network(), _mixture(), mesh)
+    step = make_train_step(loss, optax.sgd(0.1), _plain_state(), mesh=mesh, config=config)
     state, metrics = step(_plain_state(), _batch(0), jax.random.key(5))
     return jax.device_get((state, [metrics]))
 
@@ -210,9 +208,9 @@ def _plain_step(network: Network, task):
     """A step of plain gradient descent on one device, which compiles fast."""
     mixture = Mixture({"noise": task}, {"noise": 1.0})
     config = StepConfig(toy.MASK, ROWS)
-    return make_train_step(
-        network, mixture, optax.sgd(0.1), _plain_state(), mesh=_mesh("one"), config=config
-    )
+    mesh = _mesh("one")
+    loss = staged(network, mixture, mesh)
+    return make_train_step(loss, optax.sgd(0.1), _plain_state(), mesh=mesh, config=config)
 
 
 def _plain_state(*, step: int = 0, scale: float = 1.0) -> TrainState:

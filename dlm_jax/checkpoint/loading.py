@@ -1,0 +1,33 @@
+"""Parameters from wherever a trained model is kept: a run, or a single file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dlm_jax.checkpoint.store import load_params
+from dlm_jax.checkpoint.weights import SUFFIX, load_weights
+
+
+def load_any(
+    path: str | os.PathLike[str],
+    make_abstract: Callable[[dict[str, Any]], Any] | None = None,
+    *,
+    report: Callable[[str], None] | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """(parameters, JSON beside them) of a run's directory or of a weights file.
+
+    Args:
+      path: what ``train.out_dir`` was, or the directory of its checkpoints; or a file that
+        ``python -m dlm_jax.export`` wrote.
+      make_abstract: from the JSON to the parameters' shapes, as of `load_params`.
+      report: takes one line if a damaged checkpoint was passed over.
+
+    Raises:
+      ValueError: nothing usable is there; the line says what and the remedy.
+    """
+    if Path(path).suffix == SUFFIX:
+        return load_weights(path)
+    return load_params(path, make_abstract, report=report)

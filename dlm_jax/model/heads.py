@@ -1,0 +1,74 @@
+"""Small heads on the trunk: the coherent sampler, the critic, and the scorer of whole texts.
+
+Source of the first two: `seeds/sampler_head.md` 2.2 and 2.3.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dlm_jax.config import ModelConfig
+from dlm_jax.model.layers import Linear, Norm
+
+
+class SamplerHead(nnx.Module):
+    """A two-layer MLP over a position's hidden vector and the embeddings of its neighbours.
+
+    Its features are read out by the LM head. The default is that of `seeds/sampler_head.md` 2.2;
+    ``model.sampler_context`` neighbours may be looked at on each side instead of one, and with
+    ``model.sampler_residual`` the second layer, without SiLU and zero at first, adds to the hidden
+    vector.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        width, inner = config.width, config.sampler_width or config.width
+        self.is_residual = config.sampler_residual
+        linear = functools.partial(Linear, bias=False, rngs=rngs)
+        norm = functools.partial(Norm, kind=config.norm, epsilon=config.norm_epsilon)
+        self.inner = linear((1 + 2 * config.sampler_context) * width, inner, scale=1.0)
+        self.inner_norm = norm(inner)
+        self.out = linear(inner, width, scale=0.0 if self.is_residual else 1.0)
+        self.out_norm = norm(width)
+
+    def __call__(self, left_NCD: jax.Array, hidden_ND: jax.Array, right_NCD: jax.Array):
+        """Features ``[N, D]``; neighbours nearest first, a zero vector where there is none."""
+        num = hidden_ND.shape[0]
+        sides = (left_NCD.reshape(num, -1), hidden_ND, right_NCD.reshape(num, -1))
+        together = jnp.concatenate([x.astype(hidden_ND.dtype) for x in sides], axis=1)
+        x_ND = self.inner_norm(jax.nn.silu(self.inner(together)))
+        if self.is_residual:
+            return self.out_norm(hidden_ND + self.out(x_ND))
+        return self.out_norm(jax.nn.silu(self.out(x_ND)))
+
+
+class CriticHead(nnx.Module):
+    """A linear map from a hidden vector to the logit that the token there is wrong."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.out = Linear(config.width, 1, scale=0.0, bias=False, rngs=rngs)
+
+    def __call__(self, hidden_ND: jax.Array) -> jax.Array:
+        """Logits, float32 ``[N]``."""
+        return self.out(hidden_ND)[..., 0].astype(jnp.float32)
+
+
+class ScorerHead(nnx.Module):
+    """The logit of the share of a row's tokens that are corrupted, from their mean hidden vector.
+
+    `notes/reference_training.md`, "Quality": the judge of the source project.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.inner = Linear(config.width, config.width, scale=1.0, bias=True, rngs=rngs)
+        self.out = Linear(config.width, 1, scale=0.0, bias=True, rngs=rngs)
+
+    def __call__(self, hidden_BLD: jax.Array, is_live_BL: jax.Array) -> jax.Array:
+        """Logits, float32 ``[B]``."""
+        live = is_live_BL[:, :, None]
+        total_BD = jnp.sum(jnp.where(live, hidden_BLD.astype(jnp.float32), 0.0), axis=1)
+        mean_BD = total_BD / jnp.maximum(jnp.sum(live, axis=1), 1)
+        return self.out(jax.nn.silu(self.inner(mean_BD)))[:, 0]

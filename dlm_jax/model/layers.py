@@ -1,0 +1,49 @@
+"""The layers that every part of the model is made of: linear maps and norms."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dlm_jax.model import cpu
+
+
+class Linear(nnx.Module):
+    """``x @ kernel (+ bias)``, the kernel drawn with standard deviation ``scale / sqrt(fan_in)``.
+
+    A ``scale`` of 0 starts a projection into the residual stream at zero, so that every block
+    begins as the identity.
+    """
+
+    def __init__(self, fan_in: int, fan_out: int, *, scale: float, bias: bool, rngs: nnx.Rngs):
+        draw = jax.random.normal(rngs.params(), (fan_in, fan_out), jnp.float32)
+        self.kernel = nnx.Param(draw * (scale * fan_in**-0.5))
+        self.bias = nnx.Param(jnp.zeros(fan_out, jnp.float32)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Projected vectors, shape ``[..., fan_out]``, in the dtype of `x`."""
+        y = cpu.linear(x, self.kernel[...].astype(x.dtype))
+        if self.bias is None:
+            return y
+        return y + jnp.expand_dims(self.bias[...].astype(x.dtype), tuple(range(y.ndim - 1)))
+
+
+class Norm(nnx.Module):
+    """RMSNorm, or LayerNorm with a bias; computed in float32 and returned in the input's dtype."""
+
+    def __init__(self, size: int, *, kind: str, epsilon: float):
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(size, jnp.float32)) if kind == "layer" else None
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalised vectors, in the shape and dtype of `x`."""
+        axes = tuple(range(x.ndim - 1))
+        scale = jnp.expand_dims(self.scale[...], axes)
+        x32 = x.astype(jnp.float32)
+        if self.bias is None:
+            return cpu.rms_norm(x32, scale, epsilon=self.epsilon).astype(x.dtype)
+        x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        y = cpu.rms_norm(x32, scale, epsilon=self.epsilon)
+        return (y + jnp.expand_dims(self.bias[...], axes)).astype(x.dtype)

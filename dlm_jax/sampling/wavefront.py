@@ -1,0 +1,297 @@
+"""Coherent candidates: the sampler head fills the open positions in waves, beside what is filled.
+
+`seeds/sampler_head.md` 4 and DESIGN 6. The waves are known before the first token is: once a row
+has a filled position, a hole's wave is its distance to the nearest one. So the holes are sorted
+once, and run in chunks that end where a wave does; the cost follows the holes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.commit import Proposal, most
+from dlm_jax.sampling.guidance import Sight
+from dlm_jax.sampling.propose import Drawn, Pen, gather, no_candidates
+from dlm_jax.sampling.transforms.chain import Chain
+from dlm_jax.sampling.transforms.protocol import Context
+from dlm_jax.types import Network, Params
+
+_GIVEN = -1
+_NEVER = 2**30
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["ratio_B", "is_spread_B", "is_alternating_B", "temperature_B"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class Wavefront:
+    """How each row is filled.
+
+    Attributes:
+      ratio_B: float32 in (0, 1], share of the positions without any filled neighbour that seed the
+        first wave; one at least (``sampler_min_neighbors_ratio``).
+      is_spread_B: True for rows whose seeds are the surest of equal windows, not of the row.
+      is_alternating_B: True for rows where odd positions of a wave wait for its even ones, so that
+        no two neighbours are filled blind to each other.
+      temperature_B: float32 above 0, of the sampler head's logits, before the chain.
+    """
+
+    ratio_B: jax.Array
+    is_spread_B: jax.Array
+    is_alternating_B: jax.Array
+    temperature_B: jax.Array
+
+
+class Filled(NamedTuple):
+    """Candidates of a fill, and how it went.
+
+    Attributes:
+      proposal: as of `dlm_jax.sampling.propose.propose_parallel`. Log-probability and confidence
+        are those of the head that the token was drawn from.
+      is_finite_B: False for rows whose logits cannot be drawn from.
+      waves_B: int32, waves of each row.
+      seeds_B: int32, positions that the LM head seeded because nothing filled was near.
+    """
+
+    proposal: Proposal
+    is_finite_B: jax.Array
+    waves_B: jax.Array
+    seeds_B: jax.Array
+
+
+def propose_wavefront(
+    network: Network,
+    params: Params,
+    sight: Sight,
+    is_open_BL: jax.Array,
+    chain: Chain,
+    chain_state: Any,
+    context: Context,
+    key_B: jax.Array,
+    own_BL: jax.Array | None = None,
+    *,
+    fill: Wavefront,
+    banned_ids: tuple[int, ...],
+    measure: Callable[[jax.Array, jax.Array], jax.Array],
+    chunk: int,
+    method: str = "inverse_cdf",
+) -> Filled:
+    """A candidate for every open position, each drawn beside those of earlier waves.
+
+    A run of open positions grows from the visible tokens at its ends. Runs without one are seeded:
+    of the n positions in such runs of a row, ``max(1, floor(ratio n))``, those where the LM head is
+    surest once banned ids are left out, and in each run that has none among them its surest. Seeds
+    are drawn from the LM head, all others from the sampler head; both through the row's chain. A
+    neighbour is seen if its wave is smaller: what other rows or chunks have done by then does not
+    matter.
+
+    Args:
+      network: with a sampler head.
+      params: its parameters.
+      sight: what the trunk returned.
+      is_open_BL: True where a candidate is wanted; nothing that stands there is seen.
+      chain: logit transforms between the clean logits and the draw.
+      chain_state: what the chain carries.
+      context: the visible tokens when the step began.
+      key_B: this step's key of each row, for draws alone.
+      own_BL: int32 tokens that stand in the canvas and are scored under the LM head; -1 elsewhere.
+      fill: how each row is filled.
+      banned_ids: ids that no seed can hold.
+      measure: confidence from clean logits and the candidate's log-probability.
+      chunk: positions of one readout.
+      method: how a token is drawn.
+    """
+    shape = is_open_BL.shape
+    chunk = min(chunk, is_open_BL.size)
+    is_seen_BL = context.is_visible_BL & ~is_open_BL
+    is_far_BL = is_open_BL & (_distance(is_open_BL, is_seen_BL) == _NEVER)
+    pen = Pen(chain, chain.prepare(chain_state, context), key_B, own_BL, shape[1], measure, method)
+    is_read_BL = is_far_BL if own_BL is None else is_far_BL | (own_BL >= 0)
+    drawn, sureness_BL = _read(
+        network, params, sight, is_read_BL, pen, banned_ids=banned_ids, chunk=chunk
+    )
+    is_seed_BL = jax.lax.cond(
+        jnp.any(is_far_BL),
+        lambda: _seeds(is_far_BL, sureness_BL, fill),
+        lambda: jnp.zeros_like(is_far_BL),
+    )
+    is_grown_BL = is_open_BL & ~is_seed_BL
+    wave_BL = _distance(is_grown_BL, is_seen_BL | is_seed_BL)
+    is_late_BL = fill.is_alternating_B[:, None] & (jnp.arange(shape[1]) % 2 == 1)[None]
+    level_BL = jnp.where(is_grown_BL, 2 * wave_BL + is_late_BL, _NEVER)
+    level_BL = jnp.where(is_seed_BL, 0, jnp.where(is_seen_BL, _GIVEN, level_BL))
+    drawn = _grow(
+        network, params, sight, drawn, level_BL, is_grown_BL, context.tokens_BL, pen,
+        temperature_B=fill.temperature_B, chunk=chunk,
+    )  # fmt: skip
+    return Filled(
+        proposal=drawn.proposal(shape),
+        is_finite_B=drawn.is_finite_B,
+        waves_B=jnp.max(jnp.where(is_grown_BL, wave_BL, 0), axis=1),
+        seeds_B=jnp.sum(is_seed_BL, axis=1),
+    )
+
+
+def _distance(is_walked_BL: jax.Array, is_source_BL: jax.Array) -> jax.Array:
+    """Steps to the nearest source through walked positions; `_NEVER` where none is reached."""
+
+    def from_left(is_walked_BL: jax.Array, is_source_BL: jax.Array) -> jax.Array:
+        place_BL = jnp.broadcast_to(jnp.arange(is_walked_BL.shape[1]), is_walked_BL.shape)
+        wall_BL = jax.lax.cummax(jnp.where(is_walked_BL, -1, place_BL), axis=1)
+        is_source_BL = jnp.take_along_axis(is_source_BL, jnp.maximum(wall_BL, 0), axis=1)
+        return jnp.where(is_source_BL & (wall_BL >= 0), place_BL - wall_BL, _NEVER)
+
+    left_BL = from_left(is_walked_BL, is_source_BL)
+    right_BL = from_left(is_walked_BL[:, ::-1], is_source_BL[:, ::-1])[:, ::-1]
+    return jnp.minimum(left_BL, right_BL)
+
+
+def _read(
+    network: Network,
+    params: Params,
+    sight: Sight,
+    is_read_BL: jax.Array,
+    pen: Pen,
+    *,
+    banned_ids: tuple[int, ...],
+    chunk: int,
+) -> tuple[Drawn, jax.Array]:
+    """Candidates of the LM head, and its largest probability among the ids that are not banned."""
+    flat, num_read = gather(is_read_BL, chunk)
+    banned = jnp.array(banned_ids, jnp.int32)
+
+    def one_chunk(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        first, drawn, sureness_P = carry
+        places_N = jax.lax.dynamic_slice(flat, (first,), (chunk,))
+        is_real_N = first + jnp.arange(chunk) < num_read
+        clean_NV = sight.logits(network, params, places_N)
+        allowed_NV = clean_NV.at[:, banned].set(-jnp.inf) if banned_ids else clean_NV
+        sureness_N = jnp.max(allowed_NV, axis=1) - jax.nn.logsumexp(allowed_NV, axis=1)
+        target_N = jnp.where(is_real_N, places_N, sureness_P.size)
+        sureness_P = sureness_P.at[target_N].set(sureness_N, mode="drop")
+        return first + chunk, pen.write(drawn, places_N, is_real_N, clean_NV), sureness_P
+
+    start = (
+        jnp.zeros((), jnp.int32),
+        no_candidates(is_read_BL.shape),
+        jnp.zeros(is_read_BL.size, jnp.float32),
+    )
+    _, drawn, sureness_P = jax.lax.while_loop(lambda carry: carry[0] < num_read, one_chunk, start)
+    return drawn, sureness_P.reshape(is_read_BL.shape)
+
+
+def _seeds(is_far_BL: jax.Array, sureness_BL: jax.Array, fill: Wavefront) -> jax.Array:
+    """True at the seeds of each row, ``[B, L]``."""
+    total_B = jnp.sum(is_far_BL, axis=1)
+    count_B = jnp.floor(fill.ratio_B * total_B + 1e-3).astype(jnp.int32)
+    count_B = jnp.minimum(jnp.maximum(count_B, 1), total_B)
+    rank_BL = jnp.cumsum(is_far_BL, axis=1) - 1
+    # Equal windows, the longer ones first: the first `longer` hold one rank more than `size`.
+    size_B1 = (total_B // jnp.maximum(count_B, 1))[:, None]
+    longer_B1 = (total_B % jnp.maximum(count_B, 1))[:, None]
+    edge_B1 = longer_B1 * (size_B1 + 1)
+    window_BL = jnp.where(
+        rank_BL < edge_B1,
+        rank_BL // (size_B1 + 1),
+        longer_B1 + (rank_BL - edge_B1) // jnp.maximum(size_B1, 1),
+    )
+    is_seed_BL = jnp.where(
+        fill.is_spread_B[:, None],
+        _surest_of_each(sureness_BL, is_far_BL, window_BL),
+        most(sureness_BL, is_far_BL, count_B),
+    )
+    begins_BL = is_far_BL & ~jnp.pad(is_far_BL[:, :-1], ((0, 0), (1, 0)))
+    run_BL = jnp.cumsum(begins_BL, axis=1) - 1
+    is_seeded_BL = _any_of_each(is_seed_BL, is_far_BL, run_BL)
+    return is_seed_BL | _surest_of_each(sureness_BL, is_far_BL & ~is_seeded_BL, run_BL)
+
+
+def _surest_of_each(score_BL: jax.Array, is_in_BL: jax.Array, group_BL: jax.Array) -> jax.Array:
+    """True at each group's highest score among the positions that are in; the lower on ties."""
+    place_BL = jnp.broadcast_to(jnp.arange(score_BL.shape[1]), score_BL.shape)
+    best_BL = _over_groups(jnp.where(is_in_BL, score_BL, -jnp.inf), is_in_BL, group_BL, "max")
+    is_best_BL = is_in_BL & (score_BL >= best_BL)
+    # A NaN is nobody's best, but its row ends as not finite.
+    first_BL = _over_groups(jnp.where(is_best_BL, place_BL, _NEVER), is_in_BL, group_BL, "min")
+    return is_best_BL & (place_BL == first_BL)
+
+
+def _any_of_each(is_true_BL: jax.Array, is_in_BL: jax.Array, group_BL: jax.Array) -> jax.Array:
+    """True at the positions that are in and whose group holds a True."""
+    return is_in_BL & (_over_groups(is_true_BL.astype(jnp.int32), is_in_BL, group_BL, "max") > 0)
+
+
+def _over_groups(
+    value_BL: jax.Array, is_in_BL: jax.Array, group_BL: jax.Array, how: str
+) -> jax.Array:
+    """What the values of each position's group come to; groups are numbered within their row."""
+    num_rows, num_positions = value_BL.shape
+    key_BL = group_BL + num_positions * jnp.arange(num_rows)[:, None]
+    key_P = jnp.where(is_in_BL, key_BL, value_BL.size).reshape(-1)
+    reduce = jax.ops.segment_max if how == "max" else jax.ops.segment_min
+    found = reduce(value_BL.reshape(-1), key_P, value_BL.size + 1)
+    return found[key_P].reshape(value_BL.shape)
+
+
+def _grow(
+    network: Network,
+    params: Params,
+    sight: Sight,
+    drawn: Drawn,
+    level_BL: jax.Array,
+    is_grown_BL: jax.Array,
+    tokens_BL: jax.Array,
+    pen: Pen,
+    *,
+    temperature_B: jax.Array,
+    chunk: int,
+) -> Drawn:
+    """`drawn` with the sampler head's candidates, level by level."""
+    assert network.sampler_readout is not None
+    readout, embed, reach = network.sampler_readout, network.embed, network.sampler_context
+    num_positions = level_BL.shape[1]
+    order_BL = jnp.where(is_grown_BL, level_BL, _NEVER)
+    sorted_P = jnp.argsort(order_BL.reshape(-1), stable=True).astype(jnp.int32)
+    sorted_P = jnp.pad(sorted_P, (0, chunk))
+    num_grown = jnp.sum(is_grown_BL)
+    level_P, given_P = level_BL.reshape(-1), tokens_BL.reshape(-1)
+
+    def beside(drawn: Drawn, places_N: jax.Array, side: int) -> jax.Array:
+        offset_C = side * (1 + jnp.arange(reach))
+        index_NC = places_N[:, None] % num_positions + offset_C[None]
+        place_NC = jnp.clip(places_N[:, None] + offset_C[None], 0, level_P.size - 1)
+        is_inside_NC = (index_NC >= 0) & (index_NC < num_positions)
+        level_NC = level_P[place_NC]
+        token_NC = jnp.where(level_NC == _GIVEN, given_P[place_NC], drawn.tokens_P[place_NC])
+        is_seen_NC = is_inside_NC & (level_NC < level_P[places_N][:, None])
+        return jnp.where(is_seen_NC[:, :, None], embed(params, token_NC), 0.0)
+
+    def one_chunk(carry: tuple[jax.Array, Drawn]) -> tuple[jax.Array, Drawn]:
+        first, drawn = carry
+        places_N = jax.lax.dynamic_slice(sorted_P, (first,), (chunk,))
+        is_rest_N = first + jnp.arange(chunk) < num_grown
+        is_real_N = is_rest_N & (level_P[places_N] == level_P[places_N[0]])
+        left_NCD, right_NCD = beside(drawn, places_N, -1), beside(drawn, places_N, 1)
+        clean_NV = sight.read(
+            lambda hidden_ND: readout(params, left_NCD, hidden_ND, right_NCD), places_N
+        )
+        divisor_N = temperature_B[places_N // num_positions]
+        drawable_NV = jax.lax.cond(
+            jnp.any(divisor_N != 1.0),
+            lambda x: jnp.where(divisor_N[:, None] == 1.0, x, x / divisor_N[:, None]),
+            lambda x: x,
+            clean_NV,
+        )
+        drawn = pen.write(drawn, places_N, is_real_N, clean_NV, drawable_NV)
+        return first + jnp.sum(is_real_N), drawn
+
+    start = (jnp.zeros((), num_grown.dtype), drawn)
+    return jax.lax.while_loop(lambda carry: carry[0] < num_grown, one_chunk, start)[1]

@@ -1,0 +1,68 @@
+"""A run that begins with the parameters of a trained model instead of fresh ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dlm_jax.checkpoint import load_any
+from dlm_jax.data import Tokenizer
+from dlm_jax.sharding import path_name
+from dlm_jax.training.stages import HEADS, group_of
+from dlm_jax.training.step import TrainState
+
+
+def begin_with(
+    source: str, state: TrainState, tokenizer: Tokenizer, *, report: Callable[[str], None]
+) -> TrainState:
+    """The fresh `state` with the parameters of a trained model; heads that it lacks stay fresh.
+
+    Args:
+      source: ``train.init_from``, a run or a weights file; empty leaves the state as it is.
+      state: fresh.
+      tokenizer: that of the new run.
+      report: told in one line of heads that begin fresh or are left out.
+
+    Raises:
+      ValueError: there is no model, or it has another tokenizer or shape.
+    """
+    if not source:
+        return state
+    where = f"train.init_from={source}"
+    params, meta = load_any(source, report=report)
+    if meta["tokenizer"] != tokenizer.to_json():
+        raise ValueError(f"{where} has another tokenizer; name a model of the same text")
+    fresh = [name for name in state.params if name not in params]
+    ignored = [name for name in params if name not in state.params]
+    for name in (*fresh, *ignored):
+        if group_of(name) not in HEADS:
+            raise ValueError(f"{where} is a model of another kind: {name} is in one of the two")
+    if fresh:
+        report(f"{where} lacks {', '.join(fresh)}, which begin fresh")
+    if ignored:
+        report(f"{where} has {', '.join(ignored)}, which are left out")
+
+    def take(path: Any, own: jax.Array, given: Any) -> jax.Array:
+        if given.shape != own.shape:
+            raise ValueError(
+                f"{where} has {path_name(path)} of shape {given.shape}, and the config asks for "
+                f"{own.shape}; make [model] that of the other run"
+            )
+        return jax.device_put(np.asarray(given, own.dtype), own.sharding)
+
+    for name in state.params:
+        same = name in fresh or (
+            jax.tree.structure(params[name]) == jax.tree.structure(state.params[name])
+        )
+        if not same:
+            raise ValueError(f"{where} has another kind of {name}; make [model] that of its run")
+    taken = {
+        name: own if name in fresh else jax.tree_util.tree_map_with_path(take, own, params[name])
+        for name, own in state.params.items()
+    }
+    ema = None if state.ema is None else jax.tree.map(jnp.copy, taken)
+    return state._replace(params=taken, ema=ema)

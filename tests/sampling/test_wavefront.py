@@ -1,0 +1,473 @@
+"""The compiled wavefront fill against the one that plays it wave by wave."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any, NamedTuple
+
+import canvases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from oracles import wavefront as oracle
+
+from dlm_jax.sampling.draw import draw
+from dlm_jax.sampling.guidance import Sight
+from dlm_jax.sampling.transforms import Context, Temperature, chain
+from dlm_jax.sampling.wavefront import Filled, Wavefront, propose_wavefront
+from dlm_jax.types import Network
+
+ROWS, POSITIONS, WIDTH, V = 8, 24, 8, toy.VOCAB_SIZE
+BANNED = toy.BANNED
+GREEDY = 0.0
+CLEAR = 1e-5
+"""What float32 can tell apart: a lead below this decides nothing."""
+SLOW = pytest.mark.slow
+PROGRAMS = [(1, 3), (2, 64), *(pytest.param(*p, marks=SLOW) for p in [(1, 1000), (2, 1)])]
+"""Reach of the head and chunk of each program: 4 s to compile, so two of them for `-m slow`."""
+CALLS: list[str] = []
+"""Which readouts ran in the latest fill."""
+
+
+def _random_params(seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shapes = {"embed": (V, WIDTH), "head": (WIDTH, V), "out": (24, V)}
+    shapes |= {f"in{reach}": ((2 * reach + 1) * WIDTH, 24) for reach in (1, 2)}
+    return {k: rng.standard_normal(shape).astype(np.float32) for k, shape in shapes.items()}
+
+
+PARAMS = _random_params()
+
+
+def _sampler_head(params, left_NCD, hidden_ND, right_NCD, *, np=jnp):
+    """A small head, for one position as for many; `np` is who computes."""
+    reach, lead = left_NCD.shape[-2], hidden_ND.shape[:-1]
+    sides = [x.reshape(*lead, reach * WIDTH) for x in (left_NCD, right_NCD)]
+    inputs = np.concatenate([sides[0], hidden_ND, sides[1]], axis=-1)
+    return np.tanh(0.3 * (inputs @ params[f"in{reach}"])) @ params["out"]
+
+
+def _head(params, hidden_ND):
+    return hidden_ND @ params["head"]
+
+
+@functools.cache
+def _network(reach: int, vocab_size: int = V) -> Network:
+    """Hidden vectors are given to the fill, without a trunk; `CALLS` learns of each readout."""
+
+    def counted(name, head):
+        def readout(*args):
+            jax.debug.callback(lambda: CALLS.append(name))
+            return head(*args)
+
+        return readout
+
+    return Network(
+        init=lambda key: {},
+        trunk=lambda params, tokens_BL, length_B, cache: (params["hidden"], cache),
+        embed=lambda params, ids: params["embed"][ids],
+        readout=counted("head", _head),
+        vocab_size=vocab_size,
+        sampler_readout=counted("sampler", _sampler_head),
+        sampler_context=reach,
+    )
+
+
+class Canvas(NamedTuple):
+    """One batch to fill, in NumPy: what is there, and then how each row is filled."""
+
+    tokens_BL: Any
+    is_open_BL: Any
+    is_visible_BL: Any
+    hidden_BLD: Any
+    bare_BLD: Any
+    guidance_B: Any
+    own_BL: Any
+    seed_B: Any
+    chain_temperature_B: Any
+    ratio_B: Any
+    is_spread_B: Any
+    is_alternating_B: Any
+    temperature_B: Any
+
+
+def _pictured(pictures: list[str], seed: int = 0, **changes) -> Canvas:
+    """Rows from one letter per position: `v` visible, `o` open, `x` neither; PAD behind.
+
+    An `r` is open and holds a token that `is_visible` calls visible, as when resampling.
+    """
+    rng = np.random.default_rng(seed)
+    letters = np.array([list(picture.ljust(POSITIONS, "-")) for picture in pictures])
+    num_rows = len(pictures)
+    text = rng.integers(0, toy.MASK, letters.shape)
+    tokens = np.select([letters == "-", np.isin(letters, ["o", "x"])], [toy.PAD, toy.MASK], text)
+    every = {
+        "tokens_BL": tokens.astype(np.int32),
+        "is_open_BL": np.isin(letters, ["o", "r"]),
+        "is_visible_BL": np.isin(letters, ["v", "r"]),
+        "hidden_BLD": rng.standard_normal((*letters.shape, WIDTH)).astype(np.float32),
+        "bare_BLD": rng.standard_normal((*letters.shape, WIDTH)).astype(np.float32),
+        "guidance_B": np.zeros(num_rows),
+        "own_BL": np.full(letters.shape, -1, np.int32),
+        "seed_B": rng.integers(2**32, size=num_rows, dtype=np.uint32),
+        "chain_temperature_B": np.full(num_rows, GREEDY),
+        "ratio_B": np.full(num_rows, 0.01),
+        "is_spread_B": np.zeros(num_rows, bool),
+        "is_alternating_B": np.zeros(num_rows, bool),
+        "temperature_B": np.ones(num_rows),
+    }
+    return Canvas(**every | changes)
+
+
+def _random_picture(rng: np.random.Generator, kind: int) -> str:
+    length = int(rng.integers(1, POSITIONS + 1))
+
+    def mixed(size: int, **weights: float) -> str:
+        return "".join(rng.choice(list(weights), size, p=list(weights.values())))
+
+    def single() -> str:
+        place = int(rng.integers(POSITIONS))
+        return "v" * place + "o" + "v" * (POSITIONS - place - 1)
+
+    return [
+        lambda: "o" * length,
+        single,
+        lambda: ("ov", "vo", "oov", "ox", "oxv")[rng.integers(5)] * (length // 3),
+        lambda: mixed(length, v=0.15, o=0.85),
+        lambda: mixed(length, x=0.2, o=0.8),
+        lambda: mixed(POSITIONS, v=0.1, o=0.6, x=0.15, r=0.15),
+        lambda: mixed(length, v=0.4, o=0.6),
+        lambda: "v" + "o" * (length - 1),
+        lambda: "r" * length,
+        lambda: "x" * int(rng.integers(4)) + "o" * int(rng.integers(9)) + "x" + "ovxo" * 3,
+        lambda: ("", "v" * length, "x" * length)[rng.integers(3)],
+    ][kind % 11]()
+
+
+def _random_canvas(seed: int, chain_temperature: float = GREEDY) -> Canvas:
+    """Rows of every kind, each with settings of its own."""
+    rng = np.random.default_rng(seed)
+    pictures = [_random_picture(rng, seed * ROWS + row) for row in range(ROWS)]
+    return _pictured(
+        pictures,
+        seed,
+        chain_temperature_B=np.full(ROWS, chain_temperature),
+        ratio_B=rng.choice([0.01, 0.3, 1.0], ROWS),
+        is_spread_B=rng.random(ROWS) < 0.5,
+        is_alternating_B=rng.random(ROWS) < 0.5,
+        temperature_B=rng.choice([1.0, 0.6, 1.7], ROWS),
+        guidance_B=rng.choice([0.0, 0.0, 0.5], ROWS),
+    )
+
+
+def _measure(logits_NV, logprob_N):
+    return logits_NV.max(-1) + 2 * logprob_N
+
+
+@functools.partial(jax.jit, static_argnames=("network", "chunk"))
+def _program(network, params, canvas: Canvas, *, chunk: int) -> Filled:
+    return _propose(network, params, canvas, canvas.own_BL, chunk=chunk)
+
+
+def _propose(network, params, canvas: Canvas, own_BL, *, chunk: int, banned=BANNED) -> Filled:
+    length_B = jnp.sum(canvas.tokens_BL != toy.PAD, axis=1)
+    order_BL = jnp.full(canvas.tokens_BL.shape, -1)
+    bans, _ = canvases.make_chain([1.0] * ROWS).transforms
+    full = chain(bans, Temperature(canvas.chain_temperature_B))
+    return propose_wavefront(
+        network,
+        params,
+        Sight(canvas.hidden_BLD, canvas.bare_BLD, canvas.guidance_B),
+        canvas.is_open_BL,
+        full,
+        full.init(ROWS),
+        Context(canvas.tokens_BL, order_BL, canvas.is_visible_BL, length_B),
+        jax.vmap(jax.random.key)(canvas.seed_B),
+        own_BL,
+        fill=Wavefront(
+            ratio_B=canvas.ratio_B,
+            is_spread_B=canvas.is_spread_B,
+            is_alternating_B=canvas.is_alternating_B,
+            temperature_B=canvas.temperature_B,
+        ),
+        banned_ids=banned,
+        measure=_measure,
+        chunk=chunk,
+    )
+
+
+def _on_device(tree):
+    def put(x):
+        return jnp.asarray(x, jnp.float32 if x.dtype == np.float64 else x.dtype)
+
+    return jax.tree.map(put, tree)
+
+
+def _fill(canvas: Canvas, *, reach: int = 1, chunk: int = 3) -> Filled:
+    CALLS.clear()
+    filled = _program(_network(reach), _on_device(PARAMS), _on_device(canvas), chunk=chunk)
+    jax.effects_barrier()
+    return jax.tree.map(np.asarray, filled)
+
+
+@jax.jit
+def _draw_one(seed, index, logits_V):
+    key = jax.random.fold_in(jax.random.key(seed), index)
+    return draw(logits_V[None], key[None])[0]
+
+
+def _expected(canvas: Canvas, row: int, *, reach: int = 1) -> tuple[oracle.Filled, float]:
+    """The row as the oracle fills it, and the smallest lead of a choice it made."""
+    params = {name: value.astype(np.float64) for name, value in PARAMS.items()}
+    leads = [np.inf]
+
+    def guided(head):
+        """From a position's two hidden vectors, with the canvas and without what was given."""
+
+        def logits(both_D):
+            with_D, bare_D = np.split(both_D, 2)
+            bare_V = head(bare_D)
+            return bare_V + (canvas.guidance_B[row] + 1) * (head(with_D) - bare_V)
+
+        return logits
+
+    def take(index, logits_V):
+        allowed_V = np.where(np.isin(np.arange(V), BANNED), -np.inf, logits_V)
+        temperature = canvas.chain_temperature_B[row]
+        if temperature == GREEDY:
+            second, best = np.sort(allowed_V)[-2:]
+            leads.append(best - second)
+            return int(allowed_V.argmax())
+        cooled_V = jnp.asarray(allowed_V / temperature, jnp.float32)
+        return int(_draw_one(jnp.uint32(canvas.seed_B[row]), jnp.int32(index), cooled_V))
+
+    done = oracle.fill(
+        canvas.tokens_BL[row],
+        canvas.is_open_BL[row],
+        canvas.is_visible_BL[row],
+        np.concatenate([canvas.hidden_BLD[row], canvas.bare_BLD[row]], axis=-1, dtype=np.float64),
+        embed_VD=params["embed"],
+        head=guided(lambda hidden_D: _head(params, hidden_D)),
+        sampler_head=lambda left_CD, both_D, right_CD: guided(
+            lambda hidden_D: _sampler_head(params, left_CD, hidden_D, right_CD, np=np)
+        )(both_D),
+        draw=take,
+        measure=_measure,
+        rule=oracle.Rule(
+            ratio=canvas.ratio_B[row],
+            is_spread=canvas.is_spread_B[row],
+            is_alternating=canvas.is_alternating_B[row],
+            temperature=canvas.temperature_B[row],
+            banned=BANNED,
+            context=reach,
+        ),
+    )
+    return done, min(done.gap, *leads)
+
+
+def _assert_row_is(ours: Filled, row: int, canvas: Canvas, done: oracle.Filled) -> None:
+    is_open_L = canvas.is_open_BL[row]
+    want_L = np.where(is_open_L, done.canvas, 0)
+    np.testing.assert_array_equal(ours.proposal.tokens_BL[row], want_L)
+    assert (ours.waves_B[row], ours.seeds_B[row]) == (done.num_waves, len(done.seeds))
+    for mine_BL, theirs in [
+        (ours.proposal.logprob_BL, done.logprob),
+        (ours.proposal.confidence_BL, done.confidence),
+    ]:
+        want_L = [theirs.get(i, 0.0) for i in range(POSITIONS)]
+        np.testing.assert_allclose(mine_BL[row], want_L, rtol=1e-5, atol=1e-5)
+    assert not ours.proposal.final_logprob_BL[row].any(), "nothing in the chain reads it"
+
+
+def _assert_as_the_oracle(canvas: Canvas, ours: Filled, *, reach: int = 1) -> int:
+    """How many rows were compared: all whose choices are clear in float32."""
+    assert ours.is_finite_B.all()
+    num_compared = 0
+    for row in range(ROWS):
+        done, lead = _expected(canvas, row, reach=reach)
+        if lead > CLEAR:
+            _assert_row_is(ours, row, canvas, done)
+            num_compared += 1
+    return num_compared
+
+
+@pytest.mark.parametrize(("reach", "chunk"), PROGRAMS)
+@pytest.mark.parametrize("chain_temperature", [GREEDY, 0.7])
+def test_fill_is_that_of_the_oracle_whatever_the_chunk(reach, chunk, chain_temperature):
+    seeds = range(11)  # eleven kinds of row, each in every place of the batch
+    num_compared = 0
+    for seed in seeds:
+        canvas = _random_canvas(seed + 100 * reach, chain_temperature)
+        ours = _fill(canvas, reach=reach, chunk=chunk)
+        num_compared += _assert_as_the_oracle(canvas, ours, reach=reach)
+    assert num_compared > 0.9 * ROWS * len(seeds)
+
+
+def _assert_same_bits(ours: Filled, other: Filled) -> None:
+    jax.tree.map(np.testing.assert_array_equal, ours, other)
+
+
+def test_permuted_batch_gives_the_permuted_result_bit_for_bit():
+    for seed in (41, 42, 43):
+        canvas = _random_canvas(seed, 0.7)
+        order = np.random.default_rng(seed).permutation(ROWS)
+
+        def permuted(tree, order=order):
+            return jax.tree.map(lambda x: x[order], tree)
+
+        _assert_same_bits(_fill(permuted(canvas)), permuted(_fill(canvas)))
+
+
+def test_row_is_filled_as_if_it_were_alone():
+    canvas = _random_canvas(51, 0.7)
+    together = _fill(canvas)
+    for row in range(ROWS):
+        is_row_B1 = (np.arange(ROWS) == row)[:, None]
+        alone = _fill(canvas._replace(is_open_BL=canvas.is_open_BL & is_row_B1))
+        _assert_same_bits(*(jax.tree.map(lambda x, row=row: x[row], f) for f in (alone, together)))
+
+
+def test_nothing_open_is_nothing_proposed():
+    ours = _fill(_pictured(["", "v", "x" * POSITIONS, "vvxx"] * 2))
+    assert ours.is_finite_B.all()
+    assert not any(x.any() for x in (*ours.proposal, ours.waves_B, ours.seeds_B))
+
+
+def _same_rows(picture: str, seed: int = 0) -> Canvas:
+    """Eight times the same row."""
+    return jax.tree.map(lambda x: np.repeat(x[:1], ROWS, axis=0), _pictured([picture], seed))
+
+
+@pytest.mark.parametrize(("reach", "chunk"), [(1, 3), (2, 64)])
+def test_neighbours_within_reach_change_the_probabilities_and_no_others_do(reach, chunk):
+    canvas = _same_rows("xvvvovvv")
+    tokens_BL = canvas.tokens_BL.copy()
+    offsets = (-3, -2, -1, 1, 2, 3)
+    for row, offset in enumerate(offsets):
+        tokens_BL[row, 4 + offset] = (tokens_BL[row, 4 + offset] + 1) % toy.MASK
+    changed, base = (
+        _fill(c, reach=reach, chunk=chunk).proposal.logprob_BL[:, 4]
+        for c in (canvas._replace(tokens_BL=tokens_BL), canvas)
+    )
+    is_other = np.abs(changed - base) > 1e-3
+    assert is_other.tolist() == [*(abs(offset) <= reach for offset in offsets), False, False]
+    assert (changed[~is_other] == base[0]).all()
+
+
+def test_missing_neighbours_are_zero_vectors():
+    at_end = "v" * (POSITIONS - 2) + "vo"
+    pictures = ["ov", "xov", "vox", "vo", at_end, "vov", "xo", "xox"]
+    canvas = _pictured(pictures)
+    ours = _fill(canvas)
+    assert ours.seeds_B.tolist() == [0] * 6 + [1] * 2
+    for row, picture in enumerate(pictures[:6]):
+        place = picture.index("o")
+        around = [
+            PARAMS["embed"][canvas.tokens_BL[row, j]][None]
+            if 0 <= j < len(picture) and picture[j] == "v"
+            else np.zeros((1, WIDTH), np.float32)
+            for j in (place - 1, place + 1)
+        ]
+        logits_V = _sampler_head(PARAMS, around[0], canvas.hidden_BLD[row, place], around[1], np=np)
+        want = jax.nn.log_softmax(logits_V)[ours.proposal.tokens_BL[row, place]]
+        np.testing.assert_allclose(ours.proposal.logprob_BL[row, place], want, rtol=1e-4)
+    for row in (6, 7):  # nothing visible beside it: the main head alone
+        token = ours.proposal.tokens_BL[row, 1]
+        want = jax.nn.log_softmax(canvas.hidden_BLD[row, 1] @ PARAMS["head"])[token]
+        np.testing.assert_allclose(ours.proposal.logprob_BL[row, 1], want, rtol=1e-4)
+
+
+def test_what_cannot_be_seen_may_hold_any_token():
+    canvas = _random_canvas(61, 0.7)
+    is_seen_BL = canvas.is_visible_BL & ~canvas.is_open_BL
+    noise_BL = np.random.default_rng(0).integers(0, V, is_seen_BL.shape)
+    live_noise_BL = np.where(canvas.tokens_BL == toy.PAD, toy.PAD, noise_BL % toy.MASK)
+    other = canvas._replace(
+        tokens_BL=np.where(is_seen_BL, canvas.tokens_BL, live_noise_BL).astype(np.int32),
+        is_visible_BL=is_seen_BL,
+        hidden_BLD=np.where(canvas.is_open_BL[..., None], canvas.hidden_BLD, np.nan),
+    )
+    _assert_same_bits(_fill(other), _fill(canvas))
+
+
+@pytest.mark.parametrize("picture", ["oooooooo", "vooooooo", "rrrxoovo", "oxoooo"])
+@pytest.mark.parametrize("is_spread", [False, True])
+def test_nan_condemns_its_own_row_alone(picture, is_spread):
+    canvas = _same_rows(picture, seed=3)
+    canvas = canvas._replace(ratio_B=np.full(ROWS, 0.3), is_spread_B=np.full(ROWS, is_spread))
+    sound = _fill(canvas)
+    assert sound.is_finite_B.all()
+    for place in np.flatnonzero(canvas.is_open_BL[0]):
+        hidden_BLD = canvas.hidden_BLD.copy()
+        hidden_BLD[2, place, 5] = np.nan
+        ours = _fill(canvas._replace(hidden_BLD=hidden_BLD))
+        assert ours.is_finite_B.tolist() == [row != 2 for row in range(ROWS)]
+        assert 0 <= ours.waves_B[2] <= POSITIONS, "sums over rows must not overflow"
+        _assert_same_bits(*(jax.tree.map(lambda x: np.delete(x, 2, 0), f) for f in (ours, sound)))
+
+
+def test_equally_sure_positions_are_seeds_from_the_left():
+    canvas = _pictured(["o" * 20, "oooxooooxoxx"] * 4, is_spread_B=np.arange(ROWS) >= 4)
+    ratio_B = np.repeat([0.3, 0.01, 0.5, 1.0], 2)
+    canvas = canvas._replace(ratio_B=ratio_B, hidden_BLD=np.zeros_like(canvas.hidden_BLD))
+    ours = _fill(canvas)
+    for row in range(ROWS):
+        _assert_row_is(ours, row, canvas, _expected(canvas, row)[0])
+
+
+def test_own_tokens_are_scored_under_the_main_head_and_change_nothing_else():
+    canvas = _random_canvas(71, 0.7)
+    is_own_BL = canvas.is_visible_BL & ~canvas.is_open_BL
+    is_own_BL &= np.random.default_rng(0).random(is_own_BL.shape) < 0.5
+    own_BL = np.where(is_own_BL, canvas.tokens_BL, -1).astype(np.int32)
+    without, ours = _fill(canvas), _fill(canvas._replace(own_BL=own_BL))
+    want_BL = np.where(is_own_BL, canvas.tokens_BL, without.proposal.tokens_BL)
+    np.testing.assert_array_equal(ours.proposal.tokens_BL, want_BL)
+    led = canvas.guidance_B[:, None, None] + 1
+    clean_BLV = _head(PARAMS, canvas.bare_BLD + led * (canvas.hidden_BLD - canvas.bare_BLD))
+    logprob_BLV = jax.nn.log_softmax(jnp.asarray(clean_BLV, jnp.float32))
+    logprob_BL = np.take_along_axis(np.asarray(logprob_BLV), want_BL[..., None], -1)[..., 0]
+    want_BL = np.where(is_own_BL, logprob_BL, without.proposal.logprob_BL)
+    np.testing.assert_allclose(ours.proposal.logprob_BL, want_BL, rtol=1e-4, atol=1e-5)
+    assert is_own_BL.sum() > 10
+
+
+@pytest.mark.parametrize(
+    ("picture", "changes", "heads", "samplers"),
+    [
+        ("vvxx", {}, 0, 0),
+        ("vov", {}, 0, 3),  # 8 holes in chunks of 3
+        ("vooo", {}, 0, 3 * 3),
+        ("voooov", {}, 0, 2 * 6),  # 16 holes in each of two waves
+        ("voooov", {"is_alternating_B": np.arange(ROWS) >= 0}, 0, 2 * 2 * 3),
+        ("voooov", {"is_alternating_B": np.arange(ROWS) < 4}, 0, 2 * (4 + 2)),
+        ("oooo", {"ratio_B": np.ones(ROWS)}, 11, 0),
+        ("ooxx", {}, 6, 3),
+    ],
+)
+def test_readouts_follow_the_open_positions(picture, changes, heads, samplers):
+    """Law 9: a wave of all rows shares its chunks; the main head reads what nothing reaches."""
+    _fill(_same_rows(picture)._replace(**changes))
+    assert (CALLS.count("head"), CALLS.count("sampler")) == (heads, samplers)
+
+
+def test_no_array_holds_logits_of_the_whole_canvas():
+    vocab_size, chunk = 997, 32  # more than the 24 rows of the widest parameter
+    wide = {
+        k: np.zeros((vocab_size if k == "embed" else len(x), x.shape[1])) for k, x in PARAMS.items()
+    }
+    wide |= {k: np.zeros((len(PARAMS[k]), vocab_size)) for k in ("head", "out")}
+    jaxpr = jax.make_jaxpr(
+        lambda params, canvas: _propose(
+            _network(1, vocab_size), params, canvas, None, chunk=chunk, banned=()
+        )
+    )(*_on_device((wide, _random_canvas(0))))
+    shapes = [
+        tuple(map(int, found.split(","))) for found in re.findall(r"\w\[([\d,]+)\]", str(jaxpr))
+    ]
+    sizes = [np.prod(shape) for shape in shapes if vocab_size in shape]
+    assert len(sizes) > 100
+    assert max(sizes) <= chunk * vocab_size
