@@ -197,9 +197,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_compiled_loop = sampler is None and args.read_back is None
     loop = model.advance if is_compiled_loop else model.host_loop
     compiled = loop(draw=sample.draw, is_guided=sample.guidance > 0).compiled
+    waves = ""
+    if sample.fill == "wavefront":
+        share = result.seeds.sum() / max(1, result.filled.sum())
+        waves = f"{int(result.waves.sum())} waves ({share:.1%} of their tokens seeded), "
     print(
         f"{len(result.texts)} texts, {int(result.steps.sum())} steps, "
-        f"{int(result.forwards.sum())} forwards, {generated} tokens in "
+        f"{int(result.forwards.sum())} forwards, {waves}{generated} tokens in "
         f"{seconds:.2f} s ({generated / seconds:,.0f} tokens/s with compilation); "
         f"{len(compiled)} compilation ({', '.join(compiled)})",
         file=sys.stderr,

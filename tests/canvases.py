@@ -18,6 +18,7 @@ from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.remask import RemaskRule
 from dlm_jax.sampling.state import State, start
 from dlm_jax.sampling.transforms import Chain, LogitBias, Temperature, chain
+from dlm_jax.sampling.wavefront import Wavefront
 from dlm_jax.types import Network
 
 ROWS, POSITIONS, CHUNK = 8, 24, 16
@@ -97,6 +98,7 @@ def make_state(
     positions: int = POSITIONS,
     banned: Sequence[int] = toy.BANNED,
     remask: RemaskRule | None = None,
+    fill: Wavefront | None = None,
 ) -> State:
     """The state before the first step, one slot per row; None is an idle slot."""
     full = [row or Row(tokens=(), steps=1) for row in rows]
@@ -115,6 +117,7 @@ def make_state(
         rule=rule,
         mask_id=toy.MASK,
         remask=remask,
+        fill=fill,
         frozen_BL=jnp.asarray(frozen_BL),
         block_length_B=jnp.array([row.block_length for row in full], jnp.int32),
         guidance_B=jnp.array([row.guidance for row in full], jnp.float32),
@@ -140,6 +143,7 @@ def program(
         rows=rows,
         is_guided=is_guided,
         eos_id=toy.EOS,
+        banned_ids=toy.BANNED,
     )
 
 

@@ -12,14 +12,18 @@ from typing import Any
 import canvases
 import jax.numpy as jnp
 import numpy as np
+import toy
 from canvases import Row
+from jax.sharding import NamedSharding
 
 from dlm_jax.config import SampleConfig
 from dlm_jax.config.generation import CONFIDENCES, ORDERS, REMASKS, SCHEDULES
 from dlm_jax.diffusion.corruption import LinearSchedule
 from dlm_jax.sampling.advance import Advance, make_advance
-from dlm_jax.sampling.rules import pack_rules
+from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.rules import pack_fill, pack_rules
 from dlm_jax.sampling.transforms import chain
+from dlm_jax.types import Params
 
 CASES: dict[str, dict[str, str]] = {
     f"{order}-{remask}": {
@@ -33,11 +37,30 @@ CASES: dict[str, dict[str, str]] = {
 }
 """Every order with every remask rule; schedules and confidences in turn."""
 
+HEADS: dict[str, dict[str, str]] = {
+    f"{order}-{remask}-{fill}-{by}": {
+        "order": order, "remask": remask, "schedule": schedule, "fill": fill, "remask_by": by,
+    }
+    for order, remask, schedule, fill, by in (
+        ("random", "none", "linear", "wavefront", "confidence"),
+        ("low_confidence", "scheduled", "all", "wavefront", "critic"),
+        ("left_to_right", "scheduled_threshold", "linear", "wavefront", "critic"),
+        ("ancestral", "remdm_cap", "linear", "wavefront", "confidence"),
+        ("threshold", "scheduled", "linear", "parallel", "critic"),
+        ("entropy_bound", "scheduled", "all", "wavefront", "confidence"),
+    )
+}  # fmt: skip
+"""What a model with a sampler head and a critic can do."""
+
+CASES |= HEADS
+
 OWN = "own-own"
 """The rules and the transform that docs/generation.md defines outside the package."""
 
 FEW = [f"{order}-{REMASKS[i % len(REMASKS)]}" for i, order in enumerate(ORDERS)]
 """Each order and each remask rule at least once."""
+
+FEW += list(HEADS)[:2]
 
 
 def rows(seed: int = 0) -> list[Row]:
@@ -84,15 +107,30 @@ def samples(name: str, count: int, seed: int = 0) -> list[SampleConfig]:
             remask_end=float(rng.uniform(0.0, 0.3)),
             remask_randomness=float(rng.uniform(0.0, 0.5)),
             remask_eta=(0.0, 0.3, 0.8)[index % 3],
+            sampler_min_neighbors_ratio=(0.01, 0.3, 1.0)[index % 3],
+            sampler_spread_seeds=index % 2 == 1,
+            sampler_even_odd=index % 4 > 1,
+            sampler_temperature=(1.0, 0.6)[index % 2],
         )
         for index in range(count)
     ]
 
 
+def program(name: str, *, rows: NamedSharding | None = None) -> Program:
+    """What is compiled in: guided, and with blocks that end at EOS."""
+    network = toy.network_with_heads() if name in HEADS else None
+    return canvases.program(network, rows=rows, is_guided=True)
+
+
+def params(name: str) -> Params:
+    """Parameters of the case's network."""
+    return toy.params_with_heads() if name in HEADS else toy.params()
+
+
 @functools.cache
-def advance() -> Advance:
-    """The compiled loop of all cases: guided, and with blocks that end at EOS."""
-    return make_advance(canvases.program(is_guided=True))
+def advance(name: str) -> Advance:
+    """The compiled loop of a case, the same for cases of the same network."""
+    return make_advance(program(name))
 
 
 def make_state(
@@ -106,7 +144,8 @@ def make_state(
     rows = [slot and slot[0] for slot in slots]
     if name != OWN:
         rule, remask = pack_rules(settings, LinearSchedule())
-        return canvases.make_state(rows, rule, remask=remask, positions=positions)
+        fill = pack_fill(settings)
+        return canvases.make_state(rows, rule, remask=remask, fill=fill, positions=positions)
     defined = own()
     rule = defined["FewSurest"](jnp.array([int(4 * s.factor) for s in settings], jnp.int32))
     remask = defined["Doubtful"](jnp.array([s.remask_end for s in settings], jnp.float32))

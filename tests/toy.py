@@ -42,6 +42,17 @@ def params() -> Params:
     return random_params(network())
 
 
+@functools.cache
+def network_with_heads() -> Network:
+    """The shared model with a sampler head of two neighbours a side, and a critic."""
+    return build(config(add_sampler_head=True, sampler_context=2, add_critic_head=True))
+
+
+@functools.cache
+def params_with_heads() -> Params:
+    return random_params(network_with_heads())
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def logits(network: Network, params: Params, tokens_BL: jax.Array, length_B: jax.Array):
     """All logits ``[B, L, V]``, which only a test can afford."""

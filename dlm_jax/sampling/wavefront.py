@@ -175,6 +175,8 @@ def _read(
         clean_NV = sight.logits(network, params, places_N)
         allowed_NV = clean_NV.at[:, banned].set(-jnp.inf) if banned_ids else clean_NV
         sureness_N = jnp.max(allowed_NV, axis=1) - jax.nn.logsumexp(allowed_NV, axis=1)
+        # So that every run has a seed; the row of a NaN ends as not finite anyway.
+        sureness_N = jnp.where(jnp.isnan(sureness_N), -jnp.inf, sureness_N)
         target_N = jnp.where(is_real_N, places_N, sureness_P.size)
         sureness_P = sureness_P.at[target_N].set(sureness_N, mode="drop")
         return first + chunk, pen.write(drawn, places_N, is_real_N, clean_NV), sureness_P
@@ -194,15 +196,7 @@ def _seeds(is_far_BL: jax.Array, sureness_BL: jax.Array, fill: Wavefront) -> jax
     count_B = jnp.floor(fill.ratio_B * total_B + 1e-3).astype(jnp.int32)
     count_B = jnp.minimum(jnp.maximum(count_B, 1), total_B)
     rank_BL = jnp.cumsum(is_far_BL, axis=1) - 1
-    # Equal windows, the longer ones first: the first `longer` hold one rank more than `size`.
-    size_B1 = (total_B // jnp.maximum(count_B, 1))[:, None]
-    longer_B1 = (total_B % jnp.maximum(count_B, 1))[:, None]
-    edge_B1 = longer_B1 * (size_B1 + 1)
-    window_BL = jnp.where(
-        rank_BL < edge_B1,
-        rank_BL // (size_B1 + 1),
-        longer_B1 + (rank_BL - edge_B1) // jnp.maximum(size_B1, 1),
-    )
+    window_BL = _share(rank_BL, count_B[:, None], total_B[:, None])
     is_seed_BL = jnp.where(
         fill.is_spread_B[:, None],
         _surest_of_each(sureness_BL, is_far_BL, window_BL),
@@ -214,12 +208,20 @@ def _seeds(is_far_BL: jax.Array, sureness_BL: jax.Array, fill: Wavefront) -> jax
     return is_seed_BL | _surest_of_each(sureness_BL, is_far_BL & ~is_seeded_BL, run_BL)
 
 
+def _share(rank: jax.Array, count: jax.Array, total: jax.Array) -> jax.Array:
+    """``floor(rank count / total)`` of numbers up to 2^20, whose product does not fit 32 bits."""
+    rank, count = rank.astype(jnp.uint32), count.astype(jnp.uint32)
+    total = jnp.maximum(total, 1).astype(jnp.uint32)
+    thousands = rank // 1024 * count
+    rest = thousands % total * 1024 + rank % 1024 * count
+    return (thousands // total * 1024 + rest // total).astype(jnp.int32)
+
+
 def _surest_of_each(score_BL: jax.Array, is_in_BL: jax.Array, group_BL: jax.Array) -> jax.Array:
     """True at each group's highest score among the positions that are in; the lower on ties."""
     place_BL = jnp.broadcast_to(jnp.arange(score_BL.shape[1]), score_BL.shape)
     best_BL = _over_groups(jnp.where(is_in_BL, score_BL, -jnp.inf), is_in_BL, group_BL, "max")
     is_best_BL = is_in_BL & (score_BL >= best_BL)
-    # A NaN is nobody's best, but its row ends as not finite.
     first_BL = _over_groups(jnp.where(is_best_BL, place_BL, _NEVER), is_in_BL, group_BL, "min")
     return is_best_BL & (place_BL == first_BL)
 

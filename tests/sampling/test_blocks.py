@@ -93,7 +93,8 @@ def test_a_block_is_finished_before_the_next_begins_whatever_the_rule():
         (Row(holes(18, 1), steps=12, block_length=5, seed=seed, temperature=1.0), sample)
         for seed, sample in enumerate(rule_cases.samples(name, ROWS))
     ]
-    state = rule_cases.advance()(toy.params(), rule_cases.make_state(name, slots), 1000)
+    state = rule_cases.make_state(name, slots)
+    state = rule_cases.advance(name)(rule_cases.params(name), state, 1000)
     for result in canvases.results(state):
         parts = [result.committed[at : at + 5] for at in range(1, 19, 5)]
         for part, later in zip(parts, parts[1:], strict=False):

@@ -18,7 +18,7 @@ NAME = "low_confidence-none"
 
 def _run(rows):
     slots = list(zip(rows, rule_cases.samples(NAME, len(rows)), strict=True))
-    state = rule_cases.advance()(toy.params(), rule_cases.make_state(NAME, slots), 1000)
+    state = rule_cases.advance(NAME)(toy.params(), rule_cases.make_state(NAME, slots), 1000)
     return canvases.results(state)
 
 

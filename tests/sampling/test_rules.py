@@ -40,7 +40,9 @@ def _slots(name, seed=0):
 
 
 def _run(name, slots):
-    state = rule_cases.advance()(toy.params(), rule_cases.make_state(name, slots), FOREVER)
+    state = rule_cases.advance(name)(
+        rule_cases.params(name), rule_cases.make_state(name, slots), FOREVER
+    )
     return canvases.results(jax.block_until_ready(state))
 
 
@@ -58,7 +60,7 @@ def test_a_row_is_the_same_among_strangers_in_another_slot_alone_and_in_pieces(n
         assert _run(name, alone)[2] == together[place]
     state = rule_cases.make_state(name, slots)
     for _ in range(max(row.steps for row, _ in slots)):
-        state = rule_cases.advance()(toy.params(), state, 1)
+        state = rule_cases.advance(name)(rule_cases.params(name), state, 1)
     assert canvases.results(state) == together
 
 
@@ -68,14 +70,17 @@ def test_given_tokens_stay_rows_end_filled_and_banned_ids_stay_out(name):
     before = rule_cases.make_state(name, slots)
     frozen = np.asarray(before.canvas.frozen_BL).copy()
     given = np.asarray(before.canvas.tokens_BL).copy()
-    state = rule_cases.advance()(toy.params(), before, FOREVER)
+    state = rule_cases.advance(name)(rule_cases.params(name), before, FOREVER)
     tokens = np.asarray(state.canvas.tokens_BL)
     np.testing.assert_array_equal(tokens[frozen], given[frozen])
     for slot, ((row, _), result) in enumerate(zip(slots, canvases.results(state), strict=True)):
         assert Status(result.status) is Status.DONE
         assert result.steps <= row.steps
         forwards = 2 if row.guidance else 1
-        assert result.forwards == forwards * result.steps
+        # The critic is asked after some of the steps.
+        asked = result.steps if name.endswith("critic") else 0
+        extra = result.forwards - forwards * result.steps
+        assert 0 <= extra <= asked
         is_free = ~frozen[slot, : len(row.tokens)]
         written = np.array(result.tokens)[is_free]
         if not row.stop_at_eos:
@@ -87,7 +92,7 @@ def test_given_tokens_stay_rows_end_filled_and_banned_ids_stay_out(name):
 
 def test_no_setting_of_a_row_compiles_again():
     name = rule_cases.FEW[1]
-    advance = rule_cases.advance()
+    advance = rule_cases.advance(name)
     _run(name, _slots(name))
     before = len(advance.compiled), advance._jitted._cache_size()
     for seed in (1, 2):
@@ -101,9 +106,9 @@ def test_no_setting_of_a_row_compiles_again():
 def test_compiled_loop_equals_a_python_loop_over_the_step(name):
     slots = _slots(name, seed=2)
     state = rule_cases.make_state(name, slots)
-    program = canvases.program(is_guided=True)
+    program = rule_cases.program(name)
     while np.any(np.asarray(state.status_B) == Status.RUNNING):
-        state = _step(program, toy.params(), state)
+        state = _step(program, rule_cases.params(name), state)
     assert canvases.results(state) == _run(name, slots)
 
 
@@ -116,14 +121,15 @@ def test_eight_devices_and_another_canvas_have_the_same_randomness(name):
     here = _run(name, slots)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     by_rows = NamedSharding(mesh, PartitionSpec("data"))
-    params = jax.device_put(toy.params(), NamedSharding(mesh, PartitionSpec()))
-    advance = make_advance(canvases.program(rows=by_rows, is_guided=True))
+    params = jax.device_put(rule_cases.params(name), NamedSharding(mesh, PartitionSpec()))
+    advance = make_advance(rule_cases.program(name, rows=by_rows))
     state = jax.device_put(rule_cases.make_state(name, slots), by_rows)
     forever = jax.device_put(np.int32(FOREVER), NamedSharding(mesh, PartitionSpec()))
     _same_up_to_rounding(canvases.results(advance(params, state, forever, forever)), here)
     state = rule_cases.make_state(name, slots[:3], positions=37)
     _same_up_to_rounding(
-        canvases.results(rule_cases.advance()(toy.params(), state, FOREVER)), here[:3]
+        canvases.results(rule_cases.advance(name)(rule_cases.params(name), state, FOREVER)),
+        here[:3],
     )
 
 

@@ -1,0 +1,135 @@
+"""The front door of a model with a sampler head and a critic."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+import toy_model
+
+import dlm_jax
+from dlm_jax.config import SampleConfig
+from dlm_jax.model.transformer import build
+from dlm_jax.models import Model
+from dlm_jax.types import Network
+
+TOKENIZER = toy_model.TOKENIZER
+NETWORK = build(
+    toy.config(vocab_size=TOKENIZER.vocab_size, add_sampler_head=True, add_critic_head=True)
+)
+SAMPLE = SampleConfig(steps=4, temperature=0.8, chain=("temperature",))
+MODEL = Model(NETWORK, toy.random_params(NETWORK), TOKENIZER, max_length=32, sample=SAMPLE)
+REFINED = {"schedule": "all", "remask": "scheduled", "remask_start": 0.9, "remask_end": 0.5}
+
+
+def test_a_wavefront_is_a_setting_of_a_prompt_and_tells_its_waves():
+    prompts = [{"prompt": "The ", "fill": fill, "seed": 3} for fill in ("parallel", "wavefront")]
+    mixed = dlm_jax.generate(MODEL, prompts, schedule="all", steps=1)
+    assert mixed.texts[0] != mixed.texts[1]
+    # A hole a wave, from the prompt to the end of the canvas.
+    assert mixed.waves.tolist() == [0, 28]
+    assert mixed.seeds.tolist() == [0, 0]
+    assert mixed.filled.tolist() == [28, 28]
+    alone = dlm_jax.generate(MODEL, prompts[1:], schedule="all", steps=1)
+    assert alone.texts == mixed.texts[1:]
+
+
+def test_an_empty_canvas_is_seeded_by_the_share_that_was_asked_for():
+    made = dlm_jax.generate(
+        MODEL, [{"sampler_min_neighbors_ratio": x, "prompt": ""} for x in (0.01, 0.25, 1.0)],
+        fill="wavefront", schedule="all", steps=1,
+    )  # fmt: skip
+    assert made.seeds.tolist() == [1, 8, 32]
+    assert made.waves[2] == 0
+
+
+def test_asking_the_critic_is_a_forward_after_every_step_but_the_last():
+    by_critic = dlm_jax.generate(MODEL, ["The "], remask_by="critic", **REFINED)
+    by_confidence = dlm_jax.generate(MODEL, ["The "], **REFINED)
+    assert by_critic.forwards.tolist() == [7]
+    assert by_confidence.forwards.tolist() == [4]
+    assert by_critic.texts != by_confidence.texts
+
+
+def _suspicious(wrong_id: int) -> Model:
+    """Draws any token; its critic is sure that `wrong_id` is wrong and all else is right."""
+
+    def trunk(params, tokens_BL, length_B, cache):
+        return jax.nn.one_hot(tokens_BL, TOKENIZER.vocab_size), cache
+
+    def flat(params, hidden_ND):
+        return jnp.zeros((hidden_ND.shape[0], TOKENIZER.vocab_size))
+
+    network = Network(
+        init=lambda key: {},
+        trunk=trunk,
+        embed=lambda params, ids: jax.nn.one_hot(ids, TOKENIZER.vocab_size),
+        readout=flat,
+        vocab_size=TOKENIZER.vocab_size,
+        critic=lambda params, hidden_ND: 40.0 * hidden_ND[:, wrong_id] - 20.0,
+    )
+    return Model(network, {}, TOKENIZER, max_length=64, sample=SAMPLE)
+
+
+@pytest.mark.parametrize("block_length", [0, 20])
+def test_what_the_critic_calls_wrong_becomes_a_hole_again_and_nothing_else(block_length):
+    (wrong_id,) = TOKENIZER.encode("a")
+    model = _suspicious(int(wrong_id))
+    asked = REFINED | {"remask": "scheduled_threshold", "remask_by": "critic", "steps": 12}
+    seen = list(dlm_jax.stream(model, ["a rat"], num_samples=4, block_length=block_length, **asked))
+    remasked = 0
+    for before, after in zip(seen, seen[1:], strict=False):
+        for index, row in after.items():
+            tokens, old = row.tokens, before[index].tokens
+            assert TOKENIZER.decode(tokens[:5]) == "a rat"
+            if row.block == before[index].block and row.status.name == "RUNNING":
+                end = 5 + (row.block + 1) * (block_length or 64)
+                assert wrong_id not in tokens[5:end]
+                remasked += int(np.sum(tokens[5:end] == TOKENIZER.mask_id))
+                # What was right stays.
+                kept = (old != TOKENIZER.mask_id) & (old != wrong_id)
+                np.testing.assert_array_equal(tokens[kept], old[kept])
+    assert remasked > 0
+
+
+def _refused(model, **settings):
+    with pytest.raises(ValueError, match="^[^\n]+$") as refusal:
+        dlm_jax.generate(model, ["The "], **settings)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"fill": "wavefront"}, "fill='wavefront' needs a sampler head, which this model lacks"),
+        (
+            {"remask_by": "critic", "remask": "scheduled"},
+            "remask_by='critic' needs a critic head, which this model lacks",
+        ),
+    ],
+)
+def test_a_model_without_the_head_that_a_setting_needs_refuses_it(settings, said):
+    assert said in _refused(toy_model.MODEL, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"sampler_min_neighbors_ratio": 0.0}, "sampler_min_neighbors_ratio=0.0 is outside (0, 1]"),
+        ({"sampler_min_neighbors_ratio": 1.5}, "sampler_min_neighbors_ratio=1.5 is outside (0, 1]"),
+        ({"sampler_temperature": 0.0}, "sampler_temperature=0.0 is outside (0, "),
+        ({"fill": "waves"}, "did you mean 'wavefront'"),
+        ({"remask_by": "critics"}, "did you mean 'critic'"),
+        ({"fill": "wavefront", "read_back": True}, "use fill='parallel'"),
+    ],
+)
+def test_bad_settings_of_the_heads_are_refused_in_one_line(settings, said):
+    assert said in _refused(MODEL, **settings)
+
+
+def test_a_scorer_writes_nothing_and_says_so():
+    scorer = build(toy.config(vocab_size=TOKENIZER.vocab_size, mode="sequence_scorer"))
+    model = dataclasses.replace(MODEL, network=scorer, params=toy.random_params(scorer))
+    assert "sequence scorer" in _refused(model)
