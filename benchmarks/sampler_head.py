@@ -40,6 +40,7 @@ FIELDS: tuple[str, ...] = (
 BUDGETS = {"bpe": (4, 8, 16, 32, 64), "characters": (8, 16, 32, 64, 128)}
 FULL = {"bpe": 128, "characters": 256}
 TUNING_SEED = 70_000
+TIMED = 5
 TEMPERATURES = ((1.0, 0.3), (1.0, 0.1), (0.8, 0.3), (0.7, 0.1))
 RATIOS = (0.01, 0.03, 0.1, 0.3, 1.0)
 BASE: dict[str, Any] = {"order": "random", "min_p": 0.002, "ignore_eos": True}
@@ -98,10 +99,12 @@ class Study:
                 model, num_samples=number, seed=seed, batch_size=number, chain=chain, **settings
             )
 
-        write(seed)
-        start = time.perf_counter()
         made = write(seed)
-        seconds = time.perf_counter() - start
+        seconds = []
+        for _ in range(TIMED if key["part"] == "speed" else 0):
+            start = time.perf_counter()
+            write(seed)
+            seconds.append(time.perf_counter() - start)
         texts = [text[: self.args.characters] for text in made.texts]
         share = np.array(list(Counter(made.tokens[made.committed >= 0].tolist()).values()))
         share = share / share.sum()
@@ -119,10 +122,13 @@ class Study:
             "broken": np.mean([pair not in self.pairs for pair in pairs]),
             "waves": made.waves.mean(),
             "seeded": made.seeds.sum() / max(1, made.filled.sum()),
-            "ms_per_step": 1000 * seconds / made.steps.max(),
-            "tokens_per_second": (made.committed >= 0).sum() / seconds,
         }
-        line = key | {name: f"{value:.5g}" for name, value in figures.items()}
+        if seconds:
+            middle = statistics.median(seconds)
+            figures["ms_per_step"] = 1000 * middle / made.steps.max()
+            figures["tokens_per_second"] = (made.committed >= 0).sum() / middle
+        line = dict.fromkeys(FIELDS, "")
+        line |= key | {name: f"{value:.5g}" for name, value in figures.items()}
         self.rows.append(line)
         is_new = not self.path.exists()
         with self.path.open("a", newline="") as file:
@@ -217,6 +223,32 @@ def run(study: Study) -> None:
                 _remasking(study, path, seeds, steps, fill)
 
 
+def speed(study: Study) -> None:
+    """Times the fills on a machine that does nothing else, each five times in one program."""
+    args = study.args
+    for steps in BUDGETS[study.corpus][:3]:
+        for name, kind in KINDS.items():
+            settings: dict[str, Any] = {
+                "steps": steps, "temperature": 1.0, "temperature_end": 0.3
+            } | kind  # fmt: skip
+            study.measure("speed", name, args.head[:1], [1000], settings)
+
+
+def equal_quality(rows: list[dict[str, str]], corpus: str) -> None:
+    """Prints the forwards that a parallel fill needs for the bits of each other one."""
+    means = [mean for mean in _summaries(rows, corpus) if mean["part"] == "forwards"]
+    base = sorted((m["bits"], m["forwards"]) for m in means if m["case"] == "parallel")
+    print(f"\n{corpus}, forwards of a parallel fill with the same bits\n")
+    for case in dict.fromkeys(mean["case"] for mean in means if mean["case"] != "parallel"):
+        found = []
+        for mean in sorted((m for m in means if m["case"] == case), key=lambda m: m["steps"]):
+            bits, forwards = zip(*base, strict=True)
+            needed = 2 ** np.interp(mean["bits"], bits, np.log2(forwards))
+            sign = "<" if mean["bits"] > bits[-1] else ">" if mean["bits"] < bits[0] else ""
+            found.append(f"{mean['forwards']:.0f}: {sign}{needed:.1f}")
+        print(f"- {case}: " + ", ".join(found))
+
+
 def _remasking(study: Study, path: str, seeds: list[int], steps: int, fill: str) -> None:
     """Critic, confidence and chance at the same number of forwards."""
     base = {"steps": steps, "fill": fill} | REFINED
@@ -245,7 +277,7 @@ def _summaries(rows: list[dict[str, str]], corpus: str) -> list[dict[str, Any]]:
         mean: dict[str, Any] = {"part": part, "case": case, "steps": int(steps)}
         mean |= {"settings": settings, "lines": len(lines)}
         for name in FIELDS[FIELDS.index("forwards") :]:
-            values = [float(line[name]) for line in lines]
+            values = [float(line[name]) for line in lines if line[name]] or [float("nan")]
             mean[name] = statistics.mean(values)
             spread = statistics.stdev(values) if len(values) > 1 else 0.0
             mean[f"{name}_interval"] = t.get(len(values), 2.0) * spread / len(values) ** 0.5
@@ -321,17 +353,19 @@ def main() -> None:
     parser.add_argument("--num-samples", type=int, default=32)
     parser.add_argument("--characters", type=int, default=256)
     parser.add_argument("--table", action="store_true", help="print what is known; measure nothing")
+    parser.add_argument("--speed", action="store_true", help="measure the speed alone")
     parser.add_argument("--picture", metavar="FILE")
     args = parser.parse_args()
     start_jax()
     if not args.table and not args.picture:
-        run(Study(args))
+        (speed if args.speed else run)(Study(args))
     with Path(args.csv).open(newline="") as file:
         rows = list(csv.DictReader(file))
     if args.picture:
         draw(rows, args.picture)
     else:
         table(rows, args.corpus)
+        equal_quality(rows, args.corpus)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,11 @@ class Network:
         sampler head. ``left`` and ``right`` are the embeddings of the ``C`` positions on that side,
         nearest first, and zero vectors where there is no neighbour. None without such a head.
       sampler_context: ``C``; 0 without a sampler head.
+      sampler_sides: ``(params, vectors_VD) -> (left_VCH, right_VCH)``, what each vector adds to the
+        sampler head's first layer as a neighbour, and
+      sampler_from_sides: ``(params, sides_NH, hidden_ND) -> logits_NV``, the rest of the head, from
+        the sum of what the neighbours add. They save most of its work where few tokens serve many
+        positions; None: `sampler_readout` alone is used.
       critic: ``(params, hidden_ND) -> logit_N``, float32: how likely the token at a position is
         wrong, from what the trunk says of the filled canvas. None without a critic head.
       scorer: ``(params, hidden_BLD, length_B) -> logit_B``, float32: which share of a row's tokens
@@ -60,6 +65,8 @@ class Network:
     vocab_size: int
     sampler_readout: Callable[..., jax.Array] | None = None
     sampler_context: int = 0
+    sampler_sides: Callable[[Params, jax.Array], tuple[jax.Array, jax.Array]] | None = None
+    sampler_from_sides: Callable[..., jax.Array] | None = None
     critic: Callable[[Params, jax.Array], jax.Array] | None = None
     scorer: Callable[..., jax.Array] | None = None
 

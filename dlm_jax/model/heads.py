@@ -39,7 +39,34 @@ class SamplerHead(nnx.Module):
         num = hidden_ND.shape[0]
         sides = (left_NCD.reshape(num, -1), hidden_ND, right_NCD.reshape(num, -1))
         together = jnp.concatenate([x.astype(hidden_ND.dtype) for x in sides], axis=1)
-        x_ND = self.inner_norm(jax.nn.silu(self.inner(together)))
+        return self._features(self.inner(together), hidden_ND)
+
+    def sides(self, vector_VD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What each vector adds to the first layer as each neighbour: left and right ``[V, C, H]``.
+
+        That layer is linear, so where few tokens serve many positions these tables save most of it.
+        """
+        kernel = self.inner.kernel[...].astype(vector_VD.dtype)
+        num, width = vector_VD.shape
+        reach = (kernel.shape[0] // width - 1) // 2
+        parts = kernel.reshape(1 + 2 * reach, width, -1)
+
+        def table(parts_CDH: jax.Array) -> jax.Array:
+            flat = vector_VD @ jnp.moveaxis(parts_CDH, 0, 1).reshape(width, -1)
+            return flat.reshape(num, reach, -1)
+
+        return table(parts[:reach]), table(parts[reach + 1 :])
+
+    def from_sides(self, sides_NH: jax.Array, hidden_ND: jax.Array) -> jax.Array:
+        """Features ``[N, D]`` from the sum of what the neighbours add."""
+        kernel = self.inner.kernel[...].astype(hidden_ND.dtype)
+        width = hidden_ND.shape[1]
+        first = (kernel.shape[0] - width) // 2
+        own_NH = hidden_ND @ kernel[first : first + width]
+        return self._features(own_NH + sides_NH.astype(hidden_ND.dtype), hidden_ND)
+
+    def _features(self, inner_NH: jax.Array, hidden_ND: jax.Array) -> jax.Array:
+        x_ND = self.inner_norm(jax.nn.silu(inner_NH))
         if self.is_residual:
             return self.out_norm(hidden_ND + self.out(x_ND))
         return self.out_norm(jax.nn.silu(self.out(x_ND)))

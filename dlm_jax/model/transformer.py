@@ -205,24 +205,35 @@ def _head_functions(config: ModelConfig, readout: Callable[..., jax.Array]) -> d
 
     graphs = {name: graph(name) for name in heads_of(config)}
 
-    def run(name: str, params: Params, *inputs: jax.Array) -> jax.Array:
-        return nnx.merge(graphs[name], params[name])(*inputs)
+    def head(name: str, params: Params) -> Any:
+        return nnx.merge(graphs[name], params[name])
 
     def sampler_readout(
         params: Params, left_NCD: jax.Array, hidden_ND: jax.Array, right_NCD: jax.Array
     ) -> jax.Array:
-        return readout(params, run("sampler_head", params, left_NCD, hidden_ND, right_NCD))
+        return readout(params, head("sampler_head", params)(left_NCD, hidden_ND, right_NCD))
+
+    def sampler_sides(params: Params, vectors_VD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return head("sampler_head", params).sides(vectors_VD)
+
+    def sampler_from_sides(params: Params, sides_NH: jax.Array, hidden_ND: jax.Array) -> jax.Array:
+        return readout(params, head("sampler_head", params).from_sides(sides_NH, hidden_ND))
 
     def critic(params: Params, hidden_ND: jax.Array) -> jax.Array:
-        return run("critic_head", params, hidden_ND)
+        return head("critic_head", params)(hidden_ND)
 
     def scorer(params: Params, hidden_BLD: jax.Array, length_B: jax.Array) -> jax.Array:
         is_live_BL = live_positions(length_B, hidden_BLD.shape[1])
-        return run("scorer_head", params, hidden_BLD, is_live_BL)
+        return head("scorer_head", params)(hidden_BLD, is_live_BL)
 
     found: dict[str, Any] = {}
     if "sampler_head" in graphs:
-        found |= {"sampler_readout": sampler_readout, "sampler_context": config.sampler_context}
+        found |= {
+            "sampler_readout": sampler_readout,
+            "sampler_context": config.sampler_context,
+            "sampler_sides": sampler_sides,
+            "sampler_from_sides": sampler_from_sides,
+        }
     if "critic_head" in graphs:
         found["critic"] = critic
     if "scorer_head" in graphs:

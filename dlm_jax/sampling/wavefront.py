@@ -15,15 +15,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit import Proposal, most
+from dlm_jax.sampling.commit import Proposal
 from dlm_jax.sampling.guidance import Sight
 from dlm_jax.sampling.propose import Drawn, Pen, gather, no_candidates
+from dlm_jax.sampling.seeding import seeds
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.protocol import Context
 from dlm_jax.types import Network, Params
 
 _GIVEN = -1
 _NEVER = 2**30
+# Positions of one pass of the sampler head: a wave holds few, and each pass costs a whole chunk.
+_CPU_CHUNK = 128
+_ACCELERATOR_CHUNK = 1024
+_FEW_TOKENS = 16
 
 
 @functools.partial(
@@ -120,7 +125,7 @@ def propose_wavefront(
     )
     is_seed_BL = jax.lax.cond(
         jnp.any(is_far_BL),
-        lambda: _seeds(is_far_BL, sureness_BL, fill),
+        lambda: seeds(is_far_BL, sureness_BL, fill.ratio_B, fill.is_spread_B),
         lambda: jnp.zeros_like(is_far_BL),
     )
     is_grown_BL = is_open_BL & ~is_seed_BL
@@ -130,7 +135,7 @@ def propose_wavefront(
     level_BL = jnp.where(is_seed_BL, 0, jnp.where(is_seen_BL, _GIVEN, level_BL))
     drawn = _grow(
         network, params, sight, drawn, level_BL, is_grown_BL, context.tokens_BL, pen,
-        temperature_B=fill.temperature_B, chunk=chunk,
+        temperature_B=fill.temperature_B, chunk=min(chunk, _wave_chunk()),
     )  # fmt: skip
     return Filled(
         proposal=drawn.proposal(shape),
@@ -138,6 +143,10 @@ def propose_wavefront(
         waves_B=jnp.max(jnp.where(is_grown_BL, wave_BL, 0), axis=1),
         seeds_B=jnp.sum(is_seed_BL, axis=1),
     )
+
+
+def _wave_chunk() -> int:
+    return _CPU_CHUNK if jax.default_backend() == "cpu" else _ACCELERATOR_CHUNK
 
 
 def _distance(is_walked_BL: jax.Array, is_source_BL: jax.Array) -> jax.Array:
@@ -190,59 +199,6 @@ def _read(
     return drawn, sureness_P.reshape(is_read_BL.shape)
 
 
-def _seeds(is_far_BL: jax.Array, sureness_BL: jax.Array, fill: Wavefront) -> jax.Array:
-    """True at the seeds of each row, ``[B, L]``."""
-    total_B = jnp.sum(is_far_BL, axis=1)
-    count_B = jnp.floor(fill.ratio_B * total_B + 1e-3).astype(jnp.int32)
-    count_B = jnp.minimum(jnp.maximum(count_B, 1), total_B)
-    rank_BL = jnp.cumsum(is_far_BL, axis=1) - 1
-    window_BL = _share(rank_BL, count_B[:, None], total_B[:, None])
-    is_seed_BL = jnp.where(
-        fill.is_spread_B[:, None],
-        _surest_of_each(sureness_BL, is_far_BL, window_BL),
-        most(sureness_BL, is_far_BL, count_B),
-    )
-    begins_BL = is_far_BL & ~jnp.pad(is_far_BL[:, :-1], ((0, 0), (1, 0)))
-    run_BL = jnp.cumsum(begins_BL, axis=1) - 1
-    is_seeded_BL = _any_of_each(is_seed_BL, is_far_BL, run_BL)
-    return is_seed_BL | _surest_of_each(sureness_BL, is_far_BL & ~is_seeded_BL, run_BL)
-
-
-def _share(rank: jax.Array, count: jax.Array, total: jax.Array) -> jax.Array:
-    """``floor(rank count / total)`` of numbers up to 2^20, whose product does not fit 32 bits."""
-    rank, count = rank.astype(jnp.uint32), count.astype(jnp.uint32)
-    total = jnp.maximum(total, 1).astype(jnp.uint32)
-    thousands = rank // 1024 * count
-    rest = thousands % total * 1024 + rank % 1024 * count
-    return (thousands // total * 1024 + rest // total).astype(jnp.int32)
-
-
-def _surest_of_each(score_BL: jax.Array, is_in_BL: jax.Array, group_BL: jax.Array) -> jax.Array:
-    """True at each group's highest score among the positions that are in; the lower on ties."""
-    place_BL = jnp.broadcast_to(jnp.arange(score_BL.shape[1]), score_BL.shape)
-    best_BL = _over_groups(jnp.where(is_in_BL, score_BL, -jnp.inf), is_in_BL, group_BL, "max")
-    is_best_BL = is_in_BL & (score_BL >= best_BL)
-    first_BL = _over_groups(jnp.where(is_best_BL, place_BL, _NEVER), is_in_BL, group_BL, "min")
-    return is_best_BL & (place_BL == first_BL)
-
-
-def _any_of_each(is_true_BL: jax.Array, is_in_BL: jax.Array, group_BL: jax.Array) -> jax.Array:
-    """True at the positions that are in and whose group holds a True."""
-    return is_in_BL & (_over_groups(is_true_BL.astype(jnp.int32), is_in_BL, group_BL, "max") > 0)
-
-
-def _over_groups(
-    value_BL: jax.Array, is_in_BL: jax.Array, group_BL: jax.Array, how: str
-) -> jax.Array:
-    """What the values of each position's group come to; groups are numbered within their row."""
-    num_rows, num_positions = value_BL.shape
-    key_BL = group_BL + num_positions * jnp.arange(num_rows)[:, None]
-    key_P = jnp.where(is_in_BL, key_BL, value_BL.size).reshape(-1)
-    reduce = jax.ops.segment_max if how == "max" else jax.ops.segment_min
-    found = reduce(value_BL.reshape(-1), key_P, value_BL.size + 1)
-    return found[key_P].reshape(value_BL.shape)
-
-
 def _grow(
     network: Network,
     params: Params,
@@ -257,8 +213,7 @@ def _grow(
     chunk: int,
 ) -> Drawn:
     """`drawn` with the sampler head's candidates, level by level."""
-    assert network.sampler_readout is not None
-    readout, embed, reach = network.sampler_readout, network.embed, network.sampler_context
+    reach = network.sampler_context
     num_positions = level_BL.shape[1]
     order_BL = jnp.where(is_grown_BL, level_BL, _NEVER)
     sorted_P = jnp.argsort(order_BL.reshape(-1), stable=True).astype(jnp.int32)
@@ -266,25 +221,25 @@ def _grow(
     num_grown = jnp.sum(is_grown_BL)
     level_P, given_P = level_BL.reshape(-1), tokens_BL.reshape(-1)
 
-    def beside(drawn: Drawn, places_N: jax.Array, side: int) -> jax.Array:
-        offset_C = side * (1 + jnp.arange(reach))
-        index_NC = places_N[:, None] % num_positions + offset_C[None]
-        place_NC = jnp.clip(places_N[:, None] + offset_C[None], 0, level_P.size - 1)
+    def beside(drawn: Drawn, places_N: jax.Array, side: int) -> tuple[jax.Array, jax.Array]:
+        """Tokens of the neighbours on one side, nearest first, and where there is one."""
+        offset_1C = side * (1 + jnp.arange(reach))[None]
+        index_NC = places_N[:, None] % num_positions + offset_1C
+        place_NC = jnp.clip(places_N[:, None] + offset_1C, 0, level_P.size - 1)
         is_inside_NC = (index_NC >= 0) & (index_NC < num_positions)
         level_NC = level_P[place_NC]
         token_NC = jnp.where(level_NC == _GIVEN, given_P[place_NC], drawn.tokens_P[place_NC])
-        is_seen_NC = is_inside_NC & (level_NC < level_P[places_N][:, None])
-        return jnp.where(is_seen_NC[:, :, None], embed(params, token_NC), 0.0)
+        return token_NC, is_inside_NC & (level_NC < level_P[places_N][:, None])
+
+    head = _reader(network, params, size=level_P.size)
 
     def one_chunk(carry: tuple[jax.Array, Drawn]) -> tuple[jax.Array, Drawn]:
         first, drawn = carry
         places_N = jax.lax.dynamic_slice(sorted_P, (first,), (chunk,))
         is_rest_N = first + jnp.arange(chunk) < num_grown
         is_real_N = is_rest_N & (level_P[places_N] == level_P[places_N[0]])
-        left_NCD, right_NCD = beside(drawn, places_N, -1), beside(drawn, places_N, 1)
-        clean_NV = sight.read(
-            lambda hidden_ND: readout(params, left_NCD, hidden_ND, right_NCD), places_N
-        )
+        left, right = beside(drawn, places_N, -1), beside(drawn, places_N, 1)
+        clean_NV = sight.read(head(left, right), places_N)
         divisor_N = temperature_B[places_N // num_positions]
         drawable_NV = jax.lax.cond(
             jnp.any(divisor_N != 1.0),
@@ -297,3 +252,41 @@ def _grow(
 
     start = (jnp.zeros((), num_grown.dtype), drawn)
     return jax.lax.while_loop(lambda carry: carry[0] < num_grown, one_chunk, start)[1]
+
+
+_Neighbours = tuple[jax.Array, jax.Array]
+
+
+def _reader(
+    network: Network, params: Params, *, size: int
+) -> Callable[[_Neighbours, _Neighbours], Callable[[jax.Array], jax.Array]]:
+    """``(left, right) -> head``: the sampler head beside neighbours, tokens ``[N, C]`` each.
+
+    On a canvas of many more places than there are tokens (`size` in all), what the tokens add to
+    the head's first layer is computed once for all of them: half of the fill's time at width 384.
+    """
+    readout, sides, finish = (
+        network.sampler_readout, network.sampler_sides, network.sampler_from_sides
+    )  # fmt: skip
+    assert readout is not None
+    if sides is None or finish is None or _FEW_TOKENS * network.vocab_size > size:
+
+        def vectors(tokens_NC: jax.Array, is_seen_NC: jax.Array) -> jax.Array:
+            return jnp.where(is_seen_NC[:, :, None], network.embed(params, tokens_NC), 0.0)
+
+        def beside(left: _Neighbours, right: _Neighbours) -> Callable[[jax.Array], jax.Array]:
+            left_NCD, right_NCD = vectors(*left), vectors(*right)
+            return lambda hidden_ND: readout(params, left_NCD, hidden_ND, right_NCD)
+
+        return beside
+    left_VCH, right_VCH = sides(params, network.embed(params, jnp.arange(network.vocab_size)))
+
+    def added(table_VCH: jax.Array, tokens_NC: jax.Array, is_seen_NC: jax.Array) -> jax.Array:
+        each_1C = jnp.arange(table_VCH.shape[1])[None]
+        return jnp.where(is_seen_NC[:, :, None], table_VCH[tokens_NC, each_1C], 0.0).sum(1)
+
+    def beside_tables(left: _Neighbours, right: _Neighbours) -> Callable[[jax.Array], jax.Array]:
+        sides_NH = added(left_VCH, *left) + added(right_VCH, *right)
+        return lambda hidden_ND: finish(params, sides_NH, hidden_ND)
+
+    return beside_tables

@@ -1,0 +1,101 @@
+"""What a training step costs in each stage, beside a model without heads.
+
+    python benchmarks/stage_cost.py
+
+Steps of all stages take turns; medians in milliseconds, and what XLA counts as floating-point
+operations of the compiled step. What does not train yet must cost nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.command_line import start_jax
+from dlm_jax.config import HeadsConfig, MeshConfig, ModelConfig, OptimConfig
+from dlm_jax.diffusion.corruption import LinearSchedule
+from dlm_jax.diffusion.objectives import Batch, Mixture, elbo
+from dlm_jax.model.transformer import build
+from dlm_jax.sharding import make_mesh
+from dlm_jax.training.optim import make_grouped_optimizer, make_optimizer
+from dlm_jax.training.stages import CRITIC, MAIN, SAMPLER, Stage, StagedLoss
+from dlm_jax.training.step import StepConfig, init_state, make_train_step
+
+VOCAB_SIZE, ROWS, POSITIONS = 512, 16, 128
+MASK = VOCAB_SIZE - 1
+STAGES = {
+    "no heads": (MAIN,),
+    "main": (MAIN,),
+    "main + sampler": (MAIN, SAMPLER),
+    "main + sampler + critic": (MAIN, SAMPLER, CRITIC),
+    "sampler alone": (SAMPLER,),
+}
+
+
+def make_step(name: str) -> tuple[Any, Any, float]:
+    """(compiled step, its state, its floating-point operations)."""
+    has_heads = name != "no heads"
+    model = ModelConfig(
+        depth=4, width=128, heads=4, vocab_size=VOCAB_SIZE, activation="gelu",
+        add_sampler_head=has_heads, add_critic_head=has_heads,
+    )  # fmt: skip
+    heads, optim = HeadsConfig(sampler_reveal=0.7, warmup_steps=0), OptimConfig(warmup_steps=1)
+    network, mesh = build(model), make_mesh(MeshConfig(), jax.devices()[:1])
+    stage = Stage(frozenset(STAGES[name]))
+
+    def objective(batch: Batch, key: jax.Array) -> Any:
+        return elbo(batch, key, schedule=LinearSchedule(), mask_id=MASK)
+
+    loss = StagedLoss(
+        network, Mixture({"elbo": objective}, {"elbo": 1.0}), stage, heads, MASK, (MASK,), mesh
+    )
+    optimizer = (
+        make_grouped_optimizer(optim, heads, stage, num_steps=1000)
+        if has_heads
+        else make_optimizer(optim, num_steps=1000)
+    )
+    state = init_state(network, optimizer, jax.random.key(0), mesh=mesh)
+    step = make_train_step(loss, optimizer, state, mesh=mesh, config=StepConfig(MASK, ROWS))
+    tokens_BL = jax.random.randint(jax.random.key(2), (ROWS, POSITIONS), 0, MASK)
+    batch = Batch(tokens_BL, jnp.full(ROWS, POSITIONS), jnp.zeros(ROWS, jnp.int32))
+    key = jax.random.key(1)
+    compiled = step.lower(state, batch, key).compile()
+    costs = compiled.cost_analysis() or {}
+    carried = [state]
+
+    def run() -> None:
+        carried[0], metrics = compiled(carried[0], batch, key)
+        jax.block_until_ready(metrics)
+
+    return run, carried, costs.get("flops", float("nan"))
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    start_jax()
+    steps = {name: make_step(name) for name in STAGES}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(args.rounds + 1):
+        for name, (run, _, _) in steps.items():
+            start = time.perf_counter()
+            run()
+            if turn:
+                times[name].append(1000 * (time.perf_counter() - start))
+    base = statistics.median(times["no heads"])
+    print("| stage | ms per step | beside no heads | GFLOP |")
+    print("| --- | --- | --- | --- |")
+    for name, (_, _, flops) in steps.items():
+        middle = statistics.median(times[name])
+        print(f"| {name} | {middle:.1f} | {middle / base:.3f} | {flops / 1e9:.4f} |")
+
+
+if __name__ == "__main__":
+    main()
