@@ -91,8 +91,8 @@ def measure(model: Model) -> dict[str, tuple[float, float]]:
         ).items():
             rows.setdefault(name, []).append(pair)
     return {
-        name: ratio_and_error(*(np.concatenate(column) for column in zip(*pairs, strict=True)))
-        for name, pairs in rows.items()
+        name: ratio_and_error(*(np.concatenate(column) for column in zip(*rows[name], strict=True)))
+        for name in ("LM head", *SHOWN)
     }
 
 

@@ -1,0 +1,298 @@
+"""Structural edits against cases worked out by hand, and against one edit at a time."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from edit_cases import CASES, LENGTH, MASK, NEW, PAD, SIGNS, SPACE, Case
+from oracles import edits as oracle
+
+from dlm_jax.sampling.edits import (
+    EditParams,
+    Snapshot,
+    deletion_scores,
+    edit,
+    gap_scores,
+    ratio_at,
+    uncertainty,
+)
+from dlm_jax.sampling.shifting import Cells, Plan
+
+ROWS = 64
+
+
+@jax.jit
+def _edit(cells, snapshot, params, edit_id_B) -> tuple[Cells, Plan]:
+    return edit(
+        cells, snapshot, params, mask_id=MASK, space_id=SPACE, pad_id=PAD, edit_id=edit_id_B
+    )
+
+
+PLACES = "0123456789ab"
+
+
+def _arrays(case: Case) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The case as one row of cells, snapshot and parameters."""
+    length = len(case.text)
+    ids = [SIGNS.get(sign, ord(sign)) for sign in case.text] + [PAD] * (LENGTH - length)
+    cells = {
+        "tokens_BL": ids,
+        "frozen_BL": [p in case.frozen or i >= length for i, p in enumerate(PLACES)],
+        "inserted_BL": [p in case.inserted for p in PLACES],
+        "mark_BL": [p in case.marked for p in PLACES],
+        "length_B": length,
+    }
+    known = [
+        x if isinstance(x, list) else [x] * length for x in (case.own, case.right)
+    ]  # Beyond the row and right of the last one, what is not known must not be read.
+    logs = [[math.log(p) if p else -math.inf for p in x] for x in known]
+    own, right = (x + [math.nan] * (LENGTH - length) for x in logs)
+    if length:
+        right[length - 1] = math.nan
+    params = {
+        "insert_ratio_B": case.insert, "delete_ratio_B": case.delete,
+        "delete_margin_B": case.margin, "delete_lambda_B": case.lam, "cooldown_B": case.cooldown,
+        "trims_B": case.trims, "targets_length_B": case.target is not None,
+        "capacity_B": case.capacity, "target_B": case.target or 0,
+    }  # fmt: skip
+    return cells, {"own_BL": own, "right_BL": right}, params
+
+
+def _batch(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Rows side by side, the first ones again where there are too few."""
+    rows = (rows * ROWS)[:ROWS]
+    return {k: np.array([row[k] for row in rows], TYPES[k]) for k in rows[0]}
+
+
+TYPES = {"tokens_BL": np.int32, "length_B": np.int32, "own_BL": np.float32, "right_BL": np.float32}
+TYPES |= {k: bool for k in ("frozen_BL", "inserted_BL", "mark_BL", "trims_B", "targets_length_B")}
+TYPES |= {k: np.int32 for k in ("cooldown_B", "capacity_B", "target_B")}
+TYPES |= {f.name: np.float32 for f in dataclasses.fields(EditParams) if f.name not in TYPES}
+
+
+class Batch(NamedTuple):
+    cells: Cells
+    snapshot: Snapshot
+    params: EditParams
+    edit_id_B: np.ndarray
+
+
+def _together(rows: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]) -> Batch:
+    cells, snapshots, params = (_batch(list(part)) for part in zip(*rows, strict=True))
+    new_B = np.full(ROWS, NEW, np.int32)
+    return Batch(Cells(**cells), Snapshot(**snapshots), EditParams(**params), new_B)
+
+
+@functools.cache
+def _worked() -> Any:
+    assert len(CASES) <= ROWS
+    return _edited(*_together([_arrays(case) for case in CASES.values()]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_case_worked_out_by_hand(name):
+    case, row = CASES[name], list(CASES).index(name)
+    after, plan = _worked()
+    letters = {token: sign for sign, token in SIGNS.items()}
+    length = after.length_B[row]
+    text = "".join(letters.get(int(t), chr(t)) for t in after.tokens_BL[row, :length])
+    assert text == case.after
+    assert (after.tokens_BL[row, length:] == PAD).all()
+    assert after.frozen_BL[row, length:].all()
+    if case.marks is not None:
+        marks = "".join("^" if mark else "." for mark in after.mark_BL[row, :length])
+        assert marks == case.marks
+    assert not after.mark_BL[row, length:].any()
+    assert int(plan.edits.refused_B[row]) == case.refused
+    assert int(plan.trimmed_B[row]) == case.trimmed
+
+
+def _random_batch(rng: np.random.Generator) -> Batch:
+    """Rows of every kind: prompts and islands, holes, spaces, ties, impossible tokens, no room."""
+    shape = (ROWS, LENGTH)
+    place = np.arange(LENGTH)[None]
+    capacity = rng.integers(1, LENGTH + 1, ROWS)
+    length = np.where(rng.random(ROWS) < 0.4, capacity, rng.integers(0, capacity + 1))
+    is_live = place < length[:, None]
+    tokens = rng.choice([SPACE, MASK, *range(97, 103)], shape, p=[0.2, 0.15, *[0.65 / 6] * 6])
+    prompt = rng.integers(0, 5, ROWS) * (rng.random(ROWS) < 0.6)
+    frozen = (place < prompt[:, None]) | (rng.random(shape) < rng.choice([0, 0.3], ROWS)[:, None])
+    tokens = np.where(frozen & (tokens == MASK), SPACE, tokens)
+    fine = rng.random((2, *shape))
+    coarse = rng.choice([0.0, 0.1, 0.5, 0.9, 1.0], (2, *shape))
+    p = np.where(rng.random((ROWS, 1)) < 0.4, coarse, fine)
+    p[0] *= rng.choice([1.0, 0.3], (ROWS, 1))
+    with np.errstate(divide="ignore"):
+        own, right = np.log(p).astype(np.float32)
+    off = rng.choice([0, 1], (2, ROWS), p=[0.15, 0.85])
+    ratios = rng.choice([0.1, 0.25, 0.5, 1.0, 0.37], (2, ROWS)) * off
+    params = EditParams(
+        *ratios.astype(np.float32),
+        rng.choice([0.0, 0.02, 0.3], ROWS).astype(np.float32),
+        rng.choice([0.0, 0.3, 1.0], ROWS).astype(np.float32),
+        rng.choice([0, 0, 1, 2], ROWS).astype(np.int32),
+        *(rng.random((2, ROWS)) < 0.5),
+        *np.array([capacity, rng.integers(0, LENGTH + 4, ROWS)], np.int32),
+    )
+    cells = Cells(
+        np.where(is_live, tokens, PAD).astype(np.int32),
+        frozen | ~is_live,
+        *((rng.random(shape) < q) & is_live for q in (0.3, 0.15)),
+        length.astype(np.int32),
+    )
+    new_B = rng.choice([SPACE, MASK], ROWS).astype(np.int32)
+    return Batch(cells, Snapshot(own, right), params, new_B)
+
+
+def _row_of(cells: Cells, row: int) -> list[oracle.Cell]:
+    return oracle.row_from(*(x[row] for x in cells[:4]), length=cells.length_B[row])
+
+
+def _asked(params: EditParams, row: int, length: int) -> oracle.Params:
+    asked = {f.name.removesuffix("_B"): getattr(params, f.name)[row].item()
+             for f in dataclasses.fields(params)}  # fmt: skip
+    asked["target"] = min(asked["target"], asked["capacity"])
+    # The oracle lets a row that is nudged to grow spill; the document caps its insertions.
+    asked["trims"] &= not (asked["targets_length"] and length < asked["target"])
+    return oracle.Params(**asked)
+
+
+def _without_origin(row: list[oracle.Cell]) -> list[oracle.Cell]:
+    return [dataclasses.replace(cell, origin=None) for cell in row]
+
+
+def _edited(*batch: Any) -> tuple[Cells, Plan]:
+    """What the program says, as NumPy arrays."""
+    return jax.tree.map(np.asarray, _edit(*batch))
+
+
+def test_edits_are_those_of_one_at_a_time():
+    """Over thousands of rows, and over a second step whose marks and flags are the first's."""
+    rng = np.random.default_rng(0)
+    seen = collections.Counter[str]()
+    for _ in range(24):
+        cells, snapshot, params, new_B = _random_batch(rng)
+        for _ in range(2):
+            after, plan = _edited(cells, snapshot, params, new_B)
+            for row in range(ROWS):
+                before = _row_of(cells, row)
+                asked = _asked(params, row, len(before))
+                choice = oracle.select(
+                    before, snapshot.own_BL[row], snapshot.right_BL[row], asked,
+                    mask=MASK, space=SPACE,
+                )  # fmt: skip
+                if choice.margin < 1:
+                    continue
+                assert set(np.flatnonzero(plan.edits.insert_gap_BL[row])) == choice.inserts
+                assert set(np.flatnonzero(plan.edits.delete_BL[row])) == choice.deletes
+                assert plan.edits.refused_B[row] == choice.refused
+                want = oracle.apply(
+                    before, choice.inserts, choice.deletes, token=int(new_B[row]),
+                    capacity=asked.capacity,
+                )  # fmt: skip
+                assert _without_origin(_row_of(after, row)) == _without_origin(want.row)
+                assert plan.trimmed_B[row] == want.trimmed
+                seen.update(
+                    rows=1, inserts=len(choice.inserts), deletes=len(choice.deletes),
+                    trimmed=want.trimmed, refused=choice.refused,
+                    both=bool(choice.inserts & choice.deletes),
+                )  # fmt: skip
+            cells, snapshot = after, _random_batch(rng).snapshot
+    assert seen["rows"] > 3000
+    assert min(seen["inserts"], seen["deletes"]) > 1000, seen
+    assert min(seen["trimmed"], seen["refused"], seen["both"]) > 100, seen
+
+
+@jax.jit
+def _scores(cells, snapshot, params):
+    uncertain_BL = uncertainty(cells, snapshot, mask_id=MASK)
+    weights = (params.delete_margin_B, params.delete_lambda_B)
+    misfit_BL = deletion_scores(cells, snapshot, *weights, mask_id=MASK)
+    return uncertain_BL, gap_scores(uncertain_BL), misfit_BL
+
+
+def test_scores_are_those_of_the_document():
+    cells, snapshot, params, _ = _random_batch(np.random.default_rng(5))
+    found = [np.asarray(x) for x in _scores(cells, snapshot, params)]
+    for row in range(ROWS):
+        want = oracle.scores(
+            _row_of(cells, row), snapshot.own_BL[row], snapshot.right_BL[row], mask=MASK,
+            margin=params.delete_margin_B[row], lam=params.delete_lambda_B[row],
+        )  # fmt: skip
+        length = cells.length_B[row]
+        for got_BL, values in zip(found, want, strict=True):
+            np.testing.assert_allclose(got_BL[row, :length], values, atol=1e-6)
+
+
+def test_frozen_tokens_stay_in_order_and_what_is_before_the_first_unfrozen_stays_put():
+    rng = np.random.default_rng(1)
+    for _ in range(5):
+        batch = _random_batch(rng)
+        (after, _), before = _edited(*batch), batch.cells
+        for row in range(ROWS):
+            old, new = (
+                x.tokens_BL[row, : x.length_B[row]][x.frozen_BL[row, : x.length_B[row]]]
+                for x in (before, after)
+            )
+            np.testing.assert_array_equal(old, new)
+            first = int(np.argmin(np.append(before.frozen_BL[row], False)))
+            np.testing.assert_array_equal(
+                before.tokens_BL[row, :first], after.tokens_BL[row, :first]
+            )
+            assert after.length_B[row] <= batch.params.capacity_B[row]
+
+
+def test_rows_do_not_depend_on_their_place_or_neighbours():
+    rng = np.random.default_rng(2)
+    batch, other = _random_batch(rng), _random_batch(rng)
+    perm = rng.permutation(ROWS)
+    alone = jax.tree.map(lambda x: x[perm], _edited(*batch))
+    mixed = jax.tree.map(lambda a, b: np.concatenate([a[perm[:20]], b[20:]]), batch, other)
+    for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(_edited(*mixed)), strict=True):
+        np.testing.assert_array_equal(a[:20], b[:20])
+
+
+def test_ratios_of_zero_change_nothing():
+    cells, snapshot, params, new_B = _random_batch(np.random.default_rng(3))
+    zero_B = np.zeros(ROWS, np.float32)
+    off = dataclasses.replace(
+        params, insert_ratio_B=zero_B, delete_ratio_B=zero_B, targets_length_B=zero_B > 0
+    )
+    after, plan = _edit(cells, snapshot, off, new_B)
+    for x, y in zip(cells, after._replace(mark_BL=cells.mark_BL), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert not after.mark_BL.any(), "marks last one step"
+    np.testing.assert_array_equal(plan.source_BL, np.arange(LENGTH)[None].repeat(ROWS, 0))
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_ratios_follow_their_schedule(schedule):
+    cases = [(s, n, a, b) for n in (1, 2, 7) for s in range(n) for a, b in ((0.4, 0.1), (0, 1))]
+    step, steps, start, end = (np.array(x) for x in zip(*cases, strict=True))
+    got = ratio_at(
+        jnp.asarray(start, jnp.float32), jnp.asarray(end, jnp.float32), jnp.asarray(step),
+        jnp.asarray(steps), schedule=schedule,
+    )  # fmt: skip
+    want = [oracle.ratio_at(a, b, s, n, schedule) for s, n, a, b in cases]
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    assert float(got[0]) == np.float32(0.4), "a lone step has the start"
+
+
+def test_unknown_schedules_are_refused():
+    one = jnp.ones(1)
+    with pytest.raises(ValueError, match="edit_schedule='sine' is unknown; use linear or cosine"):
+        ratio_at(one, one, one, one, schedule="sine")
+
+
+def test_all_of_it_was_one_program():
+    """The tests above call it with every kind of row and of parameter."""
+    _edit(*_random_batch(np.random.default_rng(4)))
+    assert _edit._cache_size() == 1

@@ -1,0 +1,137 @@
+"""The map of a step's edits against lists, and against the shift primitives one edit at a time."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import edits as oracle
+
+from dlm_jax.sampling.shifting import (
+    Cells,
+    Edits,
+    apply_plan,
+    left_shift,
+    moved_boundary,
+    plan_edits,
+    right_shift,
+)
+from dlm_jax.types import live_positions
+
+ROWS, LENGTH, NEW, PAD = 32, 9, -1, -2
+PLACE = np.arange(LENGTH)
+
+
+@jax.jit
+def _mapped(edits, cells, capacity_B, boundary_B):
+    """The plan, the canvas, a score moved through it, and a boundary."""
+    plan = plan_edits(edits, cells, capacity_B)
+    age_BL = jnp.broadcast_to(jnp.arange(LENGTH), cells.tokens_BL.shape) * 0.5
+    own_B = 10.0 + jnp.arange(ROWS)
+    return (
+        plan,
+        apply_plan(plan, cells.tokens_BL, NEW, PAD),
+        apply_plan(plan, cells.frozen_BL, False, True),
+        apply_plan(plan, age_BL, own_B),
+        moved_boundary(plan, boundary_B),
+    )
+
+
+@jax.jit
+def _shifted(edits, cells, capacity_B):
+    """Lengths, sources and frozen positions when each edit shifts the canvas by itself.
+
+    From right to left, so that what is to come keeps its place; the deletion at a place before the
+    insertion, so that the insertion stands in front. Twice as wide, so that nothing falls off but
+    what is trimmed.
+    """
+    shape = (ROWS, 2 * LENGTH)
+    source_BL = jnp.broadcast_to(jnp.arange(shape[1]), shape)
+    frozen_BL = jnp.pad(cells.frozen_BL, ((0, 0), (0, LENGTH)), constant_values=True)
+    end_B = jnp.full(ROWS, shape[1])
+
+    def at_place(i, carry):
+        source_BL, frozen_BL, length_B = carry
+        place_B = jnp.full(ROWS, LENGTH - 1 - i)
+        is_gone_B, is_put_B = (x[:, LENGTH - 1 - i] for x in edits[:2])
+        gone_B = jnp.where(is_gone_B, place_B, end_B)
+        source_BL = left_shift(source_BL, gone_B, end_B, PAD)
+        frozen_BL = left_shift(frozen_BL, gone_B, end_B, True)
+        put_B = jnp.where(is_put_B, place_B, end_B)
+        source_BL = right_shift(source_BL, put_B, end_B, NEW)
+        frozen_BL = right_shift(frozen_BL, put_B, end_B, False)
+        return source_BL, frozen_BL, length_B - is_gone_B + is_put_B
+
+    def trim(i, carry):
+        source_BL, frozen_BL, length_B = carry
+        is_loose_BL = live_positions(length_B, shape[1]) & ~frozen_BL
+        last_B = shape[1] - 1 - jnp.argmax(is_loose_BL[:, ::-1], axis=1)
+        is_over_B = (length_B > capacity_B) & is_loose_BL.any(axis=1)
+        last_B = jnp.where(is_over_B, last_B, end_B)
+        source_BL = left_shift(source_BL, last_B, end_B, PAD)
+        return source_BL, left_shift(frozen_BL, last_B, end_B, True), length_B - is_over_B
+
+    edits = (edits.delete_BL, edits.insert_gap_BL)
+    carry = (source_BL, frozen_BL, cells.length_B)
+    carry = jax.lax.fori_loop(0, LENGTH, at_place, carry)
+    return jax.lax.fori_loop(0, LENGTH, trim, carry)
+
+
+BYTES = st.binary(min_size=12 * ROWS, max_size=12 * ROWS)
+"""Of each row six numbers: length, which are frozen, which get a token in front, which go, free
+capacity, a boundary. Drawn as bytes, which is quick, and shrinks towards rows without anything."""
+
+
+@settings(max_examples=100, deadline=None)
+@given(drawn=BYTES)
+def test_the_map_is_what_one_edit_at_a_time_makes(drawn):
+    number_BC = np.frombuffer(drawn, np.uint16).reshape(ROWS, 6).astype(np.int32)
+    length_B, room_B, boundary_B = (number_BC[:, i] % (LENGTH + 1) for i in (0, 4, 5))
+    is_live_BL = length_B[:, None] > PLACE
+    frozen_BL, put_BL, gone_BL = (
+        (((x_B1 >> PLACE) % 2 == 1) | (x_B1 >> 14 == 3)) & is_live_BL
+        for x_B1 in (number_BC[:, i, None] for i in (1, 2, 3))
+    )
+    put_BL[:, 0] = False
+    gone_BL &= ~frozen_BL
+    capacity_B = np.minimum(length_B + room_B, LENGTH)
+    boundary_B = np.minimum(boundary_B, length_B)
+    tokens_BL = np.where(is_live_BL, PLACE, PAD)
+    no_BL = np.zeros((ROWS, LENGTH), bool)
+    cells = Cells(tokens_BL, frozen_BL | ~is_live_BL, no_BL, no_BL, length_B)
+    edits = Edits(put_BL, gone_BL, np.zeros(ROWS, np.int32))
+    found = _mapped(edits, cells, capacity_B, boundary_B)
+    plan, after_BL, is_frozen_BL, age_BL, moved_B = jax.tree.map(np.asarray, found)
+    source_BL, shifted_BL, shifted_B = map(np.asarray, _shifted(edits, cells, capacity_B))
+    for i in range(ROWS):
+        n, boundary = plan.length_B[i], boundary_B[i]
+        row = oracle.row_from(PLACE, frozen_BL[i], length=length_B[i])
+        puts, gone = np.flatnonzero(put_BL[i]), np.flatnonzero(gone_BL[i])
+        want, trimmed = oracle.apply(row, puts, gone, token=NEW, capacity=capacity_B[i])
+        tokens = [cell.token for cell in want]
+        assert after_BL[i].tolist() == tokens + [PAD] * (LENGTH - n)
+        assert source_BL[i, :n].tolist() == tokens and shifted_B[i] == n
+        is_kept_frozen = [cell.frozen for cell in want]
+        assert is_frozen_BL[i].tolist() == is_kept_frozen + [True] * (LENGTH - n)
+        assert shifted_BL[i, :n].tolist() == is_kept_frozen
+        ages = [10.0 + i if token == NEW else token * 0.5 for token in tokens]
+        assert age_BL[i].tolist() == ages + [10.0 + i] * (LENGTH - n)
+        assert plan.is_new_BL[i, :n].tolist() == [token == NEW for token in tokens]
+        assert plan.mark_BL[i].tolist() == [cell.mark for cell in want] + [False] * (LENGTH - n)
+        assert plan.trimmed_B[i] == trimmed
+        if not trimmed:
+            assert moved_B[i] == boundary + sum(puts < boundary) - sum(gone < boundary)
+        assert (np.diff(plan.source_BL[i, :n]) >= 0).all()
+
+
+def test_the_primitives_move_one_stretch_by_one():
+    x_BL = jnp.tile(jnp.arange(5), (4, 1))
+    start_B, end_B = jnp.array([1, 0, 3, 4]), jnp.array([4, 5, 3, 5])
+    assert right_shift(x_BL, start_B, end_B, 9).tolist() == [
+        [0, 9, 1, 2, 4], [9, 0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 2, 3, 9]
+    ]  # fmt: skip
+    assert left_shift(x_BL, start_B, end_B, 9).tolist() == [
+        [0, 2, 3, 9, 4], [1, 2, 3, 4, 9], [0, 1, 2, 3, 4], [0, 1, 2, 3, 9]
+    ]  # fmt: skip
