@@ -81,21 +81,26 @@ def sample(run: Run, state: TrainState, *, num_samples: int, seed: int = 0) -> t
 
 
 def show_sample(run: Run, state: TrainState, step: int) -> None:
-    """Shows one sample on standard error while training."""
+    """Shows one sample on standard error while training; nothing of a scorer, which writes none."""
+    if run.is_scorer:
+        return
     for text in sample(run, state, num_samples=1, seed=run.config.train.seed):
         say(f"--- sample at step {step}\n{text}\n---")
 
 
 def finish(run: Run, outcome: Outcome) -> int:
-    """Exit code; says how the run ended, and prints samples if it finished."""
+    """Exit code; says how the run ended, and prints samples if it finished a model that writes."""
     if outcome.reason == "non_finite":
         return 1
     if outcome.reason == "interrupted":
         say(f"interrupted: saved at step {outcome.step}; the same command continues")
         return 128 + outcome.signal_number
-    texts = sample(run, outcome.state, num_samples=NUM_SAMPLES)
+    texts = () if run.is_scorer else sample(run, outcome.state, num_samples=NUM_SAMPLES)
     say(f"finished: {run.out_dir} holds checkpoints, metrics.jsonl and loss.png")
-    say(f"sample more with: python sample.py --checkpoint {run.out_dir}")
+    if run.is_scorer:
+        say(f"judge texts with: python -m dlm_jax.evaluate --checkpoint {run.out_dir} --text FILE")
+    else:
+        say(f"sample more with: python sample.py --checkpoint {run.out_dir}")
     if texts:
         print("\n---\n".join(texts))
     return 0

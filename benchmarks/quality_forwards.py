@@ -5,8 +5,9 @@
 
 Each row of the table is a rule with its setting, over three seeds: forwards per text, the judge's
 exact bits per character (mean and standard deviation over the seeds), the entropy of the generated
-tokens in bits, and the share of distinct 4-grams of characters. Everything else is the model's
-default. Measurements found in the file of results are not made again, so a stopped run goes on.
+tokens in bits, and the share of distinct 4-grams of characters. Candidates are drawn in parallel,
+the temperature goes from 1 to 0.3, and everything else is the model's default. Measurements found
+in the file of results are not made again, so a stopped run goes on.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def measure(
         seed=seed,
         batch_size=number,
         chain=("temperature", "min_p"),
+        fill="parallel",
+        temperature_end=0.3,
         **settings,
     )
     texts = [text[:characters] for text in made.texts]

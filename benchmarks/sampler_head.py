@@ -6,7 +6,7 @@
 
 Every measurement is one line of the CSV; those that are there are not made again, so a stopped
 study goes on. Settings are tuned on seeds of their own (part ``tune``), by the judge's bits per
-character among settings whose texts are as diverse as those of 128 forwards without a head, and
+character among settings whose texts are as diverse as those of many forwards without a head, and
 then frozen: all other parts use other seeds. ``--picture`` draws, ``--table`` prints.
 """
 
@@ -37,8 +37,9 @@ FIELDS: tuple[str, ...] = (
     "corpus", "part", "case", "steps", "settings", "trained", "seed", "forwards", "bits",
     "entropy", "distinct", "words", "broken", "waves", "seeded", "ms_per_step", "tokens_per_second",
 )  # fmt: skip
-BUDGETS = {"bpe": (4, 8, 16, 32, 64), "characters": (8, 16, 32, 64, 128)}
-FULL = {"bpe": 128, "characters": 256}
+BUDGETS = {"bpe": (4, 8, 16, 32, 64), "characters": (8, 16, 32)}
+FULL = {"bpe": 128, "characters": 64}
+ORDERS = {"bpe": ("random", "margin"), "characters": ("random",)}
 TUNING_SEED = 70_000
 TIMED = 5
 TEMPERATURES = ((1.0, 0.3), (1.0, 0.1), (0.8, 0.3), (0.7, 0.1))
@@ -162,7 +163,7 @@ def tune(study: Study, kinds: list[str]) -> dict[tuple[str, int], dict[str, Any]
     for kind in kinds:
         for steps in BUDGETS[study.corpus]:
             lines = []
-            for order in ("random", "margin"):
+            for order in ORDERS[study.corpus]:
                 for first, last in TEMPERATURES:
                     settings: dict[str, Any] = {
                         "steps": steps, "order": order,

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dlm_jax.api import Texts, generate, stream
     from dlm_jax.models import Model, load
+    from dlm_jax.scorer import corruption
     from dlm_jax.types import Network, Status
 
-__all__ = ["Model", "Network", "Status", "Texts", "generate", "load", "stream"]
+__all__ = ["Model", "Network", "Status", "Texts", "corruption", "generate", "load", "stream"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "Model": "models",
     "Texts": "api",
+    "corruption": "scorer",
     "generate": "api",
     "stream": "api",
     "load": "models",

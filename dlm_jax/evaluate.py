@@ -4,6 +4,9 @@ Without texts it scores the held-out text of the model's own corpus. One line pe
 standard output: nats per token and bits per character, each with its standard error over the
 windows or texts. A diffusion model's figures are bounds, an autoregressive model's exact, so that
 it can judge any text (``--checkpoint runs/judge --text samples.txt --split``).
+
+A sequence scorer says which share of the texts is corrupted; without texts, how far off it is on
+held-out text that was corrupted as in its training.
 """
 
 from __future__ import annotations
@@ -11,16 +14,20 @@ from __future__ import annotations
 import json
 import math
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import dlm_jax
 from dlm_jax.command_line import Parser, refusals, start_jax
-from dlm_jax.data import load_corpus, validation_windows
+from dlm_jax.data import Corpus, load_corpus, validation_windows
 from dlm_jax.data.jsonl import read_jsonl
+from dlm_jax.data.rows import Batch
+from dlm_jax.diffusion.scoring import error_line, summary
 from dlm_jax.likelihood import Score, score, score_rows
 from dlm_jax.models import Model
+from dlm_jax.scorer import corruption, held_out_errors
 
 
 class Source(NamedTuple):
@@ -63,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = dlm_jax.load(args.checkpoint, report=lambda line: print(line, file=sys.stderr))
         drawn = {"num_draws": args.num_draws, "batch_size": args.batch_size, "seed": args.seed}
         sources = list(_sources(args))
+        if model.network.scorer is not None:
+            _judge(model, args, sources)
+            return 0
         for source in sources:
             result = score(model, source.texts, prompts=source.prompts, **drawn)
             print(_line(source.name, result, as_json=args.json), flush=True)
@@ -90,6 +100,16 @@ def _sources(args) -> Iterator[Source]:
 
 def _held_out(model: Model, source: str | None, drawn: dict[str, int]) -> tuple[str, Score]:
     """Score of the windows of the held-out text that training never saw."""
+    corpus, rows = _held_out_rows(model, source)
+    cost = score_rows(model, rows, **drawn)
+    tokens = rows["length"] - rows["given"]
+    # Characters are known for the whole text alone: each window gets its share by tokens.
+    characters = tokens * (corpus.num_val_characters / tokens.sum())
+    result = Score(cost.nats_N, tokens, characters, cost.variance_N**0.5, model.is_causal)
+    return f"held-out text of {corpus.name}", result
+
+
+def _held_out_rows(model: Model, source: str | None, **how: int) -> tuple[Corpus, Batch]:
     assert model.config is not None, "a loaded model has its config"
     data = model.config.data
     corpus = load_corpus(
@@ -101,13 +121,39 @@ def _held_out(model: Model, source: str | None, drawn: dict[str, int]) -> tuple[
         tail=data.tail,
         seq_len=data.seq_len,
     )
-    rows = validation_windows(corpus.val_rows, seq_len=data.seq_len, pad_id=model.tokenizer.pad_id)
-    cost = score_rows(model, rows, **drawn)
-    tokens = rows["length"] - rows["given"]
-    # Characters are known for the whole text alone: each window gets its share by tokens.
-    characters = tokens * (corpus.num_val_characters / tokens.sum())
-    result = Score(cost.nats_N, tokens, characters, cost.variance_N**0.5, model.is_causal)
-    return f"held-out text of {corpus.name}", result
+    return corpus, validation_windows(
+        corpus.val_rows, seq_len=data.seq_len, pad_id=model.tokenizer.pad_id, **how
+    )
+
+
+def _judge(model: Model, args: Namespace, sources: Sequence[Source]) -> None:
+    """Prints which share of each source a sequence scorer takes to be corrupted, or its error."""
+    if args.num_draws != 1:
+        raise ValueError(
+            f"--num-draws={args.num_draws} means nothing for a sequence scorer; drop it"
+        )
+    if args.batch_size < 1:
+        raise ValueError(f"batch_size={args.batch_size} must be at least 1")
+    for name, texts, prompts in sources:
+        if prompts is not None:
+            raise ValueError(f"{name}: a sequence scorer judges whole texts; leave out the prompts")
+        share_N = corruption(model, texts, batch_size=args.batch_size)
+        share, count = float(share_N.mean()), len(share_N)
+        error = float(share_N.std(ddof=1)) / count**0.5 if count > 1 else None
+        record = {"corrupted_share": share, "corrupted_share_error": error, "texts": count}
+        line = f"corrupted share {share:.4f}"
+        line += "" if error is None else f" +- {error:.4f} ({count} texts)"
+        _print(name, "judged", record, line, as_json=args.json)
+    if not sources:
+        corpus, rows = _held_out_rows(model, args.held_out, multiple_of=args.batch_size)
+        found = held_out_errors(model, rows, batch_size=args.batch_size, seed=args.seed)
+        record = summary(found, rows["length"] - rows["given"])
+        name = f"held-out text of {corpus.name}"
+        _print(name, "error", record, error_line(record), as_json=args.json)
+
+
+def _print(name: str, kind: str, record: dict[str, Any], line: str, *, as_json: bool) -> None:
+    print(json.dumps({"source": name, "kind": kind} | record) if as_json else f"{name}: {line}")
 
 
 def _line(name: str, result: Score, *, as_json: bool) -> str:

@@ -35,7 +35,7 @@ def _replace(meta: dict[str, Any], path: str) -> None:
     given = configs.to_dict(configs.load(path))
     said = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     meta["config"]["sample"] |= {key: given["sample"][key] for key in said.get("sample", {})}
-    for section, key in (("data", "source"), ("train", "out_dir")):
+    for section, key in (("data", "source"), ("train", "out_dir"), ("train", "init_from")):
         if key in said.get(section, {}):
             meta["config"][section][key] = given[section][key]
     meta["corpus"]["name"] = ", ".join(meta["config"]["data"]["source"])

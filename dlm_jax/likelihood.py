@@ -96,8 +96,12 @@ def score(
 
     Raises:
       ValueError: an empty text, one the tokenizer cannot hold, a prompt and text that exceed the
-        canvas together, or a size below 1.
+        canvas together, a size below 1, or a sequence scorer instead of a language model.
     """
+    if model.network.scorer is not None:
+        raise ValueError(
+            "the model is a sequence scorer, which has no likelihood; use dlm_jax.corruption"
+        )
     for name, value in (("num_draws", num_draws), ("batch_size", batch_size)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")

@@ -64,7 +64,10 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def plot_losses(records: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
-    """Draws training loss and held-out bound over the steps to a PNG; nothing without records."""
+    """Draws training loss and held-out bound over the steps to a PNG; nothing without records.
+
+    For a sequence scorer the held-out cross-entropy is drawn, which its loss is too.
+    """
     train = [record for record in records if record["kind"] == "train"]
     held_out = [record for record in records if record["kind"] == "evaluation"]
     if not train:
@@ -78,15 +81,17 @@ def plot_losses(records: list[dict[str, Any]], path: str | os.PathLike[str]) -> 
     steps = [record["step"] for record in train]
     losses = [record["loss"] for record in train]
     axes.plot(steps, losses, linewidth=0.8, alpha=0.5, label="training loss")
+    is_scorer = any("cross_entropy" in record for record in held_out)
+    figure_of = "cross_entropy" if is_scorer else "bound"
     if held_out:
         axes.plot(
             [record["step"] for record in held_out],
-            [record["bound"] for record in held_out],
+            [record[figure_of] for record in held_out],
             marker="o",
             markersize=3,
-            label=f"held-out bound (last {held_out[-1]['bound']:.3f})",
+            label=f"held-out {figure_of.replace('_', '-')} (last {held_out[-1][figure_of]:.3f})",
         )
-    axes.set(xlabel="step", ylabel="nats per token")
+    axes.set(xlabel="step", ylabel="nats per text" if is_scorer else "nats per token")
     axes.grid(alpha=0.3)
     axes.legend()
     target = Path(path)

@@ -33,9 +33,10 @@ MAY_IMPORT = {
     "batch": {*_LIBRARY, "models", "jobs"},
     "viewing": {"data", "sampling"},
     "likelihood": {*_LIBRARY, "models"},
-    "evaluate": {*_LIBRARY, "models", "likelihood", "__init__"},
+    "scorer": {*_LIBRARY, "models"},
+    "evaluate": {*_LIBRARY, "models", "likelihood", "scorer", "__init__"},
     "export": _LIBRARY,
-    "__init__": {"api", "models", "types"},
+    "__init__": {"api", "models", "scorer", "types"},
 }
 
 

@@ -62,6 +62,76 @@ def test_bad_keys_and_values_are_refused_in_one_line(tmp_path, text, overrides, 
     assert "\n" not in str(error.value)
 
 
+SAMPLER, CRITIC = {"model.add_sampler_head": "true"}, {"model.add_critic_head": "true"}
+BEGUN = {"train.init_from": "runs/other"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (SAMPLER | {"model.mode": "sequence_scorer"},
+         "model.add_sampler_head=True needs model.mode='language_model', and it is "
+         "'sequence_scorer'; change one of them"),
+        (CRITIC | {"model.mode": "sequence_scorer"},
+         "model.add_critic_head=True needs model.mode='language_model'"),
+        (SAMPLER | {"model.attention_type": "causal", "sample.order": "left_to_right"},
+         "model.add_sampler_head=True needs model.attention_type='bidirectional', and it is "
+         "'causal'; change one of them"),
+        (CRITIC | {"model.attention_type": "causal", "sample.order": "left_to_right"},
+         "model.add_critic_head=True needs model.attention_type='bidirectional'"),
+        ({"model.mode": "sequence_scorer", "model.attention_type": "causal"},
+         "model.mode='sequence_scorer' needs model.attention_type='bidirectional'"),
+        (SAMPLER | {"model.sampler_context": "0"}, "model.sampler_context=0 must be at least 1"),
+        (SAMPLER | {"model.sampler_width": "-1"}, "model.sampler_width=-1 must be at least 0"),
+        ({"heads.sampler_min_neighbors_ratio": "0"},
+         "heads.sampler_min_neighbors_ratio=0.0 is not in (0, 1]; use 0.01"),
+        ({"heads.sampler_min_neighbors_ratio": "1.1"}, "_ratio=1.1 is not in (0, 1]; use 0.01"),
+        ({"heads.sampler_min_neighbors_ratio": "nan"}, "_ratio=nan is not"),
+        ({"heads.sampler_reveal": "-0.1"}, "heads.sampler_reveal=-0.1 is not in [0, 1]; use 0.5"),
+        ({"heads.sampler_reveal": "1.01"}, "heads.sampler_reveal=1.01 is not in [0, 1]; use 0.5"),
+        ({"heads.critic_alpha": "-1"}, "heads.critic_alpha=-1.0 must be at least 0"),
+        ({"heads.start_sampler_iteration": "-1"}, "heads.start_sampler_iteration=-1 must be"),
+        ({"heads.end_critic_iteration": "-1"}, "heads.end_critic_iteration=-1 must be at least 0"),
+        ({"heads.clip": "0"}, "heads.clip=0.0 must be > 0"),
+        ({"heads.learning_rate": "nan"}, "heads.learning_rate=nan"),
+        (SAMPLER | {"heads.train_main": "false"},
+         "heads.train_main=False keeps the model as it is, and it is fresh; name the one to keep "
+         "in train.init_from"),
+        (BEGUN | {"heads.train_main": "false"},
+         "heads.train_main=False leaves nothing to train; set model.add_sampler_head or "
+         "model.add_critic_head"),
+    ],
+)  # fmt: skip
+def test_heads_that_cannot_be_or_cannot_train_are_refused_in_one_line(flags, message):
+    with pytest.raises(ValueError, match=r".") as error:
+        configs.load(None, flags)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"heads.sampler_min_neighbors_ratio": "1", "heads.sampler_reveal": "1"},
+        {"heads.sampler_reveal": "0", "heads.critic_alpha": "0"},
+        {"heads.start_critic_iteration": "7", "heads.end_critic_iteration": "3"},
+        SAMPLER | BEGUN | {"heads.train_main": "false"},
+        CRITIC | BEGUN | {"heads.train_main": "false"},
+    ],
+)
+def test_heads_at_the_ends_of_their_ranges_are_accepted(flags):
+    configs.load(None, flags)
+
+
+def test_the_defaults_have_no_heads_and_train_what_there_is_from_the_start():
+    """The document's defaults, `seeds/sampler_head.md` 2.1 and 3.2."""
+    model, heads = Config().model, Config().heads
+    assert not model.add_sampler_head and not model.add_critic_head
+    assert (heads.start_sampler_iteration, heads.start_critic_iteration) == (0, 0)
+    assert (heads.end_critic_iteration, heads.critic_alpha) == (0, 0.5)
+    assert (heads.sampler_min_neighbors_ratio, heads.train_main) == (0.01, True)
+
+
 def test_a_missing_file_is_named():
     with pytest.raises(ValueError, match=r"nowhere\.toml does not exist"):
         configs.load("nowhere.toml")

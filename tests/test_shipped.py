@@ -14,7 +14,7 @@ from dlm_jax.data.tinyshakespeare import SHA256
 from dlm_jax.models import SHIPPED
 
 ROOT = Path(__file__).parent.parent
-CONFIG = ROOT / "configs" / "shakespeare_bpe.toml"
+CONFIG = ROOT / "configs" / "shakespeare_bpe_sampler.toml"
 CORPUS = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
 
 
@@ -26,7 +26,7 @@ def test_it_is_small_and_names_its_text():
 def test_it_was_trained_by_the_config_that_anyone_can_rerun():
     there, ours = dlm_jax.load().config, configs.load(CONFIG)
     given = tomllib.loads(CONFIG.read_text())
-    for section in ("model", "data", "objective", "optim", "train", "sample"):
+    for section in ("model", "data", "objective", "heads", "train", "sample"):
         for key in given[section]:
             if (section, key) not in {("data", "source"), ("train", "out_dir")}:
                 assert getattr(getattr(there, section), key) == getattr(
@@ -41,7 +41,7 @@ def test_sample_without_arguments_prints_a_text(capsys, monkeypatch):
     assert sample.main([]) == 0
     out, err = capsys.readouterr()
     assert len(out.strip()) > 100
-    assert "1 texts, 128 steps" in err
+    assert "1 texts, 32 steps" in err
 
 
 @pytest.mark.skipif(not CORPUS.exists(), reason="the corpus is not beside the project")

@@ -28,6 +28,9 @@ _NEVER = 2**30
 # Positions of one pass of the sampler head: a wave holds few, and each pass costs a whole chunk.
 _CPU_CHUNK = 128
 _ACCELERATOR_CHUNK = 1024
+# On a CPU, logits of one pass; a large vocabulary makes an empty place of a chunk dear.
+_CPU_LOGITS = 2**20
+_LEAST = 16
 _FEW_TOKENS = 16
 
 
@@ -135,7 +138,7 @@ def propose_wavefront(
     level_BL = jnp.where(is_seed_BL, 0, jnp.where(is_seen_BL, _GIVEN, level_BL))
     drawn = _grow(
         network, params, sight, drawn, level_BL, is_grown_BL, context.tokens_BL, pen,
-        temperature_B=fill.temperature_B, chunk=min(chunk, _wave_chunk()),
+        temperature_B=fill.temperature_B, chunk=min(chunk, _wave_chunk(network.vocab_size)),
     )  # fmt: skip
     return Filled(
         proposal=drawn.proposal(shape),
@@ -145,8 +148,10 @@ def propose_wavefront(
     )
 
 
-def _wave_chunk() -> int:
-    return _CPU_CHUNK if jax.default_backend() == "cpu" else _ACCELERATOR_CHUNK
+def _wave_chunk(vocab_size: int) -> int:
+    if jax.default_backend() != "cpu":
+        return _ACCELERATOR_CHUNK
+    return max(_LEAST, min(_CPU_CHUNK, _CPU_LOGITS // vocab_size))
 
 
 def _distance(is_walked_BL: jax.Array, is_source_BL: jax.Array) -> jax.Array:

@@ -12,8 +12,11 @@ import numpy as np
 from dlm_jax.checkpoint import load_any
 from dlm_jax.data import Tokenizer
 from dlm_jax.sharding import path_name
-from dlm_jax.training.stages import HEADS, group_of
+from dlm_jax.training.scorer import SCORER
+from dlm_jax.training.stages import HEADS
 from dlm_jax.training.step import TrainState
+
+_MAY_DIFFER = (*HEADS, SCORER)
 
 
 def begin_with(
@@ -39,7 +42,7 @@ def begin_with(
     fresh = [name for name in state.params if name not in params]
     ignored = [name for name in params if name not in state.params]
     for name in (*fresh, *ignored):
-        if group_of(name) not in HEADS:
+        if name not in _MAY_DIFFER:
             raise ValueError(f"{where} is a model of another kind: {name} is in one of the two")
     if fresh:
         report(f"{where} lacks {', '.join(fresh)}, which begin fresh")
@@ -54,15 +57,11 @@ def begin_with(
             )
         return jax.device_put(np.asarray(given, own.dtype), own.sharding)
 
-    for name in state.params:
-        same = name in fresh or (
-            jax.tree.structure(params[name]) == jax.tree.structure(state.params[name])
-        )
-        if not same:
+    own = {name: tree for name, tree in state.params.items() if name not in fresh}
+    given = {name: params[name] for name in own}
+    for name in own:
+        if jax.tree.structure(given[name]) != jax.tree.structure(own[name]):
             raise ValueError(f"{where} has another kind of {name}; make [model] that of its run")
-    taken = {
-        name: own if name in fresh else jax.tree_util.tree_map_with_path(take, own, params[name])
-        for name, own in state.params.items()
-    }
+    taken = state.params | jax.tree_util.tree_map_with_path(take, own, given)
     ema = None if state.ema is None else jax.tree.map(jnp.copy, taken)
     return state._replace(params=taken, ema=ema)

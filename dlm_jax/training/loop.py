@@ -14,18 +14,13 @@ import numpy as np
 from tqdm import tqdm
 
 from dlm_jax.data import train_batches, validation_windows
+from dlm_jax.diffusion import scoring
 from dlm_jax.diffusion.likelihood import ratio_and_error
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.metrics import MetricsLog, plot_losses, read_records
 from dlm_jax.sharding import batch_sharding, share_of_batch
 from dlm_jax.training.run import Run
-from dlm_jax.training.step import (
-    Metrics,
-    StepConfig,
-    TrainState,
-    make_eval_step,
-    make_train_step,
-)
+from dlm_jax.training.step import Metrics, StepConfig, TrainState, make_train_step
 from dlm_jax.training.stop import StopRequest, stop_on_signals
 
 # Steps that may wait on the device: enough to keep it busy, few enough to stop soon when asked.
@@ -40,8 +35,8 @@ class Outcome:
 
     ``reason`` is ``finished``, ``interrupted`` (by `signal_number`; saved, and the same command
     continues) or ``non_finite`` (a loss, gradient or parameter was NaN or infinite; nothing was
-    saved after the last good checkpoint). ``bound`` is the last evaluation in nats per token, or
-    None.
+    saved after the last good checkpoint). ``bound`` is the last evaluation in nats per token; None
+    without one, and for a sequence scorer.
     """
 
     reason: Literal["finished", "interrupted", "non_finite"]
@@ -136,16 +131,7 @@ class _Loop:
         self._timed_steps = 0
 
     def _compile_steps(self) -> None:
-        run = self._run
-        mask_id = run.corpus.tokenizer.mask_id
-        self._eval_step = make_eval_step(
-            run.network,
-            run.state.params,
-            mesh=run.mesh,
-            batch_size=self._train.batch_size,
-            mask_id=mask_id,
-            is_causal=run.config.model.attention_type == "causal",
-        )
+        self._eval_step = self._run.eval_step()
         self._compile_train_step()
 
     def _compile_train_step(self) -> None:
@@ -245,23 +231,32 @@ class _Loop:
             self._unlogged.append({name: float(x) for name, x in metrics.items()})
 
     def evaluate(self) -> None:
-        """Records the bound on held-out text, over the same windows and masks every time."""
+        """Records how it does on held-out text, over the same windows and noise every time.
+
+        That is the bound, or the squared error of a sequence scorer.
+        """
         with self._off_the_clock():
-            nats_N, tokens_N = self._held_out_nats()
-            self.bound, error = ratio_and_error(nats_N, tokens_N)
-            self._write(
-                kind="evaluation",
-                step=self.step,
-                bound=self.bound,
-                standard_error=error,
-                windows=int((tokens_N > 0).sum()),
-            )
+            if self._run.is_scorer:
+                figures = scoring.summary(*self._held_out())
+                said = scoring.error_line(figures)
+            else:
+                nats_N, tokens_N = self._held_out_nats()
+                self.bound, error = ratio_and_error(nats_N, tokens_N)
+                windows = int((tokens_N > 0).sum())
+                figures = {"bound": self.bound, "standard_error": error, "windows": windows}
+                said = f"bound {self.bound:.4f} +- {error:.4f} nats/token"
+            self._write(kind="evaluation", step=self.step, **figures)
             if self._log is not None:
                 out_dir = self._run.out_dir
                 plot_losses(read_records(out_dir / "metrics.jsonl"), out_dir / "loss.png")
-        say(f"step {self.step}: held-out bound {self.bound:.4f} +- {error:.4f} nats/token")
+        say(f"step {self.step}: held-out {said}")
 
     def _held_out_nats(self) -> tuple[np.ndarray, np.ndarray]:
+        nats_N, tokens_N = self._held_out()
+        return nats_N.astype(np.float64), tokens_N
+
+    def _held_out(self) -> tuple[Any, np.ndarray]:
+        """(what the evaluation step says of each window, its free tokens)."""
         batch_size = self._train.batch_size
         windows = validation_windows(
             self._run.corpus.val_rows,
@@ -271,14 +266,15 @@ class _Loop:
             multiple_of=batch_size,
         )
         mine = batch_size // self._shares
-        nats = []
+        parts = []
         for first in range(0, len(windows["length"]), batch_size):
             rows = slice(first + self._share * mine, first + (self._share + 1) * mine)
             batch = self._batch({name: column[rows] for name, column in windows.items()})
             key = jax.random.fold_in(jax.random.key(0), first)
-            nats.append(self._eval_step(self.state.best_params, batch, key))
+            parts.append(self._eval_step(self.state.best_params, batch, key))
         free_N = windows["length"] - windows["given"]
-        return np.concatenate(jax.device_get(nats)).astype(np.float64), free_N
+        columns = jax.tree.map(lambda *cut: np.concatenate(cut), *jax.device_get(parts))
+        return columns, free_N
 
     def checkpoint(self) -> None:
         """Saves the state, unless a step since the last look was not finite."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import dlm_jax.config as configs
 from dlm_jax.checkpoint import Checkpoints
 from dlm_jax.config import Config
 from dlm_jax.data import Corpus, load_corpus
+from dlm_jax.diffusion import scoring
 from dlm_jax.diffusion.objectives import Mixture
 from dlm_jax.metrics import read_records
 from dlm_jax.model.transformer import build
@@ -26,8 +28,16 @@ from dlm_jax.sharding import batch_sharding, make_mesh, share_of_batch
 from dlm_jax.training.begin import begin_with
 from dlm_jax.training.objective import make_mixture
 from dlm_jax.training.optim import make_grouped_optimizer, make_optimizer
+from dlm_jax.training.scorer import ScorerLoss
 from dlm_jax.training.stages import Stage, StagedLoss, stage_at
-from dlm_jax.training.step import TrainState, abstract_state, init_state
+from dlm_jax.training.step import (
+    StepLoss,
+    TrainState,
+    abstract_state,
+    compile_eval_step,
+    init_state,
+    make_eval_step,
+)
 from dlm_jax.types import Network
 
 _MAY_CHANGE = (
@@ -75,6 +85,11 @@ class Run:
         """Whether the model has a sampler head or a critic."""
         return self.config.model.add_sampler_head or self.config.model.add_critic_head
 
+    @property
+    def is_scorer(self) -> bool:
+        """Whether the model is a sequence scorer, which writes no text."""
+        return self.network.scorer is not None
+
     def stage(self, step: int) -> Stage:
         """What trains at a step, from 0."""
         return stage_at(step, self.config.model, self.config.heads)
@@ -83,8 +98,11 @@ class Run:
         """The optimiser of a stage; its state is that of every other stage."""
         return _optimizer(self.config, stage)
 
-    def loss(self, stage: Stage) -> StagedLoss:
+    def loss(self, stage: Stage) -> StepLoss:
         """The loss of a stage."""
+        if self.is_scorer:
+            share = self.config.objective.random_length_share
+            return ScorerLoss(self.network, self._corrupter(), share)
         tokenizer = self.corpus.tokenizer
         return StagedLoss(
             network=self.network,
@@ -95,6 +113,31 @@ class Run:
             banned_ids=(*tokenizer.banned_ids, tokenizer.pad_id),
             mesh=self.mesh,
         )
+
+    def eval_step(self) -> Callable[..., Any]:
+        """Compiled ``(params, batch, key)`` -> figures of held-out text, by row.
+
+        The nats of each row, or its `scoring.Errors` if the model is a scorer.
+        """
+        where: dict[str, Any] = {"mesh": self.mesh, "batch_size": self.config.train.batch_size}
+        params = self.state.params
+        if self.is_scorer:
+            measure = functools.partial(scoring.errors, self.network, how=self._corrupter())
+            return compile_eval_step(measure, params, **where)
+        return make_eval_step(
+            self.network,
+            params,
+            mask_id=self.corpus.tokenizer.mask_id,
+            is_causal=self.config.model.attention_type == "causal",
+            **where,
+        )
+
+    def _corrupter(self) -> scoring.Corrupter:
+        tokenizer = self.corpus.tokenizer
+        return scoring.make_corrupter(
+            self.config.objective, vocab_size=tokenizer.vocab_size,
+            never=(*tokenizer.banned_ids, tokenizer.mask_id, tokenizer.pad_id, tokenizer.eos_id),
+        )  # fmt: skip
 
     def meta(self) -> dict[str, Any]:
         """What a checkpoint says of itself: resolved config and tokenizer."""

@@ -60,11 +60,15 @@ class Stage:
 
 
 def stage_at(step: int, model: ModelConfig, heads: HeadsConfig) -> Stage:
-    """The stage of a step, from 0."""
+    """The stage of a step, from 0: a critic trains where it counts for something."""
     groups = {MAIN} if heads.train_main else set()
     if model.add_sampler_head and step >= heads.start_sampler_iteration:
         groups.add(SAMPLER)
-    if model.add_critic_head and step >= heads.start_critic_iteration and heads.critic_alpha > 0:
+    # At the first step of a ramp the weight is 0; asked even so, the critic's pass through the
+    # trunk would change how the rest is rounded.
+    is_ramp = heads.end_critic_iteration > heads.start_critic_iteration
+    first = heads.start_critic_iteration + is_ramp
+    if model.add_critic_head and step >= first and heads.critic_alpha > 0:
         groups.add(CRITIC)
     return Stage(frozenset(groups))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ from dlm_jax.diffusion.likelihood import bound, causal_nll
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.model import cpu
 from dlm_jax.sharding import batch_sharding, shardings
-from dlm_jax.training.stages import Part, StagedLoss
 from dlm_jax.types import Network, Params
 
 
@@ -41,11 +40,46 @@ class TrainState(NamedTuple):
 Metrics = dict[str, jax.Array]
 """What one step tells, by name, as float32 scalars.
 
-``loss``, what is minimised, in nats per token, and each part of it where there are several: the
-objectives, ``sampler`` and ``critic`` with the ``critic_alpha`` that it counts for. ``grad_norm``
-is the gradient's Euclidean norm before clipping. ``param_norm`` is that of the new parameters: only
-it tells that they are still finite, for the loss was taken before the update.
+``loss``, what is minimised, in nats per token (per row for a sequence scorer), and each part of it:
+the objectives where there are several, and of the heads that train ``sampler`` and ``critic`` with
+the ``critic_alpha`` that it counts for. ``grad_norm`` is the gradient's Euclidean norm before
+clipping. ``param_norm`` is that of the new parameters: only it tells that they are still finite,
+for the loss was taken before the update.
 """
+
+
+class BatchPart(Protocol):
+    """A batch with all of its noise, or some rows of it; a pytree."""
+
+    def rows_alone(self) -> Any:
+        """What can be cut by rows: all but the totals of the whole batch."""
+        ...
+
+    def with_totals_of(self, whole: Any) -> Any:
+        """These rows, with the totals of the batch that they were cut from."""
+        ...
+
+
+class StepLoss(Protocol):
+    """What a training step minimises: `StagedLoss` for language models, or `ScorerLoss`."""
+
+    def split(self, params: Params) -> tuple[Params, Params]:
+        """(parameters that train, the others), each with its top-level names."""
+        ...
+
+    def alpha(self, step: jax.Array) -> jax.Array:
+        """What the part of the loss that changes its weight counts for at a step."""
+        ...
+
+    def draw(self, batch: Batch, key: jax.Array, step: jax.Array) -> BatchPart:
+        """The batch with the noise of a step: from the run's key and the step alone."""
+        ...
+
+    def __call__(
+        self, params: Params, part: Any, alpha: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """(what is minimised, each loss apart) of one part of a batch."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -105,7 +139,7 @@ def init_state(
 
 
 def make_train_step(
-    staged: StagedLoss,
+    step_loss: StepLoss,
     optimizer: optax.GradientTransformation,
     state: TrainState,
     *,
@@ -123,13 +157,13 @@ def make_train_step(
     """
 
     def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
-        whole = staged.draw(batch, key, state.step)
-        trained, held = staged.split(state.params)
+        whole = step_loss.draw(batch, key, state.step)
+        trained, held = step_loss.split(state.params)
 
-        def part_loss(trained: Params, part: Part) -> tuple[jax.Array, dict[str, jax.Array]]:
+        def part_loss(trained: Params, part: BatchPart) -> tuple[jax.Array, dict[str, jax.Array]]:
             # The totals are those of the whole batch, whatever part of it this is.
             part = part.with_totals_of(whole)
-            return staged(held | trained, part, staged.alpha(state.step))
+            return step_loss(held | trained, part, step_loss.alpha(state.step))
 
         grads, loss, means = _add_up(
             jax.value_and_grad(part_loss, has_aux=True), trained, whole, config.accumulate
@@ -142,10 +176,10 @@ def make_train_step(
             "grad_norm": optax.tree.norm(grads),
             "param_norm": optax.tree.norm(params),
         }
-        if len(means) > 1:
+        if len(means) > 1 or {"sampler", "critic"} & means.keys():
             metrics |= means
         if "critic" in means:
-            metrics["critic_alpha"] = staged.alpha(state.step)
+            metrics["critic_alpha"] = step_loss.alpha(state.step)
         ema = _averaged(state, params, config.ema_decay)
         return TrainState(params, opt_state, state.step + 1, ema), metrics
 
@@ -161,7 +195,7 @@ def make_train_step(
 
 
 def _add_up(
-    gradient: Callable[..., Any], params: Params, whole: Part, num_parts: int
+    gradient: Callable[..., Any], params: Params, whole: BatchPart, num_parts: int
 ) -> tuple[Params, jax.Array, dict[str, jax.Array]]:
     """Gradient, loss and the objectives' losses, summed over the parts, one part at a time.
 
@@ -180,7 +214,7 @@ def _add_up(
         jax.eval_shape(gradient, params, by_row),
     )
 
-    def one_part(total: Any, part: Part) -> tuple[Any, None]:
+    def one_part(total: Any, part: BatchPart) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, gradient(params, part)), None
 
     ((loss, means), grads), _ = jax.lax.scan(one_part, zeros, jax.tree.map(cut, by_row))
@@ -196,7 +230,8 @@ def _averaged(state: TrainState, params: Params, decay: float) -> Params | None:
         return None
     step = state.step.astype(jnp.float32)
     now = jnp.minimum(decay, (1.0 + step) / (10.0 + step))
-    return jax.tree.map(lambda old, new: now * old + (1.0 - now) * new, state.ema, params)
+    # Written as a difference, so that the average of what does not move does not move either.
+    return jax.tree.map(lambda old, new: old + (1.0 - now) * (new - old), state.ema, params)
 
 
 def make_eval_step(
@@ -218,9 +253,20 @@ def make_eval_step(
             return causal_nll(network, params, batch, mask_id=mask_id)
         return bound(network, params, batch, key, mask_id=mask_id).nats_B
 
+    return compile_eval_step(eval_step, params, mesh=mesh, batch_size=batch_size)
+
+
+def compile_eval_step(
+    measure: Callable[[Params, Batch, jax.Array], Any],
+    params: Params,
+    *,
+    mesh: Mesh,
+    batch_size: int,
+) -> Callable[..., Any]:
+    """Compiled `measure` ``(params, batch, key)`` -> figures by row, which every device knows."""
     rows, everywhere = batch_sharding(mesh, batch_size), NamedSharding(mesh, P())
     return jax.jit(
-        eval_step,
+        measure,
         in_shardings=(shardings(params, mesh), rows, everywhere),
         out_shardings=everywhere,
         compiler_options=cpu.compiler_options(is_training=False),

@@ -10,9 +10,15 @@ import optax
 import pytest
 import toy
 
-from dlm_jax.config import OptimConfig
+from dlm_jax.config import HeadsConfig, OptimConfig
 from dlm_jax.sharding import path_name
-from dlm_jax.training.optim import is_matrix, learning_rate, make_optimizer
+from dlm_jax.training.optim import (
+    is_matrix,
+    learning_rate,
+    make_grouped_optimizer,
+    make_optimizer,
+)
+from dlm_jax.training.stages import CRITIC, MAIN, SAMPLER, Stage
 
 CONFIG = OptimConfig(learning_rate=0.5, warmup_steps=4, final_ratio=0.1)
 STEPS = 24
@@ -151,3 +157,138 @@ def test_a_gradient_below_the_clip_is_left_as_it_is(name):
     ours, theirs = _updates(tight, [small, next_small]), _updates(loose, [small, next_small])
     for path in ours:
         np.testing.assert_array_equal(ours[path], theirs[path])
+
+
+GROUPS = (MAIN, SAMPLER, CRITIC)
+OPTIM = OptimConfig(name="adamw", learning_rate=0.5, warmup_steps=2, final_ratio=0.1, clip=1.0)
+HEADS = HeadsConfig(
+    start_sampler_iteration=3,
+    start_critic_iteration=5,
+    learning_rate=0.25,
+    warmup_steps=1,
+    clip=0.5,
+    weight_decay=0.2,
+)
+"""What the three groups are trained with: nothing is the same for the model and the heads."""
+
+
+@functools.cache
+def _three_groups():
+    """One matrix for each group, with the paths of a real model."""
+    matrices = np.random.default_rng(0).standard_normal((3, 1, 4, 4)).astype(np.float32)
+    main, sampler, critic = map(jnp.asarray, matrices)
+    return {
+        "blocks": {"up": {"kernel": main}},
+        SAMPLER: {"inner": {"kernel": sampler}},
+        CRITIC: {"out": {"kernel": critic}},
+    }
+
+
+def _by_group(tree) -> dict[str, np.ndarray]:
+    leaves = {path_name(path): x for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    main, sampler, critic = (leaves[path] for path in sorted(leaves, key=_place_in_groups))
+    return {MAIN: np.asarray(main), SAMPLER: np.asarray(sampler), CRITIC: np.asarray(critic)}
+
+
+def _place_in_groups(path: str) -> int:
+    return (SAMPLER in path) + 2 * (CRITIC in path)
+
+
+@functools.cache
+def _grouped(stage: frozenset[str], heads: HeadsConfig = HEADS):
+    optimizer = make_grouped_optimizer(OPTIM, heads, Stage(stage), num_steps=STEPS)
+    return optimizer.init, jax.jit(optimizer.update)
+
+
+def _stage_of(step: int) -> frozenset[str]:
+    starts = {MAIN: 0, SAMPLER: 3, CRITIC: 5}
+    return frozenset(name for name, start in starts.items() if step >= start)
+
+
+def test_each_head_has_a_schedule_of_its_own_that_begins_where_it_does():
+    """Adam moves by its rate where the gradient stays the same."""
+    plain = dataclasses.replace(HEADS, weight_decay=0.0)
+    params, grads = _three_groups(), jax.tree.map(jnp.sign, _three_groups())
+    state = _grouped(_stage_of(0), plain)[0](params)
+
+    def rate(step: int, peak: float, warmup: int, start: int) -> float:
+        if step < start:
+            return 0.0
+        step, length = step - start, STEPS - start
+        if step < warmup:
+            return peak * (step + 1) / (warmup + 1)
+        turn = np.pi * (step - warmup) / (length - warmup)
+        return peak * (0.1 + 0.9 * (1 + np.cos(turn)) / 2)
+
+    for step in range(STEPS):
+        updates, state = _grouped(_stage_of(step), plain)[1](grads, state, params)
+        expected = {
+            MAIN: rate(step, 0.5, 2, 0),
+            SAMPLER: rate(step, 0.25, 1, 3),
+            CRITIC: rate(step, 0.25, 1, 5),
+        }
+        for group, update in _by_group(updates).items():
+            moved = np.abs(update)
+            np.testing.assert_allclose(moved, expected[group], rtol=1e-4, err_msg=f"{group} {step}")
+
+
+def test_groups_that_do_not_train_keep_parameters_and_state_whatever_their_gradient():
+    params = _three_groups()
+    for stage in ({MAIN}, {SAMPLER}, {MAIN, CRITIC}):
+        init, update = _grouped(frozenset(stage))
+        begun = init(params)
+        updates, state = update(_random(params, 1), begun, params)
+        for group, change in _by_group(updates).items():
+            assert np.any(change) == (group in stage), group
+            before, after = (s.inner_states[group] for s in (begun, state))
+            assert jax.tree.structure(before) == jax.tree.structure(after)
+            same = [
+                np.array_equal(a, b)
+                for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+            ]
+            assert not any(same) if group in stage else all(same), group
+
+
+def test_the_state_of_all_stages_is_the_same():
+    shapes = {
+        stage: jax.eval_shape(_grouped(stage)[0], _three_groups())
+        for stage in map(frozenset, [{MAIN}, {SAMPLER}, {MAIN, SAMPLER}, set(GROUPS)])
+    }
+    assert len({str(shape) for shape in shapes.values()}) == 1
+
+
+def test_the_gradient_of_a_group_is_clipped_by_its_own_norm_and_moves_no_other():
+    params = _three_groups()
+    init, update = _grouped(frozenset(GROUPS))
+    small = _random(params, 1, scale=1e-3)
+    expected, _ = update(small, init(params), params)
+    for group, clip in ((MAIN, 1.0), (SAMPLER, 0.5), (CRITIC, 0.5)):
+        place = GROUPS.index(group)
+        grads = jax.tree_util.tree_map_with_path(
+            lambda path, x, at=place: 1e4 * x if _place_in_groups(path_name(path)) == at else x,
+            small,
+        )
+        updates, state = update(grads, init(params), params)
+        for other in set(GROUPS) - {group}:
+            ours, theirs = _by_group(updates)[other], _by_group(expected)[other]
+            np.testing.assert_array_equal(ours, theirs)
+        (mean,) = [
+            x
+            for path, x in jax.tree_util.tree_flatten_with_path(state.inner_states[group])[0]
+            if "/mu/" in path_name(path)
+        ]
+        np.testing.assert_allclose(np.linalg.norm(mean), (1 - OPTIM.b1) * clip, rtol=1e-4)
+
+
+def test_the_weight_decay_of_heads_is_theirs_alone():
+    params = _three_groups()
+    plain, decayed = (
+        _by_group(update(_random(params, 1), init(params), params)[0])
+        for init, update in (
+            _grouped(frozenset(GROUPS), dataclasses.replace(HEADS, weight_decay=decay))
+            for decay in (0.0, 0.2)
+        )
+    )
+    for group, rate in ((MAIN, 0.0), (SAMPLER, 0.125), (CRITIC, 0.125)):
+        expected = -rate * 0.2 * _by_group(params)[group]
+        np.testing.assert_allclose(decayed[group] - plain[group], expected, atol=1e-6)

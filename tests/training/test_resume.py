@@ -220,3 +220,38 @@ def test_a_run_with_every_choice_made_continues_bit_for_bit(tmp_path):
     assert tiny_run.records(tmp_path / "run") == tiny_run.records(tmp_path / "whole")
     line = tiny_run.records(tmp_path / "run")[0]
     assert line["loss"] == pytest.approx(0.5 * line["elbo"] + 0.5 * line["denoising"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_continues_bit_for_bit_across_the_beginnings_of_its_heads(tmp_path):
+    changes = {
+        "model__depth": 1,
+        "model__width": 8,
+        "model__add_sampler_head": "true",
+        "model__add_critic_head": "true",
+        "data__seq_len": 8,
+        "heads__start_sampler_iteration": 2,
+        "heads__start_critic_iteration": 4,
+        "heads__warmup_steps": 1,
+        "heads__sampler_reveal": 0.5,
+        "optim__warmup_steps": 1,
+        "optim__ema_decay": 0.9,
+        "train__steps": 6,
+        "train__log_every": 1,
+        "train__eval_every": 0,
+        "train__checkpoint_every": 1,
+        "train__keep_checkpoints": 9,
+    }
+    expected = tiny_run.run(tmp_path / "whole", **changes)
+    lines = tiny_run.records(tmp_path / "whole")
+    train = {line["step"]: line.keys() for line in lines if line["kind"] == "train"}
+    # The line of a step is numbered from 1, the beginnings from 0.
+    assert [step for step, names in train.items() if "sampler" in names] == [3, 4, 5, 6]
+    assert [step for step, names in train.items() if "critic" in names] == [5, 6]
+    assert [step for step, names in train.items() if "critic_alpha" in names] == [5, 6]
+    for step in (3, 4):
+        whole = (tmp_path / "whole", expected)
+        out_dir = _copy_until(step, whole, tmp_path / f"from_{step}")
+        outcome = tiny_run.run(out_dir, **changes)
+        tiny_run.assert_same(outcome.state, expected.state)
+        assert tiny_run.records(out_dir) == lines

@@ -1,0 +1,241 @@
+"""What the heads are shown and asked, against plain Python; whom their losses reach or spare."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from dlm_jax.diffusion.heads import (
+    SAMPLER_HEAD,
+    SamplerInputs,
+    critic_loss,
+    critic_positions,
+    critic_task,
+    prepare_sampler_inputs,
+    sampler_loss,
+)
+from dlm_jax.model.transformer import build
+from dlm_jax.sharding import path_name
+from dlm_jax.types import Network
+
+WIDTH = 16
+LENGTH_B = np.array([8, 8, 5, 8, 1, 0])
+ROWS, POSITIONS = len(LENGTH_B), 8
+
+
+@functools.cache
+def _network(reach: int = 1, tied: bool = True) -> Network:
+    heads = {"add_sampler_head": True, "sampler_context": reach, "add_critic_head": True}
+    return build(toy.config(depth=1, tied_head=tied, **heads))
+
+
+@functools.cache
+def _params(network: Network):
+    """Parameters as after training, without compiling what draws fresh ones."""
+    rng = np.random.default_rng(1)
+    shapes = jax.eval_shape(network.init, jax.random.key(0))
+    draw = rng.standard_normal
+    return jax.tree.map(lambda leaf: jnp.float32(0.3 * draw(leaf.shape)), shapes)
+
+
+def _canvas(seed: int = 0):
+    """(shown, true tokens, revealed): holes, some of them revealed, and tokens shown wrongly.
+
+    Row 0 is all holes, and row 1 has none. What stands in PAD is no hole, as in real batches.
+    """
+    rng = np.random.default_rng(seed)
+    tokens_BL = rng.integers(0, toy.MASK, (ROWS, POSITIONS)).astype(np.int32)
+    wrong_BL = (tokens_BL + rng.integers(1, toy.MASK, tokens_BL.shape)) % toy.MASK
+    shown_BL = np.where(rng.random(tokens_BL.shape) < 0.2, wrong_BL, tokens_BL)
+    is_hole_BL = rng.random(tokens_BL.shape) < 0.5
+    is_hole_BL[0], is_hole_BL[1] = True, False
+    is_live_BL = np.arange(POSITIONS)[None] < LENGTH_B[:, None]
+    shown_BL = np.where(is_hole_BL & is_live_BL, toy.MASK, shown_BL).astype(np.int32)
+    return shown_BL, tokens_BL, rng.random(tokens_BL.shape) < 0.5
+
+
+def _inputs(network: Network, shown_BL, tokens_BL, is_revealed_BL, seed: int = 0) -> SamplerInputs:
+    hidden_BLD = np.random.default_rng(seed).standard_normal((*shown_BL.shape, WIDTH))
+    return prepare_sampler_inputs(
+        network, _params(network), jnp.asarray(shown_BL), jnp.asarray(tokens_BL),
+        jnp.float32(hidden_BLD), jnp.asarray(LENGTH_B), jnp.asarray(is_revealed_BL),
+        mask_id=toy.MASK,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("reach", [1, 2])
+def test_neighbours_are_those_of_a_loop_over_positions(reach):
+    network = _network(reach)
+    table = np.asarray(_params(network)["embedding"])
+    shown, tokens, is_revealed = _canvas()
+    inputs = _inputs(network, shown, tokens, is_revealed)
+    counts = dict.fromkeys(("edge", "pad", "hole", "revealed", "visible"), 0)
+
+    def neighbour(row: int, place: int) -> np.ndarray:
+        nothing = np.zeros(WIDTH, np.float32)
+        if not 0 <= place < POSITIONS:
+            kind, vector = "edge", nothing
+        elif place >= LENGTH_B[row]:
+            kind, vector = "pad", nothing
+        elif shown[row, place] != toy.MASK:
+            kind, vector = "visible", table[shown[row, place]]
+        elif is_revealed[row, place]:
+            kind, vector = "revealed", table[tokens[row, place]]
+        else:
+            kind, vector = "hole", nothing
+        counts[kind] += 1
+        return vector
+
+    for row in range(ROWS):
+        for place in range(POSITIONS):
+            for offset in range(1, reach + 1):
+                left, right = inputs.left_BLCD[row, place], inputs.right_BLCD[row, place]
+                np.testing.assert_array_equal(left[offset - 1], neighbour(row, place - offset))
+                np.testing.assert_array_equal(right[offset - 1], neighbour(row, place + offset))
+    assert inputs.left_BLCD.shape == inputs.right_BLCD.shape == (ROWS, POSITIONS, reach, WIDTH)
+    assert min(counts.values()) > 5, counts
+
+
+def test_one_neighbour_changes_what_the_head_says_beside_it_and_nowhere_else():
+    network = _network()
+    shown, tokens, is_revealed = _canvas()
+    shown[1] = tokens[1]
+    other = shown.copy()
+    other[1, 3] = (other[1, 3] + 1) % toy.MASK
+
+    def logits(shown):
+        inputs = _inputs(network, shown, tokens, np.zeros_like(is_revealed))
+        flat = (x.reshape(-1, *x.shape[2:]) for x in inputs)
+        found = network.sampler_readout(_params(network), *flat)
+        return np.asarray(found).reshape(ROWS, POSITIONS, -1)
+
+    changed_BL = np.abs(logits(other) - logits(shown)).max(-1)
+    expected_BL = np.zeros((ROWS, POSITIONS), bool)
+    expected_BL[1, [2, 4]] = True
+    np.testing.assert_array_equal(changed_BL > 0, expected_BL)
+    assert changed_BL[expected_BL].min() > 1e-3
+
+
+def _supervised(seed: int = 3):
+    shown, tokens, is_revealed = _canvas()
+    is_live_BL = np.arange(POSITIONS)[None] < LENGTH_B[:, None]
+    is_supervised_BL = (np.random.default_rng(seed).random(shown.shape) < 0.6) & is_live_BL
+    # A MASK that stands in the text costs infinity, and is not asked for.
+    is_supervised_BL[0, 5] = False
+    tokens[0, 5] = toy.MASK
+    return shown, tokens, is_revealed, is_supervised_BL
+
+
+def test_the_loss_of_the_sampler_head_is_the_plain_mean_over_the_supervised_positions():
+    network = _network()
+    shown, tokens, is_revealed, is_supervised = _supervised()
+    inputs = _inputs(network, shown, tokens, is_revealed)
+    total = jnp.float32(is_supervised.sum())
+    given = jnp.asarray(tokens), jnp.asarray(is_supervised), total
+    loss = sampler_loss(network, _params(network), inputs, *given, mask_id=toy.MASK)
+    nats = []
+    for row, place in zip(*np.nonzero(is_supervised), strict=True):
+        beside = (x[row, place][None] for x in inputs)
+        logits = np.asarray(network.sampler_readout(_params(network), *beside)[0], np.float64)
+        logits[toy.MASK] = -np.inf
+        nats.append(np.log(np.exp(logits).sum()) - logits[tokens[row, place]])
+    assert len(nats) == int(loss.weight) > 10
+    np.testing.assert_allclose(loss.sum / loss.weight, np.mean(nats), rtol=1e-5)
+
+
+def _by_path(tree) -> dict[str, np.ndarray]:
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {path_name(path): np.asarray(leaf) for path, leaf in flat}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_loss_of_the_sampler_head_has_a_gradient_in_the_head_alone(tied):
+    network = _network(tied=tied)
+    shown, tokens, is_revealed, is_supervised = map(jnp.asarray, _supervised())
+    length_B = jnp.asarray(LENGTH_B)
+
+    def loss(params):
+        hidden_BLD, _ = network.trunk(params, shown, length_B, None)
+        inputs = prepare_sampler_inputs(
+            network, params, shown, tokens, hidden_BLD, length_B, is_revealed, mask_id=toy.MASK
+        )
+        return sampler_loss(
+            network, params, inputs, tokens, is_supervised, jnp.float32(1), mask_id=toy.MASK
+        ).sum
+
+    gradients = _by_path(jax.jit(jax.grad(loss))(_params(network)))
+    assert any(path.startswith(SAMPLER_HEAD) for path in gradients)
+    for path, gradient in gradients.items():
+        if path.startswith(SAMPLER_HEAD):
+            assert np.isfinite(gradient).all() and np.abs(gradient).max() > 1e-3, path
+        else:
+            np.testing.assert_array_equal(gradient, np.zeros_like(gradient), err_msg=path)
+
+
+@pytest.mark.parametrize("masked_only", [True, False])
+def test_the_critic_is_asked_about_filled_holes_and_the_text_that_nobody_asks_for(masked_only):
+    shown, tokens, _, is_supervised = _supervised()
+    is_hole, is_asked = critic_positions(
+        jnp.asarray(shown), jnp.asarray(LENGTH_B), jnp.asarray(is_supervised),
+        mask_id=toy.MASK, masked_only=masked_only,
+    )  # fmt: skip
+    candidates = np.random.default_rng(5).integers(0, 3, shown.shape).astype(np.int32)
+    task = critic_task(*map(jnp.asarray, (shown, tokens, candidates)), is_hole, is_asked)
+    kinds = dict.fromkeys(("pad", "right hole", "wrong hole", "open hole", "shown", "plain"), 0)
+    for row in range(ROWS):
+        for place in range(POSITIONS):
+            at = row, place
+            filled, wrong, asked = shown[at], False, False
+            if place >= LENGTH_B[row]:
+                kind = "pad"
+            elif shown[at] == toy.MASK and is_supervised[at]:
+                filled, asked = candidates[at], True
+                wrong = candidates[at] != tokens[at]
+                kind = "wrong hole" if wrong else "right hole"
+            elif shown[at] == toy.MASK:
+                kind = "open hole"
+            elif is_supervised[at]:
+                kind = "shown"
+            else:
+                kind, asked = "plain", not masked_only
+            kinds[kind] += 1
+            found = (task.filled_BL[at], task.is_wrong_BL[at], task.is_asked_BL[at])
+            assert tuple(map(int, found)) == (filled, wrong, asked), (at, kind)
+            assert bool(is_hole[at]) is ("hole" in kind and kind != "open hole")
+    assert min(kinds.values()) > 0, kinds
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _critic_loss_and_gradient(network, params, task):
+    def loss(params):
+        found = critic_loss(network, params, task, jnp.asarray(LENGTH_B), jnp.float32(7))
+        return found.sum / found.weight
+
+    return jax.value_and_grad(loss)(params)
+
+
+def test_the_loss_of_the_critic_is_the_binary_cross_entropy_of_the_filled_text():
+    network, params = _network(), _params(_network())
+    rng = np.random.default_rng(7)
+    filled = rng.integers(0, toy.MASK, (ROWS, POSITIONS)).astype(np.int32)
+    is_asked = (rng.random(filled.shape) < 0.5) & (np.arange(POSITIONS) < LENGTH_B[:, None])
+    is_wrong = rng.random(filled.shape) < 0.5
+    task = critic_task(*map(jnp.asarray, (filled, filled, filled, is_wrong, is_asked)))
+    task = task._replace(is_wrong_BL=jnp.asarray(is_wrong))
+    value, gradient = _critic_loss_and_gradient(network, params, task)
+    hidden_BLD, _ = jax.jit(network.trunk)(params, jnp.asarray(filled), jnp.asarray(LENGTH_B), None)
+    kernel = np.asarray(params["critic_head"]["out"]["kernel"], np.float64)
+    chance_BL = 1 / (1 + np.exp(-(np.asarray(hidden_BLD, np.float64) @ kernel)[..., 0]))
+    nats_BL = -np.where(is_wrong, np.log(chance_BL), np.log(1 - chance_BL))
+    np.testing.assert_allclose(value, nats_BL[is_asked].sum() / 7, rtol=1e-5)
+    for path, leaf in _by_path(gradient).items():
+        if path.startswith(SAMPLER_HEAD):
+            np.testing.assert_array_equal(leaf, np.zeros_like(leaf), err_msg=path)
+        else:
+            # The critic's second pass trains the trunk, by design.
+            assert np.abs(leaf).max() > 1e-4, path

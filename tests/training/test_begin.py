@@ -1,0 +1,193 @@
+"""A run may begin with a trained model: what it takes, what it says, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_run
+import toy
+import toy_model
+
+import dlm_jax
+import dlm_jax.config as configs
+from dlm_jax.checkpoint import load_weights, save_weights
+from dlm_jax.config import Config, DataConfig, MeshConfig
+from dlm_jax.data import CharacterTokenizer
+from dlm_jax.model.transformer import build
+from dlm_jax.sharding import make_mesh, shardings
+from dlm_jax.training.begin import begin_with
+from dlm_jax.training.run import prepare
+from dlm_jax.training.step import TrainState
+
+TOKENIZER = toy_model.TOKENIZER
+HEADS = {"add_sampler_head": True, "sampler_context": 2, "add_critic_head": True}
+
+
+def _model(**changes: Any):
+    return toy.config(**({"vocab_size": TOKENIZER.vocab_size} | changes))
+
+
+@functools.cache
+def _params(seed: int, **changes: Any) -> Any:
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(build(_model(**changes)).init, jax.random.key(0))
+    return jax.tree.map(lambda leaf: np.float32(rng.standard_normal(leaf.shape)), shapes)
+
+
+def _fresh(**changes: Any) -> TrainState:
+    """A new state, spread over eight devices."""
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    params = _params(1, **changes)
+    state = TrainState(params, {"moment": np.ones(3)}, np.int32(0), jax.tree.map(np.copy, params))
+    return jax.device_put(state, shardings(state, mesh))
+
+
+def _trained(path: Path, **changes: Any) -> str:
+    """A weights file of another model."""
+    meta = {
+        "config": configs.to_dict(
+            Config(model=_model(**changes), data=DataConfig(seq_len=toy_model.MODEL.max_length))
+        ),
+        "tokenizer": TOKENIZER.to_json(),
+    }
+    save_weights(path / "model.safetensors", _params(2, **changes), meta)
+    return str(path / "model.safetensors")
+
+
+@pytest.mark.parametrize("heads", [{}, HEADS])
+def test_a_run_takes_all_parameters_of_the_same_model_and_nothing_else(tmp_path, heads):
+    lines: list[str] = []
+    fresh = _fresh(**heads)
+    state = begin_with(_trained(tmp_path, **heads), fresh, TOKENIZER, report=lines.append)
+    tiny_run.assert_same(state.params, _params(2, **heads))
+    tiny_run.assert_same(state.ema, state.params)
+    assert (state.opt_state, state.step) == (fresh.opt_state, fresh.step)
+    # The step donates both, so they must not be the same memory.
+    assert state.ema["embedding"] is not state.params["embedding"]
+    place = jax.tree.map(lambda leaf: leaf.sharding, fresh)
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == place
+    assert lines == []
+
+
+def test_heads_that_the_model_lacks_begin_fresh_and_it_says_so(tmp_path):
+    lines: list[str] = []
+    source = _trained(tmp_path)
+    state = begin_with(source, _fresh(**HEADS), TOKENIZER, report=lines.append)
+    heads = {name: _params(1, **HEADS)[name] for name in ("sampler_head", "critic_head")}
+    tiny_run.assert_same(state.params, _params(2) | heads)
+    tiny_run.assert_same(state.ema, state.params)
+    (line,) = lines
+    assert line.startswith(f"train.init_from={source} lacks ")
+    assert line.endswith(", which begin fresh")
+    assert "sampler_head" in line and "critic_head" in line
+
+
+def test_heads_that_the_run_does_not_have_are_left_out_and_it_says_so(tmp_path):
+    lines: list[str] = []
+    source = _trained(tmp_path, **HEADS)
+    state = begin_with(source, _fresh(), TOKENIZER, report=lines.append)
+    expected = _params(2, **HEADS)
+    tiny_run.assert_same(state.params, {name: expected[name] for name in state.params})
+    assert state.params.keys() == _params(1).keys()
+    (line,) = lines
+    assert line.startswith(f"train.init_from={source} has ")
+    assert line.endswith(", which are left out")
+    assert "sampler_head" in line and "critic_head" in line
+
+
+def test_without_a_source_the_state_is_as_it_was():
+    fresh = _fresh()
+    assert begin_with("", fresh, TOKENIZER, report=pytest.fail) is fresh
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "message"),
+    [
+        ({"width": 32}, {}, "has blocks/attention/key/kernel of shape (2, 32, 32), and the"),
+        ({"depth": 1}, {}, "of shape (1, 16, 16), and the config asks for (2, 16, 16)"),
+        ({"vocab_size": TOKENIZER.vocab_size + 4}, {}, "has embedding of shape"),
+        ({"tied_head": False}, {}, "is a model of another kind: head is in one of the two"),
+        ({}, {"tied_head": False}, "is a model of another kind: head is in one of the two"),
+        ({"activation": "swiglu"}, {}, "has another kind of blocks; make [model] that of its run"),
+        (HEADS | {"sampler_context": 1}, HEADS, "sampler_head/inner/kernel of shape (48, 16)"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_in_one_line(tmp_path, theirs, ours, message):
+    source = _trained(tmp_path, **theirs)
+    with pytest.raises(ValueError, match=r"^train\.init_from=.*\.safetensors .*$") as error:
+        begin_with(source, _fresh(**ours), TOKENIZER, report=pytest.fail)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_of_another_text_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="has another tokenizer; name a model of the same text"):
+        begin_with(
+            _trained(tmp_path), _fresh(), CharacterTokenizer.of("Other text"), report=pytest.fail
+        )
+
+
+def test_a_source_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match=r"nowhere\.safetensors does not exist"):
+        begin_with("nowhere.safetensors", _fresh(), TOKENIZER, report=pytest.fail)
+
+
+def test_a_run_of_the_heads_alone_begins_with_the_model_that_it_names(tmp_path):
+    def prepared(name: str, report=pytest.fail, **changes: Any):
+        with tiny_run.on_devices(1):
+            flags = tiny_run.flags(tmp_path / name, model__depth=1, **changes)
+            run = prepare(configs.load(None, flags), report=report)
+        run.checkpoints.close()
+        return run
+
+    other = prepared("other", train__seed=1)
+    source = tmp_path / "other.safetensors"
+    save_weights(source, other.state.params, other.meta())
+    lines: list[str] = []
+    run = prepared(
+        "heads",
+        report=lines.append,
+        model__add_sampler_head="true",
+        heads__train_main="false",
+        train__init_from=source,
+    )
+    heads = {"sampler_head": run.state.params["sampler_head"]}
+    tiny_run.assert_same(run.state.params, other.state.params | heads)
+    assert len(lines) == 1 and "lacks sampler_head" in lines[0]
+    assert str(run.stage(0)) == "sampler_head"
+
+
+SINCE_HEADS = (
+    "mode", "add_sampler_head", "sampler_context", "sampler_width", "sampler_residual",
+    "add_critic_head",
+)  # fmt: skip
+
+
+def test_a_model_from_before_there_were_heads_still_loads_and_can_be_begun_with(tmp_path):
+    params, meta = load_weights(_trained(tmp_path))
+    del meta["config"]["heads"]
+    for key in SINCE_HEADS:
+        del meta["config"]["model"][key]
+    old = tmp_path / "old.safetensors"
+    save_weights(old, params, meta)
+    model = dlm_jax.load(old)
+    tiny_run.assert_same(model.params, _params(2))
+    assert model.network.sampler_readout is None and model.network.critic is None
+    state = begin_with(str(old), _fresh(), TOKENIZER, report=pytest.fail)
+    tiny_run.assert_same(state.params, _params(2))
+
+
+def test_a_model_with_heads_loads_with_them(tmp_path):
+    model = dlm_jax.load(_trained(tmp_path, **HEADS))
+    tiny_run.assert_same(model.params, _params(2, **HEADS))
+    assert model.network.sampler_context == 2
+    left = jnp.zeros((1, 2, 16))
+    logits = model.network.sampler_readout(model.params, left, jnp.ones((1, 16)), left)
+    assert logits.shape == (1, TOKENIZER.vocab_size)
+    assert model.network.critic is not None

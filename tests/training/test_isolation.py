@@ -1,0 +1,130 @@
+"""Trunk isolation: with heads beside it the model trains as without, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import stage_cases as cases
+import toy
+
+from dlm_jax.config import HeadsConfig, OptimConfig
+from dlm_jax.sharding import shardings
+from dlm_jax.training.optim import make_grouped_optimizer, make_optimizer
+from dlm_jax.training.stages import CRITIC, HEADS, MAIN, SAMPLER, Stage
+from dlm_jax.training.step import StepConfig, TrainState, make_train_step
+from dlm_jax.types import Network
+
+STEPS, MIDWAY = 100, 40
+SLOW = pytest.mark.slow
+
+
+def _assert_same_bits(ours: Any, theirs: Any) -> None:
+    one, other = cases.by_path(ours), cases.by_path(theirs)
+    assert one.keys() == other.keys() and one
+    assert [path for path in one if one[path].tobytes() != other[path].tobytes()] == []
+
+
+def _step(
+    network: Network,
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    groups: tuple[str, ...],
+    heads: HeadsConfig | None = None,
+):
+    mesh = cases.mesh()
+    config = StepConfig(toy.MASK, cases.ROWS, ema_decay=0.9)
+    loss = cases.staged(network, cases.mixture(), mesh, groups, heads)
+    return make_train_step(loss, optimizer, state, mesh=mesh, config=config)
+
+
+def _begun(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
+    state = TrainState(params, optimizer.init(params), jnp.int32(0), params)
+    return jax.device_get(state)
+
+
+def _trained(state: TrainState, step: Any, num_steps: int) -> tuple[TrainState, list[Any]]:
+    state, seen = jax.tree.map(np.copy, state), []
+    # Where the step returns it, or the second step would be compiled anew.
+    state = jax.device_put(state, shardings(state, cases.mesh()))
+    for number in range(int(state.step), int(state.step) + num_steps):
+        state, metrics = step(state, cases.batch(number), jax.random.key(5))
+        seen.append(metrics)
+    return jax.device_get((state, seen))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "starts"),
+    [
+        ("muon", {"tied_head": True}, (0, MIDWAY)),
+        ("adamw", {"tied_head": False}, (0,)),
+        pytest.param("muon", {"tied_head": False, "depth": 2}, (0, MIDWAY), marks=SLOW),
+        pytest.param("adamw", {"tied_head": True, "depth": 2}, (0, MIDWAY), marks=SLOW),
+        pytest.param(
+            "muon",
+            {
+                "width": 64, "depth": 3, "activation": "swiglu", "norm": "layer",
+                "qkv_bias": True, "sampler_context": 2, "sampler_residual": True,
+            },
+            (0, MIDWAY),
+            marks=SLOW,
+        ),
+    ],
+)  # fmt: skip
+def test_with_the_sampler_head_the_model_trains_bit_for_bit_as_without(name, changes, starts):
+    optim = OptimConfig(name=name, warmup_steps=1, clip=0.05, weight_decay=0.1)
+    heads = HeadsConfig(
+        start_sampler_iteration=MIDWAY,
+        start_critic_iteration=STEPS,
+        warmup_steps=2,
+        weight_decay=0.1,
+        sampler_reveal=0.5,
+    )
+    optimizer = make_optimizer(optim, num_steps=STEPS)
+    begun = _begun(cases.main_of(cases.params(**changes)), optimizer)
+    plain = _step(cases.model(**changes), optimizer, begun, (MAIN,))
+    expected, seen = _trained(begun, plain, STEPS)
+    assert min(metrics["grad_norm"] for metrics in seen) > 2 * optim.clip, "always clipped"
+
+    def grouped(*groups: str):
+        stage, network = Stage(frozenset(groups)), cases.model(**cases.BOTH, **changes)
+        optimizer = make_grouped_optimizer(optim, heads, stage, num_steps=STEPS)
+        fresh = _begun(cases.params(**changes), optimizer)
+        return fresh, _step(network, optimizer, fresh, groups, heads)
+
+    fresh, alone = grouped(MAIN)
+    _, beside = grouped(MAIN, SAMPLER)
+    for start in starts:
+        state, _ = _trained(fresh, alone, start)
+        for head in HEADS:
+            # What does not train yet does not move, and neither does its average.
+            _assert_same_bits(state.params[head], fresh.params[head])
+            _assert_same_bits(state.ema[head], fresh.params[head])
+            _assert_same_bits(_state_of(head, state), _state_of(head, fresh))
+        state, seen = _trained(state, beside, STEPS - start)
+        _assert_same_bits(cases.main_of(state.params), expected.params)
+        _assert_same_bits(cases.main_of(state.ema), expected.ema)
+        assert seen[-1]["sampler"] < seen[0]["sampler"]
+        _assert_same_bits(state.params[CRITIC], fresh.params[CRITIC])
+        _assert_same_bits(_state_of(CRITIC, state), _state_of(CRITIC, fresh))
+
+
+def _state_of(group: str, state: TrainState) -> Any:
+    return state.opt_state.inner_states[group]
+
+
+def test_without_the_model_the_heads_train_alone_and_the_model_stays():
+    heads = HeadsConfig(train_main=False, weight_decay=0.1)
+    optim, groups = OptimConfig(warmup_steps=1, weight_decay=0.1), (SAMPLER,)
+    network = cases.model(add_sampler_head=True)
+    optimizer = make_grouped_optimizer(optim, heads, Stage(frozenset(groups)), num_steps=STEPS)
+    fresh = _begun({k: v for k, v in cases.params().items() if k != CRITIC}, optimizer)
+    state, seen = _trained(fresh, _step(network, optimizer, fresh, groups, heads), 30)
+    _assert_same_bits(cases.main_of(state.params), cases.main_of(fresh.params))
+    _assert_same_bits(cases.main_of(state.ema), cases.main_of(fresh.params))
+    _assert_same_bits(_state_of(MAIN, state), _state_of(MAIN, fresh))
+    assert seen[-1]["sampler"] < seen[0]["sampler"]

@@ -1,0 +1,310 @@
+"""The laws of staged training: who trains when, and who is left alone, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import stage_cases as cases
+import tiny_run
+import toy
+
+from dlm_jax.config import HeadsConfig, OptimConfig
+from dlm_jax.diffusion.objectives import Example
+from dlm_jax.sharding import path_name, shardings
+from dlm_jax.training import stages
+from dlm_jax.training.optim import make_grouped_optimizer
+from dlm_jax.training.stages import (
+    CRITIC,
+    MAIN,
+    SAMPLER,
+    Stage,
+    StagedLoss,
+    critic_weight,
+    stage_at,
+)
+from dlm_jax.training.step import StepConfig, TrainState, abstract_state, make_train_step
+from dlm_jax.types import Network
+
+ALL = (MAIN, SAMPLER, CRITIC)
+KEY = functools.partial(jax.random.key, 5)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("heads", "expected"),
+    [
+        ({}, [{SAMPLER, CRITIC}] * 4),
+        (
+            {"start_sampler_iteration": 1, "start_critic_iteration": 3},
+            [set(), {SAMPLER}, {SAMPLER}, {SAMPLER, CRITIC}],
+        ),
+        (
+            {"start_sampler_iteration": 2},
+            [{CRITIC}, {CRITIC}, {SAMPLER, CRITIC}, {SAMPLER, CRITIC}],
+        ),
+        ({"critic_alpha": 0.0, "start_sampler_iteration": 3}, [set(), set(), set(), {SAMPLER}]),
+        (
+            {"start_critic_iteration": 2, "end_critic_iteration": 4},
+            [{SAMPLER}, {SAMPLER}, {SAMPLER}, {SAMPLER, CRITIC}],
+        ),
+        (
+            {"start_critic_iteration": 2, "end_critic_iteration": 2},
+            [{SAMPLER}, {SAMPLER}, {SAMPLER, CRITIC}, {SAMPLER, CRITIC}],
+        ),
+    ],
+)
+def test_a_head_trains_from_its_start_on_and_the_model_always(heads, expected):
+    for main in ({MAIN}, set()):
+        config = HeadsConfig(**heads, train_main=bool(main))
+        found = [stage_at(step, toy.config(**cases.BOTH), config) for step in range(4)]
+        assert found == [Stage(frozenset(main | groups)) for groups in expected]
+
+
+def test_a_head_that_the_model_lacks_does_not_train():
+    for has_sampler, has_critic in ((True, False), (False, True), (False, False)):
+        model = toy.config(add_sampler_head=has_sampler, add_critic_head=has_critic)
+        stage = stage_at(9, model, HeadsConfig())
+        assert (stage.trains_sampler, stage.trains_critic) == (has_sampler, has_critic)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "expected"),
+    [
+        (2, 6, [0, 0, 0, 0.2, 0.4, 0.6, 0.8, 0.8]),
+        (2, 2, [0, 0, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8]),
+        (4, 0, [0, 0, 0, 0, 0.8, 0.8, 0.8, 0.8]),
+        (0, 0, [0.8] * 8),
+    ],
+)
+def test_the_critic_counts_ever_more_from_its_start_to_its_end(start, end, expected):
+    config = HeadsConfig(start_critic_iteration=start, end_critic_iteration=end, critic_alpha=0.8)
+    found = [float(critic_weight(jnp.int32(step), config)) for step in range(8)]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    # It is asked where it counts, and nowhere else: asking alone would round the rest otherwise.
+    asked = [stage_at(step, toy.config(**cases.BOTH), config) for step in range(8)]
+    assert [stage.trains_critic for stage in asked] == [weight > 0 for weight in expected]
+
+
+HALFWAY = HeadsConfig(critic_alpha=0.8, end_critic_iteration=10, sampler_reveal=0.5)
+"""At step 5 the critic counts for half of its alpha."""
+
+
+def _loss(groups=ALL, *, mesh: str = "one", network: Network | None = None) -> StagedLoss:
+    return cases.staged(
+        network or cases.model(**cases.BOTH), cases.mixture(0.25), cases.mesh(mesh), groups, HALFWAY
+    )
+
+
+def _watched(**replaced: Any) -> tuple[Network, list[jax.Array]]:
+    """The model, and the canvases that its trunk is shown while it is traced."""
+    network, shown = cases.model(**cases.BOTH), []
+
+    def trunk(params, tokens_BL, length_B, cache):
+        shown.append(tokens_BL)
+        return network.trunk(params, tokens_BL, length_B, cache)
+
+    return dataclasses.replace(network, trunk=trunk, **replaced), shown
+
+
+class _AskedError(Exception):
+    pass
+
+
+def _refuse(*args: Any) -> Any:
+    raise _AskedError
+
+
+@pytest.mark.parametrize(
+    ("groups", "asked", "passes"),
+    [
+        ((MAIN,), set(), 1),
+        ((MAIN, SAMPLER), {"sampler_readout"}, 1),
+        ((MAIN, CRITIC), {"critic"}, 2),
+        (ALL, {"critic", "sampler_readout"}, 2),
+    ],
+)
+def test_what_does_not_train_is_not_computed(groups, asked, passes):
+    def trace(*without: str) -> int:
+        network, shown = _watched(**dict.fromkeys(without, _refuse))
+        _trace(_loss(groups, network=network))
+        return len(shown)
+
+    assert trace(*{"critic", "sampler_readout"} - asked) == passes
+    for name in asked:
+        with pytest.raises(_AskedError):
+            trace(name)
+
+
+def _trace(loss: StagedLoss) -> None:
+    part = jax.eval_shape(loss.draw, cases.batch(0), KEY(), jnp.int32(5))
+    jax.eval_shape(loss, cases.params(), part, jnp.float32(1))
+
+
+@pytest.mark.parametrize("groups", [(CRITIC,), (SAMPLER, CRITIC)])
+def test_the_critic_learns_from_waves_once_the_sampler_head_trains(groups, monkeypatch):
+    used = []
+    for name in ("propose_parallel", "propose_wavefront"):
+        propose = getattr(stages, name)
+        monkeypatch.setattr(
+            stages, name, lambda *a, name=name, to=propose, **k: (used.append(name), to(*a, **k))[1]
+        )
+    _trace(_loss(groups))
+    assert used == ["propose_wavefront" if SAMPLER in groups else "propose_parallel"]
+
+
+class Look(NamedTuple):
+    """What a batch comes to at step 5 of `HALFWAY`, without any training step around it."""
+
+    gradient: Any
+    means: Any
+    canvases: list[jax.Array]
+    example: Example
+
+
+@functools.cache
+def _compiled_look():
+    @jax.jit
+    def look(params, weights):
+        network, shown = _watched()
+        loss = _loss(network=network)
+        part = loss.draw(jax.tree.map(jnp.asarray, cases.batch(0)), KEY(), jnp.int32(5))
+
+        def total(params):
+            _, means = loss(params, part, jnp.float32(1))
+            return sum(weights[name] * mean for name, mean in means.items()), means
+
+        gradient, means = jax.grad(total, has_aux=True)(params)
+        return Look(gradient, means, shown, part.example)
+
+    return look
+
+
+NOTHING = dict.fromkeys(("elbo", "denoising", "sampler", "critic"), 0.0)
+
+
+def _look(**weights: float) -> Look:
+    """The gradient is that of the weighted sum of these losses."""
+    return jax.device_get(_compiled_look()(cases.params(), NOTHING | weights))
+
+
+def test_the_sampler_head_learns_from_its_own_loss_alone_and_teaches_nobody_else():
+    for name in NOTHING:
+        for path, gradient in cases.by_path(_look(**{name: 1.0}).gradient).items():
+            is_own = path.startswith(SAMPLER)
+            if name == "sampler":
+                assert np.any(gradient) == is_own, path
+            elif is_own:
+                assert not np.any(gradient), (name, path)
+
+
+def test_the_critic_teaches_the_trunk():
+    for path, gradient in cases.by_path(_look(critic=1.0).gradient).items():
+        assert np.isfinite(gradient).all()
+        # The LM head is tied, so all of the rest is below the critic.
+        assert (np.abs(gradient).max() > 1e-6) != path.startswith(SAMPLER), path
+
+
+def test_the_critic_sees_the_text_with_its_supervised_holes_filled():
+    look = _look()
+    shown_BL, filled_BL = look.canvases
+    np.testing.assert_array_equal(shown_BL, look.example.shown_BL)
+    is_hole_BL = shown_BL == toy.MASK
+    assert is_hole_BL.sum() > 10 and (~is_hole_BL).sum() > 10
+    np.testing.assert_array_equal(filled_BL[~is_hole_BL], shown_BL[~is_hole_BL])
+    assert not np.isin(filled_BL[is_hole_BL], toy.BANNED).any()
+    is_wrong_BL = filled_BL != look.example.batch.tokens_BL
+    assert 0 < is_wrong_BL[is_hole_BL].mean() < 1, "drawn, not given"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parts"),
+    [
+        ("cube", 2),
+        pytest.param("one", 1, marks=SLOW),
+        pytest.param("one", 4, marks=SLOW),
+        pytest.param("data", 1, marks=SLOW),
+    ],
+)
+def test_a_step_of_all_heads_follows_the_gradient_of_the_whole_on_any_mesh_in_any_parts(
+    mesh, parts
+):
+    optimizer, config = optax.sgd(0.1), StepConfig(toy.MASK, cases.ROWS, accumulate=parts)
+    params, place = jax.tree.map(np.copy, cases.params()), cases.mesh(mesh)
+    state = TrainState(params, optimizer.init(params), np.int32(5))
+    state = jax.device_put(state, shardings(state, place))
+    step = make_train_step(_loss(mesh=mesh), optimizer, state, mesh=place, config=config)
+    state, metrics = jax.device_get(step(state, cases.batch(0), KEY()))
+    shares = {"elbo": 0.75, "denoising": 0.25, "sampler": 1.0, "critic": 0.4}
+    look = _look(**shares)
+    expected = look.means | {
+        "loss": sum(shares[name] * mean for name, mean in look.means.items()),
+        "critic_alpha": 0.4,
+        "grad_norm": optax.tree.norm(look.gradient),
+        "param_norm": optax.tree.norm(state.params),
+    }
+    assert metrics.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_allclose(metrics[name], expected[name], rtol=3e-5, err_msg=name)
+    gradient, begun = cases.by_path(look.gradient), cases.by_path(cases.params())
+    for path, leaf in cases.by_path(state.params).items():
+        there = begun[path] - 0.1 * gradient[path]
+        np.testing.assert_allclose(leaf, there, atol=1e-5, rtol=1e-5, err_msg=path)
+        assert np.abs(leaf - begun[path]).max() > 1e-5, path
+
+
+def test_a_run_compiles_the_step_of_a_stage_exactly_where_it_begins(tmp_path, monkeypatch):
+    compiled, taken = [], {}
+
+    class Step:
+        """Stands for a compiled step, and learns when it is made and taken."""
+
+        def __init__(self, loss, optimizer, state, **how):
+            self.stage = loss.stage
+            assert jax.tree.structure(optimizer.init(state.params)) == jax.tree.structure(
+                state.opt_state
+            )
+
+        def lower(self, *args):
+            return self
+
+        def compile(self):
+            compiled.append(str(self.stage))
+            return self
+
+        def __call__(self, state, batch, key):
+            taken[int(state.step)] = self.stage
+            return state._replace(step=state.step + 1), {"loss": jnp.zeros(())}
+
+    monkeypatch.setattr("dlm_jax.training.loop.make_train_step", Step)
+    monkeypatch.setattr("dlm_jax.training.loop._Loop.evaluate", lambda loop: None)
+    changes = {
+        "model__depth": 1, "model__add_sampler_head": "true", "model__add_critic_head": "true",
+        "heads__start_sampler_iteration": 2, "heads__start_critic_iteration": 5,
+        "train__steps": 8,
+    }  # fmt: skip
+    outcome = tiny_run.run(tmp_path, **changes)
+    assert outcome.step == 8
+    main, sampler, critic = ("main", "main + sampler_head", "main + sampler_head + critic_head")
+    assert compiled == [main, sampler, critic]
+    assert [str(taken[step]) for step in range(8)] == [main] * 2 + [sampler] * 3 + [critic] * 3
+
+
+def test_what_an_optimizer_keeps_of_a_head_lies_where_the_head_does():
+    optimizer = make_grouped_optimizer(
+        OptimConfig(), HeadsConfig(), Stage(frozenset(ALL)), num_steps=100
+    )
+    state = abstract_state(cases.model(**cases.BOTH), optimizer, cases.mesh("cube"))
+    places = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        head, *rest = path_name(path).rpartition("sampler_head/inner/kernel")[::-1]
+        if not head and rest[0]:
+            places[path_name(path)] = leaf.sharding.spec
+    assert len(places) == 3 and len(set(places.values())) == 1, places
+    assert "tensor" in str(places)
