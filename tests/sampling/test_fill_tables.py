@@ -6,6 +6,7 @@ import canvases
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import rule_cases
 import toy
 
@@ -14,6 +15,7 @@ from dlm_jax.sampling.advance import make_advance
 NAME = "random-none-wavefront-confidence"
 
 
+@pytest.mark.slow
 def test_tables_and_embeddings_fill_alike():
     network = toy.network_with_heads()
     slots = list(zip(rule_cases.rows(5), rule_cases.samples(NAME, canvases.ROWS, 5), strict=True))

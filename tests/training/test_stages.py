@@ -226,7 +226,7 @@ def test_the_critic_sees_the_text_with_its_supervised_holes_filled():
 @pytest.mark.parametrize(
     ("mesh", "parts"),
     [
-        ("cube", 2),
+        pytest.param("cube", 2, marks=SLOW),
         pytest.param("one", 1, marks=SLOW),
         pytest.param("one", 4, marks=SLOW),
         pytest.param("data", 1, marks=SLOW),
