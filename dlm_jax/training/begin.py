@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.checkpoint import load_any
+from dlm_jax.config import ModelConfig
 from dlm_jax.data import Tokenizer
 from dlm_jax.sharding import path_name
 from dlm_jax.training.scorer import SCORER
@@ -17,10 +18,19 @@ from dlm_jax.training.stages import HEADS
 from dlm_jax.training.step import TrainState
 
 _MAY_DIFFER = (*HEADS, SCORER)
+# Settings of a model that no shape of a parameter tells.
+_TRAINED_FOR = (
+    "heads", "kv_heads", "activation", "norm_epsilon", "rope_theta", "attention_type"
+)  # fmt: skip
 
 
 def begin_with(
-    source: str, state: TrainState, tokenizer: Tokenizer, *, report: Callable[[str], None]
+    source: str,
+    state: TrainState,
+    tokenizer: Tokenizer,
+    *,
+    model: ModelConfig,
+    report: Callable[[str], None],
 ) -> TrainState:
     """The fresh `state` with the parameters of a trained model; heads that it lacks stay fresh.
 
@@ -28,10 +38,12 @@ def begin_with(
       source: ``train.init_from``, a run or a weights file; empty leaves the state as it is.
       state: fresh.
       tokenizer: that of the new run.
+      model: that of the new run.
       report: told in one line of heads that begin fresh or are left out.
 
     Raises:
-      ValueError: there is no model, or it has another tokenizer or shape.
+      ValueError: there is no model, or it has another tokenizer, shape, or setting that its
+        parameters were trained for.
     """
     if not source:
         return state
@@ -39,6 +51,14 @@ def begin_with(
     params, meta = load_any(source, report=report)
     if meta["tokenizer"] != tokenizer.to_json():
         raise ValueError(f"{where} has another tokenizer; name a model of the same text")
+    theirs = meta["config"]["model"]
+    for name in _TRAINED_FOR:
+        asked = getattr(model, name)
+        if theirs.get(name, asked) != asked:
+            raise ValueError(
+                f"{where} has model.{name}={theirs[name]!r}, and the config asks for {asked!r}; "
+                "make [model] that of its run"
+            )
     fresh = [name for name in state.params if name not in params]
     ignored = [name for name in params if name not in state.params]
     for name in (*fresh, *ignored):

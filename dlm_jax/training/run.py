@@ -44,6 +44,7 @@ _MAY_CHANGE = (
     "data.source",
     "data.cache_dir",
     "train.out_dir",
+    "train.init_from",
     "train.log_every",
     "train.eval_every",
     "train.eval_windows",
@@ -189,7 +190,9 @@ def prepare(config: Config, *, report: Callable[[str], None]) -> Run:
             )
         else:
             state = init_state(network, optimizer, init_key, mesh=mesh, has_ema=has_ema)
-            state = begin_with(config.train.init_from, state, corpus.tokenizer, report=report)
+            state = begin_with(
+                config.train.init_from, state, corpus.tokenizer, model=config.model, report=report
+            )
             saved = {}
         read_records(out_dir / "metrics.jsonl")
         _make_directory(out_dir)

@@ -64,7 +64,9 @@ def _trained(path: Path, **changes: Any) -> str:
 def test_a_run_takes_all_parameters_of_the_same_model_and_nothing_else(tmp_path, heads):
     lines: list[str] = []
     fresh = _fresh(**heads)
-    state = begin_with(_trained(tmp_path, **heads), fresh, TOKENIZER, report=lines.append)
+    state = begin_with(
+        _trained(tmp_path, **heads), fresh, TOKENIZER, model=_model(**heads), report=lines.append
+    )
     tiny_run.assert_same(state.params, _params(2, **heads))
     tiny_run.assert_same(state.ema, state.params)
     assert (state.opt_state, state.step) == (fresh.opt_state, fresh.step)
@@ -78,7 +80,9 @@ def test_a_run_takes_all_parameters_of_the_same_model_and_nothing_else(tmp_path,
 def test_heads_that_the_model_lacks_begin_fresh_and_it_says_so(tmp_path):
     lines: list[str] = []
     source = _trained(tmp_path)
-    state = begin_with(source, _fresh(**HEADS), TOKENIZER, report=lines.append)
+    state = begin_with(
+        source, _fresh(**HEADS), TOKENIZER, model=_model(**HEADS), report=lines.append
+    )
     heads = {name: _params(1, **HEADS)[name] for name in ("sampler_head", "critic_head")}
     tiny_run.assert_same(state.params, _params(2) | heads)
     tiny_run.assert_same(state.ema, state.params)
@@ -91,7 +95,7 @@ def test_heads_that_the_model_lacks_begin_fresh_and_it_says_so(tmp_path):
 def test_heads_that_the_run_does_not_have_are_left_out_and_it_says_so(tmp_path):
     lines: list[str] = []
     source = _trained(tmp_path, **HEADS)
-    state = begin_with(source, _fresh(), TOKENIZER, report=lines.append)
+    state = begin_with(source, _fresh(), TOKENIZER, model=_model(), report=lines.append)
     expected = _params(2, **HEADS)
     tiny_run.assert_same(state.params, {name: expected[name] for name in state.params})
     assert state.params.keys() == _params(1).keys()
@@ -103,7 +107,7 @@ def test_heads_that_the_run_does_not_have_are_left_out_and_it_says_so(tmp_path):
 
 def test_without_a_source_the_state_is_as_it_was():
     fresh = _fresh()
-    assert begin_with("", fresh, TOKENIZER, report=pytest.fail) is fresh
+    assert begin_with("", fresh, TOKENIZER, model=_model(), report=pytest.fail) is fresh
 
 
 @pytest.mark.parametrize(
@@ -114,14 +118,26 @@ def test_without_a_source_the_state_is_as_it_was():
         ({"vocab_size": TOKENIZER.vocab_size + 4}, {}, "has embedding of shape"),
         ({"tied_head": False}, {}, "is a model of another kind: head is in one of the two"),
         ({}, {"tied_head": False}, "is a model of another kind: head is in one of the two"),
-        ({"activation": "swiglu"}, {}, "has another kind of blocks; make [model] that of its run"),
+        ({"qk_norm": False}, {}, "has another kind of blocks; make [model] that of its run"),
+        (
+            {"activation": "gelu"},
+            {},
+            "has model.activation='gelu', and the config asks for 'relu2'",
+        ),
+        (
+            {"heads": 4},
+            {},
+            "has model.heads=4, and the config asks for 2; make [model] that of its",
+        ),
+        ({"rope_theta": 100.0}, {}, "has model.rope_theta=100.0, and the config asks for 10000.0"),
+        ({"norm_epsilon": 0.1}, {}, "has model.norm_epsilon=0.1, and the config asks for 1e-05"),
         (HEADS | {"sampler_context": 1}, HEADS, "sampler_head/inner/kernel of shape (48, 16)"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_in_one_line(tmp_path, theirs, ours, message):
     source = _trained(tmp_path, **theirs)
     with pytest.raises(ValueError, match=r"^train\.init_from=.*\.safetensors .*$") as error:
-        begin_with(source, _fresh(**ours), TOKENIZER, report=pytest.fail)
+        begin_with(source, _fresh(**ours), TOKENIZER, model=_model(**ours), report=pytest.fail)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -129,13 +145,17 @@ def test_a_model_that_does_not_fit_is_refused_in_one_line(tmp_path, theirs, ours
 def test_a_model_of_another_text_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has another tokenizer; name a model of the same text"):
         begin_with(
-            _trained(tmp_path), _fresh(), CharacterTokenizer.of("Other text"), report=pytest.fail
+            _trained(tmp_path),
+            _fresh(),
+            CharacterTokenizer.of("Other text"),
+            model=_model(),
+            report=pytest.fail,
         )
 
 
 def test_a_source_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match=r"nowhere\.safetensors does not exist"):
-        begin_with("nowhere.safetensors", _fresh(), TOKENIZER, report=pytest.fail)
+        begin_with("nowhere.safetensors", _fresh(), TOKENIZER, model=_model(), report=pytest.fail)
 
 
 def test_a_run_of_the_heads_alone_begins_with_the_model_that_it_names(tmp_path):
@@ -179,7 +199,7 @@ def test_a_model_from_before_there_were_heads_still_loads_and_can_be_begun_with(
     model = dlm_jax.load(old)
     tiny_run.assert_same(model.params, _params(2))
     assert model.network.sampler_readout is None and model.network.critic is None
-    state = begin_with(str(old), _fresh(), TOKENIZER, report=pytest.fail)
+    state = begin_with(str(old), _fresh(), TOKENIZER, model=_model(), report=pytest.fail)
     tiny_run.assert_same(state.params, _params(2))
 
 

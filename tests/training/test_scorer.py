@@ -20,7 +20,7 @@ import toy
 import dlm_jax
 from dlm_jax import evaluate
 from dlm_jax.checkpoint import Checkpoints
-from dlm_jax.config import MeshConfig
+from dlm_jax.config import MeshConfig, ModelConfig
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.diffusion.objectives import Batch, Corruption
 from dlm_jax.diffusion.scoring import Corrupter
@@ -117,9 +117,9 @@ def test_a_scorer_begins_with_the_trunk_of_a_language_model_and_the_other_way(
     fresh, trained = _state(kind, 0.0), _state(source, 1.0)
     tokenizer = CharacterTokenizer.of("abcdefgh")
     with Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
-        checkpoints.save(1, trained, {"tokenizer": tokenizer.to_json()})
+        checkpoints.save(1, trained, {"tokenizer": tokenizer.to_json(), "config": {"model": {}}})
     lines = []
-    begun = begin_with(str(tmp_path), fresh, tokenizer, report=lines.append)
+    begun = begin_with(str(tmp_path), fresh, tokenizer, model=ModelConfig(), report=lines.append)
     head = _HEADS[kind]
     expected = {"embedding": trained.params["embedding"], head: fresh.params[head]}
     tiny_run.assert_same(begun.params, expected)
