@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from dlm_jax import prompts
 from dlm_jax.config import SampleConfig, resolve
@@ -11,7 +14,13 @@ from dlm_jax.models import Model
 from dlm_jax.sampling.generate import make_slots
 from dlm_jax.sampling.params import check, pack
 from dlm_jax.sampling.request import Request
-from dlm_jax.sampling.rules import Functions, pack_fill, pack_rules
+from dlm_jax.sampling.rules import (
+    Functions,
+    pack_editor,
+    pack_fill,
+    pack_renoise,
+    pack_rules,
+)
 from dlm_jax.sampling.slots import Row, Slots
 from dlm_jax.sampling.transforms import Chain
 from dlm_jax.types import Status
@@ -57,10 +66,11 @@ def make_jobs(
     _check(model, sample)
     room = model.max_length if max_length is None else max_length
     given = prompts.make_canvas(model.tokenizer, text, gen_length=sample.gen_length, room=room)
-    if given.is_draft is not None and (not sample.remasks or sample.steps < 2):
+    needs = 2 if sample.remasks and not (sample.resample or sample.edit or sample.renoises) else 1
+    if given.is_draft is not None and (not sample.refines or sample.steps < needs):
         raise ValueError(
-            "draft is refined by remasking, and nothing is remasked; use remask=scheduled, "
-            "schedule=all and steps=8, say"
+            "draft is refined by remasking, resampling, re-noise or edits, and nothing of it is "
+            "asked for; use remask=scheduled, schedule=all and steps=8, say"
         )
     jobs = []
     for index in range(num_samples):
@@ -72,12 +82,20 @@ def make_jobs(
             block_length=sample.block_length,
             guidance=sample.guidance,
             stop_at_eos=sample.stop_at_eos,
+            resample=sample.resample,
+            capacity=room if sample.edit else 0,
+            max_new_tokens=sample.max_new_tokens,
             **host,
         )
         if request.needs_host and sample.fill != "parallel":
             raise ValueError(
                 f"fill={sample.fill!r} draws tokens in waves, where no host sampler or read-back "
                 "can look; use fill='parallel'"
+            )
+        if request.needs_host and (sample.edit or sample.renoises):
+            raise ValueError(
+                f"{'edit' if sample.edit else 're-noise'} changes tokens between the steps, which "
+                "host samplers and read-back do not see; turn one of them off"
             )
         request.check_steps(mask_id=model.tokenizer.mask_id)
         jobs.append(Job(request, sample))
@@ -93,6 +111,9 @@ class Static(NamedTuple):
     remask: str
     remask_by: str
     fill: str
+    edit_schedule: str | None
+    edit_scoring: str | None
+    renoise_schedule: str | None
     chain: tuple[str, ...]
     draw: str
     is_guided: bool
@@ -110,6 +131,9 @@ def group_jobs(jobs: Sequence[Job]) -> dict[Static, list[int]]:
             remask=sample.remask,
             remask_by=sample.remask_by,
             fill=sample.fill,
+            edit_schedule=sample.edit_schedule if sample.edit else None,
+            edit_scoring=sample.edit_scoring if sample.edit else None,
+            renoise_schedule=sample.renoise_schedule if sample.renoises else None,
             chain=sample.chain,
             draw=sample.draw,
             is_guided=sample.guidance > 0,
@@ -127,7 +151,13 @@ def slots_of(model: Model, static: Static, jobs: Sequence[Job], **options: Any) 
         make_loop(draw=static.draw, is_guided=static.is_guided),
         model.params,
         [job.request for job in jobs],
-        Functions(chain_of(model, samples), *pack_rules(samples, model.noise), pack_fill(samples)),
+        Functions(
+            chain_of(model, samples),
+            *pack_rules(samples, model.noise),
+            pack_fill(samples),
+            pack_editor(samples),
+            pack_renoise(samples),
+        ),
         pad_id=model.tokenizer.pad_id,
         **options,
     )
@@ -162,6 +192,17 @@ def _check(model: Model, sample: SampleConfig) -> None:
             "remask_by='critic' needs a critic head, which this model lacks; use "
             "remask_by='confidence', or train one with model.add_critic_head"
         )
+    needs_space = sample.edit and sample.edit_token == "space"
+    if model.tokenizer.space_id is None and needs_space:
+        raise ValueError(
+            "edit_token='space' needs a token that is a space, which the tokenizer lacks; use "
+            "edit_token='mask'"
+        )
+    if model.tokenizer.space_id is None and sample.renoises and sample.renoise == "space":
+        raise ValueError(
+            "renoise='space' needs a token that is a space, which the tokenizer lacks; use "
+            "renoise='mask'"
+        )
     try:
         check([sample], **_vocabulary(model), chain=sample.chain)
     except ValueError as error:
@@ -190,6 +231,7 @@ def canvases(
         slots.submit(range(len(members)))
         slots.fill()
         blocks: dict[int, int] = {}
+        origins: dict[int, np.ndarray] = {}
         shown = slots.rows()
         while shown or slots.is_busy:
             is_due = every != "block" or any(
@@ -199,9 +241,23 @@ def canvases(
             if is_due:
                 blocks |= {index: row.block for index, row in shown.items()}
                 yield {members[index]: row for index, row in shown.items()}
+                origins = {}
             if not slots.is_busy:
                 break
             ended = slots.advance(num_steps)
             slots.fill()
             cut = {i: row.upto_eos(model.tokenizer.eos_id) for i, row in ended.items()}
-            shown = slots.rows() | cut
+            shown = {i: _since(origins, i, row) for i, row in (slots.rows() | cut).items()}
+
+
+def _since(origins: dict[int, np.ndarray], index: int, row: Row) -> Row:
+    """The row with its origin in the canvas that was shown last, which `origins` keeps."""
+    if row.origin is None:
+        return row
+    before = origins.get(index)
+    if before is not None:
+        was_there = np.where(row.origin >= 0, before[np.maximum(row.origin, 0)], -1)
+        row = dataclasses.replace(row, origin=was_there)
+    assert row.origin is not None
+    origins[index] = row.origin
+    return row

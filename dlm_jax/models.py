@@ -82,6 +82,8 @@ class Model:
             is_guided=is_guided,
             eos_id=self.tokenizer.eos_id,
             banned_ids=tuple(dict.fromkeys((self.tokenizer.mask_id, *self.tokenizer.banned_ids))),
+            pad_id=self.tokenizer.pad_id,
+            space_id=-1 if self.tokenizer.space_id is None else self.tokenizer.space_id,
         )
 
 

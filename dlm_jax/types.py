@@ -54,6 +54,8 @@ class Network:
         positions; None: `sampler_readout` alone is used.
       critic: ``(params, hidden_ND) -> logit_N``, float32: how likely the token at a position is
         wrong, from what the trunk says of the filled canvas. None without a critic head.
+      logits_of: ``(params, hidden_ND, ids_NK) -> logits_NK``, float32: columns of `readout`. They
+        save edits a second readout; None: that is made.
       scorer: ``(params, hidden_BLD, length_B) -> logit_B``, float32: which share of a row's tokens
         is corrupted. None but for a sequence scorer.
     """
@@ -68,6 +70,7 @@ class Network:
     sampler_sides: Callable[[Params, jax.Array], tuple[jax.Array, jax.Array]] | None = None
     sampler_from_sides: Callable[..., jax.Array] | None = None
     critic: Callable[[Params, jax.Array], jax.Array] | None = None
+    logits_of: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
     scorer: Callable[..., jax.Array] | None = None
 
 
@@ -75,8 +78,9 @@ class Status(IntEnum):
     """How a row stands. Inside the compiled loop nothing raises; this number tells the caller.
 
     ``RUNNING`` has steps and holes left. ``DONE`` has no holes left. ``STEP_LIMIT`` ran out of
-    steps with holes left. ``CANVAS_FULL`` could not grow further. ``NON_FINITE`` met a NaN or
-    an infinity where the network's logits must be finite, and stopped before writing.
+    steps with holes left. ``CANVAS_FULL`` is done as well, but some edits found no room in its
+    capacity: they were left out, or pushed tokens out. ``NON_FINITE`` met a NaN or an infinity
+    where the network's logits must be finite, and stopped before writing.
     """
 
     RUNNING = 0

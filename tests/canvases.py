@@ -13,9 +13,11 @@ import toy
 
 from dlm_jax.sampling.advance import Advance, make_advance
 from dlm_jax.sampling.commit import QUOTAS, CommitRule
+from dlm_jax.sampling.editor import Editor
 from dlm_jax.sampling.orders import ORDERS
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.remask import RemaskRule
+from dlm_jax.sampling.renoise import Renoise
 from dlm_jax.sampling.state import State, start
 from dlm_jax.sampling.transforms import Chain, LogitBias, Temperature, chain
 from dlm_jax.sampling.wavefront import Wavefront
@@ -41,6 +43,9 @@ class Row:
     guidance: float = 0.0
     stop_at_eos: bool = False
     is_draft: tuple[bool, ...] | None = None
+    resample: bool = False
+    capacity: int = 0
+    max_new_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +104,8 @@ def make_state(
     banned: Sequence[int] = toy.BANNED,
     remask: RemaskRule | None = None,
     fill: Wavefront | None = None,
+    editor: Editor | None = None,
+    renoise: Renoise | None = None,
 ) -> State:
     """The state before the first step, one slot per row; None is an idle slot."""
     full = [row or Row(tokens=(), steps=1) for row in rows]
@@ -122,6 +129,11 @@ def make_state(
         block_length_B=jnp.array([row.block_length for row in full], jnp.int32),
         guidance_B=jnp.array([row.guidance for row in full], jnp.float32),
         stops_at_eos_B=jnp.array([row.stop_at_eos for row in full]),
+        resamples_B=jnp.array([row.resample for row in full]),
+        editor=editor,
+        renoise=renoise,
+        capacity_B=jnp.array([row.capacity for row in full], jnp.int32),
+        max_new_B=jnp.array([row.max_new_tokens for row in full], jnp.int32),
     )
 
 
@@ -144,6 +156,8 @@ def program(
         is_guided=is_guided,
         eos_id=toy.EOS,
         banned_ids=toy.BANNED,
+        pad_id=toy.PAD,
+        space_id=toy.SPACE,
     )
 
 

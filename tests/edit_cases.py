@@ -23,6 +23,7 @@ class Case(NamedTuple):
     insert: float = 0.0
     delete: float = 0.0
     margin: float = 0.0
+    insert_margin: float = 0.0
     lam: float = 0.0
     cooldown: int = 0
     trims: bool = True
@@ -75,6 +76,9 @@ CASES = {
     "frozen tokens stay": Case("abcd", "bd", "^^", frozen="1", delete=1.0, **MISFIT),
     "the last token stays": Case("abc", "c", "^", delete=1.0, **MISFIT),
     "the first unfrozen token may go": Case("abc", "ac", ".^", frozen="0", delete=0.5, **MISFIT),
+    "no gap within its margin": Case(
+        "abcd", "abc+d", own=[0.9, 0.6, 0.8, 0.1], insert=1.0, insert_margin=0.5
+    ),
     "gaps cool down": Case(
         "abcdefg", "a+bcde+f+g", own=0.5, marked="3", insert=1.0, cooldown=1
     ),

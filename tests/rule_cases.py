@@ -21,7 +21,7 @@ from dlm_jax.config.generation import CONFIDENCES, ORDERS, REMASKS, SCHEDULES
 from dlm_jax.diffusion.corruption import LinearSchedule
 from dlm_jax.sampling.advance import Advance, make_advance
 from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.rules import pack_fill, pack_rules
+from dlm_jax.sampling.rules import pack_editor, pack_fill, pack_renoise, pack_rules
 from dlm_jax.sampling.transforms import chain
 from dlm_jax.types import Params
 
@@ -52,7 +52,24 @@ HEADS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 """What a model with a sampler head and a critic can do."""
 
-CASES |= HEADS
+EDITS: dict[str, dict[str, Any]] = {
+    f"{order}-{remask}-{fill}-edit": {
+        "order": order, "remask": remask, "schedule": schedule, "fill": fill, "edit": True,
+        "renoise_start": renoise, "edit_schedule": edit_schedule,
+    }
+    for order, remask, schedule, fill, renoise, edit_schedule in (
+        ("random", "scheduled", "linear", "parallel", 0.2, "cosine"),
+        ("low_confidence", "none", "all", "wavefront", 0.0, "linear"),
+        ("left_to_right", "remdm_conf", "linear", "parallel", 0.0, "cosine"),
+        ("margin", "none", "cosine", "parallel", 0.3, "linear"),
+        ("ancestral", "remdm_cap", "linear", "wavefront", 0.0, "cosine"),
+        ("threshold", "scheduled_threshold", "linear", "parallel", 0.1, "cosine"),
+        ("entropy_bound", "none", "all", "parallel", 0.0, "cosine"),
+    )
+}  # fmt: skip
+"""Rows whose length changes, with every other setting of edits and re-noise."""
+
+CASES |= HEADS | EDITS
 
 OWN = "own-own"
 """The rules and the transform that docs/generation.md defines outside the package."""
@@ -60,11 +77,14 @@ OWN = "own-own"
 FEW = [f"{order}-{REMASKS[i % len(REMASKS)]}" for i, order in enumerate(ORDERS)]
 """Each order and each remask rule at least once."""
 
-FEW += list(HEADS)[:2]
+FEW += [*list(HEADS)[:2], *list(EDITS)[:2]]
 
 
-def rows(seed: int = 0) -> list[Row]:
-    """Rows that differ in everything, blocks, guidance and drafts included."""
+def rows(seed: int = 0, *, resamples: bool = False) -> list[Row]:
+    """Rows that differ in everything, blocks, guidance and drafts included.
+
+    `resamples` lets some resample, and grow.
+    """
     rng = np.random.default_rng(100 + seed)
     found = []
     for index, row in enumerate(canvases.mixed_rows(seed)):
@@ -79,6 +99,9 @@ def rows(seed: int = 0) -> list[Row]:
                 guidance=(0.0, 0.0, 1.5)[index % 3],
                 stop_at_eos=index % 5 == 2,
                 is_draft=is_draft,
+                resample=resamples and index % 3 == 1,
+                capacity=len(row.tokens) + index % 5 if resamples else 0,
+                max_new_tokens=(0, 9)[index % 2],
             )
         )
     return found
@@ -99,7 +122,7 @@ def samples(name: str, count: int, seed: int = 0) -> list[SampleConfig]:
     rng = np.random.default_rng(200 + seed)
     return [
         SampleConfig(
-            **CASES.get(name, {}),
+            **CASES.get(name, {}) | (_edits(rng, index) if name in EDITS else {}),
             threshold=float(rng.uniform(0.1, 0.4)),
             factor=float(rng.uniform(1.0, 2.0)),
             entropy_bound=float(rng.uniform(0.5, 4.0)),
@@ -116,15 +139,38 @@ def samples(name: str, count: int, seed: int = 0) -> list[SampleConfig]:
     ]
 
 
+def _edits(rng: np.random.Generator, index: int) -> dict[str, Any]:
+    """Settings of edits and re-noise of one row; every seventh has none."""
+    if index % 7 == 6:
+        ratios = dict.fromkeys(("insert_ratio_start", "delete_ratio_start"), 0.0)
+        return ratios | {"renoise_start": 0.0}
+    return {
+        "insert_ratio_start": float(rng.uniform(0.1, 0.5)),
+        "insert_ratio_end": float(rng.uniform(0.0, 0.2)),
+        "delete_ratio_start": float(rng.uniform(0.1, 0.5)),
+        "delete_margin": (0.0, 0.02)[index % 2],
+        "delete_lambda": float(rng.uniform(0.0, 1.0)),
+        "cooldown_distance": index % 3,
+        "edit_token": ("space", "mask")[index % 2],
+        "overflow": ("trim", "refuse")[index // 2 % 2],
+        "length_target_mode": ("none", "to_max_new")[index // 4 % 2],
+        "renoise": ("space", "mask", "random")[index % 3],
+    }
+
+
 def program(name: str, *, rows: NamedSharding | None = None) -> Program:
     """What is compiled in: guided, and with blocks that end at EOS."""
-    network = toy.network_with_heads() if name in HEADS else None
+    network = toy.network_with_heads() if _has_heads(name) else None
     return canvases.program(network, rows=rows, is_guided=True)
 
 
 def params(name: str) -> Params:
     """Parameters of the case's network."""
-    return toy.params_with_heads() if name in HEADS else toy.params()
+    return toy.params_with_heads() if _has_heads(name) else toy.params()
+
+
+def _has_heads(name: str) -> bool:
+    return name in HEADS or "wavefront" in name
 
 
 @functools.cache
@@ -144,8 +190,10 @@ def make_state(
     rows = [slot and slot[0] for slot in slots]
     if name != OWN:
         rule, remask = pack_rules(settings, LinearSchedule())
-        fill = pack_fill(settings)
-        return canvases.make_state(rows, rule, remask=remask, fill=fill, positions=positions)
+        return canvases.make_state(
+            rows, rule, remask=remask, fill=pack_fill(settings), editor=pack_editor(settings),
+            renoise=pack_renoise(settings), positions=positions,
+        )  # fmt: skip
     defined = own()
     rule = defined["FewSurest"](jnp.array([int(4 * s.factor) for s in settings], jnp.int32))
     remask = defined["Doubtful"](jnp.array([s.remask_end for s in settings], jnp.float32))

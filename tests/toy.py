@@ -15,6 +15,7 @@ from dlm_jax.types import Network, Params
 VOCAB_SIZE = 12
 MASK, PAD, BOS, EOS = 8, 9, 10, 11
 BANNED = (MASK, PAD, BOS)
+SPACE = 7
 
 
 def config(**changes) -> ModelConfig:

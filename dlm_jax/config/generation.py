@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import typing
+import warnings
 from typing import Literal
 
 from dlm_jax.config.fields import field, require
@@ -22,6 +23,12 @@ Remask = Literal[
 RemaskBy = Literal["confidence", "critic"]
 Fill = Literal["parallel", "wavefront"]
 Draw = Literal["inverse_cdf", "gumbel"]
+EditSchedule = Literal["linear", "cosine"]
+EditScoring = Literal["uncertainty", "lead"]
+EditToken = Literal["space", "mask"]
+Overflow = Literal["trim", "refuse"]
+LengthTargetMode = Literal["none", "to_max_new"]
+RenoiseToken = Literal["space", "mask", "random"]
 ORDERS: tuple[str, ...] = typing.get_args(Order)
 SCHEDULES: tuple[str, ...] = typing.get_args(Schedule)
 CONFIDENCES: tuple[str, ...] = typing.get_args(Confidence)
@@ -29,7 +36,12 @@ REMASKS: tuple[str, ...] = typing.get_args(Remask)
 REMASK_BYS: tuple[str, ...] = typing.get_args(RemaskBy)
 FILLS: tuple[str, ...] = typing.get_args(Fill)
 DRAWS: tuple[str, ...] = typing.get_args(Draw)
-
+EDIT_SCHEDULES: tuple[str, ...] = typing.get_args(EditSchedule)
+EDIT_SCORINGS: tuple[str, ...] = typing.get_args(EditScoring)
+EDIT_TOKENS: tuple[str, ...] = typing.get_args(EditToken)
+OVERFLOWS: tuple[str, ...] = typing.get_args(Overflow)
+LENGTH_TARGET_MODES: tuple[str, ...] = typing.get_args(LengthTargetMode)
+RENOISE_TOKENS: tuple[str, ...] = typing.get_args(RenoiseToken)
 
 _NAMES_OF_PARAMS = {spec.name for spec in dataclasses.fields(SamplingParams)}
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -40,7 +52,19 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "remask_by": REMASK_BYS,
     "fill": FILLS,
     "draw": DRAWS,
+    "edit_schedule": EDIT_SCHEDULES,
+    "edit_scoring": EDIT_SCORINGS,
+    "edit_token": EDIT_TOKENS,
+    "overflow": OVERFLOWS,
+    "length_target_mode": LENGTH_TARGET_MODES,
+    "renoise": RENOISE_TOKENS,
+    "renoise_schedule": EDIT_SCHEDULES,
 }
+_SHARES = (
+    "threshold", "remask_start", "remask_end", "remask_randomness", "remask_eta",
+    "insert_ratio_start", "insert_ratio_end", "delete_ratio_start", "delete_ratio_end",
+    "renoise_start", "renoise_end",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,6 +135,50 @@ class SampleConfig(SamplingParams):
     sampler_temperature: float = field(
         1.0, "wavefront: divides the sampler head's logits, before the chain"
     )
+    resample: bool = field(
+        False, "every token that was not given is open at every step, as if it were a hole"
+    )
+    edit: bool = field(False, "insert and delete tokens between the steps; lengths change")
+    edit_schedule: EditSchedule = field(
+        "cosine", "edit: how the ratios go from start to end over the steps: linear or cosine"
+    )
+    insert_ratio_start: float = field(
+        0.04, "edit: insertions per token that was not given, before the first step, in [0, 1]"
+    )
+    insert_ratio_end: float = field(0.0, "edit: the same before the last step")
+    delete_ratio_start: float = field(0.04, "edit: deletions, likewise")
+    delete_ratio_end: float = field(0.0, "edit: the same before the last step")
+    edit_scoring: EditScoring = field(
+        "uncertainty",
+        "edit: what speaks for an insertion: uncertainty (of the tokens beside the gap), or lead "
+        "(of the likeliest token over the one behind the gap), for models trained to proofread",
+    )
+    insert_margin: float = field(0.0, "edit: what the score of a gap must exceed, >= 0")
+    delete_margin: float = field(
+        0.02, "edit: what the probability of the next token in a token's place must be ahead, >= 0"
+    )
+    delete_lambda: float = field(0.3, "edit: weight of that lead one position on, >= 0")
+    cooldown_distance: int = field(
+        1, "edit: how far from the last step's edits nothing is edited; 0 is off"
+    )
+    edit_token: EditToken = field(
+        "space", "edit: what is inserted: the space, or mask, a hole that is then filled"
+    )
+    overflow: Overflow = field(
+        "trim", "edit: insertions beyond max_length push out the tail (trim), or stop (refuse)"
+    )
+    length_target_mode: LengthTargetMode = field(
+        "none", "edit: to_max_new nudges the length towards max_new_tokens"
+    )
+    max_new_tokens: int = field(
+        0, "to_max_new: tokens that were not given; 0: as many as there are at first"
+    )
+    renoise: RenoiseToken = field(
+        "space", "re-noise: what is written over tokens before a forward: space, mask or random"
+    )
+    renoise_start: float = field(0.0, "re-noise: share written over before the first step")
+    renoise_end: float = field(0.0, "re-noise: share written over before the last step")
+    renoise_schedule: EditSchedule = field("cosine", "re-noise: linear or cosine in between")
     chain: tuple[str, ...] = field(DEFAULT_CHAIN, "logit transforms, in the order they run")
     draw: Draw = field(
         "inverse_cdf", "how a token is drawn: inverse_cdf (the faster) or gumbel (as others do)"
@@ -130,13 +198,23 @@ class SampleConfig(SamplingParams):
             "stop_at_eos means nothing with ignore_eos, which bans EOS; set ignore_eos to false",
         )
         require(self.block_length >= 0, f"block_length={self.block_length} must be at least 0")
-        for name in ("threshold", "remask_start", "remask_end", "remask_randomness", "remask_eta"):
+        for name in ("cooldown_distance", "max_new_tokens"):
+            value = getattr(self, name)
+            require(0 <= value < 2**20, f"{name}={value} is outside [0, 2**20); use 0 or more")
+        for name in _SHARES:
             value = getattr(self, name)
             require(0 <= value <= 1, f"{name}={value} is outside [0, 1]; use 0.5, say")
         for name in ("sampler_min_neighbors_ratio", "sampler_temperature"):
             value, most = getattr(self, name), 1 if name.endswith("ratio") else 1e6
             require(0 < value <= most, f"{name}={value} is outside (0, {most:g}]; use 0.5, say")
-        for name in ("factor", "entropy_bound", "guidance"):
+        for name in (
+            "factor",
+            "entropy_bound",
+            "guidance",
+            "insert_margin",
+            "delete_margin",
+            "delete_lambda",
+        ):
             value = getattr(self, name)
             require(0 <= value <= 1e6, f"{name}={value} is outside [0, 1e6]; use 0 or more")
         for name, known in _CHOICES.items():
@@ -147,6 +225,36 @@ class SampleConfig(SamplingParams):
                 f"{name}={value!r} is not one of {', '.join(known)}; did you mean {near!r}?",
             )
         check_chain(self.chain)
+        for name, does in (("insert", self.inserts), ("delete", self.deletes)):
+            margin = getattr(self, f"{name}_margin")
+            if self.edit and does and margin >= 1:
+                warnings.warn(
+                    f"{name}_margin={margin} lets nothing be {name.removesuffix('e')}ed: "
+                    "probabilities differ by 1 at most; use 0.02",
+                    stacklevel=3,
+                )
+
+    @property
+    def inserts(self) -> bool:
+        """Whether a row with these settings and ``edit`` may gain tokens."""
+        ratios = max(self.insert_ratio_start, self.insert_ratio_end)
+        return ratios > 0 or self.length_target_mode != "none"
+
+    @property
+    def deletes(self) -> bool:
+        """Whether a row with these settings and ``edit`` may lose tokens."""
+        ratios = max(self.delete_ratio_start, self.delete_ratio_end)
+        return ratios > 0 or self.length_target_mode != "none"
+
+    @property
+    def renoises(self) -> bool:
+        """Whether anything is ever written over before a forward."""
+        return max(self.renoise_start, self.renoise_end) > 0
+
+    @property
+    def refines(self) -> bool:
+        """Whether tokens that are there may change, as those of a draft should."""
+        return self.remasks or self.resample or self.edit or self.renoises
 
     @property
     def remasks(self) -> bool:

@@ -36,6 +36,14 @@ class ObjectiveConfig:
     identity_targets: bool = field(
         False, "denoising: ask for every position, not only for the selected ones"
     )
+    proofreading_share: float = field(
+        0.0,
+        "share of each batch's rows, and of the loss, that is misprinted: tokens missing, "
+        "stray or wrong",
+    )
+    misprint_ratio: float = field(
+        0.1, "proofreading: a row's share of misprints is uniform up to this one"
+    )
     random_length_share: float = field(
         0.0, "share of the batches that are cut to a random length; 0.01 is usual"
     )
@@ -45,10 +53,13 @@ class ObjectiveConfig:
             self.schedule_power > 0,
             f"objective.schedule_power={self.schedule_power} must be > 0; use 2.0",
         )
-        for name in ("denoising_share", "mask_share", "random_share", "random_length_share"):
+        for name in (
+            "denoising_share", "mask_share", "random_share", "random_length_share",
+            "proofreading_share",
+        ):  # fmt: skip
             value = getattr(self, name)
             require(0 <= value <= 1, f"objective.{name}={value} is not in [0, 1]")
-        for name in ("max_ratio", "sticky_beside"):
+        for name in ("max_ratio", "sticky_beside", "misprint_ratio"):
             value = getattr(self, name)
             require(0 < value <= 1, f"objective.{name}={value} is not in (0, 1]")
         require(
@@ -59,6 +70,11 @@ class ObjectiveConfig:
             self.mask_share + self.random_share <= 1 + 1e-6,
             f"objective.mask_share={self.mask_share} and objective.random_share="
             f"{self.random_share} add up to more than 1; lower one",
+        )
+        require(
+            self.denoising_share + self.proofreading_share <= 1 + 1e-6,
+            f"objective.denoising_share={self.denoising_share} and objective.proofreading_share="
+            f"{self.proofreading_share} add up to more than 1; lower one",
         )
         require(self.span_count >= 1, f"objective.span_count={self.span_count} must be at least 1")
         for name in self.patterns:

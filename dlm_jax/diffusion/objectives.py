@@ -17,6 +17,7 @@ import numpy as np
 
 from dlm_jax.diffusion import patterns
 from dlm_jax.diffusion.corruption import Schedule, mask_independently, stratified_times
+from dlm_jax.diffusion.misprints import misprint
 
 _SMALLEST_TIME = 1e-3
 
@@ -48,11 +49,13 @@ class Task(NamedTuple):
       shown_BL: int32 canvas that the trunk reads.
       weight_BL: float32, what each position's cross-entropy counts for; 0 where it is not asked.
       total: float32 scalar that the weighted sum is divided by.
+      truth: the rows that are asked for, where they are not those of the batch.
     """
 
     shown_BL: jax.Array
     weight_BL: jax.Array
     total: jax.Array
+    truth: Batch | None = None
 
 
 Objective = Callable[[Batch, jax.Array], Task]
@@ -140,6 +143,26 @@ def denoising(
     return Task(shown_BL, weight_BL, jnp.sum(weight_BL))
 
 
+def proofreading(batch: Batch, key: jax.Array, *, max_ratio: float, mask_id: int) -> Task:
+    """Plain cross-entropy at every free position of misprinted rows, for what should stand there.
+
+    A share of each row that is uniform on (0, max_ratio] is misprinted. Half of the rows show
+    MASK besides, each at a share of its positions that is uniform on (0, 1]. The targets are those
+    of `dlm_jax.diffusion.misprints.Misprints`; a row that grows is cut at the canvas.
+    """
+    ratio_key, print_key, share_key, mask_key = jax.random.split(key, 4)
+    num_rows = batch.tokens_BL.shape[0]
+    ratio_B = max_ratio * (1.0 - jax.random.uniform(ratio_key, (num_rows,)))
+    found = misprint(print_key, batch.tokens_BL, batch.length_B, batch.is_free_BL(), ratio_B)
+    truth = batch._replace(tokens_BL=found.true_BL, length_B=found.length_B)
+    share_B = jnp.maximum(1.0 - 2.0 * jax.random.uniform(share_key, (num_rows,)), 0.0)
+    is_free_BL = truth.is_free_BL()
+    is_masked_BL = mask_independently(mask_key, share_B, is_free_BL)
+    weight_BL = is_free_BL.astype(jnp.float32)
+    shown_BL = jnp.where(is_masked_BL, mask_id, found.shown_BL)
+    return Task(shown_BL, weight_BL, jnp.sum(weight_BL), truth)
+
+
 def next_token(batch: Batch) -> Task:
     """The autoregressive task of a causal model: every free token from those to its left."""
     weight_BL = batch.is_free_BL().astype(jnp.float32)
@@ -166,7 +189,7 @@ class Example(NamedTuple):
     """A batch with the tasks of a mixture: each row belongs to one of them.
 
     Attributes:
-      batch: clean rows.
+      batch: the rows that are asked for.
       shown_BL: int32 canvas that the trunk reads.
       weights: by task, float32 ``[B, L]`` as in `Task`; 0 in the rows of other tasks.
       totals: by task, float32 scalar as in `Task`.
@@ -197,15 +220,19 @@ class Mixture:
         length_key, *keys = jax.random.split(key, 1 + len(self.objectives))
         if self.random_length_share > 0:
             batch = at_random_length(batch, length_key, share=self.random_length_share)
-        shown_BL, weights, totals = batch.tokens_BL, {}, {}
+        truth, shown_BL, weights, totals = batch, batch.tokens_BL, {}, {}
         owner_B = self._owners(batch.tokens_BL.shape[0])
         for number, (name, objective) in enumerate(self.objectives.items()):
             is_own_B = owner_B == number
             own = batch._replace(length_B=jnp.where(is_own_B, batch.length_B, 0))
             task = objective(own, keys[number])
             shown_BL = jnp.where(is_own_B[:, None], task.shown_BL, shown_BL)
+            if task.truth is not None:
+                truth = Batch(
+                    *(_choose(is_own_B, *pair) for pair in zip(task.truth, truth, strict=True))
+                )
             weights[name], totals[name] = task.weight_BL, task.total
-        return Example(batch, shown_BL, weights, totals)
+        return Example(truth, shown_BL, weights, totals)
 
     def _owners(self, num_rows: int) -> np.ndarray:
         """Number of the objective that each row belongs to, interleaved."""
@@ -214,3 +241,7 @@ class Mixture:
         spread = np.argsort(np.argsort((np.arange(num_rows) * 0.618034) % 1.0))
         bounds = np.cumsum(list(self.shares.values()))[:-1]
         return np.searchsorted(bounds, middle[spread], side="right")
+
+
+def _choose(is_first_B: np.ndarray, first: jax.Array, other: jax.Array) -> jax.Array:
+    return jnp.where(is_first_B.reshape(-1, *[1] * (first.ndim - 1)), first, other)

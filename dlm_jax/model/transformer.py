@@ -192,9 +192,16 @@ def build(config: ModelConfig) -> Network:
         logits = cpu.linear(hidden_ND, kernel_DV.astype(hidden_ND.dtype))
         return logits.astype(jnp.float32)
 
+    def logits_of(params: Params, hidden_ND: jax.Array, ids_NK: jax.Array) -> jax.Array:
+        rows_VD = params["embedding"] if config.tied_head else params["head"]["kernel"].T
+        columns_NKD = jnp.take(rows_VD, ids_NK, axis=0).astype(hidden_ND.dtype)
+        logits_NK = jnp.einsum("nd,nkd->nk", hidden_ND, columns_NKD)
+        return logits_NK.astype(jnp.float32)
+
     return Network(
-        init, trunk, embed, readout, config.vocab_size, **_head_functions(config, readout)
-    )
+        init, trunk, embed, readout, config.vocab_size, logits_of=logits_of,
+        **_head_functions(config, readout),
+    )  # fmt: skip
 
 
 def _head_functions(config: ModelConfig, readout: Callable[..., jax.Array]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dlm_jax.sampling.editor import places
 from dlm_jax.sampling.loop import step
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.state import State
@@ -61,6 +62,9 @@ class Advance:
         self.compiled.append(f"rows={rows} canvas={positions}")
 
         ran_B = state.status_B == Status.RUNNING
+        if state.edited is not None:
+            origin_BL = places(state.edited.origin_BL)
+            state = state._replace(edited=state.edited._replace(origin_BL=origin_BL))
 
         def goes_on(carry: tuple[jax.Array, State]) -> jax.Array:
             taken, state = carry

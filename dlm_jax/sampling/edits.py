@@ -19,6 +19,8 @@ from dlm_jax.types import live_positions
 
 SCHEDULES = ("linear", "cosine")
 """Names of the schedules of `ratio_at`."""
+SCORINGS = ("uncertainty", "lead")
+"""What speaks for a gap: the uncertainty beside it (`gap_scores`), or `leads`."""
 _NUDGE = 3
 _FAR = 2**30
 
@@ -29,19 +31,21 @@ class Snapshot(NamedTuple):
     Attributes:
       own_BL: float32 log-probability of the token that stands at each position, in nats.
       right_BL: float32 log-probability, at the same position, of the token to its right.
+      best_BL: float32 log-probability of the likeliest token there; None where nobody reads it.
     """
 
     own_BL: jax.Array
     right_BL: jax.Array
+    best_BL: jax.Array | None = None
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        "insert_ratio_B", "delete_ratio_B", "delete_margin_B", "delete_lambda_B", "cooldown_B",
-        "trims_B", "targets_length_B", "capacity_B", "target_B",
+        "insert_ratio_B", "delete_ratio_B", "insert_margin_B", "delete_margin_B",
+        "delete_lambda_B", "cooldown_B", "trims_B", "targets_length_B", "capacity_B", "target_B",
     ],
-    meta_fields=[],
+    meta_fields=["scoring"],
 )  # fmt: skip
 @dataclass(frozen=True)
 class EditParams:
@@ -50,6 +54,7 @@ class EditParams:
     Attributes:
       insert_ratio_B: float32 in [0, 1], insertions per live unfrozen position, as `ratio_at` says.
       delete_ratio_B: float32 in [0, 1], deletions likewise.
+      insert_margin_B: float32, at least 0: what the score of a gap must exceed to count.
       delete_margin_B: float32, at least 0: what an advantage must exceed to count.
       delete_lambda_B: float32, at least 0: weight of the second difference.
       cooldown_B: int32, how far from a mark of the last step nothing is edited; 0 is off.
@@ -59,10 +64,12 @@ class EditParams:
       capacity_B: int32, most live positions, from the row's length to ``L``.
       target_B: int32, ``initial_length + max_new_tokens``, where the initial length is the number
         of frozen tokens; more than the capacity is the capacity.
+      scoring: of the gaps, one of `SCORINGS`.
     """
 
     insert_ratio_B: jax.Array
     delete_ratio_B: jax.Array
+    insert_margin_B: jax.Array
     delete_margin_B: jax.Array
     delete_lambda_B: jax.Array
     cooldown_B: jax.Array
@@ -70,6 +77,7 @@ class EditParams:
     targets_length_B: jax.Array
     capacity_B: jax.Array
     target_B: jax.Array
+    scoring: str = "uncertainty"
 
 
 def ratio_at(
@@ -111,6 +119,24 @@ def gap_scores(uncertainty_BL: jax.Array) -> jax.Array:
     return jnp.pad(score_BG, ((0, 0), (1, 0)))
 
 
+def leads(cells: Cells, snapshot: Snapshot, *, mask_id: int) -> jax.Array:
+    """float32 ``[B, L]``: at g + 1 how far the likeliest token is ahead of the one that is there.
+
+    ``max_v p(g + 1, v) - p(g + 1, x_g+1)``: what is missing in front of a token would stand in its
+    place. 0 at 0, where the likeliest is the right neighbour, which speaks for a deletion, and at
+    holes and frozen positions. Unlike `gap_scores` it is silent where the model is merely unsure,
+    and names one gap of the two beside a misfit. For models that have learnt from misprinted text
+    (`dlm_jax.diffusion.misprints`), whose predictions say what is due at a position.
+    """
+    assert snapshot.best_BL is not None
+    is_token_BL = _is_token(cells, mask_id=mask_id)
+    is_due_BL = _before(is_token_BL) & (snapshot.right_BL >= snapshot.best_BL - 1e-4)
+    is_asked_BL = is_token_BL & ~cells.frozen_BL & ~is_due_BL
+    lead_BL = jnp.exp(snapshot.best_BL) - jnp.exp(snapshot.own_BL)
+    lead_BL = jnp.where(is_asked_BL, jnp.maximum(lead_BL, 0.0), 0.0)
+    return lead_BL.at[:, 0].set(0.0)
+
+
 def deletion_scores(
     cells: Cells,
     snapshot: Snapshot,
@@ -139,6 +165,7 @@ def select_edits(
     *,
     mask_id: int,
     space_id: int,
+    is_open_BL: jax.Array | None = None,
 ) -> Edits:
     """The edits of each row at this step, chosen on one snapshot: best scores, lower positions.
 
@@ -156,9 +183,12 @@ def select_edits(
       params: how each row is edited.
       mask_id: the id of MASK.
       space_id: the id of the space; -1 for a vocabulary without one.
+      is_open_BL: True where tokens may go or be put in front of what is there; ratios count these
+        positions alone. None: everywhere.
     """
-    num_positions = cells.tokens_BL.shape[1]
-    is_live_BL = live_positions(cells.length_B, num_positions)
+    is_live_BL = live_positions(cells.length_B, cells.tokens_BL.shape[1])
+    if is_open_BL is not None:
+        is_live_BL &= is_open_BL
     is_free_BL = is_live_BL & ~cells.frozen_BL
     is_cool_BL = ~_is_near(cells.mark_BL, params.cooldown_B)
     num_insert_B, num_delete_B, is_short_B = _budgets(cells, params, jnp.sum(is_free_BL, axis=1))
@@ -171,7 +201,11 @@ def select_edits(
     may_go_BL &= is_cool_BL & (misfit_BL > 0)
     delete_BL = most(misfit_BL, may_go_BL, num_delete_B)
 
-    gap_BL = gap_scores(uncertainty(cells, snapshot, mask_id=mask_id))
+    if params.scoring == "lead":
+        gap_BL = leads(cells, snapshot, mask_id=mask_id)
+    else:
+        gap_BL = gap_scores(uncertainty(cells, snapshot, mask_id=mask_id))
+    gap_BL -= params.insert_margin_B[:, None]
     may_grow_BL = is_live_BL & is_cool_BL & (gap_BL > 0)
     wanted_B = jnp.minimum(num_insert_B, jnp.sum(may_grow_BL, axis=1))
     room_B = params.capacity_B - cells.length_B + jnp.sum(delete_BL, axis=1)
@@ -189,6 +223,7 @@ def edit(
     space_id: int,
     pad_id: int,
     edit_id: jax.Array | int,
+    is_open_BL: jax.Array | None = None,
 ) -> tuple[Cells, Plan]:
     """The canvas after this step's edits, and the map that other arrays move through.
 
@@ -200,8 +235,11 @@ def edit(
       space_id: the id of the space; -1 for a vocabulary without one.
       pad_id: the id of PAD.
       edit_id: what is inserted, the space or MASK; for all rows, or int32 ``[B]``.
+      is_open_BL: where edits may happen, see `select_edits`.
     """
-    edits = select_edits(cells, snapshot, params, mask_id=mask_id, space_id=space_id)
+    edits = select_edits(
+        cells, snapshot, params, mask_id=mask_id, space_id=space_id, is_open_BL=is_open_BL
+    )
     plan = plan_edits(edits, cells, params.capacity_B)
     after = Cells(
         tokens_BL=apply_plan(plan, cells.tokens_BL, edit_id, pad_id),

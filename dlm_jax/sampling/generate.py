@@ -48,8 +48,11 @@ class Generation:
       logprobs: float32 ``[R, L]``, log-probability in nats of each generated token under the clean
         logits it was drawn from; 0 at given tokens. At tokens of a draft that stayed, that under
         the forward before the last.
-      committed: int32 ``[R, L]``, the step that wrote each token, from 0; -1 at given tokens and
-        those of a draft.
+      committed: int32 ``[R, L]``, the step that wrote each token, from 0; -1 at given tokens, those
+        of a draft, and those that an edit put there.
+      insertions: int32 ``[R]``, tokens that edits inserted; all that follow are 0 without edits.
+      deletions: int32 ``[R]``, tokens that they deleted.
+      lost: int32 ``[R]``, insertions that found no room, and tokens that insertions pushed out.
       read_back: what was read back of each row, in the order of the commits; empty where nothing
         was asked.
     """
@@ -64,6 +67,9 @@ class Generation:
     status: tuple[Status, ...]
     logprobs: np.ndarray
     committed: np.ndarray
+    insertions: np.ndarray
+    deletions: np.ndarray
+    lost: np.ndarray
     read_back: tuple[tuple[Written, ...], ...]
 
     @property
@@ -88,7 +94,16 @@ def assemble(rows: Sequence[Row], *, pad_id: int) -> Generation:
         lengths=np.array([row.tokens.size for row in rows], np.int32),
         **{
             name: np.array([getattr(row, name) for row in rows], np.int32)
-            for name in ("steps", "forwards", "waves", "seeds", "filled")
+            for name in (
+                "steps",
+                "forwards",
+                "waves",
+                "seeds",
+                "filled",
+                "insertions",
+                "deletions",
+                "lost",
+            )  # fmt: skip
         },
         status=tuple(row.status for row in rows),
         logprobs=table("logprobs", 0, np.float32),
@@ -154,7 +169,8 @@ def make_slots(
         requests,
         functions,
         num_slots=slot_count(len(requests), batch_size, num_shares(loop.program.rows)),
-        canvas=canvas or canvas_size(max(request.tokens.size for request in requests)),
+        canvas=canvas
+        or canvas_size(max(max(request.tokens.size, request.capacity) for request in requests)),
         pad_id=pad_id,
         names=names,
         max_candidates=max_candidates,

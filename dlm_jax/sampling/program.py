@@ -12,8 +12,8 @@ from dlm_jax.config.sampling import nearest
 from dlm_jax.sampling.commit import Proposal, View
 from dlm_jax.sampling.draw import METHODS
 from dlm_jax.sampling.guidance import Sight
+from dlm_jax.sampling.propose import Filled
 from dlm_jax.sampling.transforms.protocol import Context
-from dlm_jax.sampling.wavefront import Filled
 from dlm_jax.types import Network
 
 
@@ -31,7 +31,10 @@ class Program:
       draw: how a token is drawn, of `dlm_jax.sampling.draw.METHODS`.
       is_guided: whether rows may ask for guidance; otherwise their scale is not looked at.
       eos_id: the id that ends a generation; -1 for none.
-      banned_ids: ids that a fill cannot begin with, whatever a row's chain allows.
+      banned_ids: ids that a fill cannot begin with, whatever a row's chain allows, and re-noise
+        never writes.
+      pad_id: the id of PAD, which edits leave behind the end of a row.
+      space_id: the id of the space; -1 for a vocabulary without one.
     """
 
     network: Network
@@ -42,6 +45,8 @@ class Program:
     is_guided: bool = False
     eos_id: int = -1
     banned_ids: tuple[int, ...] = ()
+    pad_id: int = 0
+    space_id: int = -1
 
     def __post_init__(self) -> None:
         if self.draw not in METHODS:
@@ -63,6 +68,8 @@ class Look(NamedTuple):
       draw_key_B: the step's key of each row, for draws.
       remask_key_B: likewise, for the remask rule.
       filled: the candidates, and how the fill went.
+      is_stepping_B: True for rows that take the step: others have ended, or are only looked at.
+      is_edited_BL: True where the step's edits may happen; None in a program without edits.
     """
 
     view: View
@@ -73,6 +80,8 @@ class Look(NamedTuple):
     draw_key_B: jax.Array
     remask_key_B: jax.Array
     filled: Filled
+    is_stepping_B: jax.Array
+    is_edited_BL: jax.Array | None = None
 
     @property
     def proposal(self) -> Proposal:

@@ -30,6 +30,27 @@ def chunk_size(vocab_size: int) -> int:
     return max(256, _ACCELERATOR_LOGITS // vocab_size)
 
 
+class Filled(NamedTuple):
+    """Candidates for the open positions, and how they were found.
+
+    Attributes:
+      proposal: the candidates.
+      is_finite_B: False for a row with a position whose clean logits hold a NaN or +inf, or are all
+        -inf.
+      waves_B: int32, waves of the sampler head's fill; 0 for a parallel one.
+      seeds_B: int32, positions that the LM head seeded in it, because nothing filled was near.
+      total_BL: float32, the LM head's log-normaliser where it was read; None where nobody asked.
+      best_BL: float32, its largest log-probability; likewise.
+    """
+
+    proposal: Proposal
+    is_finite_B: jax.Array
+    waves_B: jax.Array
+    seeds_B: jax.Array
+    total_BL: jax.Array | None = None
+    best_BL: jax.Array | None = None
+
+
 def propose_parallel(
     network: Network,
     params: Params,
@@ -44,8 +65,9 @@ def propose_parallel(
     measure: Callable[[jax.Array, jax.Array], jax.Array],
     chunk: int,
     method: str = "inverse_cdf",
-) -> tuple[Proposal, jax.Array]:
-    """A candidate for every open position, drawn blind to the others; and which rows are finite.
+    keeps_total: bool = False,
+) -> Filled:
+    """A candidate for every open position, drawn blind to the others.
 
     The open positions of all rows are gathered and run in chunks of `chunk`, so that the cost
     follows their number and no ``[B, L, V]`` array exists. Each draws with a key of its row and
@@ -64,10 +86,11 @@ def propose_parallel(
       measure: confidence from clean logits and the candidate's log-probability.
       chunk: positions of one readout.
       method: how a token is drawn; see `dlm_jax.sampling.draw.draw`.
+      keeps_total: whether ``total_BL`` and ``best_BL`` are wanted, of the open positions and those
+        of `own_BL`.
 
     Returns:
-      The proposal, zero where not open; and ``[B]``, False for a row with an open position whose
-      clean logits hold a NaN or +inf, or are all -inf.
+      The proposal, zero where not open.
     """
     is_wanted_BL = is_open_BL if own_BL is None else is_open_BL | (own_BL >= 0)
     flat, num_open = gather(is_wanted_BL, chunk)
@@ -83,9 +106,10 @@ def propose_parallel(
         clean_NV = sight.logits(network, params, places_N)
         return first + places_N.size, pen.write(drawn, places_N, is_real_N, clean_NV)
 
-    start = (jnp.zeros((), jnp.int32), no_candidates(is_open_BL.shape))
+    start = (jnp.zeros((), jnp.int32), no_candidates(is_open_BL.shape, keeps_total=keeps_total))
     _, drawn = jax.lax.while_loop(lambda carry: carry[0] < num_open, one_chunk, start)
-    return drawn.proposal(is_open_BL.shape), drawn.is_finite_B
+    none_B = jnp.zeros(is_open_BL.shape[0], jnp.int32)
+    return drawn.filled(is_open_BL.shape, none_B, none_B)
 
 
 def gather(is_wanted_BL: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
@@ -100,7 +124,8 @@ def gather(is_wanted_BL: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
 class Drawn(NamedTuple):
     """Candidates as they are found: those of `Proposal`, flat over rows and positions.
 
-    ``is_finite_B`` is False for rows with a position whose clean logits cannot be drawn from.
+    ``is_finite_B`` is False for rows with a position whose clean logits cannot be drawn from;
+    ``total_P`` and ``best_P`` are the LM head's log-normaliser and largest log-probability, or None.
     """
 
     tokens_P: jax.Array
@@ -108,19 +133,28 @@ class Drawn(NamedTuple):
     final_logprob_P: jax.Array
     confidence_P: jax.Array
     is_finite_B: jax.Array
+    total_P: jax.Array | None
+    best_P: jax.Array | None
 
-    def proposal(self, shape: tuple[int, ...]) -> Proposal:
+    def filled(self, shape: tuple[int, ...], waves_B: jax.Array, seeds_B: jax.Array) -> Filled:
         """Row by row."""
-        return Proposal(*(array.reshape(shape) for array in self[:4]))
+        return Filled(
+            Proposal(*(array.reshape(shape) for array in self[:4])),
+            self.is_finite_B,
+            waves_B,
+            seeds_B,
+            *(None if array is None else array.reshape(shape) for array in self[5:]),
+        )
 
 
-def no_candidates(shape: tuple[int, ...]) -> Drawn:
+def no_candidates(shape: tuple[int, ...], *, keeps_total: bool = False) -> Drawn:
     """What is known before the first chunk of a ``[B, L]`` canvas."""
-    total = shape[0] * shape[1]
-    zeros_P = jnp.zeros(total, jnp.float32)
+    size = shape[0] * shape[1]
+    zeros_P = jnp.zeros(size, jnp.float32)
     return Drawn(
-        jnp.zeros(total, jnp.int32), zeros_P, zeros_P, zeros_P, jnp.ones(shape[0], jnp.bool_)
-    )
+        jnp.zeros(size, jnp.int32), zeros_P, zeros_P, zeros_P, jnp.ones(shape[0], jnp.bool_),
+        *[zeros_P if keeps_total else None] * 2,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -155,8 +189,8 @@ class Pen:
     ) -> Drawn:
         """`drawn` with candidates at the places ``row * L + index`` that are real.
 
-        They are drawn from `drawable_NV` through the chain, or from the clean logits if None, and
-        scored under the clean ones.
+        They are drawn from `drawable_NV` through the chain and scored under the clean logits. None
+        says that these are the LM head's, and drawn from.
         """
         row_N, index_N = places_N // self.num_positions, places_N % self.num_positions
         key_N = jax.vmap(jax.random.fold_in)(self.key_B[row_N], index_N)
@@ -174,10 +208,16 @@ class Pen:
             return old_P.at[target_N].set(new_N, mode="drop")
 
         is_fine_N = jnp.isfinite(logprob_N) | ~is_real_N
+        total_P, best_P = drawn.total_P, drawn.best_P
+        if total_P is not None and best_P is not None and drawable_NV is None:
+            total_N = jax.nn.logsumexp(clean_NV, axis=1)
+            total_P, best_P = put(total_P, total_N), put(best_P, clean_NV.max(axis=1) - total_N)
         return Drawn(
             put(drawn.tokens_P, ids_N),
             put(drawn.logprob_P, logprob_N),
             put(drawn.final_logprob_P, final_N),
             put(drawn.confidence_P, self.measure(clean_NV, logprob_N)),
             drawn.is_finite_B.at[row_N].min(is_fine_N),
+            total_P,
+            best_P,
         )

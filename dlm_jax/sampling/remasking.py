@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from dlm_jax.sampling.program import Look, Program
 from dlm_jax.sampling.remask import Tokens
 from dlm_jax.sampling.state import State
-from dlm_jax.types import Params, Status
+from dlm_jax.types import Params
 
 
 def may_remask(state: State, seen: Look) -> jax.Array:
     """True for rows whose remask rule is asked at this step."""
     assert state.remask is not None
-    is_running_B = (state.status_B == Status.RUNNING) & seen.is_finite_B
-    return is_running_B & ~state.block.is_last_step_B & state.remask.is_active()
+    goes_on_B = seen.is_stepping_B & seen.is_finite_B & ~state.block.is_last_step_B
+    return goes_on_B & state.remask.is_active()
 
 
 def _wrongness(
@@ -50,7 +50,7 @@ def remasked(
 ) -> jax.Array:
     """True where the remask rule takes a token back."""
     assert state.remask is not None
-    goes_on_B = (state.status_B == Status.RUNNING) & seen.is_finite_B
+    goes_on_B = seen.is_stepping_B & seen.is_finite_B
     is_free_BL = state.block.holds(tokens_BL.shape[1]) & ~state.canvas.frozen_BL
     goes_on_B &= ~state.block.is_last_step_B
     wrong_BL = _wrongness(program, params, state, seen, tokens_BL)

@@ -23,6 +23,9 @@ class Request:
       stop_at_eos: whether the row is done when a finished block holds EOS.
       host_sampler: chooses the row's tokens among the candidates that its chain leaves.
       read_back: whether it is kept how each token came about.
+      resample: whether all its unfrozen tokens are open at every step.
+      capacity: tokens that edits may grow it to; 0, or less than it has, is as many as it has.
+      max_new_tokens: unfrozen tokens that edits may nudge it towards; 0 is as many as it has.
     """
 
     tokens: np.ndarray
@@ -34,6 +37,9 @@ class Request:
     stop_at_eos: bool = False
     host_sampler: HostSampler | None = None
     read_back: bool = False
+    resample: bool = False
+    capacity: int = 0
+    max_new_tokens: int = 0
 
     @property
     def needs_host(self) -> bool:

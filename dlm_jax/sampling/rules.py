@@ -13,9 +13,11 @@ from jax import Array
 from dlm_jax.config.generation import SampleConfig
 from dlm_jax.sampling.ancestral import Ancestral, Kind, NoiseSchedule, ReMDM
 from dlm_jax.sampling.commit import QUOTAS, CommitRule
+from dlm_jax.sampling.editor import Editor
 from dlm_jax.sampling.orders import ORDERS, SurestFirst, maximum, sampled
 from dlm_jax.sampling.parallel_commits import EntropyBound, Factor, Threshold
 from dlm_jax.sampling.remask import RemaskRule, Scheduled
+from dlm_jax.sampling.renoise import KINDS, Renoise
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.wavefront import Wavefront
 
@@ -31,12 +33,16 @@ class Functions(NamedTuple):
       rule: commit rule.
       remask: remask rule; None for none.
       fill: how the sampler head fills; None draws all candidates in parallel.
+      editor: what is inserted and deleted; None for nothing.
+      renoise: what is written over before each forward; None for nothing.
     """
 
     chain: Chain
     rule: CommitRule
     remask: RemaskRule | None = None
     fill: Wavefront | None = None
+    editor: Editor | None = None
+    renoise: Renoise | None = None
 
 
 def _column(samples: Sequence[SampleConfig], name: str) -> Array:
@@ -53,6 +59,40 @@ def pack_fill(samples: Sequence[SampleConfig]) -> Wavefront | None:
         column("sampler_spread_seeds") != 0,
         column("sampler_even_odd") != 0,
         column("sampler_temperature"),
+    )
+
+
+def pack_editor(samples: Sequence[SampleConfig]) -> Editor | None:
+    """How rows that name the same schedule and scoring are edited; None for rows that are not."""
+    column = functools.partial(_column, samples)
+    if not samples[0].edit:
+        return None
+    return Editor(
+        insert_start_B=column("insert_ratio_start"),
+        insert_end_B=column("insert_ratio_end"),
+        delete_start_B=column("delete_ratio_start"),
+        delete_end_B=column("delete_ratio_end"),
+        insert_margin_B=column("insert_margin"),
+        delete_margin_B=column("delete_margin"),
+        lambda_B=column("delete_lambda"),
+        cooldown_B=column("cooldown_distance").astype(jnp.int32),
+        trims_B=jnp.array([sample.overflow == "trim" for sample in samples]),
+        targets_length_B=jnp.array([s.length_target_mode == "to_max_new" for s in samples]),
+        puts_mask_B=jnp.array([sample.edit_token == "mask" for sample in samples]),
+        schedule=samples[0].edit_schedule,
+        scoring=samples[0].edit_scoring,
+    )
+
+
+def pack_renoise(samples: Sequence[SampleConfig]) -> Renoise | None:
+    """What is written over in rows that name the same schedule; None for nothing."""
+    if not samples[0].renoises:
+        return None
+    return Renoise(
+        _column(samples, "renoise_start"),
+        _column(samples, "renoise_end"),
+        jnp.array([KINDS.index(sample.renoise) for sample in samples], jnp.int32),
+        schedule=samples[0].renoise_schedule,
     )
 
 

@@ -34,13 +34,18 @@ class Row:
       is_frozen: True at given tokens.
       logprobs: float32 ``[n]``, log-probability in nats of each generated token under the clean
         logits it was drawn from; 0 at given tokens and holes.
-      committed: int32 ``[n]``, the step that wrote each token, from 0; -1 at given tokens, holes
-        and tokens of a draft.
+      committed: int32 ``[n]``, the step that wrote each token, from 0; -1 at given tokens, holes,
+        tokens of a draft, and those that an edit or re-noise put there.
       steps: taken so far.
       forwards: of the trunk, that the row has asked for.
       waves: of the sampler head's fills; 0 where all candidates were drawn in parallel.
       seeds: positions that the LM head seeded in those fills.
       filled: candidates drawn in all steps.
+      insertions: tokens that edits inserted so far.
+      deletions: tokens that they deleted.
+      lost: insertions that found no room, and tokens that insertions pushed out.
+      origin: int32 ``[n]``, where each position stood before the last call of `Slots.advance`; -1:
+        it was not there. None without edits.
       block: number of the block it works on, from 0, among those that have work.
       status: how it stands.
       read_back: what was read back of it, in the order of the commits.
@@ -57,6 +62,10 @@ class Row:
     waves: int = 0
     seeds: int = 0
     filled: int = 0
+    insertions: int = 0
+    deletions: int = 0
+    lost: int = 0
+    origin: np.ndarray | None = None
     read_back: tuple[Written, ...] = ()
 
     def upto_eos(self, eos_id: int) -> Row:
@@ -71,6 +80,7 @@ class Row:
             is_frozen=self.is_frozen[:n],
             logprobs=self.logprobs[:n],
             committed=self.committed[:n],
+            origin=None if self.origin is None else self.origin[:n],
             read_back=tuple(r for r in self.read_back if r.candidates.index < n),
         )
 
@@ -209,6 +219,9 @@ class Slots:
             "block_length_B": np.zeros(num_slots, np.int32),
             "guidance_B": np.zeros(num_slots, np.float32),
             "stops_at_eos_B": np.zeros(num_slots, bool),
+            "resamples_B": np.zeros(num_slots, bool),
+            "capacity_B": np.zeros(num_slots, np.int32),
+            "max_new_B": np.zeros(num_slots, np.int32),
         }
         for slot, index in new.items():
             request = self._requests[index]
@@ -217,7 +230,8 @@ class Slots:
             if request.is_draft is not None:
                 is_frozen[slot, :length] = ~request.is_draft
             values = (length, request.seed, request.steps, request.block_length,
-                      request.guidance, request.stop_at_eos)  # fmt: skip
+                      request.guidance, request.stop_at_eos, request.resample, request.capacity,
+                      request.max_new_tokens)  # fmt: skip
             for column, value in zip(columns.values(), values, strict=True):
                 column[slot] = value
         any_one = next(iter(new.values()))
@@ -246,14 +260,21 @@ class Slots:
             return {}
         state = self._state
         assert state is not None
-        tokens, frozen, logprobs, committed, length, steps, forwards, block, status, *fills = (
+        tokens, frozen, logprobs, committed, length, steps, forwards, block, status = (
             np.asarray(array)
             for array in (
                 state.canvas.tokens_BL, state.canvas.frozen_BL, state.logprob_BL,
                 state.committed_BL, state.canvas.length_B, state.step_B, state.forwards_B,
-                state.block.index_B, state.status_B, state.waves_B, state.seeds_B, state.filled_B,
+                state.block.index_B, state.status_B,
             )
         )  # fmt: skip
+        counts = {"waves": state.waves_B, "seeds": state.seeds_B, "filled": state.filled_B}
+        edited = state.edited
+        if edited is not None:
+            counts |= {"insertions": edited.insertions_B, "deletions": edited.deletions_B,
+                       "lost": edited.lost_B}  # fmt: skip
+        counts = {name: np.asarray(count_B) for name, count_B in counts.items()}
+        origin = None if edited is None else np.asarray(edited.origin_BL)
         rows = {}
         for slot in slots:
             owner, n = self._owners[slot], int(length[slot])
@@ -262,15 +283,13 @@ class Slots:
                 tokens=tokens[slot, :n].copy(),
                 is_frozen=frozen[slot, :n].copy(),
                 logprobs=logprobs[slot, :n].copy(),
-                committed=committed[slot, :n].copy(),
+                committed=np.maximum(committed[slot, :n], -1),
                 steps=int(steps[slot]),
                 forwards=int(forwards[slot]),
                 block=int(block[slot]),
                 status=Status(int(status[slot])),
-                **{
-                    name: int(counts[slot])
-                    for name, counts in zip(("waves", "seeds", "filled"), fills, strict=True)
-                },
+                **{name: int(count[slot]) for name, count in counts.items()},
+                origin=None if origin is None else origin[slot, :n].copy(),
                 read_back=tuple(self._read_back[slot]),
             )
         return rows

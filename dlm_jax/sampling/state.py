@@ -13,7 +13,9 @@ import jax.numpy as jnp
 
 from dlm_jax.sampling.blocks import Block, first_block
 from dlm_jax.sampling.commit import CommitRule
+from dlm_jax.sampling.editor import Edited, Editor, start_edited
 from dlm_jax.sampling.remask import RemaskRule
+from dlm_jax.sampling.renoise import Renoise
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.wavefront import Wavefront
 from dlm_jax.types import Status, live_positions
@@ -53,7 +55,7 @@ class State(NamedTuple):
         drawn from, in nats; 0 at given tokens and holes. Of a draft's tokens, where the remask rule
         reads it: that under the last forward.
       committed_BL: int32, the step that committed each token, from 0; -1 at given tokens, holes,
-        and tokens of a draft.
+        and tokens of a draft; -2 where an edit or re-noise put a token.
       chain: the logit transforms with their per-row parameters.
       chain_state: what those transforms carry.
       rule: the commit rule with its per-row parameters.
@@ -62,6 +64,10 @@ class State(NamedTuple):
       waves_B: int32, waves of the fills so far.
       seeds_B: int32, positions that the LM head seeded in them.
       filled_B: int32, candidates drawn in them.
+      resamples_B: True for rows whose unfrozen tokens are all open, as if they were holes.
+      editor: how each row is edited; None: lengths stay.
+      edited: what that has come to; None likewise.
+      renoise: what is written over before each forward; None: nothing.
     """
 
     canvas: Canvas
@@ -85,6 +91,10 @@ class State(NamedTuple):
     waves_B: jax.Array
     seeds_B: jax.Array
     filled_B: jax.Array
+    resamples_B: jax.Array
+    editor: Editor | None
+    edited: Edited | None
+    renoise: Renoise | None
 
 
 def start(
@@ -102,6 +112,11 @@ def start(
     block_length_B: jax.Array | None = None,
     guidance_B: jax.Array | None = None,
     stops_at_eos_B: jax.Array | None = None,
+    resamples_B: jax.Array | None = None,
+    editor: Editor | None = None,
+    renoise: Renoise | None = None,
+    capacity_B: jax.Array | None = None,
+    max_new_B: jax.Array | None = None,
 ) -> State:
     """State before the first step: live MASK tokens are holes, other live tokens are frozen.
 
@@ -119,6 +134,13 @@ def start(
       block_length_B: int32 positions of a block, at least 0; 0, or None for all rows, is one block.
       guidance_B: float32 scale of classifier-free guidance; None is 0.
       stops_at_eos_B: True for rows that end with the block that holds EOS; None is False.
+      resamples_B: True for rows that rewrite all their unfrozen tokens; None is False.
+      editor: how rows are edited; None: not at all.
+      renoise: what is written over before each forward; None: nothing.
+      capacity_B: int32, live positions that edits may grow a row to, at most ``L``; None, or less
+        than the row has, is as many as it has.
+      max_new_B: int32, unfrozen tokens that a row is nudged towards; 0, or None for all rows, is
+        as many as it has.
     """
     num_rows, num_positions = tokens_BL.shape
     zeros_B = jnp.zeros(num_rows, jnp.int32)
@@ -127,7 +149,10 @@ def start(
     is_free_BL = is_hole_BL if frozen_BL is None else is_hole_BL | (is_live_BL & ~frozen_BL)
     canvas = Canvas(tokens_BL, length_B, ~is_free_BL)
     block_length_B = zeros_B if block_length_B is None else block_length_B
-    is_work_BL = work(canvas, remask, mask_id=mask_id)
+    never_B = zeros_B.astype(bool)
+    resamples_B = never_B if resamples_B is None else resamples_B
+    refines_B = _refines(remask, resamples_B, editor, renoise)
+    is_work_BL = _work(canvas, refines_B, mask_id=mask_id)
     block, is_any_B = first_block(
         is_work_BL, is_hole_BL, jnp.argmax(is_free_BL, axis=1), block_length_B, steps_B
     )
@@ -136,11 +161,11 @@ def start(
         seed_B=seeds_B,
         step_B=zeros_B,
         steps_B=steps_B,
-        span_B=_span(is_hole_BL, remask, steps_B),
+        span_B=_span(is_hole_BL, refines_B, steps_B),
         block=block,
         block_length_B=block_length_B,
         guidance_B=jnp.zeros(num_rows) if guidance_B is None else guidance_B,
-        stops_at_eos_B=zeros_B.astype(bool) if stops_at_eos_B is None else stops_at_eos_B,
+        stops_at_eos_B=never_B if stops_at_eos_B is None else stops_at_eos_B,
         forwards_B=zeros_B,
         status_B=jnp.where(is_any_B, Status.RUNNING, Status.DONE).astype(jnp.int32),
         logprob_BL=jnp.zeros((num_rows, num_positions), jnp.float32),
@@ -153,18 +178,49 @@ def start(
         waves_B=zeros_B,
         seeds_B=zeros_B,
         filled_B=zeros_B,
-    )
+        resamples_B=resamples_B,
+        editor=editor,
+        edited=editor and start_edited(
+            editor, tokens_BL, canvas.frozen_BL, length_B,
+            mask_id=mask_id, capacity_B=capacity_B, max_new_B=max_new_B,
+        ),
+        renoise=renoise,
+    )  # fmt: skip
     # `advance` donates the state: its buffers must be its own, and each be there once.
     return jax.tree.map(jnp.copy, state)
 
 
-def _span(is_hole_BL: jax.Array, remask: RemaskRule | None, steps_B: jax.Array) -> jax.Array:
+def _span(is_hole_BL: jax.Array, refines_B: jax.Array, steps_B: jax.Array) -> jax.Array:
     few_B = jnp.minimum(steps_B, jnp.maximum(jnp.sum(is_hole_BL, axis=1), 1))
-    return few_B if remask is None else jnp.where(remask.is_active(), steps_B, few_B)
+    return jnp.where(refines_B, steps_B, few_B)
 
 
-def work(canvas: Canvas, remask: RemaskRule | None, *, mask_id: int) -> jax.Array:
-    """True ``[B, L]`` at holes, and at unfrozen tokens of rows whose remask rule is active."""
+def _refines(
+    remask: RemaskRule | None,
+    resamples_B: jax.Array,
+    editor: Editor | None,
+    renoise: Renoise | None,
+) -> jax.Array:
+    """True ``[B]`` for rows that change tokens which are there, not holes alone."""
+    for slot in (remask, editor, renoise):
+        if slot is not None:
+            resamples_B = resamples_B | slot.is_active()
+    return resamples_B
+
+
+def goes_on(state: State) -> jax.Array:
+    """True ``[B]`` where a block without holes waits for its last step."""
+    on_B = _refines(None, state.resamples_B, state.editor, state.renoise)
+    return on_B if state.remask is None else on_B | state.remask.goes_on()
+
+
+def work(state: State, *, mask_id: int) -> jax.Array:
+    """True ``[B, L]`` at holes, and at unfrozen tokens of rows that refine them."""
+    refines_B = _refines(state.remask, state.resamples_B, state.editor, state.renoise)
+    return _work(state.canvas, refines_B, mask_id=mask_id)
+
+
+def _work(canvas: Canvas, refines_B: jax.Array, *, mask_id: int) -> jax.Array:
     is_free_BL = ~canvas.frozen_BL
     is_hole_BL = is_free_BL & (canvas.tokens_BL == mask_id)
-    return is_hole_BL if remask is None else is_hole_BL | (is_free_BL & remask.is_active()[:, None])
+    return is_hole_BL | (is_free_BL & refines_B[:, None])

@@ -10,14 +10,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit import Proposal
 from dlm_jax.sampling.guidance import Sight
-from dlm_jax.sampling.propose import Drawn, Pen, gather, no_candidates
+from dlm_jax.sampling.propose import Drawn, Filled, Pen, gather, no_candidates
 from dlm_jax.sampling.seeding import seeds
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.protocol import Context
@@ -58,23 +57,6 @@ class Wavefront:
     temperature_B: jax.Array
 
 
-class Filled(NamedTuple):
-    """Candidates of a fill, and how it went.
-
-    Attributes:
-      proposal: as of `dlm_jax.sampling.propose.propose_parallel`. Log-probability and confidence
-        are those of the head that the token was drawn from.
-      is_finite_B: False for rows whose logits cannot be drawn from.
-      waves_B: int32, waves of each row.
-      seeds_B: int32, positions that the LM head seeded because nothing filled was near.
-    """
-
-    proposal: Proposal
-    is_finite_B: jax.Array
-    waves_B: jax.Array
-    seeds_B: jax.Array
-
-
 def propose_wavefront(
     network: Network,
     params: Params,
@@ -91,6 +73,8 @@ def propose_wavefront(
     measure: Callable[[jax.Array, jax.Array], jax.Array],
     chunk: int,
     method: str = "inverse_cdf",
+    is_seen_BL: jax.Array | None = None,
+    is_scored_BL: jax.Array | None = None,
 ) -> Filled:
     """A candidate for every open position, each drawn beside those of earlier waves.
 
@@ -116,16 +100,25 @@ def propose_wavefront(
       measure: confidence from clean logits and the candidate's log-probability.
       chunk: positions of one readout.
       method: how a token is drawn.
+      is_seen_BL: True at tokens that neighbours are drawn beside; None: those of the context.
+      is_scored_BL: True where ``total_BL`` and ``best_BL`` are wanted, beside the positions of
+        `own_BL`; None: nowhere.
+
+    Returns:
+      Log-probability and confidence are those of the head that each token was drawn from.
     """
     shape = is_open_BL.shape
     chunk = min(chunk, is_open_BL.size)
-    is_seen_BL = context.is_visible_BL & ~is_open_BL
+    is_seen_BL = (context.is_visible_BL if is_seen_BL is None else is_seen_BL) & ~is_open_BL
     is_far_BL = is_open_BL & (_distance(is_open_BL, is_seen_BL) == _NEVER)
     pen = Pen(chain, chain.prepare(chain_state, context), key_B, own_BL, shape[1], measure, method)
     is_read_BL = is_far_BL if own_BL is None else is_far_BL | (own_BL >= 0)
+    if is_scored_BL is not None:
+        is_read_BL |= is_scored_BL & is_open_BL
     drawn, sureness_BL = _read(
-        network, params, sight, is_read_BL, pen, banned_ids=banned_ids, chunk=chunk
-    )
+        network, params, sight, is_read_BL, pen, banned_ids=banned_ids, chunk=chunk,
+        keeps_total=is_scored_BL is not None,
+    )  # fmt: skip
     is_seed_BL = jax.lax.cond(
         jnp.any(is_far_BL),
         lambda: seeds(is_far_BL, sureness_BL, fill.ratio_B, fill.is_spread_B),
@@ -140,12 +133,8 @@ def propose_wavefront(
         network, params, sight, drawn, level_BL, is_grown_BL, context.tokens_BL, pen,
         temperature_B=fill.temperature_B, chunk=min(chunk, _wave_chunk(network.vocab_size)),
     )  # fmt: skip
-    return Filled(
-        proposal=drawn.proposal(shape),
-        is_finite_B=drawn.is_finite_B,
-        waves_B=jnp.max(jnp.where(is_grown_BL, wave_BL, 0), axis=1),
-        seeds_B=jnp.sum(is_seed_BL, axis=1),
-    )
+    waves_B = jnp.max(jnp.where(is_grown_BL, wave_BL, 0), axis=1)
+    return drawn.filled(shape, waves_B, jnp.sum(is_seed_BL, axis=1))
 
 
 def _wave_chunk(vocab_size: int) -> int:
@@ -177,6 +166,7 @@ def _read(
     *,
     banned_ids: tuple[int, ...],
     chunk: int,
+    keeps_total: bool,
 ) -> tuple[Drawn, jax.Array]:
     """Candidates of the LM head, and its largest probability among the ids that are not banned."""
     flat, num_read = gather(is_read_BL, chunk)
@@ -197,7 +187,7 @@ def _read(
 
     start = (
         jnp.zeros((), jnp.int32),
-        no_candidates(is_read_BL.shape),
+        no_candidates(is_read_BL.shape, keeps_total=keeps_total),
         jnp.zeros(is_read_BL.size, jnp.float32),
     )
     _, drawn, sureness_P = jax.lax.while_loop(lambda carry: carry[0] < num_read, one_chunk, start)

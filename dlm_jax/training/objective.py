@@ -14,11 +14,12 @@ from dlm_jax.diffusion.objectives import (
     denoising,
     elbo,
     next_token,
+    proofreading,
 )
 
 
 def make_mixture(config: ObjectiveConfig, model: ModelConfig, tokenizer: Tokenizer) -> Mixture:
-    """ELBO and denoising as `config` mixes them, or the next token for a causal model."""
+    """The objectives as `config` mixes them, or the next token for a causal model."""
     if model.attention_type == "causal":
         return Mixture({"next_token": lambda batch, key: next_token(batch)}, {"next_token": 1.0})
     mask_id = tokenizer.mask_id
@@ -31,9 +32,16 @@ def make_mixture(config: ObjectiveConfig, model: ModelConfig, tokenizer: Tokeniz
         "denoising": functools.partial(
             denoising, corruption=corruption, mask_id=mask_id, random_ids=random_ids
         ),
+        "proofreading": functools.partial(
+            proofreading, max_ratio=config.misprint_ratio, mask_id=mask_id
+        ),
     }
-    shares = {"elbo": 1.0 - config.denoising_share, "denoising": config.denoising_share}
-    used = [name for name, share in shares.items() if share > 0]
+    shares = {
+        "elbo": 1.0 - config.denoising_share - config.proofreading_share,
+        "denoising": config.denoising_share,
+        "proofreading": config.proofreading_share,
+    }
+    used = [name for name, share in shares.items() if share > 1e-6]
     return Mixture(
         {name: objectives[name] for name in used},
         {name: shares[name] for name in used},

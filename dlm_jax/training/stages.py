@@ -287,7 +287,7 @@ class StagedLoss:
         )  # fmt: skip
         how: dict[str, Any] = {"measure": sampled, "chunk": chunk_size(self.network.vocab_size)}
         if not self.stage.trains_sampler:
-            return propose_parallel(*given, **how)[0].tokens_BL
+            return propose_parallel(*given, **how).proposal.tokens_BL
         never_B, one_B = jnp.zeros(num_rows, bool), jnp.ones(num_rows)
         fill = Wavefront(one_B * self.heads.sampler_min_neighbors_ratio, never_B, never_B, one_B)
         filled = propose_wavefront(*given, **how, fill=fill, banned_ids=self.banned_ids)

@@ -19,6 +19,7 @@ def frame_of(number: int, row: Row, *, mask_id: int, steps: int | None = None) -
         logprobs=row.logprobs,
         status=row.status.name.lower(),
         steps=steps,
+        origin=row.origin,
     )
 
 

@@ -59,6 +59,7 @@ def _arrays(case: Case) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
         right[length - 1] = math.nan
     params = {
         "insert_ratio_B": case.insert, "delete_ratio_B": case.delete,
+        "insert_margin_B": case.insert_margin,
         "delete_margin_B": case.margin, "delete_lambda_B": case.lam, "cooldown_B": case.cooldown,
         "trims_B": case.trims, "targets_length_B": case.target is not None,
         "capacity_B": case.capacity, "target_B": case.target or 0,
@@ -136,6 +137,7 @@ def _random_batch(rng: np.random.Generator) -> Batch:
     ratios = rng.choice([0.1, 0.25, 0.5, 1.0, 0.37], (2, ROWS)) * off
     params = EditParams(
         *ratios.astype(np.float32),
+        np.zeros(ROWS, np.float32),
         rng.choice([0.0, 0.02, 0.3], ROWS).astype(np.float32),
         rng.choice([0.0, 0.3, 1.0], ROWS).astype(np.float32),
         rng.choice([0, 0, 1, 2], ROWS).astype(np.int32),
@@ -157,8 +159,8 @@ def _row_of(cells: Cells, row: int) -> list[oracle.Cell]:
 
 
 def _asked(params: EditParams, row: int, length: int) -> oracle.Params:
-    asked = {f.name.removesuffix("_B"): getattr(params, f.name)[row].item()
-             for f in dataclasses.fields(params)}  # fmt: skip
+    asked = {f.name: getattr(params, f"{f.name}_B")[row].item()
+             for f in dataclasses.fields(oracle.Params)}  # fmt: skip
     asked["target"] = min(asked["target"], asked["capacity"])
     # The oracle lets a row that is nudged to grow spill; the document caps its insertions.
     asked["trims"] &= not (asked["targets_length"] and length < asked["target"])

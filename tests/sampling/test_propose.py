@@ -60,7 +60,7 @@ def _propose(hidden_BLD, is_open_BL, keys_B, *, chunk, method="inverse_cdf"):
         measure=lambda logits_NV, logprob_N: jnp.max(logits_NV, axis=-1) + logprob_N,
         chunk=chunk,
         method=method,
-    )
+    )[:2]
 
 
 @functools.partial(jax.jit, static_argnames="method")

@@ -36,7 +36,8 @@ def _programs_are_let_go(request):
 
 
 def _slots(name, seed=0):
-    return list(zip(rule_cases.rows(seed), rule_cases.samples(name, ROWS, seed), strict=True))
+    rows = rule_cases.rows(seed, resamples=name in rule_cases.EDITS)
+    return list(zip(rows, rule_cases.samples(name, ROWS, seed), strict=True))
 
 
 def _run(name, slots):
@@ -59,7 +60,8 @@ def test_a_row_is_the_same_among_strangers_in_another_slot_alone_and_in_pieces(n
         alone = [slots[place] if slot == 2 else None for slot in range(ROWS)]
         assert _run(name, alone)[2] == together[place]
     state = rule_cases.make_state(name, slots)
-    for _ in range(max(row.steps for row, _ in slots)):
+    # One more for rows whose draft is looked at before the first step.
+    for _ in range(1 + max(row.steps for row, _ in slots)):
         state = rule_cases.advance(name)(rule_cases.params(name), state, 1)
     assert canvases.results(state) == together
 
@@ -71,11 +73,21 @@ def test_given_tokens_stay_rows_end_filled_and_banned_ids_stay_out(name):
     frozen = np.asarray(before.canvas.frozen_BL).copy()
     given = np.asarray(before.canvas.tokens_BL).copy()
     state = rule_cases.advance(name)(rule_cases.params(name), before, FOREVER)
-    tokens = np.asarray(state.canvas.tokens_BL)
-    np.testing.assert_array_equal(tokens[frozen], given[frozen])
-    for slot, ((row, _), result) in enumerate(zip(slots, canvases.results(state), strict=True)):
-        assert Status(result.status) is Status.DONE
+    still = np.asarray(state.canvas.frozen_BL)
+    for slot, ((row, sample), result) in enumerate(
+        zip(slots, canvases.results(state), strict=True)
+    ):
+        assert Status(result.status) in (Status.DONE, Status.CANVAS_FULL)
+        assert sample.edit or Status(result.status) is Status.DONE
         assert result.steps <= row.steps
+        frozen_now = still[slot, : len(result.tokens)]
+        first, length = frozen[slot], len(row.tokens)
+        assert np.array(result.tokens)[frozen_now].tolist() == given[slot][:length][
+            first[:length]].tolist()  # fmt: skip
+        if sample.edit:
+            _check_edited(row, sample, result, frozen_now)
+            continue
+        np.testing.assert_array_equal(frozen_now, first[:length])
         forwards = 2 if row.guidance else 1
         # The critic is asked after some of the steps.
         asked = result.steps if name.endswith("critic") else 0
@@ -90,8 +102,19 @@ def test_given_tokens_stay_rows_end_filled_and_banned_ids_stay_out(name):
         assert not set(new.tolist()) & ({*toy.BANNED} - ({toy.MASK} if row.stop_at_eos else set()))
 
 
-def test_no_setting_of_a_row_compiles_again():
-    name = rule_cases.FEW[1]
+def _check_edited(row, sample, result, frozen_now):
+    assert len(result.tokens) <= max(row.capacity, len(row.tokens))
+    is_active = max(sample.insert_ratio_start, sample.delete_ratio_start) > 0
+    looks = is_active and row.is_draft is not None
+    assert result.forwards == (2 if row.guidance else 1) * (result.steps + looks)
+    written = np.array(result.tokens)[(np.array(result.committed) >= 0) & ~frozen_now]
+    if not row.stop_at_eos:
+        assert toy.MASK not in np.array(result.tokens)[~frozen_now]
+        assert not set(written.tolist()) & set(toy.BANNED)
+
+
+@pytest.mark.parametrize("name", [rule_cases.FEW[1], list(rule_cases.EDITS)[0]])
+def test_no_setting_of_a_row_compiles_again(name):
     advance = rule_cases.advance(name)
     _run(name, _slots(name))
     before = len(advance.compiled), advance._jitted._cache_size()

@@ -74,7 +74,9 @@ class MirostatV1(_Controller):
         size = min(_NUM_FITTED, logits_NV.shape[1])
         top_NK, _ = vocab.largest(logits_NV, size)
         is_pair_NK = top_NK[:, 1:] > -jnp.inf
-        ratio_NK = jnp.where(is_pair_NK, top_NK[:, :-1] - top_NK[:, 1:], 0.0)
+        # Denormals that compare as equal may still differ, either way.
+        lead_NK = jnp.maximum(top_NK[:, :-1] - top_NK[:, 1:], 0.0)
+        ratio_NK = jnp.where(is_pair_NK, lead_NK, 0.0)
         step_1K = jnp.log1p(1.0 / jnp.arange(1.0, size))[None]
         squares_N = jnp.where(is_pair_NK, step_1K**2, 0.0).sum(-1)
         slope_N = (step_1K * ratio_NK).sum(-1) / jnp.where(squares_N > 0, squares_N, 1.0)

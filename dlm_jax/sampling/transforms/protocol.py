@@ -30,7 +30,8 @@ class Context(NamedTuple):
       tokens_BL: int32 canvas.
       order_BL: int32, the step that committed each token; given tokens come first (-1), ties go by
         position.
-      is_visible_BL: True where a token can be seen: live, and no hole.
+      is_visible_BL: True where a token can be seen: live, no hole, and not put there by an edit or
+        by re-noise, which is no more than a place to write.
       length_B: int32 live positions of each row.
     """
 

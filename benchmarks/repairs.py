@@ -1,0 +1,115 @@
+"""Held-out text with one misprint a row, and how well it is repaired.
+
+What is damaged: a letter is missing or doubled, or a word has become a longer or a shorter one. No
+space is added or lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+KINDS = ("missing", "doubled", "longer", "shorter")
+
+
+class Repair(NamedTuple):
+    """One row of the task.
+
+    Attributes:
+      prompt: given text in front of the damage.
+      damaged: the text to repair.
+      original: what it was.
+      kind: of the damage, one of `KINDS`.
+    """
+
+    prompt: str
+    damaged: str
+    original: str
+    kind: str
+
+
+def make_repairs(
+    held_out: str, corpus: str, seed: int, number: int, *, prompt: int = 64, length: int = 64
+) -> list[Repair]:
+    """`number` rows from all over the text, the kinds in turn."""
+    rng = np.random.default_rng(seed)
+    vocabulary: dict[int, list[str]] = {}
+    for word in corpus.split():
+        if word.isalpha() and word.islower():
+            vocabulary.setdefault(len(word), []).append(word)
+    found: list[Repair] = []
+    while len(found) < number:
+        start = int(rng.integers(0, len(held_out) - prompt - length))
+        text = held_out[start + prompt : start + prompt + length]
+        kind = KINDS[len(found) % len(KINDS)]
+        damaged = _damaged(text, kind, vocabulary, rng)
+        if damaged is not None:
+            found.append(Repair(held_out[start : start + prompt], damaged, text, kind))
+    return found
+
+
+def _damaged(
+    text: str, kind: str, vocabulary: dict[int, list[str]], rng: np.random.Generator
+) -> str | None:
+    """The text with one misprint inside, not in its first or last word; None where none fits."""
+    places = [i for i in range(8, len(text) - 8) if text[i].isalpha()]
+    if not places:
+        return None
+    place = int(rng.choice(places))
+    if kind == "missing":
+        return text[:place] + text[place + 1 :]
+    if kind == "doubled":
+        return text[:place] + text[place] + text[place:]
+    begin, end = place, place
+    while text[begin - 1].isalpha() and begin > 1:
+        begin -= 1
+    while end < len(text) and text[end].isalpha():
+        end += 1
+    change = int(rng.integers(1, 4)) * (1 if kind == "longer" else -1)
+    size = end - begin + change
+    if begin < 4 or end > len(text) - 4 or size < 1 or size not in vocabulary:
+        return None
+    other = str(rng.choice(vocabulary[size]))
+    return text[:begin] + other + text[end:]
+
+
+def distance(a: str, b: str) -> int:
+    """Levenshtein distance: fewest insertions, deletions and replacements of a character."""
+    row = np.arange(len(b) + 1)
+    other = np.array([ord(sign) for sign in b])
+    for number, sign in enumerate(a, 1):
+        replaced = row[:-1] + (other != ord(sign))
+        best = np.minimum(row[1:] + 1, replaced)
+        best = np.concatenate([[number], best])
+        # insertions run along the row
+        row = np.minimum.accumulate(best - np.arange(best.size)) + np.arange(best.size)
+    return int(row[-1])
+
+
+class Score(NamedTuple):
+    """How a set of rows came out.
+
+    Attributes:
+      exact: share that is the original, character for character.
+      distance: mean edit distance to it.
+      by_kind: share that is exact, by the kind of damage.
+    """
+
+    exact: float
+    distance: float
+    by_kind: dict[str, float]
+
+
+def score(repairs: Sequence[Repair], texts: Sequence[str]) -> Score:
+    """Of what was made of the rows, prompts included."""
+    ends = [text[len(r.prompt) :] for r, text in zip(repairs, texts, strict=True)]
+    exact = np.array([end == r.original for r, end in zip(repairs, ends, strict=True)])
+    far = [distance(end, r.original) for r, end in zip(repairs, ends, strict=True)]
+    kinds = np.array([repair.kind for repair in repairs])
+    return Score(
+        float(exact.mean()),
+        float(np.mean(far)),
+        {kind: float(exact[kinds == kind].mean()) for kind in KINDS},
+    )

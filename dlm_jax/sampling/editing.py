@@ -1,0 +1,145 @@
+"""The edit slot of the loop: after a step's commits, before its remasking, tokens come and go.
+
+`seeds/variable_length_edits.md` edits at the beginning of an iteration what the one before it saw.
+Here that is the end of the step that saw it, so that nothing of the logits need be kept.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.editor import PUT
+from dlm_jax.sampling.edits import Snapshot, edit
+from dlm_jax.sampling.guidance import Sight
+from dlm_jax.sampling.program import Look, Program
+from dlm_jax.sampling.propose import gather
+from dlm_jax.sampling.shifting import Cells, Plan, apply_plan, moved_boundary
+from dlm_jax.sampling.state import Canvas, State
+from dlm_jax.types import Params, Status, live_positions
+
+_CHUNK = 2048
+
+
+def may_edit(state: State) -> jax.Array:
+    """True where the edits after this step may happen."""
+    assert state.editor is not None and state.edited is not None
+    num_positions = state.canvas.tokens_BL.shape[1]
+    is_row_B = state.editor.is_active() & (state.status_B == Status.RUNNING)
+    is_row_B &= ~state.block.is_last_step_B | state.edited.warms_B
+    is_live_BL = live_positions(state.canvas.length_B, num_positions)
+    return is_live_BL & state.block.holds(num_positions) & is_row_B[:, None]
+
+
+def edited(
+    program: Program, params: Params, state: State, seen: Look, is_committed_BL: jax.Array
+) -> tuple[State, Look, jax.Array]:
+    """The state after the edits; the look and the committed positions where they are now.
+
+    A row's forward has been read where its next edits may happen (`may_edit`).
+    """
+    assert state.editor is not None and state.edited is not None
+    assert seen.is_edited_BL is not None and seen.filled.total_BL is not None
+    canvas, block = state.canvas, state.block
+    is_edited_BL = seen.is_edited_BL & seen.is_finite_B[:, None]
+    is_token_BL = live_positions(canvas.length_B, canvas.tokens_BL.shape[1])
+    is_token_BL &= canvas.tokens_BL != program.mask_id
+    snapshot = take_snapshot(
+        program, params, seen.sight, seen.filled.total_BL, canvas.tokens_BL,
+        is_scored(is_edited_BL) & is_token_BL,
+    )._replace(best_BL=seen.filled.best_BL)  # fmt: skip
+    past, next_B = state.edited, state.step_B + seen.is_stepping_B
+    after, plan = edit(
+        Cells(canvas.tokens_BL, canvas.frozen_BL, past.inserted_BL, past.mark_BL, canvas.length_B),
+        snapshot,
+        state.editor.at(next_B, state.steps_B, past),
+        mask_id=program.mask_id,
+        space_id=program.space_id,
+        pad_id=program.pad_id,
+        edit_id=jnp.where(state.editor.puts_mask_B, program.mask_id, program.space_id),
+        is_open_BL=is_edited_BL,
+    )
+    is_put_BL = plan.is_new_BL & (after.tokens_BL != program.mask_id)
+    committed_BL = apply_plan(plan, state.committed_BL, -1)
+    state = state._replace(
+        canvas=Canvas(after.tokens_BL, after.length_B, after.frozen_BL),
+        block=block._replace(
+            begin_B=moved_boundary(plan, block.begin_B).astype(block.begin_B.dtype),
+            end_B=moved_boundary(plan, block.end_B).astype(block.end_B.dtype),
+        ),
+        logprob_BL=apply_plan(plan, state.logprob_BL, 0.0),
+        committed_BL=jnp.where(is_put_BL, PUT, committed_BL),
+        edited=past.after(after, plan),
+    )
+    return state, _moved(seen, plan), apply_plan(plan, is_committed_BL, False)
+
+
+def _moved(seen: Look, plan: Plan) -> Look:
+    """What a remask rule reads of the look, where it is after the edits."""
+    proposal = seen.proposal
+    tokens_BL = apply_plan(plan, proposal.tokens_BL, 0)
+    is_read_BL = seen.is_read_BL
+    return seen._replace(
+        view=seen.view._replace(is_hole_BL=apply_plan(plan, seen.view.is_hole_BL, False)),
+        is_open_BL=apply_plan(plan, seen.is_open_BL, False),
+        is_read_BL=None if is_read_BL is None else apply_plan(plan, is_read_BL, False),
+        filled=seen.filled._replace(
+            proposal=proposal._replace(
+                tokens_BL=tokens_BL, logprob_BL=apply_plan(plan, proposal.logprob_BL, 0.0)
+            )
+        ),
+    )
+
+
+def is_scored(is_open_BL: jax.Array) -> jax.Array:
+    """True where the logits tell of edits at open positions: there, and just behind each."""
+    return is_open_BL | jnp.pad(is_open_BL[:, :-1], ((0, 0), (1, 0)))
+
+
+def take_snapshot(
+    program: Program,
+    params: Params,
+    sight: Sight,
+    total_BL: jax.Array,
+    tokens_BL: jax.Array,
+    is_wanted_BL: jax.Array,
+) -> Snapshot:
+    """What the step's forward says of the tokens that now stand on the canvas, at temperature 1.
+
+    No logits are computed again: the log-normaliser of each position is known, and of its logits
+    two are read off the output matrix, if the network can (`Network.logits_of`).
+
+    Args:
+      program: the network.
+      params: its parameters.
+      sight: what the trunk returned.
+      total_BL: float32 log-normaliser of each wanted position.
+      tokens_BL: int32 canvas.
+      is_wanted_BL: True where it is asked.
+    """
+    network, num_positions = program.network, tokens_BL.shape[1]
+    chunk = program.chunk if network.logits_of is None else _CHUNK
+    chunk = min(chunk, tokens_BL.size)
+    flat, num_wanted = gather(is_wanted_BL, chunk)
+    tokens_P, total_P = tokens_BL.reshape(-1), total_BL.reshape(-1)
+
+    def one_chunk(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        first, found_PK = carry
+        places_N = jax.lax.dynamic_slice(flat, (first,), (chunk,))
+        is_real_N = first + jnp.arange(chunk) < num_wanted
+        # Right of a row's last position stands another row; what is said of that is never read.
+        right_N = jnp.minimum(places_N + 1, tokens_P.size - 1)
+        ids_NK = jnp.stack([tokens_P[places_N], tokens_P[right_N]], axis=1)
+        if network.logits_of is None:
+            logits_NV = sight.logits(network, params, places_N)
+            logits_NK = jnp.take_along_axis(logits_NV, ids_NK, axis=1)
+        else:
+            logits_of = network.logits_of
+            logits_NK = sight.read(lambda hidden_ND: logits_of(params, hidden_ND, ids_NK), places_N)
+        logprob_NK = jnp.minimum(logits_NK - total_P[places_N][:, None], 0.0)
+        target_N = jnp.where(is_real_N, places_N, tokens_P.size)
+        return first + chunk, found_PK.at[target_N].set(logprob_NK, mode="drop")
+
+    start = (jnp.zeros((), jnp.int32), jnp.zeros((tokens_P.size, 2), jnp.float32))
+    _, found_PK = jax.lax.while_loop(lambda carry: carry[0] < num_wanted, one_chunk, start)
+    return Snapshot(*jnp.moveaxis(found_PK.reshape(-1, num_positions, 2), 2, 0))
