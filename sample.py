@@ -55,7 +55,7 @@ def make_parser() -> Parser:
     add("--checkpoint", metavar="PATH", help="a run or a weights file; default: the shipped model")
     add("--prompt", metavar="TEXT", help="text that every sample begins with")
     add("--template", metavar="TEXT", help='text with gaps to fill: "To be <hole:4> be"')
-    add("--draft", metavar="TEXT", help="text behind the prompt that remasking refines")
+    add("--draft", metavar="TEXT", help="text behind the prompt, to be refined")
     add("--num-samples", type=int, default=1, metavar="N", help="texts to print (1)")
     add("--max-length", type=int, metavar="L", help="canvas of a row; default: as trained")
     add("--seed", type=int, default=0, metavar="K", help="sample i has the seed K + i (0)")
@@ -201,9 +201,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sample.fill == "wavefront":
         share = result.seeds.sum() / max(1, result.filled.sum())
         waves = f"{int(result.waves.sum())} waves ({share:.1%} of their tokens seeded), "
+    edits = ""
+    if sample.edit:
+        lost = f", {int(result.lost.sum())} for want of room lost" if result.lost.any() else ""
+        edits = (
+            f"{int(result.insertions.sum())} insertions, {int(result.deletions.sum())} deletions"
+            f"{lost}, "
+        )
     print(
         f"{len(result.texts)} texts, {int(result.steps.sum())} steps, "
-        f"{int(result.forwards.sum())} forwards, {waves}{generated} tokens in "
+        f"{int(result.forwards.sum())} forwards, {waves}{edits}{generated} tokens in "
         f"{seconds:.2f} s ({generated / seconds:,.0f} tokens/s with compilation); "
         f"{len(compiled)} compilation ({', '.join(compiled)})",
         file=sys.stderr,

@@ -45,6 +45,7 @@ def test_every_block_is_run_below():
     assert [sum(name in block for name in NAMES) for block in BLOCKS] == [1] * len(NAMES)
 
 
+@pytest.mark.slow
 def test_a_prompt_with_a_host_sampler_matches_its_pattern(model, capsys, monkeypatch):
     out, scope = _printed(NAMES[0], model, capsys, monkeypatch)
     first, second = scope["result"].texts

@@ -36,6 +36,7 @@ def test_a_wavefront_is_a_setting_of_a_prompt_and_tells_its_waves():
     assert alone.texts == mixed.texts[1:]
 
 
+@pytest.mark.slow
 def test_an_empty_canvas_is_seeded_by_the_share_that_was_asked_for():
     made = dlm_jax.generate(
         MODEL, [{"sampler_min_neighbors_ratio": x, "prompt": ""} for x in (0.01, 0.25, 1.0)],

@@ -45,6 +45,7 @@ def test_sample_without_arguments_prints_a_text(capsys, monkeypatch):
 
 
 @pytest.mark.skipif(not CORPUS.exists(), reason="the corpus is not beside the project")
+@pytest.mark.slow
 def test_its_unprompted_texts_are_mostly_words_of_its_corpus():
     known = set(re.findall(r"[a-z]+", CORPUS.read_text().lower()))
     texts = dlm_jax.generate(dlm_jax.load(), num_samples=8, seed=1).texts

@@ -83,9 +83,10 @@ def run_requests(
 ) -> Report:
     """Writes the result of every line that `results` lacks, as soon as it is there.
 
-    A result is ``id``, ``text``, ``tokens``, ``length``, ``steps``, ``forwards`` and ``status``, or
-    ``id`` and ``error``. The tokens of a line depend on it alone: they are the same in any order,
-    among any others, and after a restart.
+    A result is ``id``, ``text``, ``tokens``, ``length``, ``steps``, ``forwards`` and ``status``, of
+    an edited row ``insertions``, ``deletions`` and ``lost`` too; or ``id`` and ``error``. The
+    tokens of a line depend on it alone: they are the same in any order, among any others, and after
+    a restart.
 
     Args:
       model: from `load`.
@@ -198,7 +199,7 @@ def _groups(jobs: Sequence[Job]) -> dict[tuple[Static, int], list[int]]:
     groups: dict[tuple[Static, int], list[int]] = {}
     for static, members in group_jobs(jobs).items():
         for index in members:
-            canvas = canvas_for(jobs[index].request.tokens.size)
+            canvas = canvas_for(jobs[index].request.room)
             groups.setdefault((static, canvas), []).append(index)
     return groups
 
@@ -207,6 +208,9 @@ def _result(model: Model, line: Line, row: Row) -> dict[str, Any]:
     if row.status is Status.NON_FINITE:
         error = f"line {line.number}: the model's logits are not finite after {row.steps} steps"
         return {"id": line.id, "error": error}
+    edits = {}
+    if row.origin is not None:
+        edits = {"insertions": row.insertions, "deletions": row.deletions, "lost": row.lost}
     return {
         "id": line.id,
         "text": model.tokenizer.decode(row.tokens),
@@ -215,7 +219,7 @@ def _result(model: Model, line: Line, row: Row) -> dict[str, Any]:
         "steps": row.steps,
         "forwards": row.forwards,
         "status": row.status.name.lower(),
-    }
+    } | edits
 
 
 def _write(

@@ -169,8 +169,7 @@ def make_slots(
         requests,
         functions,
         num_slots=slot_count(len(requests), batch_size, num_shares(loop.program.rows)),
-        canvas=canvas
-        or canvas_size(max(max(request.tokens.size, request.capacity) for request in requests)),
+        canvas=canvas or canvas_size(max(request.room for request in requests)),
         pad_id=pad_id,
         names=names,
         max_candidates=max_candidates,

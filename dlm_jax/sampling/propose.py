@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit import Proposal
 from dlm_jax.sampling.draw import log_prob
 from dlm_jax.sampling.guidance import Sight
@@ -125,7 +126,8 @@ class Drawn(NamedTuple):
     """Candidates as they are found: those of `Proposal`, flat over rows and positions.
 
     ``is_finite_B`` is False for rows with a position whose clean logits cannot be drawn from;
-    ``total_P`` and ``best_P`` are the LM head's log-normaliser and largest log-probability, or None.
+    ``total_P`` and ``best_P``, which may be None, are the LM head's log-normaliser and largest
+    log-probability.
     """
 
     tokens_P: jax.Array
@@ -210,8 +212,10 @@ class Pen:
         is_fine_N = jnp.isfinite(logprob_N) | ~is_real_N
         total_P, best_P = drawn.total_P, drawn.best_P
         if total_P is not None and best_P is not None and drawable_NV is None:
-            total_N = jax.nn.logsumexp(clean_NV, axis=1)
-            total_P, best_P = put(total_P, total_N), put(best_P, clean_NV.max(axis=1) - total_N)
+            # The sums are those of `log_prob`, and are made once.
+            max_N, weight_NC = vocab.exp_columns(clean_NV.astype(jnp.float32))
+            rest_N = jnp.log(weight_NC.sum(-1))
+            total_P, best_P = put(total_P, max_N + rest_N), put(best_P, -rest_N)
         return Drawn(
             put(drawn.tokens_P, ids_N),
             put(drawn.logprob_P, logprob_N),

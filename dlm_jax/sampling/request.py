@@ -42,6 +42,11 @@ class Request:
     max_new_tokens: int = 0
 
     @property
+    def room(self) -> int:
+        """Positions that the row may come to fill."""
+        return max(self.tokens.size, self.capacity)
+
+    @property
     def needs_host(self) -> bool:
         """Whether the row must be looked at from Python at every step."""
         return self.read_back or self.host_sampler is not None

@@ -9,14 +9,17 @@ import pytest
 import toy
 
 from dlm_jax.diffusion.corruption import SCHEDULES, LinearSchedule
+from dlm_jax.diffusion.misprints import Misprints
 from dlm_jax.diffusion.objectives import (
     Batch,
     Corruption,
     Mixture,
+    Task,
     at_random_length,
     denoising,
     elbo,
     next_token,
+    proofreading,
 )
 
 ROWS, POSITIONS = 8, 16
@@ -39,23 +42,27 @@ def _denoising(**changes):
     )
 
 
+_proofreading = functools.partial(proofreading, max_ratio=0.6, mask_id=toy.MASK)
 OBJECTIVES = {
     "elbo": _elbo(),
     "elbo cosine": _elbo("cosine"),
     "denoising": _denoising(),
     "identity": _denoising(identity_targets=True),
     "next token": lambda batch, key: next_token(batch),
+    "proofreading": _proofreading,
 }
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_given_and_dead_tokens_are_shown_as_they_are_and_never_asked_for(name):
     task = jax.jit(OBJECTIVES[name])(BATCH, jax.random.key(0))
+    # Some rows become shorter or longer.
+    is_free = np.asarray((task.truth or BATCH).is_free_BL())
     np.testing.assert_array_equal(
-        np.asarray(task.shown_BL)[~IS_FREE], np.asarray(BATCH.tokens_BL)[~IS_FREE]
+        np.asarray(task.shown_BL)[~is_free], np.asarray(BATCH.tokens_BL)[~is_free]
     )
-    assert not np.asarray(task.weight_BL)[~IS_FREE].any()
-    assert np.asarray(task.weight_BL)[IS_FREE].any()
+    assert not np.asarray(task.weight_BL)[~is_free].any()
+    assert np.asarray(task.weight_BL)[is_free].any()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -82,6 +89,47 @@ def test_denoising_asks_for_what_it_selected_and_divides_by_their_number():
 def test_identity_targets_ask_for_every_free_position():
     task = _denoising(identity_targets=True)(BATCH, jax.random.key(2))
     np.testing.assert_array_equal(task.weight_BL, IS_FREE.astype(np.float32))
+
+
+def test_proofreading_asks_for_what_should_stand_at_every_free_position_of_the_new_rows():
+    task = jax.jit(_proofreading)(BATCH, jax.random.key(3))
+    place = np.arange(POSITIONS)
+    moved = 0
+    for row, (length, given) in enumerate(zip(BATCH.length_B, BATCH.given_B, strict=True)):
+        now = int(task.truth.length_B[row])
+        moved += now != length
+        is_asked = (place >= given) & (place < now)
+        np.testing.assert_array_equal(task.weight_BL[row], is_asked.astype(np.float32))
+        for shown in (task.shown_BL, task.truth.tokens_BL):
+            np.testing.assert_array_equal(shown[row, :given], BATCH.tokens_BL[row, :given])
+    assert moved > 2
+    np.testing.assert_array_equal(task.truth.given_B, BATCH.given_B)
+    assert float(task.total) == np.asarray(task.weight_BL).sum()
+
+
+def test_proofreading_misprints_up_to_a_share_and_masks_any_share_of_half_of_the_rows(monkeypatch):
+    import dlm_jax.diffusion.objectives as module
+
+    ratios = []
+    monkeypatch.setattr(
+        module, "misprint",
+        lambda key, tokens, length, is_free, ratio: (
+            ratios.append(ratio), Misprints(tokens, tokens, length))[1],
+    )  # fmt: skip
+    count = 4000
+    none = jnp.zeros(count, jnp.int32)
+    batch = Batch(jnp.zeros((count, 9), jnp.int32), none + 9, none + 1)
+    task = _proofreading(batch, jax.random.key(4))
+    ratio = np.sort(np.asarray(ratios[0]))
+    # Kolmogorov: a uniform sample of 4000 is off by more once in 1000.
+    np.testing.assert_allclose(ratio, 0.6 * np.arange(1, count + 1) / count, atol=0.6 * 0.031)
+    assert ratio[0] > 0 and ratio[-1] <= 0.6
+    is_masked = np.asarray(task.shown_BL == toy.MASK)
+    assert not is_masked[:, 0].any()
+    # With s uniform, each number of 8 tokens is masked as often as any other.
+    share = np.bincount(is_masked.sum(1), minlength=9) / count
+    np.testing.assert_allclose(share, [0.5 + 0.5 / 9] + [0.5 / 9] * 8, atol=0.02)
+    np.testing.assert_allclose(is_masked[:, 1:].mean(0), 0.25, atol=0.04)
 
 
 def test_every_named_pattern_is_used_and_no_other(monkeypatch):
@@ -119,6 +167,46 @@ def test_every_row_of_a_mixture_has_one_task_and_each_task_its_share_of_rows(sha
             seen[number] |= np.asarray(example.weights[name]).any(1)
     assert not (seen[0] & seen[1]).any()
     assert seen.sum(1).tolist() == [ROWS - rows, rows]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_mixture_asks_for_the_rows_of_a_task_that_moves_them_and_for_no_other_of_them(is_first):
+    moved = Batch(BATCH.tokens_BL[:, ::-1], jnp.full(ROWS, 7), jnp.full(ROWS, 2))
+    weight_BL = jnp.full((ROWS, POSITIONS), 0.5)
+    objectives = {
+        "moving": lambda batch, key: Task(moved.tokens_BL + 20, weight_BL, jnp.float32(3), moved),
+        "next token": lambda batch, key: next_token(batch),
+    }
+    names = sorted(objectives, reverse=not is_first)
+    mixture = Mixture({name: objectives[name] for name in names}, dict.fromkeys(names, 0.5))
+    example = mixture.example(BATCH, jax.random.key(0))
+    is_moved = np.asarray(example.shown_BL[:, 0]) >= 20
+    assert is_moved.sum() == ROWS // 2
+    for found, new, old in zip(example.batch, moved, BATCH, strict=True):
+        np.testing.assert_array_equal(np.asarray(found)[is_moved], np.asarray(new)[is_moved])
+        np.testing.assert_array_equal(np.asarray(found)[~is_moved], np.asarray(old)[~is_moved])
+    np.testing.assert_array_equal(example.weights["moving"], weight_BL)
+    assert float(example.totals["moving"]) == 3
+
+
+def test_a_mixture_with_proofreading_asks_for_its_rows_as_they_are_printed():
+    mixture = Mixture(
+        {"next token": OBJECTIVES["next token"], "proofreading": _proofreading},
+        {"next token": 0.5, "proofreading": 0.5},
+    )
+    full = Batch(BATCH.tokens_BL, jnp.full(ROWS, 12), jnp.full(ROWS, 2))
+    example = mixture.example(full, jax.random.key(7))
+    is_own = np.asarray(example.weights["proofreading"]).any(1)
+    assert is_own.sum() == ROWS // 2
+    is_free = np.asarray(example.batch.is_free_BL())
+    np.testing.assert_array_equal(
+        example.weights["proofreading"], (is_free & is_own[:, None]).astype(np.float32)
+    )
+    np.testing.assert_array_equal(
+        np.asarray(example.batch.tokens_BL)[~is_own], np.asarray(full.tokens_BL)[~is_own]
+    )
+    assert (np.asarray(example.batch.length_B)[~is_own] == 12).all()
+    assert (np.asarray(example.batch.length_B)[is_own] != 12).any()
 
 
 def test_a_mixture_of_one_shows_what_its_objective_shows():

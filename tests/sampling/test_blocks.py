@@ -55,8 +55,9 @@ def test_blocks_and_their_steps_are_those_of_the_oracle():
 
 @pytest.mark.parametrize(
     ("order", "confidence"),
-    [("low_confidence", "sampled"), ("low_confidence", "max"), ("entropy", "sampled"),
-     ("margin", "sampled")],
+    [("low_confidence", "sampled"), ("low_confidence", "max"),
+     pytest.param("entropy", "sampled", marks=pytest.mark.slow),
+     pytest.param("margin", "sampled", marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_greedy_decoding_in_blocks_equals_the_oracle(order, confidence):
     rng = np.random.default_rng(4)

@@ -35,6 +35,7 @@ def test_tables_and_embeddings_fill_alike():
         assert dataclasses.replace(a, logprobs=b.logprobs) == b
 
 
+@pytest.mark.slow
 def test_what_is_added_up_is_the_head():
     network, params = toy.network_with_heads(), toy.params_with_heads()
     keys = jax.random.split(jax.random.key(0), 3)

@@ -146,6 +146,7 @@ def test_a_second_signal_acts_as_usual(usual_interrupt):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_a_signal_at_the_last_step_is_too_late_to_interrupt(tmp_path):
     def act(loop):
         if loop.step == 23:
@@ -188,6 +189,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_nothing_is_saved_after_it(t
     assert all(np.isfinite(record.get("loss", 0)) for record in tiny_run.records(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_run_that_was_not_finite_goes_on_from_the_last_good_checkpoint(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         _before_steps(_spoil, patch)
@@ -195,6 +197,7 @@ def test_a_run_that_was_not_finite_goes_on_from_the_last_good_checkpoint(tmp_pat
     assert tiny_run.run(tmp_path, train__checkpoint_every=6).reason == "finished"
 
 
+@pytest.mark.slow
 def test_parameters_that_overflow_are_not_saved_though_the_loss_before_was_finite(tmp_path):
     changes = {"optim__learning_rate": 1e38, "optim__adam_learning_rate": 1e38}
     outcome = tiny_run.run(tmp_path, train__checkpoint_every=1, **changes)

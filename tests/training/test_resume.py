@@ -209,6 +209,7 @@ def _rich(tmp_path: Path) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 def test_a_run_with_every_choice_made_continues_bit_for_bit(tmp_path):
     changes = _rich(tmp_path)
     expected = tiny_run.run(tmp_path / "whole", **changes)

@@ -154,6 +154,7 @@ def finished(tmp_path_factory):
     return out_dir, out.getvalue(), err.getvalue()
 
 
+@pytest.mark.slow
 def test_a_trained_scorer_is_far_better_than_the_best_constant(finished):
     *_, last = tiny_run.records(finished[0])
     assert last["kind"] == "evaluation"

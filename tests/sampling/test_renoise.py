@@ -1,0 +1,239 @@
+"""Re-noise: how much of a block is written over, where and with what; and nobody else notices."""
+
+import dataclasses
+import functools
+import math
+
+import canvases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from canvases import FOREVER, POSITIONS, ROWS, Row
+
+from dlm_jax.config import SampleConfig
+from dlm_jax.sampling.editor import PUT
+from dlm_jax.sampling.loop import renoised
+from dlm_jax.sampling.renoise import KINDS, Renoise
+from dlm_jax.sampling.rules import pack_editor
+from dlm_jax.types import Status
+
+TEXT_IDS = tuple(range(8))
+NEVER = -7
+
+_renoised = jax.jit(functools.partial(renoised, canvases.program()))
+
+
+def _renoise(start=0.5, end=0.0, kinds=KINDS, *, rows=ROWS, schedule="cosine") -> Renoise:
+    """The numbers of all rows, or one of each row; kinds in turn."""
+    return Renoise(
+        jnp.asarray(np.broadcast_to(np.float32(start), rows)),
+        jnp.asarray(np.broadcast_to(np.float32(end), rows)),
+        jnp.asarray(np.resize([KINDS.index(kind) for kind in kinds], rows).astype(np.int32)),
+        schedule=schedule,
+    )
+
+
+def _rows(seed: int = 0) -> list[Row | None]:
+    """Drafts with given tokens and holes among them, in blocks and in one piece; one slot idle."""
+    rng = np.random.default_rng(seed)
+    rows: list[Row | None] = [
+        Row(
+            tokens=tuple(rng.choice([*TEXT_IDS, toy.MASK], 18 + index % 5).tolist()),
+            is_draft=tuple((rng.random(18 + index % 5) < 0.8).tolist()),
+            steps=9,
+            seed=index,
+            block_length=(0, 9)[index % 2],
+        )
+        for index in range(ROWS)
+    ]
+    rows[5] = None
+    return rows
+
+
+def _state(rows, renoise, step=0, **changes):
+    """The state of rows that have taken a step or more; what each one wrote is marked."""
+    state = canvases.make_state(rows, renoise=renoise, **changes)
+    return state._replace(
+        step_B=jnp.asarray(np.broadcast_to(np.int32(step), len(rows))),
+        committed_BL=jnp.full((len(rows), POSITIONS), NEVER),
+        logprob_BL=jnp.full((len(rows), POSITIONS), -1.5),
+    )
+
+
+def _hits(state) -> np.ndarray:
+    return np.asarray(state.committed_BL) != NEVER
+
+
+def _may_be_hit(row: Row | None) -> np.ndarray:
+    """True at the unfrozen positions of a row's first block, whose steps have not begun."""
+    is_open = np.zeros(POSITIONS, bool)
+    if row is None:
+        return is_open
+    tokens = np.array(row.tokens)
+    is_open[: tokens.size] = np.array(row.is_draft) | (tokens == toy.MASK)
+    first = int(np.argmax(is_open))
+    place = np.arange(POSITIONS)
+    return is_open & (place < first + (row.block_length or POSITIONS))
+
+
+def _share(start, end, step, steps, schedule):
+    if steps == 1:
+        return start
+    t = min(step / (steps - 1), 1)
+    if schedule == "linear":
+        return (1 - t) * start + t * end
+    return end + (start - end) * (1 + math.cos(math.pi * t)) / 2
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_step_writes_over_the_scheduled_share_of_its_block_and_over_tokens_alone(schedule):
+    rows, rng = _rows(), np.random.default_rng(1)
+    rows[3] = dataclasses.replace(rows[3], steps=1, block_length=0)
+    before_end = clipped = 0
+    for step in (0, 3, 7, 8):
+        start, end = rng.uniform(0, 1, (2, ROWS)).astype(np.float32)
+        start[2], end[2] = 0.0, 0.0
+        state = _state(rows, _renoise(start, end, schedule=schedule), step)
+        after = _renoised(state)
+        hits, old = _hits(after), np.asarray(state.canvas.tokens_BL)
+        for index, row in enumerate(rows):
+            may = _may_be_hit(row)
+            is_token = may & (old[index] != toy.MASK)
+            assert not (hits[index] & ~is_token).any()
+            steps = 1 if row is None else row.steps
+            share = _share(float(start[index]), float(end[index]), step, steps, schedule)
+            wanted = math.floor(share * may.sum() + 1e-3)
+            assert hits[index].sum() == min(wanted, is_token.sum())
+            before_end += 0 < wanted < is_token.sum()
+            clipped += wanted > is_token.sum()
+    assert before_end > ROWS and clipped > 0
+
+
+def test_each_row_is_written_over_with_its_own_kind_and_random_tokens_are_text():
+    rows, seen = _rows(2), set()
+    for step in range(6):
+        after = _renoised(_state(rows, _renoise(0.9, 0.9), step))
+        tokens, hits = np.asarray(after.canvas.tokens_BL), _hits(after)
+        for index in range(ROWS):
+            kind, new = KINDS[index % 3], tokens[index, hits[index]].tolist()
+            if kind == "random":
+                seen |= set(new)
+            else:
+                assert set(new) <= {toy.SPACE if kind == "space" else toy.MASK}
+            # No step committed it, and it has no probability.
+            told = np.asarray(after.committed_BL)[index, hits[index]]
+            assert (told == (-1 if kind == "mask" else PUT)).all()
+            assert not np.asarray(after.logprob_BL)[index, hits[index]].any()
+    assert seen == set(TEXT_IDS)
+
+
+def test_what_is_not_hit_stays_and_so_does_all_else_of_the_state():
+    state = _state(_rows(3), _renoise(0.5, 0.5))
+    after = _renoised(state)
+    hits = _hits(after)
+    for name in ("logprob_BL", "committed_BL"):
+        np.testing.assert_array_equal(
+            np.asarray(getattr(after, name))[~hits], np.asarray(getattr(state, name))[~hits]
+        )
+    old, new = np.asarray(state.canvas.tokens_BL), np.asarray(after.canvas.tokens_BL)
+    np.testing.assert_array_equal(new[~hits], old[~hits])
+    same = after._replace(
+        canvas=after.canvas._replace(tokens_BL=state.canvas.tokens_BL),
+        logprob_BL=state.logprob_BL,
+        committed_BL=state.committed_BL,
+    )
+    jax.tree.map(np.testing.assert_array_equal, same, state)
+
+
+def test_every_token_is_hit_as_often_as_any_other_and_every_id_is_written_as_often():
+    number, positions = 6000, 14
+    tokens = np.tile(np.r_[np.full(4, 20), toy.MASK, np.full(9, 20)], (number, 1))
+    is_free = np.arange(positions) >= 2
+    after, is_hit = jax.jit(
+        lambda keys: _renoise(0.25, 0.25, ["random"], rows=number).write(
+            jnp.asarray(tokens), jnp.tile(is_free, (number, 1)), jnp.zeros(number, jnp.int32),
+            jnp.full(number, 5), keys, mask_id=toy.MASK, space_id=toy.SPACE, random_ids=(3, 5, 6),
+        )
+    )(jax.random.split(jax.random.key(0), number))  # fmt: skip
+    after, is_hit = np.asarray(after), np.asarray(is_hit)
+    # 3 of the 12 free positions, of which 11 hold tokens. One standard deviation is 35 hits.
+    counts = is_hit.sum(0)
+    expected = np.where(is_free & (tokens[0] != toy.MASK), 3 / 11 * number, 0)
+    np.testing.assert_allclose(counts, expected, atol=160)
+    both = is_hit.T.astype(int) @ is_hit
+    pairs = both[np.ix_(expected > 0, expected > 0)][np.triu_indices(11, 1)]
+    np.testing.assert_allclose(pairs / number, 3 / 11 * 2 / 10, atol=0.015)
+    for place in np.flatnonzero(expected):
+        written = after[is_hit[:, place], place]
+        np.testing.assert_allclose(
+            np.bincount(written, minlength=7) / written.size, [0, 0, 0, 1 / 3, 0, 1 / 3, 1 / 3],
+            atol=0.06,
+        )  # fmt: skip
+
+
+def test_the_seed_and_the_step_of_a_row_decide_where_and_nothing_of_its_neighbours():
+    rows = [dataclasses.replace(row or Row(tokens=(1, 2)), block_length=0) for row in _rows(4)]
+    rows = [
+        dataclasses.replace(row, tokens=rows[0].tokens, is_draft=(True,) * len(rows[0].tokens))
+        for row in rows
+    ]
+    renoise = _renoise(0.5, 0.5, ["random"])
+    first = _renoised(_state(rows, renoise, 1))
+    again = _renoised(_state(rows[::-1], renoise, 1))
+    later = _renoised(_state(rows, renoise, 2))
+    for name in ("tokens_BL", "length_B"):
+        np.testing.assert_array_equal(
+            getattr(first.canvas, name), np.asarray(getattr(again.canvas, name))[::-1]
+        )
+    assert len({tuple(hits) for hits in [*_hits(first), *_hits(later)]}) == 2 * ROWS
+
+
+def test_rows_that_have_ended_and_drafts_that_are_only_looked_at_are_not_written_over():
+    rows, renoise = _rows(5), _renoise(0.8, 0.8)
+    state = _state(rows, renoise)
+    is_done = np.arange(ROWS) % 2 == 0
+    state = state._replace(status_B=jnp.where(jnp.asarray(is_done), Status.DONE, state.status_B))
+    assert _hits(_renoised(state)).any(1).tolist() == [False, True, False, True, False, False,
+                                                       False, True]  # fmt: skip
+    editor = pack_editor([SampleConfig(edit=True)] * ROWS)
+    warm = _state(rows[:2] + [Row(canvases.holes(6, 1))] * 6, renoise, editor=editor)
+    warms = np.asarray(warm.edited.warms_B)
+    assert warms.tolist() == [True, True, *[False] * 6]
+    assert not _hits(_renoised(warm)).any()
+    warm = warm._replace(edited=warm.edited._replace(warms_B=jnp.zeros(ROWS, bool)))
+    assert _hits(_renoised(warm)).any(1).tolist() == warms.tolist()
+
+
+def _run(rows, renoise):
+    state = canvases.make_state(rows, canvases.RANDOM, renoise=renoise)
+    return canvases.results(canvases.shared_advance()(toy.params(), state, FOREVER))
+
+
+def test_rows_without_it_are_those_of_a_loop_without_it_bit_for_bit_beside_any_others():
+    rows = canvases.mixed_rows(6)
+    plain = _run(rows, None)
+    assert _run(rows, _renoise(0.0, 0.0)) == plain
+    is_on = np.array([True, False, False, True, True, False, True, False])
+    mixed = _run(rows, _renoise(0.6 * is_on, 0.2 * is_on))
+    for index in np.flatnonzero(~is_on):
+        assert mixed[index] == plain[index]
+    assert sum(mixed[index].tokens != plain[index].tokens for index in np.flatnonzero(is_on)) > 2
+    order = np.random.default_rng(0).permutation(ROWS)
+    numbers = _renoise(0.6 * is_on[order], 0.2 * is_on[order])
+    kinds = np.asarray(_renoise().kind_B)[order]
+    moved = _run([rows[i] for i in order], dataclasses.replace(numbers, kind_B=jnp.asarray(kinds)))
+    assert moved == [mixed[i] for i in order]
+
+
+def test_a_row_takes_all_its_steps_and_ends_without_holes_whatever_is_written_over():
+    rows = [dataclasses.replace(row, steps=7, temperature=1.0) for row in canvases.mixed_rows(7)]
+    for row, result in zip(rows, _run(rows, _renoise(1.0, 1.0)), strict=True):
+        assert (result.steps, result.status) == (7, Status.DONE)
+        assert toy.MASK not in result.tokens
+        given = [place for place, token in enumerate(row.tokens) if token != toy.MASK]
+        assert [result.tokens[place] for place in given] == [row.tokens[place] for place in given]
+    # At the last step all is written over before the forward, and what is a hole is filled.
+    by_kind = [result for index, result in enumerate(_run(rows, _renoise(1.0, 1.0, ["mask"])))]
+    assert all(max(result.committed) == 6 for result in by_kind)
