@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         share = result.seeds.sum() / max(1, result.filled.sum())
         waves = f"{int(result.waves.sum())} waves ({share:.1%} of their tokens seeded), "
     edits = ""
-    if sample.edit:
+    if sample.edits:
         lost = f", {int(result.lost.sum())} for want of room lost" if result.lost.any() else ""
         edits = (
             f"{int(result.insertions.sum())} insertions, {int(result.deletions.sum())} deletions"

@@ -216,7 +216,7 @@ def _append(path: str, row: dict[str, Any]) -> None:
 
 def main() -> None:
     """Runs a part of the study."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=["tune", "run", "table", "lengths", "quality", "picture"])
     parser.add_argument("--checkpoint", default="runs/shakespeare_proofreader")
     parser.add_argument("--judge", help="of quality: an autoregressive model")

@@ -49,7 +49,7 @@ def generate(
         prompt alone, ``seed`` (of its first sample), ``max_length``, ``host_sampler`` and
         ``read_back`` included. Instead of ``prompt``, ``template`` is text with gaps to fill
         (``"To be <hole:4> be"``), and ``tokens`` are ids, with ``infill`` true MASK among them is a
-        gap; ``draft`` is text behind the prompt that remasking refines. See
+        gap; ``draft`` is text behind the prompt, to be refined. See
         `dlm_jax.prompts.make_canvas`.
       num_samples: rows of each prompt, next to each other in the result.
       seed: of the first row.

@@ -66,7 +66,7 @@ def make_jobs(
     _check(model, sample)
     room = model.max_length if max_length is None else max_length
     given = prompts.make_canvas(model.tokenizer, text, gen_length=sample.gen_length, room=room)
-    needs = 2 if sample.remasks and not (sample.resample or sample.edit or sample.renoises) else 1
+    needs = 1 if sample.resample or sample.edits or sample.renoises else 2
     if given.is_draft is not None and (not sample.refines or sample.steps < needs):
         raise ValueError(
             "draft is refined by remasking, resampling, re-noise or edits, and nothing of it is "
@@ -83,7 +83,7 @@ def make_jobs(
             guidance=sample.guidance,
             stop_at_eos=sample.stop_at_eos,
             resample=sample.resample,
-            capacity=room if sample.edit else 0,
+            capacity=room if sample.inserts else 0,
             max_new_tokens=sample.max_new_tokens,
             **host,
         )
@@ -92,9 +92,9 @@ def make_jobs(
                 f"fill={sample.fill!r} draws tokens in waves, where no host sampler or read-back "
                 "can look; use fill='parallel'"
             )
-        if request.needs_host and (sample.edit or sample.renoises):
+        if request.needs_host and (sample.edits or sample.renoises):
             raise ValueError(
-                f"{'edit' if sample.edit else 're-noise'} changes tokens between the steps, which "
+                f"{'edit' if sample.edits else 're-noise'} changes tokens between the steps, which "
                 "host samplers and read-back do not see; turn one of them off"
             )
         request.check_steps(mask_id=model.tokenizer.mask_id)
@@ -131,8 +131,8 @@ def group_jobs(jobs: Sequence[Job]) -> dict[Static, list[int]]:
             remask=sample.remask,
             remask_by=sample.remask_by,
             fill=sample.fill,
-            edit_schedule=sample.edit_schedule if sample.edit else None,
-            edit_scoring=sample.edit_scoring if sample.edit else None,
+            edit_schedule=sample.edit_schedule if sample.edits else None,
+            edit_scoring=sample.edit_scoring if sample.edits else None,
             renoise_schedule=sample.renoise_schedule if sample.renoises else None,
             chain=sample.chain,
             draw=sample.draw,
@@ -172,8 +172,7 @@ def _vocabulary(model: Model) -> dict[str, Any]:
     vocab_size = model.network.vocab_size
     return {
         "vocab_size": vocab_size,
-        # Published models have more logits than tokens.
-        "banned_ids": (*model.tokenizer.banned_ids, *range(model.tokenizer.vocab_size, vocab_size)),
+        "banned_ids": model.banned_ids,
         "eos_ids": (model.tokenizer.eos_id,),
     }
 
@@ -192,7 +191,7 @@ def _check(model: Model, sample: SampleConfig) -> None:
             "remask_by='critic' needs a critic head, which this model lacks; use "
             "remask_by='confidence', or train one with model.add_critic_head"
         )
-    needs_space = sample.edit and sample.edit_token == "space"
+    needs_space = sample.inserts and sample.edit_token == "space"
     if model.tokenizer.space_id is None and needs_space:
         raise ValueError(
             "edit_token='space' needs a token that is a space, which the tokenizer lacks; use "

@@ -72,6 +72,12 @@ class Model:
         asked = ObjectiveConfig() if self.config is None else self.config.objective
         return SCHEDULES[asked.schedule](asked.schedule_power)
 
+    @property
+    def banned_ids(self) -> tuple[int, ...]:
+        """Ids that are never written: MASK, those of the tokenizer, and logits without a token."""
+        beyond = range(self.tokenizer.vocab_size, self.network.vocab_size)
+        return tuple(dict.fromkeys((self.tokenizer.mask_id, *self.tokenizer.banned_ids, *beyond)))
+
     def _program(self, draw: str, is_guided: bool, *, rows: NamedSharding | None) -> Program:
         return Program(
             network=self.network,
@@ -81,7 +87,7 @@ class Model:
             draw=draw,
             is_guided=is_guided,
             eos_id=self.tokenizer.eos_id,
-            banned_ids=tuple(dict.fromkeys((self.tokenizer.mask_id, *self.tokenizer.banned_ids))),
+            banned_ids=self.banned_ids,
             pad_id=self.tokenizer.pad_id,
             space_id=-1 if self.tokenizer.space_id is None else self.tokenizer.space_id,
         )

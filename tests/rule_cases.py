@@ -55,13 +55,13 @@ HEADS: dict[str, dict[str, str]] = {
 EDITS: dict[str, dict[str, Any]] = {
     f"{order}-{remask}-{fill}-edit": {
         "order": order, "remask": remask, "schedule": schedule, "fill": fill, "edit": True,
-        "renoise_start": renoise, "edit_schedule": edit_schedule,
+        "renoise_start": renoise, "edit_schedule": edit_schedule, "resample": remask == "none",
     }
     for order, remask, schedule, fill, renoise, edit_schedule in (
         ("random", "scheduled", "linear", "parallel", 0.2, "cosine"),
         ("low_confidence", "none", "all", "wavefront", 0.0, "linear"),
         ("left_to_right", "remdm_conf", "linear", "parallel", 0.0, "cosine"),
-        ("margin", "none", "cosine", "parallel", 0.3, "linear"),
+        ("margin", "none", "all", "parallel", 0.3, "linear"),
         ("ancestral", "remdm_cap", "linear", "wavefront", 0.0, "cosine"),
         ("threshold", "scheduled_threshold", "linear", "parallel", 0.1, "cosine"),
         ("entropy_bound", "none", "all", "parallel", 0.0, "cosine"),
@@ -129,7 +129,7 @@ def samples(name: str, count: int, seed: int = 0) -> list[SampleConfig]:
             remask_start=float(rng.uniform(0.3, 0.9)),
             remask_end=float(rng.uniform(0.0, 0.3)),
             remask_randomness=float(rng.uniform(0.0, 0.5)),
-            remask_eta=(0.0, 0.3, 0.8)[index % 3],
+            remask_eta=0.3 if name in EDITS else (0.0, 0.3, 0.8)[index % 3],
             sampler_min_neighbors_ratio=(0.01, 0.3, 1.0)[index % 3],
             sampler_spread_seeds=index % 2 == 1,
             sampler_even_odd=index % 4 > 1,

@@ -225,9 +225,10 @@ class SampleConfig(SamplingParams):
                 f"{name}={value!r} is not one of {', '.join(known)}; did you mean {near!r}?",
             )
         check_chain(self.chain)
+        self._check_rewriting()
         for name, does in (("insert", self.inserts), ("delete", self.deletes)):
             margin = getattr(self, f"{name}_margin")
-            if self.edit and does and margin >= 1:
+            if does and margin >= 1:
                 warnings.warn(
                     f"{name}_margin={margin} lets nothing be {name.removesuffix('e')}ed: "
                     "probabilities differ by 1 at most; use 0.02",
@@ -236,15 +237,20 @@ class SampleConfig(SamplingParams):
 
     @property
     def inserts(self) -> bool:
-        """Whether a row with these settings and ``edit`` may gain tokens."""
+        """Whether a row may gain tokens."""
         ratios = max(self.insert_ratio_start, self.insert_ratio_end)
-        return ratios > 0 or self.length_target_mode != "none"
+        return self.edit and (ratios > 0 or self.length_target_mode != "none")
 
     @property
     def deletes(self) -> bool:
-        """Whether a row with these settings and ``edit`` may lose tokens."""
+        """Whether a row may lose tokens."""
         ratios = max(self.delete_ratio_start, self.delete_ratio_end)
-        return ratios > 0 or self.length_target_mode != "none"
+        return self.edit and (ratios > 0 or self.length_target_mode != "none")
+
+    @property
+    def edits(self) -> bool:
+        """Whether a row's length may change."""
+        return self.inserts or self.deletes
 
     @property
     def renoises(self) -> bool:
@@ -254,7 +260,7 @@ class SampleConfig(SamplingParams):
     @property
     def refines(self) -> bool:
         """Whether tokens that are there may change, as those of a draft should."""
-        return self.remasks or self.resample or self.edit or self.renoises
+        return self.remasks or self.resample or self.edits or self.renoises
 
     @property
     def remasks(self) -> bool:
@@ -262,6 +268,26 @@ class SampleConfig(SamplingParams):
         if self.remask.startswith("remdm"):
             return self.remask_eta > 0
         return self.remask != "none" and max(self.remask_start, self.remask_end) > 0
+
+    def _check_rewriting(self) -> None:
+        """Raises ValueError for tokens that are put there and never rewritten, or at random."""
+        is_quota = self.order in ("low_confidence", "entropy", "margin", "random", "left_to_right")
+        require(
+            not (self.resample and is_quota and self.schedule != "all"),
+            f"resample has no use for a quota of order={self.order!r}; use schedule='all', or "
+            "order='threshold'",
+        )
+        if self.resample or self.remasks:
+            return
+        require(
+            not (self.inserts and self.edit_token == "space"),
+            "edit inserts spaces that nothing rewrites; use edit_token='mask', or resample=True",
+        )
+        require(
+            not self.renoises or self.renoise == "mask",
+            f"re-noise leaves {self.renoise} tokens that nothing rewrites; use renoise='mask', or "
+            "resample=True",
+        )
 
     def _check_kinds(self) -> None:
         """Raises ValueError for a setting of this class that is not of its type."""

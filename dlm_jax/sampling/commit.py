@@ -18,7 +18,8 @@ class View(NamedTuple):
     """What a rule may know of the block that each row works on, when a step begins.
 
     Attributes:
-      is_hole_BL: True at the block's holes, in rows that still run.
+      is_hole_BL: True at what the block may have written, in rows that still run: its holes, and in
+        rows that resample all that was not given.
       first_holes_B: int32, holes of the block before its first step.
       step_B: int32, steps taken in the block.
       steps_B: int32, steps the block may take in all, at least 1.

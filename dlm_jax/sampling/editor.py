@@ -42,8 +42,8 @@ class Editor:
       trims_B: True for rows where insertions push the tail out of the capacity.
       targets_length_B: True for rows that are nudged towards their target length.
       puts_mask_B: True for rows where MASK is inserted, not the space.
-      schedule: of the ratios, a name of `dlm_jax.sampling.edits.SCHEDULES`.
-      scoring: of the gaps, a name of `dlm_jax.sampling.edits.SCORINGS`.
+      schedule: of the ratios, one of `EDIT_SCHEDULES`.
+      scoring: of the gaps, one of `EDIT_SCORINGS`.
     """
 
     insert_start_B: jax.Array

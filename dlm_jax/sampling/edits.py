@@ -13,14 +13,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dlm_jax.config.generation import EDIT_SCHEDULES
 from dlm_jax.sampling.commit import most
 from dlm_jax.sampling.shifting import Cells, Edits, Plan, apply_plan, plan_edits
 from dlm_jax.types import live_positions
 
-SCHEDULES = ("linear", "cosine")
-"""Names of the schedules of `ratio_at`."""
-SCORINGS = ("uncertainty", "lead")
-"""What speaks for a gap: the uncertainty beside it (`gap_scores`), or `leads`."""
 _NUDGE = 3
 _FAR = 2**30
 
@@ -31,12 +28,14 @@ class Snapshot(NamedTuple):
     Attributes:
       own_BL: float32 log-probability of the token that stands at each position, in nats.
       right_BL: float32 log-probability, at the same position, of the token to its right.
-      best_BL: float32 log-probability of the likeliest token there; None where nobody reads it.
+      best_BL: float32 log-probability of the likeliest token there that may be written, and
+      is_due_BL: True where that is the token to its right; None where nobody reads them.
     """
 
     own_BL: jax.Array
     right_BL: jax.Array
     best_BL: jax.Array | None = None
+    is_due_BL: jax.Array | None = None
 
 
 @functools.partial(
@@ -64,7 +63,8 @@ class EditParams:
       capacity_B: int32, most live positions, from the row's length to ``L``.
       target_B: int32, ``initial_length + max_new_tokens``, where the initial length is the number
         of frozen tokens; more than the capacity is the capacity.
-      scoring: of the gaps, one of `SCORINGS`.
+      scoring: what speaks for a gap, one of `EDIT_SCORINGS`: ``uncertainty`` beside it
+        (`gap_scores`) or ``lead`` (`leads`).
     """
 
     insert_ratio_B: jax.Array
@@ -89,7 +89,7 @@ def ratio_at(
     (start - end) (1 + cos(pi t)) / 2``; a lone step has the start (DESIGN 8, "Schedules").
 
     Raises:
-      ValueError: the schedule is none of `SCHEDULES`.
+      ValueError: the schedule is none of `EDIT_SCHEDULES`.
     """
     share_B = step_B.astype(jnp.float32) / jnp.maximum(steps_B - 1, 1)
     share_B = jnp.minimum(share_B, 1.0)
@@ -98,7 +98,8 @@ def ratio_at(
     elif schedule == "cosine":
         ratio_B = end_B + (start_B - end_B) * 0.5 * (1.0 + jnp.cos(jnp.pi * share_B))
     else:
-        raise ValueError(f"edit_schedule={schedule!r} is unknown; use {' or '.join(SCHEDULES)}")
+        known = " or ".join(EDIT_SCHEDULES)
+        raise ValueError(f"schedule={schedule!r} is unknown; use {known}")
     return jnp.where(steps_B <= 1, start_B, ratio_B)
 
 
@@ -128,9 +129,9 @@ def leads(cells: Cells, snapshot: Snapshot, *, mask_id: int) -> jax.Array:
     and names one gap of the two beside a misfit. For models that have learnt from misprinted text
     (`dlm_jax.diffusion.misprints`), whose predictions say what is due at a position.
     """
-    assert snapshot.best_BL is not None
+    assert snapshot.best_BL is not None and snapshot.is_due_BL is not None
     is_token_BL = _is_token(cells, mask_id=mask_id)
-    is_due_BL = _before(is_token_BL) & (snapshot.right_BL >= snapshot.best_BL - 1e-4)
+    is_due_BL = _before(is_token_BL) & snapshot.is_due_BL
     is_asked_BL = is_token_BL & ~cells.frozen_BL & ~is_due_BL
     lead_BL = jnp.exp(snapshot.best_BL) - jnp.exp(snapshot.own_BL)
     lead_BL = jnp.where(is_asked_BL, jnp.maximum(lead_BL, 0.0), 0.0)
@@ -183,15 +184,16 @@ def select_edits(
       params: how each row is edited.
       mask_id: the id of MASK.
       space_id: the id of the space; -1 for a vocabulary without one.
-      is_open_BL: True where tokens may go or be put in front of what is there; ratios count these
-        positions alone. None: everywhere.
+      is_open_BL: True where tokens may go or be put in front of what is there; None: everywhere.
+        Ratios count all of the row.
     """
     is_live_BL = live_positions(cells.length_B, cells.tokens_BL.shape[1])
+    num_free_B = jnp.sum(is_live_BL & ~cells.frozen_BL, axis=1)
+    num_insert_B, num_delete_B, is_short_B = _budgets(cells, params, num_free_B)
     if is_open_BL is not None:
         is_live_BL &= is_open_BL
     is_free_BL = is_live_BL & ~cells.frozen_BL
     is_cool_BL = ~_is_near(cells.mark_BL, params.cooldown_B)
-    num_insert_B, num_delete_B, is_short_B = _budgets(cells, params, jnp.sum(is_free_BL, axis=1))
 
     misfit_BL = deletion_scores(
         cells, snapshot, params.delete_margin_B, params.delete_lambda_B, mask_id=mask_id

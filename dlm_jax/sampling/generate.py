@@ -152,8 +152,8 @@ def make_slots(
       names: what to call each row to host samplers and in errors, if not by its place.
 
     Raises:
-      ValueError: no requests, a batch size below 1, fewer steps than blocks, or a compiled loop for
-        a row that needs the host.
+      ValueError: no requests, a batch size below 1, fewer steps than blocks, a compiled loop for a
+        row that needs the host, edits in a loop of single steps, or a canvas that is too short.
     """
     if not requests:
         raise ValueError("there is nothing to generate; give at least one prompt")
@@ -163,6 +163,10 @@ def make_slots(
         request.check_steps(mask_id=loop.program.mask_id)
         if request.needs_host and not isinstance(loop, HostLoop):
             raise ValueError(f"row {name} needs the host; run it in a HostLoop")
+    if isinstance(loop, HostLoop) and (functions.editor or functions.renoise):
+        raise ValueError("a HostLoop neither edits nor re-noises; leave that out, or use Advance")
+    if canvas is not None and canvas < max(request.room for request in requests):
+        raise ValueError(f"canvas={canvas} is less than a request may fill; raise it")
     return Slots(
         loop,
         params,

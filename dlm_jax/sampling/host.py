@@ -106,7 +106,7 @@ class HostLoop:
         found: list[tuple[int, Written]] = []
         if samplers or read_back:
             wanted = sorted(set(samplers) | set(read_back))
-            places = _places(state, seen, wanted, samplers, names)
+            places = _places(state, seen, wanted, samplers, names, mask_id=self.program.mask_id)
             for first in range(0, len(places), _PLACES):
                 part = places[first : first + _PLACES]
                 seen, written = self._ask(params, state, seen, part, max_candidates)
@@ -162,14 +162,17 @@ def _places(
     slots: Sequence[int],
     samplers: Mapping[int, HostSampler],
     names: Sequence[int] | None,
+    *,
+    mask_id: int,
 ) -> list[_Place]:
     """Every open position of the rows at `slots` whose logits are finite."""
     rows = jnp.asarray(slots, jnp.int32)
     canvas = state.canvas
+    is_hole_BL = (canvas.tokens_BL == mask_id) & ~canvas.frozen_BL
     is_open, is_hole, tokens, is_frozen, lengths, steps = jax.device_get(
         (
             (seen.is_open_BL & seen.is_finite_B[:, None])[rows],
-            seen.view.is_hole_BL[rows],
+            is_hole_BL[rows],
             canvas.tokens_BL[rows],
             canvas.frozen_BL[rows],
             canvas.length_B[rows],

@@ -87,7 +87,7 @@ def look(program: Program, params: Params, state: State) -> Look:
         is_visible_BL=is_visible_BL & (state.committed_BL != PUT),
         length_B=canvas.length_B,
     )
-    own_BL = is_read_BL = is_edited_BL = is_scored_BL = None
+    own_BL = is_read_BL = may_edit_BL = is_scored_BL = None
     if state.remask is not None:
         # A draft's tokens were never proposed; what the remask rule reads of them is their own.
         is_draft_BL = is_free_BL & is_visible_BL & (state.committed_BL < 0) & ~is_open_BL
@@ -95,8 +95,8 @@ def look(program: Program, params: Params, state: State) -> Look:
         is_read_BL &= ~block.is_last_step_B[:, None]
         own_BL = jnp.where(is_read_BL, canvas.tokens_BL, -1)
     if state.editor is not None:
-        is_edited_BL = may_edit(state)
-        is_scored_BL = is_scored(is_edited_BL) & is_live_BL
+        may_edit_BL = may_edit(state)
+        is_scored_BL = is_scored(may_edit_BL) & is_live_BL
         is_own_BL = is_scored_BL & is_visible_BL & ~is_open_BL
         own_BL = jnp.where(is_own_BL, canvas.tokens_BL, -1 if own_BL is None else own_BL)
     sight = _sight(program, params, state)
@@ -106,7 +106,7 @@ def look(program: Program, params: Params, state: State) -> Look:
     )  # fmt: skip
     return Look(
         view, is_open_BL, is_read_BL, sight, context, draw_key_B, remask_key_B, filled,
-        is_stepping_B, is_edited_BL,
+        is_stepping_B, may_edit_BL,
     )  # fmt: skip
 
 
@@ -261,7 +261,9 @@ def _propose(program: Program, params: Params, state: State, *rows: Any) -> Fill
                 *given, **how, fill=state.fill, banned_ids=program.banned_ids,
                 is_seen_BL=is_visible_BL, is_scored_BL=is_scored_BL,
             )  # fmt: skip
-        return propose_parallel(*given, **how, keeps_total=is_scored_BL is not None)
+        return propose_parallel(
+            *given, **how, banned_ids=program.banned_ids, keeps_total=is_scored_BL is not None
+        )
 
     if program.rows is not None:
         split = program.rows.spec

@@ -69,7 +69,7 @@ class Look(NamedTuple):
       remask_key_B: likewise, for the remask rule.
       filled: the candidates, and how the fill went.
       is_stepping_B: True for rows that take the step: others have ended, or are only looked at.
-      is_edited_BL: True where the step's edits may happen; None in a program without edits.
+      may_edit_BL: True where the step's edits may happen; None in a program without edits.
     """
 
     view: View
@@ -81,7 +81,7 @@ class Look(NamedTuple):
     remask_key_B: jax.Array
     filled: Filled
     is_stepping_B: jax.Array
-    is_edited_BL: jax.Array | None = None
+    may_edit_BL: jax.Array | None = None
 
     @property
     def proposal(self) -> Proposal:

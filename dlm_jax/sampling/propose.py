@@ -41,7 +41,7 @@ class Filled(NamedTuple):
       waves_B: int32, waves of the sampler head's fill; 0 for a parallel one.
       seeds_B: int32, positions that the LM head seeded in it, because nothing filled was near.
       total_BL: float32, the LM head's log-normaliser where it was read; None where nobody asked.
-      best_BL: float32, its largest log-probability; likewise.
+      best_BL: int32, its likeliest id among those that are not banned; likewise.
     """
 
     proposal: Proposal
@@ -66,6 +66,7 @@ def propose_parallel(
     measure: Callable[[jax.Array, jax.Array], jax.Array],
     chunk: int,
     method: str = "inverse_cdf",
+    banned_ids: tuple[int, ...] = (),
     keeps_total: bool = False,
 ) -> Filled:
     """A candidate for every open position, drawn blind to the others.
@@ -87,6 +88,7 @@ def propose_parallel(
       measure: confidence from clean logits and the candidate's log-probability.
       chunk: positions of one readout.
       method: how a token is drawn; see `dlm_jax.sampling.draw.draw`.
+      banned_ids: ids that are never the best.
       keeps_total: whether ``total_BL`` and ``best_BL`` are wanted, of the open positions and those
         of `own_BL`.
 
@@ -97,7 +99,7 @@ def propose_parallel(
     flat, num_open = gather(is_wanted_BL, chunk)
     pen = Pen(
         chain, chain.prepare(chain_state, context), key_B, own_BL,
-        is_open_BL.shape[1], measure, method,
+        is_open_BL.shape[1], measure, method, banned_ids,
     )  # fmt: skip
 
     def one_chunk(carry: tuple[jax.Array, Drawn]) -> tuple[jax.Array, Drawn]:
@@ -126,8 +128,7 @@ class Drawn(NamedTuple):
     """Candidates as they are found: those of `Proposal`, flat over rows and positions.
 
     ``is_finite_B`` is False for rows with a position whose clean logits cannot be drawn from;
-    ``total_P`` and ``best_P``, which may be None, are the LM head's log-normaliser and largest
-    log-probability.
+    ``total_P`` and ``best_P`` are the LM head's log-normaliser and likeliest id, or None.
     """
 
     tokens_P: jax.Array
@@ -155,7 +156,7 @@ def no_candidates(shape: tuple[int, ...], *, keeps_total: bool = False) -> Drawn
     zeros_P = jnp.zeros(size, jnp.float32)
     return Drawn(
         jnp.zeros(size, jnp.int32), zeros_P, zeros_P, zeros_P, jnp.ones(shape[0], jnp.bool_),
-        *[zeros_P if keeps_total else None] * 2,
+        *((zeros_P, jnp.zeros(size, jnp.int32)) if keeps_total else (None, None)),
     )  # fmt: skip
 
 
@@ -171,6 +172,7 @@ class Pen:
       num_positions: ``L``.
       measure: confidence from clean logits and the candidate's log-probability.
       method: how a token is drawn.
+      banned_ids: ids that are never the best.
     """
 
     chain: Chain
@@ -180,6 +182,7 @@ class Pen:
     num_positions: int
     measure: Callable[[jax.Array, jax.Array], jax.Array]
     method: str
+    banned_ids: tuple[int, ...] = ()
 
     def write(
         self,
@@ -196,12 +199,13 @@ class Pen:
         """
         row_N, index_N = places_N // self.num_positions, places_N % self.num_positions
         key_N = jax.vmap(jax.random.fold_in)(self.key_B[row_N], index_N)
-        at = At(row_N=row_N, index_N=index_N, key_N=key_N, is_real_N=is_real_N)
+        own_N = None if self.own_BL is None else self.own_BL.reshape(-1)[places_N]
+        is_drawn_N = is_real_N if own_N is None else is_real_N & (own_N < 0)
+        at = At(row_N=row_N, index_N=index_N, key_N=key_N, is_real_N=is_drawn_N)
         ids_N, final_N = self.chain.draw_and_score(
             self.prepared, clean_NV if drawable_NV is None else drawable_NV, at, method=self.method
         )
-        if self.own_BL is not None:
-            own_N = self.own_BL.reshape(-1)[places_N]
+        if own_N is not None:
             ids_N = jnp.where(own_N >= 0, own_N, ids_N)
         logprob_N = log_prob(clean_NV, ids_N)
         target_N = jnp.where(is_real_N, places_N, drawn.tokens_P.size)
@@ -214,8 +218,12 @@ class Pen:
         if total_P is not None and best_P is not None and drawable_NV is None:
             # The sums are those of `log_prob`, and are made once.
             max_N, weight_NC = vocab.exp_columns(clean_NV.astype(jnp.float32))
-            rest_N = jnp.log(weight_NC.sum(-1))
-            total_P, best_P = put(total_P, max_N + rest_N), put(best_P, -rest_N)
+            total_N = max_N + jnp.log(weight_NC.sum(-1))
+            allowed_NV = clean_NV.at[:, jnp.array(self.banned_ids, jnp.int32)].set(-jnp.inf)
+            best_N = vocab.argmax(allowed_NV if self.banned_ids else clean_NV)
+            total_P, best_P = put(total_P, total_N), put(best_P, best_N.astype(jnp.int32))
+            # What stands there may be impossible; what is drawn may not.
+            is_fine_N |= ~is_drawn_N & jnp.isfinite(total_N)
         return Drawn(
             put(drawn.tokens_P, ids_N),
             put(drawn.logprob_P, logprob_N),

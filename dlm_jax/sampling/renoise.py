@@ -13,12 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dlm_jax.config.generation import RENOISE_TOKENS
 from dlm_jax.sampling.commit import most
 from dlm_jax.sampling.edits import ratio_at
 from dlm_jax.sampling.orders import uniform
-
-KINDS = ("space", "mask", "random")
-"""What is written, by the number of it in `Renoise.kind_B`."""
 
 
 @functools.partial(
@@ -33,8 +31,8 @@ class Renoise:
     Attributes:
       start_B: float32 share before the first step, in [0, 1].
       end_B: float32 share before the last step, in [0, 1].
-      kind_B: int32, place of what is written in `KINDS`.
-      schedule: in between, a name of `dlm_jax.sampling.edits.SCHEDULES`.
+      kind_B: int32, place of what is written in `RENOISE_TOKENS`.
+      schedule: in between, one of `EDIT_SCHEDULES`.
     """
 
     start_B: jax.Array
@@ -71,17 +69,17 @@ class Renoise:
           random_ids: ids of which one is written at random.
         """
         ratio_B = ratio_at(self.start_B, self.end_B, step_B, steps_B, schedule=self.schedule)
-        count_B = jnp.floor(ratio_B * jnp.sum(is_free_BL, axis=1) + 1e-3).astype(jnp.int32)
+        is_token_BL = is_free_BL & (tokens_BL != mask_id)
+        count_B = jnp.floor(ratio_B * jnp.sum(is_token_BL, axis=1) + 1e-3).astype(jnp.int32)
         keys_B2 = jax.vmap(jax.random.split)(key_B)
         num_positions = tokens_BL.shape[1]
-        is_token_BL = is_free_BL & (tokens_BL != mask_id)
         is_hit_BL = most(uniform(keys_B2[:, 0], num_positions), is_token_BL, count_B)
         choice_BL = jnp.floor(uniform(keys_B2[:, 1], num_positions) * len(random_ids))
         random_BL = jnp.asarray(np.array(random_ids, np.int32))[choice_BL.astype(jnp.int32)]
         kind_B1 = self.kind_B[:, None]
         new_BL = jnp.where(
-            kind_B1 == KINDS.index("random"),
+            kind_B1 == RENOISE_TOKENS.index("random"),
             random_BL,
-            jnp.where(kind_B1 == KINDS.index("mask"), mask_id, space_id),
+            jnp.where(kind_B1 == RENOISE_TOKENS.index("mask"), mask_id, space_id),
         )
         return jnp.where(is_hit_BL, new_BL, tokens_BL), is_hit_BL

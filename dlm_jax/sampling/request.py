@@ -74,8 +74,14 @@ class Request:
                 f"host_sampler={self.host_sampler!r} is not callable; give a function that takes "
                 "Candidates and returns one of their ids"
             )
-        if not isinstance(self.read_back, bool):
-            raise ValueError(f"read_back={self.read_back!r} is not a bool; use True or False")
+        for name in ("read_back", "resample"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name}={value!r} is not a bool; use True or False")
+        for name in ("capacity", "max_new_tokens"):
+            value = getattr(self, name)
+            if not 0 <= value < 2**31:
+                raise ValueError(f"{name}={value} must be at least 0; use 0 for as many as it has")
 
     def check_steps(self, *, mask_id: int) -> None:
         """Raises ValueError if there are fewer steps than blocks with holes or drafts."""

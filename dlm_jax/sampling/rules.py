@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dlm_jax.config.generation import SampleConfig
+from dlm_jax.config.generation import RENOISE_TOKENS, SampleConfig
 from dlm_jax.sampling.ancestral import Ancestral, Kind, NoiseSchedule, ReMDM
 from dlm_jax.sampling.commit import QUOTAS, CommitRule
 from dlm_jax.sampling.editor import Editor
 from dlm_jax.sampling.orders import ORDERS, SurestFirst, maximum, sampled
 from dlm_jax.sampling.parallel_commits import EntropyBound, Factor, Threshold
 from dlm_jax.sampling.remask import RemaskRule, Scheduled
-from dlm_jax.sampling.renoise import KINDS, Renoise
+from dlm_jax.sampling.renoise import Renoise
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.wavefront import Wavefront
 
@@ -65,7 +65,7 @@ def pack_fill(samples: Sequence[SampleConfig]) -> Wavefront | None:
 def pack_editor(samples: Sequence[SampleConfig]) -> Editor | None:
     """How rows that name the same schedule and scoring are edited; None for rows that are not."""
     column = functools.partial(_column, samples)
-    if not samples[0].edit:
+    if not samples[0].edits:
         return None
     return Editor(
         insert_start_B=column("insert_ratio_start"),
@@ -91,7 +91,7 @@ def pack_renoise(samples: Sequence[SampleConfig]) -> Renoise | None:
     return Renoise(
         _column(samples, "renoise_start"),
         _column(samples, "renoise_end"),
-        jnp.array([KINDS.index(sample.renoise) for sample in samples], jnp.int32),
+        jnp.array([RENOISE_TOKENS.index(sample.renoise) for sample in samples], jnp.int32),
         schedule=samples[0].renoise_schedule,
     )
 

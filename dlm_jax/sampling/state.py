@@ -52,8 +52,8 @@ class State(NamedTuple):
       forwards_B: int32, forwards of the trunk the row has asked for.
       status_B: int32, a `Status`.
       logprob_BL: float32, log-probability of each committed token under the clean logits it was
-        drawn from, in nats; 0 at given tokens and holes. Of a draft's tokens, where the remask rule
-        reads it: that under the last forward.
+        drawn from, in nats; 0 at given tokens, holes, and what an edit or re-noise put there. Of a
+        draft's tokens, where the remask rule reads it: that under the last forward.
       committed_BL: int32, the step that committed each token, from 0; -1 at given tokens, holes,
         and tokens of a draft; -2 where an edit or re-noise put a token.
       chain: the logit transforms with their per-row parameters.

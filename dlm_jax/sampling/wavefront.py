@@ -111,7 +111,10 @@ def propose_wavefront(
     chunk = min(chunk, is_open_BL.size)
     is_seen_BL = (context.is_visible_BL if is_seen_BL is None else is_seen_BL) & ~is_open_BL
     is_far_BL = is_open_BL & (_distance(is_open_BL, is_seen_BL) == _NEVER)
-    pen = Pen(chain, chain.prepare(chain_state, context), key_B, own_BL, shape[1], measure, method)
+    pen = Pen(
+        chain, chain.prepare(chain_state, context), key_B, own_BL, shape[1], measure, method,
+        banned_ids,
+    )  # fmt: skip
     is_read_BL = is_far_BL if own_BL is None else is_far_BL | (own_BL >= 0)
     if is_scored_BL is not None:
         is_read_BL |= is_scored_BL & is_open_BL

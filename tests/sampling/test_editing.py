@@ -26,7 +26,8 @@ NO_EDITS = {"insert_ratio_start": 0.0, "delete_ratio_start": 0.0}
 
 
 def _editor(count: int, **settings):
-    return pack_editor([SampleConfig(edit=True, **settings)] * count)
+    sample = SampleConfig(edit=True, resample=True, schedule="all", **settings)
+    return pack_editor([sample] * count)
 
 
 def _drafts(seed: int, *, length: int = 14, frozen: int = 2, **changes) -> list[Row]:
@@ -143,9 +144,15 @@ def test_the_snapshot_is_what_the_logits_say_of_the_tokens_after_the_commits(wit
     def snapshot(state):
         seen = look(program, params, state)
         tokens_BL = jnp.where(seen.is_open_BL, seen.proposal.tokens_BL, state.canvas.tokens_BL)
-        is_wanted_BL = is_scored(seen.is_edited_BL)
+        is_wanted_BL = is_scored(seen.may_edit_BL)
         found = take_snapshot(
-            program, params, seen.sight, seen.filled.total_BL, tokens_BL, is_wanted_BL
+            program,
+            params,
+            seen.sight,
+            seen.filled.total_BL,
+            seen.filled.best_BL,
+            tokens_BL,
+            is_wanted_BL,
         )
         return tokens_BL, found, is_wanted_BL
 
@@ -167,7 +174,11 @@ def test_the_snapshot_is_what_the_logits_say_of_the_tokens_after_the_commits(wit
 def test_edits_that_never_happen_are_the_loop_without_them_bit_for_bit():
     rows = canvases.mixed_rows(3)
     plain = canvases.run(rows, ALL)
-    state = _run([dataclasses.replace(row, capacity=POSITIONS) for row in rows], **NO_EDITS)
+    none_B = jnp.zeros(ROWS)
+    editor = dataclasses.replace(_editor(ROWS), insert_start_B=none_B, delete_start_B=none_B)
+    rows = [dataclasses.replace(row, capacity=POSITIONS) for row in rows]
+    state = canvases.make_state(rows, ALL, editor=editor)
+    state = canvases.shared_advance()(toy.params(), state, FOREVER)
     assert canvases.results(state) == plain
     assert not np.asarray(state.edited.insertions_B).any()
 

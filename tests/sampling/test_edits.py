@@ -290,7 +290,7 @@ def test_ratios_follow_their_schedule(schedule):
 
 def test_unknown_schedules_are_refused():
     one = jnp.ones(1)
-    with pytest.raises(ValueError, match="edit_schedule='sine' is unknown; use linear or cosine"):
+    with pytest.raises(ValueError, match="schedule='sine' is unknown; use linear or cosine"):
         ratio_at(one, one, one, one, schedule="sine")
 
 
