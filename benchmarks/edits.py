@@ -174,10 +174,10 @@ def lengths(task: Task, settings: dict[str, Any], seeds: list[int]) -> None:
         for seed in seeds:
             repairs = [r for r in task.repairs(seed) if len(r.damaged) != target]
             prompts = [{"prompt": r.prompt, "draft": r.damaged} for r in repairs]
-            made = dlm_jax.generate(
-                task.model, prompts, **COMMON | settings | {"steps": 24}, max_new_tokens=target,
-                length_target_mode="to_max_new",
-            )  # fmt: skip
+            given = COMMON | settings | {
+                "steps": 24, "max_new_tokens": target, "length_target_mode": "to_max_new"
+            }  # fmt: skip
+            made = dlm_jax.generate(task.model, prompts, **given)
             found += (made.lengths - [len(r.prompt) for r in repairs]).tolist()
         print(f"| {target} | {np.mean(found):.1f} | {min(found)} | {max(found)} | "
               f"{100 * np.mean(np.array(found) == target):.0f} |", flush=True)  # fmt: skip
@@ -194,10 +194,8 @@ def quality(task: Task, settings: dict[str, Any], judge: Model, seeds: list[int]
     for name, arm in arms.items():
         texts: list[str] = []
         for seed in seeds:
-            made = dlm_jax.generate(
-                task.model, num_samples=32, seed=1000 * seed, **COMMON | {"steps": 128} | arm,
-                gen_length=176,
-            )  # fmt: skip
+            given = COMMON | {"steps": 128, "gen_length": 176, "seed": 1000 * seed} | arm
+            made = dlm_jax.generate(task.model, num_samples=32, **given)
             texts += made.texts
         bits, error = judged_bits(judge, texts)
         print(f"| {name} | {known_share(texts, known):.3f} | {bits:.3f} ± {error:.3f} | "

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +72,20 @@ class Network:
     critic: Callable[[Params, jax.Array], jax.Array] | None = None
     logits_of: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
     scorer: Callable[..., jax.Array] | None = None
+
+
+class Canvas(NamedTuple):
+    """The arrays being denoised.
+
+    Attributes:
+      tokens_BL: int32; MASK at holes, PAD from the row's length on.
+      length_B: int32, live positions of each row; 0 for an idle slot.
+      frozen_BL: True at given tokens, which are never written, and beyond the length.
+    """
+
+    tokens_BL: jax.Array
+    length_B: jax.Array
+    frozen_BL: jax.Array
 
 
 class Status(IntEnum):

@@ -19,8 +19,8 @@ from dlm_jax.sampling.guidance import Sight
 from dlm_jax.sampling.program import Look, Program
 from dlm_jax.sampling.propose import gather
 from dlm_jax.sampling.shifting import Cells, Plan, apply_plan, moved_boundary
-from dlm_jax.sampling.state import Canvas, State
-from dlm_jax.types import Params, Status, live_positions
+from dlm_jax.sampling.state import State
+from dlm_jax.types import Canvas, Params, Status, live_positions
 
 _CHUNK = 2048
 

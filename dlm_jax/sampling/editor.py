@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from dlm_jax.sampling.edits import EditParams, ratio_at
 from dlm_jax.sampling.shifting import Cells, Plan, apply_plan
-from dlm_jax.types import live_positions
+from dlm_jax.types import Canvas, live_positions
 
 PUT = -2
 """Step of a token that no step committed: an edit or re-noise put it there."""
@@ -133,15 +133,13 @@ class Edited(NamedTuple):
 
 def start_edited(
     editor: Editor,
-    tokens_BL: jax.Array,
-    frozen_BL: jax.Array,
-    length_B: jax.Array,
-    *,
+    canvas: Canvas,
     mask_id: int,
     capacity_B: jax.Array | None,
     max_new_B: jax.Array | None,
 ) -> Edited:
     """Before the first step; arguments are those of `dlm_jax.sampling.state.start`."""
+    tokens_BL, length_B, frozen_BL = canvas
     num_rows, num_positions = tokens_BL.shape
     is_free_BL = live_positions(length_B, num_positions) & ~frozen_BL
     free_B = jnp.sum(is_free_BL, axis=1)

@@ -22,11 +22,11 @@ from dlm_jax.sampling.guidance import Sight
 from dlm_jax.sampling.program import Look, Program
 from dlm_jax.sampling.propose import Filled, propose_parallel
 from dlm_jax.sampling.remasking import may_remask, remasked
-from dlm_jax.sampling.state import Canvas, State, goes_on, work
+from dlm_jax.sampling.state import State, goes_on, work
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.protocol import Context
 from dlm_jax.sampling.wavefront import propose_wavefront
-from dlm_jax.types import Params, Status, live_positions
+from dlm_jax.types import Canvas, Params, Status, live_positions
 
 
 def step(program: Program, params: Params, state: State) -> State:

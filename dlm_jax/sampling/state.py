@@ -18,21 +18,7 @@ from dlm_jax.sampling.remask import RemaskRule
 from dlm_jax.sampling.renoise import Renoise
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.wavefront import Wavefront
-from dlm_jax.types import Status, live_positions
-
-
-class Canvas(NamedTuple):
-    """The arrays being denoised.
-
-    Attributes:
-      tokens_BL: int32; MASK at holes, PAD from the row's length on.
-      length_B: int32, live positions of each row; 0 for an idle slot.
-      frozen_BL: True at given tokens, which are never written, and beyond the length.
-    """
-
-    tokens_BL: jax.Array
-    length_B: jax.Array
-    frozen_BL: jax.Array
+from dlm_jax.types import Canvas, Status, live_positions
 
 
 class State(NamedTuple):
@@ -142,52 +128,53 @@ def start(
       max_new_B: int32, unfrozen tokens that a row is nudged towards; 0, or None for all rows, is
         as many as it has.
     """
-    num_rows, num_positions = tokens_BL.shape
+    num_rows = tokens_BL.shape[0]
     zeros_B = jnp.zeros(num_rows, jnp.int32)
-    is_live_BL = live_positions(length_B, num_positions)
-    is_hole_BL = (tokens_BL == mask_id) & is_live_BL
-    is_free_BL = is_hole_BL if frozen_BL is None else is_hole_BL | (is_live_BL & ~frozen_BL)
-    canvas = Canvas(tokens_BL, length_B, ~is_free_BL)
+    canvas = _canvas(tokens_BL, length_B, frozen_BL, mask_id=mask_id)
+    is_hole_BL = ~canvas.frozen_BL & (tokens_BL == mask_id)
     block_length_B = zeros_B if block_length_B is None else block_length_B
     never_B = zeros_B.astype(bool)
     resamples_B = never_B if resamples_B is None else resamples_B
     refines_B = _refines(remask, resamples_B, editor, renoise)
     is_work_BL = _work(canvas, refines_B, mask_id=mask_id)
     block, is_any_B = first_block(
-        is_work_BL, is_hole_BL, jnp.argmax(is_free_BL, axis=1), block_length_B, steps_B
+        is_work_BL, is_hole_BL, jnp.argmin(canvas.frozen_BL, axis=1), block_length_B, steps_B
     )
     state = State(
         canvas=canvas,
         seed_B=seeds_B,
-        step_B=zeros_B,
         steps_B=steps_B,
         span_B=_span(is_hole_BL, refines_B, steps_B),
         block=block,
         block_length_B=block_length_B,
         guidance_B=jnp.zeros(num_rows) if guidance_B is None else guidance_B,
         stops_at_eos_B=never_B if stops_at_eos_B is None else stops_at_eos_B,
-        forwards_B=zeros_B,
         status_B=jnp.where(is_any_B, Status.RUNNING, Status.DONE).astype(jnp.int32),
-        logprob_BL=jnp.zeros((num_rows, num_positions), jnp.float32),
-        committed_BL=jnp.full((num_rows, num_positions), -1, jnp.int32),
         chain=chain,
         chain_state=chain.init(num_rows),
         rule=rule,
         remask=remask,
         fill=fill,
-        waves_B=zeros_B,
-        seeds_B=zeros_B,
-        filled_B=zeros_B,
+        logprob_BL=jnp.zeros(tokens_BL.shape, jnp.float32),
+        committed_BL=jnp.full(tokens_BL.shape, -1, jnp.int32),
+        **dict.fromkeys(("step_B", "forwards_B", "waves_B", "seeds_B", "filled_B"), zeros_B),
         resamples_B=resamples_B,
         editor=editor,
-        edited=editor and start_edited(
-            editor, tokens_BL, canvas.frozen_BL, length_B,
-            mask_id=mask_id, capacity_B=capacity_B, max_new_B=max_new_B,
-        ),
+        edited=editor and start_edited(editor, canvas, mask_id, capacity_B, max_new_B),
         renoise=renoise,
     )  # fmt: skip
     # `advance` donates the state: its buffers must be its own, and each be there once.
     return jax.tree.map(jnp.copy, state)
+
+
+def _canvas(
+    tokens_BL: jax.Array, length_B: jax.Array, frozen_BL: jax.Array | None, *, mask_id: int
+) -> Canvas:
+    is_live_BL = live_positions(length_B, tokens_BL.shape[1])
+    is_free_BL = is_live_BL & (tokens_BL == mask_id)
+    if frozen_BL is not None:
+        is_free_BL |= is_live_BL & ~frozen_BL
+    return Canvas(tokens_BL, length_B, ~is_free_BL)
 
 
 def _span(is_hole_BL: jax.Array, refines_B: jax.Array, steps_B: jax.Array) -> jax.Array:

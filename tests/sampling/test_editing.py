@@ -16,6 +16,7 @@ from dlm_jax.config import SampleConfig
 from dlm_jax.sampling.advance import make_advance
 from dlm_jax.sampling.commit import QUOTAS
 from dlm_jax.sampling.editing import is_scored, take_snapshot
+from dlm_jax.sampling.editor import Edited
 from dlm_jax.sampling.loop import look
 from dlm_jax.sampling.orders import ORDERS
 from dlm_jax.sampling.rules import pack_editor
@@ -27,7 +28,9 @@ NO_EDITS = {"insert_ratio_start": 0.0, "delete_ratio_start": 0.0}
 
 def _editor(count: int, **settings):
     sample = SampleConfig(edit=True, resample=True, schedule="all", **settings)
-    return pack_editor([sample] * count)
+    editor = pack_editor([sample] * count)
+    assert editor is not None
+    return editor
 
 
 def _drafts(seed: int, *, length: int = 14, frozen: int = 2, **changes) -> list[Row]:
@@ -43,6 +46,11 @@ def _drafts(seed: int, *, length: int = 14, frozen: int = 2, **changes) -> list[
         )
         for index in range(ROWS)
     ]
+
+
+def _edited(state) -> Edited:
+    assert state.edited is not None
+    return state.edited
 
 
 def _state(rows, **settings):
@@ -124,7 +132,7 @@ def test_the_loop_equals_a_plain_one_that_edits_lists(token, overflow, target):
         assert list(result.tokens) == expected
         assert (result.steps, result.forwards) == (6, 7)
     assert sure > ROWS // 2 and edits > 2 * ROWS
-    counted = np.asarray(state.edited.insertions_B + state.edited.deletions_B).sum()
+    counted = np.asarray(_edited(state).insertions_B + _edited(state).deletions_B).sum()
     assert counted > 2 * ROWS
 
 
@@ -137,12 +145,15 @@ def test_the_snapshot_is_what_the_logits_say_of_the_tokens_after_the_commits(wit
     rows = [dataclasses.replace(row, resample=index % 2 == 0)
             for index, row in enumerate(_drafts(1))]  # fmt: skip
     state = _state(rows)
-    state = state._replace(edited=state.edited._replace(warms_B=jnp.zeros(ROWS, bool)))
+    state = state._replace(edited=_edited(state)._replace(warms_B=jnp.zeros(ROWS, bool)))
     params = toy.params()
 
     @jax.jit
     def snapshot(state):
         seen = look(program, params, state)
+        filled = seen.filled
+        assert seen.may_edit_BL is not None
+        assert filled.total_BL is not None and filled.best_BL is not None
         tokens_BL = jnp.where(seen.is_open_BL, seen.proposal.tokens_BL, state.canvas.tokens_BL)
         is_wanted_BL = is_scored(seen.may_edit_BL)
         found = take_snapshot(
@@ -180,7 +191,7 @@ def test_edits_that_never_happen_are_the_loop_without_them_bit_for_bit():
     state = canvases.make_state(rows, ALL, editor=editor)
     state = canvases.shared_advance()(toy.params(), state, FOREVER)
     assert canvases.results(state) == plain
-    assert not np.asarray(state.edited.insertions_B).any()
+    assert not np.asarray(_edited(state).insertions_B).any()
 
 
 def test_a_draft_is_looked_at_once_more_and_holes_are_not():
@@ -191,7 +202,7 @@ def test_a_draft_is_looked_at_once_more_and_holes_are_not():
     first = _state(rows, insert_ratio_start=0.2)
     first = canvases.shared_advance()(toy.params(), first, 1)
     assert np.asarray(first.step_B).tolist() == [0] * 4 + [1] * 4
-    assert np.asarray(first.edited.insertions_B)[:4].all()
+    assert np.asarray(_edited(first).insertions_B)[:4].all()
 
 
 def test_spaces_that_were_given_stay_and_islands_move_unchanged():
@@ -211,9 +222,9 @@ def test_spaces_that_were_given_stay_and_islands_move_unchanged():
         )
     settings = {"insert_ratio_start": 0.1, "delete_ratio_start": 1.0, "delete_margin": 0.0}
     state = _run(rows, overflow="refuse", cooldown_distance=0, **settings)
-    assert np.asarray(state.edited.deletions_B).sum() > ROWS
+    assert np.asarray(_edited(state).deletions_B).sum() > ROWS
     frozen = np.asarray(state.canvas.frozen_BL)
-    inserted = np.asarray(state.edited.inserted_BL)
+    inserted = np.asarray(_edited(state).inserted_BL)
     for slot, (row, result) in enumerate(zip(rows, canvases.results(state), strict=True)):
         tokens, length = np.array(result.tokens), len(result.tokens)
         given = np.array(row.tokens)[~np.array(row.is_draft)]
@@ -233,7 +244,7 @@ def test_a_row_without_room_says_so_and_keeps_to_its_capacity(overflow):
     assert {Status(result.status) for result in results[:4]} == {Status.CANVAS_FULL}
     assert {Status(result.status) for result in results[4:]} == {Status.DONE}
     assert all(15 < len(result.tokens) < POSITIONS for result in results[4:])
-    assert np.asarray(state.edited.lost_B).astype(bool).tolist() == [True] * 4 + [False] * 4
+    assert np.asarray(_edited(state).lost_B).astype(bool).tolist() == [True] * 4 + [False] * 4
 
 
 def test_rows_come_to_the_length_that_they_are_nudged_to():
@@ -256,7 +267,7 @@ def test_the_edits_of_a_block_stay_in_it():
         state = advance(toy.params(), state, 1)
         after = jax.device_get(state)
         for row in np.flatnonzero(before.status_B == Status.RUNNING):
-            origin = after.edited.origin_BL[row, : after.canvas.length_B[row]]
+            origin = _edited(after).origin_BL[row, : after.canvas.length_B[row]]
             begin, end = before.block.begin_B[row], before.block.end_B[row]
             old, length = before.canvas.tokens_BL[row], before.canvas.length_B[row]
             np.testing.assert_array_equal(origin[:begin], np.arange(begin))
@@ -267,7 +278,7 @@ def test_the_edits_of_a_block_stay_in_it():
             if behind:
                 tail = now[len(origin) - behind : len(origin)]
                 np.testing.assert_array_equal(tail, old[end:length])
-    assert np.asarray(state.edited.insertions_B).any()
+    assert np.asarray(_edited(state).insertions_B).any()
     assert np.asarray(state.block.count_B).tolist() == [3] * ROWS
 
 

@@ -1,0 +1,254 @@
+"""The front door of edits and re-noise: what lengths become, what is told, what is refused."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy_model
+
+import dlm_jax
+from dlm_jax.config import SampleConfig
+from dlm_jax.data import CharacterTokenizer
+from dlm_jax.models import Model
+from dlm_jax.types import Network, Status
+from dlm_jax.viewing.frames import Kind, changes
+from dlm_jax.viewing.rows import frame_of
+
+TOKENIZER = toy_model.TOKENIZER
+SAMPLE = SampleConfig(
+    steps=6, temperature=0.8, chain=("temperature",), schedule="all", ignore_eos=True,
+    resample=True, edit=True, insert_ratio_start=0.2, delete_ratio_start=0.3, delete_margin=0.0,
+)  # fmt: skip
+MODEL = dataclasses.replace(toy_model.MODEL, sample=SAMPLE)
+# They run in one program, on four slots or on one.
+PROMPTS = [
+    {"prompt": "The ", "draft": "cat sat. A rat", "seed": 1, "max_length": 22},
+    {"prompt": "A ", "draft": "rat ran. The cat sat", "seed": 2, "max_length": 24,
+     "overflow": "refuse", "insert_ratio_start": 0.5},
+    {"gen_length": 18, "seed": 3, "resample": False, "edit_token": "mask", "block_length": 7},
+    {"prompt": "A ", "draft": "cat. ", "gen_length": 4, "seed": 4, "insert_ratio_start": 0.0,
+     "length_target_mode": "to_max_new", "max_new_tokens": 15, "block_length": 5, "steps": 9},
+]  # fmt: skip
+
+
+def _first(prompt) -> np.ndarray:
+    """The canvas of a prompt before any step."""
+    given = TOKENIZER.encode(prompt.get("prompt", "") + prompt.get("draft", ""))
+    holes = np.full(prompt.get("gen_length", 0), TOKENIZER.mask_id)
+    return np.concatenate([given, holes]).astype(int)
+
+
+@functools.cache
+def _generated():
+    return dlm_jax.generate(MODEL, PROMPTS)
+
+
+@functools.cache
+def _streamed(every, batch_size=64):
+    """The rows of each prompt, in the order in which they are shown."""
+    shown = [[] for _ in PROMPTS]
+    for canvases in dlm_jax.stream(MODEL, PROMPTS, every=every, batch_size=batch_size):
+        for index, row in canvases.items():
+            shown[index].append(row)
+    return shown
+
+
+def test_edits_are_settings_of_a_prompt_and_a_prompt_is_edited_as_if_it_were_alone():
+    together = _generated()
+    for index, prompt in enumerate(PROMPTS):
+        alone = dlm_jax.generate(MODEL, [prompt])
+        assert alone.texts[0] == together.texts[index]
+        for name in ("lengths", "insertions", "deletions", "lost", "steps", "forwards"):
+            assert getattr(alone, name)[0] == getattr(together, name)[index]
+    assert (together.insertions > 0).all() and (together.deletions > 0).any()
+    assert len(set(together.lengths.tolist())) > 2
+
+
+def test_lengths_are_those_of_before_with_what_was_inserted_and_without_what_is_gone():
+    made = _generated()
+    for index, prompt in enumerate(PROMPTS):
+        before = _first(prompt).size + made.insertions[index] - made.deletions[index]
+        pushed_out = before - made.lengths[index]
+        # What is lost was pushed out, or pushed out in the step that inserted it, or left out.
+        is_refusing = prompt.get("overflow") == "refuse"
+        assert 0 <= pushed_out <= (0 if is_refusing else made.lost[index])
+    assert made.lost[0] > 0 and made.lost[1] > 0
+    assert _first(PROMPTS[0]).size + (made.insertions - made.deletions)[0] > made.lengths[0]
+
+
+def test_a_row_never_exceeds_its_max_length_and_says_if_it_would_have():
+    made = _generated()
+    for index, prompt in enumerate(PROMPTS):
+        most = prompt.get("max_length", MODEL.max_length)
+        assert max(row.tokens.size for row in _streamed(1)[index]) <= most
+        full = Status.CANVAS_FULL if made.lost[index] else Status.DONE
+        assert made.status[index] == full
+    assert set(made.status) == {Status.CANVAS_FULL, Status.DONE}
+
+
+def test_a_row_that_is_nudged_has_the_tokens_that_it_was_asked_for():
+    made = _generated()
+    assert made.lengths[3] == 2 + 15
+    assert made.texts[3].startswith("A ")
+
+
+@pytest.mark.parametrize(("every", "batch_size"), [(1, 64), (3, 1), ("block", 64)])
+def test_the_last_canvas_of_a_stream_is_what_is_generated(every, batch_size):
+    made = _generated()
+    for index, rows in enumerate(_streamed(every, batch_size)):
+        np.testing.assert_array_equal(rows[0].tokens, _first(PROMPTS[index]))
+        np.testing.assert_array_equal(rows[-1].tokens, made.tokens[index, : made.lengths[index]])
+        assert rows[-1].status == made.status[index]
+        for name in ("insertions", "deletions", "lost", "steps", "forwards"):
+            assert getattr(rows[-1], name) == getattr(made, name)[index]
+
+
+def _frames(index, rows):
+    mask_id = TOKENIZER.mask_id
+    return [frame_of(index, row, mask_id=mask_id) for row in rows]
+
+
+def _traced(rows) -> list[int]:
+    """Where each token of the last canvas stood on the first; -1 where it was not there."""
+    places = list(range(rows[0].tokens.size))
+    for row in rows[1:]:
+        places = [-1 if came < 0 else places[came] for came in row.origin.tolist()]
+    return places
+
+
+@pytest.mark.parametrize(("every", "batch_size"), [(3, 1), ("block", 64)])
+def test_origins_lead_back_to_the_first_canvas_however_seldom_a_row_is_shown(every, batch_size):
+    for index, rows in enumerate(_streamed(every, batch_size)):
+        each_step = _streamed(1)[index]
+        assert 2 < len(rows) < len(each_step)
+        places = _traced(rows)
+        assert places == _traced(each_step)
+        old = [place for place in places if place >= 0]
+        assert old == sorted(set(old)) and len(old) < len(places)
+        last = rows[-1]
+        given = [place for place, is_given in enumerate(last.is_frozen) if is_given]
+        assert [places[place] for place in given] == np.flatnonzero(rows[0].is_frozen).tolist()
+        for place in given:
+            assert last.tokens[place] == rows[0].tokens[places[place]]
+
+
+@pytest.mark.parametrize(("every", "batch_size"), [(1, 64), (3, 1), ("block", 64)])
+def test_a_view_accepts_the_canvases_and_sees_as_many_edits_as_are_counted(every, batch_size):
+    for index, rows in enumerate(_streamed(every, batch_size)):
+        frames = _frames(index, rows)
+        for before, after, old, new in zip(frames, frames[1:], rows, rows[1:], strict=False):
+            seen = changes(before, after)
+            if every != 1:
+                continue
+            assert seen.count(Kind.INSERTED) == new.insertions - old.insertions
+            pushed_out = seen.deleted.size - (new.deletions - old.deletions)
+            is_refusing = PROMPTS[index].get("overflow") == "refuse"
+            assert 0 <= pushed_out <= (0 if is_refusing else new.lost - old.lost)
+
+
+def _refused(model=MODEL, prompt="The ", **settings):
+    with pytest.raises(ValueError, match="^[^\n]+$") as refusal:
+        dlm_jax.generate(model, [prompt], **settings)
+    return str(refusal.value)
+
+
+RATIOS = [
+    f"{what}_{end}"
+    for what in ("insert_ratio", "delete_ratio", "renoise")
+    for end in ("start", "end")
+]
+
+
+@pytest.mark.parametrize("name", RATIOS)
+@pytest.mark.parametrize("value", [-0.1, 1.5, float("nan")])
+def test_a_share_outside_of_0_to_1_is_refused(name, value):
+    assert f"{name}={value} is outside [0, 1]; use " in _refused(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"insert_margin": -0.1}, "insert_margin=-0.1 is outside [0, 1e6]; use 0 or more"),
+        ({"delete_margin": -0.1}, "delete_margin=-0.1 is outside [0, 1e6]; use 0 or more"),
+        ({"delete_lambda": -1.0}, "delete_lambda=-1.0 is outside [0, 1e6]; use 0 or more"),
+        ({"cooldown_distance": -1}, "cooldown_distance=-1 is outside"),
+        ({"cooldown_distance": 0.5}, "cooldown_distance=0.5 is not of type int"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1 is outside"),
+        ({"edit": "yes"}, "edit='yes' is not of type bool"),
+        ({"resample": 1}, "resample=1 is not of type bool"),
+        ({"edit_token": "spaces"}, "edit_token='spaces' is not one of space, mask; did you mean"),
+        ({"edit_schedule": "cosin"}, "did you mean 'cosine'"),
+        ({"edit_scoring": "leads"}, "did you mean 'lead'"),
+        ({"overflow": "trimm"}, "did you mean 'trim'"),
+        ({"length_target_mode": "max_new"}, "did you mean 'to_max_new'"),
+        ({"renoise": "masks"}, "did you mean 'mask'"),
+        ({"renoise_schedule": "linea"}, "did you mean 'linear'"),
+        ({"insert_ratio": 0.1}, "did you mean 'insert_ratio_"),
+        ({"schedule": "linear"}, "resample has no use for a quota of order='random'; use"),
+        ({"resample": False}, "edit inserts spaces that nothing rewrites; use edit_token='mask'"),
+        ({"resample": False, "edit_token": "mask", "renoise_end": 0.1}, "use renoise='mask'"),
+        ({"prompt": "The cat", "max_length": 6}, "leaves no room on the canvas of 6"),
+        ({"prompt": "The ", "draft": "cat", "max_length": 6}, "prompt and draft of 7 tokens"),
+        ({"read_back": True}, "edit changes tokens between the steps, which host samplers"),
+        ({"host_sampler": min}, "edit changes tokens between the steps, which host samplers"),
+        ({"read_back": True, "edit": False, "renoise_start": 0.1}, "re-noise changes tokens"),
+        ({"host_sampler": min, "edit": False, "renoise_start": 0.1}, "re-noise changes tokens"),
+        ({"draft": "cat", "edit": False, "resample": False}, "draft is refined by"),
+        ({"draft": "cat", "insert_ratio_start": 0.0, "delete_ratio_start": 0.0,
+          "resample": False}, "draft is refined by"),
+    ],
+)  # fmt: skip
+def test_what_means_nothing_or_cannot_be_is_refused_in_one_line_with_its_remedy(settings, said):
+    assert said in _refused(prompt={"prompt": "The "} | settings)
+
+
+@pytest.mark.parametrize(("name", "done"), [("insert", "inserted"), ("delete", "deleted")])
+def test_a_margin_that_no_probability_exceeds_is_warned_of_where_it_counts(name, done):
+    margin = {f"{name}_margin": 1.0}
+    with pytest.warns(UserWarning, match=f"{name}_margin=1.0 lets nothing be {done}"):
+        dlm_jax.generate(MODEL, [PROMPTS[0]], **margin)
+    for off in ({f"{name}_ratio_start": 0.0}, {"edit": False}):
+        dataclasses.replace(SAMPLE, **(margin | off))
+
+
+def test_a_vocabulary_without_a_space_has_no_spaces_put_into_it_but_holes():
+    (space_id,) = TOKENIZER.encode(" ")
+    tokenizer = CharacterTokenizer(TOKENIZER.characters.replace(" ", "!"))
+    model = dataclasses.replace(MODEL, tokenizer=tokenizer)
+    assert tokenizer.space_id is None
+    said = _refused(model, "The!")
+    assert said.startswith("edit_token='space' needs a token that is a space") and "'mask'" in said
+    said = _refused(model, "The!", edit=False, renoise_start=0.1)
+    assert said.startswith("renoise='space' needs a token that is a space") and "'mask'" in said
+    prompt = {"prompt": "The!", "draft": "cat!sat"}
+    made = dlm_jax.generate(model, [prompt], edit_token="mask")
+    assert made.insertions[0] > 0
+    assert tokenizer.mask_id not in made.tokens[0, : made.lengths[0]]
+    assert made.texts[0].startswith("The!") and len(made.texts[0]) == made.lengths[0]
+
+
+def test_re_noise_writes_only_what_stands_for_text_though_there_are_more_logits():
+    size = TOKENIZER.vocab_size + 40
+
+    def trunk(params, tokens_BL, length_B, cache):
+        return jax.nn.one_hot(tokens_BL, size), cache
+
+    network = Network(
+        init=lambda key: {},
+        trunk=trunk,
+        embed=lambda params, ids: jax.nn.one_hot(ids, size),
+        readout=lambda params, hidden_ND: jnp.zeros((hidden_ND.shape[0], size)),
+        vocab_size=size,
+    )
+    model = Model(network, {}, TOKENIZER, max_length=32, sample=SAMPLE)
+    prompt = {"prompt": "A ", "draft": "rat sat. The cat"}
+    settings = {"renoise": "random", "renoise_start": 0.5, "renoise_end": 0.5, "edit": False,
+                "resample": False, "remask": "scheduled", "remask_end": 0.1}  # fmt: skip
+    seen = set()
+    for canvases in dlm_jax.stream(model, [prompt], num_samples=4, **settings):
+        for row in canvases.values():
+            seen |= set(row.tokens.tolist())
+    assert seen - {TOKENIZER.mask_id} == set(range(len(TOKENIZER.characters)))
