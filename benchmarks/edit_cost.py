@@ -38,7 +38,7 @@ def make_state(model: Model, rows: int, length: int) -> State:
     tokenizer = model.tokenizer
     never = {tokenizer.mask_id, tokenizer.pad_id, *tokenizer.banned_ids}
     ids = [token for token in range(tokenizer.vocab_size) if token not in never]
-    samples = [SampleConfig(edit=True, order="random", schedule="all")] * rows
+    samples = [SampleConfig(edit=True, resample=True, schedule="all")] * rows
     rule, _ = pack_rules(samples, model.noise)
     state = start(
         jnp.asarray(rng.choice(ids, (rows, length)), jnp.int32),
@@ -89,7 +89,7 @@ def main() -> None:
             return propose_parallel(
                 network, params, sight, seen.is_open_BL, state.chain, state.chain_state,
                 seen.context, seen.draw_key_B, measure=state.rule.measure, chunk=program.chunk,
-                keeps_total=keeps_total,
+                banned_ids=program.banned_ids, keeps_total=keeps_total,
             )  # fmt: skip
 
         return run

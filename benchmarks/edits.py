@@ -106,7 +106,8 @@ class Task:
         # A draft that is edited is looked at once before its first step.
         steps = FORWARDS - bool(settings.get("edit"))
         prompts = [{"prompt": repair.prompt, "draft": repair.damaged} for repair in repairs]
-        made = dlm_jax.generate(self.model, prompts, **COMMON | {"steps": steps} | settings)
+        given: dict[str, Any] = COMMON | {"steps": steps} | settings
+        made = dlm_jax.generate(self.model, prompts, **given)
         found = score(repairs, made.texts)
         return {
             "exact": found.exact,
@@ -129,10 +130,11 @@ def tune(task: Task, path: str, seed: int, arms: list[str]) -> None:
         _append(path, {"arm": arm, "settings": json.dumps(settings), "seed": seed, **best})
 
 
-def run(task: Task, tuned: str, path: str, seeds: list[int]) -> None:
+def run(task: Task, tuned: str, path: str, seeds: list[int], arms: list[str]) -> None:
     """Runs every tuned arm, and the document's defaults, on the seeds."""
     with open(tuned, encoding="utf-8", newline="") as file:
-        best = {row["arm"]: json.loads(row["settings"]) for row in csv.DictReader(file)}
+        best = {row["arm"]: json.loads(row["settings"]) for row in csv.DictReader(file)
+                if row["arm"] in arms}  # fmt: skip
     best = {"document": DOCUMENT} | best
     for seed in seeds:
         repairs = task.repairs(seed)
@@ -174,7 +176,7 @@ def lengths(task: Task, settings: dict[str, Any], seeds: list[int]) -> None:
         for seed in seeds:
             repairs = [r for r in task.repairs(seed) if len(r.damaged) != target]
             prompts = [{"prompt": r.prompt, "draft": r.damaged} for r in repairs]
-            given = COMMON | settings | {
+            given: dict[str, Any] = COMMON | settings | {
                 "steps": 24, "max_new_tokens": target, "length_target_mode": "to_max_new"
             }  # fmt: skip
             made = dlm_jax.generate(task.model, prompts, **given)
@@ -194,7 +196,9 @@ def quality(task: Task, settings: dict[str, Any], judge: Model, seeds: list[int]
     for name, arm in arms.items():
         texts: list[str] = []
         for seed in seeds:
-            given = COMMON | {"steps": 128, "gen_length": 176, "seed": 1000 * seed} | arm
+            given: dict[str, Any] = (
+                COMMON | {"steps": 128, "gen_length": 176, "seed": 1000 * seed} | arm
+            )
             made = dlm_jax.generate(task.model, num_samples=32, **given)
             texts += made.texts
         bits, error = judged_bits(judge, texts)
@@ -234,7 +238,7 @@ def main() -> None:
     if args.part == "tune":
         tune(task, args.tuned, 100, args.arms)
     elif args.part == "run":
-        run(task, args.tuned, args.csv, args.seeds)
+        run(task, args.tuned, args.csv, args.seeds, args.arms)
         table(args.csv)
     elif args.part == "lengths":
         lengths(task, settings, args.seeds)

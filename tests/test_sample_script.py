@@ -153,6 +153,29 @@ def test_a_template_is_filled_watched_and_kept_on_a_page(run_dir, capsys, tmp_pa
     assert "<html" in page.read_text()
 
 
+def test_a_draft_is_edited_and_its_page_plays_the_edits(run_dir, capsys, tmp_path):
+    flags = ["--prompt", "The ", "--draft", "cat sat", "--edit", "true", "--resample", "true",
+             "--schedule", "all", "--insert-ratio-start", "0.4", "--ignore-eos", "true",
+             "--chain", "temperature", "--num-samples", "2"]  # fmt: skip
+    assert _run(run_dir, *flags) == 0
+    plain, err = capsys.readouterr()
+    texts = plain.removesuffix("\n").split("\n---\n")
+    assert len(texts) == 2 and all(text.startswith("The ") for text in texts)
+    counts = re.search(r"\b(\d+) insertions, (\d+) deletions, ", err)
+    inserted, deleted = map(int, counts.groups())
+    assert inserted > 0 and sum(map(len, texts)) == 2 * len("The cat sat") + inserted - deleted
+    page = tmp_path / "page.html"
+    assert _run(run_dir, *flags, "--trace", str(page)) == 0
+    out, err = capsys.readouterr()
+    assert out == plain and f"wrote {page}" in err
+    # Runs of positions that were not there before begin with -1.
+    origins = re.findall(r'"o":\[([-\d,]+)\]', page.read_text())
+    runs = [list(map(int, found.split(","))) for found in origins]
+    new = [count for run in runs for first, count in zip(run[::2], run[1::2], strict=True)
+           if first == -1]  # fmt: skip
+    assert sum(new) == inserted
+
+
 def test_a_file_of_requests_becomes_a_file_of_results_and_is_not_run_twice(
     run_dir, capsys, tmp_path
 ):

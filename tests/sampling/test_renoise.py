@@ -113,6 +113,15 @@ def test_a_step_writes_over_the_scheduled_share_of_the_tokens_in_its_block(sched
     assert some > 2 * ROWS
 
 
+def test_a_share_that_is_whole_is_not_rounded_down_by_float32():
+    lengths, numbers = [22, 23, 23, 20, 20, 10, 3, 1], [13, 7, 14, 7, 13, 3, 2, 1]
+    shares = np.float32(np.array(numbers) / np.array(lengths))
+    assert (shares * np.float32(lengths) < numbers).any()
+    rows = [Row((1,) * length, is_draft=(True,) * length) for length in lengths]
+    after = _renoised(_state(rows, _renoise(shares, shares)))
+    assert _hits(after).sum(1).tolist() == numbers
+
+
 def test_each_row_is_written_over_with_its_own_kind_and_random_tokens_are_text():
     rows, seen = _rows(2), set()
     for step in range(6):
@@ -217,8 +226,12 @@ def test_rows_without_it_never_notice_it_and_rows_with_it_do_not_see_their_neigh
     plain = _run(rows, _renoise(0.0, 0.0))
     is_on = np.array([True, False, False, True, True, False, True, False])
     mixed = _run(rows, _renoise(0.6 * is_on, 0.2 * is_on))
-    for index in np.flatnonzero(~is_on):
-        assert mixed[index] == plain[index]
+    for index, row in enumerate(rows):
+        if is_on[index]:
+            assert mixed[index].steps == row.steps
+        else:
+            assert mixed[index] == plain[index]
+            assert mixed[index].steps == min(row.steps, row.tokens.count(toy.MASK))
     assert sum(mixed[index].tokens != plain[index].tokens for index in np.flatnonzero(is_on)) > 2
     order = np.random.default_rng(0).permutation(ROWS)
     numbers = _renoise(0.6 * is_on[order], 0.2 * is_on[order])
