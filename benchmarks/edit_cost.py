@@ -22,6 +22,7 @@ import dlm_jax
 from benchmarks.wavefront_cost import median_seconds
 from dlm_jax.command_line import start_jax
 from dlm_jax.config import SampleConfig
+from dlm_jax.config.generation import EDIT_SCORINGS
 from dlm_jax.model import cpu
 from dlm_jax.models import Model
 from dlm_jax.sampling.editing import edited
@@ -32,13 +33,13 @@ from dlm_jax.sampling.state import State, start
 from dlm_jax.sampling.transforms import Chain
 
 
-def make_state(model: Model, rows: int, length: int) -> State:
+def make_state(model: Model, rows: int, length: int, scoring: Any) -> State:
     """Random text, all of it a draft."""
     rng = np.random.default_rng(0)
     tokenizer = model.tokenizer
     never = {tokenizer.mask_id, tokenizer.pad_id, *tokenizer.banned_ids}
     ids = [token for token in range(tokenizer.vocab_size) if token not in never]
-    samples = [SampleConfig(edit=True, resample=True, schedule="all")] * rows
+    samples = [SampleConfig(edit=True, resample=True, schedule="all", edit_scoring=scoring)] * rows
     rule, _ = pack_rules(samples, model.noise)
     state = start(
         jnp.asarray(rng.choice(ids, (rows, length)), jnp.int32),
@@ -63,12 +64,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--scoring", choices=EDIT_SCORINGS, default=EDIT_SCORINGS[0])
     args = parser.parse_args()
     start_jax()
     model = dlm_jax.load(args.checkpoint)
     network, params = model.network, model.params
     program = model.advance().program
-    state = make_state(model, args.rows, args.length)
+    state = make_state(model, args.rows, args.length, args.scoring)
+    is_lead = args.scoring == "lead"
     jit = functools.partial(
         jax.jit, compiler_options=cpu.compiler_options(is_training=False) or None
     )
@@ -83,13 +86,14 @@ def main() -> None:
     def edits(params: Any, state: State, seen: Any) -> Any:
         return edited(program, params, state, seen, seen.is_open_BL)
 
-    def proposer(keeps_total: bool) -> Any:
+    def proposer(reads: bool) -> Any:
         @jit
         def run(params: Any, state: State, sight: Any) -> Any:
             return propose_parallel(
                 network, params, sight, seen.is_open_BL, state.chain, state.chain_state,
                 seen.context, seen.draw_key_B, measure=state.rule.measure, chunk=program.chunk,
-                banned_ids=program.banned_ids, keeps_total=keeps_total,
+                banned_ids=program.banned_ids, keeps_total=reads,
+                keeps_best=reads and is_lead,
             )  # fmt: skip
 
         return run
@@ -105,10 +109,12 @@ def main() -> None:
         args.repeats,
     )
     extra = seconds["reading"] - seconds["plain"]
-    print("| rows x length | V | trunk s | edits ms | % of the trunk | of the logits: ms | % |")
-    print("| --- " * 7 + "|")
     print(
-        f"| {args.rows} x {args.length} | {network.vocab_size} | {seconds['trunk']:.2f} | "
+        "| scoring | rows x length | V | trunk s | edits ms | % of the trunk | of the logits: ms | % |"
+    )
+    print("| --- " * 8 + "|")
+    print(
+        f"| {args.scoring} | {args.rows} x {args.length} | {network.vocab_size} | {seconds['trunk']:.2f} | "
         f"{1e3 * seconds['edits']:.1f} | {100 * seconds['edits'] / seconds['trunk']:.2f} | "
         f"{1e3 * extra:.0f} | {100 * extra / seconds['trunk']:.2f} |"
     )

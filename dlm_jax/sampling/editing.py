@@ -45,7 +45,7 @@ def edited(
     assert state.editor is not None and state.edited is not None
     filled = seen.filled
     assert seen.may_edit_BL is not None
-    assert filled.total_BL is not None and filled.best_BL is not None
+    assert filled.total_BL is not None
     canvas, block = state.canvas, state.block
     may_edit_BL = seen.may_edit_BL & seen.is_finite_B[:, None]
     is_token_BL = live_positions(canvas.length_B, canvas.tokens_BL.shape[1])
@@ -111,22 +111,23 @@ def take_snapshot(
     params: Params,
     sight: Sight,
     total_BL: jax.Array,
-    best_BL: jax.Array,
+    best_BL: jax.Array | None,
     tokens_BL: jax.Array,
     is_wanted_BL: jax.Array,
 ) -> Snapshot:
     """What the step's forward says of the tokens that now stand on the canvas, at temperature 1.
 
     No logits are computed again: the log-normaliser of each position is known, and of its logits
-    three are read off the output matrix, if the network can (`Network.logits_of`). Each device
-    reads its own rows.
+    two or three are read off the output matrix, if the network can (`Network.logits_of`). Each
+    device reads its own rows.
 
     Args:
       program: the network.
       params: its parameters.
       sight: what the trunk returned.
       total_BL: float32 log-normaliser of each wanted position.
-      best_BL: int32, the likeliest id there.
+      best_BL: int32, the likeliest id there, -1 where it may not be written; None where edits do
+        not ask.
       tokens_BL: int32 canvas.
       is_wanted_BL: True where it is asked.
     """
@@ -150,7 +151,7 @@ def _read(
     params: Params,
     sight: Sight,
     total_BL: jax.Array,
-    best_BL: jax.Array,
+    best_BL: jax.Array | None,
     tokens_BL: jax.Array,
     is_wanted_BL: jax.Array,
 ) -> Snapshot:
@@ -160,7 +161,10 @@ def _read(
     flat, num_wanted = gather(is_wanted_BL, chunk)
     # Right of a row's last position stands nothing; what is said of that is never read.
     right_BL = jnp.pad(tokens_BL[:, 1:], ((0, 0), (0, 1)))
-    ids_PK = jnp.stack([x.reshape(-1) for x in (tokens_BL, right_BL, best_BL)], axis=1)
+    asked = [tokens_BL, right_BL]
+    if best_BL is not None:
+        asked.append(jnp.where(best_BL < 0, tokens_BL, best_BL))
+    ids_PK = jnp.stack([x.reshape(-1) for x in asked], axis=1)
     total_P = total_BL.reshape(-1)
 
     def one_chunk(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -178,7 +182,7 @@ def _read(
         target_N = jnp.where(is_real_N, places_N, total_P.size)
         return first + chunk, found_PK.at[target_N].set(logprob_NK, mode="drop")
 
-    start = (jnp.zeros((), jnp.int32), jnp.zeros((total_P.size, 3), jnp.float32))
+    start = (jnp.zeros((), jnp.int32), jnp.zeros(ids_PK.shape, jnp.float32))
     _, found_PK = jax.lax.while_loop(lambda carry: carry[0] < num_wanted, one_chunk, start)
-    found_KBL = jnp.moveaxis(found_PK.reshape(-1, num_positions, 3), 2, 0)
-    return Snapshot(*found_KBL, is_due_BL=best_BL == right_BL)
+    found_KBL = jnp.moveaxis(found_PK.reshape(-1, num_positions, len(asked)), 2, 0)
+    return Snapshot(*found_KBL, is_due_BL=None if best_BL is None else best_BL == right_BL)

@@ -28,8 +28,9 @@ class Snapshot(NamedTuple):
     Attributes:
       own_BL: float32 log-probability of the token that stands at each position, in nats.
       right_BL: float32 log-probability, at the same position, of the token to its right.
-      best_BL: float32 log-probability of the likeliest token there that may be written, and
-      is_due_BL: True where that is the token to its right; None where nobody reads them.
+      best_BL: float32 log-probability of the likeliest token there, or that of the token itself
+        where the likeliest may not be written; None where nobody reads it.
+      is_due_BL: True where the likeliest is the token to its right; None likewise.
     """
 
     own_BL: jax.Array

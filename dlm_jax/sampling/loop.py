@@ -256,14 +256,16 @@ def _propose(program: Program, params: Params, state: State, *rows: Any) -> Fill
         how: dict[str, Any] = {
             "measure": state.rule.measure, "chunk": program.chunk, "method": program.draw
         }  # fmt: skip
+        keeps_best = state.editor is not None and state.editor.scoring == "lead"
         if state.fill is not None:
             return propose_wavefront(
                 *given, **how, fill=state.fill, banned_ids=program.banned_ids,
-                is_seen_BL=is_visible_BL, is_scored_BL=is_scored_BL,
+                is_seen_BL=is_visible_BL, is_scored_BL=is_scored_BL, keeps_best=keeps_best,
             )  # fmt: skip
         return propose_parallel(
-            *given, **how, banned_ids=program.banned_ids, keeps_total=is_scored_BL is not None
-        )
+            *given, **how, banned_ids=program.banned_ids, keeps_total=is_scored_BL is not None,
+            keeps_best=keeps_best,
+        )  # fmt: skip
 
     if program.rows is not None:
         split = program.rows.spec

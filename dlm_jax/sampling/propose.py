@@ -41,7 +41,7 @@ class Filled(NamedTuple):
       waves_B: int32, waves of the sampler head's fill; 0 for a parallel one.
       seeds_B: int32, positions that the LM head seeded in it, because nothing filled was near.
       total_BL: float32, the LM head's log-normaliser where it was read; None where nobody asked.
-      best_BL: int32, its likeliest id among those that are not banned; likewise.
+      best_BL: int32, its likeliest id there, -1 where that is banned; likewise.
     """
 
     proposal: Proposal
@@ -68,6 +68,7 @@ def propose_parallel(
     method: str = "inverse_cdf",
     banned_ids: tuple[int, ...] = (),
     keeps_total: bool = False,
+    keeps_best: bool = False,
 ) -> Filled:
     """A candidate for every open position, drawn blind to the others.
 
@@ -89,8 +90,8 @@ def propose_parallel(
       chunk: positions of one readout.
       method: how a token is drawn; see `dlm_jax.sampling.draw.draw`.
       banned_ids: ids that are never the best.
-      keeps_total: whether ``total_BL`` and ``best_BL`` are wanted, of the open positions and those
-        of `own_BL`.
+      keeps_total: whether ``total_BL`` is wanted, of the open positions and those of `own_BL`.
+      keeps_best: whether ``best_BL`` is, too.
 
     Returns:
       The proposal, zero where not open.
@@ -109,7 +110,8 @@ def propose_parallel(
         clean_NV = sight.logits(network, params, places_N)
         return first + places_N.size, pen.write(drawn, places_N, is_real_N, clean_NV)
 
-    start = (jnp.zeros((), jnp.int32), no_candidates(is_open_BL.shape, keeps_total=keeps_total))
+    none = no_candidates(is_open_BL.shape, keeps_total=keeps_total, keeps_best=keeps_best)
+    start = (jnp.zeros((), jnp.int32), none)
     _, drawn = jax.lax.while_loop(lambda carry: carry[0] < num_open, one_chunk, start)
     none_B = jnp.zeros(is_open_BL.shape[0], jnp.int32)
     return drawn.filled(is_open_BL.shape, none_B, none_B)
@@ -150,13 +152,16 @@ class Drawn(NamedTuple):
         )
 
 
-def no_candidates(shape: tuple[int, ...], *, keeps_total: bool = False) -> Drawn:
+def no_candidates(
+    shape: tuple[int, ...], *, keeps_total: bool = False, keeps_best: bool = False
+) -> Drawn:
     """What is known before the first chunk of a ``[B, L]`` canvas."""
     size = shape[0] * shape[1]
     zeros_P = jnp.zeros(size, jnp.float32)
     return Drawn(
         jnp.zeros(size, jnp.int32), zeros_P, zeros_P, zeros_P, jnp.ones(shape[0], jnp.bool_),
-        *((zeros_P, jnp.zeros(size, jnp.int32)) if keeps_total else (None, None)),
+        zeros_P if keeps_total else None,
+        jnp.zeros(size, jnp.int32) if keeps_best else None,
     )  # fmt: skip
 
 
@@ -215,13 +220,16 @@ class Pen:
 
         is_fine_N = jnp.isfinite(logprob_N) | ~is_real_N
         total_P, best_P = drawn.total_P, drawn.best_P
-        if total_P is not None and best_P is not None and drawable_NV is None:
+        if total_P is not None and drawable_NV is None:
             # The sums are those of `log_prob`, and are made once.
             max_N, weight_NC = vocab.exp_columns(clean_NV.astype(jnp.float32))
             total_N = max_N + jnp.log(weight_NC.sum(-1))
-            allowed_NV = clean_NV.at[:, jnp.array(self.banned_ids, jnp.int32)].set(-jnp.inf)
-            best_N = vocab.argmax(allowed_NV if self.banned_ids else clean_NV)
-            total_P, best_P = put(total_P, total_N), put(best_P, best_N.astype(jnp.int32))
+            total_P = put(total_P, total_N)
+            if best_P is not None:
+                best_N = vocab.argmax(clean_NV).astype(jnp.int32)
+                banned_1K = jnp.array(self.banned_ids, jnp.int32)[None]
+                is_banned_N = jnp.any(best_N[:, None] == banned_1K, axis=1)
+                best_P = put(best_P, jnp.where(is_banned_N, -1, best_N))
             # What stands there may be impossible; what is drawn may not.
             is_fine_N |= ~is_drawn_N & jnp.isfinite(total_N)
         return Drawn(

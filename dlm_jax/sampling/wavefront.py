@@ -75,6 +75,7 @@ def propose_wavefront(
     method: str = "inverse_cdf",
     is_seen_BL: jax.Array | None = None,
     is_scored_BL: jax.Array | None = None,
+    keeps_best: bool = False,
 ) -> Filled:
     """A candidate for every open position, each drawn beside those of earlier waves.
 
@@ -101,8 +102,9 @@ def propose_wavefront(
       chunk: positions of one readout.
       method: how a token is drawn.
       is_seen_BL: True at tokens that neighbours are drawn beside; None: those of the context.
-      is_scored_BL: True where ``total_BL`` and ``best_BL`` are wanted, beside the positions of
-        `own_BL`; None: nowhere.
+      is_scored_BL: True where ``total_BL`` is wanted, beside the positions of `own_BL`; None:
+        nowhere.
+      keeps_best: whether ``best_BL`` is, too.
 
     Returns:
       Log-probability and confidence are those of the head that each token was drawn from.
@@ -120,7 +122,7 @@ def propose_wavefront(
         is_read_BL |= is_scored_BL & is_open_BL
     drawn, sureness_BL = _read(
         network, params, sight, is_read_BL, pen, banned_ids=banned_ids, chunk=chunk,
-        keeps_total=is_scored_BL is not None,
+        keeps_total=is_scored_BL is not None, keeps_best=keeps_best,
     )  # fmt: skip
     is_seed_BL = jax.lax.cond(
         jnp.any(is_far_BL),
@@ -169,7 +171,7 @@ def _read(
     *,
     banned_ids: tuple[int, ...],
     chunk: int,
-    keeps_total: bool,
+    **keeps: bool,
 ) -> tuple[Drawn, jax.Array]:
     """Candidates of the LM head, and its largest probability among the ids that are not banned."""
     flat, num_read = gather(is_read_BL, chunk)
@@ -190,7 +192,7 @@ def _read(
 
     start = (
         jnp.zeros((), jnp.int32),
-        no_candidates(is_read_BL.shape, keeps_total=keeps_total),
+        no_candidates(is_read_BL.shape, **keeps),
         jnp.zeros(is_read_BL.size, jnp.float32),
     )
     _, drawn, sureness_P = jax.lax.while_loop(lambda carry: carry[0] < num_read, one_chunk, start)

@@ -114,7 +114,7 @@ def test_proofreading_misprints_up_to_a_share_and_masks_any_share_of_half_of_the
     monkeypatch.setattr(
         module, "misprint",
         lambda key, tokens, length, is_free, ratio: (
-            ratios.append(ratio), Misprints(tokens, tokens, length))[1],
+            ratios.append(ratio), Misprints(tokens + 1, tokens + 2, length))[1],
     )  # fmt: skip
     count = 4000
     none = jnp.zeros(count, jnp.int32)
@@ -126,6 +126,8 @@ def test_proofreading_misprints_up_to_a_share_and_masks_any_share_of_half_of_the
     assert ratio[0] > 0 and ratio[-1] <= 0.6
     is_masked = np.asarray(task.shown_BL == toy.MASK)
     assert not is_masked[:, 0].any()
+    assert (np.asarray(task.shown_BL)[~is_masked] == 1).all()
+    assert (np.asarray(task.truth.tokens_BL) == 2).all()
     # With s uniform, each number of 8 tokens is masked as often as any other.
     share = np.bincount(is_masked.sum(1), minlength=9) / count
     np.testing.assert_allclose(share, [0.5 + 0.5 / 9] + [0.5 / 9] * 8, atol=0.02)
@@ -159,10 +161,10 @@ def _mixture(share=0.25, **fields):
 @pytest.mark.parametrize(("share", "rows"), [(0.25, 2), (0.5, 4), (0.9, 7), (0.125, 1)])
 def test_every_row_of_a_mixture_has_one_task_and_each_task_its_share_of_rows(share, rows):
     full = Batch(BATCH.tokens_BL, jnp.full(ROWS, POSITIONS), jnp.zeros(ROWS, jnp.int32))
-    mixture = _mixture(share)
+    draw = jax.jit(_mixture(share).example)
     seen = np.zeros((2, ROWS), bool)
     for seed in range(8):
-        example = mixture.example(full, jax.random.key(seed))
+        example = draw(full, jax.random.key(seed))
         for number, name in enumerate(("elbo", "denoising")):
             seen[number] |= np.asarray(example.weights[name]).any(1)
     assert not (seen[0] & seen[1]).any()
