@@ -40,7 +40,7 @@ def misprint(
 
     Its token is missing, or another stands there, or a stray one stands in front of it: half of
     those double the token before, the others are, like the wrong ones, tokens of the row. Nothing
-    is stray behind what is missing.
+    is stray behind what is missing, and a stray token that equals the one behind it is no misprint.
 
     Args:
       key: of all the draws.

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import toy
 
+from dlm_jax.config import SampleConfig
 from dlm_jax.sampling.guidance import Sight
 from dlm_jax.sampling.loop import step
 from dlm_jax.sampling.propose import chunk_size, propose_parallel
+from dlm_jax.sampling.rules import pack_editor
 from dlm_jax.sampling.transforms import At, Context
 from dlm_jax.types import Network
 
@@ -185,8 +187,9 @@ def test_readouts_follow_the_open_positions():
         assert calls == [4] * -(-num_open // 4)
 
 
+@pytest.mark.parametrize("scoring", [None, "uncertainty", "lead"])
 @pytest.mark.parametrize("rule", [canvases.LOW_CONFIDENCE, canvases.RANDOM])
-def test_no_array_of_a_step_holds_logits_of_the_whole_canvas(rule):
+def test_no_array_of_a_step_holds_logits_of_the_whole_canvas(rule, scoring):
     vocab_size, chunk = 997, 16
     network = _network(vocab_size)
     hidden_BLD = jnp.zeros((canvases.ROWS, canvases.POSITIONS, 5))
@@ -194,7 +197,11 @@ def test_no_array_of_a_step_holds_logits_of_the_whole_canvas(rule):
     network = dataclasses.replace(network, readout=readout)
     program = canvases.program(network, chunk=chunk)
     params = {"hidden": hidden_BLD, "scale": jnp.float32(1)}
-    state = canvases.make_state(canvases.mixed_rows(), rule)
+    editor = None
+    if scoring is not None:
+        sample = SampleConfig(edit=True, edit_token="mask", edit_scoring=scoring)
+        editor = pack_editor([sample] * canvases.ROWS)
+    state = canvases.make_state(canvases.mixed_rows(), rule, editor=editor)
     jaxpr = jax.make_jaxpr(functools.partial(step, program))(params, state)
     sizes = list(_sizes(jaxpr.jaxpr))
     assert any(vocab_size in shape for shape in sizes)
