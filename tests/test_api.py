@@ -46,6 +46,7 @@ def _refused(*args, **kwargs):
     return str(refusal.value)
 
 
+@pytest.mark.slow
 def test_samples_of_one_call_are_those_of_consecutive_seeds_alone():
     together = dlm_jax.generate(MODEL, [PROMPT, "A "], num_samples=2, seed=40)
     assert len(set(together.texts)) == 4

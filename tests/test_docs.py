@@ -62,6 +62,7 @@ def test_a_host_sampler_of_ones_own_is_obeyed_in_all_rows(model, capsys, monkeyp
     assert out.endswith("choice among the survivors: host (only_digits)\n")
 
 
+@pytest.mark.slow
 def test_single_steps_tell_of_both_rows(model, capsys, monkeypatch):
     out, scope = _printed(NAMES[2], model, capsys, monkeypatch)
     assert out.count("\n0 ") + out.startswith("0 ") >= 1
@@ -69,6 +70,7 @@ def test_single_steps_tell_of_both_rows(model, capsys, monkeypatch):
     assert (scope["state"].committed_BL[:, 8:12] >= 0).all()
 
 
+@pytest.mark.slow
 def test_templates_keep_their_text_and_drafts_are_rewritten(model, capsys, monkeypatch):
     _, scope = _printed(NAMES[3], model, capsys, monkeypatch)
     template, draft, blocks = scope["result"].texts

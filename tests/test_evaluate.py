@@ -97,6 +97,7 @@ def test_bad_input_ends_with_code_2_and_one_line(run_dir, tmp_path, monkeypatch,
     assert said in line
 
 
+@pytest.mark.slow
 def test_an_exported_model_is_the_model(run_dir, tmp_path, capsys):
     path = tmp_path / "toy.safetensors"
     config = tmp_path / "settings.toml"

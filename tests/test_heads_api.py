@@ -46,6 +46,7 @@ def test_an_empty_canvas_is_seeded_by_the_share_that_was_asked_for():
     assert made.waves[2] == 0
 
 
+@pytest.mark.slow
 def test_asking_the_critic_is_a_forward_after_every_step_but_the_last():
     by_critic = dlm_jax.generate(MODEL, ["The "], remask_by="critic", **REFINED)
     by_confidence = dlm_jax.generate(MODEL, ["The "], **REFINED)

@@ -10,6 +10,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_users_own_network_example_runs_and_prints_a_text(capsys):
     (example,) = [block for block in PYTHON_BLOCKS if "count_pairs" in block]
     exec(compile(example, "README.md", "exec"), {})

@@ -158,6 +158,7 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
         assert part in told, part
 
 
+@pytest.mark.slow
 def test_settings_that_json_has_no_type_for_arrive(tmp_path):
     token = MODEL.tokenizer.piece_id("c")
     requests = [

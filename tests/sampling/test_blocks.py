@@ -88,6 +88,7 @@ def test_greedy_decoding_in_blocks_equals_the_oracle(order, confidence):
     assert compared >= ROWS - 3
 
 
+@pytest.mark.slow
 def test_a_block_is_finished_before_the_next_begins_whatever_the_rule():
     name = "threshold-none"
     slots = [

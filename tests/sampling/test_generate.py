@@ -34,6 +34,7 @@ def _assert_same(ours, theirs):
     np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_groups_of_rows_give_what_all_at_once_do():
     whole = _generate(ROWS)
     _assert_same(_generate(ROWS, batch_size=4), whole)

@@ -74,6 +74,7 @@ def _alone():
     return make_advance(PROGRAM)(toy.params(), _state(), 100)
 
 
+@pytest.mark.slow
 def test_without_samplers_the_single_steps_equal_the_compiled_loop():
     state, _ = _run({})
     jax.tree.map(np.testing.assert_array_equal, state.canvas, _alone().canvas)

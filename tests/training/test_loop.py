@@ -177,6 +177,7 @@ def _spoil(loop: _Loop) -> None:
         loop.state = loop.state._replace(params=params)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_and_nothing_is_saved_after_it(tmp_path, capsys):
     with pytest.MonkeyPatch.context() as patch:
         _before_steps(_spoil, patch)

@@ -46,6 +46,7 @@ def _assert_same_run(out_dir: Path, outcome, whole) -> None:
     assert tiny_run.records(out_dir) == tiny_run.records(whole_dir)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_at_any_steps_ends_as_the_uninterrupted_one(tmp_path, whole):
     # Between lines of metrics, where a line and an evaluation are due, and at a checkpoint.
     for step in (1, 5, 6, 8, 23):

@@ -64,6 +64,7 @@ def test_mu_moves_by_the_mean_surprise_of_the_commits_of_a_step(version):
     np.testing.assert_allclose(out, [6.0, 6.0, 5.5], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_mu_follows_the_oracle_over_several_steps():
     transform, mu = make(2, (2.0,)), mirostat.start(2.0)
     state = transform.init(tc.NUM_ROWS)
