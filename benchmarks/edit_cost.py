@@ -84,7 +84,11 @@ def main() -> None:
 
     @jit
     def edits(params: Any, state: State, seen: Any) -> Any:
-        return edited(program, params, state, seen, seen.is_open_BL)
+        after, moved, is_committed_BL = edited(program, params, state, seen, seen.is_open_BL)
+        # What the loop goes on with; what the trunk returned is not copied in it.
+        after = after.canvas, after.edited, after.block, after.logprob_BL, after.committed_BL
+        moved = moved.view, moved.is_open_BL, moved.proposal.tokens_BL
+        return after, moved, is_committed_BL
 
     def proposer(reads: bool) -> Any:
         @jit
