@@ -1,6 +1,7 @@
 """Edits inside the loop: against a plain loop over lists, and rows without them never notice."""
 
 import dataclasses
+import functools
 import math
 
 import canvases
@@ -16,7 +17,7 @@ from dlm_jax.config import SampleConfig
 from dlm_jax.sampling.advance import make_advance
 from dlm_jax.sampling.commit import QUOTAS
 from dlm_jax.sampling.editing import is_scored, take_snapshot
-from dlm_jax.sampling.editor import Edited
+from dlm_jax.sampling.editor import PUT, Edited
 from dlm_jax.sampling.loop import look
 from dlm_jax.sampling.orders import ORDERS
 from dlm_jax.sampling.rules import pack_editor
@@ -205,6 +206,53 @@ def test_a_draft_is_looked_at_once_more_and_holes_are_not():
     assert np.asarray(_edited(first).insertions_B)[:4].all()
 
 
+def test_what_an_edit_put_is_no_context_until_a_step_writes_it():
+    state = _state(_drafts(10), insert_ratio_start=0.3, delete_ratio_start=0.0)
+    advance, params = canvases.shared_advance(), toy.params()
+    looked = advance(params, state, 1)
+    put = np.asarray(_edited(looked).inserted_BL)
+    is_live = np.arange(POSITIONS)[None] < np.asarray(looked.canvas.length_B)[:, None]
+    assert put.sum() > ROWS
+    np.testing.assert_array_equal(np.asarray(looked.committed_BL), np.where(put, PUT, -1))
+    seen = jax.jit(look, static_argnums=0)(canvases.program(), params, looked)
+    np.testing.assert_array_equal(seen.context.is_visible_BL, is_live & ~put)
+    still = put.sum(1)
+    wrote = advance(params, looked, 1)
+    assert (np.asarray(wrote.committed_BL) == 0).sum() >= still.sum()
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["is_on_B"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Fresh:
+    """Takes back all that the step wrote."""
+
+    is_on_B: jax.Array
+    asks_critic = False
+
+    def is_active(self):
+        return self.is_on_B
+
+    def goes_on(self):
+        return self.is_on_B
+
+    def select(self, view, tokens):
+        return tokens.is_fresh_BL
+
+
+def test_a_remask_rule_is_told_where_the_tokens_are_after_the_edits():
+    editor = _editor(ROWS, insert_ratio_start=0.3, delete_ratio_start=0.0)
+    state = canvases.make_state(_drafts(11), ALL, editor=editor, remask=Fresh(jnp.ones(ROWS, bool)))
+    state = canvases.shared_advance()(toy.params(), state, 2)
+    assert np.asarray(state.step_B).tolist() == [1] * ROWS
+    is_free = ~np.asarray(state.canvas.frozen_BL)
+    tokens, committed = np.asarray(state.canvas.tokens_BL), np.asarray(state.committed_BL)
+    # All that was there was written and taken back; what came in since stands.
+    put = committed == PUT
+    assert put.sum() > ROWS
+    assert (tokens[is_free & ~put] == toy.MASK).all()
+    assert (tokens[put] == toy.SPACE).all()
+
+
 def test_spaces_that_were_given_stay_and_islands_move_unchanged():
     rng = np.random.default_rng(4)
     rows = []
@@ -276,6 +324,9 @@ def test_the_edits_of_a_block_stay_in_it():
             now = after.canvas.tokens_BL[row]
             np.testing.assert_array_equal(now[:begin], old[:begin])
             if behind:
+                if after.block.index_B[row] == before.block.index_B[row]:
+                    assert after.block.begin_B[row] == begin
+                    assert after.block.end_B[row] == len(origin) - behind
                 tail = now[len(origin) - behind : len(origin)]
                 np.testing.assert_array_equal(tail, old[end:length])
     assert np.asarray(_edited(state).insertions_B).any()
