@@ -1,7 +1,7 @@
 """dlm_jax: train masked diffusion language models, sample from them, and take them apart.
 
-The names below are imported on first use, so that the rooms of the library can be imported without
-the model's and the checkpoints' dependencies.
+The public names are imported on first use, so that the rooms of the library can be imported without
+the model's and the checkpoints' dependencies. docs/api.md lists them.
 """
 
 from __future__ import annotations
@@ -10,27 +10,78 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dlm_jax.api import Texts, generate, stream
-    from dlm_jax.models import Model, load
-    from dlm_jax.scorer import corruption
-    from dlm_jax.types import Network, Status
+    from dlm_jax.config import SampleConfig as SampleConfig
+    from dlm_jax.inference.candidates import Candidates as Candidates
+    from dlm_jax.inference.constraints import matching as matching
+    from dlm_jax.inference.generate import Texts as Texts
+    from dlm_jax.inference.generate import chain_report as chain_report
+    from dlm_jax.inference.generate import generate as generate
+    from dlm_jax.inference.generate import slots_of as slots_of
+    from dlm_jax.inference.generate import stream as stream
+    from dlm_jax.inference.likelihood import Score as Score
+    from dlm_jax.inference.likelihood import score as score
+    from dlm_jax.inference.model import Model as Model
+    from dlm_jax.inference.model import load as load
+    from dlm_jax.inference.request import Request as Request
+    from dlm_jax.inference.request import make_requests as make_requests
+    from dlm_jax.inference.results import Row as Row
+    from dlm_jax.inference.scorer import corruption as corruption
+    from dlm_jax.inference.slots import Slots as Slots
+    from dlm_jax.sampling.commit import *  # noqa: F403
+    from dlm_jax.sampling.edits import *  # noqa: F403
+    from dlm_jax.sampling.propose import *  # noqa: F403
+    from dlm_jax.sampling.remask import *  # noqa: F403
+    from dlm_jax.sampling.row import Counters as Counters
+    from dlm_jax.sampling.transforms import *  # noqa: F403
+    from dlm_jax.settings import Setting as Setting
+    from dlm_jax.settings import fact as fact
+    from dlm_jax.settings import per_row as per_row
+    from dlm_jax.settings import rule as rule
+    from dlm_jax.settings import static as static
+    from dlm_jax.training import train as train
+    from dlm_jax.types import Network as Network
+    from dlm_jax.types import Status as Status
 
-__all__ = ["Model", "Network", "Status", "Texts", "corruption", "generate", "load", "stream"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
-_HOMES = {
-    "Model": "models",
-    "Texts": "api",
-    "corruption": "scorer",
-    "generate": "api",
-    "stream": "api",
-    "load": "models",
-    "Network": "types",
-    "Status": "types",
-}
+_HOME_OF = {
+    "SampleConfig": "config",
+    "Candidates": "inference.candidates",
+    "matching": "inference.constraints",
+    **dict.fromkeys(
+        ("Texts", "chain_report", "generate", "slots_of", "stream"), "inference.generate"
+    ),
+    **dict.fromkeys(("Score", "score"), "inference.likelihood"),
+    **dict.fromkeys(("Model", "load"), "inference.model"),
+    **dict.fromkeys(("Request", "make_requests"), "inference.request"),
+    "Row": "inference.results",
+    "corruption": "inference.scorer",
+    "Slots": "inference.slots",
+    "Counters": "sampling.row",
+    **dict.fromkeys(("Setting", "fact", "per_row", "rule", "static"), "settings"),
+    "train": "training",
+    **dict.fromkeys(("Network", "Status"), "types"),
+}  # fmt: skip
+_ROOMS = tuple(
+    f"sampling.{kind}" for kind in ("commit", "edits", "propose", "remask", "transforms")
+)
+"""Rooms of rules, all of whose public names are public here."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'dlm_jax' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"dlm_jax.{_HOMES[name]}"), name)
+    if name == "__all__":
+        return __dir__()
+    if name in _HOME_OF:
+        return getattr(_room(_HOME_OF[name]), name)
+    for room in () if name.startswith("_") else map(_room, _ROOMS):
+        if name in room.__all__:
+            return getattr(room, name)
+    raise AttributeError(f"module 'dlm_jax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*_HOME_OF, *(name for room in _ROOMS for name in _room(room).__all__)])
+
+
+def _room(name: str) -> Any:
+    return importlib.import_module(f"dlm_jax.{name}")

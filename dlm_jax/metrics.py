@@ -63,14 +63,25 @@ def replace_text(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def plot_losses(records: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
-    """Draws training loss and held-out bound over the steps to a PNG; nothing without records.
+def plot_losses(
+    records: list[dict[str, Any]],
+    path: str | os.PathLike[str],
+    *,
+    held_out: str = "bound",
+    unit: str = "nats per token",
+) -> None:
+    """Draws the training loss and each of its parts over the steps to a PNG.
 
-    For a sequence scorer the held-out cross-entropy is drawn, which its loss is too.
+    Nothing is drawn without records of training.
+
+    Args:
+      records: of a metrics file.
+      path: of the picture.
+      held_out: figure of the evaluations that is drawn beside them.
+      unit: of all of them.
     """
-    train = [record for record in records if record["kind"] == "train"]
-    held_out = [record for record in records if record["kind"] == "evaluation"]
-    if not train:
+    curves = loss_curves(records, held_out)
+    if not curves:
         return
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -78,23 +89,45 @@ def plot_losses(records: list[dict[str, Any]], path: str | os.PathLike[str]) -> 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    steps = [record["step"] for record in train]
-    losses = [record["loss"] for record in train]
-    axes.plot(steps, losses, linewidth=0.8, alpha=0.5, label="training loss")
-    is_scorer = any("cross_entropy" in record for record in held_out)
-    figure_of = "cross_entropy" if is_scorer else "bound"
-    if held_out:
-        axes.plot(
-            [record["step"] for record in held_out],
-            [record[figure_of] for record in held_out],
-            marker="o",
-            markersize=3,
-            label=f"held-out {figure_of.replace('_', '-')} (last {held_out[-1][figure_of]:.3f})",
-        )
-    axes.set(xlabel="step", ylabel="nats per text" if is_scorer else "nats per token")
+    for label, (steps, values) in curves.items():
+        style: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.5}
+        if label.startswith("held-out"):
+            style = {"marker": "o", "markersize": 3}
+            label = f"{label} (last {values[-1]:.3f})"
+        axes.plot(steps, values, label=label, **style)
+    axes.set(xlabel="step", ylabel=unit)
     axes.grid(alpha=0.3)
     axes.legend()
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     figure.savefig(temporary, format="png")
     os.replace(temporary, target)
+
+
+# What a record of training holds beside the loss and its parts.
+_NO_LOSSES = {"kind", "step", "grad_norm", "param_norm", "tokens_per_second"}
+
+
+def loss_curves(
+    records: list[dict[str, Any]], held_out: str
+) -> dict[str, tuple[list[int], list[float]]]:
+    """(steps, values) by label: the training loss, each part of it, the held-out figure."""
+    curves: dict[str, tuple[list[int], list[float]]] = {}
+
+    def add(label: str, step: int, value: float) -> None:
+        steps, values = curves.setdefault(label, ([], []))
+        steps.append(step)
+        values.append(value)
+
+    for record in records:
+        if record["kind"] == "train":
+            for name in record.keys() - _NO_LOSSES:
+                if not name.endswith("_alpha"):
+                    add("training loss" if name == "loss" else name, record["step"], record[name])
+    if not curves:
+        return {}
+    for record in records:
+        if record["kind"] == "evaluation":
+            add(f"held-out {held_out.replace('_', '-')}", record["step"], record[held_out])
+    order = {"training loss": curves.pop("training loss")}
+    return order | dict(sorted(curves.items()))

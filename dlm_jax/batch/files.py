@@ -2,7 +2,7 @@
 
 Beside a file with lines lies ``FILE.run``, which holds the fingerprint of its run, and whether the
 results of all processes were once merged into the file. A file with lines but without it is a
-stranger's; an empty file is nobody's.
+stranger's; an empty file belongs to no run.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from dlm_jax.config import nearest
 from dlm_jax.config.fields import require
+from dlm_jax.settings import nearest
 
 Id = str | int
 
@@ -141,7 +141,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"{_show(twice)} stands there twice")
+        raise ValueError(f"{_show(twice)} is given twice")
     return found
 
 

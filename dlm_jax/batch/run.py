@@ -6,7 +6,6 @@ that a few programs serve any lengths; inside a group a slot that ends takes the
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +17,11 @@ import numpy as np
 import dlm_jax.config as configs
 from dlm_jax.batch.requests import Line
 from dlm_jax.batch.results import Results
-from dlm_jax.jobs import Job, Static, group_jobs, make_jobs, slots_of
-from dlm_jax.models import Model
-from dlm_jax.sampling.generate import finish
-from dlm_jax.sampling.params import in_use
-from dlm_jax.sampling.slots import Row
+from dlm_jax.inference.generate import slots_of
+from dlm_jax.inference.model import Model
+from dlm_jax.inference.request import Request, Static, group, make_requests, only_chains_in_use
+from dlm_jax.inference.results import Row
+from dlm_jax.inference.slots import finish
 from dlm_jax.types import Status
 
 _Listener = Callable[[Mapping[str, Any], int], Any]
@@ -83,8 +82,8 @@ def run_requests(
 ) -> Report:
     """Writes the result of every line that `results` lacks, as soon as it is there.
 
-    A result is ``id``, ``text``, ``tokens``, ``length``, ``steps``, ``forwards`` and ``status``, of
-    an edited row ``insertions``, ``deletions`` and ``lost`` too; or ``id`` and ``error``. The
+    A result is ``id``, ``text``, ``tokens``, ``length``, ``steps``, ``status`` and what was counted
+    (``forwards``, and other `Counters` that are not 0); or ``id`` and ``error``. The
     tokens of a line depend on it alone: they are the same in any order, among any others, and after
     a restart.
 
@@ -97,25 +96,25 @@ def run_requests(
       batch_size: slots of a program at most.
       on_result: told each result once it is written, and how many tokens were generated for it.
     """
-    found, jobs, refused = _accepted(model, lines, seed, settings or {})
+    found, asked, refused = _accepted(model, lines, seed, settings or {})
     errors = rows = tokens = taken = offered = 0
     for result in refused:
         if result["id"] not in results.done:
             _write(results, result, 0, on_result)
             errors += 1
     programs = []
-    jobs = _only_chains_in_use(jobs)
-    for (static, canvas), members in _groups(jobs).items():
+    asked = only_chains_in_use(asked)
+    for (static, canvas), members in _groups(asked).items():
         waiting = [n for n, index in enumerate(members) if found[index].id not in results.done]
         if not waiting:
             continue
         slots = slots_of(
-            model, static, [jobs[index] for index in members],
+            model, static, [asked[index] for index in members],
             batch_size=batch_size, canvas=canvas, names=members,
         )  # fmt: skip
         slots.submit(waiting)
         for n, row in finish(slots):
-            row = row.upto_eos(model.tokenizer.eos_id)
+            row = row.upto_eos(model.eos_ids)
             new, result = int((row.committed >= 0).sum()), _result(model, found[members[n]], row)
             _write(results, result, new, on_result)
             errors, tokens = errors + ("error" in result), tokens + new
@@ -128,22 +127,22 @@ def run_requests(
 
 def _accepted(
     model: Model, lines: Sequence[Line], seed: int, settings: Mapping[str, Any]
-) -> tuple[list[Line], list[Job], list[dict[str, Any]]]:
-    """The lines that can be run with their jobs, and the results of the others."""
+) -> tuple[list[Line], list[Request], list[dict[str, Any]]]:
+    """The lines that can be run with their requests, and the results of the others."""
     found: list[Line] = []
-    jobs: list[Job] = []
+    asked: list[Request] = []
     refused: list[dict[str, Any]] = []
     for line in lines:
         common = dict(settings) | {"seed": (seed + line.number - 1) % 2**32}
         try:
             if line.error is not None:
                 raise ValueError(line.error)
-            jobs += make_jobs(model, _from_json(line.settings), common)
+            asked += make_requests(model, _from_json(line.settings), common)
         except ValueError as error:
             refused.append({"id": line.id, "error": _in_line(line, str(error))})
         else:
             found.append(line)
-    return found, jobs, refused
+    return found, asked, refused
 
 
 def _from_json(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,30 +175,11 @@ def _in_line(line: Line, error: str) -> str:
     return error if where in error else f"{where}: {error}"
 
 
-def _only_chains_in_use(jobs: Sequence[Job]) -> list[Job]:
-    """The jobs with those parts of their chain that any job of the same chain asks for.
-
-    The others change nothing, and a shorter chain compiles faster.
-    """
-    used: dict[tuple[str, ...], set[str]] = {}
-    for job in jobs:
-        used.setdefault(job.sample.chain, set()).update(in_use(job.sample, job.sample.chain))
-    return [
-        job._replace(
-            sample=dataclasses.replace(
-                job.sample,
-                chain=tuple(n for n in job.sample.chain if n in used[job.sample.chain]),
-            )
-        )
-        for job in jobs
-    ]
-
-
-def _groups(jobs: Sequence[Job]) -> dict[tuple[Static, int], list[int]]:
+def _groups(requests: Sequence[Request]) -> dict[tuple[Static, int], list[int]]:
     groups: dict[tuple[Static, int], list[int]] = {}
-    for static, members in group_jobs(jobs).items():
+    for static, members in group(requests).items():
         for index in members:
-            canvas = canvas_for(jobs[index].request.room)
+            canvas = canvas_for(requests[index].room)
             groups.setdefault((static, canvas), []).append(index)
     return groups
 
@@ -208,18 +188,15 @@ def _result(model: Model, line: Line, row: Row) -> dict[str, Any]:
     if row.status is Status.NON_FINITE:
         error = f"line {line.number}: the model's logits are not finite after {row.steps} steps"
         return {"id": line.id, "error": error}
-    edits = {}
-    if row.origin is not None:
-        edits = {"insertions": row.insertions, "deletions": row.deletions, "lost": row.lost}
+    counted = {name: n for name, n in row.counters._asdict().items() if n or name == "forwards"}
     return {
         "id": line.id,
         "text": model.tokenizer.decode(row.tokens),
         "tokens": row.tokens.tolist(),
         "length": int(row.tokens.size),
         "steps": row.steps,
-        "forwards": row.forwards,
         "status": row.status.name.lower(),
-    } | edits
+    } | counted
 
 
 def _write(

@@ -40,7 +40,7 @@ from dlm_jax.checkpoint.files import (
     prune,
     step_path,
 )
-from dlm_jax.processes import on_first_process
+from dlm_jax.distributed.processes import on_first_process
 
 PyTree = Any
 Report = Callable[[str], None]

@@ -1,6 +1,5 @@
 """Configuration: what a run and a request may ask for, and how it is read."""
 
-from dlm_jax.config.generation import SampleConfig
 from dlm_jax.config.heads import HeadsConfig
 from dlm_jax.config.reading import (
     add_flags,
@@ -13,7 +12,7 @@ from dlm_jax.config.reading import (
     sections,
     to_dict,
 )
-from dlm_jax.config.sampling import DEFAULT_CHAIN, SamplingParams, nearest, resolve
+from dlm_jax.config.sample import RowSettings, SampleConfig, resolve
 from dlm_jax.config.schema import (
     Config,
     DataConfig,
@@ -25,7 +24,6 @@ from dlm_jax.config.schema import (
 )
 
 __all__ = [
-    "DEFAULT_CHAIN",
     "Config",
     "DataConfig",
     "HeadsConfig",
@@ -33,15 +31,14 @@ __all__ = [
     "ModelConfig",
     "ObjectiveConfig",
     "OptimConfig",
+    "RowSettings",
     "SampleConfig",
-    "SamplingParams",
     "TrainConfig",
     "add_flags",
     "add_sample_flags",
     "from_dict",
     "key_types",
     "load",
-    "nearest",
     "parse_flags",
     "resolve",
     "sample_settings",

@@ -9,16 +9,16 @@ from dlm_jax.config.fields import field, require
 
 @dataclasses.dataclass(frozen=True)
 class HeadsConfig:
-    """Training of the sampler head and the critic head (`seeds/sampler_head.md` 3)."""
+    """Training of the sampler head, the critic and one's own heads."""
 
     start_sampler_iteration: int = field(0, "steps before the sampler head begins to train")
     start_critic_iteration: int = field(0, "steps before the critic begins to train")
     end_critic_iteration: int = field(
-        0, "step at which the critic's loss counts in full; up to its start: from the start on"
+        0, "step at which the critic's loss has its full weight; up to its start: from the start on"
     )
-    critic_alpha: float = field(0.5, "what the critic's loss counts for in full, >= 0")
+    critic_alpha: float = field(0.5, "full weight of the critic's loss, >= 0")
     critic_masked_only: bool = field(
-        False, "the critic is asked about filled holes alone, not about the text around them"
+        False, "the critic judges filled holes alone, not the text around them"
     )
     sampler_min_neighbors_ratio: float = field(
         0.01,

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dlm_jax.config.generation import SampleConfig
+from dlm_jax.config.sample import RowSettings, SampleConfig
 from dlm_jax.config.schema import Config
 
 
@@ -97,13 +97,15 @@ def _build(flat: Mapping[str, Any], *, where: Mapping[str, str], strict: bool) -
         raise ValueError(f"{origin}: {error}") from None
 
 
-def sample_settings(texts: Mapping[str, str]) -> dict[str, Any]:
-    """Values of sampling settings given as texts by the names of `SampleConfig`'s fields.
+def sample_settings(
+    texts: Mapping[str, str], kind: type[RowSettings] = SampleConfig
+) -> dict[str, Any]:
+    """Values of sampling settings given as texts by the names of the fields of `kind`.
 
     Raises:
       ValueError: an unknown name, or a text that is no value of its type.
     """
-    hints = typing.get_type_hints(SampleConfig)
+    hints = typing.get_type_hints(kind)
     values = {}
     for name, text in texts.items():
         _check_known(name, hints, where="command line", what="setting")
@@ -176,12 +178,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             )
 
 
-def add_sample_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds one flag per field of `SampleConfig`, dashes for underscores; none has a default."""
+def add_sample_flags(
+    parser: argparse.ArgumentParser, kind: type[RowSettings] = SampleConfig
+) -> None:
+    """Adds one flag per field of `kind`, dashes for underscores; none has a default."""
     group = parser.add_argument_group(
         "sampling", "What is not given is what the checkpoint recommends."
     )
-    for field in dataclasses.fields(SampleConfig):
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         group.add_argument(
             "--" + field.name.replace("_", "-"),
             metavar=field.name.split("_")[-1].upper(),

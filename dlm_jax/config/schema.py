@@ -7,9 +7,9 @@ import math
 from typing import Literal
 
 from dlm_jax.config.fields import field, require
-from dlm_jax.config.generation import SampleConfig
 from dlm_jax.config.heads import HeadsConfig
 from dlm_jax.config.objective import ObjectiveConfig
+from dlm_jax.config.sample import SampleConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class ModelConfig:
 
     mode: Literal["language_model", "sequence_scorer"] = field(
         "language_model",
-        "language_model; or sequence_scorer: tells which share of a text is corrupted",
+        "language_model; or sequence_scorer: predicts which share of a text is corrupted",
     )
     depth: int = field(6, "number of Transformer blocks")
     width: int = field(128, "size of the hidden vectors (D)")
@@ -52,9 +52,9 @@ class ModelConfig:
     sampler_context: int = field(1, "neighbours that the sampler head sees on each side")
     sampler_width: int = field(0, "inner size of the sampler head's MLP; 0: width")
     sampler_residual: bool = field(
-        False, "the sampler head adds to the hidden vector, and begins as the LM head says"
+        False, "the sampler head adds to the hidden vector, and begins as the LM head"
     )
-    add_critic_head: bool = field(False, "a head that tells which tokens of a text are wrong")
+    add_critic_head: bool = field(False, "a head that predicts which tokens of a text are wrong")
 
     def __post_init__(self) -> None:
         for name in ("depth", "width", "heads"):
@@ -170,7 +170,7 @@ class OptimConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """The training run: how long, how often it looks up, and where it writes."""
+    """The training run: how long, how often it logs, evaluates and saves, and where it writes."""
 
     out_dir: str = field("runs/default", "where checkpoints, metrics and plots are written")
     init_from: str = field(
@@ -258,11 +258,6 @@ class Config:
             self.heads.train_main or self.train.init_from != "",
             "heads.train_main=False keeps the model as it is, and it is fresh; name the one to "
             "keep in train.init_from",
-        )
-        require(
-            self.heads.train_main or self.model.add_sampler_head or self.model.add_critic_head,
-            "heads.train_main=False leaves nothing to train; set model.add_sampler_head or "
-            "model.add_critic_head",
         )
         require(
             self.model.attention_type != "causal" or self.sample.order == "left_to_right",

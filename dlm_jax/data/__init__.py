@@ -14,7 +14,7 @@ from dlm_jax.data.pipeline import train_batches, train_dataset, validation_windo
 from dlm_jax.data.rows import TAILS, DocumentRows, RowSource
 from dlm_jax.data.subword import SubwordTokenizer, train_bpe
 from dlm_jax.data.tokenizer_kinds import TOKENIZERS, check_fits, from_json, make_tokenizer
-from dlm_jax.data.tokenizers import ByteTokenizer, CharacterTokenizer, Tokenizer
+from dlm_jax.data.tokenizers import ByteTokenizer, CharacterTokenizer, Tokenizer, text_ids
 
 __all__ = [
     "BUILTIN_CORPUS",
@@ -38,6 +38,7 @@ __all__ = [
     "make_tokenizer",
     "read_documents",
     "split_text",
+    "text_ids",
     "train_batches",
     "train_bpe",
     "train_dataset",

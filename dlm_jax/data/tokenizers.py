@@ -75,6 +75,12 @@ class Tokenizer(Protocol):
         ...
 
 
+def text_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids that stand for text: what a corruption may show instead of the true token."""
+    special = {*tokenizer.banned_ids, tokenizer.mask_id, tokenizer.pad_id, tokenizer.eos_id}
+    return tuple(token for token in range(tokenizer.vocab_size) if token not in special)
+
+
 def checked_ids(ids: Any, vocab_size: int) -> np.ndarray:
     """`ids` as an integer array `[n]`; ValueError if it is no row of ids below `vocab_size`."""
     array = np.asarray(ids)

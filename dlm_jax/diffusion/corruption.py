@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 
 class Schedule(Protocol):
-    """How much is hidden at time ``t`` in (0, 1], and what the cross-entropy there counts for.
+    """How much is hidden at time ``t`` in (0, 1], and the weight of the cross-entropy there.
 
     ``alpha(t)``, the share still visible, falls from 1 to 0. The bound is the same for every
     schedule (Kingma et al. 2021, section 5.1); the variance of its estimate is not.

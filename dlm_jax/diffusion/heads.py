@@ -1,7 +1,4 @@
-"""What the sampler head and the critic are shown, and what they must answer (pure functions).
-
-`seeds/sampler_head.md` 3.3 and 3.4, DESIGN 6.
-"""
+"""What the sampler head and the critic are shown, and what they must predict (pure functions)."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ def prepare_sampler_inputs(
     *,
     mask_id: int,
 ) -> SamplerInputs:
-    """Inputs of the sampler head at every position of a batch, `seeds/sampler_head.md` 3.3.
+    """Inputs of the sampler head at every position of a batch.
 
     Neighbours come from what the trunk was shown. MASK, PAD and positions outside the row are none,
     unless they are revealed: then the true token is the neighbour, as when a wave has filled it.
@@ -107,18 +104,18 @@ def sampler_loss(
     return Loss(jnp.sum(jnp.where(is_supervised_BL, nll_BL, 0.0)), total)
 
 
-class CriticTask(NamedTuple):
-    """What the critic is asked.
+class CriticTargets(NamedTuple):
+    """What the critic must predict.
 
     Attributes:
       filled_BL: int32 canvas, its holes filled.
       is_wrong_BL: True where the filled token is not the true one.
-      is_asked_BL: True at the positions that count.
+      is_judged_BL: True at the positions that count.
     """
 
     filled_BL: jax.Array
     is_wrong_BL: jax.Array
-    is_asked_BL: jax.Array
+    is_judged_BL: jax.Array
 
 
 def critic_positions(
@@ -129,9 +126,9 @@ def critic_positions(
     mask_id: int,
     masked_only: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """(holes that are filled, positions the critic is asked about), True ``[B, L]`` each.
+    """(holes that are filled, positions that the critic judges), True ``[B, L]`` each.
 
-    It is asked about the supervised holes, and unless `masked_only` about the live positions that
+    It judges the supervised holes, and unless `masked_only` the live positions that
     are not supervised, where the text is right.
     """
     is_live_BL = jnp.arange(shown_BL.shape[1])[None] < length_B[:, None]
@@ -140,30 +137,30 @@ def critic_positions(
     return is_hole_BL, is_hole_BL if masked_only else is_hole_BL | is_plain_BL
 
 
-def critic_task(
+def critic_targets(
     shown_BL: jax.Array,
     tokens_BL: jax.Array,
     candidates_BL: jax.Array,
     is_hole_BL: jax.Array,
-    is_asked_BL: jax.Array,
-) -> CriticTask:
+    is_judged_BL: jax.Array,
+) -> CriticTargets:
     """The canvas with the candidates in its holes, and where that went wrong."""
     filled_BL = jnp.where(is_hole_BL, candidates_BL, shown_BL)
     is_wrong_BL = is_hole_BL & (filled_BL != tokens_BL)
-    return jax.lax.stop_gradient(CriticTask(filled_BL, is_wrong_BL, is_asked_BL))
+    return jax.lax.stop_gradient(CriticTargets(filled_BL, is_wrong_BL, is_judged_BL))
 
 
 def critic_loss(
-    network: Network, params: Params, task: CriticTask, length_B: jax.Array, total: jax.Array
+    network: Network, params: Params, targets: CriticTargets, length_B: jax.Array, total: jax.Array
 ) -> Loss:
-    """Binary cross-entropy (nats) over the asked positions, after a trunk pass of its own.
+    """Binary cross-entropy (nats) over the judged positions, after a trunk pass of its own.
 
-    Gradients flow into the trunk. `total` is the number of asked positions of the whole batch.
+    Gradients flow into the trunk. `total` is the number of judged positions of the whole batch.
     """
     assert network.critic is not None
-    hidden_BLD, _ = network.trunk(params, task.filled_BL, length_B, None)
+    hidden_BLD, _ = network.trunk(params, targets.filled_BL, length_B, None)
     logit_P = network.critic(params, hidden_BLD.reshape(-1, hidden_BLD.shape[-1]))
-    logit_BL = logit_P.reshape(task.filled_BL.shape)
+    logit_BL = logit_P.reshape(targets.filled_BL.shape)
     # -log sigmoid(x) where wrong, -log sigmoid(-x) where right.
-    loss_BL = jax.nn.softplus(jnp.where(task.is_wrong_BL, -logit_BL, logit_BL))
-    return Loss(jnp.sum(jnp.where(task.is_asked_BL, loss_BL, 0.0)), total)
+    loss_BL = jax.nn.softplus(jnp.where(targets.is_wrong_BL, -logit_BL, logit_BL))
+    return Loss(jnp.sum(jnp.where(targets.is_judged_BL, loss_BL, 0.0)), total)

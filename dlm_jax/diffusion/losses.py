@@ -8,7 +8,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.diffusion.objectives import Example
 from dlm_jax.types import Network, Params
 
 _MAX_LOGITS = 2**24
@@ -75,19 +74,3 @@ def cross_entropy_of(
 
     nll = jax.lax.map(jax.checkpoint(per_slice), tuple(map(split, (*inputs, targets_BL))))
     return jnp.moveaxis(nll, 0, 1).reshape(num_rows, num_positions)
-
-
-def losses(
-    network: Network, params: Params, example: Example, hidden_BLD: jax.Array, *, mask_id: int
-) -> dict[str, Loss]:
-    """By task, its loss over the example: weight times cross-entropy (nats).
-
-    `hidden_BLD` is what the trunk returned for ``example.shown_BL``. MASK is never a prediction.
-    """
-    batch = example.batch
-    nll_BL = cross_entropy(network, params, hidden_BLD, batch.tokens_BL, mask_id=mask_id)
-    return {
-        # What is not asked for may be a MASK that stands in the text, which costs infinity.
-        name: Loss(jnp.sum(jnp.where(weight_BL > 0, weight_BL * nll_BL, 0.0)), example.totals[name])
-        for name, weight_BL in example.weights.items()
-    }

@@ -1,20 +1,19 @@
-"""Training objectives: what the network is shown of a batch, and what it must answer where.
+"""Training objectives: what the network is shown of a batch, and what it must predict where.
 
-An objective draws all of its noise for the whole batch and never calls the network. So the noise
-does not depend on how the batch is cut into microbatches, and the weights are known before the
-first of them runs.
+An objective draws all of its noise for the whole batch before the network runs. So the noise does
+not depend on how the batch is cut into microbatches, and the weights are known before the first of
+them runs. For an objective that runs the network itself see `dlm_jax.diffusion.mixture`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from dlm_jax.config import ObjectiveConfig
 from dlm_jax.diffusion import patterns
 from dlm_jax.diffusion.corruption import Schedule, mask_independently, stratified_times
 from dlm_jax.diffusion.misprints import misprint
@@ -29,7 +28,7 @@ class Batch(NamedTuple):
       tokens_BL: int32 clean tokens.
       length_B: int32 live tokens of each row.
       given_B: int32 leading tokens that are given, such as a prompt: shown as they are and not
-        asked for.
+        predicted.
     """
 
     tokens_BL: jax.Array
@@ -42,14 +41,14 @@ class Batch(NamedTuple):
         return (place_1L < self.length_B[:, None]) & (place_1L >= self.given_B[:, None])
 
 
-class Task(NamedTuple):
-    """What the network sees and is asked.
+class Example(NamedTuple):
+    """What the network sees of a batch, and which tokens it must predict.
 
     Attributes:
       shown_BL: int32 canvas that the trunk reads.
-      weight_BL: float32, what each position's cross-entropy counts for; 0 where it is not asked.
+      weight_BL: float32 weight of each position's cross-entropy; 0 where nothing is predicted.
       total: float32 scalar that the weighted sum is divided by.
-      truth: the rows that are asked for, where they are not those of the batch.
+      truth: the rows to predict, where they are not those of the batch.
     """
 
     shown_BL: jax.Array
@@ -58,11 +57,11 @@ class Task(NamedTuple):
     truth: Batch | None = None
 
 
-Objective = Callable[[Batch, jax.Array], Task]
-"""``(batch, key) -> Task``."""
+Objective = Callable[[Batch, jax.Array], Example]
+"""``(batch, key) -> Example``; rows that belong to another objective have length 0."""
 
 
-def elbo(batch: Batch, key: jax.Array, *, schedule: Schedule, mask_id: int) -> Task:
+def elbo(batch: Batch, key: jax.Array, *, schedule: Schedule, mask_id: int) -> Example:
     """One-sample estimate of the continuous-time negative ELBO of masked diffusion, per token.
 
     ``E_t [ -alpha'(t) / (1 - alpha(t)) * sum of the hidden tokens' cross-entropy ]``, with one
@@ -76,16 +75,16 @@ def elbo(batch: Batch, key: jax.Array, *, schedule: Schedule, mask_id: int) -> T
     return elbo_at(batch, is_masked_BL, schedule.weight(t_B), mask_id=mask_id)
 
 
-def elbo_at(batch: Batch, is_masked_BL: jax.Array, weight_B: jax.Array, *, mask_id: int) -> Task:
-    """The task of given masks: ``weight_B`` times the cross-entropy they hide, over free tokens."""
-    return Task(
+def elbo_at(batch: Batch, is_masked_BL: jax.Array, weight_B: jax.Array, *, mask_id: int) -> Example:
+    """The example of given masks: ``weight_B`` times the cross-entropy of what they hide."""
+    return Example(
         shown_BL=jnp.where(is_masked_BL, mask_id, batch.tokens_BL),
         weight_BL=jnp.where(is_masked_BL, weight_B[:, None], 0.0),
         total=jnp.sum(batch.is_free_BL()).astype(jnp.float32),
     )
 
 
-class Corruption(NamedTuple):
+class Denoising(NamedTuple):
     """How denoising corrupts; the names are those of the config's ``objective`` section."""
 
     patterns: tuple[str, ...] = ("random", "sticky", "span")
@@ -98,52 +97,56 @@ class Corruption(NamedTuple):
     identity_targets: bool = False
 
 
+def denoising_settings(config: ObjectiveConfig) -> Denoising:
+    """Those of a config."""
+    return Denoising(**{name: getattr(config, name) for name in Denoising._fields})
+
+
 def denoising(
     batch: Batch,
     key: jax.Array,
     *,
-    corruption: Corruption,
+    settings: Denoising,
     mask_id: int,
     random_ids: tuple[int, ...],
-) -> Task:
+) -> Example:
     """Plain cross-entropy at the positions that a corruption pattern selects.
 
     Each row takes one of the patterns, uniformly. ``random`` and ``sticky`` select a share of the
-    row that is uniform on (0, max_ratio]. With identity targets every free position is asked for,
-    selected or not. Source: `notes/reference_training.md`; there sticky's share is fixed, here
-    every share is seen.
+    row that is uniform on (0, max_ratio]. With identity targets every free position is predicted,
+    selected or not.
     """
     is_free_BL = batch.is_free_BL()
     num_rows = is_free_BL.shape[0]
-    choice_key, ratio_key, show_key, *keys = jax.random.split(key, 3 + len(corruption.patterns))
-    ratio_B = corruption.max_ratio * (1.0 - jax.random.uniform(ratio_key, (num_rows,)))
+    choice_key, ratio_key, show_key, *keys = jax.random.split(key, 3 + len(settings.patterns))
+    ratio_B = settings.max_ratio * (1.0 - jax.random.uniform(ratio_key, (num_rows,)))
     select = {
         "random": lambda key: patterns.select_random(key, ratio_B, is_free_BL),
         "sticky": lambda key: patterns.select_sticky(
             key, ratio_B, is_free_BL,
-            alone=corruption.sticky_alone, beside=corruption.sticky_beside,
+            alone=settings.sticky_alone, beside=settings.sticky_beside,
         ),
-        "span": lambda key: patterns.select_spans(key, is_free_BL, count=corruption.span_count),
+        "span": lambda key: patterns.select_spans(key, is_free_BL, count=settings.span_count),
     }  # fmt: skip
-    choice_B = jax.random.randint(choice_key, (num_rows,), 0, len(corruption.patterns))
+    choice_B = jax.random.randint(choice_key, (num_rows,), 0, len(settings.patterns))
     is_selected_BL = jnp.zeros_like(is_free_BL)
-    for number, (name, pattern_key) in enumerate(zip(corruption.patterns, keys, strict=True)):
+    for number, (name, pattern_key) in enumerate(zip(settings.patterns, keys, strict=True)):
         is_selected_BL |= select[name](pattern_key) & (choice_B == number)[:, None]
     shown_BL = patterns.show(
         show_key,
         batch.tokens_BL,
         is_selected_BL,
-        mask_share=corruption.mask_share,
-        random_share=corruption.random_share,
+        mask_share=settings.mask_share,
+        random_share=settings.random_share,
         mask_id=mask_id,
         random_ids=random_ids,
     )
-    is_asked_BL = is_free_BL if corruption.identity_targets else is_selected_BL
-    weight_BL = is_asked_BL.astype(jnp.float32)
-    return Task(shown_BL, weight_BL, jnp.sum(weight_BL))
+    is_predicted_BL = is_free_BL if settings.identity_targets else is_selected_BL
+    weight_BL = is_predicted_BL.astype(jnp.float32)
+    return Example(shown_BL, weight_BL, jnp.sum(weight_BL))
 
 
-def proofreading(batch: Batch, key: jax.Array, *, max_ratio: float, mask_id: int) -> Task:
+def proofreading(batch: Batch, key: jax.Array, *, max_ratio: float, mask_id: int) -> Example:
     """Plain cross-entropy at every free position of misprinted rows, for what should stand there.
 
     A share of each row that is uniform on (0, max_ratio] is misprinted. Half of the rows show
@@ -160,13 +163,13 @@ def proofreading(batch: Batch, key: jax.Array, *, max_ratio: float, mask_id: int
     is_masked_BL = mask_independently(mask_key, share_B, is_free_BL)
     weight_BL = is_free_BL.astype(jnp.float32)
     shown_BL = jnp.where(is_masked_BL, mask_id, found.shown_BL)
-    return Task(shown_BL, weight_BL, jnp.sum(weight_BL), truth)
+    return Example(shown_BL, weight_BL, jnp.sum(weight_BL), truth)
 
 
-def next_token(batch: Batch) -> Task:
-    """The autoregressive task of a causal model: every free token from those to its left."""
+def next_token(batch: Batch) -> Example:
+    """The autoregressive example of a causal model: every free token from those to its left."""
     weight_BL = batch.is_free_BL().astype(jnp.float32)
-    return Task(batch.tokens_BL, weight_BL, jnp.sum(weight_BL))
+    return Example(batch.tokens_BL, weight_BL, jnp.sum(weight_BL))
 
 
 def at_random_length(batch: Batch, key: jax.Array, *, share: float) -> Batch:
@@ -183,65 +186,3 @@ def at_random_length(batch: Batch, key: jax.Array, *, share: float) -> Batch:
         num_positions,
     )
     return batch._replace(length_B=jnp.minimum(batch.length_B, limit))
-
-
-class Example(NamedTuple):
-    """A batch with the tasks of a mixture: each row belongs to one of them.
-
-    Attributes:
-      batch: the rows that are asked for.
-      shown_BL: int32 canvas that the trunk reads.
-      weights: by task, float32 ``[B, L]`` as in `Task`; 0 in the rows of other tasks.
-      totals: by task, float32 scalar as in `Task`.
-    """
-
-    batch: Batch
-    shown_BL: jax.Array
-    weights: dict[str, jax.Array]
-    totals: dict[str, jax.Array]
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """Objectives that share every batch: each has its rows, and its share of the loss.
-
-    Attributes:
-      objectives: by name.
-      shares: by name, share of the rows (rounded) and of the loss; they add up to 1.
-      random_length_share: share of the batches that are cut, see `at_random_length`.
-    """
-
-    objectives: dict[str, Objective]
-    shares: dict[str, float]
-    random_length_share: float = 0.0
-
-    def example(self, batch: Batch, key: jax.Array) -> Example:
-        """The batch's example, with noise from `key` alone."""
-        length_key, *keys = jax.random.split(key, 1 + len(self.objectives))
-        if self.random_length_share > 0:
-            batch = at_random_length(batch, length_key, share=self.random_length_share)
-        truth, shown_BL, weights, totals = batch, batch.tokens_BL, {}, {}
-        owner_B = self._owners(batch.tokens_BL.shape[0])
-        for number, (name, objective) in enumerate(self.objectives.items()):
-            is_own_B = owner_B == number
-            own = batch._replace(length_B=jnp.where(is_own_B, batch.length_B, 0))
-            task = objective(own, keys[number])
-            shown_BL = jnp.where(is_own_B[:, None], task.shown_BL, shown_BL)
-            if task.truth is not None:
-                truth = Batch(
-                    *(_choose(is_own_B, *pair) for pair in zip(task.truth, truth, strict=True))
-                )
-            weights[name], totals[name] = task.weight_BL, task.total
-        return Example(truth, shown_BL, weights, totals)
-
-    def _owners(self, num_rows: int) -> np.ndarray:
-        """Number of the objective that each row belongs to, interleaved."""
-        middle = (np.arange(num_rows) + 0.5) / num_rows
-        # Rows are dealt in an order that spreads every objective over the batch (golden ratio).
-        spread = np.argsort(np.argsort((np.arange(num_rows) * 0.618034) % 1.0))
-        bounds = np.cumsum(list(self.shares.values()))[:-1]
-        return np.searchsorted(bounds, middle[spread], side="right")
-
-
-def _choose(is_first_B: np.ndarray, first: jax.Array, other: jax.Array) -> jax.Array:
-    return jnp.where(is_first_B.reshape(-1, *[1] * (first.ndim - 1)), first, other)

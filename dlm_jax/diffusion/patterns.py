@@ -1,8 +1,8 @@
 """Corruption patterns of denoising: which positions are to be restored, and what they show.
 
-`notes/reference_training.md`, "Corruption patterns". A pattern selects among the free positions of
+A pattern selects among the free positions of
 each row; a selected position then shows MASK, a random token or its own. The last two are what
-teaches a model about visible tokens: a pure MASK objective never asks what it thinks of those.
+teaches a model about visible tokens: a pure MASK objective never asks about those.
 """
 
 from __future__ import annotations

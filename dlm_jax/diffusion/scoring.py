@@ -1,12 +1,11 @@
-"""What a sequence scorer is shown, what it must answer, and how far off it is (pure functions).
+"""What a sequence scorer is shown, what it must predict, and its errors (pure functions).
 
-`notes/reference_training.md`, "Quality": a judge that learns which share of a text is corrupted.
-The texts that it will judge have no holes, so a corrupted token is a wrong one, never MASK.
+It learns which share of a text is corrupted. The texts that it will judge have no holes, so a
+corrupted token is a wrong one, never MASK.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ import numpy as np
 from dlm_jax.config import ObjectiveConfig
 from dlm_jax.diffusion.likelihood import ratio_and_error
 from dlm_jax.diffusion.losses import Loss
-from dlm_jax.diffusion.objectives import Batch, Corruption, denoising
+from dlm_jax.diffusion.objectives import Batch, Denoising, denoising, denoising_settings
 from dlm_jax.types import Network, Params
 
 
@@ -26,26 +25,21 @@ class Corrupter:
     """How the texts of a scorer are corrupted.
 
     Attributes:
-      corruption: which positions are; what denoising has them show does not count here.
+      corruption: which positions are; what denoising shows there does not count here.
       random_ids: the ids that a wrong token may have.
     """
 
-    corruption: Corruption
+    corruption: Denoising
     random_ids: tuple[int, ...]
 
-
-def make_corrupter(
-    config: ObjectiveConfig, *, vocab_size: int, never: Collection[int]
-) -> Corrupter:
-    """That of a config; a wrong token is any id below `vocab_size` that is not in `never`."""
-    return Corrupter(
-        corruption=Corruption(**{name: getattr(config, name) for name in Corruption._fields}),
-        random_ids=tuple(token for token in range(vocab_size) if token not in never),
-    )
+    @classmethod
+    def of(cls, config: ObjectiveConfig, random_ids: tuple[int, ...]) -> Corrupter:
+        """That of a config."""
+        return cls(denoising_settings(config), random_ids)
 
 
-class Question(NamedTuple):
-    """Rows for a scorer, with the answers.
+class CorruptedRows(NamedTuple):
+    """Rows for a scorer, with the true shares.
 
     Attributes:
       shown_BL: int32 canvas that the trunk reads.
@@ -60,7 +54,7 @@ class Question(NamedTuple):
     weight_B: jax.Array
 
 
-def corrupt(batch: Batch, key: jax.Array, how: Corrupter) -> Question:
+def corrupt(batch: Batch, key: jax.Array, how: Corrupter) -> CorruptedRows:
     """The batch with wrong tokens at some of its free positions, and their share.
 
     Each row takes one of the corruption patterns, with a share that is uniform up to ``max_ratio``
@@ -73,7 +67,7 @@ def corrupt(batch: Batch, key: jax.Array, how: Corrupter) -> Question:
     num_rows, num_positions = batch.tokens_BL.shape
     task = denoising(
         batch, pattern_key, mask_id=how.random_ids[0], random_ids=how.random_ids,
-        corruption=how.corruption._replace(
+        settings=how.corruption._replace(
             mask_share=0.0, random_share=1.0, identity_targets=False
         ),
     )  # fmt: skip
@@ -91,7 +85,7 @@ def corrupt(batch: Batch, key: jax.Array, how: Corrupter) -> Question:
     shown_BL = jnp.where(is_taken_BL, taken_BL, task.shown_BL)
     num_wrong_B = jnp.sum(shown_BL != batch.tokens_BL, axis=1)
     num_free_B = jnp.sum(batch.is_free_BL(), axis=1)
-    return Question(
+    return CorruptedRows(
         shown_BL=shown_BL,
         length_B=batch.length_B,
         share_B=num_wrong_B / jnp.maximum(num_free_B, 1),
@@ -106,27 +100,27 @@ def score(network: Network, params: Params, shown_BL: jax.Array, length_B: jax.A
     return network.scorer(params, hidden_BLD, length_B)
 
 
-def scorer_loss(network: Network, params: Params, asked: Question, total: jax.Array) -> Loss:
+def scorer_loss(network: Network, params: Params, rows: CorruptedRows, total: jax.Array) -> Loss:
     """Binary cross-entropy (nats) of the rows with the share as its target.
 
     It is least where the sigmoid of the logit is the mean of the share, as the squared error is,
     but does not fade where the scorer is sure and wrong. `total` is the number of rows of the whole
     batch that count.
     """
-    logit_B = score(network, params, asked.shown_BL, asked.length_B)
-    return Loss(jnp.sum(asked.weight_B * cross_entropy(logit_B, asked.share_B)), total)
+    logit_B = score(network, params, rows.shown_BL, rows.length_B)
+    return Loss(jnp.sum(rows.weight_B * binary_cross_entropy(logit_B, rows.share_B)), total)
 
 
-def cross_entropy(logit_B: jax.Array, share_B: jax.Array) -> jax.Array:
+def binary_cross_entropy(logit_B: jax.Array, share_B: jax.Array) -> jax.Array:
     """``-s log p - (1 - s) log(1 - p)`` in nats ``[B]``, ``p`` the sigmoid of the logit."""
     return jax.nn.softplus(logit_B) - share_B * logit_B
 
 
 class Errors(NamedTuple):
-    """How a scorer does, by row: float ``[B]``.
+    """Errors of a scorer, by row: float ``[B]``.
 
     Attributes:
-      squared_B: square of the difference between the share it says and the true one.
+      squared_B: square of the difference between the predicted share and the true one.
       cross_entropy_B: what it was trained on, in nats.
       share_B: the true share.
     """
@@ -140,11 +134,11 @@ def errors(
     network: Network, params: Params, batch: Batch, key: jax.Array, how: Corrupter
 ) -> Errors:
     """A scorer's errors on the batch, corrupted; 0 for rows without a free position."""
-    asked = corrupt(batch, key, how)
-    logit_B = score(network, params, asked.shown_BL, asked.length_B)
-    squared_B = jnp.square(jax.nn.sigmoid(logit_B) - asked.share_B)
-    found = Errors(squared_B, cross_entropy(logit_B, asked.share_B), asked.share_B)
-    return jax.tree.map(lambda error_B: asked.weight_B * error_B, found)
+    rows = corrupt(batch, key, how)
+    logit_B = score(network, params, rows.shown_BL, rows.length_B)
+    squared_B = jnp.square(jax.nn.sigmoid(logit_B) - rows.share_B)
+    found = Errors(squared_B, binary_cross_entropy(logit_B, rows.share_B), rows.share_B)
+    return jax.tree.map(lambda error_B: rows.weight_B * error_B, found)
 
 
 def summary(found: Errors, free_N: np.ndarray) -> dict[str, float]:
@@ -169,7 +163,7 @@ def summary(found: Errors, free_N: np.ndarray) -> dict[str, float]:
 
 
 def error_line(figures: dict[str, float]) -> str:
-    """A `summary` in words."""
+    """A `summary` as text."""
     return (
         "squared error {squared_error:.5f} +- {standard_error:.5f} of the corrupted share "
         "({constant_squared_error:.5f} for the best constant)"

@@ -219,7 +219,7 @@ def compiler_options(*, is_training: bool) -> dict[str, str]:
     options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
     if jax.default_backend() != "cpu":
         return {}
-    # An experimental option may be renamed; jaxlib tells only when it compiles.
+    # An experimental option may be renamed; jaxlib reports it only when it compiles.
     try:
         jax.jit(jnp.negative, compiler_options=options).lower(0.0).compile()
     except Exception:  # noqa: BLE001 - whatever the refusal is, the plain compiler still works

@@ -1,7 +1,4 @@
-"""Small heads on the trunk: the coherent sampler, the critic, and the scorer of whole texts.
-
-Source of the first two: `seeds/sampler_head.md` 2.2 and 2.3.
-"""
+"""Small heads on the trunk: the coherent sampler, the critic, and the scorer of whole texts."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from dlm_jax.model.layers import Linear, Norm
 class SamplerHead(nnx.Module):
     """A two-layer MLP over a position's hidden vector and the embeddings of its neighbours.
 
-    Its features are read out by the LM head. The default is that of `seeds/sampler_head.md` 2.2;
-    ``model.sampler_context`` neighbours may be looked at on each side instead of one, and with
+    Its features are read out by the LM head. It reads ``model.sampler_context`` neighbours on each
+    side, by default one. With
     ``model.sampler_residual`` the second layer, without SiLU and zero at first, adds to the hidden
     vector.
     """
@@ -84,10 +81,7 @@ class CriticHead(nnx.Module):
 
 
 class ScorerHead(nnx.Module):
-    """The logit of the share of a row's tokens that are corrupted, from their mean hidden vector.
-
-    `notes/reference_training.md`, "Quality": the judge of the source project.
-    """
+    """The logit of the share of a row's tokens that are corrupted, from their mean vector."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.inner = Linear(config.width, config.width, scale=1.0, bias=True, rngs=rngs)

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax.sampling.editor import places
-from dlm_jax.sampling.loop import step
+from dlm_jax.sampling.edits.state import places
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.state import State
-from dlm_jax.types import Params, Status
+from dlm_jax.sampling.step import step
+from dlm_jax.types import Params
 
 _NEVER = 2**31 - 1
 
@@ -48,7 +48,7 @@ class Advance:
         It comes back sooner when `num_ends` of the rows that ran have ended.
         """
         limits = [
-            # Said aloud, so that it passes under `jax.transfer_guard("disallow")`.
+            # Explicit, so that it passes under `jax.transfer_guard("disallow")`.
             jax.device_put(np.int32(limit)) if isinstance(limit, int) else limit
             for limit in (num_steps, num_ends)
         ]
@@ -61,20 +61,20 @@ class Advance:
         # Runs when a new program is traced, and only then.
         self.compiled.append(f"rows={rows} canvas={positions}")
 
-        ran_B = state.status_B == Status.RUNNING
-        if state.edited is not None:
-            origin_BL = places(state.edited.origin_BL)
-            state = state._replace(edited=state.edited._replace(origin_BL=origin_BL))
+        ran_B = state.is_running_B
+        if state.edits is not None:
+            origin_BL = places(state.edits.origin_BL)
+            state = state._replace(edits=state.edits._replace(origin_BL=origin_BL))
 
         def goes_on(carry: tuple[jax.Array, State]) -> jax.Array:
             taken, state = carry
-            runs_B = state.status_B == Status.RUNNING
+            runs_B = state.is_running_B
             ended = jnp.sum(ran_B & ~runs_B)
             return (taken < num_steps) & (ended < num_ends) & jnp.any(runs_B)
 
         def one_more(carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
             taken, state = carry
-            return taken + 1, step(self.program, params, state)
+            return taken + 1, step(self.program, params, state)[0]
 
         return jax.lax.while_loop(goes_on, one_more, (jnp.zeros((), jnp.int32), state))[1]
 

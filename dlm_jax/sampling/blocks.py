@@ -1,6 +1,6 @@
 """Blocks: windows of a row that are finished one after the other (semi-autoregressive decoding).
 
-DESIGN 9: blocks start at the first unfrozen position; a row's steps are split over the blocks that
+Blocks start at the first unfrozen position; a row's steps are split over the blocks that
 have work, the remainder on the first ones, and steps that a block does not use are dropped.
 """
 

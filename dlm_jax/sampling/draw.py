@@ -1,7 +1,7 @@
 """One token id per position: an exact draw from softmax, or the argmax.
 
 Every position brings its own key, so its token depends on its key and its logits only, not on
-which other positions are drawn with it. `seeds/per_row_sampler.md` 4.3F: the softmax is float32,
+which other positions are drawn with it. The softmax is float32,
 and greedy rows take the argmax.
 """
 

@@ -1,136 +1,276 @@
-"""Packing of generation settings, one per row, into the commit rule and remask rule they name."""
+"""The kinds of rules that fill the slots of a step, by name, and their packing from settings."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-import numpy as np
-from jax import Array
+import jax
 
-from dlm_jax.config.generation import RENOISE_TOKENS, SampleConfig
-from dlm_jax.sampling.ancestral import Ancestral, Kind, NoiseSchedule, ReMDM
-from dlm_jax.sampling.commit import QUOTAS, CommitRule
-from dlm_jax.sampling.editor import Editor
-from dlm_jax.sampling.orders import ORDERS, SurestFirst, maximum, sampled
-from dlm_jax.sampling.parallel_commits import EntropyBound, Factor, Threshold
-from dlm_jax.sampling.remask import RemaskRule, Scheduled
-from dlm_jax.sampling.renoise import Renoise
-from dlm_jax.sampling.transforms.chain import Chain
-from dlm_jax.sampling.wavefront import Wavefront
-
-MEASURES = {"sampled": sampled, "max": maximum}
-_KINDS: dict[str, Kind] = {"remdm_cap": "cap", "remdm_rescale": "rescale", "remdm_conf": "conf"}
+from dlm_jax.sampling.commit import COMMIT_RULES, CommitRule
+from dlm_jax.sampling.commit.ancestral import NoiseSchedule
+from dlm_jax.sampling.draw import METHODS
+from dlm_jax.sampling.edits import EDIT_RULES, EditRule
+from dlm_jax.sampling.propose import FILL_RULES, FillRule
+from dlm_jax.sampling.remask import REMASK_RULES, RemaskRule, Renoise
+from dlm_jax.sampling.row import ROW_SETTINGS
+from dlm_jax.sampling.transforms import TRANSFORMS, Chain, LogitBias, LogitTransform, chain
+from dlm_jax.settings import Rule, Setting, nearest, static_values
 
 
-class Functions(NamedTuple):
-    """The slot functions of some rows: what the loop leaves open, with each row's parameters.
+class Rules(NamedTuple):
+    """What fills the slots of a step, with the parameters of each row.
 
     Attributes:
       chain: logit transforms.
-      rule: commit rule.
+      commit: commit rule.
+      fill: how candidates are drawn.
       remask: remask rule; None for none.
-      fill: how the sampler head fills; None draws all candidates in parallel.
-      editor: what is inserted and deleted; None for nothing.
-      renoise: what is written over before each forward; None for nothing.
+      edit: what is inserted and deleted; None for nothing.
+      renoise: what is overwritten before each forward; None for nothing.
     """
 
     chain: Chain
-    rule: CommitRule
+    commit: CommitRule
+    fill: FillRule
     remask: RemaskRule | None = None
-    fill: Wavefront | None = None
-    editor: Editor | None = None
+    edit: EditRule | None = None
     renoise: Renoise | None = None
 
+    def refines(self, resamples_B: jax.Array) -> jax.Array:
+        """True ``[B]`` for rows that change tokens which are there, not holes alone."""
+        for slot in (self.remask, self.edit, self.renoise):
+            if slot is not None:
+                resamples_B = resamples_B | slot.is_active()
+        return resamples_B
 
-def _column(samples: Sequence[SampleConfig], name: str) -> Array:
-    return jnp.asarray(np.array([getattr(sample, name) for sample in samples], np.float32))
-
-
-def pack_fill(samples: Sequence[SampleConfig]) -> Wavefront | None:
-    """How rows that name the same fill are filled; None for a parallel one."""
-    column = functools.partial(_column, samples)
-    if samples[0].fill == "parallel":
-        return None
-    return Wavefront(
-        column("sampler_min_neighbors_ratio"),
-        column("sampler_spread_seeds") != 0,
-        column("sampler_even_odd") != 0,
-        column("sampler_temperature"),
-    )
+    def goes_on(self, resamples_B: jax.Array) -> jax.Array:
+        """True ``[B]`` where a block without holes waits for its last step."""
+        on_B = self._replace(remask=None).refines(resamples_B)
+        return on_B if self.remask is None else on_B | self.remask.goes_on()
 
 
-def pack_editor(samples: Sequence[SampleConfig]) -> Editor | None:
-    """How rows that name the same schedule and scoring are edited; None for rows that are not."""
-    column = functools.partial(_column, samples)
-    if not samples[0].edits:
-        return None
-    return Editor(
-        insert_start_B=column("insert_ratio_start"),
-        insert_end_B=column("insert_ratio_end"),
-        delete_start_B=column("delete_ratio_start"),
-        delete_end_B=column("delete_ratio_end"),
-        insert_margin_B=column("insert_margin"),
-        delete_margin_B=column("delete_margin"),
-        lambda_B=column("delete_lambda"),
-        cooldown_B=column("cooldown_distance").astype(jnp.int32),
-        trims_B=jnp.array([sample.overflow == "trim" for sample in samples]),
-        targets_length_B=jnp.array([s.length_target_mode == "to_max_new" for s in samples]),
-        puts_mask_B=jnp.array([sample.edit_token == "mask" for sample in samples]),
-        schedule=samples[0].edit_schedule,
-        scoring=samples[0].edit_scoring,
-    )
+class ModelFacts(NamedTuple):
+    """What rules may know of a model.
 
-
-def pack_renoise(samples: Sequence[SampleConfig]) -> Renoise | None:
-    """What is written over in rows that name the same schedule; None for nothing."""
-    if not samples[0].renoises:
-        return None
-    return Renoise(
-        _column(samples, "renoise_start"),
-        _column(samples, "renoise_end"),
-        jnp.array([RENOISE_TOKENS.index(sample.renoise) for sample in samples], jnp.int32),
-        schedule=samples[0].renoise_schedule,
-    )
-
-
-def pack_rules(
-    samples: Sequence[SampleConfig], noise: NoiseSchedule
-) -> tuple[CommitRule, RemaskRule | None]:
-    """The rules of rows that name the same ones, with each row's parameters.
-
-    Args:
-      samples: settings of each row; ``order``, ``schedule``, ``confidence``, ``remask`` and
-        ``remask_by`` are those of the first.
-      noise: the schedule the model was trained with.
+    Attributes:
+      vocab_size: number of logits.
+      banned_ids: ids never proposed: MASK, PAD, BOS, padding of the vocabulary.
+      eos_ids: ids that end a generation. When there are none, ``ignore_eos`` warns and is off.
+      space_id: the id of the space; -1 for a vocabulary without one.
+      noise: the noise schedule the model was trained with; None if it has none.
+      has_sampler: whether it has a sampler head.
+      has_critic: whether it has a critic head.
     """
-    column = functools.partial(_column, samples)
-    first = samples[0]
-    confidence = MEASURES[first.confidence]
-    kind: Kind = _KINDS.get(first.remask, "none")
-    if first.order == "threshold":
-        rule: CommitRule = Threshold(column("threshold"), confidence)
-    elif first.order == "factor":
-        rule = Factor(column("factor"), confidence)
-    elif first.order == "entropy_bound":
-        rule = EntropyBound(column("entropy_bound"))
-    elif first.order == "ancestral":
-        rule = Ancestral(column("remask_eta"), noise, kind)
-    elif first.order == "low_confidence":
-        rule = SurestFirst(QUOTAS[first.schedule], confidence)
-    else:
-        rule = ORDERS[first.order](QUOTAS[first.schedule])
-    remask: RemaskRule | None = None
-    if kind != "none":
-        remask = ReMDM(column("remask_eta"), noise, kind)
-    elif first.remask != "none":
-        remask = Scheduled(
-            column("remask_start"),
-            column("remask_end"),
-            column("remask_randomness"),
-            jnp.full(len(samples), first.remask == "scheduled_threshold"),
-            asks_critic=first.remask_by == "critic",
+
+    vocab_size: int
+    banned_ids: tuple[int, ...] = ()
+    eos_ids: tuple[int, ...] = ()
+    space_id: int = -1
+    noise: NoiseSchedule | None = None
+    has_sampler: bool = False
+    has_critic: bool = False
+
+
+IGNORE_EOS = Setting("ignore_eos", False, "bans every id that ends a generation")
+EDIT = Setting("edit", False, "insert and delete tokens between the steps; lengths change")
+DRAW = Setting(
+    "draw", "inverse_cdf",
+    "how a token is drawn: inverse_cdf (the faster) or gumbel (as others do)",
+    choices={name: name for name in METHODS},
+)  # fmt: skip
+GEN_LENGTH = Setting(
+    "gen_length", 0, "new tokens of one sample; 0: as many as the canvas has room for", low=0
+)
+
+
+@dataclass(frozen=True, eq=False)
+class RuleTable:
+    """Rules by name, one table for each kind; every setting of a request follows from it."""
+
+    transforms: Mapping[str, tuple[type[LogitTransform], ...]]
+    commit: Mapping[str, type[CommitRule]]
+    fill: Mapping[str, type[FillRule]]
+    remask: Mapping[str, type[RemaskRule]]
+    edit: Mapping[str, type[EditRule]]
+
+    def selectors(self) -> tuple[Setting, ...]:
+        """The settings that choose rules by name."""
+        return (
+            _choice("order", "random", self.commit,
+                "which holes a step commits. A quota: low_confidence (the surest), entropy, "
+                "margin, random, left_to_right. As many as are sure enough: threshold, factor, "
+                "entropy_bound. As the noise process does: ancestral"),
+            _choice("fill", "parallel", self.fill,
+                "how a step's candidates are drawn: each blind to the others (parallel), or in "
+                "waves by the sampler head, which sees its neighbours (wavefront)"),
+            _choice("remask", "none", ("none", *self.remask),
+                "what becomes a hole again after a step: none; scheduled (a share of the tokens "
+                "most likely wrong), scheduled_threshold (all above a wrongness); remdm_cap, "
+                "remdm_rescale, remdm_conf"),
+            _choice("edit_scoring", "uncertainty", self.edit,
+                "edit: what speaks for an insertion: uncertainty (of the tokens beside the gap), "
+                "or lead (of the likeliest token over the one behind the gap), for models trained "
+                "to proofread"),
+            Setting("chain", tuple(self.transforms), "logit transforms, in the order they run",
+                parse=self._parsed_chain, hint=tuple[str, ...]),
+        )  # fmt: skip
+
+    def rules(self) -> tuple[type[Rule], ...]:
+        """All rules."""
+        transforms = (cls for classes in self.transforms.values() for cls in classes)
+        named = (self.commit, self.fill, self.remask, self.edit)
+        return (*transforms, *(cls for table in named for cls in table.values()), Renoise)
+
+    @functools.cached_property
+    def settings(self) -> dict[str, Setting]:
+        """All settings of a request by name.
+
+        Raises:
+          ValueError: two rules declare one differently.
+        """
+        found: dict[str, Setting] = {}
+        own = (s for cls in self.rules() for s in cls.settings())
+        for setting in (GEN_LENGTH, *ROW_SETTINGS, *self.selectors(), DRAW, EDIT, *own, IGNORE_EOS):
+            if found.setdefault(setting.name, setting) is not setting:
+                raise ValueError(
+                    f"setting {setting.name!r} is declared twice, differently; share one Setting, "
+                    "or give one of them another name"
+                )
+        return found
+
+    def remasks(self, row: Any) -> type[RemaskRule] | None:
+        """The remask rule that a row with these settings names, if any."""
+        return None if row.remask == "none" else self.remask[row.remask]
+
+    def edits(self, row: Any) -> type[EditRule] | None:
+        """The edit rule of a row with these settings, if its length may change."""
+        edit = self.edit[row.edit_scoring]
+        return edit if edit.is_used(row) else None
+
+    def renoises(self, row: Any) -> type[Renoise] | None:
+        """Re-noise, if a row with these settings asks for it."""
+        return Renoise if Renoise.is_used(row) else None
+
+    def of(self, row: Any) -> tuple[type[Rule], ...]:
+        """The rules that a row with these settings names, but for its transforms."""
+        found = (self.commit[row.order], self.fill[row.fill], self.remasks(row), self.edits(row),
+                 self.renoises(row))  # fmt: skip
+        return tuple(cls for cls in found if cls is not None)
+
+    def static(self, row: Any) -> tuple[Any, ...]:
+        """What is compiled in for a row with these settings: equal rows may share a program."""
+        named = tuple((cls, static_values(cls, row)) for cls in self.of(row))
+        transforms = (cls for name in row.chain for cls in self.transforms[name])
+        kept = tuple((cls, static_values(cls, row)) for cls in transforms)
+        return (named, row.chain, kept, row.draw, row.guidance > 0)
+
+    def pack(self, rows: Sequence[Any], facts: ModelFacts) -> Rules:
+        """The rules of rows that agree in what is static, with each row's parameters."""
+        first = rows[0]
+        optional = (self.remasks(first), self.edits(first), self.renoises(first))
+        return Rules(
+            self.pack_chain(rows, facts),
+            self.commit[first.order].pack(rows, facts),
+            self.fill[first.fill].pack(rows, facts),
+            *(None if cls is None else cls.pack(rows, facts) for cls in optional),
         )
-    return rule, remask
+
+    def pack_chain(self, rows: Sequence[Any], facts: ModelFacts) -> Chain:
+        """The chain of rows that name the same transforms, behind a ban of ``facts.banned_ids``.
+
+        Bans (also those of ``ignore_eos`` and of a bias of -inf) come first whatever the order, so
+        that no truncation can leave a row with banned candidates only. An id of ``banned_ids``
+        that also ends generation stays allowed, unless the row ignores it.
+
+        Raises:
+          ValueError: what `check` refuses.
+        """
+        bans = [self.check_chain(row, facts) for row in rows]
+        pairs = [[(token, -math.inf) for token in ban] for ban in bans]
+        parts: list[tuple[str, Any]] = [("bans", LogitBias.of_pairs(pairs, facts.vocab_size))]
+        for name in rows[0].chain:
+            parts.extend((name, cls.pack(rows, facts)) for cls in self.transforms[name])
+        return chain(*(t for _, t in parts), names=tuple(name for name, _ in parts))
+
+    def in_use(self, row: Any) -> tuple[str, ...]:
+        """The names of a row's chain that change anything.
+
+        For programs that run one kind of row: a shorter chain compiles faster and, neutral
+        transforms being the identity, gives the same tokens bit for bit.
+        """
+        return tuple(
+            name for name in row.chain if any(t.is_used(row) for t in self.transforms[name])
+        )
+
+    def check_chain(self, row: Any, facts: ModelFacts) -> list[int]:
+        """Ids that a row may not propose.
+
+        Raises:
+          ValueError: an id outside the vocabulary, a row that may draw nothing, or a setting whose
+            transform the chain lacks.
+        """
+        self._check_complete(row)
+        eos = frozenset(facts.eos_ids)
+        banned = frozenset(facts.banned_ids) - eos
+        biases: tuple[tuple[int, float], ...] = tuple(row.logit_bias)
+        for what, ids in (
+            ("banned_ids", banned), ("eos_ids", eos), ("logit_bias", [id_ for id_, _ in biases]),
+            ("dry_breakers", row.dry_breakers),
+        ):  # fmt: skip
+            _check_ids(what, ids, facts.vocab_size)
+        if not eos and row.ignore_eos:
+            warnings.warn("ignore_eos is off: the vocabulary has no EOS token", stacklevel=3)
+        ban = banned | {token for token, bias in biases if bias == -math.inf}
+        ban |= eos if row.ignore_eos else frozenset()
+        if len(ban) >= facts.vocab_size:
+            raise ValueError(f"all {facts.vocab_size} tokens are banned; allow at least one")
+        return sorted(ban)
+
+    def _check_complete(self, row: Any) -> None:
+        """Raises ValueError for a setting whose transform the chain lacks."""
+        for name, classes in self.transforms.items():
+            if name in row.chain:
+                continue
+            for setting in (s for cls in classes for s in cls.settings() if s.activates):
+                value = getattr(row, setting.name)
+                is_asked = value != setting.default and any(cls.is_used(row) for cls in classes)
+                if is_asked:
+                    raise ValueError(
+                        f"{setting.name}={value!r} needs {name!r}, which the chain lacks; add it "
+                        f"to the chain or leave {setting.name} at its default"
+                    )
+
+    def _parsed_chain(self, names: Any) -> tuple[str, ...]:
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"chain={names!r} is not a list of names; use ['top_k'], say")
+        for name in names:
+            if name not in self.transforms:
+                known = tuple(self.transforms)
+                raise ValueError(f"chain has unknown name {name!r}; {nearest(name, known)}")
+            if list(names).count(name) > 1:
+                raise ValueError(
+                    f"chain has {name!r} {list(names).count(name)} times; name it once"
+                )
+        return tuple(names)
+
+
+BUILT_IN = RuleTable(TRANSFORMS, COMMIT_RULES, FILL_RULES, REMASK_RULES, EDIT_RULES)
+"""The rules of this package."""
+
+
+def _choice(name: str, default: str, known: Iterable[str], help: str) -> Setting:
+    return Setting(name, default, help, choices={choice: choice for choice in known})
+
+
+def _check_ids(what: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"{what} names id {token}, outside the vocabulary of {vocab_size}; "
+                f"use 0 to {vocab_size - 1}"
+            )

@@ -1,1 +1,15 @@
-"""Training: the optimiser, the step, the run and its loop."""
+"""Training: tasks, heads, stages, the optimiser, the step, the run and its loop."""
+
+from dlm_jax.diffusion.losses import Loss
+from dlm_jax.diffusion.mixture import MixedExample, Mixture, NetworkObjective
+from dlm_jax.diffusion.objectives import Batch, Example
+from dlm_jax.training.api import describe, train
+from dlm_jax.training.heads import Head, HeadInputs, Setup
+from dlm_jax.training.loop import Outcome, run_loop, say
+from dlm_jax.training.run import Run, prepare
+
+__all__ = [
+    "Batch", "Example", "Head", "HeadInputs", "Loss", "MixedExample", "Mixture",
+    "NetworkObjective", "Outcome", "Run", "Setup", "describe", "prepare", "run_loop", "say",
+    "train",
+]  # fmt: skip

@@ -12,13 +12,10 @@ import numpy as np
 from dlm_jax.checkpoint import load_any
 from dlm_jax.config import ModelConfig
 from dlm_jax.data import Tokenizer
-from dlm_jax.sharding import path_name
-from dlm_jax.training.scorer import SCORER
-from dlm_jax.training.stages import HEADS
+from dlm_jax.distributed.sharding import path_name
 from dlm_jax.training.step import TrainState
 
-_MAY_DIFFER = (*HEADS, SCORER)
-# Settings of a model that no shape of a parameter tells.
+# Settings of a model that no shape of a parameter shows.
 _TRAINED_FOR = (
     "heads", "kv_heads", "activation", "norm_epsilon", "rope_theta", "attention_type"
 )  # fmt: skip
@@ -39,7 +36,7 @@ def begin_with(
       state: fresh.
       tokenizer: that of the new run.
       model: that of the new run.
-      report: told in one line of heads that begin fresh or are left out.
+      report: takes one line about heads that begin fresh or are left out.
 
     Raises:
       ValueError: there is no model, or it has another tokenizer, shape, or setting that its
@@ -53,16 +50,16 @@ def begin_with(
         raise ValueError(f"{where} has another tokenizer; name a model of the same text")
     theirs = meta["config"]["model"]
     for name in _TRAINED_FOR:
-        asked = getattr(model, name)
-        if theirs.get(name, asked) != asked:
+        ours = getattr(model, name)
+        if theirs.get(name, ours) != ours:
             raise ValueError(
-                f"{where} has model.{name}={theirs[name]!r}, and the config asks for {asked!r}; "
+                f"{where} has model.{name}={theirs[name]!r}, and the config asks for {ours!r}; "
                 "make [model] that of its run"
             )
     fresh = [name for name in state.params if name not in params]
     ignored = [name for name in params if name not in state.params]
     for name in (*fresh, *ignored):
-        if name not in _MAY_DIFFER:
+        if not name.endswith("_head"):
             raise ValueError(f"{where} is a model of another kind: {name} is in one of the two")
     if fresh:
         report(f"{where} lacks {', '.join(fresh)}, which begin fresh")

@@ -14,25 +14,27 @@ import numpy as np
 from tqdm import tqdm
 
 from dlm_jax.data import train_batches, validation_windows
-from dlm_jax.diffusion import scoring
-from dlm_jax.diffusion.likelihood import ratio_and_error
 from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.distributed.sharding import batch_sharding, share_of_batch
 from dlm_jax.metrics import MetricsLog, plot_losses, read_records
-from dlm_jax.sharding import batch_sharding, share_of_batch
 from dlm_jax.training.run import Run
 from dlm_jax.training.step import Metrics, StepConfig, TrainState, make_train_step
 from dlm_jax.training.stop import StopRequest, stop_on_signals
+from dlm_jax.types import Params
 
-# Steps that may wait on the device: enough to keep it busy, few enough to stop soon when asked.
+# Steps that may wait on the device: enough to keep it busy, few enough to stop soon on request.
 _MAX_AHEAD = 2
 
-ShowSample = Callable[[TrainState, int], None]
+ShowSample = Callable[[Run, TrainState, int], None]
+"""``(run, state, step)``: shows what the model writes by then."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How a run ended.
 
+    ``run`` is what was trained and ``params`` what came out: ``dlm_jax.Model(run.network, params,
+    run.corpus.tokenizer, max_length=run.config.data.seq_len)`` samples from it.
     ``reason`` is ``finished``, ``interrupted`` (by `signal_number`; saved, and the same command
     continues) or ``non_finite`` (a loss, gradient or parameter was NaN or infinite; nothing was
     saved after the last good checkpoint). ``bound`` is the last evaluation in nats per token; None
@@ -43,7 +45,13 @@ class Outcome:
     step: int
     bound: float | None
     state: TrainState
+    run: Run
     signal_number: int = 0
+
+    @property
+    def params(self) -> Params:
+        """The trained parameters, or their moving average if there is one."""
+        return self.state.best_params
 
 
 class _NonFiniteError(Exception):
@@ -56,7 +64,7 @@ def say(line: str) -> None:
         tqdm.write(line, file=sys.stderr)
 
 
-def train(run: Run, *, show_sample: ShowSample) -> Outcome:
+def run_loop(run: Run, *, show_sample: ShowSample | None = None) -> Outcome:
     """Trains `run` to its last step, or until a signal or a non-finite figure stops it.
 
     What it saved is complete on disk when it returns. A run that has taken all its steps is
@@ -64,31 +72,33 @@ def train(run: Run, *, show_sample: ShowSample) -> Outcome:
 
     Args:
       run: from `prepare`.
-      show_sample: called with the state and step every ``train.sample_every`` steps; in a run of
-        several processes, by all of them.
+      show_sample: called every ``train.sample_every`` steps, in a run of several processes by all
+        of them.
     """
     if run.first_step >= run.config.train.steps:
-        return Outcome("finished", run.first_step, run.saved.get("bound"), run.state)
+        return Outcome("finished", run.first_step, run.saved.get("bound"), run.state, run)
     with stop_on_signals() as stop, contextlib.closing(_Loop(run)) as loop:
         outcome = _take_steps(loop, stop, run.config.train.steps, show_sample)
         run.checkpoints.wait()
     return outcome
 
 
-def _take_steps(loop: _Loop, stop: StopRequest, num_steps: int, show_sample: ShowSample) -> Outcome:
+def _take_steps(
+    loop: _Loop, stop: StopRequest, num_steps: int, show_sample: ShowSample | None
+) -> Outcome:
     try:
         while loop.step < num_steps:
             loop.take_step()
-            loop.look_up(is_last=loop.step == num_steps, show_sample=show_sample)
-            # After looking up, so that what was due at this step is not lost on resuming.
+            loop.do_what_is_due(is_last=loop.step == num_steps, show_sample=show_sample)
+            # Only now, so that what was due at this step is not lost on resuming.
             signal_number = stop.at(loop.step)
             if signal_number and loop.step < num_steps:
                 say(f"stopping after step {loop.step} and saving ...")
                 loop.checkpoint()
-                return Outcome("interrupted", loop.step, loop.bound, loop.state, signal_number)
+                return loop.outcome("interrupted", signal_number)
     except _NonFiniteError:
-        return Outcome("non_finite", loop.step, loop.bound, loop.state)
-    return Outcome("finished", loop.step, loop.bound, loop.state)
+        return loop.outcome("non_finite")
+    return loop.outcome("finished")
 
 
 class _Loop:
@@ -138,19 +148,13 @@ class _Loop:
         """Compiles the step of the stage that the next step belongs to."""
         run = self._run
         config = StepConfig(
-            mask_id=run.corpus.tokenizer.mask_id,
             batch_size=self._train.batch_size,
             accumulate=self._train.accumulate,
             ema_decay=run.config.optim.ema_decay,
         )
         self._stage = run.stage(self.step)
-        step = make_train_step(
-            run.loss(self._stage),
-            run.optimizer(self._stage),
-            self.state,
-            mesh=run.mesh,
-            config=config,
-        )
+        loss, optimizer = run.task.loss(self._stage), run.optimizer(self._stage)
+        step = make_train_step(loss, optimizer, self.state, mesh=run.mesh, config=config)
         rows, seq_len = self._train.batch_size, run.config.data.seq_len
         columns: list[Any] = [
             jax.ShapeDtypeStruct(shape, np.int32, sharding=self._rows)
@@ -159,7 +163,7 @@ class _Loop:
         start = time.perf_counter()
         # Ahead of time, so that neither the rate nor the time left counts the compiler.
         self._train_step = step.lower(self.state, Batch(*columns), run.noise_key).compile()
-        what = f" of {self._stage}" if run.has_heads else ""
+        what = f" of {self._stage}" if any(not one.joins_main for one in run.task.heads) else ""
         say(f"training step{what} compiled in {time.perf_counter() - start:.1f} s")
 
     def close(self) -> None:
@@ -183,8 +187,14 @@ class _Loop:
             jax.block_until_ready(self._ahead[-1 - _MAX_AHEAD])
         self._bar.update()
 
-    def look_up(self, *, is_last: bool, show_sample: ShowSample) -> None:
-        """Does what is due after this step: log, evaluate, show a sample, checkpoint."""
+    def outcome(
+        self, reason: Literal["finished", "interrupted", "non_finite"], signal_number: int = 0
+    ) -> Outcome:
+        """How the run ends here."""
+        return Outcome(reason, self.step, self.bound, self.state, self._run, signal_number)
+
+    def do_what_is_due(self, *, is_last: bool, show_sample: ShowSample | None) -> None:
+        """Logs, evaluates, shows a sample and checkpoints, as far as due after this step."""
 
         def is_due(every: int) -> bool:
             return is_last or (every > 0 and self.step % every == 0)
@@ -193,9 +203,9 @@ class _Loop:
             self.log()
         if is_due(self._train.eval_every):
             self.evaluate()
-        if is_due(self._train.sample_every) and not is_last:
+        if show_sample is not None and is_due(self._train.sample_every) and not is_last:
             with self._off_the_clock():
-                show_sample(self.state, self.step)
+                show_sample(self._run, self.state, self.step)
         if is_due(self._train.checkpoint_every):
             self.checkpoint()
 
@@ -231,32 +241,21 @@ class _Loop:
             self._unlogged.append({name: float(x) for name, x in metrics.items()})
 
     def evaluate(self) -> None:
-        """Records how it does on held-out text, over the same windows and noise every time.
-
-        That is the bound, or the squared error of a sequence scorer.
-        """
+        """Records how it does on held-out text, over the same windows and noise every time."""
+        task, out_dir = self._run.task, self._run.out_dir
         with self._off_the_clock():
-            if self._run.is_scorer:
-                figures = scoring.summary(*self._held_out())
-                said = scoring.error_line(figures)
-            else:
-                nats_N, tokens_N = self._held_out_nats()
-                self.bound, error = ratio_and_error(nats_N, tokens_N)
-                windows = int((tokens_N > 0).sum())
-                figures = {"bound": self.bound, "standard_error": error, "windows": windows}
-                said = f"bound {self.bound:.4f} +- {error:.4f} nats/token"
+            figures, line = task.summarize(*self._held_out())
+            self.bound = figures.get("bound")
             self._write(kind="evaluation", step=self.step, **figures)
             if self._log is not None:
-                out_dir = self._run.out_dir
-                plot_losses(read_records(out_dir / "metrics.jsonl"), out_dir / "loss.png")
-        say(f"step {self.step}: held-out {said}")
-
-    def _held_out_nats(self) -> tuple[np.ndarray, np.ndarray]:
-        nats_N, tokens_N = self._held_out()
-        return nats_N.astype(np.float64), tokens_N
+                plot_losses(
+                    read_records(out_dir / "metrics.jsonl"), out_dir / "loss.png",
+                    held_out=task.figure, unit=task.unit,
+                )  # fmt: skip
+        say(f"step {self.step}: held-out {line}")
 
     def _held_out(self) -> tuple[Any, np.ndarray]:
-        """(what the evaluation step says of each window, its free tokens)."""
+        """(what `Task.measure` finds in each window, its free tokens)."""
         batch_size = self._train.batch_size
         windows = validation_windows(
             self._run.corpus.val_rows,
@@ -288,10 +287,8 @@ class _Loop:
 
     def _batch(self, local: dict[str, np.ndarray]) -> Batch:
         """The global batch of which this process has these rows."""
-        columns = (local[name] for name in ("tokens", "length", "given"))
-        return Batch(
-            *(jax.make_array_from_process_local_data(self._rows, column) for column in columns)
-        )
+        place = jax.make_array_from_process_local_data
+        return Batch(*(place(self._rows, local[name]) for name in ("tokens", "length", "given")))
 
     @contextlib.contextmanager
     def _off_the_clock(self) -> Iterator[None]:

@@ -1,13 +1,13 @@
 """The optimiser of a run: clipping, then Muon or AdamW under a warm-up and cosine schedule.
 
-The model and each of its heads are groups of their own, each with its clip, its schedule and its
-state (`seeds/sampler_head.md` 3.1).
+The model and each of its heads are groups of their own, each with its clip, schedule and state.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+import functools
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -16,8 +16,12 @@ import optax
 from optax import contrib
 
 from dlm_jax.config import HeadsConfig, OptimConfig
-from dlm_jax.sharding import path_name
-from dlm_jax.training.stages import CRITIC, MAIN, SAMPLER, Stage, group_of
+from dlm_jax.distributed.sharding import path_name
+from dlm_jax.training.heads import CRITIC, MAIN, SAMPLER, Head
+from dlm_jax.training.stages import Stage, group_of
+
+# Checkpoints hold a group for each of them, empty where the model lacks the head.
+_ALWAYS = (SAMPLER, CRITIC)
 
 
 def learning_rate(peak: float, config: OptimConfig, *, num_steps: int) -> optax.Schedule:
@@ -84,45 +88,57 @@ def make_optimizer(config: OptimConfig, *, num_steps: int) -> optax.GradientTran
 
 
 def make_grouped_optimizer(
-    optim: OptimConfig, heads: HeadsConfig, stage: Stage, *, num_steps: int
+    optim: OptimConfig,
+    settings: HeadsConfig,
+    heads: Sequence[Head],
+    stage: Stage,
+    *,
+    num_steps: int,
 ) -> optax.GradientTransformation:
-    """Gradient transformation of a stage of a run whose model has heads.
+    """Gradient transformation of a stage of a run: a group for the model, and one for each head.
 
-    `make_optimizer` for the model itself; for each head gradients scaled down to a norm of
-    ``heads.clip`` and AdamW, under a warm-up and cosine of its own that begin where it begins to
-    train. The state is the same in every stage; groups that do not train keep theirs, and their
+    `make_optimizer` for the model itself and the heads that join it, which is all where there is no
+    other head; for each of those its own, by default gradients scaled down to a norm of
+    ``heads.clip`` and AdamW, under a warm-up and cosine that begin where the head begins to train.
+    The state is the same in every stage; groups that do not train keep theirs, and their
     parameters, as they are.
     """
-    starts = {SAMPLER: heads.start_sampler_iteration, CRITIC: heads.start_critic_iteration}
-    groups = {MAIN: make_optimizer(optim, num_steps=num_steps)}
-    for name, start in starts.items():
-        groups[name] = _head_optimizer(optim, heads, num_steps=max(1, num_steps - start))
+    main = make_optimizer(optim, num_steps=num_steps)
+    own = [head for head in heads if head.group != MAIN]
+    if not own:
+        return main
+    groups = {MAIN: main} | {name: _head_optimizer(optim, settings, 1) for name in _ALWAYS}
+    for head in own:
+        left = max(1, num_steps - head.start)
+        make = head.optimizer or functools.partial(_head_optimizer, optim, settings)
+        groups[head.name] = make(left)
     transforms: dict[Hashable, optax.GradientTransformation] = {
-        name: group if name in stage.groups else _held(group) for name, group in groups.items()
+        name: group if stage.trains(name) else _frozen(group) for name, group in groups.items()
     }
     return optax.partition(
-        transforms, lambda params: _over_paths(params, lambda path: group_of(path.split("/")[0]))
+        transforms,
+        lambda params: _over_paths(params, lambda path: group_of(path.split("/")[0], heads)),
     )
 
 
 def _head_optimizer(
-    optim: OptimConfig, heads: HeadsConfig, *, num_steps: int
+    optim: OptimConfig, settings: HeadsConfig, num_steps: int
 ) -> optax.GradientTransformation:
-    warmup = dataclasses.replace(optim, warmup_steps=min(heads.warmup_steps, num_steps - 1))
+    warmup = dataclasses.replace(optim, warmup_steps=min(settings.warmup_steps, num_steps - 1))
 
     def decays(params: Any) -> Any:
         return _over_paths(params, lambda path: path.endswith("/kernel"))
 
     return optax.chain(
-        optax.clip_by_global_norm(heads.clip),
+        optax.clip_by_global_norm(settings.clip),
         optax.adamw(
-            learning_rate(heads.learning_rate, warmup, num_steps=num_steps),
-            b1=optim.b1, b2=optim.b2, weight_decay=heads.weight_decay, mask=decays,
+            learning_rate(settings.learning_rate, warmup, num_steps=num_steps),
+            b1=optim.b1, b2=optim.b2, weight_decay=settings.weight_decay, mask=decays,
         ),
     )  # fmt: skip
 
 
-def _held(group: optax.GradientTransformation) -> optax.GradientTransformation:
+def _frozen(group: optax.GradientTransformation) -> optax.GradientTransformation:
     """Leaves parameters and state as they are; the state is that of `group`."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

@@ -1,60 +1,39 @@
-"""A training run resolved at the door: everything that can be refused is refused here."""
+"""A training run resolved from its config: everything that can be refused is refused here."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import json
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh
 
 import dlm_jax.config as configs
 from dlm_jax.checkpoint import Checkpoints
-from dlm_jax.config import Config
+from dlm_jax.config import Config, ModelConfig
 from dlm_jax.data import Corpus, load_corpus
-from dlm_jax.diffusion import scoring
-from dlm_jax.diffusion.objectives import Mixture
+from dlm_jax.distributed.processes import on_first_process
+from dlm_jax.distributed.sharding import batch_sharding, make_mesh, share_of_batch
 from dlm_jax.metrics import read_records
 from dlm_jax.model.transformer import build
-from dlm_jax.processes import on_first_process
-from dlm_jax.sharding import batch_sharding, make_mesh, share_of_batch
 from dlm_jax.training.begin import begin_with
-from dlm_jax.training.objective import make_mixture
-from dlm_jax.training.optim import make_grouped_optimizer, make_optimizer
-from dlm_jax.training.scorer import ScorerLoss
-from dlm_jax.training.stages import Stage, StagedLoss, stage_at
-from dlm_jax.training.step import (
-    StepLoss,
-    TrainState,
-    abstract_state,
-    compile_eval_step,
-    init_state,
-    make_eval_step,
+from dlm_jax.training.checks import (
+    check_parts,
+    check_same_run,
+    check_writable,
+    make_directory,
 )
+from dlm_jax.training.heads import Head, Setup, with_own_parameters
+from dlm_jax.training.optim import make_grouped_optimizer
+from dlm_jax.training.stages import Stage, stage_at
+from dlm_jax.training.step import TrainState, abstract_state, compile_eval_step, init_state
+from dlm_jax.training.tasks import TASKS, MakeHead, MakeObjective, Task, make_heads
 from dlm_jax.types import Network
 
-_MAY_CHANGE = (
-    "data.source",
-    "data.cache_dir",
-    "train.out_dir",
-    "train.init_from",
-    "train.log_every",
-    "train.eval_every",
-    "train.eval_windows",
-    "train.sample_every",
-    "train.checkpoint_every",
-    "train.keep_checkpoints",
-    "model.remat",
-    "mesh.",
-    "sample.",
-)
+MakeNetwork = Callable[[ModelConfig], Network]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +41,14 @@ class Run:
     """A run ready to go: the resolved config and what was made from it.
 
     ``state`` is fresh, or the newest checkpoint's, and ``saved`` the JSON beside it (empty if
-    fresh). ``noise_key`` is what the noise of every step is folded from.
+    fresh). ``own`` names what is not the config's: its network, objective and heads. ``noise_key``
+    is what the noise of every step is folded from.
     """
 
-    config: Config
+    setup: Setup
     corpus: Corpus
-    network: Network
-    mixture: Mixture
-    mesh: Mesh
+    task: Task
+    own: dict[str, Any]
     state: TrainState
     saved: dict[str, Any]
     first_step: int
@@ -77,83 +56,62 @@ class Run:
     checkpoints: Checkpoints
 
     @property
+    def config(self) -> Config:
+        """The resolved config."""
+        return self.setup.config
+
+    @property
+    def network(self) -> Network:
+        """The model."""
+        return self.task.network
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The devices."""
+        return self.setup.mesh
+
+    @property
     def out_dir(self) -> Path:
         """Where the run writes."""
         return Path(self.config.train.out_dir)
 
-    @property
-    def has_heads(self) -> bool:
-        """Whether the model has a sampler head or a critic."""
-        return self.config.model.add_sampler_head or self.config.model.add_critic_head
-
-    @property
-    def is_scorer(self) -> bool:
-        """Whether the model is a sequence scorer, which writes no text."""
-        return self.network.scorer is not None
-
     def stage(self, step: int) -> Stage:
         """What trains at a step, from 0."""
-        return stage_at(step, self.config.model, self.config.heads)
+        return _stage(self.config, self.task, step)
 
     def optimizer(self, stage: Stage) -> optax.GradientTransformation:
         """The optimiser of a stage; its state is that of every other stage."""
-        return _optimizer(self.config, stage)
-
-    def loss(self, stage: Stage) -> StepLoss:
-        """The loss of a stage."""
-        if self.is_scorer:
-            share = self.config.objective.random_length_share
-            return ScorerLoss(self.network, self._corrupter(), share)
-        tokenizer = self.corpus.tokenizer
-        return StagedLoss(
-            network=self.network,
-            mixture=self.mixture,
-            stage=stage,
-            heads=self.config.heads,
-            mask_id=tokenizer.mask_id,
-            banned_ids=(*tokenizer.banned_ids, tokenizer.pad_id),
-            mesh=self.mesh,
-        )
+        return _optimizer(self.config, self.task, stage)
 
     def eval_step(self) -> Callable[..., Any]:
-        """Compiled ``(params, batch, key)`` -> figures of held-out text, by row.
-
-        The nats of each row, or its `scoring.Errors` if the model is a scorer.
-        """
-        where: dict[str, Any] = {"mesh": self.mesh, "batch_size": self.config.train.batch_size}
-        params = self.state.params
-        if self.is_scorer:
-            measure = functools.partial(scoring.errors, self.network, how=self._corrupter())
-            return compile_eval_step(measure, params, **where)
-        return make_eval_step(
-            self.network,
-            params,
-            mask_id=self.corpus.tokenizer.mask_id,
-            is_causal=self.config.model.attention_type == "causal",
-            **where,
+        """Compiled `Task.measure`."""
+        return compile_eval_step(
+            self.task.measure,
+            self.state.params,
+            mesh=self.mesh,
+            batch_size=self.config.train.batch_size,
         )
 
-    def _corrupter(self) -> scoring.Corrupter:
-        tokenizer = self.corpus.tokenizer
-        return scoring.make_corrupter(
-            self.config.objective, vocab_size=tokenizer.vocab_size,
-            never=(*tokenizer.banned_ids, tokenizer.mask_id, tokenizer.pad_id, tokenizer.eos_id),
-        )  # fmt: skip
-
     def meta(self) -> dict[str, Any]:
-        """What a checkpoint says of itself: resolved config and tokenizer."""
-        return {
-            "config": configs.to_dict(self.config),
-            "tokenizer": self.corpus.tokenizer.to_json(),
-            "corpus": {"name": self.corpus.name, "sha256": self.corpus.sha256},
-        }
+        """What is saved beside the state."""
+        return _meta(self.config, self.corpus, self.own)
 
 
-def prepare(config: Config, *, report: Callable[[str], None]) -> Run:
+def prepare(
+    config: Config,
+    *,
+    network: Network | MakeNetwork | None = None,
+    objective: MakeObjective | None = None,
+    heads: Sequence[Head | MakeHead] = (),
+    report: Callable[[str], None],
+) -> Run:
     """The run that `config` asks for, continued where its directory holds checkpoints.
 
     Args:
       config: as loaded; ``model.vocab_size`` 0 becomes the tokenizer's.
+      network: instead of the Transformer of the config, see `dlm_jax.training.train`.
+      objective: instead of the config's, see there.
+      heads: beside the config's, see there.
       report: takes one line of text, such as that a damaged checkpoint was passed over.
 
     Raises:
@@ -162,93 +120,103 @@ def prepare(config: Config, *, report: Callable[[str], None]) -> Run:
     """
     mesh = make_mesh(config.mesh)
     share_of_batch(batch_sharding(mesh, config.train.batch_size), config.train.batch_size)
-    _check_parts(config, mesh)
+    check_parts(config, mesh)
     out_dir = Path(config.train.out_dir)
-    _check_writable(out_dir)
-    corpus = load_corpus(
-        config.data.source,
-        tokenizer=config.data.tokenizer,
-        seq_len=config.data.seq_len,
-        held_out=config.data.held_out,
-        cache_dir=config.data.cache_dir or None,
-        layout=config.data.layout,
-        tail=config.data.tail,
-    )
+    check_writable(out_dir)
+    corpus = _load_corpus(config)
     config = _with_vocabulary(config, corpus)
-    network = build(config.model)
-    mixture = make_mixture(config.objective, config.model, corpus.tokenizer)
-    optimizer = _optimizer(config, stage_at(0, config.model, config.heads))
-    has_ema = config.optim.ema_decay > 0
+    setup = Setup(config, corpus.tokenizer, mesh)
+    task = _make_task(setup, network, objective, heads)
+    own = _names_of(network, objective, heads)
     init_key, noise_key = jax.random.split(jax.random.key(config.train.seed))
     with contextlib.ExitStack() as undo:
         checkpoints = Checkpoints(out_dir / "checkpoints", keep=config.train.keep_checkpoints)
         undo.callback(checkpoints.close)
         if on_first_process(checkpoints.steps):
-            _check_same_run(config, corpus, checkpoints.read_meta(report=report))
-            _, state, saved = checkpoints.restore(
-                abstract_state(network, optimizer, mesh, has_ema=has_ema), report=report
-            )
+            check_same_run(_meta(config, corpus, own), checkpoints.read_meta(report=report))
+            _, state, saved = checkpoints.restore(_abstract_state(setup, task), report=report)
         else:
-            state = init_state(network, optimizer, init_key, mesh=mesh, has_ema=has_ema)
-            state = begin_with(
-                config.train.init_from, state, corpus.tokenizer, model=config.model, report=report
-            )
-            saved = {}
+            state, saved = _fresh_state(setup, task, init_key, report=report), {}
         read_records(out_dir / "metrics.jsonl")
-        _make_directory(out_dir)
+        make_directory(out_dir)
         undo.pop_all()
-    return Run(
-        config=config,
-        corpus=corpus,
-        network=network,
-        mixture=mixture,
-        mesh=mesh,
-        state=state,
-        saved=saved,
-        first_step=int(state.step),
-        noise_key=noise_key,
-        checkpoints=checkpoints,
+    step = int(state.step)
+    return Run(setup, corpus, task, own, state, saved, step, noise_key, checkpoints)
+
+
+def _make_task(
+    setup: Setup,
+    network: Network | MakeNetwork | None,
+    objective: MakeObjective | None,
+    heads: Sequence[Head | MakeHead],
+) -> Task:
+    if not isinstance(network, Network):
+        network = (network or build)(setup.config.model)
+    records = make_heads(setup, heads)
+    network = with_own_parameters(network, records)
+    return TASKS[setup.config.model.mode](setup, network, objective, records)
+
+
+def _names_of(network: Any, objective: Any, heads: Sequence[Any]) -> dict[str, Any]:
+    """Names, for checkpoints, of what is not the config's."""
+
+    def name(made: Any) -> str:
+        return getattr(made, "name", None) or getattr(made, "__qualname__", type(made).__name__)
+
+    own = {"network": network and name(network), "objective": objective and name(objective)}
+    return {part: found for part, found in own.items() if found} | (
+        {"heads": [name(head) for head in heads]} if heads else {}
     )
 
 
-def _optimizer(config: Config, stage: Stage) -> optax.GradientTransformation:
-    num_steps = config.train.steps
-    if not (config.model.add_sampler_head or config.model.add_critic_head):
-        return make_optimizer(config.optim, num_steps=num_steps)
-    return make_grouped_optimizer(config.optim, config.heads, stage, num_steps=num_steps)
+def _stage(config: Config, task: Task, step: int) -> Stage:
+    return stage_at(step, task.heads, train_main=config.heads.train_main)
 
 
-def _check_parts(config: Config, mesh: Mesh) -> None:
-    """Refuses parts of a batch that do not divide evenly over the devices."""
-    part = config.train.batch_size // config.train.accumulate
-    try:
-        batch_sharding(mesh, part)
-    except ValueError:
-        raise ValueError(
-            f"train.accumulate={config.train.accumulate} leaves parts of {part} rows, which the "
-            "devices that split the batch do not divide; lower it"
-        ) from None
+def _optimizer(config: Config, task: Task, stage: Stage) -> optax.GradientTransformation:
+    return make_grouped_optimizer(
+        config.optim, config.heads, task.heads, stage, num_steps=config.train.steps
+    )
 
 
-def _check_writable(out_dir: Path) -> None:
-    """Refuses a directory that could not be written, without making it yet."""
-    nearest = next(path for path in (out_dir, *out_dir.absolute().parents) if path.exists())
-    if not nearest.is_dir():
-        raise ValueError(
-            f"train.out_dir={out_dir} cannot be a directory, because {nearest} is a file; "
-            "name another one"
-        )
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ValueError(f"train.out_dir={out_dir} is not writable; name another directory")
+def _abstract_state(setup: Setup, task: Task) -> TrainState:
+    optimizer = _optimizer(setup.config, task, _stage(setup.config, task, 0))
+    has_ema = setup.config.optim.ema_decay > 0
+    return abstract_state(task.network, optimizer, setup.mesh, has_ema=has_ema)
 
 
-def _make_directory(out_dir: Path) -> None:
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"train.out_dir={out_dir} cannot be made ({error.strerror}); name another directory"
-        ) from None
+def _fresh_state(
+    setup: Setup, task: Task, key: jax.Array, *, report: Callable[[str], None]
+) -> TrainState:
+    config = setup.config
+    optimizer = _optimizer(config, task, _stage(config, task, 0))
+    has_ema = config.optim.ema_decay > 0
+    state = init_state(task.network, optimizer, key, mesh=setup.mesh, has_ema=has_ema)
+    source = config.train.init_from
+    return begin_with(source, state, setup.tokenizer, model=config.model, report=report)
+
+
+def _meta(config: Config, corpus: Corpus, own: dict[str, Any]) -> dict[str, Any]:
+    """What is saved beside the state: resolved config, tokenizer, corpus and own parts."""
+    return {
+        "config": configs.to_dict(config),
+        "tokenizer": corpus.tokenizer.to_json(),
+        "corpus": {"name": corpus.name, "sha256": corpus.sha256},
+        "own": own,
+    }
+
+
+def _load_corpus(config: Config) -> Corpus:
+    data = config.data
+    return load_corpus(
+        data.source,
+        tokenizer=data.tokenizer,
+        seq_len=data.seq_len,
+        held_out=data.held_out,
+        cache_dir=data.cache_dir or None,
+        layout=data.layout,
+        tail=data.tail,
+    )
 
 
 def _with_vocabulary(config: Config, corpus: Corpus) -> Config:
@@ -263,39 +231,3 @@ def _with_vocabulary(config: Config, corpus: Corpus) -> Config:
         start = corpus.tokenizer.mask_id
     model = dataclasses.replace(config.model, vocab_size=size, start_id=start)
     return dataclasses.replace(config, model=model)
-
-
-def _check_same_run(config: Config, corpus: Corpus, saved: dict[str, Any]) -> None:
-    """Refuses to continue a run whose result would be neither the old one's nor the new one's."""
-    elsewhere = "use another train.out_dir, or delete this one"
-    if saved["corpus"]["sha256"] != corpus.sha256:
-        raise ValueError(
-            f"train.out_dir={config.train.out_dir} holds a run on another text than "
-            f"{corpus.name}; {elsewhere}"
-        )
-    # Through JSON, which has lists alone.
-    here = _flat(json.loads(json.dumps(configs.to_dict(config))))
-    there = _flat(saved["config"])
-    differing = [
-        key for key in there if not key.startswith(_MAY_CHANGE) and here.get(key) != there[key]
-    ]
-    if differing:
-        # The vocabulary follows from the tokenizer, so that is the one to name.
-        key = min(differing, key=lambda key: key == "model.vocab_size")
-        raise ValueError(
-            f"train.out_dir={config.train.out_dir} holds a run with {key}={there[key]!r}, and "
-            f"this one has {here.get(key)!r}; {elsewhere}"
-        )
-    # A tokenizer that was read from a file may have changed there.
-    if saved["tokenizer"] != corpus.tokenizer.to_json():
-        raise ValueError(
-            f"train.out_dir={config.train.out_dir} holds a run with another tokenizer; {elsewhere}"
-        )
-
-
-def _flat(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {
-        f"{section}.{name}": value
-        for section, values in config.items()
-        for name, value in values.items()
-    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dlm_jax.diffusion.likelihood import bound, causal_nll
 from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.distributed.sharding import batch_sharding, shardings
 from dlm_jax.model import cpu
-from dlm_jax.sharding import batch_sharding, shardings
+from dlm_jax.training.stages import StageLoss
 from dlm_jax.types import Network, Params
 
 
@@ -38,48 +38,13 @@ class TrainState(NamedTuple):
 
 
 Metrics = dict[str, jax.Array]
-"""What one step tells, by name, as float32 scalars.
+"""Figures of one step by name, float32 scalars.
 
-``loss``, what is minimised, in nats per token (per row for a sequence scorer), and each part of it:
-the objectives where there are several, and of the heads that train ``sampler`` and ``critic`` with
-the ``critic_alpha`` that it counts for. ``grad_norm`` is the gradient's Euclidean norm before
-clipping. ``param_norm`` is that of the new parameters: only it tells that they are still finite,
-for the loss was taken before the update.
+``loss`` is what is minimised, in nats per token (per row for a sequence scorer); beside it stand
+the parts that `StageLoss.metrics` names. ``grad_norm`` is the gradient's Euclidean norm before
+clipping. ``param_norm`` is that of the new parameters: it alone shows whether they are still
+finite, for the loss was taken before the update.
 """
-
-
-class BatchPart(Protocol):
-    """A batch with all of its noise, or some rows of it; a pytree."""
-
-    def rows_alone(self) -> Any:
-        """What can be cut by rows: all but the totals of the whole batch."""
-        ...
-
-    def with_totals_of(self, whole: Any) -> Any:
-        """These rows, with the totals of the batch that they were cut from."""
-        ...
-
-
-class StepLoss(Protocol):
-    """What a training step minimises: `StagedLoss` for language models, or `ScorerLoss`."""
-
-    def split(self, params: Params) -> tuple[Params, Params]:
-        """(parameters that train, the others), each with its top-level names."""
-        ...
-
-    def alpha(self, step: jax.Array) -> jax.Array:
-        """What the part of the loss that changes its weight counts for at a step."""
-        ...
-
-    def draw(self, batch: Batch, key: jax.Array, step: jax.Array) -> BatchPart:
-        """The batch with the noise of a step: from the run's key and the step alone."""
-        ...
-
-    def __call__(
-        self, params: Params, part: Any, alpha: jax.Array
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(what is minimised, each loss apart) of one part of a batch."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -87,13 +52,11 @@ class StepConfig:
     """What is compiled into a training step beside the network and the optimiser.
 
     Attributes:
-      mask_id: the id of MASK.
       batch_size: rows of a batch over all devices.
       accumulate: parts that the batch is cut into; they run one after the other.
       ema_decay: of the average of the parameters, in [0, 1); 0 keeps none.
     """
 
-    mask_id: int
     batch_size: int
     accumulate: int = 1
     ema_decay: float = 0.0
@@ -139,7 +102,7 @@ def init_state(
 
 
 def make_train_step(
-    step_loss: StepLoss,
+    step_loss: StageLoss,
     optimizer: optax.GradientTransformation,
     state: TrainState,
     *,
@@ -160,10 +123,8 @@ def make_train_step(
         whole = step_loss.draw(batch, key, state.step)
         trained, held = step_loss.split(state.params)
 
-        def part_loss(trained: Params, part: BatchPart) -> tuple[jax.Array, dict[str, jax.Array]]:
-            # The totals are those of the whole batch, whatever part of it this is.
-            part = part.with_totals_of(whole)
-            return step_loss(held | trained, part, step_loss.alpha(state.step))
+        def part_loss(trained: Params, part: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+            return step_loss(held | trained, part, state.step)
 
         grads, loss, means = _add_up(
             jax.value_and_grad(part_loss, has_aux=True), trained, whole, config.accumulate
@@ -176,10 +137,7 @@ def make_train_step(
             "grad_norm": optax.tree.norm(grads),
             "param_norm": optax.tree.norm(params),
         }
-        if len(means) > 1 or {"sampler", "critic"} & means.keys():
-            metrics |= means
-        if "critic" in means:
-            metrics["critic_alpha"] = step_loss.alpha(state.step)
+        metrics |= step_loss.metrics(means, state.step)
         ema = _averaged(state, params, config.ema_decay)
         return TrainState(params, opt_state, state.step + 1, ema), metrics
 
@@ -195,11 +153,12 @@ def make_train_step(
 
 
 def _add_up(
-    gradient: Callable[..., Any], params: Params, whole: BatchPart, num_parts: int
+    gradient: Callable[..., Any], params: Params, whole: Any, num_parts: int
 ) -> tuple[Params, jax.Array, dict[str, jax.Array]]:
-    """Gradient, loss and the objectives' losses, summed over the parts, one part at a time.
+    """Gradient, loss and its parts, summed over the parts of a batch, one part at a time.
 
-    Part p holds the rows p, p + num_parts, ...: every device has its share of each.
+    Part p holds the rows p, p + num_parts, ...: every device has its share of each. Scalars are
+    totals, which are those of the whole batch in every part.
     """
     if num_parts == 1:
         (loss, means), grads = gradient(params, whole)
@@ -208,16 +167,19 @@ def _add_up(
     def cut(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(-1, num_parts, *x.shape[1:]), 1, 0)
 
-    by_row = whole.rows_alone()
+    leaves, structure = jax.tree.flatten(whole)
+    rows = [cut(leaf) for leaf in leaves if leaf.ndim]
     zeros = jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
-        jax.eval_shape(gradient, params, by_row),
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(gradient, params, whole)
     )
 
-    def one_part(total: Any, part: BatchPart) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, gradient(params, part)), None
+    def one_part(sums: Any, part: list[jax.Array]) -> tuple[Any, None]:
+        rest = iter(part)
+        merged = [next(rest) if leaf.ndim else leaf for leaf in leaves]
+        found = gradient(params, jax.tree.unflatten(structure, merged))
+        return jax.tree.map(jnp.add, sums, found), None
 
-    ((loss, means), grads), _ = jax.lax.scan(one_part, zeros, jax.tree.map(cut, by_row))
+    ((loss, means), grads), _ = jax.lax.scan(one_part, zeros, rows)
     return grads, loss, means
 
 
@@ -232,28 +194,6 @@ def _averaged(state: TrainState, params: Params, decay: float) -> Params | None:
     now = jnp.minimum(decay, (1.0 + step) / (10.0 + step))
     # Written as a difference, so that the average of what does not move does not move either.
     return jax.tree.map(lambda old, new: old + (1.0 - now) * (new - old), state.ema, params)
-
-
-def make_eval_step(
-    network: Network,
-    params: Params,
-    *,
-    mesh: Mesh,
-    batch_size: int,
-    mask_id: int,
-    is_causal: bool = False,
-) -> Callable[..., jax.Array]:
-    """Compiled ``(params, batch, key) -> nats_B``: the bound of each row, or its exact cost.
-
-    Causal models have an exact likelihood; the key is not used then.
-    """
-
-    def eval_step(params: Params, batch: Batch, key: jax.Array) -> jax.Array:
-        if is_causal:
-            return causal_nll(network, params, batch, mask_id=mask_id)
-        return bound(network, params, batch, key, mask_id=mask_id).nats_B
-
-    return compile_eval_step(eval_step, params, mesh=mesh, batch_size=batch_size)
 
 
 def compile_eval_step(

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 
 class StopRequest:
-    """Whether a signal has asked to stop."""
+    """Whether a signal has requested a stop."""
 
     def __init__(self) -> None:
         self._signal_number = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dlm_jax.data import Tokenizer
-from dlm_jax.sampling.slots import Row
+from dlm_jax.inference.results import Row
 from dlm_jax.viewing.frames import Frame
 
 

@@ -1,14 +1,41 @@
 """The logit algebra: every sampler as a small frozen pytree with its parameters per row."""
 
-from dlm_jax.sampling.transforms.chain import MAX_CANDIDATES, Chain, chain
-from dlm_jax.sampling.transforms.feedback import MirostatV1, MirostatV2
+from collections.abc import Mapping
+
+from dlm_jax.sampling.transforms.bias import LogitBias
+from dlm_jax.sampling.transforms.chain import Chain, chain
+from dlm_jax.sampling.transforms.mirostat import MirostatV1, MirostatV2
 from dlm_jax.sampling.transforms.penalties import Dry, Penalties
-from dlm_jax.sampling.transforms.protocol import At, Context, LogitTransform, Stateless
-from dlm_jax.sampling.transforms.shape import DynamicTemperature, LogitBias, Temperature
-from dlm_jax.sampling.transforms.truncate import MinP, TopK, TopNSigma, TopP, TypicalP, Xtc
+from dlm_jax.sampling.transforms.protocol import At, Context, LogitTransform
+from dlm_jax.sampling.transforms.temperature import DynamicTemperature, Temperature
+from dlm_jax.sampling.transforms.truncate import (
+    MAX_CANDIDATES,
+    MinP,
+    TopK,
+    TopNSigma,
+    TopP,
+    TypicalP,
+)
+from dlm_jax.sampling.transforms.xtc import Xtc
+
+TRANSFORMS: Mapping[str, tuple[type[LogitTransform], ...]] = {
+    "bias": (LogitBias,),
+    "penalties": (Penalties,),
+    "dry": (Dry,),
+    "temperature": (Temperature, DynamicTemperature),
+    "top_n_sigma": (TopNSigma,),
+    "top_k": (TopK,),
+    "typical_p": (TypicalP,),
+    "top_p": (TopP,),
+    "min_p": (MinP,),
+    "xtc": (Xtc,),
+    "mirostat": (MirostatV1, MirostatV2),
+}
+"""Transforms by their name in a chain, in the order of the default chain."""
 
 __all__ = [
     "MAX_CANDIDATES",
+    "TRANSFORMS",
     "At",
     "Chain",
     "Context",
@@ -20,7 +47,6 @@ __all__ = [
     "MirostatV1",
     "MirostatV2",
     "Penalties",
-    "Stateless",
     "Temperature",
     "TopK",
     "TopNSigma",

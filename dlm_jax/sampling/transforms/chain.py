@@ -1,26 +1,26 @@
 """The one driver of logit transforms: a chain that runs only what some row asks for.
 
-`seeds/backend_sampling.md`: the whole chain lives in the compiled graph on constant shapes,
-whichever rows are active, and every row has its own settings.
+The whole chain lives in the compiled graph on constant shapes,
+whichever rows are active, and every row has its own settings (`docs/design.md`, readings).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from dlm_jax.pytree import pytree
 from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.transforms.protocol import At, Context
-
-MAX_CANDIDATES = 64
-"""Rows whose top-k is at most this go on with their candidates alone, not the vocabulary."""
+from dlm_jax.sampling.transforms.truncate import MAX_CANDIDATES
 
 _FEW_SALT = 0x666577
 
@@ -41,10 +41,7 @@ class _Found(NamedTuple):
     ids_NK: Array
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["transforms"], meta_fields=["names"]
-)
-@dataclass(frozen=True)
+@pytree
 class Chain:
     """Transforms in order, driven as one; itself a `LogitTransform`.
 
@@ -55,7 +52,7 @@ class Chain:
     """
 
     transforms: tuple[Any, ...]
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def init(self, num_rows: int) -> tuple[Any, ...]:
         """State of each transform."""
@@ -85,9 +82,9 @@ class Chain:
     def is_greedy(self, at: At) -> Array:
         """True `[N]` where the row's temperature is 0."""
         greedy_N = jnp.zeros(at.row_N.shape, bool)
-        for t in self.transforms:
-            if hasattr(t, "is_greedy"):
-                greedy_N |= t.is_greedy()[at.row_N]
+        for greedy_B in (t.makes_greedy() for t in self.transforms):
+            if greedy_B is not None:
+                greedy_N |= greedy_B[at.row_N]
         return greedy_N
 
     def apply(self, prepared: tuple[Any, ...], logits_NV: Array, at: At) -> Array:
@@ -182,11 +179,11 @@ class Chain:
                 steps, x_NV, at, noise, is_few_N, is_greedy_N=is_greedy_N, method=method
             )
 
-        places = [i for i, t in enumerate(self.transforms) if hasattr(t, "divisor")]
-        if len(places) > 1:
+        divisors = [(i, t.divisor()) for i, t in enumerate(self.transforms)]
+        divisors = [(i, divisor_B) for i, divisor_B in divisors if divisor_B is not None]
+        if len(divisors) > 1:
             return in_full(logits_NV)
-        divisors = [self.transforms[i].divisor()[at.row_N] for i in places]
-        divisor_N = divisors[0] if divisors else jnp.ones(at.row_N.shape)
+        divisor_N = divisors[0][1][at.row_N] if divisors else jnp.ones(at.row_N.shape)
         none = _no_tokens(at)
 
         def divided(x_NV):
@@ -194,7 +191,7 @@ class Chain:
             return _Found(ids_N, none[1], *_no_candidates(x_NV))
 
         def lean(x_NV):
-            is_scaled = places and cut is not None and places[0] < cut
+            is_scaled = divisors and cut is not None and divisors[0][0] < cut
             return _Found(*none, *_candidates(x_NV, divisor_N if is_scaled else None))
 
         is_touched = _is_touched(self.transforms, at)
@@ -256,7 +253,7 @@ class Chain:
     def _where_few(self) -> int | None:
         """Place of the first top-k after which no transform looks at ids."""
         for place, t in enumerate(self.transforms):
-            if hasattr(t, "count") and all(
+            if t.count() is not None and all(
                 later.ignores_ids for later in self.transforms[place + 1 :]
             ):
                 return place
@@ -274,11 +271,11 @@ def _any_wanted(transforms: Iterable[Any], at: At) -> Array:
 
 def _is_touched(transforms: Iterable[Any], at: At) -> Array:
     """Whether any is wanted but for plain temperature."""
-    return _any_wanted([t for t in transforms if not hasattr(t, "divisor")], at)
+    return _any_wanted([t for t in transforms if t.divisor() is None], at)
 
 
 def _is_reader(transform: Any) -> bool:
-    return getattr(transform, "reads_final_logprob", False)
+    return transform.reads_final_logprob
 
 
 def _no_tokens(at: At) -> tuple[Array, Array]:

@@ -5,36 +5,81 @@ Both are functions of the context of the step, not state: remasked tokens leave 
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from dlm_jax.sampling.transforms.protocol import At, Context, Stateless
+from dlm_jax.sampling.transforms.bias import check_id, padded
+from dlm_jax.sampling.transforms.protocol import At, Context, LogitTransform
+from dlm_jax.settings import INT_LIMIT, Setting, fact, per_row, rule
+
+REPETITION_PENALTY = Setting(
+    "repetition_penalty", 1.0,
+    "divides (or multiplies, if negative) the logits of seen tokens, > 0; 1 is off",
+    low=1e-6, high=1e6, remedy="use 1.0 to turn it off",
+)  # fmt: skip
+FREQUENCY_PENALTY = Setting(
+    "frequency_penalty", 0.0, "taken off a logit per occurrence; 0 is off",
+    remedy="use 0.0 to turn it off",
+)  # fmt: skip
+PRESENCE_PENALTY = Setting(
+    "presence_penalty", 0.0, "taken off the logit of a seen token; 0 is off",
+    remedy="use 0.0 to turn it off",
+)  # fmt: skip
+PENALTY_LAST_N = Setting(
+    "penalty_last_n", 64, "newest tokens the penalties look at; -1 is the whole row and 0 is off",
+    low=-1, remedy="use -1 for the whole row or 0 to turn it off", activates=False,
+)  # fmt: skip
+DRY_MULTIPLIER = Setting(
+    "dry_multiplier", 0.0, "weight of the penalty on repeated runs, >= 0; 0 is off",
+    low=0.0, remedy="use 0.0 to turn it off",
+)  # fmt: skip
+DRY_BASE = Setting(
+    "dry_base", 1.75, "growth of that penalty with the length of the run, >= 1",
+    low=1.0, high=1e6, activates=False,
+)  # fmt: skip
+DRY_ALLOWED_LENGTH = Setting(
+    "dry_allowed_length", 2, "repeated tokens that go unpunished, >= 1",
+    low=1, remedy="use 2", activates=False,
+)  # fmt: skip
+DRY_LAST_N = Setting(
+    "dry_last_n", -1, "newest tokens DRY looks at; -1 is the whole run and 0 is off",
+    low=-1, high=INT_LIMIT, remedy="use -1 for the whole run or 0 to turn it off", activates=False,
+)  # fmt: skip
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["repetition_B", "frequency_B", "presence_B", "last_n_B"],
-    meta_fields=["vocab_size"],
-)
-@dataclass(frozen=True)
-class Penalties(Stateless):
+def _ids(value: Any) -> tuple[int, ...]:
+    try:
+        ids = tuple(value)
+    except TypeError:
+        raise ValueError(f"dry_breakers={value!r} is not a list of ids; use [3, 4]") from None
+    for token in ids:
+        check_id("dry_breakers", token)
+    return tuple(int(token) for token in ids)
+
+
+DRY_BREAKERS = Setting(
+    "dry_breakers", (), "ids no repetition may cross", parse=_ids, activates=False,
+    hint=tuple[int, ...],
+)  # fmt: skip
+
+
+@rule
+class Penalties(LogitTransform):
     """Repetition, frequency and presence penalties over the newest `last_n` visible tokens.
 
     A token seen before: `x > 0 ? x/r : x*r`, then `x -= count*f + c`. `last_n` -1 is the whole
     row and 0 is off; r = 1, f = 0 and c = 0 are neutral. Newest means committed last.
     """
 
-    repetition_B: Array
-    frequency_B: Array
-    presence_B: Array
-    last_n_B: Array
-    vocab_size: int
-    ignores_ids = False
+    repetition_B: Array = per_row(REPETITION_PENALTY)
+    frequency_B: Array = per_row(FREQUENCY_PENALTY)
+    presence_B: Array = per_row(PRESENCE_PENALTY)
+    last_n_B: Array = per_row(PENALTY_LAST_N)
+    vocab_size: int = fact("vocab_size")
 
     def is_active(self) -> Array:
         """True where a penalty is set and looks back at all."""
@@ -79,13 +124,8 @@ class _Runs(NamedTuple):
     is_breaker_BL: Array
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["multiplier_B", "base_B", "allowed_length_B", "last_n_B", "breakers_BK"],
-    meta_fields=[],
-)
-@dataclass(frozen=True)
-class Dry(Stateless):
+@rule
+class Dry(LogitTransform):
     """Penalises the token that would prolong a repetition ("don't repeat yourself").
 
     The text is the run of visible tokens that ends just left of the position, or its newest
@@ -95,12 +135,11 @@ class Dry(Stateless):
     `last_n` 0 is off. `breakers_BK` is padded with -1.
     """
 
-    multiplier_B: Array
-    base_B: Array
-    allowed_length_B: Array
-    last_n_B: Array
-    breakers_BK: Array
-    ignores_ids = False
+    multiplier_B: Array = per_row(DRY_MULTIPLIER)
+    base_B: Array = per_row(DRY_BASE)
+    allowed_length_B: Array = per_row(DRY_ALLOWED_LENGTH)
+    last_n_B: Array = per_row(DRY_LAST_N)
+    breakers_BK: Array = per_row(DRY_BREAKERS, column=lambda rows: padded(rows, -1, np.int32))
 
     def is_active(self) -> Array:
         """True where the multiplier is not 0 and the run may be looked at."""

@@ -1,14 +1,14 @@
 """Truncations: transforms that set all but some candidates to -inf.
 
 Each keeps at least `min_keep` candidates of a position (all, when there are fewer); among equals
-the lowest ids stay. Formulas: `notes/samplers.md`, the semantics of llama.cpp's host samplers.
+the lowest ids stay. The semantics are those of llama.cpp's
+host samplers.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,26 +16,59 @@ import jax.numpy as jnp
 from jax import Array
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.transforms.chain import MAX_CANDIDATES
 from dlm_jax.sampling.transforms.cuts import keeps_prefix
-from dlm_jax.sampling.transforms.protocol import At, Stateless
+from dlm_jax.sampling.transforms.protocol import At, LogitTransform, is_steered
+from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, rule
 
-_XTC_SALT = 0x7863
+MAX_CANDIDATES = 64
+"""Rows whose top-k is at most this go on with their candidates alone, not the vocabulary."""
+
+MIN_KEEP = Setting(
+    "min_keep", 1, "candidates that every truncation keeps, in [1, 64]",
+    low=1, high=MAX_CANDIDATES, remedy="use 1", activates=False,
+)  # fmt: skip
+TOP_K = Setting("top_k", 0, "candidates to keep; <= 0 is off")
+TOP_P = Setting(
+    "top_p", 1.0, "nucleus mass in (0, 1]; 1 is off",
+    low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to turn it off",
+)  # fmt: skip
+TYPICAL_P = Setting(
+    "typical_p", 1.0, "typical mass in (0, 1]; 1 is off",
+    low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to turn it off",
+)  # fmt: skip
+MIN_P = Setting(
+    "min_p", 0.0, "fraction of the best probability in [0, 1]; 0 is off",
+    low=0.0, high=1.0, remedy="use 0.0 to turn it off",
+)  # fmt: skip
+TOP_N_SIGMA = Setting(
+    "top_n_sigma", 0.0, "deviations below the best logit; <= 0 is off",
+    remedy="use 0.0 to turn it off",
+)  # fmt: skip
 
 
-def _pytree(*fields: str) -> Callable[[type], type]:
-    register = functools.partial(
-        jax.tree_util.register_dataclass, data_fields=list(fields), meta_fields=[]
-    )
-    return lambda cls: register(dataclass(frozen=True)(cls))
+class Truncation(LogitTransform):
+    """A transform that mirostat replaces, and that treats equal logits alike."""
+
+    ignores_ids = True
+
+    @classmethod
+    def yields(cls, row: Any) -> bool:
+        """Mirostat replaces it."""
+        return is_steered(row)
 
 
-@_pytree("k_B", "min_keep_B")
-class TopK(Stateless):
+@rule
+class TopK(Truncation):
     """Keeps the `max(k, min_keep)` largest logits; k <= 0 is off, k above V keeps all."""
 
-    k_B: Array
-    min_keep_B: Array
+    k_B: Array = per_row(TOP_K)
+    min_keep_B: Array = per_row(MIN_KEEP)
+
+    @classmethod
+    def pack(cls, rows: Sequence[Any], facts: Any) -> TopK:
+        """The k of each row, no more than there are ids."""
+        packed = super().pack(rows, facts)
+        return replace(packed, k_B=jnp.clip(packed.k_B, 0, facts.vocab_size))
 
     def is_active(self) -> Array:
         """True where k > 0."""
@@ -51,15 +84,15 @@ class TopK(Stateless):
         return keep_largest(logits_NV, jnp.where(count_N > 0, count_N, logits_NV.shape[1]))
 
 
-@_pytree("p_B", "min_keep_B")
-class TopP(Stateless):
+@rule
+class TopP(Truncation):
     """Keeps the smallest set of most likely tokens whose mass reaches p; p = 1 is off.
 
     A token goes where the mass of those before it is >= p; the most likely always stays.
     """
 
-    p_B: Array
-    min_keep_B: Array
+    p_B: Array = per_row(TOP_P)
+    min_keep_B: Array = per_row(MIN_KEEP)
 
     def is_active(self) -> Array:
         """True where p < 1."""
@@ -76,19 +109,19 @@ class TopP(Stateless):
             mass_N=self.p_B[at.row_N] * weight_NC.sum(-1),
             count_N=_count_or_all(self, logits_NV, at),
         )
-        return _masked(is_kept_NV, logits_NV, self, at)
+        return masked(is_kept_NV, logits_NV, self, at)
 
 
-@_pytree("p_B", "min_keep_B")
-class TypicalP(Stateless):
+@rule
+class TypicalP(Truncation):
     """Keeps the tokens whose surprise is closest to the entropy, up to mass q; q = 1 is off.
 
     Tokens are taken in ascending order of `abs(-ln p - H)` until their mass exceeds q.
     Source: Meister et al. 2022, "Locally typical sampling".
     """
 
-    p_B: Array
-    min_keep_B: Array
+    p_B: Array = per_row(TYPICAL_P)
+    min_keep_B: Array = per_row(MIN_KEEP)
 
     def is_active(self) -> Array:
         """True where q < 1."""
@@ -115,15 +148,15 @@ class TypicalP(Stateless):
             mass_N=jnp.nextafter(self.p_B[at.row_N], jnp.inf),
             count_N=_count_or_all(self, logits_NV, at),
         )
-        return _masked(is_kept_NV, logits_NV, self, at)
+        return masked(is_kept_NV, logits_NV, self, at)
 
 
-@_pytree("p_B", "min_keep_B")
-class MinP(Stateless):
+@rule
+class MinP(Truncation):
     """Keeps tokens with `p >= m * max(p)`; m = 0 is off."""
 
-    p_B: Array
-    min_keep_B: Array
+    p_B: Array = per_row(MIN_P)
+    min_keep_B: Array = per_row(MIN_KEEP)
 
     def is_active(self) -> Array:
         """True where m > 0."""
@@ -136,15 +169,15 @@ class MinP(Stateless):
         return keep_above(logits_NV, floor_N, self.min_keep_B[at.row_N], self.is_active()[at.row_N])
 
 
-@_pytree("n_B", "min_keep_B")
-class TopNSigma(Stateless):
+@rule
+class TopNSigma(Truncation):
     """Keeps `x >= max(x) - n * std(x)`, population std over the candidates; n <= 0 is off.
 
     Source: Tang et al. 2024, "Top-n-sigma: not all logits are you need".
     """
 
-    n_B: Array
-    min_keep_B: Array
+    n_B: Array = per_row(TOP_N_SIGMA)
+    min_keep_B: Array = per_row(MIN_KEEP)
 
     def is_active(self) -> Array:
         """True where n > 0."""
@@ -164,52 +197,6 @@ class TopNSigma(Stateless):
         deviation_N = jnp.sqrt(squares_N / jnp.maximum(count_N, 1.0))
         floor_N = 2.0 * (half_max_N - self.n_B[at.row_N] * deviation_N * range_N)
         return keep_above(logits_NV, floor_N, self.min_keep_B[at.row_N], self.is_active()[at.row_N])
-
-
-@_pytree("probability_B", "threshold_B", "min_keep_B")
-class Xtc(Stateless):
-    """Drops the top choices: with probability P all tokens with `p >= t` but the least likely.
-
-    One draw per position, from its own key. Nothing happens when fewer than two tokens reach t,
-    when fewer than `min_keep` would stay, and for P = 0 or t > 0.5.
-    """
-
-    probability_B: Array
-    threshold_B: Array
-    min_keep_B: Array
-
-    def is_active(self) -> Array:
-        """True where P > 0 and t <= 0.5."""
-        return (self.probability_B > 0) & (self.threshold_B <= 0.5)
-
-    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
-        """Logits with the dropped choices at -inf."""
-        max_N, weight_NC = vocab.exp_columns(logits_NV)
-        floor_N = max_N + jnp.log(self.threshold_B[at.row_N] * weight_NC.sum(-1))
-
-        def fn(acc, block_NC, ids_1C):
-            num_top_NC, num_NC, least_NC = acc
-            is_top_NC = block_NC >= floor_N[:, None]
-            return (
-                num_top_NC + jnp.where(is_top_NC, 1.0, 0.0),
-                num_NC + jnp.where(block_NC > -jnp.inf, 1.0, 0.0),
-                jnp.minimum(least_NC, jnp.where(is_top_NC, block_NC, jnp.inf)),
-            )
-
-        start = tuple(vocab.columns(logits_NV, fill) for fill in (0.0, 0.0, jnp.inf))
-        num_top_NC, num_NC, least_NC = vocab.accumulate(fn, start, logits_NV)
-        num_top_N, least_N1 = num_top_NC.sum(-1), least_NC.min(-1)[:, None]
-        num_left_N = num_NC.sum(-1) - num_top_N + 1
-        keys_N = jax.vmap(lambda key: jax.random.fold_in(key, _XTC_SALT))(at.key_N)
-        uniform_N = jax.vmap(jax.random.uniform)(keys_N)
-        does_drop_N = (
-            (uniform_N < self.probability_B[at.row_N])
-            & (num_top_N >= 2)
-            & (num_left_N >= self.min_keep_B[at.row_N])
-        )
-        stays_N = vocab.lowest_id(lambda block: block == least_N1, logits_NV)
-        is_kept_NV = (logits_NV < least_N1) | (_ids(logits_NV) == stays_N[:, None])
-        return _masked(is_kept_NV | ~does_drop_N[:, None], logits_NV, self, at)
 
 
 def keep_largest(logits_NV: Array, count_N: Array) -> Array:
@@ -290,10 +277,7 @@ def _count_or_all(transform: Any, logits_NV: Array, at: At) -> Array:
     return count_N.astype(jnp.float32)
 
 
-def _masked(is_kept_NV: Array, logits_NV: Array, transform: Any, at: At) -> Array:
+def masked(is_kept_NV: Array, logits_NV: Array, transform: Any, at: At) -> Array:
+    """Logits with what is not kept at -inf, in rows where the transform is active."""
     is_off_N1 = ~transform.is_active()[at.row_N][:, None]
     return jnp.where(is_kept_NV | is_off_N1, logits_NV, -jnp.inf)
-
-
-def _ids(logits_NV: Array) -> Array:
-    return jnp.arange(logits_NV.shape[1], dtype=jnp.int32)[None]

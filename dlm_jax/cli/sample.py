@@ -1,0 +1,324 @@
+"""Prints texts from a trained model: ``python sample.py --prompt "ROMEO:" --num-samples 4``.
+
+Without ``--checkpoint`` the model is the one that ships with the package, a small Shakespeare.
+Only the texts go to standard output, separated by a line ``---``; progress, a summary and what
+``--read-back``, ``--report-chain`` and ``--watch`` tell go to standard error. A flag that is not
+given takes what the checkpoint recommends.
+
+``--prompts in.jsonl --output out.jsonl`` runs a file of requests instead; run it again to go on
+where it was stopped (docs/generation.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tqdm import tqdm
+
+import dlm_jax
+from dlm_jax.batch.requests import read_requests, share
+from dlm_jax.batch.results import Results, fingerprint
+from dlm_jax.batch.run import describe_model, describe_settings, run_requests
+from dlm_jax.cli.common import Parser, refusals, start_jax
+from dlm_jax.config import RowSettings, add_sample_flags, parse_flags, sample_settings
+from dlm_jax.config.sample import settings_of
+from dlm_jax.data import Tokenizer
+from dlm_jax.inference.candidates import HostSampler, Written
+from dlm_jax.inference.generate import chain_report, texts_of
+from dlm_jax.inference.own_rules import classes_of, with_rules
+from dlm_jax.inference.results import Row
+from dlm_jax.settings import nearest
+from dlm_jax.viewing.frames import Frame
+from dlm_jax.viewing.rows import frame_of, special_names
+from dlm_jax.viewing.trace import write_trace
+from dlm_jax.viewing.watch import Watch
+
+
+def make_parser(kind: type[RowSettings]) -> Parser:
+    """The flags of this program, with one for each setting of `kind`."""
+    parser = Parser(prog="sample.py", description=__doc__)
+    add = parser.add_argument
+    add("--checkpoint", metavar="PATH", help="a run or a weights file; default: the shipped model")
+    add("--prompt", metavar="TEXT", help="text that every sample begins with")
+    add("--template", metavar="TEXT", help='text with gaps to fill: "To be <hole:4> be"')
+    add("--draft", metavar="TEXT", help="text behind the prompt, to be refined")
+    add("--num-samples", type=int, default=1, metavar="N", help="texts to print (1)")
+    add("--max-length", type=int, metavar="L", help="canvas of a row; default: as trained")
+    add("--seed", type=int, default=0, metavar="K", help="sample i has the seed K + i (0)")
+    add("--batch-size", type=int, default=64, metavar="B", help="rows that run at once (64)")
+    add("--host-sampler", metavar="MODULE:FUNCTION", help="chooses tokens; docs/host_samplers.md")
+    add("--rules", metavar="MODULE", help="rules of your own, whose settings are flags as well")
+    add("--read-back", type=int, metavar="K", help="print each token with its K best candidates")
+    add("--max-candidates", type=int, default=64, metavar="N",
+        help="of a position that a host sampler or --read-back sees at most (64)")  # fmt: skip
+    add("--watch", action="store_true", help="show the canvas while it is denoised")
+    add("--trace", metavar="FILE", help="write a page that plays the denoising")
+    add("--prompts", metavar="FILE", help="requests, one JSON object per line; needs --output")
+    add("--output", metavar="FILE", help="results of --prompts, one JSON object per line")
+    add("--num-processes", type=int, default=1, metavar="N", help="processes that share --prompts")
+    add("--process-id", type=int, default=0, metavar="I", help="which of them this is, from 0")
+    add("--report-chain", action="store_true", help="print where each part of the chain runs")
+    add("--version", action="version", version=f"dlm_jax {dlm_jax.__version__}")
+    add_sample_flags(parser, kind)
+    return parser
+
+
+def import_module(module: str, where: str) -> ModuleType:
+    """The module of that name, which may lie in the working directory.
+
+    Raises:
+      ValueError: it cannot be imported; the line says why.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # whatever a module of the user's may raise
+        raise ValueError(f"{where}: {module} fails: {type(error).__name__}: {error}") from None
+
+
+def import_sampler(name: str) -> HostSampler:
+    """What ``MODULE:FUNCTION`` names.
+
+    Raises:
+      ValueError: it cannot be imported or called; the line says why.
+    """
+    module, _, function = name.partition(":")
+    where = f"--host-sampler {name}"
+    if not module or not function:
+        raise ValueError(f"{where} is not MODULE:FUNCTION; write rules:only_digits, say")
+    found = import_module(module, where)
+    if not hasattr(found, function):
+        known = [known for known in vars(found) if not known.startswith("_")]
+        raise ValueError(f"{where}: {module} has no {function!r}; {nearest(function, known)}")
+    sampler: HostSampler = getattr(found, function)
+    if not callable(sampler):
+        raise ValueError(f"{where} is {sampler!r}, which cannot be called; name a function")
+    return sampler
+
+
+def read_back_line(record: Written, tokenizer: Tokenizer, size: int) -> str:
+    """One committed token as text: place, probability, and the `size` likeliest candidates."""
+
+    def piece(token: int) -> str:
+        text = tokenizer.decode([token])
+        return repr(text) if text else f"<{token}>"
+
+    seen = record.candidates
+    best = zip(seen.ids[:size].tolist(), seen.logits[:size].tolist(), strict=True)
+    rivals = ", ".join(f"{piece(token)} {logit:.4g}" for token, logit in best)
+    return (
+        f"row {seen.row} step {seen.step} position {seen.index}: {piece(record.token)} "
+        f"p={record.probability:.4g} of {seen.num_survivors} candidates: {rivals}"
+    )
+
+
+def _print_read_back(result: dlm_jax.Texts, args: argparse.Namespace, tokenizer: Tokenizer) -> None:
+    for record in (record for records in result.read_back for record in records):
+        print(read_back_line(record, tokenizer, args.read_back), file=sys.stderr)
+
+
+def _check_read_back(args: argparse.Namespace) -> None:
+    size, limit = args.read_back, args.max_candidates
+    if size is not None and size < 1:
+        raise ValueError(f"--read-back {size} must be at least 1")
+    if size is not None and size > limit >= 1:
+        raise ValueError(
+            f"--read-back {size} is more than --max-candidates {limit}; raise that to {size}"
+        )
+
+
+def _check_modes(args: argparse.Namespace) -> None:
+    """Raises ValueError for flags that mean nothing together."""
+    if (args.prompts is None) != (args.output is None):
+        raise ValueError("--prompts and --output go together; give both")
+    single = ("prompt", "template", "draft", "watch", "trace", "host_sampler", "read_back")
+    given = [name for name in single if getattr(args, name) not in (None, False)]
+    if args.prompts is not None and (given or args.num_samples != 1):
+        name = (given or ["num_samples"])[0].replace("_", "-")
+        raise ValueError(f"--{name} means nothing with --prompts; say it in the requests")
+    if args.prompts is None and (args.num_processes, args.process_id) != (1, 0):
+        raise ValueError("--num-processes and --process-id share --prompts; give that too")
+    if args.batch_size < 1:
+        raise ValueError(f"batch_size={args.batch_size} must be at least 1")
+    if args.trace is not None and not Path(args.trace).parent.is_dir():
+        raise ValueError(f"--trace {args.trace}: there is no such folder; make it first")
+    hosted = [name for name in ("host_sampler", "read_back") if getattr(args, name) is not None]
+    if hosted and (args.watch or args.trace):
+        raise ValueError(
+            f"--{hosted[0].replace('_', '-')} and --watch or --trace exclude each other; drop one"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done, 1 some requests were refused, 2 refused, 130 stopped by Ctrl-C."""
+    start_jax()
+    with refusals():
+        rules = _own_rules(sys.argv[1:] if argv is None else argv)
+        kind = settings_of(with_rules(tuple(rules)))
+        args, _ = parse_flags(make_parser(kind), argv)
+        names = kind.table.settings
+        settings = sample_settings({n: getattr(args, n) for n in names if hasattr(args, n)}, kind)
+        settings |= {"rules": rules} if rules else {}
+        _check_modes(args)
+        sampler = import_sampler(args.host_sampler) if args.host_sampler is not None else None
+        _check_read_back(args)
+        model = dlm_jax.load(args.checkpoint, report=lambda line: print(line, file=sys.stderr))
+        if args.report_chain:
+            print(chain_report(model, host_sampler=sampler, **settings), file=sys.stderr)
+    if args.prompts is not None:
+        return _sample_file(model, args, settings)
+    asked = {name: getattr(args, name) for name in ("prompt", "template", "draft")}
+    prompts = [{name: text for name, text in asked.items() if text is not None}]
+    common: dict[str, Any] = {
+        "num_samples": args.num_samples,
+        "max_length": args.max_length,
+        "seed": args.seed,
+        "batch_size": args.batch_size,
+    } | settings
+    began = time.perf_counter()
+    if args.watch or args.trace is not None:
+        with refusals():
+            result = _watch(model, prompts, args, common)
+    else:
+        # The bar waits, so that a refusal stands alone.
+        with refusals(), tqdm(desc="sample", unit="token", delay=1) as bar:
+            result = dlm_jax.generate(
+                model, prompts, host_sampler=sampler, read_back=args.read_back is not None,
+                max_candidates=args.max_candidates, on_commits=bar.update, **common,
+            )  # fmt: skip
+    seconds = time.perf_counter() - began
+    print("\n---\n".join(result.texts))
+    generated = int((result.committed >= 0).sum())
+    _print_read_back(result, args, model.tokenizer)
+    print(
+        f"{len(result.texts)} texts, {int(result.steps.sum())} steps, {_counted(result)}"
+        f"{generated} tokens in {seconds:.2f} s ({generated / seconds:,.0f} tokens/s with "
+        f"compilation); {len(result.programs)} compilation ({', '.join(result.programs)})",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _own_rules(argv: Sequence[str]) -> list[type]:
+    """The rules of the module that ``--rules`` names; their settings are flags."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--rules")
+    module = parser.parse_known_args(argv)[0].rules
+    if module is None:
+        return []
+    return list(classes_of(import_module(module, f"--rules {module}")))
+
+
+def _counted(result: dlm_jax.Texts) -> str:
+    """What was counted, as far as there is any of it."""
+    total = {name: int(column.sum()) for name, column in result.counters._asdict().items()}
+    parts = [f"{total['forwards']} forwards, "]
+    if total["waves"]:
+        share = total["bootstrapped"] / max(1, total["filled"])
+        parts.append(f"{total['waves']} waves ({share:.1%} of their tokens bootstrapped), ")
+    if total["insertions"] or total["deletions"] or total["lost"]:
+        lost = f", {total['lost']} for want of room lost" if total["lost"] else ""
+        parts.append(f"{total['insertions']} insertions, {total['deletions']} deletions{lost}, ")
+    return "".join(parts)
+
+
+def _watch(
+    model: dlm_jax.Model,
+    prompts: Sequence[dict[str, Any]],
+    args: argparse.Namespace,
+    common: dict[str, Any],
+) -> dlm_jax.Texts:
+    """The texts, shown while they are denoised and kept for the page that plays it."""
+    decode, names = model.tokenizer.decode, special_names(model.tokenizer)
+    watch = Watch(decode, sys.stderr, names=names) if args.watch else None
+    steps = common.get("steps", model.sample.steps)
+    frames: dict[int, list[Frame]] = {}
+    rows: dict[int, Row] = {}
+    for canvases in dlm_jax.stream(model, prompts, **common):
+        rows |= canvases
+        shown = [frame_of(i, row, mask_id=model.tokenizer.mask_id, steps=steps)
+                 for i, row in sorted(canvases.items())]  # fmt: skip
+        for frame in shown:
+            frames.setdefault(frame.row, []).append(frame)
+        if watch is not None:
+            watch.show(shown)
+    if args.trace is not None:
+        title = prompts[0].get("prompt") or prompts[0].get("template") or "unprompted"
+        write_trace(args.trace, [frames[i] for i in sorted(frames)], decode, title=title[:80],
+                    names=names)  # fmt: skip
+        print(f"wrote {args.trace}", file=sys.stderr)
+    return texts_of(model, rows)
+
+
+def _sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[str, Any]) -> int:
+    """Runs a file of requests; exit code 1 if some were refused, 130 if it was stopped."""
+    if args.max_length is not None:
+        settings = settings | {"max_length": args.max_length}
+    with refusals():
+        known = settings_of(with_rules(tuple(settings.get("rules", ())))).table.settings
+        lines = read_requests(args.prompts, known=[*known, "infill"])
+        own = share(lines, args.process_id, args.num_processes)
+        mark = fingerprint(
+            args.prompts,
+            model=describe_model(model),
+            settings=describe_settings(settings)
+            | {"seed": args.seed, "batch_size": args.batch_size},
+        )
+        results = Results(
+            args.output, fingerprint=mark, index=args.process_id, count=args.num_processes
+        )
+    began = time.perf_counter()
+    with results:
+        todo = [line for line in own if line.id not in results.done]
+        if len(todo) < len(own):
+            print(f"{len(own) - len(todo)} of {len(own)} requests are done", file=sys.stderr)
+        with tqdm(total=len(todo), desc="sample", unit="row", delay=1) as bar:
+            tokens = 0
+
+            def show(result: Mapping[str, Any], new: int) -> None:
+                nonlocal tokens
+                tokens += new
+                bar.update()
+                bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):,.0f} tokens/s")
+
+            try:
+                report = run_requests(
+                    model, own, results, seed=args.seed, settings=settings,
+                    batch_size=args.batch_size, on_result=show,
+                )  # fmt: skip
+            except KeyboardInterrupt:
+                print("stopped; the same command goes on from here", file=sys.stderr)
+                return 130
+        with refusals():
+            is_complete = results.finish([line.id for line in lines])
+    seconds = time.perf_counter() - began
+    print(
+        f"{report.rows} rows, {report.errors} refused, {report.tokens} tokens in {seconds:.2f} s "
+        f"({report.rows / seconds:,.1f} rows/s, {report.tokens / seconds:,.0f} tokens/s with "
+        f"compilation), slots {report.occupancy:.0%} occupied while rows of their program waited; "
+        f"{len(report.programs)} programs ({', '.join(report.programs)})",
+        file=sys.stderr,
+    )
+    print(
+        f"wrote {args.output}" if is_complete else "the other processes have not finished yet",
+        file=sys.stderr,
+    )
+    errors = report.errors
+    if is_complete:
+        rows = Path(args.output).read_text(encoding="utf-8").splitlines()
+        errors = sum("error" in json.loads(row) for row in rows)
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,94 @@
+"""Trains a masked diffusion language model: ``python train.py --config configs/quickstart.toml``.
+
+Every field of the config is a flag (``--train.steps 100``). The run lives in ``train.out_dir``:
+checkpoints, ``metrics.jsonl`` and ``loss.png``. Started again, it continues where it was stopped.
+Samples are printed on standard output, everything else on standard error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from jax.experimental import multihost_utils
+
+import dlm_jax.config as configs
+from dlm_jax import __version__
+from dlm_jax.cli.common import Parser, add_host_flags, refusals, start_jax
+from dlm_jax.inference.generate import generate
+from dlm_jax.inference.model import Model
+from dlm_jax.model import cpu
+from dlm_jax.training import Outcome, Run, describe, prepare, run_loop, say
+from dlm_jax.training.step import TrainState
+
+NUM_SAMPLES = 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 finished, 1 not finite, 2 refused, 128 + signal when interrupted."""
+    parser = Parser(prog="train.py", description=__doc__)
+    parser.add_argument("--config", metavar="FILE", help="TOML file; see configs/ for examples")
+    parser.add_argument("--version", action="version", version=f"dlm_jax {__version__}")
+    add_host_flags(parser)
+    configs.add_flags(parser)
+    with refusals():
+        args, overrides = configs.parse_flags(parser, argv)
+        config = configs.load(args.config, overrides)
+        start_jax(args)
+        cpu.keep_freed_memory()
+        run = prepare(config, report=say)
+    with run.checkpoints:
+        describe(run)
+        outcome = run_loop(run, show_sample=show_sample)
+    return finish(outcome)
+
+
+def sample(run: Run, state: TrainState, *, num_samples: int, seed: int = 0) -> tuple[str, ...]:
+    """Texts of the model as it stands, on the first process; none on the others.
+
+    With several processes, all must call it: the first one gathers the parameters and samples
+    alone.
+    """
+    params = state.best_params
+    if jax.process_count() > 1:
+        params = multihost_utils.process_allgather(params, tiled=True)
+        if jax.process_index() != 0:
+            return ()
+        params = jax.device_put(params, jax.local_devices()[0])
+    model = Model(
+        network=run.network,
+        params=params,
+        tokenizer=run.corpus.tokenizer,
+        max_length=run.config.data.seq_len,
+        sample=run.config.sample,
+    )
+    return generate(model, num_samples=num_samples, seed=seed).texts
+
+
+def show_sample(run: Run, state: TrainState, step: int) -> None:
+    """Shows one sample on standard error while training; nothing of a scorer, which writes none."""
+    if not run.task.writes_text:
+        return
+    for text in sample(run, state, num_samples=1, seed=run.config.train.seed):
+        say(f"--- sample at step {step}\n{text}\n---")
+
+
+def finish(outcome: Outcome) -> int:
+    """Exit code; reports how the run ended, and prints samples if it finished a language model."""
+    run = outcome.run
+    if outcome.reason == "non_finite":
+        return 1
+    if outcome.reason == "interrupted":
+        say(f"interrupted: saved at step {outcome.step}; the same command continues")
+        return 128 + outcome.signal_number
+    is_writer = run.task.writes_text
+    texts = sample(run, outcome.state, num_samples=NUM_SAMPLES) if is_writer else ()
+    say(f"finished: {run.out_dir} holds checkpoints, metrics.jsonl and loss.png")
+    say(run.task.next_command.format(out_dir=run.out_dir))
+    if texts:
+        print("\n---\n".join(texts))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,106 @@
+"""What one position offers to a host sampler, and what is read back once it is written.
+
+The chain runs on the device, and the caller sees the candidates that it left, with their logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Candidates(NamedTuple):
+    """What the device part of the chain left for one position, most likely first.
+
+    Attributes:
+      row: the row's place in the result, or in the batch of a loop of your own.
+      index: place of the position in the canvas.
+      step: step of the row, from 0.
+      tokens: int32, the row's live canvas when the step began, MASK at holes.
+      is_hole: True at the holes of `tokens`.
+      first: place of the first token that was not given.
+      ids: int32 ``[n]`` candidates.
+      logits: float32 ``[n]``, after the chain.
+      logprobs: float32 ``[n]``, of each among all survivors, in nats.
+      num_survivors: how many there were; more than ``n`` when some are not shown.
+      is_greedy: whether the row's temperature is 0.
+      uniform: a number in [0, 1) from the row's seed, for this position and step alone.
+    """
+
+    row: int
+    index: int
+    step: int
+    tokens: np.ndarray
+    is_hole: np.ndarray
+    first: int
+    ids: np.ndarray
+    logits: np.ndarray
+    logprobs: np.ndarray
+    num_survivors: int
+    is_greedy: bool
+    uniform: float
+
+    def choose(self, is_allowed: Sequence[bool] | np.ndarray) -> int:
+        """One of the ids where `is_allowed`: the likeliest of a greedy row, else a draw.
+
+        The draw is in proportion to the probabilities and made with `uniform`, so a row comes out
+        the same with the same seed, whatever runs beside it.
+
+        Raises:
+          ValueError: no id is allowed; the line names row, position and remedy.
+        """
+        (places,) = np.nonzero(np.asarray(is_allowed, bool))
+        if not places.size:
+            shown = f"none of the {self.ids.size} candidates is allowed"
+            remedy = "allow more, or truncate less"
+            if self.num_survivors > self.ids.size:
+                shown += f", of {self.num_survivors} that survived"
+                remedy = f"raise max_candidates above {self.ids.size}"
+            raise ValueError(f"row {self.row}: {shown} at position {self.index}; {remedy}")
+        if self.is_greedy:
+            return int(self.ids[places[0]])
+        logprobs = self.logprobs[places].astype(np.float64)
+        upto = np.cumsum(np.exp(logprobs - logprobs[0]))
+        return int(self.ids[places[np.searchsorted(upto, self.uniform * upto[-1], side="right")]])
+
+
+class Written(NamedTuple):
+    """A committed position as read back.
+
+    Attributes:
+      candidates: what there was to choose from.
+      token: which was written.
+      probability: of the token after the whole chain.
+      place: of the position in the row as it is returned; edits may have moved it since it was
+        ``candidates.index``. -1: they deleted it.
+    """
+
+    candidates: Candidates
+    token: int
+    probability: float
+    place: int
+
+
+def moved(records: Iterable[Written], origin: np.ndarray) -> list[Written]:
+    """The records after edits; `origin` is where each position of the row stood before, or -1."""
+    places = {int(before): place for place, before in enumerate(origin) if before >= 0}
+    return [record._replace(place=places.get(record.place, -1)) for record in records]
+
+
+HostSampler = Callable[[Candidates], int]
+"""Chooses one of ``candidates.ids``."""
+
+
+def chosen(sampler: HostSampler, candidates: Candidates) -> int:
+    """Place among the candidates of the id that `sampler` chose."""
+    token = sampler(candidates)
+    (places,) = np.nonzero(candidates.ids == token)
+    if not places.size:
+        raise ValueError(
+            f"row {candidates.row}: the host sampler chose {token!r} at position "
+            f"{candidates.index}, which is none of its {len(candidates.ids)} candidates; choose "
+            "one of candidates.ids"
+        )
+    return int(places[0])

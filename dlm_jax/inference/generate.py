@@ -1,0 +1,241 @@
+"""The library's front door: texts from a model, each prompt with settings of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from dlm_jax.inference.candidates import HostSampler
+from dlm_jax.inference.model import Model
+from dlm_jax.inference.request import Request, Static, group, make_requests, only_chains_in_use
+from dlm_jax.inference.results import Generation, Row, assemble
+from dlm_jax.inference.slots import Slots, finish
+from dlm_jax.types import Status
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts(Generation):
+    """A `Generation` with its rows decoded.
+
+    Rows end with the first EOS that they generated, which stands for no text.
+
+    Attributes:
+      texts: of each row, the prompt and what continues it.
+      programs: shapes of the programs that had to be compiled.
+    """
+
+    texts: tuple[str, ...]
+    programs: tuple[str, ...] = ()
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[str | Mapping[str, Any]] = ("",),
+    *,
+    num_samples: int = 1,
+    seed: int = 0,
+    max_length: int | None = None,
+    batch_size: int = 64,
+    host_sampler: HostSampler | None = None,
+    read_back: bool = False,
+    max_candidates: int = 64,
+    on_commits: Callable[[int], Any] | None = None,
+    **settings: Any,
+) -> Texts:
+    """Texts that continue each prompt `num_samples` times.
+
+    Sample ``i`` in the order of the result has the seed ``seed + i`` and can be made again alone.
+
+    Args:
+      model: from `load`, or your own `Model`.
+      prompts: given texts, kept as they are; or mappings with ``prompt`` and any setting of that
+        prompt alone, ``seed`` (of its first sample), ``max_length``, ``host_sampler`` and
+        ``read_back`` included. Instead of ``prompt``, ``template`` is text with gaps to fill
+        (``"To be <hole:4> be"``), and ``tokens`` are ids, with ``infill`` true MASK among them is a
+        gap; ``draft`` is text behind the prompt, to be refined. See
+        `dlm_jax.inference.prompts.make_canvas`.
+      num_samples: rows of each prompt, next to each other in the result.
+      seed: of the first row.
+      max_length: tokens a row may hold with its prompt; the model's own if not given.
+      batch_size: rows that run at once.
+      host_sampler: Python function that chooses the tokens of all rows, each out of the
+        `dlm_jax.inference.candidates.Candidates` that the row's chain leaves.
+      read_back: whether ``Texts.read_back`` tells of every token its probability and rivals.
+      max_candidates: how many of a position's candidates host samplers and read-back see at most.
+      on_commits: told how many tokens were written since the last call.
+      **settings: fields of `SampleConfig` for all rows (``temperature=0.7``, ``top_k=40``,
+        ``steps=64``, ``order="low_confidence"``, ...); or rules as objects, whose fields hold one
+        value for all rows or one value a row (``commit=Threshold(0.9)``,
+        ``transforms=[Temperature(0.7), TopP(0.9)]``, ``fill``, ``remask``, ``edit``, ``renoise``).
+        ``rules=[...]`` adds rules of your own, which are then settings like the built-in ones.
+        What a mapping gives counts first, then these, then what the model recommends.
+
+    Raises:
+      ValueError: a setting is unknown or out of range, or a prompt does not fit or cannot be
+        encoded; the line names the prompt if there are several. Or a host sampler chose what is
+        no candidate; the line names row and position.
+    """
+    if not isinstance(max_candidates, int) or max_candidates < 1:
+        raise ValueError(f"max_candidates={max_candidates!r} must be at least 1, a whole number")
+    common = {"seed": seed, "max_length": max_length} | settings
+    common |= {"host_sampler": host_sampler, "read_back": read_back}
+    requests = _all_requests(model, prompts, num_samples, common)
+    rows: dict[int, Row] = {}
+    programs: list[str] = []
+    for static, members in group(requests).items():
+        slots = slots_of(
+            model, static, [requests[index] for index in members], batch_size=batch_size,
+            max_candidates=max_candidates, names=members,
+        )  # fmt: skip
+        slots.submit(range(len(members)))
+        known = len(slots.loop.compiled)
+        for index, row in finish(slots, on_commits):
+            rows[members[index]] = row.upto_eos(model.eos_ids)
+        programs += slots.loop.compiled[known:]
+    return dataclasses.replace(texts_of(model, rows), programs=tuple(programs))
+
+
+def stream(
+    model: Model,
+    prompts: Sequence[str | Mapping[str, Any]] = ("",),
+    *,
+    num_samples: int = 1,
+    seed: int = 0,
+    max_length: int | None = None,
+    batch_size: int = 64,
+    every: int | Literal["block"] = 1,
+    **settings: Any,
+) -> Iterator[dict[int, Row]]:
+    """The canvases of `generate` while they are denoised, by the place of their row in its result.
+
+    First before any step, then after every `every` steps, or with ``every="block"`` whenever a row
+    has finished a block. Rows that wait for a slot are not shown, and a row is shown for the last
+    time when it has ended; its tokens are then what `generate` returns.
+
+    Arguments are those of `generate`, and ``every``, the steps between two canvases, at least 1, or
+    "block".
+
+    Raises:
+      ValueError: as `generate`, or `every` is neither; at the first canvas.
+    """
+    common = {"seed": seed, "max_length": max_length} | settings
+    requests = _all_requests(model, prompts, num_samples, common)
+    return canvases(model, requests, every=every, batch_size=batch_size)
+
+
+def texts_of(model: Model, rows: Mapping[int, Row]) -> Texts:
+    """Finished rows by their places, such as the last that `stream` shows, with their texts."""
+    ordered = [rows[index] for index in sorted(rows)]
+    result = assemble(ordered, pad_id=model.tokenizer.pad_id)
+    texts = tuple(model.tokenizer.decode(row.tokens) for row in ordered)
+    return Texts(**vars(result), texts=texts)
+
+
+def _all_requests(
+    model: Model,
+    prompts: Sequence[str | Mapping[str, Any]],
+    num_samples: int,
+    common: Mapping[str, Any],
+) -> list[Request]:
+    """The rows of all prompts, in the order of the result."""
+    if not isinstance(num_samples, int) or num_samples < 1:
+        raise ValueError(f"num_samples={num_samples!r} must be at least 1, a whole number")
+    if isinstance(prompts, str | Mapping):
+        raise ValueError(f"prompts={prompts!r} is one prompt; put it in a list")
+    requests: list[Request] = []
+    for index, prompt in enumerate(prompts):
+        try:
+            requests.extend(make_requests(model, prompt, common, index * num_samples, num_samples))
+        except ValueError as error:
+            where = f"prompt {index}: " if len(prompts) > 1 else ""
+            raise ValueError(f"{where}{error}") from None
+    if not requests:
+        raise ValueError("there is nothing to generate; give at least one prompt")
+    return only_chains_in_use(requests)
+
+
+def slots_of(model: Model, static: Static, requests: Sequence[Request], **options: Any) -> Slots:
+    """Slots for requests that agree in what is compiled in; `options` are those of `Slots`."""
+    make_loop = model.host_loop if static.needs_host else model.advance
+    loop = make_loop(draw=static.draw, is_guided=static.is_guided)
+    return Slots(
+        loop, model.params, requests, model.facts, pad_id=model.tokenizer.pad_id, **options
+    )
+
+
+def chain_report(model: Model, *, host_sampler: HostSampler | None = None, **settings: Any) -> str:
+    """Which part of the chain of a row with these settings runs where, one line a part.
+
+    Args:
+      model: whose recommended settings count where none is given.
+      host_sampler: the row's, if it has one.
+      **settings: as for `generate`.
+
+    Raises:
+      ValueError: a setting is unknown or out of range.
+    """
+    (request,) = make_requests(model, "", settings)
+    sample = request.sample
+    chain = sample.table.pack_chain([sample], model.facts)
+    lines = [f"{name}: device" for name in dict.fromkeys(chain.names)]
+    if host_sampler is None:
+        return "\n".join([*lines, "draw: device"])
+    name = getattr(host_sampler, "__name__", type(host_sampler).__name__)
+    return "\n".join([*lines, f"choice among the survivors: host ({name})"])
+
+
+def canvases(
+    model: Model, requests: Sequence[Request], *, every: int | Literal["block"] = 1, **options: Any
+) -> Iterator[dict[int, Row]]:
+    """Rows by the place of their request, before the first step and then after every `every` steps.
+
+    With ``"block"``, whenever a row has finished one. A row is shown for the last time when it has
+    ended, cut at its first EOS. `options` are those of `Slots`.
+
+    Raises:
+      ValueError: `every` is neither at least 1 nor "block", or as `slots_of`.
+    """
+    is_count = isinstance(every, int) and not isinstance(every, bool) and every >= 1
+    if not is_count and every != "block":
+        raise ValueError(f"every={every!r} must be at least 1, or 'block'")
+    num_steps = 1 if every == "block" else int(every)
+    for static, members in group(requests).items():
+        slots = slots_of(
+            model, static, [requests[index] for index in members], names=members, **options
+        )
+        slots.submit(range(len(members)))
+        slots.fill()
+        blocks: dict[int, int] = {}
+        origins: dict[int, np.ndarray] = {}
+        shown = slots.rows()
+        while shown or slots.is_busy:
+            is_due = every != "block" or any(
+                row.status != Status.RUNNING or row.block != blocks.get(index)
+                for index, row in shown.items()
+            )
+            if is_due:
+                blocks |= {index: row.block for index, row in shown.items()}
+                yield {members[index]: row for index, row in shown.items()}
+                origins = {}
+            if not slots.is_busy:
+                break
+            ended = slots.advance(num_steps)
+            slots.fill()
+            cut = {i: row.upto_eos(model.eos_ids) for i, row in ended.items()}
+            shown = {i: _since(origins, i, row) for i, row in (slots.rows() | cut).items()}
+
+
+def _since(origins: dict[int, np.ndarray], index: int, row: Row) -> Row:
+    """The row with its origin in the canvas that was shown last, which `origins` keeps."""
+    if row.origin is None:
+        return row
+    before = origins.get(index)
+    if before is not None:
+        was_there = np.where(row.origin >= 0, before[np.maximum(row.origin, 0)], -1)
+        row = dataclasses.replace(row, origin=was_there)
+    assert row.origin is not None
+    origins[index] = row.origin
+    return row

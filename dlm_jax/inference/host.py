@@ -1,0 +1,296 @@
+"""Rows whose tokens a Python function chooses, one step at a time beside rows that do not.
+
+The chain runs on the device for all rows; of a row that names a host sampler only the candidates
+that survive it come to the host, and what the other rows draw never leaves the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dlm_jax.inference.candidates import Candidates, HostSampler, Written, chosen
+from dlm_jax.inference.read_back import ReadBack, read_back
+from dlm_jax.sampling import draw as drawing
+from dlm_jax.sampling.edits.state import places as all_places
+from dlm_jax.sampling.inputs import StepInputs
+from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.state import State
+from dlm_jax.sampling.step import chain_now, look, renoised, write
+from dlm_jax.sampling.transforms.protocol import At
+from dlm_jax.types import Params
+
+_PLACES = 64
+_HOST_SALT = 0x686F7374
+
+
+class _Place(NamedTuple):
+    """A position that the host looks at, in a row of the batch, and what is known of that row."""
+
+    slot: int
+    name: int
+    sampler: HostSampler | None
+    index: int
+    step: int
+    tokens: np.ndarray
+    is_hole: np.ndarray
+    first: int
+
+
+class _Survivors(NamedTuple):
+    read: ReadBack
+    logprobs_PK: jax.Array
+    is_greedy_P: jax.Array
+    uniform_P: jax.Array
+
+
+class HostLoop:
+    """The loop of a program in single steps, with host samplers and read-back for some rows.
+
+    Samplers belong to a call of `step`, not to the loop: they can be attached, replaced and removed
+    between any two. Two programs are compiled, one up to the proposal and one from it on, and two
+    small ones for the rows that are looked at; other rows cost what they cost in `Advance`.
+    ``compiled`` lists the shapes, and ``program`` is what they have in common.
+    """
+
+    def __init__(self, program: Program, *, compiler_options: Mapping[str, Any] | None = None):
+        if program.rows is not None:
+            raise ValueError("program.rows splits the rows, which a host reads whole; use None")
+        self.compiled: list[str] = []
+        self.program = program
+        jit = functools.partial(
+            jax.jit, compiler_options=dict(compiler_options) if compiler_options else None
+        )
+        self._look = jit(self._look_once)
+        self._write = jit(functools.partial(write, program), donate_argnums=1)
+        self._survivors = jit(functools.partial(_survivors, program), static_argnames="size")
+        self._choose = jit(functools.partial(_choose, program), donate_argnums=1)
+
+    def _look_once(self, params: Params, state: State) -> tuple[State, StepInputs]:
+        # Runs when a new program is traced, and only then.
+        rows, positions = state.canvas.tokens_BL.shape
+        self.compiled.append(f"rows={rows} canvas={positions} host")
+        if state.edits is not None:
+            edits = state.edits._replace(origin_BL=all_places(state.edits.origin_BL))
+            state = state._replace(edits=edits)
+        state = renoised(self.program, state)
+        return state, look(self.program, params, state)
+
+    def step(
+        self,
+        params: Params,
+        state: State,
+        samplers: Mapping[int, HostSampler],
+        *,
+        read_back: Collection[int] = (),
+        max_candidates: int = 64,
+        names: Sequence[int] | None = None,
+    ) -> tuple[State, list[Written]]:
+        """The state one step later (do not use the old one again), and what was read back.
+
+        Args:
+          params: of the program's network.
+          state: on one device, or whole on each.
+          samplers: host sampler of each row that has one.
+          read_back: rows whose commits are returned, row by row and from left to right, at the
+            positions that they had before the step's edits.
+          max_candidates: how many of a position's candidates come to the host at most.
+          names: what to call each row to host samplers and in errors, if not by its place.
+
+        Raises:
+          ValueError: a sampler chose an id that is no candidate, or `max_candidates` is below 1.
+        """
+        if max_candidates < 1:
+            raise ValueError(f"max_candidates={max_candidates} must be at least 1")
+        state, inputs = self._look(params, state)
+        found: list[tuple[int, Written]] = []
+        if samplers or read_back:
+            wanted = sorted(set(samplers) | set(read_back))
+            places = _places(state, inputs, wanted, samplers, names, mask_id=self.program.mask_id)
+            for first in range(0, len(places), _PLACES):
+                part = places[first : first + _PLACES]
+                inputs, written = self._ask(params, state, inputs, part, max_candidates)
+                found += written
+        state, info = self._write(params, state, inputs)
+        if not read_back:
+            return state, []
+        asked = sorted(read_back)
+        is_committed_BL = np.asarray(info.is_committed_BL[jnp.asarray(asked, jnp.int32)])
+        is_committed = dict(zip(asked, is_committed_BL, strict=True))
+        return state, [
+            written
+            for slot, written in found
+            if slot in is_committed and is_committed[slot][written.candidates.index]
+        ]
+
+    def _ask(
+        self,
+        params: Params,
+        state: State,
+        inputs: StepInputs,
+        places: Sequence[_Place],
+        max_candidates: int,
+    ) -> tuple[StepInputs, list[tuple[int, Written]]]:
+        """The look with the host samplers' choices at `places` in it, and what each would write."""
+        size = min(max_candidates, self.program.network.vocab_size)
+        num_positions = inputs.masks.is_open_BL.shape[1]
+        flat = np.zeros(_PLACES, np.int32)
+        flat[: len(places)] = [place.slot * num_positions + place.index for place in places]
+        is_real, is_hosted = np.arange(_PLACES) < len(places), np.zeros(_PLACES, bool)
+        left = jax.device_get(self._survivors(params, state, inputs, flat, is_real, size=size))
+        ids = left.read.token_N.copy()
+        # A place that only fills the chunk may hold a token of probability 0.
+        logprobs = np.log(np.maximum(left.read.probability_N, np.finfo(np.float32).tiny))
+        found = []
+        for number, place in enumerate(places):
+            candidates = _candidates(left, number, place)
+            if place.sampler is not None:
+                place_of = chosen(place.sampler, candidates)
+                ids[number] = candidates.ids[place_of]
+                logprobs[number] = candidates.logprobs[place_of]
+                is_hosted[number] = True
+            probability = float(np.exp(logprobs[number]))
+            written = Written(candidates, int(ids[number]), probability, place.index)
+            found.append((place.slot, written))
+        if is_hosted.any():
+            inputs = self._choose(
+                params, inputs, state.rules.commit, flat, is_hosted, ids, logprobs
+            )
+        return inputs, found
+
+
+def _places(
+    state: State,
+    inputs: StepInputs,
+    slots: Sequence[int],
+    samplers: Mapping[int, HostSampler],
+    names: Sequence[int] | None,
+    *,
+    mask_id: int,
+) -> list[_Place]:
+    """Every open position of the rows at `slots` whose logits are finite."""
+    rows = jnp.asarray(slots, jnp.int32)
+    canvas = state.canvas
+    is_hole_BL = (canvas.tokens_BL == mask_id) & ~canvas.frozen_BL
+    is_open, is_hole, tokens, is_frozen, lengths, steps = jax.device_get(
+        (
+            (inputs.masks.is_open_BL & inputs.is_finite_B[:, None])[rows],
+            is_hole_BL[rows],
+            canvas.tokens_BL[rows],
+            canvas.frozen_BL[rows],
+            canvas.length_B[rows],
+            state.step_B[rows],
+        )
+    )
+    return [
+        _Place(
+            slot=slot,
+            name=slot if names is None else names[slot],
+            sampler=samplers.get(slot),
+            index=int(index),
+            step=int(steps[number]),
+            tokens=tokens[number][: lengths[number]],
+            is_hole=is_hole[number][: lengths[number]],
+            first=int(np.argmin(is_frozen[number])),
+        )
+        for number, slot in enumerate(slots)
+        for index in np.flatnonzero(is_open[number])
+    ]
+
+
+def _candidates(left: _Survivors, number: int, place: _Place) -> Candidates:
+    """What survived at the place of that number."""
+    read = left.read
+    num_survivors = int(read.num_candidates_N[number])
+    size = min(num_survivors, read.top_ids_NK.shape[1])
+    return Candidates(
+        row=place.name,
+        index=place.index,
+        step=place.step,
+        tokens=place.tokens,
+        is_hole=place.is_hole,
+        first=place.first,
+        ids=np.asarray(read.top_ids_NK)[number, :size],
+        logits=np.asarray(read.top_logits_NK)[number, :size],
+        logprobs=np.asarray(left.logprobs_PK)[number, :size],
+        num_survivors=num_survivors,
+        is_greedy=bool(left.is_greedy_P[number]),
+        uniform=float(left.uniform_P[number]),
+    )
+
+
+def _at(inputs: StepInputs, places_P: jax.Array, is_real_P: jax.Array) -> At:
+    num_positions = inputs.masks.is_open_BL.shape[1]
+    row_P, index_P = places_P // num_positions, places_P % num_positions
+    key_P = jax.vmap(jax.random.fold_in)(inputs.draw_key_B[row_P], index_P)
+    return At(row_N=row_P, index_N=index_P, key_N=key_P, is_real_N=is_real_P)
+
+
+def _survivors(
+    program: Program,
+    params: Params,
+    state: State,
+    inputs: StepInputs,
+    places_P: jax.Array,
+    is_real_P: jax.Array,
+    *,
+    size: int,
+) -> _Survivors:
+    """The `size` largest logits after the chain at each place, and what the device drew there."""
+    at = _at(inputs, places_P, is_real_P)
+    clean_PV = inputs.output.logits(program.network, params, places_P)
+    chain = chain_now(state)
+    prepared = chain.prepare(state.chain_state, inputs.context)
+    final_PV = chain.apply(prepared, clean_PV, at)
+    drawn_P = inputs.proposal.tokens_BL.reshape(-1)[places_P]
+    read = read_back(final_PV, drawn_P, size=size)
+    total_P1 = jax.nn.logsumexp(final_PV, axis=1, keepdims=True)
+    host_key_P = jax.vmap(lambda key: jax.random.fold_in(key, _HOST_SALT))(at.key_N)
+    return _Survivors(
+        read,
+        logprobs_PK=read.top_logits_NK - total_P1,
+        is_greedy_P=chain.is_greedy(at),
+        uniform_P=jax.vmap(jax.random.uniform)(host_key_P),
+    )
+
+
+def _choose(
+    program: Program,
+    params: Params,
+    inputs: StepInputs,
+    rule: Any,
+    places_P: jax.Array,
+    is_hosted_P: jax.Array,
+    ids_P: jax.Array,
+    final_logprob_P: jax.Array,
+) -> StepInputs:
+    """The look with other tokens proposed at the hosted places, scored like the device's own."""
+    clean_PV = inputs.output.logits(program.network, params, places_P)
+    logprob_P = drawing.log_prob(clean_PV, ids_P)
+    target_P = jnp.where(is_hosted_P, places_P, inputs.masks.is_open_BL.size)
+
+    def put(old_BL: jax.Array, new_P: jax.Array) -> jax.Array:
+        flat = old_BL.reshape(-1).at[target_P].set(new_P.astype(old_BL.dtype), mode="drop")
+        return flat.reshape(old_BL.shape)
+
+    old = inputs.proposal
+    proposal = old._replace(
+        tokens_BL=put(old.tokens_BL, ids_P),
+        logprob_BL=put(old.logprob_BL, logprob_P),
+        final_logprob_BL=put(old.final_logprob_BL, final_logprob_P),
+        confidence_BL=put(old.confidence_BL, rule.measure(clean_PV, logprob_P)),
+    )
+    return inputs._replace(filled=inputs.filled._replace(proposal=proposal))
+
+
+@functools.cache
+def make_host_loop(
+    program: Program, *, compiler_options: tuple[tuple[str, Any], ...] = ()
+) -> HostLoop:
+    """The `HostLoop` of `program`, the same object for equal arguments."""
+    return HostLoop(program, compiler_options=dict(compiler_options))

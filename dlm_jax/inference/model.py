@@ -1,0 +1,161 @@
+"""A trained model ready to use: loaded from a run, from a single file, or the one that ships."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+import dlm_jax.config as configs
+from dlm_jax import checkpoint
+from dlm_jax.config import Config, ObjectiveConfig, SampleConfig
+from dlm_jax.data import Tokenizer, check_fits, from_json
+from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
+from dlm_jax.distributed.rows import split_rows
+from dlm_jax.inference.host import HostLoop, make_host_loop
+from dlm_jax.model import cpu
+from dlm_jax.model.transformer import build
+from dlm_jax.sampling.advance import Advance, make_advance
+from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.propose.protocol import chunk_size
+from dlm_jax.sampling.rules import ModelFacts
+from dlm_jax.types import Network, Params
+
+SHIPPED = Path(__file__).parent.parent / "shipped" / "shakespeare.safetensors"
+"""The model that comes with the package: a small Shakespeare in byte-pair tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A network with its parameters, its tokenizer, and the sampling settings it recommends.
+
+    Make one of your own functions to sample from any network; see the example in the README.
+
+    Attributes:
+      network: the model as pure functions.
+      params: their parameters.
+      tokenizer: text to ids and back.
+      sample: settings used where a call gives none.
+      max_length: tokens of the longest canvas it was trained on.
+      is_causal: whether it is autoregressive: its likelihoods are then exact.
+      config: what it was trained with; None for a network of your own.
+      more_eos_ids: ids that end a generation beside that of the tokenizer.
+    """
+
+    network: Network
+    params: Params
+    tokenizer: Tokenizer
+    max_length: int
+    sample: SampleConfig = SampleConfig()
+    is_causal: bool = False
+    config: Config | None = None
+    more_eos_ids: tuple[int, ...] = ()
+
+    def advance(self, *, draw: str = "inverse_cdf", is_guided: bool = False) -> Advance:
+        """The compiled denoising loop of this model's network, made once for each program."""
+        program = self.program(draw, is_guided, rows=split_rows(self.params))
+        return make_advance(program, compiler_options=_compiler_options())
+
+    def host_loop(self, *, draw: str = "inverse_cdf", is_guided: bool = False) -> HostLoop:
+        """The same loop in single steps, for rows with a host sampler or read-back.
+
+        On several devices each runs all rows.
+        """
+        program = self.program(draw, is_guided)
+        return make_host_loop(program, compiler_options=_compiler_options())
+
+    @property
+    def noise(self) -> Schedule:
+        """The noise schedule it was trained with; the linear one for a network of your own."""
+        asked = ObjectiveConfig() if self.config is None else self.config.objective
+        return SCHEDULES[asked.schedule](asked.schedule_power)
+
+    @property
+    def banned_ids(self) -> tuple[int, ...]:
+        """Ids that are never written: MASK, those of the tokenizer, and logits without a token."""
+        beyond = range(self.tokenizer.vocab_size, self.network.vocab_size)
+        return tuple(dict.fromkeys((self.tokenizer.mask_id, *self.tokenizer.banned_ids, *beyond)))
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end a generation."""
+        return tuple(dict.fromkeys((self.tokenizer.eos_id, *self.more_eos_ids)))
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What rules may know of the model."""
+        space_id = self.tokenizer.space_id
+        return ModelFacts(
+            vocab_size=self.network.vocab_size,
+            banned_ids=self.banned_ids,
+            eos_ids=self.eos_ids,
+            space_id=-1 if space_id is None else space_id,
+            noise=self.noise,
+            has_sampler=self.network.sampler_readout is not None,
+            has_critic=self.network.critic is not None,
+        )
+
+    def program(
+        self, draw: str = "inverse_cdf", is_guided: bool = False, *,
+        rows: NamedSharding | None = None,
+    ) -> Program:  # fmt: skip
+        """What is compiled into its denoising loop; see `Program` for the arguments."""
+        facts = self.facts
+        return Program(
+            network=self.network,
+            mask_id=self.tokenizer.mask_id,
+            chunk=chunk_size(self.network.vocab_size),
+            rows=rows,
+            draw=draw,
+            is_guided=is_guided,
+            eos_ids=facts.eos_ids,
+            banned_ids=facts.banned_ids,
+            pad_id=self.tokenizer.pad_id,
+            space_id=facts.space_id,
+        )
+
+
+def _compiler_options() -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(cpu.compiler_options(is_training=False).items()))
+
+
+def load(
+    path: str | os.PathLike[str] | None = None, *, report: Callable[[str], None] | None = None
+) -> Model:
+    """The model of a run, of a weights file, or the one that ships with the package.
+
+    Args:
+      path: what ``train.out_dir`` was, or the directory of its checkpoints; or a file that
+        ``python -m dlm_jax.export`` wrote; None is `SHIPPED`.
+      report: takes one line if a damaged checkpoint was passed over.
+
+    Raises:
+      ValueError: nothing usable is there; the line says what and the remedy.
+    """
+    path = SHIPPED if path is None else path
+    params, meta = checkpoint.load_any(path, _abstract_params, report=report)
+    config = _config_of(meta)
+    tokenizer = from_json(meta["tokenizer"])
+    check_fits(tokenizer, config.model.vocab_size)
+    return Model(
+        network=build(config.model),
+        params=params,
+        tokenizer=tokenizer,
+        max_length=config.data.seq_len,
+        sample=config.sample,
+        is_causal=config.model.attention_type == "causal",
+        config=config,
+    )
+
+
+def _abstract_params(meta: dict[str, Any]) -> Params:
+    return jax.eval_shape(build(_config_of(meta).model).init, jax.random.key(0))
+
+
+def _config_of(meta: dict[str, Any]) -> Config:
+    return configs.from_dict(meta["config"], where="checkpoint")

@@ -1,0 +1,246 @@
+"""A row to generate: its canvas and settings, resolved and checked once before tracing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dlm_jax.config import SampleConfig, resolve
+from dlm_jax.inference import prompts
+from dlm_jax.inference.candidates import HostSampler
+from dlm_jax.inference.model import Model
+from dlm_jax.inference.own_rules import OwnRules, of_row, own_rules
+from dlm_jax.sampling.row import RowParams
+from dlm_jax.sampling.rules import ModelFacts, Rules, RuleTable
+
+_LONGEST = 2**20
+
+
+@dataclass(frozen=True)
+class Request:
+    """One row to denoise.
+
+    Attributes:
+      tokens: int ``[n]``, the whole canvas: given tokens, a draft's, and MASK at the holes.
+      sample: its settings; at least one step for each block with holes.
+      seed: of the row's randomness, in [0, 2**32).
+      is_draft: True at tokens that stand there to be refined; None is nowhere.
+      host_sampler: chooses the row's tokens among the candidates that its chain leaves.
+      read_back: whether it is kept how each token came about.
+      capacity: tokens that edits may grow it to; 0, or less than it has, is as many as it has.
+    """
+
+    tokens: np.ndarray
+    sample: SampleConfig
+    seed: int = 0
+    is_draft: np.ndarray | None = None
+    host_sampler: HostSampler | None = None
+    read_back: bool = False
+    capacity: int = 0
+
+    @property
+    def room(self) -> int:
+        """Positions that the row may come to fill."""
+        return max(self.tokens.size, self.capacity)
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether the row must be looked at from Python at every step."""
+        return self.read_back or self.host_sampler is not None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed} is outside [0, 2**32); use a smaller one")
+        if self.tokens.ndim != 1 or self.tokens.size == 0:
+            raise ValueError(
+                f"tokens have shape {self.tokens.shape}; give one row that is not empty"
+            )
+        if self.is_draft is not None and self.is_draft.shape != self.tokens.shape:
+            raise ValueError(
+                f"is_draft has shape {self.is_draft.shape} and tokens {self.tokens.shape}; give "
+                "one value for each token"
+            )
+        if self.host_sampler is not None and not callable(self.host_sampler):
+            raise ValueError(
+                f"host_sampler={self.host_sampler!r} is not callable; give a function that takes "
+                "Candidates and returns one of their ids"
+            )
+        if not isinstance(self.read_back, bool):
+            raise ValueError(f"read_back={self.read_back!r} is not a bool; use True or False")
+        if not 0 <= self.capacity < 2**31:
+            raise ValueError(
+                f"capacity={self.capacity} must be at least 0; use 0 for as many as it has"
+            )
+
+    def check_steps(self, *, mask_id: int) -> None:
+        """Raises ValueError if there are fewer steps than blocks with holes or drafts."""
+        steps, block_length = self.sample.steps, self.sample.block_length
+        is_work = self.tokens == mask_id
+        if self.is_draft is not None:
+            is_work |= self.is_draft
+        (places,) = np.nonzero(is_work)
+        if block_length == 0 or not places.size:
+            return
+        busy = np.unique((places - places[0]) // block_length).size
+        if steps < busy:
+            raise ValueError(
+                f"steps={steps} is less than the {busy} blocks of block_length={block_length} that "
+                f"have something to fill; use steps={busy} or more"
+            )
+
+
+class Static(NamedTuple):
+    """What is compiled in: rows that agree in it run together."""
+
+    table: RuleTable
+    rules: tuple[Any, ...]
+    draw: str
+    is_guided: bool
+    needs_host: bool
+
+
+def static_of(request: Request) -> Static:
+    """What is compiled in for a request."""
+    sample = request.sample
+    rules = sample.table.static(sample)
+    return Static(sample.table, rules, sample.draw, sample.guidance > 0, request.needs_host)
+
+
+def pack(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, Rules]:
+    """The parameters of requests that agree in what is static, one row each."""
+    samples = [request.sample for request in requests]
+    rows = [
+        SimpleNamespace(**vars(request.sample), seed=request.seed, capacity=request.capacity)
+        for request in requests
+    ]
+    return RowParams.pack(rows, facts), samples[0].table.pack(samples, facts)
+
+
+def group(requests: Sequence[Request]) -> dict[Static, list[int]]:
+    """Places of the requests that can run in the same program."""
+    groups: dict[Static, list[int]] = {}
+    for index, request in enumerate(requests):
+        groups.setdefault(static_of(request), []).append(index)
+    return groups
+
+
+def only_chains_in_use(requests: Sequence[Request]) -> list[Request]:
+    """The requests with those parts of their chain that any of the same chain asks for.
+
+    The others change nothing, and a shorter chain compiles faster.
+    """
+    used: dict[tuple[Any, ...], set[str]] = {}
+    for request in requests:
+        sample = request.sample
+        used.setdefault((sample.table, sample.chain), set()).update(sample.table.in_use(sample))
+    kept = {
+        (table, chain): tuple(name for name in chain if name in names)
+        for (table, chain), names in used.items()
+    }
+    return [
+        replace(
+            request,
+            sample=replace(request.sample, chain=kept[request.sample.table, request.sample.chain]),
+        )
+        for request in requests
+    ]
+
+
+def make_requests(
+    model: Model,
+    prompt: str | Mapping[str, Any],
+    common: Mapping[str, Any],
+    first: int = 0,
+    num_samples: int = 1,
+) -> list[Request]:
+    """The rows of one prompt; `first` is added to the seed unless the prompt has its own.
+
+    Raises:
+      ValueError: a setting is unknown or out of range, or the prompt does not fit or cannot be
+        encoded.
+    """
+    if not isinstance(prompt, str | Mapping):
+        raise ValueError(f"prompt={prompt!r} is neither a text nor a mapping; put it in quotes")
+    own = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
+    asked = {"seed": 0, "max_length": None} | {**common, **own}
+    text = {name: asked.pop(name) for name in prompts.KEYS if name in asked}
+    seed = _integer("seed", asked.pop("seed")) + (0 if "seed" in own else first)
+    room = _room(model, asked.pop("max_length"))
+    host = {name: asked.pop(name) for name in ("host_sampler", "read_back") if name in asked}
+    rules = own_rules(asked)
+    made: list[Request] = []
+    for index in range(num_samples):
+        if made and not rules.has_rows:
+            made.append(replace(made[0], seed=seed + index))
+            continue
+        settings = of_row(rules, first + index)
+        sample = _settings(model, rules, settings, needs_host=any(host.values()))
+        given = prompts.make_canvas(model.tokenizer, text, gen_length=sample.gen_length, room=room)
+        _check_draft(sample, given)
+        capacity = room if sample.inserts else 0
+        request = Request(given.tokens, sample, seed + index, given.is_draft, **host,
+                          capacity=capacity)  # fmt: skip
+        request.check_steps(mask_id=model.tokenizer.mask_id)
+        made.append(request)
+    return made
+
+
+def _settings(
+    model: Model, rules: OwnRules, settings: dict[str, Any], *, needs_host: bool
+) -> SampleConfig:
+    """The settings of a row, resolved and checked against the model."""
+    recommended = {name: getattr(model.sample, name) for name in model.sample.table.settings}
+    recommended["chain"] += tuple(n for n in rules.transforms if n not in recommended["chain"])
+    sample = resolve(recommended, settings, table=rules.table)
+    if needs_host and not rules.table.fill[sample.fill].allows_host:
+        if "fill" in settings:
+            raise ValueError(
+                f"fill={sample.fill!r} draws tokens in waves, where no host sampler or read-back "
+                "can look; use fill='parallel'"
+            )
+        warnings.warn(
+            f"fill='parallel' replaces the recommended {sample.fill!r}, which draws tokens where "
+            "no host sampler or read-back can look",
+            stacklevel=5,
+        )
+        sample = replace(sample, fill="parallel")
+    check(model, sample)
+    return sample
+
+
+def check(model: Model, sample: SampleConfig) -> None:
+    """Raises ValueError for settings that only the model shows to be wrong."""
+    if model.network.scorer is not None:
+        raise ValueError("the model is a sequence scorer, which writes nothing; load another")
+    facts = model.facts
+    for rule in sample.table.of(sample):
+        rule.check_model(sample, facts)
+    sample.table.check_chain(sample, facts)
+
+
+def _check_draft(sample: SampleConfig, given: prompts.Given) -> None:
+    needs = 1 if sample.resample or sample.edits or sample.renoises else 2
+    if given.is_draft is not None and (not sample.refines or sample.steps < needs):
+        raise ValueError(
+            "draft is refined by remasking, resampling, re-noise or edits, and nothing of it is "
+            "asked for; use remask=scheduled, schedule=all and steps=8, say"
+        )
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ValueError(f"{name}={value!r} is not an integer; use one")
+    return int(value)
+
+
+def _room(model: Model, max_length: Any) -> int:
+    if max_length is None:
+        return model.max_length
+    if not 1 <= _integer("max_length", max_length) <= _LONGEST:
+        raise ValueError(f"max_length={max_length} must be at least 1 and at most {_LONGEST}")
+    return int(max_length)

@@ -1,0 +1,143 @@
+"""Finished and running rows, without the padding of their slots; and rows side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dlm_jax.inference.candidates import Written
+from dlm_jax.sampling.row import Counters
+from dlm_jax.types import Status
+
+_CANVAS_MULTIPLE = 64
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row as it stands, without the padding of its slot.
+
+    Attributes:
+      tokens: int32 ``[n]``, MASK at holes.
+      is_frozen: True at given tokens.
+      logprobs: float32 ``[n]``, log-probability in nats of each generated token under the clean
+        logits it was drawn from; 0 at given tokens and holes.
+      committed: int32 ``[n]``, the step that wrote each token, from 0; -1 at given tokens, holes,
+        tokens of a draft, and those that an edit or re-noise put there.
+      steps: taken so far.
+      block: number of the block it works on, from 0, among those that have work.
+      status: how it stands.
+      counters: what has been counted for it.
+      origin: int32 ``[n]``, where each position stood before the last call of `Slots.advance`; -1:
+        it was not there. None without edits.
+      read_back: what was read back of it, in the order of the commits.
+    """
+
+    tokens: np.ndarray
+    is_frozen: np.ndarray
+    logprobs: np.ndarray
+    committed: np.ndarray
+    steps: int
+    block: int
+    status: Status
+    counters: Counters = Counters()
+    origin: np.ndarray | None = None
+    read_back: tuple[Written, ...] = ()
+
+    def upto_eos(self, eos_ids: Sequence[int]) -> Row:
+        """The row up to its first generated EOS and with it; whole if given tokens follow it."""
+        (ends,) = np.nonzero(np.isin(self.tokens, eos_ids) & ~self.is_frozen)
+        if not ends.size or self.is_frozen[ends[0] :].any():
+            return self
+        n = int(ends[0]) + 1
+        return dataclasses.replace(
+            self,
+            tokens=self.tokens[:n],
+            is_frozen=self.is_frozen[:n],
+            logprobs=self.logprobs[:n],
+            committed=self.committed[:n],
+            origin=None if self.origin is None else self.origin[:n],
+            read_back=tuple(r for r in self.read_back if r.place < n),
+        )
+
+
+class Scores(NamedTuple):
+    """How each token came about, ``[R, L]`` each.
+
+    Attributes:
+      logprobs: float32, see `Generation`.
+      committed: int32, see `Generation`.
+    """
+
+    logprobs: np.ndarray
+    committed: np.ndarray
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Finished rows, in the order of their requests.
+
+    Attributes:
+      tokens: int32 ``[R, L]``, PAD from each row's length on.
+      lengths: int32 ``[R]``, live tokens, the given ones included.
+      steps: int32 ``[R]``, steps taken.
+      counters: what was counted of each row, int32 ``[R]`` each.
+      status: ``[R]``, how each row ended.
+      logprobs: float32 ``[R, L]``, log-probability in nats of each generated token under the clean
+        logits it was drawn from; 0 at given tokens. At tokens of a draft that stayed, that under
+        the forward before the last.
+      committed: int32 ``[R, L]``, the step that wrote each token, from 0; -1 at given tokens, those
+        of a draft, and those that an edit put there.
+      read_back: what was read back of each row, in the order of the commits; empty where nothing
+        was asked.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    steps: np.ndarray
+    counters: Counters
+    status: tuple[Status, ...]
+    logprobs: np.ndarray
+    committed: np.ndarray
+    read_back: tuple[tuple[Written, ...], ...]
+
+    @property
+    def forwards(self) -> np.ndarray:
+        """int32 ``[R]``, forwards of the trunk that each row asked for."""
+        return self.counters.forwards
+
+    @property
+    def scores(self) -> Scores:
+        """Log-probability of each token, and the step that wrote it."""
+        return Scores(self.logprobs, self.committed)
+
+
+def assemble(rows: Sequence[Row], *, pad_id: int) -> Generation:
+    """The rows side by side, padded to a canvas that holds the longest."""
+    width = canvas_size(max(row.tokens.size for row in rows))
+
+    def table(name: str, fill: float, dtype: Any) -> np.ndarray:
+        whole = np.full((len(rows), width), fill, dtype)
+        for number, row in enumerate(rows):
+            values = getattr(row, name)
+            whole[number, : values.size] = values
+        return whole
+
+    return Generation(
+        tokens=table("tokens", pad_id, np.int32),
+        lengths=np.array([row.tokens.size for row in rows], np.int32),
+        steps=np.array([row.steps for row in rows], np.int32),
+        counters=Counters(*np.array([row.counters for row in rows], np.int32).T),
+        status=tuple(row.status for row in rows),
+        logprobs=table("logprobs", 0, np.float32),
+        committed=table("committed", -1, np.int32),
+        read_back=tuple(row.read_back for row in rows),
+    )
+
+
+def canvas_size(length: int) -> int:
+    """Static canvas that holds `length` tokens: the next multiple of 64, so that few compile."""
+    return -(-length // _CANVAS_MULTIPLE) * _CANVAS_MULTIPLE

@@ -1,0 +1,41 @@
+"""Commit rules: which of the proposed tokens a step writes into the canvas."""
+
+from collections.abc import Mapping
+
+from dlm_jax.sampling.commit.ancestral import Ancestral
+from dlm_jax.sampling.commit.parallel import EntropyBound, Factor, Threshold
+from dlm_jax.sampling.commit.protocol import CommitContext, CommitRule, Proposal, most, uniform
+from dlm_jax.sampling.commit.quotas import (
+    LargeMargin,
+    LeftToRight,
+    LowConfidence,
+    LowEntropy,
+    RandomOrder,
+)
+
+COMMIT_RULES: Mapping[str, type[CommitRule]] = {
+    rule.name: rule
+    for rule in (
+        LowConfidence, RandomOrder, LeftToRight, LowEntropy, LargeMargin, Threshold, Factor,
+        EntropyBound, Ancestral,
+    )
+}  # fmt: skip
+"""Commit rules by the setting ``order``."""
+
+__all__ = [
+    "COMMIT_RULES",
+    "Ancestral",
+    "CommitContext",
+    "CommitRule",
+    "EntropyBound",
+    "Factor",
+    "LargeMargin",
+    "LeftToRight",
+    "LowConfidence",
+    "LowEntropy",
+    "Proposal",
+    "RandomOrder",
+    "Threshold",
+    "most",
+    "uniform",
+]

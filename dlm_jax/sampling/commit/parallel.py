@@ -1,0 +1,117 @@
+"""Commit rules without a quota: as many holes as are sure enough, and always at least one."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.commit.protocol import CommitContext, CommitRule, Proposal, most
+from dlm_jax.sampling.commit.quotas import CONFIDENCE, Measure, certainty
+from dlm_jax.settings import Setting, per_row, rule, static
+
+THRESHOLD = Setting(
+    "threshold", 0.9, "order=threshold: confidence that commits, in [0, 1]", low=0.0, high=1.0
+)
+FACTOR = Setting(
+    "factor", 1.0,
+    "order=factor: n holes commit together if each is as sure as 1 - factor / (n + 1)",
+    low=0.0, high=1e6,
+)  # fmt: skip
+ENTROPY_BOUND = Setting(
+    "entropy_bound", 0.1, "order=entropy_bound: nats of entropy that may be committed blind, >= 0",
+    low=0.0, high=1e6,
+)  # fmt: skip
+
+
+@rule
+class Threshold(CommitRule):
+    """Commits every hole of confidence >= threshold (Wu et al. 2025, Fast-dLLM, section 3.3).
+
+    Attributes:
+      threshold_B: float32, in [0, 1].
+      confidence: what it is compared with.
+    """
+
+    threshold_B: jax.Array = per_row(THRESHOLD)
+    confidence: Measure = static(CONFIDENCE)
+
+    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+        """What `confidence` says."""
+        return self.confidence(logits_NV, logprob_N)
+
+    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        """The sure ones, and the surest."""
+        is_sure_BL = proposal.confidence_BL >= self.threshold_B[:, None]
+        return (context.is_hole_BL & is_sure_BL) | _best(context, proposal)
+
+
+@rule
+class Factor(CommitRule):
+    """Commits the longest run of surest holes with ``c_n >= 1 - f / (n + 1)``.
+
+    Confidences in falling order, n from 1: the more are committed together, the surer each must be
+    (Fast-dLLM, section 3.3, theorem 1).
+
+    Attributes:
+      factor_B: float32 f, at least 0.
+      confidence: c.
+    """
+
+    factor_B: jax.Array = per_row(FACTOR)
+    confidence: Measure = static(CONFIDENCE)
+
+    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+        """What `confidence` says."""
+        return self.confidence(logits_NV, logprob_N)
+
+    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        """The run, and the surest at least."""
+        score_BL, is_hole_BL, place_BL = _falling(context, proposal)
+        number_1L = 1.0 + jnp.arange(score_BL.shape[1])[None]
+        is_sure_BL = is_hole_BL & (score_BL >= 1.0 - self.factor_B[:, None] / (number_1L + 1.0))
+        run_BL = jnp.cumprod(is_sure_BL, axis=1).astype(bool)
+        return _put_back(run_BL, place_BL) | _best(context, proposal)
+
+
+@rule
+class EntropyBound(CommitRule):
+    """Commits the holes of lowest entropy while the sum of those before is at most the bound.
+
+    That sum bounds what parallel choices can lose in joint entropy (Ben-Hamu et al. 2025,
+    EB-Sampler, equation 6).
+
+    Attributes:
+      bound_B: float32, nats, at least 0.
+    """
+
+    bound_B: jax.Array = per_row(ENTROPY_BOUND)
+
+    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+        """Minus the entropy."""
+        return certainty(logits_NV, logprob_N)
+
+    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        """The run of lowest entropies; the first is always in."""
+        score_BL, is_hole_BL, place_BL = _falling(context, proposal)
+        entropy_BL = jnp.where(is_hole_BL, -score_BL, 0.0)
+        before_BL = jnp.cumsum(entropy_BL, axis=1) - entropy_BL
+        is_in_BL = is_hole_BL & (before_BL <= self.bound_B[:, None])
+        return _put_back(is_in_BL, place_BL) | _best(context, proposal)
+
+
+def _best(context: CommitContext, proposal: Proposal) -> jax.Array:
+    one_B = jnp.ones(context.is_hole_BL.shape[0], jnp.int32)
+    return most(proposal.confidence_BL, context.is_hole_BL, one_B)
+
+
+def _falling(context: CommitContext, proposal: Proposal) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Confidences of the holes in falling order, where there are any, and their places."""
+    score_BL = jnp.where(context.is_hole_BL, proposal.confidence_BL, -jnp.inf)
+    place_BL = jnp.argsort(-score_BL, axis=1, stable=True)
+    is_hole_BL = jnp.take_along_axis(context.is_hole_BL, place_BL, axis=1)
+    return jnp.take_along_axis(score_BL, place_BL, axis=1), is_hole_BL, place_BL
+
+
+def _put_back(is_in_BL: jax.Array, place_BL: jax.Array) -> jax.Array:
+    """What is said of the sorted positions, said of the positions."""
+    return jnp.put_along_axis(jnp.zeros_like(is_in_BL), place_BL, is_in_BL, axis=1, inplace=False)

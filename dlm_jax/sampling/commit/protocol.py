@@ -1,0 +1,104 @@
+"""Commit rules: which of the proposed tokens are written into the canvas at a step.
+
+A rule is a frozen pytree: what it may compile in is metadata, what a request may tune is a ``[B]``
+leaf. It works on the whole batch, reads no row but the one it decides about, and breaks ties
+towards the lower position.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.settings import Rule
+
+
+class CommitContext(NamedTuple):
+    """What a rule may know of the block that each row works on, when a step begins.
+
+    Attributes:
+      is_hole_BL: True at what the block may have written, in rows that still run: its holes, and in
+        rows that resample all that was not given.
+      first_holes_B: int32, holes of the block before its first step.
+      step_B: int32, steps taken in the block.
+      steps_B: int32, steps the block may take in all, at least 1.
+      key_B: this step's key of each row, for the rule alone.
+    """
+
+    is_hole_BL: jax.Array
+    first_holes_B: jax.Array
+    step_B: jax.Array
+    steps_B: jax.Array
+    key_B: jax.Array
+
+
+class Proposal(NamedTuple):
+    """Candidates for the open positions; elsewhere the values mean nothing.
+
+    Attributes:
+      tokens_BL: int32 candidate ids.
+      logprob_BL: float32 log-probability of the candidate under the clean logits.
+      final_logprob_BL: float32, the same under the logits it was drawn from, after all transforms;
+        0 where no row's transforms read it.
+      confidence_BL: float32, what the rule's `measure` said; higher is surer.
+    """
+
+    tokens_BL: jax.Array
+    logprob_BL: jax.Array
+    final_logprob_BL: jax.Array
+    confidence_BL: jax.Array
+
+
+class CommitRule(Rule):
+    """Chooses what a step commits, out of what it made eligible; only `select` is required.
+
+    The loop adds every hole of a block at its last step.
+    """
+
+    required: ClassVar[tuple[str, ...]] = ("select",)
+
+    def eligible(self, context: CommitContext) -> jax.Array:
+        """True at the holes that may commit now, ``[B, L]``; logits are computed for no others."""
+        return context.is_hole_BL
+
+    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+        """Confidence of each candidate, float32 ``[N]``, from clean logits and its log-prob."""
+        return jnp.exp(logprob_N)
+
+    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        """True at the positions to commit, ``[B, L]``; those that were not eligible stay out."""
+        raise NotImplementedError
+
+
+def most(score_BL: jax.Array, is_open_BL: jax.Array, count_B: jax.Array) -> jax.Array:
+    """True at each row's `count_B` open positions of highest score; ties go to lower positions.
+
+    All open positions of a row that has fewer. The last score that is in is found bit by bit:
+    a sort takes 5 times as long on CPU at 16 x 256 and 13 times at 64 x 1024.
+    """
+    rank_BL = jnp.where(is_open_BL, _ascending(score_BL), jnp.uint32(0))
+
+    def with_bit(place: jax.Array, cut_B: jax.Array) -> jax.Array:
+        higher_B = cut_B | (jnp.uint32(1 << 31) >> place.astype(jnp.uint32))
+        num_reach_B = jnp.sum(rank_BL >= higher_B[:, None], axis=1)
+        return jnp.where(num_reach_B >= count_B, higher_B, cut_B)
+
+    cut_B = jax.lax.fori_loop(0, 32, with_bit, jnp.zeros(count_B.shape, jnp.uint32))
+    is_above_BL = rank_BL > cut_B[:, None]
+    is_tied_BL = is_open_BL & (rank_BL == cut_B[:, None])
+    room_B = count_B - jnp.sum(is_above_BL, axis=1)
+    return is_above_BL | (is_tied_BL & (jnp.cumsum(is_tied_BL, axis=1) <= room_B[:, None]))
+
+
+def _ascending(score: jax.Array) -> jax.Array:
+    """uint32 numbers above 0 in the order of float32 scores, -inf included; 0.0 equals -0.0."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.uint32)
+    is_negative = bits >> 31 == 1
+    return jnp.where(is_negative, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def uniform(key_B: jax.Array, num_positions: int) -> jax.Array:
+    """A uniform number for each position, ``[B, L]``, from each row's key alone."""
+    return jax.vmap(lambda key: jax.random.uniform(key, (num_positions,)))(key_B)

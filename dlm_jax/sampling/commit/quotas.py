@@ -1,0 +1,177 @@
+"""Commit rules that write a quota of holes: the surest first, at random, or from left to right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling import vocab
+from dlm_jax.sampling.commit.protocol import CommitContext, CommitRule, Proposal, most, uniform
+from dlm_jax.settings import Setting, rule, static
+
+Quota = Callable[[CommitContext], jax.Array]
+"""``(context) -> int32 [B]``: how many holes each row commits at this step."""
+
+
+def linear_quota(context: CommitContext) -> jax.Array:
+    """``ceil(holes / steps left)``: an even split, the remainder on the first steps."""
+    holes_B = jnp.sum(context.is_hole_BL, axis=1)
+    left_B = jnp.maximum(context.steps_B - context.step_B, 1)
+    return -(-holes_B // left_B)
+
+
+def cosine_quota(context: CommitContext) -> jax.Array:
+    """Few at first, many at the end: after step i of S, ``ceil(h cos(pi/2 i/S))`` holes remain.
+
+    Chang et al. 2022 (MaskGIT), section 3.2; h counts the holes before the first step. With about
+    as many steps as holes the first steps commit nothing.
+    """
+    done = (context.step_B + 1).astype(jnp.float32) / context.steps_B
+    # A product that is whole in exact arithmetic must not be rounded up to the next number.
+    share = jnp.cos(0.5 * jnp.pi * jnp.minimum(done, 1.0)) * context.first_holes_B
+    remain_B = jnp.ceil(share - 1e-3).astype(jnp.int32)
+    return jnp.maximum(jnp.sum(context.is_hole_BL, axis=1) - remain_B, 0)
+
+
+def whole_quota(context: CommitContext) -> jax.Array:
+    """Every hole at every step, which leaves the rest to a remask rule."""
+    return jnp.sum(context.is_hole_BL, axis=1)
+
+
+QUOTAS: dict[str, Quota] = {"linear": linear_quota, "cosine": cosine_quota, "all": whole_quota}
+
+
+Measure = Callable[[jax.Array, jax.Array], jax.Array]
+"""``(clean logits [N, V], log-prob. of the candidate [N]) -> float32 [N]``: higher is surer."""
+
+
+def sampled(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+    """Probability of the candidate (LLaDA, Nie et al. 2025, algorithm 5)."""
+    return jnp.exp(logprob_N)
+
+
+def maximum(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+    """Largest probability (MaskGIT, Chang et al. 2022)."""
+    return jnp.exp(jnp.max(logits_NV, axis=1) - jax.nn.logsumexp(logits_NV, axis=1))
+
+
+def certainty(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+    """Minus the entropy, in nats (Dream, Ye et al. 2025: ``entropy``)."""
+    return -vocab.count_and_entropy(logits_NV)[1]
+
+
+def margin(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+    """Lead of the most probable token over the second (Kim et al. 2025, ``topk_margin``)."""
+    best_NK, _ = vocab.largest(logits_NV, min(2, logits_NV.shape[1]))
+    total_N1 = jax.nn.logsumexp(logits_NV, axis=1, keepdims=True)
+    share_NK = jnp.exp(best_NK - total_N1)
+    return share_NK[:, 0] - (share_NK[:, 1] if share_NK.shape[1] > 1 else 0.0)
+
+
+CONFIDENCE = Setting(
+    "confidence", "sampled",
+    "probability of the token that was drawn (sampled), or the largest (max)",
+    choices={"sampled": sampled, "max": maximum},
+)  # fmt: skip
+SCHEDULE = Setting(
+    "schedule", "linear",
+    "how a quota is spread over the steps: linear, cosine, or all (every hole at every step)",
+    choices=QUOTAS,
+)  # fmt: skip
+
+
+class QuotaRule(CommitRule):
+    """A commit rule that writes as many holes as its quota says."""
+
+    quota: Quota
+
+    @classmethod
+    def check(cls, row: Any) -> None:
+        """Refuses a quota of tokens that are all open at every step."""
+        if row.resample and row.schedule != "all":
+            raise ValueError(
+                f"resample has no use for a quota of order={row.order!r}; use schedule='all', or "
+                "order='threshold'"
+            )
+
+
+class _SurestFirst(QuotaRule):
+    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        """The quota's holes of highest confidence, which all had to be proposed."""
+        return most(proposal.confidence_BL, context.is_hole_BL, self.quota(context))
+
+
+@rule
+class LowConfidence(_SurestFirst):
+    """Commits each row's quota of most confident candidates and leaves the rest in doubt.
+
+    With the clean probability of the drawn token this is LLaDA's ``low_confidence`` remasking
+    (Nie et al. 2025, algorithm 5).
+    """
+
+    quota: Quota = static(SCHEDULE)
+    confidence: Measure = static(CONFIDENCE)
+
+    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+        """What `confidence` says."""
+        return self.confidence(logits_NV, logprob_N)
+
+
+@rule
+class LowEntropy(_SurestFirst):
+    """Commits each row's quota of holes whose predictions have the lowest entropy."""
+
+    name = "entropy"
+    quota: Quota = static(SCHEDULE)
+
+    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+        """Minus the entropy."""
+        return certainty(logits_NV, logprob_N)
+
+
+@rule
+class LargeMargin(_SurestFirst):
+    """Commits each row's quota of holes whose two likeliest tokens are furthest apart."""
+
+    name = "margin"
+    quota: Quota = static(SCHEDULE)
+
+    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+        """The lead of the likeliest."""
+        return margin(logits_NV, logprob_N)
+
+
+@rule
+class RandomOrder(QuotaRule):
+    """Commits a uniformly random quota of each row's holes, chosen before the logits are known."""
+
+    name = "random"
+    quota: Quota = static(SCHEDULE)
+
+    def eligible(self, context: CommitContext) -> jax.Array:
+        """A random quota of the holes; only their logits are needed."""
+        score_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
+        return most(score_BL, context.is_hole_BL, self.quota(context))
+
+    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        """All that were eligible."""
+        return context.is_hole_BL
+
+
+@rule
+class LeftToRight(QuotaRule):
+    """Commits each row's quota of leftmost holes; only their logits are needed."""
+
+    quota: Quota = static(SCHEDULE)
+
+    def eligible(self, context: CommitContext) -> jax.Array:
+        """The leftmost holes."""
+        rank_BL = jnp.cumsum(context.is_hole_BL, axis=1)
+        return context.is_hole_BL & (rank_BL <= self.quota(context)[:, None])
+
+    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        """All that were eligible."""
+        return context.is_hole_BL

@@ -1,0 +1,23 @@
+"""Structural edits: gaps that get a token and tokens that go, so that a row's length changes."""
+
+from collections.abc import Mapping
+
+from dlm_jax.sampling.edits.moves import Cells, Edits, PositionMap
+from dlm_jax.sampling.edits.protocol import EditContext, EditRule
+from dlm_jax.sampling.edits.rules import Lead, Uncertainty
+from dlm_jax.sampling.edits.scores import Snapshot
+
+EDIT_RULES: Mapping[str, type[EditRule]] = {rule.name: rule for rule in (Uncertainty, Lead)}
+"""Edit rules by the setting ``edit_scoring``."""
+
+__all__ = [
+    "EDIT_RULES",
+    "Cells",
+    "EditContext",
+    "EditRule",
+    "Edits",
+    "Lead",
+    "PositionMap",
+    "Snapshot",
+    "Uncertainty",
+]

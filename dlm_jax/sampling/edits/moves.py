@@ -1,0 +1,209 @@
+"""One map from old positions to new ones, for all insertions and deletions of a step at once.
+
+The edits of a step become the old position of each new one, and every array with a value per
+position moves through that map. It is what the shift primitives make of the array of indices, one
+edit at a time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.types import live_positions
+
+
+class Cells(NamedTuple):
+    """What stands at each position, as far as edits look at it or change it.
+
+    Attributes:
+      tokens_BL: int32; MASK at holes, PAD from the row's length on.
+      frozen_BL: True at given tokens, which move but never change, and beyond the length.
+      inserted_BL: True at positions that an edit made, whatever has been written there since.
+      mark_BL: True at the marks of the last step's edits, which keep this step's away.
+      length_B: int32, live positions of each row.
+    """
+
+    tokens_BL: jax.Array
+    frozen_BL: jax.Array
+    inserted_BL: jax.Array
+    mark_BL: jax.Array
+    length_B: jax.Array
+
+
+class Edits(NamedTuple):
+    """The edits of a step, at old positions.
+
+    Attributes:
+      insert_gap_BL: True at g + 1 where a token goes between g and g + 1; live positions only.
+      delete_BL: True at what goes; live and unfrozen positions only.
+      refused_B: int32, insertions left out because the row's capacity has no room for them.
+    """
+
+    insert_gap_BL: jax.Array
+    delete_BL: jax.Array
+    refused_B: jax.Array
+
+
+class PositionMap(NamedTuple):
+    """Where everything goes.
+
+    Attributes:
+      edits: what is carried out.
+      source_BL: int32, the old position of what stands at each new one; at an insertion, that of
+        what the token was put in front of. It never falls from one live position to the next;
+        beyond the new length it means nothing.
+      is_new_BL: True at this step's insertions.
+      mark_BL: True at those, and at what moved into a deleted place.
+      length_B: int32, the new lengths.
+      trimmed_B: int32, tokens that fell off because they found no room.
+    """
+
+    edits: Edits
+    source_BL: jax.Array
+    is_new_BL: jax.Array
+    mark_BL: jax.Array
+    length_B: jax.Array
+    trimmed_B: jax.Array
+
+
+def right_shift(
+    x_BL: jax.Array, start_B: jax.Array, end_B: jax.Array, fill: jax.Array | int
+) -> jax.Array:
+    """`x_BL` with ``[start, end)`` of each row moved right by one, `fill` at its start.
+
+    What was at ``end - 1`` is lost; an empty range stays as it is.
+    """
+    place_1L = jnp.arange(x_BL.shape[1])[None]
+    is_in_BL = (place_1L >= start_B[:, None]) & (place_1L < end_B[:, None])
+    shifted_BL = jnp.where(place_1L == start_B[:, None], fill, jnp.roll(x_BL, 1, axis=1))
+    return jnp.where(is_in_BL, shifted_BL, x_BL)
+
+
+def left_shift(
+    x_BL: jax.Array, start_B: jax.Array, end_B: jax.Array, fill: jax.Array | int
+) -> jax.Array:
+    """`x_BL` with ``[start, end)`` of each row moved left by one, `fill` at its end.
+
+    What was at the start is lost; an empty range stays as it is
+    .
+    """
+    place_1L = jnp.arange(x_BL.shape[1])[None]
+    is_in_BL = (place_1L >= start_B[:, None]) & (place_1L < end_B[:, None])
+    shifted_BL = jnp.where(place_1L == end_B[:, None] - 1, fill, jnp.roll(x_BL, -1, axis=1))
+    return jnp.where(is_in_BL, shifted_BL, x_BL)
+
+
+def position_map_of(edits: Edits, cells: Cells, capacity_B: jax.Array) -> PositionMap:
+    """The map of a step's edits, which act as if one at a time: insertions, then deletions.
+
+    Both at one position replace what is there: the insertion stands in front of it. What is too
+    much for the capacity, once all are done, falls off: the rightmost unfrozen tokens, those just
+    inserted too, and never a frozen one. A deletion marks what
+    then stands in the place, an insertion if there is one; what is trimmed marks nothing.
+
+    Args:
+      edits: where to insert and what to delete.
+      cells: the canvas before.
+      capacity_B: int32, most live positions of each row, at least the row's length; never more
+        than ``L``.
+    """
+    num_positions = edits.delete_BL.shape[1]
+    is_live_BL = live_positions(cells.length_B, num_positions)
+    is_kept_BL = is_live_BL & ~edits.delete_BL
+    is_put_BL = edits.insert_gap_BL
+    is_moved_in_BL = is_kept_BL & ~is_put_BL & _after(edits.delete_BL)
+    num_left_B = jnp.sum(is_kept_BL, axis=1) + jnp.sum(is_put_BL, axis=1)
+    excess_B1 = jnp.maximum(num_left_B - capacity_B, 0)[:, None]
+    is_loose_BL = is_kept_BL & ~cells.frozen_BL
+    loose_BL = is_loose_BL.astype(jnp.int32)
+    behind_BL = jax.lax.cumsum(loose_BL + is_put_BL, axis=1, reverse=True) - loose_BL - is_put_BL
+    is_kept_BL &= ~is_loose_BL | (behind_BL >= excess_B1)
+    is_put_BL &= behind_BL + loose_BL >= excess_B1
+    source_BL, is_new_BL, length_B = _invert(is_put_BL, is_kept_BL)
+    return PositionMap(
+        edits=edits,
+        source_BL=source_BL,
+        is_new_BL=is_new_BL,
+        mark_BL=is_new_BL
+        | (
+            jnp.take_along_axis(is_moved_in_BL, source_BL, axis=1)
+            & live_positions(length_B, num_positions)
+        ),
+        length_B=length_B,
+        trimmed_B=num_left_B - length_B,
+    )
+
+
+def moved(
+    position_map: PositionMap,
+    x_BL: jax.Array,
+    fill: jax.Array | float,
+    beyond: jax.Array | float | None = None,
+) -> jax.Array:
+    """`x_BL` moved through the map.
+
+    Args:
+      position_map: the map.
+      x_BL: any array with a value per position.
+      fill: what insertions hold, for all rows or one of each.
+      beyond: what stands from the new length on, likewise; None is `fill`.
+    """
+    fill_11 = jnp.asarray(fill, x_BL.dtype).reshape(-1, 1)
+    beyond_11 = fill_11 if beyond is None else jnp.asarray(beyond, x_BL.dtype).reshape(-1, 1)
+    found_BL = jnp.take_along_axis(x_BL, position_map.source_BL, axis=1)
+    is_live_BL = live_positions(position_map.length_B, x_BL.shape[1])
+    return jnp.where(is_live_BL, jnp.where(position_map.is_new_BL, fill_11, found_BL), beyond_11)
+
+
+def moved_cells(
+    position_map: PositionMap, cells: Cells, inserted: jax.Array | int, *, pad_id: int
+) -> Cells:
+    """The canvas after the edits of a map.
+
+    Args:
+      position_map: the map.
+      cells: the canvas before.
+      inserted: id at insertions, for all rows or int32 ``[B]``.
+      pad_id: the id of PAD, which stands from the new length on.
+    """
+    return Cells(
+        tokens_BL=moved(position_map, cells.tokens_BL, inserted, pad_id),
+        frozen_BL=moved(position_map, cells.frozen_BL, False, True),
+        inserted_BL=moved(position_map, cells.inserted_BL, True, False),
+        mark_BL=position_map.mark_BL,
+        length_B=position_map.length_B,
+    )
+
+
+def moved_boundary(position_map: PositionMap, boundary_B: jax.Array) -> jax.Array:
+    """int32 ``[B]``: where a boundary lies that stood in front of an old position.
+
+    A token that was inserted just there comes behind it; the row's length becomes its new one.
+    """
+    is_live_BL = live_positions(position_map.length_B, position_map.source_BL.shape[1])
+    return jnp.sum(is_live_BL & (position_map.source_BL < boundary_B[:, None]), axis=1)
+
+
+def _after(is_true_BL: jax.Array) -> jax.Array:
+    """True right behind a True."""
+    return jnp.pad(is_true_BL[:, :-1], ((0, 0), (1, 0)))
+
+
+def _invert(is_put_BL: jax.Array, is_kept_BL: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Source of each new position, whether it is an insertion, and how many there are."""
+    num_positions = is_kept_BL.shape[1]
+    until_BL = jnp.cumsum(is_put_BL.astype(jnp.int32) + is_kept_BL, axis=1)
+    kept_BL = jnp.where(is_kept_BL, until_BL - 1, num_positions)
+    put_BL = jnp.where(is_put_BL, until_BL - 1 - is_kept_BL, num_positions)
+
+    def one_row(kept_L: jax.Array, put_L: jax.Array) -> tuple[jax.Array, jax.Array]:
+        place_L = jnp.arange(num_positions)
+        source_L = place_L.at[kept_L].set(place_L, mode="drop")
+        is_new_L = jnp.zeros(num_positions, bool).at[put_L].set(True, mode="drop")
+        return source_L.at[put_L].set(place_L, mode="drop"), is_new_L
+
+    source_BL, is_new_BL = jax.vmap(one_row)(kept_BL, put_BL)
+    return source_BL, is_new_BL, until_BL[:, -1]

@@ -1,0 +1,286 @@
+"""Edit rules that spend a budget on the best scores, and steer a row's length if asked to."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.commit.protocol import most
+from dlm_jax.sampling.edits import scores
+from dlm_jax.sampling.edits.moves import Cells, Edits
+from dlm_jax.sampling.edits.protocol import EditContext, EditRule
+from dlm_jax.sampling.edits.scores import Snapshot
+from dlm_jax.sampling.schedules import SCHEDULES, ratio_at
+from dlm_jax.settings import Setting, per_row, rule, static
+from dlm_jax.types import live_positions
+
+_NUDGE = 3
+EDIT_TOKENS, OVERFLOWS = ("space", "mask"), ("trim", "refuse")
+LENGTH_TARGETS = ("none", "to_max_new", "exact")
+_TO_MAX_NEW, _EXACT = 1, 2
+
+
+def _ratio(name: str, default: float, help: str) -> Setting:
+    return Setting(name, default, help, low=0.0, high=1.0)
+
+
+def _weight(name: str, default: float, help: str) -> Setting:
+    return Setting(name, default, help, low=0.0, high=1e6)
+
+
+INSERT_RATIO_START = _ratio(
+    "insert_ratio_start", 0.04,
+    "edit: insertions per token that was not given, before the first step, in [0, 1]",
+)  # fmt: skip
+INSERT_RATIO_END = _ratio("insert_ratio_end", 0.0, "edit: the same before the last step")
+DELETE_RATIO_START = _ratio("delete_ratio_start", 0.04, "edit: deletions, likewise")
+DELETE_RATIO_END = _ratio("delete_ratio_end", 0.0, "edit: the same before the last step")
+INSERT_MARGIN = _weight("insert_margin", 0.0, "edit: what the score of a gap must exceed, >= 0")
+DELETE_MARGIN = _weight(
+    "delete_margin", 0.02,
+    "edit: what the probability of the next token in a token's place must be ahead, >= 0",
+)  # fmt: skip
+DELETE_LAMBDA = _weight("delete_lambda", 0.3, "edit: weight of that lead one position on, >= 0")
+COOLDOWN_DISTANCE = Setting(
+    "cooldown_distance", 1,
+    "edit: how far from the last step's edits nothing is edited; 0 is off",
+    low=0, high=2**20 - 1,
+)  # fmt: skip
+OVERFLOW = Setting(
+    "overflow", "trim",
+    "edit: insertions beyond max_length push out the tail (trim), or stop (refuse)",
+    choices={name: name for name in OVERFLOWS},
+)  # fmt: skip
+LENGTH_TARGET_MODE = Setting(
+    "length_target_mode", "none",
+    "edit: to_max_new nudges the length towards max_new_tokens; exact reaches it, where the least "
+    "harmful tokens go or come",
+    choices={name: name for name in LENGTH_TARGETS},
+)  # fmt: skip
+EDIT_TOKEN = Setting(
+    "edit_token", "space",
+    "edit: what is inserted: the space, or mask, a hole that is then filled",
+    choices={name: name for name in EDIT_TOKENS},
+)  # fmt: skip
+EDIT_SCHEDULE = Setting(
+    "edit_schedule", "cosine",
+    "edit: how the ratios go from start to end over the steps: linear or cosine",
+    choices=SCHEDULES,
+)  # fmt: skip
+
+
+class Limits(NamedTuple):
+    """How much a step may edit each row.
+
+    Attributes:
+      insert_ratio_B: float32 in [0, 1], insertions per live unfrozen position.
+      delete_ratio_B: float32 in [0, 1], deletions likewise.
+      insert_margin_B: float32, at least 0: what the score of a gap must exceed to count.
+      delete_margin_B: float32, at least 0: what an advantage must exceed to count.
+      delete_lambda_B: float32, at least 0: weight of the second difference.
+      cooldown_B: int32, how far from a mark of the last step nothing is edited; 0 is off.
+      trims_B: True for rows where insertions push the tail out of the capacity; False for those
+        where they stop at it.
+      target_mode_B: int32, place in `LENGTH_TARGETS`.
+    """
+
+    insert_ratio_B: jax.Array
+    delete_ratio_B: jax.Array
+    insert_margin_B: jax.Array
+    delete_margin_B: jax.Array
+    delete_lambda_B: jax.Array
+    cooldown_B: jax.Array
+    trims_B: jax.Array
+    target_mode_B: jax.Array
+
+
+@rule
+class Uncertainty(EditRule):
+    """Inserts beside uncertain tokens, and deletes tokens whose successor fits in their place.
+
+    Attributes:
+      insert_start_B: float32 in [0, 1], insertions per unfrozen position before the first step.
+      insert_end_B: the same before the last step.
+      delete_start_B: likewise, deletions.
+      delete_end_B: likewise.
+      insert_margin_B: float32, at least 0: what the score of a gap must exceed to count.
+      delete_margin_B: float32, at least 0: what an advantage must exceed to count for a deletion.
+      lambda_B: float32, at least 0: weight of the advantage one position on.
+      cooldown_B: int32, how far from the last step's edits nothing is edited; 0 is off.
+      overflow_B: int32, place in `OVERFLOWS`.
+      target_mode_B: int32, place in `LENGTH_TARGETS`.
+      token_B: int32, place in `EDIT_TOKENS`.
+      schedule: of the ratios, one of `SCHEDULES`.
+    """
+
+    insert_start_B: jax.Array = per_row(INSERT_RATIO_START)
+    insert_end_B: jax.Array = per_row(INSERT_RATIO_END)
+    delete_start_B: jax.Array = per_row(DELETE_RATIO_START)
+    delete_end_B: jax.Array = per_row(DELETE_RATIO_END)
+    insert_margin_B: jax.Array = per_row(INSERT_MARGIN)
+    delete_margin_B: jax.Array = per_row(DELETE_MARGIN)
+    lambda_B: jax.Array = per_row(DELETE_LAMBDA)
+    cooldown_B: jax.Array = per_row(COOLDOWN_DISTANCE)
+    overflow_B: jax.Array = per_row(OVERFLOW)
+    target_mode_B: jax.Array = per_row(LENGTH_TARGET_MODE)
+    token_B: jax.Array = per_row(EDIT_TOKEN)
+    schedule: str = static(EDIT_SCHEDULE)
+
+    @classmethod
+    def inserts(cls, row: Any) -> bool:
+        """Whether a ratio or a target may add tokens."""
+        ratios = max(row.insert_ratio_start, row.insert_ratio_end)
+        return row.edit and (ratios > 0 or row.length_target_mode != "none")
+
+    @classmethod
+    def deletes(cls, row: Any) -> bool:
+        """Whether a ratio or a target may take tokens out."""
+        ratios = max(row.delete_ratio_start, row.delete_ratio_end)
+        return row.edit and (ratios > 0 or row.length_target_mode != "none")
+
+    @classmethod
+    def check(cls, row: Any) -> None:
+        """Refuses spaces that nothing rewrites; warns of margins that leave nothing."""
+        inserts, deletes = cls.inserts(row), cls.deletes(row)
+        if inserts and row.edit_token == "space" and not (row.resample or row.remasks):
+            raise ValueError(
+                "edit inserts spaces that nothing rewrites; use edit_token='mask', or resample=True"
+            )
+        for name, does in (("insert", inserts), ("delete", deletes)):
+            margin = getattr(row, f"{name}_margin")
+            if does and margin >= 1:
+                warnings.warn(
+                    f"{name}_margin={margin} lets nothing be {name.removesuffix('e')}ed: "
+                    "probabilities differ by 1 at most; use 0.02",
+                    stacklevel=3,
+                )
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        """Refuses to insert a space that the vocabulary lacks."""
+        if facts.space_id < 0 and cls.inserts(row) and row.edit_token == "space":
+            raise ValueError(
+                "edit_token='space' needs a token that is a space, which the tokenizer lacks; use "
+                "edit_token='mask'"
+            )
+
+    def is_active(self) -> jax.Array:
+        """True ``[B]`` for rows whose length may change."""
+        return (self.target_mode_B > 0) | (
+            (self.insert_start_B > 0) | (self.insert_end_B > 0)
+            | (self.delete_start_B > 0) | (self.delete_end_B > 0)
+        )  # fmt: skip
+
+    def inserted_id(self, *, mask_id: int, space_id: int) -> jax.Array:
+        """MASK or the space, as each row's settings say."""
+        return jnp.where(self.token_B == EDIT_TOKENS.index("mask"), mask_id, space_id)
+
+    def gap_scores(self, cells: Cells, snapshot: Snapshot, *, mask_id: int) -> jax.Array:
+        """float32 ``[B, L]``: what speaks for an insertion in front of each position."""
+        return scores.gap_scores(scores.uncertainty(cells, snapshot, mask_id=mask_id))
+
+    def limits(self, step_B: jax.Array, steps_B: jax.Array) -> Limits:
+        """What holds before the step of that number, out of `steps_B`."""
+        insert_B, delete_B = (
+            ratio_at(start_B, end_B, step_B, steps_B, schedule=self.schedule)
+            for start_B, end_B in (
+                (self.insert_start_B, self.insert_end_B),
+                (self.delete_start_B, self.delete_end_B),
+            )
+        )
+        return Limits(
+            insert_B, delete_B, self.insert_margin_B, self.delete_margin_B, self.lambda_B,
+            self.cooldown_B, self.overflow_B == OVERFLOWS.index("trim"), self.target_mode_B,
+        )  # fmt: skip
+
+    def select(self, context: EditContext) -> Edits:
+        """The edits of each row at this step; see `select_edits`."""
+        gap_BL = self.gap_scores(context.cells, context.snapshot, mask_id=context.mask_id)
+        return select_edits(context, self.limits(context.step_B, context.steps_B), gap_BL)
+
+
+@rule
+class Lead(Uncertainty):
+    """Inserts where the likeliest token leads over the one that is there; deletes alike.
+
+    For models trained to proofread.
+    """
+
+    reads_likeliest = True
+
+    def gap_scores(self, cells: Cells, snapshot: Snapshot, *, mask_id: int) -> jax.Array:
+        """The lead at each position, see `dlm_jax.sampling.edits.scores.leads`."""
+        return scores.leads(cells, snapshot, mask_id=mask_id)
+
+
+def select_edits(context: EditContext, limits: Limits, gap_BL: jax.Array) -> Edits:
+    """The edits of each row at this step, chosen on one snapshot: best scores, lower positions.
+
+    Only scores above 0 are chosen. A gap must have a live position on its right. What goes is
+    live, unfrozen, no hole, not the last of its row, and no space but at a position that an edit
+    inserted: neither given nor generated spaces go. Nothing is chosen within the cooldown of a
+    mark; a gap is where its token would go. Insertions and deletions know nothing of each other,
+    but that rows that do not trim insert no more than they have room for after the deletions.
+    Neither do rows that are nudged to grow: their insertions, all of them, are capped at the free
+    capacity, so that a row below its target loses nothing to get there.
+
+    Rows with an exact target take scores of 0 and less too, as many as the target asks of this
+    step, and know no cooldown: the tokens whose successor fits worst in their place go last.
+
+    Args:
+      context: the canvas and what is known of it. Ratios count all of the row.
+      limits: how much may be edited.
+      gap_BL: float32, what speaks for an insertion in front of each position.
+    """
+    cells, snapshot, mask_id = context.cells, context.snapshot, context.mask_id
+    is_row_BL = live_positions(cells.length_B, cells.tokens_BL.shape[1])
+    num_free_B = jnp.sum(is_row_BL & ~cells.frozen_BL, axis=1)
+    num_insert_B, num_delete_B, is_short_B = _budgets(context, limits, num_free_B)
+    is_live_BL = is_row_BL & context.is_open_BL
+    is_exact_B1 = (limits.target_mode_B == _EXACT)[:, None]
+    is_cool_BL = ~scores.is_near(cells.mark_BL, limits.cooldown_B) | is_exact_B1
+
+    misfit_BL = scores.deletion_scores(
+        cells, snapshot, limits.delete_margin_B, limits.delete_lambda_B, mask_id=mask_id
+    )
+    is_kept_space_BL = (cells.tokens_BL == context.space_id) & ~cells.inserted_BL
+    may_go_BL = is_live_BL & ~cells.frozen_BL & (cells.tokens_BL != mask_id) & ~is_kept_space_BL
+    may_go_BL &= is_cool_BL
+    forced_BL = may_go_BL & is_exact_B1 & scores.right_of(is_row_BL)
+    last_B1 = jnp.where(misfit_BL > 0, misfit_BL, scores.fit_of_next(cells, snapshot, mask_id) - 2)
+    delete_BL = most(
+        jnp.where(is_exact_B1, last_B1, misfit_BL), (may_go_BL & (misfit_BL > 0)) | forced_BL,
+        num_delete_B,
+    )  # fmt: skip
+
+    gap_BL = gap_BL - limits.insert_margin_B[:, None]
+    is_free_gap_BL = ~cells.frozen_BL | ~scores.left_of(cells.frozen_BL)
+    may_grow_BL = is_live_BL & is_cool_BL & ((gap_BL > 0) | (is_exact_B1 & is_free_gap_BL))
+    wanted_B = jnp.minimum(num_insert_B, jnp.sum(may_grow_BL, axis=1))
+    room_B = context.capacity_B - cells.length_B + jnp.sum(delete_BL, axis=1)
+    may_spill_B = limits.trims_B & ~is_short_B
+    granted_B = jnp.where(may_spill_B, wanted_B, jnp.minimum(wanted_B, room_B))
+    return Edits(most(gap_BL, may_grow_BL, granted_B), delete_BL, wanted_B - granted_B)
+
+
+def _budgets(
+    context: EditContext, limits: Limits, num_free_B: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """How many insertions and deletions a row may have, and where it is nudged to grow."""
+    num_insert_B, num_delete_B = (
+        jnp.floor(ratio_B * num_free_B + 1e-3).astype(jnp.int32)
+        for ratio_B in (limits.insert_ratio_B, limits.delete_ratio_B)
+    )
+    surplus_B = context.cells.length_B - jnp.minimum(context.target_B, context.capacity_B)
+    left_B = jnp.maximum(context.steps_B - context.step_B, 1)
+    is_exact_B = limits.target_mode_B == _EXACT
+    # An exact target is shared out over the edits that are left; it replaces the ratios.
+    share_B = jnp.sign(surplus_B) * -(-jnp.abs(surplus_B) // left_B)
+    nudge_B = jnp.where(is_exact_B, share_B, jnp.clip(surplus_B, -_NUDGE, _NUDGE))
+    nudge_B = jnp.where(limits.target_mode_B > 0, nudge_B, 0)
+    num_insert_B = jnp.where(is_exact_B, 0, num_insert_B) + jnp.maximum(-nudge_B, 0)
+    num_delete_B = jnp.where(is_exact_B, 0, num_delete_B) + jnp.maximum(nudge_B, 0)
+    return num_insert_B, num_delete_B, nudge_B < 0

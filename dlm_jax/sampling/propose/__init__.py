@@ -1,0 +1,21 @@
+"""Fills: how a step finds candidates for its open positions."""
+
+from collections.abc import Mapping
+
+from dlm_jax.sampling.propose.parallel import Parallel
+from dlm_jax.sampling.propose.protocol import CandidateWriter, Filled, FillRule, Reader, Wanted
+from dlm_jax.sampling.propose.wavefront import Wavefront
+
+FILL_RULES: Mapping[str, type[FillRule]] = {rule.name: rule for rule in (Parallel, Wavefront)}
+"""Fills by the setting ``fill``."""
+
+__all__ = [
+    "FILL_RULES",
+    "CandidateWriter",
+    "FillRule",
+    "Filled",
+    "Parallel",
+    "Reader",
+    "Wanted",
+    "Wavefront",
+]

@@ -1,0 +1,26 @@
+"""Remask rules: which committed tokens become holes again; and re-noise, before the forward."""
+
+from collections.abc import Mapping
+
+from dlm_jax.sampling.remask.protocol import RemaskContext, RemaskRule
+from dlm_jax.sampling.remask.remdm import RemdmCap, RemdmConf, RemdmRescale
+from dlm_jax.sampling.remask.renoise import Renoise
+from dlm_jax.sampling.remask.scheduled import Scheduled, ScheduledThreshold
+
+REMASK_RULES: Mapping[str, type[RemaskRule]] = {
+    rule.name: rule
+    for rule in (Scheduled, ScheduledThreshold, RemdmCap, RemdmRescale, RemdmConf)
+}  # fmt: skip
+"""Remask rules by the setting ``remask``, beside ``none``."""
+
+__all__ = [
+    "REMASK_RULES",
+    "RemaskContext",
+    "RemaskRule",
+    "RemdmCap",
+    "RemdmConf",
+    "RemdmRescale",
+    "Renoise",
+    "Scheduled",
+    "ScheduledThreshold",
+]

@@ -1,0 +1,118 @@
+"""Re-noise: before each forward some tokens are overwritten, for the model to write anew.
+
+Unlike remasking it may leave a space or a random token, which the model takes for text
+(`docs/design.md`, readings of variable-length edits).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dlm_jax.sampling.commit.protocol import most, uniform
+from dlm_jax.sampling.schedules import SCHEDULES, ratio_at
+from dlm_jax.settings import Rule, Setting, per_row, rule, static
+
+RENOISE_TOKENS = ("space", "mask", "random")
+RENOISE = Setting(
+    "renoise", "space",
+    "re-noise: what tokens are overwritten with before a forward: space, mask or random",
+    choices={name: name for name in RENOISE_TOKENS},
+)  # fmt: skip
+RENOISE_START = Setting(
+    "renoise_start", 0.0, "re-noise: share overwritten before the first step", low=0.0, high=1.0
+)
+RENOISE_END = Setting(
+    "renoise_end", 0.0, "re-noise: share overwritten before the last step", low=0.0, high=1.0
+)
+RENOISE_SCHEDULE = Setting(
+    "renoise_schedule", "cosine", "re-noise: linear or cosine in between", choices=SCHEDULES
+)
+
+
+@rule
+class Renoise(Rule):
+    """Overwrites a share of the block's unfrozen tokens, uniformly chosen.
+
+    Attributes:
+      start_B: float32 share before the first step, in [0, 1].
+      end_B: float32 share before the last step, in [0, 1].
+      kind_B: int32, place of what is written in `RENOISE_TOKENS`.
+      schedule: in between, one of `SCHEDULES`.
+    """
+
+    start_B: jax.Array = per_row(RENOISE_START)
+    end_B: jax.Array = per_row(RENOISE_END)
+    kind_B: jax.Array = per_row(RENOISE)
+    schedule: str = static(RENOISE_SCHEDULE)
+
+    @classmethod
+    def is_used(cls, row: Any) -> bool:
+        """Whether a share is not 0."""
+        return max(row.renoise_start, row.renoise_end) > 0
+
+    @classmethod
+    def check(cls, row: Any) -> None:
+        """Refuses to leave what nothing rewrites."""
+        if row.renoise != "mask" and not (row.resample or row.remasks):
+            raise ValueError(
+                f"re-noise leaves {row.renoise} tokens that nothing rewrites; use renoise='mask', "
+                "or resample=True"
+            )
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        """Refuses a space that the vocabulary lacks."""
+        if row.renoise == "space" and facts.space_id < 0:
+            raise ValueError(
+                "renoise='space' needs a token that is a space, which the tokenizer lacks; use "
+                "renoise='mask'"
+            )
+
+    def is_active(self) -> jax.Array:
+        """True ``[B]`` where a share is not 0."""
+        return (self.start_B > 0) | (self.end_B > 0)
+
+    def ratio(self, step_B: jax.Array, steps_B: jax.Array) -> jax.Array:
+        """float32 ``[B]``: the share overwritten before the step of that number."""
+        return ratio_at(self.start_B, self.end_B, step_B, steps_B, schedule=self.schedule)
+
+    def write(
+        self,
+        tokens_BL: jax.Array,
+        is_free_BL: jax.Array,
+        ratio_B: jax.Array,
+        key_B: jax.Array,
+        *,
+        mask_id: int,
+        space_id: int,
+        random_ids: tuple[int, ...],
+    ) -> tuple[jax.Array, jax.Array]:
+        """The canvas before the forward of a step, and where it was overwritten.
+
+        Args:
+          tokens_BL: int32 canvas.
+          is_free_BL: True at the block's unfrozen positions, in rows that take the step.
+          ratio_B: float32, what `ratio` says of the step.
+          key_B: this step's key of each row, for re-noise alone.
+          mask_id: the id of MASK.
+          space_id: the id of the space.
+          random_ids: ids of which one is written at random.
+        """
+        is_token_BL = is_free_BL & (tokens_BL != mask_id)
+        count_B = jnp.floor(ratio_B * jnp.sum(is_token_BL, axis=1) + 1e-3).astype(jnp.int32)
+        keys_B2 = jax.vmap(jax.random.split)(key_B)
+        num_positions = tokens_BL.shape[1]
+        is_hit_BL = most(uniform(keys_B2[:, 0], num_positions), is_token_BL, count_B)
+        choice_BL = jnp.floor(uniform(keys_B2[:, 1], num_positions) * len(random_ids))
+        random_BL = jnp.asarray(np.array(random_ids, np.int32))[choice_BL.astype(jnp.int32)]
+        kind_B1 = self.kind_B[:, None]
+        new_BL = jnp.where(
+            kind_B1 == RENOISE_TOKENS.index("random"),
+            random_BL,
+            jnp.where(kind_B1 == RENOISE_TOKENS.index("mask"), mask_id, space_id),
+        )
+        return jnp.where(is_hit_BL, new_BL, tokens_BL), is_hit_BL

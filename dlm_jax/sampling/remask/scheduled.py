@@ -1,0 +1,100 @@
+"""Refinement: the tokens most likely wrong become holes again, fewer from step to step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.commit.protocol import most, uniform
+from dlm_jax.sampling.remask.protocol import RemaskContext, RemaskRule
+from dlm_jax.settings import Setting, per_row, rule, static
+
+REMASK_START = Setting(
+    "remask_start", 0.95, "scheduled: where the remasked share begins, in [0, 1]",
+    low=0.0, high=1.0,
+)  # fmt: skip
+REMASK_END = Setting(
+    "remask_end", 0.05, "scheduled: share remasked before the last step, in [0, 1]",
+    low=0.0, high=1.0,
+)  # fmt: skip
+REMASK_RANDOMNESS = Setting(
+    "remask_randomness", 0.0,
+    "scheduled: weight of chance beside wrongness, in [0, 1]; 1 is chance alone",
+    low=0.0, high=1.0,
+)  # fmt: skip
+REMASK_BY = Setting(
+    "remask_by", "confidence",
+    "scheduled: what tells how wrong a token is: its own probability when it was drawn "
+    "(confidence), or the critic head on the filled text (critic), which costs a forward",
+    choices={"confidence": False, "critic": True},
+)  # fmt: skip
+
+
+@rule
+class Scheduled(RemaskRule):
+    """Remasks the tokens most likely wrong, fewer from step to step.
+
+    Before step i of N, from 1, ``r = start - (start - end) i / (N - 1)`` of the block's unfrozen
+    positions. Wrongness is ``(1 - m) w + m u`` with randomness m and u uniform; w is what the
+    critic says, or 1 less the token's probability when it was drawn (`docs/design.md`,
+    "Refinement").
+
+    Attributes:
+      start_B: float32 ratio, in [0, 1].
+      end_B: float32 ratio, in [0, 1]; with `start_B` 0 the row is left alone.
+      randomness_B: float32 m, in [0, 1].
+      reads_critic: whether the critic says what is wrong.
+    """
+
+    start_B: jax.Array = per_row(REMASK_START)
+    end_B: jax.Array = per_row(REMASK_END)
+    randomness_B: jax.Array = per_row(REMASK_RANDOMNESS)
+    reads_critic: bool = static(REMASK_BY)
+
+    @classmethod
+    def is_used(cls, row: Any) -> bool:
+        """Whether a ratio is not 0."""
+        return max(row.remask_start, row.remask_end) > 0
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        """Refuses to ask a critic that the model lacks."""
+        if cls.is_used(row) and row.remask_by == "critic" and not facts.has_critic:
+            raise ValueError(
+                "remask_by='critic' needs a critic head, which this model lacks; use "
+                "remask_by='confidence', or train one with model.add_critic_head"
+            )
+
+    def is_active(self) -> jax.Array:
+        """True where a ratio is not 0."""
+        return (self.start_B > 0) | (self.end_B > 0)
+
+    def select(self, context: RemaskContext) -> jax.Array:
+        """The worst tokens."""
+        step = context.step
+        share_B = (step.step_B + 1).astype(jnp.float32) / jnp.maximum(step.steps_B - 1, 1)
+        ratio_B = self.start_B - (self.start_B - self.end_B) * jnp.minimum(share_B, 1.0)
+        mix_B1 = self.randomness_B[:, None]
+        chance_BL = uniform(context.key_B, context.is_open_BL.shape[1])
+        own_BL = 1.0 - context.probability_BL if context.wrong_BL is None else context.wrong_BL
+        wrong_BL = (1.0 - mix_B1) * own_BL + mix_B1 * chance_BL
+        return self.worst(wrong_BL, ratio_B, context) & self.is_active()[:, None]
+
+    def worst(self, wrong_BL: jax.Array, ratio_B: jax.Array, context: RemaskContext) -> jax.Array:
+        """True at the ratio's number of open tokens of highest wrongness."""
+        count_B = jnp.floor(ratio_B * context.num_free_B + 1e-3).astype(jnp.int32)
+        return most(wrong_BL, context.is_open_BL, count_B)
+
+
+@rule
+class ScheduledThreshold(Scheduled):
+    """Remasks the tokens of wrongness above ``1 - r``, with r and wrongness as in `Scheduled`.
+
+    A block where there is none is finished.
+    """
+
+    def worst(self, wrong_BL: jax.Array, ratio_B: jax.Array, context: RemaskContext) -> jax.Array:
+        """True where wrongness is above the threshold."""
+        return wrong_BL > 1.0 - ratio_B[:, None]

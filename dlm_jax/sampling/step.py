@@ -1,0 +1,238 @@
+"""One step of the denoising loop: look at the canvas, write what the rules choose.
+
+``step: re-noise -> forward -> transform logits -> propose -> commit -> edit -> remask``; every
+published sampler is a choice of those slots, not a new loop. Edits and remasking come at the end
+of a step instead of the beginning of the next: what the forward said need not be kept, and a row
+where nothing is remasked is done without another one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from dlm_jax.sampling.blocks import choose, next_block
+from dlm_jax.sampling.edits.apply import edited
+from dlm_jax.sampling.inputs import (
+    RENOISE_SALT,
+    StepInputs,
+    StepMasks,
+    is_free,
+    is_stepping,
+    step_keys,
+    step_masks,
+    visible_context,
+)
+from dlm_jax.sampling.output import TrunkOutput
+from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.propose.protocol import CandidateWriter, Filled, Reader, Wanted
+from dlm_jax.sampling.remask.apply import may_remask, remasked
+from dlm_jax.sampling.state import EDITED, State, work
+from dlm_jax.sampling.transforms.chain import Chain
+from dlm_jax.sampling.transforms.protocol import Context
+from dlm_jax.types import Canvas, Params, Status, live_positions
+
+_ENDS = (Status.NON_FINITE, Status.CANVAS_FULL, Status.DONE, Status.STEP_LIMIT)
+
+
+class StepInfo(NamedTuple):
+    """What a step did, at the positions that the canvas had before its edits.
+
+    Attributes:
+      is_committed_BL: True where it committed a candidate.
+    """
+
+    is_committed_BL: jax.Array
+
+
+def step(program: Program, params: Params, state: State) -> tuple[State, StepInfo]:
+    """The state after one step of every running row; other rows come back bit for bit.
+
+    A row whose draft is to be edited is only looked at, the first time: its edits come before its
+    first step.
+    """
+    state = renoised(program, state)
+    return write(program, params, state, look(program, params, state))
+
+
+def renoised(program: Program, state: State) -> State:
+    """The state with what re-noise writes before the forward."""
+    renoise = state.rules.renoise
+    if renoise is None:
+        return state
+    banned = {*program.banned_ids, program.mask_id, program.pad_id, *program.eos_ids}
+    tokens_BL, is_hit_BL = renoise.write(
+        state.canvas.tokens_BL,
+        is_free(state) & is_stepping(state)[:, None],
+        renoise.ratio(state.step_B, state.row.steps_B),
+        step_keys(state, salt=RENOISE_SALT)[0],
+        mask_id=program.mask_id,
+        space_id=program.space_id,
+        random_ids=tuple(t for t in range(program.network.vocab_size) if t not in banned),
+    )
+    put_BL = jnp.where(tokens_BL == program.mask_id, -1, EDITED)
+    return state._replace(
+        canvas=state.canvas._replace(tokens_BL=tokens_BL),
+        logprob_BL=jnp.where(is_hit_BL, 0.0, state.logprob_BL),
+        committed_BL=jnp.where(is_hit_BL, put_BL, state.committed_BL),
+    )
+
+
+def look(program: Program, params: Params, state: State) -> StepInputs:
+    """The forward of a step, and candidates for its open positions; the state stays as it is."""
+    draw_key_B, rule_key_B, remask_key_B = step_keys(state)
+    masks, commit = step_masks(program, state, rule_key_B)
+    context = visible_context(state, masks.is_visible_BL)
+    output = _forward(program, params, state)
+    filled = _propose(program, params, state, output, masks, context, draw_key_B)
+    return StepInputs(
+        masks, commit, context, output, draw_key_B, remask_key_B, filled, is_stepping(state)
+    )
+
+
+def write(
+    program: Program, params: Params, state: State, inputs: StepInputs
+) -> tuple[State, StepInfo]:
+    """The state with what the commit rule takes of the proposal, one step later."""
+    proposal, rules = inputs.proposal, state.rules
+    is_hole_BL = state.canvas.tokens_BL == program.mask_id
+    chosen_BL = rules.commit.select(inputs.commit, proposal)
+    chosen_BL |= is_hole_BL & state.block.is_last_step_B[:, None]
+    is_committed_BL = inputs.masks.is_open_BL & chosen_BL & inputs.is_finite_B[:, None]
+    info = StepInfo(is_committed_BL)
+    tokens_BL = jnp.where(is_committed_BL, proposal.tokens_BL, state.canvas.tokens_BL)
+    state = state._replace(
+        canvas=state.canvas._replace(tokens_BL=tokens_BL),
+        logprob_BL=jnp.where(is_committed_BL, proposal.logprob_BL, state.logprob_BL),
+        committed_BL=jnp.where(is_committed_BL, state.step_B[:, None], state.committed_BL),
+        chain_state=rules.chain.update(state.chain_state, is_committed_BL, proposal),
+        counters=state.counters.plus(
+            forwards=state.is_running_B * _forwards(program, state, inputs),
+            waves=inputs.filled.waves_B,
+            bootstrapped=inputs.filled.bootstrapped_B,
+            filled=jnp.sum(inputs.masks.is_open_BL, axis=1),
+        ),
+    )
+    if rules.edit is not None:
+        state, inputs, is_committed_BL = edited(program, params, state, inputs, is_committed_BL)
+    if rules.remask is not None:
+        state = remasked(program, params, state, inputs, is_committed_BL)
+    return _ended(program, state, inputs), info
+
+
+def _ended(program: Program, state: State, inputs: StepInputs) -> State:
+    """The state one step on: steps are counted, blocks follow each other, rows end."""
+    canvas, block = state.canvas, state.block
+    steps_now_B, is_finite_B = inputs.is_stepping_B, inputs.is_finite_B
+    is_hole_BL = (canvas.tokens_BL == program.mask_id) & ~canvas.frozen_BL
+    left_B = jnp.sum(is_hole_BL & block.holds(is_hole_BL.shape[1]), axis=1)
+    goes_on_B = state.rules.goes_on(state.row.resamples_B) & ~block.is_last_step_B
+    is_over_B = steps_now_B & is_finite_B & (left_B == 0) & ~goes_on_B
+    following, has_more_B = next_block(
+        block, work(state, mask_id=program.mask_id), is_hole_BL, state.row.block_length_B,
+        state.row.steps_B,
+    )  # fmt: skip
+    is_done_B = is_over_B & (
+        ~has_more_B | (state.row.stops_at_eos_B & _has_eos(program, state, canvas))
+    )
+    is_full_B = state.counters.lost > 0
+    step_B = state.step_B + steps_now_B
+    status_B = jnp.select(
+        [
+            ~state.is_running_B, ~is_finite_B, is_done_B & is_full_B, is_done_B,
+            step_B >= state.row.steps_B,
+        ],
+        [state.status_B, *(jnp.full_like(step_B, s) for s in _ENDS)],
+        Status.RUNNING,
+    )  # fmt: skip
+    again = block._replace(step_B=block.step_B + steps_now_B)
+    return state._replace(
+        step_B=step_B, block=choose(is_over_B & ~is_done_B, following, again), status_B=status_B
+    )
+
+
+def chain_now(state: State) -> Chain:
+    """The chain with the parameters of the step that each row is about to take."""
+    share_B = state.step_B.astype(jnp.float32) / jnp.maximum(state.span_B - 1, 1)
+    return state.rules.chain.at_progress(jnp.minimum(share_B, 1.0))
+
+
+def _forward(program: Program, params: Params, state: State) -> TrunkOutput:
+    """The forward, and the one without what was given if a running row is guided."""
+    canvas = state.canvas
+    hidden_BLD, _ = program.network.trunk(params, canvas.tokens_BL, canvas.length_B, None)
+    if not program.is_guided:
+        return TrunkOutput(hidden_BLD)
+    is_given_BL = canvas.frozen_BL & live_positions(canvas.length_B, canvas.tokens_BL.shape[1])
+    bare_BL = jnp.where(is_given_BL, program.mask_id, canvas.tokens_BL)
+    bare_BLD = jax.lax.cond(
+        jnp.any((state.row.guidance_B != 0) & state.is_running_B),
+        lambda: program.network.trunk(params, bare_BL, canvas.length_B, None)[0],
+        lambda: jnp.zeros_like(hidden_BLD),
+    )
+    return TrunkOutput(hidden_BLD, bare_BLD, state.row.guidance_B)
+
+
+def _forwards(program: Program, state: State, inputs: StepInputs) -> jax.Array:
+    """Forwards that a step of each row asks for."""
+    forwards_B = jnp.ones_like(state.step_B)
+    if program.is_guided:
+        forwards_B += state.row.guidance_B != 0
+    if state.rules.remask is not None and state.rules.remask.reads_critic:
+        forwards_B += may_remask(state, inputs)
+    return forwards_B
+
+
+def _has_eos(program: Program, state: State, canvas: Canvas) -> jax.Array:
+    """True for rows with a generated EOS in the block or before it, and nothing given behind it."""
+    num_positions = canvas.tokens_BL.shape[1]
+    place_1L = jnp.arange(num_positions)[None]
+    is_given_BL = canvas.frozen_BL & live_positions(canvas.length_B, num_positions)
+    last_given_B1 = jnp.max(jnp.where(is_given_BL, place_1L, -1), axis=1, keepdims=True)
+    is_before_BL = (place_1L > last_given_B1) & (place_1L < state.block.end_B[:, None])
+    is_eos_BL = jnp.isin(canvas.tokens_BL, jnp.array(program.eos_ids, jnp.int32))
+    return jnp.any(is_before_BL & is_eos_BL, axis=1)
+
+
+def _propose(
+    program: Program,
+    params: Params,
+    state: State,
+    output: TrunkOutput,
+    masks: StepMasks,
+    context: Context,
+    key_B: jax.Array,
+) -> Filled:
+    """The candidates, on each device for its own rows if they are split.
+
+    Left to the compiler, every device would run all readouts, with a sum over devices in each.
+    """
+    edit = state.rules.edit
+    keeps_best = edit is not None and edit.reads_likeliest
+
+    def of_rows(params: Params, *rows: Any) -> Filled:
+        state, output, masks, context, key_B = rows
+        chain, commit = chain_now(state), state.rules.commit
+        writer = CandidateWriter(
+            chain, chain.prepare(state.chain_state, context), key_B, masks.own_BL,
+            masks.is_open_BL.shape[1], commit.measure, program.draw, program.banned_ids,
+        )  # fmt: skip
+        wanted = Wanted(
+            masks.is_open_BL, masks.is_visible_BL, context.tokens_BL, masks.is_scored_BL, keeps_best
+        )
+        reader = Reader(program.network, params, output, program.chunk)
+        return state.rules.fill.propose(reader, writer, wanted)
+
+    if program.rows is not None:
+        split = program.rows.spec
+        of_rows = jax.shard_map(
+            of_rows,
+            mesh=program.rows.mesh,
+            in_specs=(PartitionSpec(), *[split] * 5),
+            out_specs=split,
+            check_vma=False,
+        )
+    return of_rows(params, state, output, masks, context, key_B)

@@ -1,0 +1,106 @@
+"""Logit bias: a number added to the logits of chosen ids; -inf bans them."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dlm_jax.sampling.transforms.protocol import At, LogitTransform
+from dlm_jax.settings import INT_LIMIT, Setting, per_row, rule
+
+_SMALLEST_BUCKET = 8
+
+
+def padded(rows: Sequence[Sequence[Any]], fill: float, dtype: Any) -> Array:
+    """Rows side by side, padded to a power of two so that few widths compile."""
+    longest = max(_SMALLEST_BUCKET, max(map(len, rows)))
+    table = np.full((len(rows), 1 << (longest - 1).bit_length()), fill, dtype)
+    for row, values in enumerate(rows):
+        table[row, : len(values)] = values
+    return jnp.asarray(table)
+
+
+def check_id(name: str, value: Any) -> None:
+    """Raises ValueError unless the value can be an id."""
+    is_integer = not isinstance(value, bool) and hasattr(value, "__index__")
+    if not is_integer or not 0 <= int(value) <= INT_LIMIT:
+        raise ValueError(f"{name}={value!r} is not an integer of 32 bits >= 0; use one")
+
+
+def _pairs(bias: Any) -> tuple[tuple[int, float], ...]:
+    """The pairs of a mapping or of a sequence of pairs."""
+    try:
+        pairs = bias.items() if isinstance(bias, Mapping) else map(tuple, bias)
+        return tuple(_checked_pair(pair) for pair in pairs)
+    except TypeError:
+        raise ValueError(f"logit_bias={bias!r} is not a mapping; use {{12: -5.0}}") from None
+
+
+def _checked_pair(pair: tuple[Any, ...]) -> tuple[int, float]:
+    if len(pair) != 2:
+        raise ValueError(f"logit_bias={pair!r} is not a pair; use (id, bias)")
+    token, bias = pair
+    if isinstance(token, str) and token.isdecimal():
+        token = int(token)  # keys of JSON objects are texts
+    check_id("logit_bias", token)
+    is_number = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
+    if not is_number or not (bias == -math.inf or abs(float(bias)) <= 1e9):
+        raise ValueError(
+            f"logit_bias={bias!r} of id {token} is neither -inf nor within 1e9; use -inf to ban"
+        )
+    return int(token), float(bias)
+
+
+LOGIT_BIAS = Setting(
+    "logit_bias", (), "added to the logits of ids: 12:-5,30:2; -inf bans", parse=_pairs,
+    hint=Mapping[int, float] | tuple[tuple[int, float], ...],
+)  # fmt: skip
+
+
+@rule
+class LogitBias(LogitTransform):
+    """Adds a bias to chosen ids: `x[id] += bias`; duplicates add, and -inf bans.
+
+    Attributes:
+      ids_BK: int32 ids of each row, padded with ids >= V, which are dropped.
+      bias_BK: float32 biases.
+    """
+
+    ids_BK: Array = per_row(LOGIT_BIAS)
+    bias_BK: Array = per_row(LOGIT_BIAS)
+
+    @classmethod
+    def is_used(cls, row: Any) -> bool:
+        """Whether a bias is finite; -inf is a ban, which no chain leaves out."""
+        return any(bias != -math.inf for _, bias in row.logit_bias)
+
+    @classmethod
+    def pack(cls, rows: Sequence[Any], facts: Any) -> LogitBias:
+        """The finite biases of each row."""
+        finite = [[pair for pair in row.logit_bias if pair[1] != -math.inf] for row in rows]
+        return cls.of_pairs(finite, facts.vocab_size)
+
+    @classmethod
+    def of_pairs(cls, pairs: Sequence[Sequence[tuple[int, float]]], vocab_size: int) -> LogitBias:
+        """Biases as pairs of an id and a number for each row."""
+        ids = [[token for token, _ in row] for row in pairs]
+        values = [[bias for _, bias in row] for row in pairs]
+        return cls(padded(ids, vocab_size, np.int32), padded(values, 0.0, np.float32))
+
+    def is_active(self) -> Array:
+        """True where a row has a bias other than 0."""
+        return (self.bias_BK != 0).any(-1)
+
+    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+        """Logits with the row's biases added."""
+        rows_N1 = jnp.arange(logits_NV.shape[0])[:, None]
+        bias_NK = self.bias_BK[at.row_N]
+        # an entry of bias 0 is dropped: adding 0.0 would turn -0.0 into 0.0
+        ids_NK = jnp.where(bias_NK != 0, self.ids_BK[at.row_N], logits_NV.shape[1])
+        return logits_NV.at[rows_N1, ids_NK].add(bias_NK, mode="drop")

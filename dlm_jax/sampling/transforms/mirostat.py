@@ -1,0 +1,129 @@
+"""Mirostat: truncations that steer the surprise of a row towards a target.
+
+They carry one number per row, mu in bits, and correct it after each commit by the mean surprise
+of the tokens committed in that step: `mu -= eta * (surprise - tau)`. The surprise of a token is
+measured after truncation and renormalisation. Source: Basu et al. 2021, "Mirostat".
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from dlm_jax.sampling import vocab
+from dlm_jax.sampling.transforms.protocol import At, Context, LogitTransform, is_greedy
+from dlm_jax.sampling.transforms.truncate import MIN_KEEP, keep_above, keep_largest
+from dlm_jax.settings import Setting, fact, per_row, rule
+
+_NUM_FITTED = 100
+
+MIROSTAT = Setting(
+    "mirostat", 0, "0 is off, 1 or 2 is the version; it replaces the truncations and XTC",
+    low=0, high=2, remedy="use 0 (off), 1 or 2",
+)  # fmt: skip
+MIROSTAT_TAU = Setting(
+    "mirostat_tau", 5.0, "target surprise in bits, >= 0", low=0.0, high=1e6, activates=False
+)
+MIROSTAT_ETA = Setting(
+    "mirostat_eta", 0.1, "learning rate, >= 0", low=0.0, high=1e6, activates=False
+)
+
+
+class _Controller(LogitTransform):
+    version: ClassVar[int]
+    reads_final_logprob = True
+    ignores_ids = True
+    tau_B: Array
+    eta_B: Array
+    is_on_B: Array
+
+    @classmethod
+    def yields(cls, row: Any) -> bool:
+        """Greedy rows take the argmax instead."""
+        return is_greedy(row)
+
+    def as_settings(self) -> dict[str, Any]:
+        """The settings of its fields, and its version."""
+        return super().as_settings() | {"mirostat": self.version}
+
+    def init(self, num_rows: int) -> Array:
+        """`mu = 2 tau` of each row."""
+        return 2.0 * self.tau_B
+
+    def prepare(self, state: Array, context: Context) -> Array:
+        """The state: mu stays the same within a step."""
+        return state
+
+    def is_active(self) -> Array:
+        """True where the row is steered."""
+        return self.is_on_B
+
+    def update(self, state: Array, is_committed_BL: Array, proposal: Any) -> Array:
+        """mu after a step's commits; unchanged where a row committed nothing."""
+        surprise_BL = -proposal.final_logprob_BL / math.log(2.0)
+        count_B = is_committed_BL.sum(-1)
+        total_B = jnp.where(is_committed_BL, surprise_BL, 0.0).sum(-1)
+        error_B = total_B / jnp.maximum(count_B, 1) - self.tau_B
+        return jnp.where(self.is_on_B & (count_B > 0), state - self.eta_B * error_B, state)
+
+
+@rule
+class MirostatV1(_Controller):
+    """Top-k with a k computed from mu and from the slope of the 100 most likely tokens.
+
+    `t_i = ln((i+2)/(i+1))`, `b_i = ln(p_i/p_{i+1})`, `s = sum(t b)/sum(t t)`, `eps = s - 1`,
+    `k = floor(((eps * 2**mu) / (1 - V**-eps))**(1/s))`, at least 1.
+    """
+
+    name = "mirostat_v1"
+    version = 1
+    tau_B: Array = per_row(MIROSTAT_TAU)
+    eta_B: Array = per_row(MIROSTAT_ETA)
+    is_on_B: Array = per_row(MIROSTAT, column=lambda rows: jnp.asarray(rows) == 1, default=True)
+    min_keep_B: Array = per_row(MIN_KEEP)
+    vocab_size: int = fact("vocab_size")
+
+    def apply(self, prepared: Array, logits_NV: Array, at: At) -> Array:
+        """Logits with all but the k largest at -inf."""
+        size = min(_NUM_FITTED, logits_NV.shape[1])
+        top_NK, _ = vocab.largest(logits_NV, size)
+        is_pair_NK = top_NK[:, 1:] > -jnp.inf
+        # Denormals that compare as equal may still differ, either way.
+        lead_NK = jnp.maximum(top_NK[:, :-1] - top_NK[:, 1:], 0.0)
+        ratio_NK = jnp.where(is_pair_NK, lead_NK, 0.0)
+        step_1K = jnp.log1p(1.0 / jnp.arange(1.0, size))[None]
+        squares_N = jnp.where(is_pair_NK, step_1K**2, 0.0).sum(-1)
+        slope_N = (step_1K * ratio_NK).sum(-1) / jnp.where(squares_N > 0, squares_N, 1.0)
+        excess_N = slope_N - 1.0
+        log_v = math.log(max(self.vocab_size, 2))
+        is_flat_N = jnp.abs(excess_N) < 1e-5
+        safe_N = jnp.where(is_flat_N, 1.0, excess_N)
+        # the quotient tends to 1 / ln V where the slope tends to 1
+        quotient_N = jnp.where(is_flat_N, 1.0 / log_v, safe_N / -jnp.expm1(-safe_N * log_v))
+        log_k_N = (jnp.log(quotient_N) + prepared[at.row_N] * math.log(2.0)) / slope_N
+        k_N = jnp.floor(jnp.exp(jnp.nan_to_num(log_k_N, nan=0.0)))
+        V = logits_NV.shape[1]
+        k_N = jnp.clip(jnp.maximum(k_N, self.min_keep_B[at.row_N]), 1, V)
+        k_N = jnp.where((squares_N > 0) & self.is_on_B[at.row_N], k_N, V)
+        return keep_largest(logits_NV, k_N)
+
+
+@rule
+class MirostatV2(_Controller):
+    """Drops the tokens whose surprise `-log2 p` is above mu; the most likely always stays."""
+
+    name = "mirostat_v2"
+    version = 2
+    tau_B: Array = per_row(MIROSTAT_TAU)
+    eta_B: Array = per_row(MIROSTAT_ETA)
+    is_on_B: Array = per_row(MIROSTAT, column=lambda rows: jnp.asarray(rows) == 2, default=True)
+    min_keep_B: Array = per_row(MIN_KEEP)
+
+    def apply(self, prepared: Array, logits_NV: Array, at: At) -> Array:
+        """Logits with the too surprising at -inf."""
+        max_N, weight_NC = vocab.exp_columns(logits_NV)
+        floor_N = max_N + jnp.log(weight_NC.sum(-1)) - prepared[at.row_N] * math.log(2.0)
+        return keep_above(logits_NV, floor_N, self.min_keep_B[at.row_N], self.is_on_B[at.row_N])

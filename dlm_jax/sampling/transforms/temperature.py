@@ -1,0 +1,169 @@
+"""Temperature, the same at every step or moving, plain or following the entropy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from dlm_jax.sampling import vocab
+from dlm_jax.sampling.transforms.protocol import At, LogitTransform, is_greedy, of_rows
+from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, rule
+
+
+def _temperature(setting: Setting) -> Setting:
+    """The setting without the values that float32 or the sentinel -1 makes useless."""
+
+    def parse(value: Any) -> float:
+        value = setting.checked(value)
+        if 0 < value < 1e-6:
+            raise ValueError(f"{setting.name}={value} is too small for float32; use 0.0 for greedy")
+        if -1 < value < 0:
+            raise ValueError(
+                f"{setting.name}={value} is negative; use -1 for the same temperature at every step"
+            )
+        return value
+
+    return dataclasses.replace(setting, parse=parse)
+
+
+TEMPERATURE = _temperature(Setting(
+    "temperature", 1.0,
+    "of the draw: 0 takes the likeliest token, otherwise in [1e-6, 1e6]; 1 is neutral",
+    low=0.0, high=1e6, remedy="use 0.0 for greedy or 1.0 for none",
+))  # fmt: skip
+TEMPERATURE_END = _temperature(Setting(
+    "temperature_end", -1.0,
+    "temperature of the last step (that of as many as there are holes, if fewer), approached "
+    "evenly; -1: the same at every step",
+    low=-1.0, high=1e6, remedy="use -1 for the same temperature at every step",
+))  # fmt: skip
+DYNATEMP_RANGE = Setting(
+    "dynatemp_range", 0.0, "half-width of dynamic temperature, >= 0; 0 is plain temperature",
+    low=0.0, high=1e6, remedy="use 0.0 to turn it off",
+)  # fmt: skip
+DYNATEMP_EXPONENT = Setting(
+    "dynatemp_exponent", 1.0, "dynamic temperature: power of the relative entropy, > 0",
+    low=ABOVE_ZERO, high=1e6, remedy="use 1.0", activates=False,
+)  # fmt: skip
+
+
+@rule
+class Temperature(LogitTransform):
+    """`x / T`. T = 1 is neutral; T = 0 makes the row greedy and leaves its logits alone.
+
+    Attributes:
+      temperature_B: float32 T, of the first step where `last_B` is another.
+      last_B: float32 T of the row's last step, approached evenly; None is the same all along.
+    """
+
+    temperature_B: Array = per_row(TEMPERATURE)
+    last_B: Array | None = per_row(TEMPERATURE_END, default=None)
+
+    @classmethod
+    def pack(cls, rows: Sequence[Any], facts: Any) -> Temperature:
+        """The temperature of each row whose temperature is not dynamic."""
+        first_B, last_B = _ends(rows)
+        is_dynamic_B = jnp.asarray([_is_dynamic(row) for row in rows])
+        return cls(jnp.where(is_dynamic_B, 1.0, first_B), jnp.where(is_dynamic_B, 1.0, last_B))
+
+    def at_progress(self, progress_B: Array) -> Temperature:
+        """The temperature of a step, `T + (last - T) s / (S - 1)`."""
+        return replace(self, temperature_B=_between(self.temperature_B, self.last_B, progress_B))
+
+    def is_active(self) -> Array:
+        """True where T is neither 0 nor 1."""
+        return (self.temperature_B != 0) & (self.temperature_B != 1)
+
+    def makes_greedy(self) -> Array:
+        """True where T is 0."""
+        return self.temperature_B == 0
+
+    ignores_ids = True
+
+    def divisor(self) -> Array:
+        """What each row's logits are divided by, 1 where they are left alone."""
+        return jnp.where(self.is_active(), self.temperature_B, 1.0)
+
+    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+        """Logits divided by the row's temperature."""
+        return vocab.divide(logits_NV, self.divisor()[at.row_N])
+
+
+@rule
+class DynamicTemperature(LogitTransform):
+    """`x / T'`, where T' follows the entropy of the candidates.
+
+    `T' = lo + (hi - lo) * (H / ln n)**e` with `lo = max(0, T - delta)`, `hi = T + delta`, H the
+    entropy in nats over the n candidates. A position with one candidate is left alone; T' = 0
+    leaves the best candidate only. T = 0 makes the row greedy; delta = 0 is plain temperature.
+    Source: llama.cpp, ``temp_ext``.
+    """
+
+    name = "dynatemp"
+    temperature_B: Array = per_row(TEMPERATURE)
+    delta_B: Array = per_row(DYNATEMP_RANGE)
+    exponent_B: Array = per_row(DYNATEMP_EXPONENT)
+    last_B: Array | None = per_row(TEMPERATURE_END, default=None)
+    ignores_ids = True
+
+    @classmethod
+    def pack(cls, rows: Sequence[Any], facts: Any) -> DynamicTemperature:
+        """The temperature of each row whose temperature is dynamic."""
+        first_B, last_B = _ends(rows)
+        is_dynamic_B = jnp.asarray([_is_dynamic(row) for row in rows])
+        return cls(
+            jnp.where(is_dynamic_B, first_B, 1.0),
+            jnp.where(is_dynamic_B, of_rows([row.dynatemp_range for row in rows]), 0.0),
+            of_rows([row.dynatemp_exponent for row in rows]),
+            jnp.where(is_dynamic_B, last_B, 1.0),
+        )
+
+    def at_progress(self, progress_B: Array) -> DynamicTemperature:
+        """The transform of a step, whose T goes to `last_B` as that of `Temperature` does."""
+        return replace(self, temperature_B=_between(self.temperature_B, self.last_B, progress_B))
+
+    def is_active(self) -> Array:
+        """True unless the row is greedy or both T = 1 and delta = 0."""
+        return (self.temperature_B != 0) & ((self.temperature_B != 1) | (self.delta_B != 0))
+
+    def makes_greedy(self) -> Array:
+        """True where T is 0."""
+        return self.temperature_B == 0
+
+    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+        """Logits divided by the position's own temperature."""
+        count_N, entropy_N = vocab.count_and_entropy(logits_NV)
+        temperature_N, delta_N = self.temperature_B[at.row_N], self.delta_B[at.row_N]
+        low_N = jnp.maximum(temperature_N - delta_N, 0.0)
+        relative_N = entropy_N / jnp.log(jnp.maximum(count_N, 2.0))
+        power_N = jnp.clip(relative_N, 0.0, 1.0) ** self.exponent_B[at.row_N]
+        divisor_N = low_N + (temperature_N + delta_N - low_N) * power_N
+        divisor_N = jnp.where(delta_N == 0, temperature_N, divisor_N)
+        is_on_N = self.is_active()[at.row_N] & ((count_N > 1) | (delta_N == 0))
+        divisor_N = jnp.where(is_on_N, divisor_N, 1.0)
+        best_N = vocab.argmax(logits_NV)
+        is_cold_N1 = (divisor_N < 1e-6)[:, None]
+        is_best_NV = jnp.arange(logits_NV.shape[1])[None] == best_N[:, None]
+        scaled_NV = vocab.divide(logits_NV, jnp.where(divisor_N < 1e-6, 1.0, divisor_N))
+        scaled_NV = jnp.where(is_cold_N1 & ~is_best_NV, -jnp.inf, scaled_NV)
+        return jnp.where(is_on_N[:, None], scaled_NV, logits_NV)
+
+
+def _between(first_B: Array, last_B: Array | None, progress_B: Array) -> Array:
+    return first_B if last_B is None else first_B + (last_B - first_B) * progress_B
+
+
+def _ends(rows: Sequence[Any]) -> tuple[Array, Array]:
+    """Temperatures of the first and the last step of each row."""
+    first_B, last_B = (of_rows([getattr(row, name) for row in rows])
+                       for name in ("temperature", "temperature_end"))  # fmt: skip
+    return first_B, jnp.where(last_B < 0, first_B, last_B)
+
+
+def _is_dynamic(row: Any) -> bool:
+    return row.dynatemp_range > 0 and not is_greedy(row)

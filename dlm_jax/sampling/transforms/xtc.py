@@ -1,0 +1,77 @@
+"""XTC: at random, all the top choices but the least likely go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dlm_jax.sampling import vocab
+from dlm_jax.sampling.transforms.protocol import At, is_greedy, is_steered
+from dlm_jax.sampling.transforms.truncate import MIN_KEEP, Truncation, masked
+from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, rule
+
+_XTC_SALT = 0x7863
+
+XTC_PROBABILITY = Setting(
+    "xtc_probability", 0.0, "chance that XTC drops all but the least likely choice, in [0, 1]",
+    low=0.0, high=1.0, remedy="use 0.0 to turn it off",
+)  # fmt: skip
+XTC_THRESHOLD = Setting(
+    "xtc_threshold", 0.1, "probability that makes a token a choice for XTC; above 0.5 is off",
+    low=ABOVE_ZERO, high=1.0, remedy="use a value above 0.5 to turn it off", activates=False,
+)  # fmt: skip
+
+
+@rule
+class Xtc(Truncation):
+    """Drops the top choices: with probability P all tokens with `p >= t` but the least likely.
+
+    One draw per position, from its own key. Nothing happens when fewer than two tokens reach t,
+    when fewer than `min_keep` would stay, and for P = 0 or t > 0.5.
+    """
+
+    probability_B: Array = per_row(XTC_PROBABILITY)
+    threshold_B: Array = per_row(XTC_THRESHOLD)
+    min_keep_B: Array = per_row(MIN_KEEP)
+
+    @classmethod
+    def yields(cls, row: Any) -> bool:
+        """Mirostat replaces it, and greedy rows take the argmax."""
+        return is_steered(row) or is_greedy(row)
+
+    def is_active(self) -> Array:
+        """True where P > 0 and t <= 0.5."""
+        return (self.probability_B > 0) & (self.threshold_B <= 0.5)
+
+    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+        """Logits with the dropped choices at -inf."""
+        max_N, weight_NC = vocab.exp_columns(logits_NV)
+        floor_N = max_N + jnp.log(self.threshold_B[at.row_N] * weight_NC.sum(-1))
+
+        def fn(acc, block_NC, ids_1C):
+            num_top_NC, num_NC, least_NC = acc
+            is_top_NC = block_NC >= floor_N[:, None]
+            return (
+                num_top_NC + jnp.where(is_top_NC, 1.0, 0.0),
+                num_NC + jnp.where(block_NC > -jnp.inf, 1.0, 0.0),
+                jnp.minimum(least_NC, jnp.where(is_top_NC, block_NC, jnp.inf)),
+            )
+
+        start = tuple(vocab.columns(logits_NV, fill) for fill in (0.0, 0.0, jnp.inf))
+        num_top_NC, num_NC, least_NC = vocab.accumulate(fn, start, logits_NV)
+        num_top_N, least_N1 = num_top_NC.sum(-1), least_NC.min(-1)[:, None]
+        num_left_N = num_NC.sum(-1) - num_top_N + 1
+        keys_N = jax.vmap(lambda key: jax.random.fold_in(key, _XTC_SALT))(at.key_N)
+        uniform_N = jax.vmap(jax.random.uniform)(keys_N)
+        does_drop_N = (
+            (uniform_N < self.probability_B[at.row_N])
+            & (num_top_N >= 2)
+            & (num_left_N >= self.min_keep_B[at.row_N])
+        )
+        id_1V = jnp.arange(logits_NV.shape[1], dtype=jnp.int32)[None]
+        stays_N = vocab.lowest_id(lambda block: block == least_N1, logits_NV)
+        is_kept_NV = (logits_NV < least_N1) | (id_1V == stays_N[:, None])
+        return masked(is_kept_NV | ~does_drop_N[:, None], logits_NV, self, at)

@@ -1,0 +1,272 @@
+"""How a rule declares its settings: each one once, beside the code that reads it.
+
+A rule is a class under `rule`: a frozen dataclass that is a pytree. Its fields are the parameters
+of the rows that use it, made with `per_row` (an array with one value a row), `static` (compiled in)
+or `fact` (known from the model). Everything else about a setting follows from its `Setting`: flags
+and help, keys of requests, recommendations in checkpoints, columns, what is static, and refusals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+import numbers
+import re
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dlm_jax.pytree import T, pytree
+
+INT_LIMIT = 2**31 - 1
+FINITE = 3.0e38
+ABOVE_ZERO = math.nextafter(0.0, 1.0)
+
+_DTYPES = {bool: np.bool_, int: np.int32, float: np.float32, str: np.int32}
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """One setting of a request.
+
+    Attributes:
+      name: its key in requests and, with dashes, its flag.
+      default: of the type that every value has.
+      help: one line that says what it does, with its range.
+      low: smallest value; `ABOVE_ZERO` for any that is positive.
+      high: largest value.
+      choices: the texts it may be, with what each stands for.
+      remedy: end of the line that refuses a value.
+      activates: whether a value other than the default asks for its rule.
+      parse: makes the kept value of a given one, or raises ValueError, in place of the checks here.
+      hint: type of a value, where it is not that of `default`.
+    """
+
+    name: str
+    default: Any
+    help: str
+    low: float = -FINITE
+    high: float = FINITE
+    choices: Mapping[str, Any] | None = None
+    remedy: str = ""
+    activates: bool = True
+    parse: Callable[[Any], Any] | None = None
+    hint: Any = None
+
+    @property
+    def annotation(self) -> Any:
+        """Type of its values, for readers of texts: `hint`, the choices, or that of the default."""
+        if self.hint is None and self.choices is not None:
+            return Literal[tuple(self.choices)]
+        return self.kind if self.hint is None else self.hint
+
+    @property
+    def kind(self) -> type:
+        """Type of its values."""
+        return type(self.default)
+
+    def checked(self, value: Any) -> Any:
+        """The value as it is kept.
+
+        Raises:
+          ValueError: it is of another type or out of range; one line with the remedy.
+        """
+        if self.parse is not None:
+            return self.parse(value)
+        if self.choices is not None:
+            return self._chosen(value)
+        shown, remedy = f"{self.name}={value!r}", self.remedy or f"use {self.default!r}, say"
+        if self.kind in (bool, str):
+            if not isinstance(value, self.kind):
+                raise ValueError(f"{shown} is not a {self.kind.__name__}; {remedy}")
+            return value
+        is_integer = hasattr(value, "__index__") and not isinstance(value, bool)
+        if self.kind is int and not is_integer:
+            raise ValueError(f"{shown} is not an integer; {remedy}")
+        if not isinstance(value, numbers.Real) or isinstance(value, bool):
+            raise ValueError(f"{shown} is not a number; {remedy}")
+        low, high, number = self.low, self.high, typing.cast(float, value)
+        if self.kind is int:
+            low, high, value = max(low, -INT_LIMIT), min(high, INT_LIMIT), int(number)
+        if not low <= number <= high:  # NaN fails every comparison
+            begin = "(0" if low == ABOVE_ZERO else f"[{low:.10g}"
+            raise ValueError(f"{shown} is outside {begin}, {high:.10g}]; {remedy}")
+        return value
+
+    def _chosen(self, value: Any) -> Any:
+        choices = self.choices or {}
+        if isinstance(value, str) and value in choices:
+            return value
+        if callable(value) and all(map(callable, choices.values())):
+            return next((name for name, found in choices.items() if found is value), value)
+        raise ValueError(
+            f"{self.name}={value!r} is not one of {', '.join(choices)}; "
+            f"did you mean {closest(str(value), choices)!r}?"
+        )
+
+    def resolved(self, value: Any) -> Any:
+        """What a value stands for: that of a choice, or the value itself."""
+        return self.choices.get(value, value) if self.choices is not None else value
+
+    def named(self, value: Any) -> Any:
+        """The choice that stands for a value, or the value itself if none does."""
+        return next((name for name, found in (self.choices or {}).items() if found == value), value)
+
+    def column(self, values: Sequence[Any]) -> jax.Array:
+        """The values as an array with one entry a row, as `code` writes each."""
+        return jnp.asarray(np.array([self.code(v) for v in values], _DTYPES[self.kind]))
+
+    def code(self, value: Any) -> Any:
+        """A value as arrays hold it: a choice as its number, anything else as it is."""
+        return value if self.choices is None else list(self.choices).index(value)
+
+
+def per_row(
+    setting: Setting,
+    *,
+    default: Any = dataclasses.MISSING,
+    column: Callable[[Sequence[Any]], Any] | None = None,
+) -> Any:
+    """A field with one value a row.
+
+    Args:
+      setting: which one.
+      default: of the field, if not that of the setting.
+      column: makes the array of the rows' values, if not the setting itself.
+    """
+    default = setting.default if default is dataclasses.MISSING else default
+    metadata = {"setting": setting, "column": column or setting.column}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def static(setting: Setting) -> Any:
+    """A field that is compiled in: rows that differ in it run in different programs."""
+    default = setting.resolved(setting.default)
+    return dataclasses.field(default=default, metadata={"setting": setting, "static": True})
+
+
+def fact(name: str, default: Any = None) -> Any:
+    """A field that is compiled in and known of the model: that attribute of its facts."""
+    return dataclasses.field(default=default, metadata={"fact": name, "static": True})
+
+
+def reads(name: str, default: Any) -> Any:
+    """A field that is compiled in: another rule's setting of that name."""
+    return dataclasses.field(default=default, metadata={"reads": name, "static": True})
+
+
+class Rule:
+    """What every kind of rule has; a rule of one's own may override any of it.
+
+    Attributes:
+      name: what selects it in settings; the class's own in snake case if not given.
+    """
+
+    name: ClassVar[str] = ""
+    _settings: ClassVar[tuple[Setting, ...]] = ()
+
+    @classmethod
+    def settings(cls) -> tuple[Setting, ...]:
+        """The settings that it declares."""
+        return cls._settings
+
+    @classmethod
+    def is_used(cls, row: Any) -> bool:
+        """Whether a row with these settings asks for it: by default, if one is not neutral."""
+        return any(getattr(row, s.name) != s.default for s in cls._settings if s.activates)
+
+    @classmethod
+    def check(cls, row: Any) -> None:
+        """Raises ValueError for settings of a row that do not go together."""
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        """Raises ValueError for settings that a model of these facts does not allow."""
+
+    def activating(self) -> Iterator[tuple[Any, Any]]:
+        """Its per-row fields whose settings ask for the rule, and their neutral values."""
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            setting = field.metadata.get("setting")
+            if setting is not None and setting.activates and not field.metadata.get("static"):
+                yield getattr(self, field.name), setting.code(setting.default)
+
+    def is_active(self) -> jax.Array:
+        """True ``[B]`` for the rows that ask for it: those where a setting is not neutral."""
+        asks = [value != off for value, off in self.activating()]
+        return functools.reduce(jnp.logical_or, asks)
+
+    def as_settings(self) -> dict[str, Any]:
+        """Its fields as settings by name; None is left out."""
+        found = {}
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            setting, value = field.metadata.get("setting"), getattr(self, field.name)
+            if setting is not None and value is not None:
+                found[setting.name] = (
+                    setting.named(value) if field.metadata.get("static") else value
+                )
+        return found
+
+    @classmethod
+    def pack(cls, rows: Sequence[Any], facts: Any) -> Any:
+        """The rule with the settings of each row; those that are static are the first row's."""
+        return pack(cls, rows, facts)
+
+
+def pack(cls: type, rows: Sequence[Any], facts: Any) -> Any:
+    """A rule of that class from the settings of each row, read by name, and what the model is."""
+    values = {}
+    for field in dataclasses.fields(cls):
+        setting = field.metadata.get("setting")
+        if "fact" in field.metadata:
+            values[field.name] = getattr(facts, field.metadata["fact"])
+        elif "reads" in field.metadata:
+            values[field.name] = getattr(rows[0], field.metadata["reads"])
+        elif setting is not None and field.metadata.get("static"):
+            values[field.name] = setting.resolved(getattr(rows[0], setting.name))
+        elif setting is not None:
+            asked = [getattr(row, setting.name) for row in rows]
+            values[field.name] = field.metadata["column"](asked)
+    return cls(**values)
+
+
+def static_values(cls: type, row: Any) -> tuple[Any, ...]:
+    """The settings of a row that are compiled into its rule."""
+    found = [field.metadata for field in dataclasses.fields(cls) if field.metadata.get("static")]
+    names = [meta["setting"].name for meta in found if "setting" in meta]
+    names += [meta["reads"] for meta in found if "reads" in meta]
+    return tuple(getattr(row, name) for name in names)
+
+
+@dataclass_transform(frozen_default=True)
+def rule(cls: T) -> T:
+    """Makes a class a rule: a `pytree` with a name, which knows the settings that it declares."""
+    if "name" not in vars(cls):
+        cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+    made = pytree(cls)
+    declared = (field.metadata.get("setting") for field in dataclasses.fields(made))
+    made._settings = tuple({s.name: s for s in declared if s is not None}.values())
+    return made
+
+
+def neutral(settings: Sequence[Setting]) -> Mapping[str, Any]:
+    """The settings at their defaults."""
+    return {setting.name: setting.default for setting in settings}
+
+
+def closest(name: str, known: Any) -> str:
+    """The most similar of the known names."""
+    (found,) = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
+    return found
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Advice for a misspelt name."""
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(known)}"

@@ -1,0 +1,73 @@
+"""Training from Python: a config, and what a researcher puts in the place of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from os import PathLike
+
+import jax
+
+import dlm_jax.config as configs
+from dlm_jax.config import Config
+from dlm_jax.training.heads import Head
+from dlm_jax.training.loop import Outcome, ShowSample, run_loop, say
+from dlm_jax.training.run import MakeNetwork, Run, prepare
+from dlm_jax.training.tasks import MakeHead, MakeObjective
+from dlm_jax.types import Network
+
+
+def train(
+    config: Config | str | PathLike[str],
+    *,
+    network: Network | MakeNetwork | None = None,
+    objective: MakeObjective | None = None,
+    heads: Sequence[Head | MakeHead] = (),
+    show_sample: ShowSample | None = None,
+    report: Callable[[str], None] = say,
+) -> Outcome:
+    """Trains what `config` describes, to its last step; called again, it continues.
+
+    The run lives in ``train.out_dir``: checkpoints, ``metrics.jsonl`` and ``loss.png``. Its own
+    network, objective and heads are named in the checkpoints, and must be given again to continue.
+
+    Args:
+      config: a `Config`, or the path of a TOML file.
+      network: your own model instead of the Transformer of ``[model]``: a `Network`, or a function
+        of the `ModelConfig` whose ``vocab_size`` is the corpus's. On several devices its matrices
+        need paths that `dlm_jax.distributed.sharding.RULES` knows.
+      objective: your own instead of those of ``[objective]``: a function of the `Setup` (resolved
+        config, tokenizer, mesh) that returns ``(batch, key) -> Example``, a `NetworkObjective`,
+        which runs the network itself, or a `Mixture` of several.
+      heads: your own beside those of the config: `Head` records, or functions of the `Setup` that
+        make them.
+      show_sample: called with the run, the state and the step every ``train.sample_every`` steps.
+      report: takes one line of text at a time.
+
+    Returns:
+      How the run ended, with its trained parameters.
+
+    Raises:
+      ValueError: what was given does not fit together; the line names it and the remedy.
+    """
+    if not isinstance(config, Config):
+        config = configs.load(str(config))
+    run = prepare(config, network=network, objective=objective, heads=heads, report=report)
+    with run.checkpoints:
+        describe(run, report)
+        return run_loop(run, show_sample=show_sample)
+
+
+def describe(run: Run, report: Callable[[str], None] = say) -> None:
+    """Reports what is about to be trained, on what, and where."""
+    size = sum(leaf.size for leaf in jax.tree.leaves(run.state.params))
+    corpus, mesh = run.corpus, dict(run.mesh.shape)
+    report(
+        f"{corpus.name}: {corpus.num_train_tokens:,} tokens to train on, "
+        f"{corpus.num_val_tokens:,} held out, vocabulary {corpus.tokenizer.vocab_size}"
+    )
+    report(f"model of {size:,} parameters on {jax.default_backend()}, mesh {mesh}")
+    steps = run.config.train.steps
+    if run.first_step == steps:
+        report(f"{run.out_dir} has taken all its {steps} steps already; nothing is left to train")
+    elif run.first_step:
+        report(f"continuing {run.out_dir} from step {run.first_step} of {steps}")

@@ -1,0 +1,110 @@
+"""What is refused before a run begins: batches, directories, and another run in its place."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from dlm_jax.config import Config
+from dlm_jax.distributed.sharding import batch_sharding
+
+_MAY_CHANGE = (
+    "data.source",
+    "data.cache_dir",
+    "train.out_dir",
+    "train.init_from",
+    "train.log_every",
+    "train.eval_every",
+    "train.eval_windows",
+    "train.sample_every",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "model.remat",
+    "mesh.",
+    "sample.",
+)
+
+
+def check_parts(config: Config, mesh: Mesh) -> None:
+    """Refuses parts of a batch that do not divide evenly over the devices."""
+    part = config.train.batch_size // config.train.accumulate
+    try:
+        batch_sharding(mesh, part)
+    except ValueError:
+        raise ValueError(
+            f"train.accumulate={config.train.accumulate} leaves parts of {part} rows, which the "
+            "devices that split the batch do not divide; lower it"
+        ) from None
+
+
+def check_writable(out_dir: Path) -> None:
+    """Refuses a directory that could not be written, without making it yet."""
+    nearest = next(path for path in (out_dir, *out_dir.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise ValueError(
+            f"train.out_dir={out_dir} cannot be a directory, because {nearest} is a file; "
+            "name another one"
+        )
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"train.out_dir={out_dir} is not writable; name another directory")
+
+
+def make_directory(out_dir: Path) -> None:
+    """Makes the directory of a run; refuses one that cannot be made."""
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"train.out_dir={out_dir} cannot be made ({error.strerror}); name another directory"
+        ) from None
+
+
+def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Refuses to continue a run whose result would be neither the old one's nor the new one's.
+
+    Args:
+      meta: that of this run, see `Run.meta`.
+      saved: that of the checkpoints in the directory.
+    """
+    # Through JSON, which has lists alone.
+    meta = json.loads(json.dumps(meta))
+    out_dir, elsewhere = (
+        f"train.out_dir={meta['config']['train']['out_dir']}",
+        "use another train.out_dir, or delete this one",
+    )
+    if saved["corpus"]["sha256"] != meta["corpus"]["sha256"]:
+        raise ValueError(
+            f"{out_dir} holds a run on another text than {meta['corpus']['name']}; {elsewhere}"
+        )
+    here, there = _flat(meta["config"]), _flat(saved["config"])
+    differing = [
+        key for key in there if not key.startswith(_MAY_CHANGE) and here.get(key) != there[key]
+    ]
+    if differing:
+        # The vocabulary follows from the tokenizer, so that is the one to name.
+        key = min(differing, key=lambda key: key == "model.vocab_size")
+        raise ValueError(
+            f"{out_dir} holds a run with {key}={there[key]!r}, and this one has "
+            f"{here.get(key)!r}; {elsewhere}"
+        )
+    # A tokenizer that was read from a file may have changed there.
+    if saved["tokenizer"] != meta["tokenizer"]:
+        raise ValueError(f"{out_dir} holds a run with another tokenizer; {elsewhere}")
+    for part in saved.get("own", {}) | meta["own"]:
+        if (before := saved.get("own", {}).get(part)) != meta["own"].get(part):
+            raise ValueError(
+                f"{out_dir} holds a run whose own {part} is {before}, and here it is "
+                f"{meta['own'].get(part)}; give the same, {elsewhere}"
+            )
+
+
+def _flat(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {
+        f"{section}.{name}": value
+        for section, values in config.items()
+        for name, value in values.items()
+    }
