@@ -20,41 +20,38 @@ import numpy as np
 
 import dlm_jax
 from benchmarks.wavefront_cost import median_seconds
-from dlm_jax.command_line import start_jax
+from dlm_jax.cli.common import start_jax
 from dlm_jax.config import SampleConfig
-from dlm_jax.config.generation import EDIT_SCORINGS
+from dlm_jax.inference.model import Model
+from dlm_jax.inference.request import Request, pack
 from dlm_jax.model import cpu
-from dlm_jax.models import Model
-from dlm_jax.sampling.editing import edited
-from dlm_jax.sampling.loop import look
-from dlm_jax.sampling.propose import propose_parallel
-from dlm_jax.sampling.rules import pack_editor, pack_rules
+from dlm_jax.sampling.edits import EDIT_RULES
+from dlm_jax.sampling.edits.apply import edited
+from dlm_jax.sampling.propose import CandidateWriter, Parallel, Reader, Wanted
 from dlm_jax.sampling.state import State, start
+from dlm_jax.sampling.step import look
 from dlm_jax.sampling.transforms import Chain
 
 
-def make_state(model: Model, rows: int, length: int, scoring: Any) -> State:
+def make_state(model: Model, rows: int, length: int, scoring: str) -> State:
     """Random text, all of it a draft."""
     rng = np.random.default_rng(0)
     tokenizer = model.tokenizer
     never = {tokenizer.mask_id, tokenizer.pad_id, *tokenizer.banned_ids}
     ids = [token for token in range(tokenizer.vocab_size) if token not in never]
-    samples = [SampleConfig(edit=True, resample=True, schedule="all", edit_scoring=scoring)] * rows
-    rule, _ = pack_rules(samples, model.noise)
+    tokens = rng.choice(ids, (rows, length)).astype(np.int32)
+    sample = SampleConfig(steps=16, edit=True, resample=True, schedule="all", edit_scoring=scoring)
+    row, rules = pack([Request(ids, sample, seed) for seed, ids in enumerate(tokens)], model.facts)
     state = start(
-        jnp.asarray(rng.choice(ids, (rows, length)), jnp.int32),
+        jnp.asarray(tokens),
         jnp.full(rows, length, jnp.int32),
-        seeds_B=jnp.arange(rows, dtype=jnp.uint32),
-        steps_B=jnp.full(rows, 16, jnp.int32),
-        chain=Chain((), ()),
-        rule=rule,
+        row,
+        rules._replace(chain=Chain(())),
         mask_id=tokenizer.mask_id,
         frozen_BL=jnp.zeros((rows, length), bool),
-        resamples_B=jnp.ones(rows, bool),
-        editor=pack_editor(samples),
     )
-    assert state.edited is not None
-    return state._replace(edited=state.edited._replace(warms_B=jnp.zeros(rows, bool)))
+    assert state.edits is not None
+    return state._replace(edits=state.edits._replace(warms_B=jnp.zeros(rows, bool)))
 
 
 def main() -> None:
@@ -64,7 +61,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--scoring", choices=EDIT_SCORINGS, default=EDIT_SCORINGS[0])
+    parser.add_argument("--scoring", choices=EDIT_RULES, default="uncertainty")
     args = parser.parse_args()
     start_jax()
     model = dlm_jax.load(args.checkpoint)
@@ -84,21 +81,28 @@ def main() -> None:
 
     @jit
     def edits(params: Any, state: State, seen: Any) -> Any:
-        after, moved, is_committed_BL = edited(program, params, state, seen, seen.is_open_BL)
+        after, moved, is_committed_BL = edited(program, params, state, seen, seen.masks.is_open_BL)
         # What the loop goes on with; what the trunk returned is not copied in it.
-        after = after.canvas, after.edited, after.block, after.logprob_BL, after.committed_BL
-        moved = moved.view, moved.is_open_BL, moved.proposal.tokens_BL
+        after = after.canvas, after.edits, after.block, after.logprob_BL, after.committed_BL
+        moved = moved.commit, moved.masks.is_open_BL, moved.proposal.tokens_BL
         return after, moved, is_committed_BL
 
     def proposer(reads: bool) -> Any:
         @jit
-        def run(params: Any, state: State, sight: Any) -> Any:
-            return propose_parallel(
-                network, params, sight, seen.is_open_BL, state.chain, state.chain_state,
-                seen.context, seen.draw_key_B, measure=state.rule.measure, chunk=program.chunk,
-                banned_ids=program.banned_ids, keeps_total=reads,
-                keeps_best=reads and is_lead,
+        def run(params: Any, state: State, output: Any) -> Any:
+            chain, masks = state.rules.chain, seen.masks
+            writer = CandidateWriter(
+                chain, chain.prepare(state.chain_state, seen.context), seen.draw_key_B,
+                masks.own_BL, args.length, state.rules.commit.measure, program.draw,
+                program.banned_ids,
             )  # fmt: skip
+            wanted = Wanted(
+                masks.is_open_BL, masks.is_visible_BL, tokens_BL,
+                masks.is_scored_BL if reads else None, reads and is_lead,
+            )  # fmt: skip
+            return Parallel().propose(
+                Reader(network, params, output, program.chunk), writer, wanted
+            )
 
         return run
 
@@ -107,8 +111,8 @@ def main() -> None:
         {
             "trunk": lambda: jax.block_until_ready(trunk(params)),
             "edits": lambda: jax.block_until_ready(edits(params, state, seen)),
-            "plain": lambda: jax.block_until_ready(plain(params, state, seen.sight)),
-            "reading": lambda: jax.block_until_ready(reading(params, state, seen.sight)),
+            "plain": lambda: jax.block_until_ready(plain(params, state, seen.output)),
+            "reading": lambda: jax.block_until_ready(reading(params, state, seen.output)),
         },
         args.repeats,
     )

@@ -10,7 +10,7 @@ import numpy as np
 
 import dlm_jax
 from benchmarks.repairs import KINDS, Repair
-from dlm_jax.models import Model
+from dlm_jax.inference.model import Model
 from dlm_jax.viewing.frames import Frame, Kind, changes
 from dlm_jax.viewing.rows import frame_of
 

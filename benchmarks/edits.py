@@ -26,9 +26,9 @@ import numpy as np
 import dlm_jax
 from benchmarks.quality import distinct_share, judged_bits, known_share, words
 from benchmarks.repairs import KINDS, Repair, make_repairs, score
-from dlm_jax.command_line import start_jax
+from dlm_jax.cli.common import start_jax
 from dlm_jax.data import join_documents, read_documents, split_text
-from dlm_jax.models import Model
+from dlm_jax.inference.model import Model
 
 FORWARDS = 9
 COMMON: dict[str, Any] = {
@@ -113,8 +113,8 @@ class Task:
             "exact": found.exact,
             "distance": found.distance,
             **{kind: found.by_kind[kind] for kind in KINDS},
-            "insertions": float(made.insertions.mean()),
-            "deletions": float(made.deletions.mean()),
+            "insertions": float(made.counters.insertions.mean()),
+            "deletions": float(made.counters.deletions.mean()),
             "forwards": float(made.forwards.mean()),
         }
 

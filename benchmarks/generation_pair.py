@@ -76,8 +76,8 @@ def make_model(size: str, vocab_size: int, max_length: int) -> Any:
 
     from dlm_jax.config import ModelConfig
     from dlm_jax.data import CharacterTokenizer
+    from dlm_jax.inference.model import Model
     from dlm_jax.model.transformer import build
-    from dlm_jax.models import Model
 
     config = ModelConfig(**SIZES[size], activation="swiglu", vocab_size=vocab_size)
     network, rng = build(config), np.random.default_rng(0)

@@ -22,7 +22,7 @@ import dlm_jax
 from dlm_jax.batch.requests import read_requests
 from dlm_jax.batch.results import Results
 from dlm_jax.batch.run import run_requests
-from dlm_jax.command_line import start_jax
+from dlm_jax.cli.common import start_jax
 
 
 def main() -> None:

@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
-from dlm_jax.likelihood import score
-from dlm_jax.models import Model
+from dlm_jax.inference.likelihood import score
+from dlm_jax.inference.model import Model
 
 
 def judged_bits(judge: Model, texts: list[str]) -> tuple[float, float]:

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 import dlm_jax
-from dlm_jax.command_line import start_jax
-from dlm_jax.models import Model
+from dlm_jax.cli.common import start_jax
+from dlm_jax.inference.model import Model
 
 sys.path.insert(0, str(Path(__file__).parent))
 from quality import distinct_share, judged_bits  # noqa: E402

@@ -20,14 +20,13 @@ import tempfile
 from pathlib import Path
 
 import dlm_jax.config as configs
-from dlm_jax.api import generate
-from dlm_jax.command_line import start_jax
+from dlm_jax.cli.common import start_jax
 from dlm_jax.data import join_documents, read_documents, split_text
+from dlm_jax.inference.generate import generate
+from dlm_jax.inference.model import Model
 from dlm_jax.metrics import read_records
 from dlm_jax.model import cpu
-from dlm_jax.models import Model
-from dlm_jax.training.loop import train
-from dlm_jax.training.run import prepare
+from dlm_jax.training import prepare, run_loop
 
 sys.path.insert(0, str(Path(__file__).parent))
 from quality import distinct_share, known_share, words  # noqa: E402
@@ -70,7 +69,7 @@ def measure(overrides: dict[str, str], *, steps: int, seed: int) -> dict[str, fl
         config = configs.load(BASE, given | overrides)
         run = prepare(config, report=lambda line: None)
         with run.checkpoints:
-            outcome = train(run, show_sample=lambda state, step: None)
+            outcome = run_loop(run)
         rates = [r["tokens_per_second"] for r in read_records(Path(out_dir) / "metrics.jsonl")
                  if r["kind"] == "train"]  # fmt: skip
     tokens = config.train.batch_size * config.data.seq_len

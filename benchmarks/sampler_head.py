@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 
 import dlm_jax
-from dlm_jax.command_line import start_jax
+from dlm_jax.cli.common import start_jax
 from dlm_jax.data.corpora import join_documents, read_documents, split_text
-from dlm_jax.models import Model
+from dlm_jax.inference.model import Model
 
 sys.path.insert(0, str(Path(__file__).parent))
 from quality import distinct_share, judged_bits, known_share  # noqa: E402
@@ -121,8 +121,8 @@ class Study:
             "distinct": distinct_share(texts, 4),
             "words": known_share(texts, self.known),
             "broken": np.mean([pair not in self.pairs for pair in pairs]),
-            "waves": made.waves.mean(),
-            "seeded": made.seeds.sum() / max(1, made.filled.sum()),
+            "waves": made.counters.waves.mean(),
+            "seeded": made.counters.bootstrapped.sum() / max(1, made.counters.filled.sum()),
         }
         if seconds:
             middle = statistics.median(seconds)

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from dlm_jax.config import SamplingParams
+from dlm_jax.config import SampleConfig
 from dlm_jax.sampling import draw as drawing
-from dlm_jax.sampling.params import pack
+from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
 from dlm_jax.sampling.transforms import At, Chain, Context
 
 VOCAB, ROWS, CHUNK = 50257, 16, 256
@@ -39,7 +39,7 @@ def place(num: int) -> At:
 
 
 def scene() -> Context:
-    """A canvas that nobody looks at."""
+    """A canvas that no transform reads."""
     shape = (ROWS, 64)
     return Context(
         jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool),
@@ -61,7 +61,7 @@ def by_chunks(fn: Callable[..., jax.Array], num: int) -> Callable[..., jax.Array
 
 def chain_of(**settings: Any) -> Chain:
     """The default chain with one setting for all rows."""
-    return pack([SamplingParams(**settings)] * ROWS, vocab_size=VOCAB)
+    return BUILT_IN.pack_chain([SampleConfig(**settings)] * ROWS, ModelFacts(VOCAB))
 
 
 def run_chain(num: int) -> Callable[..., jax.Array]:
@@ -75,7 +75,7 @@ def run_chain(num: int) -> Callable[..., jax.Array]:
 
 
 def torch_top_p(x: torch.Tensor) -> torch.Tensor:
-    """The sort-based nucleus of `seeds/per_row_sampler.md` 4.3D, then a draw."""
+    """The usual sort-based nucleus, then a draw."""
     values, ids = x.sort(dim=-1, descending=True)
     p = values.softmax(-1)
     p[p.cumsum(-1) - p >= TOP_P] = 0.0

@@ -15,7 +15,7 @@ from typing import Any
 
 import dlm_jax
 from dlm_jax.checkpoint import load_params
-from dlm_jax.command_line import start_jax
+from dlm_jax.cli.common import start_jax
 from dlm_jax.data import join_documents, read_documents, split_text
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -11,19 +11,22 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.command_line import start_jax
-from dlm_jax.config import HeadsConfig, MeshConfig, ModelConfig, OptimConfig
+from dlm_jax.cli.common import start_jax
+from dlm_jax.config import Config, HeadsConfig, MeshConfig, ModelConfig, OptimConfig
 from dlm_jax.diffusion.corruption import LinearSchedule
-from dlm_jax.diffusion.objectives import Batch, Mixture, elbo
+from dlm_jax.diffusion.mixture import Mixture
+from dlm_jax.diffusion.objectives import Batch, elbo
+from dlm_jax.distributed.sharding import make_mesh
 from dlm_jax.model.transformer import build
-from dlm_jax.sharding import make_mesh
+from dlm_jax.training.heads import CRITIC, HEADS, MAIN, SAMPLER, Setup
 from dlm_jax.training.optim import make_grouped_optimizer, make_optimizer
-from dlm_jax.training.stages import CRITIC, MAIN, SAMPLER, Stage, StagedLoss
+from dlm_jax.training.stages import Stage, StageLoss
 from dlm_jax.training.step import StepConfig, init_state, make_train_step
 
 VOCAB_SIZE, ROWS, POSITIONS = 512, 16, 128
@@ -44,18 +47,23 @@ def make_step(name: str) -> tuple[Any, Any, float]:
         depth=4, width=128, heads=4, vocab_size=VOCAB_SIZE, activation="gelu",
         add_sampler_head=has_heads, add_critic_head=has_heads,
     )  # fmt: skip
-    heads, optim = HeadsConfig(sampler_reveal=0.7, warmup_steps=0), OptimConfig(warmup_steps=1)
+    settings, optim = HeadsConfig(sampler_reveal=0.7, warmup_steps=0), OptimConfig(warmup_steps=1)
     network, mesh = build(model), make_mesh(MeshConfig(), jax.devices()[:1])
-    stage = Stage(frozenset(STAGES[name]))
+    stage = Stage(STAGES[name])
+    # The tokenizer is asked for its special ids alone.
+    ids = SimpleNamespace(
+        mask_id=MASK, pad_id=MASK, eos_id=MASK, banned_ids=(), vocab_size=VOCAB_SIZE
+    )
+    setup = Setup(Config(model=model, heads=settings), cast(Any, ids), mesh)
+    heads = tuple(head for make in HEADS if (head := make(setup)) is not None)
 
     def objective(batch: Batch, key: jax.Array) -> Any:
         return elbo(batch, key, schedule=LinearSchedule(), mask_id=MASK)
 
-    loss = StagedLoss(
-        network, Mixture({"elbo": objective}, {"elbo": 1.0}), stage, heads, MASK, (MASK,), mesh
-    )
+    mixture = Mixture({"elbo": objective}, {"elbo": 1.0})
+    loss = StageLoss(network=network, mixture=mixture, heads=heads, stage=stage, mask_id=MASK)
     optimizer = (
-        make_grouped_optimizer(optim, heads, stage, num_steps=1000)
+        make_grouped_optimizer(optim, settings, heads, stage, num_steps=1000)
         if has_heads
         else make_optimizer(optim, num_steps=1000)
     )

@@ -17,8 +17,8 @@ import numpy as np
 
 import dlm_jax
 from benchmarks.generation_pair import make_model
+from dlm_jax.inference.model import Model
 from dlm_jax.model import cpu
-from dlm_jax.models import Model
 from dlm_jax.sampling.advance import Advance
 
 ROWS, POSITIONS = 8, 256

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 import dlm_jax
-from dlm_jax.command_line import start_jax
+from dlm_jax.cli.common import start_jax
 from dlm_jax.config import add_sample_flags, sample_settings
 from dlm_jax.data import join_documents, read_documents, split_text
 

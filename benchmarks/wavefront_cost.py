@@ -3,9 +3,9 @@
     python -m benchmarks.wavefront_cost
 
 The canvas is all holes but one seed in a hundred, the hardest case in which every wave is known.
-The fill, the trunk and a fill with dynamic shapes in eager PyTorch (the loop of
-`seeds/sampler_head.md` 4.2: one gather a wave) take turns; medians. `--vocab 50257` on a narrow
-model shows that the fill's time follows the holes.
+The fill, the trunk and a fill with dynamic shapes in eager PyTorch (one gather a
+wave) take turns; medians. `--vocab 50257` on a narrow model shows that the fill's time follows the
+holes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from dlm_jax.command_line import start_jax
+from dlm_jax.cli.common import start_jax
 from dlm_jax.config import ModelConfig
 from dlm_jax.model import cpu
 from dlm_jax.model.transformer import build
-from dlm_jax.sampling.guidance import Sight
-from dlm_jax.sampling.orders import sampled
-from dlm_jax.sampling.propose import chunk_size
-from dlm_jax.sampling.transforms import Chain, LogitBias
-from dlm_jax.sampling.transforms.protocol import Context
-from dlm_jax.sampling.wavefront import Filled, Wavefront, propose_wavefront
+from dlm_jax.sampling.commit.quotas import sampled
+from dlm_jax.sampling.output import TrunkOutput
+from dlm_jax.sampling.propose import CandidateWriter, Filled, Reader, Wanted, Wavefront
+from dlm_jax.sampling.propose.protocol import chunk_size
+from dlm_jax.sampling.transforms import Chain, Context, LogitBias
 from dlm_jax.types import Network
 
 
@@ -59,10 +58,14 @@ def make_fill(network: Network, rows: int) -> Callable[..., Filled]:
     def run(params: Any, hidden_BLD: Any, tokens_BL: Any, length_B: Any, is_open_BL: Any) -> Filled:
         context = Context(tokens_BL, jnp.zeros_like(tokens_BL), ~is_open_BL, length_B)
         keys = jax.vmap(jax.random.key)(jnp.arange(rows, dtype=jnp.uint32))
-        return propose_wavefront(
-            network, params, Sight(hidden_BLD), is_open_BL, chain, chain.init(rows), context, keys,
-            fill=fill, banned_ids=(mask,), measure=sampled, chunk=chunk_size(network.vocab_size),
-        )  # fmt: skip
+        prepared = chain.prepare(chain.init(rows), context)
+        num_positions = is_open_BL.shape[1]
+        writer = CandidateWriter(
+            chain, prepared, keys, None, num_positions, sampled, "inverse_cdf", (mask,)
+        )
+        chunk = chunk_size(network.vocab_size)
+        reader = Reader(network, params, TrunkOutput(hidden_BLD), chunk)
+        return fill.propose(reader, writer, Wanted(is_open_BL, ~is_open_BL, tokens_BL))
 
     return jax.jit(run, compiler_options=cpu.compiler_options(is_training=False))
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dlm_jax.inference.request import Request as Request
     from dlm_jax.inference.request import make_requests as make_requests
     from dlm_jax.inference.results import Row as Row
-    from dlm_jax.inference.scorer import corruption as corruption
+    from dlm_jax.inference.scorer import corrupted_share as corrupted_share
     from dlm_jax.inference.slots import Slots as Slots
     from dlm_jax.sampling.commit import *  # noqa: F403
     from dlm_jax.sampling.edits import *  # noqa: F403
@@ -55,7 +55,7 @@ _HOME_OF = {
     **dict.fromkeys(("Model", "load"), "inference.model"),
     **dict.fromkeys(("Request", "make_requests"), "inference.request"),
     "Row": "inference.results",
-    "corruption": "inference.scorer",
+    "corrupted_share": "inference.scorer",
     "Slots": "inference.slots",
     "Counters": "sampling.row",
     **dict.fromkeys(("Setting", "fact", "per_row", "rule", "static"), "settings"),

@@ -4,41 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, TypeVar, dataclass_transform
+from typing import TypeVar, dataclass_transform
 
 import jax
 
 T = TypeVar("T", bound=type)
 
 
-class Identity:
-    """Tells one registered class from all others, in the structure of its trees.
-
-    jaxlib compares the structures of two `register_dataclass` classes as equal when they have as
-    many data fields and no metadata, and `jax.jit` then may run one's program for the other.
-    """
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def __repr__(self) -> str:
-        return self.name
-
-    def __deepcopy__(self, memo: Any) -> Identity:
-        return self
-
-
 @dataclass_transform(frozen_default=True)
 def pytree(cls: T) -> T:
     """Makes a class a frozen dataclass and a pytree whose structure no other class shares.
 
+    jaxlib compares the structures of two `register_dataclass` classes as equal when they have as
+    many data fields and no metadata, and `jax.jit` then may run one's program for the other. So
+    every class carries itself as metadata, in a field ``identity``.
+
     Fields are leaves, but for those of `static` and `fact`, and others with ``"static": True`` in
     their metadata, which are compiled in.
     """
-    identity = Identity(f"{cls.__module__}.{cls.__qualname__}")
-    cls.__annotations__ = {**vars(cls).get("__annotations__", {}), "identity": Any}
+    cls.__annotations__ = {**vars(cls).get("__annotations__", {}), "identity": type}
     cls.identity = dataclasses.field(
-        default=identity, kw_only=True, repr=False, metadata={"static": True}
+        default=cls, kw_only=True, repr=False, metadata={"static": True}
     )
     made = dataclass(frozen=True)(cls)
     fields = dataclasses.fields(made)

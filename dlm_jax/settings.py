@@ -194,7 +194,9 @@ class Rule:
         """Its per-row fields whose settings ask for the rule, and their neutral values."""
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             setting = field.metadata.get("setting")
-            if setting is not None and setting.activates and not field.metadata.get("static"):
+            if setting is None or isinstance(setting.default, tuple):
+                continue
+            if setting.activates and not field.metadata.get("static"):
                 yield getattr(self, field.name), setting.code(setting.default)
 
     def is_active(self) -> jax.Array:

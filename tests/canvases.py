@@ -12,23 +12,24 @@ import numpy as np
 import toy
 
 from dlm_jax.sampling.advance import Advance, make_advance
-from dlm_jax.sampling.commit import QUOTAS, CommitRule
-from dlm_jax.sampling.editor import Editor
-from dlm_jax.sampling.orders import ORDERS
+from dlm_jax.sampling.commit import CommitRule, LowConfidence, RandomOrder
+from dlm_jax.sampling.commit.quotas import cosine_quota
+from dlm_jax.sampling.edits import EditRule
 from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.remask import RemaskRule
-from dlm_jax.sampling.renoise import Renoise
+from dlm_jax.sampling.propose import FillRule, Parallel
+from dlm_jax.sampling.remask import RemaskRule, Renoise
+from dlm_jax.sampling.row import RowParams
+from dlm_jax.sampling.rules import Rules
 from dlm_jax.sampling.state import State, start
 from dlm_jax.sampling.transforms import Chain, LogitBias, Temperature, chain
-from dlm_jax.sampling.wavefront import Wavefront
 from dlm_jax.types import Network
 
 ROWS, POSITIONS, CHUNK = 8, 24, 16
 FOREVER = 1000
 
-LOW_CONFIDENCE = ORDERS["low_confidence"](QUOTAS["linear"])
-COSINE = ORDERS["low_confidence"](QUOTAS["cosine"])
-RANDOM = ORDERS["random"](QUOTAS["linear"])
+LOW_CONFIDENCE = LowConfidence()
+COSINE = LowConfidence(cosine_quota)
+RANDOM = RandomOrder()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +104,8 @@ def make_state(
     positions: int = POSITIONS,
     banned: Sequence[int] = toy.BANNED,
     remask: RemaskRule | None = None,
-    fill: Wavefront | None = None,
-    editor: Editor | None = None,
+    fill: FillRule | None = None,
+    edit: EditRule | None = None,
     renoise: Renoise | None = None,
 ) -> State:
     """The state before the first step, one slot per row; None is an idle slot."""
@@ -115,26 +116,29 @@ def make_state(
         tokens_BL[slot, : len(row.tokens)] = row.tokens
         if row.is_draft is not None:
             frozen_BL[slot, : len(row.tokens)] = ~np.array(row.is_draft)
-    return start(
-        jnp.asarray(tokens_BL),
-        jnp.array([len(row.tokens) for row in full], jnp.int32),
-        seeds_B=jnp.array([row.seed for row in full], jnp.uint32),
+    row = RowParams(
         steps_B=jnp.array([row.steps for row in full], jnp.int32),
-        chain=make_chain([row.temperature for row in full], banned),
-        rule=rule,
-        mask_id=toy.MASK,
-        remask=remask,
-        fill=fill,
-        frozen_BL=jnp.asarray(frozen_BL),
+        seed_B=jnp.array([row.seed for row in full], jnp.uint32),
         block_length_B=jnp.array([row.block_length for row in full], jnp.int32),
         guidance_B=jnp.array([row.guidance for row in full], jnp.float32),
         stops_at_eos_B=jnp.array([row.stop_at_eos for row in full]),
         resamples_B=jnp.array([row.resample for row in full]),
-        editor=editor,
-        renoise=renoise,
         capacity_B=jnp.array([row.capacity for row in full], jnp.int32),
         max_new_B=jnp.array([row.max_new_tokens for row in full], jnp.int32),
     )
+    rules = Rules(
+        chain=make_chain([row.temperature for row in full], banned),
+        commit=rule,
+        fill=fill or Parallel(),
+        remask=remask,
+        edit=edit,
+        renoise=renoise,
+    )
+    length_B = jnp.array([len(row.tokens) for row in full], jnp.int32)
+    return start(
+        jnp.asarray(tokens_BL), length_B, row, rules, mask_id=toy.MASK,
+        frozen_BL=jnp.asarray(frozen_BL),
+    )  # fmt: skip
 
 
 @functools.cache
@@ -154,7 +158,7 @@ def program(
         chunk=chunk,
         rows=rows,
         is_guided=is_guided,
-        eos_id=toy.EOS,
+        eos_ids=(toy.EOS,),
         banned_ids=toy.BANNED,
         pad_id=toy.PAD,
         space_id=toy.SPACE,
@@ -176,7 +180,7 @@ def results(state: State) -> list[Result]:
             logprobs=tuple(logprobs[row, :length].tolist()),
             committed=tuple(committed[row, :length].tolist()),
             steps=int(state.step_B[row]),
-            forwards=int(state.forwards_B[row]),
+            forwards=int(state.counters.forwards[row]),
             status=int(state.status_B[row]),
         )
         for row, length in enumerate(np.asarray(state.canvas.length_B).tolist())

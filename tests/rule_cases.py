@@ -17,13 +17,22 @@ from canvases import Row
 from jax.sharding import NamedSharding
 
 from dlm_jax.config import SampleConfig
-from dlm_jax.config.generation import CONFIDENCES, ORDERS, REMASKS, SCHEDULES
 from dlm_jax.diffusion.corruption import LinearSchedule
 from dlm_jax.sampling.advance import Advance, make_advance
 from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.rules import pack_editor, pack_fill, pack_renoise, pack_rules
+from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
 from dlm_jax.sampling.transforms import chain
 from dlm_jax.types import Params
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """What a setting may be."""
+    return tuple(BUILT_IN.settings[name].choices or ())
+
+
+ORDERS, REMASKS = choices("order"), choices("remask")
+SCHEDULES, CONFIDENCES = choices("schedule"), choices("confidence")
+FACTS = ModelFacts(toy.VOCAB_SIZE, toy.BANNED, (toy.EOS,), toy.SPACE, LinearSchedule(), True, True)
 
 CASES: dict[str, dict[str, str]] = {
     f"{order}-{remask}": {
@@ -153,7 +162,7 @@ def _edits(rng: np.random.Generator, index: int) -> dict[str, Any]:
         "cooldown_distance": index % 3,
         "edit_token": ("space", "mask")[index % 2],
         "overflow": ("trim", "refuse")[index // 2 % 2],
-        "length_target_mode": ("none", "to_max_new")[index // 4 % 2],
+        "length_target_mode": ("none", "to_max_new", "exact")[(0, 0, 2, 0, 1, 1, 0, 2)[index % 8]],
         "renoise": ("space", "mask", "random")[index % 3],
     }
 
@@ -189,15 +198,16 @@ def make_state(
     settings = [slot[1] if slot else SampleConfig(**CASES.get(name, {})) for slot in slots]
     rows = [slot and slot[0] for slot in slots]
     if name != OWN:
-        rule, remask = pack_rules(settings, LinearSchedule())
+        packed = BUILT_IN.pack(settings, FACTS)
         return canvases.make_state(
-            rows, rule, remask=remask, fill=pack_fill(settings), editor=pack_editor(settings),
-            renoise=pack_renoise(settings), positions=positions,
+            rows, packed.commit, remask=packed.remask, fill=packed.fill, edit=packed.edit,
+            renoise=packed.renoise, positions=positions,
         )  # fmt: skip
     defined = own()
     rule = defined["FewSurest"](jnp.array([int(4 * s.factor) for s in settings], jnp.int32))
     remask = defined["Doubtful"](jnp.array([s.remask_end for s in settings], jnp.float32))
     state = canvases.make_state(rows, rule, remask=remask, positions=positions)
     softened = defined["Softened"](jnp.array([s.remask_eta for s in settings], jnp.float32))
-    chained = chain(state.chain, softened)
-    return state._replace(chain=chained, chain_state=chained.init(len(rows)))
+    chained = chain(state.rules.chain, softened)
+    rules = state.rules._replace(chain=chained)
+    return state._replace(rules=rules, chain_state=chained.init(len(rows)))

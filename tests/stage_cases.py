@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 import toy
 from jax.sharding import Mesh
 
-from dlm_jax.config import HeadsConfig, MeshConfig
+from dlm_jax.config import Config, HeadsConfig, MeshConfig, TrainConfig
 from dlm_jax.diffusion.corruption import LinearSchedule
-from dlm_jax.diffusion.objectives import Batch, Corruption, Mixture, denoising, elbo
+from dlm_jax.diffusion.mixture import Mixture
+from dlm_jax.diffusion.objectives import Batch, Denoising, denoising, elbo
+from dlm_jax.distributed.sharding import make_mesh, path_name
 from dlm_jax.model.transformer import build
-from dlm_jax.sharding import make_mesh, path_name
-from dlm_jax.training.stages import HEADS, MAIN, Stage, StagedLoss
+from dlm_jax.training.heads import CRITIC, HEADS, MAIN, SAMPLER, Head, Setup
+from dlm_jax.training.stages import Stage, StageLoss
 from dlm_jax.types import Network
 
 ROWS, POSITIONS = 8, 8
-BOTH = {"add_sampler_head": True, "add_critic_head": True}
+BOTH: dict[str, Any] = {"add_sampler_head": True, "add_critic_head": True}
 MESHES = {
     "one": (MeshConfig(), 1),
     "data": (MeshConfig(data=8), 8),
@@ -33,17 +35,33 @@ def staged(
     mesh: Mesh,
     groups: tuple[str, ...] = (MAIN,),
     heads: HeadsConfig | None = None,
-) -> StagedLoss:
+) -> StageLoss:
     """The loss of the stage in which these groups train; the model alone by default."""
-    return StagedLoss(
+    return StageLoss(
         network=network,
         mixture=mixture,
-        stage=Stage(frozenset(groups)),
-        heads=heads or HeadsConfig(),
+        heads=records(heads or HeadsConfig(), mesh),
+        stage=Stage(groups),
         mask_id=toy.MASK,
-        banned_ids=toy.BANNED,
-        mesh=mesh,
     )
+
+
+class Tokenizer:
+    """The special ids of the toy vocabulary."""
+
+    mask_id, pad_id, eos_id = toy.MASK, toy.PAD, toy.EOS
+    banned_ids, vocab_size = toy.BANNED, toy.VOCAB_SIZE
+
+
+def records(heads: HeadsConfig, place: Mesh | None = None, **model: Any) -> tuple[Head, ...]:
+    """The records of the heads of a model, by default both."""
+    config = Config(
+        model=toy.config(**(model or BOTH)),
+        heads=heads,
+        train=TrainConfig(init_from="another run"),
+    )
+    setup = Setup(config, cast(Any, Tokenizer()), place or mesh())
+    return tuple(head for make in HEADS if (head := make(setup)) is not None)
 
 
 def mesh(name: str = "one") -> Mesh:
@@ -66,7 +84,7 @@ def params(**changes: Any) -> Any:
 
 def main_of(tree: Any) -> Any:
     """Parameters without those of the heads."""
-    return {name: leaf for name, leaf in tree.items() if name not in HEADS}
+    return {name: leaf for name, leaf in tree.items() if name not in (SAMPLER, CRITIC)}
 
 
 def batch(seed: int) -> Batch:
@@ -83,7 +101,7 @@ def mixture(denoising_share: float = 0.0) -> Mixture:
         "elbo": functools.partial(elbo, schedule=LinearSchedule(), mask_id=toy.MASK),
         "denoising": functools.partial(
             denoising,
-            corruption=Corruption(patterns=("random",), mask_share=0.5, random_share=0.3),
+            settings=Denoising(patterns=("random",), mask_share=0.5, random_share=0.3),
             mask_id=toy.MASK,
             random_ids=(0, 1, 2),
         ),

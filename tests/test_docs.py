@@ -1,17 +1,23 @@
 """The code of docs/ runs as it stands and does what the text around it says."""
 
+import os
 import re
 import string
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import toy
 
 import dlm_jax
-from dlm_jax.config import SampleConfig
+import dlm_jax.config as configs
+from dlm_jax.checkpoint import Checkpoints
+from dlm_jax.cli import settings
+from dlm_jax.config import Config, DataConfig, SampleConfig
 from dlm_jax.data import CharacterTokenizer
+from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
-from dlm_jax.models import Model
 
 DOCS = Path(__file__).parent.parent / "docs"
 BLOCKS = [
@@ -92,8 +98,43 @@ def test_rules_of_ones_own_are_obeyed(model, capsys, monkeypatch):
     _, scope = _printed(NAMES[5], model, capsys, monkeypatch)
     result = scope["result"]
     for row, (count, prompt) in enumerate(zip((2, 4), scope["prompts"], strict=True)):
-        committed = result.committed[row, len(prompt) : result.lengths[row]]
+        committed = result.committed[row, len(prompt["prompt"]) : result.lengths[row]]
         assert (committed >= 0).all()
         by_step = [int((committed == step).sum()) for step in range(15)]
         assert max(by_step) == count if row == 0 else max(by_step) <= count
     assert result.steps[0] == 10
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory):
+    """A folder with a toy in ``runs/quickstart``, as a run would have left it."""
+    folder = tmp_path_factory.mktemp("docs")
+    tokenizer = CharacterTokenizer.of(string.printable)
+    model = toy.config(vocab_size=tokenizer.vocab_size)
+    config = Config(model=model, data=DataConfig(seq_len=32), sample=SampleConfig(steps=4))
+    meta = {
+        "config": configs.to_dict(config),
+        "tokenizer": tokenizer.to_json(),
+        "corpus": {"name": "toy", "sha256": "0"},
+    }
+    with Checkpoints(folder / "runs/quickstart/checkpoints", keep=1) as checkpoints:
+        checkpoints.save(1, {"params": toy.random_params(build(model))}, meta)
+    (folder / "configs").symlink_to(DOCS.parent / "configs")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
+def test_every_block_runs_in_a_process_of_its_own(page, quickstart):
+    text = (DOCS / page).read_text(encoding="utf-8")
+    for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+        env = os.environ | {"PYTHONPATH": str(DOCS.parent)}
+        done = subprocess.run(
+            [sys.executable, "-c", block], cwd=quickstart, env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{block}\n{done.stderr}"
+        assert done.stdout
+
+
+def test_the_page_of_settings_is_what_the_rules_declare():
+    assert (DOCS / "settings.md").read_text(encoding="utf-8") == settings.page()

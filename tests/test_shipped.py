@@ -8,10 +8,10 @@ import pytest
 
 import dlm_jax
 import dlm_jax.config as configs
-import sample
 from dlm_jax.checkpoint import load_weights
+from dlm_jax.cli import sample
 from dlm_jax.data.tinyshakespeare import SHA256
-from dlm_jax.models import SHIPPED
+from dlm_jax.inference.model import SHIPPED
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "shakespeare_bpe_sampler.toml"

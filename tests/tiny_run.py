@@ -19,9 +19,9 @@ import pytest
 
 import dlm_jax.config as configs
 import dlm_jax.training.run
+from dlm_jax.distributed.sharding import make_mesh
 from dlm_jax.metrics import read_records
-from dlm_jax.sharding import make_mesh
-from dlm_jax.training.loop import Outcome, _Loop, train
+from dlm_jax.training.loop import Outcome, _Loop, run_loop
 from dlm_jax.training.run import prepare
 
 ROOT = Path(__file__).parent.parent
@@ -84,7 +84,7 @@ def run(
     with on_devices(devices):
         prepared = prepare(configs.load(None, flags(out_dir, **changes)), report=report)
     with prepared.checkpoints:
-        return train(prepared, show_sample=show_sample or (lambda state, step: None))
+        return run_loop(prepared, show_sample=show_sample)
 
 
 def stop_after(step: int, patch: pytest.MonkeyPatch) -> None:

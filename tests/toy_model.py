@@ -5,8 +5,8 @@ from __future__ import annotations
 import toy
 
 from dlm_jax.data import CharacterTokenizer
+from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
-from dlm_jax.models import Model
 
 TEXT = "The cat sat. A rat ran."
 TOKENIZER = CharacterTokenizer.of(TEXT)

@@ -15,9 +15,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from dlm_jax.config.fields import require
-from dlm_jax.settings import nearest
-
 Id = str | int
 
 _BOM = b"\xef\xbb\xbf"
@@ -74,6 +71,12 @@ def share(lines: Sequence[Line], index: int, count: int) -> list[Line]:
     """
     check_process(index, count)
     return [line for line in lines if line.number % count == index]
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ValueError with `message` unless `condition` holds."""
+    if not condition:
+        raise ValueError(message)
 
 
 def check_process(index: int, count: int) -> None:
@@ -183,7 +186,12 @@ def _check(request: dict[str, Any], where: str, names: tuple[str, ...]) -> None:
             _check_integer(f"{where}: tokens[{index}]", token)
 
 
-_nearest = lru_cache(maxsize=1024)(nearest)
+@lru_cache(maxsize=1024)
+def _nearest(name: str, known: tuple[str, ...]) -> str:
+    # Here, because what only keeps results needs no JAX.
+    from dlm_jax.settings import nearest
+
+    return nearest(name, known)
 
 
 def _check_integer(where: str, value: Any) -> None:

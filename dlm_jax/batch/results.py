@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_jax.batch import files
-from dlm_jax.batch.requests import Id, check_process
-from dlm_jax.config.fields import require
+from dlm_jax.batch.requests import Id, check_process, require
 
 
 def fingerprint(

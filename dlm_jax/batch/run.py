@@ -20,13 +20,13 @@ from dlm_jax.batch.results import Results
 from dlm_jax.inference.generate import slots_of
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import Request, Static, group, make_requests, only_chains_in_use
-from dlm_jax.inference.results import Row
+from dlm_jax.inference.results import Row, canvas_size
 from dlm_jax.inference.slots import finish
 from dlm_jax.types import Status
 
 _Listener = Callable[[Mapping[str, Any], int], Any]
-_SMALLEST_CANVAS = 64
 _SAMPLED_BYTES = 1 << 16
+_LISTS = ("logit_bias", "dry_breakers", "chain", "tokens")
 
 
 class Report(NamedTuple):
@@ -46,11 +46,6 @@ class Report(NamedTuple):
     tokens: int
     occupancy: float
     programs: tuple[str, ...]
-
-
-def canvas_for(length: int) -> int:
-    """Positions of the canvas that a row of that length runs on: a power of two, 64 at least."""
-    return max(_SMALLEST_CANVAS, 1 << (length - 1).bit_length())
 
 
 def describe_model(model: Model) -> dict[str, Any]:
@@ -152,6 +147,14 @@ def _from_json(settings: Mapping[str, Any]) -> dict[str, Any]:
       ValueError: a value has the wrong shape.
     """
     found = dict(settings)
+    for name, value in found.items():
+        if isinstance(value, list) and name not in (
+            "logit_bias",
+            "dry_breakers",
+            "chain",
+            "tokens",
+        ):
+            raise ValueError(f"{name} is a list; a request takes one value")
     bias = found.get("logit_bias")
     try:
         if isinstance(bias, Mapping):
@@ -179,7 +182,7 @@ def _groups(requests: Sequence[Request]) -> dict[tuple[Static, int], list[int]]:
     groups: dict[tuple[Static, int], list[int]] = {}
     for static, members in group(requests).items():
         for index in members:
-            canvas = canvas_for(requests[index].room)
+            canvas = canvas_size(requests[index].room, is_shared=True)
             groups.setdefault((static, canvas), []).append(index)
     return groups
 
@@ -188,7 +191,8 @@ def _result(model: Model, line: Line, row: Row) -> dict[str, Any]:
     if row.status is Status.NON_FINITE:
         error = f"line {line.number}: the model's logits are not finite after {row.steps} steps"
         return {"id": line.id, "error": error}
-    counted = {name: n for name, n in row.counters._asdict().items() if n or name == "forwards"}
+    always = {"forwards", *(("insertions", "deletions", "lost") if row.origin is not None else ())}
+    counted = {name: n for name, n in row.counters._asdict().items() if n or name in always}
     return {
         "id": line.id,
         "text": model.tokenizer.decode(row.tokens),

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from dlm_jax.checkpoint import manifest
 
 FORMAT = 1
@@ -160,3 +162,26 @@ def _why_empty(root: Path) -> str:
     if not names:
         return f"checkpoint directory {root} is empty; train until a checkpoint is written"
     return f"{root} is not a checkpoint directory (no step_* in it); check the path"
+
+
+def describe(tree: Any, what: str) -> Leaves:
+    """Path, dtype and shape of every array of a pytree, which errors call `what`."""
+    leaves: Leaves = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise ValueError(f"{what} {name} is a {type(leaf).__name__}; make it a jax array")
+        leaves[name] = [str(leaf.dtype), list(leaf.shape)]
+    return leaves
+
+
+def nested(leaves: Leaves) -> Any:
+    """The nested dict of abstract arrays that the leaves come from."""
+    tree: dict[str, Any] = {}
+    for name, (dtype, shape) in leaves.items():
+        *parents, last = name.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = jax.ShapeDtypeStruct(tuple(shape), jax.numpy.dtype(dtype))
+    return tree

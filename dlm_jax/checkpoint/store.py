@@ -34,8 +34,10 @@ from dlm_jax.checkpoint.files import (
     Leaves,
     check_same_leaves,
     complete_steps,
+    describe,
     local_path,
     make_room,
+    nested,
     newest_usable,
     prune,
     step_path,
@@ -108,7 +110,7 @@ class Checkpoints:
           ValueError: one of the arguments is not as above; nothing was written.
           OSError: this save or the one before it failed, for example on a full disk.
         """
-        leaves = _describe(state, "state")
+        leaves = describe(state, "state")
         _check_saveable(step, state, meta)
         self.wait()
         if not on_first_process(lambda: make_room(self.directory, step, self._checked)):
@@ -159,7 +161,7 @@ class Checkpoints:
             directory or the first parameter that differs, and the remedy.
         """
         self.wait()
-        leaves = _describe(abstract_state, "abstract_state")
+        leaves = describe(abstract_state, "abstract_state")
         found, path = self._usable(step, leaves, report)
         state = _read_arrays(path, abstract_state, partial=False)
         return Restored(found, state, _read_meta(path))
@@ -234,32 +236,11 @@ def load_params(
     if not saved:
         raise ValueError(f"checkpoint {path} holds no params; pass one that train.py wrote")
     if abstract_params is None:
-        wanted = _nested(saved)
+        wanted = nested(saved)
     else:
         wanted = {entry: abstract_params(meta)}
-        check_same_leaves(_describe(wanted, "abstract_params"), saved, path)
+        check_same_leaves(describe(wanted, "abstract_params"), saved, path)
     return _read_arrays(path, wanted, partial=True)[entry], meta
-
-
-def _describe(tree: PyTree, what: str) -> Leaves:
-    leaves: Leaves = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise ValueError(f"{what} {name} is a {type(leaf).__name__}; make it a jax array")
-        leaves[name] = [str(leaf.dtype), list(leaf.shape)]
-    return leaves
-
-
-def _nested(leaves: Leaves) -> PyTree:
-    tree: dict[str, Any] = {}
-    for name, (dtype, shape) in leaves.items():
-        *parents, last = name.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = jax.ShapeDtypeStruct(tuple(shape), jax.numpy.dtype(dtype))
-    return tree
 
 
 def _check_saveable(step: int, state: PyTree, meta: dict[str, Any]) -> None:

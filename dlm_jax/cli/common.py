@@ -1,14 +1,17 @@
-"""What the two programs share: refusals in one line, set-up of JAX, and flags of several hosts."""
+"""What the programs share: refusals and warnings in one line, set-up of JAX, several hosts."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import os
+import platform
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import jax
 
@@ -16,10 +19,11 @@ import jax
 class Parser(argparse.ArgumentParser):
     """A parser whose refusals are a ValueError, like the library's, instead of a page of usage."""
 
-    def __init__(self, *, prog: str, description: str | None):
+    def __init__(self, *, prog: str, description: str | None, add_help: bool = True):
         super().__init__(
             prog=prog,
             description=description,
+            add_help=add_help,
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -55,16 +59,30 @@ def add_host_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--process-id", type=int, metavar="I", help="this process, from 0")
 
 
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int,
+    file: TextIO | None = None, line: str | None = None,
+) -> None:  # fmt: skip
+    """One plain line of what a user can act on, without the place in the code where it arose."""
+    if issubclass(category, UserWarning):
+        text = f"warning: {' '.join(str(message).split())}\n"
+    else:
+        text = warnings.formatwarning(message, category, filename, lineno, line)
+    (file or sys.stderr).write(text)
+
+
 def start_jax(args: argparse.Namespace | None = None) -> None:
     """Sets JAX up for a program: joins the other hosts if asked to, and caches compilations.
 
-    The cache is in ``$JAX_COMPILATION_CACHE_DIR`` or the user's cache directory, and is used on
-    accelerators alone: on CPU a program read back from it was seen to compute something else
-    (jax 0.10.2, one start in several with two processes at work).
+    From then on what the library warns of is one line on standard error.
+
+    The cache is in ``$JAX_COMPILATION_CACHE_DIR`` or the user's cache directory; with it the second
+    start of a program takes a third of the first's time (`benchmarks/compile_cache.py`).
 
     Raises:
       ValueError: the other processes could not be joined, or a flag about them stands alone.
     """
+    warnings.showwarning = _show_warning
     _refuse_lone_host_flags(args)
     if args is not None and args.distributed:
         try:
@@ -73,10 +91,22 @@ def start_jax(args: argparse.Namespace | None = None) -> None:
             raise ValueError(
                 f"--distributed: {error}; give --coordinator, --num-processes and --process-id"
             ) from None
-    if jax.default_backend() != "cpu" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        jax.config.update("jax_compilation_cache_dir", str(cache / "dlm_jax" / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        # A user without a home directory, or one who may not write there, has no cache.
+        with contextlib.suppress(RuntimeError, OSError):
+            cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+            cache = cache / "dlm_jax" / f"xla-{_machine()}"
+            cache.mkdir(parents=True, exist_ok=True)
+            jax.config.update("jax_compilation_cache_dir", str(cache))
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def _machine() -> str:
+    """Tells processors apart, whose compiled programs are not for each other."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
+    told = sorted({line for line in lines if line.startswith(("flags", "model name", "Features"))})
+    return hashlib.sha256("\n".join([platform.machine(), *told]).encode()).hexdigest()[:12]
 
 
 def _refuse_lone_host_flags(args: argparse.Namespace | None) -> None:

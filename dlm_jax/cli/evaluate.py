@@ -23,11 +23,11 @@ import dlm_jax
 from dlm_jax.cli.common import Parser, refusals, start_jax
 from dlm_jax.data import Corpus, load_corpus, validation_windows
 from dlm_jax.data.jsonl import read_jsonl
-from dlm_jax.data.rows import Batch
+from dlm_jax.data.rows import Columns
 from dlm_jax.diffusion.scoring import error_line, summary
 from dlm_jax.inference.likelihood import Score, score, score_rows
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.scorer import corruption, held_out_errors
+from dlm_jax.inference.scorer import corrupted_share, held_out_errors
 
 
 class Source(NamedTuple):
@@ -109,7 +109,7 @@ def _held_out(model: Model, source: str | None, drawn: dict[str, int]) -> tuple[
     return f"held-out text of {corpus.name}", result
 
 
-def _held_out_rows(model: Model, source: str | None, **how: int) -> tuple[Corpus, Batch]:
+def _held_out_rows(model: Model, source: str | None, **how: int) -> tuple[Corpus, Columns]:
     assert model.config is not None, "a loaded model has its config"
     data = model.config.data
     corpus = load_corpus(
@@ -137,7 +137,7 @@ def _judge(model: Model, args: Namespace, sources: Sequence[Source]) -> None:
     for name, texts, prompts in sources:
         if prompts is not None:
             raise ValueError(f"{name}: a sequence scorer judges whole texts; leave out the prompts")
-        share_N = corruption(model, texts, batch_size=args.batch_size)
+        share_N = corrupted_share(model, texts, batch_size=args.batch_size)
         share, count = float(share_N.mean()), len(share_N)
         error = float(share_N.std(ddof=1)) / count**0.5 if count > 1 else None
         record = {"corrupted_share": share, "corrupted_share_error": error, "texts": count}

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,10 +24,8 @@ from typing import Any
 from tqdm import tqdm
 
 import dlm_jax
-from dlm_jax.batch.requests import read_requests, share
-from dlm_jax.batch.results import Results, fingerprint
-from dlm_jax.batch.run import describe_model, describe_settings, run_requests
 from dlm_jax.cli.common import Parser, refusals, start_jax
+from dlm_jax.cli.sample_file import sample_file
 from dlm_jax.config import RowSettings, add_sample_flags, parse_flags, sample_settings
 from dlm_jax.config.sample import settings_of
 from dlm_jax.data import Tokenizer
@@ -176,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.report_chain:
             print(chain_report(model, host_sampler=sampler, **settings), file=sys.stderr)
     if args.prompts is not None:
-        return _sample_file(model, args, settings)
+        return sample_file(model, args, settings)
     asked = {name: getattr(args, name) for name in ("prompt", "template", "draft")}
     prompts = [{name: text for name, text in asked.items() if text is not None}]
     common: dict[str, Any] = {
@@ -211,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _own_rules(argv: Sequence[str]) -> list[type]:
     """The rules of the module that ``--rules`` names; their settings are flags."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(prog="sample.py", description=None, add_help=False)
     parser.add_argument("--rules")
     module = parser.parse_known_args(argv)[0].rules
     if module is None:
@@ -222,14 +219,7 @@ def _own_rules(argv: Sequence[str]) -> list[type]:
 def _counted(result: dlm_jax.Texts) -> str:
     """What was counted, as far as there is any of it."""
     total = {name: int(column.sum()) for name, column in result.counters._asdict().items()}
-    parts = [f"{total['forwards']} forwards, "]
-    if total["waves"]:
-        share = total["bootstrapped"] / max(1, total["filled"])
-        parts.append(f"{total['waves']} waves ({share:.1%} of their tokens bootstrapped), ")
-    if total["insertions"] or total["deletions"] or total["lost"]:
-        lost = f", {total['lost']} for want of room lost" if total["lost"] else ""
-        parts.append(f"{total['insertions']} insertions, {total['deletions']} deletions{lost}, ")
-    return "".join(parts)
+    return "".join(f"{n} {name}, " for name, n in total.items() if n)
 
 
 def _watch(
@@ -258,66 +248,6 @@ def _watch(
                     names=names)  # fmt: skip
         print(f"wrote {args.trace}", file=sys.stderr)
     return texts_of(model, rows)
-
-
-def _sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[str, Any]) -> int:
-    """Runs a file of requests; exit code 1 if some were refused, 130 if it was stopped."""
-    if args.max_length is not None:
-        settings = settings | {"max_length": args.max_length}
-    with refusals():
-        known = settings_of(with_rules(tuple(settings.get("rules", ())))).table.settings
-        lines = read_requests(args.prompts, known=[*known, "infill"])
-        own = share(lines, args.process_id, args.num_processes)
-        mark = fingerprint(
-            args.prompts,
-            model=describe_model(model),
-            settings=describe_settings(settings)
-            | {"seed": args.seed, "batch_size": args.batch_size},
-        )
-        results = Results(
-            args.output, fingerprint=mark, index=args.process_id, count=args.num_processes
-        )
-    began = time.perf_counter()
-    with results:
-        todo = [line for line in own if line.id not in results.done]
-        if len(todo) < len(own):
-            print(f"{len(own) - len(todo)} of {len(own)} requests are done", file=sys.stderr)
-        with tqdm(total=len(todo), desc="sample", unit="row", delay=1) as bar:
-            tokens = 0
-
-            def show(result: Mapping[str, Any], new: int) -> None:
-                nonlocal tokens
-                tokens += new
-                bar.update()
-                bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):,.0f} tokens/s")
-
-            try:
-                report = run_requests(
-                    model, own, results, seed=args.seed, settings=settings,
-                    batch_size=args.batch_size, on_result=show,
-                )  # fmt: skip
-            except KeyboardInterrupt:
-                print("stopped; the same command goes on from here", file=sys.stderr)
-                return 130
-        with refusals():
-            is_complete = results.finish([line.id for line in lines])
-    seconds = time.perf_counter() - began
-    print(
-        f"{report.rows} rows, {report.errors} refused, {report.tokens} tokens in {seconds:.2f} s "
-        f"({report.rows / seconds:,.1f} rows/s, {report.tokens / seconds:,.0f} tokens/s with "
-        f"compilation), slots {report.occupancy:.0%} occupied while rows of their program waited; "
-        f"{len(report.programs)} programs ({', '.join(report.programs)})",
-        file=sys.stderr,
-    )
-    print(
-        f"wrote {args.output}" if is_complete else "the other processes have not finished yet",
-        file=sys.stderr,
-    )
-    errors = report.errors
-    if is_complete:
-        rows = Path(args.output).read_text(encoding="utf-8").splitlines()
-        errors = sum("error" in json.loads(row) for row in rows)
-    return 1 if errors else 0
 
 
 if __name__ == "__main__":

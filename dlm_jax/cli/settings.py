@@ -29,7 +29,7 @@ def page() -> str:
     shown: set[str] = set()
     parts = [_HEAD]
     for title, settings in _sections():
-        new = [s for s in settings if s.name not in shown]
+        new = list({s.name: s for s in settings if s.name not in shown}.values())
         shown |= {s.name for s in new}
         if new:
             rows = "\n".join(map(_row, new))
@@ -65,12 +65,12 @@ def _values(setting: Setting) -> str:
         return {"chain": "names", "dry_breakers": "ids"}.get(setting.name, "`id: number`")
     if setting.kind is bool:
         return "`true`, `false`"
-    low = "(0" if setting.low == ABOVE_ZERO else f"[{setting.low:g}"
+    low = "(0" if setting.low == ABOVE_ZERO else f"[{setting.low:.10g}"
     limit = INT_LIMIT if setting.kind is int else FINITE
     low = "any number" if setting.low <= -limit else low
     if setting.high >= limit:
         return low if low == "any number" else f"{low}, ...)"
-    return f"{low}, {setting.high:g}]"
+    return f"{low}, {setting.high:.10g}]"
 
 
 def main() -> int:

@@ -33,8 +33,14 @@ def key_types() -> dict[str, Any]:
     return {
         f"{section}.{name}": hint
         for section, cls in sections().items()
-        for name, hint in typing.get_type_hints(cls).items()
+        for name, hint in _hints(cls).items()
     }
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    """Type of every field of a dataclass."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
@@ -105,7 +111,7 @@ def sample_settings(
     Raises:
       ValueError: an unknown name, or a text that is no value of its type.
     """
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     values = {}
     for name, text in texts.items():
         _check_known(name, hints, where="command line", what="setting")

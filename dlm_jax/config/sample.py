@@ -36,7 +36,7 @@ class RowSettings:
     def __post_init__(self) -> None:
         for name, setting in self.table.settings.items():
             object.__setattr__(self, name, setting.checked(getattr(self, name)))
-        for rule in (RowParams, *self.table.of(self)):
+        for rule in (RowParams, *self.table.checks(self)):
             rule.check(self)
 
     @property

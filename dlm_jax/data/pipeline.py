@@ -23,7 +23,7 @@ from functools import lru_cache
 import grain
 import numpy as np
 
-from dlm_jax.data.rows import Batch, DocumentRows, Place, RowSource, Windows
+from dlm_jax.data.rows import Columns, DocumentRows, Place, RowSource, Windows
 from dlm_jax.data.token_files import open_tokens
 
 # Epochs of fewer rows than this are shuffled by a table (8 MiB), longer ones by grain's cipher,
@@ -140,7 +140,7 @@ def validation_windows(
     pad_id: int,
     max_windows: int | None = None,
     multiple_of: int = 1,
-) -> Batch:
+) -> Columns:
     """Held-out rows in their order, as one batch of N rows.
 
     Documents are shown as they are stored; a token file as consecutive windows that do not overlap
@@ -185,7 +185,7 @@ def _spread(count: int, limit: int | None) -> np.ndarray:
 
 def _windows_in_order(
     path: str | os.PathLike[str], seq_len: int, pad_id: int, limit: int | None
-) -> Batch:
+) -> Columns:
     tokens = open_tokens(path)
     if not len(tokens):
         raise ValueError(f"{os.fspath(path)} holds no tokens; hold out more text")
@@ -227,7 +227,7 @@ class _ReadBatch:
     first_row: int
     num_rows: int
 
-    def __call__(self, step: int) -> Batch:
+    def __call__(self, step: int) -> Columns:
         first = step * self.batch_size + self.first_row
         return self.rows.read([self._place(row) for row in range(first, first + self.num_rows)])
 

@@ -19,7 +19,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from dlm_jax.data.token_files import open_tokens
 
-Batch = dict[str, np.ndarray]
+Columns = dict[str, np.ndarray]
 
 TAILS = ("eos", "pad")
 
@@ -62,7 +62,7 @@ class Windows(_Mapped):
         # One window less than fit leaves the offset a whole window to move in.
         return max(1, len(self._windows) // self.seq_len)
 
-    def read(self, places: Sequence[Place]) -> Batch:
+    def read(self, places: Sequence[Place]) -> Columns:
         """The windows at `places`."""
         starts = [p.epoch_bits % self._num_offsets + p.index * self.seq_len for p in places]
         tokens = self._windows[starts].astype(np.int32)
@@ -103,11 +103,11 @@ class DocumentRows(_Mapped):
     def __len__(self) -> int:
         return len(self._bounds) // 2
 
-    def read(self, places: Iterable[Place]) -> Batch:
+    def read(self, places: Iterable[Place]) -> Columns:
         """The rows at `places`."""
         return self.rows([place.index for place in places])
 
-    def rows(self, numbers: Sequence[int] | np.ndarray) -> Batch:
+    def rows(self, numbers: Sequence[int] | np.ndarray) -> Columns:
         """The rows `numbers`."""
         at = 2 * np.asarray(numbers, np.int64)
         start, middle, stop = (self._bounds[at + i].astype(np.int64) for i in range(3))

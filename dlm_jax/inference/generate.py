@@ -10,7 +10,14 @@ import numpy as np
 
 from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.request import Request, Static, group, make_requests, only_chains_in_use
+from dlm_jax.inference.request import (
+    Request,
+    Static,
+    group,
+    make_requests,
+    only_chains_in_use,
+    settings_of_call,
+)
 from dlm_jax.inference.results import Generation, Row, assemble
 from dlm_jax.inference.slots import Slots, finish
 from dlm_jax.types import Status
@@ -148,7 +155,9 @@ def _all_requests(
     requests: list[Request] = []
     for index, prompt in enumerate(prompts):
         try:
-            requests.extend(make_requests(model, prompt, common, index * num_samples, num_samples))
+            requests += make_requests(
+                model, prompt, common, index * num_samples, num_samples, len(prompts) * num_samples
+            )
         except ValueError as error:
             where = f"prompt {index}: " if len(prompts) > 1 else ""
             raise ValueError(f"{where}{error}") from None
@@ -177,8 +186,7 @@ def chain_report(model: Model, *, host_sampler: HostSampler | None = None, **set
     Raises:
       ValueError: a setting is unknown or out of range.
     """
-    (request,) = make_requests(model, "", settings)
-    sample = request.sample
+    sample = settings_of_call(model, settings)
     chain = sample.table.pack_chain([sample], model.facts)
     lines = [f"{name}: device" for name in dict.fromkeys(chain.names)]
     if host_sampler is None:

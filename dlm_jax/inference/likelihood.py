@@ -100,7 +100,7 @@ def score(
     """
     if model.network.scorer is not None:
         raise ValueError(
-            "the model is a sequence scorer, which has no likelihood; use dlm_jax.corruption"
+            "the model is a sequence scorer, which has no likelihood; use dlm_jax.corrupted_share"
         )
     for name, value in (("num_draws", num_draws), ("batch_size", batch_size)):
         if value < 1:

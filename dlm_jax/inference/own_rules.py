@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,9 +15,9 @@ from dlm_jax.sampling.commit import CommitRule
 from dlm_jax.sampling.edits import EditRule
 from dlm_jax.sampling.propose import FillRule
 from dlm_jax.sampling.remask import RemaskRule, Renoise
-from dlm_jax.sampling.rules import BUILT_IN, RuleTable
+from dlm_jax.sampling.rules import BUILT_IN, ModelFacts, RuleTable
 from dlm_jax.sampling.transforms import LogitTransform
-from dlm_jax.settings import Rule
+from dlm_jax.settings import Rule, nearest
 
 _KINDS: dict[str, tuple[type[Rule], str]] = {
     "transforms": (LogitTransform, "chain"),
@@ -28,13 +29,23 @@ _KINDS: dict[str, tuple[type[Rule], str]] = {
 """Kinds of rules by their table: what they are, and the setting that names one."""
 
 
+RESERVED = frozenset((
+    "batch_size", "checkpoint", "commit", "draft", "edits", "every", "help", "host_sampler", "id",
+    "infill", "inserts", "is_greedy", "max_candidates", "max_length", "model", "num_processes",
+    "num_samples", "on_commits", "output", "process_id", "prompt", "prompts", "read_back",
+    "refines", "remasks", "renoises", "report_chain", "rules", "seed", "table", "template",
+    "tokens", "trace", "transforms", "version", "watch",
+))  # fmt: skip
+"""Names that mean something else to a request, to `SampleConfig` or to ``sample.py``."""
+
+
 class OwnRules(NamedTuple):
     """What a call asks for, with its rules as settings.
 
     Attributes:
       table: all rules, one's own too.
-      settings: by name; an array of `rows` holds one value a row.
-      rows: the names of those settings.
+      settings: by name.
+      rows: names of those that are lists with one value a row.
       transforms: names in the chain of one's own transforms.
     """
 
@@ -51,69 +62,126 @@ class OwnRules(NamedTuple):
 
 def of_row(rules: OwnRules, index: int) -> dict[str, Any]:
     """The settings of the row of that place."""
-    try:
-        return {
-            name: value[index].item() if name in rules.rows else value
-            for name, value in rules.settings.items()
-        }
-    except IndexError:
-        name = min(rules.rows, key=lambda name: len(rules.settings[name]))
-        raise ValueError(
-            f"{name} has {len(rules.settings[name])} values, and there is a row {index}; give one "
-            "value, or one for each row"
-        ) from None
+    return {
+        name: _plain(value[index]) if name in rules.rows else _plain(value)
+        for name, value in rules.settings.items()
+    }
 
 
-def own_rules(asked: Mapping[str, Any]) -> OwnRules:
+def own_rules(*layers: Mapping[str, Any], num_rows: int) -> OwnRules:
     """The settings of a call, whose ``rules`` and rule objects are taken apart.
 
     Args:
-      asked: settings by name; ``rules`` holds classes of one's own (or a module of them), and
-        ``transforms`` (a list), ``commit``, ``fill``, ``remask``, ``edit`` and ``renoise`` may be
-        rule objects, whose fields hold one value for all rows or one value a row.
+      layers: settings by name, of which later ones count first; ``rules`` holds classes of one's
+        own (or a module of them), and ``transforms`` (a list), ``commit``, ``fill``, ``remask``,
+        ``edit`` and ``renoise`` may be rule objects, whose fields hold one value for all rows or
+        one value a row.
+      num_rows: how many rows there are.
 
     Raises:
-      ValueError: a rule without its protocol, a name or setting that is taken, or a rule and the
-        setting that names another.
+      ValueError: a rule without its protocol, a name or setting that is taken or given twice, or
+        as many values as there are no rows.
     """
-    settings = dict(asked)
-    classes = list(classes_of(settings.pop("rules", None)))
-    objects: list[tuple[str, Rule]] = []
-    for name, (base, selector) in _KINDS.items():
-        value = settings.get(name)
-        if name == "transforms" and value is not None:
-            objects += [("transforms", transform) for transform in settings.pop(name)]
-        elif isinstance(value, Rule):
-            objects.append((name, settings.pop(name)))
-        elif name == "commit" and name in settings:
-            raise ValueError(f"commit={value!r} is no commit rule; use order={value!r} for a name")
-        if selector in settings and any(kind == name for kind, _ in objects):
-            raise ValueError(f"{name} and {selector} name a rule both; give one of them")
-        for kind, given in objects:
-            if kind == name and not isinstance(given, base):
-                raise ValueError(f"{name}={given!r} is no {base.__name__}; see docs/generation.md")
-    classes += [type(given) for _, given in objects]
+    found = [(layer, _objects(layer)) for layer in layers]
+    classes = [cls for layer in layers for cls in classes_of(layer.get("rules"))]
+    classes += [type(given) for _, objects in found for kind, given in objects if kind in _KINDS]
     table = with_rules(tuple(dict.fromkeys(classes)))
-    if isinstance(settings.get("renoise"), Renoise):
-        settings |= settings.pop("renoise").as_settings()
-    chain: list[str] = []
-    for kind, given in objects:
-        name = name_of(table, kind, type(given))
-        settings |= given.as_settings()
-        if kind == "transforms":
-            chain.append(name)
-        else:
-            settings |= {_KINDS[kind][1]: name} | ({"edit": True} if kind == "edit" else {})
-    if chain:
-        # Just these: what the model recommends of other transforms is off.
-        off = (
-            s for classes in table.transforms.values() for cls in classes for s in cls.settings()
-        )
-        settings = {s.name: s.default for s in off} | settings | {"chain": tuple(chain)}
-    rows = {name for name, value in settings.items() if getattr(value, "ndim", 0) == 1}
-    settings |= {name: np.asarray(settings[name]) for name in rows}
+    settings: dict[str, Any] = {}
+    for layer, objects in found:
+        settings |= _settings(table, layer, objects)
+    rows = {name for name, value in settings.items() if _holds_rows(table, name, value)}
+    settings |= {name: list(settings[name]) for name in rows}
+    for name in sorted(rows):
+        if len(settings[name]) != num_rows:
+            raise ValueError(
+                f"{name} has {len(settings[name])} values, and the rows are {num_rows}; give one "
+                "value, or one for each row"
+            )
     own = tuple(name for name in table.transforms if name not in BUILT_IN.transforms)
     return OwnRules(table, settings, frozenset(rows), own)
+
+
+def _holds_rows(table: RuleTable, name: str, value: Any) -> bool:
+    """Whether a setting of one value was given several, one a row."""
+    setting = table.settings.get(name)
+    if setting is None or isinstance(setting.default, tuple):
+        return False
+    return isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 1
+
+
+def _plain(value: Any) -> Any:
+    """A number out of an array as Python's own; anything else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def _objects(layer: Mapping[str, Any]) -> list[tuple[str, Rule]]:
+    """The rule objects among the settings of a layer, with their kinds."""
+    found: list[tuple[str, Any]] = []
+    for kind, (base, selector) in _KINDS.items():
+        value: Any = layer.get(kind)
+        is_setting = kind not in ("transforms", "commit") and not isinstance(
+            value, Rule | type | list | tuple
+        )
+        if value is None or is_setting:
+            continue  # the setting of that name refuses what it cannot be
+        if kind == "transforms" and not isinstance(value, list | tuple):
+            raise ValueError(f"transforms is {_shown(value)}; give a list of rule objects")
+        for given in [*value] if isinstance(value, list | tuple) else [value]:
+            if not isinstance(given, base):
+                remedy = "; use order=... for a name" if kind == "commit" else ""
+                raise ValueError(f"{kind} is {_shown(given)}, which is no {base.__name__}{remedy}")
+            found.append((kind, given))
+        if selector != kind and selector in layer:
+            raise ValueError(f"{kind} and {selector} name a rule both; give one of them")
+    if isinstance(layer.get("renoise"), Renoise):
+        found.append(("renoise", layer["renoise"]))
+    return found
+
+
+def _settings(
+    table: RuleTable, layer: Mapping[str, Any], objects: Sequence[tuple[str, Rule]]
+) -> dict[str, Any]:
+    """The settings of a layer by name, those of its rule objects among them."""
+    taken = {"rules", "transforms", *(kind for kind, _ in objects)}
+    settings = {name: value for name, value in layer.items() if name not in taken}
+    chain: list[str] = []
+    told: dict[str, Any] = {}
+    kinds = [type(given) for _, given in objects]
+    for kind, given in objects:
+        fields = given.as_settings()
+        for name in fields:
+            if name in layer and name != "renoise":
+                raise ValueError(f"{name} is given, and {kind} has it too; give it once")
+            if name not in told or np.array_equal(fields[name], told[name]):
+                continue
+            # A field at its default was not given where another rule gives it.
+            if np.array_equal(told[name], table.settings[name].default):
+                told.pop(name)
+            elif not np.array_equal(fields[name], table.settings[name].default):
+                raise ValueError(f"{name} is given by two rules, differently; give both the same")
+        told = fields | told
+        if kind == "transforms":
+            name = name_of(table, kind, type(given))
+            # A name may stand for several, such as the two temperatures.
+            if name not in chain or kinds.count(type(given)) > 1:
+                chain.append(name)
+        elif kind != "renoise":
+            settings[_KINDS[kind][1]] = name_of(table, kind, type(given))
+            settings |= {"edit": True} if kind == "edit" else {}
+    settings |= told
+    if layer.get("transforms") is not None:
+        # Just these: what the model recommends of other transforms is off.
+        parts = (cls for classes in table.transforms.values() for cls in classes)
+        off = {s.name: s.default for cls in parts for s in cls.settings()}
+        settings = off | settings | {"chain": tuple(chain)}
+    return settings
+
+
+def _shown(value: Any) -> str:
+    """A value in an error: the class of what may be long, such as a rule with arrays."""
+    if isinstance(value, str | int | float):
+        return repr(value)
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def classes_of(rules: Any) -> Sequence[type[Rule]]:
@@ -131,6 +199,8 @@ def classes_of(rules: Any) -> Sequence[type[Rule]]:
         if not found:
             raise ValueError(f"rules={rules.__name__} defines no rule; see docs/generation.md")
         return found
+    if rules is not None and not isinstance(rules, list | tuple):
+        raise ValueError(f"rules is {_shown(rules)}; give a list of classes, or a module of them")
     for cls in rules or ():
         if not isinstance(cls, type) or not issubclass(cls, Rule):
             raise ValueError(
@@ -153,12 +223,13 @@ def with_rules(classes: tuple[type[Rule], ...]) -> RuleTable:
         if name_of(table, kind, cls):
             continue
         known: Mapping[str, Any] = getattr(table, kind)
-        if cls.name in known:
+        if cls.name in known or cls.name == "none":
             raise ValueError(f"rule {cls.__name__} has the name {cls.name!r}, which is taken")
         entry = (cls,) if kind == "transforms" else cls
         table = replace(table, **{kind: {**known, cls.name: entry}})
-    # Settings that are declared twice are refused here.
-    assert table.settings
+    for name in table.settings:  # which refuses those that are declared twice
+        if name not in BUILT_IN.settings and (name in RESERVED or not name.isidentifier()):
+            raise ValueError(f"a setting cannot have the name {name!r}; give it another")
     return table
 
 
@@ -182,6 +253,20 @@ def _kind(cls: type[Rule]) -> str:
     for name in base.required:  # type: ignore[attr-defined]
         if getattr(cls, name) is getattr(base, name):
             raise ValueError(f"rule {cls.__name__} lacks {name}(), which {base.__name__} requires")
+    fields = [field.metadata for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    per_row = [meta["setting"] for meta in fields if "column" in meta]
+    if kind == "transforms":
+        per_row = [s for s in per_row if s.activates and not isinstance(s.default, tuple)]
+    needs_row = kind in ("transforms", "remask", "edit") and cls.is_active is base.is_active
+    if needs_row and not per_row:
+        raise ValueError(
+            f"rule {cls.__name__} has no setting per row that asks for it; declare one, or define "
+            "is_active() and is_used()"
+        )
+    for fact in (meta["fact"] for meta in fields if "fact" in meta):
+        if fact not in ModelFacts._fields:
+            advice = nearest(fact, ModelFacts._fields)
+            raise ValueError(f"rule {cls.__name__} asks for the fact {fact!r}; {advice}")
     return kind
 
 

@@ -17,8 +17,11 @@ from dlm_jax.inference.model import Model
 from dlm_jax.inference.own_rules import OwnRules, of_row, own_rules
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import ModelFacts, Rules, RuleTable
+from dlm_jax.sampling.transforms import LogitTransform
 
 _LONGEST = 2**20
+_HOST = ("host_sampler", "read_back")
+_NOT_RULES = ("seed", "max_length", *_HOST, *prompts.KEYS)
 
 
 @dataclass(frozen=True)
@@ -132,14 +135,16 @@ def group(requests: Sequence[Request]) -> dict[Static, list[int]]:
 def only_chains_in_use(requests: Sequence[Request]) -> list[Request]:
     """The requests with those parts of their chain that any of the same chain asks for.
 
-    The others change nothing, and a shorter chain compiles faster.
+    The others change nothing, and a shorter chain compiles faster. What reads ids behind a cut to
+    few candidates stays: without it the rest of the chain would run on those alone and draw other
+    tokens, so that a row would depend on those beside it.
     """
     used: dict[tuple[Any, ...], set[str]] = {}
     for request in requests:
         sample = request.sample
         used.setdefault((sample.table, sample.chain), set()).update(sample.table.in_use(sample))
     kept = {
-        (table, chain): tuple(name for name in chain if name in names)
+        (table, chain): tuple(n for n in chain if n in names or n in _readers(table, chain))
         for (table, chain), names in used.items()
     }
     return [
@@ -151,14 +156,29 @@ def only_chains_in_use(requests: Sequence[Request]) -> list[Request]:
     ]
 
 
+def _readers(table: RuleTable, chain: Sequence[str]) -> set[str]:
+    """The names of a chain that read ids behind a cut to few candidates."""
+    found: set[str] = set()
+    is_cut = False
+    for name in chain:
+        classes = table.transforms[name]
+        if is_cut and not all(cls.ignores_ids for cls in classes):
+            found.add(name)
+        is_cut |= any(cls.count is not LogitTransform.count for cls in classes)
+    return found
+
+
 def make_requests(
     model: Model,
     prompt: str | Mapping[str, Any],
     common: Mapping[str, Any],
     first: int = 0,
     num_samples: int = 1,
+    num_rows: int | None = None,
 ) -> list[Request]:
     """The rows of one prompt; `first` is added to the seed unless the prompt has its own.
+
+    `num_rows` is the number of rows of all prompts, if others follow.
 
     Raises:
       ValueError: a setting is unknown or out of range, or the prompt does not fit or cannot be
@@ -168,11 +188,12 @@ def make_requests(
         raise ValueError(f"prompt={prompt!r} is neither a text nor a mapping; put it in quotes")
     own = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
     asked = {"seed": 0, "max_length": None} | {**common, **own}
-    text = {name: asked.pop(name) for name in prompts.KEYS if name in asked}
-    seed = _integer("seed", asked.pop("seed")) + (0 if "seed" in own else first)
-    room = _room(model, asked.pop("max_length"))
-    host = {name: asked.pop(name) for name in ("host_sampler", "read_back") if name in asked}
-    rules = own_rules(asked)
+    text = {name: asked[name] for name in prompts.KEYS if name in asked}
+    seed = _integer("seed", asked["seed"]) + (0 if "seed" in own else first)
+    room = _room(model, asked["max_length"])
+    host = {name: asked[name] for name in _HOST if name in asked}
+    layers = [{k: v for k, v in layer.items() if k not in _NOT_RULES} for layer in (common, own)]
+    rules = own_rules(*layers, num_rows=first + num_samples if num_rows is None else num_rows)
     made: list[Request] = []
     for index in range(num_samples):
         if made and not rules.has_rows:
@@ -188,6 +209,17 @@ def make_requests(
         request.check_steps(mask_id=model.tokenizer.mask_id)
         made.append(request)
     return made
+
+
+def settings_of_call(model: Model, settings: Mapping[str, Any]) -> SampleConfig:
+    """The settings of a call as they hold for its first row.
+
+    Raises:
+      ValueError: a setting is unknown or out of range.
+    """
+    asked = {name: value for name, value in settings.items() if name not in _NOT_RULES}
+    rules = own_rules(asked, num_rows=1)
+    return _settings(model, rules, of_row(rules, 0), needs_host=False)
 
 
 def _settings(
@@ -218,7 +250,7 @@ def check(model: Model, sample: SampleConfig) -> None:
     if model.network.scorer is not None:
         raise ValueError("the model is a sequence scorer, which writes nothing; load another")
     facts = model.facts
-    for rule in sample.table.of(sample):
+    for rule in sample.table.checks(sample):
         rule.check_model(sample, facts)
     sample.table.check_chain(sample, facts)
 

@@ -138,6 +138,11 @@ def assemble(rows: Sequence[Row], *, pad_id: int) -> Generation:
     )
 
 
-def canvas_size(length: int) -> int:
-    """Static canvas that holds `length` tokens: the next multiple of 64, so that few compile."""
+def canvas_size(length: int, *, is_shared: bool = False) -> int:
+    """Static canvas that holds `length` tokens: the next multiple of 64, so that few compile.
+
+    One that is shared by requests of any lengths is a power of two, so that still fewer do.
+    """
+    if is_shared:
+        return max(_CANVAS_MULTIPLE, 1 << (length - 1).bit_length())
     return -(-length // _CANVAS_MULTIPLE) * _CANVAS_MULTIPLE

@@ -18,7 +18,7 @@ from dlm_jax.model import cpu
 from dlm_jax.types import Network, Params
 
 
-def corruption(model: Model, texts: Sequence[str], *, batch_size: int = 16) -> np.ndarray:
+def corrupted_share(model: Model, texts: Sequence[str], *, batch_size: int = 16) -> np.ndarray:
     """Share of each text that the scorer takes to be wrong tokens, float64 ``[N]`` in [0, 1].
 
     A text that is longer than the scorer's canvas is cut into windows of equal length (within one

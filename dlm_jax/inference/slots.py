@@ -36,8 +36,8 @@ class Slots:
     """A fixed number of rows of one program on one canvas, and the requests that wait for them.
 
     A row's tokens depend on its request alone: those of the same program are bit for bit the same
-    in any slot, among any others, and alone. All requests, waiting ones too, share the shapes of
-    `functions`, so nothing compiles when a slot is refilled.
+    in any slot, among any others, and alone. All requests, waiting ones too, are packed
+    at once, so nothing compiles when a slot is refilled.
 
     Args:
       loop: the compiled loop, or the one of single steps that host samplers and read-back need.

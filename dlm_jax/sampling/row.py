@@ -93,6 +93,6 @@ class Counters(NamedTuple):
     deletions: Any = 0
     lost: Any = 0
 
-    def plus(self, **more: Any) -> Counters:
+    def plus(self, more: Counters) -> Counters:
         """With these added."""
-        return self._replace(**{name: getattr(self, name) + n for name, n in more.items()})
+        return Counters(*(old + new for old, new in zip(self, more, strict=True)))

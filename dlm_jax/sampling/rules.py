@@ -162,6 +162,11 @@ class RuleTable:
                  self.renoises(row))  # fmt: skip
         return tuple(cls for cls in found if cls is not None)
 
+    def checks(self, row: Any) -> tuple[type[Rule], ...]:
+        """The rules whose `Rule.check` a row with these settings must pass."""
+        chained = (cls for name in row.chain for cls in self.transforms[name])
+        return (*self.of(row), *chained)
+
     def static(self, row: Any) -> tuple[Any, ...]:
         """What is compiled in for a row with these settings: equal rows may share a program."""
         named = tuple((cls, static_values(cls, row)) for cls in self.of(row))
@@ -246,7 +251,8 @@ class RuleTable:
                     )
 
     def _parsed_chain(self, names: Any) -> tuple[str, ...]:
-        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        is_list = isinstance(names, list | tuple)
+        if not is_list or not all(isinstance(name, str) for name in names):
             raise ValueError(f"chain={names!r} is not a list of names; use ['top_k'], say")
         for name in names:
             if name not in self.transforms:

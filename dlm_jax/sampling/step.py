@@ -30,6 +30,7 @@ from dlm_jax.sampling.output import TrunkOutput
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.protocol import CandidateWriter, Filled, Reader, Wanted
 from dlm_jax.sampling.remask.apply import may_remask, remasked
+from dlm_jax.sampling.row import Counters
 from dlm_jax.sampling.state import EDITED, State, work
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.protocol import Context
@@ -110,10 +111,12 @@ def write(
         committed_BL=jnp.where(is_committed_BL, state.step_B[:, None], state.committed_BL),
         chain_state=rules.chain.update(state.chain_state, is_committed_BL, proposal),
         counters=state.counters.plus(
-            forwards=state.is_running_B * _forwards(program, state, inputs),
-            waves=inputs.filled.waves_B,
-            bootstrapped=inputs.filled.bootstrapped_B,
-            filled=jnp.sum(inputs.masks.is_open_BL, axis=1),
+            Counters(
+                forwards=state.is_running_B * _forwards(program, state, inputs),
+                waves=inputs.filled.waves_B,
+                bootstrapped=inputs.filled.bootstrapped_B,
+                filled=jnp.sum(inputs.masks.is_open_BL, axis=1),
+            )
         ),
     )
     if rules.edit is not None:
@@ -213,7 +216,7 @@ def _propose(
     edit = state.rules.edit
     keeps_best = edit is not None and edit.reads_likeliest
 
-    def of_rows(params: Params, *rows: Any) -> Filled:
+    def of_rows(params: Params, rows: tuple[Any, ...]) -> Filled:
         state, output, masks, context, key_B = rows
         chain, commit = chain_now(state), state.rules.commit
         writer = CandidateWriter(
@@ -231,8 +234,8 @@ def _propose(
         of_rows = jax.shard_map(
             of_rows,
             mesh=program.rows.mesh,
-            in_specs=(PartitionSpec(), *[split] * 5),
+            in_specs=(PartitionSpec(), split),
             out_specs=split,
             check_vma=False,
         )
-    return of_rows(params, state, output, masks, context, key_B)
+    return of_rows(params, (state, output, masks, context, key_B))

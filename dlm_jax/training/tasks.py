@@ -131,6 +131,10 @@ def make_heads(setup: Setup, own: Sequence[Head | MakeHead]) -> tuple[Head, ...]
     for names in ([head.name for head in heads], [head.metric for head in heads]):
         if len(set(names)) < len(names):
             raise ValueError(f"two heads have the same name: {', '.join(names)}; rename one")
+    taken = {"loss", "grad_norm", "param_norm", "elbo", "denoising", "proofreading", "next_token"}
+    for head in own:
+        if isinstance(head, Head) and head.metric in taken:
+            raise ValueError(f"head {head.name!r} has the metric {head.metric!r}, which is taken")
     if not setup.config.heads.train_main and all(head.joins_main for head in heads):
         raise ValueError(
             "heads.train_main=False leaves nothing to train; set model.add_sampler_head or "

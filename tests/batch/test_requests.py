@@ -72,7 +72,7 @@ def test_requests_come_back_as_written_in_their_order(path, requests, ids, is_as
         ('{"seed": 1} {"seed": 2}', "is not JSON: Extra data at column 13; write one object per"),
         ("[" * 100_000, "is not JSON that can be read"),
         ("9" * 10_000, "is not JSON that can be read (Exceeds the limit"),
-        ('{"seed": 1, "seed": 2}', 'can be read ("seed" stands there twice); correct it'),
+        ('{"seed": 1, "seed": 2}', 'can be read ("seed" is given twice); correct it'),
         ('["a"]', ': [...] is not an object; write {"prompt": ...}'),
         ('"a"', ': "a" is not an object; write {"prompt": ...}'),
         ("null", ": null is not an object"),

@@ -4,13 +4,16 @@ import dataclasses
 import json
 
 import pytest
+import toy
 import toy_model
 
 import dlm_jax
 from dlm_jax.batch.requests import read_requests, share
 from dlm_jax.batch.results import Results
-from dlm_jax.batch.run import canvas_for, describe_model, run_requests
+from dlm_jax.batch.run import describe_model, run_requests
 from dlm_jax.config import SampleConfig
+from dlm_jax.inference.results import canvas_size
+from dlm_jax.model.transformer import build
 
 MODEL = dataclasses.replace(
     toy_model.MODEL,
@@ -44,7 +47,7 @@ def _write(path, requests):
     return path
 
 
-def _run(directory, requests, *, stop_after=None, batch_size=8, index=0, count=1):
+def _run(directory, requests, *, model=MODEL, stop_after=None, batch_size=8, index=0, count=1):
     """The rows of the output file after a run, which may be stopped after some results."""
     source = _write(directory / "in.jsonl", requests)
     lines = read_requests(source, known=KNOWN)
@@ -61,7 +64,7 @@ def _run(directory, requests, *, stop_after=None, batch_size=8, index=0, count=1
     try:
         with results:
             run_requests(
-                MODEL, share(lines, index, count), results, seed=5, batch_size=batch_size,
+                model, share(lines, index, count), results, seed=5, batch_size=batch_size,
                 on_result=on_result,
             )  # fmt: skip
             results.finish([line.id for line in lines])
@@ -75,7 +78,9 @@ def _run(directory, requests, *, stop_after=None, batch_size=8, index=0, count=1
 def test_every_request_is_answered_in_order_with_what_it_asked_for(whole):
     assert [row["id"] for row in whole] == [*range(20), "line 21", "wide", "own seed"]
     for request, row in zip(REQUESTS, whole, strict=True):
-        assert set(row) == {"id", "text", "tokens", "length", "steps", "forwards", "status"}
+        assert set(row) == {
+            "id", "text", "tokens", "length", "steps", "forwards", "filled", "status",
+        }  # fmt: skip
         assert row["status"] == "done"
         assert row["length"] == len(row["tokens"]) == len(row["text"])
         assert row["steps"] == row["forwards"] <= request.get("steps", 6)
@@ -148,11 +153,12 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
     told = " | ".join(errors)
     for part in ("is not JSON", "'Q'", "gen_length=200", "did you mean 'temperature'",
                  "did you mean 'low_confidence'", "gap of 0 tokens", "10 blocks", "remask",
-                 "tokens hold MASK", "block_length=-1 must be at least 0",
-                 "block_length='4' is not of type int", "logit_bias is {", "names [",
-                 "temperature='hot' is not a number", "stop_at_eos=1 is not of type bool",
+                 "tokens hold MASK", "block_length=-1 is outside [0, ",
+                 "block_length='4' is not an integer", "logit_bias is {", "names [",
+                 "temperature='hot' is not a number", "stop_at_eos=1 is not a bool",
                  "temperature='0.7' is not a number",
-                 "dynatemp_range='0.5' is not", "does not fit into 32 bits", "exceeds the canvas",
+                 "dynatemp_range='0.5' is not", "steps=3000000000 is outside [1, 2147483647]",
+                 "exceeds the canvas",
                  "max_length=10000000", "top_p=1000", "stop_at_eos means nothing", "is no gap",
                  "top_k=5 needs 'top_k'", "logit_bias names id 999"):  # fmt: skip
         assert part in told, part
@@ -169,9 +175,41 @@ def test_settings_that_json_has_no_type_for_arrive(tmp_path):
 
 
 def test_canvases_are_powers_of_two():
-    assert [canvas_for(n) for n in (1, 64, 65, 128, 129, 1000)] == [64, 64, 128, 128, 256, 1024]
+    assert [canvas_size(n, is_shared=True) for n in (1, 64, 65, 128, 129, 1000)] == [
+        64,
+        64,
+        128,
+        128,
+        256,
+        1024,
+    ]
 
 
 def test_models_are_told_apart():
     other = dataclasses.replace(MODEL, params=toy_model.toy.random_params(MODEL.network, 1))
     assert describe_model(MODEL) == describe_model(MODEL) != describe_model(other)
+
+
+@pytest.mark.slow
+def test_what_was_counted_is_told_where_it_is_not_nothing(tmp_path):
+    network = build(toy.config(vocab_size=toy_model.TOKENIZER.vocab_size, add_sampler_head=True))
+    model = dataclasses.replace(MODEL, network=network, params=toy.random_params(network))
+    edits = {"edit": True, "resample": True, "schedule": "all", "order": "random",
+             "insert_ratio_start": 0.5, "delete_ratio_start": 0.0, "delete_ratio_end": 0.0,
+             "steps": 4}  # fmt: skip
+    requests = [
+        {"prompt": "A ", "gen_length": 5, "steps": 5},
+        {"gen_length": 8, "fill": "wavefront", "order": "random", "schedule": "all", "steps": 1},
+        {"prompt": "A ", "draft": "cat sat", "max_length": 30} | edits,
+        {"prompt": "A ", "draft": "cat sat", "max_length": 10} | edits,
+    ]
+    plain, waves, edited, full = _run(tmp_path, requests, model=model)
+    always = {"id", "text", "tokens", "length", "steps", "status", "forwards", "filled"}
+    assert set(plain) == always
+    assert (plain["forwards"], plain["filled"]) == (5, 5)
+    assert set(waves) == {*always, "waves", "bootstrapped"}
+    assert (waves["bootstrapped"], waves["filled"]) == (1, 8)
+    assert waves["waves"] >= 4
+    assert set(edited) == {*always, "insertions"}
+    assert edited["length"] == len("A cat sat") + edited["insertions"]
+    assert full["lost"] > 0 and full["status"] == "canvas_full"

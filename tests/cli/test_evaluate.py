@@ -7,8 +7,8 @@ import saved_model
 import toy_model
 
 import dlm_jax
-from dlm_jax import evaluate, export
-from dlm_jax.likelihood import score
+from dlm_jax.cli import evaluate, export
+from dlm_jax.inference.likelihood import score
 
 
 @pytest.fixture(autouse=True)

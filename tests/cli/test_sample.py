@@ -3,13 +3,15 @@
 import json
 import re
 import sys
+import warnings
 
 import jax
 import pytest
 import saved_model
 
 import dlm_jax
-import sample
+from dlm_jax.cli import sample, sample_file
+from dlm_jax.cli.common import start_jax
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def test_every_flag_is_optional_and_seeds_repeat(run_dir, capsys):
 
 # The chain is short, so that it compiles fast.
 SHORT = ["--chain", "temperature", "--gen-length", "4", "--steps", "4", "--order", "left_to_right"]
-SAMPLER = "from dlm_jax.sampling.candidates import Candidates\nlikeliest = lambda c: c.ids[0]\n"
+SAMPLER = "from dlm_jax.inference.candidates import Candidates\nlikeliest = lambda c: c.ids[0]\n"
 
 
 def test_read_back_tells_of_each_token_on_standard_error(run_dir, capsys):
@@ -116,7 +118,7 @@ def test_the_draw_is_a_flag(run_dir, capsys):
         (["--draw", "gumble"], "did you mean 'gumbel'?"),
         (["--prompt", "Zebra"], "'Z' (U+005A)"),
         (["--prompt", "The " * 8], "leaves no room on the canvas of 32"),
-        (["--steps", "0"], "steps=0 must be at least 1"),
+        (["--steps", "0"], "steps=0 is outside [1, "),
         (["--steps", "many"], "many"),
         (["--temperature", "-1"], "temperature=-1.0 is outside [0, "),
         (["--num-samples", "0"], "num_samples=0"),
@@ -205,17 +207,17 @@ def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, m
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(f'{{"gen_length": {n}, "steps": {n}}}\n' for n in (2, 20)))
     flags = ["--prompts", str(source), "--output", str(target), *TINY[:2], *TINY[6:]]
-    bar = sample.tqdm
+    bar = sample_file.tqdm
 
     class Interrupted(bar):
         def update(self, n=1):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(sample, "tqdm", Interrupted)
+    monkeypatch.setattr(sample_file, "tqdm", Interrupted)
     assert _run(run_dir, *flags) == 130
     assert "goes on from here" in capsys.readouterr().err
     assert [json.loads(line)["id"] for line in target.read_text().splitlines()] == ["line 1"]
-    monkeypatch.setattr(sample, "tqdm", bar)
+    monkeypatch.setattr(sample_file, "tqdm", bar)
     assert _run(run_dir, *flags) == 0
     assert "1 of 2 requests are done" in capsys.readouterr().err
     assert len(target.read_text().splitlines()) == 2
@@ -237,7 +239,7 @@ def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, m
         (["--template", "A"], "template has no <hole>"),
         (["--template", "A<hole:0>"], "gap of 0 tokens"),
         (["--draft", "cat"], "draft is refined by remasking"),
-        (["--block-length", "-1"], "block_length=-1 must be at least 0"),
+        (["--block-length", "-1"], "block_length=-1 is outside [0, "),
         (["--block-length", "1", "--gen-length", "9", "--steps", "4"], "9 blocks"),
         (["--order", "lowconfidence"], "did you mean 'low_confidence'"),
         (["--remask", "remdm"], "did you mean 'remdm_"),
@@ -269,3 +271,33 @@ def test_the_program_compiles_less_than_the_library_and_writes_the_same(run_dir,
     settings = {"gen_length": 4, "steps": 4, "order": "left_to_right", "top_p": 0.9, "seed": 5}
     (text,) = dlm_jax.generate(dlm_jax.load(run_dir), ["A "], **settings).texts
     assert capsys.readouterr().out == text + "\n"
+
+
+def test_a_warning_of_the_library_is_one_plain_line(capsys):
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        start_jax()
+        warnings.warn("what\nthere is", UserWarning, stacklevel=1)
+        warnings.warn("of others", DeprecationWarning, stacklevel=1)
+    own, *others = capsys.readouterr().err.splitlines()
+    assert own == "warning: what there is"
+    assert "DeprecationWarning: of others" in others[0]
+
+
+def test_read_back_of_a_model_that_recommends_waves_falls_back_with_a_plain_line(capsys):
+    flags = ["--gen-length", "6", "--steps", "3", "--read-back", "2"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        start_jax()
+        assert sample.main(flags) == 0
+    out, err = capsys.readouterr()
+    (line,) = [line for line in err.splitlines() if "warning" in line.lower()]
+    assert line.startswith("warning: fill='parallel' replaces the recommended 'wavefront'")
+    assert sum(line.startswith("row 0 step ") for line in err.splitlines()) == 6
+    assert sample.main([*flags[:4], "--fill", "parallel"]) == 0
+    assert capsys.readouterr().out == out
+    with pytest.raises(SystemExit) as ended:
+        sample.main([*flags, "--fill", "wavefront"])
+    err = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert err.count("\n") == 1 and "use fill='parallel'" in err

@@ -15,12 +15,12 @@ from dlm_jax.diffusion.heads import (
     SamplerInputs,
     critic_loss,
     critic_positions,
-    critic_task,
+    critic_targets,
     prepare_sampler_inputs,
     sampler_loss,
 )
+from dlm_jax.distributed.sharding import path_name
 from dlm_jax.model.transformer import build
-from dlm_jax.sharding import path_name
 from dlm_jax.types import Network
 
 WIDTH = 16
@@ -185,7 +185,7 @@ def test_the_critic_is_asked_about_filled_holes_and_the_text_that_nobody_asks_fo
         mask_id=toy.MASK, masked_only=masked_only,
     )  # fmt: skip
     candidates = np.random.default_rng(5).integers(0, 3, shown.shape).astype(np.int32)
-    task = critic_task(*map(jnp.asarray, (shown, tokens, candidates)), is_hole, is_asked)
+    task = critic_targets(*map(jnp.asarray, (shown, tokens, candidates)), is_hole, is_asked)
     kinds = dict.fromkeys(("pad", "right hole", "wrong hole", "open hole", "shown", "plain"), 0)
     for row in range(ROWS):
         for place in range(POSITIONS):
@@ -204,7 +204,7 @@ def test_the_critic_is_asked_about_filled_holes_and_the_text_that_nobody_asks_fo
             else:
                 kind, asked = "plain", not masked_only
             kinds[kind] += 1
-            found = (task.filled_BL[at], task.is_wrong_BL[at], task.is_asked_BL[at])
+            found = (task.filled_BL[at], task.is_wrong_BL[at], task.is_judged_BL[at])
             assert tuple(map(int, found)) == (filled, wrong, asked), (at, kind)
             assert bool(is_hole[at]) is ("hole" in kind and kind != "open hole")
     assert min(kinds.values()) > 0, kinds
@@ -225,7 +225,7 @@ def test_the_loss_of_the_critic_is_the_binary_cross_entropy_of_the_filled_text()
     filled = rng.integers(0, toy.MASK, (ROWS, POSITIONS)).astype(np.int32)
     is_asked = (rng.random(filled.shape) < 0.5) & (np.arange(POSITIONS) < LENGTH_B[:, None])
     is_wrong = rng.random(filled.shape) < 0.5
-    task = critic_task(*map(jnp.asarray, (filled, filled, filled, is_wrong, is_asked)))
+    task = critic_targets(*map(jnp.asarray, (filled, filled, filled, is_wrong, is_asked)))
     task = task._replace(is_wrong_BL=jnp.asarray(is_wrong))
     value, gradient = _critic_loss_and_gradient(network, params, task)
     hidden_BLD, _ = jax.jit(network.trunk)(params, jnp.asarray(filled), jnp.asarray(LENGTH_B), None)

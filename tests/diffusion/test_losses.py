@@ -8,7 +8,8 @@ import toy
 from dlm_jax.diffusion import losses
 from dlm_jax.diffusion.corruption import LinearSchedule
 from dlm_jax.diffusion.losses import cross_entropy
-from dlm_jax.diffusion.objectives import Batch, Mixture, elbo
+from dlm_jax.diffusion.mixture import Mixture
+from dlm_jax.diffusion.objectives import Batch, elbo
 
 
 def _hidden(num_rows, num_positions):
@@ -48,16 +49,19 @@ def test_slicing_the_positions_changes_neither_loss_nor_gradient(monkeypatch):
     assert "scan" in text
 
 
+_ELBO = functools.partial(elbo, schedule=LinearSchedule(), mask_id=toy.MASK)
+_MIXTURE = Mixture({"elbo": _ELBO}, {"elbo": 1.0})
+
+
 def _losses(params, example):
     network = toy.network()
     hidden_BLD, _ = network.trunk(params, example.shown_BL, example.batch.length_B, None)
-    return losses.losses(network, params, example, hidden_BLD, mask_id=toy.MASK)
+    return _MIXTURE.losses(network, params, example, hidden_BLD, mask_id=toy.MASK)
 
 
 def _example(tokens_BL, length_B):
-    task = functools.partial(elbo, schedule=LinearSchedule(), mask_id=toy.MASK)
     batch = Batch(tokens_BL, length_B, jnp.zeros_like(length_B))
-    return Mixture({"elbo": task}, {"elbo": 1.0}).example(batch, jax.random.key(0))
+    return _MIXTURE.example(batch, jax.random.key(0))
 
 
 def test_elbo_divides_by_free_tokens_and_ignores_padding():

@@ -10,11 +10,11 @@ import toy
 
 from dlm_jax.diffusion.corruption import SCHEDULES, LinearSchedule
 from dlm_jax.diffusion.misprints import Misprints
+from dlm_jax.diffusion.mixture import Mixture
 from dlm_jax.diffusion.objectives import (
     Batch,
-    Corruption,
-    Mixture,
-    Task,
+    Denoising,
+    Example,
     at_random_length,
     denoising,
     elbo,
@@ -38,7 +38,7 @@ def _elbo(schedule="linear"):
 
 def _denoising(**changes):
     return functools.partial(
-        denoising, corruption=Corruption(**changes), mask_id=toy.MASK, random_ids=RANDOM_IDS
+        denoising, settings=Denoising(**changes), mask_id=toy.MASK, random_ids=RANDOM_IDS
     )
 
 
@@ -176,7 +176,9 @@ def test_a_mixture_asks_for_the_rows_of_a_task_that_moves_them_and_for_no_other_
     moved = Batch(BATCH.tokens_BL[:, ::-1], jnp.full(ROWS, 7), jnp.full(ROWS, 2))
     weight_BL = jnp.full((ROWS, POSITIONS), 0.5)
     objectives = {
-        "moving": lambda batch, key: Task(moved.tokens_BL + 20, weight_BL, jnp.float32(3), moved),
+        "moving": lambda batch, key: Example(
+            moved.tokens_BL + 20, weight_BL, jnp.float32(3), moved
+        ),
         "next token": lambda batch, key: next_token(batch),
     }
     names = sorted(objectives, reverse=not is_first)

@@ -10,14 +10,14 @@ import toy
 
 from dlm_jax.config import ObjectiveConfig
 from dlm_jax.diffusion import scoring
-from dlm_jax.diffusion.objectives import Batch, Corruption
+from dlm_jax.diffusion.objectives import Batch, Denoising
 from dlm_jax.diffusion.scoring import Corrupter, corrupt, scorer_loss, summary
 from dlm_jax.model.transformer import build
 
 ROWS, POSITIONS = 16, 24
-MIXED = Corrupter(Corruption(), random_ids=tuple(range(8)))
+MIXED = Corrupter(Denoising(), random_ids=tuple(range(8)))
 # A vocabulary of its own, with more words than the rows of a batch.
-PLAIN = Corrupter(Corruption(("random",), max_ratio=0.6), random_ids=tuple(range(20)))
+PLAIN = Corrupter(Denoising(("random",), max_ratio=0.6), random_ids=tuple(range(20)))
 DRAWS = 20
 
 
@@ -124,15 +124,15 @@ def test_no_row_lends_to_itself_unless_it_is_alone():
     assert share(np.arange(ROWS)[:, None], 1) < 0.05
 
 
-def test_a_config_says_how_and_the_vocabulary_with_what():
+def test_a_corrupter_takes_its_patterns_from_the_config():
     config = ObjectiveConfig(patterns=("span",), span_count=5, max_ratio=0.4)
-    how = scoring.make_corrupter(config, vocab_size=6, never=(1, 4))
+    how = Corrupter.of(config, (0, 2, 3, 5))
     assert how.random_ids == (0, 2, 3, 5)
     corruption = how.corruption
     assert (corruption.patterns, corruption.span_count, corruption.max_ratio) == (("span",), 5, 0.4)
 
 
-KNOWN = Corrupter(Corruption(("random",)), random_ids=tuple(range(8)))
+KNOWN = Corrupter(Denoising(("random",)), random_ids=tuple(range(8)))
 NETWORK = build(toy.config(mode="sequence_scorer"))
 PARAMS = toy.random_params(NETWORK)
 _score = jax.jit(functools.partial(scoring.score, NETWORK))

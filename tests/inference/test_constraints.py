@@ -6,7 +6,7 @@ import candidate_cases
 import numpy as np
 import pytest
 
-from dlm_jax.sampling.constraints import matching
+from dlm_jax.inference.constraints import matching
 
 ALPHABET = "ab0123456789.-"
 END = len(ALPHABET)

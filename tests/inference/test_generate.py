@@ -14,14 +14,16 @@ import toy_model
 from jax.sharding import NamedSharding, PartitionSpec
 
 import dlm_jax
-from dlm_jax.api import chain_report
 from dlm_jax.config import MeshConfig, SampleConfig
-from dlm_jax.config.generation import DRAWS
 from dlm_jax.data import CharacterTokenizer
-from dlm_jax.models import Model
-from dlm_jax.sampling.constraints import matching
+from dlm_jax.distributed.sharding import make_mesh
+from dlm_jax.inference.constraints import matching
+from dlm_jax.inference.generate import chain_report, slots_of
+from dlm_jax.inference.model import Model
+from dlm_jax.inference.request import make_requests, static_of
+from dlm_jax.inference.slots import finish
 from dlm_jax.sampling.draw import METHODS
-from dlm_jax.sharding import make_mesh
+from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.types import Network, Status
 
 MODEL = dataclasses.replace(toy_model.MODEL, sample=SampleConfig(steps=6, temperature=0.8))
@@ -349,7 +351,7 @@ def test_the_draw_is_a_setting_of_a_prompt_of_a_call_or_of_the_model():
 
 
 def test_draws_of_the_settings_are_those_of_the_library():
-    assert DRAWS == METHODS
+    assert tuple(BUILT_IN.settings["draw"].choices) == METHODS
     with pytest.raises(ValueError, match="did you mean 'gumbel'"):
         MODEL.advance(draw="gumble")
 
@@ -366,7 +368,7 @@ def test_draws_of_the_settings_are_those_of_the_library():
         ({"prompts": ["Zebra"]}, "'Z' (U+005A) at position 0"),
         ({"prompts": ["The " * 8]}, "prompt of 32 tokens leaves no room on the canvas of 32"),
         ({"prompts": []}, "nothing to generate"),
-        ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"steps": 0}, "steps=0 is outside [1, "),
         ({"temperature": -0.5}, "temperature=-0.5 is outside [0, "),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"num_samples": 0}, "num_samples=0 must be at least 1"),
@@ -375,7 +377,7 @@ def test_draws_of_the_settings_are_those_of_the_library():
         ({"batch_size": 0}, "batch_size=0 must be at least 1"),
         ({"gen_length": 33}, "use gen_length=32 at most"),
         ({"gen_length": 29, "prompts": [PROMPT]}, "use gen_length=28 at most"),
-        ({"gen_length": -1}, "gen_length=-1 must be at least 0"),
+        ({"gen_length": -1}, "gen_length=-1 is outside [0, "),
         ({"max_length": 0}, "max_length=0"),
         ({"max_length": -3}, "max_length=-3"),
         ({"order": "low_confidense"}, "'low_confidence'"),
@@ -419,3 +421,39 @@ def _empty(path):
 def _truncate(path):
     largest = max((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-10])
+
+
+@pytest.mark.slow
+def test_only_the_transforms_in_use_are_compiled_and_the_tokens_stay_the_same(monkeypatch):
+    model = dataclasses.replace(toy_model.MODEL, sample=SampleConfig(steps=4, gen_length=8))
+    made = []
+
+    def spy(model, static, requests, **options):
+        slots = slots_of(model, static, requests, **options)
+        made.append((slots, {request.sample.chain for request in requests}))
+        return slots
+
+    monkeypatch.setattr("dlm_jax.inference.generate.slots_of", spy)
+    asked = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.3}
+    prompts = [{"prompt": "A ", "min_p": 0.1}, {"prompt": PROMPT, "draw": "gumbel"}]
+    ours = dlm_jax.generate(model, prompts, seed=5, **asked)
+    assert [chains for _, chains in made] == [{("penalties", "temperature", "top_p", "min_p")}] * 2
+    whole = [request for index, prompt in enumerate(prompts)
+             for request in make_requests(model, prompt, asked | {"seed": 5}, index)]  # fmt: skip
+    for place, request in enumerate(whole):
+        assert request.sample.chain == SampleConfig().chain
+        slots = slots_of(model, static_of(request), [request])
+        slots.submit([0])
+        (row,) = [row for _, row in finish(slots)]
+        row = row.upto_eos(model.eos_ids)
+        n = ours.lengths[place]
+        np.testing.assert_array_equal(row.tokens, ours.tokens[place, :n])
+        np.testing.assert_array_equal(row.logprobs, ours.logprobs[place, :n])
+        np.testing.assert_array_equal(row.committed, ours.committed[place, :n])
+
+
+def test_texts_tell_what_had_to_be_compiled():
+    model = dataclasses.replace(SHORT, max_length=70)
+    asked = {"gen_length": 66, "draw": "gumbel", "steps": 2}
+    assert dlm_jax.generate(model, [""], **asked).programs == ("rows=1 canvas=128",)
+    assert dlm_jax.generate(model, ["A "], **asked).programs == ()

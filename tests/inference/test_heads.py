@@ -11,8 +11,8 @@ import toy_model
 
 import dlm_jax
 from dlm_jax.config import SampleConfig
+from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
-from dlm_jax.models import Model
 from dlm_jax.types import Network
 
 TOKENIZER = toy_model.TOKENIZER
@@ -29,21 +29,21 @@ def test_a_wavefront_is_a_setting_of_a_prompt_and_tells_its_waves():
     mixed = dlm_jax.generate(MODEL, prompts, schedule="all", steps=1)
     assert mixed.texts[0] != mixed.texts[1]
     # A hole a wave, from the prompt to the end of the canvas.
-    assert mixed.waves.tolist() == [0, 28]
-    assert mixed.seeds.tolist() == [0, 0]
-    assert mixed.filled.tolist() == [28, 28]
+    assert mixed.counters.waves.tolist() == [0, 28]
+    assert mixed.counters.bootstrapped.tolist() == [0, 0]
+    assert mixed.counters.filled.tolist() == [28, 28]
     alone = dlm_jax.generate(MODEL, prompts[1:], schedule="all", steps=1)
     assert alone.texts == mixed.texts[1:]
 
 
 @pytest.mark.slow
-def test_an_empty_canvas_is_seeded_by_the_share_that_was_asked_for():
+def test_an_empty_canvas_is_bootstrapped_by_the_share_that_was_asked_for():
     made = dlm_jax.generate(
         MODEL, [{"sampler_min_neighbors_ratio": x, "prompt": ""} for x in (0.01, 0.25, 1.0)],
         fill="wavefront", schedule="all", steps=1,
     )  # fmt: skip
-    assert made.seeds.tolist() == [1, 8, 32]
-    assert made.waves[2] == 0
+    assert made.counters.bootstrapped.tolist() == [1, 8, 32]
+    assert made.counters.waves[2] == 0
 
 
 @pytest.mark.slow
@@ -135,3 +135,22 @@ def test_a_scorer_writes_nothing_and_says_so():
     scorer = build(toy.config(vocab_size=TOKENIZER.vocab_size, mode="sequence_scorer"))
     model = dataclasses.replace(MODEL, network=scorer, params=toy.random_params(scorer))
     assert "sequence scorer" in _refused(model)
+
+
+WAVES = dataclasses.replace(
+    MODEL, sample=dataclasses.replace(SAMPLE, fill="wavefront", schedule="all", steps=2)
+)
+
+
+@pytest.mark.parametrize("settings", [{"read_back": True}, {"host_sampler": lambda c: c.ids[0]}])
+def test_where_a_host_looks_recommended_waves_are_replaced_with_a_warning(settings):
+    asked = {"seed": 3, "gen_length": 6}
+    with pytest.warns(UserWarning, match="fill='parallel' replaces the recommended 'wavefront'"):
+        made = dlm_jax.generate(WAVES, ["The "], **asked, **settings)
+    assert made.counters.waves.tolist() == [0]
+    parallel = dlm_jax.generate(WAVES, ["The "], **asked, **settings, fill="parallel")
+    assert made.texts == parallel.texts
+    assert dlm_jax.generate(WAVES, ["The "], **asked).counters.waves[0] > 0
+    with pytest.raises(ValueError, match="^[^\n]+$") as refusal:
+        dlm_jax.generate(WAVES, ["The "], **asked, **settings, fill="wavefront")
+    assert "use fill='parallel'" in str(refusal.value)

@@ -8,14 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+import toy_model
 
-from dlm_jax.config import SamplingParams
+from dlm_jax.config import SampleConfig
+from dlm_jax.inference.constraints import matching
+from dlm_jax.inference.generate import chain_report
+from dlm_jax.inference.host import HostLoop
 from dlm_jax.sampling.advance import make_advance
-from dlm_jax.sampling.constraints import matching
-from dlm_jax.sampling.host import HostLoop, describe
-from dlm_jax.sampling.orders import LeftToRight
-from dlm_jax.sampling.params import pack
+from dlm_jax.sampling.commit import LeftToRight
 from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.propose import Parallel
+from dlm_jax.sampling.row import RowParams
+from dlm_jax.sampling.rules import BUILT_IN, ModelFacts, Rules
 from dlm_jax.sampling.state import start
 from dlm_jax.types import Status
 
@@ -27,28 +31,31 @@ LETTERS = "abcdefgh"
 
 
 def _chain(**changes):
-    settings = [SamplingParams(), SamplingParams(**changes), SamplingParams(temperature=0.5)]
-    return pack(
-        settings,
-        vocab_size=toy.VOCAB_SIZE,
-        banned_ids=toy.BANNED,
-        eos_ids=(toy.EOS,),
-        chain=("temperature", "top_k", "mirostat"),
-    )
+    rows = [
+        SampleConfig(chain=("temperature", "top_k", "mirostat"), **settings)
+        for settings in ({}, changes, {"temperature": 0.5})
+    ]
+    return BUILT_IN.pack_chain(rows, ModelFacts(toy.VOCAB_SIZE, toy.BANNED, (toy.EOS,)))
 
 
 def _state(**changes):
     tokens = np.full((ROWS, CANVAS), toy.PAD)
     tokens[:, :LENGTH] = toy.MASK
     tokens[:, 0] = [1, 2, 3]
-    return start(
-        jnp.asarray(tokens, jnp.int32),
-        jnp.full(ROWS, LENGTH),
-        seeds_B=jnp.arange(5, 5 + ROWS, dtype=jnp.uint32),
+    none_B = jnp.zeros(ROWS, jnp.int32)
+    row = RowParams(
         steps_B=jnp.full(ROWS, LENGTH - 1),
-        chain=_chain(**changes),
-        rule=LeftToRight(),
-        mask_id=toy.MASK,
+        seed_B=jnp.arange(5, 5 + ROWS, dtype=jnp.uint32),
+        block_length_B=none_B,
+        guidance_B=jnp.zeros(ROWS),
+        stops_at_eos_B=none_B > 0,
+        resamples_B=none_B > 0,
+        capacity_B=none_B,
+        max_new_B=none_B,
+    )
+    rules = Rules(_chain(**changes), LeftToRight(), Parallel())
+    return start(
+        jnp.asarray(tokens, jnp.int32), jnp.full(ROWS, LENGTH), row, rules, mask_id=toy.MASK
     )
 
 
@@ -225,8 +232,11 @@ def test_report_names_each_part_and_where_it_runs():
     def my_sampler(candidates):
         return candidates.ids[0]
 
-    report = describe(_chain(), my_sampler).splitlines()
-    assert report[0] == "bans: device"
-    assert "mirostat: device" in report
-    assert report[-1] == "choice among the survivors: host (my_sampler)"
-    assert describe(_chain(), None).splitlines()[-1] == "draw: device"
+    chain = ("temperature", "top_k", "mirostat")
+    model = toy_model.MODEL
+    report = chain_report(model, host_sampler=my_sampler, chain=chain, mirostat=2).splitlines()
+    assert report == [
+        "bans: device", *(f"{name}: device" for name in chain),
+        "choice among the survivors: host (my_sampler)",
+    ]  # fmt: skip
+    assert chain_report(model).splitlines()[-1] == "draw: device"

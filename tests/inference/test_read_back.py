@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import transform_cases as tc
 
+from dlm_jax.inference.read_back import read_back
 from dlm_jax.sampling.draw import draw
-from dlm_jax.sampling.readback import read_back
 
 
 def test_read_back_reports_token_probability_and_largest_candidates():

@@ -13,10 +13,10 @@ import toy_model
 
 import dlm_jax
 import dlm_jax.config as configs
-from dlm_jax import evaluate
 from dlm_jax.checkpoint import Checkpoints
+from dlm_jax.cli import evaluate
+from dlm_jax.inference.scorer import corrupted_share, held_out_errors
 from dlm_jax.model.transformer import build
-from dlm_jax.scorer import corruption, held_out_errors
 
 TOKENIZER = toy_model.TOKENIZER
 NETWORK = build(toy.config(mode="sequence_scorer", vocab_size=TOKENIZER.vocab_size))
@@ -63,9 +63,9 @@ def _share(text: str) -> float:
 def test_each_text_has_its_own_share_whatever_is_judged_beside_it():
     expected = [_share(text) for text in TEXTS]
     assert np.ptp(expected) > 0.02
-    np.testing.assert_allclose(corruption(MODEL, TEXTS), expected, rtol=1e-4)
-    np.testing.assert_allclose(corruption(MODEL, TEXTS, batch_size=3), expected, rtol=1e-4)
-    np.testing.assert_allclose(corruption(MODEL, TEXTS[::-1])[::-1], expected, rtol=1e-4)
+    np.testing.assert_allclose(corrupted_share(MODEL, TEXTS), expected, rtol=1e-4)
+    np.testing.assert_allclose(corrupted_share(MODEL, TEXTS, batch_size=3), expected, rtol=1e-4)
+    np.testing.assert_allclose(corrupted_share(MODEL, TEXTS[::-1])[::-1], expected, rtol=1e-4)
 
 
 def test_a_text_longer_than_the_canvas_is_the_mean_of_its_windows_by_their_length():
@@ -73,14 +73,16 @@ def test_a_text_longer_than_the_canvas_is_the_mean_of_its_windows_by_their_lengt
     windows = [text[:17], text[17:]]
     expected = sum(_share(window) * len(window) for window in windows) / 33
     assert np.ptp([_share(window) for window in windows]) > 0.01
-    shares = corruption(MODEL, ["rat ran", text])
+    shares = corrupted_share(MODEL, ["rat ran", text])
     np.testing.assert_allclose(shares, [_share("rat ran"), expected], rtol=1e-4)
     assert shares.dtype == np.float64
 
 
 def test_a_loaded_scorer_is_the_scorer(run_dir):
     loaded = dlm_jax.load(run_dir)
-    np.testing.assert_allclose(dlm_jax.corruption(loaded, TEXTS), corruption(MODEL, TEXTS))
+    np.testing.assert_allclose(
+        dlm_jax.corrupted_share(loaded, TEXTS), corrupted_share(MODEL, TEXTS)
+    )
     with pytest.raises(ValueError, match="is a sequence scorer, which writes nothing"):
         dlm_jax.generate(loaded)
 
@@ -98,17 +100,17 @@ def test_a_loaded_scorer_is_the_scorer(run_dir):
 )
 def test_texts_that_cannot_be_judged_are_refused_in_one_line(texts, said):
     with pytest.raises(ValueError, match=f"^{said}|{said}") as refused:
-        corruption(MODEL, texts)
+        corrupted_share(MODEL, texts)
     assert "\n" not in str(refused.value)
 
 
 def test_another_model_and_another_batch_size_are_refused():
-    for judge in (corruption, held_out_errors):
+    for judge in (corrupted_share, held_out_errors):
         with pytest.raises(ValueError, match="is no sequence scorer; load one"):
             judge(toy_model.MODEL, ["The cat"])
     with pytest.raises(ValueError, match="batch_size=0 must be at least 1"):
-        corruption(MODEL, TEXTS, batch_size=0)
-    with pytest.raises(ValueError, match="does not say how it was trained"):
+        corrupted_share(MODEL, TEXTS, batch_size=0)
+    with pytest.raises(ValueError, match="has no training config"):
         held_out_errors(MODEL, {})
 
 
@@ -123,7 +125,7 @@ def test_files_are_judged_one_by_one(run_dir, tmp_path, capsys):
     two.write_text("A rat ran.\n---\nThe rat sat.\n")
     lines = _said(run_dir, capsys, "--text", one, two, "--split", "--json").splitlines()
     first, second = (json.loads(line) for line in lines)
-    shares = corruption(MODEL, ["A rat ran.", "The rat sat."])
+    shares = corrupted_share(MODEL, ["A rat ran.", "The rat sat."])
     assert first["corrupted_share"] == pytest.approx(_share("The cat sat."), rel=1e-4)
     assert (first["texts"], first["corrupted_share_error"]) == (1, None)
     assert second["corrupted_share"] == pytest.approx(shares.mean())

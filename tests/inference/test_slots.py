@@ -1,4 +1,4 @@
-"""Drivers: requests of any number and length in, the same rows out."""
+"""Slots: requests of any number and length in, the same rows out."""
 
 import canvases
 import numpy as np
@@ -6,25 +6,36 @@ import pytest
 import toy
 from canvases import Row, holes
 
-from dlm_jax.sampling.generate import canvas_size, generate, slot_count
-from dlm_jax.sampling.request import Request
-from dlm_jax.sampling.rules import Functions
+from dlm_jax.config import SampleConfig
+from dlm_jax.inference.host import HostLoop
+from dlm_jax.inference.request import Request
+from dlm_jax.inference.results import assemble
+from dlm_jax.inference.slots import Slots, finish, slot_count
+from dlm_jax.sampling.rules import ModelFacts
 from dlm_jax.types import Status
 
 ROWS = [*canvases.mixed_rows(seed=11, count=5), Row(holes(40, 1, 2), steps=3, seed=9)]
+FACTS = ModelFacts(toy.VOCAB_SIZE, toy.BANNED, (toy.EOS,))
 
 
-def _request(row, **changes):
-    given = {"tokens": np.array(row.tokens, np.int32), "steps": row.steps, "seed": row.seed}
-    return Request(**(given | changes))
+def _request(row):
+    sample = SampleConfig(
+        steps=row.steps, temperature=row.temperature, order="random", chain=("temperature",)
+    )
+    return Request(np.array(row.tokens, np.int32), sample, row.seed)
 
 
-def _generate(rows, **settings):
-    chain = canvases.make_chain([row.temperature for row in rows]) if rows else None
-    functions = Functions(chain, canvases.RANDOM)
+def _slots(rows, **settings):
     requests = [_request(row) for row in rows]
     advance, params = canvases.shared_advance(), toy.params()
-    return generate(advance, params, requests, functions, pad_id=toy.PAD, **settings)
+    return Slots(advance, params, requests, FACTS, pad_id=toy.PAD, **settings)
+
+
+def _generate(rows, on_commits=None, **settings):
+    slots = _slots(rows, **settings)
+    slots.submit(range(len(rows)))
+    found = dict(finish(slots, on_commits))
+    return assemble([found[index] for index in range(len(rows))], pad_id=toy.PAD)
 
 
 def _assert_same(ours, theirs):
@@ -71,27 +82,10 @@ def test_batches_of_other_rows_compile_nothing_new():
     assert canvases.shared_advance().compiled == before
 
 
-def test_canvas_and_slots_come_in_few_sizes():
-    assert [canvas_size(n) for n in (1, 64, 65, 128)] == [64, 64, 128, 128]
+def test_slots_come_in_few_sizes():
     assert [slot_count(n, 64) for n in (1, 2, 3, 5, 64, 65, 1000)] == [1, 2, 4, 8, 64, 64, 64]
     assert [slot_count(n, 6) for n in (3, 5, 7)] == [4, 6, 6]
     assert [slot_count(n, 6, 4) for n in (1, 5, 7)] == [4, 8, 8]
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"steps": 0}, "steps=0 must be at least 1"),
-        ({"seed": -1}, "seed=-1 is outside"),
-        ({"seed": 2**32}, "seed=4294967296 is outside"),
-        ({"tokens": np.zeros(0, np.int32)}, "tokens have shape (0,)"),
-        ({"tokens": np.zeros((2, 3), np.int32)}, "tokens have shape (2, 3)"),
-    ],
-)
-def test_bad_request_is_refused_by_name(changes, said):
-    with pytest.raises(ValueError, match="^[^\n]*$") as refusal:
-        _request(ROWS[0], **changes)
-    assert said in str(refusal.value)
 
 
 def test_nothing_to_do_and_no_slots_are_refused():
@@ -99,3 +93,22 @@ def test_nothing_to_do_and_no_slots_are_refused():
         _generate([])
     with pytest.raises(ValueError, match="batch_size=0 must be at least 1"):
         _generate(ROWS, batch_size=0)
+
+
+def test_what_the_slots_cannot_run_is_refused():
+    (request,) = [_request(ROWS[0])]
+    few = _request(Row(holes(9, 1), steps=2))
+    few = few.__class__(few.tokens, SampleConfig(steps=2, block_length=3), few.seed)
+    asks = Request(request.tokens, request.sample, read_back=True)
+    for requests, options, said in (
+        ([request, few], {}, "steps=2 is less than the 3 blocks"),
+        ([request, asks], {}, "row 1 needs the host; run it in a HostLoop"),
+        ([request, asks], {"names": [7, 8]}, "row 8 needs the host; run it in a HostLoop"),
+        ([request], {"canvas": 2}, "canvas=2 is less than a request may fill; raise it"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Slots(
+                canvases.shared_advance(), toy.params(), requests, FACTS, pad_id=toy.PAD, **options
+            )
+    loop = HostLoop(canvases.program())
+    assert Slots(loop, toy.params(), [request, asks], FACTS, pad_id=toy.PAD).num_slots == 2

@@ -1,6 +1,6 @@
 """Plain-Python reference of the structural edits of one row: what is inserted and deleted, and how.
 
-Written from `seeds/variable_length_edits.md` with the corrections of DESIGN 8 and 11, in float64.
+Written from docs/design.md, "Readings: variable-length edits" and "Small print", in float64.
 A row is the list of its live cells; an edit is `list.insert` or `del`, one at a time. Gap g lies
 between positions g and g+1 and is called g+1 here, where its token goes. A hole is an unfrozen
 cell that holds MASK.
@@ -263,6 +263,76 @@ def select(
         inserts, insert_closest = _best(gaps, min(k_insert, room), 0.0)
     closest = min(insert_margin, delete_margin, delete_closest, wanted_closest, insert_closest)
     return Choice(inserts, deletes, len(wanted) - len(inserts), closest)
+
+
+class ExactChoice(NamedTuple):
+    """The edits of one step of a row that must come to a length, in indices before any of them."""
+
+    inserts: set[int]
+    deletes: set[int]
+    harmful: set[int]
+    """Positions that may go, but not gladly: their score is 0."""
+    margin: float
+    """As that of `Choice`."""
+
+
+def select_exact(
+    row: Sequence[Cell],
+    own_logp: Sequence[float],
+    right_logp: Sequence[float],
+    params: Params,
+    *,
+    mask: int,
+    space: int | None,
+    edits_left: int,
+) -> ExactChoice:
+    """The edits of a row whose length must be the target within that many edits, this one too.
+
+    Neither ratios nor the cooldown count, and a score of 0 is no obstacle: what goes is first what
+    scores, best first, then what the next token replaces best: of the highest `p(i, x_i+1) - p(i,
+    x_i)`, which is -1 in front of a hole. What is protected stays. Tokens come into the gaps of
+    the highest score, doubted or not; the lower position on ties.
+    """
+    excess = len(row) - min(params.target, params.capacity)
+    share = math.ceil(abs(excess) / max(edits_left, 1))
+    deletable = [i for i in range(len(row)) if not is_protected(row, i, mask=mask, space=space)]
+    found = [_deletion_candidate(row, own_logp, right_logp, i, params, mask) for i in deletable]
+    worth: dict[int, tuple[float, tuple[float | None, ...]]] = {}
+    for candidate in found:
+        i, inputs = candidate.position, candidate.inputs
+        value = candidate.score
+        if value <= 0:
+            lead = -1.0
+            inputs = (None,)
+            if not is_hole(row[i + 1], mask):
+                own, right = float(own_logp[i]), float(right_logp[i])
+                # The same token twice has no lead in any precision.
+                inputs = (0.0, 0.0) if own == right else (own, right)
+                lead = math.exp(right) - math.exp(own)
+            value = lead - 2  # below all that scores
+        worth[i] = (value, inputs)
+    unsure = [abs(c.signed) for c in found if abs(c.signed) < math.inf]
+    deletes, delete_closest = _highest(worth, share if excess > 0 else 0)
+    legal = [i for i in range(1, len(row)) if not (row[i - 1].frozen and row[i].frozen)]
+    gaps = [_gap_candidate(row, own_logp, i, mask) for i in legal]
+    scored = {c.position: (c.score, c.inputs) for c in gaps}
+    inserts, insert_closest = _highest(scored, share if excess < 0 else 0)
+    closest = min([delete_closest, insert_closest, *(unsure if excess > 0 else ())])
+    harmful = {i for i, (value, _) in worth.items() if value <= 0}
+    tolerance = SCORE_TOLERANCE * (1 + params.delete_lambda)
+    return ExactChoice(inserts, deletes, harmful, closest / tolerance)
+
+
+def _highest(
+    worth: dict[int, tuple[float, tuple[float | None, ...]]], k: int
+) -> tuple[set[int], float]:
+    """The k positions of highest worth, and how far they are from those left out."""
+    ranked = sorted(worth, key=lambda i: (-worth[i][0], i))
+    chosen, others = ranked[:k], ranked[k:]
+    distances = [
+        worth[a][0] - worth[b][0] for a in chosen for b in others if worth[a][1] != worth[b][1]
+    ]
+    return set(chosen), min(distances, default=math.inf)
 
 
 def apply(

@@ -1,7 +1,8 @@
 """Exact likelihoods of a masked diffusion model on a tiny vocabulary and length, by enumeration.
 
-All values are in nats, in float64, and sum over the masked positions of one row (DESIGN 4, law 7).
-Cost: 2**L forwards and L! products, so L <= 7. MASK is never predicted: its logit counts as -inf.
+All values are in nats, in float64, and sum over the masked positions of one row (docs/design.md,
+law 7). Cost: 2**L forwards and L! products, so L <= 7. MASK is never predicted: its logit counts as
+-inf.
 """
 
 from __future__ import annotations

@@ -13,9 +13,8 @@ from canvases import ROWS, Row, holes
 from oracles import commit as oracle
 
 from dlm_jax.config import SampleConfig
-from dlm_jax.diffusion.corruption import LinearSchedule
 from dlm_jax.sampling.blocks import first_block, next_block
-from dlm_jax.sampling.rules import pack_rules
+from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.types import Status
 
 _first, _next = jax.jit(first_block), jax.jit(next_block)
@@ -66,7 +65,7 @@ def test_greedy_decoding_in_blocks_equals_the_oracle(order, confidence):
         for row in canvases.mixed_rows(4)
     ]
     settings = [SampleConfig(order=order, confidence=confidence)] * ROWS
-    rule, _ = pack_rules(settings, LinearSchedule())
+    rule = BUILT_IN.pack(settings, rule_cases.FACTS).commit
     compared = 0
     for row, result in zip(rows, canvases.run(rows, rule), strict=True):
 

@@ -11,7 +11,8 @@ import toy
 from canvases import ROWS, Row, holes
 
 from dlm_jax.sampling.advance import Advance
-from dlm_jax.sampling.guidance import Sight
+from dlm_jax.sampling.output import TrunkOutput
+from dlm_jax.sampling.rules import BUILT_IN
 
 NAME = "low_confidence-none"
 
@@ -26,22 +27,22 @@ def test_logits_are_led_away_from_those_without_what_was_given():
     rng = np.random.default_rng(0)
     network = canvases.shared_network()
     width = toy.config().width
-    sight_BLD, bare_BLD = jnp.asarray(rng.normal(size=(2, 3, 4, width)), jnp.float32)
+    seen_BLD, bare_BLD = jnp.asarray(rng.normal(size=(2, 3, 4, width)), jnp.float32)
     scale = np.array([0.0, 1.0, 2.5], np.float32)
     places = jnp.arange(12)
     params = toy.params()
     led = jax.jit(
-        lambda scale_B: Sight(sight_BLD, bare_BLD, scale_B).logits(network, params, places)
+        lambda scale_B: TrunkOutput(seen_BLD, bare_BLD, scale_B).logits(network, params, places)
     )(jnp.asarray(scale))
     plain, bare = (
         np.asarray(network.readout(toy.params(), x.reshape(-1, width)), np.float64)
-        for x in (sight_BLD, bare_BLD)
+        for x in (seen_BLD, bare_BLD)
     )
     with np.errstate(invalid="ignore"):
         expected = bare + (scale.repeat(4)[:, None] + 1) * (plain - bare)
     expected = np.where(np.isneginf(plain) | np.isneginf(bare), -np.inf, expected)
     np.testing.assert_allclose(led, expected, rtol=2e-5, atol=2e-5)
-    alone = Sight(sight_BLD).logits(network, toy.params(), places)
+    alone = TrunkOutput(seen_BLD).logits(network, toy.params(), places)
     np.testing.assert_allclose(led[:4], alone[:4], rtol=1e-5, atol=1e-5)
     assert np.abs(np.asarray(led[4:]) - np.asarray(alone[4:]))[np.isfinite(alone[4:])].max() > 0.1
 
@@ -59,7 +60,7 @@ def test_scale_zero_is_no_guidance_bit_for_bit_beside_guided_rows():
 
 def test_a_program_without_guidance_gives_the_same_rows():
     rows = canvases.mixed_rows(2)
-    rule = rule_cases.pack_rules(rule_cases.samples(NAME, 1), rule_cases.LinearSchedule())[0]
+    rule = BUILT_IN.pack(rule_cases.samples(NAME, 1), rule_cases.FACTS).commit
     ours = canvases.run(rows, rule)
     for a, b in zip(_run(rows), ours, strict=True):
         np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=1e-4, atol=1e-5)

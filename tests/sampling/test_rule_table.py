@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -11,9 +12,9 @@ import transform_cases as tc
 from oracles import chain as oracle
 from oracles import near, samplers
 
-from dlm_jax.config.sampling import DEFAULT_CHAIN, SamplingParams, resolve
+from dlm_jax.config import SampleConfig, resolve
 from dlm_jax.sampling import transforms as tf
-from dlm_jax.sampling.params import in_use, pack
+from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
 
 BAD = [
     ("temperature", -0.1), ("temperature", 1e-9), ("top_p", 0.0), ("top_p", 1.1), ("min_p", -0.1),
@@ -33,54 +34,84 @@ REALS = [
 ]  # fmt: skip
 
 
+def pack(rows, *, vocab_size, banned_ids=(), eos_ids=()) -> tf.Chain:
+    """The chain of the rows, which name the same transforms."""
+    return BUILT_IN.pack_chain(rows, ModelFacts(vocab_size, tuple(banned_ids), tuple(eos_ids)))
+
+
 @pytest.mark.parametrize(("name", "value"), [*BAD, *((name, math.nan) for name in REALS)])
 def test_bad_value_is_refused_in_one_line_with_field_value_and_remedy(name, value):
     with pytest.raises(ValueError) as error:
-        SamplingParams(**{name: value})
+        SampleConfig(**{name: value})
     message = str(error.value)
     assert name in message and "\n" not in message and "use" in message
 
 
 def test_top_p_of_zero_names_its_disabled_value():
     with pytest.raises(ValueError, match="use 1.0"):
-        SamplingParams(top_p=0.0)
+        SampleConfig(top_p=0.0)
 
 
 def test_default_settings_are_neutral():
-    chain = pack([SamplingParams()] * 3, vocab_size=tc.VOCAB)
+    chain = pack([SampleConfig()] * 3, vocab_size=tc.VOCAB)
     assert not np.any(chain.is_active())
 
 
 @pytest.mark.parametrize(
-    ("settings", "options", "match"),
+    ("settings", "banned_ids", "match"),
     [
-        ({"logit_bias": {40: 1.0}}, {}, "row 1: logit_bias names id 40"),
-        ({"dry_breakers": (99,)}, {}, "row 1: dry_breakers names id 99"),
-        ({}, {"banned_ids": [40]}, "banned_ids names id 40"),
-        ({"logit_bias": {i: -math.inf for i in range(1, 40)}}, {"banned_ids": [0]}, "row 1: all"),
-        ({}, {"chain": ["top_kk"]}, "'top_kk'; did you mean 'top_k'"),
-        ({}, {"chain": ["top_k", "top_k"]}, "2 times"),
-        ({"top_p": 0.5}, {"chain": ["top_k"]}, "row 1: top_p=0.5 needs 'top_p'"),
-        ({"temperature": 0.0}, {"chain": ["top_k"]}, "row 1: temperature=0.0 needs"),
-        ({"logit_bias": {1: 1.0}}, {"chain": ["top_k"]}, "row 1: logit_bias needs 'bias'"),
+        ({"logit_bias": {40: 1.0}}, (), "^logit_bias names id 40, outside the vocabulary of 40; "),
+        ({"dry_breakers": (99,)}, (), "^dry_breakers names id 99, outside .* use 0 to 39$"),
+        ({}, (40,), "^banned_ids names id 40"),
+        ({"logit_bias": {i: -math.inf for i in range(1, 40)}}, (0,), "^all 40 tokens are banned; "),
+        ({"top_p": 0.5, "chain": ["top_k"]}, (), "^top_p=0.5 needs 'top_p', which the chain lacks"),
+        ({"temperature": 0.0, "chain": ["top_k"]}, (), "^temperature=0.0 needs 'temperature'"),
+        ({"temperature_end": 0.5, "chain": []}, (), "^temperature_end=0.5 needs 'temperature'"),
+        ({"logit_bias": {1: 1.0}, "chain": ["top_k"]}, (), r"^logit_bias=\(.* needs 'bias'"),
+        ({"mirostat": 1, "chain": ["top_k"]}, (), "^mirostat=1 needs 'mirostat'"),
     ],
 )
-def test_pack_names_the_row_and_the_remedy(settings, options, match):
+def test_what_a_model_or_a_chain_does_not_allow_is_refused_with_the_remedy(
+    settings, banned_ids, match
+):
+    row = SampleConfig(**settings)
+    facts = ModelFacts(40, banned_ids)
+    for refuse in (BUILT_IN.check_chain, lambda row, facts: BUILT_IN.pack_chain([row], facts)):
+        with pytest.raises(ValueError, match=match) as error:
+            refuse(row, facts)
+        assert "\n" not in str(error.value)
+    good = dataclasses.replace(row, **{name: SampleConfig.__dataclass_fields__[name].default
+                                       for name in settings})  # fmt: skip
+    if not banned_ids:
+        with pytest.raises(ValueError, match=match):
+            BUILT_IN.pack_chain([good, row], facts)
+
+
+@pytest.mark.parametrize(
+    ("chain", "match"),
+    [
+        (["top_kk"], "^chain has unknown name 'top_kk'; did you mean 'top_k'"),
+        (["top_k", "top_k"], "^chain has 'top_k' 2 times; name it once"),
+        ("top_k", "^chain='top_k' is not a list of names"),
+        ([3], "is not a list of names"),
+    ],
+)
+def test_a_chain_that_is_none_is_refused_by_name(chain, match):
     with pytest.raises(ValueError, match=match):
-        pack([SamplingParams(), SamplingParams(**settings)], vocab_size=40, **options)
+        SampleConfig(chain=chain)
 
 
 def test_recommended_settings_are_defaults_and_given_ones_win_even_when_default():
     recommended = {"top_p": 0.9, "temperature": 0.7}
-    assert resolve(recommended) == SamplingParams(top_p=0.9, temperature=0.7)
-    assert resolve(recommended, {"top_p": 1.0}) == SamplingParams(top_p=1.0, temperature=0.7)
+    assert resolve(recommended) == SampleConfig(top_p=0.9, temperature=0.7)
+    assert resolve(recommended, {"top_p": 1.0}) == SampleConfig(top_p=1.0, temperature=0.7)
     with pytest.raises(ValueError, match="did you mean 'temperature'"):
         resolve({"temprature": 1.0})
 
 
 def test_ignore_eos_without_eos_warns_and_is_off():
     with pytest.warns(UserWarning, match="no EOS"):
-        chain = pack([SamplingParams(ignore_eos=True)], vocab_size=8)
+        chain = pack([SampleConfig(ignore_eos=True)], vocab_size=8)
     assert not np.any(chain.is_active())
 
 
@@ -93,15 +124,15 @@ def banned_by(chain: tf.Chain) -> list[set[int]]:
 
 
 def test_eos_is_banned_only_where_ignored_even_if_it_is_also_pad():
-    rows = [SamplingParams(), SamplingParams(ignore_eos=True)]
+    rows = [SampleConfig(), SampleConfig(ignore_eos=True)]
     assert banned_by(pack(rows, vocab_size=8, banned_ids=[1, 2], eos_ids=[2, 3])) == [
         {1}, {1, 2, 3},
     ]  # fmt: skip
 
 
 def test_bans_come_before_truncations_in_any_order():
-    row = SamplingParams(top_k=1, logit_bias={3: -math.inf})
-    chain = pack([row] * 3, vocab_size=tc.VOCAB, banned_ids=[0], chain=["top_k", "bias"])
+    row = SampleConfig(top_k=1, logit_bias={3: -math.inf}, chain=["top_k", "bias"])
+    chain = pack([row] * 3, vocab_size=tc.VOCAB, banned_ids=[0])
     x = np.zeros((6, tc.VOCAB), np.float32)
     x[:, 0], x[:, 3] = 9.0, 8.0
     out = np.asarray(tc.run(chain, x, tc.at(), tc.context()))
@@ -111,7 +142,7 @@ def test_bans_come_before_truncations_in_any_order():
 def test_biases_within_a_bucket_share_a_program():
     trees = []
     for size in (0, 1, 5, 8, 9):
-        row = SamplingParams(logit_bias={i: 1.0 for i in range(size)})
+        row = SampleConfig(logit_bias={i: 1.0 for i in range(size)})
         shapes = jax.tree.map(np.shape, pack([row] * 2, vocab_size=40))
         trees.append((jax.tree.structure(shapes), str(jax.tree.leaves(shapes))))
     assert len(set(trees[:4])) == 1 and trees[4] != trees[0]
@@ -120,7 +151,7 @@ def test_biases_within_a_bucket_share_a_program():
 def test_mirostat_replaces_truncations_and_greedy_skips_noise():
     loud = {"top_k": 3, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.5, "top_n_sigma": 1.0,
             "xtc_probability": 1.0}  # fmt: skip
-    rows = [SamplingParams(mirostat=2, **loud), SamplingParams(mirostat=1, temperature=0.0, **loud)]
+    rows = [SampleConfig(mirostat=2, **loud), SampleConfig(mirostat=1, temperature=0.0, **loud)]
     chain = pack(rows, vocab_size=40)
     active = {n: np.asarray(t.is_active()).tolist() for n, t in
               zip(chain.names[:-2], chain.transforms[:-2], strict=True)}  # fmt: skip
@@ -146,7 +177,7 @@ RENAMED = {"dynamic_delta": "dynatemp_range", "dynamic_exponent": "dynatemp_expo
 @pytest.mark.parametrize("half", [0, 1])
 def test_full_chain_agrees_with_the_oracle_row_by_row(half):
     rows = ROWS[3 * half : 3 * half + 3]
-    params = [SamplingParams(**{RENAMED.get(k, k): v for k, v in row.items()}) for row in rows]
+    params = [SampleConfig(**{RENAMED.get(k, k): v for k, v in row.items()}) for row in rows]
     chain = pack(params, vocab_size=tc.VOCAB, banned_ids=[0, 1])
     place = tc.at()
     for seed in range(8):
@@ -167,8 +198,8 @@ def test_full_chain_agrees_with_the_oracle_row_by_row(half):
 
 
 def test_default_chain_names_every_family_once():
-    chain = pack([SamplingParams()], vocab_size=8)
-    assert tuple(dict.fromkeys(chain.names)) == ("bans", *DEFAULT_CHAIN)
+    chain = pack([SampleConfig()], vocab_size=8)
+    assert tuple(dict.fromkeys(chain.names)) == ("bans", *tf.TRANSFORMS)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +215,7 @@ def test_default_chain_names_every_family_once():
     ],
 )
 def test_the_part_of_a_chain_in_use_is_what_the_settings_ask_for(settings, names):
-    params = SamplingParams(**settings)
-    assert in_use(params, DEFAULT_CHAIN) == names
-    # What `pack` would refuse to leave out is in it.
-    pack([params], vocab_size=8, eos_ids=(7,), chain=in_use(params, DEFAULT_CHAIN))
+    row = SampleConfig(**settings)
+    assert BUILT_IN.in_use(row) == names
+    # What `pack_chain` would refuse to leave out is in it.
+    pack([dataclasses.replace(row, chain=names)], vocab_size=8, eos_ids=(7,))

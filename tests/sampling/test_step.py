@@ -1,4 +1,4 @@
-"""The laws of DESIGN 4 for `advance`: what the compiled loop may and may not let rows feel."""
+"""The laws of docs/design.md for `advance`: what the loop may and may not let rows feel."""
 
 import dataclasses
 import functools
@@ -17,8 +17,10 @@ from oracles import mirostat
 
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.advance import Advance, make_advance
-from dlm_jax.sampling.loop import step
+from dlm_jax.sampling.commit import CommitRule
+from dlm_jax.sampling.step import step
 from dlm_jax.sampling.transforms import MirostatV2, chain
+from dlm_jax.settings import pytree
 from dlm_jax.types import Network, Status
 
 RULES = {"low_confidence": LOW_CONFIDENCE, "random": RANDOM, "cosine": COSINE}
@@ -197,7 +199,7 @@ def test_compiled_loop_equals_a_python_loop_over_the_step(rule):
     rows = canvases.mixed_rows(2)
     state = canvases.make_state(rows, RULES[rule])
     while np.any(np.asarray(state.status_B) == Status.RUNNING):
-        state = _step(canvases.program(), toy.params(), state)
+        state, _ = _step(canvases.program(), toy.params(), state)
     assert canvases.results(state) == canvases.run(rows, RULES[rule])
 
 
@@ -404,19 +406,18 @@ def _watched_advance():
     return Advance(canvases.program(dataclasses.replace(inner, trunk=trunk)))
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _OddOnly:
+@pytree
+class _OddOnly(CommitRule):
     """Asks for holes at odd positions; tries to commit all at step 0 and none after that."""
 
-    def eligible(self, view):
-        return view.is_hole_BL & (jnp.arange(POSITIONS) % 2 == 1)[None]
+    def eligible(self, context):
+        return context.is_hole_BL & (jnp.arange(POSITIONS) % 2 == 1)[None]
 
     def measure(self, logits_NV, logprob_N):
         return logprob_N
 
-    def select(self, view, proposal):
-        return jnp.broadcast_to((view.step_B == 0)[:, None], view.is_hole_BL.shape)
+    def select(self, context, proposal):
+        return jnp.broadcast_to((context.step_B == 0)[:, None], context.is_hole_BL.shape)
 
 
 # Feedback
@@ -432,11 +433,12 @@ def test_mirostat_learns_how_likely_the_committed_tokens_were_after_the_whole_ch
         canvases.make_chain(temperatures),
         MirostatV2(every(tau), every(eta), every(True), every(1)),
     )
-    state = state._replace(chain=steered, chain_state=steered.init(ROWS))
+    rules = state.rules._replace(chain=steered)
+    state = state._replace(rules=rules, chain_state=steered.init(ROWS))
     mus = [mirostat.start(tau)] * ROWS
     for number in range(2):
         before = np.asarray(state.canvas.tokens_BL)
-        state = _step(canvases.program(), toy.params(), state)
+        state, _ = _step(canvases.program(), toy.params(), state)
         after, committed = np.asarray(state.canvas.tokens_BL), np.asarray(state.committed_BL)
         for row, temperature in enumerate(temperatures):
             logits = np.array(toy.row_logits(before[row], 11), np.float64) / temperature

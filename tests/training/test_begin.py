@@ -19,8 +19,8 @@ import dlm_jax.config as configs
 from dlm_jax.checkpoint import load_weights, save_weights
 from dlm_jax.config import Config, DataConfig, MeshConfig
 from dlm_jax.data import CharacterTokenizer
+from dlm_jax.distributed.sharding import make_mesh, shardings
 from dlm_jax.model.transformer import build
-from dlm_jax.sharding import make_mesh, shardings
 from dlm_jax.training.begin import begin_with
 from dlm_jax.training.run import prepare
 from dlm_jax.training.step import TrainState

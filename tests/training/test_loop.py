@@ -76,13 +76,13 @@ def test_compiling_evaluating_and_showing_samples_do_not_count_as_training_time(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dlm_jax.training.loop.time.perf_counter", lambda: clock[0])
         _before_steps(lambda loop: wait(1.0), patch)
-        for name in ("_compile_steps", "_held_out_nats"):
+        for name in ("_compile_steps", "_held_out"):
             original = getattr(_Loop, name)
             patch.setattr(
                 _Loop, name, lambda loop, original=original: (wait(1000.0), original(loop))[1]
             )
         tiny_run.run(tmp_path, train__log_every=8, train__eval_every=2, train__sample_every=2,
-                     show_sample=lambda state, step: wait(1000.0))  # fmt: skip
+                     show_sample=lambda run, state, step: wait(1000.0))  # fmt: skip
     lines = tiny_run.read_records(tmp_path / "metrics.jsonl")
     rates = [line["tokens_per_second"] for line in lines if line["kind"] == "train"]
     assert rates == [8 * 16] * 3
@@ -107,7 +107,7 @@ def test_the_same_parameters_are_always_given_the_same_bound(prepared):
 
 
 def test_rows_that_fill_the_last_batch_do_not_count(prepared):
-    nats_N, length_N = prepared._held_out_nats()
+    nats_N, length_N = prepared._held_out()
     assert len(nats_N) == len(length_N) == 8
     assert (length_N > 0).sum() == 4
     assert (nats_N[length_N == 0] == 0).all()

@@ -8,17 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import stage_cases as cases
 import toy
 
 from dlm_jax.config import HeadsConfig, OptimConfig
-from dlm_jax.sharding import path_name
+from dlm_jax.distributed.sharding import path_name
+from dlm_jax.training.heads import CRITIC, MAIN, SAMPLER
 from dlm_jax.training.optim import (
     is_matrix,
     learning_rate,
     make_grouped_optimizer,
     make_optimizer,
 )
-from dlm_jax.training.stages import CRITIC, MAIN, SAMPLER, Stage
+from dlm_jax.training.stages import Stage
 
 CONFIG = OptimConfig(learning_rate=0.5, warmup_steps=4, final_ratio=0.1)
 STEPS = 24
@@ -196,7 +198,9 @@ def _place_in_groups(path: str) -> int:
 
 @functools.cache
 def _grouped(stage: frozenset[str], heads: HeadsConfig = HEADS):
-    optimizer = make_grouped_optimizer(OPTIM, heads, Stage(stage), num_steps=STEPS)
+    optimizer = make_grouped_optimizer(
+        OPTIM, heads, cases.records(heads), Stage(tuple(stage)), num_steps=STEPS
+    )
     return optimizer.init, jax.jit(optimizer.update)
 
 

@@ -160,7 +160,7 @@ def test_how_often_a_run_looks_up_may_change_without_changing_what_it_learns(tmp
         train__eval_every=0,
         train__sample_every=5,
         train__checkpoint_every=0,
-        show_sample=lambda state, step: shown.append(step),
+        show_sample=lambda run, state, step: shown.append(step),
     )
     tiny_run.assert_same(outcome.state, whole[1].state)
     steps = [line["step"] for line in tiny_run.records(out_dir) if line["kind"] == "train"]

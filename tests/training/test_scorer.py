@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import io
 import json
 
@@ -14,19 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import stage_cases as cases
 import tiny_run
 import toy
 
 import dlm_jax
-from dlm_jax import evaluate
 from dlm_jax.checkpoint import Checkpoints
-from dlm_jax.config import MeshConfig, ModelConfig
+from dlm_jax.cli import evaluate, train
+from dlm_jax.config import HeadsConfig, MeshConfig, ModelConfig
 from dlm_jax.data import CharacterTokenizer
-from dlm_jax.diffusion.objectives import Batch, Corruption
-from dlm_jax.diffusion.scoring import Corrupter
-from dlm_jax.sharding import make_mesh
+from dlm_jax.diffusion.mixture import Mixture
+from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.distributed.sharding import make_mesh
 from dlm_jax.training.begin import begin_with
-from dlm_jax.training.scorer import ScorerLoss
+from dlm_jax.training.stages import Stage, StageLoss
 from dlm_jax.training.step import StepConfig, TrainState, make_train_step
 from dlm_jax.types import live_positions
 
@@ -44,7 +44,13 @@ PARAMS = {
     "embedding": np.random.default_rng(1).standard_normal((toy.VOCAB_SIZE, 4), np.float32),
     "scorer_head": {"out": np.array([0.3, -0.2, 0.1, 0.4], np.float32)},
 }
-LOSS = ScorerLoss(SCORER, Corrupter(Corruption(("random",)), tuple(range(8))), 0.5)
+LOSS = StageLoss(
+    SCORER,
+    Mixture(random_length_share=0.5),
+    cases.records(HeadsConfig(), mode="sequence_scorer"),
+    Stage(("main",)),
+    toy.MASK,
+)
 BATCH = Batch(
     np.random.default_rng(0).integers(0, 8, (ROWS, POSITIONS)).astype(np.int32),
     np.array([8, 8, 0, 8, 5, 8, 8, 2], np.int32),
@@ -60,7 +66,7 @@ def _descended(parts: int, devices: int = 1):
     params = jax.tree.map(jnp.asarray, PARAMS)
     state = TrainState(params, optax.sgd(0.1).init(params), jnp.int32(3))
     mesh = make_mesh(MeshConfig(), jax.devices()[:devices])
-    config = StepConfig(toy.MASK, ROWS, accumulate=parts)
+    config = StepConfig(ROWS, accumulate=parts)
     step = make_train_step(LOSS, optax.sgd(0.1), state, mesh=mesh, config=config)
     return jax.device_get(step(state, BATCH, jax.random.key(5)))
 
@@ -79,20 +85,20 @@ def test_neither_parts_nor_devices_change_the_step():
 
 
 def test_the_loss_is_the_mean_over_the_rows_that_have_a_free_token():
-    part = jax.device_get(_draw(BATCH, jax.random.key(5), jnp.int32(3)))
-    logit = np.asarray(SCORER.scorer(PARAMS, PARAMS["embedding"][part.asked.shown_BL],
-                                     part.asked.length_B))  # fmt: skip
-    share = np.asarray(part.asked.share_B)
+    rows = jax.device_get(_draw(BATCH, jax.random.key(5), jnp.int32(3))).noise["scorer_head"][0]
+    logit = np.asarray(SCORER.scorer(PARAMS, PARAMS["embedding"][rows.shown_BL],
+                                     rows.length_B))  # fmt: skip
+    share = np.asarray(rows.share_B)
     entropy = np.log1p(np.exp(logit)) - share * logit
     counts = BATCH.length_B > BATCH.given_B
-    assert part.asked.length_B.max() == 8 and counts.sum() == 6
+    assert rows.length_B.max() == 8 and counts.sum() == 6
     assert _descended(1)[1]["loss"] == pytest.approx(entropy[counts].mean(), rel=1e-5)
 
 
 def test_the_noise_of_a_step_is_that_of_the_key_and_the_step_and_some_batches_are_cut():
     def drawn(seed, step):
-        part = _draw(BATCH, jax.random.key(seed), jnp.int32(step))
-        return np.asarray(part.asked.shown_BL), int(part.asked.length_B.max())
+        rows = _draw(BATCH, jax.random.key(seed), jnp.int32(step)).noise["scorer_head"][0]
+        return np.asarray(rows.shown_BL), int(rows.length_B.max())
 
     np.testing.assert_array_equal(drawn(1, 3)[0], drawn(1, 3)[0])
     assert (drawn(1, 3)[0] != drawn(1, 4)[0]).any()
@@ -127,15 +133,6 @@ def test_a_scorer_begins_with_the_trunk_of_a_language_model_and_the_other_way(
     assert f"has {_HEADS[source]}, which are left out" in lines[1]
 
 
-def _train_script():
-    spec = importlib.util.spec_from_file_location("train_script", tiny_run.ROOT / "train.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """(directory of a tiny run of train.py, its standard output, its standard error)."""
@@ -147,9 +144,7 @@ def finished(tmp_path_factory):
     )  # fmt: skip
     out, err = io.StringIO(), io.StringIO()
     with tiny_run.on_devices(1), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = _train_script().main(
-            [part for name, value in flags.items() for part in (f"--{name}", value)]
-        )
+        code = train.main([part for name, value in flags.items() for part in (f"--{name}", value)])
     assert code == 0
     return out_dir, out.getvalue(), err.getvalue()
 
@@ -199,7 +194,7 @@ def test_it_tells_true_text_from_letters_in_any_order(finished):
     true = tiny_run.TEXT[:160]
     wrong = "".join(np.random.default_rng(0).permutation(list(true)))
     half = true[:80] + wrong[80:]
-    shares = dlm_jax.corruption(model, [true, half, wrong])
+    shares = dlm_jax.corrupted_share(model, [true, half, wrong])
     assert shares[0] < 0.3 < shares[1] + 0.1
     assert shares[0] < shares[1] < shares[2]
     with pytest.raises(ValueError, match="is a sequence scorer, which writes nothing"):

@@ -16,19 +16,12 @@ import tiny_run
 import toy
 
 from dlm_jax.config import HeadsConfig, OptimConfig
-from dlm_jax.diffusion.objectives import Example
-from dlm_jax.sharding import path_name, shardings
-from dlm_jax.training import stages
+from dlm_jax.diffusion.mixture import MixedExample
+from dlm_jax.distributed.sharding import path_name, shardings
+from dlm_jax.sampling.propose import Parallel, Wavefront
+from dlm_jax.training.heads import CRITIC, MAIN, SAMPLER
 from dlm_jax.training.optim import make_grouped_optimizer
-from dlm_jax.training.stages import (
-    CRITIC,
-    MAIN,
-    SAMPLER,
-    Stage,
-    StagedLoss,
-    critic_weight,
-    stage_at,
-)
+from dlm_jax.training.stages import Stage, StageLoss, stage_at
 from dlm_jax.training.step import StepConfig, TrainState, abstract_state, make_train_step
 from dlm_jax.types import Network
 
@@ -61,17 +54,17 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_a_head_trains_from_its_start_on_and_the_model_always(heads, expected):
+    records = cases.records(HeadsConfig(**heads))
     for main in ({MAIN}, set()):
-        config = HeadsConfig(**heads, train_main=bool(main))
-        found = [stage_at(step, toy.config(**cases.BOTH), config) for step in range(4)]
-        assert found == [Stage(frozenset(main | groups)) for groups in expected]
+        found = [stage_at(step, records, train_main=bool(main)) for step in range(4)]
+        assert [set(stage.groups) for stage in found] == [main | groups for groups in expected]
 
 
 def test_a_head_that_the_model_lacks_does_not_train():
     for has_sampler, has_critic in ((True, False), (False, True), (False, False)):
-        model = toy.config(add_sampler_head=has_sampler, add_critic_head=has_critic)
-        stage = stage_at(9, model, HeadsConfig())
-        assert (stage.trains_sampler, stage.trains_critic) == (has_sampler, has_critic)
+        model = {"add_sampler_head": has_sampler, "add_critic_head": has_critic}
+        stage = stage_at(9, cases.records(HeadsConfig(), **model), train_main=True)
+        assert (stage.trains(SAMPLER), stage.trains(CRITIC)) == (has_sampler, has_critic)
 
 
 @pytest.mark.parametrize(
@@ -85,18 +78,20 @@ def test_a_head_that_the_model_lacks_does_not_train():
 )
 def test_the_critic_counts_ever_more_from_its_start_to_its_end(start, end, expected):
     config = HeadsConfig(start_critic_iteration=start, end_critic_iteration=end, critic_alpha=0.8)
-    found = [float(critic_weight(jnp.int32(step), config)) for step in range(8)]
+    records = cases.records(config)
+    (critic,) = (head for head in records if head.name == CRITIC)
+    found = [float(critic.weight_at(jnp.int32(step))) for step in range(8)]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
-    # It is asked where it counts, and nowhere else: asking alone would round the rest otherwise.
-    asked = [stage_at(step, toy.config(**cases.BOTH), config) for step in range(8)]
-    assert [stage.trains_critic for stage in asked] == [weight > 0 for weight in expected]
+    # It is computed where it counts, and nowhere else: it would change how the rest is rounded.
+    stages = [stage_at(step, records, train_main=True) for step in range(8)]
+    assert [stage.trains(CRITIC) for stage in stages] == [weight > 0 for weight in expected]
 
 
 HALFWAY = HeadsConfig(critic_alpha=0.8, end_critic_iteration=10, sampler_reveal=0.5)
 """At step 5 the critic counts for half of its alpha."""
 
 
-def _loss(groups=ALL, *, mesh: str = "one", network: Network | None = None) -> StagedLoss:
+def _loss(groups=ALL, *, mesh: str = "one", network: Network | None = None) -> StageLoss:
     return cases.staged(
         network or cases.model(**cases.BOTH), cases.mixture(0.25), cases.mesh(mesh), groups, HALFWAY
     )
@@ -142,30 +137,30 @@ def test_what_does_not_train_is_not_computed(groups, asked, passes):
             trace(name)
 
 
-def _trace(loss: StagedLoss) -> None:
+def _trace(loss: StageLoss) -> None:
     part = jax.eval_shape(loss.draw, cases.batch(0), KEY(), jnp.int32(5))
-    jax.eval_shape(loss, cases.params(), part, jnp.float32(1))
+    jax.eval_shape(loss, cases.params(), part, jnp.int32(5))
 
 
 @pytest.mark.parametrize("groups", [(CRITIC,), (SAMPLER, CRITIC)])
 def test_the_critic_learns_from_waves_once_the_sampler_head_trains(groups, monkeypatch):
     used = []
-    for name in ("propose_parallel", "propose_wavefront"):
-        propose = getattr(stages, name)
+    for fill in (Parallel, Wavefront):
+        propose = fill.propose
         monkeypatch.setattr(
-            stages, name, lambda *a, name=name, to=propose, **k: (used.append(name), to(*a, **k))[1]
+            fill, "propose", lambda *a, name=fill.name, to=propose: (used.append(name), to(*a))[1]
         )
     _trace(_loss(groups))
-    assert used == ["propose_wavefront" if SAMPLER in groups else "propose_parallel"]
+    assert used == ["wavefront" if SAMPLER in groups else "parallel"]
 
 
-class Look(NamedTuple):
+class Outcome(NamedTuple):
     """What a batch comes to at step 5 of `HALFWAY`, without any training step around it."""
 
     gradient: Any
     means: Any
     canvases: list[jax.Array]
-    example: Example
+    example: MixedExample
 
 
 @functools.cache
@@ -177,11 +172,11 @@ def _compiled_look():
         part = loss.draw(jax.tree.map(jnp.asarray, cases.batch(0)), KEY(), jnp.int32(5))
 
         def total(params):
-            _, means = loss(params, part, jnp.float32(1))
+            _, means = loss(params, part, jnp.int32(5))
             return sum(weights[name] * mean for name, mean in means.items()), means
 
         gradient, means = jax.grad(total, has_aux=True)(params)
-        return Look(gradient, means, shown, part.example)
+        return Outcome(gradient, means, shown, part.example)
 
     return look
 
@@ -189,7 +184,7 @@ def _compiled_look():
 NOTHING = dict.fromkeys(("elbo", "denoising", "sampler", "critic"), 0.0)
 
 
-def _look(**weights: float) -> Look:
+def _look(**weights: float) -> Outcome:
     """The gradient is that of the weighted sum of these losses."""
     return jax.device_get(_compiled_look()(cases.params(), NOTHING | weights))
 
@@ -235,7 +230,7 @@ def test_the_critic_sees_the_text_with_its_supervised_holes_filled():
 def test_a_step_of_all_heads_follows_the_gradient_of_the_whole_on_any_mesh_in_any_parts(
     mesh, parts
 ):
-    optimizer, config = optax.sgd(0.1), StepConfig(toy.MASK, cases.ROWS, accumulate=parts)
+    optimizer, config = optax.sgd(0.1), StepConfig(cases.ROWS, accumulate=parts)
     params, place = jax.tree.map(np.copy, cases.params()), cases.mesh(mesh)
     state = TrainState(params, optimizer.init(params), np.int32(5))
     state = jax.device_put(state, shardings(state, place))
@@ -297,8 +292,9 @@ def test_a_run_compiles_the_step_of_a_stage_exactly_where_it_begins(tmp_path, mo
 
 
 def test_what_an_optimizer_keeps_of_a_head_lies_where_the_head_does():
+    heads = HeadsConfig()
     optimizer = make_grouped_optimizer(
-        OptimConfig(), HeadsConfig(), Stage(frozenset(ALL)), num_steps=100
+        OptimConfig(), heads, cases.records(heads), Stage(ALL), num_steps=100
     )
     state = abstract_state(cases.model(**cases.BOTH), optimizer, cases.mesh("cube"))
     places = {}

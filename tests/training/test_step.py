@@ -14,22 +14,17 @@ from stage_cases import staged
 
 from dlm_jax.config import MeshConfig, OptimConfig
 from dlm_jax.diffusion.corruption import LinearSchedule
-from dlm_jax.diffusion.objectives import (
-    Batch,
-    Corruption,
-    Mixture,
-    Task,
-    denoising,
-    elbo,
-)
-from dlm_jax.sharding import make_mesh
+from dlm_jax.diffusion.likelihood import bound
+from dlm_jax.diffusion.mixture import Mixture
+from dlm_jax.diffusion.objectives import Batch, Denoising, Example, denoising, elbo
+from dlm_jax.distributed.sharding import make_mesh
 from dlm_jax.training.optim import make_optimizer
 from dlm_jax.training.step import (
     StepConfig,
     TrainState,
     abstract_state,
+    compile_eval_step,
     init_state,
-    make_eval_step,
     make_train_step,
 )
 from dlm_jax.types import Network
@@ -61,7 +56,7 @@ def _mixture() -> Mixture:
         "elbo": functools.partial(elbo, schedule=LinearSchedule(), mask_id=toy.MASK),
         "denoising": functools.partial(
             denoising,
-            corruption=Corruption(patterns=("random",)),
+            settings=Denoising(patterns=("random",)),
             mask_id=toy.MASK,
             random_ids=(0, 1, 2),
         ),
@@ -85,7 +80,7 @@ def _state(mesh) -> TrainState:
 @functools.cache
 def _compiled(name: str):
     mesh = _mesh(name)
-    config = StepConfig(toy.MASK, ROWS, ema_decay=0.15)
+    config = StepConfig(ROWS, ema_decay=0.15)
     loss = staged(toy.network(), _mixture(), mesh)
     return make_train_step(loss, OPTIMIZER, _state(mesh), mesh=mesh, config=config)
 
@@ -108,7 +103,7 @@ def test_eight_devices_train_like_one(name):
 @functools.cache
 def _descended(name: str, parts: int):
     """One step of plain gradient descent, the batch cut into parts."""
-    config, mesh = StepConfig(toy.MASK, ROWS, accumulate=parts), _mesh(name)
+    config, mesh = StepConfig(ROWS, accumulate=parts), _mesh(name)
     loss = staged(toy.network(), _mixture(), mesh)
     step = make_train_step(loss, optax.sgd(0.1), _plain_state(), mesh=mesh, config=config)
     state, metrics = step(_plain_state(), _batch(0), jax.random.key(5))
@@ -188,10 +183,10 @@ def test_a_step_writes_its_state_over_the_old_one(name):
     assert memory.alias_size_in_bytes >= 0.9 * total / (8 if name == "cube" else 1)
 
 
-def _noise_task(batch: Batch, key: jax.Array) -> Task:
+def _noise_task(batch: Batch, key: jax.Array) -> Example:
     """A task whose weights are the noise it drew."""
     weight_BL = jax.random.uniform(key, batch.tokens_BL.shape)
-    return Task(jnp.zeros_like(batch.tokens_BL), weight_BL, jnp.float32(1))
+    return Example(jnp.zeros_like(batch.tokens_BL), weight_BL, jnp.float32(1))
 
 
 @functools.cache
@@ -209,7 +204,7 @@ def _flat_network() -> Network:
 def _plain_step(network: Network, task):
     """A step of plain gradient descent on one device, which compiles fast."""
     mixture = Mixture({"noise": task}, {"noise": 1.0})
-    config = StepConfig(toy.MASK, ROWS)
+    config = StepConfig(ROWS)
     mesh = _mesh("one")
     loss = staged(network, mixture, mesh)
     return make_train_step(loss, optax.sgd(0.1), _plain_state(), mesh=mesh, config=config)
@@ -240,7 +235,7 @@ def test_noise_depends_on_seed_and_step_alone():
 
 def test_the_loss_is_divided_by_the_total_and_the_norms_are_what_they_say():
     def task(batch, key):
-        return Task(batch.tokens_BL, jnp.ones(batch.tokens_BL.shape), jnp.float32(20))
+        return Example(batch.tokens_BL, jnp.ones(batch.tokens_BL.shape), jnp.float32(20))
 
     # Cross-entropy -1 * (first scale) at every position, MASK aside.
     network = dataclasses.replace(
@@ -271,9 +266,9 @@ def test_eight_devices_evaluate_like_one_and_every_device_knows_every_row():
     for name in ("one", "cube"):
         mesh = _mesh(name)
         state = _state(mesh)
-        evaluate = make_eval_step(toy.network(), state.params, mesh=mesh, batch_size=ROWS,
-                                  mask_id=toy.MASK)  # fmt: skip
-        nats_B = evaluate(state.params, batch, jax.random.key(2))
+        measure = functools.partial(bound, toy.network(), mask_id=toy.MASK)
+        evaluate = compile_eval_step(measure, state.params, mesh=mesh, batch_size=ROWS)
+        nats_B = evaluate(state.params, batch, jax.random.key(2)).nats_B
         assert nats_B.is_fully_replicated
         results.append(np.asarray(nats_B))
     np.testing.assert_allclose(*results, rtol=2e-5)

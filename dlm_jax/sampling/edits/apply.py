@@ -27,6 +27,7 @@ from dlm_jax.sampling.inputs import StepInputs, beside
 from dlm_jax.sampling.output import TrunkOutput
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.protocol import gather
+from dlm_jax.sampling.row import Counters
 from dlm_jax.sampling.state import EDITED, State
 from dlm_jax.types import Canvas, Params, live_positions
 
@@ -70,9 +71,11 @@ def edited(
         # A row that has ended keeps its last marks.
         edits=now._replace(mark_BL=jnp.where(is_running_B[:, None], now.mark_BL, past.mark_BL)),
         counters=state.counters.plus(
-            insertions=jnp.sum(position_map.is_new_BL, axis=1, dtype=jnp.int32),
-            deletions=jnp.sum(edits.delete_BL, axis=1, dtype=jnp.int32),
-            lost=(edits.refused_B + position_map.trimmed_B).astype(jnp.int32),
+            Counters(
+                insertions=jnp.sum(position_map.is_new_BL, axis=1, dtype=jnp.int32),
+                deletions=jnp.sum(edits.delete_BL, axis=1, dtype=jnp.int32),
+                lost=(edits.refused_B + position_map.trimmed_B).astype(jnp.int32),
+            )
         ),
     )
     return state, _moved(inputs, position_map), moved(position_map, is_committed_BL, False)
@@ -136,18 +139,18 @@ def take_snapshot(
       is_wanted_BL: True where it is asked.
     """
 
-    def of_rows(params: Params, *rows: Any) -> Snapshot:
+    def of_rows(params: Params, rows: tuple[Any, ...]) -> Snapshot:
         return _read(program, params, *rows)
 
     if program.rows is not None:
         of_rows = jax.shard_map(
             of_rows,
             mesh=program.rows.mesh,
-            in_specs=(PartitionSpec(), *[program.rows.spec] * 5),
+            in_specs=(PartitionSpec(), program.rows.spec),
             out_specs=program.rows.spec,
             check_vma=False,
         )
-    return of_rows(params, output, total_BL, best_BL, tokens_BL, is_wanted_BL)
+    return of_rows(params, (output, total_BL, best_BL, tokens_BL, is_wanted_BL))
 
 
 def _read(

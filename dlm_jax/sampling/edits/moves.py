@@ -87,8 +87,7 @@ def left_shift(
 ) -> jax.Array:
     """`x_BL` with ``[start, end)`` of each row moved left by one, `fill` at its end.
 
-    What was at the start is lost; an empty range stays as it is
-    .
+    What was at the start is lost; an empty range stays as it is.
     """
     place_1L = jnp.arange(x_BL.shape[1])[None]
     is_in_BL = (place_1L >= start_B[:, None]) & (place_1L < end_B[:, None])

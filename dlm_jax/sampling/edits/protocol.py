@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from dlm_jax.sampling.edits.moves import Cells, Edits
 from dlm_jax.sampling.edits.scores import Snapshot
@@ -61,6 +62,10 @@ class EditRule(Rule):
     def is_used(cls, row: Any) -> bool:
         """Whether the length of a row with these settings may change."""
         return cls.inserts(row) or cls.deletes(row)
+
+    def is_active(self) -> jax.Array:
+        """True ``[B]`` for rows whose length may change: by default, all of them."""
+        return jnp.ones(jax.tree.leaves(self)[0].shape[0], bool)
 
     def inserted_id(self, *, mask_id: int, space_id: int) -> jax.Array | int:
         """What is inserted, MASK or the space; for all rows, or int32 ``[B]``."""

@@ -250,14 +250,15 @@ def select_edits(context: EditContext, limits: Limits, gap_BL: jax.Array) -> Edi
     may_go_BL = is_live_BL & ~cells.frozen_BL & (cells.tokens_BL != mask_id) & ~is_kept_space_BL
     may_go_BL &= is_cool_BL
     forced_BL = may_go_BL & is_exact_B1 & scores.right_of(is_row_BL)
-    last_B1 = jnp.where(misfit_BL > 0, misfit_BL, scores.fit_of_next(cells, snapshot, mask_id) - 2)
+    worth_BL = jnp.where(misfit_BL > 0, misfit_BL, scores.fit_of_next(cells, snapshot, mask_id) - 2)
     delete_BL = most(
-        jnp.where(is_exact_B1, last_B1, misfit_BL), (may_go_BL & (misfit_BL > 0)) | forced_BL,
+        jnp.where(is_exact_B1, worth_BL, misfit_BL), (may_go_BL & (misfit_BL > 0)) | forced_BL,
         num_delete_B,
     )  # fmt: skip
 
     gap_BL = gap_BL - limits.insert_margin_B[:, None]
     is_free_gap_BL = ~cells.frozen_BL | ~scores.left_of(cells.frozen_BL)
+    is_free_gap_BL = is_free_gap_BL.at[:, 0].set(False)  # no gap is in front of the row
     may_grow_BL = is_live_BL & is_cool_BL & ((gap_BL > 0) | (is_exact_B1 & is_free_gap_BL))
     wanted_B = jnp.minimum(num_insert_B, jnp.sum(may_grow_BL, axis=1))
     room_B = context.capacity_B - cells.length_B + jnp.sum(delete_BL, axis=1)

@@ -6,7 +6,7 @@ last, and offers it the block's unfrozen tokens.
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,24 @@ class RemaskRule(Rule):
 
     reads_critic: bool = False
     """Whether `select` reads ``context.wrong_BL``, which costs a forward; static."""
+
+    @classmethod
+    def is_used(cls, row: Any) -> bool:
+        """True: a row asks for a remask rule by its name."""
+        return True
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        """Refuses to ask a critic that the model lacks."""
+        if cls.reads_critic and not facts.has_critic:
+            raise ValueError(
+                f"remask={cls.name!r} needs a critic head, which this model lacks; train one with "
+                "model.add_critic_head"
+            )
+
+    def is_active(self) -> jax.Array:
+        """True ``[B]`` for the rows that ask for it: by default, all of them."""
+        return jnp.ones(jax.tree.leaves(self)[0].shape[0], bool)
 
     def goes_on(self) -> jax.Array:
         """True ``[B]`` where a block without holes waits for its last step."""

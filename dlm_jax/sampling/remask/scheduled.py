@@ -61,7 +61,7 @@ class Scheduled(RemaskRule):
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
         """Refuses to ask a critic that the model lacks."""
-        if cls.is_used(row) and row.remask_by == "critic" and not facts.has_critic:
+        if row.remask_by == "critic" and not facts.has_critic:
             raise ValueError(
                 "remask_by='critic' needs a critic head, which this model lacks; use "
                 "remask_by='confidence', or train one with model.add_critic_head"

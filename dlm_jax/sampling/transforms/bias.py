@@ -86,6 +86,13 @@ class LogitBias(LogitTransform):
         finite = [[pair for pair in row.logit_bias if pair[1] != -math.inf] for row in rows]
         return cls.of_pairs(finite, facts.vocab_size)
 
+    def as_settings(self) -> dict[str, Any]:
+        """The biases as a setting: of a mapping, or of the first row of arrays."""
+        if isinstance(self.ids_BK, Mapping):
+            return {"logit_bias": self.ids_BK}
+        ids, values = (np.asarray(x).reshape(-1).tolist() for x in (self.ids_BK, self.bias_BK))
+        return {"logit_bias": tuple(zip(ids, values, strict=True))}
+
     @classmethod
     def of_pairs(cls, pairs: Sequence[Sequence[tuple[int, float]]], vocab_size: int) -> LogitBias:
         """Biases as pairs of an id and a number for each row."""

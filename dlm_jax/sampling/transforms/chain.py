@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,8 +17,16 @@ from jax import Array
 
 from dlm_jax.pytree import pytree
 from dlm_jax.sampling import draw as drawing
-from dlm_jax.sampling import vocab
-from dlm_jax.sampling.transforms.protocol import At, Context
+from dlm_jax.sampling.transforms.driving import (
+    any_wanted,
+    candidates,
+    is_reader,
+    is_touched,
+    no_candidates,
+    no_tokens,
+    run_all,
+)
+from dlm_jax.sampling.transforms.protocol import At, Context, LogitTransform
 from dlm_jax.sampling.transforms.truncate import MAX_CANDIDATES
 
 _FEW_SALT = 0x666577
@@ -93,13 +100,13 @@ class Chain:
         steps = list(zip(self.transforms, prepared, strict=True))
         cut = self._where_few()
         if cut is None:
-            return _run_all(steps, logits_NV, at)
-        logits_NV = _run_all(steps[:cut], logits_NV, at)
+            return run_all(steps, logits_NV, at)
+        logits_NV = run_all(steps[:cut], logits_NV, at)
         is_few_N = self._is_few(cut, logits_NV.shape[1], at)
-        few_NK, ids_NK = jax.lax.cond(is_few_N.any(), _candidates, _no_candidates, logits_NV)
+        few_NK, ids_NK = jax.lax.cond(is_few_N.any(), candidates, no_candidates, logits_NV)
         few_NK = self._finish(cut, steps, few_NK, at._replace(is_real_N=is_few_N))
         rest = at._replace(is_real_N=at.is_real_N & ~is_few_N)
-        logits_NV = _run_all(steps[cut:], logits_NV, rest)
+        logits_NV = run_all(steps[cut:], logits_NV, rest)
 
         def put_back(x_NV):
             rows_N1 = jnp.arange(x_NV.shape[0])[:, None]
@@ -184,21 +191,21 @@ class Chain:
         if len(divisors) > 1:
             return in_full(logits_NV)
         divisor_N = divisors[0][1][at.row_N] if divisors else jnp.ones(at.row_N.shape)
-        none = _no_tokens(at)
+        none = no_tokens(at)
 
         def divided(x_NV):
             ids_N = drawing.choose_with(x_NV, noise, is_greedy_N, divisor_N, method=method)
-            return _Found(ids_N, none[1], *_no_candidates(x_NV))
+            return _Found(ids_N, none[1], *no_candidates(x_NV))
 
         def lean(x_NV):
             is_scaled = divisors and cut is not None and divisors[0][0] < cut
-            return _Found(*none, *_candidates(x_NV, divisor_N if is_scaled else None))
+            return _Found(*none, *candidates(x_NV, divisor_N if is_scaled else None))
 
-        is_touched = _is_touched(self.transforms, at)
+        touched = is_touched(self.transforms, at)
         if cut is None:
-            return jax.lax.cond(is_touched, in_full, divided, logits_NV)
-        is_lean = (is_few_N | ~at.is_real_N).all() & ~_is_touched(self.transforms[:cut], at)
-        way = jnp.where(is_touched, jnp.where(is_lean, 2, 1), 0)
+            return jax.lax.cond(touched, in_full, divided, logits_NV)
+        is_lean = (is_few_N | ~at.is_real_N).all() & ~is_touched(self.transforms[:cut], at)
+        way = jnp.where(touched, jnp.where(is_lean, 2, 1), 0)
         return jax.lax.switch(way, (divided, in_full, lean), logits_NV)
 
     def _run_and_draw(
@@ -213,16 +220,16 @@ class Chain:
         method: str,
     ) -> _Found:
         """As `_draw_from_all`, after every transform."""
-        is_read = _any_wanted([t for t in self.transforms if _is_reader(t)], at)
+        is_read = any_wanted([t for t in self.transforms if is_reader(t)], at)
         cut = self._where_few()
         cut = len(steps) if cut is None else cut
-        logits_NV = _run_all(steps[:cut], logits_NV, at)
-        few = jax.lax.cond(is_few_N.any(), _candidates, _no_candidates, logits_NV)
-        none = _no_tokens(at)
+        logits_NV = run_all(steps[:cut], logits_NV, at)
+        few = jax.lax.cond(is_few_N.any(), candidates, no_candidates, logits_NV)
+        none = no_tokens(at)
         rest = at._replace(is_real_N=at.is_real_N & ~is_few_N)
 
         def draw(x_NV):
-            x_NV = _run_all(steps[cut:], x_NV, rest)
+            x_NV = run_all(steps[cut:], x_NV, rest)
             ids_N = drawing.choose_with(x_NV, noise, is_greedy_N | is_few_N, method=method)
             score_N = jax.lax.cond(is_read, drawing.log_prob, lambda x, ids: none[1], x_NV, ids_N)
             return ids_N, score_N
@@ -238,7 +245,7 @@ class Chain:
         top_k_N = self.transforms[cut].count()[at.row_N]
         is_few_N = (top_k_N > 0) & (top_k_N <= min(MAX_CANDIDATES, vocab_size))
         for t in self.transforms[cut + 1 :]:
-            if _is_reader(t):
+            if is_reader(t):
                 is_few_N &= ~t.is_active()[at.row_N]
         return is_few_N & ~self.is_greedy(at) & at.is_real_N
 
@@ -247,8 +254,8 @@ class Chain:
         rank_1K = jnp.arange(few_NK.shape[1], dtype=jnp.int32)[None]
         top_k_N = self.transforms[cut].count()[at.row_N]
         few_NK = jnp.where(rank_1K < top_k_N[:, None], few_NK, -jnp.inf)
-        later = [step for step in steps[cut + 1 :] if not _is_reader(step[0])]
-        return _run_all(later, few_NK, at)
+        later = [step for step in steps[cut + 1 :] if not is_reader(step[0])]
+        return run_all(later, few_NK, at)
 
     def _where_few(self) -> int | None:
         """Place of the first top-k after which no transform looks at ids."""
@@ -260,56 +267,7 @@ class Chain:
         return None
 
 
-def _is_wanted(transform: Any, at: At) -> Array:
-    return (transform.is_active()[at.row_N] & at.is_real_N).any()
-
-
-def _any_wanted(transforms: Iterable[Any], at: At) -> Array:
-    wanted = [_is_wanted(t, at) for t in transforms]
-    return functools.reduce(jnp.logical_or, wanted, jnp.zeros((), bool))
-
-
-def _is_touched(transforms: Iterable[Any], at: At) -> Array:
-    """Whether any is wanted but for plain temperature."""
-    return _any_wanted([t for t in transforms if t.divisor() is None], at)
-
-
-def _is_reader(transform: Any) -> bool:
-    return transform.reads_final_logprob
-
-
-def _no_tokens(at: At) -> tuple[Array, Array]:
-    return jnp.zeros(at.row_N.shape, jnp.int32), jnp.zeros(at.row_N.shape, jnp.float32)
-
-
-def _candidates(logits_NV: Array, divisor_N: Array | None = None) -> tuple[Array, Array]:
-    return vocab.largest(logits_NV, min(MAX_CANDIDATES, logits_NV.shape[1]), divisor_N)
-
-
-def _no_candidates(logits_NV: Array) -> tuple[Array, Array]:
-    shape = (logits_NV.shape[0], min(MAX_CANDIDATES, logits_NV.shape[1]))
-    return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)
-
-
-def _run_all(steps: list[tuple[Any, Any]], logits_NV: Array, at: At) -> Array:
-    if not steps:
-        return logits_NV
-    wanted = [_is_wanted(t, at) for t, _ in steps]
-
-    def run(x_NV):
-        for is_wanted, (t, prepared) in zip(wanted, steps, strict=True):
-            x_NV = jax.lax.cond(
-                is_wanted,
-                lambda x, t=t, prepared=prepared: t.apply(prepared, x, at),
-                lambda x: x,
-                x_NV,
-            )
-        return x_NV
-
-    return jax.lax.cond(functools.reduce(jnp.logical_or, wanted), run, lambda x: x, logits_NV)
-
-
-def chain(*transforms: Any, names: tuple[str, ...] = ()) -> Chain:
+def chain(*transforms: LogitTransform | Chain, names: tuple[str, ...] = ()) -> Chain:
     """The transforms as one, in the given order."""
     flat: list[Any] = []
     for t in transforms:

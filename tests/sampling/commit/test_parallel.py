@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from oracles import rules as oracle
 
-from dlm_jax.sampling.commit import Proposal, View
-from dlm_jax.sampling.orders import certainty, margin, maximum, sampled
-from dlm_jax.sampling.parallel_commits import EntropyBound, Factor, Threshold
+from dlm_jax.sampling.commit import CommitContext, EntropyBound, Factor, Proposal, Threshold
+from dlm_jax.sampling.commit.quotas import certainty, margin, maximum, sampled
 
 ROWS, LENGTH = 300, 12
 RNG = np.random.default_rng(0)
@@ -16,17 +15,17 @@ IS_HOLE = RNG.random((ROWS, LENGTH)) < 0.6
 SETTING = RNG.uniform(0.0, 2.0, ROWS).astype(np.float32)
 
 
-def _view(is_hole_BL):
+def _context(is_hole_BL):
     ones_B = jnp.ones(len(is_hole_BL), jnp.int32)
     keys_B = jax.vmap(jax.random.key)(jnp.arange(len(is_hole_BL)))
-    return View(jnp.asarray(is_hole_BL), ones_B, 0 * ones_B, 8 * ones_B, keys_B)
+    return CommitContext(jnp.asarray(is_hole_BL), ones_B, 0 * ones_B, 8 * ones_B, keys_B)
 
 
 @jax.jit
-def _select(rule, view, confidence_BL):
+def _select(rule, context, confidence_BL):
     zeros_BL = jnp.zeros_like(confidence_BL)
-    return rule.eligible(view) & rule.select(
-        view, Proposal(zeros_BL.astype(jnp.int32), zeros_BL, zeros_BL, confidence_BL)
+    return rule.eligible(context) & rule.select(
+        context, Proposal(zeros_BL.astype(jnp.int32), zeros_BL, zeros_BL, confidence_BL)
     )
 
 
@@ -49,7 +48,7 @@ def test_rule_equals_the_oracle_and_commits_at_least_one(rule, expected):
     confidence = _confidences()
     if isinstance(rule, EntropyBound):
         confidence = confidence - 1
-    chosen = np.asarray(_select(rule, _view(IS_HOLE), jnp.asarray(confidence)))
+    chosen = np.asarray(_select(rule, _context(IS_HOLE), jnp.asarray(confidence)))
     sizes = set()
     for row in range(ROWS):
         want = expected(confidence[row].astype(np.float64), IS_HOLE[row], float(SETTING[row]))

@@ -9,20 +9,21 @@ import numpy as np
 import pytest
 from oracles import commit as oracle
 
-from dlm_jax.sampling.commit import QUOTAS, Proposal, View, linear_quota, most
-from dlm_jax.sampling.orders import ORDERS, RandomOrder
+from dlm_jax.sampling.commit import COMMIT_RULES, CommitContext, Proposal, RandomOrder, most
+from dlm_jax.sampling.commit.quotas import QUOTAS, QuotaRule, linear_quota
 
 MAX_HOLES, MAX_STEPS = 24, 30
+ORDERS = {name: cls for name, cls in COMMIT_RULES.items() if issubclass(cls, QuotaRule)}
 
 _most = jax.jit(most)
-_eligible = jax.jit(lambda view: RandomOrder(linear_quota).eligible(view))
+_eligible = jax.jit(lambda context: RandomOrder(linear_quota).eligible(context))
 
 
-def _view(is_hole_BL, *, first=None, step=0, steps=1, seeds=None) -> View:
+def _context(is_hole_BL, *, first=None, step=0, steps=1, seeds=None) -> CommitContext:
     is_hole_BL = jnp.asarray(is_hole_BL)
     rows = is_hole_BL.shape[0]
     seeds = np.arange(rows) if seeds is None else seeds
-    return View(
+    return CommitContext(
         is_hole_BL=is_hole_BL,
         first_holes_B=jnp.sum(is_hole_BL, axis=1) if first is None else jnp.asarray(first),
         step_B=jnp.broadcast_to(jnp.asarray(step, jnp.int32), rows),
@@ -37,7 +38,7 @@ def _counts(name, first, steps):
     holes, counts = first.copy(), []
     for step in range(MAX_STEPS):
         is_hole_BL = np.arange(MAX_HOLES)[None] < holes[:, None]
-        count = np.asarray(quota(_view(is_hole_BL, first=first, step=step, steps=steps)))
+        count = np.asarray(quota(_context(is_hole_BL, first=first, step=step, steps=steps)))
         count = np.where(step < steps, count, 0)
         counts.append(count)
         holes = holes - count
@@ -58,6 +59,10 @@ def _expected(name, holes, steps):
     return counts + [0] * (MAX_STEPS - steps)
 
 
+def test_five_orders_commit_a_quota():
+    assert set(ORDERS) == {"low_confidence", "random", "left_to_right", "entropy", "margin"}
+
+
 @pytest.mark.parametrize("name", QUOTAS)
 def test_quota_equals_the_oracle_for_every_number_of_holes_and_steps(name):
     grid = itertools.product(range(MAX_HOLES + 1), range(1, MAX_STEPS + 1))
@@ -70,7 +75,7 @@ def test_quota_equals_the_oracle_for_every_number_of_holes_and_steps(name):
 
 def test_linear_quota_spreads_what_is_left_when_a_step_committed_more_than_its_share():
     is_hole_BL = np.arange(10)[None] < np.array([[4], [1], [0]])
-    count = jax.jit(linear_quota)(_view(is_hole_BL, first=[10, 10, 10], step=1, steps=4))
+    count = jax.jit(linear_quota)(_context(is_hole_BL, first=[10, 10, 10], step=1, steps=4))
     assert count.tolist() == [2, 1, 0]
 
 
@@ -99,7 +104,7 @@ def test_random_order_takes_every_set_of_holes_equally_often():
     rows, holes = 20_000, [1, 2, 4, 5]
     is_hole_BL = np.zeros((rows, 6), bool)
     is_hole_BL[:, holes] = True
-    chosen = np.asarray(_eligible(_view(is_hole_BL, steps=2)))
+    chosen = np.asarray(_eligible(_context(is_hole_BL, steps=2)))
     counts = collections.Counter(map(tuple, (np.flatnonzero(row).tolist() for row in chosen)))
     sets = list(itertools.combinations(holes, 2))
     assert set(counts) == set(sets)
@@ -111,9 +116,9 @@ def test_random_order_takes_every_set_of_holes_equally_often():
 def test_random_order_makes_the_same_choice_on_a_wider_canvas():
     rng = np.random.default_rng(1)
     is_hole_BL = rng.random((16, 24)) < 0.6
-    narrow = np.asarray(_eligible(_view(is_hole_BL, steps=5)))
+    narrow = np.asarray(_eligible(_context(is_hole_BL, steps=5)))
     wider = np.pad(is_hole_BL, ((0, 0), (0, 41)))
-    wide = np.asarray(_eligible(_view(wider, steps=5)))
+    wide = np.asarray(_eligible(_context(wider, steps=5)))
     assert narrow.any()
     np.testing.assert_array_equal(wide[:, :24], narrow)
 
@@ -124,10 +129,10 @@ def test_choice_of_a_row_does_not_depend_on_its_neighbours(order, quota):
     rule = ORDERS[order](QUOTAS[quota])
 
     @jax.jit
-    def choose(view, confidence_BL):
+    def choose(context, confidence_BL):
         zeros_BL = jnp.zeros_like(confidence_BL)
         proposal = Proposal(zeros_BL.astype(jnp.int32), zeros_BL, zeros_BL, confidence_BL)
-        return rule.eligible(view) & rule.select(view, proposal)
+        return rule.eligible(context) & rule.select(context, proposal)
 
     rng = np.random.default_rng(2)
     rows, length = 9, 20
@@ -142,8 +147,8 @@ def test_choice_of_a_row_does_not_depend_on_its_neighbours(order, quota):
         if fixed is not None:
             for column, value in zip(columns, fixed, strict=True):
                 column[place] = value
-        view = _view(is_hole_BL, step=step, steps=steps, seeds=seeds)
-        return columns, np.asarray(choose(view, jnp.asarray(confidence_BL)))
+        context = _context(is_hole_BL, step=step, steps=steps, seeds=seeds)
+        return columns, np.asarray(choose(context, jnp.asarray(confidence_BL)))
 
     columns, chosen = batch(None, 0)
     assert chosen.any()
@@ -158,15 +163,15 @@ def test_rule_commits_exactly_its_quota_of_holes(order, quota):
     rule = ORDERS[order](QUOTAS[quota])
     rng = np.random.default_rng(3)
     is_hole_BL = rng.random((12, 20)) < 0.6
-    view = _view(is_hole_BL, step=1, steps=4)
+    context = _context(is_hole_BL, step=1, steps=4)
 
     @jax.jit
-    def choose(view):
-        confidence_BL = jnp.ones(view.is_hole_BL.shape, jnp.float32)
+    def choose(context):
+        confidence_BL = jnp.ones(context.is_hole_BL.shape, jnp.float32)
         proposal = Proposal(confidence_BL.astype(jnp.int32), *(3 * (confidence_BL,)))
-        chosen = rule.eligible(view) & rule.select(view, proposal)
-        return chosen, rule.quota(view)
+        chosen = rule.eligible(context) & rule.select(context, proposal)
+        return chosen, rule.quota(context)
 
-    chosen, count = map(np.asarray, choose(view))
+    chosen, count = map(np.asarray, choose(context))
     assert not (chosen & ~is_hole_BL).any()
     assert chosen.sum(1).tolist() == count.tolist()

@@ -1,7 +1,6 @@
 """Edits inside the loop: against a plain loop over lists, and rows without them never notice."""
 
 import dataclasses
-import functools
 import math
 
 import canvases
@@ -15,23 +14,25 @@ from oracles import edits as oracle
 
 from dlm_jax.config import SampleConfig
 from dlm_jax.sampling.advance import make_advance
-from dlm_jax.sampling.commit import QUOTAS
-from dlm_jax.sampling.editing import is_scored, take_snapshot
-from dlm_jax.sampling.editor import PUT, Edited
-from dlm_jax.sampling.loop import look
-from dlm_jax.sampling.orders import ORDERS
-from dlm_jax.sampling.rules import pack_editor
+from dlm_jax.sampling.commit import RandomOrder
+from dlm_jax.sampling.commit.quotas import whole_quota
+from dlm_jax.sampling.edits import Uncertainty
+from dlm_jax.sampling.edits.apply import take_snapshot
+from dlm_jax.sampling.edits.state import EditState
+from dlm_jax.sampling.inputs import beside
+from dlm_jax.sampling.remask import RemaskRule
+from dlm_jax.sampling.state import EDITED
+from dlm_jax.sampling.step import look
+from dlm_jax.settings import pytree
 from dlm_jax.types import Status
 
-ALL = ORDERS["random"](QUOTAS["all"])
+ALL = RandomOrder(whole_quota)
 NO_EDITS = {"insert_ratio_start": 0.0, "delete_ratio_start": 0.0}
 
 
-def _editor(count: int, **settings):
+def _rule(count: int, **settings) -> Uncertainty:
     sample = SampleConfig(edit=True, resample=True, schedule="all", **settings)
-    editor = pack_editor([sample] * count)
-    assert editor is not None
-    return editor
+    return Uncertainty.pack([sample] * count, None)
 
 
 def _drafts(seed: int, *, length: int = 14, frozen: int = 2, **changes) -> list[Row]:
@@ -49,13 +50,13 @@ def _drafts(seed: int, *, length: int = 14, frozen: int = 2, **changes) -> list[
     ]
 
 
-def _edited(state) -> Edited:
-    assert state.edited is not None
-    return state.edited
+def _edits(state) -> EditState:
+    assert state.edits is not None
+    return state.edits
 
 
 def _state(rows, **settings):
-    return canvases.make_state(rows, ALL, editor=_editor(len(rows), **settings))
+    return canvases.make_state(rows, ALL, edit=_rule(len(rows), **settings))
 
 
 def _run(rows, **settings):
@@ -69,7 +70,17 @@ def _log_softmax(logits):
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
-def _plain(row: Row, params: oracle.Params, steps: int, put: int):
+def _as_asked(cells, own, right, params, edits_left):
+    return oracle.select(cells, own, right, params, mask=toy.MASK, space=toy.SPACE)
+
+
+def _exactly(cells, own, right, params, edits_left):
+    return oracle.select_exact(
+        cells, own, right, params, mask=toy.MASK, space=toy.SPACE, edits_left=edits_left
+    )
+
+
+def _plain(row: Row, params: oracle.Params, steps: int, put: int, select):
     """The tokens of the row after every edit and at the end, one list operation at a time."""
     frozen = [not is_draft for is_draft in row.is_draft]
     cells = oracle.row_from(row.tokens, frozen)
@@ -99,7 +110,7 @@ def _plain(row: Row, params: oracle.Params, steps: int, put: int):
             for name in ("insert_ratio", "delete_ratio")
         }
         now = dataclasses.replace(params, **ratios)
-        choice = oracle.select(cells, own, right, now, mask=toy.MASK, space=toy.SPACE)
+        choice = select(cells, own, right, now, steps - step - 1)
         closest = min(closest, choice.margin)
         cells = oracle.apply(
             cells, choice.inserts, choice.deletes, token=put, capacity=params.capacity
@@ -110,11 +121,14 @@ def _plain(row: Row, params: oracle.Params, steps: int, put: int):
 
 @pytest.mark.parametrize(
     ("token", "overflow", "target"),
-    [("space", "trim", "none"), ("mask", "refuse", "none"), ("space", "refuse", "to_max_new")],
-)
+    [("space", "trim", "none"), ("mask", "refuse", "none"), ("space", "refuse", "to_max_new"),
+     ("space", "trim", "exact"), ("mask", "refuse", "exact")],
+)  # fmt: skip
 def test_the_loop_equals_a_plain_one_that_edits_lists(token, overflow, target):
     settings = {"insert_ratio_start": 0.2, "delete_ratio_start": 0.3, "delete_lambda": 0.5}
     rows = _drafts(5, capacity=16, max_new_tokens=8)
+    if target == "exact":
+        rows = [dataclasses.replace(row, max_new_tokens=(9, 14)[row.seed % 2]) for row in rows]
     state = _run(
         rows, edit_token=token, overflow=overflow, length_target_mode=target, **settings
     )  # fmt: skip
@@ -122,19 +136,25 @@ def test_the_loop_equals_a_plain_one_that_edits_lists(token, overflow, target):
         insert_ratio=0.2, delete_ratio=0.3, delete_lambda=0.5, trims=overflow == "trim",
         targets_length=target != "none", capacity=16, target=10,
     )  # fmt: skip
-    sure = edits = 0
+    select = _exactly if target == "exact" else _as_asked
+    sure, edits, lengths = 0, 0, set()
     for row, result in zip(rows, canvases.results(state), strict=True):
         put = toy.SPACE if token == "space" else toy.MASK
-        expected, closest, trail = _plain(row, start, 6, put)
+        asked = dataclasses.replace(start, target=2 + row.max_new_tokens)
+        expected, closest, trail = _plain(row, asked, 6, put, select)
         edits += sum(map(sum, trail))
         if closest < 30:  # float32 rounding may decide
             continue
         sure += 1
+        lengths.add(len(expected))
         assert list(result.tokens) == expected
         assert (result.steps, result.forwards) == (6, 7)
     assert sure > ROWS // 2 and edits > 2 * ROWS
-    counted = np.asarray(_edited(state).insertions_B + _edited(state).deletions_B).sum()
+    counted = np.asarray(state.counters.insertions + state.counters.deletions).sum()
     assert counted > 2 * ROWS
+    if target == "exact":
+        assert lengths == {11, 16}
+        assert np.asarray(state.canvas.length_B).tolist() == [11, 16] * (ROWS // 2)
 
 
 @pytest.mark.parametrize("with_columns", [True, False])
@@ -146,25 +166,19 @@ def test_the_snapshot_is_what_the_logits_say_of_the_tokens_after_the_commits(wit
     rows = [dataclasses.replace(row, resample=index % 2 == 0)
             for index, row in enumerate(_drafts(1))]  # fmt: skip
     state = _state(rows)
-    state = state._replace(edited=_edited(state)._replace(warms_B=jnp.zeros(ROWS, bool)))
+    state = state._replace(edits=_edits(state)._replace(warms_B=jnp.zeros(ROWS, bool)))
     params = toy.params()
 
     @jax.jit
     def snapshot(state):
         seen = look(program, params, state)
-        filled = seen.filled
-        assert seen.may_edit_BL is not None
+        masks, filled = seen.masks, seen.filled
+        assert masks.may_edit_BL is not None
         assert filled.total_BL is not None
-        tokens_BL = jnp.where(seen.is_open_BL, seen.proposal.tokens_BL, state.canvas.tokens_BL)
-        is_wanted_BL = is_scored(seen.may_edit_BL)
+        tokens_BL = jnp.where(masks.is_open_BL, seen.proposal.tokens_BL, state.canvas.tokens_BL)
+        is_wanted_BL = beside(masks.may_edit_BL)
         found = take_snapshot(
-            program,
-            params,
-            seen.sight,
-            seen.filled.total_BL,
-            seen.filled.best_BL,
-            tokens_BL,
-            is_wanted_BL,
+            program, params, seen.output, filled.total_BL, filled.best_BL, tokens_BL, is_wanted_BL
         )
         return tokens_BL, found, is_wanted_BL
 
@@ -187,33 +201,33 @@ def test_edits_that_never_happen_are_the_loop_without_them_bit_for_bit():
     rows = canvases.mixed_rows(3)
     plain = canvases.run(rows, ALL)
     none_B = jnp.zeros(ROWS)
-    editor = dataclasses.replace(_editor(ROWS), insert_start_B=none_B, delete_start_B=none_B)
+    edit = dataclasses.replace(_rule(ROWS), insert_start_B=none_B, delete_start_B=none_B)
     rows = [dataclasses.replace(row, capacity=POSITIONS) for row in rows]
-    state = canvases.make_state(rows, ALL, editor=editor)
+    state = canvases.make_state(rows, ALL, edit=edit)
     state = canvases.shared_advance()(toy.params(), state, FOREVER)
     assert canvases.results(state) == plain
-    assert not np.asarray(_edited(state).insertions_B).any()
+    assert not np.asarray(state.counters.insertions).any()
 
 
 def test_a_draft_is_looked_at_once_more_and_holes_are_not():
     rows = _drafts(2)[:4] + [Row(tokens=canvases.holes(9, 1), steps=6)] * 4
     state = _run(rows, insert_ratio_start=0.2)
-    assert np.asarray(state.forwards_B).tolist() == [7] * 4 + [6] * 4
+    assert np.asarray(state.counters.forwards).tolist() == [7] * 4 + [6] * 4
     # Before the first forward nothing is known of holes, but later steps edit what they wrote.
     first = _state(rows, insert_ratio_start=0.2)
     first = canvases.shared_advance()(toy.params(), first, 1)
     assert np.asarray(first.step_B).tolist() == [0] * 4 + [1] * 4
-    assert np.asarray(_edited(first).insertions_B)[:4].all()
+    assert np.asarray(first.counters.insertions)[:4].all()
 
 
 def test_what_an_edit_put_is_no_context_until_a_step_writes_it():
     state = _state(_drafts(10), insert_ratio_start=0.3, delete_ratio_start=0.0)
     advance, params = canvases.shared_advance(), toy.params()
     looked = advance(params, state, 1)
-    put = np.asarray(_edited(looked).inserted_BL)
+    put = np.asarray(_edits(looked).inserted_BL)
     is_live = np.arange(POSITIONS)[None] < np.asarray(looked.canvas.length_B)[:, None]
     assert put.sum() > ROWS
-    np.testing.assert_array_equal(np.asarray(looked.committed_BL), np.where(put, PUT, -1))
+    np.testing.assert_array_equal(np.asarray(looked.committed_BL), np.where(put, EDITED, -1))
     seen = jax.jit(look, static_argnums=0)(canvases.program(), params, looked)
     np.testing.assert_array_equal(seen.context.is_visible_BL, is_live & ~put)
     still = put.sum(1)
@@ -221,13 +235,11 @@ def test_what_an_edit_put_is_no_context_until_a_step_writes_it():
     assert (np.asarray(wrote.committed_BL) == 0).sum() >= still.sum()
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["is_on_B"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
-class Fresh:
+@pytree
+class Fresh(RemaskRule):
     """Takes back all that the step wrote."""
 
     is_on_B: jax.Array
-    asks_critic = False
 
     def is_active(self):
         return self.is_on_B
@@ -235,19 +247,19 @@ class Fresh:
     def goes_on(self):
         return self.is_on_B
 
-    def select(self, view, tokens):
-        return tokens.is_fresh_BL
+    def select(self, context):
+        return context.is_fresh_BL
 
 
 def test_a_remask_rule_is_told_where_the_tokens_are_after_the_edits():
-    editor = _editor(ROWS, insert_ratio_start=0.3, delete_ratio_start=0.0)
-    state = canvases.make_state(_drafts(11), ALL, editor=editor, remask=Fresh(jnp.ones(ROWS, bool)))
+    edit = _rule(ROWS, insert_ratio_start=0.3, delete_ratio_start=0.0)
+    state = canvases.make_state(_drafts(11), ALL, edit=edit, remask=Fresh(jnp.ones(ROWS, bool)))
     state = canvases.shared_advance()(toy.params(), state, 2)
     assert np.asarray(state.step_B).tolist() == [1] * ROWS
     is_free = ~np.asarray(state.canvas.frozen_BL)
     tokens, committed = np.asarray(state.canvas.tokens_BL), np.asarray(state.committed_BL)
     # All that was there was written and taken back; what came in since stands.
-    put = committed == PUT
+    put = committed == EDITED
     assert put.sum() > ROWS
     assert (tokens[is_free & ~put] == toy.MASK).all()
     assert (tokens[put] == toy.SPACE).all()
@@ -270,9 +282,9 @@ def test_spaces_that_were_given_stay_and_islands_move_unchanged():
         )
     settings = {"insert_ratio_start": 0.1, "delete_ratio_start": 1.0, "delete_margin": 0.0}
     state = _run(rows, overflow="refuse", cooldown_distance=0, **settings)
-    assert np.asarray(_edited(state).deletions_B).sum() > ROWS
+    assert np.asarray(state.counters.deletions).sum() > ROWS
     frozen = np.asarray(state.canvas.frozen_BL)
-    inserted = np.asarray(_edited(state).inserted_BL)
+    inserted = np.asarray(_edits(state).inserted_BL)
     for slot, (row, result) in enumerate(zip(rows, canvases.results(state), strict=True)):
         tokens, length = np.array(result.tokens), len(result.tokens)
         given = np.array(row.tokens)[~np.array(row.is_draft)]
@@ -292,7 +304,7 @@ def test_a_row_without_room_says_so_and_keeps_to_its_capacity(overflow):
     assert {Status(result.status) for result in results[:4]} == {Status.CANVAS_FULL}
     assert {Status(result.status) for result in results[4:]} == {Status.DONE}
     assert all(15 < len(result.tokens) < POSITIONS for result in results[4:])
-    assert np.asarray(_edited(state).lost_B).astype(bool).tolist() == [True] * 4 + [False] * 4
+    assert np.asarray(state.counters.lost).astype(bool).tolist() == [True] * 4 + [False] * 4
 
 
 def test_rows_come_to_the_length_that_they_are_nudged_to():
@@ -306,6 +318,48 @@ def test_rows_come_to_the_length_that_they_are_nudged_to():
     assert (lengths[::2] < 14).all() and (lengths[::2] >= 6).all()
 
 
+@pytest.mark.parametrize("token", ["space", "mask"])
+def test_a_row_with_an_exact_target_ends_with_just_that_length(token):
+    """From a longer and from a shorter draft, whatever the margins and the cooldown say."""
+    wanted = [4, 20, 1, 22, 12, 13, 11, 9]
+    rows = [
+        dataclasses.replace(row, max_new_tokens=number, steps=(5, 2, 9)[row.seed % 3])
+        for row, number in zip(_drafts(7), wanted, strict=True)
+    ]
+    settings = {"insert_margin": 1.0, "delete_margin": 1.0, "cooldown_distance": 4}
+    with pytest.warns(UserWarning, match="_margin=1.0 lets nothing be"):
+        state = _state(rows, length_target_mode="exact", edit_token=token, **settings)
+    state = canvases.shared_advance()(toy.params(), state, FOREVER)
+    assert np.asarray(state.canvas.length_B).tolist() == [2 + number for number in wanted]
+    changes = [number - 12 for number in wanted]
+    assert np.asarray(state.counters.insertions).tolist() == [max(0, n) for n in changes]
+    assert np.asarray(state.counters.deletions).tolist() == [max(0, -n) for n in changes]
+    for row, result in zip(rows, canvases.results(state), strict=True):
+        assert Status(result.status) is Status.DONE
+        assert result.steps == row.steps
+        assert toy.MASK not in result.tokens
+        assert result.tokens[:2] == row.tokens[:2]
+
+
+def test_rows_of_holes_come_to_an_exact_target_too():
+    wanted = [4, 12, 6, 15, 3, 9, 10, 20]
+    rows = [
+        Row(tokens=canvases.holes(9, 1), steps=2 + index % 4, seed=index, capacity=POSITIONS,
+            resample=True, max_new_tokens=number)
+        for index, number in enumerate(wanted)
+    ]  # fmt: skip
+    state = _run(rows, length_target_mode="exact")
+    assert np.asarray(state.canvas.length_B).tolist() == [1 + number for number in wanted]
+    assert {Status(result.status) for result in canvases.results(state)} == {Status.DONE}
+
+
+def test_an_exact_target_beyond_the_capacity_is_the_capacity():
+    rows = _drafts(12, capacity=17, max_new_tokens=20)
+    state = _run(rows, length_target_mode="exact")
+    assert np.asarray(state.canvas.length_B).tolist() == [17] * ROWS
+    assert not np.asarray(state.counters.lost).any()
+
+
 def test_the_edits_of_a_block_stay_in_it():
     rows = _drafts(8, block_length=4, steps=9)
     ratios = {"insert_ratio_start": 0.5, "delete_ratio_start": 0.5}
@@ -315,7 +369,7 @@ def test_the_edits_of_a_block_stay_in_it():
         state = advance(toy.params(), state, 1)
         after = jax.device_get(state)
         for row in np.flatnonzero(before.status_B == Status.RUNNING):
-            origin = _edited(after).origin_BL[row, : after.canvas.length_B[row]]
+            origin = _edits(after).origin_BL[row, : after.canvas.length_B[row]]
             begin, end = before.block.begin_B[row], before.block.end_B[row]
             old, length = before.canvas.tokens_BL[row], before.canvas.length_B[row]
             np.testing.assert_array_equal(origin[:begin], np.arange(begin))
@@ -329,7 +383,7 @@ def test_the_edits_of_a_block_stay_in_it():
                     assert after.block.end_B[row] == len(origin) - behind
                 tail = now[len(origin) - behind : len(origin)]
                 np.testing.assert_array_equal(tail, old[end:length])
-    assert np.asarray(_edited(state).insertions_B).any()
+    assert np.asarray(state.counters.insertions).any()
     assert np.asarray(state.block.count_B).tolist() == [3] * ROWS
 
 

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import edits as oracle
 
-from dlm_jax.sampling.shifting import (
+from dlm_jax.sampling.edits.moves import (
     Cells,
     Edits,
-    apply_plan,
     left_shift,
+    moved,
     moved_boundary,
-    plan_edits,
+    position_map_of,
     right_shift,
 )
 from dlm_jax.types import live_positions
@@ -26,16 +26,16 @@ PLACE = np.arange(LENGTH)
 
 @jax.jit
 def _mapped(edits, cells, capacity_B, boundary_B):
-    """The plan, the canvas, a score moved through it, and a boundary."""
-    plan = plan_edits(edits, cells, capacity_B)
+    """The map, the canvas, a score moved through it, and a boundary."""
+    position_map = position_map_of(edits, cells, capacity_B)
     age_BL = jnp.broadcast_to(jnp.arange(LENGTH), cells.tokens_BL.shape) * 0.5
     own_B = 10.0 + jnp.arange(ROWS)
     return (
-        plan,
-        apply_plan(plan, cells.tokens_BL, NEW, PAD),
-        apply_plan(plan, cells.frozen_BL, False, True),
-        apply_plan(plan, age_BL, own_B),
-        moved_boundary(plan, boundary_B),
+        position_map,
+        moved(position_map, cells.tokens_BL, NEW, PAD),
+        moved(position_map, cells.frozen_BL, False, True),
+        moved(position_map, age_BL, own_B),
+        moved_boundary(position_map, boundary_B),
     )
 
 
@@ -103,10 +103,10 @@ def test_the_map_is_what_one_edit_at_a_time_makes(drawn):
     cells = Cells(tokens_BL, frozen_BL | ~is_live_BL, no_BL, no_BL, length_B)
     edits = Edits(put_BL, gone_BL, np.zeros(ROWS, np.int32))
     found = _mapped(edits, cells, capacity_B, boundary_B)
-    plan, after_BL, is_frozen_BL, age_BL, moved_B = jax.tree.map(np.asarray, found)
+    position_map, after_BL, is_frozen_BL, age_BL, moved_B = jax.tree.map(np.asarray, found)
     source_BL, shifted_BL, shifted_B = map(np.asarray, _shifted(edits, cells, capacity_B))
     for i in range(ROWS):
-        n, boundary = plan.length_B[i], boundary_B[i]
+        n, boundary = position_map.length_B[i], boundary_B[i]
         row = oracle.row_from(PLACE, frozen_BL[i], length=length_B[i])
         puts, gone = np.flatnonzero(put_BL[i]), np.flatnonzero(gone_BL[i])
         want, trimmed = oracle.apply(row, puts, gone, token=NEW, capacity=capacity_B[i])
@@ -118,12 +118,14 @@ def test_the_map_is_what_one_edit_at_a_time_makes(drawn):
         assert shifted_BL[i, :n].tolist() == is_kept_frozen
         ages = [10.0 + i if token == NEW else token * 0.5 for token in tokens]
         assert age_BL[i].tolist() == ages + [10.0 + i] * (LENGTH - n)
-        assert plan.is_new_BL[i, :n].tolist() == [token == NEW for token in tokens]
-        assert plan.mark_BL[i].tolist() == [cell.mark for cell in want] + [False] * (LENGTH - n)
-        assert plan.trimmed_B[i] == trimmed
+        assert position_map.is_new_BL[i, :n].tolist() == [token == NEW for token in tokens]
+        assert position_map.mark_BL[i].tolist() == [cell.mark for cell in want] + [False] * (
+            LENGTH - n
+        )
+        assert position_map.trimmed_B[i] == trimmed
         if not trimmed:
             assert moved_B[i] == boundary + sum(puts < boundary) - sum(gone < boundary)
-        assert (np.diff(plan.source_BL[i, :n]) >= 0).all()
+        assert (np.diff(position_map.source_BL[i, :n]) >= 0).all()
 
 
 def test_the_primitives_move_one_stretch_by_one():

@@ -16,29 +16,68 @@ from edit_cases import CASES, LENGTH, MASK, NEW, PAD, SIGNS, SPACE, Case
 from oracles import edits as oracle
 
 from dlm_jax.sampling.edits import (
-    EditParams,
+    Cells,
+    EditContext,
+    Edits,
+    Lead,
+    PositionMap,
     Snapshot,
-    deletion_scores,
-    edit,
-    gap_scores,
-    leads,
-    ratio_at,
-    select_edits,
-    uncertainty,
+    Uncertainty,
 )
-from dlm_jax.sampling.shifting import Cells, Plan
+from dlm_jax.sampling.edits.moves import moved_cells, position_map_of
+from dlm_jax.sampling.edits.rules import LENGTH_TARGETS, OVERFLOWS
+from dlm_jax.sampling.edits.scores import deletion_scores, gap_scores, leads, uncertainty
 
 ROWS = 64
 
 
+class Params(NamedTuple):
+    """What each row asks for, and where it stands."""
+
+    insert_ratio_B: Any
+    delete_ratio_B: Any
+    insert_margin_B: Any
+    delete_margin_B: Any
+    delete_lambda_B: Any
+    cooldown_B: Any
+    trims_B: Any
+    target_mode_B: Any
+    capacity_B: Any
+    target_B: Any
+    step_B: Any
+    steps_B: Any
+
+
+def _select(rule: type[Uncertainty], cells: Cells, snapshot: Snapshot, params: Params) -> Edits:
+    """What a rule of these numbers chooses."""
+    context = EditContext(
+        cells, snapshot, jnp.ones(cells.tokens_BL.shape, bool), params.step_B, params.steps_B,
+        params.capacity_B, params.target_B, MASK, SPACE,
+    )  # fmt: skip
+    trim, refuse = map(OVERFLOWS.index, ("trim", "refuse"))
+    return rule(
+        insert_start_B=params.insert_ratio_B,
+        insert_end_B=params.insert_ratio_B,
+        delete_start_B=params.delete_ratio_B,
+        delete_end_B=params.delete_ratio_B,
+        insert_margin_B=params.insert_margin_B,
+        delete_margin_B=params.delete_margin_B,
+        lambda_B=params.delete_lambda_B,
+        cooldown_B=params.cooldown_B,
+        overflow_B=jnp.where(params.trims_B, trim, refuse),
+        target_mode_B=params.target_mode_B,
+    ).select(context)
+
+
 @jax.jit
-def _edit(cells, snapshot, params, edit_id_B) -> tuple[Cells, Plan]:
-    return edit(
-        cells, snapshot, params, mask_id=MASK, space_id=SPACE, pad_id=PAD, edit_id=edit_id_B
-    )
+def _edit(cells, snapshot, params, edit_id_B) -> tuple[Cells, PositionMap]:
+    edits = _select(Uncertainty, cells, snapshot, params)
+    position_map = position_map_of(edits, cells, params.capacity_B)
+    return moved_cells(position_map, cells, edit_id_B, pad_id=PAD), position_map
 
 
 PLACES = "0123456789ab"
+TO_MAX_NEW, EXACT = map(LENGTH_TARGETS.index, ("to_max_new", "exact"))
 
 
 def _arrays(case: Case) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -63,8 +102,8 @@ def _arrays(case: Case) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
         "insert_ratio_B": case.insert, "delete_ratio_B": case.delete,
         "insert_margin_B": case.insert_margin,
         "delete_margin_B": case.margin, "delete_lambda_B": case.lam, "cooldown_B": case.cooldown,
-        "trims_B": case.trims, "targets_length_B": case.target is not None,
-        "capacity_B": case.capacity, "target_B": case.target or 0,
+        "trims_B": case.trims, "target_mode_B": TO_MAX_NEW * (case.target is not None),
+        "capacity_B": case.capacity, "target_B": case.target or 0, "step_B": 0, "steps_B": 1,
     }  # fmt: skip
     return cells, {"own_BL": own, "right_BL": right}, params
 
@@ -76,22 +115,23 @@ def _batch(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 
 TYPES = {"tokens_BL": np.int32, "length_B": np.int32, "own_BL": np.float32, "right_BL": np.float32}
-TYPES |= {k: bool for k in ("frozen_BL", "inserted_BL", "mark_BL", "trims_B", "targets_length_B")}
-TYPES |= {k: np.int32 for k in ("cooldown_B", "capacity_B", "target_B")}
-TYPES |= {f.name: np.float32 for f in dataclasses.fields(EditParams) if f.name not in TYPES}
+TYPES |= {k: bool for k in ("frozen_BL", "inserted_BL", "mark_BL", "trims_B")}
+TYPES |= {k: np.int32 for k in ("cooldown_B", "target_mode_B", "capacity_B", "target_B")}
+TYPES |= {k: np.int32 for k in ("step_B", "steps_B")}
+TYPES |= {k: np.float32 for k in Params._fields if k not in TYPES}
 
 
 class Batch(NamedTuple):
     cells: Cells
     snapshot: Snapshot
-    params: EditParams
+    params: Params
     edit_id_B: np.ndarray
 
 
 def _together(rows: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]) -> Batch:
     cells, snapshots, params = (_batch(list(part)) for part in zip(*rows, strict=True))
     new_B = np.full(ROWS, NEW, np.int32)
-    return Batch(Cells(**cells), Snapshot(**snapshots), EditParams(**params), new_B)
+    return Batch(Cells(**cells), Snapshot(**snapshots), Params(**params), new_B)
 
 
 @functools.cache
@@ -103,7 +143,7 @@ def _worked() -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_a_case_worked_out_by_hand(name):
     case, row = CASES[name], list(CASES).index(name)
-    after, plan = _worked()
+    after, position_map = _worked()
     letters = {token: sign for sign, token in SIGNS.items()}
     length = after.length_B[row]
     text = "".join(letters.get(int(t), chr(t)) for t in after.tokens_BL[row, :length])
@@ -114,8 +154,8 @@ def test_a_case_worked_out_by_hand(name):
         marks = "".join("^" if mark else "." for mark in after.mark_BL[row, :length])
         assert marks == case.marks
     assert not after.mark_BL[row, length:].any()
-    assert int(plan.edits.refused_B[row]) == case.refused
-    assert int(plan.trimmed_B[row]) == case.trimmed
+    assert int(position_map.edits.refused_B[row]) == case.refused
+    assert int(position_map.trimmed_B[row]) == case.trimmed
 
 
 def _random_batch(rng: np.random.Generator) -> Batch:
@@ -137,14 +177,16 @@ def _random_batch(rng: np.random.Generator) -> Batch:
         own, right = np.log(p).astype(np.float32)
     off = rng.choice([0, 1], (2, ROWS), p=[0.15, 0.85])
     ratios = rng.choice([0.1, 0.25, 0.5, 1.0, 0.37], (2, ROWS)) * off
-    params = EditParams(
+    params = Params(
         *ratios.astype(np.float32),
         np.zeros(ROWS, np.float32),
         rng.choice([0.0, 0.02, 0.3], ROWS).astype(np.float32),
         rng.choice([0.0, 0.3, 1.0], ROWS).astype(np.float32),
         rng.choice([0, 0, 1, 2], ROWS).astype(np.int32),
-        *(rng.random((2, ROWS)) < 0.5),
+        rng.random(ROWS) < 0.5,
+        ((rng.random(ROWS) < 0.5) * TO_MAX_NEW).astype(np.int32),
         *np.array([capacity, rng.integers(0, LENGTH + 4, ROWS)], np.int32),
+        *np.array([rng.integers(0, 4, ROWS), rng.integers(4, 6, ROWS)], np.int32),
     )
     cells = Cells(
         np.where(is_live, tokens, PAD).astype(np.int32),
@@ -160,9 +202,13 @@ def _row_of(cells: Cells, row: int) -> list[oracle.Cell]:
     return oracle.row_from(*(x[row] for x in cells[:4]), length=cells.length_B[row])
 
 
-def _asked(params: EditParams, row: int, length: int) -> oracle.Params:
-    asked = {f.name: getattr(params, f"{f.name}_B")[row].item()
-             for f in dataclasses.fields(oracle.Params)}  # fmt: skip
+def _asked(params: Params, row: int, length: int) -> oracle.Params:
+    asked = {
+        f.name: getattr(params, f"{f.name}_B")[row].item()
+        for f in dataclasses.fields(oracle.Params)
+        if f.name != "targets_length"
+    }
+    asked["targets_length"] = bool(params.target_mode_B[row])
     asked["target"] = min(asked["target"], asked["capacity"])
     # The oracle lets a row that is nudged to grow spill; the document caps its insertions.
     asked["trims"] &= not (asked["targets_length"] and length < asked["target"])
@@ -173,7 +219,7 @@ def _without_origin(row: list[oracle.Cell]) -> list[oracle.Cell]:
     return [dataclasses.replace(cell, origin=None) for cell in row]
 
 
-def _edited(*batch: Any) -> tuple[Cells, Plan]:
+def _edited(*batch: Any) -> tuple[Cells, PositionMap]:
     """What the program says, as NumPy arrays."""
     return jax.tree.map(np.asarray, _edit(*batch))
 
@@ -185,7 +231,7 @@ def test_edits_are_those_of_one_at_a_time():
     for _ in range(24):
         cells, snapshot, params, new_B = _random_batch(rng)
         for _ in range(2):
-            after, plan = _edited(cells, snapshot, params, new_B)
+            after, position_map = _edited(cells, snapshot, params, new_B)
             for row in range(ROWS):
                 before = _row_of(cells, row)
                 asked = _asked(params, row, len(before))
@@ -195,15 +241,15 @@ def test_edits_are_those_of_one_at_a_time():
                 )  # fmt: skip
                 if choice.margin < 1:
                     continue
-                assert set(np.flatnonzero(plan.edits.insert_gap_BL[row])) == choice.inserts
-                assert set(np.flatnonzero(plan.edits.delete_BL[row])) == choice.deletes
-                assert plan.edits.refused_B[row] == choice.refused
+                assert set(np.flatnonzero(position_map.edits.insert_gap_BL[row])) == choice.inserts
+                assert set(np.flatnonzero(position_map.edits.delete_BL[row])) == choice.deletes
+                assert position_map.edits.refused_B[row] == choice.refused
                 want = oracle.apply(
                     before, choice.inserts, choice.deletes, token=int(new_B[row]),
                     capacity=asked.capacity,
                 )  # fmt: skip
                 assert _without_origin(_row_of(after, row)) == _without_origin(want.row)
-                assert plan.trimmed_B[row] == want.trimmed
+                assert position_map.trimmed_B[row] == want.trimmed
                 seen.update(
                     rows=1, inserts=len(choice.inserts), deletes=len(choice.deletes),
                     trimmed=want.trimmed, refused=choice.refused,
@@ -267,33 +313,14 @@ def test_rows_do_not_depend_on_their_place_or_neighbours():
 def test_ratios_of_zero_change_nothing():
     cells, snapshot, params, new_B = _random_batch(np.random.default_rng(3))
     zero_B = np.zeros(ROWS, np.float32)
-    off = dataclasses.replace(
-        params, insert_ratio_B=zero_B, delete_ratio_B=zero_B, targets_length_B=zero_B > 0
+    off = params._replace(
+        insert_ratio_B=zero_B, delete_ratio_B=zero_B, target_mode_B=np.zeros(ROWS, np.int32)
     )
-    after, plan = _edit(cells, snapshot, off, new_B)
+    after, position_map = _edit(cells, snapshot, off, new_B)
     for x, y in zip(cells, after._replace(mark_BL=cells.mark_BL), strict=True):
         np.testing.assert_array_equal(x, y)
     assert not after.mark_BL.any(), "marks last one step"
-    np.testing.assert_array_equal(plan.source_BL, np.arange(LENGTH)[None].repeat(ROWS, 0))
-
-
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_ratios_follow_their_schedule(schedule):
-    cases = [(s, n, a, b) for n in (1, 2, 7) for s in range(n) for a, b in ((0.4, 0.1), (0, 1))]
-    step, steps, start, end = (np.array(x) for x in zip(*cases, strict=True))
-    got = ratio_at(
-        jnp.asarray(start, jnp.float32), jnp.asarray(end, jnp.float32), jnp.asarray(step),
-        jnp.asarray(steps), schedule=schedule,
-    )  # fmt: skip
-    want = [oracle.ratio_at(a, b, s, n, schedule) for s, n, a, b in cases]
-    np.testing.assert_allclose(got, want, atol=1e-6)
-    assert float(got[0]) == np.float32(0.4), "a lone step has the start"
-
-
-def test_unknown_schedules_are_refused():
-    one = jnp.ones(1)
-    with pytest.raises(ValueError, match="schedule='sine' is unknown; use linear or cosine"):
-        ratio_at(one, one, one, one, schedule="sine")
+    np.testing.assert_array_equal(position_map.source_BL, np.arange(LENGTH)[None].repeat(ROWS, 0))
 
 
 def test_all_of_it_was_one_program():
@@ -333,11 +360,12 @@ def test_a_row_that_goes_by_leads_inserts_at_the_greatest_ones():
     best = np.zeros(batch.cells.tokens_BL.shape, np.float32)
     snapshot = batch.snapshot._replace(best_BL=best, is_due_BL=best > 1)
     ones_B = np.ones(ROWS, np.float32)
-    params = dataclasses.replace(
-        batch.params, scoring="lead", insert_ratio_B=0.3 * ones_B, insert_margin_B=0.2 * ones_B,
-        cooldown_B=np.zeros(ROWS, np.int32), targets_length_B=ones_B < 0, trims_B=ones_B > 0,
+    none_B = np.zeros(ROWS, np.int32)
+    params = batch.params._replace(
+        insert_ratio_B=0.3 * ones_B, insert_margin_B=0.2 * ones_B, cooldown_B=none_B,
+        target_mode_B=none_B, trims_B=ones_B > 0,
     )  # fmt: skip
-    edits = select_edits(batch.cells, snapshot, params, mask_id=MASK, space_id=SPACE)
+    edits = jax.jit(_select, static_argnums=0)(Lead, batch.cells, snapshot, params)
     lead = np.asarray(leads(batch.cells, snapshot, mask_id=MASK))
     chosen = np.asarray(edits.insert_gap_BL)
     for row in range(ROWS):
@@ -347,3 +375,67 @@ def test_a_row_that_goes_by_leads_inserts_at_the_greatest_ones():
         expected = [place for place in ranked if lead[row, place] > 0.2][:budget]
         assert np.flatnonzero(chosen[row]).tolist() == sorted(expected)
     assert chosen.sum() > ROWS // 2
+
+
+def test_a_row_with_an_exact_target_gives_up_and_takes_what_harms_it_least():
+    """Against plain Python: misfits first, then what the next token replaces best; no cooldown."""
+    rng, seen = np.random.default_rng(20), collections.Counter[str]()
+    for _ in range(12):
+        cells, snapshot, params, new_B = _random_batch(rng)
+        params = params._replace(target_mode_B=np.full(ROWS, EXACT, np.int32))
+        _, position_map = _edited(cells, snapshot, params, new_B)
+        for row in range(ROWS):
+            before = _row_of(cells, row)
+            choice = oracle.select_exact(
+                before, snapshot.own_BL[row], snapshot.right_BL[row],
+                _asked(params, row, len(before)), mask=MASK, space=SPACE,
+                edits_left=int(params.steps_B[row] - params.step_B[row]),
+            )  # fmt: skip
+            if choice.margin < 1:
+                continue
+            assert set(np.flatnonzero(position_map.edits.insert_gap_BL[row])) == choice.inserts
+            assert set(np.flatnonzero(position_map.edits.delete_BL[row])) == choice.deletes
+            assert position_map.trimmed_B[row] == position_map.edits.refused_B[row] == 0
+            seen.update(
+                rows=1, inserts=len(choice.inserts), deletes=len(choice.deletes),
+                harmful=len(choice.deletes & choice.harmful),
+            )  # fmt: skip
+    assert seen["rows"] > 500
+    assert min(seen["inserts"], seen["deletes"], seen["harmful"]) > 100, seen
+
+
+def test_a_row_with_an_exact_target_is_there_after_its_last_edits_if_it_can_be():
+    rng, sizes = np.random.default_rng(21), collections.Counter[str]()
+    for _ in range(4):
+        cells, snapshot, params, new_B = _random_batch(rng)
+        start_B = cells.length_B
+        params = params._replace(target_mode_B=np.full(ROWS, EXACT, np.int32))
+        for step in range(4):
+            last = params._replace(
+                step_B=np.full(ROWS, step, np.int32), steps_B=np.full(ROWS, 4, np.int32)
+            )
+            cells, _ = _edited(cells, snapshot, last, new_B)
+            snapshot = _random_batch(rng).snapshot
+        for row in range(ROWS):
+            now, wanted = _row_of(cells, row), min(params.target_B[row], params.capacity_B[row])
+            if len(now) > wanted:
+                assert all(
+                    oracle.is_protected(now, i, mask=MASK, space=SPACE) for i in range(len(now))
+                )
+            elif len(now) < wanted:
+                assert not any(
+                    not (now[i - 1].frozen and now[i].frozen) for i in range(1, len(now))
+                )
+            else:
+                sizes["grown"] += int(start_B[row] < wanted)
+                sizes["shrunk"] += int(start_B[row] > wanted)
+    assert min(sizes["grown"], sizes["shrunk"]) > 20, sizes
+
+
+def test_rows_of_other_modes_do_not_notice_those_with_an_exact_target():
+    batch = _random_batch(np.random.default_rng(22))
+    is_exact = np.arange(ROWS) % 3 == 0
+    modes = np.where(is_exact, EXACT, batch.params.target_mode_B).astype(np.int32)
+    mixed = _edited(*batch._replace(params=batch.params._replace(target_mode_B=modes)))
+    for a, b in zip(jax.tree.leaves(mixed), jax.tree.leaves(_edited(*batch)), strict=True):
+        np.testing.assert_array_equal(a[~is_exact], b[~is_exact])

@@ -11,10 +11,11 @@ import pytest
 import toy
 
 from dlm_jax.config import SampleConfig
-from dlm_jax.sampling.guidance import Sight
-from dlm_jax.sampling.loop import step
-from dlm_jax.sampling.propose import chunk_size, propose_parallel
-from dlm_jax.sampling.rules import pack_editor
+from dlm_jax.sampling.edits import EDIT_RULES
+from dlm_jax.sampling.output import TrunkOutput
+from dlm_jax.sampling.propose import CandidateWriter, Parallel, Reader, Wanted
+from dlm_jax.sampling.propose.protocol import chunk_size
+from dlm_jax.sampling.step import step
 from dlm_jax.sampling.transforms import At, Context
 from dlm_jax.types import Network
 
@@ -47,17 +48,24 @@ def _context(is_open_BL):
     return Context(tokens_BL, order_BL, ~is_open_BL, jnp.full(ROWS, POSITIONS))
 
 
+def _filled(network, hidden_BLD, is_open_BL, keys_B, *, measure, chunk, method="inverse_cdf"):
+    chain, context = canvases.make_chain(TEMPERATURES), _context(is_open_BL)
+    writer = CandidateWriter(
+        chain, chain.prepare(chain.init(ROWS), context), keys_B, None, POSITIONS, measure, method
+    )
+    return Parallel().propose(
+        Reader(network, PARAMS, TrunkOutput(hidden_BLD), chunk),
+        writer,
+        Wanted(is_open_BL, context.is_visible_BL, context.tokens_BL),
+    )
+
+
 @functools.partial(jax.jit, static_argnames=("chunk", "method"))
 def _propose(hidden_BLD, is_open_BL, keys_B, *, chunk, method="inverse_cdf"):
-    chain = canvases.make_chain(TEMPERATURES)
-    return propose_parallel(
+    return _filled(
         NETWORK,
-        PARAMS,
-        Sight(hidden_BLD),
+        hidden_BLD,
         is_open_BL,
-        chain,
-        chain.init(ROWS),
-        _context(is_open_BL),
         keys_B,
         measure=lambda logits_NV, logprob_N: jnp.max(logits_NV, axis=-1) + logprob_N,
         chunk=chunk,
@@ -171,10 +179,9 @@ def test_readouts_follow_the_open_positions():
 
     @jax.jit
     def propose(hidden_BLD, is_open_BL, keys_B):
-        chain = canvases.make_chain(TEMPERATURES)
-        return propose_parallel(
-            counting, PARAMS, Sight(hidden_BLD), is_open_BL, chain, chain.init(ROWS),
-            _context(is_open_BL), keys_B, measure=lambda logits_NV, logprob_N: logprob_N, chunk=4,
+        return _filled(
+            counting, hidden_BLD, is_open_BL, keys_B,
+            measure=lambda logits_NV, logprob_N: logprob_N, chunk=4,
         )  # fmt: skip
 
     hidden_BLD, _ = _example()
@@ -197,11 +204,11 @@ def test_no_array_of_a_step_holds_logits_of_the_whole_canvas(rule, scoring):
     network = dataclasses.replace(network, readout=readout)
     program = canvases.program(network, chunk=chunk)
     params = {"hidden": hidden_BLD, "scale": jnp.float32(1)}
-    editor = None
+    edit = None
     if scoring is not None:
         sample = SampleConfig(edit=True, edit_token="mask", edit_scoring=scoring)
-        editor = pack_editor([sample] * canvases.ROWS)
-    state = canvases.make_state(canvases.mixed_rows(), rule, editor=editor)
+        edit = EDIT_RULES[scoring].pack([sample] * canvases.ROWS, None)
+    state = canvases.make_state(canvases.mixed_rows(), rule, edit=edit)
     jaxpr = jax.make_jaxpr(functools.partial(step, program))(params, state)
     sizes = list(_sizes(jaxpr.jaxpr))
     assert any(vocab_size in shape for shape in sizes)

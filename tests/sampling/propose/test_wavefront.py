@@ -15,9 +15,9 @@ import toy
 from oracles import wavefront as oracle
 
 from dlm_jax.sampling.draw import draw
-from dlm_jax.sampling.guidance import Sight
+from dlm_jax.sampling.output import TrunkOutput
+from dlm_jax.sampling.propose import CandidateWriter, Filled, Reader, Wanted, Wavefront
 from dlm_jax.sampling.transforms import Context, Temperature, chain
-from dlm_jax.sampling.wavefront import Filled, Wavefront, propose_wavefront
 from dlm_jax.types import Network
 
 ROWS, POSITIONS, WIDTH, V = 8, 24, 8, toy.VOCAB_SIZE
@@ -177,26 +177,20 @@ def _propose(network, params, canvas: Canvas, own_BL, *, chunk: int, banned=BANN
     order_BL = jnp.full(canvas.tokens_BL.shape, -1)
     bans, _ = canvases.make_chain([1.0] * ROWS).transforms
     full = chain(bans, Temperature(canvas.chain_temperature_B))
-    return propose_wavefront(
-        network,
-        params,
-        Sight(canvas.hidden_BLD, canvas.bare_BLD, canvas.guidance_B),
-        canvas.is_open_BL,
-        full,
-        full.init(ROWS),
-        Context(canvas.tokens_BL, order_BL, canvas.is_visible_BL, length_B),
-        jax.vmap(jax.random.key)(canvas.seed_B),
-        own_BL,
-        fill=Wavefront(
-            ratio_B=canvas.ratio_B,
-            is_spread_B=canvas.is_spread_B,
-            is_alternating_B=canvas.is_alternating_B,
-            temperature_B=canvas.temperature_B,
-        ),
-        banned_ids=banned,
-        measure=_measure,
-        chunk=chunk,
+    context = Context(canvas.tokens_BL, order_BL, canvas.is_visible_BL, length_B)
+    fill = Wavefront(
+        ratio_B=canvas.ratio_B,
+        is_spread_B=canvas.is_spread_B,
+        is_alternating_B=canvas.is_alternating_B,
+        temperature_B=canvas.temperature_B,
     )
+    output = TrunkOutput(canvas.hidden_BLD, canvas.bare_BLD, canvas.guidance_B)
+    writer = CandidateWriter(
+        full, full.prepare(full.init(ROWS), context), jax.vmap(jax.random.key)(canvas.seed_B),
+        own_BL, POSITIONS, _measure, "inverse_cdf", banned,
+    )  # fmt: skip
+    wanted = Wanted(canvas.is_open_BL, canvas.is_visible_BL, canvas.tokens_BL)
+    return fill.propose(Reader(network, params, output, chunk), writer, wanted)
 
 
 def _on_device(tree):
@@ -272,7 +266,7 @@ def _assert_row_is(ours: Filled, row: int, canvas: Canvas, done: oracle.Filled) 
     is_open_L = canvas.is_open_BL[row]
     want_L = np.where(is_open_L, done.canvas, 0)
     np.testing.assert_array_equal(ours.proposal.tokens_BL[row], want_L)
-    assert (ours.waves_B[row], ours.seeds_B[row]) == (done.num_waves, len(done.seeds))
+    assert (ours.waves_B[row], ours.bootstrapped_B[row]) == (done.num_waves, len(done.seeds))
     for mine_BL, theirs in [
         (ours.proposal.logprob_BL, done.logprob),
         (ours.proposal.confidence_BL, done.confidence),
@@ -333,7 +327,7 @@ def test_row_is_filled_as_if_it_were_alone():
 def test_nothing_open_is_nothing_proposed():
     ours = _fill(_pictured(["", "v", "x" * POSITIONS, "vvxx"] * 2))
     assert ours.is_finite_B.all()
-    assert not any(x.any() for x in (*ours.proposal, ours.waves_B, ours.seeds_B))
+    assert not any(x.any() for x in (*ours.proposal, ours.waves_B, ours.bootstrapped_B))
 
 
 def _same_rows(picture: str, seed: int = 0) -> Canvas:
@@ -362,7 +356,7 @@ def test_missing_neighbours_are_zero_vectors():
     pictures = ["ov", "xov", "vox", "vo", at_end, "vov", "xo", "xox"]
     canvas = _pictured(pictures)
     ours = _fill(canvas)
-    assert ours.seeds_B.tolist() == [0] * 6 + [1] * 2
+    assert ours.bootstrapped_B.tolist() == [0] * 6 + [1] * 2
     for row, picture in enumerate(pictures[:6]):
         place = picture.index("o")
         around = [

@@ -13,11 +13,10 @@ import toy
 from canvases import FOREVER, POSITIONS, ROWS, Row
 
 from dlm_jax.config import SampleConfig
-from dlm_jax.config.generation import RENOISE_TOKENS
-from dlm_jax.sampling.editor import PUT
-from dlm_jax.sampling.loop import renoised
-from dlm_jax.sampling.renoise import Renoise
-from dlm_jax.sampling.rules import pack_editor
+from dlm_jax.sampling.edits import Uncertainty
+from dlm_jax.sampling.remask.renoise import RENOISE_TOKENS, Renoise
+from dlm_jax.sampling.state import EDITED
+from dlm_jax.sampling.step import renoised
 from dlm_jax.types import Status
 
 TEXT_IDS = tuple(range(8))
@@ -135,7 +134,7 @@ def test_each_row_is_written_over_with_its_own_kind_and_random_tokens_are_text()
                 assert set(new) <= {toy.SPACE if kind == "space" else toy.MASK}
             # No step committed it, and it has no probability.
             told = np.asarray(after.committed_BL)[index, hits[index]]
-            assert (told == (-1 if kind == "mask" else PUT)).all()
+            assert (told == (-1 if kind == "mask" else EDITED)).all()
             assert not np.asarray(after.logprob_BL)[index, hits[index]].any()
     assert seen == set(TEXT_IDS)
 
@@ -164,12 +163,17 @@ def test_every_token_is_hit_as_often_as_any_other_and_every_id_is_written_as_oft
     number, positions = 6000, 14
     tokens = np.tile(np.r_[np.full(4, 20), toy.MASK, np.full(9, 20)], (number, 1))
     is_free = np.arange(positions) >= 2
-    after, is_hit = jax.jit(
-        lambda keys: _renoise(0.3, 0.3, ["random"], rows=number).write(
-            jnp.asarray(tokens), jnp.tile(is_free, (number, 1)), jnp.zeros(number, jnp.int32),
-            jnp.full(number, 5), keys, mask_id=toy.MASK, space_id=toy.SPACE, random_ids=(3, 5, 6),
-        )
-    )(jax.random.split(jax.random.key(0), number))  # fmt: skip
+    renoise = _renoise(0.3, 0.3, ["random"], rows=number)
+
+    @jax.jit
+    def write(keys):
+        ratio_B = renoise.ratio(jnp.zeros(number, jnp.int32), jnp.full(number, 5))
+        return renoise.write(
+            jnp.asarray(tokens), jnp.tile(is_free, (number, 1)), ratio_B, keys,
+            mask_id=toy.MASK, space_id=toy.SPACE, random_ids=(3, 5, 6),
+        )  # fmt: skip
+
+    after, is_hit = write(jax.random.split(jax.random.key(0), number))
     after, is_hit = np.asarray(after), np.asarray(is_hit)
     # 3 of the 11 tokens that are free. One standard deviation is 35 hits.
     counts = is_hit.sum(0)
@@ -207,12 +211,12 @@ def test_rows_that_have_ended_and_drafts_that_are_only_looked_at_are_not_written
     state = state._replace(status_B=jnp.where(jnp.asarray(is_done), Status.DONE, state.status_B))
     assert _hits(_renoised(state)).any(1).tolist() == [False, True, False, True, False, False,
                                                        False, True]  # fmt: skip
-    editor = pack_editor([SampleConfig(edit=True, edit_token="mask")] * ROWS)
-    warm = _state(rows[:2] + [Row(canvases.holes(6, 1))] * 6, renoise, editor=editor)
-    warms = np.asarray(warm.edited.warms_B)
+    edit = Uncertainty.pack([SampleConfig(edit=True, edit_token="mask")] * ROWS, None)
+    warm = _state(rows[:2] + [Row(canvases.holes(6, 1))] * 6, renoise, edit=edit)
+    warms = np.asarray(warm.edits.warms_B)
     assert warms.tolist() == [True, True, *[False] * 6]
     assert not _hits(_renoised(warm)).any()
-    warm = warm._replace(edited=warm.edited._replace(warms_B=jnp.zeros(ROWS, bool)))
+    warm = warm._replace(edits=warm.edits._replace(warms_B=jnp.zeros(ROWS, bool)))
     assert _hits(_renoised(warm)).any(1).tolist() == warms.tolist()
 
 

@@ -11,33 +11,39 @@ from oracles import remask as oracle
 from oracles import rules
 
 from dlm_jax.diffusion.corruption import SCHEDULES
-from dlm_jax.sampling import loop
-from dlm_jax.sampling.ancestral import Ancestral, ReMDM
-from dlm_jax.sampling.commit import View
-from dlm_jax.sampling.orders import uniform
-from dlm_jax.sampling.remask import Scheduled, Tokens
+from dlm_jax.sampling.commit import Ancestral, CommitContext, uniform
+from dlm_jax.sampling.remask import (
+    RemaskContext,
+    RemdmCap,
+    RemdmConf,
+    RemdmRescale,
+    Scheduled,
+    ScheduledThreshold,
+)
+from dlm_jax.sampling.step import step as one_step
 
 ROWS, LENGTH = 240, 14
 RNG = np.random.default_rng(1)
 POWER = 2.0
 KEYS = jax.vmap(jax.random.key)
+REMDM = {"cap": RemdmCap, "rescale": RemdmRescale, "conf": RemdmConf}
 
 
-def _view(step, steps, is_hole=None):
+def _step(step, steps, is_hole=None):
     rows = len(step)
     is_hole = np.zeros((rows, LENGTH), bool) if is_hole is None else is_hole
     as_int = [jnp.asarray(x, jnp.int32) for x in (is_hole.sum(1), step, steps)]
-    return View(jnp.asarray(is_hole), *as_int, KEYS(jnp.arange(rows)))
+    return CommitContext(jnp.asarray(is_hole), *as_int, KEYS(jnp.arange(rows)))
 
 
-def _tokens(is_open, is_fresh, probability, num_free):
-    return Tokens(
-        jnp.asarray(is_open), jnp.asarray(is_fresh), jnp.asarray(num_free, jnp.int32),
+def _context(step, is_open, is_fresh, probability, num_free):
+    return RemaskContext(
+        step, jnp.asarray(is_open), jnp.asarray(is_fresh), jnp.asarray(num_free, jnp.int32),
         jnp.asarray(probability, jnp.float32), None, KEYS(jnp.arange(len(is_open)) + 1000),
     )  # fmt: skip
 
 
-_select = jax.jit(lambda rule, view, tokens: tokens.is_open_BL & rule.select(view, tokens))
+_select = jax.jit(lambda rule, context: context.is_open_BL & rule.select(context))
 
 
 def test_scheduled_remasking_takes_the_worst_by_count_or_by_threshold():
@@ -49,11 +55,16 @@ def test_scheduled_remasking_takes_the_worst_by_count_or_by_threshold():
     is_open = np.ones((ROWS, LENGTH), bool)
     is_open[:, -3:] = False
     probability = RNG.uniform(0, 1, (ROWS, LENGTH)).astype(np.float32)
-    tokens = _tokens(is_open, is_open, probability, is_open.sum(1))
     chance = np.asarray(uniform(KEYS(jnp.arange(ROWS) + 1000), LENGTH))
-    columns = (start, end, randomness)
-    rule = Scheduled(*(jnp.asarray(c, jnp.float32) for c in columns), jnp.asarray(is_threshold))
-    chosen = np.asarray(_select(rule, _view(step, steps), tokens))
+    columns = [jnp.asarray(c, jnp.float32) for c in (start, end, randomness)]
+    by_count, above = (
+        _select(
+            cls(*columns),
+            _context(_step(step, steps), is_open, is_open, probability, is_open.sum(1)),
+        )
+        for cls in (Scheduled, ScheduledThreshold)
+    )
+    chosen = np.where(is_threshold[:, None], above, by_count)
     sizes = set()
     for row in range(ROWS):
         ratio = oracle.scheduled_ratio(int(step[row]) + 1, int(steps[row]), start[row], end[row])
@@ -72,9 +83,9 @@ def test_scheduled_remasking_takes_the_worst_by_count_or_by_threshold():
 
 def test_count_is_of_the_free_positions_holes_included():
     is_open = np.arange(LENGTH)[None] < 6
-    rule = Scheduled(*(jnp.array([x]) for x in (0.5, 0.5, 0.0)), jnp.array([False]))
-    tokens = _tokens(is_open, is_open, np.zeros((1, LENGTH)), [10])
-    assert int(_select(rule, _view([0], [4]), tokens).sum()) == 5
+    rule = Scheduled(*(jnp.array([x]) for x in (0.5, 0.5, 0.0)))
+    context = _context(_step([0], [4]), is_open, is_open, np.zeros((1, LENGTH)), [10])
+    assert int(_select(rule, context).sum()) == 5
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -88,10 +99,11 @@ def test_positions_change_as_often_as_the_process_says(schedule, kind):
     etas_B = jnp.full(rows, eta)
     names = {"conf": "confidence"}
     for step in range(steps - 1):
-        view = _view(np.full(rows, step), np.full(rows, steps), is_hole)
+        now = _step(np.full(rows, step), np.full(rows, steps), is_hole)
         times = rules.times(step, steps)
         alpha_t, alpha_s = (rules.alpha(schedule, t, POWER) for t in times)
-        rate = np.asarray(_eligible(Ancestral(etas_B, noise, kind), view))[:, :7].mean()
+        remask = "none" if kind == "none" else f"remdm_{kind}"
+        rate = np.asarray(_eligible(Ancestral(etas_B, noise, remask), now))[:, :7].mean()
         if kind == "none":
             want = rules.ancestral_probability(schedule, step, steps, POWER)
         else:
@@ -101,8 +113,8 @@ def test_positions_change_as_often_as_the_process_says(schedule, kind):
             continue
         is_fresh = np.zeros_like(is_hole)
         is_fresh[:, 12:] = True
-        tokens = _tokens(~is_hole, is_fresh, probability, [LENGTH] * rows)
-        taken = np.asarray(_select(ReMDM(etas_B, noise, kind), view, tokens))
+        context = _context(now, ~is_hole, is_fresh, probability, [LENGTH] * rows)
+        taken = np.asarray(_select(REMDM[kind](etas_B, noise), context))
         assert not taken[:, 12:].any()
         rates = taken[:, 7:12].mean(0)
         if kind == "conf":
@@ -115,7 +127,7 @@ def test_positions_change_as_often_as_the_process_says(schedule, kind):
         np.testing.assert_allclose(rates, wants, atol=0.03)
 
 
-_eligible = jax.jit(lambda rule, view: rule.eligible(view))
+_eligible = jax.jit(lambda rule, context: rule.eligible(context))
 
 
 def test_a_row_whose_strength_is_zero_is_left_alone():
@@ -123,25 +135,25 @@ def test_a_row_whose_strength_is_zero_is_left_alone():
     is_open = np.ones((2, LENGTH), bool)
 
     def taken(rule):
-        tokens = _tokens(is_open, ~is_open, np.zeros((2, LENGTH)), [LENGTH] * 2)
-        return np.asarray(_select(rule, _view([1, 1], [4, 4]), tokens)).any(1).tolist()
+        step = _step([1, 1], [4, 4])
+        context = _context(step, is_open, ~is_open, np.zeros((2, LENGTH)), [LENGTH] * 2)
+        return np.asarray(_select(rule, context)).any(1).tolist()
 
     for kind in ("cap", "rescale", "conf"):
-        rule = ReMDM(jnp.array([0.0, 1.0]), noise, kind)
+        rule = REMDM[kind](jnp.array([0.0, 1.0]), noise)
         assert taken(rule) in ([[False, True]] + [[False, False]] * (kind == "conf"))
         assert rule.is_active().tolist() == rule.goes_on().tolist() == [False, True]
     columns = (jnp.array([0.0, 0.9]), jnp.array([0.0, 0.9]), jnp.array([0.5, 0.5]))
-    scheduled = Scheduled(*columns, jnp.array([True, True]))
-    assert taken(scheduled) == [False, True]
+    assert taken(ScheduledThreshold(*columns)) == [False, True]
 
 
 def test_a_drafts_tokens_are_known_by_their_own_probability():
     """Nothing is remasked here; what the rule would read is looked at."""
     is_draft = (False, True, True, False, False, True)
     rows = [Row((1, 2, 3, 4, toy.MASK, 5), steps=3, is_draft=is_draft)]
-    nothing = Scheduled(*(jnp.full(1, x) for x in (0.01, 0.01, 0.0)), jnp.array([False]))
+    nothing = Scheduled(*(jnp.full(1, x) for x in (0.01, 0.01, 0.0)))
     state = canvases.make_state(rows, canvases.RANDOM, remask=nothing)
-    state = jax.jit(loop.step, static_argnums=0)(canvases.program(), toy.params(), state)
+    state, _ = jax.jit(one_step, static_argnums=0)(canvases.program(), toy.params(), state)
     logprobs = jax.nn.log_softmax(toy.row_logits([*rows[0].tokens, *[toy.PAD] * 18], 6)[:6])
     for place, token in ((1, 2), (2, 3), (5, 5)):
         own = float(state.logprob_BL[0, place])

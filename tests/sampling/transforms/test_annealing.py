@@ -10,7 +10,7 @@ import toy
 from canvases import ROWS, Row, holes
 from oracles.rules import annealed_temperature
 
-from dlm_jax.sampling.loop import chain_now
+from dlm_jax.sampling.step import chain_now
 from dlm_jax.sampling.transforms import DynamicTemperature, Temperature, chain
 
 
@@ -20,7 +20,8 @@ def _state(rows, last, *, make=Temperature):
     first_B = jnp.array([row.temperature for row in rows])
     moving = make(first_B, last_B=jnp.array(last, jnp.float32))
     chained = chain(bans, moving)
-    return state._replace(chain=chained, chain_state=chained.init(ROWS))
+    rules = state.rules._replace(chain=chained)
+    return state._replace(rules=rules, chain_state=chained.init(ROWS))
 
 
 def test_temperature_goes_evenly_to_the_last_step_or_the_last_hole():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import signal
@@ -11,18 +10,9 @@ from pathlib import Path
 
 import pytest
 import tiny_run
-from tiny_run import ROOT
 
+from dlm_jax.cli import train
 from dlm_jax.metrics import read_records
-
-
-def _train_script():
-    spec = importlib.util.spec_from_file_location("train_script", ROOT / "train.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
 
 
 def _arguments(out_dir: Path, **changes: object) -> list[str]:
@@ -34,7 +24,7 @@ def _refusal(capsys, out_dir: Path, *more: str, **changes: object) -> str:
     """The one line with which bad input is refused; nothing may be left of the run."""
     before = set(out_dir.parent.iterdir())
     with pytest.raises(SystemExit) as exit_, tiny_run.on_devices(1):
-        _train_script().main([*_arguments(out_dir, **changes), *more])
+        train.main([*_arguments(out_dir, **changes), *more])
     out, err = capsys.readouterr()
     assert exit_.value.code == 2
     assert out == ""
@@ -85,7 +75,7 @@ def test_an_interrupted_program_says_so_in_its_exit_code_and_continues(tmp_path,
 def test_a_run_that_is_not_finite_exits_with_1(tmp_path, capsys):
     changes = {"optim__learning_rate": 1e38, "optim__adam_learning_rate": 1e38}
     with tiny_run.on_devices(1):
-        assert _train_script().main(_arguments(tmp_path, **changes)) == 1
+        assert train.main(_arguments(tmp_path, **changes)) == 1
     assert capsys.readouterr().out == ""
 
 

@@ -9,8 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dlm_jax.config import MeshConfig, OptimConfig
-from dlm_jax.model.transformer import build
-from dlm_jax.sharding import (
+from dlm_jax.distributed.sharding import (
     batch_sharding,
     make_mesh,
     partition,
@@ -18,6 +17,7 @@ from dlm_jax.sharding import (
     shardings,
     share_of_batch,
 )
+from dlm_jax.model.transformer import build
 from dlm_jax.training.optim import make_optimizer
 from dlm_jax.training.step import abstract_state
 

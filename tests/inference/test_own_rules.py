@@ -1,0 +1,203 @@
+"""Rules as objects and rules of one's own: the same as settings by name, wherever settings go."""
+
+import dataclasses
+import sys
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy_model
+
+import dlm_jax
+from dlm_jax import MinP, Renoise, Setting, Temperature, Threshold, TopK, TopP, per_row, rule
+from dlm_jax.config import SampleConfig
+from dlm_jax.inference.request import make_requests
+
+# It recommends a transform that a list of transforms leaves out.
+SAMPLE = SampleConfig(
+    gen_length=8, steps=8, temperature=0.8, top_k=3, ignore_eos=True,
+    chain=("temperature", "top_k", "top_p"),
+)  # fmt: skip
+MODEL = dataclasses.replace(toy_model.MODEL, sample=SAMPLE)
+PACE = Setting("pace", 2, "order=every_other: holes that a step commits", low=1, high=99)
+SHIFT = Setting("shift", 0.0, "added to the logit of id 3", low=-1e6, high=1e6)
+
+
+@rule
+class EveryOther(dlm_jax.CommitRule):
+    """Commits the leftmost holes, as many as it is told."""
+
+    pace_B: jnp.ndarray = per_row(PACE)
+
+    def select(self, context, proposal):
+        """The first `pace` holes."""
+        place_BL = jnp.cumsum(context.is_hole_BL, axis=1)
+        return context.is_hole_BL & (place_BL <= self.pace_B[:, None])
+
+
+@rule
+class Shift(dlm_jax.LogitTransform):
+    """Adds to one logit."""
+
+    shift_B: jnp.ndarray = per_row(SHIFT)
+
+    def apply(self, prepared, logits_NV, at):
+        """The logits with the row's number added at id 3."""
+        return logits_NV.at[:, 3].add(self.shift_B[at.row_N])
+
+
+def _same(ours, theirs):
+    for name in ("tokens", "logprobs", "committed", "steps", "forwards"):
+        np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), err_msg=name)
+
+
+def test_rule_objects_are_the_settings_that_name_them():
+    objects = {"commit": Threshold(0.5), "transforms": [Temperature(0.7), TopP(0.9)]}
+    ours = dlm_jax.generate(MODEL, ["A ", "The "], seed=3, **objects)
+    named = {"order": "threshold", "threshold": 0.5, "chain": ("temperature", "top_p"),
+             "temperature": 0.7, "top_p": 0.9, "top_k": 0}  # fmt: skip
+    _same(ours, dlm_jax.generate(MODEL, ["A ", "The "], seed=3, **named))
+    recommended = dlm_jax.generate(MODEL, ["A ", "The "], seed=3)
+    assert ours.texts != recommended.texts
+
+
+def test_values_of_rows_are_those_of_rows_one_by_one():
+    temperatures, thresholds = np.array([0.3, 0.9, 1.5, 0.6]), jnp.array([0.1, 0.2, 0.9, 0.4])
+    together = dlm_jax.generate(
+        MODEL, ["A ", "The "], num_samples=2, seed=3, commit=Threshold(thresholds),
+        transforms=[Temperature(temperatures), TopP(0.9)],
+    )  # fmt: skip
+    assert len(set(together.steps.tolist())) > 1
+    for row in range(4):
+        alone = dlm_jax.generate(
+            MODEL, [["A ", "The "][row // 2]], seed=3 + row,
+            commit=Threshold(float(thresholds[row])),
+            transforms=[Temperature(float(temperatures[row])), TopP(0.9)],
+        )  # fmt: skip
+        assert alone.texts[0] == together.texts[row]
+        assert alone.steps[0] == together.steps[row]
+
+
+def test_what_a_prompt_gives_counts_before_what_the_call_gives():
+    def sample(prompt, **common):
+        return make_requests(MODEL, {"prompt": "A "} | prompt, common)[0].sample
+
+    assert sample({"threshold": 0.3}, commit=Threshold(0.5)).threshold == 0.3
+    assert sample({"order": "random"}, commit=Threshold(0.5)).order == "random"
+    assert sample({"commit": Threshold(0.5)}, order="random").order == "threshold"
+    chain = sample({"transforms": [TopP(0.5)]}, transforms=[TopK(2)]).chain
+    assert chain == ("top_p",)
+    assert sample({}, transforms=[]).chain == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"commit": Threshold(0.5), "order": "random"}, "commit and order name a rule both"),
+        ({"commit": Threshold(0.5), "threshold": 0.4}, "threshold is given, and commit has it too"),
+        ({"transforms": [TopP(0.9)], "chain": ("top_p",)}, "transforms and chain name a rule both"),
+        ({"transforms": [TopP(0.9, 2), MinP(0.1)]}, "min_keep is told by two rules, differently"),
+        ({"transforms": [TopP(0.9), TopP(0.8)]}, "top_p is told by two rules, differently"),
+        ({"transforms": [TopP(0.9), TopP(0.9)]}, "chain has 'top_p' 2 times; name it once"),
+        ({"commit": TopP(0.9)}, "commit is a TopP, which is no CommitRule"),
+        ({"commit": "threshold"}, "commit is 'threshold', which is no CommitRule; use order="),
+        ({"commit": Threshold}, "commit is the class Threshold, which is no CommitRule"),
+        ({"transforms": Temperature(0.7)}, "transforms is a Temperature; give a list"),
+        ({"transforms": [Threshold(0.5)]}, "transforms is a Threshold, which is no LogitTransform"),
+        ({"fill": Threshold(0.5)}, "fill is a Threshold, which is no FillRule"),
+        ({"remask": 5}, "remask is 5, which is no RemaskRule"),
+        ({"edit": Renoise()}, "edit is a Renoise, which is no EditRule"),
+        ({"renoise": TopP(0.5)}, "is not one of space, mask, random"),
+        ({"commit": Threshold(np.array([0.1, 0.2]))}, "threshold has 2 values, and the rows are 3"),
+        ({"commit": Threshold(np.full(40, 0.1))}, "threshold has 40 values, and the rows are 3"),
+        ({"commit": Threshold(1.5)}, "threshold=1.5 is outside [0, 1]"),
+        ({"transforms": [Temperature(np.array([1.0, -1.0, 1.0]))]}, "temperature=-1.0 is outside"),
+        ({"rules": 5}, "rules is 5; give a list of classes"),
+        ({"rules": [int]}, "which is no rule"),
+        ({"rules": [types]}, "which is no rule"),
+        ({"rules": types}, "rules=types defines no rule"),
+        ({"order": "every_other"}, "order='every_other' is not one of"),
+        ({"rules": [EveryOther], "order": "every_othr"}, "did you mean 'every_other'?"),
+        ({"rules": [EveryOther], "order": "every_other", "pace": 0}, "pace=0 is outside [1, 99]"),
+        ({"rules": [EveryOther], "pase": 3}, "did you mean 'pace'?"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(settings, said):
+    with pytest.raises(ValueError, match="^[^\n]+$") as refusal:
+        dlm_jax.generate(MODEL, ["A "], num_samples=3, **settings)
+    assert said in str(refusal.value)
+
+
+def test_a_rule_without_what_its_kind_requires_or_with_a_taken_name_is_refused():
+    @rule
+    class Idle(dlm_jax.CommitRule):
+        """Selects nothing."""
+
+    @rule
+    class Again(dlm_jax.CommitRule):
+        """Has the name of another."""
+
+        name = "threshold"
+
+        def select(self, context, proposal):
+            return context.is_hole_BL
+
+    class Bare(dlm_jax.CommitRule):
+        """Not under `rule`."""
+
+        def select(self, context, proposal):
+            return context.is_hole_BL
+
+    for cls, said in ((Idle, "lacks select()"), (Again, "taken"), (Bare, "dlm_jax.rule")):
+        with pytest.raises(ValueError, match="^[^\n]+$") as refusal:
+            dlm_jax.generate(MODEL, ["A "], rules=[cls])
+        assert said in str(refusal.value)
+
+
+def _pace(row, prompt):
+    """How many tokens each step committed."""
+    committed = row[len(prompt) :]
+    return [int((committed == step).sum()) for step in range(committed.max() + 1)]
+
+
+def test_a_commit_rule_of_ones_own_is_a_setting_of_a_call_of_a_prompt_and_of_a_stream():
+    prompts = ["A ", {"prompt": "The ", "pace": 3}, {"prompt": "A ", "order": "random"}]
+    how = {"rules": [EveryOther], "order": "every_other", "pace": 4, "seed": 3}
+    made = dlm_jax.generate(MODEL, prompts, **how)
+    assert _pace(made.committed[0, :10], "A ") == [4, 4]
+    assert _pace(made.committed[1, :12], "The ") == [3, 3, 2]
+    assert _pace(made.committed[2, :10], "A ") == [1] * 8
+    last = {}
+    for canvases in dlm_jax.stream(MODEL, prompts, **how):
+        last |= canvases
+    for index, row in last.items():
+        assert row.tokens.tolist() == made.tokens[index, : made.lengths[index]].tolist()
+    objects = dlm_jax.generate(MODEL, ["A "], seed=3, commit=EveryOther(4))
+    assert objects.texts[0] == made.texts[0]
+
+
+def test_a_transform_of_ones_own_joins_the_recommended_chain():
+    prompts = [{"prompt": "A ", "shift": shift, "seed": 3} for shift in (0.0, 1e6)]
+    plain, shifted = dlm_jax.generate(MODEL, prompts, rules=[Shift]).texts
+    # Beside one that shifts or not: behind a top-k a transform that reads ids is not left out.
+    assert plain == dlm_jax.generate(MODEL, prompts[:1], rules=[Shift]).texts[0]
+    assert plain == dlm_jax.generate(MODEL, ["A "], rules=[Shift], seed=3).texts[0]
+    without = {"top_k": 0, "seed": 3}
+    assert (
+        dlm_jax.generate(MODEL, ["A "], rules=[Shift], **without).texts
+        == dlm_jax.generate(MODEL, ["A "], **without).texts
+    )
+    (letter,) = MODEL.tokenizer.decode([3])
+    # Where the top-k leaves it, nothing else is drawn.
+    assert shifted.count(letter) > plain.count(letter)
+    alone = dlm_jax.generate(MODEL, ["A "], seed=3, transforms=[Shift(1e6)])
+    assert alone.texts[0] == "A " + letter * 8
+
+
+@pytest.mark.slow
+def test_a_module_stands_for_the_rules_that_it_defines():
+    module = sys.modules[__name__]
+    settings = {"order": "every_other", "pace": 3, "shift": 1e6, "seed": 3}
+    ours = dlm_jax.generate(MODEL, ["A "], rules=module, **settings)
+    _same(ours, dlm_jax.generate(MODEL, ["A "], rules=[EveryOther, Shift], **settings))

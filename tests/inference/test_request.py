@@ -1,0 +1,100 @@
+"""Requests are refused by name, and grouped by what is compiled in."""
+
+import numpy as np
+import pytest
+import toy
+
+from dlm_jax.config import SampleConfig
+from dlm_jax.inference.request import Request, group, only_chains_in_use, pack
+from dlm_jax.sampling.rules import ModelFacts
+
+TOKENS = np.array([1, 2, toy.MASK, toy.MASK], np.int32)
+FACTS = ModelFacts(toy.VOCAB_SIZE, toy.BANNED, (toy.EOS,))
+
+
+def _request(*, steps=4, tokens=TOKENS, seed=0, is_draft=None, **settings) -> Request:
+    return Request(tokens, SampleConfig(steps=steps, **settings), seed, is_draft)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"steps": 0}, "steps=0 is outside [1, 2147483647]"),
+        ({"seed": -1}, "seed=-1 is outside"),
+        ({"seed": 2**32}, "seed=4294967296 is outside"),
+        ({"tokens": np.zeros(0, np.int32)}, "tokens have shape (0,)"),
+        ({"tokens": np.zeros((2, 3), np.int32)}, "tokens have shape (2, 3)"),
+        ({"is_draft": np.zeros(3, bool)}, "is_draft has shape (3,) and tokens (4,)"),
+    ],
+)
+def test_bad_request_is_refused_by_name(changes, said):
+    with pytest.raises(ValueError, match="^[^\n]*$") as refusal:
+        _request(**changes)
+    assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("host_sampler", 3, "host_sampler=3 is not callable"),
+        ("read_back", 1, "read_back=1 is not a bool"),
+        ("capacity", -1, "capacity=-1 must be at least 0"),
+    ],
+)
+def test_bad_field_is_refused_by_name(name, value, said):
+    with pytest.raises(ValueError, match=f"^{said}[^\n]*$"):
+        Request(TOKENS, SampleConfig(), **{name: value})
+
+
+def test_fewer_steps_than_blocks_with_work_are_refused():
+    tokens = np.array([1, 8, 8, 2, 3, 8], np.int32)
+    _request(tokens=tokens, steps=2, block_length=2).check_steps(mask_id=toy.MASK)
+    draft = np.array([False, True, True, True, True, True])
+    for changes, busy in (({}, 2), ({"is_draft": draft}, 3)):
+        request = _request(tokens=tokens, steps=busy - 1, block_length=2, **changes)
+        with pytest.raises(ValueError, match=f"less than the {busy} blocks of block_length=2 .*"):
+            request.check_steps(mask_id=toy.MASK)
+    _request(tokens=tokens, steps=1).check_steps(mask_id=toy.MASK)
+
+
+def test_rows_that_agree_in_what_is_compiled_in_run_together():
+    alike = [
+        _request(steps=3), _request(temperature=0.3), _request(top_p=0.5, remask_eta=0.3),
+        _request(block_length=2, seed=4), _request(threshold=0.2), _request(gen_length=3),
+    ]  # fmt: skip
+    others = [
+        _request(order="threshold"), _request(order="threshold", confidence="max"),
+        _request(schedule="all"), _request(remask="scheduled", remask_start=0.5),
+        _request(remask="scheduled", remask_by="critic"), _request(fill="wavefront"),
+        _request(guidance=1.0), _request(draw="gumbel"), _request(chain=("temperature",)),
+        _request(edit=True, edit_token="mask"), _request(renoise="mask", renoise_start=0.5),
+        Request(TOKENS, SampleConfig(), read_back=True),
+    ]  # fmt: skip
+    groups = group([*alike, *others, *others])
+    first = len(alike)
+    assert list(groups.values()) == [
+        list(range(first)),
+        *([first + i, first + len(others) + i] for i in range(len(others))),
+    ]
+
+
+def test_columns_are_those_of_the_requests():
+    requests = [_request(steps=3, seed=2**32 - 1), _request(steps=5, max_new_tokens=7, guidance=1)]
+    row, rules = pack(requests, FACTS)
+    assert row.steps_B.tolist() == [3, 5]
+    assert row.seed_B.tolist() == [2**32 - 1, 0]
+    assert row.max_new_B.tolist() == [0, 7]
+    assert row.guidance_B.tolist() == [0.0, 1.0]
+    assert (rules.remask, rules.edit, rules.renoise) == (None, None, None)
+
+
+def test_chains_keep_what_any_row_of_the_same_chain_asks_for():
+    short = ("top_k", "temperature", "top_p")
+    requests = [
+        _request(temperature=0.5), _request(top_p=0.5), _request(chain=short),
+        _request(chain=short, top_p=0.2),
+    ]  # fmt: skip
+    chains = [request.sample.chain for request in only_chains_in_use(requests)]
+    assert chains == [("temperature", "top_p")] * 2 + [("top_p",)] * 2
+    for old, new in zip(requests, only_chains_in_use(requests), strict=True):
+        assert (new.tokens is old.tokens) and new.sample.top_p == old.sample.top_p

@@ -1,0 +1,69 @@
+"""The package as its users import it: what it names is there, explained, and typed."""
+
+import ast
+import importlib
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import dlm_jax
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_dir_lists_what_all_lists():
+    assert dir(dlm_jax) == dlm_jax.__all__ == sorted(set(dlm_jax.__all__))
+    assert {"generate", "rule", "CommitRule", "TopP"} <= set(dlm_jax.__all__)
+
+
+@pytest.mark.parametrize("name", dlm_jax.__all__)
+def test_every_name_is_imported_on_use_and_explained(name):
+    assert getattr(dlm_jax, name).__doc__
+
+
+def test_names_that_type_checkers_see_are_those_of_all():
+    tree = ast.parse((ROOT / "dlm_jax" / "__init__.py").read_text())
+    (checked,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = []
+    for node in checked.body:
+        assert isinstance(node, ast.ImportFrom)
+        for alias in node.names:
+            # `X as X` is how a type checker is told that a name is meant for others.
+            assert alias.name in (alias.asname, "*")
+            room = importlib.import_module(node.module)
+            seen += room.__all__ if alias.name == "*" else [alias.name]
+    assert sorted(seen) == dlm_jax.__all__
+
+
+def test_an_unknown_name_is_refused_by_the_package():
+    with pytest.raises(AttributeError, match="module 'dlm_jax' has no attribute 'generat'"):
+        _ = dlm_jax.generat
+
+
+def test_importing_the_package_alone_imports_no_jax():
+    code = "import dlm_jax, sys; print('jax' in sys.modules, dlm_jax.__version__ > '')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "True"], done.stderr
+
+
+def test_the_marker_of_types_ships_with_the_data():
+    assert (ROOT / "dlm_jax" / "py.typed").exists()
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]["dlm_jax"]
+    found = {path.name for pattern in patterns for path in (ROOT / "dlm_jax").glob(pattern)}
+    assert {"py.typed", "shakespeare.safetensors"} <= found
+    assert any(name.endswith(".html") for name in found)
+
+
+def test_the_version_is_that_of_the_project():
+    assert dlm_jax.__version__ == PROJECT["project"]["version"]
+
+
+@pytest.mark.parametrize(("program", "target"), PROJECT["project"]["scripts"].items())
+def test_every_installed_program_is_there(program, target):
+    module, function = target.split(":")
+    assert program.startswith("dlm-")
+    assert callable(getattr(importlib.import_module(module), function))

@@ -1,0 +1,200 @@
+"""Own network, objective and heads, none of them in the package, go through `train`."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_run
+
+import dlm_jax
+import dlm_jax.config as configs
+from dlm_jax.diffusion.losses import cross_entropy
+from dlm_jax.training import Batch, Example, Head, HeadInputs, Loss, NetworkObjective, Setup, train
+from dlm_jax.types import Network, live_positions
+
+WIDTH = 8
+FLAGS = {
+    "optim__name": "adamw", "optim__ema_decay": 0.5, "heads__warmup_steps": 0, "train__steps": 6,
+    "train__log_every": 1, "train__eval_every": 6, "train__checkpoint_every": 2,
+    "train__accumulate": 2,
+}  # fmt: skip
+
+
+def network(model: configs.ModelConfig) -> Network:
+    """Each position sees its own token and, through one matrix, its neighbours."""
+
+    def init(key):
+        keys = jax.random.split(key, 3)
+        shapes = {"table": (model.vocab_size, WIDTH), "mix": (WIDTH, WIDTH)}
+        shapes["out"] = (WIDTH, model.vocab_size)
+        return {n: jax.random.normal(k, shapes[n]) for n, k in zip(shapes, keys, strict=True)}
+
+    def trunk(params, tokens_BL, length_B, cache):
+        x_BLD = params["table"][tokens_BL]
+        live_BL1 = live_positions(length_B, tokens_BL.shape[1])[:, :, None]
+        seen_BLD = jnp.pad(jnp.where(live_BL1, x_BLD, 0.0), ((0, 0), (1, 1), (0, 0)))
+        return x_BLD + jnp.tanh((seen_BLD[:, :-2] + seen_BLD[:, 2:]) @ params["mix"]), cache
+
+    return Network(
+        init,
+        trunk,
+        embed=lambda params, ids: params["table"][ids],
+        readout=lambda params, hidden_ND: hidden_ND @ params["out"],
+        vocab_size=model.vocab_size,
+    )
+
+
+def plain_objective(setup: Setup):
+    """Half of the tokens are hidden."""
+
+    def objective(batch: Batch, key: jax.Array) -> Example:
+        is_hidden_BL = jax.random.bernoulli(key, 0.5, batch.tokens_BL.shape) & batch.is_free_BL()
+        weight_BL = is_hidden_BL.astype(jnp.float32)
+        shown_BL = jnp.where(is_hidden_BL, setup.mask_id, batch.tokens_BL)
+        return Example(shown_BL, weight_BL, weight_BL.sum())
+
+    return objective
+
+
+def two_passes(setup: Setup) -> NetworkObjective:
+    """Predicts the hidden tokens a second time, beside what it predicted at first."""
+    objective = plain_objective(setup)
+
+    def draw(batch: Batch, key: jax.Array) -> Any:
+        return batch, objective(batch, key)
+
+    def loss(network: Network, params: Any, noise: Any) -> Loss:
+        batch, example = noise
+        passes = []
+        shown_BL = example.shown_BL
+        for _ in range(2):
+            hidden_BLD, _ = network.trunk(params, shown_BL, batch.length_B, None)
+            nll_BL = cross_entropy(
+                network, params, hidden_BLD, batch.tokens_BL, mask_id=setup.mask_id
+            )
+            passes.append(jnp.sum(example.weight_BL * nll_BL))
+            first_BL = network.readout(params, hidden_BLD.reshape(-1, WIDTH)).argmax(1)
+            is_even_BL = (jnp.arange(shown_BL.shape[1]) % 2 == 0)[None]
+            shown_BL = jnp.where(
+                is_even_BL & (example.weight_BL > 0), first_BL.reshape(shown_BL.shape), shown_BL
+            )
+        return Loss(passes[0] + passes[1], example.total)
+
+    return NetworkObjective(draw, loss)
+
+
+def left_head(*, trains_trunk: bool = False, **changes: Any) -> Head:
+    """Which token stands left of each position."""
+
+    def draw(example, key):
+        is_used_BL = jax.random.bernoulli(key, 0.5, example.shown_BL.shape)
+        return is_used_BL, jnp.sum(is_used_BL).astype(jnp.float32)
+
+    def loss(inputs: HeadInputs) -> Loss:
+        is_used_BL, total = inputs.noise
+        logits_BLV = inputs.hidden_BLD @ inputs.params["left_head"]["kernel"]
+        left_BL = jnp.roll(inputs.example.batch.tokens_BL, 1, axis=1)
+        log_p_BLV = jax.nn.log_softmax(logits_BLV)
+        nll_BL = -jnp.take_along_axis(log_p_BLV, left_BL[:, :, None], axis=2)[:, :, 0]
+        return Loss(jnp.sum(jnp.where(is_used_BL, nll_BL, 0.0)), total)
+
+    return Head(
+        "left_head", loss, draw,
+        init=lambda key: {"kernel": jax.random.normal(key, (WIDTH, 64)) / 9},
+        trains_trunk=trains_trunk, **changes,
+    )  # fmt: skip
+
+
+def _train(out_dir: Path, **parts: Any):
+    parts = {"network": network, "objective": plain_objective} | parts
+    flags = FLAGS | parts.pop("flags", {})
+    with tiny_run.on_devices(1):
+        config = configs.load(None, tiny_run.flags(out_dir, **flags))
+        return train(config, report=lambda line: None, **parts)
+
+
+@functools.cache
+def _whole(folder: Path):
+    return _train(folder / "whole", objective=two_passes, heads=[left_head(start=2)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("own")
+
+
+def test_own_parts_train_and_are_sampled(folder):
+    outcome = _whole(folder)
+    run = outcome.run
+    assert (outcome.reason, str(run.stage(0)), str(run.stage(2))) == (
+        "finished", "main", "main + left_head",
+    )  # fmt: skip
+    fresh = run.network.init(jax.random.key(0))
+    assert fresh.keys() == outcome.params.keys() == {"table", "mix", "out", "left_head"}
+    lines = [r for r in tiny_run.records(folder / "whole") if r["kind"] == "train"]
+    assert ["left" in line for line in lines] == [False] * 2 + [True] * 4
+    assert lines[-1]["left"] < lines[2]["left"] and np.isfinite(outcome.bound)
+    for line in lines[2:]:
+        assert line["loss"] == pytest.approx(line["objective"] + line["left"], rel=1e-5)
+    model = dlm_jax.Model(
+        run.network, outcome.params, run.corpus.tokenizer, max_length=16, sample=run.config.sample
+    )
+    (text,) = dlm_jax.generate(model, num_samples=1, seed=1).texts
+    assert len(text) == 16
+
+
+def test_a_stopped_run_of_own_parts_continues_bit_for_bit(folder):
+    for step in (1, 3):
+        with pytest.MonkeyPatch.context() as patch:
+            tiny_run.stop_after(step, patch)
+            stopped = _train(folder / "cut", objective=two_passes, heads=[left_head(start=2)])
+        assert (stopped.reason, stopped.step) == ("interrupted", step)
+    outcome = _train(folder / "cut", objective=two_passes, heads=[left_head(start=2)])
+    tiny_run.assert_same(outcome.state, _whole(folder).state)
+    assert tiny_run.records(folder / "cut") == tiny_run.records(folder / "whole")
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [({"heads": ()}, "heads"), ({"network": None}, "network"), ({"objective": None}, "objective")],
+)
+def test_continuing_with_other_parts_is_refused_by_name(folder, changes, part):
+    _whole(folder)
+    given = {"objective": two_passes, "heads": [left_head(start=2)]} | changes
+    with pytest.raises(ValueError, match=f"holds a run whose own {part} is .*, and here it is"):
+        _train(folder / "whole", **given)
+
+
+def test_a_head_leaves_the_model_alone_bit_for_bit_unless_it_says_that_it_trains_it(folder):
+    def main_of(name: str, *heads: Head):
+        params = _train(folder / name, heads=heads).params
+        return {path: leaf for path, leaf in params.items() if path != "left_head"}
+
+    alone = main_of("alone")
+    tiny_run.assert_same(main_of("beside", left_head(weight=0.5, end=3)), alone)
+    teaching = main_of("teaching", left_head(trains_trunk=True))
+    assert not np.array_equal(teaching["table"], alone["table"])
+
+
+def test_a_head_joins_the_group_of_the_model_where_its_record_says_so(folder):
+    outcome = _train(folder / "joined", heads=[left_head(joins_main=True, trains_trunk=True)])
+    assert str(outcome.run.stage(0)) == "main"
+    fresh = outcome.run.network.init(jax.random.split(jax.random.key(0))[0])
+    for name, leaf in outcome.state.params.items():
+        moved = jax.tree.map(lambda new, old: np.abs(new - old).max() > 1e-4, leaf, fresh[name])
+        assert all(jax.tree.leaves(moved)), name
+
+
+def test_heads_whose_names_clash_or_do_not_end_in_head_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="a head is named 'left'; end its name in '_head'"):
+        Head("left", lambda inputs: Loss(jnp.zeros(()), jnp.ones(())))
+    with pytest.raises(ValueError, match="two heads have the same name: left_head, left_head"):
+        _train(tmp_path, heads=[left_head(), left_head()])
+    with pytest.raises(ValueError, match="leaves nothing to train; set model.add_sampler_head"):
+        _train(tmp_path, flags={"heads__train_main": "false", "train__init_from": "other"})

@@ -1,0 +1,63 @@
+"""What the config asks a model to be trained for, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import stage_cases as cases
+import toy
+
+import dlm_jax.config as configs
+from dlm_jax.config import Config, ObjectiveConfig, TrainConfig
+from dlm_jax.training.heads import Setup
+from dlm_jax.training.tasks import make_mixture
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+
+
+def _mixture(rows: int, **objective: Any):
+    config = Config(
+        model=toy.config(),
+        objective=ObjectiveConfig(**objective),
+        train=TrainConfig(batch_size=rows),
+    )
+    return make_mixture(Setup(config, cast(Any, cases.Tokenizer()), cases.mesh()))
+
+
+@pytest.mark.parametrize(
+    ("rows", "shares", "message"),
+    [
+        (8, {"proofreading_share": 0.05},
+         r"objective.proofreading_share=0.05 is less than one of train.batch_size=8 rows, so that "
+         r"nothing of it would be trained; raise the share to 0.125, or train.batch_size to 20"),
+        (4, {"denoising_share": 0.5, "proofreading_share": 0.49}, "the ELBO's share 0.01"),
+    ],
+)  # fmt: skip
+def test_a_share_of_less_than_a_row_is_refused_with_one_that_trains(rows, shares, message):
+    with pytest.raises(ValueError, match=message):
+        _mixture(rows, **shares)
+
+
+def test_the_remedies_are_accepted():
+    _mixture(8, proofreading_share=0.125)
+    _mixture(20, proofreading_share=0.05)
+
+
+@pytest.mark.parametrize(("rows", "share"), [(8, 0.375), (16, 0.25), (8, 0.2), (5, 0.4)])
+def test_shares_that_have_rows_have_as_many_as_they_round_to(rows, share):
+    owners = _mixture(rows, denoising_share=share)._owners(rows)
+    assert int(np.sum(owners == 1)) == round(share * rows)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_objective_of_a_shipped_config_has_rows(path):
+    config = configs.load(path)
+    if config.model.mode == "language_model":
+        shares = ("denoising_share", "proofreading_share")
+        objective = {name: getattr(config.objective, name) for name in shares}
+        assert not _mixture(config.train.batch_size, **objective).without_rows(
+            config.train.batch_size
+        )
