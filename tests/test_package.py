@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -37,6 +38,12 @@ def test_names_that_type_checkers_see_are_those_of_all():
             room = importlib.import_module(node.module)
             seen += room.__all__ if alias.name == "*" else [alias.name]
     assert sorted(seen) == dlm_jax.__all__
+
+
+def test_one_page_lists_every_name():
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"`(\w+)[`(]", page))
+    assert set(dlm_jax.__all__) - listed == set()
 
 
 def test_an_unknown_name_is_refused_by_the_package():

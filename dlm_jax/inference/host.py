@@ -136,7 +136,7 @@ class HostLoop:
         places: Sequence[_Place],
         max_candidates: int,
     ) -> tuple[StepInputs, list[tuple[int, Written]]]:
-        """The look with the host samplers' choices at `places` in it, and what each would write."""
+        """The inputs with the host samplers' choices at `places` in it, and what each would write."""
         size = min(max_candidates, self.program.network.vocab_size)
         num_positions = inputs.masks.is_open_BL.shape[1]
         flat = np.zeros(_PLACES, np.int32)
@@ -269,7 +269,7 @@ def _choose(
     ids_P: jax.Array,
     final_logprob_P: jax.Array,
 ) -> StepInputs:
-    """The look with other tokens proposed at the hosted places, scored like the device's own."""
+    """The inputs with other tokens proposed at the hosted places, scored like the device's own."""
     clean_PV = inputs.output.logits(program.network, params, places_P)
     logprob_P = drawing.log_prob(clean_PV, ids_P)
     target_P = jnp.where(is_hosted_P, places_P, inputs.masks.is_open_BL.size)

@@ -106,7 +106,7 @@ class _SurestFirst(QuotaRule):
 
 @rule
 class LowConfidence(_SurestFirst):
-    """Commits each row's quota of most confident candidates and leaves the rest in doubt.
+    """Commits each row's quota of most confident candidates and leaves the rest open.
 
     With the clean probability of the drawn token this is LLaDA's ``low_confidence`` remasking
     (Nie et al. 2025, algorithm 5).

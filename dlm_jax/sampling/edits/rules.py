@@ -20,7 +20,7 @@ from dlm_jax.types import live_positions
 _NUDGE = 3
 EDIT_TOKENS, OVERFLOWS = ("space", "mask"), ("trim", "refuse")
 LENGTH_TARGETS = ("none", "to_max_new", "exact")
-_TO_MAX_NEW, _EXACT = 1, 2
+_EXACT = 2
 
 
 def _ratio(name: str, default: float, help: str) -> Setting:

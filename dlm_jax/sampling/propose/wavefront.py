@@ -160,7 +160,7 @@ def _read(
         clean_NV = reader.logits(places_N)
         allowed_NV = clean_NV.at[:, banned].set(-jnp.inf) if banned_ids else clean_NV
         sureness_N = jnp.max(allowed_NV, axis=1) - jax.nn.logsumexp(allowed_NV, axis=1)
-        # So that every run has a seed; the row of a NaN ends as not finite anyway.
+        # So that every run has a beginning; the row of a NaN ends as not finite anyway.
         sureness_N = jnp.where(jnp.isnan(sureness_N), -jnp.inf, sureness_N)
         target_N = jnp.where(is_real_N, places_N, sureness_P.size)
         sureness_P = sureness_P.at[target_N].set(sureness_N, mode="drop")
