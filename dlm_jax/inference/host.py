@@ -136,7 +136,7 @@ class HostLoop:
         places: Sequence[_Place],
         max_candidates: int,
     ) -> tuple[StepInputs, list[tuple[int, Written]]]:
-        """The inputs with the host samplers' choices at `places` in it, and what each would write."""
+        """The inputs with the host samplers' choices at `places`, and what each would write."""
         size = min(max_candidates, self.program.network.vocab_size)
         num_positions = inputs.masks.is_open_BL.shape[1]
         flat = np.zeros(_PLACES, np.int32)
