@@ -119,18 +119,19 @@ def quickstart(tmp_path_factory):
     }
     with Checkpoints(folder / "runs/quickstart/checkpoints", keep=1) as checkpoints:
         checkpoints.save(1, {"params": toy.random_params(build(model))}, meta)
-    (folder / "configs").symlink_to(DOCS.parent / "configs")
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
-def test_every_block_runs_in_a_process_of_its_own(page, quickstart):
+def test_every_block_runs_in_a_process_of_its_own(page, quickstart, tmp_path):
+    (tmp_path / "configs").symlink_to(DOCS.parent / "configs")
     text = (DOCS / page).read_text(encoding="utf-8")
     for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
         env = os.environ | {"PYTHONPATH": str(DOCS.parent)}
+        folder = quickstart if "runs/quickstart" in block else tmp_path
         done = subprocess.run(
-            [sys.executable, "-c", block], cwd=quickstart, env=env, capture_output=True, text=True
+            [sys.executable, "-c", block], cwd=folder, env=env, capture_output=True, text=True
         )
         assert done.returncode == 0, f"{block}\n{done.stderr}"
         assert done.stdout

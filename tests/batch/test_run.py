@@ -210,6 +210,7 @@ def test_what_was_counted_is_told_where_it_is_not_nothing(tmp_path):
     assert set(waves) == {*always, "waves", "bootstrapped"}
     assert (waves["bootstrapped"], waves["filled"]) == (1, 8)
     assert waves["waves"] >= 4
-    assert set(edited) == {*always, "insertions"}
+    assert set(edited) == {*always, "insertions", "deletions", "lost"}
+    assert (edited["deletions"], edited["lost"]) == (0, 0)
     assert edited["length"] == len("A cat sat") + edited["insertions"]
     assert full["lost"] > 0 and full["status"] == "canvas_full"

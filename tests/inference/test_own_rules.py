@@ -89,6 +89,8 @@ def test_what_a_prompt_gives_counts_before_what_the_call_gives():
     chain = sample({"transforms": [TopP(0.5)]}, transforms=[TopK(2)]).chain
     assert chain == ("top_p",)
     assert sample({}, transforms=[]).chain == ()
+    # A field at its default was not given: the other rule's counts.
+    assert sample({}, transforms=[TopP(0.5), TopK(5, 2)]).min_keep == 2
 
 
 @pytest.mark.parametrize(
@@ -97,8 +99,8 @@ def test_what_a_prompt_gives_counts_before_what_the_call_gives():
         ({"commit": Threshold(0.5), "order": "random"}, "commit and order name a rule both"),
         ({"commit": Threshold(0.5), "threshold": 0.4}, "threshold is given, and commit has it too"),
         ({"transforms": [TopP(0.9)], "chain": ("top_p",)}, "transforms and chain name a rule both"),
-        ({"transforms": [TopP(0.9, 2), MinP(0.1)]}, "min_keep is told by two rules, differently"),
-        ({"transforms": [TopP(0.9), TopP(0.8)]}, "top_p is told by two rules, differently"),
+        ({"transforms": [TopP(0.9, 2), MinP(0.1, 3)]}, "min_keep is given by two rules, diff"),
+        ({"transforms": [TopP(0.9), TopP(0.8)]}, "top_p is given by two rules, differently"),
         ({"transforms": [TopP(0.9), TopP(0.9)]}, "chain has 'top_p' 2 times; name it once"),
         ({"commit": TopP(0.9)}, "commit is a TopP, which is no CommitRule"),
         ({"commit": "threshold"}, "commit is 'threshold', which is no CommitRule; use order="),
@@ -106,7 +108,7 @@ def test_what_a_prompt_gives_counts_before_what_the_call_gives():
         ({"transforms": Temperature(0.7)}, "transforms is a Temperature; give a list"),
         ({"transforms": [Threshold(0.5)]}, "transforms is a Threshold, which is no LogitTransform"),
         ({"fill": Threshold(0.5)}, "fill is a Threshold, which is no FillRule"),
-        ({"remask": 5}, "remask is 5, which is no RemaskRule"),
+        ({"remask": 5}, "remask=5 is not one of none, scheduled"),
         ({"edit": Renoise()}, "edit is a Renoise, which is no EditRule"),
         ({"renoise": TopP(0.5)}, "is not one of space, mask, random"),
         ({"commit": Threshold(np.array([0.1, 0.2]))}, "threshold has 2 values, and the rows are 3"),
