@@ -23,8 +23,6 @@ class StepMasks(NamedTuple):
 
     Attributes:
       is_visible_BL: True at live tokens.
-      is_hole_BL: True at what the block may have written: its holes, and in rows that resample all
-        that was not given.
       is_open_BL: True at the positions that get a candidate.
       is_read_BL: True at a draft's tokens that are scored as they stand, because they were never
         proposed; None where no remask rule could read it.
@@ -34,7 +32,6 @@ class StepMasks(NamedTuple):
     """
 
     is_visible_BL: jax.Array
-    is_hole_BL: jax.Array
     is_open_BL: jax.Array
     is_read_BL: jax.Array | None
     may_edit_BL: jax.Array | None
@@ -115,9 +112,7 @@ def step_masks(
         is_scored_BL = beside(may_edit_BL) & is_live_BL
         is_own_BL = is_scored_BL & is_visible_BL & ~is_open_BL
         own_BL = jnp.where(is_own_BL, canvas.tokens_BL, -1 if own_BL is None else own_BL)
-    masks = StepMasks(
-        is_visible_BL, commit.is_hole_BL, is_open_BL, is_read_BL, may_edit_BL, is_scored_BL, own_BL
-    )
+    masks = StepMasks(is_visible_BL, is_open_BL, is_read_BL, may_edit_BL, is_scored_BL, own_BL)
     return masks, commit
 
 

@@ -98,7 +98,7 @@ def _snapshot(
 def _moved(inputs: StepInputs, position_map: PositionMap) -> StepInputs:
     """What a remask rule reads of the inputs, where it is after the edits."""
     proposal, masks = inputs.proposal, inputs.masks
-    is_hole_BL = moved(position_map, masks.is_hole_BL, False)
+    is_hole_BL = moved(position_map, inputs.commit.is_hole_BL, False)
     is_read_BL = masks.is_read_BL
     is_read_BL = None if is_read_BL is None else moved(position_map, is_read_BL, False)
     is_open_BL = moved(position_map, masks.is_open_BL, False)
@@ -107,7 +107,7 @@ def _moved(inputs: StepInputs, position_map: PositionMap) -> StepInputs:
         logprob_BL=moved(position_map, proposal.logprob_BL, 0.0),
     )
     return inputs._replace(
-        masks=masks._replace(is_hole_BL=is_hole_BL, is_open_BL=is_open_BL, is_read_BL=is_read_BL),
+        masks=masks._replace(is_open_BL=is_open_BL, is_read_BL=is_read_BL),
         commit=inputs.commit._replace(is_hole_BL=is_hole_BL),
         filled=inputs.filled._replace(proposal=proposal),
     )
