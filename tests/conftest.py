@@ -1,4 +1,9 @@
-"""Settings under which every test runs: strict JAX, eight simulated devices, one compile cache."""
+"""Settings under which every test runs: strict JAX, eight simulated devices, one compile cache.
+
+The default suite compiles without the optimisations of the machine code, which takes a third of the
+time; the slow one compiles as a user does. ``DLM_JAX_TEST_COMPILER=full`` or ``quick`` decides for
+both.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,26 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
+
+# They decide how the machine code of an operation is made, not which operations there are.
+_QUICK = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """XLA reads its flags when the first array is made, so this is early enough."""
+    asked = os.environ.get("DLM_JAX_TEST_COMPILER")
+    if asked not in (None, "full", "quick"):
+        raise pytest.UsageError(f"DLM_JAX_TEST_COMPILER is 'full' or 'quick', not {asked!r}")
+    if (asked or ("full" if config.option.markexpr == "slow" else "quick")) == "quick":
+        # Worker processes of pytest-xdist inherit what the main process has set.
+        flags = os.environ.get("XLA_FLAGS", "")
+        if _QUICK not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} {_QUICK}".strip()
