@@ -16,19 +16,20 @@ MAX_PARAMETERS = 8
 MEDIAN_LINES = 15
 
 # Every room, and those it may import besides itself: only such as stand above it here.
-_BASE = {"types", "settings", "pytree"}
+_BASE = {"types", "settings", "pytree", "devices"}
 _CORE = {*_BASE, "config", "sampling", "diffusion", "model", "data", "distributed", "checkpoint"}
 MAY_IMPORT = {
     "types": set(),
+    "devices": set(),
     "pytree": set(),
     "settings": {"pytree"},
     "sampling": _BASE,
     "config": {*_BASE, "sampling"},
-    "diffusion": {*_BASE, "config"},
-    "model": {"types", "config"},
+    "distributed": {"types", "devices", "config"},
+    "diffusion": {*_BASE, "config", "distributed"},
+    "model": {"types", "devices", "config", "distributed"},
     "metrics": {"config"},
     "data": {"types", "config"},
-    "distributed": {"types", "config"},
     "checkpoint": {"types", "config", "distributed"},
     "training": {*_CORE, "metrics"},
     "inference": _CORE,

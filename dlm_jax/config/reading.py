@@ -22,6 +22,9 @@ import msgspec
 from dlm_jax.config.sample import RowSettings, SampleConfig
 from dlm_jax.config.schema import Config
 
+# Values that runs were saved with, and their names of today.
+_OLDER = {"model.remat": {"true": "block", "false": "none"}}
+
 
 def sections() -> dict[str, type]:
     """Config sections by name, in their order."""
@@ -120,6 +123,7 @@ def sample_settings(
 
 
 def _typed(key: str, value: Any, hint: Any, *, lenient: bool) -> Any:
+    value = _OLDER.get(key, {}).get(str(value).lower(), value)
     try:
         return msgspec.convert(value, hint, strict=not lenient)
     except msgspec.ValidationError:

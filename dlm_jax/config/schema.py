@@ -45,7 +45,12 @@ class ModelConfig:
     compute_dtype: Literal["float32", "bfloat16"] = field(
         "float32", "dtype of activations; parameters, norms and softmax stay float32"
     )
-    remat: bool = field(False, "recompute activations in the backward pass to save memory")
+    remat: Literal["none", "block", "attention", "dots", "offload"] = field(
+        "none",
+        "what the backward pass computes again to save memory: none; block (everything), "
+        "attention (all but what attention returns), dots (all but matrix products) or offload "
+        "(everything, and the inputs of blocks lie in the host's memory)",
+    )
     add_sampler_head: bool = field(
         False, "a head that sees a hole's neighbours, for coherent parallel filling"
     )
@@ -57,6 +62,10 @@ class ModelConfig:
     add_critic_head: bool = field(False, "a head that predicts which tokens of a text are wrong")
 
     def __post_init__(self) -> None:
+        require(
+            isinstance(self.remat, str),
+            f"model.remat={self.remat!r} is not a name; use 'block' or 'none'",
+        )
         for name in ("depth", "width", "heads"):
             value = getattr(self, name)
             require(value >= 1, f"model.{name}={value} must be at least 1")

@@ -92,10 +92,10 @@ def sampler_loss(
     `total` is the number of supervised positions of the whole batch.
     """
     assert network.sampler_readout is not None
-    read = network.sampler_readout
     params = jax.lax.stop_gradient(params) | {SAMPLER_HEAD: params[SAMPLER_HEAD]}
     nll_BL = cross_entropy_of(
-        lambda left, hidden, right: read(params, left, hidden, right),
+        network.sampler_readout,
+        params,
         tuple(inputs),
         targets_BL,
         vocab_size=network.vocab_size,

@@ -1,7 +1,8 @@
 """Exact forms of the layers that XLA's CPU backend runs faster; elsewhere the plain formulas.
 
-Which form is traced depends only on ``jax.default_backend()``, so a GPU or TPU program is the plain
-one, operation for operation. The mathematics is the same; only the order of the work differs.
+Which form is traced depends only on the devices in use (`dlm_jax.devices`), so a GPU or TPU program
+is the plain one, operation for operation. The mathematics is the same; only the order of the work
+differs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dlm_jax.devices import platform
+
 _HIDDEN = -1e30
 
 
@@ -26,7 +29,7 @@ def linear(x: jax.Array, kernel_DF: jax.Array) -> jax.Array:
     reads both operands where they lie. Contracting two axes at once makes XLA copy an operand into
     transposed order and recompute whatever produced it inside that strided copy.
     """
-    if jax.default_backend() != "cpu" or x.ndim < 3:
+    if platform() != "cpu" or x.ndim < 3:
         return x @ kernel_DF
     y_NF = x.reshape(-1, x.shape[-1]) @ kernel_DF
     return y_NF.reshape(*x.shape[:-1], kernel_DF.shape[-1])
@@ -38,7 +41,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, *, epsilon: float) -> jax.Array:
     `scale` has the rank of `x`, its last axis, and size 1 elsewhere. On CPU the backward pass is
     written out: it keeps `x` and one number per position, and sums the gradient of `scale` once.
     """
-    if jax.default_backend() != "cpu":
+    if platform() != "cpu":
         return x * _per_root_mean_square(x, epsilon) * scale
     return _rms_norm(x, scale, epsilon)
 
@@ -79,7 +82,7 @@ def rotate(x_BLHK: jax.Array, cos_LK: jax.Array, sin_LK: jax.Array) -> jax.Array
     """
     cos, sin = cos_LK[None, :, None, :], sin_LK[None, :, None, :]
     x = x_BLHK.astype(jnp.float32)
-    if jax.default_backend() != "cpu":
+    if platform() != "cpu":
         first, second = jnp.split(x, 2, axis=-1)
         halves = [first * cos - second * sin, second * cos + first * sin]
         return jnp.concatenate(halves, axis=-1).astype(x_BLHK.dtype)
@@ -94,19 +97,16 @@ def attention(
     v_BLGK: jax.Array,
     length_B: jax.Array,
     *,
-    is_causal: bool,
+    may_see: Callable[[Any, Any], Any] | None = None,
 ) -> jax.Array:
     """Attention output ``[B, L, H, K]``; keys at or beyond ``length_B`` are invisible.
 
-    Heads share the ``G`` key/value heads in consecutive groups. A row of length 0 sees its first
-    key, which keeps it finite. Scores and probabilities are float32; the result has the dtype of
-    `q_BLHK`. On CPU the backward pass reuses the probabilities, ``[B, H, L, L]`` float32.
+    Heads share the ``G`` key/value heads in consecutive groups. `may_see` is that of
+    `dlm_jax.model.attention.attend`. A row of length 0 sees its first key, which keeps it finite.
+    Scores and probabilities are float32; the result has the dtype of `q_BLHK`. The backward pass
+    reuses the probabilities, ``[B, H, L, L]`` float32.
     """
     visible_B = jnp.maximum(length_B, 1)
-    if jax.default_backend() != "cpu":
-        return jax.nn.dot_product_attention(
-            q_BLHK, k_BLGK, v_BLGK, key_value_seq_lengths=visible_B, is_causal=is_causal
-        )
     num_rows, num_positions, num_heads, head_size = q_BLHK.shape
     num_groups = k_BLGK.shape[2]
     # The heads of a group become further query rows, so that every product is one batched matmul.
@@ -116,21 +116,24 @@ def attention(
         q_BGNK.astype(jnp.float32) * head_size**-0.5,
         k_BLGK.astype(jnp.float32).transpose(0, 2, 1, 3),
         v_BLGK.astype(jnp.float32).transpose(0, 2, 1, 3),
-        _hidden_bias(visible_B, num_heads // num_groups, num_positions, is_causal=is_causal),
+        _hidden_bias(visible_B, num_heads // num_groups, num_positions, may_see),
     )
     y_BGRLK = y_BGNK.reshape(num_rows, num_groups, -1, num_positions, head_size)
     return y_BGRLK.transpose(0, 3, 1, 2, 4).reshape(q_BLHK.shape).astype(q_BLHK.dtype)
 
 
 def _hidden_bias(
-    visible_B: jax.Array, num_shared: int, num_positions: int, *, is_causal: bool
+    visible_B: jax.Array,
+    num_shared: int,
+    num_positions: int,
+    may_see: Callable[[Any, Any], Any] | None,
 ) -> jax.Array:
     """What is added to the scores ``[B, G, N, M]`` to hide keys: 0 or a huge negative number."""
     key_M = jnp.arange(num_positions)
     is_visible = key_M[None, None, None, :] < visible_B[:, None, None, None]
-    if is_causal:
+    if may_see is not None:
         query_N = jnp.tile(key_M, num_shared)
-        is_visible &= key_M[None, None, None, :] <= query_N[None, None, :, None]
+        is_visible &= may_see(query_N[None, None, :, None], key_M[None, None, None, :])
     return jnp.where(is_visible, 0.0, _HIDDEN)
 
 
@@ -178,7 +181,7 @@ def run_blocks(
     quarter of a training step. `block` must close over no traced array; `context` carries those.
     """
     depth = jax.tree.leaves(blocks)[0].shape[0]
-    if jax.default_backend() != "cpu" or depth > 16:
+    if platform() != "cpu" or depth > 16:
         return _scan(block, x, blocks, context, unroll=1)
     return _run_blocks(block, x, blocks, context)
 
@@ -208,20 +211,26 @@ def _run_blocks_backward(block, pull_back, g):
 _run_blocks.defvjp(_run_blocks_forward, _run_blocks_backward)
 
 
-@functools.cache
 def compiler_options(*, is_training: bool) -> dict[str, str]:
-    """Options for ``jax.jit(..., compiler_options=...)``: empty off CPU or if jaxlib refuses them.
+    """Options for ``jax.jit(..., compiler_options=...)`` on the devices in use.
+
+    Empty off CPU, or if jaxlib refuses them.
 
     Reductions (softmax, norms) go to YNNPACK, matrix products stay with Eigen, which is faster for
     the batched products of attention. The choice is the same for training and inference today.
     """
     del is_training
+    return _cpu_options() if platform() == "cpu" else {}
+
+
+@functools.cache
+def _cpu_options() -> dict[str, str]:
     options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
-    if jax.default_backend() != "cpu":
-        return {}
     # An experimental option may be renamed; jaxlib reports it only when it compiles.
     try:
-        jax.jit(jnp.negative, compiler_options=options).lower(0.0).compile()
+        place = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+        negative = jax.jit(jnp.negative, compiler_options=options, in_shardings=place)
+        negative.lower(0.0).compile()
     except Exception:  # noqa: BLE001 - whatever the refusal is, the plain compiler still works
         return {}
     return options

@@ -16,10 +16,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dlm_jax.config import ModelConfig
+from dlm_jax.distributed.activations import pin
 from dlm_jax.model import cpu
-from dlm_jax.model.attention import attend, rotary_angles
+from dlm_jax.model.attention import attend, causal, rotary_angles
 from dlm_jax.model.heads import CriticHead, SamplerHead, ScorerHead
 from dlm_jax.model.layers import Linear, Norm
+from dlm_jax.model.remat import rematerialised
 from dlm_jax.types import Network, Params, live_positions
 
 
@@ -28,7 +30,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.head_size = config.width // config.heads
-        self.is_causal = config.attention_type == "causal"
+        self.may_see = causal if config.attention_type == "causal" else None
         kv_width = (config.kv_heads or config.heads) * self.head_size
         bias = config.qkv_bias
         self.query = Linear(config.width, config.width, scale=1.0, bias=bias, rngs=rngs)
@@ -49,7 +51,8 @@ class Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         q, k = cpu.rotate(q, *angles), cpu.rotate(k, *angles)
-        y_BLHK = attend(q, k, v, length_B, is_causal=self.is_causal)
+        q, k, v = pin(q, "queries"), pin(k, "keys"), pin(v, "keys")
+        y_BLHK = pin(attend(q, k, v, length_B, may_see=self.may_see), "queries")
         return self.out(y_BLHK.reshape(x_BLD.shape))
 
 
@@ -75,7 +78,7 @@ class Mlp(nnx.Module):
             inner = jax.nn.gelu(up)
         else:
             inner = jnp.square(jax.nn.relu(up))
-        return self.down(inner)
+        return self.down(pin(inner, "inner"))
 
 
 class Block(nnx.Module):
@@ -90,8 +93,9 @@ class Block(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array, length_B: jax.Array, angles: Any) -> jax.Array:
         """Hidden vectors after the block, ``[B, L, D]``."""
+        x_BLD = pin(x_BLD, "hidden")
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), length_B, angles)
-        return x_BLD + self.mlp(self.mlp_norm(x_BLD))
+        return pin(x_BLD + self.mlp(self.mlp_norm(x_BLD)), "hidden")
 
 
 class Transformer(nnx.Module):
@@ -167,8 +171,7 @@ def build(config: ModelConfig) -> Network:
     def run_block(x_BLD: jax.Array, block: Params, context: tuple[Any, ...]) -> jax.Array:
         return nnx.merge(block_graph, block)(x_BLD, *context)
 
-    if config.remat:
-        run_block = jax.checkpoint(run_block, prevent_cse=False)
+    run_block = rematerialised(run_block, config.remat)
 
     def trunk(
         params: Params, tokens_BL: jax.Array, length_B: jax.Array, cache: None = None

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dlm_jax import devices
 from dlm_jax.sampling.edits.state import places
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.state import State
@@ -76,7 +77,8 @@ class Advance:
             taken, state = carry
             return taken + 1, step(self.program, params, state)[0]
 
-        return jax.lax.while_loop(goes_on, one_more, (jnp.zeros((), jnp.int32), state))[1]
+        with devices.used(self.program.rows):
+            return jax.lax.while_loop(goes_on, one_more, (jnp.zeros((), jnp.int32), state))[1]
 
 
 @functools.cache

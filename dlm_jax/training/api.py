@@ -65,7 +65,8 @@ def describe(run: Run, report: Callable[[str], None] = say) -> None:
         f"{corpus.name}: {corpus.num_train_tokens:,} tokens to train on, "
         f"{corpus.num_val_tokens:,} held out, vocabulary {corpus.tokenizer.vocab_size}"
     )
-    report(f"model of {size:,} parameters on {jax.default_backend()}, mesh {mesh}")
+    kind = run.mesh.devices.flat[0].platform
+    report(f"model of {size:,} parameters on {kind}, mesh {mesh}")
     steps = run.config.train.steps
     if run.first_step == steps:
         report(f"{run.out_dir} has taken all its {steps} steps already; nothing is left to train")

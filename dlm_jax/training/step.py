@@ -12,6 +12,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dlm_jax import devices
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed.sharding import batch_sharding, shardings
 from dlm_jax.model import cpu
@@ -120,6 +121,10 @@ def make_train_step(
     """
 
     def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
+        with devices.used(mesh):
+            return step(state, batch, key)
+
+    def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
         whole = step_loss.draw(batch, key, state.step)
         trained, held = step_loss.split(state.params)
 
@@ -143,12 +148,14 @@ def make_train_step(
 
     state_sharding = shardings(state, mesh)
     rows, everywhere = batch_sharding(mesh, config.batch_size), NamedSharding(mesh, P())
+    with devices.used(mesh):
+        compiler_options = cpu.compiler_options(is_training=True)
     return jax.jit(
         train_step,
         donate_argnums=0,
         in_shardings=(state_sharding, rows, everywhere),
         out_shardings=(state_sharding, everywhere),
-        compiler_options=cpu.compiler_options(is_training=True),
+        compiler_options=compiler_options,
     )
 
 
@@ -204,10 +211,17 @@ def compile_eval_step(
     batch_size: int,
 ) -> Callable[..., Any]:
     """Compiled `measure` ``(params, batch, key)`` -> figures by row, which every device knows."""
+
+    def measured(params: Params, batch: Batch, key: jax.Array) -> Any:
+        with devices.used(mesh):
+            return measure(params, batch, key)
+
     rows, everywhere = batch_sharding(mesh, batch_size), NamedSharding(mesh, P())
+    with devices.used(mesh):
+        compiler_options = cpu.compiler_options(is_training=False)
     return jax.jit(
-        measure,
+        measured,
         in_shardings=(shardings(params, mesh), rows, everywhere),
         out_shardings=everywhere,
-        compiler_options=cpu.compiler_options(is_training=False),
+        compiler_options=compiler_options,
     )

@@ -25,8 +25,8 @@ def test_dict_and_back_is_the_same_config():
 
 def test_flags_override_the_file_which_overrides_the_defaults(tmp_path):
     path = _write(tmp_path, "[train]\nsteps = 200\nseed = 7\n[optim]\nwarmup_steps = 3\n")
-    config = configs.load(path, {"train.steps": "300", "model.remat": "true"})
-    assert (config.train.steps, config.train.seed, config.model.remat) == (300, 7, True)
+    config = configs.load(path, {"train.steps": "300", "model.qkv_bias": "true"})
+    assert (config.train.steps, config.train.seed, config.model.qkv_bias) == (300, 7, True)
     assert config.train.batch_size == Config().train.batch_size
 
 
@@ -46,7 +46,7 @@ def test_flags_override_the_file_which_overrides_the_defaults(tmp_path):
         ("[train]\nsteps = [", {}, "is not valid TOML"),
         ("", {"train.stepz": "3"}, "unknown flag 'train.stepz'; did you mean 'train.steps'?"),
         ("", {"train.steps": "many"}, "command line: train.steps='many' is not a whole number"),
-        ("", {"model.remat": "perhaps"}, "model.remat='perhaps' is not true or false"),
+        ("", {"model.qkv_bias": "perhaps"}, "model.qkv_bias='perhaps' is not true or false"),
         (
             "",
             {"sample.temperature": "-1"},

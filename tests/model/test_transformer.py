@@ -141,9 +141,10 @@ def test_an_empty_row_gives_finite_logits_and_gradients():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
 
-def test_remat_changes_no_gradient():
+@pytest.mark.parametrize("policy", ["block", "attention", "dots"])
+def test_remat_changes_no_gradient(policy):
     gradients = []
-    for remat in (False, True):
+    for remat in ("none", policy):
         network = build(toy.config(remat=remat))
 
         def total(params, network=network):

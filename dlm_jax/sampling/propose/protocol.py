@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dlm_jax.devices import platform
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.protocol import Proposal
 from dlm_jax.sampling.draw import log_prob
@@ -27,7 +28,7 @@ def chunk_size(vocab_size: int) -> int:
 
     64 on CPU and 256 elsewhere at least.
     """
-    if jax.default_backend() == "cpu":
+    if platform() == "cpu":
         return max(64, _CPU_LOGITS // vocab_size)
     return max(256, _ACCELERATOR_LOGITS // vocab_size)
 

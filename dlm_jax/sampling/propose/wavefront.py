@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dlm_jax.devices import platform
 from dlm_jax.sampling.propose.bootstrap import bootstrap
 from dlm_jax.sampling.propose.protocol import (
     CandidateWriter,
@@ -121,7 +122,7 @@ class Wavefront(FillRule):
 
 
 def _wave_chunk(vocab_size: int) -> int:
-    if jax.default_backend() != "cpu":
+    if platform() != "cpu":
         return _ACCELERATOR_CHUNK
     return max(_LEAST, min(_CPU_CHUNK, _CPU_LOGITS // vocab_size))
 
