@@ -62,5 +62,5 @@ def _mesh_of(place: Mesh | Sharding | None) -> AbstractMesh | None:
 
 
 def _platform_of(mesh: AbstractMesh) -> str:
-    name = mesh.abstract_device.platform
+    name = str(mesh.abstract_device.platform)
     return _NAMES.get(name, name)

@@ -7,6 +7,7 @@ Samples are printed on standard output, everything else on standard error.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 import jax
@@ -15,10 +16,13 @@ from jax.experimental import multihost_utils
 import dlm_jax.config as configs
 from dlm_jax import __version__
 from dlm_jax.cli.common import Parser, add_host_flags, refusals, start_jax
+from dlm_jax.cli.dry_run import dry_run
+from dlm_jax.config import Config
 from dlm_jax.inference.generate import generate
 from dlm_jax.inference.model import Model
 from dlm_jax.model import cpu
 from dlm_jax.training import Outcome, Run, describe, prepare, run_loop, say
+from dlm_jax.training.plan import lines
 from dlm_jax.training.step import TrainState
 
 NUM_SAMPLES = 3
@@ -29,11 +33,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="train.py", description=__doc__)
     parser.add_argument("--config", metavar="FILE", help="TOML file; see configs/ for examples")
     parser.add_argument("--version", action="version", version=f"dlm_jax {__version__}")
+    parser.add_argument(
+        "--dry-run", action="store_true",
+        help="compile the step and print what it needs of its devices; nothing is run or written",
+    )  # fmt: skip
+    parser.add_argument(
+        "--topology", metavar="NAME", default="",
+        help="with --dry-run: devices that need not be there, such as v5e:4x4 or v5p:8x8x8",
+    )  # fmt: skip
     add_host_flags(parser)
     configs.add_flags(parser)
     with refusals():
         args, overrides = configs.parse_flags(parser, argv)
         config = configs.load(args.config, overrides)
+        if args.dry_run or args.topology:
+            return _print_plan(config, args)
         start_jax(args)
         cpu.keep_freed_memory()
         run = prepare(config, report=say)
@@ -41,6 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         describe(run)
         outcome = run_loop(run, show_sample=show_sample)
     return finish(outcome)
+
+
+def _print_plan(config: Config, args: argparse.Namespace) -> int:
+    if not args.dry_run:
+        raise ValueError("command line: --topology means nothing without --dry-run; add that")
+    print("\n".join(lines(dry_run(config, args.topology))))
+    return 0
 
 
 def sample(run: Run, state: TrainState, *, num_samples: int, seed: int = 0) -> tuple[str, ...]:

@@ -90,6 +90,12 @@ class ModelConfig:
         require(self.norm_epsilon > 0, f"model.norm_epsilon={self.norm_epsilon} must be > 0")
         require(self.rope_theta > 0, f"model.rope_theta={self.rope_theta} must be > 0")
 
+    @property
+    def inner_width(self) -> int:
+        """Inner size of an MLP."""
+        is_gated = self.activation == "swiglu"
+        return self.mlp_width or (8 * -(-self.width // 3) if is_gated else 4 * self.width)
+
     def _check_heads(self) -> None:
         """Raises ValueError for heads that this kind of model cannot have."""
         require(
@@ -221,14 +227,21 @@ class MeshConfig:
     """How devices are arranged: the product of the axes is the number of devices."""
 
     data: int = field(-1, "devices that split the batch; -1: all that the other axes leave")
-    fsdp: int = field(1, "devices that also split parameters and optimiser state")
+    fsdp: int = field(
+        0,
+        "devices that also split parameters and optimiser state; 0: as few as leave three quarters "
+        "of an accelerator's memory free",
+    )
     tensor: int = field(1, "devices that split the matrices of one layer")
+    expert: int = field(1, "devices that split experts, and the batch where there are none")
+    context: int = field(1, "devices that split the positions of a row, for very long rows")
 
     def __post_init__(self) -> None:
         require(
             self.data == -1 or self.data >= 1, f"mesh.data={self.data} must be -1 or at least 1"
         )
-        for name in ("fsdp", "tensor"):
+        require(self.fsdp >= 0, f"mesh.fsdp={self.fsdp} must be at least 0")
+        for name in ("tensor", "expert", "context"):
             value = getattr(self, name)
             require(value >= 1, f"mesh.{name}={value} must be at least 1")
 

@@ -7,6 +7,7 @@ import math
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dlm_jax.distributed.activations import ROWS
 from dlm_jax.types import Params
 
 
@@ -19,7 +20,7 @@ def split_rows(params: Params) -> NamedSharding | None:
     mesh = getattr(_sharding_of(params), "mesh", None)
     if mesh is None or mesh.size == 1 or mesh.is_multi_process:
         return None
-    axes = tuple(axis for axis in ("data", "fsdp") if axis in mesh.axis_names)
+    axes = tuple(axis for axis in ROWS if axis in mesh.axis_names)
     return NamedSharding(mesh, PartitionSpec(axes))
 
 

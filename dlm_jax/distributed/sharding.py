@@ -1,7 +1,8 @@
 """Where arrays live: the device mesh, and a partition for every parameter by its path.
 
-A mesh has three axes. ``data`` splits the batch; ``fsdp`` splits the batch too, and the
-parameters with their optimiser state; ``tensor`` splits the matrices inside a layer.
+``data`` splits the batch; ``fsdp`` splits the batch too, and the parameters with their optimiser
+state; ``tensor`` splits the matrices inside a layer, ``expert`` the experts of a layer that has
+some, and the batch elsewhere; ``context`` splits the positions of a row.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dlm_jax.config import MeshConfig
+from dlm_jax.distributed.activations import ROWS, fitting
+from dlm_jax.distributed.mesh import arranged, shape_of
 
 RULES: tuple[tuple[str, P], ...] = (
     (r"embedding$", P("tensor", "fsdp")),
     (r"(^|/)head/kernel$", P("fsdp", "tensor")),
+    # Experts are stacked [depth, experts, fan_in, fan_out].
+    (r"blocks/.*/experts/(up|gate)/kernel$", P(None, "expert", "fsdp", "tensor")),
+    (r"blocks/.*/experts/(out|down)/kernel$", P(None, "expert", "tensor", "fsdp")),
     (r"blocks/.*/(query|key|value|up|gate)/kernel$", P(None, "fsdp", "tensor")),
     (r"blocks/.*/(out|down)/kernel$", P(None, "tensor", "fsdp")),
     (r"blocks/.*/(query|key|value)/bias$", P(None, "tensor")),
@@ -35,27 +40,17 @@ RULES: tuple[tuple[str, P], ...] = (
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """Mesh with axes ``data``, ``fsdp``, ``tensor`` over all devices of all processes.
+    """Mesh over all devices of all processes, or those given.
+
+    Its axes are ``data``, ``fsdp`` and ``tensor``, and ``expert`` and ``context`` if they are used.
 
     Raises:
-      ValueError: the axes do not multiply to the number of devices.
+      ValueError: the axes do not multiply to the number of devices; the line names some that do.
     """
-    # Neighbours in the mesh share a host, so that each host feeds consecutive rows.
-    devices = sorted(
-        jax.devices() if devices is None else devices,
-        key=lambda device: (device.process_index, device.id),
-    )
-    inner = config.fsdp * config.tensor
-    data = len(devices) // inner if config.data == -1 else config.data
-    if data * inner != len(devices):
-        raise ValueError(
-            f"mesh.data={config.data}, mesh.fsdp={config.fsdp}, mesh.tensor={config.tensor} do not "
-            f"multiply to the {len(devices)} devices present; change one of them"
-        )
-    shape = (data, config.fsdp, config.tensor)
-    return Mesh(
-        np.asarray(devices).reshape(shape), ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3
-    )
+    devices = jax.devices() if devices is None else devices
+    num_slices = len({getattr(device, "slice_index", 0) or 0 for device in devices})
+    shape = shape_of(config, len(devices), num_slices)
+    return Mesh(arranged(devices, shape), tuple(shape), (AxisType.Auto,) * len(shape))
 
 
 def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
@@ -64,13 +59,14 @@ def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
     Raises:
       ValueError: the batch is not divisible by them.
     """
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    axes = tuple(axis for axis in ROWS if axis in mesh.shape)
+    shards = math.prod(mesh.shape[axis] for axis in axes)
     if batch_size % shards:
         raise ValueError(
             f"train.batch_size={batch_size} is not divisible by the {shards} devices that split "
             f"the batch; use {shards * max(1, round(batch_size / shards))}"
         )
-    return NamedSharding(mesh, P(("data", "fsdp")))
+    return NamedSharding(mesh, P(axes))
 
 
 def share_of_batch(sharding: NamedSharding, batch_size: int) -> tuple[int, int]:
@@ -93,7 +89,7 @@ def share_of_batch(sharding: NamedSharding, batch_size: int) -> tuple[int, int]:
     return first // size, batch_size // size
 
 
-def partition(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
+def partition(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
     """Partition of the parameter at `path` (``a/b/c``).
 
     An axis of the mesh that does not divide its dimension is left out: that dimension is
@@ -104,12 +100,7 @@ def partition(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     """
     for pattern, spec in RULES:
         if re.search(pattern, path):
-            return P(
-                *(
-                    axis if axis is None or size % mesh.shape[axis] == 0 else None
-                    for axis, size in zip(spec, shape, strict=False)
-                )
-            )
+            return fitting(spec, shape, mesh)
     if len(shape) >= 2 and math.prod(shape) > 1 and mesh.size > 1:
         raise ValueError(f"no sharding rule matches parameter {path!r} of shape {shape}; add one")
     return P()

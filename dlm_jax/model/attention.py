@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -68,20 +67,19 @@ def attend(
       length_B: int32 live positions.
       may_see: which keys a query may see by their places; None: all.
     """
-    form = _form(q_BLHK)
-    y_BLHK = form(q_BLHK, k_BLGK, v_BLGK, length_B, may_see=may_see)
-    return checkpoint_name(y_BLHK, SAVED)
-
-
-def _form(q_BLHK: jax.Array) -> Callable[..., jax.Array]:
-    platform = devices.platform()
-    if platform == "cpu":
-        return cpu.attention
+    platform, given = devices.platform(), (q_BLHK, k_BLGK, v_BLGK, length_B)
     if platform == "tpu" and q_BLHK.shape[1] >= _LEAST_FOR_SPLASH:
         # Where there is no TPU, importing Pallas would cost every program a third of a second.
         from dlm_jax.model.splash import splash_attention
 
-        return functools.partial(splash_attention, saved=SAVED)
+        # It saves what it returns itself: a name out here would keep the same twice.
+        return splash_attention(*given, may_see=may_see, saved=SAVED)
+    return checkpoint_name(_form(platform, q_BLHK)(*given, may_see=may_see), SAVED)
+
+
+def _form(platform: str, q_BLHK: jax.Array) -> Callable[..., jax.Array]:
+    if platform == "cpu":
+        return cpu.attention
     is_half = q_BLHK.dtype in (jnp.bfloat16, jnp.float16)
     if platform == "gpu" and is_half and q_BLHK.shape[-1] % 8 == 0:
         return cudnn_attention

@@ -91,6 +91,8 @@ def _of_rows(
 
 
 def _padded(x_BLHK: jax.Array) -> jax.Array:
+    if x_BLHK.shape[1] % _LANES == 0:
+        return x_BLHK
     return jnp.pad(x_BLHK, ((0, 0), (0, -x_BLHK.shape[1] % _LANES), (0, 0), (0, 0)))
 
 

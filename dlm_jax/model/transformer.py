@@ -62,7 +62,7 @@ class Mlp(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.activation = config.activation
         is_gated = config.activation == "swiglu"
-        inner = config.mlp_width or (8 * -(-config.width // 3) if is_gated else 4 * config.width)
+        inner = config.inner_width
         self.gate = (
             Linear(config.width, inner, scale=1.0, bias=False, rngs=rngs) if is_gated else None
         )

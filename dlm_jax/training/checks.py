@@ -41,6 +41,36 @@ def check_parts(config: Config, mesh: Mesh) -> None:
         ) from None
 
 
+def check_model_fits(config: Config, mesh: Mesh) -> None:
+    """Refuses a mesh that splits what cannot be split of the config's own Transformer."""
+    model, positions = config.model, config.data.seq_len
+    sizes = {
+        "tensor": {"model.heads": model.heads, "inner size of the MLP": model.inner_width},
+        "fsdp": {"model.width": model.width},
+        "context": {"data.seq_len": positions},
+    }
+    for axis, split in sizes.items():
+        count = mesh.shape.get(axis, 1)
+        for name, size in split.items():
+            if size % count:
+                fitting = max(
+                    n for n in range(1, count + 1) if size % n == 0 and mesh.size % n == 0
+                )
+                raise ValueError(
+                    f"mesh.{axis}={count} does not divide {name}={size}; use {max(fits)}"
+                )
+    if mesh.shape.get("expert", 1) > 1:
+        raise ValueError(
+            f"mesh.expert={mesh.shape['expert']} splits experts, and the model of the config has "
+            "none; use 1"
+        )
+    if mesh.shape.get("context", 1) > 1 and model.attention_type != "bidirectional":
+        raise ValueError(
+            f"mesh.context={mesh.shape['context']} needs model.attention_type='bidirectional', and "
+            f"it is {model.attention_type!r}; use 1"
+        )
+
+
 def check_writable(out_dir: Path) -> None:
     """Refuses a directory that could not be written, without making it yet."""
     nearest = next(path for path in (out_dir, *out_dir.absolute().parents) if path.exists())

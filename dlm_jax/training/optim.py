@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from optax import contrib
 
 from dlm_jax.config import HeadsConfig, OptimConfig
 from dlm_jax.distributed.sharding import path_name
 from dlm_jax.training.heads import CRITIC, MAIN, SAMPLER, Head
+from dlm_jax.training.muon import orthogonalized_momentum
 from dlm_jax.training.stages import Stage, group_of
 
 # Checkpoints hold a group for each of them, empty where the model lacks the head.
@@ -49,12 +49,6 @@ def _over_paths(params: Any, value: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: value(path_name(path)), params)
 
 
-def _muon_dimensions(params: Any) -> Any:
-    # Kernels are stacked [depth, fan_in, fan_out]; the depth axis is a batch of matrices.
-    stacked = contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
-    return _over_paths(params, lambda path: stacked if is_matrix(path) else None)
-
-
 def make_optimizer(config: OptimConfig, *, num_steps: int) -> optax.GradientTransformation:
     """Gradient transformation of a run of `num_steps` steps.
 
@@ -73,18 +67,27 @@ def make_optimizer(config: OptimConfig, *, num_steps: int) -> optax.GradientTran
             rate, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=decays
         )
     else:
-        update = contrib.muon(
-            rate,
-            beta=config.muon_momentum,
-            weight_decay=config.weight_decay,
-            adam_b1=config.b1,
-            adam_b2=config.b2,
-            adam_learning_rate=learning_rate(
-                config.adam_learning_rate, config, num_steps=num_steps
-            ),
-            muon_weight_dimension_numbers=_muon_dimensions,
-        )
+        update = _muon(config, rate, num_steps=num_steps)
     return optax.chain(optax.clip_by_global_norm(config.clip), update)
+
+
+def _muon(
+    config: OptimConfig, rate: optax.Schedule, *, num_steps: int
+) -> optax.GradientTransformation:
+    """As ``optax.contrib.muon``, with the matrices dealt out over the devices."""
+    adam_rate = learning_rate(config.adam_learning_rate, config, num_steps=num_steps)
+    matrices = optax.chain(
+        orthogonalized_momentum(beta=config.muon_momentum),
+        # Checkpoints hold an empty state in the place of optax's scale by shape.
+        optax.identity(),
+        optax.add_decayed_weights(config.weight_decay),
+        optax.scale_by_learning_rate(rate),
+    )
+    rest = optax.adamw(adam_rate, b1=config.b1, b2=config.b2, weight_decay=0.0, nesterov=True)
+    return optax.partition(
+        {"muon": matrices, "adam": rest},
+        lambda params: _over_paths(params, lambda path: "muon" if is_matrix(path) else "adam"),
+    )
 
 
 def make_grouped_optimizer(

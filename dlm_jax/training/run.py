@@ -21,6 +21,7 @@ from dlm_jax.metrics import read_records
 from dlm_jax.model.transformer import build
 from dlm_jax.training.begin import begin_with
 from dlm_jax.training.checks import (
+    check_model_fits,
     check_parts,
     check_same_run,
     check_writable,
@@ -28,6 +29,7 @@ from dlm_jax.training.checks import (
 )
 from dlm_jax.training.heads import Head, Setup, with_own_parameters
 from dlm_jax.training.optim import make_grouped_optimizer
+from dlm_jax.training.placing import mesh_config
 from dlm_jax.training.stages import Stage, stage_at
 from dlm_jax.training.step import TrainState, abstract_state, compile_eval_step, init_state
 from dlm_jax.training.tasks import TASKS, MakeHead, MakeObjective, Task, make_heads
@@ -77,11 +79,11 @@ class Run:
 
     def stage(self, step: int) -> Stage:
         """What trains at a step, from 0."""
-        return _stage(self.config, self.task, step)
+        return stage_of(self.config, self.task, step)
 
     def optimizer(self, stage: Stage) -> optax.GradientTransformation:
         """The optimiser of a stage; its state is that of every other stage."""
-        return _optimizer(self.config, self.task, stage)
+        return optimizer_of(self.config, self.task, stage)
 
     def eval_step(self) -> Callable[..., Any]:
         """Compiled `Task.measure`."""
@@ -123,10 +125,12 @@ def prepare(
     check_parts(config, mesh)
     out_dir = Path(config.train.out_dir)
     check_writable(out_dir)
-    corpus = _load_corpus(config)
-    config = _with_vocabulary(config, corpus)
+    config, corpus = load_resolved(config)
+    if network is None:
+        check_model_fits(config, mesh)
+        mesh = make_mesh(mesh_config(config, list(mesh.devices.flat)))
     setup = Setup(config, corpus.tokenizer, mesh)
-    task = _make_task(setup, network, objective, heads)
+    task = make_task(setup, network, objective, heads)
     own = _names_of(network, objective, heads)
     init_key, noise_key = jax.random.split(jax.random.key(config.train.seed))
     with contextlib.ExitStack() as undo:
@@ -144,12 +148,13 @@ def prepare(
     return Run(setup, corpus, task, own, state, saved, step, noise_key, checkpoints)
 
 
-def _make_task(
+def make_task(
     setup: Setup,
     network: Network | MakeNetwork | None,
     objective: MakeObjective | None,
     heads: Sequence[Head | MakeHead],
 ) -> Task:
+    """What a run trains; for the arguments see `prepare`."""
     if not isinstance(network, Network):
         network = (network or build)(setup.config.model)
     records = make_heads(setup, heads)
@@ -169,18 +174,20 @@ def _names_of(network: Any, objective: Any, heads: Sequence[Any]) -> dict[str, A
     )
 
 
-def _stage(config: Config, task: Task, step: int) -> Stage:
+def stage_of(config: Config, task: Task, step: int) -> Stage:
+    """What trains at a step, from 0."""
     return stage_at(step, task.heads, train_main=config.heads.train_main)
 
 
-def _optimizer(config: Config, task: Task, stage: Stage) -> optax.GradientTransformation:
+def optimizer_of(config: Config, task: Task, stage: Stage) -> optax.GradientTransformation:
+    """The optimiser of a stage; its state is that of every other stage."""
     return make_grouped_optimizer(
         config.optim, config.heads, task.heads, stage, num_steps=config.train.steps
     )
 
 
 def _abstract_state(setup: Setup, task: Task) -> TrainState:
-    optimizer = _optimizer(setup.config, task, _stage(setup.config, task, 0))
+    optimizer = optimizer_of(setup.config, task, stage_of(setup.config, task, 0))
     has_ema = setup.config.optim.ema_decay > 0
     return abstract_state(task.network, optimizer, setup.mesh, has_ema=has_ema)
 
@@ -189,7 +196,7 @@ def _fresh_state(
     setup: Setup, task: Task, key: jax.Array, *, report: Callable[[str], None]
 ) -> TrainState:
     config = setup.config
-    optimizer = _optimizer(config, task, _stage(config, task, 0))
+    optimizer = optimizer_of(config, task, stage_of(config, task, 0))
     has_ema = config.optim.ema_decay > 0
     state = init_state(task.network, optimizer, key, mesh=setup.mesh, has_ema=has_ema)
     source = config.train.init_from
@@ -206,9 +213,14 @@ def _meta(config: Config, corpus: Corpus, own: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def _load_corpus(config: Config) -> Corpus:
+def load_resolved(config: Config) -> tuple[Config, Corpus]:
+    """The config with the vocabulary of its corpus, and that corpus.
+
+    Raises:
+      ValueError: the corpus or its tokenizer is refused, or ``model.vocab_size`` is too small.
+    """
     data = config.data
-    return load_corpus(
+    corpus = load_corpus(
         data.source,
         tokenizer=data.tokenizer,
         seq_len=data.seq_len,
@@ -217,6 +229,7 @@ def _load_corpus(config: Config) -> Corpus:
         layout=data.layout,
         tail=data.tail,
     )
+    return _with_vocabulary(config, corpus), corpus
 
 
 def _with_vocabulary(config: Config, corpus: Corpus) -> Config:

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from dlm_jax.diffusion.heads import critic_loss, critic_positions, critic_targets
 from dlm_jax.diffusion.losses import Loss
 from dlm_jax.diffusion.mixture import MixedExample
+from dlm_jax.distributed.activations import ROWS
 from dlm_jax.sampling.commit.quotas import sampled
 from dlm_jax.sampling.output import TrunkOutput
 from dlm_jax.sampling.propose import CandidateWriter, FillRule, Parallel, Reader, Wanted, Wavefront
@@ -112,7 +113,7 @@ class Filler:
         """
         fill = functools.partial(self._fill_rows, network, in_waves)
         if self.mesh.size > 1:
-            split_rows = P(("data", "fsdp"))
+            split_rows = P(tuple(axis for axis in ROWS if axis in self.mesh.axis_names))
             fill = jax.shard_map(
                 fill,
                 mesh=self.mesh,

@@ -1,0 +1,128 @@
+"""How devices are arranged in a mesh: which axes there are, which devices are neighbours."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.experimental import mesh_utils
+
+from dlm_jax.config import MeshConfig
+
+AXES = ("data", "fsdp", "expert", "context", "tensor")
+"""Axes of a mesh, from the outermost, whose devices exchange least, to the innermost."""
+
+_ROWS = 3
+# A mesh always has these, for what reads a mesh names them.
+_ALWAYS = ("data", "fsdp", "tensor")
+
+
+def shape_of(config: MeshConfig, num_devices: int, num_slices: int = 1) -> dict[str, int]:
+    """Sizes of the axes of a mesh: those of `AXES` that are not trivial, and data, fsdp, tensor.
+
+    Raises:
+      ValueError: they do not multiply to the number of devices, or `data` does not hold whole
+        slices; the line names meshes that fit.
+    """
+    sizes = {axis: getattr(config, axis) for axis in AXES}
+    sizes["fsdp"] = max(1, sizes["fsdp"])
+    inner = math.prod(size for axis, size in sizes.items() if axis != "data")
+    if sizes["data"] == -1:
+        sizes["data"] = max(1, num_devices // inner)
+    asked = ", ".join(
+        f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1 or axis in _ALWAYS
+    )
+    if math.prod(sizes.values()) != num_devices:
+        raise ValueError(
+            f"{asked} do not multiply to the {num_devices} devices present; "
+            f"{_fits(sizes, num_devices, num_slices)}"
+        )
+    if sizes["data"] % num_slices:
+        raise ValueError(
+            f"{asked} do not leave whole slices to mesh.data, and there are {num_slices} slices; "
+            f"{_fits(sizes, num_devices, num_slices)}"
+        )
+    return {axis: size for axis, size in sizes.items() if size > 1 or axis in _ALWAYS}
+
+
+def _fits(sizes: dict[str, int], num_devices: int, num_slices: int) -> str:
+    """Meshes that fit, nearest first to what was asked for."""
+    kept = math.prod(sizes[axis] for axis in ("expert", "context"))
+    found = []
+    for fsdp, tensor in itertools.product(_divisors(num_devices), repeat=2):
+        data, left = divmod(num_devices, kept * fsdp * tensor)
+        if not left and data and data % num_slices == 0:
+            distance = abs(math.log(fsdp / sizes["fsdp"])) + abs(math.log(tensor / sizes["tensor"]))
+            found.append((distance, f"data={data} fsdp={fsdp} tensor={tensor}"))
+    if not found:
+        return "set mesh.expert and mesh.context to divisors of that number"
+    return "these fit: " + ", or ".join(text for _, text in sorted(found)[:3])
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def fsdp_for(state_bytes: float, device_bytes: float, num_devices: int) -> int:
+    """Devices that split parameters and optimiser state when nothing is said.
+
+    The fewest that leave three quarters of a device's memory to everything else: gradients have
+    to be summed over the others anyway, and parameters that lie whole need not be gathered.
+
+    Args:
+      state_bytes: parameters and optimiser state.
+      device_bytes: memory of a device; 0 where it is not known, as on a CPU.
+      num_devices: that also split the rows.
+    """
+    if device_bytes <= 0:
+        return 1
+    fitting = [n for n in _divisors(num_devices) if state_bytes / n <= device_bytes / 4]
+    return fitting[0] if fitting else num_devices
+
+
+def arranged(devices: Sequence[Any], shape: dict[str, int]) -> np.ndarray:
+    """The devices in the shape of a mesh.
+
+    Slices of a pod, which are joined by a slow network, are the outermost part of ``data``. Inside
+    a slice of TPUs neighbours in the mesh are neighbours on the torus, as far as every process
+    keeps one run of consecutive rows to feed; elsewhere those of a process are neighbours.
+    """
+    slices: dict[int, list[Any]] = defaultdict(list)
+    for device in sorted(devices, key=lambda device: (device.process_index, device.id)):
+        slices[getattr(device, "slice_index", 0) or 0].append(device)
+    sizes = [shape["data"] // len(slices), *list(shape.values())[1:]]
+    parts = [_in_slice(slices[number], sizes, list(shape)) for number in sorted(slices)]
+    return np.concatenate(parts, axis=0)
+
+
+def _in_slice(devices: list[Any], sizes: list[int], names: list[str]) -> np.ndarray:
+    by_process = np.asarray(devices, dtype=object).reshape(sizes)
+    if devices[0].platform != "tpu":
+        return by_process
+    try:
+        on_torus = mesh_utils.create_device_mesh(
+            sizes, devices=devices, allow_split_physical_axes=True
+        )
+    except (NotImplementedError, ValueError, AssertionError):
+        return by_process
+    return on_torus if _feeds_in_order(on_torus, names) else by_process
+
+
+def _feeds_in_order(mesh: np.ndarray, names: list[str]) -> bool:
+    """Whether every process holds one run of consecutive rows."""
+    num_split = sum(name in AXES[:_ROWS] for name in names)
+    rows = mesh.reshape(math.prod(mesh.shape[:num_split]), -1)
+    held: dict[int, set[int]] = defaultdict(set)
+    for place, group in enumerate(rows):
+        for device in group:
+            held[device.process_index].add(place)
+    return all(_is_run(places) for places in held.values())
+
+
+def _is_run(places: Iterable[int]) -> bool:
+    found = sorted(places)
+    return found[-1] - found[0] + 1 == len(found)

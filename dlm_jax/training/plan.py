@@ -1,0 +1,242 @@
+"""What a training step needs of its devices, found by compiling it for them, not by running it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from dlm_jax.config import Config
+from dlm_jax.costs.collectives import Torus
+from dlm_jax.costs.schedule import Cost, cost
+from dlm_jax.data import Tokenizer
+from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.distributed.activations import PLACES, fitting
+from dlm_jax.distributed.chips import CHIPS, Chip
+from dlm_jax.distributed.sharding import batch_sharding, path_name
+from dlm_jax.training.flops import model_flops
+from dlm_jax.training.run import make_task, optimizer_of, stage_of
+from dlm_jax.training.setup import Setup
+from dlm_jax.training.step import StepConfig, TrainState, abstract_state, make_train_step
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A compiled training step, seen from one of its devices.
+
+    Attributes:
+      config: resolved.
+      mesh: its devices.
+      state: shapes and shardings of the training state.
+      chip: figures of the device; None if they are not known.
+      memory: bytes by what they hold: ``state``, ``batch``, ``temporaries``.
+      at_best: cost if everything but products is bound by memory alone.
+      at_worst: cost with the compiler's own cycles; both estimates, not measurements.
+      flops: of the model, for each device and step.
+      compile_seconds: that the compiler took.
+      text: the program as the compiler prints it.
+    """
+
+    config: Config
+    mesh: Mesh
+    state: TrainState
+    chip: Chip | None
+    memory: dict[str, int]
+    at_best: Cost
+    at_worst: Cost
+    flops: float
+    compile_seconds: float
+    text: str
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers that train, or are held."""
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state.params))
+
+    def utilisation(self, found: Cost) -> float:
+        """The share of the peak that the model's own work is of the estimated time."""
+        if self.chip is None or not found.seconds:
+            return math.nan
+        return self.flops / (self.chip.flops * found.seconds)
+
+
+@dataclass(frozen=True)
+class _Ids:
+    """Stands for the tokenizer of a vocabulary of which only the size is known."""
+
+    vocab_size: int
+
+    @property
+    def mask_id(self) -> int:
+        return self.vocab_size - 1
+
+    pad_id = property(lambda self: self.vocab_size - 2)
+    eos_id = property(lambda self: self.vocab_size - 3)
+    banned_ids = property(lambda self: (self.vocab_size - 1,))
+
+
+def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan:
+    """The training step of `config`, in the stage in which all of its heads train, for a mesh.
+
+    Args:
+      config: with ``model.vocab_size`` set.
+      mesh: its devices need not exist.
+      tokenizer: of the corpus; None: special ids at the end of the vocabulary stand for it.
+
+    Raises:
+      ValueError: the batch or the model does not fit the mesh, or the step its memory.
+    """
+    ids = tokenizer or cast(Tokenizer, _Ids(config.model.vocab_size))
+    setup = Setup(config, ids, mesh)
+    task = make_task(setup, None, None, ())
+    stage = stage_of(config, task, config.train.steps)
+    optimizer = optimizer_of(config, task, stage)
+    state = abstract_state(task.network, optimizer, mesh, has_ema=config.optim.ema_decay > 0)
+    train = config.train
+    step = make_train_step(
+        task.loss(stage), optimizer, state, mesh=mesh,
+        config=StepConfig(train.batch_size, train.accumulate, config.optim.ema_decay),
+    )  # fmt: skip
+    rows = batch_sharding(mesh, train.batch_size)
+    columns = [
+        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
+        for shape in (
+            (train.batch_size, config.data.seq_len),
+            (train.batch_size,),
+            (train.batch_size,),
+        )
+    ]
+    lowered = step.lower(state, Batch(*columns), jax.eval_shape(lambda: jax.random.key(0)))
+    start = time.perf_counter()
+    compiled = _compiled(lowered.compile)
+    seconds = time.perf_counter() - start
+    text, found = compiled.as_text() or "", compiled.memory_analysis()
+    size = sum(_share(leaf) for leaf in jax.tree.leaves(state))
+    chip = CHIPS.get(mesh.devices.flat[0].device_kind)
+    torus = _torus(mesh, chip)
+    return Plan(
+        config=config,
+        mesh=mesh,
+        state=state,
+        chip=chip,
+        memory={
+            "state": size,
+            "batch": found.argument_size_in_bytes - size,
+            "temporaries": found.temp_size_in_bytes,
+        },
+        at_best=cost(text, torus, "roof"),
+        at_worst=cost(text, torus, "cycles"),
+        flops=model_flops(
+            state.params, config.model, num_rows=train.batch_size, num_positions=config.data.seq_len
+        )
+        / mesh.size,
+        compile_seconds=seconds,
+        text=text,
+    )
+
+
+def _compiled(compile_: Callable[[], Any]) -> Any:
+    try:
+        return compile_()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        line = next(line for line in str(error).splitlines() if "RESOURCE_EXHAUSTED" in line)
+        raise ValueError(
+            f"the step does not fit the memory of its devices ({' '.join(line.split())[:300]}); "
+            "raise mesh.fsdp, or choose another model.remat, a larger train.accumulate or a smaller "
+            "train.batch_size"
+        ) from None
+
+
+def _share(leaf: Any) -> int:
+    """Bytes of an array on one device."""
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def _torus(mesh: Mesh, chip: Chip | None) -> Torus:
+    places = [tuple(getattr(device, "coords", (device.id,))) for device in mesh.devices.flat]
+    sizes = tuple(max(axis) + 1 for axis in zip(*places, strict=True))
+    return Torus(chip or _UNKNOWN, tuple(places), sizes)
+
+
+# Counts work and bytes; its seconds are not used.
+_UNKNOWN = Chip("", 1e12, 1e9, 0.0, 1e12, 1e11, 0)
+
+
+def lines(found: Plan) -> list[str]:
+    """The plan as text."""
+    device = found.mesh.devices.flat[0]
+    kind = f"{device.device_kind}{f' ({found.chip.name})' if found.chip else ''}"
+    mesh = " ".join(f"{axis}={size}" for axis, size in found.mesh.shape.items())
+    memory, gib = found.memory, 2**30
+    total = sum(memory.values())
+    limit = f" of {found.chip.memory / gib:.2f}" if found.chip else ""
+    moved = ", ".join(f"{kind} {size / gib:.2f}" for kind, size in found.at_best.moved.items())
+    return [
+        f"model        {found.num_parameters:,} parameters",
+        f"mesh         {mesh} on {found.mesh.size} devices: {kind}",
+        *_places(found),
+        f"memory       {total / gib:.2f}{limit} GiB a device: "
+        + ", ".join(f"{name} {size / gib:.2f}" for name, size in memory.items()),
+        f"work         {found.flops / 1e12:.2f} TFLOP a device and step; with what is computed again "
+        f"{found.at_best.flops / 1e12:.2f}",
+        f"collectives  {moved or 'none'} GiB a device and step",
+        *_times(found),
+        f"compiled     in {found.compile_seconds:.1f} s; nothing was run or written",
+    ]
+
+
+def _times(found: Plan) -> list[str]:
+    if found.chip is None:
+        return ["step         not estimated: the figures of this kind of device are not known"]
+    tokens = found.config.train.batch_size * found.config.data.seq_len
+    return [
+        f"{name:<12} {one.seconds * 1e3:.1f} ms a step ({one.exposed * 1e3:.1f} of them waiting for "
+        f"collectives), {100 * found.utilisation(one):.1f}% of the peak, "
+        f"{tokens / one.seconds:,.0f} tokens/s"
+        for name, one in (("at best", found.at_best), ("at worst", found.at_worst))
+    ]
+
+
+def _places(found: Plan) -> list[str]:
+    """Where each kind of array lives: one line for each shape and partition of parameters."""
+    model, train = found.config.model, found.config.train
+    rows, positions = train.batch_size // train.accumulate, found.config.data.seq_len
+    size = model.width // model.heads
+    shapes = {
+        "hidden": (rows, positions, model.width),
+        "queries": (rows, positions, model.heads, size),
+        "keys": (rows, positions, model.kv_heads or model.heads, size),
+        "inner": (rows, positions, model.inner_width),
+        "losses": (rows, positions),
+        "rows": (rows,),
+    }
+    kinds = [
+        (f"activation {kind}", shape, fitting(PLACES[kind], shape, found.mesh))
+        for kind, shape in shapes.items()
+    ]
+    arrays = [
+        (path_name(path), leaf.shape, leaf.sharding.spec)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(found.state.params)[0]
+        if len(leaf.shape) > 1
+    ]
+    return [
+        f"place        {name} {list(shape)}: {_split(spec, shape)}"
+        for name, shape, spec in [*arrays, *kinds]
+    ]
+
+
+def _split(spec: Any, shape: tuple[int, ...]) -> str:
+    parts = [
+        f"{size} over {' x '.join((axes,) if isinstance(axes, str) else axes)}"
+        for size, axes in zip(shape, spec, strict=False)
+        if axes
+    ]
+    return ", ".join(parts) or "whole on every device"
