@@ -100,6 +100,7 @@ def sampler_loss(
         targets_BL,
         vocab_size=network.vocab_size,
         mask_id=mask_id,
+        is_read_BL=is_supervised_BL,
     )
     return Loss(jnp.sum(jnp.where(is_supervised_BL, nll_BL, 0.0)), total)
 

@@ -41,7 +41,9 @@ def bound_at(
     hidden_BLD, _ = network.trunk(
         params, jnp.where(is_masked_BL, mask_id, batch.tokens_BL), batch.length_B, None
     )
-    nll_BL = cross_entropy(network, params, hidden_BLD, batch.tokens_BL, mask_id=mask_id)
+    nll_BL = cross_entropy(
+        network, params, hidden_BLD, batch.tokens_BL, mask_id=mask_id, is_read_BL=is_masked_BL
+    )
     count_B = jnp.maximum(jnp.sum(is_masked_BL, axis=1), 1)
     num_free_B = jnp.sum(batch.is_free_BL(), axis=1)
     return jnp.sum(jnp.where(is_masked_BL, nll_BL, 0.0), axis=1) * num_free_B / count_B

@@ -31,6 +31,7 @@ def cross_entropy(
     targets_BL: jax.Array,
     *,
     mask_id: int,
+    is_read_BL: jax.Array | None = None,
 ) -> jax.Array:
     """Negative log-probability of each target in nats under the LM head, float32 ``[B, L]``.
 
@@ -38,10 +39,19 @@ def cross_entropy(
     with the parameters of the head gathered once. Logits are computed for a slice of the positions
     at a time, and again in the backward pass, once all of them would be more than 2^24 numbers per
     device (2^26 on accelerators).
+
+    Args:
+      network: the model.
+      params: its parameters.
+      hidden_BLD: what the trunk returned.
+      targets_BL: int32 tokens.
+      mask_id: the id of MASK.
+      is_read_BL: True where the result is wanted; anything finite or infinite stands elsewhere, and
+        accelerators do not compute it. None: everywhere.
     """
     return cross_entropy_of(
         network.readout, params, (hidden_BLD,), targets_BL,
-        vocab_size=network.vocab_size, mask_id=mask_id,
+        vocab_size=network.vocab_size, mask_id=mask_id, is_read_BL=is_read_BL,
     )  # fmt: skip
 
 
@@ -53,41 +63,105 @@ def cross_entropy_of(
     *,
     vocab_size: int,
     mask_id: int,
+    is_read_BL: jax.Array | None = None,
 ) -> jax.Array:
     """`cross_entropy` of any head: ``read(params, *inputs) -> logits [N, V]``.
 
     The inputs are ``[B, L, ...]``.
     """
+    # On a CPU the few positions that it would save cost it the fast shapes of its products.
+    if platform() == "cpu":
+        is_read_BL = None
 
     def of_share(params: Params, *arrays: jax.Array) -> jax.Array:
-        return _in_slices(functools.partial(read, params), arrays, vocab_size, mask_id)
+        nll = functools.partial(_nll, functools.partial(read, params), mask_id)
+        if is_read_BL is None:
+            return _in_slices(nll, arrays, vocab_size)
+        return at_read_positions(nll, arrays[:-1], arrays[-1], vocab_size=vocab_size)
 
-    return on_own_share(of_share, params, (*inputs, targets_BL), kind="losses")
+    asked = () if is_read_BL is None else (is_read_BL,)
+    return on_own_share(of_share, params, (*inputs, targets_BL, *asked), kind="losses")
+
+
+def _nll(read: Callable[..., jax.Array], mask_id: int, *arrays: jax.Array) -> jax.Array:
+    """Negative log-probabilities, of the shape of the targets, which come last."""
+    *given, targets = arrays
+    lead = targets.ndim
+    logits = read(*(x.reshape(-1, *x.shape[lead:]) for x in given))
+    ids = jnp.arange(logits.shape[1])[None, :]
+    logits = jnp.where(ids == mask_id, -jnp.inf, logits)
+    chosen = jnp.take_along_axis(logits, targets.reshape(-1, 1), axis=1)[:, 0]
+    return (jax.nn.logsumexp(logits, axis=1) - chosen).reshape(targets.shape)
 
 
 def _in_slices(
-    read: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], vocab_size: int, mask_id: int
+    nll: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], vocab_size: int
 ) -> jax.Array:
-    """Negative log-probabilities ``[B, L]`` of one device's inputs and targets."""
+    """``nll(*arrays)``, ``[B, L]`` of one device, for some positions of every row at a time."""
     num_rows, num_positions = arrays[-1].shape
-
-    def per_slice(piece: tuple[jax.Array, ...]) -> jax.Array:
-        *given, targets = piece
-        logits = read(*(x.reshape(-1, *x.shape[2:]) for x in given))
-        ids = jnp.arange(logits.shape[1])[None, :]
-        logits = jnp.where(ids == mask_id, -jnp.inf, logits)
-        chosen = jnp.take_along_axis(logits, targets.reshape(-1, 1), axis=1)[:, 0]
-        return (jax.nn.logsumexp(logits, axis=1) - chosen).reshape(targets.shape)
-
     limit = _MAX_LOGITS if platform() == "cpu" else _MAX_ACCELERATOR_LOGITS
     slices = 1
     while num_rows * (num_positions // slices) * vocab_size > limit and slices < num_positions:
         slices = next(n for n in range(slices + 1, num_positions + 1) if num_positions % n == 0)
     if slices == 1:
-        return per_slice(arrays)
+        return nll(*arrays)
 
     def split(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(num_rows, slices, -1, *x.shape[2:]), 1, 0)
 
-    nll = jax.lax.map(jax.checkpoint(per_slice), tuple(map(split, arrays)))
-    return jnp.moveaxis(nll, 0, 1).reshape(num_rows, num_positions)
+    compute = jax.checkpoint(lambda piece: nll(*piece))
+    found = jax.lax.map(compute, tuple(map(split, arrays)))
+    return jnp.moveaxis(found, 0, 1).reshape(num_rows, num_positions)
+
+
+def at_read_positions(
+    nll: Callable[..., jax.Array],
+    arrays: tuple[jax.Array, ...],
+    is_read_BL: jax.Array,
+    *,
+    vocab_size: int,
+    max_logits: int = _MAX_ACCELERATOR_LOGITS,
+) -> jax.Array:
+    """``nll(*arrays)`` where it is read, 0 elsewhere; ``[B, L]`` of one device.
+
+    The positions that are read are brought to the front, and slices behind them are left out.
+    """
+    num = is_read_BL.size
+    size = min(num, max(8, max_logits // vocab_size // 8 * 8))
+    slices = -(-num // size)
+    order_P = jnp.argsort(~is_read_BL.reshape(-1), stable=True)
+    num_read = jnp.sum(is_read_BL)
+
+    def in_front(x: jax.Array) -> jax.Array:
+        moved = _permuted(x.reshape(num, *x.shape[2:]), order_P)
+        moved = jnp.pad(moved, ((0, slices * size - num), *[(0, 0)] * (moved.ndim - 1)))
+        return moved.reshape(slices, size, *moved.shape[1:])
+
+    def one_slice(first: jax.Array, *piece: jax.Array) -> jax.Array:
+        return jax.lax.cond(
+            first < num_read, lambda: nll(*piece), lambda: jnp.zeros(size, jnp.float32)
+        )
+
+    firsts = jnp.arange(slices) * size
+    compute = jax.checkpoint(lambda piece: one_slice(*piece))
+    found_P = jax.lax.map(compute, (firsts, *map(in_front, arrays))).reshape(-1)[:num]
+    # Sorting the places back is the inverse permutation.
+    found_BL = _permuted(found_P, jnp.argsort(order_P)).reshape(is_read_BL.shape)
+    return jnp.where(is_read_BL, found_BL, 0.0)
+
+
+@jax.custom_vjp
+def _permuted(x_P: jax.Array, order_P: jax.Array) -> jax.Array:
+    """``x[order]``, whose gradient is gathered as well: a scatter is slow on accelerators."""
+    return x_P[order_P]
+
+
+def _permuted_forward(x_P: jax.Array, order_P: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x_P[order_P], order_P
+
+
+def _permuted_backward(order_P: jax.Array, g_P: jax.Array) -> tuple[jax.Array, None]:
+    return g_P[jnp.argsort(order_P)], None
+
+
+_permuted.defvjp(_permuted_forward, _permuted_backward)

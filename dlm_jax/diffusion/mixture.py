@@ -105,7 +105,10 @@ class Mixture:
         found = {}
         if hidden_BLD is not None:
             targets_BL = example.batch.tokens_BL
-            nll_BL = cross_entropy(network, params, hidden_BLD, targets_BL, mask_id=mask_id)
+            nll_BL = cross_entropy(
+                network, params, hidden_BLD, targets_BL,
+                mask_id=mask_id, is_read_BL=example.is_supervised_BL(),
+            )  # fmt: skip
             for name, weight_BL in example.weights.items():
                 # Where nothing is predicted, the text may hold a MASK, which costs infinity.
                 weighted_BL = jnp.where(weight_BL > 0, weight_BL * nll_BL, 0.0)

@@ -47,7 +47,7 @@ def fitting(spec: P, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
         names = tuple(name for name in names if mesh.shape.get(name, 1) > 1)
         if not names or size % math.prod(mesh.shape[name] for name in names):
             return None
-        return names if len(names) > 1 else names[0]
+        return names[0] if len(names) == 1 else names
 
     return P(*(fit(axes, size) for axes, size in zip(spec, shape, strict=False)))
 
@@ -83,8 +83,8 @@ def on_own_share(
     mesh = mesh_in_use()
     if mesh is None:
         return compute(params, *arrays)
-    lead = min((x.shape for x in arrays), key=len)
-    spec = fitting(P(*PLACES[kind][: len(lead)]), lead, mesh)
+    lead: tuple[int, ...] = min((tuple(x.shape) for x in arrays), key=len)
+    spec = fitting(PLACES[kind], lead, mesh)
     leaves, structure = jax.tree.flatten(params)
     read = _leaves_read(compute, leaves, structure, arrays)
 

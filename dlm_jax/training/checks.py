@@ -53,9 +53,7 @@ def check_model_fits(config: Config, mesh: Mesh) -> None:
         count = mesh.shape.get(axis, 1)
         for name, size in split.items():
             if size % count:
-                fitting = max(
-                    n for n in range(1, count + 1) if size % n == 0 and mesh.size % n == 0
-                )
+                fits = [n for n in range(1, count) if size % n == 0 and mesh.size % n == 0]
                 raise ValueError(
                     f"mesh.{axis}={count} does not divide {name}={size}; use {max(fits)}"
                 )

@@ -104,13 +104,9 @@ def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan
         config=StepConfig(train.batch_size, train.accumulate, config.optim.ema_decay),
     )  # fmt: skip
     rows = batch_sharding(mesh, train.batch_size)
-    columns = [
-        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
-        for shape in (
-            (train.batch_size, config.data.seq_len),
-            (train.batch_size,),
-            (train.batch_size,),
-        )
+    columns: list[Any] = [
+        jax.ShapeDtypeStruct((train.batch_size, *more), jnp.int32, sharding=rows)
+        for more in ((config.data.seq_len,), (), ())
     ]
     lowered = step.lower(state, Batch(*columns), jax.eval_shape(lambda: jax.random.key(0)))
     start = time.perf_counter()
@@ -150,8 +146,8 @@ def _compiled(compile_: Callable[[], Any]) -> Any:
         line = next(line for line in str(error).splitlines() if "RESOURCE_EXHAUSTED" in line)
         raise ValueError(
             f"the step does not fit the memory of its devices ({' '.join(line.split())[:300]}); "
-            "raise mesh.fsdp, or choose another model.remat, a larger train.accumulate or a smaller "
-            "train.batch_size"
+            "raise mesh.fsdp, or choose another model.remat, a larger train.accumulate or a "
+            "smaller train.batch_size"
         ) from None
 
 
@@ -185,8 +181,8 @@ def lines(found: Plan) -> list[str]:
         *_places(found),
         f"memory       {total / gib:.2f}{limit} GiB a device: "
         + ", ".join(f"{name} {size / gib:.2f}" for name, size in memory.items()),
-        f"work         {found.flops / 1e12:.2f} TFLOP a device and step; with what is computed again "
-        f"{found.at_best.flops / 1e12:.2f}",
+        f"work         {found.flops / 1e12:.2f} TFLOP a device and step; with what is computed "
+        f"again {found.at_best.flops / 1e12:.2f}",
         f"collectives  {moved or 'none'} GiB a device and step",
         *_times(found),
         f"compiled     in {found.compile_seconds:.1f} s; nothing was run or written",
@@ -198,8 +194,8 @@ def _times(found: Plan) -> list[str]:
         return ["step         not estimated: the figures of this kind of device are not known"]
     tokens = found.config.train.batch_size * found.config.data.seq_len
     return [
-        f"{name:<12} {one.seconds * 1e3:.1f} ms a step ({one.exposed * 1e3:.1f} of them waiting for "
-        f"collectives), {100 * found.utilisation(one):.1f}% of the peak, "
+        f"{name:<12} {one.seconds * 1e3:.1f} ms a step ({one.exposed * 1e3:.1f} of them waiting "
+        f"for collectives), {100 * found.utilisation(one):.1f}% of the peak, "
         f"{tokens / one.seconds:,.0f} tokens/s"
         for name, one in (("at best", found.at_best), ("at worst", found.at_worst))
     ]

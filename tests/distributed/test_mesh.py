@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import pytest
+
+from dlm_jax.config import MeshConfig
+from dlm_jax.distributed.mesh import arranged, fsdp_for, shape_of
+from dlm_jax.distributed.sharding import make_mesh, partition
+
+
+@dataclass(frozen=True)
+class Chip:
+    id: int
+    process_index: int
+    slice_index: int = 0
+    platform: str = "gpu"
+
+
+@pytest.mark.parametrize(
+    ("config", "fits"),
+    [
+        (MeshConfig(fsdp=3), "data=4 fsdp=2 tensor=1"),
+        (MeshConfig(data=3, fsdp=4), "data=2 fsdp=4 tensor=1"),
+        (MeshConfig(tensor=16), "data=1 fsdp=1 tensor=8"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_with_one_that_does(config, fits):
+    with pytest.raises(ValueError, match=f"8 devices present; these fit: .*{fits}") as error:
+        make_mesh(config)
+    named = str(error.value).split("these fit: ")[1].split(", or ")
+    for text in named:
+        sizes = {axis: int(size) for axis, size in (part.split("=") for part in text.split())}
+        assert make_mesh(MeshConfig(**sizes)).size == 8
+
+
+def test_axes_that_are_used_are_there_and_their_order_puts_tensor_innermost():
+    mesh = make_mesh(MeshConfig(expert=2, context=2, tensor=2))
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "expert": 2, "context": 2, "tensor": 2}
+    assert tuple(partition("blocks/mlp/experts/up/kernel", (3, 4, 8, 8), mesh)) == (
+        None, "expert", None, "tensor"
+    )  # fmt: skip
+
+
+def test_slices_are_the_outermost_part_of_data():
+    chips = [Chip(id=i, process_index=i // 2, slice_index=i // 4) for i in range(8)]
+    shape = shape_of(MeshConfig(data=4, fsdp=2), 8, num_slices=2)
+    mesh = arranged(chips[::-1], shape)
+    assert [[chip.slice_index for chip in row.flat] for row in mesh] == [[0, 0]] * 2 + [[1, 1]] * 2
+
+
+def test_a_mesh_that_would_split_parameters_over_slices_is_refused():
+    with pytest.raises(ValueError, match="2 slices; these fit: data=2 fsdp=4"):
+        shape_of(MeshConfig(fsdp=8), 8, num_slices=2)
+
+
+@pytest.mark.parametrize(
+    ("state", "memory", "expected"), [(8.0, 0.0, 1), (8.0, 80.0, 1), (80.0, 80.0, 4), (1e6, 1.0, 8)]
+)
+def test_parameters_are_split_over_as_few_devices_as_leave_room(state, memory, expected):
+    assert fsdp_for(state, memory, 8) == expected
+
+
+def test_nothing_said_means_data_parallel_on_cpus():
+    assert make_mesh(MeshConfig()).shape["data"] == len(jax.devices())
+    assert np.array(arranged(jax.devices(), {"data": 8, "fsdp": 1, "tensor": 1})).shape == (8, 1, 1)

@@ -1,0 +1,78 @@
+"""What the layout of a compiled training step must be, read from the program's own text."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dlm_jax.costs.collectives import KINDS
+from dlm_jax.costs.hlo import Module, Operation, Shape, parse
+
+_FLOATS = ("bf16", "f16", "f32", "f64")
+
+
+class Sizes(NamedTuple):
+    """Numbers of which no two are equal, nor multiples of each other where it matters.
+
+    Attributes:
+      rows: of the batch.
+      positions: of a row.
+      vocabulary: number of logits.
+      own_rows: rows of one device.
+    """
+
+    rows: int
+    positions: int
+    vocabulary: int
+    own_rows: int
+
+
+def operations(text: str) -> list[Operation]:
+    """All operations of a program that make arrays in memory: those inside fusions do not."""
+    module: Module = parse(text)
+    fused = {module.called(x) for body in module.computations.values() for x in body
+             if x.kind == "fusion"}  # fmt: skip
+    return [x for name, body in module.computations.items() if name not in fused for x in body]
+
+
+def whole_activations(text: str, sizes: Sizes) -> list[str]:
+    """Float arrays with all rows and all positions of the batch on one device."""
+    return _found(text, lambda shape: _holds(shape, sizes.rows, sizes.positions))
+
+
+def full_logits(text: str, sizes: Sizes) -> list[str]:
+    """Float arrays with the logits of all positions of a device, or more."""
+
+    def is_full(shape: Shape) -> bool:
+        others = [size for size in shape.dims if size != sizes.vocabulary]
+        count = 1
+        for size in others:
+            count *= size
+        return len(others) < len(shape.dims) and count >= sizes.own_rows * sizes.positions
+
+    return _found(text, is_full)
+
+
+def moved_activations(text: str, sizes: Sizes) -> list[str]:
+    """Collectives that move float arrays with the positions of rows."""
+    names = (sizes.positions, sizes.positions * sizes.own_rows, sizes.positions * sizes.rows)
+    return [
+        f"{x.kind} {x.type} {x.source}"
+        for x in operations(text)
+        if x.kind.removesuffix("-start") in KINDS
+        for shape in x.shapes
+        if shape.dtype in _FLOATS and len(shape.dims) > 1 and set(names) & set(shape.dims)
+    ]
+
+
+def _holds(shape: Shape, rows: int, positions: int) -> bool:
+    dims = list(shape.dims)
+    return rows * positions in dims or (rows in dims and positions in dims)
+
+
+def _found(text: str, is_bad) -> list[str]:
+    return [
+        f"{x.kind} {shape.dtype}{list(shape.dims)} {x.source}"
+        for x in operations(text)
+        for shape in x.shapes
+        if shape.dtype in _FLOATS and is_bad(shape)
+    ]

@@ -1,0 +1,114 @@
+"""All forms of attention are one function: equal values and gradients at every length and mask."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dlm_jax.model import attention, cpu
+from dlm_jax.model.attention import attend, causal, plain_attention
+from dlm_jax.model.splash import splash_attention
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """A position sees its own block and those before it."""
+
+    length: int
+
+    def __call__(self, query, key):
+        return key // self.length <= query // self.length
+
+
+MASKS = {"bidirectional": None, "causal": causal, "blocks": Blocks(40)}
+ROWS, POSITIONS, HEADS, SIZE = 3, 150, 4, 16
+
+
+def _inputs(num_groups: int):
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(ROWS, POSITIONS, h, SIZE) for h in (HEADS, num_groups, num_groups, HEADS)]
+    q, k, v, g = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    return (q, k, v), jnp.array([POSITIONS, 61, 0]), g
+
+
+def _oracle(q, k, v, length_B, may_see):
+    """The formula, one query at a time in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    y, shared = np.zeros(q.shape), HEADS // k.shape[2]
+    for b, i, h in np.ndindex(ROWS, POSITIONS, HEADS):
+        seen = [j for j in range(max(1, int(length_B[b]))) if may_see is None or may_see(i, j)]
+        scores = k[b, seen, h // shared] @ q[b, i, h] / np.sqrt(SIZE)
+        weights = np.exp(scores - scores.max())
+        y[b, i, h] = weights @ v[b, seen, h // shared] / weights.sum()
+    return y
+
+
+def _forms():
+    return {
+        "cpu": cpu.attention,
+        "plain": plain_attention,
+        "splash": lambda *a, **k: splash_attention(*a, **k, interpret=True),
+    }
+
+
+@pytest.mark.parametrize("mask", list(MASKS))
+@pytest.mark.parametrize("num_groups", [4, 2])
+def test_every_form_has_the_values_of_the_formula_and_the_same_gradients(mask, num_groups):
+    inputs, length_B, g = _inputs(num_groups)
+    expected = _oracle(*inputs, length_B, MASKS[mask])
+    gradients = {}
+    for name, form in _forms().items():
+        y, pull = jax.vjp(lambda *a, f=form: f(*a, length_B, may_see=MASKS[mask]), *inputs)
+        np.testing.assert_allclose(y, expected, rtol=2e-4, atol=2e-5, err_msg=name)
+        gradients[name] = pull(g)
+    for name in ("plain", "splash"):
+        for mine, theirs in zip(gradients[name], gradients["cpu"], strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=2e-3, atol=2e-4, err_msg=name)
+
+
+def test_the_plain_form_computes_some_queries_at_a_time_where_all_scores_would_not_fit(
+    monkeypatch,
+):
+    inputs, length_B, g = _inputs(2)
+
+    def run(*inputs):
+        return plain_attention(*inputs, length_B, may_see=causal)
+
+    expected, pull = jax.vjp(run, *inputs)
+    gradients = pull(g)
+    monkeypatch.setattr(attention, "_MAX_SCORES", ROWS * HEADS * POSITIONS**2 // 2)
+    assert "scan" in str(jax.make_jaxpr(run)(*inputs))
+    found, pull = jax.vjp(run, *inputs)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(pull(g), gradients, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def _traced(platform: str, dtype, positions: int = 256, size: int = 64) -> str:
+    device = jax.sharding.AbstractDevice(device_kind="any", num_cores=None, platform=platform)
+    mesh = jax.sharding.AbstractMesh(
+        (1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device
+    )
+    shape = jax.ShapeDtypeStruct((2, positions, 2, size), dtype)
+    length = jax.ShapeDtypeStruct((2,), jnp.int32)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return str(jax.make_jaxpr(attend)(shape, shape, shape, length))
+
+
+def test_the_devices_in_use_choose_the_form():
+    assert "pallas_call" in _traced("tpu", jnp.bfloat16)
+    assert "cudnn" in _traced("gpu", jnp.bfloat16) or "dot_product_attention" in _traced(
+        "gpu", jnp.bfloat16
+    )
+    for text in (
+        _traced("tpu", jnp.bfloat16, positions=64),
+        _traced("gpu", jnp.float32),
+        _traced("gpu", jnp.bfloat16, size=12),
+        _traced("cpu", jnp.bfloat16),
+    ):
+        assert "pallas_call" not in text
+        assert "cudnn" not in text
