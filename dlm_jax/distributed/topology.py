@@ -38,7 +38,7 @@ def topology_devices(name: str) -> list[Any]:
         )
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(
-            f"--topology={name} needs the TPU compiler; pip install 'dlm_jax[topology]'"
+            f"--topology={name} needs the TPU compiler; pip install 'dlm_jax[tpu]'"
         )
     for key, value in _ALONE.items():
         os.environ.setdefault(key, value)

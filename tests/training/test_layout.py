@@ -89,8 +89,8 @@ def step(optimizer="adamw", heads=None, fsdp=16, **model):
     )
     return plan(config, make_mesh(MeshConfig(fsdp=fsdp), devices))
 def check(found):
-    assert not layout.whole_activations(found.text, sizes), layout.whole_activations(found.text, sizes)
-    assert not layout.moved_activations(found.text, sizes), layout.moved_activations(found.text, sizes)
+    for search in (layout.whole_activations, layout.moved_activations):
+        assert not search(found.text, sizes), search(found.text, sizes)
     assert "splash" in found.text
     return found
 {checks}
@@ -101,7 +101,7 @@ print("passed")
 def _for_tpu(checks: str) -> None:
     """Runs checks in a process of its own, which computes on nothing and compiles for v5e:4x4."""
     if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("the TPU compiler is not installed: pip install 'dlm_jax[topology]'")
+        pytest.skip("the TPU compiler is not installed: pip install 'dlm_jax[tpu]'")
     code = _BATTERY.format(root=str(ROOT), checks=checks)
     given = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     done = subprocess.run(

@@ -10,7 +10,7 @@ from optax import contrib
 
 from dlm_jax import devices
 from dlm_jax.config import MeshConfig, OptimConfig
-from dlm_jax.distributed.sharding import make_mesh, shardings
+from dlm_jax.distributed.sharding import make_mesh, path_name, shardings
 from dlm_jax.training.muon import orthogonalized
 from dlm_jax.training.optim import is_matrix, learning_rate, make_optimizer
 
@@ -31,8 +31,6 @@ def _tree(seed: int):
 
 
 def _paths(params, value):
-    from dlm_jax.distributed.sharding import path_name
-
     return jax.tree_util.tree_map_with_path(lambda path, _: value(path_name(path)), params)
 
 

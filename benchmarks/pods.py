@@ -1,0 +1,186 @@
+"""What a training step needs on pods of TPUs, by their compiler: memory, collectives, time.
+
+Command: python -m benchmarks.pods --json docs/scaling.json [--only NAME ...] [--list]
+
+Every row is compiled for devices that need not be there (the extra ``tpu``), in a process of
+its own, which takes one to six minutes of a core; rows that the file already holds are kept.
+``roof`` bounds everything but products by the memory's bandwidth, ``cycles`` by the compiler's own
+cycles; both are estimates. Utilisation is the model's own work (`dlm_jax.training.flops`) by the
+peak of the chips.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from dlm_jax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+
+MODELS: dict[str, dict[str, Any]] = {
+    "150M": {"depth": 12, "width": 896, "heads": 14, "vocab_size": 32768},
+    "1.3B": {"depth": 24, "width": 2048, "heads": 16, "vocab_size": 32768},
+    "8B": {
+        "depth": 32, "width": 4096, "heads": 32, "mlp_width": 12288, "vocab_size": 126464,
+        "tied_head": False,
+    },
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row of the table; ``topology`` as for ``train.py --topology``."""
+
+    model: str
+    topology: str
+    rows: int
+    positions: int = 4096
+    optimizer: str = "adamw"
+    fsdp: int = 16
+    tensor: int = 1
+    remat: str = "attention"
+
+    @property
+    def name(self) -> str:
+        """Its name in the file."""
+        values = dataclasses.asdict(self).values()
+        return " ".join(str(value) for value in values)
+
+
+ROWS = [
+    # One model and optimiser after the other on the cube of 64 chips.
+    Row("1.3B", "v5p:4x4x4", 256),
+    Row("1.3B", "v5p:4x4x4", 256, optimizer="muon"),
+    Row("8B", "v5p:4x4x4", 128),
+    # What rematerialisation costs.
+    Row("1.3B", "v5p:4x4x4", 64, remat="none"),
+    Row("1.3B", "v5p:4x4x4", 256, remat="block"),
+    Row("1.3B", "v5p:4x4x4", 256, remat="dots"),
+    Row("1.3B", "v5p:4x4x4", 256, remat="offload"),
+    # Strong scaling: the same rows on more chips; weak scaling: the same rows a chip.
+    Row("1.3B", "v5p:2x4x4", 256),
+    Row("1.3B", "v5p:4x4x8", 256),
+    Row("1.3B", "v5p:4x4x8", 512),
+    Row("1.3B", "v5p:4x4x4*2", 256),
+    Row("1.3B", "v5e:16x16", 512),
+    Row("8B", "v5e:16x16", 256, fsdp=256),
+    # The small model on the small board, with every mesh.
+    Row("150M", "v5e:4x4", 128, 1024, "muon", fsdp=1),
+    Row("150M", "v5e:4x4", 128, 1024, "muon", fsdp=16),
+    Row("150M", "v5e:4x4", 128, 1024, "muon", fsdp=4, tensor=2),
+    # Matrices split too, and long rows.
+    Row("1.3B", "v5p:4x4x4", 128, fsdp=8, tensor=2),
+    Row("1.3B", "v5p:4x4x4", 64, 32768),
+]
+
+
+def config_of(row: Row) -> Config:
+    """The config of a row's run."""
+    model = MODELS[row.model] | {"activation": "swiglu", "compute_dtype": "bfloat16"}
+    return Config(
+        model=ModelConfig(**model, remat=row.remat),  # type: ignore[arg-type]
+        data=DataConfig(seq_len=row.positions),
+        optim=OptimConfig(name=row.optimizer, weight_decay=0.1),  # type: ignore[arg-type]
+        train=TrainConfig(batch_size=row.rows),
+        mesh=MeshConfig(fsdp=row.fsdp, tensor=row.tensor),
+    )
+
+
+def measure(row: Row) -> dict[str, Any]:
+    """The figures of a row: GiB, TFLOP and milliseconds of a chip and step."""
+    from dlm_jax.distributed.sharding import make_mesh
+    from dlm_jax.distributed.topology import topology_devices
+    from dlm_jax.training.plan import plan
+
+    devices = topology_devices(row.topology)
+    config = config_of(row)
+    try:
+        found = plan(config, make_mesh(config.mesh, devices))
+    except ValueError as error:
+        return dataclasses.asdict(row) | {"refused": str(error)}
+    gib = 2.0**30
+    estimates = {
+        mode: {
+            "ms": round(one.seconds * 1e3, 2),
+            "exposed_ms": round(one.exposed * 1e3, 2),
+            "utilisation": round(found.utilisation(one), 4),
+        }
+        for mode, one in (("roof", found.at_best), ("cycles", found.at_worst))
+    }
+    return (
+        dataclasses.asdict(row)
+        | {
+            "parameters": found.num_parameters,
+            "chips": len(devices),
+            "memory_gib": {name: round(size / gib, 3) for name, size in found.memory.items()},
+            "moved_gib": {kind: round(n / gib, 3) for kind, n in found.at_best.moved.items()},
+            "model_tflop": round(found.flops / 1e12, 2),
+            "executed_tflop": round(found.at_best.flops / 1e12, 2),
+            "unknown_loops": found.at_best.unknown_loops,
+            "compile_seconds": round(found.compile_seconds, 1),
+        }
+        | estimates
+    )
+
+
+def table(results: dict[str, Any]) -> list[str]:
+    """The results as a table in Markdown."""
+    lines = [
+        "| model | topology | rows x L | optimiser | mesh | remat | memory GiB (temporaries) | "
+        "all-reduce + all-gather GiB | step ms (roof / cycles) | utilisation |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for one in results.values():
+        what = (
+            f"| {one['model']} | {one['topology']} | {one['rows']} x {one['positions']} | "
+            f"{one['optimizer']} | fsdp {one['fsdp']}, tensor {one['tensor']} | {one['remat']} | "
+        )
+        if "refused" in one:
+            lines.append(what + "does not fit | | | |")
+            continue
+        memory, moved = one["memory_gib"], one["moved_gib"]
+        roof, cycles = one["roof"], one["cycles"]
+        lines.append(
+            what + f"{sum(memory.values()):.1f} ({memory['temporaries']:.1f}) | "
+            f"{moved.get('all-reduce', 0):.1f} + {moved.get('all-gather', 0):.1f} | "
+            f"{roof['ms']:.0f} / {cycles['ms']:.0f} | "
+            f"{100 * roof['utilisation']:.1f}% / {100 * cycles['utilisation']:.1f}% |"
+        )
+    return lines
+
+
+def main() -> None:
+    """Measures the rows that are missing, one process after the other, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="where the figures are kept")
+    parser.add_argument("--only", nargs="*", help="measure rows whose name holds one of these")
+    parser.add_argument("--list", action="store_true", help="print the names of the rows")
+    parser.add_argument("--row", help="measure this row alone, here, and print it as JSON")
+    args = parser.parse_args()
+    if args.row:
+        print(json.dumps(measure(next(row for row in ROWS if row.name == args.row))))
+        return
+    if args.list:
+        print("\n".join(row.name for row in ROWS))
+        return
+    results = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+    for row in ROWS:
+        is_asked = not args.only or any(part in row.name for part in args.only)
+        if row.name not in results and is_asked:
+            command = [sys.executable, "-m", "benchmarks.pods", "--row", row.name]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(done.stderr[-2000:])
+            results[row.name] = json.loads(done.stdout.splitlines()[-1])
+            results = {one.name: results[one.name] for one in ROWS if one.name in results}
+            if args.json:
+                args.json.write_text(json.dumps(results, indent=1) + "\n")
+    print("\n".join(table(results)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""``train.py --dry-run``: what it prints, and what it refuses before anything is written."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import tiny_run
+
+from dlm_jax.cli import train
+from dlm_jax.distributed import topology
+
+needs_tpu_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="the TPU compiler is not installed: pip install 'dlm_jax[tpu]'",
+)
+
+
+def _arguments(out_dir, *more: str, **changes: object) -> list[str]:
+    given = tiny_run.flags(out_dir, **changes)
+    return [*(part for name, value in given.items() for part in (f"--{name}", value)), *more]
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
+    assert train.main(_arguments(tmp_path / "run", "--dry-run", mesh__fsdp=4)) == 0
+    out = capsys.readouterr().out
+    assert "mesh         data=2 fsdp=4 tensor=1 on 8 devices" in out
+    assert "place        blocks/mlp/up/kernel [2, 16, 64]: 16 over fsdp" in out
+    assert "place        activation hidden [8, 16, 16]: 8 over data x fsdp" in out
+    assert "GiB a device: state" in out
+    assert "not estimated" in out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "changes", "message"),
+    [
+        (["--topology", "v5e:4x4"], {}, "--topology means nothing without --dry-run"),
+        (["--dry-run", "--topology", "pod"], {}, "--topology=pod is no topology; write"),
+        (["--dry-run"], {"mesh__fsdp": 3}, "these fit: data=4 fsdp=2 tensor=1"),
+        (["--dry-run"], {"mesh__tensor": 4}, "mesh.tensor=4 does not divide model.heads=2; use 2"),
+        (["--dry-run"], {"mesh__expert": 2}, "mesh.expert=2 splits experts, and the model"),
+        (["--dry-run"], {"train__batch_size": 6}, "train.batch_size=6"),
+    ],
+)
+def test_bad_plans_are_refused_in_one_line(tmp_path, capsys, more, changes, message):
+    with pytest.raises(SystemExit) as exit_:
+        train.main(_arguments(tmp_path / "run", *more, **changes))
+    err = capsys.readouterr().err
+    assert exit_.value.code == 2
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_topology_without_its_compiler_names_the_extra(monkeypatch):
+    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'dlm_jax\[tpu\]'"):
+        topology.topology_devices("v5e:4x4")
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize("name", ["v9:2x2", "v5e:3x3"])
+def test_a_topology_that_the_compiler_does_not_know_is_refused_in_one_line(name):
+    with pytest.raises(
+        ValueError, match=f"--topology={name} is not known to the TPU compiler"
+    ) as e:
+        topology.topology_devices(name)
+    assert "\n" not in str(e.value)

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+import toy
+
+from dlm_jax.config import Config, MeshConfig, TrainConfig
+from dlm_jax.distributed.chips import CHIPS
+from dlm_jax.training.flops import model_flops
+from dlm_jax.training.placing import device_bytes, mesh_config, state_bytes
+
+
+def test_the_work_of_a_model_is_that_of_its_products_three_times_over():
+    """Forward products counted one by one, in the programs themselves, for one row."""
+    positions = 8
+    config = toy.config(activation="swiglu", kv_heads=1)
+    shapes = jax.eval_shape(toy.build(config).init, jax.random.key(0))
+    head, group, inner = 8, 8, config.inner_width
+    per_layer = 2 * 16 * (16 + 2 * group + 16) + 2 * 16 * inner * 3
+    attention = 2 * 2 * positions * head * 2
+    forward = positions * (2 * (per_layer + attention) + 2 * 16 * toy.VOCAB_SIZE)
+    found = model_flops(shapes, config, num_rows=1, num_positions=positions)
+    assert found == 3 * forward
+
+
+def test_an_untied_head_counts_instead_of_the_table_and_a_causal_model_sees_half():
+    tied, untied = toy.config(), toy.config(tied_head=False)
+    causal = toy.config(attention_type="causal", start_id=toy.MASK)
+
+    def work(config):
+        shapes = jax.eval_shape(toy.build(config).init, jax.random.key(0))
+        return model_flops(shapes, config, num_rows=2, num_positions=8)
+
+    assert work(tied) == work(untied)
+    assert work(tied) - work(causal) == 2 * 8 * 12 * 2 * 16 * 4
+
+
+class _Chip:
+    platform, device_kind, slice_index = "tpu", "TPU v5 lite", 0
+
+
+def test_a_model_is_split_over_as_few_chips_as_leave_room_unless_the_config_says_how():
+    def chosen(width: int, **mesh) -> int:
+        model = toy.config(width=width, heads=width // 64, vocab_size=1024)
+        config = Config(model=model, mesh=MeshConfig(**mesh))
+        return mesh_config(config, [_Chip()] * 16).fsdp
+
+    assert chosen(256) == 1
+    assert chosen(256, fsdp=8) == 8
+    assert chosen(256, data=4) == 4
+    big = chosen(8192)
+    bytes_ = state_bytes(Config(model=toy.config(width=8192, heads=128, vocab_size=1024)))
+    limit = CHIPS["TPU v5 lite"].memory / 4
+    assert bytes_ / big <= limit < bytes_ / (big / 2)
+
+
+def test_a_cpu_has_no_known_memory_and_splits_nothing():
+    assert device_bytes(jax.devices()[0]) == 0
+    assert mesh_config(Config(model=toy.config()), jax.devices()).fsdp == 0
+
+
+def test_the_state_counts_parameters_moments_and_the_average():
+    config = Config(model=toy.config(), train=TrainConfig())
+    params = sum(jnp.size(leaf) for leaf in jax.tree.leaves(toy.params()))
+    assert state_bytes(config) == pytest.approx(12 * params)
