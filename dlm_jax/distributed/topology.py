@@ -37,9 +37,7 @@ def topology_devices(name: str) -> list[Any]:
             "v5p:8x8x8 or, for two slices, v5p:4x4x4*2"
         )
     if importlib.util.find_spec("libtpu") is None:
-        raise ValueError(
-            f"--topology={name} needs the TPU compiler; pip install 'dlm_jax[tpu]'"
-        )
+        raise ValueError(f"--topology={name} needs the TPU compiler; pip install 'dlm_jax[tpu]'")
     for key, value in _ALONE.items():
         os.environ.setdefault(key, value)
     jax.config.update("jax_platforms", "cpu")

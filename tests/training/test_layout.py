@@ -125,3 +125,29 @@ def test_for_a_tpu_muon_and_the_heads_keep_the_layout_too():
         "heads = HeadsConfig(start_sampler_iteration=0, start_critic_iteration=0)\n"
         "step(heads=heads, add_sampler_head=True, add_critic_head=True)\n"
     )
+
+
+@pytest.mark.slow
+def test_for_a_tpu_the_sampling_loop_keeps_each_chips_rows_apart():
+    _for_tpu(
+        "import canvases, toy\n"
+        "from jax.sharding import NamedSharding, PartitionSpec as P\n"
+        "from dlm_jax.distributed.sharding import shardings\n"
+        "from dlm_jax.sampling.advance import Advance\n"
+        "from dlm_jax.sampling.program import Program\n"
+        "mesh = make_mesh(MeshConfig(fsdp=16), devices)\n"
+        "split, whole = NamedSharding(mesh, P(('data', 'fsdp'))), NamedSharding(mesh, P())\n"
+        "row = canvases.Row(canvases.holes(positions), steps=4)\n"
+        "state = canvases.make_state([row] * rows, positions=positions)\n"
+        "params = jax.eval_shape(toy.network().init, jax.random.key(0))\n"
+        "def at(leaf, place):\n"
+        "    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)\n"
+        "params = jax.tree.map(at, params, shardings(params, mesh))\n"
+        "state = jax.tree.map(lambda leaf: at(leaf, split), state)\n"
+        "number = jax.ShapeDtypeStruct((), 'int32', sharding=whole)\n"
+        "advance = Advance(Program(toy.network(), toy.MASK, chunk=64, rows=split))\n"
+        "text = advance._jitted.lower(params, state, number, number).compile().as_text()\n"
+        "assert not layout.whole_activations(text, sizes), layout.whole_activations(text, sizes)\n"
+        "assert not layout.moved_activations(text, sizes), layout.moved_activations(text, sizes)\n"
+        "assert 'splash' in text\n"
+    )
