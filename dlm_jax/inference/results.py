@@ -31,9 +31,12 @@ class Row:
       block: number of the block it works on, from 0, among those that have work.
       status: how it stands.
       counters: what has been counted for it.
-      origin: int32 ``[n]``, where each position stood before the last call of `Slots.advance`; -1:
-        it was not there. None without edits.
+      origin: int32 ``[n]``, where each position stood when the loop was called last, or in a
+        canvas that was shown before; -1: it was not there. None without edits.
       read_back: what was read back of it, in the order of the commits.
+      error: what its host sampler or its program raised; None where nothing was.
+      waited: seconds before it came into a slot.
+      seconds: that it has spent in one.
     """
 
     tokens: np.ndarray
@@ -46,6 +49,14 @@ class Row:
     counters: Counters = Counters()
     origin: np.ndarray | None = None
     read_back: tuple[Written, ...] = ()
+    error: Exception | None = None
+    waited: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that were written in a step."""
+        return int((self.committed >= 0).sum())
 
     def upto_eos(self, eos_ids: Sequence[int]) -> Row:
         """The row up to its first generated EOS and with it; whole if given tokens follow it."""
@@ -93,6 +104,7 @@ class Generation:
         of a draft, and those that an edit put there.
       read_back: what was read back of each row, in the order of the commits; empty where nothing
         was asked.
+      seconds: float64 ``[R]``, that each row spent in a slot.
     """
 
     tokens: np.ndarray
@@ -103,6 +115,7 @@ class Generation:
     logprobs: np.ndarray
     committed: np.ndarray
     read_back: tuple[tuple[Written, ...], ...]
+    seconds: np.ndarray
 
     @property
     def forwards(self) -> np.ndarray:
@@ -135,6 +148,7 @@ def assemble(rows: Sequence[Row], *, pad_id: int) -> Generation:
         logprobs=table("logprobs", 0, np.float32),
         committed=table("committed", -1, np.int32),
         read_back=tuple(row.read_back for row in rows),
+        seconds=np.array([row.seconds for row in rows]),
     )
 
 
