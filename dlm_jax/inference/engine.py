@@ -32,7 +32,9 @@ class Engine:
     is called off, or in which slot it runs. In programs of the same size they are the same bit for
     bit, in others to float tolerance. Every ticket comes out of `step` exactly once.
 
-    `submit` and `cancel` may be called from any thread, `step` from one at a time.
+    `submit` and `cancel` may be called from any thread, `step` from one at a time. If the devices
+    of the model belong to several processes, each has an engine and a share of the slots: all
+    reserve the same requests, submit any of them, and then call `step` until `is_busy` is false.
 
     Args:
       model: from `load`, or your own.
@@ -98,8 +100,8 @@ class Engine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request has not come out yet."""
-        return bool(self._entries)
+        """Whether a request has not come out yet, here or in another process."""
+        return bool(self._entries) or self._turns.is_together and self._turns.is_busy
 
     @property
     def has_room(self) -> bool:
@@ -141,7 +143,9 @@ class Engine:
             longest, instead of each running in the shortest that holds it.
         """
         with self._lock:
-            self._queues.reserve(requests, on_one_canvas=on_one_canvas)
+            for queue in self._queues.reserve(requests, on_one_canvas=on_one_canvas):
+                if self._turns.is_together:
+                    self._turns.enter(queue)
 
     def submit(self, request: Request, *, priority: int = 0, is_watched: bool = False) -> Ticket:
         """Lets a request wait for a slot.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
-
-import numpy as np
 
 from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.engine import Engine
@@ -17,7 +16,7 @@ from dlm_jax.inference.request import (
     only_chains_in_use,
     settings_of_call,
 )
-from dlm_jax.inference.results import Generation, Row, assemble
+from dlm_jax.inference.results import Generation, Row, Since, assemble
 from dlm_jax.types import Status
 
 
@@ -224,33 +223,18 @@ def canvases(
         for request in requests:
             engine.submit(request, is_watched=True)
         blocks: dict[int, int] = {}
-        origins: dict[int, np.ndarray] = {}
+        since: defaultdict[int, Since] = defaultdict(Since)
         step = engine.step(0)
         while step.progress or step.finished or engine.is_busy:
             told = step.progress | step.finished
-            shown = {t.number: _since(origins, t.number, row) for t, row in told.items()}
+            shown = {t.number: since[t.number].add(row) for t, row in told.items()}
             is_due = every != "block" or any(
                 row.status != Status.RUNNING or row.block != blocks.get(index)
                 for index, row in shown.items()
             )
             if is_due:
                 blocks |= {index: row.block for index, row in shown.items()}
-                for index in shown:
-                    origins.pop(index, None)
-                yield shown
+                yield {index: since[index].shown(row) for index, row in shown.items()}
             if not engine.is_busy:
                 break
             step = engine.step(num_steps)
-
-
-def _since(origins: dict[int, np.ndarray], index: int, row: Row) -> Row:
-    """The row with its origin in the canvas that was shown last, which `origins` keeps."""
-    if row.origin is None:
-        return row
-    before = origins.get(index)
-    if before is not None:
-        was_there = np.where(row.origin >= 0, before[np.maximum(row.origin, 0)], -1)
-        row = dataclasses.replace(row, origin=was_there)
-    assert row.origin is not None
-    origins[index] = row.origin
-    return row

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dlm_jax.distributed.rows import num_shares, split_rows
+from dlm_jax.distributed.rows import num_shares, spans_processes, split_rows
 from dlm_jax.inference.kinds import Kind
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import Request, Static, group, static_of
@@ -36,14 +36,17 @@ class Queues:
         self._model, self._facts = model, model.facts
         self._batch_size, self._sizes, self._limit = batch_size, tuple(sizes), limit
         self._canvases = None if canvases is None else tuple(sorted(canvases))
+        self._rows = split_rows(model.params)
+        self._is_together = spans_processes(self._rows)
         self._queues: dict[Static, list[Queue]] = {}
 
     def __iter__(self) -> Iterator[Queue]:
         """All of them, those without work too."""
         return (queue for queues in self._queues.values() for queue in queues)
 
-    def reserve(self, requests: Sequence[Request], *, on_one_canvas: bool = False) -> None:
-        """Makes queues that hold exactly these, in as few slots as they need."""
+    def reserve(self, requests: Sequence[Request], *, on_one_canvas: bool = False) -> list[Queue]:
+        """Queues that hold exactly these, in as few slots as they need."""
+        made = []
         for static, members in group(requests).items():
             canvases: dict[int, list[Request]] = {}
             for request in (requests[index] for index in members):
@@ -52,18 +55,25 @@ class Queues:
             for canvas, some in canvases.items():
                 fitted = canvas or canvas_size(max(request.room for request in some))
                 size = slot_count(len(some), self._batch_size, self._shares(static))
-                self._add(Queue(Kind(some, self._facts, fitted), [size], is_reserved=True))
+                queue = Queue(Kind(some, self._facts, fitted), [size], is_reserved=True)
+                made.append(self._add(queue))
+        return made
 
     def find(self, request: Request) -> Queue:
         """Where a request is to wait; a new queue if no other holds it.
 
         Raises:
-          ValueError: no canvas is long enough.
+          ValueError: no canvas is long enough, or several processes have not reserved it.
         """
         static, canvas = static_of(request), self._canvas(request)
         for queue in self._queues.get(static, ()):
             if (queue.is_reserved or queue.kind.canvas == canvas) and queue.kind.holds(request):
                 return queue
+        if self._is_together:
+            raise ValueError(
+                "an engine on the devices of several processes runs the requests that all of them "
+                "have reserved; call `reserve` first, with the same ones everywhere"
+            )
         self._forget_some()
         shares = self._shares(static)
         sizes = sorted({-(-size // shares) * shares for size in self._sizes})
@@ -98,4 +108,9 @@ class Queues:
         )
 
     def _shares(self, static: Static) -> int:
-        return 1 if static.needs_host else num_shares(split_rows(self._model.params))
+        if static.needs_host and self._is_together:
+            raise ValueError(
+                "host samplers and read-back look at whole rows in one process; drop them, or the "
+                "other processes"
+            )
+        return 1 if static.needs_host else num_shares(self._rows)

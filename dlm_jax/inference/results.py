@@ -75,6 +75,27 @@ class Row:
         )
 
 
+class Since:
+    """Where the positions of a row stood in the canvas of it that was shown last."""
+
+    def __init__(self) -> None:
+        self._origin: np.ndarray | None = None
+
+    def add(self, row: Row) -> Row:
+        """The row after another call of the loop, its origin in the canvas that was shown last."""
+        before = self._origin
+        if row.origin is not None and before is not None:
+            was_there = np.where(row.origin >= 0, before[np.maximum(row.origin, 0)], -1)
+            row = dataclasses.replace(row, origin=was_there)
+        self._origin = row.origin
+        return row
+
+    def shown(self, row: Row) -> Row:
+        """The row, which is the one that is shown now."""
+        self._origin = None
+        return row
+
+
 class Scores(NamedTuple):
     """How each token came about, ``[R, L]`` each.
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax.distributed.rows import placement
+from dlm_jax.distributed.rows import OwnRows, placement
 from dlm_jax.inference.candidates import Written, moved
 from dlm_jax.inference.host import HostLoop
 from dlm_jax.inference.kinds import Kind
@@ -60,7 +60,9 @@ class Slots:
       loop: the compiled loop, or the one of single steps that host samplers and read-back need.
       params: parameters of its network.
       kind: of the requests that it may run.
-      num_slots: rows that run at once; the devices that split them must divide it.
+      num_slots: rows that run at once; the devices that split them must divide it. If the devices
+        belong to several processes, each has an equal share of the slots, and all must call `put`
+        and `advance` together.
       max_candidates: how many of a position's candidates come to the host at most.
 
     Raises:
@@ -80,19 +82,20 @@ class Slots:
             raise ValueError("rows that need the host run in a HostLoop; make one")
         self.loop, self.kind = loop, kind
         self._params, self._max_candidates = params, max_candidates
-        self._home = placement(loop.program.rows, params)
+        self._own = OwnRows(placement(loop.program.rows, params), num_slots)
+        self._num_slots, num_own = num_slots, self._own.count
         self._state: State | None = None
-        self._jobs: list[Job | None] = [None] * num_slots
-        self._began = [0.0] * num_slots
-        self._read_back: list[list[Written]] = [[] for _ in range(num_slots)]
+        self._jobs: list[Job | None] = [None] * num_own
+        self._began = [0.0] * num_own
+        self._read_back: list[list[Written]] = [[] for _ in range(num_own)]
         self._failed: dict[int, Exception] = {}
-        self._steps = np.zeros(num_slots, np.int32)
-        self._forwards = np.zeros(num_slots, np.int32)
+        self._steps = np.zeros(num_own, np.int32)
+        self._forwards = np.zeros(num_own, np.int32)
 
     @property
     def num_slots(self) -> int:
-        """Rows that run at once."""
-        return len(self._jobs)
+        """Rows that run at once, those of other processes too."""
+        return self._num_slots
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -106,8 +109,6 @@ class Slots:
 
     def put(self, new: Mapping[int, Job | None]) -> None:
         """Gives slots other requests, or takes what they run away, for None."""
-        if not new:
-            return
         for slot, job in new.items():
             self._jobs[slot], self._read_back[slot] = job, []
             self._steps[slot] = self._forwards[slot] = 0
@@ -116,10 +117,11 @@ class Slots:
         mask_id = self.loop.program.mask_id
         if self._state is None:
             arguments = jax.tree.map(jnp.asarray, arguments)
-            self._state = jax.device_put(start(**arguments, mask_id=mask_id), self._home)
+            # Of its own rows alone, and then placed with those of the others.
+            self._state = self._own.place(start(**arguments, mask_id=mask_id))
         else:
-            is_new = np.isin(np.arange(self.num_slots), list(new))
-            arguments, is_new_B = jax.device_put((arguments, is_new), self._home)
+            is_new = np.isin(np.arange(len(self._jobs)), list(new))
+            arguments, is_new_B = self._own.place((arguments, is_new))
             self._state = _refill(self._state, arguments, is_new_B, mask_id=mask_id)
         now = time.perf_counter()
         for slot in new:
@@ -134,12 +136,15 @@ class Slots:
         state = self._state
         assert state is not None
         if isinstance(self.loop, Advance):
-            limits = [] if num_ends is None else [num_ends]
-            state = self.loop(self._params, state, num_steps, *limits)
+            limits = [limit for limit in (num_steps, num_ends) if limit is not None]
+            if self._own.share[1] > 1:
+                # A number of the host is the same on every device; an array lies on one of them.
+                limits = [np.int32(limit) for limit in limits]
+            state = self.loop(self._params, state, *limits)
         else:
             state = self._step_on_host(self.loop, state)
         self._state = state
-        steps, forwards, status = jax.device_get(
+        steps, forwards, status = self._own.fetch(
             (state.step_B, state.counters.forwards, state.status_B)
         )
         taken, asked = steps - self._steps, int((forwards - self._forwards).sum())
@@ -164,7 +169,7 @@ class Slots:
         if self._state is not None:
             is_held = np.arange(num_slots) < len(held)
             state = _moved(self._state, jnp.asarray(index), jnp.asarray(is_held))
-            made._state = jax.device_put(state, made._home)
+            made._state = made._own.place(state)
         for place, slot in enumerate(held):
             made._jobs[place], made._began[place] = self._jobs[slot], self._began[slot]
             made._read_back[place] = self._read_back[slot]
@@ -176,7 +181,7 @@ class Slots:
         """Tokens that the running rows have written."""
         if self._state is None:
             return 0
-        return int((np.asarray(self._state.committed_BL)[list(self.held)] >= 0).sum())
+        return int((self._own.fetch(self._state.committed_BL)[list(self.held)] >= 0).sum())
 
     def job(self, slot: int) -> Job:
         """What a slot runs."""
@@ -192,7 +197,7 @@ class Slots:
         assert state is not None
         edits = state.edits
         tokens, frozen, logprobs, committed, length, steps, block, status, origin, counters = (
-            jax.device_get(
+            self._own.fetch(
                 (
                     state.canvas.tokens_BL, state.canvas.frozen_BL, state.logprob_BL,
                     state.committed_BL, state.canvas.length_B, state.step_B, state.block.index_B,
@@ -223,7 +228,7 @@ class Slots:
 
     def _arguments(self, new: Mapping[int, Job]) -> dict[str, Any]:
         """Arguments of `start` with these at their slots, and idle ones besides: host arrays."""
-        num_slots, size = self.num_slots, self.kind.canvas
+        num_slots, size = len(self._jobs), self.kind.canvas
         tokens = np.full((num_slots, size), self.loop.program.pad_id, np.int32)
         is_frozen = np.ones((num_slots, size), bool)
         length = np.zeros(num_slots, np.int32)

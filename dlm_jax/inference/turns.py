@@ -7,12 +7,16 @@ import dataclasses
 from collections import deque
 from typing import NamedTuple
 
+import numpy as np
+
+from dlm_jax.distributed.processes import totals
+from dlm_jax.distributed.rows import OwnRows, num_shares, spans_processes, split_rows
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.programs import Loop, Programs
 from dlm_jax.inference.report import Work
 from dlm_jax.inference.results import Row
 from dlm_jax.inference.slots import Slots
-from dlm_jax.inference.waiting import Entry, Queue, unstarted
+from dlm_jax.inference.waiting import Counts, Entry, Queue, unstarted
 from dlm_jax.types import Status
 
 STEPS_PER_CALL = 8
@@ -44,6 +48,7 @@ class Turns:
       programs: that are kept.
       work: what has been done.
       compiled: shapes of the programs that had to be compiled.
+      is_together: whether several processes take every turn together.
     """
 
     def __init__(
@@ -58,14 +63,23 @@ class Turns:
         self.compiled: list[str] = []
         self._params, self._max_candidates, self._lock = model.params, max_candidates, lock
         self._mask_id = model.tokenizer.mask_id
+        rows = split_rows(model.params)
+        self.is_together = spans_processes(rows)
+        self._share = OwnRows(rows, num_shares(rows)).share
         self._order: deque[Queue] = deque()
         self._next: dict[Queue, tuple[Loop, int]] = {}
-        self._count = 0
+        self._count, self._is_busy = 0, False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any process had work when they last told each other."""
+        return self._is_busy
 
     def enter(self, queue: Queue) -> None:
         """Lets a queue have turns from now on, until it has no work."""
         if queue not in self._order:
             self._order.append(queue)
+            self._is_busy = True
 
     def clear(self) -> None:
         """Forgets all queues and programs."""
@@ -101,17 +115,30 @@ class Turns:
             assert queue.slots is not None
             row = queue.slots.rows([entry.slot])[entry.slot]
             row = dataclasses.replace(row, status=Status.CANCELLED)
-            queue.slots.put({entry.slot: None})
+            queue.leaving.add(entry.slot)
             del queue.running[entry.slot]
         with self._lock:
             self._leave(queue)
         return row
 
+    def _exchange(self) -> None:
+        """Adds up what there is to do in each queue over all processes, the same on each."""
+        own = np.array([queue.counts() for queue in self._order], np.int32)
+        everywhere = totals(own.reshape(-1), self._share).reshape(own.shape)
+        for queue, counts in zip(self._order, everywhere.tolist(), strict=True):
+            queue.totals = Counts(*counts)
+            if not queue.totals.running:
+                queue.slots, queue.is_draining = None, False
+        self._is_busy = bool(everywhere.any())
+
     def _choose(self) -> Queue | None:
+        if self.is_together:
+            self._exchange()
         for _ in range(len(self._order)):
             queue = self._order[0]
             self._order.rotate(-1)
-            if self._has_program(queue):
+            has_work = not self.is_together or any(queue.totals)
+            if has_work and self._has_program(queue):
                 return queue
         return None
 
@@ -143,6 +170,8 @@ class Turns:
                 loop, self._params, queue.kind, size, max_candidates=self._max_candidates
             )
         elif loop is not None and queue.slots is not None:
+            queue.slots.put(dict.fromkeys(queue.leaving))
+            queue.leaving.clear()
             places = {slot: place for place, slot in enumerate(queue.slots.held)}
             queue.slots = queue.slots.resized(loop, size)
             queue.running = {places[slot]: entry for slot, entry in queue.running.items()}
@@ -153,23 +182,28 @@ class Turns:
 
     def _fill(self, queue: Queue, slots: Slots) -> bool:
         """Puts waiting requests into the free slots; whether one of them is watched."""
-        if queue.is_draining:
-            return False
+        free = sorted({*slots.free, *queue.leaving})
         with self._lock:
-            new = dict(zip(slots.free, queue.pop(), strict=False))
+            new = dict(zip(() if queue.is_draining else free, queue.pop(), strict=False))
             for slot, entry in new.items():
                 entry.slot = slot
             queue.running |= new
-        slots.put({slot: entry.job() for slot, entry in new.items()})
+        changes = dict.fromkeys(queue.leaving) | {slot: e.job() for slot, e in new.items()}
+        queue.leaving.clear()
+        if changes or self.is_together:
+            slots.put(changes)
         return any(entry.is_watched for entry in new.values())
 
     def _run(self, queue: Queue, slots: Slots, num_steps: int | None) -> list[tuple[Entry, Row]]:
         """The rows that end in a turn."""
+        if not self.is_together:
+            queue.totals = queue.counts()
+        todo = queue.totals
         # A row that is watched is shown before its first step.
-        is_shown_first = self._fill(queue, slots)
-        if num_steps == 0 or not queue.running or is_shown_first:
+        is_shown_first = todo.fills + todo.leaving > 0 and self._fill(queue, slots)
+        if num_steps == 0 or not todo.running + todo.fills or is_shown_first:
             return []
-        waits = queue.num_waiting > 0 and not queue.is_draining
+        waits = todo.waiting > todo.fills and not queue.is_draining
         if num_steps is None:
             is_watched = any(entry.is_watched for entry in queue.running.values())
             num_steps = 1 if is_watched else STEPS_PER_CALL
@@ -186,7 +220,8 @@ class Turns:
         )
         ended = [(queue.running.pop(slot), row) for slot, row in rows.items()]
         slots.take_out(taken.ended)
-        self._fill(queue, slots)
+        if not self.is_together:
+            self._fill(queue, slots)
         return ended
 
     def _shown(self, queue: Queue, slots: Slots) -> list[tuple[Entry, Row]]:
@@ -206,7 +241,10 @@ class Turns:
 
     def _leave(self, queue: Queue) -> None:
         """After a turn: a queue that runs nothing gives its program and its state free."""
+        if self.is_together:
+            return  # when all processes know that nothing runs
         if not queue.running:
             queue.slots, queue.is_draining = None, False
+            queue.leaving.clear()
         if not queue.is_busy and queue in self._order:
             self._order.remove(queue)

@@ -6,6 +6,7 @@ import heapq
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -59,6 +60,22 @@ class Entry:
         return ours < theirs
 
 
+class Counts(NamedTuple):
+    """What there is to do in a queue.
+
+    Attributes:
+      waiting: requests that wait.
+      running: requests that run.
+      fills: slots that will take one that waits.
+      leaving: slots whose request was called off.
+    """
+
+    waiting: int = 0
+    running: int = 0
+    fills: int = 0
+    leaving: int = 0
+
+
 class Queue:
     """The requests of a kind.
 
@@ -68,6 +85,8 @@ class Queue:
       slots: that run some of them; None when none runs.
       running: those that run, by their slot.
       is_reserved: whether it was made for requests that were to come.
+      leaving: slots of requests that were called off, to be cleared in the next turn.
+      totals: what there was to do when its turn came, in all processes.
       is_draining: whether none may begin, so that another kind can have the program.
       since: the turn in which it got its slots.
     """
@@ -77,6 +96,8 @@ class Queue:
         self.since = 0
         self.slots: Slots | None = None
         self.running: dict[int, Entry] = {}
+        self.leaving: set[int] = set()
+        self.totals = Counts()
         self.is_draining = False
         self._heap: list[Entry] = []
         self._num_waiting = 0
@@ -93,8 +114,16 @@ class Queue:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request runs or waits."""
+        """Whether a request runs or waits in this process."""
         return bool(self.running or self._num_waiting)
+
+    def counts(self) -> Counts:
+        """What there is to do in this process."""
+        free = self.sizes[-1]
+        if self.slots is not None:
+            free = len(self.slots.free) + len(self.leaving)
+        fills = 0 if self.is_draining else min(self._num_waiting, free)
+        return Counts(self._num_waiting, len(self.running), fills, len(self.leaving))
 
     def push(self, entry: Entry) -> None:
         """Lets a request wait."""
