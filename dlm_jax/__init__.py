@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from dlm_jax.config import SampleConfig as SampleConfig
     from dlm_jax.inference.candidates import Candidates as Candidates
     from dlm_jax.inference.constraints import matching as matching
+    from dlm_jax.inference.engine import Engine as Engine
+    from dlm_jax.inference.engine import EngineFullError as EngineFullError
     from dlm_jax.inference.generate import Texts as Texts
     from dlm_jax.inference.generate import chain_report as chain_report
     from dlm_jax.inference.generate import generate as generate
-    from dlm_jax.inference.generate import slots_of as slots_of
     from dlm_jax.inference.generate import stream as stream
     from dlm_jax.inference.likelihood import Score as Score
     from dlm_jax.inference.likelihood import score as score
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from dlm_jax.inference.request import make_requests as make_requests
     from dlm_jax.inference.results import Row as Row
     from dlm_jax.inference.scorer import corrupted_share as corrupted_share
-    from dlm_jax.inference.slots import Slots as Slots
+    from dlm_jax.inference.waiting import Ticket as Ticket
     from dlm_jax.sampling.commit import *  # noqa: F403
     from dlm_jax.sampling.edits import *  # noqa: F403
     from dlm_jax.sampling.propose import *  # noqa: F403
@@ -48,15 +49,16 @@ _HOME_OF = {
     "SampleConfig": "config",
     "Candidates": "inference.candidates",
     "matching": "inference.constraints",
+    **dict.fromkeys(("Engine", "EngineFullError"), "inference.engine"),
     **dict.fromkeys(
-        ("Texts", "chain_report", "generate", "slots_of", "stream"), "inference.generate"
+        ("Texts", "chain_report", "generate", "stream"), "inference.generate"
     ),
     **dict.fromkeys(("Score", "score"), "inference.likelihood"),
     **dict.fromkeys(("Model", "load"), "inference.model"),
     **dict.fromkeys(("Request", "make_requests"), "inference.request"),
     "Row": "inference.results",
     "corrupted_share": "inference.scorer",
-    "Slots": "inference.slots",
+    "Ticket": "inference.waiting",
     "Counters": "sampling.row",
     **dict.fromkeys(("Setting", "fact", "per_row", "rule", "static"), "settings"),
     "train": "training",

@@ -95,6 +95,9 @@ class Status(IntEnum):
     steps with holes left. ``CANVAS_FULL`` is done as well, but some edits found no room in its
     capacity: they were left out, or pushed tokens out. ``NON_FINITE`` met a NaN or an infinity
     where the network's logits must be finite, and stopped before writing.
+
+    The loop itself never gives the last two: ``CANCELLED`` was called off before it had ended, and
+    ``FAILED`` met an error of a host sampler or of its program.
     """
 
     RUNNING = 0
@@ -102,6 +105,8 @@ class Status(IntEnum):
     STEP_LIMIT = 2
     CANVAS_FULL = 3
     NON_FINITE = 4
+    CANCELLED = 5
+    FAILED = 6
 
 
 def live_positions(length_B: jax.Array, num_positions: int) -> jax.Array:

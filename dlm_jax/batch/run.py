@@ -17,11 +17,10 @@ import numpy as np
 import dlm_jax.config as configs
 from dlm_jax.batch.requests import Line
 from dlm_jax.batch.results import Results
-from dlm_jax.inference.generate import slots_of
+from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.request import Request, Static, group, make_requests, only_chains_in_use
-from dlm_jax.inference.results import Row, canvas_size
-from dlm_jax.inference.slots import finish
+from dlm_jax.inference.request import Request, make_requests, only_chains_in_use
+from dlm_jax.inference.results import Row
 from dlm_jax.types import Status
 
 _Listener = Callable[[Mapping[str, Any], int], Any]
@@ -92,32 +91,27 @@ def run_requests(
       on_result: told each result once it is written, and how many tokens were generated for it.
     """
     found, asked, refused = _accepted(model, lines, seed, settings or {})
-    errors = rows = tokens = taken = offered = 0
+    errors = rows = tokens = 0
     for result in refused:
         if result["id"] not in results.done:
             _write(results, result, 0, on_result)
             errors += 1
-    programs = []
     asked = only_chains_in_use(asked)
-    for (static, canvas), members in _groups(asked).items():
-        waiting = [n for n, index in enumerate(members) if found[index].id not in results.done]
-        if not waiting:
-            continue
-        slots = slots_of(
-            model, static, [asked[index] for index in members],
-            batch_size=batch_size, canvas=canvas, names=members,
-        )  # fmt: skip
-        slots.submit(waiting)
-        for n, row in finish(slots):
-            row = row.upto_eos(model.eos_ids)
-            new, result = int((row.committed >= 0).sum()), _result(model, found[members[n]], row)
+    with Engine(model, batch_size=batch_size, max_waiting=None) as engine:
+        # Those that are done too: the programs are the same when a run is continued.
+        engine.reserve(asked)
+        owners = {
+            engine.submit(request): line
+            for line, request in zip(found, asked, strict=True)
+            if line.id not in results.done
+        }
+        for ticket, row in engine:
+            new, result = row.num_generated, _result(model, owners.pop(ticket), row)
             _write(results, result, new, on_result)
             errors, tokens = errors + ("error" in result), tokens + new
             rows += "error" not in result
-        taken, offered = taken + slots.occupancy.taken, offered + slots.occupancy.offered
-        programs.append(f"rows={slots.num_slots} canvas={canvas}")
-    share = taken / offered if offered else 1.0
-    return Report(rows, errors, tokens, share, tuple(programs))
+        report = engine.report()
+    return Report(rows, errors, tokens, report.occupancy, report.programs)
 
 
 def _accepted(
@@ -178,19 +172,12 @@ def _in_line(line: Line, error: str) -> str:
     return error if where in error else f"{where}: {error}"
 
 
-def _groups(requests: Sequence[Request]) -> dict[tuple[Static, int], list[int]]:
-    groups: dict[tuple[Static, int], list[int]] = {}
-    for static, members in group(requests).items():
-        for index in members:
-            canvas = canvas_size(requests[index].room, is_shared=True)
-            groups.setdefault((static, canvas), []).append(index)
-    return groups
-
-
 def _result(model: Model, line: Line, row: Row) -> dict[str, Any]:
     if row.status is Status.NON_FINITE:
         error = f"line {line.number}: the model's logits are not finite after {row.steps} steps"
         return {"id": line.id, "error": error}
+    if row.error is not None:
+        raise row.error
     always = {"forwards", *(("insertions", "deletions", "lost") if row.origin is not None else ())}
     counted = {name: n for name, n in row.counters._asdict().items() if n or name in always}
     return {
