@@ -34,9 +34,13 @@ class ModelConfig:
     qkv_bias: bool = field(False, "biases on the query, key and value projections")
     rope_theta: float = field(10000.0, "base of the rotary position frequencies")
     tied_head: bool = field(True, "the LM head is the transposed embedding table")
-    attention_type: Literal["bidirectional", "causal"] = field(
+    attention_type: Literal["bidirectional", "causal", "block_causal"] = field(
         "bidirectional",
-        "bidirectional; or causal: an autoregressive model, each position from those to its left",
+        "bidirectional; causal: an autoregressive model, each position from those to its left; or "
+        "block_causal: a position sees its own block and those before it",
+    )
+    block_length: int = field(
+        0, "block_causal: positions of a block, from the begin of the row on, at least 2"
     )
     vocab_size: int = field(0, "number of logits; 0: the tokenizer's vocabulary")
     start_id: int = field(
@@ -76,6 +80,12 @@ class ModelConfig:
             self.kv_heads == 0 or self.heads % self.kv_heads == 0,
             f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}; "
             f"use 0 or a divisor of {self.heads}",
+        )
+        is_block_causal = self.attention_type == "block_causal"
+        require(
+            self.block_length >= 2 if is_block_causal else self.block_length == 0,
+            f"model.block_length={self.block_length} does not go with model.attention_type="
+            f"{self.attention_type!r}; use {'at least 2' if is_block_causal else 0}",
         )
         self._check_heads()
         require(self.norm_epsilon > 0, f"model.norm_epsilon={self.norm_epsilon} must be > 0")
@@ -263,4 +273,15 @@ class Config:
             self.model.attention_type != "causal" or self.sample.order == "left_to_right",
             f"model.attention_type='causal' cannot fill sample.order={self.sample.order!r}; "
             "use left_to_right",
+        )
+        require(
+            self.model.attention_type != "block_causal"
+            or self.sample.block_length in (0, self.model.block_length),
+            f"sample.block_length={self.sample.block_length} is not the model.block_length="
+            f"{self.model.block_length} that the model is trained with; use 0 for the same",
+        )
+        require(
+            self.model.attention_type != "block_causal" or self.objective.proofreading_share == 0,
+            f"objective.proofreading_share={self.objective.proofreading_share} moves tokens out of "
+            "their blocks, which model.attention_type='block_causal' cannot; use 0",
         )

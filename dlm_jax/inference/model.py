@@ -98,6 +98,9 @@ class Model:
             noise=self.noise,
             has_sampler=self.network.sampler_readout is not None,
             has_critic=self.network.critic is not None,
+            has_cache=self.network.cached is not None,
+            is_causal=self.is_causal,
+            block_length=self.network.block_length,
         )
 
     def program(

@@ -12,10 +12,12 @@ import numpy as np
 
 from dlm_jax.distributed.rows import num_shares, placement
 from dlm_jax.inference.candidates import Written, moved
+from dlm_jax.inference.checks import check_canvas
 from dlm_jax.inference.host import HostLoop
 from dlm_jax.inference.request import Request, pack
 from dlm_jax.inference.results import Row, canvas_size
 from dlm_jax.sampling.advance import Advance
+from dlm_jax.sampling.forward import with_cache
 from dlm_jax.sampling.row import Counters, RowParams
 from dlm_jax.sampling.rules import ModelFacts, Rules
 from dlm_jax.sampling.state import State, start
@@ -78,7 +80,7 @@ class Slots:
             raise ValueError(f"batch_size={batch_size} must be at least 1")
         self._names = list(range(len(requests)) if names is None else names)
         for name, request in zip(self._names, requests, strict=True):
-            request.check_steps(mask_id=loop.program.mask_id)
+            check_canvas(request, facts, mask_id=loop.program.mask_id)
             if request.needs_host and not isinstance(loop, HostLoop):
                 raise ValueError(f"row {name} needs the host; run it in a HostLoop")
         longest = max(request.room for request in requests)
@@ -161,7 +163,9 @@ class Slots:
         arguments = self._arguments(dict(new))
         mask_id = self.loop.program.mask_id
         if self._state is None:
-            self._state = jax.device_put(start(**arguments, mask_id=mask_id), self._home)
+            state = start(**arguments, mask_id=mask_id)
+            state = with_cache(self.loop.program, self._params, state)
+            self._state = jax.device_put(state, self._home)
             return
         is_new = np.zeros(len(self._owners), bool)
         is_new[[slot for slot, _ in new]] = True
@@ -243,12 +247,18 @@ class Slots:
 def _start_some(
     state: State, arguments: dict[str, Any], is_new_B: jax.Array, *, mask_id: int
 ) -> State:
-    """The state with new rows where `is_new_B`."""
+    """The state with new rows where `is_new_B`; what is kept of the old ones is no longer read."""
+    new, cache = start(**arguments, mask_id=mask_id), state.cache
+    if cache is not None:
+        state = state._replace(cache=cache._replace(kept=(), bare=()))
 
     def merge(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(is_new_B.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
-    return jax.tree.map(merge, start(**arguments, mask_id=mask_id), state)
+    state = jax.tree.map(merge, new, state)
+    if cache is None or state.cache is None:
+        return state
+    return state._replace(cache=state.cache._replace(kept=cache.kept, bare=cache.bare))
 
 
 _refill = jax.jit(_start_some, static_argnames="mask_id", donate_argnums=0)

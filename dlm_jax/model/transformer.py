@@ -17,7 +17,8 @@ from flax import nnx
 
 from dlm_jax.config import ModelConfig
 from dlm_jax.model import cpu
-from dlm_jax.model.attention import attend, rotary_angles
+from dlm_jax.model.attention import attend, attend_in_blocks, rotary_angles
+from dlm_jax.model.cached import Parts, cached_trunk
 from dlm_jax.model.heads import CriticHead, SamplerHead, ScorerHead
 from dlm_jax.model.layers import Linear, Norm
 from dlm_jax.types import Network, Params, live_positions
@@ -29,6 +30,7 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.head_size = config.width // config.heads
         self.is_causal = config.attention_type == "causal"
+        self.block_length = config.block_length
         kv_width = (config.kv_heads or config.heads) * self.head_size
         bias = config.qkv_bias
         self.query = Linear(config.width, config.width, scale=1.0, bias=bias, rngs=rngs)
@@ -39,8 +41,11 @@ class Attention(nnx.Module):
         self.query_norm = norm() if config.qk_norm else None
         self.key_norm = norm() if config.qk_norm else None
 
-    def __call__(self, x_BLD: jax.Array, length_B: jax.Array, angles: Any) -> jax.Array:
-        """What the block's attention adds, ``[B, L, D]``."""
+    def project(self, x_BLD: jax.Array, angles: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries ``[B, L, H, K]``, keys and values ``[B, L, G, K]`` at positions of those angles.
+
+        Keys are kept as they are here: normed and turned.
+        """
 
         def heads(x: jax.Array) -> jax.Array:
             return x.reshape(*x.shape[:2], -1, self.head_size)
@@ -48,9 +53,17 @@ class Attention(nnx.Module):
         q, k, v = heads(self.query(x_BLD)), heads(self.key(x_BLD)), heads(self.value(x_BLD))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        q, k = cpu.rotate(q, *angles), cpu.rotate(k, *angles)
-        y_BLHK = attend(q, k, v, length_B, is_causal=self.is_causal)
-        return self.out(y_BLHK.reshape(x_BLD.shape))
+        return cpu.rotate(q, *angles), cpu.rotate(k, *angles), v
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, length_B: jax.Array) -> jax.Array:
+        """What every position of whole rows sees of them, ``[B, L, H, K]``."""
+        if self.block_length:
+            return attend_in_blocks(q, k, v, length_B, block_length=self.block_length)
+        return attend(q, k, v, length_B, is_causal=self.is_causal)
+
+    def join(self, y_BLHK: jax.Array) -> jax.Array:
+        """What the block's attention adds, ``[B, L, D]``, from what the heads returned."""
+        return self.out(y_BLHK.reshape(*y_BLHK.shape[:2], -1))
 
 
 class Mlp(nnx.Module):
@@ -90,7 +103,12 @@ class Block(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array, length_B: jax.Array, angles: Any) -> jax.Array:
         """Hidden vectors after the block, ``[B, L, D]``."""
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), length_B, angles)
+        return self.around(x_BLD, angles, lambda q, k, v: self.attention.attend(q, k, v, length_B))
+
+    def around(self, x_BLD: jax.Array, angles: Any, attend: Callable[..., jax.Array]) -> jax.Array:
+        """Hidden vectors after the block with that attention ``(q, k, v) -> [B, L, H, K]``."""
+        q, k, v = self.attention.project(self.attention_norm(x_BLD), angles)
+        x_BLD = x_BLD + self.attention.join(attend(q, k, v))
         return x_BLD + self.mlp(self.mlp_norm(x_BLD))
 
 
@@ -198,8 +216,14 @@ def build(config: ModelConfig) -> Network:
         logits_NK = jnp.einsum("nd,nkd->nk", hidden_ND, columns_NKD)
         return logits_NK.astype(jnp.float32)
 
+    parts = Parts(
+        embed=lambda params, ids: embed(params, ids).astype(dtype),
+        block=lambda block: nnx.merge(block_graph, block),
+        norm=lambda params, x_BLD: nnx.merge(norm_graph, params["norm"])(x_BLD),
+    )
     return Network(
         init, trunk, embed, readout, config.vocab_size, logits_of=logits_of,
+        cached=None if config.mode == "sequence_scorer" else cached_trunk(config, parts),
         **_head_functions(config, readout),
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax.settings import FINITE, Rule, Setting, per_row, rule
+from dlm_jax.settings import FINITE, Rule, Setting, fact, per_row, rule
 
 STEPS = Setting("steps", 128, "denoising steps of one sample", low=1)
 BLOCK_LENGTH = Setting(
@@ -48,6 +48,8 @@ class RowParams(Rule):
         row has is as many as it has.
       max_new_B: int32, unfrozen tokens that a row's length is steered towards; 0 is as many as it
         has.
+      block_unit: positions of a block of a block-causal model, at whose multiples the row's blocks
+        begin; 0: they begin at the first unfrozen position.
     """
 
     steps_B: jax.Array = per_row(STEPS)
@@ -58,6 +60,7 @@ class RowParams(Rule):
     resamples_B: jax.Array = per_row(RESAMPLE)
     capacity_B: jax.Array = per_row(_CAPACITY)
     max_new_B: jax.Array = per_row(MAX_NEW_TOKENS)
+    block_unit: int = fact("block_length", 0)
 
     @classmethod
     def check(cls, row: Any) -> None:
@@ -76,7 +79,8 @@ class Counters(NamedTuple):
     """What the loop counts for each row: int32 ``[B]`` in its state, numbers in results.
 
     Attributes:
-      forwards: of the trunk, that the row has asked for.
+      forwards: of the trunk, that the row has asked for; those of a block are counted as one each.
+      positions: live positions that those forwards computed.
       waves: of the sampler head's fills; 0 where all candidates were drawn in parallel.
       bootstrapped: positions of those fills that the LM head drew, as nothing near was filled.
       filled: candidates drawn in all steps.
@@ -86,6 +90,7 @@ class Counters(NamedTuple):
     """
 
     forwards: Any = 0
+    positions: Any = 0
     waves: Any = 0
     bootstrapped: Any = 0
     filled: Any = 0

@@ -1,0 +1,202 @@
+"""The Transformer in pieces: whole rows and windows of them, with keys and values that are kept.
+
+What is kept has one leaf for keys and one for values, ``[B, depth, G, L, K]`` in the compute dtype:
+``2 depth B L G K`` numbers. On a CPU, where layers are unrolled, each layer has leaves of its own,
+which are then read where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.config import ModelConfig
+from dlm_jax.model import cpu
+from dlm_jax.model.attention import (
+    attend_beside_clean,
+    attend_beside_kept,
+    rotary_angles,
+    seen_keys,
+)
+from dlm_jax.types import CachedTrunk, Params, Window
+
+_UNROLLED = 16
+# Rows whose pieces are put down one by one, in place; more of them go by one scatter.
+_FEW = 8
+
+KeyValue = tuple[jax.Array, jax.Array]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of the network that a piece is made of.
+
+    Attributes:
+      embed: ``(params, ids) -> vectors`` in the compute dtype.
+      block: the module of one layer from its parameters.
+      norm: ``(params, x) -> x``, the final norm.
+    """
+
+    embed: Callable[[Params, jax.Array], jax.Array]
+    block: Callable[[Any], Any]
+    norm: Callable[[Params, jax.Array], jax.Array]
+
+
+def cached_trunk(config: ModelConfig, parts: Parts) -> CachedTrunk:
+    """The pieces of the network of `config`."""
+    is_causal = config.attention_type == "causal"
+    is_unrolled = jax.default_backend() == "cpu" and config.depth <= _UNROLLED
+    num_groups, head_size = config.kv_heads or config.heads, config.width // config.heads
+    block_length = 1 if is_causal else config.block_length
+
+    def read(params: Params, tokens_NL: jax.Array) -> jax.Array:
+        return parts.embed(params, _shifted(tokens_NL, config.start_id) if is_causal else tokens_NL)
+
+    def angles(num_positions: int) -> tuple[jax.Array, jax.Array]:
+        return rotary_angles(num_positions, head_size, config.rope_theta)
+
+    def init(params: Params, num_rows: int, num_positions: int) -> Any:
+        del params
+        depth = () if is_unrolled else (config.depth,)
+        shape = (num_rows, *depth, num_groups, num_positions, head_size)
+
+        def zeros() -> KeyValue:
+            dtype = jnp.dtype(config.compute_dtype)
+            return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+        return tuple(zeros() for _ in range(config.depth)) if is_unrolled else zeros()
+
+    def whole(params: Params, tokens_NL: jax.Array, length_N: jax.Array) -> tuple[jax.Array, Any]:
+        turns = angles(tokens_NL.shape[1])
+
+        def layer(x_NLD: jax.Array, block: Params, kept: Any) -> tuple[jax.Array, KeyValue]:
+            del kept
+            module, made = parts.block(block), []
+
+            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+                made.append((_by_group(k), _by_group(v)))
+                return module.attention.attend(q, k, v, length_N)
+
+            return module.around(x_NLD, turns, attend), made[0]
+
+        x_NLD = read(params, tokens_NL)
+        x_NLD, piece = _through(layer, x_NLD, params["blocks"], None, is_unrolled=is_unrolled)
+        return parts.norm(params, x_NLD), piece
+
+    def window(
+        params: Params,
+        kept: Any,
+        row_N: jax.Array | None,
+        tokens_NL: jax.Array,
+        length_N: jax.Array,
+        window: Window,
+        *,
+        size: int,
+    ) -> tuple[jax.Array, Any]:
+        num_positions = tokens_NL.shape[1]
+        place_NW = window.place_N[:, None] + jnp.arange(size)[None]
+        turns = tuple(table_LK[place_NW] for table_LK in angles(num_positions))
+        seen = seen_keys(
+            window, place_NW, length_N, num_positions, block_length=block_length,
+            num_shared=config.heads // num_groups,
+        )  # fmt: skip
+
+        def layer(x_NWD: jax.Array, block: Params, kept: KeyValue) -> tuple[jax.Array, KeyValue]:
+            module, made = parts.block(block), []
+            old = kept if row_N is None else (kept[0][row_N], kept[1][row_N])
+
+            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+                made.append((_by_group(k), _by_group(v)))
+                return attend_beside_kept(q, old, made[0], seen)
+
+            return module.around(x_NWD, turns, attend), made[0]
+
+        x_NLD = _shifted(tokens_NL, config.start_id) if is_causal else tokens_NL
+        x_NWD = parts.embed(params, jnp.take_along_axis(x_NLD, place_NW, axis=1))
+        x_NWD, piece = _through(layer, x_NWD, params["blocks"], kept, is_unrolled=is_unrolled)
+        return parts.norm(params, x_NWD), piece
+
+    def beside_clean(
+        params: Params, shown_BL: jax.Array, clean_BL: jax.Array, length_B: jax.Array
+    ) -> jax.Array:
+        def layer(x: jax.Array, block: Params, context: tuple[Any, ...]) -> jax.Array:
+            length_B, turns = context
+            return parts.block(block).around(
+                x, turns,
+                lambda q, k, v: attend_beside_clean(q, k, v, length_B, block_length=block_length),
+            )  # fmt: skip
+
+        layer = jax.checkpoint(layer, prevent_cse=False) if config.remat else layer
+        x = parts.embed(params, jnp.concatenate([shown_BL, clean_BL]))
+        context = (length_B, angles(shown_BL.shape[1]))
+        x = cpu.run_blocks(layer, x, params["blocks"], context)
+        return parts.norm(params, x[: shown_BL.shape[0]])
+
+    return CachedTrunk(
+        block_length, init, whole, window, store, beside_clean if block_length > 1 else None
+    )
+
+
+def store(kept: Any, piece: Any, row_N: jax.Array | None, place_N: jax.Array) -> Any:
+    """`kept` with a piece at its rows and first positions; see `CachedTrunk.store`."""
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        axis = old.ndim - 2
+        if row_N is None:
+            return jax.vmap(lambda o, n, p: jax.lax.dynamic_update_slice_in_dim(o, n, p, axis - 1))(
+                old, new, place_N
+            )
+        if new.shape[0] > _FEW:
+            place_NW = place_N[:, None] + jnp.arange(new.shape[axis])[None]
+            new = jnp.moveaxis(new, axis, 1)
+            where = (row_N[:, None], *[slice(None)] * (axis - 1), place_NW)
+            return old.at[where].set(new)
+        for n in range(new.shape[0]):
+            start = [jnp.zeros((), jnp.int32)] * old.ndim
+            start[0], start[axis] = row_N[n], place_N[n]
+            old = jax.lax.dynamic_update_slice(old, new[n : n + 1], start)
+        return old
+
+    return jax.tree.map(put, kept, piece)
+
+
+def _through(
+    layer: Callable[..., tuple[jax.Array, KeyValue]],
+    x: jax.Array,
+    blocks: Params,
+    kept: Any,
+    *,
+    is_unrolled: bool,
+) -> tuple[jax.Array, Any]:
+    """`x` after all layers, and the keys and values that each of them made, as they are kept."""
+    depth = jax.tree.leaves(blocks)[0].shape[0]
+    if is_unrolled:
+        found = []
+        for at in range(depth):
+            block = jax.tree.map(lambda leaf, at=at: leaf[at], blocks)
+            x, made = layer(x, block, None if kept is None else kept[at])
+            found.append(made)
+        return x, tuple(found)
+
+    def body(x: jax.Array, slice_: tuple[Params, jax.Array]) -> tuple[jax.Array, KeyValue]:
+        block, at = slice_
+        mine = jax.tree.map(
+            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, at, 1, keepdims=False), kept
+        )
+        return layer(x, block, mine)
+
+    x, made = jax.lax.scan(body, x, (blocks, jnp.arange(depth)))
+    return x, jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), made)
+
+
+def _by_group(x_BLGK: jax.Array) -> jax.Array:
+    return x_BLGK.transpose(0, 2, 1, 3)
+
+
+def _shifted(tokens_BL: jax.Array, start_id: int) -> jax.Array:
+    """What a causal network reads: each token one place to the right, behind `start_id`."""
+    return jnp.pad(tokens_BL, ((0, 0), (1, 0)), constant_values=start_id)[:, :-1]
