@@ -1,8 +1,8 @@
 """What the caches save: `python -m benchmarks.caches` prints seconds with and without each.
 
-6 layers of width 256 with random weights, a prompt of 256 tokens and 256 new ones, one token a step,
-so that every run makes as many forwards with a cache as without; float32 on a CPU. Beside the
-causal model stands a plain PyTorch loop with a cache and the same weights, in a process of its own.
+6 layers of width 256 with random weights, a prompt of 256 tokens and 256 new ones, one token a
+step, so that every run makes as many steps with a cache as without; float32 on a CPU. Beside the
+causal model stands a plain PyTorch loop with a cache and the same weights, in its own process.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def torch_loop(params: Any, rows: int, new: int) -> Timed:
     def forward(tokens: Any, first: int, keys: Any, values: Any) -> Any:
         last = first + tokens.shape[1]
         x = twin.embedding(tokens)
-        for layer, block in enumerate(twin.blocks):
+        for layer in range(DEPTH):
+            block: Any = twin.blocks[layer]
             q, k, v = block.qkv(block.attention_norm(x)).view(*x.shape[:2], 3, HEADS, -1).unbind(2)
             q = rotate(block.query_norm(q), cos[first:last], sin[first:last])
             k = rotate(block.key_norm(k), cos[first:last], sin[first:last])

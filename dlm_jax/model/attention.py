@@ -92,9 +92,9 @@ def attend_beside_clean(
     half = length_B.shape[0]
     block_L = jnp.arange(q_BLHK.shape[1]) // block_length
     is_live_B1L = live_positions(length_B, block_L.size)[:, None, :]
-    is_own_LL = block_L[None, :] == block_L[:, None]
-    is_before_LL = block_L[None, :] < block_L[:, None]
-    is_seen_BLM = jnp.concatenate([is_own_LL & is_live_B1L, is_before_LL & is_live_B1L], axis=2)
+    is_own_1LL = (block_L[None, :] == block_L[:, None])[None]
+    is_before_1LL = (block_L[None, :] < block_L[:, None])[None]
+    is_seen_BLM = jnp.concatenate([is_own_1LL & is_live_B1L, is_before_1LL & is_live_B1L], axis=2)
     noisy_BLHK = cpu.attention_where(
         q_BLHK[:half],
         jnp.concatenate([k_BLGK[:half], k_BLGK[half:]], axis=1),
