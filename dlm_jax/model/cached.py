@@ -48,34 +48,62 @@ class Parts:
 
 def cached_trunk(config: ModelConfig, parts: Parts) -> CachedTrunk:
     """The pieces of the network of `config`."""
-    is_causal = config.attention_type == "causal"
-    is_unrolled = jax.default_backend() == "cpu" and config.depth <= _UNROLLED
-    num_groups, head_size = config.kv_heads or config.heads, config.width // config.heads
-    block_length = 1 if is_causal else config.block_length
+    made = _Pieces(config, parts)
+    return CachedTrunk(
+        made.block_length, made.init, made.whole, made.window, store,
+        made.beside_clean if made.block_length > 1 else None,
+    )  # fmt: skip
 
-    def read(params: Params, tokens_NL: jax.Array) -> jax.Array:
-        return parts.embed(params, _shifted(tokens_NL, config.start_id) if is_causal else tokens_NL)
 
-    def angles(num_positions: int) -> tuple[jax.Array, jax.Array]:
-        return rotary_angles(num_positions, head_size, config.rope_theta)
+@dataclass(frozen=True)
+class _Pieces:
+    """The functions of a `CachedTrunk`, which says what each does."""
 
-    def init(params: Params, num_rows: int, num_positions: int) -> Any:
+    config: ModelConfig
+    parts: Parts
+
+    @property
+    def block_length(self) -> int:
+        return 1 if self.config.attention_type == "causal" else self.config.block_length
+
+    @property
+    def is_unrolled(self) -> bool:
+        return jax.default_backend() == "cpu" and self.config.depth <= _UNROLLED
+
+    @property
+    def num_groups(self) -> int:
+        return self.config.kv_heads or self.config.heads
+
+    def read(self, tokens_NL: jax.Array) -> jax.Array:
+        """The tokens that the network reads: a causal one each a place to the right."""
+        is_causal = self.config.attention_type == "causal"
+        return shifted(tokens_NL, self.config.start_id) if is_causal else tokens_NL
+
+    def angles(self, num_positions: int) -> tuple[jax.Array, jax.Array]:
+        config = self.config
+        return rotary_angles(num_positions, config.width // config.heads, config.rope_theta)
+
+    def init(self, params: Params, num_rows: int, num_positions: int) -> Any:
         del params
-        depth = () if is_unrolled else (config.depth,)
-        shape = (num_rows, *depth, num_groups, num_positions, head_size)
+        config = self.config
+        depth = () if self.is_unrolled else (config.depth,)
+        size = config.width // config.heads
+        shape = (num_rows, *depth, self.num_groups, num_positions, size)
 
         def zeros() -> KeyValue:
             dtype = jnp.dtype(config.compute_dtype)
             return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
-        return tuple(zeros() for _ in range(config.depth)) if is_unrolled else zeros()
+        return tuple(zeros() for _ in range(config.depth)) if self.is_unrolled else zeros()
 
-    def whole(params: Params, tokens_NL: jax.Array, length_N: jax.Array) -> tuple[jax.Array, Any]:
-        turns = angles(tokens_NL.shape[1])
+    def whole(
+        self, params: Params, tokens_NL: jax.Array, length_N: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        turns = self.angles(tokens_NL.shape[1])
 
         def layer(x_NLD: jax.Array, block: Params, kept: Any) -> tuple[jax.Array, KeyValue]:
             del kept
-            module, made = parts.block(block), []
+            module, made = self.parts.block(block), []
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
                 made.append((_by_group(k), _by_group(v)))
@@ -83,11 +111,12 @@ def cached_trunk(config: ModelConfig, parts: Parts) -> CachedTrunk:
 
             return module.around(x_NLD, turns, attend), made[0]
 
-        x_NLD = read(params, tokens_NL)
-        x_NLD, piece = _through(layer, x_NLD, params["blocks"], None, is_unrolled=is_unrolled)
-        return parts.norm(params, x_NLD), piece
+        x_NLD = self.parts.embed(params, self.read(tokens_NL))
+        x_NLD, piece = self._through(layer, x_NLD, params["blocks"], None)
+        return self.parts.norm(params, x_NLD), piece
 
     def window(
+        self,
         params: Params,
         kept: Any,
         row_N: jax.Array | None,
@@ -99,14 +128,14 @@ def cached_trunk(config: ModelConfig, parts: Parts) -> CachedTrunk:
     ) -> tuple[jax.Array, Any]:
         num_positions = tokens_NL.shape[1]
         place_NW = window.place_N[:, None] + jnp.arange(size)[None]
-        turns = tuple(table_LK[place_NW] for table_LK in angles(num_positions))
+        turns = tuple(table_LK[place_NW] for table_LK in self.angles(num_positions))
         seen = seen_keys(
-            window, place_NW, length_N, num_positions, block_length=block_length,
-            num_shared=config.heads // num_groups,
+            window, place_NW, length_N, num_positions, block_length=self.block_length,
+            num_shared=self.config.heads // self.num_groups,
         )  # fmt: skip
 
         def layer(x_NWD: jax.Array, block: Params, kept: KeyValue) -> tuple[jax.Array, KeyValue]:
-            module, made = parts.block(block), []
+            module, made = self.parts.block(block), []
             old = kept if row_N is None else (kept[0][row_N], kept[1][row_N])
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -115,30 +144,51 @@ def cached_trunk(config: ModelConfig, parts: Parts) -> CachedTrunk:
 
             return module.around(x_NWD, turns, attend), made[0]
 
-        x_NLD = _shifted(tokens_NL, config.start_id) if is_causal else tokens_NL
-        x_NWD = parts.embed(params, jnp.take_along_axis(x_NLD, place_NW, axis=1))
-        x_NWD, piece = _through(layer, x_NWD, params["blocks"], kept, is_unrolled=is_unrolled)
-        return parts.norm(params, x_NWD), piece
+        tokens_NW = jnp.take_along_axis(self.read(tokens_NL), place_NW, axis=1)
+        x_NWD = self.parts.embed(params, tokens_NW)
+        x_NWD, piece = self._through(layer, x_NWD, params["blocks"], kept)
+        return self.parts.norm(params, x_NWD), piece
 
     def beside_clean(
-        params: Params, shown_BL: jax.Array, clean_BL: jax.Array, length_B: jax.Array
+        self, params: Params, shown_BL: jax.Array, clean_BL: jax.Array, length_B: jax.Array
     ) -> jax.Array:
+        block_length = self.block_length
+
         def layer(x: jax.Array, block: Params, context: tuple[Any, ...]) -> jax.Array:
             length_B, turns = context
-            return parts.block(block).around(
+            return self.parts.block(block).around(
                 x, turns,
                 lambda q, k, v: attend_beside_clean(q, k, v, length_B, block_length=block_length),
             )  # fmt: skip
 
-        layer = jax.checkpoint(layer, prevent_cse=False) if config.remat else layer
-        x = parts.embed(params, jnp.concatenate([shown_BL, clean_BL]))
-        context = (length_B, angles(shown_BL.shape[1]))
+        layer = jax.checkpoint(layer, prevent_cse=False) if self.config.remat else layer
+        x = self.parts.embed(params, jnp.concatenate([shown_BL, clean_BL]))
+        context = (length_B, self.angles(shown_BL.shape[1]))
         x = cpu.run_blocks(layer, x, params["blocks"], context)
-        return parts.norm(params, x[: shown_BL.shape[0]])
+        return self.parts.norm(params, x[: shown_BL.shape[0]])
 
-    return CachedTrunk(
-        block_length, init, whole, window, store, beside_clean if block_length > 1 else None
-    )
+    def _through(
+        self, layer: Callable[..., tuple[jax.Array, KeyValue]], x: jax.Array, blocks: Params,
+        kept: Any,
+    ) -> tuple[jax.Array, Any]:  # fmt: skip
+        """`x` after all layers, and the keys and values that each made, as they are kept."""
+        if self.is_unrolled:
+            found = []
+            for at in range(self.config.depth):
+                block = jax.tree.map(lambda leaf, at=at: leaf[at], blocks)
+                x, made = layer(x, block, None if kept is None else kept[at])
+                found.append(made)
+            return x, tuple(found)
+
+        def body(x: jax.Array, at_layer: tuple[Params, jax.Array]) -> tuple[jax.Array, KeyValue]:
+            block, at = at_layer
+            mine = jax.tree.map(
+                lambda leaf: jax.lax.dynamic_index_in_dim(leaf, at, 1, keepdims=False), kept
+            )
+            return layer(x, block, mine)
+
+        x, made = jax.lax.scan(body, x, (blocks, jnp.arange(self.config.depth)))
+        return x, jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), made)
 
 
 def store(kept: Any, piece: Any, row_N: jax.Array | None, place_N: jax.Array) -> Any:
@@ -164,39 +214,10 @@ def store(kept: Any, piece: Any, row_N: jax.Array | None, place_N: jax.Array) ->
     return jax.tree.map(put, kept, piece)
 
 
-def _through(
-    layer: Callable[..., tuple[jax.Array, KeyValue]],
-    x: jax.Array,
-    blocks: Params,
-    kept: Any,
-    *,
-    is_unrolled: bool,
-) -> tuple[jax.Array, Any]:
-    """`x` after all layers, and the keys and values that each of them made, as they are kept."""
-    depth = jax.tree.leaves(blocks)[0].shape[0]
-    if is_unrolled:
-        found = []
-        for at in range(depth):
-            block = jax.tree.map(lambda leaf, at=at: leaf[at], blocks)
-            x, made = layer(x, block, None if kept is None else kept[at])
-            found.append(made)
-        return x, tuple(found)
-
-    def body(x: jax.Array, slice_: tuple[Params, jax.Array]) -> tuple[jax.Array, KeyValue]:
-        block, at = slice_
-        mine = jax.tree.map(
-            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, at, 1, keepdims=False), kept
-        )
-        return layer(x, block, mine)
-
-    x, made = jax.lax.scan(body, x, (blocks, jnp.arange(depth)))
-    return x, jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), made)
-
-
 def _by_group(x_BLGK: jax.Array) -> jax.Array:
     return x_BLGK.transpose(0, 2, 1, 3)
 
 
-def _shifted(tokens_BL: jax.Array, start_id: int) -> jax.Array:
+def shifted(tokens_BL: jax.Array, start_id: int) -> jax.Array:
     """What a causal network reads: each token one place to the right, behind `start_id`."""
     return jnp.pad(tokens_BL, ((0, 0), (1, 0)), constant_values=start_id)[:, :-1]

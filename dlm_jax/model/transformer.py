@@ -18,7 +18,7 @@ from flax import nnx
 from dlm_jax.config import ModelConfig
 from dlm_jax.model import cpu
 from dlm_jax.model.attention import attend, attend_in_blocks, rotary_angles
-from dlm_jax.model.cached import Parts, cached_trunk
+from dlm_jax.model.cached import Parts, cached_trunk, shifted
 from dlm_jax.model.heads import CriticHead, SamplerHead, ScorerHead
 from dlm_jax.model.layers import Linear, Norm
 from dlm_jax.types import Network, Params, live_positions
@@ -192,8 +192,7 @@ def build(config: ModelConfig) -> Network:
         params: Params, tokens_BL: jax.Array, length_B: jax.Array, cache: None = None
     ) -> tuple[jax.Array, None]:
         if is_causal:
-            tokens_BL = jnp.pad(tokens_BL, ((0, 0), (1, 0)), constant_values=config.start_id)
-            tokens_BL = tokens_BL[:, :-1]
+            tokens_BL = shifted(tokens_BL, config.start_id)
         angles = rotary_angles(tokens_BL.shape[1], config.width // config.heads, config.rope_theta)
         x_BLD = embed(params, tokens_BL).astype(dtype)
         x_BLD = cpu.run_blocks(run_block, x_BLD, params["blocks"], (length_B, angles))

@@ -35,23 +35,18 @@ class _Approximate(CacheRule):
     block_length: int
 
     @classmethod
-    def check(cls, row: Any) -> None:
-        """Refuses rows without blocks."""
-        super().check(row)
-        if row.block_length == 0:
-            raise ValueError(
-                f"cache={cls.name!r} computes a block at a step, and block_length=0 is all in one; "
-                "use block_length=32, say"
-            )
-
-    @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        """Refuses models that have an exact cache."""
+        """Refuses models that have an exact cache, and rows without blocks."""
         super().check_model(row, facts)
         if facts.is_causal or facts.block_length:
             raise ValueError(
                 f"cache={cls.name!r} is for models whose positions all see one another; use "
                 "cache='exact', which is exact for this one"
+            )
+        if row.block_length == 0:
+            raise ValueError(
+                f"cache={cls.name!r} computes a block at a step, and block_length=0 is all in one; "
+                "use block_length=32, say"
             )
 
     def width(self, num_positions: int) -> int:
