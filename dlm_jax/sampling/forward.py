@@ -168,7 +168,8 @@ def _counted(
     if program.is_guided:
         times_B += state.row.guidance_B != 0
     window_B = jnp.maximum(jnp.minimum(plan.end_B, length_B) - plan.begin_B, 0)
-    positions_B = jnp.where(plan.is_due_B, length_B, window_B + plan.settles_B * settled)
+    settled_B = plan.settles_B * jnp.minimum(plan.begin_B, settled)
+    positions_B = jnp.where(plan.is_due_B, length_B, window_B + settled_B)
     forwards_B = 1 + plan.settles_B.astype(jnp.int32)
     return Pass(output, cache, forwards_B * times_B, positions_B * times_B)
 
@@ -212,7 +213,8 @@ class _Windows:
             tokens_NL, length_N, begin_N = _of(
                 row_N, inputs.tokens_BL, inputs.length_B, plan.begin_B
             )
-            window = Window(begin_N - width, begin_N - width, begin_N)
+            first_N = jnp.maximum(begin_N - width, 0)
+            window = Window(first_N, first_N, begin_N)
             _, piece = self._pieces.window(
                 params, kept, row_N, tokens_NL, length_N, window, size=width
             )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.blocks import choose, next_block
+from dlm_jax.sampling.blocks import choose, joined, next_block
 from dlm_jax.sampling.edits.apply import edited
 from dlm_jax.sampling.forward import forward
 from dlm_jax.sampling.inputs import (
@@ -143,9 +143,12 @@ def _ended(program: Program, state: State, inputs: StepInputs) -> State:
         block, work(state, mask_id=program.mask_id), is_hole_BL, state.row.block_length_B,
         state.row.steps_B,
     )  # fmt: skip
-    is_done_B = is_over_B & (
-        ~has_more_B | (state.row.stops_at_eos_B & _has_eos(program, state, canvas))
-    )
+    again = block._replace(step_B=block.step_B + steps_now_B)
+    again = joined(again, is_hole_BL, ~canvas.frozen_BL, state.row)
+    finished_B = jnp.where(is_over_B, block.end_B, again.begin_B)
+    is_left_B = is_over_B | (steps_now_B & (again.begin_B > block.begin_B))
+    stops_B = state.row.stops_at_eos_B & _has_eos(program, canvas, finished_B)
+    is_done_B = (is_over_B & ~has_more_B) | (is_left_B & stops_B & is_finite_B)
     is_full_B = state.counters.lost > 0
     step_B = state.step_B + steps_now_B
     status_B = jnp.select(
@@ -156,10 +159,9 @@ def _ended(program: Program, state: State, inputs: StepInputs) -> State:
         [state.status_B, *(jnp.full_like(step_B, s) for s in _ENDS)],
         Status.RUNNING,
     )  # fmt: skip
-    again = block._replace(step_B=block.step_B + steps_now_B)
-    return state._replace(
-        step_B=step_B, block=choose(is_over_B & ~is_done_B, following, again), status_B=status_B
-    )
+    is_next_B = is_over_B & ~is_done_B
+    block = choose(is_next_B, following, choose(steps_now_B, again, block))
+    return state._replace(step_B=step_B, block=block, status_B=status_B)
 
 
 def chain_now(state: State) -> Chain:
@@ -177,13 +179,13 @@ def _cost(state: State, inputs: StepInputs) -> tuple[jax.Array, jax.Array]:
     return forwards_B, positions_B
 
 
-def _has_eos(program: Program, state: State, canvas: Canvas) -> jax.Array:
-    """True for rows with a generated EOS in the block or before it, and nothing given behind it."""
+def _has_eos(program: Program, canvas: Canvas, end_B: jax.Array) -> jax.Array:
+    """True for rows with a generated EOS before that position, and nothing given behind it."""
     num_positions = canvas.tokens_BL.shape[1]
     place_1L = jnp.arange(num_positions)[None]
     is_given_BL = canvas.frozen_BL & live_positions(canvas.length_B, num_positions)
     last_given_B1 = jnp.max(jnp.where(is_given_BL, place_1L, -1), axis=1, keepdims=True)
-    is_before_BL = (place_1L > last_given_B1) & (place_1L < state.block.end_B[:, None])
+    is_before_BL = (place_1L > last_given_B1) & (place_1L < end_B[:, None])
     is_eos_BL = jnp.isin(canvas.tokens_BL, jnp.array(program.eos_ids, jnp.int32))
     return jnp.any(is_before_BL & is_eos_BL, axis=1)
 

@@ -33,6 +33,7 @@ class _Approximate(CacheRule):
     refresh_B: jax.Array
     margin: int
     block_length: int
+    open_blocks: int
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
@@ -50,8 +51,8 @@ class _Approximate(CacheRule):
             )
 
     def width(self, num_positions: int) -> int:
-        """Positions of the block with its margins."""
-        return min(self.block_length + 2 * self.margin, num_positions)
+        """Positions of the open blocks with their margins."""
+        return min(self.block_length * self.open_blocks + 2 * self.margin, num_positions)
 
     def _plan(self, context: CacheContext, *, reaches_end: bool) -> CachePlan:
         begin_B = jnp.maximum(context.block.begin_B - self.margin, 0)
@@ -79,11 +80,13 @@ class Dual(_Approximate):
       refresh_B: int32 steps between two refreshes; 0: none but when a block begins.
       margin: positions on each side of the block that a step computes with it.
       block_length: positions of a block.
+      open_blocks: blocks that may be worked on at once.
     """
 
     refresh_B: jax.Array = per_row(CACHE_REFRESH)
     margin: int = static(CACHE_MARGIN)
     block_length: int = reads("block_length", 0)
+    open_blocks: int = reads("open_blocks", 1)
 
     def sizes(self, num_positions: int) -> tuple[int, ...]:
         """The block with its margins."""
@@ -105,11 +108,13 @@ class Prefix(_Approximate):
       refresh_B: int32 steps between two refreshes; 0: none but when a block begins.
       margin: positions before the block that a step computes with it.
       block_length: positions of a block.
+      open_blocks: blocks that may be worked on at once.
     """
 
     refresh_B: jax.Array = per_row(CACHE_REFRESH)
     margin: int = static(CACHE_MARGIN)
     block_length: int = reads("block_length", 0)
+    open_blocks: int = reads("open_blocks", 1)
 
     def sizes(self, num_positions: int) -> tuple[int, ...]:
         """The block, and shares of the canvas."""

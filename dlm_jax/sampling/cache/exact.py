@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.sampling.cache.protocol import CacheContext, CachePlan, CacheRule
-from dlm_jax.settings import fact, rule
+from dlm_jax.settings import fact, reads, rule
 
 
 @rule
@@ -27,10 +27,11 @@ class Exact(CacheRule):
 
     Attributes:
       block_length: positions of a block of the model; 0 for a causal one.
+      open_blocks: blocks that may be worked on at once.
     """
 
     block_length: int = fact("block_length", 0)
-    is_causal: bool = fact("is_causal", False)
+    open_blocks: int = reads("open_blocks", 1)
 
     keeps = True
     settles = True
@@ -48,6 +49,7 @@ class Exact(CacheRule):
             return
         for name, fine in (
             ("order", ("left_to_right",)), ("schedule", ("linear",)), ("block_length", (0, 1)),
+            ("open_blocks", (1,)),
             ("resample", (False,)), ("remask", ("none",)),
         ):  # fmt: skip
             if (value := getattr(row, name)) not in fine:
@@ -67,16 +69,16 @@ class Exact(CacheRule):
             )
 
     def sizes(self, num_positions: int) -> tuple[int, ...]:
-        """One block."""
-        return (min(self.block_length or 1, num_positions),)
+        """The blocks that are open."""
+        return (min((self.block_length or 1) * self.open_blocks, num_positions),)
 
     def plan(self, context: CacheContext) -> CachePlan:
         """The row's block, or its next token."""
-        size = self.block_length or 1
+        (size,) = self.sizes(context.num_positions)
         begin_B = context.block.begin_B if self.block_length else context.first_B
         settles_B = jnp.zeros_like(begin_B, bool)
         if self.block_length:
-            settles_B = context.valid_B == begin_B - size
+            settles_B = (context.valid_B < begin_B) & (context.valid_B >= begin_B - size)
         return CachePlan(
             begin_B=begin_B,
             end_B=begin_B + size,

@@ -63,8 +63,8 @@ class CachePlan(NamedTuple):
       end_B: int32, one behind its last; at most the widest of `CacheRule.sizes` from `begin_B`, or
         the end of the canvas.
       is_due_B: True where the whole row is computed instead, and kept.
-      settles_B: True where the window that ends at `begin_B` is computed before, and kept: the
-        tokens of the block before are final now.
+      settles_B: True where the first size of positions before `begin_B` is computed before, and
+        kept: their tokens are final now.
       valid_B: int32, `CacheState.valid_B` after the step.
     """
 
