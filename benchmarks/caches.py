@@ -98,7 +98,9 @@ def run(model: Any, rows: int, new: int, **settings: Any) -> Timed:
     made, seconds = generate(new)
     counters = made.counters
     tokens = made.tokens[:, GIVEN : GIVEN + new]
-    return Timed(seconds, int(counters.forwards[0]), int(counters.positions[0]), tokens)
+    forwards = int(counters.forwards[0])
+    positions = int(counters.positions[0]) or forwards * (GIVEN + new)
+    return Timed(seconds, forwards, positions, tokens)
 
 
 def torch_loop(params: Any, rows: int, new: int) -> Timed:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dlm_jax.inference.results import Row as Row
     from dlm_jax.inference.scorer import corrupted_share as corrupted_share
     from dlm_jax.inference.slots import Slots as Slots
+    from dlm_jax.sampling.cache import *  # noqa: F403
     from dlm_jax.sampling.commit import *  # noqa: F403
     from dlm_jax.sampling.edits import *  # noqa: F403
     from dlm_jax.sampling.propose import *  # noqa: F403
@@ -39,8 +40,10 @@ if TYPE_CHECKING:
     from dlm_jax.settings import rule as rule
     from dlm_jax.settings import static as static
     from dlm_jax.training import train as train
+    from dlm_jax.types import CachedTrunk as CachedTrunk
     from dlm_jax.types import Network as Network
     from dlm_jax.types import Status as Status
+    from dlm_jax.types import Window as Window
 
 __version__ = "0.2.0"
 
@@ -60,10 +63,10 @@ _HOME_OF = {
     "Counters": "sampling.row",
     **dict.fromkeys(("Setting", "fact", "per_row", "rule", "static"), "settings"),
     "train": "training",
-    **dict.fromkeys(("Network", "Status"), "types"),
+    **dict.fromkeys(("CachedTrunk", "Network", "Status", "Window"), "types"),
 }  # fmt: skip
 _ROOMS = tuple(
-    f"sampling.{kind}" for kind in ("commit", "edits", "propose", "remask", "transforms")
+    f"sampling.{kind}" for kind in ("cache", "commit", "edits", "propose", "remask", "transforms")
 )
 """Rooms of rules, all of whose public names are public here."""
 

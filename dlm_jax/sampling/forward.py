@@ -23,7 +23,7 @@ class Pass(NamedTuple):
       output: what the trunk returned.
       cache: what is kept after it; None without a cache.
       forwards_B: int32, forwards of the trunk that the row asked for.
-      positions_B: int32, live positions that those computed.
+      positions_B: int32, live positions that those computed; 0 without a cache.
     """
 
     output: TrunkOutput
@@ -67,7 +67,7 @@ def forward(program: Program, params: Params, state: State, is_open_BL: jax.Arra
     hidden_BLD, _ = program.network.trunk(params, canvas.tokens_BL, canvas.length_B, None)
     ones_B = jnp.ones_like(canvas.length_B)
     if not program.is_guided:
-        return Pass(TrunkOutput(hidden_BLD), None, ones_B, canvas.length_B)
+        return Pass(TrunkOutput(hidden_BLD), None, ones_B, jnp.zeros_like(ones_B))
     bare_BL = _bare(program, state)
     bare_BLD = jax.lax.cond(
         _any_guided(state),
@@ -76,7 +76,7 @@ def forward(program: Program, params: Params, state: State, is_open_BL: jax.Arra
     )
     forwards_B = ones_B + (state.row.guidance_B != 0)
     output = TrunkOutput(hidden_BLD, bare_BLD, state.row.guidance_B)
-    return Pass(output, None, forwards_B, forwards_B * canvas.length_B)
+    return Pass(output, None, forwards_B, jnp.zeros_like(ones_B))
 
 
 def _bare(program: Program, state: State) -> jax.Array:

@@ -99,7 +99,8 @@ class Counters(NamedTuple):
 
     Attributes:
       forwards: of the trunk, that the row has asked for; those of a block are counted as one each.
-      positions: live positions that those forwards computed.
+      positions: live positions that those forwards computed beside a cache; 0 without one, where
+        each computes the whole row.
       waves: of the sampler head's fills; 0 where all candidates were drawn in parallel.
       bootstrapped: positions of those fills that the LM head drew, as nothing near was filled.
       filled: candidates drawn in all steps.

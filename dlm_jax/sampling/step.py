@@ -175,7 +175,9 @@ def _cost(state: State, inputs: StepInputs) -> tuple[jax.Array, jax.Array]:
     forwards_B, positions_B = inputs.forward.forwards_B, inputs.forward.positions_B
     if state.rules.remask is not None and state.rules.remask.reads_critic:
         asks_B = may_remask(state, inputs)
-        forwards_B, positions_B = forwards_B + asks_B, positions_B + asks_B * state.canvas.length_B
+        forwards_B += asks_B
+        if state.rules.cache is not None:
+            positions_B += asks_B * state.canvas.length_B
     return forwards_B, positions_B
 
 

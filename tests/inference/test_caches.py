@@ -62,7 +62,7 @@ def test_every_rule_writes_beside_finished_blocks_what_it_writes_without_a_cache
     ours = dlm_jax.generate(BLOCKS, PROMPTS, cache="exact", **settings)
     theirs = dlm_jax.generate(BLOCKS, PROMPTS, **settings)
     _same(ours, theirs)
-    assert ours.counters.positions.sum() < theirs.counters.positions.sum()
+    assert ours.counters.positions.sum() < (theirs.forwards * theirs.lengths).sum()
 
 
 APPROXIMATE = {
