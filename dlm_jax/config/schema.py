@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Literal
 
+from dlm_jax.config.architecture import Architecture
 from dlm_jax.config.fields import field, require
 from dlm_jax.config.heads import HeadsConfig
 from dlm_jax.config.objective import ObjectiveConfig
@@ -13,7 +14,7 @@ from dlm_jax.config.sample import SampleConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Architecture):
     """Shape of the Transformer, from small GPT-like to LLaMA-like, and which heads it has."""
 
     mode: Literal["language_model", "sequence_scorer"] = field(
@@ -71,10 +72,8 @@ class ModelConfig:
             -1 <= self.start_id < (self.vocab_size or math.inf),
             f"model.start_id={self.start_id} is outside the vocabulary; use -1",
         )
-        require(
-            self.width % self.heads == 0 and (self.width // self.heads) % 2 == 0,
-            f"model.width={self.width} is not an even multiple of model.heads={self.heads}; "
-            f"use a width of {2 * self.heads * max(1, round(self.width / (2 * self.heads)))}",
+        self.check_architecture(
+            width=self.width, heads=self.heads, depth=self.depth, activation=self.activation
         )
         require(
             self.kv_heads == 0 or self.heads % self.kv_heads == 0,
@@ -86,6 +85,11 @@ class ModelConfig:
             self.block_length >= 2 if is_block_causal else self.block_length == 0,
             f"model.block_length={self.block_length} does not go with model.attention_type="
             f"{self.attention_type!r}; use {'at least 2' if is_block_causal else 0}",
+        )
+        require(
+            self.logit_alignment == "same" or self.attention_type != "causal",
+            "model.logit_alignment='shifted' does not go with model.attention_type='causal', whose "
+            "outputs are aligned by what it reads; use 'same'",
         )
         self._check_heads()
         require(self.norm_epsilon > 0, f"model.norm_epsilon={self.norm_epsilon} must be > 0")

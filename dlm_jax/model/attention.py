@@ -22,6 +22,15 @@ def rotary_angles(num_positions: int, head_size: int, theta: float) -> tuple[jax
     return jnp.cos(angles), jnp.sin(angles)
 
 
+def turned(x_BLHK: jax.Array, cos_LK: jax.Array, sin_LK: jax.Array) -> jax.Array:
+    """Queries or keys turned by their position, as far into each head as there are angles."""
+    size = 2 * cos_LK.shape[-1]
+    if size == x_BLHK.shape[-1]:
+        return cpu.rotate(x_BLHK, cos_LK, sin_LK)
+    head, rest = x_BLHK[..., :size], x_BLHK[..., size:]
+    return jnp.concatenate([cpu.rotate(head, cos_LK, sin_LK), rest], axis=-1)
+
+
 def attend(
     q_BLHK: jax.Array,
     k_BLGK: jax.Array,

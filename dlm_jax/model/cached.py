@@ -81,13 +81,14 @@ class _Pieces:
 
     def angles(self, num_positions: int) -> tuple[jax.Array, jax.Array]:
         config = self.config
-        return rotary_angles(num_positions, config.width // config.heads, config.rope_theta)
+        size = config.rotary_size(config.width, config.heads)
+        return rotary_angles(num_positions, size, config.rope_theta)
 
     def init(self, params: Params, num_rows: int, num_positions: int) -> Any:
         del params
         config = self.config
         depth = () if self.is_unrolled else (config.depth,)
-        size = config.width // config.heads
+        size = config.size_of_head(config.width, config.heads)
         shape = (num_rows, *depth, self.num_groups, num_positions, size)
 
         def zeros() -> KeyValue:
@@ -112,7 +113,7 @@ class _Pieces:
             return module.around(x_NLD, turns, attend), made[0]
 
         x_NLD = self.parts.embed(params, self.read(tokens_NL))
-        x_NLD, piece = self._through(layer, x_NLD, params["blocks"], None)
+        x_NLD, piece = self._through(layer, x_NLD, params, None)
         return self.parts.norm(params, x_NLD), piece
 
     def window(
@@ -146,7 +147,7 @@ class _Pieces:
 
         tokens_NW = jnp.take_along_axis(self.read(tokens_NL), place_NW, axis=1)
         x_NWD = self.parts.embed(params, tokens_NW)
-        x_NWD, piece = self._through(layer, x_NWD, params["blocks"], kept)
+        x_NWD, piece = self._through(layer, x_NWD, params, kept)
         return self.parts.norm(params, x_NWD), piece
 
     def beside_clean(
@@ -164,20 +165,22 @@ class _Pieces:
         layer = jax.checkpoint(layer, prevent_cse=False) if self.config.remat else layer
         x = self.parts.embed(params, jnp.concatenate([shown_BL, clean_BL]))
         context = (length_B, self.angles(shown_BL.shape[1]))
-        x = cpu.run_blocks(layer, x, params["blocks"], context)
+        for blocks in stacks(params):
+            x = cpu.run_blocks(layer, x, blocks, context)
         return self.parts.norm(params, x[: shown_BL.shape[0]])
 
     def _through(
-        self, layer: Callable[..., tuple[jax.Array, KeyValue]], x: jax.Array, blocks: Params,
+        self, layer: Callable[..., tuple[jax.Array, KeyValue]], x: jax.Array, params: Params,
         kept: Any,
     ) -> tuple[jax.Array, Any]:  # fmt: skip
         """`x` after all layers, and the keys and values that each made, as they are kept."""
         if self.is_unrolled:
             found = []
-            for at in range(self.config.depth):
-                block = jax.tree.map(lambda leaf, at=at: leaf[at], blocks)
-                x, made = layer(x, block, None if kept is None else kept[at])
-                found.append(made)
+            for blocks in stacks(params):
+                for at in range(jax.tree.leaves(blocks)[0].shape[0]):
+                    block = jax.tree.map(lambda leaf, at=at: leaf[at], blocks)
+                    x, made = layer(x, block, None if kept is None else kept[len(found)])
+                    found.append(made)
             return x, tuple(found)
 
         def body(x: jax.Array, at_layer: tuple[Params, jax.Array]) -> tuple[jax.Array, KeyValue]:
@@ -187,8 +190,19 @@ class _Pieces:
             )
             return layer(x, block, mine)
 
-        x, made = jax.lax.scan(body, x, (blocks, jnp.arange(self.config.depth)))
+        pieces, first = [], 0
+        for blocks in stacks(params):
+            last = first + jax.tree.leaves(blocks)[0].shape[0]
+            x, made = jax.lax.scan(body, x, (blocks, jnp.arange(first, last)))
+            pieces.append(made)
+            first = last
+        made = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *pieces)
         return x, jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), made)
+
+
+def stacks(params: Params) -> list[Params]:
+    """The blocks in their order, in stacks of one kind: first those without experts, if any."""
+    return [params[name] for name in ("dense_blocks", "blocks") if name in params]
 
 
 def store(kept: Any, piece: Any, row_N: jax.Array | None, place_N: jax.Array) -> Any:
