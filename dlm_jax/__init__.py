@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dlm_jax.inference.likelihood import score as score
     from dlm_jax.inference.model import Model as Model
     from dlm_jax.inference.model import load as load
+    from dlm_jax.inference.publishing import export as export
     from dlm_jax.inference.request import Request as Request
     from dlm_jax.inference.request import make_requests as make_requests
     from dlm_jax.inference.results import Row as Row
@@ -56,6 +57,7 @@ _HOME_OF = {
     ),
     **dict.fromkeys(("Score", "score"), "inference.likelihood"),
     **dict.fromkeys(("Model", "load"), "inference.model"),
+    "export": "inference.publishing",
     **dict.fromkeys(("Request", "make_requests"), "inference.request"),
     "Row": "inference.results",
     "corrupted_share": "inference.scorer",

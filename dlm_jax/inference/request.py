@@ -226,6 +226,11 @@ def _settings(
             stacklevel=5,
         )
         sample = replace(sample, fill="parallel")
+    if needs_host and getattr(sample, "confidence_of", "clean") != "clean":
+        raise ValueError(
+            f"confidence_of={sample.confidence_of!r} reads what no host sampler or read-back "
+            "leaves; use confidence_of='clean'"
+        )
     if model.network.block_length and sample.block_length == 0:
         sample = replace(sample, block_length=model.network.block_length)
     check_settings(model, sample)

@@ -211,6 +211,7 @@ def _propose(
         writer = CandidateWriter(
             chain, chain.prepare(state.chain_state, context), key_B, masks.own_BL,
             masks.is_open_BL.shape[1], commit.measure, program.draw, program.banned_ids,
+            commit.weighed,
         )  # fmt: skip
         wanted = Wanted(
             masks.is_open_BL, masks.is_visible_BL, context.tokens_BL, masks.is_scored_BL, keeps_best
