@@ -30,14 +30,15 @@ MAY_IMPORT = {
     "data": {"types", "config"},
     "distributed": {"types", "config"},
     "checkpoint": {"types", "config", "distributed"},
-    "training": {*_CORE, "metrics"},
-    "inference": _CORE,
+    "published": {"types", "config", "data", "model"},
+    "training": {*_CORE, "metrics", "published"},
+    "inference": {*_CORE, "published"},
     "batch": {*_BASE, "config", "inference"},
     "viewing": {"data", "inference"},
     "__init__": {*_BASE, "config", "sampling", "training", "inference"},
     "cli": {*_CORE, "training", "metrics", "inference", "batch", "viewing", "__init__"},
     "evaluate": {"cli"},
-    "export": {"cli"},
+    "export": {"cli", "inference"},
 }
 
 

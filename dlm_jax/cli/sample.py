@@ -24,6 +24,7 @@ from typing import Any
 from tqdm import tqdm
 
 import dlm_jax
+from dlm_jax.cli.chat import answers, preset, turn_ids
 from dlm_jax.cli.common import Parser, refusals, start_jax
 from dlm_jax.cli.sample_file import sample_file
 from dlm_jax.config import RowSettings, add_sample_flags, parse_flags, sample_settings
@@ -48,6 +49,8 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     add("--prompt", metavar="TEXT", help="text that every sample begins with")
     add("--template", metavar="TEXT", help='text with gaps to fill: "To be <hole:4> be"')
     add("--draft", metavar="TEXT", help="text behind the prompt, to be refined")
+    add("--chat", action="store_true", help="--prompt is a user's turn: print the model's answer")
+    add("--preset", metavar="NAME", help="a loop that comes with the model; docs/published.md")
     add("--num-samples", type=int, default=1, metavar="N", help="texts to print (1)")
     add("--max-length", type=int, metavar="L", help="canvas of a row; default: as trained")
     add("--seed", type=int, default=0, metavar="K", help="sample i has the seed K + i (0)")
@@ -143,6 +146,8 @@ def _check_modes(args: argparse.Namespace) -> None:
     if args.prompts is not None and (given or args.num_samples != 1):
         name = (given or ["num_samples"])[0].replace("_", "-")
         raise ValueError(f"--{name} means nothing with --prompts; say it in the requests")
+    if args.chat and (args.prompts or args.template or args.draft or args.prompt is None):
+        raise ValueError("--chat makes a turn of --prompt; give that, and no other text")
     if args.prompts is None and (args.num_processes, args.process_id) != (1, 0):
         raise ValueError("--num-processes and --process-id share --prompts; give that too")
     if args.batch_size < 1:
@@ -170,12 +175,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         sampler = import_sampler(args.host_sampler) if args.host_sampler is not None else None
         _check_read_back(args)
         model = dlm_jax.load(args.checkpoint, report=lambda line: print(line, file=sys.stderr))
+        settings = preset(model, args.preset) | settings
         if args.report_chain:
             print(chain_report(model, host_sampler=sampler, **settings), file=sys.stderr)
     if args.prompts is not None:
         return sample_file(model, args, settings)
     asked = {name: getattr(args, name) for name in ("prompt", "template", "draft")}
-    prompts = [{name: text for name, text in asked.items() if text is not None}]
+    with refusals():
+        prompts = [
+            {"tokens": turn_ids(model, args.prompt or "")} if args.chat
+            else {name: text for name, text in asked.items() if text is not None}
+        ]  # fmt: skip
     common: dict[str, Any] = {
         "num_samples": args.num_samples,
         "max_length": args.max_length,
@@ -194,7 +204,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 max_candidates=args.max_candidates, on_commits=bar.update, **common,
             )  # fmt: skip
     seconds = time.perf_counter() - began
-    print("\n---\n".join(result.texts))
+    texts = answers(model, result, len(prompts[0]["tokens"])) if args.chat else result.texts
+    print("\n---\n".join(texts))
     generated = int((result.committed >= 0).sum())
     _print_read_back(result, args, model.tokenizer)
     print(

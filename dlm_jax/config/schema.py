@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Literal
 
+from dlm_jax.config.architecture import Architecture
 from dlm_jax.config.fields import field, require
 from dlm_jax.config.heads import HeadsConfig
 from dlm_jax.config.objective import ObjectiveConfig
@@ -13,7 +14,7 @@ from dlm_jax.config.sample import SampleConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Architecture):
     """Shape of the Transformer, from small GPT-like to LLaMA-like, and which heads it has."""
 
     mode: Literal["language_model", "sequence_scorer"] = field(
@@ -34,9 +35,13 @@ class ModelConfig:
     qkv_bias: bool = field(False, "biases on the query, key and value projections")
     rope_theta: float = field(10000.0, "base of the rotary position frequencies")
     tied_head: bool = field(True, "the LM head is the transposed embedding table")
-    attention_type: Literal["bidirectional", "causal"] = field(
+    attention_type: Literal["bidirectional", "causal", "block_causal"] = field(
         "bidirectional",
-        "bidirectional; or causal: an autoregressive model, each position from those to its left",
+        "bidirectional; causal: an autoregressive model, each position from those to its left; or "
+        "block_causal: a position sees its own block and those before it",
+    )
+    block_length: int = field(
+        0, "block_causal: positions of a block, from the begin of the row on, at least 2"
     )
     vocab_size: int = field(0, "number of logits; 0: the tokenizer's vocabulary")
     start_id: int = field(
@@ -67,15 +72,24 @@ class ModelConfig:
             -1 <= self.start_id < (self.vocab_size or math.inf),
             f"model.start_id={self.start_id} is outside the vocabulary; use -1",
         )
-        require(
-            self.width % self.heads == 0 and (self.width // self.heads) % 2 == 0,
-            f"model.width={self.width} is not an even multiple of model.heads={self.heads}; "
-            f"use a width of {2 * self.heads * max(1, round(self.width / (2 * self.heads)))}",
+        self.check_architecture(
+            width=self.width, heads=self.heads, depth=self.depth, activation=self.activation
         )
         require(
             self.kv_heads == 0 or self.heads % self.kv_heads == 0,
             f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}; "
             f"use 0 or a divisor of {self.heads}",
+        )
+        is_block_causal = self.attention_type == "block_causal"
+        require(
+            self.block_length >= 2 if is_block_causal else self.block_length == 0,
+            f"model.block_length={self.block_length} does not go with model.attention_type="
+            f"{self.attention_type!r}; use {'at least 2' if is_block_causal else 0}",
+        )
+        require(
+            self.logit_alignment == "same" or self.attention_type != "causal",
+            "model.logit_alignment='shifted' does not go with model.attention_type='causal', whose "
+            "outputs are aligned by what it reads; use 'same'",
         )
         self._check_heads()
         require(self.norm_epsilon > 0, f"model.norm_epsilon={self.norm_epsilon} must be > 0")
@@ -263,4 +277,15 @@ class Config:
             self.model.attention_type != "causal" or self.sample.order == "left_to_right",
             f"model.attention_type='causal' cannot fill sample.order={self.sample.order!r}; "
             "use left_to_right",
+        )
+        require(
+            self.model.attention_type != "block_causal"
+            or self.sample.block_length in (0, self.model.block_length),
+            f"sample.block_length={self.sample.block_length} is not the model.block_length="
+            f"{self.model.block_length} that the model is trained with; use 0 for the same",
+        )
+        require(
+            self.model.attention_type != "block_causal" or self.objective.proofreading_share == 0,
+            f"objective.proofreading_share={self.objective.proofreading_share} moves tokens out of "
+            "their blocks, which model.attention_type='block_causal' cannot; use 0",
         )

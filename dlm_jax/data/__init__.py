@@ -9,6 +9,7 @@ from dlm_jax.data.corpora import (
     read_documents,
     split_text,
 )
+from dlm_jax.data.hub_tokenizer import HubTokenizer, qwen_json
 from dlm_jax.data.loading import LAYOUTS, Corpus, load_corpus
 from dlm_jax.data.pipeline import train_batches, train_dataset, validation_windows
 from dlm_jax.data.rows import TAILS, DocumentRows, RowSource
@@ -27,6 +28,7 @@ __all__ = [
     "Corpus",
     "Document",
     "DocumentRows",
+    "HubTokenizer",
     "RowSource",
     "Source",
     "SubwordTokenizer",
@@ -36,6 +38,7 @@ __all__ = [
     "join_documents",
     "load_corpus",
     "make_tokenizer",
+    "qwen_json",
     "read_documents",
     "split_text",
     "text_ids",

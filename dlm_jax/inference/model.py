@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from dlm_jax.distributed.rows import split_rows
 from dlm_jax.inference.host import HostLoop, make_host_loop
 from dlm_jax.model import cpu
 from dlm_jax.model.transformer import build
+from dlm_jax.published import ChatTemplate, is_published, read_published
 from dlm_jax.sampling.advance import Advance, make_advance
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.protocol import chunk_size
@@ -45,6 +46,9 @@ class Model:
       is_causal: whether it is autoregressive: its likelihoods are then exact.
       config: what it was trained with; None for a network of your own.
       more_eos_ids: ids that end a generation beside that of the tokenizer.
+      presets: settings by name, such as the loops of a published model's own programs.
+      chat: the chat template of an instruction-tuned model; None: it has none.
+      family: the kind of published model that it is; empty for any other.
     """
 
     network: Network
@@ -55,6 +59,9 @@ class Model:
     is_causal: bool = False
     config: Config | None = None
     more_eos_ids: tuple[int, ...] = ()
+    presets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    chat: ChatTemplate | None = None
+    family: str = ""
 
     def advance(self, *, draw: str = "inverse_cdf", is_guided: bool = False) -> Advance:
         """The compiled denoising loop of this model's network, made once for each program."""
@@ -98,6 +105,9 @@ class Model:
             noise=self.noise,
             has_sampler=self.network.sampler_readout is not None,
             has_critic=self.network.critic is not None,
+            has_cache=self.network.cached is not None,
+            is_causal=self.is_causal,
+            block_length=self.network.block_length,
         )
 
     def program(
@@ -125,19 +135,29 @@ def _compiler_options() -> tuple[tuple[str, Any], ...]:
 
 
 def load(
-    path: str | os.PathLike[str] | None = None, *, report: Callable[[str], None] | None = None
+    path: str | os.PathLike[str] | None = None,
+    *,
+    dtype: str | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> Model:
-    """The model of a run, of a weights file, or the one that ships with the package.
+    """The model of a run, of a weights file, of a published directory, or the one that ships.
 
     Args:
-      path: what ``train.out_dir`` was, or the directory of its checkpoints; or a file that
-        ``python -m dlm_jax.export`` wrote; None is `SHIPPED`.
+      path: what ``train.out_dir`` was, or the directory of its checkpoints; a file that
+        ``python -m dlm_jax.export`` wrote; or a directory as the hub lays it out, with config.json,
+        safetensors and a tokenizer (docs/published.md). None is `SHIPPED`.
+      dtype: of a published model's parameters and computation, ``float32`` or ``bfloat16``; None:
+        as its weights are stored.
       report: takes one line if a damaged checkpoint was passed over.
 
     Raises:
       ValueError: nothing usable is there; the line says what and the remedy.
     """
     path = SHIPPED if path is None else path
+    if is_published(path):
+        return _published(path, dtype)
+    if dtype is not None:
+        raise ValueError(f"dtype={dtype!r} is for published models, and {path} is none; drop it")
     params, meta = checkpoint.load_any(path, _abstract_params, report=report)
     config = _config_of(meta)
     tokenizer = from_json(meta["tokenizer"])
@@ -150,6 +170,23 @@ def load(
         sample=config.sample,
         is_causal=config.model.attention_type == "causal",
         config=config,
+    )
+
+
+def _published(path: str | os.PathLike[str], dtype: str | None) -> Model:
+    found = read_published(path, dtype=dtype)
+    return Model(
+        network=build(found.config.model),
+        params=found.params,
+        tokenizer=found.tokenizer,
+        max_length=found.config.data.seq_len,
+        sample=found.config.sample,
+        is_causal=found.config.model.attention_type == "causal",
+        config=found.config,
+        more_eos_ids=found.more_eos_ids,
+        presets=found.presets,
+        chat=found.chat,
+        family=found.family.name,
     )
 
 

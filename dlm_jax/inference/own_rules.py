@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dlm_jax.sampling.cache import CacheRule
 from dlm_jax.sampling.commit import CommitRule
 from dlm_jax.sampling.edits import EditRule
 from dlm_jax.sampling.propose import FillRule
@@ -25,6 +26,7 @@ _KINDS: dict[str, tuple[type[Rule], str]] = {
     "fill": (FillRule, "fill"),
     "remask": (RemaskRule, "remask"),
     "edit": (EditRule, "edit_scoring"),
+    "cache": (CacheRule, "cache"),
 }
 """Kinds of rules by their table: what they are, and the setting that names one."""
 

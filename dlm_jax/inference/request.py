@@ -13,6 +13,7 @@ import numpy as np
 from dlm_jax.config import SampleConfig, resolve
 from dlm_jax.inference import prompts
 from dlm_jax.inference.candidates import HostSampler
+from dlm_jax.inference.checks import check_canvas, check_draft, check_settings
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.own_rules import OwnRules, of_row, own_rules
 from dlm_jax.sampling.row import RowParams
@@ -78,22 +79,6 @@ class Request:
         if not 0 <= self.capacity < 2**31:
             raise ValueError(
                 f"capacity={self.capacity} must be at least 0; use 0 for as many as it has"
-            )
-
-    def check_steps(self, *, mask_id: int) -> None:
-        """Raises ValueError if there are fewer steps than blocks with holes or drafts."""
-        steps, block_length = self.sample.steps, self.sample.block_length
-        is_work = self.tokens == mask_id
-        if self.is_draft is not None:
-            is_work |= self.is_draft
-        (places,) = np.nonzero(is_work)
-        if block_length == 0 or not places.size:
-            return
-        busy = np.unique((places - places[0]) // block_length).size
-        if steps < busy:
-            raise ValueError(
-                f"steps={steps} is less than the {busy} blocks of block_length={block_length} that "
-                f"have something to fill; use steps={busy} or more"
             )
 
 
@@ -202,11 +187,11 @@ def make_requests(
         settings = of_row(rules, first + index)
         sample = _settings(model, rules, settings, needs_host=any(host.values()))
         given = prompts.make_canvas(model.tokenizer, text, gen_length=sample.gen_length, room=room)
-        _check_draft(sample, given)
+        check_draft(sample, given)
         capacity = room if sample.inserts else 0
         request = Request(given.tokens, sample, seed + index, given.is_draft, **host,
                           capacity=capacity)  # fmt: skip
-        request.check_steps(mask_id=model.tokenizer.mask_id)
+        check_canvas(request, model.facts, mask_id=model.tokenizer.mask_id)
         made.append(request)
     return made
 
@@ -241,27 +226,15 @@ def _settings(
             stacklevel=5,
         )
         sample = replace(sample, fill="parallel")
-    check(model, sample)
-    return sample
-
-
-def check(model: Model, sample: SampleConfig) -> None:
-    """Raises ValueError for settings that only the model shows to be wrong."""
-    if model.network.scorer is not None:
-        raise ValueError("the model is a sequence scorer, which writes nothing; load another")
-    facts = model.facts
-    for rule in sample.table.checks(sample):
-        rule.check_model(sample, facts)
-    sample.table.check_chain(sample, facts)
-
-
-def _check_draft(sample: SampleConfig, given: prompts.Given) -> None:
-    needs = 1 if sample.resample or sample.edits or sample.renoises else 2
-    if given.is_draft is not None and (not sample.refines or sample.steps < needs):
+    if needs_host and getattr(sample, "confidence_of", "clean") != "clean":
         raise ValueError(
-            "draft is refined by remasking, resampling, re-noise or edits, and nothing of it is "
-            "asked for; use remask=scheduled, schedule=all and steps=8, say"
+            f"confidence_of={sample.confidence_of!r} reads what no host sampler or read-back "
+            "leaves; use confidence_of='clean'"
         )
+    if model.network.block_length and sample.block_length == 0:
+        sample = replace(sample, block_length=model.network.block_length)
+    check_settings(model, sample)
+    return sample
 
 
 def _integer(name: str, value: Any) -> int:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.diffusion.losses import Loss
+from dlm_jax.diffusion.losses import Loss, hidden_of
 from dlm_jax.diffusion.mixture import MixedExample, Mixture
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.training.heads import MAIN, Head, HeadInputs
@@ -142,7 +142,10 @@ class StageLoss:
         is_read = self.stage.trains(MAIN) and self.mixture.reads_trunk
         if not is_read and not any(head.reads_hidden for head in self.trained_heads):
             return None
-        hidden_BLD, _ = self.network.trunk(params, example.shown_BL, example.batch.length_B, None)
+        batch = example.batch
+        hidden_BLD = hidden_of(
+            self.network, params, example.shown_BL, batch.tokens_BL, batch.length_B
+        )
         # The heads read what the trunk wrote: nothing of theirs may be fused into it, or it would
         # be rounded otherwise with heads than without.
         return jax.lax.optimization_barrier(hidden_BLD)
