@@ -20,7 +20,7 @@ from dlm_jax.model import cpu
 from dlm_jax.model.attention import attend, attend_in_blocks, rotary_angles, turned
 from dlm_jax.model.cached import Parts, cached_trunk, shifted, stacks
 from dlm_jax.model.experts import Experts
-from dlm_jax.model.heads import CriticHead, SamplerHead, ScorerHead
+from dlm_jax.model.heads import HEADS, heads_of
 from dlm_jax.model.layers import Linear, Norm
 from dlm_jax.types import Network, Params, live_positions
 
@@ -146,25 +146,8 @@ class Transformer(nnx.Module):
             else Linear(config.width, config.vocab_size, scale=0.02, bias=False, rngs=rngs)
         )
         # Drawn last: what comes before is the same with heads and without.
-        for name, head in _HEADS.items():
+        for name, head in HEADS.items():
             setattr(self, name, head(config, rngs=rngs) if name in heads_of(config) else None)
-
-
-_HEADS: dict[str, Any] = {
-    "sampler_head": SamplerHead,
-    "critic_head": CriticHead,
-    "scorer_head": ScorerHead,
-}
-
-
-def heads_of(config: ModelConfig) -> tuple[str, ...]:
-    """Names of the parameter groups of its heads, in the order they are drawn."""
-    has = {
-        "sampler_head": config.add_sampler_head,
-        "critic_head": config.add_critic_head,
-        "scorer_head": config.mode == "sequence_scorer",
-    }
-    return tuple(name for name in _HEADS if has[name])
 
 
 @functools.cache
@@ -268,7 +251,7 @@ def _head_functions(config: ModelConfig, readout: Callable[..., jax.Array]) -> d
     """What the heads of `config` add to its `Network`."""
 
     def graph(name: str) -> Any:
-        return nnx.split(nnx.eval_shape(lambda: _HEADS[name](config, rngs=nnx.Rngs(0))))[0]
+        return nnx.split(nnx.eval_shape(lambda: HEADS[name](config, rngs=nnx.Rngs(0))))[0]
 
     graphs = {name: graph(name) for name in heads_of(config)}
 
