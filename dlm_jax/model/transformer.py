@@ -18,10 +18,11 @@ from flax import nnx
 from dlm_jax.config import ModelConfig
 from dlm_jax.model import cpu
 from dlm_jax.model.attention import attend, attend_in_blocks, rotary_angles, turned
-from dlm_jax.model.cached import Parts, cached_trunk, shifted, stacks
+from dlm_jax.model.cached import Parts, cached_trunk, shifted
 from dlm_jax.model.experts import Experts
 from dlm_jax.model.heads import HEADS, heads_of
 from dlm_jax.model.layers import Linear, Norm
+from dlm_jax.model.lora import applied, stacks, with_adapters
 from dlm_jax.types import Network, Params, live_positions
 
 
@@ -177,7 +178,7 @@ def build(config: ModelConfig) -> Network:
 
     def init(key: jax.Array) -> Params:
         model = Transformer(config, rngs=nnx.Rngs(params=key))
-        return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        return with_adapters(key, nnx.to_pure_dict(nnx.state(model, nnx.Param)), config)
 
     def run_block(x_BLD: jax.Array, block: Params, context: tuple[Any, ...]) -> jax.Array:
         return module_of(block)(x_BLD, *context)
@@ -244,7 +245,11 @@ def _block_modules(config: ModelConfig) -> Callable[[Params], Any]:
         return nnx.split(nnx.eval_shape(make))[0]
 
     usual, dense = graph(False), graph(True)
-    return lambda block: nnx.merge(dense if "up" in block["mlp"] else usual, block)
+
+    def module_of(block: Params) -> Any:
+        return nnx.merge(dense if "up" in block["mlp"] else usual, applied(block, config))
+
+    return module_of
 
 
 def _head_functions(config: ModelConfig, readout: Callable[..., jax.Array]) -> dict[str, Any]:

@@ -80,6 +80,7 @@ def comparable(model: ModelConfig) -> dict[str, Any]:
     said["kv_heads"] = model.kv_heads or model.heads
     said["head_size"] = model.size_of_head(model.width, model.heads)
     for name in ("compute_dtype", "remat", "start_id", "add_sampler_head", "add_critic_head",
-                 "sampler_context", "sampler_width", "sampler_residual"):  # fmt: skip
+                 "sampler_context", "sampler_width", "sampler_residual", "lora_alpha",
+                 "lora_targets"):  # fmt: skip
         said.pop(name, None)
     return said
