@@ -275,8 +275,8 @@ class Config:
         )
         require(
             self.model.lora_rank == 0 or (self.heads.train_main and self.train.init_from != ""),
-            f"model.lora_rank={self.model.lora_rank} trains adapters of a model that is there; name "
-            "it in train.init_from, with heads.train_main=true",
+            f"model.lora_rank={self.model.lora_rank} trains adapters of a model that is there; "
+            "name it in train.init_from, with heads.train_main=true",
         )
         require(
             self.model.attention_type != "causal" or self.sample.order == "left_to_right",
