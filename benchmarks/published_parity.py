@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.machinery
 import importlib.util
 import json
 import sys
@@ -63,6 +64,7 @@ class Case:
     settings: dict[str, Any]
     loops: tuple[dict[str, Any], ...]
     is_shifted: bool = False
+    attention: str = "sdpa"
     mask: Callable[[int, int], torch.Tensor] | None = None
 
 
@@ -141,7 +143,7 @@ def compare_states(
     block = model.network.block_length
     worst = [0.0, 0.0]
     for row, length in enumerate(lengths.tolist()):
-        ids = torch.tensor(tokens[None, :length].astype(np.int64))
+        ids = torch.tensor(tokens[row : row + 1, :length].astype(np.int64))
         with torch.no_grad():
             given = {} if case.mask is None else {"attention_mask": case.mask(block, length)}
             wanted = case.hidden(reference, ids, **given)[0]
@@ -238,6 +240,7 @@ def stand_ins(package_name: str) -> None:
              f"{package_name}.fused_linear_diffusion_cross_entropy")  # fmt: skip
     for name in names:
         sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
     vars(sys.modules["flash_attn"])["flash_attn_func"] = flash_attn_func
     vars(sys.modules["flash_attn"])["flash_attn_varlen_func"] = flash_attn_func
     for name in ("index_first_axis", "pad_input", "unpad_input"):
@@ -367,14 +370,14 @@ def cases(loop: Any) -> dict[str, Case]:
             (_SDAR, _SDAR | {"num_hidden_layers": 3, "num_key_value_heads": 1}),
             last_of("lm_head"), sdar_loop(loop), sdar,
             ({}, {"threshold": 0.5}, {"order": "low_confidence"}, {"cache": "exact"}),
-            mask=blocks_seen,
+            mask=blocks_seen, attention="eager",
         ),
         "llada2": Case(
             "modeling_llada2_moe", "LLaDA2MoeConfig", "LLaDA2MoeModelLM",
             (_LLADA2, _LLADA2 | {"first_k_dense_replace": 2, "num_shared_experts": 2}),
             last_of("lm_head"), llada2_loop, llada2,
             ({}, {"threshold": 0.3}, {"cache": "exact"}),
-            mask=blocks_added,
+            mask=blocks_added, attention="eager",
         ),
         "llada": Case(
             "modeling_llada", "LLaDAConfig", "LLaDAModelLM",
@@ -382,6 +385,7 @@ def cases(loop: Any) -> dict[str, Case]:
              _LLADA | {"n_heads": 2, "n_kv_heads": 1}),
             last_of("model.transformer.ff_out"),
             llada_loop(loop), fast, ({}, {"steps": 12}, {"block_length": 48, "steps": 20}),
+            attention="eager",
         ),
         "dream": Case(
             "modeling_dream", "DreamConfig", "DreamModel",
@@ -418,7 +422,7 @@ def main() -> None:
     total = 0
     for number, fields in enumerate(case.fields):
         config = getattr(module, case.config)(**fields)
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = case.attention
         reference = getattr(module, case.model)(config).eval().float()
         spread(reference, number)
         with tempfile.TemporaryDirectory() as folder:
