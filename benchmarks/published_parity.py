@@ -5,7 +5,8 @@ Random tiny weights are written by the reference's own classes (`save_pretrained
 
     python -m benchmarks.published_parity --family llada --code DIR --loop FILE
 
-``DIR`` holds the project's modeling files (``modeling_llada.py`` and its configuration), ``FILE``
+The families are those of `cases`; SDAR's CUDA kernels are replaced by their formulas. ``DIR`` holds
+the project's modeling files (``modeling_llada.py`` and its configuration), ``FILE``
 the program with its loop where that is not among them (LLaDA's and SDAR's ``generate.py``). Neither
 is part of this package: they are code of other projects, which this program runs. Needs the extra
 ``bench`` and the version of transformers that the code was written for.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.machinery
 import importlib.util
 import json
 import sys
@@ -28,6 +30,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 import torch
+import transformers
 from tokenizers import models, pre_tokenizers
 
 import dlm_jax
@@ -61,6 +64,19 @@ class Case:
     settings: dict[str, Any]
     loops: tuple[dict[str, Any], ...]
     is_shifted: bool = False
+    attention: str = "sdpa"
+    mask: Callable[[int, int], torch.Tensor] | None = None
+
+
+def blocks_seen(block: int, length: int) -> torch.Tensor:
+    """True where a position of a block-causal model sees another, ``[1, 1, L, L]``."""
+    at = torch.arange(length) // block
+    return (at[:, None] >= at[None])[None, None]
+
+
+def blocks_added(block: int, length: int) -> torch.Tensor:
+    """What is added to its scores, ``[1, 1, L, L]``."""
+    return torch.where(blocks_seen(block, length), 0.0, -torch.inf)
 
 
 def package(folder: Path, name: str) -> Any:
@@ -124,12 +140,14 @@ def compare_states(
     lengths = np.array([23, 7, 1, 16])
     tokens = rng.integers(0, VOCAB, (4, 23)).astype(np.int32)
     hidden_BLD, _ = model.network.trunk(model.params, tokens, lengths, None)
+    block = model.network.block_length
     worst = [0.0, 0.0]
-    for row, length in enumerate(lengths):
-        ids = torch.tensor(tokens[None, :length].astype(np.int64))
+    for row, length in enumerate(lengths.tolist()):
+        ids = torch.tensor(tokens[row : row + 1, :length].astype(np.int64))
         with torch.no_grad():
-            wanted = case.hidden(reference, ids)[0]
-            logits = reference(ids).logits[0]
+            given = {} if case.mask is None else {"attention_mask": case.mask(block, length)}
+            wanted = case.hidden(reference, ids, **given)[0]
+            logits = reference(ids, **given).logits[0]
         if case.is_shifted:
             order = np.maximum(np.arange(length) - 1, 0)
             wanted, logits = wanted[order], logits[order]
@@ -154,8 +172,21 @@ def compare_ids(
         return ids[: ends[0] + 1] if ends else ids
 
     wanted = [upto_eos(row, n) for row, n in zip(wanted, PROMPTS, strict=True)]
-    rows = [{"tokens": prompt.tolist()} for prompt in prompts]
-    stranger = [{"tokens": rng.integers(0, VOCAB - 3, 11).tolist(), "temperature": 1.3, "seed": 9}]
+    rows: list[dict[str, Any]] = [{"tokens": prompt.tolist()} for prompt in prompts]
+    if "_block" in settings:
+        for row in rows:
+            row["gen_length"] = aligned(settings, len(row["tokens"]))
+            first, end = len(row["tokens"]) // settings["_block"], len(row["tokens"])
+            num_blocks = (end + row["gen_length"]) // settings["_block"] - first
+            row["steps"] = num_blocks * settings["_block"]
+    stranger = [
+        {
+            "tokens": rng.integers(0, VOCAB - 3, 11).tolist(),
+            "temperature": 1.3,
+            "seed": 9,
+            "steps": 64,
+        }
+    ]
     batches = {
         "1": [dlm_jax.generate(model, [row], batch_size=1, **ours) for row in rows],
         "8": [dlm_jax.generate(model, rows, batch_size=8, **ours)],
@@ -175,19 +206,49 @@ def compare_ids(
     return sum(len(w) - n for w, n in zip(wanted, PROMPTS, strict=True)), differ
 
 
-def last_input(model: Any, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What the module of that name is given when the model runs."""
+def last_of(name: str) -> Callable[..., torch.Tensor]:
+    """``(model, ids) ->`` what the module of that name is given when the model runs."""
 
-    def run(ids: torch.Tensor) -> torch.Tensor:
+    def run(model: Any, ids: torch.Tensor, **given: Any) -> torch.Tensor:
         seen = []
         hook = model.get_submodule(name).register_forward_pre_hook(
-            lambda module, given: seen.append(given[0])
+            lambda module, inputs: seen.append(inputs[0])
         )
-        model(ids)
+        model(ids, **given)
         hook.remove()
         return seen[0]
 
     return run
+
+
+def stand_ins(package_name: str) -> None:
+    """Plain formulas in place of the CUDA kernels that SDAR's modeling file imports."""
+
+    def rms_norm_fn(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, **given: Any) -> Any:
+        scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + given["eps"])
+        return weight * (x.float() * scale).to(x.dtype)
+
+    def flash_attn_func(q: Any, k: Any, v: Any, *, causal: bool, softmax_scale: float) -> Any:
+        y = torch.nn.functional.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal,
+            scale=softmax_scale, enable_gqa=True,
+        )  # fmt: skip
+        return y.transpose(1, 2)
+
+    names = ("flash_attn", "flash_attn.ops", "flash_attn.ops.triton",
+             "flash_attn.ops.triton.layer_norm", "flash_attn.bert_padding",
+             f"{package_name}.fused_linear_diffusion_cross_entropy")  # fmt: skip
+    for name in names:
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
+    vars(sys.modules["flash_attn"])["flash_attn_func"] = flash_attn_func
+    vars(sys.modules["flash_attn"])["flash_attn_varlen_func"] = flash_attn_func
+    for name in ("index_first_axis", "pad_input", "unpad_input"):
+        vars(sys.modules["flash_attn.bert_padding"])[name] = None
+    vars(sys.modules["flash_attn.ops.triton.layer_norm"])["rms_norm_fn"] = rms_norm_fn
+    vars(sys.modules[names[-1]])["FusedLinearDiffusionCrossEntropyLoss"] = object
+    if not hasattr(transformers.utils, "LossKwargs"):
+        vars(transformers.utils)["LossKwargs"] = dict
 
 
 def llada_loop(loop: Any) -> Callable[..., list[int]]:
@@ -213,6 +274,40 @@ def dream_loop(reference: Any, prompt: np.ndarray, settings: dict[str, Any]) -> 
         alg=alg[settings["order"]], mask_token_id=MASK, eos_token_id=EOS, pad_token_id=EOS,
     )  # fmt: skip
     return found[0].tolist()
+
+
+def aligned(settings: dict[str, Any], num_given: int) -> int:
+    """New tokens with which a row ends where a block does."""
+    block = settings["_block"]
+    return settings["gen_length"] + -(num_given + settings["gen_length"]) % block
+
+
+def sdar_loop(loop: Any) -> Callable[..., list[int]]:
+    """SDAR's ``block_diffusion_generate`` with our settings."""
+
+    def generate(reference: Any, prompt: np.ndarray, settings: dict[str, Any]) -> list[int]:
+        is_dynamic = settings["order"] == "threshold"
+        found = loop.block_diffusion_generate(
+            reference, {"input_ids": torch.tensor(prompt[None].astype(np.int64))}, MASK,
+            gen_length=aligned(settings, len(prompt)), block_length=settings["_block"],
+            denoising_steps=settings["_block"], temperature=1.0, top_k=1,
+            remasking_strategy=f"low_confidence_{'dynamic' if is_dynamic else 'static'}",
+            confidence_threshold=settings.get("threshold", 0.85), stopping_criteria_idx=[EOS],
+        )  # fmt: skip
+        return found[0].tolist()
+
+    return generate
+
+
+def llada2_loop(reference: Any, prompt: np.ndarray, settings: dict[str, Any]) -> list[int]:
+    """``generate`` of LLaDA2.0 with our settings."""
+    found = reference.generate(
+        torch.tensor(prompt[None].astype(np.int64)), temperature=0.0,
+        block_length=settings["_block"], steps=settings["_block"],
+        gen_length=aligned(settings, len(prompt)), threshold=settings["threshold"], eos_id=EOS,
+        mask_id=MASK,
+    )  # fmt: skip
+    return [*prompt.tolist(), *found[0].tolist()]
 
 
 _LLADA = {
@@ -243,33 +338,68 @@ _MOE = {
 }  # fmt: skip
 
 
+_SDAR = {
+    "hidden_size": 32, "head_dim": 16, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB, "block_size": 4,
+    "max_position_embeddings": 128, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+    "mask_token_id": MASK, "pad_token_id": EOS, "eos_token_id": EOS, "fuse_cross_entropy": False,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_LLADA2 = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "use_qkv_bias": False,
+    "use_bias": False, "num_experts": 16, "num_shared_experts": 1, "num_experts_per_tok": 4,
+    "n_group": 4, "topk_group": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+    "partial_rotary_factor": 0.5, "rope_theta": 600000.0, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 160, "pad_token_id": EOS, "eos_token_id": EOS, "use_cache": False,
+}  # fmt: skip
+
+
 def cases(loop: Any) -> dict[str, Case]:
     """The families by name; `loop` is the module of a program with the loop."""
     quota = {"gen_length": 48, "steps": 24, "block_length": 16, "order": "low_confidence"}
     fast = quota | {"steps": 48, "temperature": 0.0}
     dream = {"gen_length": 48, "steps": 24, "order": "entropy", "schedule": "timesteps",
-             "confidence_of": "filtered", "temperature": 0.0}  # fmt: skip
+             "confidence_of": "clean", "temperature": 0.0}  # fmt: skip
+    sdar = {"gen_length": 48, "_block": 4, "temperature": 0.0, "order": "threshold",
+            "threshold": 0.85, "threshold_above": True, "stop_at_eos": True}  # fmt: skip
+    llada2 = sdar | {"_block": 32, "threshold": 0.95}
     return {
+        "sdar": Case(
+            "modeling_sdar", "SDARConfig", "SDARForCausalLM",
+            (_SDAR, _SDAR | {"num_hidden_layers": 3, "num_key_value_heads": 1}),
+            last_of("lm_head"), sdar_loop(loop), sdar,
+            ({}, {"threshold": 0.5}, {"order": "low_confidence"}, {"cache": "exact"}),
+            mask=blocks_seen, attention="eager",
+        ),
+        "llada2": Case(
+            "modeling_llada2_moe", "LLaDA2MoeConfig", "LLaDA2MoeModelLM",
+            (_LLADA2, _LLADA2 | {"first_k_dense_replace": 2, "num_shared_experts": 2}),
+            last_of("lm_head"), llada2_loop, llada2,
+            ({}, {"threshold": 0.3}, {"cache": "exact"}),
+            mask=blocks_added, attention="eager",
+        ),
         "llada": Case(
             "modeling_llada", "LLaDAConfig", "LLaDAModelLM",
             (_LLADA, _LLADA | {"n_layers": 3, "n_kv_heads": 2},
              _LLADA | {"n_heads": 2, "n_kv_heads": 1}),
-            lambda model, ids: last_input(model, "model.transformer.ff_out")(ids),
+            last_of("model.transformer.ff_out"),
             llada_loop(loop), fast, ({}, {"steps": 12}, {"block_length": 48, "steps": 20}),
+            attention="eager",
         ),
         "dream": Case(
             "modeling_dream", "DreamConfig", "DreamModel",
             (_DREAM, _DREAM | {"num_hidden_layers": 3, "num_key_value_heads": 1},
              _DREAM | {"num_attention_heads": 2, "num_key_value_heads": 2}),
-            lambda model, ids: last_input(model, "lm_head")(ids), dream_loop, dream,
-            ({}, {"order": "margin"}, {"order": "low_confidence", "steps": 48}, {"top_p": 0.8}),
+            last_of("lm_head"), dream_loop, dream,
+            ({}, {"order": "margin"}, {"order": "low_confidence", "steps": 48}),
             is_shifted=True,
         ),
         "llada_moe": Case(
             "modeling_lladamoe", "LLaDAMoEConfig", "LLaDAMoEModelLM",
             (_MOE, _MOE | {"moe_layer_freq": [0, 1], "qk_layernorm": False,
                            "num_experts_per_tok": 3}),
-            lambda model, ids: last_input(model, "lm_head")(ids), llada_loop(loop), fast,
+            last_of("lm_head"), llada_loop(loop), fast,
             ({}, {"steps": 12}),
         ),
     }  # fmt: skip
@@ -283,6 +413,8 @@ def main() -> None:
     parser.add_argument("--loop", type=Path, metavar="FILE")
     args = parser.parse_args()
     package(args.code, "reference_code")
+    if args.family == "sdar":
+        stand_ins("reference_code")
     loop = None if args.loop is None else program(args.loop, "reference_loop")
     case = cases(loop)[args.family]
     module = importlib.import_module(f"reference_code.{case.module}")
@@ -290,7 +422,7 @@ def main() -> None:
     total = 0
     for number, fields in enumerate(case.fields):
         config = getattr(module, case.config)(**fields)
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = case.attention
         reference = getattr(module, case.model)(config).eval().float()
         spread(reference, number)
         with tempfile.TemporaryDirectory() as folder:

@@ -47,6 +47,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "tie_word_embeddings": False,
         "vocab_size": VOCAB, "partial_rotary_factor": 1, "routed_scaling_factor": 1,
     },
+    "sdar": {
+        "architectures": ["SDARForCausalLM"], "model_type": "sdar", "hidden_act": "silu",
+        "attention_bias": False, "block_size": 4, "head_dim": 8, "hidden_size": 24,
+        "intermediate_size": 40, "max_position_embeddings": 64, "num_attention_heads": 4,
+        "num_hidden_layers": 3, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000, "tie_word_embeddings": False, "vocab_size": VOCAB,
+        "fuse_cross_entropy": True,
+    },
+    "llada2": {
+        "architectures": ["LLaDA2MoeModelLM"], "model_type": "llada2_moe", "hidden_act": "silu",
+        "first_k_dense_replace": 1, "head_dim": 8, "hidden_size": 24, "intermediate_size": 40,
+        "max_position_embeddings": 64, "moe_intermediate_size": 12, "n_group": 4,
+        "norm_topk_prob": True, "num_attention_heads": 4, "num_experts": 8,
+        "num_experts_per_tok": 3, "num_hidden_layers": 3, "num_key_value_heads": 2,
+        "num_shared_experts": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-6,
+        "rope_theta": 600000, "rotary_dim": 4, "routed_scaling_factor": 2.5,
+        "score_function": "sigmoid", "tie_word_embeddings": False, "topk_group": 2,
+        "use_bias": False, "use_qk_norm": True, "use_qkv_bias": False, "vocab_size": VOCAB,
+    },
     "qwen2": {
         "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
         "hidden_size": 24, "intermediate_size": 40, "max_position_embeddings": 64,
@@ -64,6 +83,8 @@ def shapes(name: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The tensors of a family, as its own programs name and shape them."""
     if name == "llada":
         return _llada_shapes(config)
+    if name == "llada2":
+        return _llada2_shapes(config)
     width, heads = config["hidden_size"], config["num_attention_heads"]
     size = config.get("head_dim", width // heads)
     groups = config["num_key_value_heads"]
@@ -86,7 +107,7 @@ def shapes(name: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         if name in ("dream", "qwen2"):
             for part, rows in (("q", heads), ("k", groups), ("v", groups)):
                 found[f"{start}self_attn.{part}_proj.bias"] = (rows * size,)
-        if config.get("qk_layernorm"):
+        if config.get("qk_layernorm") or name == "sdar":
             found |= {f"{start}self_attn.{part}_norm.weight": (size,) for part in "qk"}
         if config.get("moe_layer_freq", [0] * 99)[layer]:
             found[f"{start}mlp.gate.weight"] = (config["num_experts"], width)
@@ -126,6 +147,36 @@ def _llada_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             f"{block}ff_proj.weight": (inner, width), f"{block}up_proj.weight": (inner, width),
             f"{block}ff_out.weight": (width, inner),
         }  # fmt: skip
+    return found
+
+
+def _llada2_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    width, size, inner = config["hidden_size"], config["head_dim"], config["moe_intermediate_size"]
+    wide = config["num_attention_heads"] * size
+    fused = wide + 2 * config["num_key_value_heads"] * size
+    found = {
+        "model.word_embeddings.weight": (config["vocab_size"], width),
+        "model.norm.weight": (width,),
+        "lm_head.weight": (config["vocab_size"], width),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        start = f"model.layers.{layer}."
+        found |= {
+            f"{start}input_layernorm.weight": (width,),
+            f"{start}post_attention_layernorm.weight": (width,),
+            f"{start}attention.query_key_value.weight": (fused, width),
+            f"{start}attention.query_layernorm.weight": (size,),
+            f"{start}attention.key_layernorm.weight": (size,),
+            f"{start}attention.dense.weight": (width, wide),
+        }
+        if layer < config["first_k_dense_replace"]:
+            found |= _mlp(f"{start}mlp.", width, config["intermediate_size"])
+            continue
+        found[f"{start}mlp.gate.weight"] = (config["num_experts"], width)
+        found[f"{start}mlp.gate.expert_bias"] = (config["num_experts"],)
+        found |= _mlp(f"{start}mlp.shared_experts.", width, inner)
+        for expert in range(config["num_experts"]):
+            found |= _mlp(f"{start}mlp.experts.{expert}.", width, inner)
     return found
 
 

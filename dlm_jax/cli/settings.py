@@ -63,7 +63,9 @@ def _values(setting: Setting) -> str:
     if setting.choices is not None:
         return ", ".join(f"`{name}`" for name in setting.choices)
     if setting.hint is not None:
-        return {"chain": "names", "dry_breakers": "ids"}.get(setting.name, "`id: number`")
+        return {"chain": "names", "dry_breakers": "ids", "confidence_without": "ids"}.get(
+            setting.name, "`id: number`"
+        )
     if setting.kind is bool:
         return "`true`, `false`"
     low = "(0" if setting.low == ABOVE_ZERO else f"[{setting.low:.10g}"

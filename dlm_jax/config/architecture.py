@@ -39,6 +39,15 @@ class Architecture:
     router_normalised: bool = field(False, "the weights of a token's experts are made to sum to 1")
     router_scale: float = field(1.0, "factor on the weights of a token's experts")
 
+    lora_rank: int = field(
+        0, "rank of adapters, which then train in place of the model; 0: none (docs/training.md)"
+    )
+    lora_alpha: float = field(16.0, "adapters are scaled by lora_alpha / lora_rank")
+    lora_targets: tuple[str, ...] = field(
+        ("query", "value"),
+        "matrices of the blocks that have adapters: query, key, value, out, gate, up, down",
+    )
+
     def size_of_head(self, width: int, heads: int) -> int:
         """Numbers in one head of queries, keys or values."""
         return self.head_size or width // heads
@@ -73,6 +82,9 @@ class Architecture:
                      "dense_layers"):  # fmt: skip
             value = getattr(self, name)
             require(value >= 0, f"model.{name}={value} must be at least 0")
+        require(self.lora_rank >= 0, f"model.lora_rank={self.lora_rank} must be at least 0")
+        require(self.lora_alpha > 0, f"model.lora_alpha={self.lora_alpha} must be > 0")
+        require(len(self.lora_targets) > 0, "model.lora_targets is empty; use query,value, say")
         if self.experts:
             self._check_experts(depth, activation)
             return

@@ -274,6 +274,11 @@ class Config:
             "keep in train.init_from",
         )
         require(
+            self.model.lora_rank == 0 or (self.heads.train_main and self.train.init_from != ""),
+            f"model.lora_rank={self.model.lora_rank} trains adapters of a model that is there; "
+            "name it in train.init_from, with heads.train_main=true",
+        )
+        require(
             self.model.attention_type != "causal" or self.sample.order == "left_to_right",
             f"model.attention_type='causal' cannot fill sample.order={self.sample.order!r}; "
             "use left_to_right",

@@ -7,8 +7,10 @@ template wrote, in which they are meant.
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -46,18 +48,7 @@ class HubTokenizer:
     _marked: tokenizers.Tokenizer = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        try:
-            data = json.loads(self.content)
-            data = {**data, "truncation": None, "padding": None}
-            content = json.dumps(data, separators=(",", ":"))
-            plain, marked = (tokenizers.Tokenizer.from_str(content) for _ in range(2))
-        # The library raises plain Exception, and a file of another program anything.
-        except Exception as error:
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-            raise ValueError(
-                f"the tokenizer.json is broken ({reason}); download it again"
-            ) from None
-        plain.encode_special_tokens = True
+        content, plain, marked = _backends(self.content)
         object.__setattr__(self, "content", content)
         object.__setattr__(self, "_plain", plain)
         object.__setattr__(self, "_marked", marked)
@@ -66,24 +57,26 @@ class HubTokenizer:
         given = (self.content, self.mask_id, self.pad_id, self.eos_id, self.bos_id)
         return HubTokenizer, given
 
-    @property
+    @cached_property
+    def _known_ids(self) -> frozenset[int]:
+        return frozenset(self._marked.get_vocab(with_added_tokens=True).values())
+
+    @cached_property
     def vocab_size(self) -> int:
         """One more than the highest id."""
-        highest = max(self._marked.get_vocab(with_added_tokens=True).values(), default=0)
-        return 1 + max(highest, *(id_ for id_ in self._specials()))
+        return 1 + max((*self._known_ids, *self._specials()))
 
     def _specials(self) -> tuple[int, ...]:
         given = (self.mask_id, self.pad_id, self.eos_id, self.bos_id)
         return tuple(id_ for id_ in given if id_ is not None)
 
-    @property
+    @cached_property
     def banned_ids(self) -> tuple[int, ...]:
         """Ids no sampler may propose, ascending: MASK, PAD, BOS, and those without a token.
 
         PAD or BOS that is EOS as well may be.
         """
-        known = set(self._marked.get_vocab(with_added_tokens=True).values())
-        empty = set(range(self.vocab_size)) - known
+        empty = set(range(self.vocab_size)) - self._known_ids
         return tuple(sorted((empty | set(self._specials())) - {self.eos_id}))
 
     @property
@@ -126,6 +119,24 @@ class HubTokenizer:
             "type": "hub", "tokenizer_json": self.content, "mask_id": self.mask_id,
             "pad_id": self.pad_id, "eos_id": self.eos_id, "bos_id": self.bos_id,
         }  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4)
+def _backends(content: str) -> tuple[str, tokenizers.Tokenizer, tokenizers.Tokenizer]:
+    """The text of a tokenizer.json without truncation and padding, and the library's tokenizers.
+
+    The first of them takes no text for a special. A large file takes seconds to parse.
+    """
+    try:
+        data = {**json.loads(content), "truncation": None, "padding": None}
+        content = json.dumps(data, separators=(",", ":"))
+        plain, marked = (tokenizers.Tokenizer.from_str(content) for _ in range(2))
+    # The library raises plain Exception, and a file of another program anything.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(f"the tokenizer.json is broken ({reason}); download it again") from None
+    plain.encode_special_tokens = True
+    return content, plain, marked
 
 
 def hub_from_json(data: dict[str, Any]) -> HubTokenizer:

@@ -22,6 +22,7 @@ from dlm_jax.model.attention import (
     rotary_angles,
     seen_keys,
 )
+from dlm_jax.model.lora import stacks
 from dlm_jax.types import CachedTrunk, Params, Window
 
 _UNROLLED = 16
@@ -177,7 +178,7 @@ class _Pieces:
         if self.is_unrolled:
             found = []
             for blocks in stacks(params):
-                for at in range(jax.tree.leaves(blocks)[0].shape[0]):
+                for at in range(blocks["mlp_norm"]["scale"].shape[0]):
                     block = jax.tree.map(lambda leaf, at=at: leaf[at], blocks)
                     x, made = layer(x, block, None if kept is None else kept[len(found)])
                     found.append(made)
@@ -192,17 +193,12 @@ class _Pieces:
 
         pieces, first = [], 0
         for blocks in stacks(params):
-            last = first + jax.tree.leaves(blocks)[0].shape[0]
+            last = first + blocks["mlp_norm"]["scale"].shape[0]
             x, made = jax.lax.scan(body, x, (blocks, jnp.arange(first, last)))
             pieces.append(made)
             first = last
         made = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *pieces)
         return x, jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), made)
-
-
-def stacks(params: Params) -> list[Params]:
-    """The blocks in their order, in stacks of one kind: first those without experts, if any."""
-    return [params[name] for name in ("dense_blocks", "blocks") if name in params]
 
 
 def store(kept: Any, piece: Any, row_N: jax.Array | None, place_N: jax.Array) -> Any:

@@ -18,10 +18,11 @@ from flax import nnx
 from dlm_jax.config import ModelConfig
 from dlm_jax.model import cpu
 from dlm_jax.model.attention import attend, attend_in_blocks, rotary_angles, turned
-from dlm_jax.model.cached import Parts, cached_trunk, shifted, stacks
+from dlm_jax.model.cached import Parts, cached_trunk, shifted
 from dlm_jax.model.experts import Experts
-from dlm_jax.model.heads import CriticHead, SamplerHead, ScorerHead
+from dlm_jax.model.heads import HEADS, heads_of
 from dlm_jax.model.layers import Linear, Norm
+from dlm_jax.model.lora import applied, stacks, with_adapters
 from dlm_jax.types import Network, Params, live_positions
 
 
@@ -146,25 +147,8 @@ class Transformer(nnx.Module):
             else Linear(config.width, config.vocab_size, scale=0.02, bias=False, rngs=rngs)
         )
         # Drawn last: what comes before is the same with heads and without.
-        for name, head in _HEADS.items():
+        for name, head in HEADS.items():
             setattr(self, name, head(config, rngs=rngs) if name in heads_of(config) else None)
-
-
-_HEADS: dict[str, Any] = {
-    "sampler_head": SamplerHead,
-    "critic_head": CriticHead,
-    "scorer_head": ScorerHead,
-}
-
-
-def heads_of(config: ModelConfig) -> tuple[str, ...]:
-    """Names of the parameter groups of its heads, in the order they are drawn."""
-    has = {
-        "sampler_head": config.add_sampler_head,
-        "critic_head": config.add_critic_head,
-        "scorer_head": config.mode == "sequence_scorer",
-    }
-    return tuple(name for name in _HEADS if has[name])
 
 
 @functools.cache
@@ -194,7 +178,7 @@ def build(config: ModelConfig) -> Network:
 
     def init(key: jax.Array) -> Params:
         model = Transformer(config, rngs=nnx.Rngs(params=key))
-        return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        return with_adapters(key, nnx.to_pure_dict(nnx.state(model, nnx.Param)), config)
 
     def run_block(x_BLD: jax.Array, block: Params, context: tuple[Any, ...]) -> jax.Array:
         return module_of(block)(x_BLD, *context)
@@ -261,14 +245,18 @@ def _block_modules(config: ModelConfig) -> Callable[[Params], Any]:
         return nnx.split(nnx.eval_shape(make))[0]
 
     usual, dense = graph(False), graph(True)
-    return lambda block: nnx.merge(dense if "up" in block["mlp"] else usual, block)
+
+    def module_of(block: Params) -> Any:
+        return nnx.merge(dense if "up" in block["mlp"] else usual, applied(block, config))
+
+    return module_of
 
 
 def _head_functions(config: ModelConfig, readout: Callable[..., jax.Array]) -> dict[str, Any]:
     """What the heads of `config` add to its `Network`."""
 
     def graph(name: str) -> Any:
-        return nnx.split(nnx.eval_shape(lambda: _HEADS[name](config, rngs=nnx.Rngs(0))))[0]
+        return nnx.split(nnx.eval_shape(lambda: HEADS[name](config, rngs=nnx.Rngs(0))))[0]
 
     graphs = {name: graph(name) for name in heads_of(config)}
 

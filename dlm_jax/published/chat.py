@@ -58,8 +58,10 @@ class ChatTemplate:
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=begins_answer, **(specials | more),
             )  # fmt: skip
-        except jinja2.TemplateError as error:
-            raise ValueError(f"chat_template refuses the messages ({error})") from None
+        # A template may fail as any program does.
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(f"chat_template refuses the messages ({reason})") from None
 
     def ids(self, messages: Messages, *, begins_answer: bool = True, **more: Any) -> np.ndarray:
         """The ids of `text`, int32 ``[n]``."""

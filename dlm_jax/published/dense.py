@@ -136,6 +136,17 @@ def _read_dream(fields: Fields) -> ModelConfig:
     return _read_qwen(fields, qkv_bias=True, logit_alignment="shifted")
 
 
+def _read_sdar(fields: Fields) -> ModelConfig:
+    block_length = fields.take("block_size", int, 4)
+    return _read_qwen(
+        fields, qk_norm=True, attention_type="block_causal", block_length=block_length
+    )
+
+
+def _write_sdar(model: ModelConfig) -> dict[str, Any]:
+    return write_qwen(model) | {"block_size": model.block_length}
+
+
 def _read_causal(fields: Fields, **settings: Any) -> ModelConfig:
     # Its first input stands where ours puts the token before the first.
     return _read_qwen(fields, attention_type="causal", start_id=0, **settings)
@@ -164,6 +175,20 @@ DREAM = Family(
     trained_length=2048,
     presets=presets.DREAM,
 )
+SDAR = Family(
+    name="sdar",
+    architectures=("SDARForCausalLM",),
+    model_type="sdar",
+    read=_read_sdar,
+    write=_write_sdar,
+    sources=qwen_sources,
+    mask_id=151669,
+    presets=presets.SDAR,
+    idle=(
+        "attn_implementation", "debug", "ep_size", "fuse_cross_entropy", "micro_forward",
+        "skip_checkpoint", "use_deepep",
+    ),
+)  # fmt: skip
 QWEN2 = Family(
     name="qwen2",
     architectures=("Qwen2ForCausalLM",),

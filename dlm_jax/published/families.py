@@ -14,7 +14,8 @@ from dlm_jax.published.fields import Fields
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        dense.LLADA, dense.DREAM, mixtures.LLADA_MOE, dense.QWEN2, dense.QWEN3, dense.LLAMA,
+        dense.LLADA, dense.DREAM, dense.SDAR, mixtures.LLADA_MOE, mixtures.LLADA2,
+        dense.QWEN2, dense.QWEN3, dense.LLAMA,
     )
 }  # fmt: skip
 """Families by name."""
@@ -79,6 +80,7 @@ def comparable(model: ModelConfig) -> dict[str, Any]:
     said["kv_heads"] = model.kv_heads or model.heads
     said["head_size"] = model.size_of_head(model.width, model.heads)
     for name in ("compute_dtype", "remat", "start_id", "add_sampler_head", "add_critic_head",
-                 "sampler_context", "sampler_width", "sampler_residual"):  # fmt: skip
+                 "sampler_context", "sampler_width", "sampler_residual", "lora_alpha",
+                 "lora_targets"):  # fmt: skip
         said.pop(name, None)
     return said

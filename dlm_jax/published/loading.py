@@ -98,6 +98,17 @@ def read_published(
     )
 
 
+def read_shape(directory: Path) -> tuple[ModelConfig, HubTokenizer]:
+    """The Transformer of a directory and its tokenizer, without its weights.
+
+    Raises:
+      ValueError: as `read_published`.
+    """
+    family, model, _ = read_model(directory)
+    said = read_json(directory / CONFIG)
+    return model, read_tokenizer(directory, family, said, vocab_size=model.vocab_size)[0]
+
+
 def read_model(directory: Path) -> tuple[Family, ModelConfig, int]:
     """The family of a directory, its Transformer and the tokens of its longest row.
 

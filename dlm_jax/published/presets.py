@@ -35,6 +35,28 @@ DREAM: dict[str, dict[str, Any]] = {
 
 LLADA_MOE: dict[str, dict[str, Any]] = {"llada": LLADA["llada"]}
 
+SDAR: dict[str, dict[str, Any]] = {
+    # generate.py of SDAR (low_confidence_dynamic), greedy; blocks of 4, and 4 steps for each.
+    "sdar": {
+        "gen_length": 128, "steps": 132, "temperature": 0.0, "order": "threshold",
+        "threshold": 0.85, "threshold_above": True, "confidence": "sampled", "stop_at_eos": True,
+        "cache": "exact",
+    },
+    "static": {
+        "gen_length": 128, "steps": 132, "temperature": 0.0, "order": "low_confidence",
+        "confidence": "sampled", "stop_at_eos": True, "cache": "exact",
+    },
+}  # fmt: skip
+
+LLADA2: dict[str, dict[str, Any]] = {
+    # generate of LLaDA2.0: 32 steps for a block of 32.
+    "llada2": {
+        "gen_length": 256, "steps": 288, "temperature": 0.0, "order": "threshold",
+        "threshold": 0.95, "threshold_above": True, "confidence": "sampled", "stop_at_eos": True,
+        "cache": "exact",
+    },
+}  # fmt: skip
+
 CAUSAL: dict[str, dict[str, Any]] = {
     "greedy": {
         "gen_length": 128, "steps": 128, "temperature": 0.0, "order": "left_to_right",

@@ -1,12 +1,15 @@
 """Weights of a published model straight into device arrays, one tensor at a time.
 
-A stacked parameter is made on the devices and its layers are written into it in place, so that the
-host holds no more than one tensor beside the pages of the files, which are given back.
+A stacked parameter is made where it lives and its layers are written into it in place, so that the
+host holds no more than one tensor beside it and the pages of the files, which are given back.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
+import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +21,11 @@ from jax.sharding import Sharding
 from dlm_jax.published.names import Piece, leaves, shape_of
 from dlm_jax.published.shards import Shards
 from dlm_jax.types import Params
+
+# What XLA asks of memory on the CPU that it does not copy.
+_ALIGNMENT = 64
+_SQUARE = 128
+_THREADS = min(8, os.cpu_count() or 1)
 
 Place = Callable[[str, tuple[int, ...]], Sharding | None]
 """``(path, shape) -> sharding`` of a parameter; None is the default device."""
@@ -88,11 +96,51 @@ def read_params(
         parts = pieces[path]
         kind = shards.entries[parts[0].tensor].dtype if dtype is None else dtype
         sharding = place(path, leaf.shape)
+        if sharding is None and jax.default_backend() == "cpu":
+            return _on_host(shards, parts, leaf.shape, kind)
         if len(parts) == 1 and parts[0].place == ():
             return _put(shards, parts[0], leaf.shape, kind, sharding)
         return _stacked(shards, parts, leaf.shape, kind, sharding)
 
     return jax.tree_util.tree_map_with_path(read, abstract)
+
+
+def _on_host(
+    shards: Shards, parts: list[Piece], shape: tuple[int, ...], dtype: np.dtype
+) -> jax.Array:
+    """A parameter on the CPU: its pieces are put where they stay, by some threads at once."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    whole = memory[first : first + size].view(dtype).reshape(shape)
+
+    def fill(piece: Piece) -> None:
+        stored = shards.read(piece.tensor)
+        if piece.rows is not None:
+            stored = stored[slice(*piece.rows)]
+        _copy(stored.astype(dtype, copy=False), whole[piece.place], piece.is_transposed)
+        shards.forget(piece.tensor)
+
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        for done in [pool.submit(fill, piece) for piece in parts]:
+            done.result()
+    # Nobody writes into this memory again, so that the array may be it.
+    return jax.device_put(whole)
+
+
+def _copy(stored: np.ndarray, target: np.ndarray, is_transposed: bool) -> None:
+    # NumPy copies numbers of its own kinds much faster than bfloat16.
+    bits = {2: np.uint16, 4: np.uint32}[stored.dtype.itemsize]
+    stored, target = stored.view(bits), target.view(bits)
+    if not is_transposed:
+        np.copyto(target, stored)
+        return
+    # In squares that fit a cache: a row of one is a column of the other.
+    rows, columns = stored.shape
+    for row in range(0, rows, _SQUARE):
+        for column in range(0, columns, _SQUARE):
+            square = stored[row : row + _SQUARE, column : column + _SQUARE]
+            np.copyto(target[column : column + _SQUARE, row : row + _SQUARE], square.T)
 
 
 def _stacked(

@@ -109,8 +109,7 @@ def _content(directory: Path, names: Mapping[str, Any]) -> str:
     try:
         if file.exists():
             content = file.read_text(encoding="utf-8")
-            HubTokenizer(content, 0, 0, 0)
-            return content
+            return HubTokenizer(content, 0, 0, 0).content
         if not (directory / "vocab.json").exists() or not (directory / "merges.txt").exists():
             raise ValueError("it does not exist, nor do vocab.json and merges.txt")
         lines = (directory / "merges.txt").read_text(encoding="utf-8").splitlines()
@@ -119,7 +118,8 @@ def _content(directory: Path, names: Mapping[str, Any]) -> str:
             {"id": int(id_), "content": token["content"], "special": bool(token.get("special"))}
             for id_, token in names.get("added_tokens_decoder", {}).items()
         ]
-        return qwen_json(read_json(directory / "vocab.json"), merges, added)
+        made = qwen_json(read_json(directory / "vocab.json"), merges, added)
+        return HubTokenizer(made, 0, 0, 0).content
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{file} cannot be used ({reason}); download it again") from None

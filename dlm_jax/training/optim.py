@@ -18,7 +18,7 @@ from optax import contrib
 from dlm_jax.config import HeadsConfig, OptimConfig
 from dlm_jax.distributed.sharding import path_name
 from dlm_jax.training.heads import CRITIC, MAIN, SAMPLER, Head
-from dlm_jax.training.stages import Stage, group_of
+from dlm_jax.training.stages import KEPT, Stage, group_of
 
 # Checkpoints hold a group for each of them, empty where the model lacks the head.
 _ALWAYS = (SAMPLER, CRITIC)
@@ -100,24 +100,33 @@ def make_grouped_optimizer(
     `make_optimizer` for the model itself and the heads that join it, which is all where there is no
     other head; for each of those its own, by default gradients scaled down to a norm of
     ``heads.clip`` and AdamW, under a warm-up and cosine that begin where the head begins to train.
-    The state is the same in every stage; groups that do not train keep theirs, and their
+    With ``heads.train_main = false`` the model itself has no state, with adapters these alone
+    have. The state is the same in every stage; groups that do not train keep theirs, and their
     parameters, as they are.
     """
     main = make_optimizer(optim, num_steps=num_steps)
     own = [head for head in heads if head.group != MAIN]
-    if not own:
+    if not own and not stage.adapts:
         return main
-    groups = {MAIN: main} | {name: _head_optimizer(optim, settings, 1) for name in _ALWAYS}
+    # What is kept through the whole run has no state at all.
+    kept = optax.set_to_zero()
+    groups = {KEPT: kept} if stage.adapts else {}
+    groups |= {MAIN: main if settings.train_main else kept} | {
+        name: _head_optimizer(optim, settings, 1) for name in _ALWAYS
+    }
     for head in own:
         left = max(1, num_steps - head.start)
         make = head.optimizer or functools.partial(_head_optimizer, optim, settings)
         groups[head.name] = make(left)
     transforms: dict[Hashable, optax.GradientTransformation] = {
-        name: group if stage.trains(name) else _frozen(group) for name, group in groups.items()
+        name: group if stage.trains(name) or group is kept else _frozen(group)
+        for name, group in groups.items()
     }
     return optax.partition(
         transforms,
-        lambda params: _over_paths(params, lambda path: group_of(path.split("/")[0], heads)),
+        lambda params: _over_paths(
+            params, lambda path: group_of(path.split("/")[0], heads, adapts=stage.adapts)
+        ),
     )
 
 

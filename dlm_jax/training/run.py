@@ -14,11 +14,12 @@ import optax
 import dlm_jax.config as configs
 from dlm_jax.checkpoint import Checkpoints
 from dlm_jax.config import Config, ModelConfig
-from dlm_jax.data import Corpus, load_corpus
+from dlm_jax.data import Corpus, Tokenizer, load_corpus
 from dlm_jax.distributed.processes import on_first_process
 from dlm_jax.distributed.sharding import batch_sharding, make_mesh, share_of_batch
 from dlm_jax.metrics import read_records
 from dlm_jax.model.transformer import build
+from dlm_jax.training.adopt import adopted
 from dlm_jax.training.begin import begin_with
 from dlm_jax.training.checks import (
     check_parts,
@@ -123,7 +124,8 @@ def prepare(
     check_parts(config, mesh)
     out_dir = Path(config.train.out_dir)
     check_writable(out_dir)
-    corpus = _load_corpus(config)
+    config, tokenizer = adopted(config)
+    corpus = _load_corpus(config, tokenizer)
     config = _with_vocabulary(config, corpus)
     setup = Setup(config, corpus.tokenizer, mesh)
     task = _make_task(setup, network, objective, heads)
@@ -170,7 +172,8 @@ def _names_of(network: Any, objective: Any, heads: Sequence[Any]) -> dict[str, A
 
 
 def _stage(config: Config, task: Task, step: int) -> Stage:
-    return stage_at(step, task.heads, train_main=config.heads.train_main)
+    adapts = config.model.lora_rank > 0
+    return stage_at(step, task.heads, train_main=config.heads.train_main, adapts=adapts)
 
 
 def _optimizer(config: Config, task: Task, stage: Stage) -> optax.GradientTransformation:
@@ -206,11 +209,11 @@ def _meta(config: Config, corpus: Corpus, own: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def _load_corpus(config: Config) -> Corpus:
+def _load_corpus(config: Config, tokenizer: Tokenizer | None) -> Corpus:
     data = config.data
     return load_corpus(
         data.source,
-        tokenizer=data.tokenizer,
+        tokenizer=data.tokenizer if tokenizer is None else tokenizer,
         seq_len=data.seq_len,
         held_out=data.held_out,
         cache_dir=data.cache_dir or None,

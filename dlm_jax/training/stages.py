@@ -16,17 +16,26 @@ import jax.numpy as jnp
 from dlm_jax.diffusion.losses import Loss, hidden_of
 from dlm_jax.diffusion.mixture import MixedExample, Mixture
 from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.model.lora import GROUP
 from dlm_jax.training.heads import MAIN, Head, HeadInputs
 from dlm_jax.types import Network, Params
 
 _SALT = 0x68656164
+KEPT = "kept"
+"""The group of parameters that never train and have no state."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The groups of parameters that train: ``main`` and names of heads, in the order of both."""
+    """The groups of parameters that train: ``main`` and names of heads, in the order of both.
+
+    Attributes:
+      groups: the groups.
+      adapts: whether ``main`` is the adapters of the model alone.
+    """
 
     groups: tuple[str, ...]
+    adapts: bool = False
 
     def trains(self, group: str) -> bool:
         """Whether that group does."""
@@ -36,15 +45,19 @@ class Stage:
         return " + ".join(self.groups) or "nothing"
 
 
-def stage_at(step: int, heads: Sequence[Head], *, train_main: bool) -> Stage:
+def stage_at(step: int, heads: Sequence[Head], *, train_main: bool, adapts: bool = False) -> Stage:
     """The stage of a step, from 0: a head trains where its loss has weight."""
     own = [head.name for head in heads if head.group != MAIN and head.trains_at(step)]
-    return Stage((*[MAIN] * train_main, *own))
+    return Stage((*[MAIN] * train_main, *own), adapts)
 
 
-def group_of(name: str, heads: Sequence[Head]) -> str:
-    """The optimiser group of the parameters under that top-level name."""
-    return next((head.group for head in heads if head.name == name), MAIN)
+def group_of(name: str, heads: Sequence[Head], *, adapts: bool = False) -> str:
+    """The optimiser group of the parameters under that top-level name.
+
+    `KEPT` is that of a model beside whose adapters nothing of it trains.
+    """
+    group = next((head.group for head in heads if head.name == name), MAIN)
+    return KEPT if adapts and group == MAIN and name != GROUP else group
 
 
 class Drawn(NamedTuple):
@@ -82,7 +95,7 @@ class StageLoss:
 
     def split(self, params: Params) -> tuple[Params, Params]:
         """(parameters that train, the others), each with its top-level names."""
-        groups = {name: group_of(name, self.heads) for name in params}
+        groups = {name: group_of(name, self.heads, adapts=self.stage.adapts) for name in params}
         trained = {name: params[name] for name in params if self.stage.trains(groups[name])}
         return trained, {name: tree for name, tree in params.items() if name not in trained}
 

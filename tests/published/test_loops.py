@@ -60,10 +60,12 @@ def _llada(oracle, prompt, *, gen_length, steps, block_length, without=(), banne
 def _dream(oracle, prompt, *, gen_length, steps, top_p=1.0):
     """Dream's diffusion_generate, order ``entropy``, temperature 0 (Ye et al. 2025)."""
     x = np.concatenate([prompt, np.full(gen_length, cases.MASK)])
+    never = [cases.MASK, *range(cases.NUM_TOKENS, cases.VOCAB)]
     times = np.linspace(1, 1e-3, steps + 1)
     for step in range(steps):
         logits = oracle.logits(x)
         logits = logits[np.maximum(np.arange(len(x)) - 1, 0)]
+        logits[:, never] = -np.inf  # bans come before all transforms
         probs = _softmax(logits)
         order = np.argsort(-probs, axis=1)
         before = np.cumsum(np.take_along_axis(probs, order, 1), axis=1)
