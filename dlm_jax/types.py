@@ -63,7 +63,8 @@ class CachedTrunk:
         order) and first positions. Rows that stand several times hold the same there.
       beside_clean: ``(params, shown_BL, clean_BL, length_B) -> hidden_BLD``: what the trunk says of
         every block of `shown_BL` behind the clean tokens of the blocks before it, all blocks in one
-        call, for training and likelihood. None where ``block_length`` is below 2.
+        call, for training and likelihood; in other blocks with ``block_length=n``. None where
+        ``block_length`` is below 2.
     """
 
     block_length: int

@@ -152,9 +152,15 @@ class _Pieces:
         return self.parts.norm(params, x_NWD), piece
 
     def beside_clean(
-        self, params: Params, shown_BL: jax.Array, clean_BL: jax.Array, length_B: jax.Array
+        self,
+        params: Params,
+        shown_BL: jax.Array,
+        clean_BL: jax.Array,
+        length_B: jax.Array,
+        *,
+        block_length: int = 0,
     ) -> jax.Array:
-        block_length = self.block_length
+        block_length = block_length or self.block_length
 
         def layer(x: jax.Array, block: Params, context: tuple[Any, ...]) -> jax.Array:
             length_B, turns = context

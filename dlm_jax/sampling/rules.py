@@ -88,8 +88,9 @@ class RuleTable:
                 "margin, random, left_to_right. As many as are sure enough: threshold, factor, "
                 "entropy_bound. As the noise process does: ancestral"),
             _choice("fill", "parallel", self.fill,
-                "how a step's candidates are drawn: each blind to the others (parallel), or in "
-                "waves by the sampler head, which sees its neighbours (wavefront)"),
+                "how a step's candidates are drawn: each blind to the others (parallel), in waves "
+                "by the sampler head, which sees its neighbours (wavefront), or as a draft that a "
+                "block-causal model verifies token by token (speculative)"),
             _choice("remask", "none", ("none", *self.remask),
                 "what becomes a hole again after a step: none; scheduled (a share of the tokens "
                 "most likely wrong), scheduled_threshold (all above a wrongness); remdm_cap, "

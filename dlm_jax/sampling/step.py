@@ -173,6 +173,7 @@ def chain_now(state: State) -> Chain:
 def _cost(state: State, inputs: StepInputs) -> tuple[jax.Array, jax.Array]:
     """Forwards that a step of each row asks for, and the positions that they compute."""
     forwards_B, positions_B = inputs.forward.forwards_B, inputs.forward.positions_B
+    forwards_B += state.rules.fill.forwards
     if state.rules.remask is not None and state.rules.remask.reads_critic:
         asks_B = may_remask(state, inputs)
         forwards_B += asks_B

@@ -100,6 +100,9 @@ class FillRule(Rule):
     allows_host: ClassVar[bool] = False
     """Whether host samplers and read-back may look between the candidates and the commit."""
 
+    forwards: ClassVar[int] = 0
+    """Forwards of the trunk that a step asks for beside its own."""
+
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
         """The candidates; the proposal means nothing where nothing is wanted."""
         raise NotImplementedError
