@@ -34,6 +34,13 @@ CASES = {
     "bidirectional-dual-near": {"cache": "dual", "block_length": 3, "cache_margin": 2},
 }  # fmt: skip
 
+FEW = ("block_causal-exact", "bidirectional-dual")
+"""The cases of the default tests: every one compiles a loop of its own."""
+
+
+def _some(*cases):
+    return [case if case in FEW else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
 
 @functools.cache
 def _network(kind):
@@ -104,7 +111,7 @@ def _same_up_to_rounding(ours, theirs, *, forwards=True):
             assert a.forwards == b.forwards
 
 
-@pytest.mark.parametrize("case", ["block_causal-exact", "causal-exact"])
+@pytest.mark.parametrize("case", _some("block_causal-exact", "causal-exact"))
 def test_an_exact_cache_gives_the_rows_that_none_gives(case):
     kind, settings = case.split("-")[0], CASES[case]
     for seed in range(2):
@@ -115,7 +122,7 @@ def test_an_exact_cache_gives_the_rows_that_none_gives(case):
         assert np.asarray(counters.positions).sum() < 0.5 * plain
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("bidirectional")])
+@pytest.mark.parametrize("case", _some(*[case for case in CASES if "exact" not in case]))
 def test_an_approximate_cache_refreshed_at_every_step_gives_the_rows_that_none_gives(case):
     settings = CASES[case] | {"cache_refresh": 1}
     ours, _ = _run("bidirectional", _rows(), **settings)
@@ -123,7 +130,7 @@ def test_an_approximate_cache_refreshed_at_every_step_gives_the_rows_that_none_g
     _same_up_to_rounding(ours, theirs)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", _some(*CASES))
 def test_no_row_feels_the_others_the_batch_or_its_place(case):
     """Bit for bit; rows begin, change blocks, are refreshed and end at different times."""
     kind, settings = case.split("-")[0], CASES[case]
@@ -142,7 +149,7 @@ def test_no_row_feels_the_others_the_batch_or_its_place(case):
         assert _run(kind, alone, **settings)[0][3] == together[place]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", _some(*CASES))
 def test_nothing_a_row_may_change_compiles_again(case):
     kind, settings = case.split("-")[0], CASES[case]
     advance = _advance(kind)
@@ -156,6 +163,7 @@ def test_nothing_a_row_may_change_compiles_again(case):
     assert (len(advance.compiled), advance._jitted._cache_size()) == before
 
 
+@pytest.mark.slow
 def test_forwards_and_positions_are_those_of_the_formulas():
     """A row of 5 given tokens and 11 holes, one token a step."""
     rows = [{"tokens": [1, 2, 3, 4, 5, *[toy.MASK] * 11], "steps": 11, "seed": 0}]
@@ -201,6 +209,7 @@ def _open_blocks(tokens, committed, num_open, share):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["low_confidence", "threshold"])
 def test_several_blocks_are_open_as_the_formula_says_with_a_cache_and_without(order):
     settings = {"cache": "exact", "block_length": UNIT, "order": order, "open_blocks": 3}
@@ -222,6 +231,7 @@ def test_several_blocks_are_open_as_the_formula_says_with_a_cache_and_without(or
     assert several > 3
 
 
+@pytest.mark.slow
 def test_guidance_keeps_the_row_and_the_row_without_what_was_given():
     rows = _rows(4)
     for place, row in enumerate(rows):
