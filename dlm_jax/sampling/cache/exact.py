@@ -33,8 +33,15 @@ class Exact(CacheRule):
     block_length: int = fact("block_length", 0)
     open_blocks: int = reads("open_blocks", 1)
 
-    keeps = True
-    settles = True
+    @property
+    def keeps(self) -> bool:
+        """True for a causal model, whose steps read nothing but what is written."""
+        return not self.block_length
+
+    @property
+    def settles(self) -> bool:
+        """True for a block-causal model, whose steps read holes."""
+        return self.block_length > 0
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:

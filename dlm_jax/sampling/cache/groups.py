@@ -39,7 +39,9 @@ def in_groups(
     num_rows = is_due_B.shape[0]
     num_due = jnp.sum(is_due_B)
     (row_B,) = jnp.nonzero(is_due_B, size=num_rows, fill_value=0)
-    place_P = jnp.arange(-(-num_rows // size) * size)
+    # One group more than there are: where all rows are one group, its place would be known to the
+    # compiler, which then takes the pass out of the loop and runs it where none is due.
+    place_P = jnp.arange((-(-num_rows // size) + 1) * size)
     first_P = place_P // size * size
     row_P = row_B[jnp.where(place_P < num_due, place_P, first_P) % num_rows].astype(jnp.int32)
 

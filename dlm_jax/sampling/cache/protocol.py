@@ -80,11 +80,15 @@ class CacheRule(Rule):
 
     required: ClassVar[tuple[str, ...]] = ("plan", "sizes")
 
-    keeps: ClassVar[bool] = False
-    """Whether the keys and values of a step's window stay."""
+    @property
+    def keeps(self) -> bool:
+        """Whether the keys and values of a step's window stay; static."""
+        return False
 
-    settles: ClassVar[bool] = False
-    """Whether a plan ever settles a block."""
+    @property
+    def settles(self) -> bool:
+        """Whether a plan ever settles what stands before a window; static."""
+        return False
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
