@@ -198,20 +198,20 @@ class _Windows:
         """What runs for some rows: the whole canvas, finished blocks, windows of several sizes."""
         kept, hidden_BWD, inputs = rows
         num_rows, num_positions = inputs.tokens_BL.shape
-        plan, width = inputs.plan, self._sizes[0]
+        width = self._sizes[0]
 
-        def whole(carry: tuple[Any, jax.Array], row_N: jax.Array) -> tuple[Any, jax.Array]:
+        def whole(
+            carry: tuple[Any, jax.Array], rows: _Inputs, row_N: jax.Array
+        ) -> tuple[Any, jax.Array]:
             kept, hidden_BWD = carry
-            tokens_NL, length_N, place_N = _of(
-                row_N, inputs.tokens_BL, inputs.length_B, inputs.place_B
-            )
+            tokens_NL, length_N, place_N = _of(row_N, rows.tokens_BL, rows.length_B, rows.place_B)
             hidden_NLD, piece = self._pieces.whole(params, tokens_NL, length_N)
             kept = self._pieces.store(kept, piece, row_N, jnp.zeros_like(place_N))
             return kept, hidden_BWD.at[row_N].set(_cut(hidden_NLD, place_N, width))
 
-        def settle(kept: Any, row_N: jax.Array) -> Any:
+        def settle(kept: Any, rows: _Inputs, row_N: jax.Array) -> Any:
             tokens_NL, length_N, begin_N = _of(
-                row_N, inputs.tokens_BL, inputs.length_B, plan.begin_B
+                row_N, rows.tokens_BL, rows.length_B, rows.plan.begin_B
             )
             first_N = jnp.maximum(begin_N - width, 0)
             window = Window(first_N, first_N, begin_N)
@@ -220,29 +220,30 @@ class _Windows:
             )
             return self._pieces.store(kept, piece, row_N, window.place_N)
 
-        carry = kept, hidden_BWD
-        carry = in_groups(inputs.is_due_B, group_size(num_rows, num_positions), whole, carry)
-        kept, hidden_BWD = carry
+        kept, hidden_BWD = in_groups(
+            inputs.is_due_B, group_size(num_rows, num_positions), whole, (kept, hidden_BWD), inputs
+        )
         if self._rule.settles:
-            kept = in_groups(inputs.settles_B, group_size(num_rows, width), settle, kept)
+            kept = in_groups(inputs.settles_B, group_size(num_rows, width), settle, kept, inputs)
         if len(self._sizes) > 1:
             for number, size in enumerate(self._sizes):
-                one = self._of_size(params, kept, inputs, size)
-                is_mine_B = inputs.size_B == number
-                hidden_BWD = in_groups(is_mine_B, group_size(num_rows, size), one, hidden_BWD)
+                one = self._of_size(params, kept, size)
+                is_mine_B, group = inputs.size_B == number, group_size(num_rows, size)
+                hidden_BWD = in_groups(is_mine_B, group, one, hidden_BWD, inputs)
         return kept, hidden_BWD
 
     def _of_size(
-        self, params: Params, kept: Any, inputs: _Inputs, size: int
-    ) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        self, params: Params, kept: Any, size: int
+    ) -> Callable[[jax.Array, _Inputs, jax.Array], jax.Array]:
         """The window of some rows whose smallest size it is."""
-        plan, num_positions = inputs.plan, inputs.tokens_BL.shape[1]
 
-        def one(hidden_BWD: jax.Array, row_N: jax.Array) -> jax.Array:
+        def one(hidden_BWD: jax.Array, rows: _Inputs, row_N: jax.Array) -> jax.Array:
             tokens_NL, length_N, begin_N, end_N, place_N = _of(
-                row_N, inputs.tokens_BL, inputs.length_B, plan.begin_B, plan.end_B, inputs.place_B
-            )
-            window = Window(jnp.minimum(begin_N, num_positions - size), begin_N, end_N)
+                row_N, rows.tokens_BL, rows.length_B, rows.plan.begin_B, rows.plan.end_B,
+                rows.place_B,
+            )  # fmt: skip
+            first_N = jnp.minimum(begin_N, tokens_NL.shape[1] - size)
+            window = Window(first_N, begin_N, end_N)
             hidden_NSD, _ = self._pieces.window(
                 params, kept, row_N, tokens_NL, length_N, window, size=size
             )

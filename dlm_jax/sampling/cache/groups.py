@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 Carry = TypeVar("Carry")
+Rows = TypeVar("Rows")
 
 # Positions of one pass: a CPU is busy with few, an accelerator wants many.
 _CPU_POSITIONS = 256
@@ -29,26 +30,28 @@ def group_size(num_rows: int, num_positions: int) -> int:
 def in_groups(
     is_due_B: jax.Array,
     size: int,
-    one_group: Callable[[Carry, jax.Array], Carry],
+    one_group: Callable[[Carry, Rows, jax.Array], Carry],
     carry: Carry,
+    rows: Rows,
 ) -> Carry:
-    """`carry` after ``one_group(carry, row_N)`` for each group of `size` of the rows that are due.
+    """`carry` after ``one_group(carry, rows, row_N)`` for each group of `size` of the due rows.
 
-    A last group that is not full holds its first row several times. Nothing runs where none is due.
+    `rows` is what a group reads. A last group that is not full holds its first row several times.
+    Nothing runs where none is due.
     """
     num_rows = is_due_B.shape[0]
     num_due = jnp.sum(is_due_B)
     (row_B,) = jnp.nonzero(is_due_B, size=num_rows, fill_value=0)
-    # One group more than there are: where all rows are one group, its place would be known to the
-    # compiler, which then takes the pass out of the loop and runs it where none is due.
-    place_P = jnp.arange((-(-num_rows // size) + 1) * size)
+    place_P = jnp.arange(-(-num_rows // size) * size)
     first_P = place_P // size * size
     row_P = row_B[jnp.where(place_P < num_due, place_P, first_P) % num_rows].astype(jnp.int32)
 
     def one(state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
-        first, carry = state
+        # Behind a barrier: of a single row the compiler would know the place, take the pass out of
+        # the loop, and run it where none is due.
+        (first, carry), mine = jax.lax.optimization_barrier((state, rows))
         row_N = jax.lax.dynamic_slice_in_dim(row_P, first, size)
-        return first + size, one_group(carry, row_N)
+        return first + size, one_group(carry, mine, row_N)
 
     start = (jnp.zeros((), num_due.dtype), carry)
     return jax.lax.while_loop(lambda state: state[0] < num_due, one, start)[1]
