@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "checkpoint": {"types", "config", "distributed"},
     "training": {*_CORE, "metrics"},
     "inference": _CORE,
-    "batch": {*_BASE, "config", "inference"},
+    "batch": {*_BASE, "config", "distributed", "inference"},
     "viewing": {"data", "inference"},
     "__init__": {*_BASE, "config", "sampling", "training", "inference"},
     "cli": {*_CORE, "training", "metrics", "inference", "batch", "viewing", "__init__"},

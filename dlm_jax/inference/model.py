@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 import dlm_jax.config as configs
 from dlm_jax import checkpoint
-from dlm_jax.config import Config, ObjectiveConfig, SampleConfig
+from dlm_jax.config import Config, MeshConfig, ObjectiveConfig, SampleConfig
 from dlm_jax.data import Tokenizer, check_fits, from_json
 from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
 from dlm_jax.distributed.rows import split_rows
+from dlm_jax.distributed.sharding import make_mesh, partition
 from dlm_jax.inference.host import HostLoop, make_host_loop
 from dlm_jax.model import cpu
 from dlm_jax.model.transformer import build
@@ -124,21 +126,39 @@ def _compiler_options() -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(cpu.compiler_options(is_training=False).items()))
 
 
+DTYPES = ("float32", "bfloat16", "stored")
+"""What the parameters of a model may be loaded as."""
+
+
 def load(
-    path: str | os.PathLike[str] | None = None, *, report: Callable[[str], None] | None = None
+    path: str | os.PathLike[str] | None = None,
+    *,
+    mesh: Mesh | MeshConfig | None = None,
+    dtype: str | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> Model:
     """The model of a run, of a weights file, or the one that ships with the package.
 
     Args:
       path: what ``train.out_dir`` was, or the directory of its checkpoints; or a file that
         ``python -m dlm_jax.export`` wrote; None is `SHIPPED`.
+      mesh: devices that split its parameters and the rows that it samples, or how many there are
+        along each axis. Each parameter is read in parts, straight onto its devices. None is one
+        device.
+      dtype: of the parameters, one of `DTYPES`; None is float32.
       report: takes one line if a damaged checkpoint was passed over.
 
     Raises:
-      ValueError: nothing usable is there; the line says what and the remedy.
+      ValueError: nothing usable is there, the mesh does not fit the devices, or there is no such
+        dtype; the line says what and the remedy.
     """
     path = SHIPPED if path is None else path
-    params, meta = checkpoint.load_any(path, _abstract_params, report=report)
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
+    if isinstance(mesh, MeshConfig):
+        mesh = make_mesh(mesh)
+    place = functools.partial(_placed, mesh=mesh, dtype=dtype or "float32")
+    params, meta = checkpoint.load_any(path, _abstract_params, place=place, report=report)
     config = _config_of(meta)
     tokenizer = from_json(meta["tokenizer"])
     check_fits(tokenizer, config.model.vocab_size)
@@ -151,6 +171,15 @@ def load(
         is_causal=config.model.attention_type == "causal",
         config=config,
     )
+
+
+def _placed(
+    name: str, stored: jax.ShapeDtypeStruct, *, mesh: Mesh | None, dtype: str
+) -> jax.ShapeDtypeStruct:
+    """What a stored parameter becomes, and where."""
+    kept = stored.dtype if dtype == "stored" else jax.numpy.dtype(dtype)
+    sharding = None if mesh is None else NamedSharding(mesh, partition(name, stored.shape, mesh))
+    return jax.ShapeDtypeStruct(stored.shape, kept, sharding=sharding)
 
 
 def _abstract_params(meta: dict[str, Any]) -> Params:
