@@ -10,7 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dlm_jax.config import MeshConfig as MeshConfig
     from dlm_jax.config import SampleConfig as SampleConfig
+    from dlm_jax.inference.async_engine import AsyncEngine as AsyncEngine
     from dlm_jax.inference.candidates import Candidates as Candidates
     from dlm_jax.inference.constraints import matching as matching
     from dlm_jax.inference.engine import Engine as Engine
@@ -50,7 +52,8 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _HOME_OF = {
-    "SampleConfig": "config",
+    **dict.fromkeys(("MeshConfig", "SampleConfig"), "config"),
+    "AsyncEngine": "inference.async_engine",
     "Candidates": "inference.candidates",
     "matching": "inference.constraints",
     **dict.fromkeys(("Engine", "EngineFullError"), "inference.engine"),

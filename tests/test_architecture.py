@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "published": {"types", "config", "data", "model"},
     "training": {*_CORE, "metrics", "published"},
     "inference": {*_CORE, "published"},
-    "batch": {*_BASE, "config", "inference"},
+    "batch": {*_BASE, "config", "distributed", "inference"},
     "viewing": {"data", "inference"},
     "__init__": {*_BASE, "config", "sampling", "training", "inference"},
     "cli": {*_CORE, "training", "metrics", "inference", "batch", "viewing", "__init__"},

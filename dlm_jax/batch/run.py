@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 import dlm_jax.config as configs
 from dlm_jax.batch.requests import Line
 from dlm_jax.batch.results import Results
+from dlm_jax.distributed.rows import beginning
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import Request, make_requests, only_chains_in_use
@@ -55,8 +55,7 @@ def describe_model(model: Model) -> dict[str, Any]:
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(model.params):
         digest.update(f"{leaf.shape} {leaf.dtype}".encode())
-        head = np.asarray(leaf.reshape(-1)[: _SAMPLED_BYTES // leaf.dtype.itemsize])
-        digest.update(head.tobytes())
+        digest.update(beginning(leaf, _SAMPLED_BYTES // leaf.dtype.itemsize).tobytes())
     return {
         "config": None if model.config is None else configs.to_dict(model.config),
         "vocab_size": model.tokenizer.vocab_size,
@@ -73,43 +72,51 @@ def run_requests(
     settings: Mapping[str, Any] | None = None,
     batch_size: int = 64,
     on_result: _Listener | None = None,
+    on_turn: Callable[[Engine], Any] | None = None,
 ) -> Report:
     """Writes the result of every line that `results` lacks, as soon as it is there.
 
-    A result is ``id``, ``text``, ``tokens``, ``length``, ``steps``, ``status`` and what was counted
-    (``forwards``, and other `Counters` that are not 0); or ``id`` and ``error``. The
-    tokens of a line depend on it alone: they are the same in any order, among any others, and after
-    a restart.
+    A result is ``id``, ``text``, ``tokens``, ``length``, ``steps``, ``status``, ``seconds`` (in a
+    slot) and what was counted (``forwards``, ``waves``, and other `Counters` that are not 0); or
+    ``id`` and ``error``. The tokens of a line depend on it alone: they are the same in any order,
+    among any others, and after a restart.
 
     Args:
       model: from `load`.
-      lines: of this process, those that are done too: they belong to the shapes of its programs.
+      lines: of this process, those that are done too: they belong to the shapes of its programs. If
+        the devices of the model belong to several processes, all lines, of which each runs its
+        share.
       results: where the results go.
       seed: of line 1; a line that names none has the seed ``seed + number - 1``.
       settings: for lines that do not name them.
       batch_size: slots of a program at most.
       on_result: told each result once it is written, and how many tokens were generated for it.
+      on_turn: told the engine after each of its turns.
     """
     found, asked, refused = _accepted(model, lines, seed, settings or {})
     errors = rows = tokens = 0
-    for result in refused:
-        if result["id"] not in results.done:
-            _write(results, result, 0, on_result)
-            errors += 1
     asked = only_chains_in_use(asked)
     with Engine(model, batch_size=batch_size, max_waiting=None) as engine:
         # Those that are done too: the programs are the same when a run is continued.
         engine.reserve(asked)
+        index, count = engine.share
+        own = {line.id for line in lines if line.number % count == index} - results.done
+        for result in (result for result in refused if result["id"] in own):
+            _write(results, result, 0, on_result)
+            errors += 1
         owners = {
             engine.submit(request): line
             for line, request in zip(found, asked, strict=True)
-            if line.id not in results.done
+            if line.id in own
         }
-        for ticket, row in engine:
-            new, result = row.num_generated, _result(model, owners.pop(ticket), row)
-            _write(results, result, new, on_result)
-            errors, tokens = errors + ("error" in result), tokens + new
-            rows += "error" not in result
+        while engine.is_busy:
+            for ticket, row in engine.step().finished.items():
+                new, result = row.num_generated, _result(model, owners.pop(ticket), row)
+                _write(results, result, new, on_result)
+                errors, tokens = errors + ("error" in result), tokens + new
+                rows += "error" not in result
+            if on_turn is not None:
+                on_turn(engine)
         report = engine.report()
     return Report(rows, errors, tokens, report.occupancy, report.programs)
 
@@ -178,7 +185,11 @@ def _result(model: Model, line: Line, row: Row) -> dict[str, Any]:
         return {"id": line.id, "error": error}
     if row.error is not None:
         raise row.error
-    always = {"forwards", *(("insertions", "deletions", "lost") if row.origin is not None else ())}
+    always = {
+        "forwards",
+        "waves",
+        *(("insertions", "deletions", "lost") if row.origin is not None else ()),
+    }
     counted = {name: n for name, n in row.counters._asdict().items() if n or name in always}
     return {
         "id": line.id,
@@ -187,6 +198,7 @@ def _result(model: Model, line: Line, row: Row) -> dict[str, Any]:
         "length": int(row.tokens.size),
         "steps": row.steps,
         "status": row.status.name.lower(),
+        "seconds": round(row.seconds, 3),
     } | counted
 
 

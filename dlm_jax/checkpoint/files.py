@@ -21,6 +21,9 @@ FORMAT = 1
 Leaves = dict[str, list[Any]]
 """Path of each array in the saved pytree -> [dtype, shape]."""
 
+Place = Callable[[str, jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]
+"""From the path of a parameter and what is stored to the dtype and sharding that it is to have."""
+
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 _LEFTOVER_NAME = re.compile(r"step_\d{8,}\.(writing.*|deleted)")
 
@@ -185,3 +188,12 @@ def nested(leaves: Leaves) -> Any:
             node = node.setdefault(parent, {})
         node[last] = jax.ShapeDtypeStruct(tuple(shape), jax.numpy.dtype(dtype))
     return tree
+
+
+def map_with_names(place: Place, tree: Any) -> Any:
+    """The tree with what `place` makes of each path and leaf."""
+
+    def of(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        return place(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+
+    return jax.tree_util.tree_map_with_path(of, tree)

@@ -32,11 +32,13 @@ from dlm_jax.checkpoint import manifest
 from dlm_jax.checkpoint.files import (
     FORMAT,
     Leaves,
+    Place,
     check_same_leaves,
     complete_steps,
     describe,
     local_path,
     make_room,
+    map_with_names,
     nested,
     newest_usable,
     prune,
@@ -205,6 +207,7 @@ def load_params(
     abstract_params: Callable[[dict[str, Any]], PyTree] | None = None,
     *,
     step: int | None = None,
+    place: Place | None = None,
     report: Report | None = None,
 ) -> tuple[PyTree, dict[str, Any]]:
     """The parameters and the JSON of the newest usable checkpoint (or that of ``step``).
@@ -218,6 +221,7 @@ def load_params(
         checkpoint must agree. Without it: the nested dict that was saved, on the first local
         device.
       step: exactly this checkpoint, without falling back.
+      place: where each parameter goes, and as what; only the parts of a device are read onto it.
       report: receives one line about each damaged checkpoint passed over; default
         `warnings.warn`.
 
@@ -240,6 +244,8 @@ def load_params(
     else:
         wanted = {entry: abstract_params(meta)}
         check_same_leaves(describe(wanted, "abstract_params"), saved, path)
+    if place is not None:
+        wanted = {entry: map_with_names(place, wanted[entry])}
     return _read_arrays(path, wanted, partial=True)[entry], meta
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import sys
 import time
@@ -21,17 +22,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
 from tqdm import tqdm
 
 import dlm_jax
 from dlm_jax.cli.chat import answers, preset, turn_ids
-from dlm_jax.cli.common import Parser, refusals, start_jax
+from dlm_jax.cli.common import Parser, add_host_flags, join_hosts, refusals, start_jax
+from dlm_jax.cli.devices import add_mesh_flags, check_batch, mesh_of
 from dlm_jax.cli.sample_file import sample_file
 from dlm_jax.config import RowSettings, add_sample_flags, parse_flags, sample_settings
 from dlm_jax.config.sample import settings_of
 from dlm_jax.data import Tokenizer
 from dlm_jax.inference.candidates import HostSampler, Written
 from dlm_jax.inference.generate import chain_report, texts_of
+from dlm_jax.inference.model import DTYPES
 from dlm_jax.inference.own_rules import classes_of, with_rules
 from dlm_jax.inference.results import Row
 from dlm_jax.settings import nearest
@@ -64,10 +68,18 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     add("--trace", metavar="FILE", help="write a page that plays the denoising")
     add("--prompts", metavar="FILE", help="requests, one JSON object per line; needs --output")
     add("--output", metavar="FILE", help="results of --prompts, one JSON object per line")
-    add("--num-processes", type=int, default=1, metavar="N", help="processes that share --prompts")
-    add("--process-id", type=int, default=0, metavar="I", help="which of them this is, from 0")
+    add("--report-every", type=float, default=10.0, metavar="S",
+        help="seconds between two lines on how --prompts is doing (10); 0: none")  # fmt: skip
+    add("--report-json", metavar="FILE", help="appends the same figures, one JSON object per line")
+    add("--dtype", choices=DTYPES, help="of the parameters; default: float32")
     add("--report-chain", action="store_true", help="print where each part of the chain runs")
     add("--version", action="version", version=f"dlm_jax {dlm_jax.__version__}")
+    add_host_flags(
+        parser,
+        "With --distributed the hosts form one mesh. Without it, --num-processes and --process-id "
+        "share the requests of --prompts between programs that know nothing of each other.",
+    )
+    add_mesh_flags(parser)
     add_sample_flags(parser, kind)
     return parser
 
@@ -148,8 +160,15 @@ def _check_modes(args: argparse.Namespace) -> None:
         raise ValueError(f"--{name} means nothing with --prompts; say it in the requests")
     if args.chat and (args.prompts or args.template or args.draft or args.prompt is None):
         raise ValueError("--chat makes a turn of --prompt; give that, and no other text")
-    if args.prompts is None and (args.num_processes, args.process_id) != (1, 0):
+    is_shared = args.num_processes is not None or args.process_id is not None
+    if args.prompts is None and is_shared and not args.distributed:
         raise ValueError("--num-processes and --process-id share --prompts; give that too")
+    if args.coordinator is not None and not args.distributed:
+        raise ValueError("--coordinator means nothing without --distributed; add that or drop it")
+    if not 0 <= args.report_every < math.inf:
+        raise ValueError(f"--report-every {args.report_every} must be at least 0")
+    if args.report_json is not None and (args.prompts is None or not args.report_every):
+        raise ValueError("--report-json goes with --prompts and --report-every; give both")
     if args.batch_size < 1:
         raise ValueError(f"batch_size={args.batch_size} must be at least 1")
     if args.trace is not None and not Path(args.trace).parent.is_dir():
@@ -167,14 +186,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     with refusals():
         rules = _own_rules(sys.argv[1:] if argv is None else argv)
         kind = settings_of(with_rules(tuple(rules)))
-        args, _ = parse_flags(make_parser(kind), argv)
+        args, overrides = parse_flags(make_parser(kind), argv)
         names = kind.table.settings
         settings = sample_settings({n: getattr(args, n) for n in names if hasattr(args, n)}, kind)
         settings |= {"rules": rules} if rules else {}
         _check_modes(args)
         sampler = import_sampler(args.host_sampler) if args.host_sampler is not None else None
         _check_read_back(args)
-        model = dlm_jax.load(args.checkpoint, report=lambda line: print(line, file=sys.stderr))
+        join_hosts(args)
+        mesh = mesh_of(overrides, is_distributed=args.distributed)
+        model = dlm_jax.load(args.checkpoint, mesh=mesh, dtype=args.dtype,
+                             report=lambda line: print(line, file=sys.stderr))  # fmt: skip
+        if mesh is not None:
+            check_batch(model.params, args.batch_size)
         settings = preset(model, args.preset) | settings
         if args.report_chain:
             print(chain_report(model, host_sampler=sampler, **settings), file=sys.stderr)
@@ -198,12 +222,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = _watch(model, prompts, args, common)
     else:
         # The bar waits, so that a refusal stands alone.
-        with refusals(), tqdm(desc="sample", unit="token", delay=1) as bar:
+        is_first = jax.process_index() == 0
+        with refusals(), tqdm(desc="sample", unit="token", delay=1, disable=not is_first) as bar:
             result = dlm_jax.generate(
                 model, prompts, host_sampler=sampler, read_back=args.read_back is not None,
                 max_candidates=args.max_candidates, on_commits=bar.update, **common,
             )  # fmt: skip
     seconds = time.perf_counter() - began
+    if jax.process_index() != 0:
+        return 0
     texts = answers(model, result, len(prompts[0]["tokens"])) if args.chat else result.texts
     print("\n---\n".join(texts))
     generated = int((result.committed >= 0).sum())

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
-from jax.experimental import multihost_utils
 
 import dlm_jax.config as configs
 from dlm_jax import __version__
@@ -46,23 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def sample(run: Run, state: TrainState, *, num_samples: int, seed: int = 0) -> tuple[str, ...]:
     """Texts of the model as it stands, on the first process; none on the others.
 
-    With several processes, all must call it: the first one gathers the parameters and samples
-    alone.
+    With several processes, all must call it: each samples its share of the rows with the part of
+    the parameters that it trains.
     """
-    params = state.best_params
-    if jax.process_count() > 1:
-        params = multihost_utils.process_allgather(params, tiled=True)
-        if jax.process_index() != 0:
-            return ()
-        params = jax.device_put(params, jax.local_devices()[0])
     model = Model(
         network=run.network,
-        params=params,
+        params=state.best_params,
         tokenizer=run.corpus.tokenizer,
         max_length=run.config.data.seq_len,
         sample=run.config.sample,
     )
-    return generate(model, num_samples=num_samples, seed=seed).texts
+    texts = generate(model, num_samples=num_samples, seed=seed).texts
+    return texts if jax.process_index() == 0 else ()
 
 
 def show_sample(run: Run, state: TrainState, step: int) -> None:

@@ -106,6 +106,11 @@ class Engine:
         return bool(self._entries) or self._turns.is_together and self._turns.is_busy
 
     @property
+    def share(self) -> tuple[int, int]:
+        """Which part of the slots is this process's, from 0, and of how many."""
+        return self._turns.share
+
+    @property
     def has_room(self) -> bool:
         """Whether another request may be submitted now."""
         return self._max_waiting is None or self.num_waiting < self._max_waiting

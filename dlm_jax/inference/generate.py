@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from dlm_jax.distributed.processes import gathered
+from dlm_jax.distributed.rows import spans_processes, split_rows
 from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
@@ -52,6 +54,8 @@ def generate(
     """Texts that continue each prompt `num_samples` times.
 
     Sample ``i`` in the order of the result has the seed ``seed + i`` and can be made again alone.
+    If the devices of the model belong to several processes, all make the same call, and each gets
+    all texts.
 
     Args:
       model: from `load`, or your own `Model`.
@@ -90,8 +94,12 @@ def generate(
     with _engine_for(
         model, requests, batch_size=batch_size, max_candidates=max_candidates
     ) as engine:
-        for request in requests:
-            engine.submit(request)
+        index, count = engine.share
+        owners = {
+            engine.submit(request): place
+            for place, request in enumerate(requests)
+            if place % count == index
+        }
         rows: dict[int, Row] = {}
         told = ended = 0
         while engine.is_busy:
@@ -99,7 +107,7 @@ def generate(
             for ticket, row in finished.items():
                 if row.error is not None:
                     raise row.error
-                rows[ticket.number] = row
+                rows[owners[ticket]] = row
             if on_commits is not None:
                 ended += sum(row.num_generated for row in finished.values())
                 now = ended + engine.num_committed()
@@ -107,6 +115,8 @@ def generate(
                 on_commits(max(0, now - told))
                 told = max(now, told)
         programs = engine.report().compiled
+    if count > 1:
+        rows = {place: row for some in gathered(rows) for place, row in some.items()}
     return dataclasses.replace(texts_of(model, rows), programs=programs)
 
 
@@ -218,6 +228,8 @@ def canvases(
     is_count = isinstance(every, int) and not isinstance(every, bool) and every >= 1
     if not is_count and every != "block":
         raise ValueError(f"every={every!r} must be at least 1, or 'block'")
+    if spans_processes(split_rows(model.params)):
+        raise ValueError("canvases are shown in one process; use `generate`, or drop the others")
     num_steps = 1 if every == "block" else int(every)
     with _engine_for(model, requests, batch_size=batch_size) as engine:
         for request in requests:

@@ -48,6 +48,7 @@ class Kind:
         self.static, self.canvas, self._facts = static_of(requests[0]), canvas, facts
         self._shapes = self._pack_shapes(requests)
         self._anchors = self._widest(requests, self._shapes)
+        self._members = {request.sample for request in requests}
         self._known: OrderedDict[Hashable, bool] = OrderedDict()
         self.key: Hashable = (self.static, canvas, self._shapes)
 
@@ -55,7 +56,7 @@ class Kind:
         """Whether a request that agrees in what is static fits the canvas and the widths."""
         if request.room > self.canvas:
             return False
-        if any(request.sample == anchor.sample for anchor in self._anchors):
+        if request.sample in self._members:
             return True
         found = self._known.get(request.sample)
         if found is None:

@@ -1,4 +1,4 @@
-"""How an engine is doing: a line every few seconds, for people or as JSON."""
+"""How an engine is doing: a line every few seconds, and the same as JSON."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dlm_jax.inference.report import Report
 
 
 class Meter:
-    """Writes how an engine is doing; call `tick` as often as you like.
+    """Tells how an engine is doing; call `tick` as often as you like.
 
     Args:
       engine: which.
       every: seconds between two lines, more than 0.
-      stream: where they go; None is standard error.
-      as_json: whether each is a JSON object instead of a sentence.
+      write: takes each line; by default it goes to standard error.
+      records: a text file that takes the same figures as a JSON object a line; None: nowhere.
       clock: seconds that have passed.
 
     Raises:
@@ -31,15 +31,14 @@ class Meter:
         engine: Engine,
         *,
         every: float = 5.0,
-        stream: TextIO | None = None,
-        as_json: bool = False,
+        write: Callable[[str], Any] | None = None,
+        records: TextIO | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         if not every > 0:
             raise ValueError(f"every={every} seconds must be more than 0")
         self._engine, self._every, self._clock = engine, every, clock
-        self._stream = sys.stderr if stream is None else stream
-        self._as_json = as_json
+        self._write, self._records = write or _to_standard_error, records
         self._start = self._last = clock()
         self._before = engine.report().work
 
@@ -52,10 +51,11 @@ class Meter:
         """Writes a line of what was done since the last one."""
         now, report = self._clock(), self._engine.report()
         figures = self._figures(report, max(now - self._last, 1e-9), now - self._start)
-        line = json.dumps(figures) if self._as_json else _sentence(figures)
         self._last, self._before = now, report.work
-        self._stream.write(f"{line}\n")
-        self._stream.flush()
+        self._write(_sentence(figures))
+        if self._records is not None:
+            self._records.write(f"{json.dumps(figures)}\n")
+            self._records.flush()
 
     def _figures(self, report: Report, seconds: float, since: float) -> dict[str, Any]:
         work, before = report.work._asdict(), self._before._asdict()
@@ -81,3 +81,7 @@ def _sentence(figures: dict[str, Any]) -> str:
         f"engine: {', '.join(rates)}; {figures['running']} of {figures['slots']} slots busy, "
         f"{figures['waiting']} waiting, {figures['programs']} programs"
     )
+
+
+def _to_standard_error(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 import dlm_jax.config as configs
 from dlm_jax import checkpoint
-from dlm_jax.config import Config, ObjectiveConfig, SampleConfig
+from dlm_jax.config import Config, MeshConfig, ObjectiveConfig, SampleConfig
 from dlm_jax.data import Tokenizer, check_fits, from_json
 from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
 from dlm_jax.distributed.rows import split_rows
+from dlm_jax.distributed.sharding import make_mesh, partition
 from dlm_jax.inference.host import HostLoop, make_host_loop
 from dlm_jax.model import cpu
 from dlm_jax.model.transformer import build
@@ -134,9 +136,14 @@ def _compiler_options() -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(cpu.compiler_options(is_training=False).items()))
 
 
+DTYPES = ("float32", "bfloat16", "stored")
+"""What the parameters of a model may be loaded as."""
+
+
 def load(
     path: str | os.PathLike[str] | None = None,
     *,
+    mesh: Mesh | MeshConfig | None = None,
     dtype: str | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Model:
@@ -146,19 +153,26 @@ def load(
       path: what ``train.out_dir`` was, or the directory of its checkpoints; a file that
         ``python -m dlm_jax.export`` wrote; or a directory as the hub lays it out, with config.json,
         safetensors and a tokenizer (docs/published.md). None is `SHIPPED`.
-      dtype: of a published model's parameters and computation, ``float32`` or ``bfloat16``; None:
-        as its weights are stored.
+      mesh: devices that split its parameters and the rows that it samples, or how many there are
+        along each axis. Each parameter is read in parts, straight onto its devices. None is one
+        device.
+      dtype: of the parameters, one of `DTYPES`, and of the computation of a published model; None
+        is float32, and for a published model as its weights are stored.
       report: takes one line if a damaged checkpoint was passed over.
 
     Raises:
-      ValueError: nothing usable is there; the line says what and the remedy.
+      ValueError: nothing usable is there, the mesh does not fit the devices, or there is no such
+        dtype; the line says what and the remedy.
     """
     path = SHIPPED if path is None else path
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
+    if isinstance(mesh, MeshConfig):
+        mesh = make_mesh(mesh)
     if is_published(path):
-        return _published(path, dtype)
-    if dtype is not None:
-        raise ValueError(f"dtype={dtype!r} is for published models, and {path} is none; drop it")
-    params, meta = checkpoint.load_any(path, _abstract_params, report=report)
+        return _published(path, mesh, None if dtype == "stored" else dtype)
+    place = functools.partial(_placed, mesh=mesh, dtype=dtype or "float32")
+    params, meta = checkpoint.load_any(path, _abstract_params, place=place, report=report)
     config = _config_of(meta)
     tokenizer = from_json(meta["tokenizer"])
     check_fits(tokenizer, config.model.vocab_size)
@@ -173,8 +187,11 @@ def load(
     )
 
 
-def _published(path: str | os.PathLike[str], dtype: str | None) -> Model:
-    found = read_published(path, dtype=dtype)
+def _published(path: str | os.PathLike[str], mesh: Mesh | None, dtype: str | None) -> Model:
+    def place(name: str, shape: tuple[int, ...]) -> NamedSharding | None:
+        return None if mesh is None else NamedSharding(mesh, partition(name, shape, mesh))
+
+    found = read_published(path, dtype=dtype, place=place)
     return Model(
         network=build(found.config.model),
         params=found.params,
@@ -188,6 +205,15 @@ def _published(path: str | os.PathLike[str], dtype: str | None) -> Model:
         chat=found.chat,
         family=found.family.name,
     )
+
+
+def _placed(
+    name: str, stored: jax.ShapeDtypeStruct, *, mesh: Mesh | None, dtype: str
+) -> jax.ShapeDtypeStruct:
+    """What a stored parameter becomes, and where."""
+    kept = stored.dtype if dtype == "stored" else jax.numpy.dtype(dtype)
+    sharding = None if mesh is None else NamedSharding(mesh, partition(name, stored.shape, mesh))
+    return jax.ShapeDtypeStruct(stored.shape, kept, sharding=sharding)
 
 
 def _abstract_params(meta: dict[str, Any]) -> Params:

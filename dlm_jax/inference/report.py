@@ -27,13 +27,17 @@ class Work(NamedTuple):
       rows: that have ended.
       tokens: that those have generated.
       forwards: of the trunk, that all rows have asked for.
-      taken: steps that rows took while others of their kind waited.
-      offered: steps of all slots, meanwhile.
+      steps: of rows.
+      slot_steps: of all slots, whether a row took them or not.
+      taken: of `steps`, those while others of their kind waited.
+      offered: of `slot_steps`, likewise.
     """
 
     rows: int = 0
     tokens: int = 0
     forwards: int = 0
+    steps: int = 0
+    slot_steps: int = 0
     taken: int = 0
     offered: int = 0
 

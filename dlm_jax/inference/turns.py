@@ -49,6 +49,7 @@ class Turns:
       work: what has been done.
       compiled: shapes of the programs that had to be compiled.
       is_together: whether several processes take every turn together.
+      share: which part of the rows this process feeds and reads, and of how many.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Turns:
         self._mask_id = model.tokenizer.mask_id
         rows = split_rows(model.params)
         self.is_together = spans_processes(rows)
-        self._share = OwnRows(rows, num_shares(rows)).share
+        self.share = OwnRows(rows, num_shares(rows)).share
         self._order: deque[Queue] = deque()
         self._next: dict[Queue, tuple[Loop, int]] = {}
         self._count, self._is_busy = 0, False
@@ -124,11 +125,12 @@ class Turns:
     def _exchange(self) -> None:
         """Adds up what there is to do in each queue over all processes, the same on each."""
         own = np.array([queue.counts() for queue in self._order], np.int32)
-        everywhere = totals(own.reshape(-1), self._share).reshape(own.shape)
+        everywhere = totals(own.reshape(-1), self.share).reshape(own.shape)
         for queue, counts in zip(self._order, everywhere.tolist(), strict=True):
             queue.totals = Counts(*counts)
             if not queue.totals.running:
                 queue.slots, queue.is_draining = None, False
+                queue.leaving.clear()
         self._is_busy = bool(everywhere.any())
 
     def _choose(self) -> Queue | None:
@@ -211,12 +213,15 @@ class Turns:
         taken = slots.advance(num_steps, max(1, slots.num_slots // _IDLE_SHARE) if waits else None)
         self.compiled += slots.loop.compiled[known:]
         rows = slots.rows(taken.ended)
+        steps, slot_steps = int(taken.steps.sum()), taken.steps.size * int(taken.steps.max())
         self.work = self.work.plus(
             rows=len(rows),
             tokens=sum(row.num_generated for row in rows.values()),
             forwards=taken.forwards,
-            taken=int(taken.steps.sum()) if waits else 0,
-            offered=slots.num_slots * int(taken.steps.max()) if waits else 0,
+            steps=steps,
+            slot_steps=slot_steps,
+            taken=steps if waits else 0,
+            offered=slot_steps if waits else 0,
         )
         ended = [(queue.running.pop(slot), row) for slot, row in rows.items()]
         slots.take_out(taken.ended)
