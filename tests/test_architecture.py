@@ -17,19 +17,30 @@ MEDIAN_LINES = 15
 
 # Every room, and those it may import besides itself: only such as stand above it here.
 _BASE = {"types", "settings", "pytree"}
-_CORE = {*_BASE, "config", "sampling", "diffusion", "model", "data", "distributed", "checkpoint"}
+_CORE = {
+    *_BASE,
+    "storage",
+    "config",
+    "sampling",
+    "diffusion",
+    "model",
+    "data",
+    "distributed",
+    "checkpoint",
+}
 MAY_IMPORT = {
     "types": set(),
     "pytree": set(),
+    "storage": set(),
     "settings": {"pytree"},
     "sampling": _BASE,
     "config": {*_BASE, "sampling"},
     "diffusion": {*_BASE, "config"},
     "model": {"types", "config"},
     "metrics": {"config"},
-    "data": {"types", "config"},
+    "data": {"types", "storage", "config"},
     "distributed": {"types", "config"},
-    "checkpoint": {"types", "config", "distributed"},
+    "checkpoint": {"types", "storage", "config", "distributed"},
     "training": {*_CORE, "metrics"},
     "inference": _CORE,
     "batch": {*_BASE, "config", "inference"},

@@ -160,7 +160,7 @@ def _describe(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(hint)))
     if typing.get_origin(hint) is tuple:
-        kinds = {str: "texts", int: "whole numbers"}
+        kinds = {str: "texts", int: "whole numbers", float: "numbers"}
         kind = kinds[typing.get_args(hint)[0]]
         return f"a list of {kind} (on the command line: separated by commas)"
     if isinstance(hint, types.UnionType):

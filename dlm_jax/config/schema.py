@@ -111,7 +111,11 @@ class DataConfig:
     source: tuple[str, ...] = field(
         ("python-reference",),
         "UTF-8 or JSONL files or globs, or python-reference (the language reference inside "
-        "CPython), python-source (its standard library) or tinyshakespeare",
+        "CPython), python-source (its standard library) or tinyshakespeare; or sharded corpora, "
+        "directories or URLs (gs://, s3://)",
+    )
+    weights: tuple[float, ...] = field(
+        (), "sharded corpora: share of rows of each; empty: as many as they have tokens"
     )
     tokenizer: str = field(
         "character",
@@ -186,6 +190,9 @@ class TrainConfig:
     eval_every: int = field(250, "steps between evaluations on held-out text; 0: only at the end")
     eval_windows: int = field(256, "held-out windows of one evaluation, at most")
     sample_every: int = field(0, "steps between samples shown while training; 0: only at the end")
+    checkpoint_dir: str = field(
+        "", "where checkpoints go, a directory or a URL (gs://, s3://); empty: out_dir/checkpoints"
+    )
     checkpoint_every: int = field(250, "steps between checkpoints; 0: only at the end")
     keep_checkpoints: int = field(2, "newest checkpoints to keep")
 

@@ -17,6 +17,7 @@ _MAY_CHANGE = (
     "data.cache_dir",
     "train.out_dir",
     "train.init_from",
+    "train.checkpoint_dir",
     "train.log_every",
     "train.eval_every",
     "train.eval_windows",

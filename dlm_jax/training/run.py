@@ -216,6 +216,7 @@ def _load_corpus(config: Config) -> Corpus:
         cache_dir=data.cache_dir or None,
         layout=data.layout,
         tail=data.tail,
+        weights=data.weights,
     )
 
 
