@@ -106,7 +106,7 @@ def files_under(directory: epath.Path) -> list[epath.Path]:
     return sorted(found)
 
 
-def size_and_crc(path: epath.Path) -> tuple[int, int]:
+def size_and_crc(path: Path) -> tuple[int, int]:
     """(bytes, CRC32) of a file, read in parts."""
     size = crc = 0
     with path.open("rb") as file:

@@ -19,6 +19,7 @@ from dlm_jax.distributed.processes import on_first_process
 from dlm_jax.distributed.sharding import batch_sharding, make_mesh, share_of_batch
 from dlm_jax.metrics import read_records
 from dlm_jax.model.transformer import build
+from dlm_jax.storage import check_bucket
 from dlm_jax.training.begin import begin_with
 from dlm_jax.training.checks import (
     check_parts,
@@ -123,6 +124,8 @@ def prepare(
     check_parts(config, mesh)
     out_dir = Path(config.train.out_dir)
     check_writable(out_dir)
+    where = config.train.checkpoint_dir or out_dir / "checkpoints"
+    on_first_process(lambda: check_bucket("train.checkpoint_dir", where))
     corpus = _load_corpus(config)
     config = _with_vocabulary(config, corpus)
     setup = Setup(config, corpus.tokenizer, mesh)
@@ -130,7 +133,7 @@ def prepare(
     own = _names_of(network, objective, heads)
     init_key, noise_key = jax.random.split(jax.random.key(config.train.seed))
     with contextlib.ExitStack() as undo:
-        checkpoints = Checkpoints(out_dir / "checkpoints", keep=config.train.keep_checkpoints)
+        checkpoints = Checkpoints(where, keep=config.train.keep_checkpoints)
         undo.callback(checkpoints.close)
         if on_first_process(checkpoints.steps):
             check_same_run(_meta(config, corpus, own), checkpoints.read_meta(report=report))

@@ -215,7 +215,8 @@ def test_no_flipped_bit_of_a_shard_is_read_as_another_token(tmp_path, monkeypatc
             np.testing.assert_array_equal(ids_of(rows), expected)
         except DamagedShard as error:
             found.append(str(error))
-    assert len(found) > 100
+    # Most of a shard this small is padding, where a flip changes nothing.
+    assert len(found) > 10
     assert all(path.name in line for line in found)
 
 
