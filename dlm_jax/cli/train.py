@@ -7,6 +7,7 @@ Samples are printed on standard output, everything else on standard error.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import jax
@@ -15,6 +16,8 @@ from jax.experimental import multihost_utils
 import dlm_jax.config as configs
 from dlm_jax import __version__
 from dlm_jax.cli.common import Parser, add_host_flags, refusals, start_jax
+from dlm_jax.data import DamagedShard
+from dlm_jax.distributed import watch
 from dlm_jax.inference.generate import generate
 from dlm_jax.inference.model import Model
 from dlm_jax.model import cpu
@@ -35,11 +38,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, overrides = configs.parse_flags(parser, argv)
         config = configs.load(args.config, overrides)
         start_jax(args)
+    with watch.together():
+        return _train(config)
+
+
+def _train(config: configs.Config) -> int:
+    with refusals():
         cpu.keep_freed_memory()
         run = prepare(config, report=say)
     with run.checkpoints:
         describe(run)
-        outcome = run_loop(run, show_sample=show_sample)
+        try:
+            outcome = run_loop(run, show_sample=show_sample)
+        except DamagedShard as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
     return finish(outcome)
 
 

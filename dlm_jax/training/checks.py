@@ -7,8 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
+import dlm_jax.config as configs
 from dlm_jax.config import Config
 from dlm_jax.distributed.sharding import batch_sharding
 
@@ -62,6 +64,14 @@ def make_directory(out_dir: Path) -> None:
         raise ValueError(
             f"train.out_dir={out_dir} cannot be made ({error.strerror}); name another directory"
         ) from None
+
+
+def facts_of(config: Config) -> dict[str, Any]:
+    """What all processes of a run must agree on: the config but for local paths, and jax."""
+    local = ("data.source", "data.cache_dir")
+    flat = _flat(configs.to_dict(config))
+    facts = {key: value for key, value in flat.items() if key not in local}
+    return facts | {"version of jax": jax.__version__}
 
 
 def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import dlm_jax.config as configs
 from dlm_jax.checkpoint import Checkpoints
 from dlm_jax.config import Config, ModelConfig
 from dlm_jax.data import Corpus, load_corpus
-from dlm_jax.distributed.processes import on_first_process
+from dlm_jax.distributed.processes import check_same_everywhere, on_first_process
 from dlm_jax.distributed.sharding import batch_sharding, make_mesh, share_of_batch
 from dlm_jax.metrics import read_records
 from dlm_jax.model.transformer import build
@@ -25,6 +25,7 @@ from dlm_jax.training.checks import (
     check_parts,
     check_same_run,
     check_writable,
+    facts_of,
     make_directory,
 )
 from dlm_jax.training.heads import Head, Setup, with_own_parameters
@@ -119,6 +120,7 @@ def prepare(
       ValueError: bad data, a batch or mesh that does not fit the devices, a directory that holds
         another run or something else.
     """
+    check_same_everywhere(facts_of(config))
     mesh = make_mesh(config.mesh)
     share_of_batch(batch_sharding(mesh, config.train.batch_size), config.train.batch_size)
     check_parts(config, mesh)
@@ -127,6 +129,7 @@ def prepare(
     where = config.train.checkpoint_dir or out_dir / "checkpoints"
     on_first_process(lambda: check_bucket("train.checkpoint_dir", where))
     corpus = _load_corpus(config)
+    check_same_everywhere({"data.source": corpus.sha256})
     config = _with_vocabulary(config, corpus)
     setup = Setup(config, corpus.tokenizer, mesh)
     task = _make_task(setup, network, objective, heads)
