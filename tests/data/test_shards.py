@@ -222,7 +222,7 @@ def test_no_flipped_bit_of_a_shard_is_read_as_another_token(tmp_path, monkeypatc
 
 def test_a_shard_of_another_tokenizer_is_refused(tmp_path):
     index = read_index(str(make(tmp_path, "a")))
-    make(tmp_path, "b", tokenizer="bpe:300")
+    make(tmp_path, "b", tokenizer="bpe:280")
     name = index.train[0].name
     # Of the same size and checksum as far as the index knows, so that only the tokenizer differs.
     theirs = tmp_path / "b" / name
@@ -239,12 +239,12 @@ def test_a_shard_of_another_tokenizer_is_refused(tmp_path):
 
 
 def test_what_does_not_fit_is_refused_in_one_line(tmp_path):
-    low, high = make(tmp_path, "low"), make(tmp_path, "high", tokenizer="bpe:300")
+    low, high = make(tmp_path, "low"), make(tmp_path, "high", tokenizer="bpe:280")
     text = write_jsonl(tmp_path / "text.jsonl")
     cases = [
         ([low, high], {}, "high was made with another tokenizer than .*low"),
         (high, {"tokenizer": "byte"}, "high was made with another tokenizer than data.tokenizer"),
-        (low, {"tokenizer": "bpe:300"}, "would train one"),
+        (low, {"tokenizer": "bpe:280"}, "would train one"),
         ([low, low], {"weights": (0, 0)}, r"data.weights=\[0.0, 0.0\] sum to nothing"),
         ([low, low], {"weights": (1, -1)}, "must be numbers of at least 0"),
         ([low, low], {"weights": (1, float("nan"))}, "must be numbers of at least 0"),
