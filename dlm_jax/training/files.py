@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 
 import dlm_jax.config as configs
-from dlm_jax import __version__
 from dlm_jax.checkpoint import load_meta
 from dlm_jax.config import Config
 from dlm_jax.data import from_json
@@ -21,7 +20,7 @@ def write_config(config: Config, out_dir: Path) -> None:
     To go on, a run reads its checkpoints, whose checksums tell damage.
     """
     header = (
-        f"What this run was asked for (dlm_jax {__version__}).\n"
+        "What this run was asked for.\n"
         "To go on: python train.py --resume DIRECTORY\n"
         "To train the same anew: python train.py --config THIS_FILE --train.out_dir ELSEWHERE"
     )

@@ -146,9 +146,10 @@ def prepare(
             state, saved = _fresh_state(setup, task, init_key, report=report), {}
         read_records(out_dir / "metrics.jsonl")
         make_directory(out_dir)
-        on_first_process(lambda: write_config(asked, out_dir))
+        step = int(state.step)
+        if step < config.train.steps:
+            on_first_process(lambda: write_config(asked, out_dir))
         undo.pop_all()
-    step = int(state.step)
     return Run(setup, corpus, task, own, state, saved, step, noise_key, checkpoints)
 
 

@@ -103,7 +103,7 @@ def test_a_run_that_is_not_finite_exits_with_1(tmp_path, capsys):
         (["--objective.denoising_share", "0.01"], "leaves an objective without rows"),
         (["--train.accumulate", "3"], "does not divide train.batch_size=8; use a divisor"),
         (["--model.attention_type", "causal"], "use left_to_right"),
-        (["--resume", "nowhere"], "--resume nowhere: checkpoint directory"),
+        (["--resume", "nowhere"], "--train.out_dir means nothing with --resume"),
         (["--resume", "r", "--config", "c"], "--resume and --config exclude each other"),
         (["--data.tokenizer", "init"], "data.tokenizer='init' is that of train.init_from, which"),
     ],
@@ -126,6 +126,18 @@ def test_resume_needs_no_other_flag_and_the_directory_may_have_moved(tmp_path, c
     tiny_run.run(tmp_path / "whole")
     assert tiny_run.records(tmp_path / "moved") == tiny_run.records(tmp_path / "whole")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_has_saved_nothing_is_not_resumed_and_it_says_how_to_start_it(tmp_path, capsys):
+    for made in (False, True):
+        if made:
+            (tmp_path / "config.toml").write_text("")
+        with pytest.raises(SystemExit) as exit_:
+            train.main(["--resume", str(tmp_path)])
+        err = capsys.readouterr().err
+        assert exit_.value.code == 2
+        assert err.startswith(f"error: --resume {tmp_path}: ") and err.count("\n") == 1
+        assert (f"start it again with --config {tmp_path}/config.toml" in err) == made
 
 
 def test_a_run_keeps_a_config_that_trains_the_same_anew(tmp_path, capsys):
