@@ -105,7 +105,9 @@ def plot_losses(
 
 
 # What a record of training holds beside the loss and its parts.
-_NO_LOSSES = {"kind", "step", "grad_norm", "param_norm", "tokens_per_second"}
+_NO_LOSSES = {
+    "kind", "step", "time", "grad_norm", "param_norm", "tokens_per_second", "learning_rate"
+}  # fmt: skip
 
 
 def loss_curves(
@@ -122,7 +124,7 @@ def loss_curves(
     for record in records:
         if record["kind"] == "train":
             for name in record.keys() - _NO_LOSSES:
-                if not name.endswith("_alpha"):
+                if not name.endswith(("_alpha", "_learning_rate")):
                     add("training loss" if name == "loss" else name, record["step"], record[name])
     if not curves:
         return {}

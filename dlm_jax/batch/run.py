@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 import dlm_jax.config as configs
-from dlm_jax.batch.requests import Line
+from dlm_jax.batch.requests import Id, Line
 from dlm_jax.batch.results import Results
 from dlm_jax.inference.generate import slots_of
 from dlm_jax.inference.model import Model
@@ -48,6 +48,18 @@ class Report(NamedTuple):
     programs: tuple[str, ...]
 
 
+class Plan(NamedTuple):
+    """What a run is going to do.
+
+    Attributes:
+      work: of each request that is not done, by its id: steps times positions; 0 if it is refused.
+      programs: canvases of the programs that will run.
+    """
+
+    work: dict[Id, float]
+    programs: tuple[str, ...]
+
+
 def describe_model(model: Model) -> dict[str, Any]:
     """What tells this model from others, for a fingerprint: config, tokenizer, and parameters.
 
@@ -73,6 +85,7 @@ def run_requests(
     seed: int = 0,
     settings: Mapping[str, Any] | None = None,
     batch_size: int = 64,
+    on_plan: Callable[[Plan], Any] | None = None,
     on_result: _Listener | None = None,
 ) -> Report:
     """Writes the result of every line that `results` lacks, as soon as it is there.
@@ -89,24 +102,26 @@ def run_requests(
       seed: of line 1; a line that names none has the seed ``seed + number - 1``.
       settings: for lines that do not name them.
       batch_size: slots of a program at most.
+      on_plan: told once, before anything is compiled, what will be done.
       on_result: told each result once it is written, and how many tokens were generated for it.
     """
     found, asked, refused = _accepted(model, lines, seed, settings or {})
+    groups = _groups(only_chains_in_use(asked))
+    if on_plan is not None:
+        on_plan(_planned(found, refused, groups, results))
     errors = rows = tokens = taken = offered = 0
     for result in refused:
         if result["id"] not in results.done:
             _write(results, result, 0, on_result)
             errors += 1
     programs = []
-    asked = only_chains_in_use(asked)
-    for (static, canvas), members in _groups(asked).items():
+    for (static, canvas), (members, requests) in groups.items():
         waiting = [n for n, index in enumerate(members) if found[index].id not in results.done]
         if not waiting:
             continue
         slots = slots_of(
-            model, static, [asked[index] for index in members],
-            batch_size=batch_size, canvas=canvas, names=members,
-        )  # fmt: skip
+            model, static, requests, batch_size=batch_size, canvas=canvas, names=members
+        )
         slots.submit(waiting)
         for n, row in finish(slots):
             row = row.upto_eos(model.eos_ids)
@@ -127,12 +142,13 @@ def _accepted(
     found: list[Line] = []
     asked: list[Request] = []
     refused: list[dict[str, Any]] = []
+    known: dict[Any, Any] = {}
     for line in lines:
         common = dict(settings) | {"seed": (seed + line.number - 1) % 2**32}
         try:
             if line.error is not None:
                 raise ValueError(line.error)
-            asked += make_requests(model, _from_json(line.settings), common)
+            asked += make_requests(model, _from_json(line.settings), common, known=known)
         except ValueError as error:
             refused.append({"id": line.id, "error": _in_line(line, str(error))})
         else:
@@ -178,13 +194,35 @@ def _in_line(line: Line, error: str) -> str:
     return error if where in error else f"{where}: {error}"
 
 
-def _groups(requests: Sequence[Request]) -> dict[tuple[Static, int], list[int]]:
-    groups: dict[tuple[Static, int], list[int]] = {}
+def _groups(
+    requests: Sequence[Request],
+) -> dict[tuple[Static, int], tuple[list[int], list[Request]]]:
+    """Places and requests of each program, by what is compiled in and its canvas."""
+    groups: dict[tuple[Static, int], tuple[list[int], list[Request]]] = {}
     for static, members in group(requests).items():
         for index in members:
             canvas = canvas_size(requests[index].room, is_shared=True)
-            groups.setdefault((static, canvas), []).append(index)
+            places, asked = groups.setdefault((static, canvas), ([], []))
+            places.append(index)
+            asked.append(requests[index])
     return groups
+
+
+def _planned(
+    found: Sequence[Line],
+    refused: Sequence[Mapping[str, Any]],
+    groups: Mapping[tuple[Static, int], tuple[list[int], list[Request]]],
+    results: Results,
+) -> Plan:
+    work = {result["id"]: 0.0 for result in refused if result["id"] not in results.done}
+    programs = []
+    for (_, canvas), (members, requests) in groups.items():
+        pairs = zip(members, requests, strict=True)
+        own = {found[i].id: float(r.sample.steps * canvas) for i, r in pairs}
+        own = {key: cost for key, cost in own.items() if key not in results.done}
+        programs += [f"canvas={canvas}"] * bool(own)
+        work |= own
+    return Plan(work, tuple(programs))
 
 
 def _result(model: Model, line: Line, row: Row) -> dict[str, Any]:

@@ -143,6 +143,10 @@ class Checkpoints:
         """Nothing, after the save under way is complete and all threads have ended."""
         self._close(together=True)
 
+    def abandon(self) -> None:
+        """Nothing, after all threads have ended; it does not wait for other processes."""
+        self._close(together=False)
+
     def read_meta(self, *, step: int | None = None, report: Report | None = None) -> dict[str, Any]:
         """The JSON of the checkpoint that `restore` would give; the same arguments and errors."""
         self.wait()

@@ -11,6 +11,9 @@ from dlm_jax.config.heads import HeadsConfig
 from dlm_jax.config.objective import ObjectiveConfig
 from dlm_jax.config.sample import SampleConfig
 
+INIT = "init"
+"""The ``data.tokenizer`` that is the tokenizer of ``train.init_from``."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -119,8 +122,13 @@ class DataConfig:
     )
     tokenizer: str = field(
         "character",
-        "character: those of the corpus; byte: the 256 of UTF-8; bpe:N: trained on the corpus; or "
-        "the path of a tokenizer.json",
+        "character: those of the corpus; byte: the 256 of UTF-8; bpe:N: trained on the corpus; "
+        "init: that of train.init_from; or the path of a tokenizer.json",
+    )
+    new_characters: Literal["add", "refuse"] = field(
+        "add",
+        "tokenizer=init: characters of the corpus that a character model lacks are added, with "
+        "fresh embeddings, and reported (add), or refused",
     )
     layout: Literal["windows", "documents"] = field(
         "windows", "rows are windows of the packed text, or documents"
@@ -260,6 +268,10 @@ class Config:
             share in (0, 1) or 1 <= round(share * rows) < rows,
             f"objective.denoising_share={share} of train.batch_size={rows} rows leaves an "
             "objective without rows; raise train.batch_size",
+        )
+        require(
+            self.data.tokenizer != INIT or self.train.init_from != "",
+            "data.tokenizer='init' is that of train.init_from, which is empty; name a model there",
         )
         require(
             self.heads.train_main or self.train.init_from != "",

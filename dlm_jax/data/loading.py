@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ from dlm_jax.data.rows import TAILS, DocumentRows, Encoded, cut_into_rows
 from dlm_jax.data.tokenizer_kinds import make_tokenizer
 from dlm_jax.data.tokenizers import Tokenizer
 
+MakeTokenizer = Callable[[str], Tokenizer]
+"""The tokenizer for a text."""
+
 LAYOUTS = ("windows", "documents")
 
 _FORMAT_VERSION = 1
@@ -33,7 +36,7 @@ _PARTS = ("train", "val")
 def load_corpus(
     source: Source,
     *,
-    tokenizer: str | Tokenizer = "byte",
+    tokenizer: str | Tokenizer | MakeTokenizer = "byte",
     seq_len: int = 1,
     held_out: float = 0.05,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -48,7 +51,8 @@ def load_corpus(
     Args:
       source: a corpus's name, a path or a glob, or several (see `read_documents`); or one or
         several sharded corpora, directories or URLs, whose tokens are read where they are.
-      tokenizer: a kind (see `make_tokenizer`), or an existing tokenizer, such as a checkpoint's.
+      tokenizer: a kind (see `make_tokenizer`), an existing tokenizer, such as a checkpoint's, or a
+        function that makes one for the whole text.
         Characters are those of the whole text, so that the held-out part can be encoded; a BPE
         learns from the training text alone.
       seq_len: tokens of a row. The training text must fill one window; a prompt, its response and
@@ -112,7 +116,9 @@ class _Job:
         return {part: self.folder / f"{kind}-{key}-{part}.npy" for part in _PARTS}
 
 
-def _load_windows(job: _Job, documents: Sequence[Document], tokenizer: str | Tokenizer) -> Corpus:
+def _load_windows(
+    job: _Job, documents: Sequence[Document], tokenizer: str | Tokenizer | MakeTokenizer
+) -> Corpus:
     text = corpora.join_documents(documents)
     if len(text) < 2:
         raise ValueError(
@@ -147,7 +153,10 @@ def _load_windows(job: _Job, documents: Sequence[Document], tokenizer: str | Tok
 
 
 def _load_documents(
-    job: _Job, documents: Sequence[Document], tokenizer: str | Tokenizer, tail: str
+    job: _Job,
+    documents: Sequence[Document],
+    tokenizer: str | Tokenizer | MakeTokenizer,
+    tail: str,
 ) -> Corpus:
     train, val = corpora.split_documents(documents, job.held_out, name=job.name)
     parts = {"train": train, "val": val}
@@ -189,7 +198,9 @@ def _load_documents(
     )
 
 
-def _coder(tokenizer: str | Tokenizer, text: str, train_text: str) -> Tokenizer:
+def _coder(tokenizer: str | Tokenizer | MakeTokenizer, text: str, train_text: str) -> Tokenizer:
+    if callable(tokenizer):
+        return tokenizer(text)
     if not isinstance(tokenizer, str):
         return tokenizer
     return make_tokenizer(tokenizer, text, train_text=train_text)

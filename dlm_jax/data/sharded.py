@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dlm_jax.data.corpora import Source
@@ -45,7 +45,7 @@ def _is_sharded(name: str) -> bool:
 def load_sharded(
     roots: Sequence[str],
     *,
-    tokenizer: str | Tokenizer,
+    tokenizer: str | Tokenizer | Callable[[str], Tokenizer],
     seq_len: int,
     weights: Sequence[float],
     cache_dir: Path,
@@ -54,8 +54,8 @@ def load_sharded(
 
     Args:
       roots: directories or URLs.
-      tokenizer: a kind or tokenizer that the shards must have been made with; ``character``, the
-        default of a config, asks for nothing.
+      tokenizer: a kind or tokenizer, or a function that makes one for a text, that the shards must
+        have been made with; ``character``, the default of a config, asks for nothing.
       seq_len: tokens of a row.
       weights: share of rows of each, or none: as many as they have tokens.
       cache_dir: local folder for shards of buckets.
@@ -65,6 +65,8 @@ def load_sharded(
         not fit, or fewer tokens than a row has.
     """
     indices = [read_index(root) for root in roots]
+    if callable(tokenizer):
+        tokenizer = tokenizer("")
     _check_tokenizers(roots, indices, tokenizer)
     parts = {
         part: [

@@ -14,7 +14,8 @@ import optax
 import dlm_jax.config as configs
 from dlm_jax.checkpoint import Checkpoints
 from dlm_jax.config import Config, ModelConfig
-from dlm_jax.data import Corpus, load_corpus
+from dlm_jax.data import Corpus, Tokenizer, load_corpus
+from dlm_jax.data.loading import MakeTokenizer
 from dlm_jax.distributed.processes import check_same_everywhere, on_first_process
 from dlm_jax.distributed.sharding import batch_sharding, make_mesh, share_of_batch
 from dlm_jax.metrics import read_records
@@ -26,13 +27,16 @@ from dlm_jax.training.checks import (
     check_same_run,
     check_writable,
     facts_of,
+    growth,
     make_directory,
 )
+from dlm_jax.training.files import write_config
 from dlm_jax.training.heads import Head, Setup, with_own_parameters
 from dlm_jax.training.optim import make_grouped_optimizer
 from dlm_jax.training.stages import Stage, stage_at
 from dlm_jax.training.step import TrainState, abstract_state, compile_eval_step, init_state
 from dlm_jax.training.tasks import TASKS, MakeHead, MakeObjective, Task, make_heads
+from dlm_jax.training.vocabulary import tokenizer_of
 from dlm_jax.types import Network
 
 MakeNetwork = Callable[[ModelConfig], Network]
@@ -128,7 +132,8 @@ def prepare(
     check_writable(out_dir)
     where = config.train.checkpoint_dir or out_dir / "checkpoints"
     on_first_process(lambda: check_bucket("train.checkpoint_dir", where))
-    corpus = _load_corpus(config)
+    asked = config
+    corpus = _load_corpus(config, tokenizer_of(config, report=report))
     check_same_everywhere({"data.source": corpus.sha256})
     config = _with_vocabulary(config, corpus)
     setup = Setup(config, corpus.tokenizer, mesh)
@@ -140,13 +145,17 @@ def prepare(
         undo.callback(checkpoints.close)
         if on_first_process(checkpoints.steps):
             check_same_run(_meta(config, corpus, own), checkpoints.read_meta(report=report))
-            _, state, saved = checkpoints.restore(_abstract_state(setup, task), report=report)
+            found, state, saved = checkpoints.restore(_abstract_state(setup, task), report=report)
+            if line := growth(config, saved, found):
+                report(line)
         else:
             state, saved = _fresh_state(setup, task, init_key, report=report), {}
         read_records(out_dir / "metrics.jsonl")
         make_directory(out_dir)
+        step = int(state.step)
+        if step < config.train.steps:
+            on_first_process(lambda: write_config(asked, out_dir))
         undo.pop_all()
-    step = int(state.step)
     return Run(setup, corpus, task, own, state, saved, step, noise_key, checkpoints)
 
 
@@ -212,11 +221,11 @@ def _meta(config: Config, corpus: Corpus, own: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def _load_corpus(config: Config) -> Corpus:
+def _load_corpus(config: Config, tokenizer: str | Tokenizer | MakeTokenizer) -> Corpus:
     data = config.data
     return load_corpus(
         data.source,
-        tokenizer=data.tokenizer,
+        tokenizer=tokenizer,
         seq_len=data.seq_len,
         held_out=data.held_out,
         cache_dir=data.cache_dir or None,
