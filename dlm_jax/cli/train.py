@@ -8,8 +8,8 @@ standard output, everything else on standard error.
 
 from __future__ import annotations
 
-import sys
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,14 +19,15 @@ from jax.experimental import multihost_utils
 import dlm_jax.config as configs
 from dlm_jax import __version__
 from dlm_jax.cli.common import Parser, add_host_flags, refusals, start_jax
+from dlm_jax.config import Config
 from dlm_jax.data import DamagedShard
 from dlm_jax.distributed import watch
-from dlm_jax.config import Config
 from dlm_jax.inference.generate import generate
 from dlm_jax.inference.model import Model
 from dlm_jax.model import cpu
 from dlm_jax.training import Outcome, Run, describe, prepare, run_loop, say
 from dlm_jax.training.files import config_of_run
+from dlm_jax.training.profiling import parse_span
 from dlm_jax.training.step import TrainState
 
 NUM_SAMPLES = 3
@@ -43,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--print-config", action="store_true", help="print the config as TOML and do nothing else"
     )
+    parser.add_argument(
+        "--profile", metavar="FIRST:LAST", help="write a trace of these steps, such as 10:13"
+    )
     parser.add_argument("--version", action="version", version=f"dlm_jax {__version__}")
     add_host_flags(parser)
     configs.add_flags(parser)
@@ -52,19 +56,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.print_config:
             print(configs.to_toml(config), end="")
             return 0
+        profile = None if args.profile is None else parse_span(args.profile)
         start_jax(args)
     with watch.together():
-        return _train(config)
+        return _train(config, profile)
 
 
-def _train(config: configs.Config) -> int:
+def _train(config: Config, profile: tuple[int, int] | None) -> int:
     with refusals():
         cpu.keep_freed_memory()
         run = prepare(config, report=say)
     with run.checkpoints:
         describe(run)
         try:
-            outcome = run_loop(run, show_sample=show_sample)
+            outcome = run_loop(run, show_sample=show_sample, profile=profile)
         except DamagedShard as error:
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(2) from None

@@ -14,6 +14,7 @@ from dlm_jax.config.reading import (
 )
 from dlm_jax.config.sample import RowSettings, SampleConfig, resolve
 from dlm_jax.config.schema import (
+    TRACKERS,
     Config,
     DataConfig,
     MeshConfig,
@@ -25,6 +26,7 @@ from dlm_jax.config.schema import (
 from dlm_jax.config.writing import differing, to_toml
 
 __all__ = [
+    "TRACKERS",
     "Config",
     "DataConfig",
     "HeadsConfig",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from typing import Literal
 
@@ -180,6 +181,9 @@ class OptimConfig:
         require(self.weight_decay >= 0, f"optim.weight_decay={self.weight_decay} must be >= 0")
 
 
+TRACKERS = ("tensorboard", "wandb")
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """The training run: how long, how often it logs, evaluates and saves, and where it writes."""
@@ -198,6 +202,10 @@ class TrainConfig:
     eval_every: int = field(250, "steps between evaluations on held-out text; 0: only at the end")
     eval_windows: int = field(256, "held-out windows of one evaluation, at most")
     sample_every: int = field(0, "steps between samples shown while training; 0: only at the end")
+    trackers: tuple[str, ...] = field(
+        ("tensorboard",),
+        "what else shows the metrics: tensorboard (event files in out_dir) and wandb, if installed",
+    )
     checkpoint_dir: str = field(
         "", "where checkpoints go, a directory or a URL (gs://, s3://); empty: out_dir/checkpoints"
     )
@@ -218,6 +226,12 @@ class TrainConfig:
         for name in ("seed", "eval_every", "sample_every", "checkpoint_every"):
             value = getattr(self, name)
             require(value >= 0, f"train.{name}={value} must be at least 0")
+        for name in self.trackers:
+            near = difflib.get_close_matches(name, TRACKERS, n=1, cutoff=0.0)
+            require(
+                name in TRACKERS,
+                f"train.trackers={name!r} is unknown; did you mean {''.join(near)!r}?",
+            )
         require(self.seed < 2**32, f"train.seed={self.seed} must be below 2**32")
         require(self.out_dir != "", "train.out_dir is empty; name a directory")
 

@@ -23,6 +23,7 @@ _MAY_CHANGE = (
     "train.init_from",
     "train.checkpoint_dir",
     "train.steps",  # upwards
+    "train.trackers",
     "train.log_every",
     "train.eval_every",
     "train.eval_windows",

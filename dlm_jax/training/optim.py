@@ -127,7 +127,8 @@ def learning_rates(
 ) -> dict[str, float]:
     """The learning rates of a step, from 0, for its metrics.
 
-    ``learning_rate`` is that of the model itself, muon's matrices or all of adamw; a head of its
+    ``learning_rate`` is that of the model itself, muon's matrices or all of adamw, and
+    ``adam_learning_rate`` that of what muon leaves to Adam; a head of its
     own group has ``sampler_learning_rate``, say, unless it has an optimiser of one's own.
     """
     rates: dict[str, float] = {}
@@ -135,6 +136,9 @@ def learning_rates(
     if stage.trains(MAIN):
         main = learning_rate(config.optim.learning_rate, config.optim, num_steps=num_steps)
         rates["learning_rate"] = float(np.asarray(main(step)))
+        if config.optim.name == "muon":
+            adam = learning_rate(config.optim.adam_learning_rate, config.optim, num_steps=num_steps)
+            rates["adam_learning_rate"] = float(np.asarray(adam(step)))
     for head in heads:
         if head.group != MAIN and stage.trains(head.group) and head.optimizer is None:
             rate = _head_rate(config.optim, config.heads, max(1, num_steps - head.start))

@@ -36,6 +36,7 @@ from dlm_jax.training.optim import make_grouped_optimizer
 from dlm_jax.training.stages import Stage, stage_at
 from dlm_jax.training.step import TrainState, abstract_state, compile_eval_step, init_state
 from dlm_jax.training.tasks import TASKS, MakeHead, MakeObjective, Task, make_heads
+from dlm_jax.training.trackers import check_trackers
 from dlm_jax.training.vocabulary import tokenizer_of
 from dlm_jax.types import Network
 
@@ -130,6 +131,7 @@ def prepare(
     check_parts(config, mesh)
     out_dir = Path(config.train.out_dir)
     check_writable(out_dir)
+    check_trackers(config.train.trackers)
     where = config.train.checkpoint_dir or out_dir / "checkpoints"
     on_first_process(lambda: check_bucket("train.checkpoint_dir", where))
     asked = config
