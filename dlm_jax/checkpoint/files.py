@@ -90,12 +90,15 @@ def _make_room_in_bucket(root: Path, step: int, usable: list[int]) -> bool:
             (path / manifest.SET_ASIDE).write_text((path / manifest.NAME).read_text())
             (path / manifest.NAME).unlink()
         elif unusable == step or not (path / manifest.SET_ASIDE).exists():
-            _clear(path)
+            remove(path)
     return True
 
 
-def _clear(path: Path) -> None:
-    """Deletes a checkpoint in a bucket, its manifest first."""
+def remove(path: Path) -> None:
+    """Deletes a checkpoint; in a bucket its manifest first, so that what is left is none."""
+    if not is_remote(path):
+        shutil.rmtree(path)
+        return
     for name in (manifest.NAME, manifest.SET_ASIDE):
         (path / name).unlink(missing_ok=True)
     located(path).rmtree(missing_ok=True)
@@ -105,7 +108,7 @@ def prune(root: Path, *, keep: int) -> None:
     """Nothing, after all complete checkpoints but the ``keep`` newest are gone."""
     for step in complete_steps(root)[:-keep]:
         if is_remote(root):
-            _clear(step_path(root, step))
+            remove(step_path(root, step))
             continue
         # Renamed first: a process killed halfway leaves no checkpoint with half its files.
         path = step_path(root, step)

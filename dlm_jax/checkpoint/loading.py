@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dlm_jax.checkpoint.files import local_path
+from dlm_jax.checkpoint.files import checkpoint_root
 from dlm_jax.checkpoint.store import Checkpoints, load_params
 from dlm_jax.checkpoint.weights import SUFFIX, load_weights
 
@@ -40,7 +40,7 @@ def load_meta(
     """The JSON beside the parameters that `load_any` would give; the same arguments and errors."""
     if Path(path).suffix == SUFFIX:
         return load_weights(path)[1]
-    root = local_path(path)
+    root = checkpoint_root(path)
     root = root / "checkpoints" if (root / "checkpoints").is_dir() else root
     with Checkpoints(root, keep=1) as checkpoints:
         return checkpoints.read_meta(report=report)

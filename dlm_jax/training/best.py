@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
 from dlm_jax.checkpoint import Checkpoints
-from dlm_jax.checkpoint.files import complete_steps, step_path
+from dlm_jax.checkpoint.files import complete_steps, remove, step_path
 from dlm_jax.config import Config
 from dlm_jax.distributed.processes import on_first_process
+from dlm_jax.storage import located
 from dlm_jax.types import Params
 
 FOLDER = "best"
-"""Where in ``train.out_dir`` it lies: a directory of checkpoints with one in it."""
+"""Where in the run's directory (``train.out_dir``, or ``train.checkpoint_dir`` if that is set) it
+lies: a directory of checkpoints with one in it."""
 
 
 class Best:
@@ -30,7 +31,9 @@ class Best:
     """
 
     def __init__(self, out_dir: Path, config: Config):
-        self._checkpoints = Checkpoints(out_dir / FOLDER, keep=1)
+        elsewhere = config.train.checkpoint_dir
+        root = located(elsewhere) / FOLDER if elsewhere else out_dir / FOLDER
+        self._checkpoints = Checkpoints(root, keep=1)
         self._measured_on = [config.train.eval_windows, config.train.batch_size]
         self.figure = on_first_process(self._read)
 
@@ -75,4 +78,4 @@ class Best:
         """Removes what a run left that went further than this one has come."""
         for later in complete_steps(self._checkpoints.directory):
             if later >= step:
-                shutil.rmtree(step_path(self._checkpoints.directory, later))
+                remove(step_path(self._checkpoints.directory, later))

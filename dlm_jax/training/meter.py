@@ -46,7 +46,7 @@ class Meter:
 
     @contextlib.contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """Counts the time inside as waiting: for the ``input`` of one more step, or the ``device``."""
+        """Counts the time inside as waiting: for ``input``, once a step, or for the ``device``."""
         self._steps += what == "input"
         start = time.perf_counter()
         yield
