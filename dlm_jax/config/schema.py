@@ -124,7 +124,7 @@ class DataConfig:
     tokenizer: str = field(
         "character",
         "character: those of the corpus; byte: the 256 of UTF-8; bpe:N: trained on the corpus; "
-        "init: that of train.init_from; or the path of a tokenizer.json",
+        "init: that of train.init_from; corpus: that of shards; or the path of a tokenizer.json",
     )
     new_characters: Literal["add", "refuse"] = field(
         "add",

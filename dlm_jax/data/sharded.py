@@ -16,8 +16,8 @@ from dlm_jax.data.tokenizer_kinds import make_tokenizer
 from dlm_jax.data.tokenizers import Tokenizer
 from dlm_jax.storage import is_remote
 
-# What `data.tokenizer` is by default; shards have a tokenizer of their own.
-_UNSAID = "character"
+# Shards have a tokenizer of their own: what asks for that one, the last being a config's default.
+_OWN = ("corpus", "character")
 
 
 def roots_of(source: Source) -> list[str]:
@@ -55,7 +55,7 @@ def load_sharded(
     Args:
       roots: directories or URLs.
       tokenizer: a kind or tokenizer, or a function that makes one for a text, that the shards must
-        have been made with; ``character``, the default of a config, asks for nothing.
+        have been made with; ``corpus``, or ``character``, a config's default: that of the shards.
       seq_len: tokens of a row.
       weights: share of rows of each, or none: as many as they have tokens.
       cache_dir: local folder for shards of buckets.
@@ -122,18 +122,18 @@ def _check_tokenizers(
                 f"data.source: {root} has other records than {roots[0]}; make it again"
             )
     if isinstance(tokenizer, str):
-        if tokenizer == _UNSAID:
+        if tokenizer in _OWN:
             return
         if tokenizer.startswith("bpe:"):
             raise ValueError(
                 f"data.tokenizer={tokenizer!r} would train one, and {roots[0]} has its own; "
-                "leave data.tokenizer out"
+                "use data.tokenizer=corpus"
             )
         tokenizer = make_tokenizer(tokenizer, "")
     if fingerprint(tokenizer) != fingerprint(first.tokenizer):
         raise ValueError(
             f"data.source: {roots[0]} was made with another tokenizer than data.tokenizer; make it "
-            "again with that one, or leave data.tokenizer out"
+            "again with that one, or use data.tokenizer=corpus"
         )
 
 
