@@ -14,6 +14,11 @@ from dlm_jax.metrics import replace_text
 NAME = "config.toml"
 
 
+def checkpoints_of(config: Config) -> str:
+    """Where the checkpoints of a run lie: a directory, or a URL."""
+    return config.train.checkpoint_dir or str(Path(config.train.out_dir) / "checkpoints")
+
+
 def write_config(config: Config, out_dir: Path) -> None:
     """Writes ``config.toml``, which people and ``--config`` read; one that is the same stays.
 

@@ -30,7 +30,7 @@ from dlm_jax.training.checks import (
     growth,
     make_directory,
 )
-from dlm_jax.training.files import write_config
+from dlm_jax.training.files import checkpoints_of, write_config
 from dlm_jax.training.heads import Head, Setup, with_own_parameters
 from dlm_jax.training.optim import make_grouped_optimizer
 from dlm_jax.training.stages import Stage, stage_at
@@ -132,7 +132,7 @@ def prepare(
     out_dir = Path(config.train.out_dir)
     check_writable(out_dir)
     check_trackers(config.train.trackers)
-    where = config.train.checkpoint_dir or out_dir / "checkpoints"
+    where = checkpoints_of(config)
     on_first_process(lambda: check_bucket("train.checkpoint_dir", where))
     asked = config
     corpus = _load_corpus(config, tokenizer_of(config, report=report))

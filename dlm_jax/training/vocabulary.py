@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from dlm_jax.config.schema import INIT
 from dlm_jax.data import CharacterTokenizer, Tokenizer, from_json
 from dlm_jax.data.loading import MakeTokenizer
 from dlm_jax.distributed.processes import on_first_process
+from dlm_jax.training.files import checkpoints_of
 from dlm_jax.types import Params
 
 _SHOWN = 8
@@ -38,8 +38,7 @@ def tokenizer_of(
     """
     if config.data.tokenizer != INIT:
         return config.data.tokenizer
-    checkpoints = Path(config.train.out_dir) / "checkpoints"
-    with Checkpoints(checkpoints, keep=1) as saved:
+    with Checkpoints(checkpoints_of(config), keep=1) as saved:
         if on_first_process(saved.steps):
             return from_json(saved.read_meta(report=lambda line: None)["tokenizer"])
     theirs = from_json(load_meta(config.train.init_from, report=report)["tokenizer"])
