@@ -121,7 +121,7 @@ class TokenShards(_Mapped):
             if len(self._open) >= _MAX_OPEN:
                 self._open.popitem(last=False)[1].close()
             reader = array_record_module.ArrayRecordReader(
-                self._local(shard), _OPTIONS, file_reader_buffer_size=1 << 15
+                self._local(shard), _OPTIONS, file_reader_buffer_size=1 << 12
             )
             self._open[shard] = reader
             self._check_header(shard, reader)
