@@ -23,12 +23,13 @@ from types import ModuleType
 from typing import Any
 
 import jax
-from tqdm import tqdm
 
 import dlm_jax
 from dlm_jax.cli.chat import answers, preset, turn_ids
 from dlm_jax.cli.common import Parser, add_host_flags, join_hosts, refusals, start_jax
+from dlm_jax.cli.compiling import compile_clock
 from dlm_jax.cli.devices import add_mesh_flags, check_batch, mesh_of
+from dlm_jax.cli.flags import naming_flags, speeds
 from dlm_jax.cli.sample_file import sample_file
 from dlm_jax.config import RowSettings, add_sample_flags, parse_flags, sample_settings
 from dlm_jax.config.sample import settings_of
@@ -38,11 +39,12 @@ from dlm_jax.inference.generate import chain_report, texts_of
 from dlm_jax.inference.model import DTYPES
 from dlm_jax.inference.own_rules import classes_of, with_rules
 from dlm_jax.inference.results import Row
+from dlm_jax.progress import Progress
 from dlm_jax.settings import nearest
 from dlm_jax.viewing.frames import Frame
 from dlm_jax.viewing.rows import frame_of, special_names
 from dlm_jax.viewing.trace import write_trace
-from dlm_jax.viewing.watch import Watch
+from dlm_jax.viewing.watch import Watch, pace_of
 
 
 def make_parser(kind: type[RowSettings]) -> Parser:
@@ -183,7 +185,8 @@ def _check_modes(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 some requests were refused, 2 refused, 130 stopped by Ctrl-C."""
     start_jax()
-    with refusals():
+    compile_clock()
+    with refusals(), naming_flags():
         rules = _own_rules(sys.argv[1:] if argv is None else argv)
         kind = settings_of(with_rules(tuple(rules)))
         args, overrides = parse_flags(make_parser(kind), argv)
@@ -216,19 +219,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         "seed": args.seed,
         "batch_size": args.batch_size,
     } | settings
-    began = time.perf_counter()
+    began, compiled = time.perf_counter(), compile_clock().seconds
+    waited = 0.0
     if args.watch or args.trace is not None:
-        with refusals():
-            result = _watch(model, prompts, args, common)
+        with refusals(), naming_flags():
+            result, waited = _watch(model, prompts, args, common)
     else:
-        # The bar waits, so that a refusal stands alone.
-        is_first = jax.process_index() == 0
-        with refusals(), tqdm(desc="sample", unit="token", delay=1, disable=not is_first) as bar:
+        shown = Progress("sample", None, "token", is_shown=jax.process_index() == 0)
+        with refusals(), naming_flags(), shown as progress:
             result = dlm_jax.generate(
                 model, prompts, host_sampler=sampler, read_back=args.read_back is not None,
-                max_candidates=args.max_candidates, on_commits=bar.update, **common,
+                max_candidates=args.max_candidates, on_commits=progress.update, **common,
             )  # fmt: skip
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - began - waited
+    compiling = compile_clock().seconds - compiled
     if jax.process_index() != 0:
         return 0
     texts = answers(model, result, len(prompts[0]["tokens"])) if args.chat else result.texts
@@ -237,8 +241,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _print_read_back(result, args, model.tokenizer)
     print(
         f"{len(result.texts)} texts, {int(result.steps.sum())} steps, {_counted(result)}"
-        f"{generated} tokens in {seconds:.2f} s ({generated / seconds:,.0f} tokens/s with "
-        f"compilation); {len(result.programs)} compilation ({', '.join(result.programs)})",
+        f"{generated} tokens in {seconds:.2f} s ({speeds(generated, seconds, compiling)}); "
+        f"{len(result.programs)} compilation ({', '.join(result.programs)})",
         file=sys.stderr,
     )
     return 0
@@ -265,11 +269,14 @@ def _watch(
     prompts: Sequence[dict[str, Any]],
     args: argparse.Namespace,
     common: dict[str, Any],
-) -> dlm_jax.Texts:
-    """The texts, shown while they are denoised and kept for the page that plays it."""
+) -> tuple[dlm_jax.Texts, float]:
+    """The texts, shown while they are denoised and kept for the page that plays it.
+
+    Besides, the seconds that were spent waiting for the eyes.
+    """
     decode, names = model.tokenizer.decode, special_names(model.tokenizer)
-    watch = Watch(decode, sys.stderr, names=names) if args.watch else None
     steps = common.get("steps", model.sample.steps)
+    watch = Watch(decode, sys.stderr, names=names, pace=pace_of(steps)) if args.watch else None
     frames: dict[int, list[Frame]] = {}
     rows: dict[int, Row] = {}
     for canvases in dlm_jax.stream(model, prompts, **common):
@@ -285,7 +292,7 @@ def _watch(
         write_trace(args.trace, [frames[i] for i in sorted(frames)], decode, title=title[:80],
                     names=names)  # fmt: skip
         print(f"wrote {args.trace}", file=sys.stderr)
-    return texts_of(model, rows)
+    return texts_of(model, rows), 0.0 if watch is None else watch.waited
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from typing import Literal
 
@@ -11,6 +12,9 @@ from dlm_jax.config.fields import field, require
 from dlm_jax.config.heads import HeadsConfig
 from dlm_jax.config.objective import ObjectiveConfig
 from dlm_jax.config.sample import SampleConfig
+
+INIT = "init"
+"""The ``data.tokenizer`` that is the tokenizer of ``train.init_from``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,12 +129,21 @@ class DataConfig:
     source: tuple[str, ...] = field(
         ("python-reference",),
         "UTF-8 or JSONL files or globs, or python-reference (the language reference inside "
-        "CPython), python-source (its standard library) or tinyshakespeare",
+        "CPython), python-source (its standard library) or tinyshakespeare; or sharded corpora, "
+        "directories or URLs (gs://, s3://)",
+    )
+    weights: tuple[float, ...] = field(
+        (), "sharded corpora: share of rows of each; empty: as many as they have tokens"
     )
     tokenizer: str = field(
         "character",
-        "character: those of the corpus; byte: the 256 of UTF-8; bpe:N: trained on the corpus; or "
-        "the path of a tokenizer.json",
+        "character: those of the corpus; byte: the 256 of UTF-8; bpe:N: trained on the corpus; "
+        "init: that of train.init_from; corpus: that of shards; or the path of a tokenizer.json",
+    )
+    new_characters: Literal["add", "refuse"] = field(
+        "add",
+        "tokenizer=init: characters of the corpus that a character model lacks are added, with "
+        "fresh embeddings, and reported (add), or refused",
     )
     layout: Literal["windows", "documents"] = field(
         "windows", "rows are windows of the packed text, or documents"
@@ -182,6 +195,9 @@ class OptimConfig:
         require(self.weight_decay >= 0, f"optim.weight_decay={self.weight_decay} must be >= 0")
 
 
+TRACKERS = ("tensorboard", "wandb")
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """The training run: how long, how often it logs, evaluates and saves, and where it writes."""
@@ -200,6 +216,13 @@ class TrainConfig:
     eval_every: int = field(250, "steps between evaluations on held-out text; 0: only at the end")
     eval_windows: int = field(256, "held-out windows of one evaluation, at most")
     sample_every: int = field(0, "steps between samples shown while training; 0: only at the end")
+    trackers: tuple[str, ...] = field(
+        ("tensorboard",),
+        "what else shows the metrics: tensorboard (event files in out_dir) and wandb, if installed",
+    )
+    checkpoint_dir: str = field(
+        "", "where checkpoints go, a directory or a URL (gs://, s3://); empty: out_dir/checkpoints"
+    )
     checkpoint_every: int = field(250, "steps between checkpoints; 0: only at the end")
     keep_checkpoints: int = field(2, "newest checkpoints to keep")
 
@@ -217,6 +240,12 @@ class TrainConfig:
         for name in ("seed", "eval_every", "sample_every", "checkpoint_every"):
             value = getattr(self, name)
             require(value >= 0, f"train.{name}={value} must be at least 0")
+        for name in self.trackers:
+            near = difflib.get_close_matches(name, TRACKERS, n=1, cutoff=0.0)
+            require(
+                name in TRACKERS,
+                f"train.trackers={name!r} is unknown; did you mean {''.join(near)!r}?",
+            )
         require(self.seed < 2**32, f"train.seed={self.seed} must be below 2**32")
         require(self.out_dir != "", "train.out_dir is empty; name a directory")
 
@@ -267,6 +296,10 @@ class Config:
             share in (0, 1) or 1 <= round(share * rows) < rows,
             f"objective.denoising_share={share} of train.batch_size={rows} rows leaves an "
             "objective without rows; raise train.batch_size",
+        )
+        require(
+            self.data.tokenizer != INIT or self.train.init_from != "",
+            "data.tokenizer='init' is that of train.init_from, which is empty; name a model there",
         )
         require(
             self.heads.train_main or self.train.init_from != "",

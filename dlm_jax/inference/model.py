@@ -95,7 +95,7 @@ class Model:
         """Ids that end a generation."""
         return tuple(dict.fromkeys((self.tokenizer.eos_id, *self.more_eos_ids)))
 
-    @property
+    @functools.cached_property
     def facts(self) -> ModelFacts:
         """What rules may know of the model."""
         space_id = self.tokenizer.space_id

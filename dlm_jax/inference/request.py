@@ -125,20 +125,19 @@ def only_chains_in_use(requests: Sequence[Request]) -> list[Request]:
     tokens, so that a row would depend on those beside it.
     """
     used: dict[tuple[Any, ...], set[str]] = {}
-    for request in requests:
-        sample = request.sample
+    for sample in {id(request.sample): request.sample for request in requests}.values():
         used.setdefault((sample.table, sample.chain), set()).update(sample.table.in_use(sample))
     kept = {
         (table, chain): tuple(n for n in chain if n in names or n in _readers(table, chain))
         for (table, chain), names in used.items()
     }
-    return [
-        replace(
-            request,
-            sample=replace(request.sample, chain=kept[request.sample.table, request.sample.chain]),
-        )
-        for request in requests
-    ]
+    # Requests share their settings where they can, and so they do afterwards.
+    shorter = {id(r.sample): r.sample for r in requests}
+    shorter = {
+        place: replace(sample, chain=kept[sample.table, sample.chain])
+        for place, sample in shorter.items()
+    }
+    return [replace(request, sample=shorter[id(request.sample)]) for request in requests]
 
 
 def _readers(table: RuleTable, chain: Sequence[str]) -> set[str]:
@@ -160,10 +159,12 @@ def make_requests(
     first: int = 0,
     num_samples: int = 1,
     num_rows: int | None = None,
+    known: dict[Any, SampleConfig] | None = None,
 ) -> list[Request]:
     """The rows of one prompt; `first` is added to the seed unless the prompt has its own.
 
-    `num_rows` is the number of rows of all prompts, if others follow.
+    `num_rows` is the number of rows of all prompts, if others follow. `known` remembers settings
+    that were resolved, for other prompts under the same `model` and `common`.
 
     Raises:
       ValueError: a setting is unknown or out of range, or the prompt does not fit or cannot be
@@ -185,7 +186,12 @@ def make_requests(
             made.append(replace(made[0], seed=seed + index))
             continue
         settings = of_row(rules, first + index)
-        sample = _settings(model, rules, settings, needs_host=any(host.values()))
+        key = None if known is None or rules.has_rows else _key(layers[1], host)
+        sample = None if key is None or known is None else known.get(key)
+        if sample is None:
+            sample = _settings(model, rules, settings, needs_host=any(host.values()))
+            if key is not None and known is not None:
+                known[key] = sample
         given = prompts.make_canvas(model.tokenizer, text, gen_length=sample.gen_length, room=room)
         check_draft(sample, given)
         capacity = room if sample.inserts else 0
@@ -194,6 +200,17 @@ def make_requests(
         check_canvas(request, model.facts, mask_id=model.tokenizer.mask_id)
         made.append(request)
     return made
+
+
+def _key(own: Mapping[str, Any], host: Mapping[str, Any]) -> Any:
+    """What tells a prompt's own settings from others, types included; None for any but plain."""
+    if any(host.values()):
+        return None
+    plain = (bool, int, float, str, type(None))
+    if not all(type(value) in plain for value in own.values()):
+        return None
+    # As text, for 1, 1.0 and True are equal.
+    return tuple(sorted((name, repr(value)) for name, value in own.items()))
 
 
 def settings_of_call(model: Model, settings: Mapping[str, Any]) -> SampleConfig:

@@ -11,11 +11,12 @@ import numpy as np
 
 from dlm_jax.checkpoint import load_any
 from dlm_jax.config import ModelConfig
-from dlm_jax.data import Tokenizer
+from dlm_jax.data import Tokenizer, from_json
 from dlm_jax.distributed.sharding import path_name
 from dlm_jax.model.lora import GROUP
 from dlm_jax.published import is_published, read_published
 from dlm_jax.training.step import TrainState
+from dlm_jax.training.vocabulary import moved, places_of
 
 # Settings of a model that no shape of a parameter shows.
 _TRAINED_FOR = (
@@ -38,7 +39,7 @@ def begin_with(
     Args:
       source: ``train.init_from``, a run or a weights file; empty leaves the state as it is.
       state: fresh.
-      tokenizer: that of the new run.
+      tokenizer: that of the new run: theirs, or theirs with more characters.
       model: that of the new run.
       report: takes one line about heads that begin fresh or are left out.
 
@@ -53,7 +54,10 @@ def begin_with(
         return _begin_published(source, state, report)
     params, meta = load_any(source, report=report)
     if meta["tokenizer"] != tokenizer.to_json():
-        raise ValueError(f"{where} has another tokenizer; name a model of the same text")
+        places = places_of(from_json(meta["tokenizer"]), tokenizer)
+        if places is None:
+            raise ValueError(f"{where} has another tokenizer; use data.tokenizer=init, which is it")
+        params = moved(params, state.params, places)
     theirs = meta["config"]["model"]
     for name in _TRAINED_FOR:
         ours = getattr(model, name)
