@@ -25,10 +25,17 @@ def _settings_stay(monkeypatch):
     monkeypatch.setattr(sample, "start_jax", lambda *args: None)
 
 
+@pytest.fixture
+def nothing_compiled():
+    """As in a process of its own: programs that earlier tests compiled are compiled again."""
+    jax.clear_caches()
+
+
 def _run(run_dir, *flags):
     return sample.main(["--checkpoint", str(run_dir), *flags])
 
 
+@pytest.mark.usefixtures("nothing_compiled")
 def test_standard_output_holds_the_texts_alone(run_dir, capsys):
     flags = ["--prompt", "The ", "--num-samples", "3", "--gen-length", "5", "--steps", "3"]
     assert _run(run_dir, *flags) == 0
@@ -54,6 +61,7 @@ SHORT = ["--chain", "temperature", "--gen-length", "4", "--steps", "4", "--order
 SAMPLER = "from dlm_jax.inference.candidates import Candidates\nlikeliest = lambda c: c.ids[0]\n"
 
 
+@pytest.mark.usefixtures("nothing_compiled")
 def test_read_back_tells_of_each_token_on_standard_error(run_dir, capsys):
     flags = [*SHORT, "--prompt", "A ", "--num-samples", "2", "--ignore-eos", "true"]
     assert _run(run_dir, *flags) == 0
