@@ -166,7 +166,7 @@ def test_nothing_a_row_may_change_compiles_again(case):
 @pytest.mark.slow
 def test_forwards_and_positions_are_those_of_the_formulas():
     """A row of 5 given tokens and 11 holes, one token a step."""
-    rows = [{"tokens": [1, 2, 3, 4, 5, *[toy.MASK] * 11], "steps": 11, "seed": 0}]
+    rows = [{"tokens": [1, 2, 3, 4, 5, *[toy.MASK] * 11], "steps": 12, "seed": 0}]
     rows += [None] * (ROWS - 1)
     result, counters = _run("block_causal", rows, **CASES["block_causal-exact"])
     # The prompt's block is settled, as are two finished ones; each step computes its block.
@@ -248,21 +248,16 @@ def test_guidance_keeps_the_row_and_the_row_without_what_was_given():
 
 def test_what_is_kept_is_put_down_where_it_lies_and_no_logits_are():
     """No second copy of the keys and values, and no array of all positions and the vocabulary."""
-    kind, vocab, rows = "block_causal", 211, 8
-    network = build(toy.config(**MODELS[kind] | {"vocab_size": vocab, "depth": 2}))
-    params = toy.random_params(network)
-    program = canvases.program(network)
-    advance = Advance(program)
-    state = _state(kind, _rows(count=rows), **CASES["block_causal-exact"])
-    state = with_cache(program, params, state)
+    network, params = _network("block_causal")
+    advance = Advance(canvases.program(network))
+    state = _state("block_causal", _rows(), chain=("temperature",), **CASES["block_causal-exact"])
     compiled = advance._jitted.lower(params, state, jnp.int32(3), jnp.int32(9)).compile()
     text = compiled.as_text()
-    assert f"f32[{rows},{POSITIONS},{vocab}]" not in text
-    assert f"f32[{rows * POSITIONS},{vocab}]" not in text
+    assert f"f32[{ROWS},{POSITIONS},{toy.VOCAB_SIZE}]" not in text
+    assert f"f32[{ROWS * POSITIONS},{toy.VOCAB_SIZE}]" not in text
     kept = jax.tree.leaves(state.cache.kept)
     shape = ",".join(map(str, kept[0].shape))
-    copies = [line for line in text.splitlines() if f"f32[{shape}]" in line and " copy(" in line]
-    assert not copies
-    size = sum(leaf.nbytes for leaf in kept)
+    assert f"f32[{shape}]" in text
+    assert not [line for line in text.splitlines() if f"f32[{shape}]" in line and " copy(" in line]
     # 2 depth B L G K numbers of four bytes
-    assert size == 2 * 2 * rows * POSITIONS * 2 * 8 * 4
+    assert sum(leaf.nbytes for leaf in kept) == 2 * 2 * ROWS * POSITIONS * 2 * 8 * 4
