@@ -10,23 +10,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dlm_jax.config import MeshConfig as MeshConfig
     from dlm_jax.config import SampleConfig as SampleConfig
+    from dlm_jax.inference.async_engine import AsyncEngine as AsyncEngine
     from dlm_jax.inference.candidates import Candidates as Candidates
     from dlm_jax.inference.constraints import matching as matching
+    from dlm_jax.inference.engine import Engine as Engine
+    from dlm_jax.inference.engine import EngineFullError as EngineFullError
     from dlm_jax.inference.generate import Texts as Texts
     from dlm_jax.inference.generate import chain_report as chain_report
     from dlm_jax.inference.generate import generate as generate
-    from dlm_jax.inference.generate import slots_of as slots_of
     from dlm_jax.inference.generate import stream as stream
     from dlm_jax.inference.likelihood import Score as Score
     from dlm_jax.inference.likelihood import score as score
     from dlm_jax.inference.model import Model as Model
     from dlm_jax.inference.model import load as load
+    from dlm_jax.inference.publishing import export as export
     from dlm_jax.inference.request import Request as Request
     from dlm_jax.inference.request import make_requests as make_requests
     from dlm_jax.inference.results import Row as Row
     from dlm_jax.inference.scorer import corrupted_share as corrupted_share
-    from dlm_jax.inference.slots import Slots as Slots
+    from dlm_jax.inference.waiting import Ticket as Ticket
+    from dlm_jax.sampling.cache import *  # noqa: F403
     from dlm_jax.sampling.commit import *  # noqa: F403
     from dlm_jax.sampling.edits import *  # noqa: F403
     from dlm_jax.sampling.propose import *  # noqa: F403
@@ -39,31 +44,36 @@ if TYPE_CHECKING:
     from dlm_jax.settings import rule as rule
     from dlm_jax.settings import static as static
     from dlm_jax.training import train as train
+    from dlm_jax.types import CachedTrunk as CachedTrunk
     from dlm_jax.types import Network as Network
     from dlm_jax.types import Status as Status
+    from dlm_jax.types import Window as Window
 
 __version__ = "0.2.0"
 
 _HOME_OF = {
-    "SampleConfig": "config",
+    **dict.fromkeys(("MeshConfig", "SampleConfig"), "config"),
+    "AsyncEngine": "inference.async_engine",
     "Candidates": "inference.candidates",
     "matching": "inference.constraints",
+    **dict.fromkeys(("Engine", "EngineFullError"), "inference.engine"),
     **dict.fromkeys(
-        ("Texts", "chain_report", "generate", "slots_of", "stream"), "inference.generate"
+        ("Texts", "chain_report", "generate", "stream"), "inference.generate"
     ),
     **dict.fromkeys(("Score", "score"), "inference.likelihood"),
     **dict.fromkeys(("Model", "load"), "inference.model"),
+    "export": "inference.publishing",
     **dict.fromkeys(("Request", "make_requests"), "inference.request"),
     "Row": "inference.results",
     "corrupted_share": "inference.scorer",
-    "Slots": "inference.slots",
+    "Ticket": "inference.waiting",
     "Counters": "sampling.row",
     **dict.fromkeys(("Setting", "fact", "per_row", "rule", "static"), "settings"),
     "train": "training",
-    **dict.fromkeys(("Network", "Status"), "types"),
+    **dict.fromkeys(("CachedTrunk", "Network", "Status", "Window"), "types"),
 }  # fmt: skip
 _ROOMS = tuple(
-    f"sampling.{kind}" for kind in ("commit", "edits", "propose", "remask", "transforms")
+    f"sampling.{kind}" for kind in ("cache", "commit", "edits", "propose", "remask", "transforms")
 )
 """Rooms of rules, all of whose public names are public here."""
 

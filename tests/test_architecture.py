@@ -17,29 +17,52 @@ MEDIAN_LINES = 15
 
 # Every room, and those it may import besides itself: only such as stand above it here.
 _BASE = {"types", "settings", "pytree", "devices"}
-_CORE = {*_BASE, "config", "sampling", "diffusion", "model", "data", "distributed", "checkpoint"}
+_CORE = {
+    *_BASE,
+    "storage",
+    "config",
+    "sampling",
+    "diffusion",
+    "model",
+    "data",
+    "distributed",
+    "checkpoint",
+}
 MAY_IMPORT = {
     "types": set(),
     "devices": set(),
     "pytree": set(),
+    "storage": set(),
     "settings": {"pytree"},
+    "progress": set(),
     "sampling": _BASE,
     "config": {*_BASE, "sampling"},
     "distributed": {"types", "devices", "config"},
     "diffusion": {*_BASE, "config", "distributed"},
     "model": {"types", "devices", "config", "distributed"},
     "metrics": {"config"},
-    "data": {"types", "config"},
-    "checkpoint": {"types", "config", "distributed"},
+    "data": {"types", "storage", "config"},
+    "checkpoint": {"types", "storage", "config", "distributed"},
+    "published": {"types", "config", "data", "model"},
     "costs": {"distributed"},
-    "training": {*_CORE, "metrics", "costs"},
-    "inference": _CORE,
-    "batch": {*_BASE, "config", "inference"},
+    "training": {*_CORE, "metrics", "progress", "published", "costs"},
+    "inference": {*_CORE, "published"},
+    "batch": {*_BASE, "config", "distributed", "inference"},
     "viewing": {"data", "inference"},
     "__init__": {*_BASE, "config", "sampling", "training", "inference"},
-    "cli": {*_CORE, "costs", "training", "metrics", "inference", "batch", "viewing", "__init__"},
+    "cli": {
+        *_CORE,
+        "costs",
+        "training",
+        "metrics",
+        "progress",
+        "inference",
+        "batch",
+        "viewing",
+        "__init__",
+    },
     "evaluate": {"cli"},
-    "export": {"cli"},
+    "export": {"cli", "inference"},
 }
 
 

@@ -12,16 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 import dlm_jax.config as configs
-from dlm_jax.batch.requests import Line
+from dlm_jax.batch.requests import Id, Line
 from dlm_jax.batch.results import Results
-from dlm_jax.inference.generate import slots_of
+from dlm_jax.distributed.rows import beginning
+from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.request import Request, Static, group, make_requests, only_chains_in_use
+from dlm_jax.inference.request import Request, make_requests, only_chains_in_use, static_of
 from dlm_jax.inference.results import Row, canvas_size
-from dlm_jax.inference.slots import finish
 from dlm_jax.types import Status
 
 _Listener = Callable[[Mapping[str, Any], int], Any]
@@ -48,6 +47,18 @@ class Report(NamedTuple):
     programs: tuple[str, ...]
 
 
+class Plan(NamedTuple):
+    """What a run is going to do.
+
+    Attributes:
+      work: of each request that is not done, by its id: steps times positions; 0 if it is refused.
+      programs: canvases of the programs that will run.
+    """
+
+    work: dict[Id, float]
+    programs: tuple[str, ...]
+
+
 def describe_model(model: Model) -> dict[str, Any]:
     """What tells this model from others, for a fingerprint: config, tokenizer, and parameters.
 
@@ -56,8 +67,7 @@ def describe_model(model: Model) -> dict[str, Any]:
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(model.params):
         digest.update(f"{leaf.shape} {leaf.dtype}".encode())
-        head = np.asarray(leaf.reshape(-1)[: _SAMPLED_BYTES // leaf.dtype.itemsize])
-        digest.update(head.tobytes())
+        digest.update(beginning(leaf, _SAMPLED_BYTES // leaf.dtype.itemsize).tobytes())
     return {
         "config": None if model.config is None else configs.to_dict(model.config),
         "vocab_size": model.tokenizer.vocab_size,
@@ -73,51 +83,58 @@ def run_requests(
     seed: int = 0,
     settings: Mapping[str, Any] | None = None,
     batch_size: int = 64,
+    on_plan: Callable[[Plan], Any] | None = None,
     on_result: _Listener | None = None,
+    on_turn: Callable[[Engine], Any] | None = None,
 ) -> Report:
     """Writes the result of every line that `results` lacks, as soon as it is there.
 
-    A result is ``id``, ``text``, ``tokens``, ``length``, ``steps``, ``status`` and what was counted
-    (``forwards``, and other `Counters` that are not 0); or ``id`` and ``error``. The
-    tokens of a line depend on it alone: they are the same in any order, among any others, and after
-    a restart.
+    A result is ``id``, ``text``, ``tokens``, ``length``, ``steps``, ``status``, ``seconds`` (in a
+    slot) and what was counted (``forwards``, ``waves``, and other `Counters` that are not 0); or
+    ``id`` and ``error``. The tokens of a line depend on it alone: they are the same in any order,
+    among any others, and after a restart.
 
     Args:
       model: from `load`.
-      lines: of this process, those that are done too: they belong to the shapes of its programs.
+      lines: of this process, those that are done too: they belong to the shapes of its programs. If
+        the devices of the model belong to several processes, all lines, of which each runs its
+        share.
       results: where the results go.
       seed: of line 1; a line that names none has the seed ``seed + number - 1``.
       settings: for lines that do not name them.
       batch_size: slots of a program at most.
+      on_plan: told once, before anything is compiled, what will be done.
       on_result: told each result once it is written, and how many tokens were generated for it.
+      on_turn: told the engine after each of its turns.
     """
     found, asked, refused = _accepted(model, lines, seed, settings or {})
-    errors = rows = tokens = taken = offered = 0
-    for result in refused:
-        if result["id"] not in results.done:
+    errors = rows = tokens = 0
+    asked = only_chains_in_use(asked)
+    with Engine(model, batch_size=batch_size, max_waiting=None) as engine:
+        # Those that are done too: the programs are the same when a run is continued.
+        engine.reserve(asked)
+        index, count = engine.share
+        own = {line.id for line in lines if line.number % count == index} - results.done
+        if on_plan is not None:
+            on_plan(_planned(found, refused, asked, own))
+        for result in (result for result in refused if result["id"] in own):
             _write(results, result, 0, on_result)
             errors += 1
-    programs = []
-    asked = only_chains_in_use(asked)
-    for (static, canvas), members in _groups(asked).items():
-        waiting = [n for n, index in enumerate(members) if found[index].id not in results.done]
-        if not waiting:
-            continue
-        slots = slots_of(
-            model, static, [asked[index] for index in members],
-            batch_size=batch_size, canvas=canvas, names=members,
-        )  # fmt: skip
-        slots.submit(waiting)
-        for n, row in finish(slots):
-            row = row.upto_eos(model.eos_ids)
-            new, result = int((row.committed >= 0).sum()), _result(model, found[members[n]], row)
-            _write(results, result, new, on_result)
-            errors, tokens = errors + ("error" in result), tokens + new
-            rows += "error" not in result
-        taken, offered = taken + slots.occupancy.taken, offered + slots.occupancy.offered
-        programs.append(f"rows={slots.num_slots} canvas={canvas}")
-    share = taken / offered if offered else 1.0
-    return Report(rows, errors, tokens, share, tuple(programs))
+        owners = {
+            engine.submit(request): line
+            for line, request in zip(found, asked, strict=True)
+            if line.id in own
+        }
+        while engine.is_busy:
+            for ticket, row in engine.step().finished.items():
+                new, result = row.num_generated, _result(model, owners.pop(ticket), row)
+                _write(results, result, new, on_result)
+                errors, tokens = errors + ("error" in result), tokens + new
+                rows += "error" not in result
+            if on_turn is not None:
+                on_turn(engine)
+        report = engine.report()
+    return Report(rows, errors, tokens, report.occupancy, report.programs)
 
 
 def _accepted(
@@ -127,12 +144,13 @@ def _accepted(
     found: list[Line] = []
     asked: list[Request] = []
     refused: list[dict[str, Any]] = []
+    known: dict[Any, Any] = {}
     for line in lines:
         common = dict(settings) | {"seed": (seed + line.number - 1) % 2**32}
         try:
             if line.error is not None:
                 raise ValueError(line.error)
-            asked += make_requests(model, _from_json(line.settings), common)
+            asked += make_requests(model, _from_json(line.settings), common, known=known)
         except ValueError as error:
             refused.append({"id": line.id, "error": _in_line(line, str(error))})
         else:
@@ -178,20 +196,34 @@ def _in_line(line: Line, error: str) -> str:
     return error if where in error else f"{where}: {error}"
 
 
-def _groups(requests: Sequence[Request]) -> dict[tuple[Static, int], list[int]]:
-    groups: dict[tuple[Static, int], list[int]] = {}
-    for static, members in group(requests).items():
-        for index in members:
-            canvas = canvas_size(requests[index].room, is_shared=True)
-            groups.setdefault((static, canvas), []).append(index)
-    return groups
+def _planned(
+    found: Sequence[Line],
+    refused: Sequence[Mapping[str, Any]],
+    asked: Sequence[Request],
+    own: set[Id],
+) -> Plan:
+    """The work of the lines in `own`: steps times canvas of each."""
+    work = {result["id"]: 0.0 for result in refused if result["id"] in own}
+    programs: dict[Any, str] = {}
+    for line, request in zip(found, asked, strict=True):
+        if line.id in own:
+            canvas = canvas_size(request.room, is_shared=True)
+            work[line.id] = float(request.sample.steps * canvas)
+            programs[static_of(request), canvas] = f"canvas={canvas}"
+    return Plan(work, tuple(programs.values()))
 
 
 def _result(model: Model, line: Line, row: Row) -> dict[str, Any]:
     if row.status is Status.NON_FINITE:
         error = f"line {line.number}: the model's logits are not finite after {row.steps} steps"
         return {"id": line.id, "error": error}
-    always = {"forwards", *(("insertions", "deletions", "lost") if row.origin is not None else ())}
+    if row.error is not None:
+        raise row.error
+    always = {
+        "forwards",
+        "waves",
+        *(("insertions", "deletions", "lost") if row.origin is not None else ()),
+    }
     counted = {name: n for name, n in row.counters._asdict().items() if n or name in always}
     return {
         "id": line.id,
@@ -200,6 +232,7 @@ def _result(model: Model, line: Line, row: Row) -> dict[str, Any]:
         "length": int(row.tokens.size),
         "steps": row.steps,
         "status": row.status.name.lower(),
+        "seconds": round(row.seconds, 3),
     } | counted
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dlm_jax.checkpoint.store import load_params
+from dlm_jax.checkpoint.files import Place, checkpoint_root
+from dlm_jax.checkpoint.store import Checkpoints, load_params
 from dlm_jax.checkpoint.weights import SUFFIX, load_weights
 
 
@@ -15,6 +16,7 @@ def load_any(
     path: str | os.PathLike[str],
     make_abstract: Callable[[dict[str, Any]], Any] | None = None,
     *,
+    place: Place | None = None,
     report: Callable[[str], None] | None = None,
 ) -> tuple[Any, dict[str, Any]]:
     """(parameters, JSON beside them) of a run's directory or of a weights file.
@@ -23,11 +25,25 @@ def load_any(
       path: what ``train.out_dir`` was, or the directory of its checkpoints; or a file that
         ``python -m dlm_jax.export`` wrote.
       make_abstract: from the JSON to the parameters' shapes, as of `load_params`.
+      place: where each parameter goes, and as what; by default whole onto the first local device,
+        as it is stored, those of a file as float32.
       report: takes one line if a damaged checkpoint was passed over.
 
     Raises:
       ValueError: nothing usable is there; the line says what and the remedy.
     """
     if Path(path).suffix == SUFFIX:
-        return load_weights(path)
-    return load_params(path, make_abstract, report=report)
+        return load_weights(path, place=place)
+    return load_params(path, make_abstract, place=place, report=report)
+
+
+def load_meta(
+    path: str | os.PathLike[str], *, report: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """The JSON beside the parameters that `load_any` would give; the same arguments and errors."""
+    if Path(path).suffix == SUFFIX:
+        return load_weights(path)[1]
+    root = checkpoint_root(path)
+    root = root / "checkpoints" if (root / "checkpoints").is_dir() else root
+    with Checkpoints(root, keep=1) as checkpoints:
+        return checkpoints.read_meta(report=report)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,23 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
+from dlm_jax.checkpoint.files import Place
+
 SUFFIX = ".safetensors"
 DTYPES = ("float32", "float16")
 
 _KEY = "dlm_jax"
 _CHECKSUM = "crc32"
+_PART = 1 << 26
+_NUMPY_OF = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16)}
+
+
+class _NotOursError(Exception):
+    pass
+
+
+class _DamagedError(Exception):
+    pass
 
 
 def save_weights(
@@ -68,33 +81,63 @@ def save_weights(
     return target.stat().st_size
 
 
-def load_weights(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
-    """The parameters as float32 on the default device, and the JSON, of a `save_weights` file.
+def load_weights(
+    path: str | os.PathLike[str], *, place: Place | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """The parameters and the JSON of a `save_weights` file.
+
+    Args:
+      path: of the file.
+      place: where each parameter goes, and as what; of a parameter that devices split each part is
+        read for itself. By default whole onto the default device, as float32.
 
     Raises:
       ValueError: the file is missing, damaged, or not one of ours.
     """
     target = Path(path)
+    params: dict[str, Any] = {}
     try:
         with safe_open(target, framework="np") as file:
             header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if _KEY not in header:
+                raise _NotOursError
+            names = list(file.keys())
+            if header.get(_CHECKSUM) != f"{_checksum_of(file, names):08x}":
+                raise _DamagedError
+            for name in names:
+                *parents, last = name.split("/")
+                node = params
+                for parent in parents:
+                    node = node.setdefault(parent, {})
+                node[last] = _placed(file, name, place)
     except FileNotFoundError:
         raise ValueError(f"weights file {target} does not exist; name one") from None
+    except _NotOursError:
+        raise ValueError(
+            f"weights file {target} was not written by dlm_jax; its header lacks it"
+        ) from None
+    except _DamagedError:
+        raise ValueError(
+            f"weights file {target} is damaged: its checksum is wrong; copy it again"
+        ) from None
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"weights file {target} cannot be read ({error}); copy it again") from None
-    if _KEY not in header:
-        raise ValueError(f"weights file {target} was not written by dlm_jax; its header lacks it")
-    if header.get(_CHECKSUM) != f"{_checksum(tensors):08x}":
-        raise ValueError(f"weights file {target} is damaged: its checksum is wrong; copy it again")
-    params: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        *parents, last = name.split("/")
-        node = params
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = jax.numpy.asarray(tensor, np.float32)
     return params, json.loads(header[_KEY])
+
+
+def _placed(file: Any, name: str, place: Place | None) -> jax.Array:
+    """A tensor of the file, each of its parts read for the devices that hold it."""
+    content = file.get_slice(name)
+    shape = tuple(content.get_shape())
+    stored = _NUMPY_OF.get(content.get_dtype(), np.dtype(np.float32))
+    if place is None:
+        return jax.numpy.asarray(file.get_tensor(name), np.float32)
+    wanted = place(name, jax.ShapeDtypeStruct(shape, stored))
+    if not shape or wanted.sharding is None:
+        return jax.device_put(file.get_tensor(name).astype(wanted.dtype), wanted.sharding)
+    return jax.make_array_from_callback(
+        shape, wanted.sharding, lambda index: np.asarray(content[index]).astype(wanted.dtype)
+    )
 
 
 def _checksum(tensors: Mapping[str, np.ndarray]) -> int:
@@ -103,4 +146,21 @@ def _checksum(tensors: Mapping[str, np.ndarray]) -> int:
     for name in sorted(tensors):
         crc = zlib.crc32(f"{name}{tensors[name].shape}".encode(), crc)
         crc = zlib.crc32(tensors[name].tobytes(), crc)
+    return crc
+
+
+def _checksum_of(file: Any, names: Sequence[str]) -> int:
+    """The same of the tensors of a file, of which it reads a part at a time."""
+    crc = 0
+    for name in sorted(names):
+        content = file.get_slice(name)
+        shape = tuple(content.get_shape())
+        crc = zlib.crc32(f"{name}{shape}".encode(), crc)
+        if not shape:
+            crc = zlib.crc32(file.get_tensor(name).tobytes(), crc)
+        elif 0 not in shape:
+            rows = max(1, _PART // (math.prod(shape[1:]) * 4))
+            for first in range(0, shape[0], rows):
+                part = np.ascontiguousarray(content[first : min(first + rows, shape[0])])
+                crc = zlib.crc32(part.tobytes(), crc)
     return crc

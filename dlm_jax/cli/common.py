@@ -15,6 +15,9 @@ from typing import NoReturn, TextIO
 
 import jax
 
+# Seconds within which JAX itself notices a host that is gone; `distributed.watch` is faster.
+_HEARTBEAT = 50
+
 
 class Parser(argparse.ArgumentParser):
     """A parser whose refusals are a ValueError, like the library's, instead of a page of usage."""
@@ -47,11 +50,12 @@ def refusals() -> Iterator[None]:
         raise SystemExit(2) from None
 
 
-def add_host_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that join several processes into one run."""
+def add_host_flags(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """Adds the flags that join several processes into one run; `more` is told of them in help."""
     group = parser.add_argument_group(
         "hosts",
-        "Start the same command on every host. On TPU pods and Slurm --distributed is enough.",
+        "Start the same command on every host. On TPU pods and Slurm --distributed is enough. "
+        + more,
     )
     group.add_argument("--distributed", action="store_true", help="join the other processes")
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
@@ -84,13 +88,8 @@ def start_jax(args: argparse.Namespace | None = None) -> None:
     """
     warnings.showwarning = _show_warning
     _refuse_lone_host_flags(args)
-    if args is not None and args.distributed:
-        try:
-            jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"--distributed: {error}; give --coordinator, --num-processes and --process-id"
-            ) from None
+    if args is not None:
+        join_hosts(args)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         # A user without a home directory, or one who may not write there, has no cache.
         with contextlib.suppress(RuntimeError, OSError):
@@ -99,6 +98,28 @@ def start_jax(args: argparse.Namespace | None = None) -> None:
             cache.mkdir(parents=True, exist_ok=True)
             jax.config.update("jax_compilation_cache_dir", str(cache))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def join_hosts(args: argparse.Namespace) -> None:
+    """Joins the other processes, if the flags of `add_host_flags` ask for it.
+
+    Raises:
+      ValueError: they could not be joined.
+    """
+    if not args.distributed:
+        return
+    try:
+        jax.distributed.initialize(
+            args.coordinator,
+            args.num_processes,
+            args.process_id,
+            heartbeat_timeout_seconds=_HEARTBEAT,
+            shutdown_timeout_seconds=_HEARTBEAT,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"--distributed: {error}; give --coordinator, --num-processes and --process-id"
+        ) from None
 
 
 def _machine() -> str:

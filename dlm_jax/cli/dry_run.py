@@ -9,6 +9,7 @@ import jax
 from dlm_jax.config import Config
 from dlm_jax.distributed.sharding import make_mesh
 from dlm_jax.distributed.topology import topology_devices
+from dlm_jax.training import say
 from dlm_jax.training.checks import check_model_fits, check_parts
 from dlm_jax.training.placing import mesh_config
 from dlm_jax.training.plan import Plan, plan
@@ -26,7 +27,7 @@ def dry_run(config: Config, topology: str) -> Plan:
     devices = topology_devices(topology) if topology else None
     tokenizer = None
     if config.model.vocab_size == 0:
-        config, corpus = load_resolved(config)
+        config, corpus = load_resolved(config, report=say)
         tokenizer = corpus.tokenizer
     elif config.model.attention_type == "causal" and config.model.start_id < 0:
         model = dataclasses.replace(config.model, start_id=config.model.vocab_size - 1)

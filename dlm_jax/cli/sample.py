@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import sys
 import time
@@ -21,23 +22,29 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tqdm import tqdm
+import jax
 
 import dlm_jax
-from dlm_jax.cli.common import Parser, refusals, start_jax
+from dlm_jax.cli.chat import answers, preset, turn_ids
+from dlm_jax.cli.common import Parser, add_host_flags, join_hosts, refusals, start_jax
+from dlm_jax.cli.compiling import compile_clock
+from dlm_jax.cli.devices import add_mesh_flags, check_batch, mesh_of
+from dlm_jax.cli.flags import naming_flags, speeds
 from dlm_jax.cli.sample_file import sample_file
 from dlm_jax.config import RowSettings, add_sample_flags, parse_flags, sample_settings
 from dlm_jax.config.sample import settings_of
 from dlm_jax.data import Tokenizer
 from dlm_jax.inference.candidates import HostSampler, Written
 from dlm_jax.inference.generate import chain_report, texts_of
+from dlm_jax.inference.model import DTYPES
 from dlm_jax.inference.own_rules import classes_of, with_rules
 from dlm_jax.inference.results import Row
+from dlm_jax.progress import Progress
 from dlm_jax.settings import nearest
 from dlm_jax.viewing.frames import Frame
 from dlm_jax.viewing.rows import frame_of, special_names
 from dlm_jax.viewing.trace import write_trace
-from dlm_jax.viewing.watch import Watch
+from dlm_jax.viewing.watch import Watch, pace_of
 
 
 def make_parser(kind: type[RowSettings]) -> Parser:
@@ -48,6 +55,8 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     add("--prompt", metavar="TEXT", help="text that every sample begins with")
     add("--template", metavar="TEXT", help='text with gaps to fill: "To be <hole:4> be"')
     add("--draft", metavar="TEXT", help="text behind the prompt, to be refined")
+    add("--chat", action="store_true", help="--prompt is a user's turn: print the model's answer")
+    add("--preset", metavar="NAME", help="a loop that comes with the model; docs/published.md")
     add("--num-samples", type=int, default=1, metavar="N", help="texts to print (1)")
     add("--max-length", type=int, metavar="L", help="canvas of a row; default: as trained")
     add("--seed", type=int, default=0, metavar="K", help="sample i has the seed K + i (0)")
@@ -61,10 +70,18 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     add("--trace", metavar="FILE", help="write a page that plays the denoising")
     add("--prompts", metavar="FILE", help="requests, one JSON object per line; needs --output")
     add("--output", metavar="FILE", help="results of --prompts, one JSON object per line")
-    add("--num-processes", type=int, default=1, metavar="N", help="processes that share --prompts")
-    add("--process-id", type=int, default=0, metavar="I", help="which of them this is, from 0")
+    add("--report-every", type=float, default=10.0, metavar="S",
+        help="seconds between two lines on how --prompts is doing (10); 0: none")  # fmt: skip
+    add("--report-json", metavar="FILE", help="appends the same figures, one JSON object per line")
+    add("--dtype", choices=DTYPES, help="of the parameters; default: float32")
     add("--report-chain", action="store_true", help="print where each part of the chain runs")
     add("--version", action="version", version=f"dlm_jax {dlm_jax.__version__}")
+    add_host_flags(
+        parser,
+        "With --distributed the hosts form one mesh. Without it, --num-processes and --process-id "
+        "share the requests of --prompts between programs that know nothing of each other.",
+    )
+    add_mesh_flags(parser)
     add_sample_flags(parser, kind)
     return parser
 
@@ -143,8 +160,17 @@ def _check_modes(args: argparse.Namespace) -> None:
     if args.prompts is not None and (given or args.num_samples != 1):
         name = (given or ["num_samples"])[0].replace("_", "-")
         raise ValueError(f"--{name} means nothing with --prompts; say it in the requests")
-    if args.prompts is None and (args.num_processes, args.process_id) != (1, 0):
+    if args.chat and (args.prompts or args.template or args.draft or args.prompt is None):
+        raise ValueError("--chat makes a turn of --prompt; give that, and no other text")
+    is_shared = args.num_processes is not None or args.process_id is not None
+    if args.prompts is None and is_shared and not args.distributed:
         raise ValueError("--num-processes and --process-id share --prompts; give that too")
+    if args.coordinator is not None and not args.distributed:
+        raise ValueError("--coordinator means nothing without --distributed; add that or drop it")
+    if not 0 <= args.report_every < math.inf:
+        raise ValueError(f"--report-every {args.report_every} must be at least 0")
+    if args.report_json is not None and (args.prompts is None or not args.report_every):
+        raise ValueError("--report-json goes with --prompts and --report-every; give both")
     if args.batch_size < 1:
         raise ValueError(f"batch_size={args.batch_size} must be at least 1")
     if args.trace is not None and not Path(args.trace).parent.is_dir():
@@ -159,48 +185,64 @@ def _check_modes(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 some requests were refused, 2 refused, 130 stopped by Ctrl-C."""
     start_jax()
-    with refusals():
+    compile_clock()
+    with refusals(), naming_flags():
         rules = _own_rules(sys.argv[1:] if argv is None else argv)
         kind = settings_of(with_rules(tuple(rules)))
-        args, _ = parse_flags(make_parser(kind), argv)
+        args, overrides = parse_flags(make_parser(kind), argv)
         names = kind.table.settings
         settings = sample_settings({n: getattr(args, n) for n in names if hasattr(args, n)}, kind)
         settings |= {"rules": rules} if rules else {}
         _check_modes(args)
         sampler = import_sampler(args.host_sampler) if args.host_sampler is not None else None
         _check_read_back(args)
-        model = dlm_jax.load(args.checkpoint, report=lambda line: print(line, file=sys.stderr))
+        join_hosts(args)
+        mesh = mesh_of(overrides, is_distributed=args.distributed)
+        model = dlm_jax.load(args.checkpoint, mesh=mesh, dtype=args.dtype,
+                             report=lambda line: print(line, file=sys.stderr))  # fmt: skip
+        if mesh is not None:
+            check_batch(model.params, args.batch_size)
+        settings = preset(model, args.preset) | settings
         if args.report_chain:
             print(chain_report(model, host_sampler=sampler, **settings), file=sys.stderr)
     if args.prompts is not None:
         return sample_file(model, args, settings)
     asked = {name: getattr(args, name) for name in ("prompt", "template", "draft")}
-    prompts = [{name: text for name, text in asked.items() if text is not None}]
+    with refusals():
+        prompts = [
+            {"tokens": turn_ids(model, args.prompt or "")} if args.chat
+            else {name: text for name, text in asked.items() if text is not None}
+        ]  # fmt: skip
     common: dict[str, Any] = {
         "num_samples": args.num_samples,
         "max_length": args.max_length,
         "seed": args.seed,
         "batch_size": args.batch_size,
     } | settings
-    began = time.perf_counter()
+    began, compiled = time.perf_counter(), compile_clock().seconds
+    waited = 0.0
     if args.watch or args.trace is not None:
-        with refusals():
-            result = _watch(model, prompts, args, common)
+        with refusals(), naming_flags():
+            result, waited = _watch(model, prompts, args, common)
     else:
-        # The bar waits, so that a refusal stands alone.
-        with refusals(), tqdm(desc="sample", unit="token", delay=1) as bar:
+        shown = Progress("sample", None, "token", is_shown=jax.process_index() == 0)
+        with refusals(), naming_flags(), shown as progress:
             result = dlm_jax.generate(
                 model, prompts, host_sampler=sampler, read_back=args.read_back is not None,
-                max_candidates=args.max_candidates, on_commits=bar.update, **common,
+                max_candidates=args.max_candidates, on_commits=progress.update, **common,
             )  # fmt: skip
-    seconds = time.perf_counter() - began
-    print("\n---\n".join(result.texts))
+    seconds = time.perf_counter() - began - waited
+    compiling = compile_clock().seconds - compiled
+    if jax.process_index() != 0:
+        return 0
+    texts = answers(model, result, len(prompts[0]["tokens"])) if args.chat else result.texts
+    print("\n---\n".join(texts))
     generated = int((result.committed >= 0).sum())
     _print_read_back(result, args, model.tokenizer)
     print(
         f"{len(result.texts)} texts, {int(result.steps.sum())} steps, {_counted(result)}"
-        f"{generated} tokens in {seconds:.2f} s ({generated / seconds:,.0f} tokens/s with "
-        f"compilation); {len(result.programs)} compilation ({', '.join(result.programs)})",
+        f"{generated} tokens in {seconds:.2f} s ({speeds(generated, seconds, compiling)}); "
+        f"{len(result.programs)} compilation ({', '.join(result.programs)})",
         file=sys.stderr,
     )
     return 0
@@ -227,11 +269,14 @@ def _watch(
     prompts: Sequence[dict[str, Any]],
     args: argparse.Namespace,
     common: dict[str, Any],
-) -> dlm_jax.Texts:
-    """The texts, shown while they are denoised and kept for the page that plays it."""
+) -> tuple[dlm_jax.Texts, float]:
+    """The texts, shown while they are denoised and kept for the page that plays it.
+
+    Besides, the seconds that were spent waiting for the eyes.
+    """
     decode, names = model.tokenizer.decode, special_names(model.tokenizer)
-    watch = Watch(decode, sys.stderr, names=names) if args.watch else None
     steps = common.get("steps", model.sample.steps)
+    watch = Watch(decode, sys.stderr, names=names, pace=pace_of(steps)) if args.watch else None
     frames: dict[int, list[Frame]] = {}
     rows: dict[int, Row] = {}
     for canvases in dlm_jax.stream(model, prompts, **common):
@@ -247,7 +292,7 @@ def _watch(
         write_trace(args.trace, [frames[i] for i in sorted(frames)], decode, title=title[:80],
                     names=names)  # fmt: skip
         print(f"wrote {args.trace}", file=sys.stderr)
-    return texts_of(model, rows)
+    return texts_of(model, rows), 0.0 if watch is None else watch.waited
 
 
 if __name__ == "__main__":

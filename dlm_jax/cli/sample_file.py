@@ -3,69 +3,106 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 import dlm_jax
-from dlm_jax.batch.requests import read_requests, share
+from dlm_jax.batch.requests import Id, Line, read_requests, share
 from dlm_jax.batch.results import Results, fingerprint
-from dlm_jax.batch.run import describe_model, describe_settings, run_requests
+from dlm_jax.batch.run import Plan, Report, describe_model, describe_settings, run_requests
 from dlm_jax.cli.common import refusals
+from dlm_jax.cli.compiling import compile_clock
+from dlm_jax.cli.devices import share_of_host
+from dlm_jax.cli.flags import naming_flags, speeds
+from dlm_jax.distributed.processes import gathered
+from dlm_jax.inference.engine import Engine
+from dlm_jax.inference.meter import Meter
 from dlm_jax.inference.own_rules import with_rules
+from dlm_jax.inference.request import settings_of_call
+from dlm_jax.progress import Progress
+
+
+class _NoResults:
+    """Stands for the results of a process that computes along and writes nothing."""
+
+    def __init__(self, done: set[Id]):
+        self.done = done
+
+    def write(self, result: Mapping[str, Any]) -> None:
+        """Nothing but that it is done."""
+        self.done.add(result["id"])
 
 
 def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[str, Any]) -> int:
     """Runs a file of requests; exit code 1 if some were refused, 130 if it was stopped."""
     if args.max_length is not None:
         settings = settings | {"max_length": args.max_length}
-    with refusals():
+    with refusals(), naming_flags():
+        # Once, or every line would be refused for what no line says.
+        settings_of_call(model, settings)
+    with refusals(), contextlib.ExitStack() as stack:
         known = with_rules(tuple(settings.get("rules", ()))).settings
         lines = read_requests(args.prompts, known=[*known, "infill"])
-        own = share(lines, args.process_id, args.num_processes)
         mark = fingerprint(
             args.prompts,
             model=describe_model(model),
-            settings=describe_settings(settings)
-            | {"seed": args.seed, "batch_size": args.batch_size},
+            settings=describe_settings(settings) | {"seed": args.seed},
         )
-        results = Results(
-            args.output, fingerprint=mark, index=args.process_id, count=args.num_processes
-        )
-    began = time.perf_counter()
-    with results:
-        todo = [line for line in own if line.id not in results.done]
-        if len(todo) < len(own):
-            print(f"{len(own) - len(todo)} of {len(own)} requests are done", file=sys.stderr)
-        with tqdm(total=len(todo), desc="sample", unit="row", delay=1) as bar:
-            tokens = 0
+        index, count, tells = _share(model, args)
+        results = None
+        if tells:
+            results = stack.enter_context(
+                Results(args.output, fingerprint=mark, index=index, count=count)
+            )
+        done = next(found for i, found in gathered((index, results and results.done))
+                    if i == index and found is not None)  # fmt: skip
+        kept = stack.pop_all()
+    with kept:
+        return _run(model, args, settings, lines, results or _NoResults(done))
 
-            def show(result: Mapping[str, Any], new: int) -> None:
-                nonlocal tokens
-                tokens += new
-                bar.update()
-                bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):,.0f} tokens/s")
 
-            try:
-                report = run_requests(
-                    model, own, results, seed=args.seed, settings=settings,
-                    batch_size=args.batch_size, on_result=show,
-                )  # fmt: skip
-            except KeyboardInterrupt:
-                print("stopped; the same command goes on from here", file=sys.stderr)
-                return 130
-        with refusals():
-            is_complete = results.finish([line.id for line in lines])
-    seconds = time.perf_counter() - began
+def _share(model: dlm_jax.Model, args: argparse.Namespace) -> tuple[int, int, bool]:
+    """Which share of the lines is this process's, of how many, and whether it writes them."""
+    if args.distributed:
+        return share_of_host(model.params)
+    return args.process_id or 0, 1 if args.num_processes is None else args.num_processes, True
+
+
+def _run(
+    model: dlm_jax.Model,
+    args: argparse.Namespace,
+    settings: dict[str, Any],
+    lines: list[Line],
+    results: Results | _NoResults,
+) -> int:
+    """Runs the lines that have no result yet, merges the results, and says what was done."""
+    index, count, tells = _share(model, args)
+    own = share(lines, index, count)
+    began, compiled = time.perf_counter(), compile_clock().seconds
+    todo = [line for line in own if line.id not in results.done]
+    if len(todo) < len(own) and tells:
+        print(f"{len(own) - len(todo)} of {len(own)} requests are done", file=sys.stderr)
+    try:
+        report = _shown(model, args, settings, lines if args.distributed else own, results)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    if not isinstance(results, Results):
+        return 0
+    with refusals():
+        is_complete = results.finish([line.id for line in lines])
+    seconds, compiling = time.perf_counter() - began, compile_clock().seconds - compiled
     print(
         f"{report.rows} rows, {report.errors} refused, {report.tokens} tokens in {seconds:.2f} s "
-        f"({report.rows / seconds:,.1f} rows/s, {report.tokens / seconds:,.0f} tokens/s with "
-        f"compilation), slots {report.occupancy:.0%} occupied while rows of their program waited; "
+        f"({speeds(report.tokens, seconds, compiling)}), slots {report.occupancy:.0%} occupied "
+        "while rows of their program waited; "
         f"{len(report.programs)} programs ({', '.join(report.programs)})",
         file=sys.stderr,
     )
@@ -78,3 +115,64 @@ def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[s
         rows = Path(args.output).read_text(encoding="utf-8").splitlines()
         errors = sum("error" in json.loads(row) for row in rows)
     return 1 if errors else 0
+
+
+def _shown(
+    model: dlm_jax.Model,
+    args: argparse.Namespace,
+    settings: dict[str, Any],
+    lines: list[Line],
+    results: Results | _NoResults,
+) -> Report:
+    """Runs the requests, and shows how far it is and how the engine is doing."""
+    tells = isinstance(results, Results)
+    tokens = 0
+    work: dict[Id, float] = {}
+    with contextlib.ExitStack() as stack:
+        shown: list[Progress] = []
+
+        def begin(planned: Plan) -> None:
+            work.update(planned.work)
+            count, programs = len(work), len(planned.programs)
+            if count and tells:
+                kind = "program" if programs == 1 else "programs"
+                print(f"{count:,} requests in {programs} {kind}", file=sys.stderr)
+            total, idle = sum(work.values()), lambda: compile_clock().seconds
+            progress = Progress("sample", count, "row", work=total, idle=idle, is_shown=tells)
+            shown.append(stack.enter_context(progress))
+
+        def show(result: Mapping[str, Any], new: int) -> None:
+            nonlocal tokens
+            tokens += new
+            pace = tokens / max(shown[0].seconds(), 1e-6)
+            shown[0].update(work=work[result["id"]], note=f"{pace:,.0f} tokens/s")
+
+        tick = stack.enter_context(_meter(args, tells=tells))
+        return run_requests(
+            model, lines, results, seed=args.seed, settings=settings, batch_size=args.batch_size,
+            on_plan=begin, on_result=show, on_turn=tick,
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _meter(args: argparse.Namespace, *, tells: bool) -> Iterator[Callable[[Engine], None]]:
+    """What tells how the engine is doing after each of its turns, as the flags ask."""
+    made: list[Meter] = []
+    with contextlib.ExitStack() as stack:
+        records = None
+        if tells and args.report_json is not None:
+            records = stack.enter_context(open(args.report_json, "a", encoding="utf-8"))
+
+        def tick(engine: Engine) -> None:
+            if tells and args.report_every and not made:
+                made.append(Meter(engine, every=args.report_every, write=_above, records=records))
+            for meter in made:
+                meter.tick()
+
+        yield tick
+        for meter in made if records is not None else []:
+            meter.tell()
+
+
+def _above(line: str) -> None:
+    tqdm.write(line, file=sys.stderr)

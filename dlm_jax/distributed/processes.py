@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -35,3 +36,65 @@ def on_first_process(decide: Callable[[], Any]) -> Any:
     if "error" in outcome:
         raise ValueError(outcome["error"])
     return outcome["value"]
+
+
+def totals(counts: np.ndarray, share: tuple[int, int]) -> np.ndarray:
+    """The sum of integers over the shares of all processes, the same on each of them.
+
+    Every process must call it at the same point.
+
+    Args:
+      counts: int ``[n]``, of the share that this process has.
+      share: which it is, and of how many; several processes may have the same.
+    """
+    if jax.process_count() == 1:
+        return counts
+    own = np.concatenate([[share[0]], counts]).astype(np.int32)
+    by_share = {int(one[0]): one[1:] for one in multihost_utils.process_allgather(own)}
+    return np.sum(list(by_share.values()), axis=0)
+
+
+def gathered(value: Any) -> list[Any]:
+    """What each process gave, on every process; in the order of the processes.
+
+    Every process must call it at the same point. The values are pickled: use it between the
+    processes of one program only.
+    """
+    if jax.process_count() == 1:
+        return [value]
+    own = np.frombuffer(pickle.dumps(value), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.int32(own.size))).reshape(-1)
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: own.size] = own
+    parts = np.asarray(multihost_utils.process_allgather(padded))
+    return [pickle.loads(part[:size].tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+
+def check_same_everywhere(facts: dict[str, Any]) -> None:
+    """Refuses, on every process, what differs between processes.
+
+    Every process must call it at the same point.
+
+    Args:
+      facts: JSON by name.
+
+    Raises:
+      ValueError: a process has another value than process 0; the line names both and the fact.
+    """
+    if jax.process_count() == 1:
+        return
+    mine = json.loads(json.dumps(facts))
+    first: dict[str, Any] = on_first_process(lambda: mine)
+    names = sorted(first)
+    differing = [place for place, name in enumerate(names) if mine.get(name) != first[name]]
+    if mine.keys() - first.keys():
+        differing.append(len(names))
+    found = np.int32(differing[0] if differing else -1)
+    for process, place in enumerate(np.asarray(multihost_utils.process_allgather(found))):
+        if place >= 0:
+            name = "version" if place == len(names) else names[place]
+            here = f" ({mine.get(name)!r} here, {first.get(name)!r} there)" if differing else ""
+            raise ValueError(
+                f"process {process} has another {name} than process 0{here}; "
+                "start every process with the same config and program"
+            )

@@ -1,24 +1,26 @@
-"""Where the rows of a batch lie: on one device, split over several, or whole on each."""
+"""Where the rows of a batch lie: on one device, split over several, or over several processes."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dlm_jax.distributed.activations import ROWS
+from dlm_jax.distributed.sharding import share_of_batch
 from dlm_jax.types import Params
 
 
 def split_rows(params: Params) -> NamedSharding | None:
     """How to split rows over the devices that hold `params`: the axes `data` and `fsdp`.
 
-    None for one device, and for several processes: each of these runs all rows, so that each can
-    read the results.
+    None for one device.
     """
     mesh = getattr(_sharding_of(params), "mesh", None)
-    if mesh is None or mesh.size == 1 or mesh.is_multi_process:
+    if mesh is None or mesh.size == 1:
         return None
     axes = tuple(axis for axis in ROWS if axis in mesh.axis_names)
     return NamedSharding(mesh, PartitionSpec(axes))
@@ -27,6 +29,11 @@ def split_rows(params: Params) -> NamedSharding | None:
 def num_shares(rows: NamedSharding | None) -> int:
     """Parts into which `split_rows` splits the rows, 1 if it does not."""
     return 1 if rows is None else math.prod(rows.mesh.shape[axis] for axis in rows.spec[0])
+
+
+def spans_processes(rows: NamedSharding | None) -> bool:
+    """Whether the devices belong to several processes, which then take every step together."""
+    return rows is not None and bool(rows.mesh.is_multi_process)
 
 
 def placement(rows: NamedSharding | None, params: Params) -> jax.sharding.Sharding | None:
@@ -40,6 +47,71 @@ def placement(rows: NamedSharding | None, params: Params) -> jax.sharding.Shardi
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec())
     return sharding
+
+
+class OwnRows:
+    """The rows of a batch that this process feeds and reads: all of them, if there is no other.
+
+    Args:
+      home: where the rows are.
+      num_rows: of all processes.
+
+    Attributes:
+      share: which part of the rows it is, and of how many; processes that split only the
+        parameters between them have the same.
+      count: how many rows it has.
+
+    Raises:
+      ValueError: the rows of the process are not one equal share.
+    """
+
+    def __init__(self, home: jax.sharding.Sharding | None, num_rows: int):
+        self._home, self._num_rows = home, num_rows
+        self.share = (0, 1)
+        if isinstance(home, NamedSharding) and home.mesh.is_multi_process:
+            self.share = share_of_batch(home, num_rows)
+        self.count = num_rows // self.share[1]
+
+    def place(self, tree: Any) -> Any:
+        """Arrays on the devices, given the own rows of each."""
+        home = self._home
+        if self.share[1] == 1 or not isinstance(home, NamedSharding):
+            return jax.device_put(tree, home)
+
+        def place(leaf: np.ndarray) -> jax.Array:
+            shape = (self._num_rows, *leaf.shape[1:])
+            return jax.make_array_from_process_local_data(home, np.asarray(leaf), shape)
+
+        return jax.tree.map(place, tree)
+
+    def fetch(self, tree: Any) -> Any:
+        """The own rows of arrays on the devices, on the host."""
+        if self.share[1] == 1:
+            return jax.device_get(tree)
+        return jax.tree.map(self._fetch, tree)
+
+    def _fetch(self, leaf: jax.Array) -> np.ndarray:
+        parts = {shard.index[0].start or 0: shard for shard in leaf.addressable_shards}
+        return np.concatenate([np.asarray(parts[start].data) for start in sorted(parts)])
+
+
+def beginning(leaf: jax.Array, size: int) -> np.ndarray:
+    """The first `size` numbers of an array in the order of its axes, wherever its parts are.
+
+    No device comes to hold more of it.
+    """
+
+    def cut(leaf: jax.Array) -> jax.Array:
+        while leaf.ndim > 1 and math.prod(leaf.shape[1:]) >= size:
+            leaf = leaf[0]
+        rows = -(-size // max(1, math.prod(leaf.shape[1:])))
+        return (leaf[:rows] if leaf.ndim else leaf).reshape(-1)[:size]
+
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return np.asarray(cut(leaf))
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+    return np.asarray(jax.jit(cut, out_shardings=everywhere)(leaf))
 
 
 def _sharding_of(params: Params) -> jax.sharding.Sharding | None:

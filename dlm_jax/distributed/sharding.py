@@ -23,12 +23,14 @@ from dlm_jax.distributed.mesh import arranged, shape_of
 RULES: tuple[tuple[str, P], ...] = (
     (r"embedding$", P("tensor", "fsdp")),
     (r"(^|/)head/kernel$", P("fsdp", "tensor")),
-    # Experts are stacked [depth, experts, fan_in, fan_out].
-    (r"blocks/.*/experts/(up|gate)/kernel$", P(None, "expert", "fsdp", "tensor")),
-    (r"blocks/.*/experts/(out|down)/kernel$", P(None, "expert", "tensor", "fsdp")),
     (r"blocks/.*/(query|key|value|up|gate)/kernel$", P(None, "fsdp", "tensor")),
     (r"blocks/.*/(out|down)/kernel$", P(None, "tensor", "fsdp")),
     (r"blocks/.*/(query|key|value)/bias$", P(None, "tensor")),
+    (r"blocks/.*/expert_(gate|up)$", P(None, "expert", "fsdp", "tensor")),
+    (r"blocks/.*/expert_down$", P(None, "expert", "tensor", "fsdp")),
+    # Small: every device holds all of them.
+    (r"blocks/.*/router(/kernel|_bias)$", P()),
+    (r"(^|/)adapters/", P()),
     (r"(sampler|scorer)_head/inner/kernel$", P("fsdp", "tensor")),
     (r"sampler_head/out/kernel$", P("tensor", "fsdp")),
     (r"(critic|scorer)_head/out/kernel$", P()),

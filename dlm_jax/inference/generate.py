@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
-
+from dlm_jax.distributed.processes import gathered
+from dlm_jax.distributed.rows import spans_processes, split_rows
 from dlm_jax.inference.candidates import HostSampler
+from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import (
     Request,
-    Static,
-    group,
     make_requests,
     only_chains_in_use,
     settings_of_call,
 )
-from dlm_jax.inference.results import Generation, Row, assemble
-from dlm_jax.inference.slots import Slots, finish
+from dlm_jax.inference.results import Generation, Row, Since, assemble
 from dlm_jax.types import Status
 
 
@@ -55,6 +54,8 @@ def generate(
     """Texts that continue each prompt `num_samples` times.
 
     Sample ``i`` in the order of the result has the seed ``seed + i`` and can be made again alone.
+    If the devices of the model belong to several processes, all make the same call, and each gets
+    all texts.
 
     Args:
       model: from `load`, or your own `Model`.
@@ -90,19 +91,33 @@ def generate(
     common = {"seed": seed, "max_length": max_length} | settings
     common |= {"host_sampler": host_sampler, "read_back": read_back}
     requests = _all_requests(model, prompts, num_samples, common)
-    rows: dict[int, Row] = {}
-    programs: list[str] = []
-    for static, members in group(requests).items():
-        slots = slots_of(
-            model, static, [requests[index] for index in members], batch_size=batch_size,
-            max_candidates=max_candidates, names=members,
-        )  # fmt: skip
-        slots.submit(range(len(members)))
-        known = len(slots.loop.compiled)
-        for index, row in finish(slots, on_commits):
-            rows[members[index]] = row.upto_eos(model.eos_ids)
-        programs += slots.loop.compiled[known:]
-    return dataclasses.replace(texts_of(model, rows), programs=tuple(programs))
+    with _engine_for(
+        model, requests, batch_size=batch_size, max_candidates=max_candidates
+    ) as engine:
+        index, count = engine.share
+        owners = {
+            engine.submit(request): place
+            for place, request in enumerate(requests)
+            if place % count == index
+        }
+        rows: dict[int, Row] = {}
+        told = ended = 0
+        while engine.is_busy:
+            finished = engine.step().finished
+            for ticket, row in finished.items():
+                if row.error is not None:
+                    raise row.error
+                rows[owners[ticket]] = row
+            if on_commits is not None:
+                ended += sum(row.num_generated for row in finished.values())
+                now = ended + engine.num_committed()
+                # Remasking lowers the number; a bar does not run backwards.
+                on_commits(max(0, now - told))
+                told = max(now, told)
+        programs = engine.report().compiled
+    if count > 1:
+        rows = {place: row for some in gathered(rows) for place, row in some.items()}
+    return dataclasses.replace(texts_of(model, rows), programs=programs)
 
 
 def stream(
@@ -166,13 +181,13 @@ def _all_requests(
     return only_chains_in_use(requests)
 
 
-def slots_of(model: Model, static: Static, requests: Sequence[Request], **options: Any) -> Slots:
-    """Slots for requests that agree in what is compiled in; `options` are those of `Slots`."""
-    make_loop = model.host_loop if static.needs_host else model.advance
-    loop = make_loop(draw=static.draw, is_guided=static.is_guided)
-    return Slots(
-        loop, model.params, requests, model.facts, pad_id=model.tokenizer.pad_id, **options
-    )
+def _engine_for(
+    model: Model, requests: Sequence[Request], *, batch_size: int, max_candidates: int = 64
+) -> Engine:
+    """An engine for these requests alone, in as few programs and slots as they need."""
+    engine = Engine(model, batch_size=batch_size, max_candidates=max_candidates, max_waiting=None)
+    engine.reserve(requests, on_one_canvas=True)
+    return engine
 
 
 def chain_report(model: Model, *, host_sampler: HostSampler | None = None, **settings: Any) -> str:
@@ -196,54 +211,42 @@ def chain_report(model: Model, *, host_sampler: HostSampler | None = None, **set
 
 
 def canvases(
-    model: Model, requests: Sequence[Request], *, every: int | Literal["block"] = 1, **options: Any
+    model: Model,
+    requests: Sequence[Request],
+    *,
+    every: int | Literal["block"] = 1,
+    batch_size: int = 64,
 ) -> Iterator[dict[int, Row]]:
     """Rows by the place of their request, before the first step and then after every `every` steps.
 
     With ``"block"``, whenever a row has finished one. A row is shown for the last time when it has
-    ended, cut at its first EOS. `options` are those of `Slots`.
+    ended, cut at its first EOS. Rows of different programs are shown in turn.
 
     Raises:
-      ValueError: `every` is neither at least 1 nor "block", or as `slots_of`.
+      ValueError: `every` is neither at least 1 nor "block", or as `Engine`.
     """
     is_count = isinstance(every, int) and not isinstance(every, bool) and every >= 1
     if not is_count and every != "block":
         raise ValueError(f"every={every!r} must be at least 1, or 'block'")
+    if spans_processes(split_rows(model.params)):
+        raise ValueError("canvases are shown in one process; use `generate`, or drop the others")
     num_steps = 1 if every == "block" else int(every)
-    for static, members in group(requests).items():
-        slots = slots_of(
-            model, static, [requests[index] for index in members], names=members, **options
-        )
-        slots.submit(range(len(members)))
-        slots.fill()
+    with _engine_for(model, requests, batch_size=batch_size) as engine:
+        for request in requests:
+            engine.submit(request, is_watched=True)
         blocks: dict[int, int] = {}
-        origins: dict[int, np.ndarray] = {}
-        shown = slots.rows()
-        while shown or slots.is_busy:
+        since: defaultdict[int, Since] = defaultdict(Since)
+        step = engine.step(0)
+        while step.progress or step.finished or engine.is_busy:
+            told = step.progress | step.finished
+            shown = {t.number: since[t.number].add(row) for t, row in told.items()}
             is_due = every != "block" or any(
                 row.status != Status.RUNNING or row.block != blocks.get(index)
                 for index, row in shown.items()
             )
             if is_due:
                 blocks |= {index: row.block for index, row in shown.items()}
-                yield {members[index]: row for index, row in shown.items()}
-                origins = {}
-            if not slots.is_busy:
+                yield {index: since[index].shown(row) for index, row in shown.items()}
+            if not engine.is_busy:
                 break
-            ended = slots.advance(num_steps)
-            slots.fill()
-            cut = {i: row.upto_eos(model.eos_ids) for i, row in ended.items()}
-            shown = {i: _since(origins, i, row) for i, row in (slots.rows() | cut).items()}
-
-
-def _since(origins: dict[int, np.ndarray], index: int, row: Row) -> Row:
-    """The row with its origin in the canvas that was shown last, which `origins` keeps."""
-    if row.origin is None:
-        return row
-    before = origins.get(index)
-    if before is not None:
-        was_there = np.where(row.origin >= 0, before[np.maximum(row.origin, 0)], -1)
-        row = dataclasses.replace(row, origin=was_there)
-    assert row.origin is not None
-    origins[index] = row.origin
-    return row
+            step = engine.step(num_steps)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.inference.candidates import Candidates, HostSampler, Written, chosen
+from dlm_jax.inference.places import Place, open_places
 from dlm_jax.inference.read_back import ReadBack, read_back
 from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling.edits.state import places as all_places
@@ -27,19 +28,6 @@ from dlm_jax.types import Params
 
 _PLACES = 64
 _HOST_SALT = 0x686F7374
-
-
-class _Place(NamedTuple):
-    """A position that the host looks at, in a row of the batch, and what is known of that row."""
-
-    slot: int
-    name: int
-    sampler: HostSampler | None
-    index: int
-    step: int
-    tokens: np.ndarray
-    is_hole: np.ndarray
-    first: int
 
 
 class _Survivors(NamedTuple):
@@ -90,6 +78,7 @@ class HostLoop:
         read_back: Collection[int] = (),
         max_candidates: int = 64,
         names: Sequence[int] | None = None,
+        failed: dict[int, Exception] | None = None,
     ) -> tuple[State, list[Written]]:
         """The state one step later (do not use the old one again), and what was read back.
 
@@ -101,6 +90,8 @@ class HostLoop:
             positions that they had before the step's edits.
           max_candidates: how many of a position's candidates come to the host at most.
           names: what to call each row to host samplers and in errors, if not by its place.
+          failed: takes what a row's sampler raised; the row then ends without having written
+            anything, and other rows go on. Without it what is raised goes to the caller.
 
         Raises:
           ValueError: a sampler chose an id that is no candidate, or `max_candidates` is below 1.
@@ -111,11 +102,15 @@ class HostLoop:
         found: list[tuple[int, Written]] = []
         if samplers or read_back:
             wanted = sorted(set(samplers) | set(read_back))
-            places = _places(state, inputs, wanted, samplers, names, mask_id=self.program.mask_id)
+            places = open_places(
+                state, inputs, wanted, samplers, names, mask_id=self.program.mask_id
+            )
             for first in range(0, len(places), _PLACES):
                 part = places[first : first + _PLACES]
-                inputs, written = self._ask(params, state, inputs, part, max_candidates)
+                inputs, written = self._ask(params, state, inputs, part, max_candidates, failed)
                 found += written
+        if failed:
+            inputs = _without(inputs, failed)
         state, info = self._write(params, state, inputs)
         if not read_back:
             return state, []
@@ -133,8 +128,9 @@ class HostLoop:
         params: Params,
         state: State,
         inputs: StepInputs,
-        places: Sequence[_Place],
+        places: Sequence[Place],
         max_candidates: int,
+        failed: dict[int, Exception] | None,
     ) -> tuple[StepInputs, list[tuple[int, Written]]]:
         """The inputs with the host samplers' choices at `places`, and what each would write."""
         size = min(max_candidates, self.program.network.vocab_size)
@@ -148,9 +144,17 @@ class HostLoop:
         logprobs = np.log(np.maximum(left.read.probability_N, np.finfo(np.float32).tiny))
         found = []
         for number, place in enumerate(places):
+            if failed is not None and place.slot in failed:
+                continue
             candidates = _candidates(left, number, place)
             if place.sampler is not None:
-                place_of = chosen(place.sampler, candidates)
+                try:
+                    place_of = chosen(place.sampler, candidates)
+                except Exception as error:
+                    if failed is None:
+                        raise
+                    failed[place.slot] = error
+                    continue
                 ids[number] = candidates.ids[place_of]
                 logprobs[number] = candidates.logprobs[place_of]
                 is_hosted[number] = True
@@ -164,46 +168,13 @@ class HostLoop:
         return inputs, found
 
 
-def _places(
-    state: State,
-    inputs: StepInputs,
-    slots: Sequence[int],
-    samplers: Mapping[int, HostSampler],
-    names: Sequence[int] | None,
-    *,
-    mask_id: int,
-) -> list[_Place]:
-    """Every open position of the rows at `slots` whose logits are finite."""
-    rows = jnp.asarray(slots, jnp.int32)
-    canvas = state.canvas
-    is_hole_BL = (canvas.tokens_BL == mask_id) & ~canvas.frozen_BL
-    is_open, is_hole, tokens, is_frozen, lengths, steps = jax.device_get(
-        (
-            (inputs.masks.is_open_BL & inputs.is_finite_B[:, None])[rows],
-            is_hole_BL[rows],
-            canvas.tokens_BL[rows],
-            canvas.frozen_BL[rows],
-            canvas.length_B[rows],
-            state.step_B[rows],
-        )
-    )
-    return [
-        _Place(
-            slot=slot,
-            name=slot if names is None else names[slot],
-            sampler=samplers.get(slot),
-            index=int(index),
-            step=int(steps[number]),
-            tokens=tokens[number][: lengths[number]],
-            is_hole=is_hole[number][: lengths[number]],
-            first=int(np.argmin(is_frozen[number])),
-        )
-        for number, slot in enumerate(slots)
-        for index in np.flatnonzero(is_open[number])
-    ]
+def _without(inputs: StepInputs, slots: Collection[int]) -> StepInputs:
+    """The inputs with nothing to write in these rows, which end as those without finite logits."""
+    is_finite_B = inputs.is_finite_B.at[jnp.asarray(sorted(slots))].set(False)
+    return inputs._replace(filled=inputs.filled._replace(is_finite_B=is_finite_B))
 
 
-def _candidates(left: _Survivors, number: int, place: _Place) -> Candidates:
+def _candidates(left: _Survivors, number: int, place: Place) -> Candidates:
     """What survived at the place of that number."""
     read = left.read
     num_survivors = int(read.num_candidates_N[number])

@@ -31,9 +31,12 @@ class Row:
       block: number of the block it works on, from 0, among those that have work.
       status: how it stands.
       counters: what has been counted for it.
-      origin: int32 ``[n]``, where each position stood before the last call of `Slots.advance`; -1:
-        it was not there. None without edits.
+      origin: int32 ``[n]``, where each position stood when the loop was called last, or in a
+        canvas that was shown before; -1: it was not there. None without edits.
       read_back: what was read back of it, in the order of the commits.
+      error: what its host sampler or its program raised; None where nothing was.
+      waited: seconds before it came into a slot.
+      seconds: that it has spent in one.
     """
 
     tokens: np.ndarray
@@ -46,6 +49,14 @@ class Row:
     counters: Counters = Counters()
     origin: np.ndarray | None = None
     read_back: tuple[Written, ...] = ()
+    error: Exception | None = None
+    waited: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that were written in a step."""
+        return int((self.committed >= 0).sum())
 
     def upto_eos(self, eos_ids: Sequence[int]) -> Row:
         """The row up to its first generated EOS and with it; whole if given tokens follow it."""
@@ -62,6 +73,27 @@ class Row:
             origin=None if self.origin is None else self.origin[:n],
             read_back=tuple(r for r in self.read_back if r.place < n),
         )
+
+
+class Since:
+    """Where the positions of a row stood in the canvas of it that was shown last."""
+
+    def __init__(self) -> None:
+        self._origin: np.ndarray | None = None
+
+    def add(self, row: Row) -> Row:
+        """The row after another call of the loop, its origin in the canvas that was shown last."""
+        before = self._origin
+        if row.origin is not None and before is not None:
+            was_there = np.where(row.origin >= 0, before[np.maximum(row.origin, 0)], -1)
+            row = dataclasses.replace(row, origin=was_there)
+        self._origin = row.origin
+        return row
+
+    def shown(self, row: Row) -> Row:
+        """The row, which is the one that is shown now."""
+        self._origin = None
+        return row
 
 
 class Scores(NamedTuple):
@@ -93,6 +125,7 @@ class Generation:
         of a draft, and those that an edit put there.
       read_back: what was read back of each row, in the order of the commits; empty where nothing
         was asked.
+      seconds: float64 ``[R]``, that each row spent in a slot.
     """
 
     tokens: np.ndarray
@@ -103,6 +136,7 @@ class Generation:
     logprobs: np.ndarray
     committed: np.ndarray
     read_back: tuple[tuple[Written, ...], ...]
+    seconds: np.ndarray
 
     @property
     def forwards(self) -> np.ndarray:
@@ -135,6 +169,7 @@ def assemble(rows: Sequence[Row], *, pad_id: int) -> Generation:
         logprobs=table("logprobs", 0, np.float32),
         committed=table("committed", -1, np.int32),
         read_back=tuple(row.read_back for row in rows),
+        seconds=np.array([row.seconds for row in rows]),
     )
 
 

@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from dlm_jax import devices
-from dlm_jax.model import cpu
-
-MaySee = Callable[[Any, Any], Any]
-"""``(query places, key places) -> True`` where a query may see a key, whatever the row's length.
-
-A module-level function, or a frozen dataclass with ``__call__``: it is compiled in, compared and
-hashed. It must work on NumPy and on JAX integers that broadcast, and let every query see a key.
-"""
-
-SAVED = "attention"
-"""What rematerialisation may keep by name: the output of attention, and what its kernel needs."""
-
-# Below it a TPU's own fusions are as good as the kernel, whose blocks have at least 128 positions.
-_LEAST_FOR_SPLASH = 256
-# Scores per device that the plain form holds at a time.
-_MAX_SCORES = 2**28
-
-
-def causal(query: Any, key: Any) -> Any:
-    """A position sees itself and those to its left."""
-    return key <= query
+from dlm_jax.devices import platform
+from dlm_jax.model import cpu, forms
+from dlm_jax.types import Window, live_positions
 
 
 def rotary_angles(num_positions: int, head_size: int, theta: float) -> tuple[jax.Array, jax.Array]:
@@ -44,106 +24,161 @@ def rotary_angles(num_positions: int, head_size: int, theta: float) -> tuple[jax
     return jnp.cos(angles), jnp.sin(angles)
 
 
+def turned(x_BLHK: jax.Array, cos_LK: jax.Array, sin_LK: jax.Array) -> jax.Array:
+    """Queries or keys turned by their position, as far into each head as there are angles."""
+    size = 2 * cos_LK.shape[-1]
+    if size == x_BLHK.shape[-1]:
+        return cpu.rotate(x_BLHK, cos_LK, sin_LK)
+    head, rest = x_BLHK[..., :size], x_BLHK[..., size:]
+    return jnp.concatenate([cpu.rotate(head, cos_LK, sin_LK), rest], axis=-1)
+
+
 def attend(
     q_BLHK: jax.Array,
     k_BLGK: jax.Array,
     v_BLGK: jax.Array,
     length_B: jax.Array,
     *,
-    may_see: MaySee | None = None,
+    is_causal: bool,
 ) -> jax.Array:
     """Attention output ``[B, L, H, K]``, where keys at or beyond ``length_B`` are invisible.
 
     Heads share the ``G`` key/value heads in consecutive groups. Outputs at positions beyond the
     length are finite and meaningless. The devices in use decide how it is computed: on a CPU in the
-    order of work that suits it, on a TPU by the splash kernel, on a GPU in half precision by
-    cuDNN's, and otherwise by the plain formula. None but the first and the last holds all scores,
-    and the last only as many as fit.
-
-    Args:
-      q_BLHK: queries.
-      k_BLGK: keys.
-      v_BLGK: values.
-      length_B: int32 live positions.
-      may_see: which keys a query may see by their places; None: all.
+    order of work that suits it, elsewhere see `dlm_jax.model.forms.attention`.
     """
-    platform, given = devices.platform(), (q_BLHK, k_BLGK, v_BLGK, length_B)
-    if platform == "tpu" and q_BLHK.shape[1] >= _LEAST_FOR_SPLASH:
-        # Where there is no TPU, importing Pallas would cost every program a third of a second.
-        from dlm_jax.model.splash import splash_attention
-
-        # It saves what it returns itself: a name out here would keep the same twice.
-        return splash_attention(*given, may_see=may_see, saved=SAVED)
-    return checkpoint_name(_form(platform, q_BLHK)(*given, may_see=may_see), SAVED)
+    if platform() != "cpu":
+        may_see = forms.causal if is_causal else None
+        return forms.attention(q_BLHK, k_BLGK, v_BLGK, length_B, may_see=may_see)
+    y_BLHK = cpu.attention(q_BLHK, k_BLGK, v_BLGK, length_B, is_causal=is_causal)
+    return checkpoint_name(y_BLHK, forms.SAVED)
 
 
-def _form(platform: str, q_BLHK: jax.Array) -> Callable[..., jax.Array]:
-    if platform == "cpu":
-        return cpu.attention
-    is_half = q_BLHK.dtype in (jnp.bfloat16, jnp.float16)
-    if platform == "gpu" and is_half and q_BLHK.shape[-1] % 8 == 0:
-        return cudnn_attention
-    return plain_attention
-
-
-def cudnn_attention(
+def attend_in_blocks(
     q_BLHK: jax.Array,
     k_BLGK: jax.Array,
     v_BLGK: jax.Array,
     length_B: jax.Array,
     *,
-    may_see: MaySee | None = None,
+    block_length: int,
 ) -> jax.Array:
-    """`attend` by the fused kernel of cuDNN: half precision, head sizes that are multiples of 8."""
-    # A row of length 0 would be fully masked; one visible key keeps it finite.
-    visible_B = jnp.maximum(length_B, 1)
-    num_positions = q_BLHK.shape[1]
-    return jax.nn.dot_product_attention(
-        q_BLHK,
-        k_BLGK,
-        v_BLGK,
-        mask=None if may_see in (None, causal) else _seen(may_see, num_positions)[None, None],
-        query_seq_lengths=jnp.full_like(visible_B, num_positions),
-        key_value_seq_lengths=visible_B,
-        is_causal=may_see is causal,
-        implementation="cudnn",
+    """As `attend`, where a position sees its own block of the row and all blocks before it."""
+    if platform() != "cpu":
+        may_see = forms.InBlocks(block_length)
+        return forms.attention(q_BLHK, k_BLGK, v_BLGK, length_B, may_see=may_see)
+    place_L = jnp.arange(q_BLHK.shape[1])
+    is_seen_BLL = _sees(place_L[None], place_L[None], block_length)
+    is_seen_BLL = is_seen_BLL & live_positions(length_B, place_L.size)[:, None, :]
+    y_BLHK = cpu.attention_where(q_BLHK, k_BLGK, v_BLGK, is_seen_BLL)
+    return checkpoint_name(y_BLHK, forms.SAVED)
+
+
+def attend_beside_clean(
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    length_B: jax.Array,
+    *,
+    block_length: int,
+) -> jax.Array:
+    """Attention of two streams of the same rows, the first half of them noisy, the second clean.
+
+    A noisy position sees the noisy ones of its own block, and the clean ones of the blocks before;
+    a clean position the clean ones of its own block and those before (Arriola et al. 2025, Block
+    diffusion, section 3.1).
+
+    Args:
+      q_BLHK: of both streams, one behind the other along the rows: ``[2 B, L, H, K]``.
+      k_BLGK: likewise, ``[2 B, L, G, K]``.
+      v_BLGK: likewise.
+      length_B: of the rows of one stream.
+      block_length: positions of a block.
+    """
+    half = length_B.shape[0]
+    k_BMGK, v_BMGK = (jnp.concatenate([x[:half], x[half:]], axis=1) for x in (k_BLGK, v_BLGK))
+    may_see = forms.BesideClean(block_length, q_BLHK.shape[1])
+    if platform() != "cpu":
+        noisy_BLHK = forms.attention(q_BLHK[:half], k_BMGK, v_BMGK, length_B, may_see=may_see)
+    else:
+        place_M = jnp.arange(k_BMGK.shape[1])
+        is_live_BL = live_positions(length_B, q_BLHK.shape[1])
+        is_live_B1M = jnp.tile(is_live_BL, (1, 2))[:, None, :]
+        is_seen_BLM = may_see(place_M[: q_BLHK.shape[1], None], place_M)[None] & is_live_B1M
+        noisy_BLHK = cpu.attention_where(q_BLHK[:half], k_BMGK, v_BMGK, is_seen_BLM)
+    clean_BLHK = attend_in_blocks(
+        q_BLHK[half:], k_BLGK[half:], v_BLGK[half:], length_B, block_length=block_length
+    )
+    return jnp.concatenate([noisy_BLHK, clean_BLHK])
+
+
+class SeenKeys(NamedTuple):
+    """Which keys the positions of a window see, as `shared_bias` hides the others.
+
+    Attributes:
+      kept_bias: of the keys that are kept, ``[B, 1, N or 1, L]``.
+      own_bias: of the window's own, ``[B, 1, N or 1, W]``.
+    """
+
+    kept_bias: jax.Array
+    own_bias: jax.Array
+
+
+def seen_keys(
+    window: Window,
+    place_BW: jax.Array,
+    length_B: jax.Array,
+    num_positions: int,
+    *,
+    block_length: int,
+    num_shared: int,
+) -> SeenKeys:
+    """What the positions `place_BW` of a window see of a canvas and of themselves."""
+    place_1L = jnp.arange(num_positions)[None]
+    begin_B1, end_B1, length_B1 = window.begin_N[:, None], window.end_N[:, None], length_B[:, None]
+
+    def is_own(place: jax.Array) -> jax.Array:
+        return (place >= begin_B1) & (place < end_B1)
+
+    is_kept_BL = (place_1L < length_B1) & ~is_own(place_1L)
+    is_new_BW = (place_BW < length_B1) & is_own(place_BW)
+    is_kept_BWL = is_kept_BL[:, None, :] & _sees(place_BW, place_1L, block_length)
+    is_new_BWW = is_new_BW[:, None, :] & _sees(place_BW, place_BW, block_length)
+    return SeenKeys(
+        cpu.shared_bias(is_kept_BWL, num_shared), cpu.shared_bias(is_new_BWW, num_shared)
     )
 
 
-def plain_attention(
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    length_B: jax.Array,
-    *,
-    may_see: MaySee | None = None,
+def attend_beside_kept(
+    q_BWHK: jax.Array,
+    kept_BGLK: tuple[jax.Array, jax.Array],
+    own_BGWK: tuple[jax.Array, jax.Array],
+    seen: SeenKeys,
 ) -> jax.Array:
-    """`attend` by its formula, for some queries at a time where all scores would not fit.
+    """Attention output ``[B, W, H, K]`` of a window to keys and values that are kept, and its own.
 
-    Those of one such slice are computed again in the backward pass.
+    One softmax over both; neither is copied beside the other. Products are accumulated in float32.
     """
-    visible_B = jnp.maximum(length_B, 1)
-    num_rows, num_positions, num_heads, _ = q_BLHK.shape
-    place_L = jnp.arange(num_positions)
-    is_live_B11L = (place_L < visible_B[:, None])[:, None, None]
-
-    def of_queries(piece: tuple[jax.Array, jax.Array]) -> jax.Array:
-        q_BNHK, query_N = piece
-        mask = is_live_B11L
-        if may_see is not None:
-            mask = mask & may_see(query_N[:, None], place_L[None])[None, None]
-        return jax.nn.dot_product_attention(q_BNHK, k_BLGK, v_BLGK, mask=mask)
-
-    mesh = devices.mesh_in_use()
-    scores = num_rows * num_heads * num_positions**2 // (1 if mesh is None else mesh.size)
-    slices = math.gcd(num_positions, 2 ** max(0, (scores // _MAX_SCORES).bit_length()))
-    if slices == 1:
-        return of_queries((q_BLHK, place_L))
-    q_SBNHK = jnp.moveaxis(q_BLHK.reshape(num_rows, slices, -1, *q_BLHK.shape[2:]), 1, 0)
-    y_SBNHK = jax.lax.map(jax.checkpoint(of_queries), (q_SBNHK, place_L.reshape(slices, -1)))
-    return jnp.moveaxis(y_SBNHK, 0, 1).reshape(q_BLHK.shape)
+    q_BGNK = cpu.grouped(q_BWHK, own_BGWK[0].shape[1])
+    pairs = ((kept_BGLK, seen.kept_bias), (own_BGWK, seen.own_bias))
+    scores = [_product(q_BGNK, key, 3) + bias for (key, _), bias in pairs]
+    top_BGN1 = functools.reduce(jnp.maximum, [jnp.max(s, axis=-1, keepdims=True) for s in scores])
+    weights = [jnp.exp(s - top_BGN1) for s in scores]
+    total_BGN1 = sum(jnp.sum(w, axis=-1, keepdims=True) for w in weights)
+    parts = [_product(w, value, 2) for w, ((_, value), _) in zip(weights, pairs, strict=True)]
+    return cpu.ungrouped((parts[0] + parts[1]) / total_BGN1, q_BWHK)
 
 
-def _seen(may_see: MaySee, num_positions: int) -> jax.Array:
-    place_L = jnp.arange(num_positions)
-    return may_see(place_L[:, None], place_L[None])
+def _product(a_BGNM: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+    """Product over the last axis and that of `b`, of operands in the dtype of `b`."""
+    return jax.lax.dot_general(
+        a_BGNM.astype(b.dtype), b, (((3,), (axis,)), ((0, 1), (0, 1))),
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip
+
+
+def _sees(query_BN: jax.Array, key_BM: jax.Array, block_length: int) -> jax.Array:
+    """True ``[B, N, M]`` where a query's position may see a key's; 0: it sees all of them."""
+    query_BN1, key_B1M = query_BN[:, :, None], key_BM[:, None, :]
+    if block_length == 0:
+        return jnp.ones((query_BN.shape[0], 1, key_BM.shape[1]), bool)
+    return key_B1M // block_length <= query_BN1 // block_length

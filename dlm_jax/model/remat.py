@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from dlm_jax.model.attention import SAVED
+from dlm_jax.model.forms import SAVED
 
 _INPUT = "block_input"
 

@@ -28,23 +28,23 @@ _MAX_BLOCK = 1024
 
 def splash_attention(
     q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    length_B: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    is_live_BM: jax.Array,
     *,
     may_see: Callable[[Any, Any], Any] | None = None,
     saved: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention as in `dlm_jax.model.attention.attend`, each device for its own rows and heads.
+    """Attention as in `dlm_jax.model.forms.attention`, each device for its own rows and heads.
 
-    Scores and sums are float32. Canvases are padded to a multiple of 128 positions.
+    Scores and sums are float32. Queries and keys are padded to multiples of 128.
 
     Args:
       q_BLHK: queries.
-      k_BLGK: keys.
-      v_BLGK: values.
-      length_B: int32 live positions.
+      k_BMGK: keys.
+      v_BMGK: values.
+      is_live_BM: True at keys that are there.
       may_see: as there.
       saved: name under which rematerialisation may keep what the backward pass needs.
       interpret: whether Pallas runs the kernel step by step on any device; for tests.
@@ -52,24 +52,24 @@ def splash_attention(
     mesh = mesh_in_use()
     compute = functools.partial(_of_rows, may_see=may_see, saved=saved, interpret=interpret)
     if mesh is None:
-        return compute(q_BLHK, k_BLGK, v_BLGK, length_B)
-    if k_BLGK.shape[2] % mesh.shape.get("tensor", 1):
-        num_shared = q_BLHK.shape[2] // k_BLGK.shape[2]
-        k_BLGK, v_BLGK = (jnp.repeat(x, num_shared, axis=2) for x in (k_BLGK, v_BLGK))
+        return compute(q_BLHK, k_BMGK, v_BMGK, is_live_BM)
+    if k_BMGK.shape[2] % mesh.shape.get("tensor", 1):
+        num_shared = q_BLHK.shape[2] // k_BMGK.shape[2]
+        k_BMGK, v_BMGK = (jnp.repeat(x, num_shared, axis=2) for x in (k_BMGK, v_BMGK))
     queries = fitting(PLACES["queries"], q_BLHK.shape, mesh)
-    keys = fitting(PLACES["keys"], k_BLGK.shape, mesh)
-    rows = fitting(PLACES["rows"], length_B.shape, mesh)
+    keys = fitting(PLACES["keys"], k_BMGK.shape, mesh)
+    rows = fitting(PLACES["rows"], is_live_BM.shape, mesh)
     split = jax.shard_map(
         compute, in_specs=(queries, keys, keys, rows), out_specs=queries, check_vma=False
     )
-    return split(q_BLHK, k_BLGK, v_BLGK, length_B)
+    return split(q_BLHK, k_BMGK, v_BMGK, is_live_BM)
 
 
 def _of_rows(
     q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    length_B: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    is_live_BM: jax.Array,
     *,
     may_see: Callable[[Any, Any], Any] | None,
     saved: str | None,
@@ -78,22 +78,22 @@ def _of_rows(
     num_queries, num_heads, head_size = q_BLHK.shape[1:]
     # Scaled in float32, for the kernel takes the scores as they are.
     q_BLHK = (q_BLHK.astype(jnp.float32) * head_size**-0.5).astype(q_BLHK.dtype)
-    q_BHLK, k_BGMK, v_BGMK = (_padded(x).swapaxes(1, 2) for x in (q_BLHK, k_BLGK, v_BLGK))
+    q_BHLK, k_BGMK, v_BGMK = (_padded(x).swapaxes(1, 2) for x in (q_BLHK, k_BMGK, v_BMGK))
     kernel = _kernel(num_heads, q_BHLK.shape[2], k_BGMK.shape[2], may_see, saved, interpret)
-    # A row of length 0 sees its first key, which keeps it finite.
-    visible_B1 = jnp.maximum(length_B, 1)[:, None]
     segments = SegmentIds(
         q=jnp.ones((q_BHLK.shape[0], q_BHLK.shape[2]), jnp.int32),
-        kv=(jnp.arange(k_BGMK.shape[2])[None] < visible_B1).astype(jnp.int32),
+        kv=_padded(is_live_BM).astype(jnp.int32),
     )
     y_BHLK = jax.vmap(kernel)(q_BHLK, k_BGMK, v_BGMK, segments)
     return y_BHLK.swapaxes(1, 2)[:, :num_queries]
 
 
-def _padded(x_BLHK: jax.Array) -> jax.Array:
-    if x_BLHK.shape[1] % _LANES == 0:
-        return x_BLHK
-    return jnp.pad(x_BLHK, ((0, 0), (0, -x_BLHK.shape[1] % _LANES), (0, 0), (0, 0)))
+def _padded(x: jax.Array) -> jax.Array:
+    """`x` with zeros behind its second axis, up to whole lanes."""
+    missing = -x.shape[1] % _LANES
+    if not missing:
+        return x
+    return jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)))
 
 
 def _kernel(

@@ -41,8 +41,8 @@ class Advance:
         self,
         params: Params,
         state: State,
-        num_steps: int | jax.Array,
-        num_ends: int | jax.Array = _NEVER,
+        num_steps: int | np.int32 | jax.Array,
+        num_ends: int | np.int32 | jax.Array = _NEVER,
     ) -> State:
         """The state up to `num_steps` steps later; do not use the old one again.
 

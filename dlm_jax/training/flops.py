@@ -15,9 +15,9 @@ from dlm_jax.types import Params
 def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_positions: int) -> float:
     """FLOP of one training step: forward and backward of the model, without recomputation.
 
-    Six for each parameter of a matrix and token, and twelve for each feature of a layer and pair of
-    positions that see each other, half of the pairs in a causal model (PaLM, Chowdhery et al. 2022,
-    appendix B). A tied embedding table counts once, as the LM head.
+    Six for each parameter of a matrix and token that meet, and twelve for each feature of a layer's
+    heads and pair of positions that see each other, half of the pairs in a causal model (PaLM,
+    Chowdhery et al. 2022, appendix B). A tied embedding table counts once, as the LM head.
 
     Args:
       params: arrays or their shapes.
@@ -26,15 +26,19 @@ def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_posit
       num_positions: tokens of a row.
     """
     in_products = sum(
-        math.prod(leaf.shape)
+        math.prod(leaf.shape) * _share_met(path, leaf, config)
         for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
-        if _multiplies(path, leaf, config)
     )
+    inner = config.heads * config.size_of_head(config.width, config.heads)
     pairs = num_positions / 2 if config.attention_type == "causal" else num_positions
-    per_token = 6 * in_products + 12 * config.depth * config.width * pairs
+    per_token = 6 * in_products + 12 * config.depth * inner * pairs
     return float(num_rows * num_positions * per_token)
 
 
-def _multiplies(path: tuple[Any, ...], leaf: Any, config: ModelConfig) -> bool:
-    is_table = path_name(path).endswith("embedding")
-    return len(leaf.shape) >= 2 and (config.tied_head or not is_table)
+def _share_met(path: tuple[Any, ...], leaf: Any, config: ModelConfig) -> float:
+    """The share of a parameter that a token is multiplied with: of experts, those it is sent to."""
+    name = path_name(path)
+    if len(leaf.shape) < 2 or (name.endswith("embedding") and not config.tied_head):
+        return 0.0
+    is_expert = name.split("/")[-1].startswith("expert_")
+    return config.experts_per_token / config.experts if is_expert else 1.0

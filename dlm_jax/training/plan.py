@@ -205,7 +205,7 @@ def _places(found: Plan) -> list[str]:
     """Where each kind of array lives: one line for each shape and partition of parameters."""
     model, train = found.config.model, found.config.train
     rows, positions = train.batch_size // train.accumulate, found.config.data.seq_len
-    size = model.width // model.heads
+    size = model.size_of_head(model.width, model.heads)
     shapes = {
         "hidden": (rows, positions, model.width),
         "queries": (rows, positions, model.heads, size),

@@ -86,7 +86,7 @@ def language_model(
             return causal_nll(network, params, batch, mask_id=setup.mask_id)
         return bound(network, params, batch, key, mask_id=setup.mask_id).nats_B
 
-    mixture = make_mixture(setup) if objective is None else _own_mixture(objective(setup))
+    mixture = make_mixture(setup) if objective is None else _own_mixture(setup, objective)
     return Task(network, mixture, heads, setup.mask_id, measure, _bound_of)
 
 
@@ -99,7 +99,7 @@ def sequence_scorer(
     mixture = Mixture(random_length_share=setup.config.objective.random_length_share)
     return Task(
         network,
-        mixture if objective is None else _own_mixture(objective(setup)),
+        mixture if objective is None else _own_mixture(setup, objective),
         heads,
         setup.mask_id,
         measure=functools.partial(scoring.errors, network, how=corrupter_of(setup)),
@@ -154,7 +154,10 @@ def make_mixture(setup: Setup) -> Mixture:
         return Mixture({"next_token": lambda batch, key: next_token(batch)}, {"next_token": 1.0})
     schedule = SCHEDULES[config.schedule](config.schedule_power)
     objectives: dict[str, Objective] = {
-        "elbo": functools.partial(elbo, schedule=schedule, mask_id=mask_id),
+        "elbo": functools.partial(
+            elbo, schedule=schedule, mask_id=mask_id,
+            block_length=setup.config.model.block_length,
+        ),
         "denoising": functools.partial(
             denoising, settings=denoising_settings(config), mask_id=mask_id,
             random_ids=setup.text_ids,
@@ -189,8 +192,13 @@ def _check_rows(mixture: Mixture, num_rows: int) -> None:
         )
 
 
-def _own_mixture(made: Objective | NetworkObjective | Mixture) -> Mixture:
-    return made if isinstance(made, Mixture) else Mixture({"objective": made}, {"objective": 1.0})
+def _own_mixture(setup: Setup, make: MakeObjective) -> Mixture:
+    """A `Mixture` is taken as it is; one objective is given batches as the config cuts them."""
+    made = make(setup)
+    if isinstance(made, Mixture):
+        return made
+    share = setup.config.objective.random_length_share
+    return Mixture({"objective": made}, {"objective": 1.0}, random_length_share=share)
 
 
 def _bound_of(nats_N: np.ndarray, free_N: np.ndarray) -> Evaluation:

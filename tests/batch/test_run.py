@@ -8,10 +8,13 @@ import toy
 import toy_model
 
 import dlm_jax
+from dlm_jax.batch import run
 from dlm_jax.batch.requests import read_requests, share
 from dlm_jax.batch.results import Results
 from dlm_jax.batch.run import describe_model, run_requests
 from dlm_jax.config import SampleConfig
+from dlm_jax.inference import request as requesting
+from dlm_jax.inference.request import only_chains_in_use
 from dlm_jax.inference.results import canvas_size
 from dlm_jax.model.transformer import build
 
@@ -75,11 +78,18 @@ def _run(directory, requests, *, model=MODEL, stop_after=None, batch_size=8, ind
     return [json.loads(line) for line in target.read_text().splitlines()]
 
 
+def _untimed(rows):
+    """The rows without what depends on the clock."""
+    assert all(row["seconds"] > 0 for row in rows)
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+
+
 def test_every_request_is_answered_in_order_with_what_it_asked_for(whole):
     assert [row["id"] for row in whole] == [*range(20), "line 21", "wide", "own seed"]
     for request, row in zip(REQUESTS, whole, strict=True):
         assert set(row) == {
-            "id", "text", "tokens", "length", "steps", "forwards", "filled", "status",
+            "id", "text", "tokens", "length", "steps", "forwards", "filled", "status", "waves",
+            "seconds",
         }  # fmt: skip
         assert row["status"] == "done"
         assert row["length"] == len(row["tokens"]) == len(row["text"])
@@ -102,15 +112,16 @@ def test_a_line_is_what_generate_makes_of_it_alone(whole):
 def test_a_stopped_run_goes_on_and_writes_what_an_unstopped_one_does(tmp_path, whole, stop_after):
     stopped = _run(tmp_path, REQUESTS, stop_after=stop_after)
     assert len(stopped) == stop_after
-    by_id = {row["id"]: row for row in whole}
-    assert all(row == by_id[row["id"]] for row in stopped)
-    assert _run(tmp_path, REQUESTS) == whole
-    assert _run(tmp_path, REQUESTS) == whole
+    by_id = {row["id"]: row for row in _untimed(whole)}
+    assert all(row == by_id[row["id"]] for row in _untimed(stopped))
+    again = _run(tmp_path, REQUESTS)
+    assert _untimed(again) == _untimed(whole)
+    assert _run(tmp_path, REQUESTS) == again
 
 
 def test_processes_share_the_lines_and_the_last_one_merges(tmp_path, whole):
     assert _run(tmp_path, REQUESTS, index=1, count=2) == []
-    assert _run(tmp_path, REQUESTS, index=0, count=2) == whole
+    assert _untimed(_run(tmp_path, REQUESTS, index=0, count=2)) == _untimed(whole)
 
 
 def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
@@ -164,6 +175,48 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
         assert part in told, part
 
 
+def test_requests_of_the_same_settings_resolve_and_check_them_once(tmp_path, monkeypatch):
+    """What takes the time before the first row of a long file begins."""
+    resolved = []
+    resolve = requesting._settings
+
+    def counted(*arguments, **options):
+        resolved.append(arguments)
+        return resolve(*arguments, **options)
+
+    monkeypatch.setattr(requesting, "_settings", counted)
+    requests = [
+        {"prompt": f"{'cat '[: n % 4]}", "seed": n, "temperature": (0.5, 1, 1.0)[n % 3]}
+        for n in range(60)
+    ]
+    path = _write(tmp_path / "in.jsonl", requests)
+    found, asked, refused = run._accepted(MODEL, read_requests(path, known=KNOWN), 0, {})
+    assert (len(found), len(asked), refused) == (60, 60, [])
+    # 1 and 1.0 are not the same value, and neither is a seed or a prompt a setting.
+    assert len({id(one.sample) for one in asked}) == 3
+    assert [one.sample.temperature for one in asked[:3]] == [0.5, 1, 1.0]
+    assert [one.seed for one in asked] == list(range(60))
+    assert len(resolved) == 3
+    kept = only_chains_in_use(asked)
+    assert len({id(one.sample) for one in kept}) == len({id(one.sample) for one in asked})
+
+
+def test_what_is_planned_is_what_is_done(tmp_path):
+    requests = [{"gen_length": 5, "steps": 3}, {"gen_length": 70, "steps": 2}, {"stepz": 1}]
+    path = _write(tmp_path / "in.jsonl", requests)
+    lines = read_requests(path, known=KNOWN)
+    plans, seen = [], []
+    with Results(tmp_path / "out.jsonl", fingerprint="same") as results:
+        report = run_requests(
+            MODEL, lines, results, on_plan=plans.append,
+            on_result=lambda result, new: seen.append(result["id"]),
+        )  # fmt: skip
+    (plan,) = plans
+    assert set(plan.work) == set(seen) == {"line 1", "line 2", "line 3"}
+    assert [plan.work[f"line {n}"] for n in (1, 2, 3)] == [3 * 64, 2 * 128, 0]
+    assert len(plan.programs) == len(report.programs) == 2
+
+
 @pytest.mark.slow
 def test_settings_that_json_has_no_type_for_arrive(tmp_path):
     token = MODEL.tokenizer.piece_id("c")
@@ -204,10 +257,12 @@ def test_what_was_counted_is_told_where_it_is_not_nothing(tmp_path):
         {"prompt": "A ", "draft": "cat sat", "max_length": 10} | edits,
     ]
     plain, waves, edited, full = _run(tmp_path, requests, model=model)
-    always = {"id", "text", "tokens", "length", "steps", "status", "forwards", "filled"}
+    always = {"id", "text", "tokens", "length", "steps", "status", "forwards", "filled", "waves",
+              "seconds"}  # fmt: skip
     assert set(plain) == always
     assert (plain["forwards"], plain["filled"]) == (5, 5)
-    assert set(waves) == {*always, "waves", "bootstrapped"}
+    assert set(waves) == {*always, "bootstrapped"}
+    assert plain["waves"] == 0
     assert (waves["bootstrapped"], waves["filled"]) == (1, 8)
     assert waves["waves"] >= 4
     assert set(edited) == {*always, "insertions", "deletions", "lost"}

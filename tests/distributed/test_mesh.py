@@ -39,7 +39,7 @@ def test_a_mesh_that_does_not_fit_is_refused_with_one_that_does(config, fits):
 def test_axes_that_are_used_are_there_and_their_order_puts_tensor_innermost():
     mesh = make_mesh(MeshConfig(expert=2, context=2, tensor=2))
     assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "expert": 2, "context": 2, "tensor": 2}
-    assert tuple(partition("blocks/mlp/experts/up/kernel", (3, 4, 8, 8), mesh)) == (
+    assert tuple(partition("blocks/mlp/expert_up", (3, 4, 8, 8), mesh)) == (
         None, "expert", None, "tensor"
     )  # fmt: skip
 

@@ -18,10 +18,10 @@ from dlm_jax.config import MeshConfig, SampleConfig
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.distributed.sharding import make_mesh
 from dlm_jax.inference.constraints import matching
-from dlm_jax.inference.generate import chain_report, slots_of
+from dlm_jax.inference.engine import Engine
+from dlm_jax.inference.generate import chain_report
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.request import make_requests, static_of
-from dlm_jax.inference.slots import finish
+from dlm_jax.inference.request import make_requests, only_chains_in_use
 from dlm_jax.sampling.draw import METHODS
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.types import Network, Status
@@ -155,7 +155,7 @@ def test_model_on_eight_devices_writes_the_same_texts():
     spread = dataclasses.replace(MODEL, params=jax.device_put(MODEL.params, everywhere))
     ours = dlm_jax.generate(spread, [PROMPT], num_samples=4)
     assert ours.texts == dlm_jax.generate(MODEL, [PROMPT], num_samples=4).texts
-    assert spread.advance().compiled == ["rows=8 canvas=64"]
+    assert ours.programs == ("rows=8 canvas=64",)
     assert spread.advance() is not MODEL.advance()
 
 
@@ -238,7 +238,14 @@ def test_a_prompt_may_have_a_host_sampler_and_others_come_out_bit_for_bit_as_wit
         ours, theirs = getattr(mixed, name)[[0, 2]], getattr(plain, name)[[0, 2]]
         np.testing.assert_array_equal(ours, theirs, err_msg=name)
     # The others ran in the compiled loop, not beside it in its single steps.
-    assert set(SHORT.host_loop().compiled) == {"rows=1 canvas=64 host"}
+    with Engine(SHORT, batch_size=1) as engine:
+        for index, prompt in enumerate(prompts):
+            (request,) = make_requests(SHORT, prompt, {"seed": 30}, index)
+            engine.submit(only_chains_in_use([request])[0])
+        found = {ticket.number: row for ticket, row in engine}
+        assert set(engine.report().programs) == {"rows=1 canvas=64 host", "rows=1 canvas=64"}
+    for number, row in found.items():
+        np.testing.assert_array_equal(row.tokens, mixed.tokens[number, : row.tokens.size])
 
 
 def test_a_host_sampler_sees_the_temperature_of_its_step():
@@ -347,7 +354,7 @@ def test_the_draw_is_a_setting_of_a_prompt_of_a_call_or_of_the_model():
     prompts = [{"prompt": PROMPT, "draw": draw, "seed": 30} for draw in ("gumbel", "inverse_cdf")]
     mixed = dlm_jax.generate(SHORT, prompts, gen_length=20)
     assert mixed.texts == gumbel.texts + plain.texts
-    assert SHORT.advance(draw="gumbel").compiled == ["rows=1 canvas=64"]
+    assert (gumbel.programs, mixed.programs) == (("rows=1 canvas=64",), ())
 
 
 def test_draws_of_the_settings_are_those_of_the_library():
@@ -426,26 +433,25 @@ def _truncate(path):
 @pytest.mark.slow
 def test_only_the_transforms_in_use_are_compiled_and_the_tokens_stay_the_same(monkeypatch):
     model = dataclasses.replace(toy_model.MODEL, sample=SampleConfig(steps=4, gen_length=8))
-    made = []
+    chains = []
 
-    def spy(model, static, requests, **options):
-        slots = slots_of(model, static, requests, **options)
-        made.append((slots, {request.sample.chain for request in requests}))
-        return slots
+    class Spy(Engine):
+        def submit(self, request, **options):
+            chains.append(request.sample.chain)
+            return super().submit(request, **options)
 
-    monkeypatch.setattr("dlm_jax.inference.generate.slots_of", spy)
+    monkeypatch.setattr("dlm_jax.inference.generate.Engine", Spy)
     asked = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.3}
     prompts = [{"prompt": "A ", "min_p": 0.1}, {"prompt": PROMPT, "draw": "gumbel"}]
     ours = dlm_jax.generate(model, prompts, seed=5, **asked)
-    assert [chains for _, chains in made] == [{("penalties", "temperature", "top_p", "min_p")}] * 2
+    assert chains == [("penalties", "temperature", "top_p", "min_p")] * 2
     whole = [request for index, prompt in enumerate(prompts)
              for request in make_requests(model, prompt, asked | {"seed": 5}, index)]  # fmt: skip
     for place, request in enumerate(whole):
         assert request.sample.chain == SampleConfig().chain
-        slots = slots_of(model, static_of(request), [request])
-        slots.submit([0])
-        (row,) = [row for _, row in finish(slots)]
-        row = row.upto_eos(model.eos_ids)
+        with Engine(model, batch_size=1) as engine:
+            engine.submit(request)
+            ((_, row),) = engine
         n = ours.lengths[place]
         np.testing.assert_array_equal(row.tokens, ours.tokens[place, :n])
         np.testing.assert_array_equal(row.logprobs, ours.logprobs[place, :n])

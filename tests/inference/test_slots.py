@@ -1,5 +1,8 @@
 """Slots: requests of any number and length in, the same rows out."""
 
+import dataclasses
+from collections import deque
+
 import canvases
 import numpy as np
 import pytest
@@ -8,9 +11,10 @@ from canvases import Row, holes
 
 from dlm_jax.config import SampleConfig
 from dlm_jax.inference.host import HostLoop
+from dlm_jax.inference.kinds import Kind
 from dlm_jax.inference.request import Request
 from dlm_jax.inference.results import assemble
-from dlm_jax.inference.slots import Slots, finish, slot_count
+from dlm_jax.inference.slots import Job, Slots, slot_count
 from dlm_jax.sampling.rules import ModelFacts
 from dlm_jax.types import Status
 
@@ -25,16 +29,27 @@ def _request(row):
     return Request(np.array(row.tokens, np.int32), sample, row.seed)
 
 
-def _slots(rows, **settings):
-    requests = [_request(row) for row in rows]
-    advance, params = canvases.shared_advance(), toy.params()
-    return Slots(advance, params, requests, FACTS, pad_id=toy.PAD, **settings)
+def _kind(rows):
+    return Kind([_request(row) for row in rows], FACTS, 64)
 
 
-def _generate(rows, on_commits=None, **settings):
-    slots = _slots(rows, **settings)
-    slots.submit(range(len(rows)))
-    found = dict(finish(slots, on_commits))
+def _slots(rows, num_slots):
+    return Slots(canvases.shared_advance(), toy.params(), _kind(rows), num_slots)
+
+
+def _generate(rows, batch_size=64):
+    """The rows from slots that take the next as soon as one has ended."""
+    slots = _slots(rows, slot_count(len(rows), batch_size))
+    waiting, owners, found = deque(enumerate(rows)), {}, {}
+    while waiting or slots.held:
+        new = {}
+        for slot in slots.free[: len(waiting)]:
+            owners[slot], row = waiting.popleft()
+            new[slot] = Job(owners[slot], _request(row))
+        slots.put(new)
+        taken = slots.advance(8)
+        found |= {owners[slot]: row for slot, row in slots.rows(taken.ended).items()}
+        slots.take_out(taken.ended)
     return assemble([found[index] for index in range(len(rows))], pad_id=toy.PAD)
 
 
@@ -67,12 +82,49 @@ def test_results_are_in_order_and_keep_what_was_given():
         assert (committed[: given.size] >= 0).tolist() == (given == toy.MASK).tolist()
 
 
-def test_progress_adds_up_to_the_holes():
-    told = []
-    _generate(ROWS, on_commits=told.append)
-    assert sum(told) == sum(row.tokens.count(toy.MASK) for row in ROWS)
-    assert min(told) >= 0
-    assert len(told) == -(-max(row.steps for row in ROWS) // 8)
+def test_calls_tell_the_steps_that_rows_took_and_the_tokens_that_they_wrote():
+    slots = _slots(ROWS, 8)
+    slots.put({slot: Job(slot, _request(row)) for slot, row in enumerate(ROWS)})
+    taken = slots.advance(3)
+    steps = [min(3, row.steps, row.tokens.count(toy.MASK)) for row in ROWS]
+    assert taken.steps.tolist() == steps + [0] * (8 - len(ROWS))
+    assert taken.forwards == sum(steps)
+    assert slots.num_committed() == sum(
+        row.num_generated for row in slots.rows(slots.held).values()
+    )
+    taken = slots.advance(1000)
+    assert taken.ended == tuple(
+        slot for slot, row in enumerate(ROWS) if slots.rows([slot])[slot].status == Status.DONE
+    )
+    assert slots.num_committed() == sum(row.tokens.count(toy.MASK) for row in ROWS)
+
+
+def test_a_row_that_is_taken_away_stops_and_leaves_the_others_as_they_are():
+    slots = _slots(ROWS, 8)
+    slots.put({slot: Job(slot, _request(row)) for slot, row in enumerate(ROWS)})
+    slots.advance(1)
+    slots.put({2: None})
+    assert slots.advance(1000).steps[2] == 0 and 2 in slots.free
+    whole = _generate(ROWS)
+    for slot, row in slots.rows(slots.held).items():
+        np.testing.assert_array_equal(row.tokens, whole.tokens[slot, : row.tokens.size])
+
+
+def test_rows_move_into_other_slots_in_the_middle_of_their_work():
+    slots = _slots(ROWS[:3], 8)
+    slots.put({slot: Job(slot, _request(row)) for slot, row in zip((1, 4, 6), ROWS, strict=False)})
+    slots.advance(2)
+    before = slots.rows(slots.held)
+    moved = slots.resized(canvases.shared_advance(), 4)
+    assert moved.held == (0, 1, 2)
+    for ours, theirs in zip(moved.rows(moved.held).values(), before.values(), strict=True):
+        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+        assert (ours.steps, ours.seconds > theirs.seconds) == (theirs.steps, True)
+    moved.advance(1000)
+    whole = _generate(ROWS)
+    for slot, row in moved.rows(moved.held).items():
+        np.testing.assert_array_equal(row.tokens, whole.tokens[slot, : row.tokens.size])
+        assert row.steps == whole.steps[slot]
 
 
 def test_batches_of_other_rows_compile_nothing_new():
@@ -88,27 +140,11 @@ def test_slots_come_in_few_sizes():
     assert [slot_count(n, 6, 4) for n in (1, 5, 7)] == [4, 8, 8]
 
 
-def test_nothing_to_do_and_no_slots_are_refused():
-    with pytest.raises(ValueError, match="nothing to generate"):
-        _generate([])
-    with pytest.raises(ValueError, match="batch_size=0 must be at least 1"):
-        _generate(ROWS, batch_size=0)
-
-
 def test_what_the_slots_cannot_run_is_refused():
-    (request,) = [_request(ROWS[0])]
-    few = _request(Row(holes(9, 1), steps=2))
-    few = few.__class__(few.tokens, SampleConfig(steps=2, block_length=3), few.seed)
-    asks = Request(request.tokens, request.sample, read_back=True)
-    for requests, options, said in (
-        ([request, few], {}, "steps=2 is less than the 3 blocks"),
-        ([request, asks], {}, "row 1 needs the host; run it in a HostLoop"),
-        ([request, asks], {"names": [7, 8]}, "row 8 needs the host; run it in a HostLoop"),
-        ([request], {"canvas": 2}, "canvas=2 is less than a request may fill; raise it"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            Slots(
-                canvases.shared_advance(), toy.params(), requests, FACTS, pad_id=toy.PAD, **options
-            )
-    loop = HostLoop(canvases.program())
-    assert Slots(loop, toy.params(), [request, asks], FACTS, pad_id=toy.PAD).num_slots == 2
+    asks = dataclasses.replace(_request(ROWS[0]), read_back=True)
+    kind = Kind([asks], FACTS, 64)
+    with pytest.raises(ValueError, match="rows that need the host run in a HostLoop"):
+        Slots(canvases.shared_advance(), toy.params(), kind, 2)
+    assert Slots(HostLoop(canvases.program()), toy.params(), kind, 2).num_slots == 2
+    with pytest.raises(ValueError, match="canvas=2 is less than the 3 positions"):
+        Kind([_request(Row(holes(2, 1)))], FACTS, 2)

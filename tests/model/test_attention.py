@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dlm_jax.model import attention, cpu
-from dlm_jax.model.attention import attend, causal, plain_attention
+from dlm_jax.model import attention, cpu, forms
+from dlm_jax.model.attention import attend, attend_beside_clean
+from dlm_jax.model.forms import InBlocks, causal, plain_attention
 from dlm_jax.model.splash import splash_attention
+from dlm_jax.types import live_positions
 
-
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """A position sees its own block and those before it."""
-
-    length: int
-
-    def __call__(self, query, key):
-        return key // self.length <= query // self.length
-
-
-MASKS = {"bidirectional": None, "causal": causal, "blocks": Blocks(40)}
+MASKS = {"bidirectional": None, "causal": causal, "blocks": InBlocks(40)}
 ROWS, POSITIONS, HEADS, SIZE = 3, 150, 4, 16
 
 
@@ -48,8 +39,13 @@ def _oracle(q, k, v, length_B, may_see):
 
 
 def _forms():
+    def exact(q, k, v, is_live_BM, *, may_see):
+        place = jnp.arange(POSITIONS)
+        is_seen = True if may_see is None else may_see(place[:, None], place)[None]
+        return cpu.attention_where(q, k, v, is_live_BM[:, None, :] & is_seen)
+
     return {
-        "cpu": cpu.attention,
+        "cpu": exact,
         "plain": plain_attention,
         "splash": lambda *a, **k: splash_attention(*a, **k, interpret=True),
     }
@@ -60,9 +56,10 @@ def _forms():
 def test_every_form_has_the_values_of_the_formula_and_the_same_gradients(mask, num_groups):
     inputs, length_B, g = _inputs(num_groups)
     expected = _oracle(*inputs, length_B, MASKS[mask])
+    is_live = live_positions(jnp.maximum(length_B, 1), POSITIONS)
     gradients = {}
     for name, form in _forms().items():
-        y, pull = jax.vjp(lambda *a, f=form: f(*a, length_B, may_see=MASKS[mask]), *inputs)
+        y, pull = jax.vjp(lambda *a, f=form: f(*a, is_live, may_see=MASKS[mask]), *inputs)
         np.testing.assert_allclose(y, expected, rtol=2e-4, atol=2e-5, err_msg=name)
         gradients[name] = pull(g)
     for name in ("plain", "splash"):
@@ -75,12 +72,14 @@ def test_the_plain_form_computes_some_queries_at_a_time_where_all_scores_would_n
 ):
     inputs, length_B, g = _inputs(2)
 
+    is_live = live_positions(jnp.maximum(length_B, 1), POSITIONS)
+
     def run(*inputs):
-        return plain_attention(*inputs, length_B, may_see=causal)
+        return plain_attention(*inputs, is_live, may_see=causal)
 
     expected, pull = jax.vjp(run, *inputs)
     gradients = pull(g)
-    monkeypatch.setattr(attention, "_MAX_SCORES", ROWS * HEADS * POSITIONS**2 // 2)
+    monkeypatch.setattr(forms, "_MAX_SCORES", ROWS * HEADS * POSITIONS**2 // 2)
     assert "scan" in str(jax.make_jaxpr(run)(*inputs))
     found, pull = jax.vjp(run, *inputs)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
@@ -96,7 +95,8 @@ def _traced(platform: str, dtype, positions: int = 256, size: int = 64) -> str:
     shape = jax.ShapeDtypeStruct((2, positions, 2, size), dtype)
     length = jax.ShapeDtypeStruct((2,), jnp.int32)
     with jax.sharding.use_abstract_mesh(mesh):
-        return str(jax.make_jaxpr(attend)(shape, shape, shape, length))
+        run = functools.partial(attend, is_causal=False)
+        return str(jax.make_jaxpr(run)(shape, shape, shape, length))
 
 
 def test_the_devices_in_use_choose_the_form():
@@ -112,3 +112,23 @@ def test_the_devices_in_use_choose_the_form():
     ):
         assert "pallas_call" not in text
         assert "cudnn" not in text
+
+
+@pytest.mark.parametrize("what", ["causal", "blocks", "two streams"])
+def test_off_cpu_every_kind_of_model_sees_what_it_sees_on_a_cpu(monkeypatch, what):
+    inputs, length_B, _ = _inputs(2)
+
+    def run():
+        if what == "two streams":
+            streams = [jnp.concatenate([x, x[::-1]]) for x in inputs]
+            return attend_beside_clean(*streams, length_B, block_length=40)
+        if what == "blocks":
+            return attention.attend_in_blocks(*inputs, length_B, block_length=40)
+        return attend(*inputs, length_B, is_causal=True)
+
+    expected = run()
+    monkeypatch.setattr(attention, "platform", lambda: "other")
+    monkeypatch.setattr(forms.devices, "platform", lambda: "other")
+    is_live = np.asarray(live_positions(length_B, POSITIONS))
+    is_live = np.concatenate([is_live] * (len(expected) // ROWS))
+    np.testing.assert_allclose(run()[is_live], expected[is_live], rtol=1e-5, atol=1e-6)

@@ -9,7 +9,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dlm_jax.model import cpu
-from dlm_jax.model.attention import causal
 
 
 def normal(seed, *shape):
@@ -70,18 +69,18 @@ def test_rotate_equals_split_and_concatenate():
     assert_same_values_and_gradients(cpu.rotate, plain_rotate, *inputs)
 
 
-@pytest.mark.parametrize("may_see", [None, causal])
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("num_groups", [6, 2, 1])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
-def test_attention_equals_the_plain_formula_at_every_length(may_see, num_groups, wrap):
+def test_attention_equals_the_plain_formula_at_every_length(is_causal, num_groups, wrap):
     length_B = jnp.array([13, 5, 1, 0])
     q, k, v = (normal(i, 4, 13, h, 5) for i, h in enumerate((6, num_groups, num_groups)))
 
     def fast(q, k, v):
-        return cpu.attention(q, k, v, length_B, may_see=may_see)
+        return cpu.attention(q, k, v, length_B, is_causal=is_causal)
 
     def plain(q, k, v):
-        return plain_attention(q, k, v, length_B, is_causal=may_see is causal)
+        return plain_attention(q, k, v, length_B, is_causal=is_causal)
 
     assert_same_values_and_gradients(wrap(fast), plain, q, k, v)
 
@@ -92,7 +91,7 @@ def test_hidden_keys_do_not_matter_and_get_no_gradient():
     is_live = (jnp.arange(6)[None, :] < length_B[:, None])[:, :, None, None]
 
     def total(k, v):
-        return jnp.sum(cpu.attention(q, k, v, length_B))
+        return jnp.sum(cpu.attention(q, k, v, length_B, is_causal=False))
 
     assert total(k, v) == total(jnp.where(is_live, k, 50.0), jnp.where(is_live, v, -50.0))
     for g in jax.grad(total, (0, 1))(k, v):
@@ -101,7 +100,7 @@ def test_hidden_keys_do_not_matter_and_get_no_gradient():
 
 def test_large_scores_stay_finite():
     q, k, v = (1e3 * normal(i, 1, 6, 1, 4) for i in range(3))
-    g = jax.grad(lambda q: jnp.sum(cpu.attention(q, k, v, jnp.array([4]), may_see=causal)))(q)
+    g = jax.grad(lambda q: jnp.sum(cpu.attention(q, k, v, jnp.array([4]), is_causal=True)))(q)
     assert jnp.all(jnp.isfinite(g))
 
 
@@ -113,7 +112,7 @@ def test_half_precision_inputs_keep_their_dtype_and_float32_accuracy():
         return jnp.sum(attend(*inputs).astype(jnp.float32) ** 2)
 
     def fast(q, k, v):
-        return cpu.attention(q, k, v, length_B)
+        return cpu.attention(q, k, v, length_B, is_causal=False)
 
     def plain(q, k, v):
         return plain_attention(q, k, v, length_B, is_causal=False)
@@ -134,7 +133,7 @@ def test_sharded_rows_give_the_same_gradients():
 
     def loss(x, kernel):
         heads = cpu.linear(x, kernel).reshape(8, 6, 4, 3)
-        y = cpu.attention(heads, heads, heads, length_B)
+        y = cpu.attention(heads, heads, heads, length_B, is_causal=False)
         return jnp.sum(cpu.rms_norm(y, jnp.ones((1, 1, 1, 3)), epsilon=1e-5) ** 3)
 
     g = jax.jit(jax.grad(loss, (0, 1)))

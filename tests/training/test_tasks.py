@@ -12,8 +12,9 @@ import toy
 
 import dlm_jax.config as configs
 from dlm_jax.config import Config, ObjectiveConfig, TrainConfig
+from dlm_jax.diffusion.mixture import Mixture
 from dlm_jax.training.heads import Setup
-from dlm_jax.training.tasks import make_mixture
+from dlm_jax.training.tasks import language_model, make_mixture
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
@@ -61,3 +62,16 @@ def test_every_objective_of_a_shipped_config_has_rows(path):
         assert not _mixture(config.train.batch_size, **objective).without_rows(
             config.train.batch_size
         )
+
+
+def test_an_objective_of_ones_own_sees_batches_cut_as_the_config_says():
+    def objective(batch, key):
+        raise NotImplementedError
+
+    config = Config(model=toy.config(), objective=ObjectiveConfig(random_length_share=0.25))
+    setup = Setup(config, cast(Any, cases.Tokenizer()), cases.mesh())
+    task = language_model(setup, toy.network(), lambda setup: objective, ())
+    assert task.mixture.random_length_share == 0.25
+    # A mixture of one's own says so itself.
+    own = Mixture({"objective": objective}, {"objective": 1.0})
+    assert language_model(setup, toy.network(), lambda setup: own, ()).mixture is own

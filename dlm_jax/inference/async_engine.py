@@ -1,0 +1,159 @@
+"""The engine for asyncio: rows are awaited, canvases are streamed, a caller who goes cancels."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+from dlm_jax.inference.engine import Engine, EngineFullError
+from dlm_jax.inference.request import Request
+from dlm_jax.inference.results import Row, Since
+from dlm_jax.inference.waiting import Ticket
+from dlm_jax.types import Status
+
+_STEPS_PER_CALL = 2
+
+
+class AsyncEngine:
+    """An `Engine` that runs in a thread of its own, whenever there is something to do.
+
+    Use it as an asynchronous context manager. What its methods raise leaves other requests alone.
+
+    Args:
+      engine: which nobody else steps; leaving the context closes it.
+      steps_per_call: steps between two looks at what has arrived. A request that finds a free slot
+        waits for as many at most.
+    """
+
+    def __init__(self, engine: Engine, *, steps_per_call: int = _STEPS_PER_CALL):
+        if steps_per_call < 1:
+            raise ValueError(f"steps_per_call={steps_per_call} must be at least 1")
+        self.engine, self._steps_per_call = engine, steps_per_call
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._told: dict[Ticket, asyncio.Queue[Row | Exception]] = {}
+        self._work = asyncio.Event()
+        self._room = asyncio.Condition()
+        self._driver: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> AsyncEngine:
+        self._driver = asyncio.create_task(self._drive())
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def row(self, request: Request, *, priority: int = 0) -> Row:
+        """The row of a request, once it has ended; waits while as many others wait as may.
+
+        If the caller is cancelled, so is the request.
+
+        Raises:
+          ValueError: as `Engine.submit`, but for a full line.
+        """
+        async with self._submitted(request, priority, is_watched=False) as told:
+            return _row(await told.get())
+
+    async def watch(
+        self, request: Request, *, priority: int = 0, every_block: bool = True
+    ) -> AsyncIterator[Row]:
+        """The canvases of a request: before its first step, then as they grow, the last when ended.
+
+        If the caller stops reading, the request is cancelled.
+
+        Args:
+          request: as of `row`.
+          priority: as of `row`.
+          every_block: whether a canvas is shown when the row has finished a block, instead of after
+            every step.
+        """
+        async with self._submitted(request, priority, is_watched=True) as told:
+            since, block = Since(), -1
+            while True:
+                row = since.add(_row(await told.get()))
+                if not every_block or row.block != block or row.status != Status.RUNNING:
+                    block = row.block
+                    yield since.shown(row)
+                if row.status != Status.RUNNING:
+                    return
+
+    async def close(self) -> None:
+        """Ends the engine once the turn under way is over; who still waits gets a ValueError."""
+        if self._driver is not None:
+            self._driver.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._driver
+        await asyncio.to_thread(self._thread.shutdown)
+        self.engine.close()
+        self._fail(ValueError("the engine is closed; make another one"))
+
+    @contextlib.asynccontextmanager
+    async def _submitted(
+        self, request: Request, priority: int, *, is_watched: bool
+    ) -> AsyncIterator[asyncio.Queue[Row | Exception]]:
+        """What is told of a request, which is cancelled if the block is left before its end."""
+        told: asyncio.Queue[Row | Exception] = asyncio.Queue()
+        ticket = await self._submit(request, priority, is_watched, told)
+        try:
+            yield told
+        finally:
+            if self._told.pop(ticket, None) is not None:
+                with contextlib.suppress(ValueError):
+                    self.engine.cancel(ticket)
+                self._work.set()
+
+    async def _submit(
+        self,
+        request: Request,
+        priority: int,
+        is_watched: bool,
+        told: asyncio.Queue[Row | Exception],
+    ) -> Ticket:
+        while True:
+            # No other task runs between the two, so that whoever waits for room is woken.
+            async with self._room:
+                try:
+                    ticket = self.engine.submit(request, priority=priority, is_watched=is_watched)
+                except EngineFullError:
+                    await self._room.wait()
+                    continue
+            self._told[ticket] = told
+            self._work.set()
+            return ticket
+
+    async def _drive(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._work.clear()
+            if not self.engine.is_busy:
+                await self._work.wait()
+                continue
+            # The turn goes on in its thread even if this task is cancelled; `close` waits for it.
+            try:
+                turn = loop.run_in_executor(self._thread, self.engine.step, self._steps_per_call)
+                step = await asyncio.shield(turn)
+            except Exception as error:
+                self._fail(error)
+                raise
+            for ticket, row in step.progress.items():
+                if ticket in self._told:
+                    self._told[ticket].put_nowait(row)
+            for ticket, row in step.finished.items():
+                told = self._told.pop(ticket, None)
+                if told is not None:
+                    told.put_nowait(row)
+            async with self._room:
+                self._room.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        """Tells everybody who waits."""
+        for told in self._told.values():
+            told.put_nowait(error)
+        self._told.clear()
+
+
+def _row(told: Row | Exception) -> Row:
+    if isinstance(told, Exception):
+        raise told
+    return told

@@ -1,0 +1,113 @@
+"""sample.py on the devices of several processes: each feeds and tells its share of the rows."""
+
+import json
+import re
+
+import pytest
+import saved_model
+import tiny_run
+
+SHORT = [
+    "--chain",
+    "temperature",
+    "--order",
+    "left_to_right",
+    "--steps",
+    "9",
+    "--ignore-eos",
+    "true",
+]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    return saved_model.save(tmp_path_factory.mktemp("runs") / "toy")
+
+
+def _together(*flags, devices=2, **axes):
+    """(exit code, standard output, standard error) of each of two processes that form one mesh."""
+    port = tiny_run.free_port()
+    mesh = [part for name, size in axes.items() for part in (f"--mesh.{name}", size)]
+    children = [
+        tiny_run.program(
+            *flags, *mesh, "--distributed", "--coordinator", f"127.0.0.1:{port}",
+            "--num-processes", 2, "--process-id", index,
+            script="sample.py", JAX_NUM_CPU_DEVICES=str(devices),
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    outputs = [child.communicate(timeout=400) for child in children]
+    # The library of collectives greets on standard output.
+    return [
+        (child.returncode, re.sub(r"(?m)^\[Gloo\].*\n", "", out), err)
+        for child, (out, err) in zip(children, outputs, strict=True)
+    ]
+
+
+def _alone(*flags):
+    child = tiny_run.program(*flags, script="sample.py", JAX_NUM_CPU_DEVICES="1")
+    out, err = child.communicate(timeout=400)
+    assert child.returncode in (0, 1), err
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "axes", [{"data": 4}, {"data": 1, "fsdp": 2, "tensor": 2}, {"data": 1, "tensor": 4}],
+    ids=["data", "fsdp", "tensor"],
+)  # fmt: skip
+def test_two_processes_write_what_one_does_each_its_own_rows(run_dir, tmp_path, axes):
+    requests = [
+        {"id": number, "prompt": "The cat "[: number % 6], "gen_length": 2 + number % 8,
+         "draw": ("gumbel", "inverse_cdf")[number % 2]}
+        for number in range(20)
+    ] + [{"id": "bad", "stepz": 3}]  # fmt: skip
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(request) + "\n" for request in requests))
+
+    def flags(output):
+        return ["--checkpoint", run_dir, "--prompts", source, "--output", output, *SHORT,
+                "--batch-size", "8"]  # fmt: skip
+
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    _alone(*flags(one))
+    told = _together(*flags(two), **axes)
+    assert {code for code, _, _ in told} <= {0, 1}, told
+    assert [sorted(path.name for path in tmp_path.iterdir())] == [
+        ["in.jsonl", "one.jsonl", "one.jsonl.run", "two.jsonl", "two.jsonl.run"]
+    ]
+    ours, theirs = ([json.loads(line) for line in path.read_text().splitlines()]
+                    for path in (two, one))  # fmt: skip
+    assert [row["id"] for row in ours] == [*range(20), "bad"]
+    for row in (*ours, *theirs):
+        row.pop("seconds", None)
+    assert ours == theirs
+    writers = [err for _, _, err in told if re.search(r"\d+ rows, \d refused", err)]
+    assert len(writers) == (1 if axes == {"data": 1, "tensor": 4} else 2)
+    assert "21 of 21 requests are done" not in told[0][2]
+
+
+@pytest.mark.slow
+def test_two_processes_print_the_texts_once(run_dir):
+    flags = ["--checkpoint", run_dir, *SHORT, "--prompt", "The ", "--gen-length", "6",
+             "--num-samples", "3", "--batch-size", "4"]  # fmt: skip
+    first, second = _together(*flags, data=2, fsdp=2)
+    assert (first[0], second[0]) == (0, 0), (first, second)
+    assert first[1] == _alone(*flags) and second[1] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "axes", "said"),
+    [
+        (["--batch-size", "6"], {"data": 4}, "--batch-size 6 is not divisible by the 4 devices"),
+        ([], {"data": 3}, "do not multiply to the 4 devices present"),
+        (["--watch"], {"data": 4}, "canvases are shown in one process"),
+        (["--read-back", "2"], {"data": 4}, "host samplers and read-back look at whole rows in"),
+    ],
+)
+def test_what_several_processes_cannot_do_ends_with_code_2_in_each(run_dir, flags, axes, said):
+    for code, out, err in _together("--checkpoint", run_dir, *SHORT, *flags, **axes):
+        assert (code, out) == (2, "")
+        (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert said in line

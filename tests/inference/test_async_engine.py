@@ -1,0 +1,109 @@
+"""The engine under asyncio: rows awaited, canvases streamed, callers that go away."""
+
+import asyncio
+import dataclasses
+
+import pytest
+from engine_cases import MODEL, SLOTS, alone, request, same_row
+
+from dlm_jax.inference.async_engine import AsyncEngine
+from dlm_jax.inference.engine import Engine
+from dlm_jax.inference.request import make_requests
+from dlm_jax.types import Status
+
+
+def _engine(**options):
+    return Engine(MODEL, **({"sizes": (SLOTS,)} | options))
+
+
+def _run(do, **options):
+    """What a coroutine function of an asynchronous engine returns, within a minute."""
+
+    async def main():
+        async with AsyncEngine(_engine(**options)) as engine:
+            return await asyncio.wait_for(do(engine), 60)
+
+    return asyncio.run(main())
+
+
+def test_rows_are_those_of_the_engine_and_back_pressure_holds_callers_up():
+    async def many(engine):
+        async def one(number):
+            row = await engine.row(request(number))
+            assert engine.engine.num_waiting <= 2
+            return row
+
+        return await asyncio.gather(*map(one, range(25)))
+
+    rows = _run(many, max_waiting=2)
+    assert all(same_row(row, alone(number)) for number, row in enumerate(rows))
+
+
+def test_canvases_come_block_by_block_and_the_last_is_the_row():
+    (asked,) = make_requests(MODEL, "A ", {"gen_length": 6, "steps": 6, "block_length": 2})
+
+    async def canvases(engine):
+        steps = [row async for row in engine.watch(asked, every_block=False)]
+        return steps, [row async for row in engine.watch(asked)]
+
+    steps, blocks = _run(canvases)
+    # Two steps a call, in any case.
+    assert [row.steps for row in steps] == [0, 2, 4, 6]
+    assert [row.block for row in blocks[:-1]] == [0, 1, 2]
+    assert blocks[-1].status == Status.DONE
+    assert blocks[-1].tokens.tolist() == steps[-1].tokens.tolist()
+
+
+def test_a_caller_who_goes_away_frees_the_slot():
+    (long,) = make_requests(MODEL, "", {"gen_length": 30, "steps": 30})
+
+    async def leave(engine):
+        tasks = [asyncio.create_task(engine.row(long)) for _ in range(6)]
+        watch = engine.watch(long)
+        assert (await anext(watch)).steps >= 0
+        await watch.aclose()
+        for task in tasks:
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[0]
+        row = await engine.row(request(4))
+        while engine.engine.is_busy:
+            await asyncio.sleep(0.01)
+        return row, engine.engine.report()
+
+    row, report = _run(leave)
+    assert same_row(row, alone(4))
+    assert report.running == report.waiting == 0
+    assert report.work.rows < 7
+
+
+def test_what_is_refused_or_fails_is_told_to_its_caller_alone():
+    fails = dataclasses.replace(request(4), host_sampler=lambda candidates: -1)
+    (few,) = make_requests(MODEL, "A ", {"gen_length": 6, "steps": 6})
+    few = dataclasses.replace(few, sample=dataclasses.replace(few.sample, block_length=2, steps=2))
+
+    async def mixed(engine):
+        asked = [engine.row(one) for one in (request(4), few, fails, request(6))]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    good, refused, failed, other = _run(mixed)
+    assert same_row(good, alone(4)) and same_row(other, alone(6))
+    assert isinstance(refused, ValueError) and "steps=2 is less" in str(refused)
+    assert failed.status is Status.FAILED and "none of its" in str(failed.error)
+
+
+def test_closing_tells_those_who_wait():
+    (long,) = make_requests(MODEL, "", {"gen_length": 30, "steps": 30})
+
+    async def main():
+        async with AsyncEngine(_engine()) as engine:
+            tasks = [asyncio.create_task(engine.row(long)) for _ in range(3)]
+            await asyncio.sleep(0.05)
+        return await asyncio.gather(*tasks, return_exceptions=True), engine
+
+    told, engine = asyncio.run(main())
+    assert all(isinstance(one, ValueError) and "closed" in str(one) for one in told)
+    with pytest.raises(ValueError, match="the engine is closed"):
+        asyncio.run(engine.row(long))
+    with pytest.raises(ValueError, match="steps_per_call=0 must be at least 1"):
+        AsyncEngine(_engine(), steps_per_call=0)

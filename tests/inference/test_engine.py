@@ -1,0 +1,326 @@
+"""The engine: requests at any time, each row as if it were alone, every ticket out once."""
+
+import dataclasses
+import threading
+
+import engine_cases
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine_cases import MODEL, SLOTS, alone, request, same_row
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dlm_jax
+from dlm_jax.inference.engine import Engine, EngineFullError
+from dlm_jax.inference.request import make_requests
+from dlm_jax.inference.waiting import Ticket
+from dlm_jax.types import Status
+
+COUNT = 40
+SUBMIT = st.tuples(st.just("submit"), st.integers(0, COUNT - 1), st.integers(-1, 1))
+CANCEL = st.tuples(st.just("cancel"), st.integers(0, 9), st.just(0))
+STEP = st.tuples(st.just("step"), st.integers(0, 9), st.just(0))
+SCHEDULES = st.lists(st.one_of(SUBMIT, SUBMIT, CANCEL, STEP), max_size=30)
+
+
+def _all(engine):
+    """Every row that comes out, by number; none twice."""
+    found = {}
+    for ticket, row in engine:
+        assert ticket.number not in found
+        found[ticket.number] = row
+    return found
+
+
+@settings(deadline=None, max_examples=60)
+@given(SCHEDULES)
+def test_any_schedule_does_what_a_plain_model_of_the_engine_does(schedule):
+    plain = engine_cases.PlainEngine(SLOTS)
+    numbers = {}
+    with Engine(MODEL, sizes=(SLOTS,)) as engine:
+
+        def step(num_steps):
+            expected = plain.step(num_steps)
+            finished = engine.step(num_steps).finished
+            told = {t.number: (row.status, row.steps) for t, row in finished.items()}
+            assert told == expected
+            for ticket, row in finished.items():
+                whole = alone(numbers[ticket.number])
+                if row.status is Status.DONE:
+                    assert same_row(row, whole)
+                else:
+                    n = row.steps
+                    assert sorted(row.committed[row.committed >= 0]) == list(range(n))
+                    is_there = row.committed >= 0
+                    assert (row.tokens[is_there] == whole.tokens[is_there]).all()
+            report = engine.report()
+            assert report.waiting == sum(map(len, plain.waiting.values()))
+            assert report.running == sum(map(len, plain.running.values()))
+
+        for what, value, priority in schedule:
+            if what == "submit":
+                wants = request(value).sample.steps
+                number = plain.submit(wants, value % 2, priority)
+                numbers[number] = value
+                assert engine.submit(request(value), priority=priority) == Ticket(number)
+            elif what == "step":
+                step(value)
+            elif plain.live():
+                number = plain.live()[value % len(plain.live())]
+                plain.cancel(number)
+                engine.cancel(Ticket(number))
+        while engine.is_busy:
+            step(8)
+        assert not plain.order
+
+
+@settings(deadline=None, max_examples=15)
+@given(SCHEDULES, st.booleans())
+def test_few_programs_starve_nobody_and_lose_nothing(schedule, is_one):
+    with Engine(MODEL, sizes=(SLOTS,), max_programs=1 if is_one else 2) as engine:
+        numbers, found, cancelled = [], {}, set()
+        for what, value, priority in schedule:
+            if what == "submit":
+                engine.submit(request(value), priority=priority)
+                numbers.append(value)
+            elif what == "step":
+                found |= {t.number: row for t, row in engine.step(value).finished.items()}
+                assert len(engine.report().programs) <= (1 if is_one else 2)
+            else:
+                live = [n for n in range(len(numbers)) if n not in found and n not in cancelled]
+                if live:
+                    cancelled.add(live[value % len(live)])
+                    engine.cancel(Ticket(live[value % len(live)]))
+        rest = _all(engine)
+        assert not found.keys() & rest.keys()
+        found |= rest
+    assert sorted(found) == list(range(len(numbers)))
+    for number, row in found.items():
+        assert (row.status is Status.CANCELLED) == (number in cancelled)
+        if number not in cancelled:
+            assert same_row(row, alone(numbers[number]))
+
+
+def test_kinds_take_turns_and_none_starves():
+    with Engine(MODEL, sizes=(SLOTS,)) as engine:
+        for _ in range(20):
+            engine.submit(request(10))
+        late = engine.submit(request(1))
+        for _ in range(4):
+            if late in engine.step(8).finished:
+                break
+        else:
+            pytest.fail("the only one of its kind waits for twenty others")
+        assert engine.num_waiting > 0
+
+
+def test_a_higher_priority_goes_first_among_those_that_wait():
+    with Engine(MODEL, sizes=(SLOTS,)) as engine:
+        tickets = [engine.submit(request(4), priority=p) for p in (0, 0, 0, 0, 5, 1)]
+        order = [ticket for ticket, _ in engine]
+    assert set(order[:2]) == {tickets[4], tickets[5]}
+
+
+def test_sizes_follow_the_number_of_requests_and_rows_move_along():
+    with Engine(MODEL, sizes=(1, SLOTS)) as engine:
+        engine.submit(request(6))
+        engine.step(2)
+        assert engine.report().slots == 1
+        engine.submit(request(4))
+        engine.submit(request(8))
+        engine.step(1)
+        assert engine.report().slots == SLOTS
+        found = _all(engine)
+        assert len(engine.report().programs) == 2
+        assert engine.report().slots == 0
+    for number, value in enumerate((6, 4, 8)):
+        assert found[number].tokens.tolist() == alone(value).tokens.tolist()
+        np.testing.assert_allclose(found[number].logprobs, alone(value).logprobs, rtol=1e-4)
+
+
+def test_results_take_no_more_than_may_wait_and_any_number_in_all():
+    taken = 0
+
+    def many():
+        nonlocal taken
+        for number in range(30):
+            taken += 1
+            yield request(number)
+
+    with Engine(MODEL, sizes=(SLOTS,), max_waiting=3) as engine:
+        found = {}
+        for place, row in engine.results(many()):
+            found[place] = row
+            # Two kinds of two slots, three that wait.
+            assert taken <= len(found) + 3 + 2 * SLOTS
+        assert engine.report().work.rows == 30
+    assert all(same_row(found[number], alone(number)) for number in range(30))
+
+
+def test_a_watched_row_is_shown_before_its_first_step_and_after_every_turn():
+    with Engine(MODEL, sizes=(SLOTS,)) as engine:
+        ticket = engine.submit(request(6), is_watched=True)
+        other = engine.submit(request(4))
+        seen, ended = [], {}
+        while engine.is_busy:
+            step = engine.step()
+            assert other not in step.progress
+            seen += [row.steps for row in step.progress.values()]
+            ended |= step.finished
+    assert seen == list(range(request(6).sample.steps))
+    assert same_row(ended[ticket], alone(6)) and same_row(ended[other], alone(4))
+
+
+def test_time_in_the_line_and_in_a_slot_is_told():
+    with Engine(MODEL, sizes=(SLOTS,)) as engine:
+        for _ in range(5):
+            engine.submit(request(4))
+        rows = _all(engine)
+    assert all(row.seconds > 0 for row in rows.values())
+    assert rows[4].waited > rows[0].waited + rows[0].seconds * 0.5
+    texts = dlm_jax.generate(MODEL, ["A "], gen_length=2, steps=2)
+    assert texts.seconds.shape == (1,) and texts.seconds[0] > 0
+
+
+# Only its own row ends
+
+
+def test_a_row_without_finite_logits_ends_alone():
+    letter = MODEL.tokenizer.piece_id("T")
+
+    def broken(params, tokens_BL, length_B, cache):
+        hidden_BLD, cache = MODEL.network.trunk(params, tokens_BL, length_B, cache)
+        is_bad_B = tokens_BL[:, 0] == letter
+        return jnp.where(is_bad_B[:, None, None], jnp.nan, hidden_BLD), cache
+
+    model = dataclasses.replace(MODEL, network=dataclasses.replace(MODEL.network, trunk=broken))
+    good, bad = (make_requests(model, prompt, {"gen_length": 4, "steps": 4})[0]
+                 for prompt in ("A ", "The "))  # fmt: skip
+    with Engine(model, sizes=(SLOTS,)) as engine:
+        for one in (good, bad, good, bad, good):
+            engine.submit(one)
+        rows = _all(engine)
+    assert [rows[n].status for n in range(5)] == [
+        Status.DONE, Status.NON_FINITE, Status.DONE, Status.NON_FINITE, Status.DONE,
+    ]  # fmt: skip
+    assert len({rows[n].tokens.tobytes() for n in (0, 2, 4)}) == 1
+    assert rows[1].steps == 1 and (rows[1].committed == -1).all()
+
+
+def test_a_host_sampler_that_raises_ends_its_row_alone():
+    def third_fails(candidates):
+        if candidates.step == 2:
+            raise RuntimeError("out of ideas")
+        return candidates.ids[0]
+
+    def first(candidates):
+        return candidates.ids[0]
+
+    asked = {"gen_length": 4, "steps": 4}
+    fails, works = (make_requests(MODEL, "A ", asked | {"host_sampler": f})[0]
+                    for f in (third_fails, first))  # fmt: skip
+    with Engine(MODEL, sizes=(SLOTS,)) as engine:
+        for one in (works, fails, fails, works):
+            engine.submit(one)
+        rows = _all(engine)
+    assert [rows[n].status for n in range(4)] == [
+        Status.DONE, Status.FAILED, Status.FAILED, Status.DONE,
+    ]  # fmt: skip
+    for number in (1, 2):
+        assert str(rows[number].error) == "out of ideas"
+        assert (rows[number].committed >= 0).sum() == 2
+        assert rows[number].tokens[:4].tolist() == rows[0].tokens[:4].tolist()
+    with pytest.raises(RuntimeError, match="out of ideas"):
+        dlm_jax.generate(MODEL, ["A "], host_sampler=third_fails, **asked)
+
+
+def test_a_program_that_fails_takes_the_rows_that_it_ran_and_no_others():
+    def refuses(params, tokens_BL, length_B, cache):
+        raise RuntimeError("cannot be compiled")
+
+    network = dataclasses.replace(MODEL.network, trunk=refuses)
+    model = dataclasses.replace(MODEL, network=network)
+    with Engine(model, sizes=(SLOTS,)) as engine:
+        for number in range(5):
+            engine.submit(request(number))
+        engine.submit(request(7), priority=-1)
+        engine.cancel(Ticket(5))
+        rows = _all(engine)
+    assert [rows[n].status for n in range(6)] == [Status.FAILED] * 5 + [Status.CANCELLED]
+    assert "cannot be compiled" in str(rows[0].error)
+
+
+# Bad input
+
+
+def test_what_cannot_be_done_is_refused_in_one_line_and_disturbs_nobody():
+    with Engine(MODEL, sizes=(SLOTS,), max_waiting=3, canvases=(64,)) as engine:
+        running = engine.submit(request(6))
+        engine.step(1)
+        first = engine.submit(request(4))
+        engine.cancel(first)
+        (few,) = make_requests(MODEL, "A ", {"gen_length": 6, "steps": 6})
+        few = dataclasses.replace(
+            few, sample=dataclasses.replace(few.sample, block_length=2, steps=2)
+        )
+        long = dataclasses.replace(request(6), tokens=np.full(70, MODEL.tokenizer.mask_id))
+        for call, said in (
+            (lambda: engine.cancel(first), "request 1 has been cancelled before"),
+            (lambda: engine.cancel(Ticket(9)), "is not of this engine"),
+            (lambda: engine.cancel(Ticket(-1)), "is not of this engine"),
+            (lambda: engine.submit(few), "steps=2 is less than the 3 blocks"),
+            (lambda: engine.submit(long), "fill 70 positions, and the longest canvas is 64"),
+            (lambda: engine.step(-1), "num_steps=-1 must be at least 0"),
+        ):
+            with pytest.raises(ValueError, match=f"^[^\n]*{said}[^\n]*$"):
+                call()
+        for _ in range(3):
+            engine.submit(request(4))
+        assert not engine.has_room
+        with pytest.raises(EngineFullError, match="^max_waiting=3 requests wait already; submit"):
+            engine.submit(request(4))
+        rows = _all(engine)
+        assert sorted(rows) == [0, 1, 2, 3, 4]
+        assert same_row(rows[running.number], alone(6))
+        with pytest.raises(ValueError, match="^request 0 has ended; only one that waits or runs"):
+            engine.cancel(running)
+    for call in (lambda: engine.submit(request(4)), engine.step, lambda: engine.cancel(running)):
+        with pytest.raises(ValueError, match="^the engine is closed; make another one$"):
+            call()
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"batch_size": 2.0}, "batch_size=2.0 must be at least 1, a whole number"),
+        ({"sizes": (4, 0)}, "sizes=0 must be at least 1"),
+        ({"canvases": (64, "a")}, "canvases='a' must be at least 1"),
+        ({"max_waiting": 0}, "max_waiting=0 must be at least 1"),
+        ({"max_programs": True}, "max_programs=True must be at least 1"),
+        ({"max_candidates": 0}, "max_candidates=0 must be at least 1"),
+    ],
+)
+def test_an_engine_of_nothing_is_refused(options, said):
+    with pytest.raises(ValueError, match=f"^{said}"):
+        Engine(MODEL, **options)
+
+
+def test_requests_may_come_from_other_threads_while_rows_run():
+    with Engine(MODEL, sizes=(SLOTS,)) as engine:
+        values = {}
+
+        def submit(first):
+            for number in range(first, first + 10):
+                values[engine.submit(request(number)).number] = number
+
+        threads = [threading.Thread(target=submit, args=[first]) for first in (0, 10, 20)]
+        for thread in threads:
+            thread.start()
+        found = {}
+        while any(thread.is_alive() for thread in threads) or engine.is_busy:
+            found |= {t.number: row for t, row in engine.step().finished.items()}
+    assert sorted(found) == list(range(30))
+    assert all(same_row(row, alone(values[number])) for number, row in found.items())
