@@ -89,7 +89,9 @@ class Likelihood(EditRule):
         number = min(self.num_trials, _NUM_KINDS * num_positions)
         worth_BK, place_BK = jax.lax.top_k(worth_BLK.reshape(num_rows, -1), number)
         kind_KB1 = (place_BK % _NUM_KINDS).T[:, :, None]
-        is_there_KBL = (place_BK // _NUM_KINDS).T[:, :, None] == jnp.arange(num_positions)[None, None]
+        is_there_KBL = (place_BK // _NUM_KINDS).T[:, :, None] == jnp.arange(num_positions)[
+            None, None
+        ]
         is_real_KB = worth_BK.T > 0
         is_there_KBL &= is_real_KB[:, :, None]
         return Edits(
