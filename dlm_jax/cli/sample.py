@@ -25,7 +25,7 @@ from typing import Any
 import jax
 
 import dlm_jax
-from dlm_jax.cli.chat import answers, preset, turn_ids
+from dlm_jax.cli.chat import answers, asked, preset
 from dlm_jax.cli.common import CHECKPOINT, Parser, add_host_flags, join_hosts, refusals, start_jax
 from dlm_jax.cli.compiling import compile_clock
 from dlm_jax.cli.devices import add_mesh_flags, check_batch, mesh_of
@@ -207,12 +207,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(chain_report(model, host_sampler=sampler, **settings), file=sys.stderr)
     if args.prompts is not None:
         return sample_file(model, args, settings)
-    asked = {name: getattr(args, name) for name in ("prompt", "template", "draft")}
     with refusals():
-        prompts = [
-            {"tokens": turn_ids(model, args.prompt or "")} if args.chat
-            else {name: text for name, text in asked.items() if text is not None}
-        ]  # fmt: skip
+        prompts = [asked(model, args)]
     common: dict[str, Any] = {
         "num_samples": args.num_samples,
         "max_length": args.max_length,

@@ -2,6 +2,7 @@
 
 from dlm_jax.config.flags import add_flags, add_sample_flags, parse_flags
 from dlm_jax.config.heads import HeadsConfig
+from dlm_jax.config.optim import OptimConfig
 from dlm_jax.config.reading import (
     from_dict,
     key_types,
@@ -20,7 +21,6 @@ from dlm_jax.config.schema import (
     MeshConfig,
     ModelConfig,
     ObjectiveConfig,
-    OptimConfig,
     TrainConfig,
 )
 from dlm_jax.config.writing import differing, to_toml

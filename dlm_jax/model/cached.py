@@ -47,6 +47,11 @@ class Parts:
     norm: Callable[[Params, jax.Array], jax.Array]
 
 
+def may_keep(config: ModelConfig) -> bool:
+    """Whether keys and values may be kept: a window knows all that its predictions are made of."""
+    return config.mode == "language_model" and config.logit_alignment == "same"
+
+
 def cached_trunk(config: ModelConfig, parts: Parts) -> CachedTrunk:
     """The pieces of the network of `config`."""
     made = _Pieces(config, parts)
