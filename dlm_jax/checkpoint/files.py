@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +198,9 @@ def map_with_names(place: Place, tree: Any) -> Any:
         return place(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
 
     return jax.tree_util.tree_map_with_path(of, tree)
+
+
+def versions() -> str:
+    """The libraries that write a checkpoint."""
+    found = (f"{name} {metadata.version(name)}" for name in ("jax", "orbax-checkpoint", "numpy"))
+    return ", ".join(found)

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
 from dlm_jax.checkpoint import manifest
@@ -43,6 +42,7 @@ from dlm_jax.checkpoint.files import (
     newest_usable,
     prune,
     step_path,
+    versions,
 )
 from dlm_jax.distributed.processes import on_first_process
 
@@ -186,7 +186,7 @@ class Checkpoints:
         # On process 0 Orbax returns only when every process has written its part.
         self._writer.wait_until_finished()
         if jax.process_index() == 0:
-            facts = {"format": FORMAT, "versions": _versions(), "leaves": leaves}
+            facts = {"format": FORMAT, "versions": versions(), "leaves": leaves}
             manifest.write(self._written(step), facts)
             self._written(step).rename(step_path(self.directory, step))
             manifest.sync(self.directory)
@@ -221,7 +221,7 @@ def load_params(
         checkpoint must agree. Without it: the nested dict that was saved, on the first local
         device.
       step: exactly this checkpoint, without falling back.
-      place: where each parameter goes, and as what; only the parts of a device are read onto it.
+      place: where each parameter goes, and as what; each device is given its part.
       report: receives one line about each damaged checkpoint passed over; default
         `warnings.warn`.
 
@@ -290,10 +290,6 @@ def _read_arrays(path: Path, abstract: PyTree, *, partial: bool) -> PyTree:
 def _read_meta(path: Path) -> dict[str, Any]:
     with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
         return reader.restore(path / "meta", args=ocp.args.JsonRestore())
-
-
-def _versions() -> str:
-    return f"jax {jax.__version__}, orbax-checkpoint {ocp.__version__}, numpy {np.__version__}"
 
 
 def _quiet_orbax() -> None:

@@ -161,6 +161,6 @@ def _checksum_of(file: Any, names: Sequence[str]) -> int:
         elif 0 not in shape:
             rows = max(1, _PART // (math.prod(shape[1:]) * 4))
             for first in range(0, shape[0], rows):
-                part = np.ascontiguousarray(content[first : first + rows])
+                part = np.ascontiguousarray(content[first : min(first + rows, shape[0])])
                 crc = zlib.crc32(part.tobytes(), crc)
     return crc
