@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     from dlm_jax.inference.likelihood import score as score
     from dlm_jax.inference.model import Model as Model
     from dlm_jax.inference.model import load as load
+    from dlm_jax.inference.publishing import export as export
     from dlm_jax.inference.request import Request as Request
     from dlm_jax.inference.request import make_requests as make_requests
     from dlm_jax.inference.results import Row as Row
     from dlm_jax.inference.scorer import corrupted_share as corrupted_share
     from dlm_jax.inference.waiting import Ticket as Ticket
+    from dlm_jax.sampling.cache import *  # noqa: F403
     from dlm_jax.sampling.commit import *  # noqa: F403
     from dlm_jax.sampling.edits import *  # noqa: F403
     from dlm_jax.sampling.propose import *  # noqa: F403
@@ -42,8 +44,10 @@ if TYPE_CHECKING:
     from dlm_jax.settings import rule as rule
     from dlm_jax.settings import static as static
     from dlm_jax.training import train as train
+    from dlm_jax.types import CachedTrunk as CachedTrunk
     from dlm_jax.types import Network as Network
     from dlm_jax.types import Status as Status
+    from dlm_jax.types import Window as Window
 
 __version__ = "0.2.0"
 
@@ -58,6 +62,7 @@ _HOME_OF = {
     ),
     **dict.fromkeys(("Score", "score"), "inference.likelihood"),
     **dict.fromkeys(("Model", "load"), "inference.model"),
+    "export": "inference.publishing",
     **dict.fromkeys(("Request", "make_requests"), "inference.request"),
     "Row": "inference.results",
     "corrupted_share": "inference.scorer",
@@ -65,10 +70,10 @@ _HOME_OF = {
     "Counters": "sampling.row",
     **dict.fromkeys(("Setting", "fact", "per_row", "rule", "static"), "settings"),
     "train": "training",
-    **dict.fromkeys(("Network", "Status"), "types"),
+    **dict.fromkeys(("CachedTrunk", "Network", "Status", "Window"), "types"),
 }  # fmt: skip
 _ROOMS = tuple(
-    f"sampling.{kind}" for kind in ("commit", "edits", "propose", "remask", "transforms")
+    f"sampling.{kind}" for kind in ("cache", "commit", "edits", "propose", "remask", "transforms")
 )
 """Rooms of rules, all of whose public names are public here."""
 

@@ -1,6 +1,21 @@
-"""``python -m dlm_jax.export``: see `dlm_jax.cli.export`."""
+"""``python -m dlm_jax.export``: see `dlm_jax.cli.export`. As a function: `publishing.export`."""
+
+import sys
+from types import ModuleType
+from typing import Any
 
 from dlm_jax.cli.export import main
 
+
+class _Program(ModuleType):
+    """The program, which hides no function: `dlm_jax.export` is one, of the same name."""
+
+    def __call__(self, *args: Any, **settings: Any) -> Any:
+        from dlm_jax.inference.publishing import export
+
+        return export(*args, **settings)
+
+
 if __name__ == "__main__":
     raise SystemExit(main())
+sys.modules[__name__].__class__ = _Program

@@ -104,8 +104,19 @@ def plot_losses(
     os.replace(temporary, target)
 
 
-# What a record of training holds beside the loss and its parts.
-_NO_LOSSES = {"kind", "step", "grad_norm", "param_norm", "tokens_per_second"}
+CLOCK = frozenset(
+    ("time", "tokens_per_second", "step_seconds", "input_seconds", "device_seconds",
+     "host_seconds", "flop_utilisation", "device_memory_bytes")
+)  # fmt: skip
+"""What a record of training says of the machine: all of it differs from run to run."""
+
+_NO_LOSSES = ("kind", "step", "param_norm", "learning_rate", *CLOCK)
+
+
+def _is_loss(name: str) -> bool:
+    """Whether that figure of a record of training is the loss or a part of it."""
+    is_other = name in _NO_LOSSES or name.startswith("grad_norm")
+    return not is_other and not name.endswith(("_alpha", "_learning_rate"))
 
 
 def loss_curves(
@@ -121,9 +132,8 @@ def loss_curves(
 
     for record in records:
         if record["kind"] == "train":
-            for name in record.keys() - _NO_LOSSES:
-                if not name.endswith("_alpha"):
-                    add("training loss" if name == "loss" else name, record["step"], record[name])
+            for name in filter(_is_loss, record):
+                add("training loss" if name == "loss" else name, record["step"], record[name])
     if not curves:
         return {}
     for record in records:

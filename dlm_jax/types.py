@@ -8,7 +8,8 @@ Shape legend, used as suffixes of names and in docstrings everywhere:
 ``V``  vocabulary
 ``D``  width of the model
 ``H``  attention heads (``G`` key/value heads, ``K`` size of one head)
-``N``  gathered positions, which may belong to any rows
+``N``  gathered positions, which may belong to any rows; or some of the rows
+``W``  positions of a window, which is placed in each row
 =====  ==========================================================
 """
 
@@ -24,6 +25,54 @@ import jax.numpy as jnp
 
 Params = Any
 """A plain nested dict of parameter arrays."""
+
+
+class Window(NamedTuple):
+    """A run of positions that the trunk computes in each row, int32 ``[N]`` each.
+
+    Attributes:
+      place_N: its first position; it lies on the canvas as a whole.
+      begin_N: the first position whose keys and values are those of the window.
+      end_N: one behind the last of them. Those of all other positions are the kept ones, also where
+        the window covers them.
+    """
+
+    place_N: jax.Array
+    begin_N: jax.Array
+    end_N: jax.Array
+
+
+@dataclass(frozen=True)
+class CachedTrunk:
+    """The trunk in pieces, for decoding with kept keys and values (`dlm_jax.sampling.cache`).
+
+    What is kept of the rows (*kept*) and what a call adds to it (a *piece*) are pytrees that only
+    these functions look into; every leaf of both begins with the axis of the rows. Hidden vectors
+    are those that `Network.trunk` returns, to float tolerance, wherever what is kept is up to date.
+
+    Attributes:
+      block_length: positions that see one another, from the begin of the row on, in blocks that
+        also see all blocks before: 1 is a causal model. 0: every position sees all others.
+      init: ``(params, num_rows, num_positions) -> kept``, of nothing.
+      whole: ``(params, tokens_NL, length_N) -> (hidden_NLD, piece)``: the trunk of whole rows.
+      window: ``(params, kept, row_N, tokens_NL, length_N, window, size=W) -> (hidden_NWD, piece)``:
+        the trunk at the ``W`` positions of a `Window` of the rows ``row_N`` of `kept`, or of all of
+        them in order with None. A position outside the row, or of a block that is not seen, is
+        invisible.
+      store: ``(kept, piece, row_N, place_N) -> kept`` with a piece put at its rows (None: all in
+        order) and first positions. Rows that stand several times hold the same there.
+      beside_clean: ``(params, shown_BL, clean_BL, length_B) -> hidden_BLD``: what the trunk says of
+        every block of `shown_BL` behind the clean tokens of the blocks before it, all blocks in one
+        call, for training and likelihood; in other blocks with ``block_length=n``. None where
+        ``block_length`` is below 2.
+    """
+
+    block_length: int
+    init: Callable[[Params, int, int], Any]
+    whole: Callable[..., tuple[jax.Array, Any]]
+    window: Callable[..., tuple[jax.Array, Any]]
+    store: Callable[..., Any]
+    beside_clean: Callable[..., jax.Array] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +107,8 @@ class Network:
         save edits a second readout; None: that is made.
       scorer: ``(params, hidden_BLD, length_B) -> logit_B``, float32: which share of a row's tokens
         is corrupted. None but for a sequence scorer.
+      cached: the trunk in pieces, for keys and values that are kept; None: there is no cache, and
+        every position sees all others, or a causal one sees what it likes.
     """
 
     init: Callable[[jax.Array], Params]
@@ -72,6 +123,13 @@ class Network:
     critic: Callable[[Params, jax.Array], jax.Array] | None = None
     logits_of: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
     scorer: Callable[..., jax.Array] | None = None
+    cached: CachedTrunk | None = None
+
+    @property
+    def block_length(self) -> int:
+        """Positions of a block of a block-causal model; 0 for any other."""
+        found = 0 if self.cached is None else self.cached.block_length
+        return found if found > 1 else 0
 
 
 class Canvas(NamedTuple):

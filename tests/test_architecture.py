@@ -17,27 +17,40 @@ MEDIAN_LINES = 15
 
 # Every room, and those it may import besides itself: only such as stand above it here.
 _BASE = {"types", "settings", "pytree"}
-_CORE = {*_BASE, "config", "sampling", "diffusion", "model", "data", "distributed", "checkpoint"}
+_CORE = {
+    *_BASE,
+    "storage",
+    "config",
+    "sampling",
+    "diffusion",
+    "model",
+    "data",
+    "distributed",
+    "checkpoint",
+}
 MAY_IMPORT = {
     "types": set(),
     "pytree": set(),
+    "storage": set(),
     "settings": {"pytree"},
+    "progress": set(),
     "sampling": _BASE,
     "config": {*_BASE, "sampling"},
     "diffusion": {*_BASE, "config"},
     "model": {"types", "config"},
     "metrics": {"config"},
-    "data": {"types", "config"},
+    "data": {"types", "storage", "config"},
     "distributed": {"types", "config"},
-    "checkpoint": {"types", "config", "distributed"},
-    "training": {*_CORE, "metrics"},
-    "inference": _CORE,
+    "checkpoint": {"types", "storage", "config", "distributed"},
+    "published": {"types", "config", "data", "model"},
+    "training": {*_CORE, "metrics", "progress", "published"},
+    "inference": {*_CORE, "published"},
     "batch": {*_BASE, "config", "distributed", "inference"},
     "viewing": {"data", "inference"},
     "__init__": {*_BASE, "config", "sampling", "training", "inference"},
-    "cli": {*_CORE, "training", "metrics", "inference", "batch", "viewing", "__init__"},
+    "cli": {*_CORE, "training", "metrics", "progress", "inference", "batch", "viewing", "__init__"},
     "evaluate": {"cli"},
-    "export": {"cli"},
+    "export": {"cli", "inference"},
 }
 
 

@@ -4,10 +4,11 @@ from dlm_jax.metrics import loss_curves
 
 RECORDS = [
     {"kind": "train", "step": 5, "loss": 4.0, "elbo": 4.0, "grad_norm": 1.0, "param_norm": 2.0,
-     "tokens_per_second": 9.0},
+     "tokens_per_second": 9.0, "learning_rate": 0.1, "time": 7.0},
     {"kind": "evaluation", "step": 5, "bound": 3.5, "standard_error": 0.1, "windows": 4},
     {"kind": "train", "step": 10, "loss": 6.0, "elbo": 3.0, "sampler": 2.5, "critic": 1.0,
-     "critic_alpha": 0.5, "grad_norm": 1.0, "param_norm": 2.0, "tokens_per_second": 9.0},
+     "critic_alpha": 0.5, "sampler_learning_rate": 0.2,
+     "grad_norm": 1.0, "param_norm": 2.0, "tokens_per_second": 9.0},
 ]  # fmt: skip
 
 

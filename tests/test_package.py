@@ -63,6 +63,7 @@ def test_the_marker_of_types_ships_with_the_data():
     found = {path.name for pattern in patterns for path in (ROOT / "dlm_jax").glob(pattern)}
     assert {"py.typed", "shakespeare.safetensors"} <= found
     assert any(name.endswith(".html") for name in found)
+    assert {path.name for path in ROOT.glob("configs/*.toml")} <= found
 
 
 def test_the_version_is_that_of_the_project():

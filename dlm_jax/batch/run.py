@@ -18,8 +18,8 @@ from dlm_jax.batch.requests import Id, Line
 from dlm_jax.distributed.rows import beginning
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.request import Request, make_requests, only_chains_in_use
-from dlm_jax.inference.results import Row
+from dlm_jax.inference.request import Request, make_requests, only_chains_in_use, static_of
+from dlm_jax.inference.results import Row, canvas_size
 from dlm_jax.types import Status
 
 _Listener = Callable[[Mapping[str, Any], int], Any]
@@ -60,6 +60,18 @@ class Report(NamedTuple):
     programs: tuple[str, ...]
 
 
+class Plan(NamedTuple):
+    """What a run is going to do.
+
+    Attributes:
+      work: of each request that is not done, by its id: steps times positions; 0 if it is refused.
+      programs: canvases of the programs that will run.
+    """
+
+    work: dict[Id, float]
+    programs: tuple[str, ...]
+
+
 def describe_model(model: Model) -> dict[str, Any]:
     """What tells this model from others, for a fingerprint: config, tokenizer, and parameters.
 
@@ -84,6 +96,7 @@ def run_requests(
     seed: int = 0,
     settings: Mapping[str, Any] | None = None,
     batch_size: int = 64,
+    on_plan: Callable[[Plan], Any] | None = None,
     on_result: _Listener | None = None,
     on_turn: Callable[[Engine], Any] | None = None,
 ) -> Report:
@@ -103,6 +116,7 @@ def run_requests(
       seed: of line 1; a line that names none has the seed ``seed + number - 1``.
       settings: for lines that do not name them.
       batch_size: slots of a program at most.
+      on_plan: told once, before anything is compiled, what will be done.
       on_result: told each result once it is written, and how many tokens were generated for it.
       on_turn: told the engine after each of its turns.
     """
@@ -114,6 +128,8 @@ def run_requests(
         engine.reserve(asked)
         index, count = engine.share
         own = {line.id for line in lines if line.number % count == index} - results.done
+        if on_plan is not None:
+            on_plan(_planned(found, refused, asked, own))
         for result in (result for result in refused if result["id"] in own):
             _write(results, result, 0, on_result)
             errors += 1
@@ -141,12 +157,13 @@ def _accepted(
     found: list[Line] = []
     asked: list[Request] = []
     refused: list[dict[str, Any]] = []
+    known: dict[Any, Any] = {}
     for line in lines:
         common = dict(settings) | {"seed": (seed + line.number - 1) % 2**32}
         try:
             if line.error is not None:
                 raise ValueError(line.error)
-            asked += make_requests(model, _from_json(line.settings), common)
+            asked += make_requests(model, _from_json(line.settings), common, known=known)
         except ValueError as error:
             refused.append({"id": line.id, "error": _in_line(line, str(error))})
         else:
@@ -190,6 +207,23 @@ def _from_json(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _in_line(line: Line, error: str) -> str:
     where = f"line {line.number}"
     return error if where in error else f"{where}: {error}"
+
+
+def _planned(
+    found: Sequence[Line],
+    refused: Sequence[Mapping[str, Any]],
+    asked: Sequence[Request],
+    own: set[Id],
+) -> Plan:
+    """The work of the lines in `own`: steps times canvas of each."""
+    work = {result["id"]: 0.0 for result in refused if result["id"] in own}
+    programs: dict[Any, str] = {}
+    for line, request in zip(found, asked, strict=True):
+        if line.id in own:
+            canvas = canvas_size(request.room, is_shared=True)
+            work[line.id] = float(request.sample.steps * canvas)
+            programs[static_of(request), canvas] = f"canvas={canvas}"
+    return Plan(work, tuple(programs.values()))
 
 
 def _result(model: Model, line: Line, row: Row) -> dict[str, Any]:

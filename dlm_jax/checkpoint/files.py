@@ -6,17 +6,18 @@ process and go with the next save; ``.damaged`` was set aside and stays until a 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from dlm_jax.checkpoint import manifest
+from dlm_jax.storage import is_remote, located
 
 FORMAT = 1
 Leaves = dict[str, list[Any]]
@@ -29,11 +30,12 @@ _STEP_NAME = re.compile(r"step_(\d{8,})")
 _LEFTOVER_NAME = re.compile(r"step_\d{8,}\.(writing.*|deleted)")
 
 
-def local_path(directory: str | os.PathLike[str]) -> Path:
-    """The absolute path; raises `ValueError` for a URL or an existing file."""
-    if "://" in str(directory):
-        raise ValueError(f"directory={directory} is a URL; mount it and pass the local path")
-    path = Path(os.path.abspath(directory))
+def checkpoint_root(directory: str | os.PathLike[str]) -> Path:
+    """The absolute path, or that of a URL; raises `ValueError` for an existing file."""
+    path = located(directory)
+    if is_remote(path):
+        return path
+    path = Path(path)
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file, not a checkpoint directory; pass a directory")
     return path
@@ -57,13 +59,11 @@ def make_room(root: Path, step: int, checked: dict[int, bool]) -> bool:
     """
     root.mkdir(parents=True, exist_ok=True)
     usable = [s for s in complete_steps(root) if checked.get(s, True)]
+    if is_remote(root):
+        return _make_room_in_bucket(root, step, usable)
     if step in usable:
         return False
-    if usable and step < usable[-1]:
-        raise ValueError(
-            f"step={step} is behind step {usable[-1]} in {root}; "
-            f"resume from the newest checkpoint or save to another directory"
-        )
+    _check_ahead(root, step, usable)
     for path in root.iterdir():
         if _LEFTOVER_NAME.fullmatch(path.name):
             shutil.rmtree(path)
@@ -75,9 +75,44 @@ def make_room(root: Path, step: int, checked: dict[int, bool]) -> bool:
     return True
 
 
+def _check_ahead(root: Path, step: int, usable: list[int]) -> None:
+    if usable and step < usable[-1]:
+        raise ValueError(
+            f"step={step} is behind step {usable[-1]} in {root}; "
+            f"resume from the newest checkpoint or save to another directory"
+        )
+
+
+def _make_room_in_bucket(root: Path, step: int, usable: list[int]) -> bool:
+    if step in usable:
+        return False
+    _check_ahead(root, step, usable)
+    for unusable in set(_listed_steps(root)) - set(usable):
+        path = step_path(root, unusable)
+        if (path / manifest.NAME).exists() and unusable != step:
+            (path / manifest.SET_ASIDE).write_text((path / manifest.NAME).read_text())
+            (path / manifest.NAME).unlink()
+        elif unusable == step or not (path / manifest.SET_ASIDE).exists():
+            remove(path)
+    return True
+
+
+def remove(path: Path) -> None:
+    """Deletes a checkpoint; in a bucket its manifest first, so that what is left is none."""
+    if not is_remote(path):
+        shutil.rmtree(path)
+        return
+    for name in (manifest.NAME, manifest.SET_ASIDE):
+        (path / name).unlink(missing_ok=True)
+    located(path).rmtree(missing_ok=True)
+
+
 def prune(root: Path, *, keep: int) -> None:
     """Nothing, after all complete checkpoints but the ``keep`` newest are gone."""
     for step in complete_steps(root)[:-keep]:
+        if is_remote(root):
+            remove(step_path(root, step))
+            continue
         # Renamed first: a process killed halfway leaves no checkpoint with half its files.
         path = step_path(root, step)
         doomed = path.with_name(f"{path.name}.deleted")
@@ -99,7 +134,8 @@ def newest_usable(
     damage is reported once. Raises `ValueError` if none is left, or at the first that has other
     ``leaves`` (if given) or another format.
     """
-    listed = _listed_steps(root)
+    # In a bucket, what lacks a manifest was never finished; on a disk it was damaged.
+    listed = complete_steps(root) if is_remote(root) else _listed_steps(root)
     if not listed:
         raise ValueError(_why_empty(root))
     if step is not None and step not in listed:
@@ -151,7 +187,10 @@ def _spell(leaf: list[Any] | None) -> str:
 def _listed_steps(root: Path) -> list[int]:
     if not root.is_dir():
         return []
-    matches = (_STEP_NAME.fullmatch(path.name) for path in root.iterdir() if path.is_dir())
+    remote = is_remote(root)
+    matches = (
+        _STEP_NAME.fullmatch(path.name) for path in root.iterdir() if remote or path.is_dir()
+    )
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -200,7 +239,21 @@ def map_with_names(place: Place, tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(of, tree)
 
 
-def versions() -> str:
-    """The libraries that write a checkpoint."""
-    found = (f"{name} {metadata.version(name)}" for name in ("jax", "orbax-checkpoint", "numpy"))
-    return ", ".join(found)
+def check_saveable(step: int, state: Any, meta: dict[str, Any]) -> None:
+    """Refuses what cannot be saved: see `Checkpoints.save`."""
+    if step < 0:
+        raise ValueError(f"step={step} cannot be saved; steps count from 0")
+    try:
+        json.dumps(meta)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"meta is not JSON ({error}); use dicts, lists, strings, numbers"
+        ) from error
+    if jax.process_count() > 1:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+            if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                raise ValueError(
+                    f"state {name} lives in one process only; create the state under jit with "
+                    f"shardings over the whole mesh"
+                )

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dlm_jax.checkpoint.files import Place
-from dlm_jax.checkpoint.store import load_params
+from dlm_jax.checkpoint.files import Place, checkpoint_root
+from dlm_jax.checkpoint.store import Checkpoints, load_params
 from dlm_jax.checkpoint.weights import SUFFIX, load_weights
 
 
@@ -35,3 +35,15 @@ def load_any(
     if Path(path).suffix == SUFFIX:
         return load_weights(path, place=place)
     return load_params(path, make_abstract, place=place, report=report)
+
+
+def load_meta(
+    path: str | os.PathLike[str], *, report: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """The JSON beside the parameters that `load_any` would give; the same arguments and errors."""
+    if Path(path).suffix == SUFFIX:
+        return load_weights(path)[1]
+    root = checkpoint_root(path)
+    root = root / "checkpoints" if (root / "checkpoints").is_dir() else root
+    with Checkpoints(root, keep=1) as checkpoints:
+        return checkpoints.read_meta(report=report)

@@ -25,26 +25,28 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
-from dlm_jax.checkpoint import manifest
+from dlm_jax.checkpoint import bucket, manifest
 from dlm_jax.checkpoint.files import (
     FORMAT,
     Leaves,
     Place,
     check_same_leaves,
+    check_saveable,
+    checkpoint_root,
     complete_steps,
     describe,
-    local_path,
     make_room,
     map_with_names,
     nested,
     newest_usable,
     prune,
     step_path,
-    versions,
 )
 from dlm_jax.distributed.processes import on_first_process
+from dlm_jax.storage import is_remote
 
 PyTree = Any
 Report = Callable[[str], None]
@@ -72,13 +74,13 @@ class Checkpoints:
         only after the newer one is complete on disk.
 
     Raises:
-      ValueError: ``keep`` below 1, or a ``directory`` that is a URL or a file.
+      ValueError: ``keep`` below 1, or a ``directory`` that is a file or a URL of an unknown kind.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int):
         if keep < 1:
             raise ValueError(f"keep={keep} would leave no checkpoint to resume from; use 1 or more")
-        self.directory = local_path(directory)
+        self.directory = checkpoint_root(directory)
         self._keep = keep
         self._checked: dict[int, bool] = {}
         self._pending: concurrent.futures.Future[None] | None = None
@@ -113,11 +115,15 @@ class Checkpoints:
           OSError: this save or the one before it failed, for example on a full disk.
         """
         leaves = describe(state, "state")
-        _check_saveable(step, state, meta)
+        check_saveable(step, state, meta)
         self.wait()
         if not on_first_process(lambda: make_room(self.directory, step, self._checked)):
             return False
         self._checked.clear()
+        if is_remote(self.directory):
+            held = bucket.on_host(state)
+            self._pending = self._finisher.submit(self._finish_in_bucket, step, leaves, meta, held)
+            return True
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
         self._writer.save(self._written(step), args=args, force=True)
         self._pending = self._finisher.submit(self._finish, step, leaves)
@@ -138,6 +144,10 @@ class Checkpoints:
     def close(self) -> None:
         """Nothing, after the save under way is complete and all threads have ended."""
         self._close(together=True)
+
+    def abandon(self) -> None:
+        """Nothing, after all threads have ended; it does not wait for other processes."""
+        self._close(together=False)
 
     def read_meta(self, *, step: int | None = None, report: Report | None = None) -> dict[str, Any]:
         """The JSON of the checkpoint that `restore` would give; the same arguments and errors."""
@@ -182,12 +192,18 @@ class Checkpoints:
         path = step_path(self.directory, step)
         return path.with_name(f"{path.name}.writing")
 
+    def _finish_in_bucket(
+        self, step: int, leaves: Leaves, meta: dict[str, Any], held: bucket.OnHost
+    ) -> None:
+        bucket.write(step_path(self.directory, step), held, meta, _facts(leaves))
+        if jax.process_index() == 0:
+            prune(self.directory, keep=self._keep)
+
     def _finish(self, step: int, leaves: Leaves) -> None:
         # On process 0 Orbax returns only when every process has written its part.
         self._writer.wait_until_finished()
         if jax.process_index() == 0:
-            facts = {"format": FORMAT, "versions": versions(), "leaves": leaves}
-            manifest.write(self._written(step), facts)
+            manifest.write(self._written(step), _facts(leaves))
             self._written(step).rename(step_path(self.directory, step))
             manifest.sync(self.directory)
             prune(self.directory, keep=self._keep)
@@ -221,7 +237,7 @@ def load_params(
         checkpoint must agree. Without it: the nested dict that was saved, on the first local
         device.
       step: exactly this checkpoint, without falling back.
-      place: where each parameter goes, and as what; each device is given its part.
+      place: where each parameter goes, and as what; only the parts of a device are read onto it.
       report: receives one line about each damaged checkpoint passed over; default
         `warnings.warn`.
 
@@ -229,7 +245,7 @@ def load_params(
       ValueError: nothing usable is there, or it differs from ``abstract_params``.
     """
     _quiet_orbax()
-    root = local_path(directory)
+    root = checkpoint_root(directory)
     root = root / "checkpoints" if (root / "checkpoints").is_dir() else root
     found = on_first_process(lambda: newest_usable(root, step, None, report or warnings.warn, {}))
     path = step_path(root, found)
@@ -249,25 +265,6 @@ def load_params(
     return _read_arrays(path, wanted, partial=True)[entry], meta
 
 
-def _check_saveable(step: int, state: PyTree, meta: dict[str, Any]) -> None:
-    if step < 0:
-        raise ValueError(f"step={step} cannot be saved; steps count from 0")
-    try:
-        json.dumps(meta)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"meta is not JSON ({error}); use dicts, lists, strings, numbers"
-        ) from error
-    if jax.process_count() > 1:
-        for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-            if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-                name = jax.tree_util.keystr(path, simple=True, separator="/")
-                raise ValueError(
-                    f"state {name} lives in one process only; create the state under jit with "
-                    f"shardings over the whole mesh"
-                )
-
-
 def _read_arrays(path: Path, abstract: PyTree, *, partial: bool) -> PyTree:
     def sharding_of(leaf: Any) -> jax.sharding.Sharding:
         first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -278,6 +275,8 @@ def _read_arrays(path: Path, abstract: PyTree, *, partial: bool) -> PyTree:
             sharding=sharding_of(leaf), global_shape=leaf.shape, dtype=leaf.dtype
         )
 
+    if is_remote(path):
+        return bucket.read_arrays(path, abstract, sharding_of)
     args = ocp.args.PyTreeRestore(
         abstract, restore_args=jax.tree.map(restore_arg, abstract), partial_restore=partial
     )
@@ -288,8 +287,18 @@ def _read_arrays(path: Path, abstract: PyTree, *, partial: bool) -> PyTree:
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
+    if is_remote(path):
+        return json.loads((path / "meta" / "metadata").read_text())
     with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
         return reader.restore(path / "meta", args=ocp.args.JsonRestore())
+
+
+def _facts(leaves: Leaves) -> dict[str, Any]:
+    return {"format": FORMAT, "versions": _versions(), "leaves": leaves}
+
+
+def _versions() -> str:
+    return f"jax {jax.__version__}, orbax-checkpoint {ocp.__version__}, numpy {np.__version__}"
 
 
 def _quiet_orbax() -> None:

@@ -15,6 +15,9 @@ from typing import NoReturn, TextIO
 
 import jax
 
+# Seconds within which JAX itself notices a host that is gone; `distributed.watch` is faster.
+_HEARTBEAT = 50
+
 
 class Parser(argparse.ArgumentParser):
     """A parser whose refusals are a ValueError, like the library's, instead of a page of usage."""
@@ -106,7 +109,13 @@ def join_hosts(args: argparse.Namespace) -> None:
     if not args.distributed:
         return
     try:
-        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+        jax.distributed.initialize(
+            args.coordinator,
+            args.num_processes,
+            args.process_id,
+            heartbeat_timeout_seconds=_HEARTBEAT,
+            shutdown_timeout_seconds=_HEARTBEAT,
+        )
     except (RuntimeError, ValueError) as error:
         raise ValueError(
             f"--distributed: {error}; give --coordinator, --num-processes and --process-id"

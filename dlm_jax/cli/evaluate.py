@@ -120,6 +120,7 @@ def _held_out_rows(model: Model, source: str | None, **how: int) -> tuple[Corpus
         layout=data.layout,
         tail=data.tail,
         seq_len=data.seq_len,
+        weights=data.weights if source is None else (),
     )
     return corpus, validation_windows(
         corpus.val_rows, seq_len=data.seq_len, pad_id=model.tokenizer.pad_id, **how

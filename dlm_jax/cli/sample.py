@@ -23,11 +23,13 @@ from types import ModuleType
 from typing import Any
 
 import jax
-from tqdm import tqdm
 
 import dlm_jax
+from dlm_jax.cli.chat import answers, preset, turn_ids
 from dlm_jax.cli.common import Parser, add_host_flags, join_hosts, refusals, start_jax
+from dlm_jax.cli.compiling import compile_clock
 from dlm_jax.cli.devices import add_mesh_flags, check_batch, mesh_of
+from dlm_jax.cli.flags import naming_flags, speeds
 from dlm_jax.cli.sample_file import sample_file
 from dlm_jax.config import RowSettings, add_sample_flags, parse_flags, sample_settings
 from dlm_jax.config.sample import settings_of
@@ -37,11 +39,12 @@ from dlm_jax.inference.generate import chain_report, texts_of
 from dlm_jax.inference.model import DTYPES
 from dlm_jax.inference.own_rules import classes_of, with_rules
 from dlm_jax.inference.results import Row
+from dlm_jax.progress import Progress
 from dlm_jax.settings import nearest
 from dlm_jax.viewing.frames import Frame
 from dlm_jax.viewing.rows import frame_of, special_names
 from dlm_jax.viewing.trace import write_trace
-from dlm_jax.viewing.watch import Watch
+from dlm_jax.viewing.watch import Watch, pace_of
 
 
 def make_parser(kind: type[RowSettings]) -> Parser:
@@ -52,6 +55,8 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     add("--prompt", metavar="TEXT", help="text that every sample begins with")
     add("--template", metavar="TEXT", help='text with gaps to fill: "To be <hole:4> be"')
     add("--draft", metavar="TEXT", help="text behind the prompt, to be refined")
+    add("--chat", action="store_true", help="--prompt is a user's turn: print the model's answer")
+    add("--preset", metavar="NAME", help="a loop that comes with the model; docs/published.md")
     add("--num-samples", type=int, default=1, metavar="N", help="texts to print (1)")
     add("--max-length", type=int, metavar="L", help="canvas of a row; default: as trained")
     add("--seed", type=int, default=0, metavar="K", help="sample i has the seed K + i (0)")
@@ -155,6 +160,8 @@ def _check_modes(args: argparse.Namespace) -> None:
     if args.prompts is not None and (given or args.num_samples != 1):
         name = (given or ["num_samples"])[0].replace("_", "-")
         raise ValueError(f"--{name} means nothing with --prompts; say it in the requests")
+    if args.chat and (args.prompts or args.template or args.draft or args.prompt is None):
+        raise ValueError("--chat makes a turn of --prompt; give that, and no other text")
     is_shared = args.num_processes is not None or args.process_id is not None
     if args.prompts is None and is_shared and not args.distributed:
         raise ValueError("--num-processes and --process-id share --prompts; give that too")
@@ -178,7 +185,8 @@ def _check_modes(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 some requests were refused, 2 refused, 130 stopped by Ctrl-C."""
     start_jax()
-    with refusals():
+    compile_clock()
+    with refusals(), naming_flags():
         rules = _own_rules(sys.argv[1:] if argv is None else argv)
         kind = settings_of(with_rules(tuple(rules)))
         args, overrides = parse_flags(make_parser(kind), argv)
@@ -194,40 +202,47 @@ def main(argv: Sequence[str] | None = None) -> int:
                              report=lambda line: print(line, file=sys.stderr))  # fmt: skip
         if mesh is not None:
             check_batch(model.params, args.batch_size)
+        settings = preset(model, args.preset) | settings
         if args.report_chain:
             print(chain_report(model, host_sampler=sampler, **settings), file=sys.stderr)
     if args.prompts is not None:
         return sample_file(model, args, settings)
     asked = {name: getattr(args, name) for name in ("prompt", "template", "draft")}
-    prompts = [{name: text for name, text in asked.items() if text is not None}]
+    with refusals():
+        prompts = [
+            {"tokens": turn_ids(model, args.prompt or "")} if args.chat
+            else {name: text for name, text in asked.items() if text is not None}
+        ]  # fmt: skip
     common: dict[str, Any] = {
         "num_samples": args.num_samples,
         "max_length": args.max_length,
         "seed": args.seed,
         "batch_size": args.batch_size,
     } | settings
-    began = time.perf_counter()
+    began, compiled = time.perf_counter(), compile_clock().seconds
+    waited = 0.0
     if args.watch or args.trace is not None:
-        with refusals():
-            result = _watch(model, prompts, args, common)
+        with refusals(), naming_flags():
+            result, waited = _watch(model, prompts, args, common)
     else:
-        # The bar waits, so that a refusal stands alone.
-        is_first = jax.process_index() == 0
-        with refusals(), tqdm(desc="sample", unit="token", delay=1, disable=not is_first) as bar:
+        shown = Progress("sample", None, "token", is_shown=jax.process_index() == 0)
+        with refusals(), naming_flags(), shown as progress:
             result = dlm_jax.generate(
                 model, prompts, host_sampler=sampler, read_back=args.read_back is not None,
-                max_candidates=args.max_candidates, on_commits=bar.update, **common,
+                max_candidates=args.max_candidates, on_commits=progress.update, **common,
             )  # fmt: skip
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - began - waited
+    compiling = compile_clock().seconds - compiled
     if jax.process_index() != 0:
         return 0
-    print("\n---\n".join(result.texts))
+    texts = answers(model, result, len(prompts[0]["tokens"])) if args.chat else result.texts
+    print("\n---\n".join(texts))
     generated = int((result.committed >= 0).sum())
     _print_read_back(result, args, model.tokenizer)
     print(
         f"{len(result.texts)} texts, {int(result.steps.sum())} steps, {_counted(result)}"
-        f"{generated} tokens in {seconds:.2f} s ({generated / seconds:,.0f} tokens/s with "
-        f"compilation); {len(result.programs)} compilation ({', '.join(result.programs)})",
+        f"{generated} tokens in {seconds:.2f} s ({speeds(generated, seconds, compiling)}); "
+        f"{len(result.programs)} compilation ({', '.join(result.programs)})",
         file=sys.stderr,
     )
     return 0
@@ -254,11 +269,14 @@ def _watch(
     prompts: Sequence[dict[str, Any]],
     args: argparse.Namespace,
     common: dict[str, Any],
-) -> dlm_jax.Texts:
-    """The texts, shown while they are denoised and kept for the page that plays it."""
+) -> tuple[dlm_jax.Texts, float]:
+    """The texts, shown while they are denoised and kept for the page that plays it.
+
+    Besides, the seconds that were spent waiting for the eyes.
+    """
     decode, names = model.tokenizer.decode, special_names(model.tokenizer)
-    watch = Watch(decode, sys.stderr, names=names) if args.watch else None
     steps = common.get("steps", model.sample.steps)
+    watch = Watch(decode, sys.stderr, names=names, pace=pace_of(steps)) if args.watch else None
     frames: dict[int, list[Frame]] = {}
     rows: dict[int, Row] = {}
     for canvases in dlm_jax.stream(model, prompts, **common):
@@ -274,7 +292,7 @@ def _watch(
         write_trace(args.trace, [frames[i] for i in sorted(frames)], decode, title=title[:80],
                     names=names)  # fmt: skip
         print(f"wrote {args.trace}", file=sys.stderr)
-    return texts_of(model, rows)
+    return texts_of(model, rows), 0.0 if watch is None else watch.waited
 
 
 if __name__ == "__main__":

@@ -16,13 +16,17 @@ from tqdm import tqdm
 import dlm_jax
 from dlm_jax.batch.requests import Id, Line, read_requests, share
 from dlm_jax.batch.results import Results, fingerprint
-from dlm_jax.batch.run import describe_model, describe_settings, run_requests
+from dlm_jax.batch.run import Plan, Report, describe_model, describe_settings, run_requests
 from dlm_jax.cli.common import refusals
+from dlm_jax.cli.compiling import compile_clock
 from dlm_jax.cli.devices import share_of_host
+from dlm_jax.cli.flags import naming_flags, speeds
 from dlm_jax.distributed.processes import gathered
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.meter import Meter
 from dlm_jax.inference.own_rules import with_rules
+from dlm_jax.inference.request import settings_of_call
+from dlm_jax.progress import Progress
 
 
 class _NoResults:
@@ -40,14 +44,16 @@ def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[s
     """Runs a file of requests; exit code 1 if some were refused, 130 if it was stopped."""
     if args.max_length is not None:
         settings = settings | {"max_length": args.max_length}
+    with refusals(), naming_flags():
+        # Once, or every line would be refused for what no line says.
+        settings_of_call(model, settings)
     with refusals(), contextlib.ExitStack() as stack:
         known = with_rules(tuple(settings.get("rules", ()))).settings
         lines = read_requests(args.prompts, known=[*known, "infill"])
         mark = fingerprint(
             args.prompts,
             model=describe_model(model),
-            settings=describe_settings(settings)
-            | {"seed": args.seed, "batch_size": args.batch_size},
+            settings=describe_settings(settings) | {"seed": args.seed},
         )
         index, count, tells = _share(model, args)
         results = None
@@ -79,39 +85,24 @@ def _run(
     """Runs the lines that have no result yet, merges the results, and says what was done."""
     index, count, tells = _share(model, args)
     own = share(lines, index, count)
-    began = time.perf_counter()
+    began, compiled = time.perf_counter(), compile_clock().seconds
     todo = [line for line in own if line.id not in results.done]
     if len(todo) < len(own) and tells:
         print(f"{len(own) - len(todo)} of {len(own)} requests are done", file=sys.stderr)
-    with (
-        tqdm(total=len(todo), desc="sample", unit="row", delay=1, disable=not tells) as bar,
-        _meter(args, tells=tells) as tick,
-    ):
-        tokens = 0
-
-        def show(result: Mapping[str, Any], new: int) -> None:
-            nonlocal tokens
-            tokens += new
-            bar.update()
-            bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):,.0f} tokens/s")
-
-        try:
-            report = run_requests(
-                model, lines if args.distributed else own, results, seed=args.seed,
-                settings=settings, batch_size=args.batch_size, on_result=show, on_turn=tick,
-            )  # fmt: skip
-        except KeyboardInterrupt:
-            print("stopped; the same command goes on from here", file=sys.stderr)
-            return 130
+    try:
+        report = _shown(model, args, settings, lines if args.distributed else own, results)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        return 130
     if not isinstance(results, Results):
         return 0
     with refusals():
         is_complete = results.finish([line.id for line in lines])
-    seconds = time.perf_counter() - began
+    seconds, compiling = time.perf_counter() - began, compile_clock().seconds - compiled
     print(
         f"{report.rows} rows, {report.errors} refused, {report.tokens} tokens in {seconds:.2f} s "
-        f"({report.rows / seconds:,.1f} rows/s, {report.tokens / seconds:,.0f} tokens/s with "
-        f"compilation), slots {report.occupancy:.0%} occupied while rows of their program waited; "
+        f"({speeds(report.tokens, seconds, compiling)}), slots {report.occupancy:.0%} occupied "
+        "while rows of their program waited; "
         f"{len(report.programs)} programs ({', '.join(report.programs)})",
         file=sys.stderr,
     )
@@ -124,6 +115,43 @@ def _run(
         rows = Path(args.output).read_text(encoding="utf-8").splitlines()
         errors = sum("error" in json.loads(row) for row in rows)
     return 1 if errors else 0
+
+
+def _shown(
+    model: dlm_jax.Model,
+    args: argparse.Namespace,
+    settings: dict[str, Any],
+    lines: list[Line],
+    results: Results | _NoResults,
+) -> Report:
+    """Runs the requests, and shows how far it is and how the engine is doing."""
+    tells = isinstance(results, Results)
+    tokens = 0
+    work: dict[Id, float] = {}
+    with contextlib.ExitStack() as stack:
+        shown: list[Progress] = []
+
+        def begin(planned: Plan) -> None:
+            work.update(planned.work)
+            count, programs = len(work), len(planned.programs)
+            if count and tells:
+                kind = "program" if programs == 1 else "programs"
+                print(f"{count:,} requests in {programs} {kind}", file=sys.stderr)
+            total, idle = sum(work.values()), lambda: compile_clock().seconds
+            progress = Progress("sample", count, "row", work=total, idle=idle, is_shown=tells)
+            shown.append(stack.enter_context(progress))
+
+        def show(result: Mapping[str, Any], new: int) -> None:
+            nonlocal tokens
+            tokens += new
+            pace = tokens / max(shown[0].seconds(), 1e-6)
+            shown[0].update(work=work[result["id"]], note=f"{pace:,.0f} tokens/s")
+
+        tick = stack.enter_context(_meter(args, tells=tells))
+        return run_requests(
+            model, lines, results, seed=args.seed, settings=settings, batch_size=args.batch_size,
+            on_plan=begin, on_result=show, on_turn=tick,
+        )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -1,23 +1,32 @@
 """Trains a masked diffusion language model: ``python train.py --config configs/quickstart.toml``.
 
 Every field of the config is a flag (``--train.steps 100``). The run lives in ``train.out_dir``:
-checkpoints, ``metrics.jsonl`` and ``loss.png``. Started again, it continues where it was stopped.
-Samples are printed on standard output, everything else on standard error.
+checkpoints, the best model, ``config.toml``, ``metrics.jsonl`` and ``loss.png``. Started again, or
+with ``--resume runs/quickstart`` alone, it continues where it was stopped. Samples are printed on
+standard output, everything else on standard error.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 
 import dlm_jax.config as configs
 from dlm_jax import __version__
 from dlm_jax.cli.common import Parser, add_host_flags, refusals, start_jax
+from dlm_jax.config import Config
+from dlm_jax.data import DamagedShard
+from dlm_jax.distributed import watch
 from dlm_jax.inference.generate import generate
 from dlm_jax.inference.model import Model
 from dlm_jax.model import cpu
 from dlm_jax.training import Outcome, Run, describe, prepare, run_loop, say
+from dlm_jax.training.files import config_of_run
+from dlm_jax.training.profiling import parse_span
 from dlm_jax.training.step import TrainState
 
 NUM_SAMPLES = 3
@@ -26,20 +35,55 @@ NUM_SAMPLES = 3
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 finished, 1 not finite, 2 refused, 128 + signal when interrupted."""
     parser = Parser(prog="train.py", description=__doc__)
-    parser.add_argument("--config", metavar="FILE", help="TOML file; see configs/ for examples")
+    parser.add_argument(
+        "--config", metavar="FILE",
+        help=f"TOML file, or the name of a shipped config: {', '.join(configs.shipped())}",
+    )  # fmt: skip
+    parser.add_argument("--resume", metavar="RUN", help="continue the run in that directory")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the config as TOML and do nothing else"
+    )
+    parser.add_argument(
+        "--profile", metavar="FIRST:LAST", help="write a trace of these steps, such as 10:13"
+    )
     parser.add_argument("--version", action="version", version=f"dlm_jax {__version__}")
     add_host_flags(parser)
     configs.add_flags(parser)
     with refusals():
         args, overrides = configs.parse_flags(parser, argv)
-        config = configs.load(args.config, overrides)
+        config = _config(args, overrides)
+        if args.print_config:
+            print(configs.to_toml(config), end="")
+            return 0
+        profile = None if args.profile is None else parse_span(args.profile)
         start_jax(args)
+    with watch.together():
+        return _train(config, profile)
+
+
+def _train(config: Config, profile: tuple[int, int] | None) -> int:
+    with refusals():
         cpu.keep_freed_memory()
         run = prepare(config, report=say)
     with run.checkpoints:
         describe(run)
-        outcome = run_loop(run, show_sample=show_sample)
+        try:
+            outcome = run_loop(run, show_sample=show_sample, profile=profile)
+        except DamagedShard as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
     return finish(outcome)
+
+
+def _config(args: argparse.Namespace, overrides: dict[str, str]) -> Config:
+    """The config that the flags ask for."""
+    if args.resume is None:
+        return configs.load(args.config, overrides)
+    if args.config is not None:
+        raise ValueError("--resume and --config exclude each other; a run knows its config")
+    if "train.out_dir" in overrides:
+        raise ValueError("--train.out_dir means nothing with --resume, which names it; drop it")
+    return configs.override(config_of_run(Path(args.resume)), overrides)
 
 
 def sample(run: Run, state: TrainState, *, num_samples: int, seed: int = 0) -> tuple[str, ...]:

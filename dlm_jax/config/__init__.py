@@ -1,19 +1,20 @@
 """Configuration: what a run and a request may ask for, and how it is read."""
 
+from dlm_jax.config.flags import add_flags, add_sample_flags, parse_flags
 from dlm_jax.config.heads import HeadsConfig
 from dlm_jax.config.reading import (
-    add_flags,
-    add_sample_flags,
     from_dict,
     key_types,
     load,
-    parse_flags,
+    override,
     sample_settings,
     sections,
+    shipped,
     to_dict,
 )
 from dlm_jax.config.sample import RowSettings, SampleConfig, resolve
 from dlm_jax.config.schema import (
+    TRACKERS,
     Config,
     DataConfig,
     MeshConfig,
@@ -22,8 +23,10 @@ from dlm_jax.config.schema import (
     OptimConfig,
     TrainConfig,
 )
+from dlm_jax.config.writing import differing, to_toml
 
 __all__ = [
+    "TRACKERS",
     "Config",
     "DataConfig",
     "HeadsConfig",
@@ -36,12 +39,16 @@ __all__ = [
     "TrainConfig",
     "add_flags",
     "add_sample_flags",
+    "differing",
     "from_dict",
     "key_types",
     "load",
+    "override",
     "parse_flags",
     "resolve",
     "sample_settings",
     "sections",
+    "shipped",
     "to_dict",
+    "to_toml",
 ]

@@ -77,12 +77,11 @@ class ObjectiveConfig:
             f"{self.proofreading_share} add up to more than 1; lower one",
         )
         require(self.span_count >= 1, f"objective.span_count={self.span_count} must be at least 1")
-        for name in self.patterns:
+        for name in set(self.patterns) - set(PATTERNS):
             (near,) = difflib.get_close_matches(name, PATTERNS, n=1, cutoff=0.0)
-            require(
-                name in PATTERNS,
+            raise ValueError(
                 f"objective.patterns has {name!r}, which is not one of {', '.join(PATTERNS)}; "
-                f"did you mean {near!r}?",
+                f"did you mean {near!r}?"
             )
         require(
             len(self.patterns) > 0 and len(set(self.patterns)) == len(self.patterns),

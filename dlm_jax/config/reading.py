@@ -1,4 +1,4 @@
-"""Reading a configuration from TOML, from a checkpoint's JSON, and from flags.
+"""Reading a configuration from TOML, from a checkpoint's JSON, and from the texts of flags.
 
 A config file holds one table per section (``[model]``, ``[data]``, ...); the same names with a dot
 are command-line flags (``--train.steps 100``). Unknown keys and ill-typed values are refused with
@@ -7,13 +7,13 @@ one line that names the key, the value and the remedy.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
+import re
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,11 +33,11 @@ def key_types() -> dict[str, Any]:
     return {
         f"{section}.{name}": hint
         for section, cls in sections().items()
-        for name, hint in _hints(cls).items()
+        for name, hint in hints_of(cls).items()
     }
 
 
-def _hints(cls: type) -> dict[str, Any]:
+def hints_of(cls: type) -> dict[str, Any]:
     """Type of every field of a dataclass."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
@@ -63,44 +63,82 @@ def from_dict(raw: Mapping[str, Any], *, where: str) -> Config:
                 f"{where}: {section}={values!r} is not a section; write [{section}] above its keys"
             )
         flat |= {f"{section}.{name}": value for name, value in values.items()}
-    return _build(flat, where=dict.fromkeys(flat, where), strict=True)
+    for key in flat:
+        _check_known(key, key_types(), where=where, what="key")
+    try:
+        return _build(flat)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def load(path: str | Path | None, overrides: Mapping[str, str] | None = None) -> Config:
-    """Config from a TOML file (or the defaults), with dotted keys overridden by flag texts."""
-    flat: dict[str, Any] = {}
-    where: dict[str, str] = {}
-    if path is not None:
-        config = from_dict(_read_toml(Path(path)), where=str(path))
-        flat = {
-            f"{section}.{name}": value
-            for section, values in to_dict(config).items()
-            for name, value in values.items()
-        }
-        where = dict.fromkeys(flat, str(path))
-    for key, text in (overrides or {}).items():
+    """Config from a TOML file (or the defaults), with dotted keys overridden by flag texts.
+
+    Args:
+      path: of the file, or the name of a shipped config (``quickstart``).
+      overrides: texts by key.
+
+    Raises:
+      ValueError: there is no such file, or as `from_dict` and `override`.
+    """
+    if path is None:
+        return override(Config(), overrides or {})
+    file = find(path)
+    return override(from_dict(_read_toml(file), where=str(file)), overrides or {})
+
+
+def override(config: Config, overrides: Mapping[str, str]) -> Config:
+    """The config with dotted keys replaced by the values that flag texts stand for.
+
+    Raises:
+      ValueError: an unknown key, a text that is no value of its type, or values that do not go
+        together; the line names the flag.
+    """
+    if not overrides:
+        return config
+    given: dict[str, Any] = {}
+    for key, text in overrides.items():
         _check_known(key, key_types(), where="command line", what="flag")
-        flat[key] = _split(text, key_types()[key])
-        where[key] = "command line"
-    return _build(flat, where=where, strict=False)
+        hint = key_types()[key]
+        try:
+            given[key] = _typed(f"--{key}", _split(text, hint), hint, lenient=True)
+        except ValueError as error:
+            raise ValueError(f"command line: {error}") from None
+    nested = {name: dict(values) for name, values in to_dict(config).items()}
+    for key, value in given.items():
+        section, name = key.split(".", 1)
+        nested[section][name] = value
+    try:
+        return _build(_flat(nested))
+    except ValueError as error:
+        raise ValueError(f"command line: {_blame(str(error), overrides)}") from None
 
 
-def _build(flat: Mapping[str, Any], *, where: Mapping[str, str], strict: bool) -> Config:
+def _blame(message: str, overrides: Mapping[str, str]) -> str:
+    """The message behind the flags that it is about: those it names, or else all."""
+    named = [key for key in overrides if _names(message, key)]
+    flags = " ".join(f"--{key} {overrides[key]}" for key in named or overrides)
+    return f"{flags}: {message}"
+
+
+def _names(message: str, key: str) -> bool:
+    whole, last = re.escape(key), re.escape(key.split(".", 1)[1])
+    return re.search(rf"(?<![\w.]){whole}(?![\w.])|(?<![\w.]){last}=", message) is not None
+
+
+def _flat(nested: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Values by dotted key."""
+    return {f"{s}.{name}": value for s, values in nested.items() for name, value in values.items()}
+
+
+def _build(flat: Mapping[str, Any]) -> Config:
+    """Config from values by dotted key, whose names are known."""
     hints = key_types()
     nested: dict[str, dict[str, Any]] = {name: {} for name in sections()}
     for key, value in flat.items():
-        _check_known(key, hints, where=where[key], what="key")
         section, name = key.split(".", 1)
-        lenient = not strict and isinstance(value, str | list)
-        try:
-            nested[section][name] = _typed(key, value, hints[key], lenient=lenient)
-        except ValueError as error:
-            raise ValueError(f"{where[key]}: {error}") from None
-    origin = next(iter(dict.fromkeys(where.values())), "defaults")
-    try:
-        return Config(**{name: cls(**nested[name]) for name, cls in sections().items()})
-    except ValueError as error:
-        raise ValueError(f"{origin}: {error}") from None
+        nested[section][name] = _typed(key, value, hints[key], lenient=False)
+    return Config(**{name: cls(**nested[name]) for name, cls in sections().items()})
 
 
 def sample_settings(
@@ -111,11 +149,12 @@ def sample_settings(
     Raises:
       ValueError: an unknown name, or a text that is no value of its type.
     """
-    hints = _hints(kind)
+    hints = hints_of(kind)
     values = {}
     for name, text in texts.items():
         _check_known(name, hints, where="command line", what="setting")
-        values[name] = _typed(name, _split(text, hints[name]), hints[name], lenient=True)
+        flag = "--" + name.replace("_", "-")
+        values[name] = _typed(flag, _split(text, hints[name]), hints[name], lenient=True)
     return values
 
 
@@ -147,12 +186,34 @@ def _check_known(name: str, known: Mapping[str, Any], *, where: str, what: str) 
     raise ValueError(f"{where}: unknown {what} {name!r}; did you mean {near[0]!r}?")
 
 
+def shipped() -> dict[str, Path]:
+    """The configs that come with the package, by name."""
+    folder = Path(__file__).parent.parent / "shipped" / "configs"
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def find(path: str | Path) -> Path:
+    """The config file at `path`, or the shipped one of that name.
+
+    Raises:
+      ValueError: there is neither.
+    """
+    if Path(path).exists() and not Path(path).is_dir():
+        return Path(path)
+    known = shipped()
+    if str(path) in known:
+        return known[str(path)]
+    near = difflib.get_close_matches(Path(path).stem, known, n=1, cutoff=0.5)
+    advice = f"did you mean {near[0]!r}?" if near else f"shipped are {', '.join(known)}"
+    raise ValueError(f"config file {path} does not exist, nor a shipped config {path}; {advice}")
+
+
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"config file {path} does not exist; see configs/ for examples") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
+    except OSError as error:
+        raise ValueError(f"config file {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"config file {path} is not valid TOML: {error}") from None
 
 
@@ -160,59 +221,10 @@ def _describe(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(hint)))
     if typing.get_origin(hint) is tuple:
-        kinds = {str: "texts", int: "whole numbers"}
+        kinds = {str: "texts", int: "whole numbers", float: "numbers"}
         kind = kinds[typing.get_args(hint)[0]]
         return f"a list of {kind} (on the command line: separated by commas)"
     if isinstance(hint, types.UnionType):
         return "pairs of an id and a number (on the command line: 12:-5,30:2)"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
     return names[hint]
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds one flag per key, grouped by section, whose help tells what the key means."""
-    for section, cls in sections().items():
-        group = parser.add_argument_group(section, (cls.__doc__ or "").strip())
-        for field in dataclasses.fields(cls):
-            default = field.default
-            shown = ",".join(default) if isinstance(default, tuple) else default
-            group.add_argument(
-                f"--{section}.{field.name}",
-                metavar=field.name.upper(),
-                default=argparse.SUPPRESS,
-                help=f"{field.metadata['help']} (default: {shown!r})".replace("%", "%%"),
-            )
-
-
-def add_sample_flags(
-    parser: argparse.ArgumentParser, kind: type[RowSettings] = SampleConfig
-) -> None:
-    """Adds one flag per field of `kind`, dashes for underscores; none has a default."""
-    group = parser.add_argument_group(
-        "sampling", "What is not given is what the checkpoint recommends."
-    )
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        group.add_argument(
-            "--" + field.name.replace("_", "-"),
-            metavar=field.name.split("_")[-1].upper(),
-            default=argparse.SUPPRESS,
-            help=field.metadata["help"].replace("%", "%%"),
-        )
-
-
-def parse_flags(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None
-) -> tuple[argparse.Namespace, dict[str, str]]:
-    """The parsed flags, and the texts of those that are config keys.
-
-    Raises:
-      ValueError: an unknown flag, with the nearest match.
-    """
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        flags = [option for action in parser._actions for option in action.option_strings]
-        name = unknown[0].split("=", 1)[0]
-        near = difflib.get_close_matches(name, flags, n=1, cutoff=0.0)
-        raise ValueError(f"command line: unknown argument {name!r}; did you mean {near[0]!r}?")
-    keys = key_types()
-    return args, {name: value for name, value in vars(args).items() if name in keys}

@@ -22,9 +22,11 @@ class RowSettings:
 
     Attributes:
       table: the rules that they are the settings of.
+      defaults: by name, as they are kept.
     """
 
     table: ClassVar[RuleTable] = BUILT_IN
+    defaults: ClassVar[Mapping[str, Any]] = {}
 
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -34,8 +36,11 @@ class RowSettings:
         def __getattr__(self, name: str) -> Any: ...
 
     def __post_init__(self) -> None:
+        values = vars(self)
         for name, setting in self.table.settings.items():
-            object.__setattr__(self, name, setting.checked(getattr(self, name)))
+            # Most are the default itself, which has been checked.
+            if values[name] is not self.defaults[name]:
+                object.__setattr__(self, name, setting.checked(values[name]))
         for rule in (RowParams, *self.table.checks(self)):
             rule.check(self)
 
@@ -72,13 +77,19 @@ class RowSettings:
 
 @functools.lru_cache(maxsize=64)
 def settings_of(table: RuleTable) -> type[RowSettings]:
-    """The settings of rows under a table: a frozen dataclass, one field for each setting."""
+    """The settings of rows under a table: a frozen dataclass, one field for each setting.
+
+    Raises:
+      ValueError: the default of a setting is no value of it.
+    """
+    defaults = {name: s.checked(s.default) for name, s in table.settings.items()}
     fields = [
-        (name, s.annotation, dataclasses.field(default=s.default, metadata={"help": s.help}))
+        (name, s.annotation, dataclasses.field(default=defaults[name], metadata={"help": s.help}))
         for name, s in table.settings.items()
     ]
     namespace = {
         "table": table,
+        "defaults": defaults,
         "__doc__": "Recommended sampling settings: stored in checkpoints, defaults of requests.",
     }
     return dataclasses.make_dataclass(

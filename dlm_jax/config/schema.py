@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from typing import Literal
 
+from dlm_jax.config.architecture import Architecture
 from dlm_jax.config.fields import field, require
 from dlm_jax.config.heads import HeadsConfig
 from dlm_jax.config.objective import ObjectiveConfig
 from dlm_jax.config.sample import SampleConfig
 
+INIT = "init"
+"""The ``data.tokenizer`` that is the tokenizer of ``train.init_from``."""
+
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Architecture):
     """Shape of the Transformer, from small GPT-like to LLaMA-like, and which heads it has."""
 
     mode: Literal["language_model", "sequence_scorer"] = field(
@@ -34,9 +39,13 @@ class ModelConfig:
     qkv_bias: bool = field(False, "biases on the query, key and value projections")
     rope_theta: float = field(10000.0, "base of the rotary position frequencies")
     tied_head: bool = field(True, "the LM head is the transposed embedding table")
-    attention_type: Literal["bidirectional", "causal"] = field(
+    attention_type: Literal["bidirectional", "causal", "block_causal"] = field(
         "bidirectional",
-        "bidirectional; or causal: an autoregressive model, each position from those to its left",
+        "bidirectional; causal: an autoregressive model, each position from those to its left; or "
+        "block_causal: a position sees its own block and those before it",
+    )
+    block_length: int = field(
+        0, "block_causal: positions of a block, from the begin of the row on, at least 2"
     )
     vocab_size: int = field(0, "number of logits; 0: the tokenizer's vocabulary")
     start_id: int = field(
@@ -67,15 +76,24 @@ class ModelConfig:
             -1 <= self.start_id < (self.vocab_size or math.inf),
             f"model.start_id={self.start_id} is outside the vocabulary; use -1",
         )
-        require(
-            self.width % self.heads == 0 and (self.width // self.heads) % 2 == 0,
-            f"model.width={self.width} is not an even multiple of model.heads={self.heads}; "
-            f"use a width of {2 * self.heads * max(1, round(self.width / (2 * self.heads)))}",
+        self.check_architecture(
+            width=self.width, heads=self.heads, depth=self.depth, activation=self.activation
         )
         require(
             self.kv_heads == 0 or self.heads % self.kv_heads == 0,
             f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}; "
             f"use 0 or a divisor of {self.heads}",
+        )
+        is_block_causal = self.attention_type == "block_causal"
+        require(
+            self.block_length >= 2 if is_block_causal else self.block_length == 0,
+            f"model.block_length={self.block_length} does not go with model.attention_type="
+            f"{self.attention_type!r}; use {'at least 2' if is_block_causal else 0}",
+        )
+        require(
+            self.logit_alignment == "same" or self.attention_type != "causal",
+            "model.logit_alignment='shifted' does not go with model.attention_type='causal', whose "
+            "outputs are aligned by what it reads; use 'same'",
         )
         self._check_heads()
         require(self.norm_epsilon > 0, f"model.norm_epsilon={self.norm_epsilon} must be > 0")
@@ -111,12 +129,21 @@ class DataConfig:
     source: tuple[str, ...] = field(
         ("python-reference",),
         "UTF-8 or JSONL files or globs, or python-reference (the language reference inside "
-        "CPython), python-source (its standard library) or tinyshakespeare",
+        "CPython), python-source (its standard library) or tinyshakespeare; or sharded corpora, "
+        "directories or URLs (gs://, s3://)",
+    )
+    weights: tuple[float, ...] = field(
+        (), "sharded corpora: share of rows of each; empty: as many as they have tokens"
     )
     tokenizer: str = field(
         "character",
-        "character: those of the corpus; byte: the 256 of UTF-8; bpe:N: trained on the corpus; or "
-        "the path of a tokenizer.json",
+        "character: those of the corpus; byte: the 256 of UTF-8; bpe:N: trained on the corpus; "
+        "init: that of train.init_from; corpus: that of shards; or the path of a tokenizer.json",
+    )
+    new_characters: Literal["add", "refuse"] = field(
+        "add",
+        "tokenizer=init: characters of the corpus that a character model lacks are added, with "
+        "fresh embeddings, and reported (add), or refused",
     )
     layout: Literal["windows", "documents"] = field(
         "windows", "rows are windows of the packed text, or documents"
@@ -168,6 +195,9 @@ class OptimConfig:
         require(self.weight_decay >= 0, f"optim.weight_decay={self.weight_decay} must be >= 0")
 
 
+TRACKERS = ("tensorboard", "wandb")
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """The training run: how long, how often it logs, evaluates and saves, and where it writes."""
@@ -186,6 +216,13 @@ class TrainConfig:
     eval_every: int = field(250, "steps between evaluations on held-out text; 0: only at the end")
     eval_windows: int = field(256, "held-out windows of one evaluation, at most")
     sample_every: int = field(0, "steps between samples shown while training; 0: only at the end")
+    trackers: tuple[str, ...] = field(
+        ("tensorboard",),
+        "what else shows the metrics: tensorboard (event files in out_dir) and wandb, if installed",
+    )
+    checkpoint_dir: str = field(
+        "", "where checkpoints go, a directory or a URL (gs://, s3://); empty: out_dir/checkpoints"
+    )
     checkpoint_every: int = field(250, "steps between checkpoints; 0: only at the end")
     keep_checkpoints: int = field(2, "newest checkpoints to keep")
 
@@ -203,6 +240,12 @@ class TrainConfig:
         for name in ("seed", "eval_every", "sample_every", "checkpoint_every"):
             value = getattr(self, name)
             require(value >= 0, f"train.{name}={value} must be at least 0")
+        for name in self.trackers:
+            near = difflib.get_close_matches(name, TRACKERS, n=1, cutoff=0.0)
+            require(
+                name in TRACKERS,
+                f"train.trackers={name!r} is unknown; did you mean {''.join(near)!r}?",
+            )
         require(self.seed < 2**32, f"train.seed={self.seed} must be below 2**32")
         require(self.out_dir != "", "train.out_dir is empty; name a directory")
 
@@ -255,12 +298,32 @@ class Config:
             "objective without rows; raise train.batch_size",
         )
         require(
+            self.data.tokenizer != INIT or self.train.init_from != "",
+            "data.tokenizer='init' is that of train.init_from, which is empty; name a model there",
+        )
+        require(
             self.heads.train_main or self.train.init_from != "",
             "heads.train_main=False keeps the model as it is, and it is fresh; name the one to "
             "keep in train.init_from",
         )
         require(
+            self.model.lora_rank == 0 or (self.heads.train_main and self.train.init_from != ""),
+            f"model.lora_rank={self.model.lora_rank} trains adapters of a model that is there; "
+            "name it in train.init_from, with heads.train_main=true",
+        )
+        require(
             self.model.attention_type != "causal" or self.sample.order == "left_to_right",
             f"model.attention_type='causal' cannot fill sample.order={self.sample.order!r}; "
             "use left_to_right",
+        )
+        require(
+            self.model.attention_type != "block_causal"
+            or self.sample.block_length in (0, self.model.block_length),
+            f"sample.block_length={self.sample.block_length} is not the model.block_length="
+            f"{self.model.block_length} that the model is trained with; use 0 for the same",
+        )
+        require(
+            self.model.attention_type != "block_causal" or self.objective.proofreading_share == 0,
+            f"objective.proofreading_share={self.objective.proofreading_share} moves tokens out of "
+            "their blocks, which model.attention_type='block_causal' cannot; use 0",
         )

@@ -9,9 +9,13 @@ from dlm_jax.data.corpora import (
     read_documents,
     split_text,
 )
-from dlm_jax.data.loading import LAYOUTS, Corpus, load_corpus
-from dlm_jax.data.pipeline import train_batches, train_dataset, validation_windows
-from dlm_jax.data.rows import TAILS, DocumentRows, RowSource
+from dlm_jax.data.corpus import Corpus
+from dlm_jax.data.hub_tokenizer import HubTokenizer, qwen_json
+from dlm_jax.data.loading import LAYOUTS, load_corpus
+from dlm_jax.data.mixing import Mixture
+from dlm_jax.data.pipeline import RowSource, train_batches, train_dataset, validation_windows
+from dlm_jax.data.rows import TAILS, DocumentRows
+from dlm_jax.data.shards import DamagedShard, TokenShards
 from dlm_jax.data.subword import SubwordTokenizer, train_bpe
 from dlm_jax.data.tokenizer_kinds import TOKENIZERS, check_fits, from_json, make_tokenizer
 from dlm_jax.data.tokenizers import ByteTokenizer, CharacterTokenizer, Tokenizer, text_ids
@@ -25,17 +29,22 @@ __all__ = [
     "ByteTokenizer",
     "CharacterTokenizer",
     "Corpus",
+    "DamagedShard",
     "Document",
     "DocumentRows",
+    "HubTokenizer",
+    "Mixture",
     "RowSource",
     "Source",
     "SubwordTokenizer",
+    "TokenShards",
     "Tokenizer",
     "check_fits",
     "from_json",
     "join_documents",
     "load_corpus",
     "make_tokenizer",
+    "qwen_json",
     "read_documents",
     "split_text",
     "text_ids",

@@ -33,10 +33,11 @@ def read_jsonl(name: str, content: str) -> Iterator[Line]:
     """
     for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
-            yield _parse(f"{name} line {number}", line)
+            yield parse_line(f"{name} line {number}", line)
 
 
-def _parse(where: str, line: str) -> Line:
+def parse_line(where: str, line: str) -> Line:
+    """The document of one line; `where` is its name. Errors as of `read_jsonl`."""
     try:
         data = json.loads(line)
     except json.JSONDecodeError as error:

@@ -10,18 +10,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dlm_jax.data import corpora, token_files
+from dlm_jax.data import corpora, sharded, token_files
 from dlm_jax.data.corpora import Document, Source
-from dlm_jax.data.rows import TAILS, DocumentRows, Encoded, RowSource, cut_into_rows
+from dlm_jax.data.corpus import Corpus
+from dlm_jax.data.rows import TAILS, DocumentRows, Encoded, cut_into_rows
 from dlm_jax.data.tokenizer_kinds import make_tokenizer
 from dlm_jax.data.tokenizers import Tokenizer
+
+MakeTokenizer = Callable[[str], Tokenizer]
+"""The tokenizer for a text."""
 
 LAYOUTS = ("windows", "documents")
 
@@ -29,62 +33,26 @@ _FORMAT_VERSION = 1
 _PARTS = ("train", "val")
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """What training needs to know of its text.
-
-    Attributes:
-      name: the source, for messages.
-      tokenizer: made from the text, or the one given.
-      train_rows: what `train_batches` takes: a token file, or rows of documents.
-      val_rows: the held-out text, for `validation_windows`.
-      sha256: of the whole text in UTF-8 (documents: of a JSON line ``[prompt, text]`` for each);
-        record it beside results.
-      num_train_characters: characters of training text, prompts left out.
-      num_val_characters: characters of held-out text, prompts left out; nats per token times
-        `num_val_tokens` over this and ln 2 is bits per character.
-      num_train_tokens: tokens to be learnt from, prompts left out, tails (see `load_corpus`) not.
-      num_val_tokens: the same of the held-out text.
-    """
-
-    name: str
-    tokenizer: Tokenizer
-    train_rows: RowSource
-    val_rows: RowSource
-    sha256: str
-    num_train_characters: int
-    num_val_characters: int
-    num_train_tokens: int
-    num_val_tokens: int
-
-    @property
-    def train_path(self) -> Path:
-        """Token file of the training text."""
-        return _tokens_path(self.train_rows)
-
-    @property
-    def val_path(self) -> Path:
-        """Token file of the held-out text."""
-        return _tokens_path(self.val_rows)
-
-
 def load_corpus(
     source: Source,
     *,
-    tokenizer: str | Tokenizer = "byte",
+    tokenizer: str | Tokenizer | MakeTokenizer = "byte",
     seq_len: int = 1,
     held_out: float = 0.05,
     cache_dir: str | os.PathLike[str] | None = None,
     layout: str = "windows",
     tail: str = "eos",
+    weights: Sequence[float] = (),
 ) -> Corpus:
     """The corpus of `source`, its token files in place; encodes only what no cache file holds.
 
     The text is held in memory while it is read and encoded; training maps the token files.
 
     Args:
-      source: a corpus's name, a path or a glob, or several (see `read_documents`).
-      tokenizer: a kind (see `make_tokenizer`), or an existing tokenizer, such as a checkpoint's.
+      source: a corpus's name, a path or a glob, or several (see `read_documents`); or one or
+        several sharded corpora, directories or URLs, whose tokens are read where they are.
+      tokenizer: a kind (see `make_tokenizer`), an existing tokenizer, such as a checkpoint's, or a
+        function that makes one for the whole text.
         Characters are those of the whole text, so that the held-out part can be encoded; a BPE
         learns from the training text alone.
       seq_len: tokens of a row. The training text must fill one window; a prompt, its response and
@@ -97,6 +65,8 @@ def load_corpus(
         need the latter.
       tail: with documents, what stands behind one: ``eos``, EOS to the end of the row, trained as
         padding, so that a model learns where to stop; or ``pad``, one EOS and no more.
+      weights: of several sharded corpora: the share of rows of each, which need not sum to 1; none:
+        as many as they have tokens.
 
     Raises:
       ValueError: bad source (see `read_documents`), unknown kind, layout or tail, a character the
@@ -106,8 +76,21 @@ def load_corpus(
     for field, value, known in (("layout", layout, LAYOUTS), ("tail", tail, TAILS)):
         if value not in known:
             raise ValueError(f"{field}={value!r} is unknown; use {' or '.join(known)}")
-    documents = corpora.read_documents(source)
     folder = token_files.default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+    roots = sharded.roots_of(source)
+    if roots:
+        if layout != "windows":
+            raise ValueError(f"data.layout={layout!r} is not for sharded corpora; use windows")
+        return sharded.load_sharded(
+            roots,
+            tokenizer=tokenizer,
+            seq_len=seq_len,
+            weights=weights,
+            cache_dir=folder.absolute(),
+        )
+    if weights:
+        raise ValueError("data.weights mixes sharded corpora; make them with dlm_jax.data.shard")
+    documents = corpora.read_documents(source)
     job = _Job(corpora.describe(source), seq_len, held_out, folder.absolute())
     if layout == "documents":
         return _load_documents(job, documents, tokenizer, tail)
@@ -133,7 +116,9 @@ class _Job:
         return {part: self.folder / f"{kind}-{key}-{part}.npy" for part in _PARTS}
 
 
-def _load_windows(job: _Job, documents: Sequence[Document], tokenizer: str | Tokenizer) -> Corpus:
+def _load_windows(
+    job: _Job, documents: Sequence[Document], tokenizer: str | Tokenizer | MakeTokenizer
+) -> Corpus:
     text = corpora.join_documents(documents)
     if len(text) < 2:
         raise ValueError(
@@ -168,7 +153,10 @@ def _load_windows(job: _Job, documents: Sequence[Document], tokenizer: str | Tok
 
 
 def _load_documents(
-    job: _Job, documents: Sequence[Document], tokenizer: str | Tokenizer, tail: str
+    job: _Job,
+    documents: Sequence[Document],
+    tokenizer: str | Tokenizer | MakeTokenizer,
+    tail: str,
 ) -> Corpus:
     train, val = corpora.split_documents(documents, job.held_out, name=job.name)
     parts = {"train": train, "val": val}
@@ -210,11 +198,9 @@ def _load_documents(
     )
 
 
-def _tokens_path(rows: RowSource) -> Path:
-    return Path(rows.tokens_path if isinstance(rows, DocumentRows) else rows)
-
-
-def _coder(tokenizer: str | Tokenizer, text: str, train_text: str) -> Tokenizer:
+def _coder(tokenizer: str | Tokenizer | MakeTokenizer, text: str, train_text: str) -> Tokenizer:
+    if callable(tokenizer):
+        return tokenizer(text)
     if not isinstance(tokenizer, str):
         return tokenizer
     return make_tokenizer(tokenizer, text, train_text=train_text)

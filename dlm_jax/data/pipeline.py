@@ -23,8 +23,13 @@ from functools import lru_cache
 import grain
 import numpy as np
 
-from dlm_jax.data.rows import Columns, DocumentRows, Place, RowSource, Windows
+from dlm_jax.data.mixing import Mixture
+from dlm_jax.data.rows import Columns, DocumentRows, Place, Windows
+from dlm_jax.data.shards import ShardWindows, TokenShards
 from dlm_jax.data.token_files import open_tokens
+
+RowSource = str | os.PathLike[str] | DocumentRows | TokenShards | Mixture
+"""What rows come from: a token file, documents, shards of a corpus, or a mixture of corpora."""
 
 # Epochs of fewer rows than this are shuffled by a table (8 MiB), longer ones by grain's cipher,
 # which needs no memory; its own `shuffle` uses as many rounds.
@@ -76,8 +81,10 @@ def train_dataset(
     if not 0 <= seed < 1 << 32:
         raise ValueError(f"seed={seed} is outside [0, 2**32); use a smaller one")
     rows = batch_size // process_count
+    parts = source.sources if isinstance(source, Mixture) else (source,)
     read = _ReadBatch(
-        rows=_rows(source, seq_len),
+        parts=tuple(_rows(part, seq_len) for part in parts),
+        mixture=source if isinstance(source, Mixture) else None,
         seed=seed,
         batch_size=batch_size,
         first_row=process_index * rows,
@@ -162,6 +169,8 @@ def validation_windows(
     for field, value in sizes.items():
         if value is not None and value < 1:
             raise ValueError(f"{field}={value} is less than 1; use a positive number")
+    if isinstance(source, Mixture):
+        source = source.joined()
     if isinstance(source, DocumentRows):
         rows = _rows(source, seq_len)
         batch = source.rows(_spread(len(rows), max_windows))
@@ -184,22 +193,32 @@ def _spread(count: int, limit: int | None) -> np.ndarray:
 
 
 def _windows_in_order(
-    path: str | os.PathLike[str], seq_len: int, pad_id: int, limit: int | None
+    source: str | os.PathLike[str] | TokenShards, seq_len: int, pad_id: int, limit: int | None
 ) -> Columns:
-    tokens = open_tokens(path)
+    tokens = source if isinstance(source, TokenShards) else open_tokens(source)
     if not len(tokens):
-        raise ValueError(f"{os.fspath(path)} holds no tokens; hold out more text")
+        raise ValueError(f"{_name(source)} holds no tokens; hold out more text")
     starts = _spread(-(-len(tokens) // seq_len), limit) * seq_len
     batch = np.full((len(starts), seq_len), pad_id, np.int32)
     length = np.zeros(len(starts), np.int32)
     for row, start in enumerate(starts):
-        window = tokens[start : start + seq_len]
-        length[row] = len(window)
-        batch[row, : len(window)] = window
+        length[row] = min(seq_len, len(tokens) - start)
+        if isinstance(tokens, TokenShards):
+            tokens.read_into(batch[row, : length[row]], int(start))
+        else:
+            batch[row, : length[row]] = tokens[start : start + seq_len]
     return {"tokens": batch, "length": length, "given": np.zeros_like(length)}
 
 
-def _rows(source: RowSource, seq_len: int) -> Windows | DocumentRows:
+def _name(source: str | os.PathLike[str] | TokenShards) -> str:
+    if isinstance(source, TokenShards):
+        return os.path.dirname(source.paths[0]) if source.paths else "the corpus"
+    return os.fspath(source)
+
+
+def _rows(
+    source: str | os.PathLike[str] | DocumentRows | TokenShards, seq_len: int
+) -> Windows | DocumentRows | ShardWindows:
     """The rows of `source`, known to be of `seq_len` tokens and one at least."""
     if isinstance(source, DocumentRows):
         if seq_len != source.seq_len:
@@ -208,20 +227,22 @@ def _rows(source: RowSource, seq_len: int) -> Windows | DocumentRows:
                 f"seq_len={seq_len}; load the corpus with that seq_len"
             )
         return source
-    num_tokens = len(open_tokens(source))
+    is_sharded = isinstance(source, TokenShards)
+    num_tokens = len(source) if is_sharded else len(open_tokens(source))
     if num_tokens < seq_len:
         raise ValueError(
-            f"{os.fspath(source)} holds {num_tokens} tokens, fewer than one window of "
+            f"{_name(source)} holds {num_tokens} tokens, fewer than one window of "
             f"seq_len={seq_len}; give more text or use seq_len={max(1, num_tokens)} at most"
         )
-    return Windows(source, seq_len)
+    return ShardWindows(source, seq_len) if is_sharded else Windows(source, seq_len)
 
 
 @dataclass(frozen=True)
 class _ReadBatch:
     """Maps a step to rows `[first_row, first_row + num_rows)` of its global batch."""
 
-    rows: Windows | DocumentRows
+    parts: tuple[Windows | DocumentRows | ShardWindows, ...]
+    mixture: Mixture | None
     seed: int
     batch_size: int
     first_row: int
@@ -229,13 +250,18 @@ class _ReadBatch:
 
     def __call__(self, step: int) -> Columns:
         first = step * self.batch_size + self.first_row
-        return self.rows.read([self._place(row) for row in range(first, first + self.num_rows)])
+        numbers = range(first, first + self.num_rows)
+        if self.mixture is None:
+            return self.parts[0].read([self._place(0, row) for row in numbers])
+        found = [self.mixture.locate(row, self.seed) for row in numbers]
+        read = [self.parts[part].read([self._place(part, row)]) for part, row in found]
+        return {name: np.concatenate([row[name] for row in read]) for name in read[0]}
 
-    def _place(self, row: int) -> Place:
-        """The row that is number `row` of the endless stream of rows."""
-        size = len(self.rows)
+    def _place(self, part: int, row: int) -> Place:
+        """The row that is number `row` of the endless stream of rows of a part."""
+        size = len(self.parts[part])
         epoch, index = divmod(row, size)
-        shuffle_seed, epoch_bits = _epoch_bits(self.seed, epoch)
+        shuffle_seed, epoch_bits = _epoch_bits(self.seed, epoch, part)
         return Place(_shuffled(index, size=size, seed=shuffle_seed), epoch_bits)
 
 
@@ -248,17 +274,18 @@ def _shuffled(index: int, *, size: int, seed: int) -> int:
     )
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def _permutation(size: int, seed: int) -> np.ndarray:
     # Raw bits, whose stream NumPy promises never to change; of `Generator` it does not.
     return np.argsort(np.random.Philox(seed).random_raw(size), kind="stable")
 
 
-@lru_cache(maxsize=16)
-def _epoch_bits(seed: int, epoch: int) -> tuple[int, int]:
+@lru_cache(maxsize=64)
+def _epoch_bits(seed: int, epoch: int, part: int) -> tuple[int, int]:
     """Two random 32-bit numbers: the seed of an epoch's shuffle, and what places windows.
 
     Hashed, for with `seed + epoch` one run's second epoch would be another run's first.
     """
-    shuffle_seed, offset_bits = np.random.SeedSequence([seed, epoch]).generate_state(2)
+    entropy = [seed, epoch, part] if part else [seed, epoch]
+    shuffle_seed, offset_bits = np.random.SeedSequence(entropy).generate_state(2)
     return int(shuffle_seed), int(offset_bits)

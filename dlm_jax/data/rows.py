@@ -136,9 +136,6 @@ class DocumentRows(_Mapped):
         return np.minimum(stop - start + 1, self.seq_len).astype(np.int32)
 
 
-RowSource = str | os.PathLike[str] | DocumentRows
-
-
 class Encoded(NamedTuple):
     """A document in ids: the prompt's are None for plain text."""
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dlm_jax.data.hub_tokenizer import hub_from_json
 from dlm_jax.data.subword import SubwordTokenizer, train_bpe
 from dlm_jax.data.tokenizers import ByteTokenizer, CharacterTokenizer, Tokenizer
 
@@ -45,6 +46,7 @@ _FROM_JSON: dict[str, Callable[[dict[str, Any]], Tokenizer]] = {
     "byte": _byte_from_json,
     "character": _character_from_json,
     "subword": _subword_from_json,
+    "hub": hub_from_json,
 }
 
 TOKENIZERS: tuple[str, ...] = tuple(_FROM_TEXT)

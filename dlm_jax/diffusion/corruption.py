@@ -96,9 +96,13 @@ def stratified_times(key: jax.Array, num_rows: int, *, smallest: float = 0.0) ->
     return smallest + (1.0 - smallest) * (1.0 - spread)
 
 
-def mask_independently(key: jax.Array, ratio_B: jax.Array, is_free_BL: jax.Array) -> jax.Array:
-    """True where a free token is hidden, ``[B, L]``: each with its row's probability."""
-    return (jax.random.uniform(key, is_free_BL.shape) < ratio_B[:, None]) & is_free_BL
+def mask_independently(key: jax.Array, ratio: jax.Array, is_free_BL: jax.Array) -> jax.Array:
+    """True where a free token is hidden, ``[B, L]``: each with its row's probability.
+
+    Or with its own, where `ratio` is ``[B, L]`` instead of ``[B]``.
+    """
+    ratio_BL = ratio if ratio.ndim == 2 else ratio[:, None]
+    return (jax.random.uniform(key, is_free_BL.shape) < ratio_BL) & is_free_BL
 
 
 def mask_exactly(key: jax.Array, count_B: jax.Array, is_free_BL: jax.Array) -> jax.Array:

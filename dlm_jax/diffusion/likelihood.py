@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.diffusion.corruption import mask_exactly
-from dlm_jax.diffusion.losses import cross_entropy
+from dlm_jax.diffusion.losses import cross_entropy, hidden_of
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.types import Network, Params
 
@@ -36,15 +36,49 @@ def bound_at(
     Averaged over counts uniform on 1..free and sets uniform of that count, this is the negative
     ELBO of masked diffusion for every noise schedule, which is also the mean over all orders of
     revealing one token at a time (Ou et al. 2024, theorem 2; LLaDA, Nie et al. 2025, equation 6).
-    Rows without a masked position get 0.
+    Rows without a masked position get 0. Of a block-causal model, the sum of `block_bounds_at`.
     """
-    hidden_BLD, _ = network.trunk(
-        params, jnp.where(is_masked_BL, mask_id, batch.tokens_BL), batch.length_B, None
-    )
-    nll_BL = cross_entropy(network, params, hidden_BLD, batch.tokens_BL, mask_id=mask_id)
+    if network.block_length:
+        found_BN = block_bounds_at(network, params, batch, is_masked_BL, mask_id=mask_id)
+        return jnp.sum(found_BN, axis=1)
+    nll_BL = _hidden_nll(network, params, batch, is_masked_BL, mask_id=mask_id)
     count_B = jnp.maximum(jnp.sum(is_masked_BL, axis=1), 1)
     num_free_B = jnp.sum(batch.is_free_BL(), axis=1)
-    return jnp.sum(jnp.where(is_masked_BL, nll_BL, 0.0), axis=1) * num_free_B / count_B
+    return jnp.sum(nll_BL, axis=1) * num_free_B / count_B
+
+
+def block_bounds_at(
+    network: Network, params: Params, batch: Batch, is_masked_BL: jax.Array, *, mask_id: int
+) -> jax.Array:
+    """Bound in nats of each block of a block-causal model given those before it, ``[B, blocks]``.
+
+    At given masks, ``free / count`` times the cross-entropy that they hide in the block: averaged
+    over counts uniform on 1..free of the block and sets uniform of that count, the mean over all
+    orders of revealing the block's tokens one at a time, behind the true ones before it. All blocks
+    take one call of the trunk.
+    """
+    nll_BL = _hidden_nll(network, params, batch, is_masked_BL, mask_id=mask_id)
+    nll_BN, count_BN, free_BN = (
+        jnp.sum(in_blocks(x_BL, network.block_length), axis=2)
+        for x_BL in (nll_BL, is_masked_BL, batch.is_free_BL())
+    )
+    return nll_BN * free_BN / jnp.maximum(count_BN, 1)
+
+
+def in_blocks(x_BL: jax.Array, block_length: int) -> jax.Array:
+    """Rows cut into blocks, ``[B, blocks, block_length]``, with 0 or False behind their end."""
+    padded_BP = jnp.pad(x_BL, ((0, 0), (0, -x_BL.shape[1] % block_length)))
+    return padded_BP.reshape(x_BL.shape[0], -1, block_length)
+
+
+def _hidden_nll(
+    network: Network, params: Params, batch: Batch, is_masked_BL: jax.Array, *, mask_id: int
+) -> jax.Array:
+    """Cross-entropy of what masks hide, in nats; 0 elsewhere."""
+    shown_BL = jnp.where(is_masked_BL, mask_id, batch.tokens_BL)
+    hidden_BLD = hidden_of(network, params, shown_BL, batch.tokens_BL, batch.length_B)
+    nll_BL = cross_entropy(network, params, hidden_BLD, batch.tokens_BL, mask_id=mask_id)
+    return jnp.where(is_masked_BL, nll_BL, 0.0)
 
 
 def bound(
@@ -59,9 +93,12 @@ def bound(
     """Unbiased estimate of each row's bound, from `num_draws` masks per row.
 
     The masked counts are stratified over rows and draws, so that even one draw per row covers all
-    noise levels.
+    noise levels; in a block-causal model, those of the blocks are, which take the place of rows.
     """
     is_free_BL = batch.is_free_BL()
+    shape, unit = is_free_BL.shape, network.block_length
+    if unit:
+        is_free_BL = in_blocks(is_free_BL, unit).reshape(-1, unit)
     num_free_B = jnp.sum(is_free_BL, axis=1)
     num_rows = is_free_BL.shape[0]
     offset_key, mask_key = jax.random.split(key)
@@ -74,11 +111,12 @@ def bound(
         is_masked_BL = mask_exactly(
             jax.random.fold_in(mask_key, index), jnp.minimum(count_B, num_free_B), is_free_BL
         )
+        is_masked_BL = is_masked_BL.reshape(shape[0], -1)[:, : shape[1]]
         return carry, bound_at(network, params, batch, is_masked_BL, mask_id=mask_id)
 
     _, nats_SB = jax.lax.scan(one_draw, None, (jnp.arange(num_draws), spread))
     if num_draws == 1:
-        return Bound(nats_SB[0], jnp.full(num_rows, jnp.nan))
+        return Bound(nats_SB[0], jnp.full(shape[0], jnp.nan))
     return Bound(jnp.mean(nats_SB, axis=0), jnp.var(nats_SB, axis=0, ddof=1) / num_draws)
 
 

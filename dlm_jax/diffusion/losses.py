@@ -20,6 +20,23 @@ class Loss(NamedTuple):
     weight: jax.Array
 
 
+def hidden_of(
+    network: Network,
+    params: Params,
+    shown_BL: jax.Array,
+    clean_BL: jax.Array,
+    length_B: jax.Array,
+) -> jax.Array:
+    """What the trunk returns for a shown canvas whose clean tokens are known, ``[B, L, D]``.
+
+    A block-causal model sees of each block what is shown, behind the clean tokens of the blocks
+    before it; any other sees what is shown.
+    """
+    if network.cached is not None and network.cached.beside_clean is not None:
+        return network.cached.beside_clean(params, shown_BL, clean_BL, length_B)
+    return network.trunk(params, shown_BL, length_B, None)[0]
+
+
 def cross_entropy(
     network: Network,
     params: Params,

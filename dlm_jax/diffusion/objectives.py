@@ -61,25 +61,41 @@ Objective = Callable[[Batch, jax.Array], Example]
 """``(batch, key) -> Example``; rows that belong to another objective have length 0."""
 
 
-def elbo(batch: Batch, key: jax.Array, *, schedule: Schedule, mask_id: int) -> Example:
+def elbo(
+    batch: Batch, key: jax.Array, *, schedule: Schedule, mask_id: int, block_length: int = 0
+) -> Example:
     """One-sample estimate of the continuous-time negative ELBO of masked diffusion, per token.
 
     ``E_t [ -alpha'(t) / (1 - alpha(t)) * sum of the hidden tokens' cross-entropy ]``, with one
-    low-discrepancy time per row (Shi et al. 2024, equation 6; Sahoo et al. 2024, equation 11).
-    Times below 1e-3 are not drawn; what they hold of the bound is at most 1.6e-3 of it.
+    low-discrepancy time per row (Shi et al. 2024, equation 6; Sahoo et al. 2024, equation 11), or
+    per block of a block-causal model, whose bound is the sum over its blocks, each given the clean
+    ones before it (Arriola et al. 2025, Block diffusion, equation 6). Times below 1e-3 are not
+    drawn; what they hold of the bound is at most 1.6e-3 of it.
     """
     time_key, mask_key = jax.random.split(key)
     is_free_BL = batch.is_free_BL()
-    t_B = stratified_times(time_key, is_free_BL.shape[0], smallest=_SMALLEST_TIME)
-    is_masked_BL = mask_independently(mask_key, schedule.masked_ratio(t_B), is_free_BL)
-    return elbo_at(batch, is_masked_BL, schedule.weight(t_B), mask_id=mask_id)
+    num_rows, num_positions = is_free_BL.shape
+    if block_length:
+        num_blocks = -(-num_positions // block_length)
+        t_P = stratified_times(time_key, num_rows * num_blocks, smallest=_SMALLEST_TIME)
+        # A row's blocks lie far apart in the strata, so that each row covers all times, too.
+        t_BN = t_P.reshape(num_blocks, num_rows).T
+        t = jnp.repeat(t_BN, block_length, axis=1)[:, :num_positions]
+    else:
+        t = stratified_times(time_key, num_rows, smallest=_SMALLEST_TIME)
+    is_masked_BL = mask_independently(mask_key, schedule.masked_ratio(t), is_free_BL)
+    return elbo_at(batch, is_masked_BL, schedule.weight(t), mask_id=mask_id)
 
 
-def elbo_at(batch: Batch, is_masked_BL: jax.Array, weight_B: jax.Array, *, mask_id: int) -> Example:
-    """The example of given masks: ``weight_B`` times the cross-entropy of what they hide."""
+def elbo_at(batch: Batch, is_masked_BL: jax.Array, weight: jax.Array, *, mask_id: int) -> Example:
+    """The example of given masks: ``weight`` times the cross-entropy of what they hide.
+
+    One weight a row, ``[B]``, or a position, ``[B, L]``.
+    """
+    weight_BL = weight if weight.ndim == 2 else weight[:, None]
     return Example(
         shown_BL=jnp.where(is_masked_BL, mask_id, batch.tokens_BL),
-        weight_BL=jnp.where(is_masked_BL, weight_B[:, None], 0.0),
+        weight_BL=jnp.where(is_masked_BL, weight_BL, 0.0),
         total=jnp.sum(batch.is_free_BL()).astype(jnp.float32),
     )
 

@@ -68,3 +68,33 @@ def gathered(value: Any) -> list[Any]:
     padded[: own.size] = own
     parts = np.asarray(multihost_utils.process_allgather(padded))
     return [pickle.loads(part[:size].tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+
+def check_same_everywhere(facts: dict[str, Any]) -> None:
+    """Refuses, on every process, what differs between processes.
+
+    Every process must call it at the same point.
+
+    Args:
+      facts: JSON by name.
+
+    Raises:
+      ValueError: a process has another value than process 0; the line names both and the fact.
+    """
+    if jax.process_count() == 1:
+        return
+    mine = json.loads(json.dumps(facts))
+    first: dict[str, Any] = on_first_process(lambda: mine)
+    names = sorted(first)
+    differing = [place for place, name in enumerate(names) if mine.get(name) != first[name]]
+    if mine.keys() - first.keys():
+        differing.append(len(names))
+    found = np.int32(differing[0] if differing else -1)
+    for process, place in enumerate(np.asarray(multihost_utils.process_allgather(found))):
+        if place >= 0:
+            name = "version" if place == len(names) else names[place]
+            here = f" ({mine.get(name)!r} here, {first.get(name)!r} there)" if differing else ""
+            raise ValueError(
+                f"process {process} has another {name} than process 0{here}; "
+                "start every process with the same config and program"
+            )

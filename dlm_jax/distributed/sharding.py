@@ -24,6 +24,11 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"blocks/.*/(query|key|value|up|gate)/kernel$", P(None, "fsdp", "tensor")),
     (r"blocks/.*/(out|down)/kernel$", P(None, "tensor", "fsdp")),
     (r"blocks/.*/(query|key|value)/bias$", P(None, "tensor")),
+    (r"blocks/.*/expert_(gate|up)$", P(None, None, "fsdp", "tensor")),
+    (r"blocks/.*/expert_down$", P(None, None, "tensor", "fsdp")),
+    # Small: every device holds all of them.
+    (r"blocks/.*/router(/kernel|_bias)$", P()),
+    (r"(^|/)adapters/", P()),
     (r"(sampler|scorer)_head/inner/kernel$", P("fsdp", "tensor")),
     (r"sampler_head/out/kernel$", P("tensor", "fsdp")),
     (r"(critic|scorer)_head/out/kernel$", P()),

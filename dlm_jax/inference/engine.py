@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 
+from dlm_jax.inference.checks import check_canvas
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.queues import Queues
 from dlm_jax.inference.report import Report, Step
@@ -82,6 +83,7 @@ class Engine:
         )
         self._max_waiting = max_waiting
         self._mask_id, self._eos_ids = model.tokenizer.mask_id, model.eos_ids
+        self._facts = model.facts
         self._entries: dict[Ticket, tuple[Entry, Queue]] = {}
         self._called_off: list[tuple[Entry, Queue]] = []
         self._num_submitted = 0
@@ -164,7 +166,7 @@ class Engine:
           ValueError: the engine is closed, the request has fewer steps than blocks, or no canvas
             holds it; `EngineFullError` if as many wait as may. Nothing else is disturbed.
         """
-        request.check_steps(mask_id=self._mask_id)
+        check_canvas(request, self._facts, mask_id=self._mask_id)
         with self._lock:
             self._check_open()
             if not self.has_room:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from dlm_jax.distributed.sharding import make_mesh, partition
 from dlm_jax.inference.host import HostLoop, make_host_loop
 from dlm_jax.model import cpu
 from dlm_jax.model.transformer import build
+from dlm_jax.published import ChatTemplate, is_published, read_published
 from dlm_jax.sampling.advance import Advance, make_advance
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.protocol import chunk_size
@@ -47,6 +48,9 @@ class Model:
       is_causal: whether it is autoregressive: its likelihoods are then exact.
       config: what it was trained with; None for a network of your own.
       more_eos_ids: ids that end a generation beside that of the tokenizer.
+      presets: settings by name, such as the loops of a published model's own programs.
+      chat: the chat template of an instruction-tuned model; None: it has none.
+      family: the kind of published model that it is; empty for any other.
     """
 
     network: Network
@@ -57,6 +61,9 @@ class Model:
     is_causal: bool = False
     config: Config | None = None
     more_eos_ids: tuple[int, ...] = ()
+    presets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    chat: ChatTemplate | None = None
+    family: str = ""
 
     def advance(self, *, draw: str = "inverse_cdf", is_guided: bool = False) -> Advance:
         """The compiled denoising loop of this model's network, made once for each program."""
@@ -88,7 +95,7 @@ class Model:
         """Ids that end a generation."""
         return tuple(dict.fromkeys((self.tokenizer.eos_id, *self.more_eos_ids)))
 
-    @property
+    @functools.cached_property
     def facts(self) -> ModelFacts:
         """What rules may know of the model."""
         space_id = self.tokenizer.space_id
@@ -100,6 +107,9 @@ class Model:
             noise=self.noise,
             has_sampler=self.network.sampler_readout is not None,
             has_critic=self.network.critic is not None,
+            has_cache=self.network.cached is not None,
+            is_causal=self.is_causal,
+            block_length=self.network.block_length,
         )
 
     def program(
@@ -137,15 +147,17 @@ def load(
     dtype: str | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Model:
-    """The model of a run, of a weights file, or the one that ships with the package.
+    """The model of a run, of a weights file, of a published directory, or the one that ships.
 
     Args:
-      path: what ``train.out_dir`` was, or the directory of its checkpoints; or a file that
-        ``python -m dlm_jax.export`` wrote; None is `SHIPPED`.
+      path: what ``train.out_dir`` was, or the directory of its checkpoints; a file that
+        ``python -m dlm_jax.export`` wrote; or a directory as the hub lays it out, with config.json,
+        safetensors and a tokenizer (docs/published.md). None is `SHIPPED`.
       mesh: devices that split its parameters and the rows that it samples, or how many there are
         along each axis. Each parameter is read in parts, straight onto its devices. None is one
         device.
-      dtype: of the parameters, one of `DTYPES`; None is float32.
+      dtype: of the parameters, one of `DTYPES`, and of the computation of a published model; None
+        is float32, and for a published model as its weights are stored.
       report: takes one line if a damaged checkpoint was passed over.
 
     Raises:
@@ -157,6 +169,8 @@ def load(
         raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
     if isinstance(mesh, MeshConfig):
         mesh = make_mesh(mesh)
+    if is_published(path):
+        return _published(path, mesh, None if dtype == "stored" else dtype)
     place = functools.partial(_placed, mesh=mesh, dtype=dtype or "float32")
     params, meta = checkpoint.load_any(path, _abstract_params, place=place, report=report)
     config = _config_of(meta)
@@ -170,6 +184,26 @@ def load(
         sample=config.sample,
         is_causal=config.model.attention_type == "causal",
         config=config,
+    )
+
+
+def _published(path: str | os.PathLike[str], mesh: Mesh | None, dtype: str | None) -> Model:
+    def place(name: str, shape: tuple[int, ...]) -> NamedSharding | None:
+        return None if mesh is None else NamedSharding(mesh, partition(name, shape, mesh))
+
+    found = read_published(path, dtype=dtype, place=place)
+    return Model(
+        network=build(found.config.model),
+        params=found.params,
+        tokenizer=found.tokenizer,
+        max_length=found.config.data.seq_len,
+        sample=found.config.sample,
+        is_causal=found.config.model.attention_type == "causal",
+        config=found.config,
+        more_eos_ids=found.more_eos_ids,
+        presets=found.presets,
+        chat=found.chat,
+        family=found.family.name,
     )
 
 

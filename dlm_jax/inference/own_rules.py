@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dlm_jax.sampling.cache import CacheRule
 from dlm_jax.sampling.commit import CommitRule
 from dlm_jax.sampling.edits import EditRule
 from dlm_jax.sampling.propose import FillRule
@@ -25,16 +26,17 @@ _KINDS: dict[str, tuple[type[Rule], str]] = {
     "fill": (FillRule, "fill"),
     "remask": (RemaskRule, "remask"),
     "edit": (EditRule, "edit_scoring"),
+    "cache": (CacheRule, "cache"),
 }
 """Kinds of rules by their table: what they are, and the setting that names one."""
 
 
 RESERVED = frozenset((
-    "batch_size", "checkpoint", "commit", "draft", "edits", "every", "help", "host_sampler", "id",
-    "infill", "inserts", "is_greedy", "max_candidates", "max_length", "model", "num_processes",
-    "num_samples", "on_commits", "output", "process_id", "prompt", "prompts", "read_back",
-    "refines", "remasks", "renoises", "report_chain", "rules", "seed", "table", "template",
-    "tokens", "trace", "transforms", "version", "watch",
+    "batch_size", "checkpoint", "commit", "defaults", "draft", "edits", "every", "help",
+    "host_sampler", "id", "infill", "inserts", "is_greedy", "max_candidates", "max_length",
+    "model", "num_processes", "num_samples", "on_commits", "output", "process_id", "prompt",
+    "prompts", "read_back", "refines", "remasks", "renoises", "report_chain", "rules", "seed",
+    "table", "template", "tokens", "trace", "transforms", "version", "watch",
 ))  # fmt: skip
 """Names that mean something else to a request, to `SampleConfig` or to ``sample.py``."""
 
@@ -227,8 +229,11 @@ def with_rules(classes: tuple[type[Rule], ...]) -> RuleTable:
             raise ValueError(f"rule {cls.__name__} has the name {cls.name!r}, which is taken")
         entry = (cls,) if kind == "transforms" else cls
         table = replace(table, **{kind: {**known, cls.name: entry}})
+    # A setting that is true or false has a flag that says no.
+    opposites = {f"no_{name}" for name, s in table.settings.items() if s.kind is bool}
     for name in table.settings:  # which refuses those that are declared twice
-        if name not in BUILT_IN.settings and (name in RESERVED or not name.isidentifier()):
+        is_taken = name in RESERVED or name in opposites or not name.isidentifier()
+        if name not in BUILT_IN.settings and is_taken:
             raise ValueError(f"a setting cannot have the name {name!r}; give it another")
     return table
 

@@ -13,6 +13,7 @@ import numpy as np
 from dlm_jax.config import SampleConfig, resolve
 from dlm_jax.inference import prompts
 from dlm_jax.inference.candidates import HostSampler
+from dlm_jax.inference.checks import check_canvas, check_draft, check_settings
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.own_rules import OwnRules, of_row, own_rules
 from dlm_jax.sampling.row import RowParams
@@ -80,22 +81,6 @@ class Request:
                 f"capacity={self.capacity} must be at least 0; use 0 for as many as it has"
             )
 
-    def check_steps(self, *, mask_id: int) -> None:
-        """Raises ValueError if there are fewer steps than blocks with holes or drafts."""
-        steps, block_length = self.sample.steps, self.sample.block_length
-        is_work = self.tokens == mask_id
-        if self.is_draft is not None:
-            is_work |= self.is_draft
-        (places,) = np.nonzero(is_work)
-        if block_length == 0 or not places.size:
-            return
-        busy = np.unique((places - places[0]) // block_length).size
-        if steps < busy:
-            raise ValueError(
-                f"steps={steps} is less than the {busy} blocks of block_length={block_length} that "
-                f"have something to fill; use steps={busy} or more"
-            )
-
 
 class Static(NamedTuple):
     """What is compiled in: rows that agree in it run together."""
@@ -140,20 +125,19 @@ def only_chains_in_use(requests: Sequence[Request]) -> list[Request]:
     tokens, so that a row would depend on those beside it.
     """
     used: dict[tuple[Any, ...], set[str]] = {}
-    for request in requests:
-        sample = request.sample
+    for sample in {id(request.sample): request.sample for request in requests}.values():
         used.setdefault((sample.table, sample.chain), set()).update(sample.table.in_use(sample))
     kept = {
         (table, chain): tuple(n for n in chain if n in names or n in _readers(table, chain))
         for (table, chain), names in used.items()
     }
-    return [
-        replace(
-            request,
-            sample=replace(request.sample, chain=kept[request.sample.table, request.sample.chain]),
-        )
-        for request in requests
-    ]
+    # Requests share their settings where they can, and so they do afterwards.
+    shorter = {id(r.sample): r.sample for r in requests}
+    shorter = {
+        place: replace(sample, chain=kept[sample.table, sample.chain])
+        for place, sample in shorter.items()
+    }
+    return [replace(request, sample=shorter[id(request.sample)]) for request in requests]
 
 
 def _readers(table: RuleTable, chain: Sequence[str]) -> set[str]:
@@ -175,10 +159,12 @@ def make_requests(
     first: int = 0,
     num_samples: int = 1,
     num_rows: int | None = None,
+    known: dict[Any, SampleConfig] | None = None,
 ) -> list[Request]:
     """The rows of one prompt; `first` is added to the seed unless the prompt has its own.
 
-    `num_rows` is the number of rows of all prompts, if others follow.
+    `num_rows` is the number of rows of all prompts, if others follow. `known` remembers settings
+    that were resolved, for other prompts under the same `model` and `common`.
 
     Raises:
       ValueError: a setting is unknown or out of range, or the prompt does not fit or cannot be
@@ -200,15 +186,31 @@ def make_requests(
             made.append(replace(made[0], seed=seed + index))
             continue
         settings = of_row(rules, first + index)
-        sample = _settings(model, rules, settings, needs_host=any(host.values()))
+        key = None if known is None or rules.has_rows else _key(layers[1], host)
+        sample = None if key is None or known is None else known.get(key)
+        if sample is None:
+            sample = _settings(model, rules, settings, needs_host=any(host.values()))
+            if key is not None and known is not None:
+                known[key] = sample
         given = prompts.make_canvas(model.tokenizer, text, gen_length=sample.gen_length, room=room)
-        _check_draft(sample, given)
+        check_draft(sample, given)
         capacity = room if sample.inserts else 0
         request = Request(given.tokens, sample, seed + index, given.is_draft, **host,
                           capacity=capacity)  # fmt: skip
-        request.check_steps(mask_id=model.tokenizer.mask_id)
+        check_canvas(request, model.facts, mask_id=model.tokenizer.mask_id)
         made.append(request)
     return made
+
+
+def _key(own: Mapping[str, Any], host: Mapping[str, Any]) -> Any:
+    """What tells a prompt's own settings from others, types included; None for any but plain."""
+    if any(host.values()):
+        return None
+    plain = (bool, int, float, str, type(None))
+    if not all(type(value) in plain for value in own.values()):
+        return None
+    # As text, for 1, 1.0 and True are equal.
+    return tuple(sorted((name, repr(value)) for name, value in own.items()))
 
 
 def settings_of_call(model: Model, settings: Mapping[str, Any]) -> SampleConfig:
@@ -241,27 +243,15 @@ def _settings(
             stacklevel=5,
         )
         sample = replace(sample, fill="parallel")
-    check(model, sample)
-    return sample
-
-
-def check(model: Model, sample: SampleConfig) -> None:
-    """Raises ValueError for settings that only the model shows to be wrong."""
-    if model.network.scorer is not None:
-        raise ValueError("the model is a sequence scorer, which writes nothing; load another")
-    facts = model.facts
-    for rule in sample.table.checks(sample):
-        rule.check_model(sample, facts)
-    sample.table.check_chain(sample, facts)
-
-
-def _check_draft(sample: SampleConfig, given: prompts.Given) -> None:
-    needs = 1 if sample.resample or sample.edits or sample.renoises else 2
-    if given.is_draft is not None and (not sample.refines or sample.steps < needs):
+    if needs_host and getattr(sample, "confidence_of", "clean") != "clean":
         raise ValueError(
-            "draft is refined by remasking, resampling, re-noise or edits, and nothing of it is "
-            "asked for; use remask=scheduled, schedule=all and steps=8, say"
+            f"confidence_of={sample.confidence_of!r} reads what no host sampler or read-back "
+            "leaves; use confidence_of='clean'"
         )
+    if model.network.block_length and sample.block_length == 0:
+        sample = replace(sample, block_length=model.network.block_length)
+    check_settings(model, sample)
+    return sample
 
 
 def _integer(name: str, value: Any) -> int:

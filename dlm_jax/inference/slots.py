@@ -17,6 +17,7 @@ from dlm_jax.inference.kinds import Kind
 from dlm_jax.inference.request import Request
 from dlm_jax.inference.results import Row
 from dlm_jax.sampling.advance import Advance
+from dlm_jax.sampling.forward import with_cache
 from dlm_jax.sampling.row import Counters
 from dlm_jax.sampling.state import State, start
 from dlm_jax.types import Params, Status
@@ -118,7 +119,8 @@ class Slots:
         if self._state is None:
             arguments = jax.tree.map(jnp.asarray, arguments)
             # Of its own rows alone, and then placed with those of the others.
-            self._state = self._own.place(start(**arguments, mask_id=mask_id))
+            state = with_cache(self.loop.program, self._params, start(**arguments, mask_id=mask_id))
+            self._state = self._own.place(state)
         else:
             is_new = np.isin(np.arange(len(self._jobs)), list(new))
             arguments, is_new_B = self._own.place((arguments, is_new))
@@ -272,12 +274,18 @@ class Slots:
 def _start_some(
     state: State, arguments: dict[str, Any], is_new_B: jax.Array, *, mask_id: int
 ) -> State:
-    """The state with new rows where `is_new_B`."""
+    """The state with new rows where `is_new_B`; what is kept of the old ones is no longer read."""
+    new, cache = start(**arguments, mask_id=mask_id), state.cache
+    if cache is not None:
+        state = state._replace(cache=cache._replace(kept=(), bare=()))
 
     def merge(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(is_new_B.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
-    return jax.tree.map(merge, start(**arguments, mask_id=mask_id), state)
+    state = jax.tree.map(merge, new, state)
+    if cache is None or state.cache is None:
+        return state
+    return state._replace(cache=state.cache._replace(kept=cache.kept, bare=cache.bare))
 
 
 _refill = jax.jit(_start_some, static_argnames="mask_id", donate_argnums=0)

@@ -73,11 +73,12 @@ _rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 def rotate(x_BLHK: jax.Array, cos_LK: jax.Array, sin_LK: jax.Array) -> jax.Array:
     """Queries or keys turned by their position, in their own dtype but computed in float32.
 
-    Pairs are ``(i, i + K/2)`` (half rotation); `cos_LK` and `sin_LK` are ``[L, K/2]``. On CPU the
-    halves are exchanged by a reversed axis of size 2, whose index is affine; fused into a loop,
-    the concatenation of two halves costs a branch for every number.
+    Pairs are ``(i, i + K/2)`` (half rotation); `cos_LK` and `sin_LK` are ``[L, K/2]``, or ``[B, L,
+    K/2]`` where the positions of rows differ. On CPU the halves are exchanged by a reversed axis of
+    size 2, whose index is affine; fused into a loop, the concatenation of two halves costs a branch
+    for every number.
     """
-    cos, sin = cos_LK[None, :, None, :], sin_LK[None, :, None, :]
+    cos, sin = ((x if x.ndim == 3 else x[None])[:, :, None, :] for x in (cos_LK, sin_LK))
     x = x_BLHK.astype(jnp.float32)
     if jax.default_backend() != "cpu":
         first, second = jnp.split(x, 2, axis=-1)
@@ -107,18 +108,60 @@ def attention(
         return jax.nn.dot_product_attention(
             q_BLHK, k_BLGK, v_BLGK, key_value_seq_lengths=visible_B, is_causal=is_causal
         )
-    num_rows, num_positions, num_heads, head_size = q_BLHK.shape
-    num_groups = k_BLGK.shape[2]
-    # The heads of a group become further query rows, so that every product is one batched matmul.
+    num_positions, num_shared = q_BLHK.shape[1], q_BLHK.shape[2] // k_BLGK.shape[2]
+    bias = _hidden_bias(visible_B, num_shared, num_positions, is_causal=is_causal)
+    return _over_groups(q_BLHK, k_BLGK, v_BLGK, bias)
+
+
+def attention_where(
+    q_BNHK: jax.Array, k_BMGK: jax.Array, v_BMGK: jax.Array, is_seen_BNM: jax.Array
+) -> jax.Array:
+    """Attention output ``[B, N, H, K]`` of queries to the keys that each of them sees.
+
+    Otherwise as `attention`; `is_seen_BNM` may have size 1 in its first and second axis. What a
+    query returns that sees nothing is finite.
+    """
+    if jax.default_backend() != "cpu":
+        return jax.nn.dot_product_attention(q_BNHK, k_BMGK, v_BMGK, mask=is_seen_BNM[:, None])
+    bias = shared_bias(is_seen_BNM, q_BNHK.shape[2] // k_BMGK.shape[2])
+    return _over_groups(q_BNHK, k_BMGK, v_BMGK, bias)
+
+
+def shared_bias(is_seen_BNM: jax.Array, num_shared: int) -> jax.Array:
+    """What hides keys from the scores ``[B, G, shared * N, M]`` of heads that share their keys."""
+    if is_seen_BNM.shape[1] > 1:
+        is_seen_BNM = jnp.tile(is_seen_BNM, (1, num_shared, 1))
+    return jnp.where(is_seen_BNM, 0.0, _HIDDEN)[:, None]
+
+
+def _over_groups(
+    q_BLHK: jax.Array, k_BMGK: jax.Array, v_BMGK: jax.Array, bias: jax.Array
+) -> jax.Array:
+    """Attention with a bias added to the scores ``[B, G, N, M]`` of each group of heads."""
+    y_BGNK = _attend(
+        grouped(q_BLHK, k_BMGK.shape[2]),
+        k_BMGK.astype(jnp.float32).transpose(0, 2, 1, 3),
+        v_BMGK.astype(jnp.float32).transpose(0, 2, 1, 3),
+        bias,
+    )
+    return ungrouped(y_BGNK, q_BLHK)
+
+
+def grouped(q_BLHK: jax.Array, num_groups: int) -> jax.Array:
+    """Scaled queries ``[B, G, N, K]``, float32.
+
+    The heads of a group become further query rows, so that every product is one batched matmul.
+    """
+    num_rows, num_positions, _, head_size = q_BLHK.shape
     q_BLGRK = q_BLHK.reshape(num_rows, num_positions, num_groups, -1, head_size)
     q_BGNK = q_BLGRK.transpose(0, 2, 3, 1, 4).reshape(num_rows, num_groups, -1, head_size)
-    y_BGNK = _attend(
-        q_BGNK.astype(jnp.float32) * head_size**-0.5,
-        k_BLGK.astype(jnp.float32).transpose(0, 2, 1, 3),
-        v_BLGK.astype(jnp.float32).transpose(0, 2, 1, 3),
-        _hidden_bias(visible_B, num_heads // num_groups, num_positions, is_causal=is_causal),
-    )
-    y_BGRLK = y_BGNK.reshape(num_rows, num_groups, -1, num_positions, head_size)
+    return q_BGNK.astype(jnp.float32) * head_size**-0.5
+
+
+def ungrouped(y_BGNK: jax.Array, q_BLHK: jax.Array) -> jax.Array:
+    """What the queries return, in their shape and dtype."""
+    num_rows, num_positions, _, head_size = q_BLHK.shape
+    y_BGRLK = y_BGNK.reshape(num_rows, y_BGNK.shape[1], -1, num_positions, head_size)
     return y_BGRLK.transpose(0, 3, 1, 2, 4).reshape(q_BLHK.shape).astype(q_BLHK.dtype)
 
 

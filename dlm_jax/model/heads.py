@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,3 +94,20 @@ class ScorerHead(nnx.Module):
         total_BD = jnp.sum(jnp.where(live, hidden_BLD.astype(jnp.float32), 0.0), axis=1)
         mean_BD = total_BD / jnp.maximum(jnp.sum(live, axis=1), 1)
         return self.out(jax.nn.silu(self.inner(mean_BD)))[:, 0]
+
+
+HEADS: dict[str, Any] = {
+    "sampler_head": SamplerHead,
+    "critic_head": CriticHead,
+    "scorer_head": ScorerHead,
+}
+
+
+def heads_of(config: ModelConfig) -> tuple[str, ...]:
+    """Names of the parameter groups of its heads, in the order they are drawn."""
+    has = {
+        "sampler_head": config.add_sampler_head,
+        "critic_head": config.add_critic_head,
+        "scorer_head": config.mode == "sequence_scorer",
+    }
+    return tuple(name for name in HEADS if has[name])

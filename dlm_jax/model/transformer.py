@@ -17,9 +17,12 @@ from flax import nnx
 
 from dlm_jax.config import ModelConfig
 from dlm_jax.model import cpu
-from dlm_jax.model.attention import attend, rotary_angles
-from dlm_jax.model.heads import CriticHead, SamplerHead, ScorerHead
+from dlm_jax.model.attention import attend, attend_in_blocks, rotary_angles, turned
+from dlm_jax.model.cached import Parts, cached_trunk, shifted
+from dlm_jax.model.experts import Experts
+from dlm_jax.model.heads import HEADS, heads_of
 from dlm_jax.model.layers import Linear, Norm
+from dlm_jax.model.lora import applied, stacks, with_adapters
 from dlm_jax.types import Network, Params, live_positions
 
 
@@ -27,20 +30,25 @@ class Attention(nnx.Module):
     """Multi-head attention over ``length`` positions with RoPE and optional QK-norm."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.head_size = config.width // config.heads
+        self.head_size = config.size_of_head(config.width, config.heads)
         self.is_causal = config.attention_type == "causal"
+        self.block_length = config.block_length
+        all_heads = config.heads * self.head_size
         kv_width = (config.kv_heads or config.heads) * self.head_size
         bias = config.qkv_bias
-        self.query = Linear(config.width, config.width, scale=1.0, bias=bias, rngs=rngs)
+        self.query = Linear(config.width, all_heads, scale=1.0, bias=bias, rngs=rngs)
         self.key = Linear(config.width, kv_width, scale=1.0, bias=bias, rngs=rngs)
         self.value = Linear(config.width, kv_width, scale=1.0, bias=bias, rngs=rngs)
-        self.out = Linear(config.width, config.width, scale=0.0, bias=False, rngs=rngs)
+        self.out = Linear(all_heads, config.width, scale=0.0, bias=False, rngs=rngs)
         norm = functools.partial(Norm, self.head_size, kind="rms", epsilon=config.norm_epsilon)
         self.query_norm = norm() if config.qk_norm else None
         self.key_norm = norm() if config.qk_norm else None
 
-    def __call__(self, x_BLD: jax.Array, length_B: jax.Array, angles: Any) -> jax.Array:
-        """What the block's attention adds, ``[B, L, D]``."""
+    def project(self, x_BLD: jax.Array, angles: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries ``[B, L, H, K]``, keys and values ``[B, L, G, K]`` at positions of those angles.
+
+        Keys are kept as they are here: normed and turned.
+        """
 
         def heads(x: jax.Array) -> jax.Array:
             return x.reshape(*x.shape[:2], -1, self.head_size)
@@ -48,9 +56,17 @@ class Attention(nnx.Module):
         q, k, v = heads(self.query(x_BLD)), heads(self.key(x_BLD)), heads(self.value(x_BLD))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        q, k = cpu.rotate(q, *angles), cpu.rotate(k, *angles)
-        y_BLHK = attend(q, k, v, length_B, is_causal=self.is_causal)
-        return self.out(y_BLHK.reshape(x_BLD.shape))
+        return turned(q, *angles), turned(k, *angles), v
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, length_B: jax.Array) -> jax.Array:
+        """What every position of whole rows sees of them, ``[B, L, H, K]``."""
+        if self.block_length:
+            return attend_in_blocks(q, k, v, length_B, block_length=self.block_length)
+        return attend(q, k, v, length_B, is_causal=self.is_causal)
+
+    def join(self, y_BLHK: jax.Array) -> jax.Array:
+        """What the block's attention adds, ``[B, L, D]``, from what the heads returned."""
+        return self.out(y_BLHK.reshape(*y_BLHK.shape[:2], -1))
 
 
 class Mlp(nnx.Module):
@@ -79,34 +95,51 @@ class Mlp(nnx.Module):
 
 
 class Block(nnx.Module):
-    """A pre-norm Transformer block: attention, then the MLP, each added to its input."""
+    """A pre-norm Transformer block: attention, then the MLP, each added to its input.
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    With ``config.experts`` a mixture of them stands for the MLP, but where `is_dense`.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, is_dense: bool = False):
         norm = functools.partial(Norm, config.width, kind=config.norm, epsilon=config.norm_epsilon)
         self.attention_norm = norm()
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = norm()
-        self.mlp = Mlp(config, rngs=rngs)
+        make_mlp = Experts if config.experts and not is_dense else Mlp
+        self.mlp = make_mlp(config, rngs=rngs)
 
     def __call__(self, x_BLD: jax.Array, length_B: jax.Array, angles: Any) -> jax.Array:
         """Hidden vectors after the block, ``[B, L, D]``."""
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), length_B, angles)
+        return self.around(x_BLD, angles, lambda q, k, v: self.attention.attend(q, k, v, length_B))
+
+    def around(self, x_BLD: jax.Array, angles: Any, attend: Callable[..., jax.Array]) -> jax.Array:
+        """Hidden vectors after the block with that attention ``(q, k, v) -> [B, L, H, K]``."""
+        q, k, v = self.attention.project(self.attention_norm(x_BLD), angles)
+        x_BLD = x_BLD + self.attention.join(attend(q, k, v))
         return x_BLD + self.mlp(self.mlp_norm(x_BLD))
 
 
 class Transformer(nnx.Module):
-    """Parameters of the whole model; `blocks` are stacked along a leading axis of ``depth``."""
+    """Parameters of the whole model; `blocks` are stacked along a leading axis of ``depth``.
+
+    `dense_blocks` are the first ``dense_layers`` of them, where the others have experts.
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         table = jax.random.normal(rngs.params(), (config.vocab_size, config.width), jnp.float32)
         self.embedding = nnx.Param(table * 0.02)
 
-        @nnx.split_rngs(splits=config.depth)
-        @nnx.vmap(in_axes=0, out_axes=0)
-        def stacked(rngs: nnx.Rngs) -> Block:
-            return Block(config, rngs=rngs)
+        def stacked(depth: int, is_dense: bool) -> Block:
+            @nnx.split_rngs(splits=depth)
+            @nnx.vmap(in_axes=0, out_axes=0)
+            def blocks(rngs: nnx.Rngs) -> Block:
+                return Block(config, rngs=rngs, is_dense=is_dense)
 
-        self.blocks = stacked(rngs)
+            return blocks(rngs)
+
+        num_dense = config.dense_layers
+        self.dense_blocks = stacked(num_dense, True) if num_dense else None
+        self.blocks = stacked(config.depth - num_dense, False)
         self.norm = Norm(config.width, kind=config.norm, epsilon=config.norm_epsilon)
         self.head = (
             None
@@ -114,25 +147,8 @@ class Transformer(nnx.Module):
             else Linear(config.width, config.vocab_size, scale=0.02, bias=False, rngs=rngs)
         )
         # Drawn last: what comes before is the same with heads and without.
-        for name, head in _HEADS.items():
+        for name, head in HEADS.items():
             setattr(self, name, head(config, rngs=rngs) if name in heads_of(config) else None)
-
-
-_HEADS: dict[str, Any] = {
-    "sampler_head": SamplerHead,
-    "critic_head": CriticHead,
-    "scorer_head": ScorerHead,
-}
-
-
-def heads_of(config: ModelConfig) -> tuple[str, ...]:
-    """Names of the parameter groups of its heads, in the order they are drawn."""
-    has = {
-        "sampler_head": config.add_sampler_head,
-        "critic_head": config.add_critic_head,
-        "scorer_head": config.mode == "sequence_scorer",
-    }
-    return tuple(name for name in _HEADS if has[name])
 
 
 @functools.cache
@@ -155,17 +171,17 @@ def build(config: ModelConfig) -> Network:
         raise ValueError("model.start_id=-1 is unresolved; set it to the tokenizer's MASK")
     dtype = jnp.dtype(config.compute_dtype)
     # The graph definitions carry structure and no arrays; only plain dicts of arrays go in and out.
-    block_graph, _ = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
+    module_of = _block_modules(config)
     norm_graph, _ = nnx.split(
         nnx.eval_shape(lambda: Norm(config.width, kind=config.norm, epsilon=config.norm_epsilon))
     )
 
     def init(key: jax.Array) -> Params:
         model = Transformer(config, rngs=nnx.Rngs(params=key))
-        return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        return with_adapters(key, nnx.to_pure_dict(nnx.state(model, nnx.Param)), config)
 
     def run_block(x_BLD: jax.Array, block: Params, context: tuple[Any, ...]) -> jax.Array:
-        return nnx.merge(block_graph, block)(x_BLD, *context)
+        return module_of(block)(x_BLD, *context)
 
     if config.remat:
         run_block = jax.checkpoint(run_block, prevent_cse=False)
@@ -174,12 +190,16 @@ def build(config: ModelConfig) -> Network:
         params: Params, tokens_BL: jax.Array, length_B: jax.Array, cache: None = None
     ) -> tuple[jax.Array, None]:
         if is_causal:
-            tokens_BL = jnp.pad(tokens_BL, ((0, 0), (1, 0)), constant_values=config.start_id)
-            tokens_BL = tokens_BL[:, :-1]
-        angles = rotary_angles(tokens_BL.shape[1], config.width // config.heads, config.rope_theta)
+            tokens_BL = shifted(tokens_BL, config.start_id)
+        size = config.rotary_size(config.width, config.heads)
+        angles = rotary_angles(tokens_BL.shape[1], size, config.rope_theta)
         x_BLD = embed(params, tokens_BL).astype(dtype)
-        x_BLD = cpu.run_blocks(run_block, x_BLD, params["blocks"], (length_B, angles))
-        return nnx.merge(norm_graph, params["norm"])(x_BLD), cache
+        for blocks in stacks(params):
+            x_BLD = cpu.run_blocks(run_block, x_BLD, blocks, (length_B, angles))
+        x_BLD = nnx.merge(norm_graph, params["norm"])(x_BLD)
+        if config.logit_alignment == "shifted":
+            x_BLD = jnp.concatenate([x_BLD[:, :1], x_BLD[:, :-1]], axis=1)
+        return x_BLD, cache
 
     def embed(params: Params, ids: jax.Array) -> jax.Array:
         return jnp.take(params["embedding"], ids, axis=0)
@@ -198,17 +218,45 @@ def build(config: ModelConfig) -> Network:
         logits_NK = jnp.einsum("nd,nkd->nk", hidden_ND, columns_NKD)
         return logits_NK.astype(jnp.float32)
 
+    parts = Parts(
+        embed=lambda params, ids: embed(params, ids).astype(dtype),
+        block=module_of,
+        norm=lambda params, x_BLD: nnx.merge(norm_graph, params["norm"])(x_BLD),
+    )
     return Network(
         init, trunk, embed, readout, config.vocab_size, logits_of=logits_of,
+        cached=cached_trunk(config, parts) if _may_keep(config) else None,
         **_head_functions(config, readout),
     )  # fmt: skip
+
+
+def _may_keep(config: ModelConfig) -> bool:
+    """Whether keys and values may be kept: a window knows all that its predictions are made of."""
+    return config.mode == "language_model" and config.logit_alignment == "same"
+
+
+def _block_modules(config: ModelConfig) -> Callable[[Params], Any]:
+    """``(parameters) -> module`` of one block: the kind that has such parameters."""
+
+    def graph(is_dense: bool) -> Any:
+        def make() -> Block:
+            return Block(config, rngs=nnx.Rngs(0), is_dense=is_dense)
+
+        return nnx.split(nnx.eval_shape(make))[0]
+
+    usual, dense = graph(False), graph(True)
+
+    def module_of(block: Params) -> Any:
+        return nnx.merge(dense if "up" in block["mlp"] else usual, applied(block, config))
+
+    return module_of
 
 
 def _head_functions(config: ModelConfig, readout: Callable[..., jax.Array]) -> dict[str, Any]:
     """What the heads of `config` add to its `Network`."""
 
     def graph(name: str) -> Any:
-        return nnx.split(nnx.eval_shape(lambda: _HEADS[name](config, rngs=nnx.Rngs(0))))[0]
+        return nnx.split(nnx.eval_shape(lambda: HEADS[name](config, rngs=nnx.Rngs(0))))[0]
 
     graphs = {name: graph(name) for name in heads_of(config)}
 

@@ -1,7 +1,8 @@
 """Blocks: windows of a row that are finished one after the other (semi-autoregressive decoding).
 
 Blocks start at the first unfrozen position; a row's steps are split over the blocks that
-have work, the remainder on the first ones, and steps that a block does not use are dropped.
+have work, the remainder on the first ones, and steps that a block does not use are dropped. Several
+may be open at once: they then count as one, which the next joins behind and the finished leave.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from dlm_jax.sampling.row import RowParams
 
 
 class Block(NamedTuple):
@@ -89,17 +92,58 @@ def next_block(
     place_B = jnp.argmax(is_later_BL, axis=1)
     begin_B = block.end_B + (place_B - block.end_B) // size_B * size_B
     index_B = block.index_B + 1
-    count_B = jnp.maximum(block.count_B, 1)
     following = block._replace(
         begin_B=begin_B,
         end_B=begin_B + size_B,
         step_B=jnp.zeros_like(block.step_B),
-        steps_B=jnp.maximum(steps_B // count_B + (index_B < steps_B % count_B), 1),
+        steps_B=_share(steps_B, index_B, block.count_B),
         index_B=index_B,
     )
     holes_B = jnp.sum(is_hole_BL & following.holds(num_positions), axis=1)
     following = following._replace(first_holes_B=holes_B)
     return choose(is_any_B, following, block), is_any_B
+
+
+def joined(block: Block, is_hole_BL: jax.Array, is_free_BL: jax.Array, row: RowParams) -> Block:
+    """The open blocks without the finished ones before them, and with the next if it may begin.
+
+    It may when the last of them is ``open_share_B`` done, fewer than ``open_blocks_B`` are open,
+    and it has holes (the multi-block decoding of d3LLM, Qian et al. 2026). Its steps and holes are
+    added. Rows with one block at a time stay as they are, as do those without holes in what is
+    open.
+    """
+    num_positions = is_hole_BL.shape[1]
+    place_1L = jnp.arange(num_positions)[None]
+    size_B = _size(row.block_length_B, is_hole_BL)
+    is_open_BL = is_hole_BL & block.holds(num_positions)
+    is_several_B = (row.open_blocks_B > 1) & jnp.any(is_open_BL, axis=1)
+    first_B = jnp.argmax(is_open_BL, axis=1)
+    begin_B = block.begin_B + (first_B - block.begin_B) // size_B * size_B
+    begin_B = jnp.where(is_several_B, begin_B, block.begin_B)
+    end_B = block.end_B
+    is_last_BL = (place_1L >= end_B[:, None] - size_B[:, None]) & (place_1L < end_B[:, None])
+    free_B = jnp.sum(is_free_BL & is_last_BL, axis=1)
+    done_B = free_B - jnp.sum(is_hole_BL & is_last_BL, axis=1)
+    wanted_B = jnp.floor(row.open_share_B * free_B + 1e-3).astype(jnp.int32)
+    is_next_BL = (place_1L >= end_B[:, None]) & (place_1L < (end_B + size_B)[:, None])
+    holes_B = jnp.sum(is_hole_BL & is_next_BL, axis=1)
+    opens_B = is_several_B & (done_B >= jnp.maximum(wanted_B, 1)) & (holes_B > 0)
+    opens_B &= end_B - begin_B < row.open_blocks_B * size_B
+    index_B = block.index_B + opens_B
+    steps_B = _share(row.steps_B, index_B, block.count_B)
+    return block._replace(
+        begin_B=begin_B,
+        end_B=end_B + opens_B * size_B,
+        steps_B=block.steps_B + opens_B * steps_B,
+        first_holes_B=block.first_holes_B + opens_B * holes_B,
+        index_B=index_B,
+    )
+
+
+def _share(steps_B: jax.Array, index_B: jax.Array, count_B: jax.Array) -> jax.Array:
+    """Steps of the block of that number."""
+    count_B = jnp.maximum(count_B, 1)
+    return jnp.maximum(steps_B // count_B + (index_B < steps_B % count_B), 1)
 
 
 def choose(is_first_B: jax.Array, first: Block, other: Block) -> Block:

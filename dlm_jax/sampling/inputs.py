@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling.commit.protocol import CommitContext, Proposal
+from dlm_jax.sampling.forward import Pass
 from dlm_jax.sampling.output import TrunkOutput
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.protocol import Filled
@@ -46,7 +47,7 @@ class StepInputs(NamedTuple):
       masks: where the positions stand.
       commit: what the commit rule knows.
       context: the visible tokens, for logit transforms.
-      output: what the trunk returned.
+      forward: what the trunk returned, and what that cost.
       draw_key_B: the step's key of each row, for draws.
       remask_key_B: likewise, for the remask rule.
       filled: the candidates, and how the fill went.
@@ -56,11 +57,16 @@ class StepInputs(NamedTuple):
     masks: StepMasks
     commit: CommitContext
     context: Context
-    output: TrunkOutput
+    forward: Pass
     draw_key_B: jax.Array
     remask_key_B: jax.Array
     filled: Filled
     is_stepping_B: jax.Array
+
+    @property
+    def output(self) -> TrunkOutput:
+        """What the trunk returned."""
+        return self.forward.output
 
     @property
     def proposal(self) -> Proposal:

@@ -15,14 +15,17 @@ class TrunkOutput(NamedTuple):
     """What the trunk returned in a step.
 
     Attributes:
-      hidden_BLD: for the canvas.
+      hidden_BLD: for the canvas, or for a window of each row, ``[B, W, D]``.
       bare_BLD: for the canvas with its given tokens masked; None in a program without guidance.
       scale_B: float32 guidance of each row; None likewise.
+      at_BL: int32, where the hidden vector of each position of the canvas stands among all of them;
+        it means nothing outside the windows. None: they are those of the canvas.
     """
 
     hidden_BLD: jax.Array
     bare_BLD: jax.Array | None = None
     scale_B: jax.Array | None = None
+    at_BL: jax.Array | None = None
 
     def logits(self, network: Network, params: Params, places_N: jax.Array) -> jax.Array:
         """Clean logits ``[N, V]`` of the LM head at places ``row * L + index``."""
@@ -36,10 +39,14 @@ class TrunkOutput(NamedTuple):
         2022); ids that either calls impossible stay so. Where s is 0 the plain logits, bit for bit.
         """
         num_positions, width = self.hidden_BLD.shape[1:]
+        row_N = places_N // num_positions
+        if self.at_BL is not None:
+            row_N = places_N // self.at_BL.shape[1]
+            places_N = self.at_BL.reshape(-1)[places_N]
         plain_NV = head(self.hidden_BLD.reshape(-1, width)[places_N])
         if self.bare_BLD is None or self.scale_B is None:
             return plain_NV
-        bare_BLD, scale_N = self.bare_BLD, self.scale_B[places_N // num_positions]
+        bare_BLD, scale_N = self.bare_BLD, self.scale_B[row_N]
 
         def guided(plain_NV: jax.Array) -> jax.Array:
             bare_NV = head(bare_BLD.reshape(-1, width)[places_N])

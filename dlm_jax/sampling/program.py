@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from jax.sharding import NamedSharding
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dlm_jax.sampling.draw import METHODS
 from dlm_jax.settings import nearest
-from dlm_jax.types import Network
+from dlm_jax.types import Network, Params
 
 
 @dataclass(frozen=True)
@@ -47,3 +50,20 @@ class Program:
             raise ValueError(
                 f"draw={self.draw!r} is not a way to draw; {nearest(self.draw, METHODS)}"
             )
+
+    def by_rows(self, fn: Callable[[Params, Any], Any]) -> Callable[[Params, Any], Any]:
+        """``fn(params, rows)`` of a pytree of rows, on each device for its own if they are split.
+
+        Left to the compiler, every device would run what gathers rows for all of them, with a sum
+        over devices in each.
+        """
+        if self.rows is None:
+            return fn
+        split = self.rows.spec
+        return jax.shard_map(
+            fn,
+            mesh=self.rows.mesh,
+            in_specs=(PartitionSpec(), split),
+            out_specs=split,
+            check_vma=False,
+        )

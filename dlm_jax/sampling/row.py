@@ -8,12 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax.settings import FINITE, Rule, Setting, per_row, rule
+from dlm_jax.settings import ABOVE_ZERO, FINITE, Rule, Setting, fact, per_row, rule
 
 STEPS = Setting("steps", 128, "denoising steps of one sample", low=1)
 BLOCK_LENGTH = Setting(
     "block_length", 0,
     "tokens of a block, which is finished before the next begins; 0: all in one", low=0,
+)  # fmt: skip
+OPEN_BLOCKS = Setting(
+    "open_blocks", 1,
+    "blocks that may be worked on at once; the next begins beside the last when that is "
+    "open_share done", low=1, high=64,
+)  # fmt: skip
+OPEN_SHARE = Setting(
+    "open_share", 0.5,
+    "open_blocks: share of a block's tokens that are written when the next begins, in (0, 1]",
+    low=ABOVE_ZERO, high=1.0, activates=False,
 )  # fmt: skip
 GUIDANCE = Setting(
     "guidance", 0.0,
@@ -41,6 +51,8 @@ class RowParams(Rule):
       steps_B: int32, steps allowed, at least 1, and at least one for each block with holes.
       seed_B: uint32, what the row's keys are made of; never changes.
       block_length_B: int32, positions of a block; 0 is all in one.
+      open_blocks_B: int32, blocks that may be worked on at once.
+      open_share_B: float32 in (0, 1], how much of the last of them is written when the next begins.
       guidance_B: float32 scale of classifier-free guidance; 0 is none.
       stops_at_eos_B: True for rows that are done when a finished block holds EOS.
       resamples_B: True for rows whose unfrozen tokens are all open, as if they were holes.
@@ -48,20 +60,30 @@ class RowParams(Rule):
         row has is as many as it has.
       max_new_B: int32, unfrozen tokens that a row's length is steered towards; 0 is as many as it
         has.
+      block_unit: positions of a block of a block-causal model, at whose multiples the row's blocks
+        begin; 0: they begin at the first unfrozen position.
     """
 
     steps_B: jax.Array = per_row(STEPS)
     seed_B: jax.Array = per_row(_SEED, column=lambda rows: jnp.asarray(np.array(rows, np.uint32)))
     block_length_B: jax.Array = per_row(BLOCK_LENGTH)
+    open_blocks_B: jax.Array = per_row(OPEN_BLOCKS)
+    open_share_B: jax.Array = per_row(OPEN_SHARE)
     guidance_B: jax.Array = per_row(GUIDANCE)
     stops_at_eos_B: jax.Array = per_row(STOP_AT_EOS)
     resamples_B: jax.Array = per_row(RESAMPLE)
     capacity_B: jax.Array = per_row(_CAPACITY)
     max_new_B: jax.Array = per_row(MAX_NEW_TOKENS)
+    block_unit: int = fact("block_length", 0)
 
     @classmethod
     def check(cls, row: Any) -> None:
-        """Refuses to wait for an EOS that is banned."""
+        """Refuses to wait for an EOS that is banned, and to open blocks beside what may change."""
+        if row.open_blocks > 1 and row.refines:
+            raise ValueError(
+                f"open_blocks={row.open_blocks} leaves a block behind once it has no holes, and "
+                "remask, resample, re-noise or edit would still change it; use open_blocks=1"
+            )
         if row.stop_at_eos and row.ignore_eos:
             raise ValueError(
                 "stop_at_eos means nothing with ignore_eos, which bans EOS; set ignore_eos to false"
@@ -76,7 +98,9 @@ class Counters(NamedTuple):
     """What the loop counts for each row: int32 ``[B]`` in its state, numbers in results.
 
     Attributes:
-      forwards: of the trunk, that the row has asked for.
+      forwards: of the trunk, that the row has asked for; those of a block are counted as one each.
+      positions: live positions that those forwards computed beside a cache; 0 without one, where
+        each computes the whole row.
       waves: of the sampler head's fills; 0 where all candidates were drawn in parallel.
       bootstrapped: positions of those fills that the LM head drew, as nothing near was filled.
       filled: candidates drawn in all steps.
@@ -86,6 +110,7 @@ class Counters(NamedTuple):
     """
 
     forwards: Any = 0
+    positions: Any = 0
     waves: Any = 0
     bootstrapped: Any = 0
     filled: Any = 0

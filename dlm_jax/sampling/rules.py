@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from dlm_jax.sampling.cache import CACHE_RULES, CacheRule
 from dlm_jax.sampling.commit import COMMIT_RULES, CommitRule
-from dlm_jax.sampling.commit.ancestral import NoiseSchedule
 from dlm_jax.sampling.draw import METHODS
 from dlm_jax.sampling.edits import EDIT_RULES, EditRule
+from dlm_jax.sampling.facts import ModelFacts
 from dlm_jax.sampling.propose import FILL_RULES, FillRule
 from dlm_jax.sampling.remask import REMASK_RULES, RemaskRule, Renoise
 from dlm_jax.sampling.row import ROW_SETTINGS
@@ -32,6 +33,7 @@ class Rules(NamedTuple):
       remask: remask rule; None for none.
       edit: what is inserted and deleted; None for nothing.
       renoise: what is overwritten before each forward; None for nothing.
+      cache: which positions a forward computes, beside what is kept; None for all.
     """
 
     chain: Chain
@@ -40,6 +42,7 @@ class Rules(NamedTuple):
     remask: RemaskRule | None = None
     edit: EditRule | None = None
     renoise: Renoise | None = None
+    cache: CacheRule | None = None
 
     def refines(self, resamples_B: jax.Array) -> jax.Array:
         """True ``[B]`` for rows that change tokens which are there, not holes alone."""
@@ -52,28 +55,6 @@ class Rules(NamedTuple):
         """True ``[B]`` where a block without holes waits for its last step."""
         on_B = self._replace(remask=None).refines(resamples_B)
         return on_B if self.remask is None else on_B | self.remask.goes_on()
-
-
-class ModelFacts(NamedTuple):
-    """What rules may know of a model.
-
-    Attributes:
-      vocab_size: number of logits.
-      banned_ids: ids never proposed: MASK, PAD, BOS, padding of the vocabulary.
-      eos_ids: ids that end a generation. When there are none, ``ignore_eos`` warns and is off.
-      space_id: the id of the space; -1 for a vocabulary without one.
-      noise: the noise schedule the model was trained with; None if it has none.
-      has_sampler: whether it has a sampler head.
-      has_critic: whether it has a critic head.
-    """
-
-    vocab_size: int
-    banned_ids: tuple[int, ...] = ()
-    eos_ids: tuple[int, ...] = ()
-    space_id: int = -1
-    noise: NoiseSchedule | None = None
-    has_sampler: bool = False
-    has_critic: bool = False
 
 
 IGNORE_EOS = Setting("ignore_eos", False, "bans every id that ends a generation")
@@ -97,6 +78,7 @@ class RuleTable:
     fill: Mapping[str, type[FillRule]]
     remask: Mapping[str, type[RemaskRule]]
     edit: Mapping[str, type[EditRule]]
+    cache: Mapping[str, type[CacheRule]]
 
     def selectors(self) -> tuple[Setting, ...]:
         """The settings that choose rules by name."""
@@ -106,8 +88,9 @@ class RuleTable:
                 "margin, random, left_to_right. As many as are sure enough: threshold, factor, "
                 "entropy_bound. As the noise process does: ancestral"),
             _choice("fill", "parallel", self.fill,
-                "how a step's candidates are drawn: each blind to the others (parallel), or in "
-                "waves by the sampler head, which sees its neighbours (wavefront)"),
+                "how a step's candidates are drawn: each blind to the others (parallel), in waves "
+                "by the sampler head, which sees its neighbours (wavefront), or as a draft that a "
+                "block-causal model verifies token by token (speculative)"),
             _choice("remask", "none", ("none", *self.remask),
                 "what becomes a hole again after a step: none; scheduled (a share of the tokens "
                 "most likely wrong), scheduled_threshold (all above a wrongness); remdm_cap, "
@@ -116,6 +99,10 @@ class RuleTable:
                 "edit: what speaks for an insertion: uncertainty (of the tokens beside the gap), "
                 "or lead (of the likeliest token over the one behind the gap), for models trained "
                 "to proofread"),
+            _choice("cache", "none", ("none", *self.cache),
+                "keys and values that are kept from step to step: none; exact (of finished blocks, "
+                "causal and block-causal models); prefix, dual (of all before the block, or before "
+                "and behind it: approximate, bidirectional models)"),
             Setting("chain", tuple(self.transforms), "logit transforms, in the order they run",
                 parse=self._parsed_chain, hint=tuple[str, ...]),
         )  # fmt: skip
@@ -123,7 +110,7 @@ class RuleTable:
     def rules(self) -> tuple[type[Rule], ...]:
         """All rules."""
         transforms = (cls for classes in self.transforms.values() for cls in classes)
-        named = (self.commit, self.fill, self.remask, self.edit)
+        named = (self.commit, self.fill, self.remask, self.edit, self.cache)
         return (*transforms, *(cls for table in named for cls in table.values()), Renoise)
 
     @functools.cached_property
@@ -156,10 +143,14 @@ class RuleTable:
         """Re-noise, if a row with these settings asks for it."""
         return Renoise if Renoise.is_used(row) else None
 
+    def caches(self, row: Any) -> type[CacheRule] | None:
+        """The cache rule that a row with these settings names, if any."""
+        return None if row.cache == "none" else self.cache[row.cache]
+
     def of(self, row: Any) -> tuple[type[Rule], ...]:
         """The rules that a row with these settings names, but for its transforms."""
         found = (self.commit[row.order], self.fill[row.fill], self.remasks(row), self.edits(row),
-                 self.renoises(row))  # fmt: skip
+                 self.renoises(row), self.caches(row))  # fmt: skip
         return tuple(cls for cls in found if cls is not None)
 
     def checks(self, row: Any) -> tuple[type[Rule], ...]:
@@ -177,7 +168,9 @@ class RuleTable:
     def pack(self, rows: Sequence[Any], facts: ModelFacts) -> Rules:
         """The rules of rows that agree in what is static, with each row's parameters."""
         first = rows[0]
-        optional = (self.remasks(first), self.edits(first), self.renoises(first))
+        optional = (
+            self.remasks(first), self.edits(first), self.renoises(first), self.caches(first)
+        )  # fmt: skip
         return Rules(
             self.pack_chain(rows, facts),
             self.commit[first.order].pack(rows, facts),
@@ -265,7 +258,7 @@ class RuleTable:
         return tuple(names)
 
 
-BUILT_IN = RuleTable(TRANSFORMS, COMMIT_RULES, FILL_RULES, REMASK_RULES, EDIT_RULES)
+BUILT_IN = RuleTable(TRANSFORMS, COMMIT_RULES, FILL_RULES, REMASK_RULES, EDIT_RULES, CACHE_RULES)
 """The rules of this package."""
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling.blocks import Block, first_block
+from dlm_jax.sampling.cache.protocol import CacheState, start_cache
 from dlm_jax.sampling.edits.state import EditState, start_edits
 from dlm_jax.sampling.row import Counters, RowParams
 from dlm_jax.sampling.rules import Rules
@@ -36,10 +37,9 @@ class State(NamedTuple):
       chain_state: what the logit transforms carry.
       block: the block that each row works on.
       edits: what the edits have come to; None without an edit rule.
+      cache: keys and values that are kept; None without a cache rule.
       counters: what has been counted.
       step_B: int32, steps taken.
-      span_B: int32, the steps over which a temperature moves: those allowed, or as many as there
-        were holes if that is fewer and none comes back.
       status_B: int32, a `Status`.
     """
 
@@ -51,15 +51,27 @@ class State(NamedTuple):
     chain_state: Any
     block: Block
     edits: EditState | None
+    cache: CacheState | None
     counters: Counters
     step_B: jax.Array
-    span_B: jax.Array
     status_B: jax.Array
 
     @property
     def is_running_B(self) -> jax.Array:
         """True for rows that have not ended."""
         return self.status_B == Status.RUNNING
+
+    @property
+    def span_B(self) -> jax.Array:
+        """int32 ``[B]``, the steps over which a temperature moves.
+
+        Those allowed, or as many as the row has unfrozen tokens if that is fewer and none of them
+        changes once it is written.
+        """
+        refines_B = self.rules.refines(self.row.resamples_B)
+        free_B = jnp.sum(~self.canvas.frozen_BL, axis=1)
+        few_B = jnp.minimum(self.row.steps_B, jnp.maximum(free_B, 1))
+        return jnp.where(refines_B, self.row.steps_B, few_B)
 
 
 def start(
@@ -87,10 +99,10 @@ def start(
     is_hole_BL = ~canvas.frozen_BL & (tokens_BL == mask_id)
     refines_B = rules.refines(row.resamples_B)
     is_work_BL = _work(canvas, refines_B, mask_id=mask_id)
-    block, is_any_B = first_block(
-        is_work_BL, is_hole_BL, jnp.argmin(canvas.frozen_BL, axis=1), row.block_length_B,
-        row.steps_B,
-    )  # fmt: skip
+    first_B = jnp.argmin(canvas.frozen_BL, axis=1)
+    if row.block_unit:
+        first_B = first_B // row.block_unit * row.block_unit
+    block, is_any_B = first_block(is_work_BL, is_hole_BL, first_B, row.block_length_B, row.steps_B)
     edit = rules.edit
     state = State(
         canvas=canvas,
@@ -101,9 +113,9 @@ def start(
         chain_state=rules.chain.init(num_rows),
         block=block,
         edits=None if edit is None else start_edits(edit, canvas, row, mask_id=mask_id),
+        cache=None if rules.cache is None else start_cache(num_rows),
         counters=Counters(*[zeros_B for _ in Counters._fields]),
         step_B=zeros_B,
-        span_B=_span(is_hole_BL, refines_B, row.steps_B),
         status_B=jnp.where(is_any_B, Status.RUNNING, Status.DONE).astype(jnp.int32),
     )
     # `advance` donates the state: its buffers must be its own, and each be there once.
@@ -118,11 +130,6 @@ def _canvas(
     if frozen_BL is not None:
         is_free_BL |= is_live_BL & ~frozen_BL
     return Canvas(tokens_BL, length_B, ~is_free_BL)
-
-
-def _span(is_hole_BL: jax.Array, refines_B: jax.Array, steps_B: jax.Array) -> jax.Array:
-    few_B = jnp.minimum(steps_B, jnp.maximum(jnp.sum(is_hole_BL, axis=1), 1))
-    return jnp.where(refines_B, steps_B, few_B)
 
 
 def work(state: State, *, mask_id: int) -> jax.Array:

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from dlm_jax.sampling.blocks import choose, next_block
+from dlm_jax.sampling.blocks import choose, joined, next_block
 from dlm_jax.sampling.edits.apply import edited
+from dlm_jax.sampling.forward import forward
 from dlm_jax.sampling.inputs import (
     RENOISE_SALT,
     StepInputs,
@@ -87,10 +87,12 @@ def look(program: Program, params: Params, state: State) -> StepInputs:
     draw_key_B, rule_key_B, remask_key_B = step_keys(state)
     masks, commit = step_masks(program, state, rule_key_B)
     context = visible_context(state, masks.is_visible_BL)
-    output = _forward(program, params, state)
-    filled = _propose(program, params, state, output, masks, context, draw_key_B)
+    found = forward(program, params, state, masks.is_open_BL)
+    # What was kept is not looked at again: it may be overwritten where it lies.
+    state = state._replace(cache=None)
+    filled = _propose(program, params, state, found.output, masks, context, draw_key_B)
     return StepInputs(
-        masks, commit, context, output, draw_key_B, remask_key_B, filled, is_stepping(state)
+        masks, commit, context, found, draw_key_B, remask_key_B, filled, is_stepping(state)
     )
 
 
@@ -99,6 +101,8 @@ def write(
 ) -> tuple[State, StepInfo]:
     """The state with what the commit rule takes of the proposal, one step later."""
     proposal, rules = inputs.proposal, state.rules
+    state = state._replace(cache=inputs.forward.cache)
+    forwards_B, positions_B = _cost(state, inputs)
     is_hole_BL = state.canvas.tokens_BL == program.mask_id
     chosen_BL = rules.commit.select(inputs.commit, proposal)
     chosen_BL |= is_hole_BL & state.block.is_last_step_B[:, None]
@@ -112,7 +116,8 @@ def write(
         chain_state=rules.chain.update(state.chain_state, is_committed_BL, proposal),
         counters=state.counters.plus(
             Counters(
-                forwards=state.is_running_B * _forwards(program, state, inputs),
+                forwards=state.is_running_B * forwards_B,
+                positions=state.is_running_B * positions_B,
                 waves=inputs.filled.waves_B,
                 bootstrapped=inputs.filled.bootstrapped_B,
                 filled=jnp.sum(inputs.masks.is_open_BL, axis=1),
@@ -138,9 +143,12 @@ def _ended(program: Program, state: State, inputs: StepInputs) -> State:
         block, work(state, mask_id=program.mask_id), is_hole_BL, state.row.block_length_B,
         state.row.steps_B,
     )  # fmt: skip
-    is_done_B = is_over_B & (
-        ~has_more_B | (state.row.stops_at_eos_B & _has_eos(program, state, canvas))
-    )
+    again = block._replace(step_B=block.step_B + steps_now_B)
+    again = joined(again, is_hole_BL, ~canvas.frozen_BL, state.row)
+    finished_B = jnp.where(is_over_B, block.end_B, again.begin_B)
+    is_left_B = is_over_B | (steps_now_B & (again.begin_B > block.begin_B))
+    stops_B = state.row.stops_at_eos_B & _has_eos(program, canvas, finished_B)
+    is_done_B = (is_over_B & ~has_more_B) | (is_left_B & stops_B & is_finite_B)
     is_full_B = state.counters.lost > 0
     step_B = state.step_B + steps_now_B
     status_B = jnp.select(
@@ -151,10 +159,9 @@ def _ended(program: Program, state: State, inputs: StepInputs) -> State:
         [state.status_B, *(jnp.full_like(step_B, s) for s in _ENDS)],
         Status.RUNNING,
     )  # fmt: skip
-    again = block._replace(step_B=block.step_B + steps_now_B)
-    return state._replace(
-        step_B=step_B, block=choose(is_over_B & ~is_done_B, following, again), status_B=status_B
-    )
+    is_next_B = is_over_B & ~is_done_B
+    block = choose(is_next_B, following, choose(steps_now_B, again, block))
+    return state._replace(step_B=step_B, block=block, status_B=status_B)
 
 
 def chain_now(state: State) -> Chain:
@@ -163,39 +170,25 @@ def chain_now(state: State) -> Chain:
     return state.rules.chain.at_progress(jnp.minimum(share_B, 1.0))
 
 
-def _forward(program: Program, params: Params, state: State) -> TrunkOutput:
-    """The forward, and the one without what was given if a running row is guided."""
-    canvas = state.canvas
-    hidden_BLD, _ = program.network.trunk(params, canvas.tokens_BL, canvas.length_B, None)
-    if not program.is_guided:
-        return TrunkOutput(hidden_BLD)
-    is_given_BL = canvas.frozen_BL & live_positions(canvas.length_B, canvas.tokens_BL.shape[1])
-    bare_BL = jnp.where(is_given_BL, program.mask_id, canvas.tokens_BL)
-    bare_BLD = jax.lax.cond(
-        jnp.any((state.row.guidance_B != 0) & state.is_running_B),
-        lambda: program.network.trunk(params, bare_BL, canvas.length_B, None)[0],
-        lambda: jnp.zeros_like(hidden_BLD),
-    )
-    return TrunkOutput(hidden_BLD, bare_BLD, state.row.guidance_B)
-
-
-def _forwards(program: Program, state: State, inputs: StepInputs) -> jax.Array:
-    """Forwards that a step of each row asks for."""
-    forwards_B = jnp.ones_like(state.step_B)
-    if program.is_guided:
-        forwards_B += state.row.guidance_B != 0
+def _cost(state: State, inputs: StepInputs) -> tuple[jax.Array, jax.Array]:
+    """Forwards that a step of each row asks for, and the positions that they compute."""
+    forwards_B, positions_B = inputs.forward.forwards_B, inputs.forward.positions_B
+    forwards_B += state.rules.fill.forwards
     if state.rules.remask is not None and state.rules.remask.reads_critic:
-        forwards_B += may_remask(state, inputs)
-    return forwards_B
+        asks_B = may_remask(state, inputs)
+        forwards_B += asks_B
+        if state.rules.cache is not None:
+            positions_B += asks_B * state.canvas.length_B
+    return forwards_B, positions_B
 
 
-def _has_eos(program: Program, state: State, canvas: Canvas) -> jax.Array:
-    """True for rows with a generated EOS in the block or before it, and nothing given behind it."""
+def _has_eos(program: Program, canvas: Canvas, end_B: jax.Array) -> jax.Array:
+    """True for rows with a generated EOS before that position, and nothing given behind it."""
     num_positions = canvas.tokens_BL.shape[1]
     place_1L = jnp.arange(num_positions)[None]
     is_given_BL = canvas.frozen_BL & live_positions(canvas.length_B, num_positions)
     last_given_B1 = jnp.max(jnp.where(is_given_BL, place_1L, -1), axis=1, keepdims=True)
-    is_before_BL = (place_1L > last_given_B1) & (place_1L < state.block.end_B[:, None])
+    is_before_BL = (place_1L > last_given_B1) & (place_1L < end_B[:, None])
     is_eos_BL = jnp.isin(canvas.tokens_BL, jnp.array(program.eos_ids, jnp.int32))
     return jnp.any(is_before_BL & is_eos_BL, axis=1)
 
@@ -209,10 +202,7 @@ def _propose(
     context: Context,
     key_B: jax.Array,
 ) -> Filled:
-    """The candidates, on each device for its own rows if they are split.
-
-    Left to the compiler, every device would run all readouts, with a sum over devices in each.
-    """
+    """The candidates, on each device for its own rows if they are split."""
     edit = state.rules.edit
     keeps_best = edit is not None and edit.reads_likeliest
 
@@ -222,6 +212,7 @@ def _propose(
         writer = CandidateWriter(
             chain, chain.prepare(state.chain_state, context), key_B, masks.own_BL,
             masks.is_open_BL.shape[1], commit.measure, program.draw, program.banned_ids,
+            commit.weighed,
         )  # fmt: skip
         wanted = Wanted(
             masks.is_open_BL, masks.is_visible_BL, context.tokens_BL, masks.is_scored_BL, keeps_best
@@ -229,13 +220,4 @@ def _propose(
         reader = Reader(program.network, params, output, program.chunk)
         return state.rules.fill.propose(reader, writer, wanted)
 
-    if program.rows is not None:
-        split = program.rows.spec
-        of_rows = jax.shard_map(
-            of_rows,
-            mesh=program.rows.mesh,
-            in_specs=(PartitionSpec(), split),
-            out_specs=split,
-            check_vma=False,
-        )
-    return of_rows(params, (state, output, masks, context, key_B))
+    return program.by_rows(of_rows)(params, (state, output, masks, context, key_B))

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from os import PathLike
 
-import jax
-
 import dlm_jax.config as configs
 from dlm_jax.config import Config
 from dlm_jax.training.heads import Head
 from dlm_jax.training.loop import Outcome, ShowSample, run_loop, say
-from dlm_jax.training.run import MakeNetwork, Run, prepare
+from dlm_jax.training.run import MakeNetwork, prepare
+from dlm_jax.training.summary import describe
 from dlm_jax.training.tasks import MakeHead, MakeObjective
 from dlm_jax.types import Network
 
@@ -55,19 +54,3 @@ def train(
     with run.checkpoints:
         describe(run, report)
         return run_loop(run, show_sample=show_sample)
-
-
-def describe(run: Run, report: Callable[[str], None] = say) -> None:
-    """Reports what is about to be trained, on what, and where."""
-    size = sum(leaf.size for leaf in jax.tree.leaves(run.state.params))
-    corpus, mesh = run.corpus, dict(run.mesh.shape)
-    report(
-        f"{corpus.name}: {corpus.num_train_tokens:,} tokens to train on, "
-        f"{corpus.num_val_tokens:,} held out, vocabulary {corpus.tokenizer.vocab_size}"
-    )
-    report(f"model of {size:,} parameters on {jax.default_backend()}, mesh {mesh}")
-    steps = run.config.train.steps
-    if run.first_step == steps:
-        report(f"{run.out_dir} has taken all its {steps} steps already; nothing is left to train")
-    elif run.first_step:
-        report(f"continuing {run.out_dir} from step {run.first_step} of {steps}")

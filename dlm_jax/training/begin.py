@@ -11,13 +11,18 @@ import numpy as np
 
 from dlm_jax.checkpoint import load_any
 from dlm_jax.config import ModelConfig
-from dlm_jax.data import Tokenizer
+from dlm_jax.data import Tokenizer, from_json
 from dlm_jax.distributed.sharding import path_name
+from dlm_jax.model.lora import GROUP
+from dlm_jax.published import is_published, read_published
 from dlm_jax.training.step import TrainState
+from dlm_jax.training.vocabulary import moved, places_of
 
 # Settings of a model that no shape of a parameter shows.
 _TRAINED_FOR = (
-    "heads", "kv_heads", "activation", "norm_epsilon", "rope_theta", "attention_type"
+    "heads", "kv_heads", "activation", "norm_epsilon", "rope_theta", "attention_type",
+    "logit_alignment", "rotary_share", "experts_per_token", "router_score", "router_groups",
+    "router_groups_kept", "router_bias", "router_normalised", "router_scale",
 )  # fmt: skip
 
 
@@ -34,7 +39,7 @@ def begin_with(
     Args:
       source: ``train.init_from``, a run or a weights file; empty leaves the state as it is.
       state: fresh.
-      tokenizer: that of the new run.
+      tokenizer: that of the new run: theirs, or theirs with more characters.
       model: that of the new run.
       report: takes one line about heads that begin fresh or are left out.
 
@@ -45,9 +50,14 @@ def begin_with(
     if not source:
         return state
     where = f"train.init_from={source}"
+    if is_published(source):
+        return _begin_published(source, state, report)
     params, meta = load_any(source, report=report)
     if meta["tokenizer"] != tokenizer.to_json():
-        raise ValueError(f"{where} has another tokenizer; name a model of the same text")
+        places = places_of(from_json(meta["tokenizer"]), tokenizer)
+        if places is None:
+            raise ValueError(f"{where} has another tokenizer; use data.tokenizer=init, which is it")
+        params = moved(params, state.params, places)
     theirs = meta["config"]["model"]
     for name in _TRAINED_FOR:
         ours = getattr(model, name)
@@ -59,7 +69,7 @@ def begin_with(
     fresh = [name for name in state.params if name not in params]
     ignored = [name for name in params if name not in state.params]
     for name in (*fresh, *ignored):
-        if not name.endswith("_head"):
+        if not name.endswith("_head") and name != GROUP:
             raise ValueError(f"{where} is a model of another kind: {name} is in one of the two")
     if fresh:
         report(f"{where} lacks {', '.join(fresh)}, which begin fresh")
@@ -80,5 +90,23 @@ def begin_with(
         if jax.tree.structure(given[name]) != jax.tree.structure(own[name]):
             raise ValueError(f"{where} has another kind of {name}; make [model] that of its run")
     taken = state.params | jax.tree_util.tree_map_with_path(take, own, given)
+    ema = None if state.ema is None else jax.tree.map(jnp.copy, taken)
+    return state._replace(params=taken, ema=ema)
+
+
+def _begin_published(source: str, state: TrainState, report: Callable[[str], None]) -> TrainState:
+    """The fresh `state` with the parameters of a published directory, read where they live."""
+    own = {path_name(path): leaf.sharding
+           for path, leaf in jax.tree_util.tree_flatten_with_path(state.params)[0]}  # fmt: skip
+    found = read_published(source, dtype="float32", place=lambda path, shape: own.get(path))
+    given = found.params
+    fresh = [name for name in state.params if name not in given]
+    if "head" in fresh or set(given) - set(state.params):
+        raise ValueError(
+            f"train.init_from={source} has another kind of head; leave model.tied_head out"
+        )
+    if fresh:
+        report(f"train.init_from={source} lacks {', '.join(fresh)}, which begin fresh")
+    taken = state.params | given
     ema = None if state.ema is None else jax.tree.map(jnp.copy, taken)
     return state._replace(params=taken, ema=ema)

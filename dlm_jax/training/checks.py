@@ -7,16 +7,23 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 from jax.sharding import Mesh
 
+import dlm_jax.config as configs
 from dlm_jax.config import Config
 from dlm_jax.distributed.sharding import batch_sharding
+from dlm_jax.training.optim import learning_rate
 
 _MAY_CHANGE = (
     "data.source",
     "data.cache_dir",
     "train.out_dir",
     "train.init_from",
+    "train.checkpoint_dir",
+    "train.steps",  # upwards
+    "train.trackers",
     "train.log_every",
     "train.eval_every",
     "train.eval_windows",
@@ -63,6 +70,14 @@ def make_directory(out_dir: Path) -> None:
         ) from None
 
 
+def facts_of(config: Config) -> dict[str, Any]:
+    """What all processes of a run must agree on: the config but for local paths, and jax."""
+    local = ("data.source", "data.cache_dir")
+    flat = _flat(configs.to_dict(config))
+    facts = {key: value for key, value in flat.items() if key not in local}
+    return facts | {"version of jax": jax.__version__}
+
+
 def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
     """Refuses to continue a run whose result would be neither the old one's nor the new one's.
 
@@ -72,34 +87,64 @@ def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
     """
     # Through JSON, which has lists alone.
     meta = json.loads(json.dumps(meta))
-    out_dir, elsewhere = (
-        f"train.out_dir={meta['config']['train']['out_dir']}",
-        "use another train.out_dir, or delete this one",
-    )
+    out_dir = f"train.out_dir={meta['config']['train']['out_dir']}"
+    elsewhere = "or use another train.out_dir"
     if saved["corpus"]["sha256"] != meta["corpus"]["sha256"]:
         raise ValueError(
-            f"{out_dir} holds a run on another text than {meta['corpus']['name']}; {elsewhere}"
+            f"{out_dir} holds a run on another text than {meta['corpus']['name']}; give the text "
+            f"of that run to continue it, {elsewhere}"
         )
     here, there = _flat(meta["config"]), _flat(saved["config"])
     differing = [
         key for key in there if not key.startswith(_MAY_CHANGE) and here.get(key) != there[key]
     ]
+    if here["train.steps"] < there["train.steps"]:
+        raise ValueError(
+            f"{out_dir} holds a run with train.steps={there['train.steps']}, which may grow but "
+            f"not shrink, and this one has {here['train.steps']}; ask for as many at least to "
+            f"continue it, {elsewhere}"
+        )
     if differing:
         # The vocabulary follows from the tokenizer, so that is the one to name.
         key = min(differing, key=lambda key: key == "model.vocab_size")
         raise ValueError(
             f"{out_dir} holds a run with {key}={there[key]!r}, and this one has "
-            f"{here.get(key)!r}; {elsewhere}"
+            f"{here.get(key)!r}; make it that of the run to continue it, {elsewhere}"
         )
     # A tokenizer that was read from a file may have changed there.
     if saved["tokenizer"] != meta["tokenizer"]:
-        raise ValueError(f"{out_dir} holds a run with another tokenizer; {elsewhere}")
+        raise ValueError(
+            f"{out_dir} holds a run with another tokenizer; give that one to continue it, "
+            f"{elsewhere}"
+        )
     for part in saved.get("own", {}) | meta["own"]:
         if (before := saved.get("own", {}).get(part)) != meta["own"].get(part):
             raise ValueError(
                 f"{out_dir} holds a run whose own {part} is {before}, and here it is "
-                f"{meta['own'].get(part)}; give the same, {elsewhere}"
+                f"{meta['own'].get(part)}; give the same to continue it, {elsewhere}"
             )
+
+
+def growth(config: Config, saved: dict[str, Any], step: int) -> str:
+    """What it means that a run is continued to more steps than it had, in a line; else nothing.
+
+    Args:
+      config: of the run from now on.
+      saved: the JSON of the checkpoint that it goes on from, see `Run.meta`.
+      step: of that checkpoint.
+    """
+    before, after = saved["config"]["train"]["steps"], config.train.steps
+    if before == after:
+        return ""
+    old, new = (
+        np.asarray(learning_rate(config.optim.learning_rate, config.optim, num_steps=n)(step))
+        for n in (before, after)
+    )
+    return (
+        f"train.steps grows from {before} to {after}: the learning rate now falls to its end at "
+        f"step {after}, so at step {step} it is {new:.3g} instead of {old:.3g}; the result is not "
+        f"that of {after} steps from the start"
+    )
 
 
 def _flat(config: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -13,10 +13,16 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from dlm_jax.data import train_batches, validation_windows
+from dlm_jax.data import train_batches
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed.sharding import batch_sharding, share_of_batch
-from dlm_jax.metrics import MetricsLog, plot_losses, read_records
+from dlm_jax.progress import Progress
+from dlm_jax.training.best import Best
+from dlm_jax.training.evaluation import held_out
+from dlm_jax.training.journal import Journal
+from dlm_jax.training.meter import Meter
+from dlm_jax.training.optim import learning_rates
+from dlm_jax.training.profiling import Profile
 from dlm_jax.training.run import Run
 from dlm_jax.training.step import Metrics, StepConfig, TrainState, make_train_step
 from dlm_jax.training.stop import StopRequest, stop_on_signals
@@ -64,7 +70,9 @@ def say(line: str) -> None:
         tqdm.write(line, file=sys.stderr)
 
 
-def run_loop(run: Run, *, show_sample: ShowSample | None = None) -> Outcome:
+def run_loop(
+    run: Run, *, show_sample: ShowSample | None = None, profile: tuple[int, int] | None = None
+) -> Outcome:
     """Trains `run` to its last step, or until a signal or a non-finite figure stops it.
 
     What it saved is complete on disk when it returns. A run that has taken all its steps is
@@ -74,12 +82,14 @@ def run_loop(run: Run, *, show_sample: ShowSample | None = None) -> Outcome:
       run: from `prepare`.
       show_sample: called every ``train.sample_every`` steps, in a run of several processes by all
         of them.
+      profile: the first and the last step, from 1, of a trace in ``profile/`` of the run.
     """
     if run.first_step >= run.config.train.steps:
         return Outcome("finished", run.first_step, run.saved.get("bound"), run.state, run)
-    with stop_on_signals() as stop, contextlib.closing(_Loop(run)) as loop:
+    with stop_on_signals() as stop, contextlib.closing(_Loop(run, profile)) as loop:
         outcome = _take_steps(loop, stop, run.config.train.steps, show_sample)
         run.checkpoints.wait()
+        loop.wait_for_best()
     return outcome
 
 
@@ -104,7 +114,7 @@ def _take_steps(
 class _Loop:
     """State of the loop on this host: batches in, metrics out."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, profile: tuple[int, int] | None = None):
         config = run.config
         self._run = run
         self._train = config.train
@@ -126,19 +136,16 @@ class _Loop:
             process_count=self._shares,
             start_step=run.first_step,
         )
-        is_first = jax.process_index() == 0
-        self._log = MetricsLog(run.out_dir / "metrics.jsonl", step=self.step) if is_first else None
-        self._bar = tqdm(
-            total=self._train.steps,
-            initial=self.step,
-            desc="train",
-            unit="step",
-            disable=not is_first,
-            mininterval=0.5 if sys.stderr.isatty() else 10.0,
-            dynamic_ncols=True,
-        )
+        self._journal = Journal(run, step=self.step)
+        self._meter = Meter(run)
+        self._profile = Profile(profile, run.out_dir / "profile")
+        self._best = Best(run.out_dir, config)
+        self._idle = 0.0
+        self._bar = Progress(
+            "train", self._train.steps, "step", done=self.step, idle=lambda: self._idle,
+            is_shown=jax.process_index() == 0,
+        )  # fmt: skip
         self._since = time.perf_counter()
-        self._timed_steps = 0
 
     def _compile_steps(self) -> None:
         self._eval_step = self._run.eval_step()
@@ -169,23 +176,32 @@ class _Loop:
     def close(self) -> None:
         """Ends the bar, the log and the reading ahead."""
         self._bar.close()
-        if self._log is not None:
-            self._log.close()
+        self._best.close()
+        self._profile.stop()
+        self._journal.close()
         self._batches.close()
+
+    def wait_for_best(self) -> None:
+        """Nothing, once the best model is complete on disk."""
+        self._best.wait()
 
     def take_step(self) -> None:
         """Dispatches one step; waits only for one that lies too far back."""
         if self._run.stage(self.step) != self._stage:
             with self._off_the_clock():
                 self._compile_train_step()
-        batch = self._batch(next(self._batches))
+        self._profile.before(self.step + 1)
+        with self._meter.waiting_for("input"):
+            local = next(self._batches)
+        batch = self._batch(local)
         self.state, metrics = self._train_step(self.state, batch, self._run.noise_key)
         self.step += 1
-        self._timed_steps += 1
         self._ahead.append(metrics)
         if len(self._ahead) > _MAX_AHEAD:
-            jax.block_until_ready(self._ahead[-1 - _MAX_AHEAD])
+            with self._meter.waiting_for("device"):
+                jax.block_until_ready(self._ahead[-1 - _MAX_AHEAD])
         self._bar.update()
+        self._profile.after(self.step, self._settle, say)
 
     def outcome(
         self, reason: Literal["finished", "interrupted", "non_finite"], signal_number: int = 0
@@ -213,22 +229,22 @@ class _Loop:
         """Records the mean of the metrics since the last line."""
         self._settle()
         seconds = time.perf_counter() - self._since
-        tokens = self._timed_steps * self._train.batch_size * self._run.config.data.seq_len
-        self._since, self._timed_steps = time.perf_counter(), 0
+        clock, self._since = self._meter.figures(seconds), time.perf_counter()
         means = {
             name: float(np.mean([figures[name] for figures in self._unlogged]))
             for name in self._unlogged[0]
         }
         self._unlogged = []
-        self._write(kind="train", step=self.step, **means, tokens_per_second=tokens / seconds)
-        self._bar.set_postfix_str(
-            f"loss {means['loss']:.3f}, {tokens / seconds:,.0f} tokens/s", refresh=False
-        )
+        rates = learning_rates(self._run.config, self._run.task.heads, self._stage, self.step - 1)
+        self._journal.write(kind="train", step=self.step, **means, **rates, **clock)
+        note = f"loss {means['loss']:.3f}, {clock['tokens_per_second']:,.0f} tokens/s"
+        self._bar.update(0, note=note)
 
     def _settle(self) -> None:
         """Waits for the steps under way; raises if one of them was not finite."""
         first = self.step - len(self._ahead) + 1
-        fetched, self._ahead = jax.device_get(self._ahead), []
+        with self._meter.waiting_for("device"):
+            fetched, self._ahead = jax.device_get(self._ahead), []
         for step, metrics in enumerate(fetched, first):
             if not np.isfinite(list(metrics.values())).all():
                 names = sorted(metrics, key=lambda name: (name != "loss", name))
@@ -242,48 +258,30 @@ class _Loop:
 
     def evaluate(self) -> None:
         """Records how it does on held-out text, over the same windows and noise every time."""
-        task, out_dir = self._run.task, self._run.out_dir
+        task = self._run.task
         with self._off_the_clock():
-            figures, line = task.summarize(*self._held_out())
+            params, part = self.state.best_params, (self._share, self._shares)
+            measured = held_out(self._run, self._eval_step, params, part=part, place=self._batch)
+            figures, line = task.summarize(*measured)
             self.bound = figures.get("bound")
-            self._write(kind="evaluation", step=self.step, **figures)
-            if self._log is not None:
-                plot_losses(
-                    read_records(out_dir / "metrics.jsonl"), out_dir / "loss.png",
-                    held_out=task.figure, unit=task.unit,
-                )  # fmt: skip
-        say(f"step {self.step}: held-out {line}")
+            self._journal.write(kind="evaluation", step=self.step, **figures)
+            self._journal.draw()
+            is_best = self._keep_best(figures[task.figure])
+        say(f"step {self.step}: held-out {line}{', the best so far' if is_best else ''}")
 
-    def _held_out(self) -> tuple[Any, np.ndarray]:
-        """(what `Task.measure` finds in each window, its free tokens)."""
-        batch_size = self._train.batch_size
-        windows = validation_windows(
-            self._run.corpus.val_rows,
-            seq_len=self._run.config.data.seq_len,
-            pad_id=self._run.corpus.tokenizer.pad_id,
-            max_windows=self._train.eval_windows,
-            multiple_of=batch_size,
-        )
-        mine = batch_size // self._shares
-        parts = []
-        for first in range(0, len(windows["length"]), batch_size):
-            rows = slice(first + self._share * mine, first + (self._share + 1) * mine)
-            batch = self._batch({name: column[rows] for name, column in windows.items()})
-            key = jax.random.fold_in(jax.random.key(0), first)
-            parts.append(self._eval_step(self.state.best_params, batch, key))
-        free_N = windows["length"] - windows["given"]
-        columns = jax.tree.map(lambda *cut: np.concatenate(cut), *jax.device_get(parts))
-        return columns, free_N
+    def _keep_best(self, figure: float) -> bool:
+        """Whether this evaluation is the best so far; the model is then kept."""
+        # One save at a time: several processes must not meet in two of them at once.
+        self._run.checkpoints.wait()
+        meta = self._run.meta() | {"bound": self.bound}
+        return self._best.offer(self.step, figure, self.state.best_params, meta)
 
     def checkpoint(self) -> None:
         """Saves the state, unless a step since the last look was not finite."""
         with self._off_the_clock():
+            self._best.wait()
             meta = self._run.meta() | {"bound": self.bound, "unlogged": list(self._unlogged)}
             self._run.checkpoints.save(self.step, self.state, meta)
-
-    def _write(self, **record: Any) -> None:
-        if self._log is not None:
-            self._log.write(**record)
 
     def _batch(self, local: dict[str, np.ndarray]) -> Batch:
         """The global batch of which this process has these rows."""
@@ -296,4 +294,6 @@ class _Loop:
         self._settle()
         start = time.perf_counter()
         yield
-        self._since += time.perf_counter() - start
+        spent = time.perf_counter() - start
+        self._since += spent
+        self._idle += spent

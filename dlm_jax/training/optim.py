@@ -12,13 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from optax import contrib
 
-from dlm_jax.config import HeadsConfig, OptimConfig
+from dlm_jax.config import Config, HeadsConfig, OptimConfig
 from dlm_jax.distributed.sharding import path_name
 from dlm_jax.training.heads import CRITIC, MAIN, SAMPLER, Head
-from dlm_jax.training.stages import Stage, group_of
+from dlm_jax.training.stages import KEPT, Stage, group_of
 
 # Checkpoints hold a group for each of them, empty where the model lacks the head.
 _ALWAYS = (SAMPLER, CRITIC)
@@ -100,39 +101,76 @@ def make_grouped_optimizer(
     `make_optimizer` for the model itself and the heads that join it, which is all where there is no
     other head; for each of those its own, by default gradients scaled down to a norm of
     ``heads.clip`` and AdamW, under a warm-up and cosine that begin where the head begins to train.
-    The state is the same in every stage; groups that do not train keep theirs, and their
+    With ``heads.train_main = false`` the model itself has no state, with adapters these alone
+    have. The state is the same in every stage; groups that do not train keep theirs, and their
     parameters, as they are.
     """
     main = make_optimizer(optim, num_steps=num_steps)
     own = [head for head in heads if head.group != MAIN]
-    if not own:
+    if not own and not stage.adapts:
         return main
-    groups = {MAIN: main} | {name: _head_optimizer(optim, settings, 1) for name in _ALWAYS}
+    # What is kept through the whole run has no state at all.
+    kept = optax.set_to_zero()
+    groups = {KEPT: kept} if stage.adapts else {}
+    groups |= {MAIN: main if settings.train_main else kept} | {
+        name: _head_optimizer(optim, settings, 1) for name in _ALWAYS
+    }
     for head in own:
         left = max(1, num_steps - head.start)
         make = head.optimizer or functools.partial(_head_optimizer, optim, settings)
         groups[head.name] = make(left)
     transforms: dict[Hashable, optax.GradientTransformation] = {
-        name: group if stage.trains(name) else _frozen(group) for name, group in groups.items()
+        name: group if stage.trains(name) or group is kept else _frozen(group)
+        for name, group in groups.items()
     }
     return optax.partition(
         transforms,
-        lambda params: _over_paths(params, lambda path: group_of(path.split("/")[0], heads)),
+        lambda params: _over_paths(
+            params, lambda path: group_of(path.split("/")[0], heads, adapts=stage.adapts)
+        ),
     )
+
+
+def learning_rates(
+    config: Config, heads: Sequence[Head], stage: Stage, step: int
+) -> dict[str, float]:
+    """The learning rates of a step, from 0, for its metrics.
+
+    ``learning_rate`` is that of the model itself, muon's matrices or all of adamw, and
+    ``adam_learning_rate`` that of what muon leaves to Adam; a head of its
+    own group has ``sampler_learning_rate``, say, unless it has an optimiser of one's own.
+    """
+    rates: dict[str, float] = {}
+    num_steps = config.train.steps
+    if stage.trains(MAIN):
+        main = learning_rate(config.optim.learning_rate, config.optim, num_steps=num_steps)
+        rates["learning_rate"] = float(np.asarray(main(step)))
+        if config.optim.name == "muon":
+            adam = learning_rate(config.optim.adam_learning_rate, config.optim, num_steps=num_steps)
+            rates["adam_learning_rate"] = float(np.asarray(adam(step)))
+    for head in heads:
+        if head.group != MAIN and stage.trains(head.group) and head.optimizer is None:
+            rate = _head_rate(config.optim, config.heads, max(1, num_steps - head.start))
+            first = head.start + (head.end > head.start)
+            rates[f"{head.metric}_learning_rate"] = float(np.asarray(rate(step - first)))
+    return rates
+
+
+def _head_rate(optim: OptimConfig, settings: HeadsConfig, num_steps: int) -> optax.Schedule:
+    warmup = dataclasses.replace(optim, warmup_steps=min(settings.warmup_steps, num_steps - 1))
+    return learning_rate(settings.learning_rate, warmup, num_steps=num_steps)
 
 
 def _head_optimizer(
     optim: OptimConfig, settings: HeadsConfig, num_steps: int
 ) -> optax.GradientTransformation:
-    warmup = dataclasses.replace(optim, warmup_steps=min(settings.warmup_steps, num_steps - 1))
-
     def decays(params: Any) -> Any:
         return _over_paths(params, lambda path: path.endswith("/kernel"))
 
     return optax.chain(
         optax.clip_by_global_norm(settings.clip),
         optax.adamw(
-            learning_rate(settings.learning_rate, warmup, num_steps=num_steps),
+            _head_rate(optim, settings, num_steps),
             b1=optim.b1, b2=optim.b2, weight_decay=settings.weight_decay, mask=decays,
         ),
     )  # fmt: skip

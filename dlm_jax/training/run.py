@@ -14,23 +14,31 @@ import optax
 import dlm_jax.config as configs
 from dlm_jax.checkpoint import Checkpoints
 from dlm_jax.config import Config, ModelConfig
-from dlm_jax.data import Corpus, load_corpus
-from dlm_jax.distributed.processes import on_first_process
+from dlm_jax.data import Corpus, Tokenizer, load_corpus
+from dlm_jax.data.loading import MakeTokenizer
+from dlm_jax.distributed.processes import check_same_everywhere, on_first_process
 from dlm_jax.distributed.sharding import batch_sharding, make_mesh, share_of_batch
 from dlm_jax.metrics import read_records
 from dlm_jax.model.transformer import build
+from dlm_jax.storage import check_bucket
+from dlm_jax.training.adopt import adopted
 from dlm_jax.training.begin import begin_with
 from dlm_jax.training.checks import (
     check_parts,
     check_same_run,
     check_writable,
+    facts_of,
+    growth,
     make_directory,
 )
+from dlm_jax.training.files import checkpoints_of, write_config
 from dlm_jax.training.heads import Head, Setup, with_own_parameters
 from dlm_jax.training.optim import make_grouped_optimizer
 from dlm_jax.training.stages import Stage, stage_at
 from dlm_jax.training.step import TrainState, abstract_state, compile_eval_step, init_state
 from dlm_jax.training.tasks import TASKS, MakeHead, MakeObjective, Task, make_heads
+from dlm_jax.training.trackers import check_trackers
+from dlm_jax.training.vocabulary import tokenizer_of
 from dlm_jax.types import Network
 
 MakeNetwork = Callable[[ModelConfig], Network]
@@ -118,29 +126,41 @@ def prepare(
       ValueError: bad data, a batch or mesh that does not fit the devices, a directory that holds
         another run or something else.
     """
+    check_same_everywhere(facts_of(config))
     mesh = make_mesh(config.mesh)
     share_of_batch(batch_sharding(mesh, config.train.batch_size), config.train.batch_size)
     check_parts(config, mesh)
     out_dir = Path(config.train.out_dir)
     check_writable(out_dir)
-    corpus = _load_corpus(config)
+    check_trackers(config.train.trackers)
+    where = checkpoints_of(config)
+    on_first_process(lambda: check_bucket("train.checkpoint_dir", where))
+    asked = config
+    config, adopted_tokenizer = adopted(config)
+    tokenizer = adopted_tokenizer or tokenizer_of(config, report=report)
+    corpus = _load_corpus(config, tokenizer)
+    check_same_everywhere({"data.source": corpus.sha256})
     config = _with_vocabulary(config, corpus)
     setup = Setup(config, corpus.tokenizer, mesh)
     task = _make_task(setup, network, objective, heads)
     own = _names_of(network, objective, heads)
     init_key, noise_key = jax.random.split(jax.random.key(config.train.seed))
     with contextlib.ExitStack() as undo:
-        checkpoints = Checkpoints(out_dir / "checkpoints", keep=config.train.keep_checkpoints)
+        checkpoints = Checkpoints(where, keep=config.train.keep_checkpoints)
         undo.callback(checkpoints.close)
         if on_first_process(checkpoints.steps):
             check_same_run(_meta(config, corpus, own), checkpoints.read_meta(report=report))
-            _, state, saved = checkpoints.restore(_abstract_state(setup, task), report=report)
+            found, state, saved = checkpoints.restore(_abstract_state(setup, task), report=report)
+            if line := growth(config, saved, found):
+                report(line)
         else:
             state, saved = _fresh_state(setup, task, init_key, report=report), {}
         read_records(out_dir / "metrics.jsonl")
         make_directory(out_dir)
+        step = int(state.step)
+        if step < config.train.steps:
+            on_first_process(lambda: write_config(asked, out_dir))
         undo.pop_all()
-    step = int(state.step)
     return Run(setup, corpus, task, own, state, saved, step, noise_key, checkpoints)
 
 
@@ -170,7 +190,8 @@ def _names_of(network: Any, objective: Any, heads: Sequence[Any]) -> dict[str, A
 
 
 def _stage(config: Config, task: Task, step: int) -> Stage:
-    return stage_at(step, task.heads, train_main=config.heads.train_main)
+    adapts = config.model.lora_rank > 0
+    return stage_at(step, task.heads, train_main=config.heads.train_main, adapts=adapts)
 
 
 def _optimizer(config: Config, task: Task, stage: Stage) -> optax.GradientTransformation:
@@ -206,16 +227,17 @@ def _meta(config: Config, corpus: Corpus, own: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def _load_corpus(config: Config) -> Corpus:
+def _load_corpus(config: Config, tokenizer: str | Tokenizer | MakeTokenizer) -> Corpus:
     data = config.data
     return load_corpus(
         data.source,
-        tokenizer=data.tokenizer,
+        tokenizer=tokenizer,
         seq_len=data.seq_len,
         held_out=data.held_out,
         cache_dir=data.cache_dir or None,
         layout=data.layout,
         tail=data.tail,
+        weights=data.weights,
     )
 
 

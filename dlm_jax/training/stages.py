@@ -13,20 +13,29 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.diffusion.losses import Loss
+from dlm_jax.diffusion.losses import Loss, hidden_of
 from dlm_jax.diffusion.mixture import MixedExample, Mixture
 from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.model.lora import GROUP
 from dlm_jax.training.heads import MAIN, Head, HeadInputs
 from dlm_jax.types import Network, Params
 
 _SALT = 0x68656164
+KEPT = "kept"
+"""The group of parameters that never train and have no state."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The groups of parameters that train: ``main`` and names of heads, in the order of both."""
+    """The groups of parameters that train: ``main`` and names of heads, in the order of both.
+
+    Attributes:
+      groups: the groups.
+      adapts: whether ``main`` is the adapters of the model alone.
+    """
 
     groups: tuple[str, ...]
+    adapts: bool = False
 
     def trains(self, group: str) -> bool:
         """Whether that group does."""
@@ -36,15 +45,19 @@ class Stage:
         return " + ".join(self.groups) or "nothing"
 
 
-def stage_at(step: int, heads: Sequence[Head], *, train_main: bool) -> Stage:
+def stage_at(step: int, heads: Sequence[Head], *, train_main: bool, adapts: bool = False) -> Stage:
     """The stage of a step, from 0: a head trains where its loss has weight."""
     own = [head.name for head in heads if head.group != MAIN and head.trains_at(step)]
-    return Stage((*[MAIN] * train_main, *own))
+    return Stage((*[MAIN] * train_main, *own), adapts)
 
 
-def group_of(name: str, heads: Sequence[Head]) -> str:
-    """The optimiser group of the parameters under that top-level name."""
-    return next((head.group for head in heads if head.name == name), MAIN)
+def group_of(name: str, heads: Sequence[Head], *, adapts: bool = False) -> str:
+    """The optimiser group of the parameters under that top-level name.
+
+    `KEPT` is that of a model beside whose adapters nothing of it trains.
+    """
+    group = next((head.group for head in heads if head.name == name), MAIN)
+    return KEPT if adapts and group == MAIN and name != GROUP else group
 
 
 class Drawn(NamedTuple):
@@ -82,7 +95,7 @@ class StageLoss:
 
     def split(self, params: Params) -> tuple[Params, Params]:
         """(parameters that train, the others), each with its top-level names."""
-        groups = {name: group_of(name, self.heads) for name in params}
+        groups = {name: group_of(name, self.heads, adapts=self.stage.adapts) for name in params}
         trained = {name: params[name] for name in params if self.stage.trains(groups[name])}
         return trained, {name: tree for name, tree in params.items() if name not in trained}
 
@@ -142,7 +155,10 @@ class StageLoss:
         is_read = self.stage.trains(MAIN) and self.mixture.reads_trunk
         if not is_read and not any(head.reads_hidden for head in self.trained_heads):
             return None
-        hidden_BLD, _ = self.network.trunk(params, example.shown_BL, example.batch.length_B, None)
+        batch = example.batch
+        hidden_BLD = hidden_of(
+            self.network, params, example.shown_BL, batch.tokens_BL, batch.length_B
+        )
         # The heads read what the trunk wrote: nothing of theirs may be fused into it, or it would
         # be rounded otherwise with heads than without.
         return jax.lax.optimization_barrier(hidden_BLD)

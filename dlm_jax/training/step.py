@@ -42,7 +42,8 @@ Metrics = dict[str, jax.Array]
 
 ``loss`` is what is minimised, in nats per token (per row for a sequence scorer); beside it stand
 the parts that `StageLoss.metrics` names. ``grad_norm`` is the gradient's Euclidean norm before
-clipping. ``param_norm`` is that of the new parameters: it alone shows whether they are still
+clipping, and ``grad_norm_NAME`` that of the parameters under a top-level name, such as ``blocks``.
+``param_norm`` is that of the new parameters: it alone shows whether they are still
 finite, for the loss was taken before the update.
 """
 
@@ -137,6 +138,7 @@ def make_train_step(
             "grad_norm": optax.tree.norm(grads),
             "param_norm": optax.tree.norm(params),
         }
+        metrics |= {f"grad_norm_{name}": optax.tree.norm(grads[name]) for name in sorted(trained)}
         metrics |= step_loss.metrics(means, state.step)
         ema = _averaged(state, params, config.ema_decay)
         return TrainState(params, opt_state, state.step + 1, ema), metrics

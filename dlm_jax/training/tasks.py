@@ -154,7 +154,10 @@ def make_mixture(setup: Setup) -> Mixture:
         return Mixture({"next_token": lambda batch, key: next_token(batch)}, {"next_token": 1.0})
     schedule = SCHEDULES[config.schedule](config.schedule_power)
     objectives: dict[str, Objective] = {
-        "elbo": functools.partial(elbo, schedule=schedule, mask_id=mask_id),
+        "elbo": functools.partial(
+            elbo, schedule=schedule, mask_id=mask_id,
+            block_length=setup.config.model.block_length,
+        ),
         "denoising": functools.partial(
             denoising, settings=denoising_settings(config), mask_id=mask_id,
             random_ids=setup.text_ids,

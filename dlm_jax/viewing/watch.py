@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
@@ -23,8 +25,16 @@ _STYLES = {
     Kind.INSERTED: "1;4;32",
 }
 _MIN_WIDTH = 16
+# Long enough for the eye to follow, but a row of many steps is not to last much longer than this.
+_PACE = 0.15
+_LONGEST = 12.0
 # A header and three lines of text: less of a row is not worth showing.
 _MIN_LINES = 4
+
+
+def pace_of(steps: int) -> float:
+    """Seconds that each of so many steps should be seen for."""
+    return min(_PACE, _LONGEST / max(steps, 1))
 
 
 class Watch:
@@ -38,6 +48,10 @@ class Watch:
       use_colour: None is yes on a terminal unless the environment has NO_COLOR.
       rows_shown: rows to draw at most, the first of those given.
       names: what to show for ids that stand for no text, say ``{eos_id: "⟨eos⟩"}``.
+      pace: seconds between two drawings on a terminal at least; elsewhere nothing waits.
+
+    Attributes:
+      waited: seconds spent on that so far.
 
     Raises:
       ValueError: `width` or `rows_shown` is too small.
@@ -53,6 +67,7 @@ class Watch:
         use_colour: bool | None = None,
         rows_shown: int = 4,
         names: Mapping[int, str] | None = None,
+        pace: float = 0.0,
     ):
         if width is not None and width < _MIN_WIDTH:
             raise ValueError(f"width={width} is too narrow to read; use at least {_MIN_WIDTH}")
@@ -69,6 +84,9 @@ class Watch:
         self._rows_shown = rows_shown
         self._before: dict[int, Frame] = {}
         self._drawn = 0
+        self._pace = pace if self._is_terminal else 0.0
+        self._last = -math.inf
+        self.waited = 0.0
 
     def show(self, frames: Sequence[Frame]) -> None:
         """Draws one frame per row, over what the last call drew; no frames draw nothing.
@@ -90,9 +108,18 @@ class Watch:
             self._drawn = len(lines) - 1
         else:
             text = "".join(f"{line}\n" for line in lines)
+        self._wait()
         self._stream.write(text)
         self._stream.flush()
         self._before = {frame.row: frame for frame in frames}
+
+    def _wait(self) -> None:
+        """Nothing, once the last drawing has been seen for long enough."""
+        rest = self._last + self._pace - time.monotonic()
+        if rest > 0:
+            time.sleep(rest)
+            self.waited += rest
+        self._last = time.monotonic()
 
     def _measure(self) -> tuple[int, int | None]:
         """Columns and lines of the stream; lines are None where nothing is drawn in place."""

@@ -8,10 +8,13 @@ import toy
 import toy_model
 
 import dlm_jax
+from dlm_jax.batch import run
 from dlm_jax.batch.requests import read_requests, share
 from dlm_jax.batch.results import Results
 from dlm_jax.batch.run import describe_model, run_requests
 from dlm_jax.config import SampleConfig
+from dlm_jax.inference import request as requesting
+from dlm_jax.inference.request import only_chains_in_use
 from dlm_jax.inference.results import canvas_size
 from dlm_jax.model.transformer import build
 
@@ -170,6 +173,48 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
                  "max_length=10000000", "top_p=1000", "stop_at_eos means nothing", "is no gap",
                  "top_k=5 needs 'top_k'", "logit_bias names id 999"):  # fmt: skip
         assert part in told, part
+
+
+def test_requests_of_the_same_settings_resolve_and_check_them_once(tmp_path, monkeypatch):
+    """What takes the time before the first row of a long file begins."""
+    resolved = []
+    resolve = requesting._settings
+
+    def counted(*arguments, **options):
+        resolved.append(arguments)
+        return resolve(*arguments, **options)
+
+    monkeypatch.setattr(requesting, "_settings", counted)
+    requests = [
+        {"prompt": f"{'cat '[: n % 4]}", "seed": n, "temperature": (0.5, 1, 1.0)[n % 3]}
+        for n in range(60)
+    ]
+    path = _write(tmp_path / "in.jsonl", requests)
+    found, asked, refused = run._accepted(MODEL, read_requests(path, known=KNOWN), 0, {})
+    assert (len(found), len(asked), refused) == (60, 60, [])
+    # 1 and 1.0 are not the same value, and neither is a seed or a prompt a setting.
+    assert len({id(one.sample) for one in asked}) == 3
+    assert [one.sample.temperature for one in asked[:3]] == [0.5, 1, 1.0]
+    assert [one.seed for one in asked] == list(range(60))
+    assert len(resolved) == 3
+    kept = only_chains_in_use(asked)
+    assert len({id(one.sample) for one in kept}) == len({id(one.sample) for one in asked})
+
+
+def test_what_is_planned_is_what_is_done(tmp_path):
+    requests = [{"gen_length": 5, "steps": 3}, {"gen_length": 70, "steps": 2}, {"stepz": 1}]
+    path = _write(tmp_path / "in.jsonl", requests)
+    lines = read_requests(path, known=KNOWN)
+    plans, seen = [], []
+    with Results(tmp_path / "out.jsonl", fingerprint="same") as results:
+        report = run_requests(
+            MODEL, lines, results, on_plan=plans.append,
+            on_result=lambda result, new: seen.append(result["id"]),
+        )  # fmt: skip
+    (plan,) = plans
+    assert set(plan.work) == set(seen) == {"line 1", "line 2", "line 3"}
+    assert [plan.work[f"line {n}"] for n in (1, 2, 3)] == [3 * 64, 2 * 128, 0]
+    assert len(plan.programs) == len(report.programs) == 2
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import saved_model
 import dlm_jax
 from dlm_jax.cli import sample, sample_file
 from dlm_jax.cli.common import start_jax
+from dlm_jax.config import sample_settings
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,48 @@ def test_standard_output_holds_the_texts_alone(run_dir, capsys):
         assert re.search(part, err), part
 
 
+@pytest.mark.parametrize(
+    ("flags", "value"),
+    [
+        (["--ignore-eos"], True),
+        (["--ignore-eos", "true"], True),
+        (["--no-ignore-eos"], False),
+        (["--ignore-eos=false"], False),
+        (["--ignore-eos", "--no-ignore-eos"], False),
+        (["--no-ignore-eos", "--ignore-eos", "--steps", "3"], True),
+    ],
+)
+def test_a_setting_that_is_true_or_false_is_a_flag_without_a_value(monkeypatch, flags, value):
+    seen = []
+
+    def load(*_, **__):
+        raise ValueError("not loaded here")
+
+    def settings(texts, kind):
+        seen.append(sample_settings(texts, kind))
+        return seen[-1]
+
+    monkeypatch.setattr(dlm_jax, "load", load, raising=False)
+    monkeypatch.setattr(sample, "sample_settings", settings)
+    with pytest.raises(SystemExit):
+        sample.main(flags)
+    assert seen[0]["ignore_eos"] is value
+
+
+def test_the_speed_is_told_with_and_without_compilation(run_dir, capsys):
+    assert _run(run_dir, "--gen-length", "5", "--steps", "5", "--ignore-eos") == 0
+    told = re.search(
+        r"5 tokens in ([\d.]+) s \(([\d,]+) tokens/s with ([\d.]+) s of compilation, ([\d,]+) "
+        r"without\)",
+        capsys.readouterr().err,
+    )
+    assert told
+    seconds, compiling = float(told[1]), float(told[3])
+    speed, without = (int(told[n].replace(",", "")) for n in (2, 4))
+    assert compiling <= seconds and speed <= without
+    assert speed == pytest.approx(5 / seconds, abs=1)
+
+
 def test_every_flag_is_optional_and_seeds_repeat(run_dir, capsys):
     outputs = []
     for flags in ([], [], ["--seed", "1"], ["--num-samples", "2"]):
@@ -63,7 +106,7 @@ SAMPLER = "from dlm_jax.inference.candidates import Candidates\nlikeliest = lamb
 
 @pytest.mark.usefixtures("nothing_compiled")
 def test_read_back_tells_of_each_token_on_standard_error(run_dir, capsys):
-    flags = [*SHORT, "--prompt", "A ", "--num-samples", "2", "--ignore-eos", "true"]
+    flags = [*SHORT, "--prompt", "A ", "--num-samples", "2", "--ignore-eos"]
     assert _run(run_dir, *flags) == 0
     plain = capsys.readouterr().out
     assert _run(run_dir, *flags, "--read-back", "3") == 0
@@ -122,17 +165,17 @@ def test_the_draw_is_a_flag(run_dir, capsys):
         (["--host-sampler", "math:pi"], "--host-sampler math:pi is 3.14"),
         (["--read-back", "0"], "--read-back 0 must be at least 1"),
         (["--read-back", "99"], "--read-back 99 is more than --max-candidates 64; raise that to"),
-        (["--max-candidates", "0"], "max_candidates=0 must be at least 1"),
+        (["--max-candidates", "0"], "--max-candidates=0 must be at least 1"),
         (["--draw", "gumble"], "did you mean 'gumbel'?"),
         (["--prompt", "Zebra"], "'Z' (U+005A)"),
         (["--prompt", "The " * 8], "leaves no room on the canvas of 32"),
-        (["--steps", "0"], "steps=0 is outside [1, "),
-        (["--steps", "many"], "many"),
-        (["--temperature", "-1"], "temperature=-1.0 is outside [0, "),
-        (["--num-samples", "0"], "num_samples=0"),
-        (["--seed", "-1"], "seed=-1"),
-        (["--batch-size", "0"], "batch_size=0"),
-        (["--gen-length", "99"], "use gen_length=32 at most"),
+        (["--steps", "0"], "error: --steps=0 is outside [1, "),
+        (["--steps", "many"], "error: --steps='many' is not a whole number"),
+        (["--temperature", "-1"], "error: --temperature=-1.0 is outside [0, "),
+        (["--num-samples", "0"], "error: --num-samples=0 must be"),
+        (["--seed", "-1"], "error: --seed=-1 is outside"),
+        (["--batch-size", "0"], "error: --batch-size=0 must be"),
+        (["--gen-length", "99"], "error: --gen-length=99 and a prompt"),
         (["--order", "randon"], "'random'"),
         (["--tempreature", "1"], "did you mean '--temperature'?"),
         (["--mesh.data", "3"], "mesh.data=3, mesh.fsdp=1, mesh.tensor=1 do not multiply to the 8"),
@@ -142,6 +185,9 @@ def test_the_draw_is_a_flag(run_dir, capsys):
         (["--coordinator", "here:1"], "--coordinator means nothing without --distributed"),
         (["--report-every", "-1"], "--report-every -1.0 must be at least 0"),
         (["--report-json", "x"], "--report-json goes with --prompts and --report-every"),
+        (["--no-temperature"], "unknown argument '--no-temperature'"),
+        (["--edit", "maybe"], "error: --edit='maybe' is not true or false"),
+        (["--no-edit", "true"], "unknown argument 'true'"),
     ],
 )
 def test_bad_flag_ends_with_code_2_and_one_line(run_dir, capsys, flags, said):
@@ -154,7 +200,7 @@ def test_bad_flag_ends_with_code_2_and_one_line(run_dir, capsys, flags, said):
     assert said in line
 
 
-TINY = [*SHORT, "--ignore-eos", "true"]
+TINY = [*SHORT, "--ignore-eos"]
 
 
 def test_texts_and_files_on_a_mesh_are_those_of_one_device(run_dir, capsys, tmp_path):
@@ -192,8 +238,8 @@ def test_a_template_is_filled_watched_and_kept_on_a_page(run_dir, capsys, tmp_pa
 
 
 def test_a_draft_is_edited_and_its_page_plays_the_edits(run_dir, capsys, tmp_path):
-    flags = ["--prompt", "The ", "--draft", "cat sat", "--edit", "true", "--resample", "true",
-             "--schedule", "all", "--insert-ratio-start", "0.4", "--ignore-eos", "true",
+    flags = ["--prompt", "The ", "--draft", "cat sat", "--edit", "--resample",
+             "--schedule", "all", "--insert-ratio-start", "0.4", "--ignore-eos",
              "--chain", "temperature", "--num-samples", "2"]  # fmt: skip
     assert _run(run_dir, *flags) == 0
     plain, err = capsys.readouterr()
@@ -246,17 +292,17 @@ def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, m
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(f'{{"gen_length": {n}, "steps": {n}}}\n' for n in (2, 20)))
     flags = ["--prompts", str(source), "--output", str(target), *TINY[:2], *TINY[6:]]
-    bar = sample_file.tqdm
+    progress = sample_file.Progress
 
-    class Interrupted(bar):
-        def update(self, n=1):
+    class Interrupted(progress):
+        def update(self, pieces=1, *, work=None, note=None):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(sample_file, "tqdm", Interrupted)
+    monkeypatch.setattr(sample_file, "Progress", Interrupted)
     assert _run(run_dir, *flags) == 130
     assert "goes on from here" in capsys.readouterr().err
     assert [json.loads(line)["id"] for line in target.read_text().splitlines()] == ["line 1"]
-    monkeypatch.setattr(sample_file, "tqdm", bar)
+    monkeypatch.setattr(sample_file, "Progress", progress)
     assert _run(run_dir, *flags) == 0
     assert "1 of 2 requests are done" in capsys.readouterr().err
     assert len(target.read_text().splitlines()) == 2
@@ -271,14 +317,19 @@ def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, m
         (["--prompts", "i", "--output", "o", "--num-samples", "2"], "--num-samples means nothing"),
         (["--prompts", "i", "--output", "o"], "i does not exist"),
         (["--num-processes", "2"], "share --prompts"),
-        (["--prompts", "i", "--output", "o", "--batch-size", "0"], "batch_size=0 must be"),
+        (["--prompts", "i", "--output", "o", "--batch-size", "0"], "error: --batch-size=0 must be"),
         (["--trace", "nowhere/page.html"], "there is no such folder"),
-        (["--stop-at-eos", "true", "--ignore-eos", "true"], "stop_at_eos means nothing"),
+        (["--stop-at-eos", "--ignore-eos"], "stop_at_eos means nothing"),
         (["--watch", "--read-back", "2"], "exclude each other"),
+        (
+            ["--prompts", "i", "--output", "o", "--order", "randon"],
+            "--order='randon' is not one of",
+        ),
+        (["--prompts", "i", "--output", "o", "--top-p", "2"], "error: --top-p=2.0 is outside"),
         (["--template", "A"], "template has no <hole>"),
         (["--template", "A<hole:0>"], "gap of 0 tokens"),
         (["--draft", "cat"], "draft is refined by remasking"),
-        (["--block-length", "-1"], "block_length=-1 is outside [0, "),
+        (["--block-length", "-1"], "error: --block-length=-1 is outside [0, "),
         (["--block-length", "1", "--gen-length", "9", "--steps", "4"], "9 blocks"),
         (["--order", "lowconfidence"], "did you mean 'low_confidence'"),
         (["--remask", "remdm"], "did you mean 'remdm_"),

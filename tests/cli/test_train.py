@@ -51,7 +51,7 @@ def test_the_program_trains_and_prints_only_samples_and_started_again_only_sampl
         texts.append(out)
     assert texts[0] == texts[1]
     names = sorted(path.name for path in out_dir.iterdir())
-    assert names == ["checkpoints", "loss.png", "metrics.jsonl"]
+    assert names == ["best", "checkpoints", "config.toml", "loss.png", "metrics.jsonl"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -83,7 +83,7 @@ def test_a_run_that_is_not_finite_exits_with_1(tmp_path, capsys):
     ("more", "message"),
     [
         (["--train.stepz", "3"], "unknown argument '--train.stepz'; did you mean '--train.steps'?"),
-        (["--train.steps", "many"], "train.steps='many' is not a whole number"),
+        (["--train.steps", "many"], "--train.steps='many' is not a whole number"),
         (["--train.steps"], "argument --train.steps: expected one argument"),
         (["--train.batch_size", "0"], "train.batch_size=0 must be at least 1"),
         (["--train.seed", str(2**32)], "train.seed=4294967296 must be below 2**32"),
@@ -103,10 +103,65 @@ def test_a_run_that_is_not_finite_exits_with_1(tmp_path, capsys):
         (["--objective.denoising_share", "0.01"], "leaves an objective without rows"),
         (["--train.accumulate", "3"], "does not divide train.batch_size=8; use a divisor"),
         (["--model.attention_type", "causal"], "use left_to_right"),
+        (["--resume", "nowhere"], "--train.out_dir means nothing with --resume"),
+        (["--resume", "r", "--config", "c"], "--resume and --config exclude each other"),
+        (["--data.tokenizer", "init"], "data.tokenizer='init' is that of train.init_from, which"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(tmp_path, capsys, more, message):
     assert message in _refusal(capsys, tmp_path / "run", *more)
+
+
+def test_resume_needs_no_other_flag_and_the_directory_may_have_moved(tmp_path, capsys):
+    with pytest.MonkeyPatch.context() as patch:
+        tiny_run.stop_after(5, patch)
+        stopped = tiny_run.run(tmp_path / "run")
+    assert stopped.reason == "interrupted"
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with tiny_run.on_devices(1):
+        assert train.main(["--resume", str(tmp_path / "moved")]) == 0
+    err = capsys.readouterr().err
+    assert f"continuing {tmp_path / 'moved'} from step 5 of 24" in err
+    assert "not the default: [model] depth=2 width=16 heads=2" in err
+    tiny_run.run(tmp_path / "whole")
+    assert tiny_run.records(tmp_path / "moved") == tiny_run.records(tmp_path / "whole")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_has_saved_nothing_is_not_resumed_and_it_says_how_to_start_it(tmp_path, capsys):
+    for made in (False, True):
+        if made:
+            (tmp_path / "config.toml").write_text("")
+        with pytest.raises(SystemExit) as exit_:
+            train.main(["--resume", str(tmp_path)])
+        err = capsys.readouterr().err
+        assert exit_.value.code == 2
+        assert err.startswith(f"error: --resume {tmp_path}: ") and err.count("\n") == 1
+        assert (f"start it again with --config {tmp_path}/config.toml" in err) == made
+
+
+def test_a_run_keeps_a_config_that_trains_the_same_anew(tmp_path, capsys):
+    flags = _arguments(tmp_path / "run", train__steps=3, train__eval_every=0)
+    with tiny_run.on_devices(1):
+        assert train.main(flags) == 0
+    given = (tmp_path / "run" / "config.toml").read_text()
+    assert "depth = 2  # default: 6" in given
+    capsys.readouterr()
+    assert train.main(["--config", str(tmp_path / "run" / "config.toml"), "--print-config"]) == 0
+    out, err = capsys.readouterr()
+    plain = [line for line in given.splitlines() if not line.startswith("#")]
+    assert out.splitlines() == plain[1:] and err == ""
+    with tiny_run.on_devices(1):
+        elsewhere = ["--train.out_dir", str(tmp_path / "again")]
+        assert train.main(["--config", str(tmp_path / "run" / "config.toml"), *elsewhere]) == 0
+    assert tiny_run.records(tmp_path / "again") == tiny_run.records(tmp_path / "run")
+
+
+def test_the_config_is_printed_and_nothing_is_done(tmp_path, capsys):
+    assert train.main([*_arguments(tmp_path / "run"), "--print-config", "--model.remat"]) == 0
+    out, err = capsys.readouterr()
+    assert "remat = true  # default: false" in out.splitlines() and err == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_key_of_a_file_is_refused_with_the_nearest(tmp_path, capsys):

@@ -1,5 +1,3 @@
-import argparse
-import dataclasses
 import tomllib
 from pathlib import Path
 
@@ -45,7 +43,7 @@ def test_flags_override_the_file_which_overrides_the_defaults(tmp_path):
         ("[model]\nheads = 4\nkv_heads = 3", {}, "does not divide model.heads=4"),
         ("[train]\nsteps = [", {}, "is not valid TOML"),
         ("", {"train.stepz": "3"}, "unknown flag 'train.stepz'; did you mean 'train.steps'?"),
-        ("", {"train.steps": "many"}, "command line: train.steps='many' is not a whole number"),
+        ("", {"train.steps": "many"}, "command line: --train.steps='many' is not a whole number"),
         ("", {"model.remat": "perhaps"}, "model.remat='perhaps' is not true or false"),
         (
             "",
@@ -134,21 +132,56 @@ def test_a_missing_file_is_named():
         configs.load("nowhere.toml")
 
 
-def test_help_explains_every_field():
-    parser = argparse.ArgumentParser()
-    configs.add_flags(parser)
-    text = " ".join(parser.format_help().split())
-    for section, cls in configs.sections().items():
-        for field in dataclasses.fields(cls):
-            assert f"--{section}.{field.name}" in text
-            assert len(field.metadata["help"]) > 10, field.name
+def test_a_shipped_config_is_found_by_its_name_wherever_one_stands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert configs.load("quickstart") == configs.load(ROOT / "configs" / "quickstart.toml")
+    with pytest.raises(ValueError, match="quickstrat does not exist.* did you mean 'quickstart'"):
+        configs.load("quickstrat")
+    # A file of that name comes first, a folder does not.
+    (tmp_path / "shakespeare").mkdir()
+    assert configs.load("shakespeare").train.out_dir == "runs/shakespeare"
+    (tmp_path / "quickstart").write_text("[train]\nsteps = 77\n")
+    assert configs.load("quickstart").train.steps == 77
 
 
-def test_unknown_flags_name_the_nearest():
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    configs.add_flags(parser)
-    with pytest.raises(ValueError, match=r"'--train.stepz'; did you mean '--train.steps'"):
-        configs.parse_flags(parser, ["--train.stepz=3"])
+def test_every_config_of_the_checkout_is_shipped():
+    assert {path.name for path in configs.shipped().values()} == {
+        path.name for path in ROOT.glob("configs/*.toml")
+    }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"train.steps": "2"}, "command line: --train.steps 2: optim.warmup_steps=3 leaves"),
+        ({"train.steps": "2", "model.depth": "1"}, "command line: --train.steps 2: optim.warm"),
+        ({"model.depth": "0"}, "command line: --model.depth 0: model.depth=0 must be at least 1"),
+        ({"sample.top_p": "2"}, "command line: --sample.top_p 2: top_p=2.0 is outside"),
+        ({"sample.order": "randon"}, "command line: --sample.order='randon' is not one of"),
+        ({"model.attention_type": "causal"}, "command line: --model.attention_type causal: model"),
+    ],
+)
+def test_an_error_names_the_flag_where_the_flag_is_at_fault_and_not_the_file(
+    tmp_path, overrides, message
+):
+    path = _write(tmp_path, "[train]\nsteps = 200\n[optim]\nwarmup_steps = 3\n")
+    with pytest.raises(ValueError, match="^command line: ") as error:
+        configs.load(path, overrides)
+    assert str(error.value).startswith(message)
+    assert "run.toml" not in str(error.value)
+
+
+def test_an_error_of_the_file_names_the_file_though_there_are_flags(tmp_path):
+    path = _write(tmp_path, "[train]\nsteps = 2\n[optim]\nwarmup_steps = 3\n")
+    with pytest.raises(ValueError, match=r"run\.toml: optim\.warmup_steps=3 leaves nothing"):
+        configs.load(path, {"model.depth": "1"})
+
+
+def test_configs_of_models_that_should_stop_let_them():
+    """A model of documents learns where to stop, which a ban of EOS would keep it from."""
+    for name in configs.shipped():
+        config = configs.load(name)
+        assert not (config.data.layout == "documents" and config.sample.ignore_eos), name
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.toml")), ids=lambda path: path.name)

@@ -5,6 +5,7 @@ import pytest
 import toy
 
 from dlm_jax.config import SampleConfig
+from dlm_jax.inference.checks import check_canvas
 from dlm_jax.inference.request import Request, group, only_chains_in_use, pack
 from dlm_jax.sampling.rules import ModelFacts
 
@@ -48,13 +49,13 @@ def test_bad_field_is_refused_by_name(name, value, said):
 
 def test_fewer_steps_than_blocks_with_work_are_refused():
     tokens = np.array([1, 8, 8, 2, 3, 8], np.int32)
-    _request(tokens=tokens, steps=2, block_length=2).check_steps(mask_id=toy.MASK)
+    check_canvas(_request(tokens=tokens, steps=2, block_length=2), FACTS, mask_id=toy.MASK)
     draft = np.array([False, True, True, True, True, True])
     for changes, busy in (({}, 2), ({"is_draft": draft}, 3)):
         request = _request(tokens=tokens, steps=busy - 1, block_length=2, **changes)
         with pytest.raises(ValueError, match=f"less than the {busy} blocks of block_length=2 .*"):
-            request.check_steps(mask_id=toy.MASK)
-    _request(tokens=tokens, steps=1).check_steps(mask_id=toy.MASK)
+            check_canvas(request, FACTS, mask_id=toy.MASK)
+    check_canvas(_request(tokens=tokens, steps=1), FACTS, mask_id=toy.MASK)
 
 
 def test_rows_that_agree_in_what_is_compiled_in_run_together():

@@ -39,6 +39,21 @@ def cosine_quota(block_holes: int, holes: int, step: int, steps: int) -> int:
     return max(0, holes - cosine_remaining(block_holes, step, steps))
 
 
+def timestep_quota(holes: int, step: int, steps: int) -> int:
+    """Positions to commit in step `step` (1-based): `int(holes * (1 - s / t))`, the last takes all.
+
+    Times fall evenly from 1 to 1e-3 over the steps; in float32, as Dream computes them.
+    """
+    if step == steps:
+        return holes
+    one, last = np.float32(1), np.float32(1e-3)
+    width = (last - one) / np.float32(steps)
+    early = [one + width * np.float32(i) for i in range(steps + 1)]
+    late = [last - width * np.float32(steps - i) for i in range(steps + 1)]
+    times = [early[i] if i < (steps + 1) // 2 else late[i] for i in range(steps + 1)]
+    return int(np.float32(holes) * (one - times[step] / times[step - 1]))
+
+
 def count_of_ratio(ratio: float, n: int) -> int:
     """`floor(ratio * n + 1e-3)`."""
     return math.floor(ratio * n + 1e-3)

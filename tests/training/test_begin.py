@@ -143,7 +143,7 @@ def test_a_model_that_does_not_fit_is_refused_in_one_line(tmp_path, theirs, ours
 
 
 def test_a_model_of_another_text_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="has another tokenizer; name a model of the same text"):
+    with pytest.raises(ValueError, match="has another tokenizer; use data.tokenizer=init"):
         begin_with(
             _trained(tmp_path),
             _fresh(),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import jax
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import tiny_run
 
+from dlm_jax.metrics import read_records
 from dlm_jax.training.loop import _Loop
 from dlm_jax.training.stop import StopRequest
 
@@ -133,16 +136,49 @@ def test_a_run_goes_on_on_other_devices_to_float_tolerance(tmp_path, whole):
         ("data.seq_len", 8),
         ("data.held_out", 0.1),
         ("optim.learning_rate", 0.01),
-        ("train.steps", 25),
+        ("train.steps", 23),
         ("train.batch_size", 16),
         ("train.seed", 1),
     ],
 )
 def test_a_directory_of_a_run_that_differs_is_refused_by_the_key(whole, key, value):
     before = _listing(whole[0])
-    with pytest.raises(ValueError, match=rf"holds a run with {key}=.* use another train.out_dir"):
+    told = rf"holds a run with {key}=.* to continue it, or use another train.out_dir$"
+    with pytest.raises(ValueError, match=told) as error:
         tiny_run.run(whole[0], **{key.replace(".", "__"): value})
+    assert "delete" not in str(error.value)
     assert _listing(whole[0]) == before
+
+
+def test_a_run_may_go_on_for_more_steps_and_says_what_that_means(tmp_path, whole):
+    """The steps are those of a run of as many from there on; the schedule is the longer one's."""
+    changes = {"train__eval_every": 0, "optim__learning_rate": 0.01}
+    tiny_run.run(tmp_path, **changes)
+    lines: list[str] = []
+    outcome = tiny_run.run(tmp_path, **changes, train__steps=36, report=lines.append)
+    assert (outcome.reason, outcome.step) == ("finished", 36)
+    (line,) = [line for line in lines if "grows" in line]
+    # Warm-up of 2 steps, then a cosine: at step 24 it is 0 of 24 steps, and (1 + cos(pi 22/34)) / 2
+    # of 36.
+    new = 0.01 * (1 + math.cos(math.pi * 22 / 34)) / 2
+    assert line.startswith("train.steps grows from 24 to 36: the learning rate now falls to its ")
+    assert f"at step 24 it is {new:.3g} instead of 0" in line
+    assert "\n" not in line
+    rates = {r["step"]: r["learning_rate"] for r in tiny_run.records(tmp_path)
+             if r["kind"] == "train"}  # fmt: skip
+    assert rates[3] == pytest.approx(0.01)
+    assert rates[24] == pytest.approx(0.01 * (1 + math.cos(math.pi * 21 / 22)) / 2, rel=1e-4)
+    assert rates[27] == pytest.approx(0.01 * (1 + math.cos(math.pi * 24 / 34)) / 2, rel=1e-4)
+    assert list(rates) == list(range(3, 37, 3))
+    again: list[str] = []
+    assert tiny_run.run(tmp_path, **changes, train__steps=36, report=again.append).step == 36
+    assert again == []
+
+
+def test_every_record_tells_its_time(whole):
+    times = [record["time"] for record in read_records(whole[0] / "metrics.jsonl")]
+    assert times == sorted(times)
+    assert 0 <= times[-1] - times[0] < time.time() - times[0] < 3600
 
 
 def test_a_directory_of_a_run_on_another_text_is_refused(whole, tmp_path):

@@ -8,7 +8,8 @@ import re
 import pytest
 from viewing_cases import decode, frame, random_row
 
-from dlm_jax.viewing.watch import Watch
+from dlm_jax.viewing import watch as watching
+from dlm_jax.viewing.watch import Watch, pace_of
 
 
 class Stream(io.StringIO):
@@ -144,3 +145,44 @@ def test_no_rows_draw_nothing():
 def test_sizes_that_show_nothing_are_refused(given):
     with pytest.raises(ValueError, match="use at least"):
         Watch(decode, io.StringIO(), **given)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that moves only by sleeping; the sleeps."""
+    now, slept = [0.0], []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(watching.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(watching.time, "sleep", sleep)
+    return now, slept
+
+
+def test_a_terminal_shows_each_step_long_enough_and_no_longer_than_the_step_takes(clock):
+    now, slept = clock
+    frames = list(random_row(0, seed=1))[:3]
+    watch = Watch(decode, Stream(is_terminal=True), width=40, height=20, pace=0.1)
+    watch.show(frames[:1])
+    assert slept == []
+    now[0] += 0.03  # a fast step
+    watch.show(frames[1:2])
+    assert slept == [pytest.approx(0.07)]
+    now[0] += 5.0  # a slow one
+    watch.show(frames[2:3])
+    assert len(slept) == 1
+    assert watch.waited == pytest.approx(0.07)
+
+
+def test_a_pipe_is_not_paced(clock):
+    watch = Watch(decode, Stream(is_terminal=False), width=40, pace=0.1)
+    for frame_ in list(random_row(0, seed=1))[:3]:
+        watch.show([frame_])
+    assert clock[1] == [] and watch.waited == 0.0
+
+
+def test_many_steps_are_shown_faster_so_that_it_lasts_no_longer_than_a_short_film():
+    assert pace_of(1) == pace_of(32) == 0.15
+    assert 1000 * pace_of(1000) == pytest.approx(12.0)

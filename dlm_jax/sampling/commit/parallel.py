@@ -6,11 +6,24 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling.commit.protocol import CommitContext, CommitRule, Proposal, most
-from dlm_jax.sampling.commit.quotas import CONFIDENCE, Measure, certainty
+from dlm_jax.sampling.commit.quotas import (
+    CONFIDENCE,
+    CONFIDENCE_OF,
+    CONFIDENCE_WITHOUT,
+    Measure,
+    Weighed,
+    certainty,
+)
 from dlm_jax.settings import Setting, per_row, rule, static
 
 THRESHOLD = Setting(
     "threshold", 0.9, "order=threshold: confidence that commits, in [0, 1]", low=0.0, high=1.0
+)
+THRESHOLD_ABOVE = Setting(
+    "threshold_above", False, "order=threshold: confidence must be above the threshold, not at it"
+)
+THRESHOLD_LEAST = Setting(
+    "threshold_least", 1, "order=threshold: holes that commit at every step at least", low=1
 )
 FACTOR = Setting(
     "factor", 1.0,
@@ -24,16 +37,26 @@ ENTROPY_BOUND = Setting(
 
 
 @rule
-class Threshold(CommitRule):
+class Threshold(Weighed):
     """Commits every hole of confidence >= threshold (Wu et al. 2025, Fast-dLLM, section 3.3).
+
+    Or above it, as SDAR and LLaDA2 do.
 
     Attributes:
       threshold_B: float32, in [0, 1].
+      is_above_B: True where the threshold itself is not enough.
+      least_B: int32, holes that commit where fewer are sure: the surest.
       confidence: what it is compared with.
+      source: logits that confidence is of.
+      without: ids that it leaves out.
     """
 
     threshold_B: jax.Array = per_row(THRESHOLD)
+    is_above_B: jax.Array = per_row(THRESHOLD_ABOVE)
+    least_B: jax.Array = per_row(THRESHOLD_LEAST)
     confidence: Measure = static(CONFIDENCE)
+    source: str = static(CONFIDENCE_OF)
+    without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
 
     def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
         """What `confidence` says."""
@@ -41,8 +64,10 @@ class Threshold(CommitRule):
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         """The sure ones, and the surest."""
-        is_sure_BL = proposal.confidence_BL >= self.threshold_B[:, None]
-        return (context.is_hole_BL & is_sure_BL) | _best(context, proposal)
+        surest_BL, cut_B1 = proposal.confidence_BL, self.threshold_B[:, None]
+        is_sure_BL = jnp.where(self.is_above_B[:, None], surest_BL > cut_B1, surest_BL >= cut_B1)
+        least_BL = most(surest_BL, context.is_hole_BL, self.least_B)
+        return (context.is_hole_BL & is_sure_BL) | least_BL
 
 
 @rule

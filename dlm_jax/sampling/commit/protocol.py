@@ -7,6 +7,7 @@ towards the lower position.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -66,6 +67,13 @@ class CommitRule(Rule):
     def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
         """Confidence of each candidate, float32 ``[N]``, from clean logits and its log-prob."""
         return jnp.exp(logprob_N)
+
+    def weighed(self, logits_NV: jax.Array, filtered: Callable[[], jax.Array]) -> jax.Array | None:
+        """Logits that `measure` reads in place of the clean ones, ``[N, V]``; None: the clean ones.
+
+        `filtered` makes those that the candidate is drawn from, after all transforms.
+        """
+        return None
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         """True at the positions to commit, ``[B, L]``; those that were not eligible stay out."""

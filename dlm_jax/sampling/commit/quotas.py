@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -36,12 +36,40 @@ def cosine_quota(context: CommitContext) -> jax.Array:
     return jnp.maximum(jnp.sum(context.is_hole_BL, axis=1) - remain_B, 0)
 
 
+_LAST_TIME = 1e-3
+
+
+def timestep_quota(context: CommitContext) -> jax.Array:
+    """``floor(holes (1 - s / t))`` for times that fall evenly from 1 to 1e-3; the last step: all.
+
+    Dream (Ye et al. 2025), ``diffusion_generate``, whose float32 times these are: from either end.
+    """
+    steps_B = context.steps_B
+    width_B = jnp.float32(_LAST_TIME - 1.0) / steps_B.astype(jnp.float32)
+
+    def time(step_B: jax.Array) -> jax.Array:
+        left_B = (steps_B - step_B).astype(jnp.float32)
+        is_early_B = step_B < (steps_B + 1) // 2
+        from_end_B = jnp.float32(_LAST_TIME) - width_B * left_B
+        return jnp.where(is_early_B, 1.0 + width_B * step_B.astype(jnp.float32), from_end_B)
+
+    holes_B = jnp.sum(context.is_hole_BL, axis=1)
+    share_B = 1.0 - time(context.step_B + 1) / time(context.step_B)
+    count_B = jnp.floor(holes_B.astype(jnp.float32) * share_B).astype(jnp.int32)
+    return jnp.where(context.step_B + 1 >= steps_B, holes_B, count_B)
+
+
 def whole_quota(context: CommitContext) -> jax.Array:
     """Every hole at every step, which leaves the rest to a remask rule."""
     return jnp.sum(context.is_hole_BL, axis=1)
 
 
-QUOTAS: dict[str, Quota] = {"linear": linear_quota, "cosine": cosine_quota, "all": whole_quota}
+QUOTAS: dict[str, Quota] = {
+    "linear": linear_quota,
+    "cosine": cosine_quota,
+    "timesteps": timestep_quota,
+    "all": whole_quota,
+}
 
 
 Measure = Callable[[jax.Array, jax.Array], jax.Array]
@@ -78,9 +106,65 @@ CONFIDENCE = Setting(
 )  # fmt: skip
 SCHEDULE = Setting(
     "schedule", "linear",
-    "how a quota is spread over the steps: linear, cosine, or all (every hole at every step)",
+    "how a quota is spread over the steps: linear, cosine, timesteps (as the holes of a noise "
+    "process whose times fall evenly), or all (every hole at every step)",
     choices=QUOTAS,
 )  # fmt: skip
+
+
+CONFIDENCE_OF = Setting(
+    "confidence_of", "clean",
+    "logits that confidence, entropy and margin are of: clean, or filtered (after all transforms)",
+    choices={"clean": "clean", "filtered": "filtered"},
+)  # fmt: skip
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ValueError(f"confidence_without={value!r} is no list of ids; use (), say")
+    if not all(hasattr(id_, "__index__") and not isinstance(id_, bool) for id_ in value):
+        raise ValueError(f"confidence_without={value!r} holds what is no id; use whole numbers")
+    return tuple(int(id_) for id_ in value)
+
+
+CONFIDENCE_WITHOUT = Setting(
+    "confidence_without", (),
+    "ids that confidence leaves out: the others share the probability, and a hole whose candidate "
+    "is one of them has none",
+    parse=_ids, hint=tuple[int, ...],
+)  # fmt: skip
+
+
+class Weighed(CommitRule):
+    """A rule whose confidence is read from logits that are asked for by two settings.
+
+    Attributes:
+      source: clean logits, or filtered ones (Dream, Ye et al. 2025).
+      without: ids that are left out (LLaDA, Nie et al. 2025, appendix B.4).
+    """
+
+    source: str
+    without: tuple[int, ...]
+
+    def weighed(self, logits_NV: jax.Array, filtered: Callable[[], jax.Array]) -> jax.Array | None:
+        """Those logits; None if they are the clean ones."""
+        if self.source == "clean" and not self.without:
+            return None
+        seen_NV = filtered() if self.source == "filtered" else logits_NV.astype(jnp.float32)
+        if self.without:
+            seen_NV = seen_NV.at[:, jnp.array(self.without)].set(-jnp.inf)
+        return seen_NV
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        """Refuses ids outside the vocabulary."""
+        super().check_model(row, facts)
+        for id_ in row.confidence_without:
+            if not 0 <= id_ < facts.vocab_size:
+                raise ValueError(
+                    f"confidence_without names id {id_}, outside the vocabulary of "
+                    f"{facts.vocab_size}; use 0 to {facts.vocab_size - 1}"
+                )
 
 
 class QuotaRule(CommitRule):
@@ -98,7 +182,7 @@ class QuotaRule(CommitRule):
             )
 
 
-class _SurestFirst(QuotaRule):
+class _SurestFirst(Weighed, QuotaRule):
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         """The quota's holes of highest confidence, which all had to be proposed."""
         return most(proposal.confidence_BL, context.is_hole_BL, self.quota(context))
@@ -113,6 +197,8 @@ class LowConfidence(_SurestFirst):
     """
 
     quota: Quota = static(SCHEDULE)
+    source: str = static(CONFIDENCE_OF)
+    without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
     confidence: Measure = static(CONFIDENCE)
 
     def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
@@ -126,6 +212,8 @@ class LowEntropy(_SurestFirst):
 
     name = "entropy"
     quota: Quota = static(SCHEDULE)
+    source: str = static(CONFIDENCE_OF)
+    without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
 
     def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
         """Minus the entropy."""
@@ -138,6 +226,8 @@ class LargeMargin(_SurestFirst):
 
     name = "margin"
     quota: Quota = static(SCHEDULE)
+    source: str = static(CONFIDENCE_OF)
+    without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
 
     def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
         """The lead of the likeliest."""

@@ -4,9 +4,12 @@ from collections.abc import Mapping
 
 from dlm_jax.sampling.propose.parallel import Parallel
 from dlm_jax.sampling.propose.protocol import CandidateWriter, Filled, FillRule, Reader, Wanted
+from dlm_jax.sampling.propose.speculative import Speculative
 from dlm_jax.sampling.propose.wavefront import Wavefront
 
-FILL_RULES: Mapping[str, type[FillRule]] = {rule.name: rule for rule in (Parallel, Wavefront)}
+FILL_RULES: Mapping[str, type[FillRule]] = {
+    rule.name: rule for rule in (Parallel, Wavefront, Speculative)
+}
 """Fills by the setting ``fill``."""
 
 __all__ = [
@@ -16,6 +19,7 @@ __all__ = [
     "Filled",
     "Parallel",
     "Reader",
+    "Speculative",
     "Wanted",
     "Wavefront",
 ]

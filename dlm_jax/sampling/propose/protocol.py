@@ -100,6 +100,9 @@ class FillRule(Rule):
     allows_host: ClassVar[bool] = False
     """Whether host samplers and read-back may look between the candidates and the commit."""
 
+    forwards: ClassVar[int] = 0
+    """Forwards of the trunk that a step asks for beside its own."""
+
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
         """The candidates; the proposal means nothing where nothing is wanted."""
         raise NotImplementedError
@@ -168,6 +171,7 @@ class CandidateWriter:
       measure: confidence from clean logits and the candidate's log-probability.
       method: how a token is drawn.
       banned_ids: ids that are never the best.
+      weighed: `CommitRule.weighed`; None: confidence is read from the clean logits.
     """
 
     chain: Chain
@@ -178,6 +182,7 @@ class CandidateWriter:
     measure: Callable[[jax.Array, jax.Array], jax.Array]
     method: str
     banned_ids: tuple[int, ...] = ()
+    weighed: Callable[[jax.Array, Callable[[], jax.Array]], jax.Array | None] | None = None
 
     def write(
         self,
@@ -226,8 +231,27 @@ class CandidateWriter:
             put(drawn.tokens_P, ids_N),
             put(drawn.logprob_P, logprob_N),
             put(drawn.final_logprob_P, final_N),
-            put(drawn.confidence_P, self.measure(clean_NV, logprob_N)),
+            put(drawn.confidence_P, self._confidence(clean_NV, drawable_NV, ids_N, logprob_N, at)),
             drawn.is_finite_B.at[row_N].min(is_fine_N),
             total_P,
             best_P,
         )
+
+    def _confidence(
+        self,
+        clean_NV: jax.Array,
+        drawable_NV: jax.Array | None,
+        ids_N: jax.Array,
+        logprob_N: jax.Array,
+        at: At,
+    ) -> jax.Array:
+        """What `measure` says of the candidates, of the logits that the commit rule weighs."""
+
+        def filtered() -> jax.Array:
+            drawable = clean_NV if drawable_NV is None else drawable_NV
+            return self.chain.apply(self.prepared, drawable, at)
+
+        weighed_NV = None if self.weighed is None else self.weighed(clean_NV, filtered)
+        if weighed_NV is None:
+            return self.measure(clean_NV, logprob_N)
+        return self.measure(weighed_NV, log_prob(weighed_NV, ids_N))

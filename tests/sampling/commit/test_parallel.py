@@ -15,6 +15,11 @@ IS_HOLE = RNG.random((ROWS, LENGTH)) < 0.6
 SETTING = RNG.uniform(0.0, 2.0, ROWS).astype(np.float32)
 
 
+def _threshold(cuts, *, above=False, least=1):
+    rows = len(cuts)
+    return Threshold(jnp.asarray(cuts), jnp.full(rows, above), jnp.full(rows, least, jnp.int32))
+
+
 def _context(is_hole_BL):
     ones_B = jnp.ones(len(is_hole_BL), jnp.int32)
     keys_B = jax.vmap(jax.random.key)(jnp.arange(len(is_hole_BL)))
@@ -38,7 +43,7 @@ def _confidences():
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [
-        (Threshold(jnp.asarray(SETTING / 2)), lambda c, h, s: oracle.threshold(c, h, s / 2)),
+        (_threshold(SETTING / 2), lambda c, h, s: oracle.threshold(c, h, s / 2)),
         (Factor(jnp.asarray(SETTING)), oracle.factor),
         (EntropyBound(jnp.asarray(SETTING)), lambda c, h, s: oracle.entropy_bound(-c, h, s)),
     ],
@@ -56,6 +61,20 @@ def test_rule_equals_the_oracle_and_commits_at_least_one(rule, expected):
         sizes.add(len(want))
         assert want or not IS_HOLE[row].any()
     assert len(sizes) > 5
+
+
+@pytest.mark.parametrize("least", [1, 3])
+def test_a_threshold_may_have_to_be_passed_and_some_commit_in_any_case(least):
+    confidence = _confidences()
+    cuts = np.where(np.arange(ROWS) % 2, 0.875, SETTING / 2).astype(np.float32)
+    rule = _threshold(cuts, above=True, least=least)
+    chosen = np.asarray(_select(rule, _context(IS_HOLE), jnp.asarray(confidence)))
+    for row in range(ROWS):
+        holes = np.flatnonzero(IS_HOLE[row])
+        sure = [i for i in holes if confidence[row, i] > cuts[row]]
+        surest = sorted(holes, key=lambda i: (-confidence[row, i], i))[:least]
+        want = sure if len(sure) >= least else surest
+        assert set(np.flatnonzero(chosen[row])) == set(want), row
 
 
 def test_measures_equal_the_formulas():

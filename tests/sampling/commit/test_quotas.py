@@ -52,6 +52,8 @@ def _expected(name, holes, steps):
             count = holes
         elif name == "linear":
             count = oracle.quota(holes, steps - step + 1)
+        elif name == "timesteps":
+            count = oracle.timestep_quota(holes, step, steps)
         else:
             count = oracle.cosine_quota(first, holes, step, steps)
         counts.append(count)

@@ -1,0 +1,218 @@
+"""What the caches save: `python -m benchmarks.caches` prints seconds with and without each.
+
+6 layers of width 256 with random weights, a prompt of 256 tokens and 256 new ones, one token a
+step, so that every run makes as many steps with a cache as without; float32 on a CPU. Beside the
+causal model stands a plain PyTorch loop with a cache and the same weights, in its own process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import multiprocessing
+import time
+from typing import Any
+
+import numpy as np
+
+DEPTH, WIDTH, HEADS, VOCAB = 6, 256, 4, 512
+GIVEN, NEW, BLOCK = 256, 256, 32
+THREADS = 2
+KINDS: dict[str, dict[str, Any]] = {
+    "bidirectional": {},
+    "block_causal": {"attention_type": "block_causal", "block_length": BLOCK},
+    "causal": {"attention_type": "causal", "start_id": VOCAB - 4},
+}
+BLOCKS = {"order": "low_confidence", "block_length": BLOCK}
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "prefix": ("bidirectional", BLOCKS),
+    "dual": ("bidirectional", BLOCKS),
+    "exact, block-causal": ("block_causal", BLOCKS),
+    "exact, causal": ("causal", {"order": "left_to_right"}),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """A run: its seconds by the clock and on the processor, what one row used, its new tokens."""
+
+    seconds: float
+    cpu: float
+    forwards: int
+    positions: int
+    tokens: np.ndarray
+
+
+def make_model(kind: str) -> Any:
+    """A `dlm_jax.Model` of that kind with random weights, none of them zero."""
+    import jax
+
+    from dlm_jax.config import ModelConfig
+    from dlm_jax.data import CharacterTokenizer
+    from dlm_jax.inference.model import Model
+    from dlm_jax.model.transformer import build
+
+    config = ModelConfig(
+        depth=DEPTH, width=WIDTH, heads=HEADS, vocab_size=VOCAB, activation="gelu", **KINDS[kind]
+    )
+    network, rng = build(config), np.random.default_rng(0)
+
+    def draw(path: Any, leaf: Any) -> Any:
+        noise = rng.standard_normal(leaf.shape, np.float32)
+        name = path[-1].key
+        if name == "scale":
+            return jax.numpy.asarray(1 + 0.1 * noise)
+        fan_in = leaf.shape[-1] / 4 if name == "embedding" else leaf.shape[-2]
+        return jax.numpy.asarray(noise * np.float32(fan_in**-0.5))
+
+    shapes = jax.eval_shape(network.init, jax.random.key(0))
+    return Model(
+        network=network,
+        params=jax.tree_util.tree_map_with_path(draw, shapes),
+        tokenizer=CharacterTokenizer("".join(chr(0x100 + i) for i in range(VOCAB - 4))),
+        max_length=GIVEN + NEW,
+        is_causal=kind == "causal",
+    )
+
+
+def prompts_of(rows: int) -> np.ndarray:
+    """Random prompts ``[B, P]`` of text ids."""
+    return np.random.default_rng(1).integers(0, VOCAB - 4, (rows, GIVEN))
+
+
+def run(model: Any, rows: int, new: int, **settings: Any) -> Timed:
+    """Generates `new` tokens behind each prompt, one a step, after a short run that compiles."""
+    import dlm_jax
+
+    prompts = [{"tokens": row} for row in prompts_of(rows)]
+
+    def generate(steps: int) -> tuple[Any, float, float]:
+        start, cpu = time.perf_counter(), time.process_time()
+        made = dlm_jax.generate(
+            model, prompts, batch_size=rows, gen_length=new, steps=steps, temperature=0.0,
+            ignore_eos=True, **settings,
+        )  # fmt: skip
+        return made, time.perf_counter() - start, time.process_time() - cpu
+
+    is_one_by_one = settings.get("cache") == "exact" and model.is_causal
+    generate(new if is_one_by_one else -(-new // BLOCK))
+    made, seconds, cpu = generate(new)
+    counters = made.counters
+    tokens = made.tokens[:, GIVEN : GIVEN + new]
+    forwards = int(counters.forwards[0])
+    positions = int(counters.positions[0]) or forwards * (GIVEN + new)
+    return Timed(seconds, cpu, forwards, positions, tokens)
+
+
+def torch_loop(params: Any, rows: int, new: int) -> Timed:
+    """The plain loop: one forward of the prompt, then one of a token at a time, greedy."""
+    import torch
+    from torch.nn import functional
+
+    from benchmarks.torch_twin import Twin, rotate
+
+    torch.set_num_threads(THREADS)
+    twin = Twin(VOCAB, DEPTH, WIDTH, HEADS, "gelu").load(params).eval()
+    size = WIDTH // HEADS
+    angles = torch.arange(GIVEN + new)[:, None] * 10000.0 ** (-torch.arange(size // 2) * 2 / size)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+
+    def forward(tokens: Any, first: int, keys: Any, values: Any) -> Any:
+        last = first + tokens.shape[1]
+        x = twin.embedding(tokens)
+        for layer in range(DEPTH):
+            block: Any = twin.blocks[layer]
+            q, k, v = block.qkv(block.attention_norm(x)).view(*x.shape[:2], 3, HEADS, -1).unbind(2)
+            q = rotate(block.query_norm(q), cos[first:last], sin[first:last])
+            k = rotate(block.key_norm(k), cos[first:last], sin[first:last])
+            keys[layer][:, :, first:last] = k.transpose(1, 2)
+            values[layer][:, :, first:last] = v.transpose(1, 2)
+            y = functional.scaled_dot_product_attention(
+                q.transpose(1, 2), keys[layer][:, :, :last], values[layer][:, :, :last],
+                is_causal=first == 0,
+            )  # fmt: skip
+            x = x + block.out(y.transpose(1, 2).reshape(x.shape))
+            inner = functional.gelu(block.up(block.mlp_norm(x)), approximate="tanh")
+            x = x + block.down(inner)
+        logits = functional.linear(twin.norm(x[:, -1]), twin.embedding.weight)
+        logits[:, VOCAB - 4 :] = -torch.inf
+        return logits.argmax(-1, keepdim=True)
+
+    def generate() -> Any:
+        shape = (rows, HEADS, GIVEN + new, size)
+        keys, values = ([torch.zeros(shape) for _ in range(DEPTH)] for _ in "kv")
+        # What the model reads is one place to the right, behind MASK.
+        begin = torch.full((rows, 1), VOCAB - 4)
+        token = forward(torch.cat([begin, torch.from_numpy(prompts_of(rows))], 1)[:, : GIVEN + 1],
+                        0, keys, values)  # fmt: skip
+        found = [token]
+        for place in range(GIVEN + 1, GIVEN + new):
+            token = forward(token, place, keys, values)
+            found.append(token)
+        return torch.cat(found, 1)
+
+    with torch.inference_mode():
+        generate()
+        start, cpu = time.perf_counter(), time.process_time()
+        tokens = generate()
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    return Timed(seconds, cpu, new, GIVEN + new, tokens.numpy())
+
+
+def _worker(pipe: Any, *args: Any) -> None:
+    pipe.send(torch_loop(*args))
+
+
+def beside_torch(params: Any, rows: int, new: int) -> Timed:
+    """The loop in PyTorch, in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    pipe, child = context.Pipe()
+    process = context.Process(target=_worker, args=(child, params, rows, new), daemon=True)
+    process.start()
+    found = pipe.recv()
+    process.join()
+    return found
+
+
+def main() -> None:
+    """Prints a table."""
+    import jax
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=1, help="rows that run at once")
+    parser.add_argument("--new", type=int, default=NEW, help="tokens to write")
+    parser.add_argument("--only", choices=list(RUNS), help="one of the caches")
+    asked = parser.parse_args()
+    print(
+        "| cache | forwards | positions | s | without: positions | s | times less | same tokens |"
+    )
+    print("| - | - | - | - | - | - | - | - |")
+    plain: dict[str, Timed] = {}
+    for name, (kind, settings) in RUNS.items():
+        if asked.only not in (None, name):
+            continue
+        model = make_model(kind)
+        cached = run(model, asked.rows, asked.new, cache=name.split(",")[0], **settings)
+        if kind not in plain:
+            plain[kind] = run(model, asked.rows, asked.new, **settings)
+        without = plain[kind]
+        same = float((cached.tokens == without.tokens).mean())
+        print(
+            f"| {name} | {cached.forwards} | {cached.positions:,} | {cached.seconds:.2f} | "
+            f"{cached.cpu:.2f} | {without.positions:,} | {without.seconds:.2f} | "
+            f"{without.cpu:.2f} | {without.seconds / cached.seconds:.2f} | "
+            f"{without.cpu / cached.cpu:.2f} | {same:.1%} |",
+            flush=True,
+        )
+        if kind == "causal":
+            theirs = beside_torch(jax.tree.map(np.asarray, model.params), asked.rows, asked.new)
+            same = float((cached.tokens == theirs.tokens).mean())
+            print(
+                f"PyTorch with a cache: {theirs.seconds:.2f} s, {theirs.cpu:.2f} on the processor; "
+                f"{theirs.seconds / cached.seconds:.2f} and {theirs.cpu / cached.cpu:.2f} times "
+                f"ours; same tokens {same:.1%}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""What the command line does with a published model: its loops by name, and turns of a chat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dlm_jax
+
+
+def preset(model: dlm_jax.Model, name: str | None) -> dict[str, Any]:
+    """The settings of a loop that comes with a model.
+
+    Raises:
+      ValueError: it has none of that name.
+    """
+    if name is None:
+        return {}
+    if name not in model.presets:
+        known = ", ".join(model.presets) or "none, as only published models do"
+        raise ValueError(f"--preset {name} is unknown; this model has {known}")
+    return dict(model.presets[name])
+
+
+def turn_ids(model: dlm_jax.Model, text: str) -> list[int]:
+    """Ids of a conversation of one user's turn, up to where the answer begins.
+
+    Raises:
+      ValueError: the model has no chat template, or it refuses the text.
+    """
+    if model.chat is None:
+        raise ValueError("--chat: the model has no chat_template; give it as a text by --prompt")
+    return model.chat.ids([{"role": "user", "content": text}]).tolist()
+
+
+def answers(model: dlm_jax.Model, result: dlm_jax.Texts, start: int) -> list[str]:
+    """What stands behind the first `start` tokens of each row, as text."""
+    rows = zip(result.tokens, result.lengths, strict=True)
+    return [model.tokenizer.decode(tokens[start:length]) for tokens, length in rows]

@@ -1,0 +1,261 @@
+"""Makes a sharded corpus of text or JSON lines, in parallel.
+
+    python -m dlm_jax.data.shard --out DIR --tokenizer tokenizer.json --shards 100 FILES
+
+A ``.jsonl`` file has a document ``{"text": ...}`` in every line; any other file is one document in
+UTF-8. DIR may be a URL (``gs://``, ``s3://``). What is made depends on the files, their order, the
+tokenizer, the number of shards and the share held out, not on the number of workers. Train on it
+with ``--data.source DIR``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from array_record.python import array_record_module
+
+from dlm_jax.data.jsonl import Line, parse_line
+from dlm_jax.data.shard_index import INDEX_NAME, Index, Shard, fingerprint
+from dlm_jax.data.token_files import id_dtype
+from dlm_jax.data.tokenizer_kinds import make_tokenizer
+from dlm_jax.data.tokenizers import Tokenizer
+from dlm_jax.storage import check_bucket, copy_whole, is_remote, located, reachable, size_and_crc
+
+RECORD_TOKENS = 16_384
+"""Ids of a record. Fewer cost more time for each, more are read in vain at both ends of a row."""
+
+_WRITER = "group_size:1,uncompressed"
+_PARTS = ("train", "val")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every worker needs.
+
+    Attributes:
+      files: paths and sizes, in order.
+      tokenizer: makes the ids.
+      num_shards: into how many equal spans of bytes the files are cut.
+      held_out: share of documents to hold out, chosen by a hash of their text.
+      out: directory or URL.
+    """
+
+    files: tuple[tuple[str, int], ...]
+    tokenizer: Tokenizer
+    num_shards: int
+    held_out: float
+    out: str
+
+    def name(self, part: str, number: int) -> str:
+        """File name of a shard."""
+        return f"{part}-{number:05d}-of-{self.num_shards:05d}.array_record"
+
+
+def documents_of(
+    files: Sequence[tuple[str, int]], number: int, num_spans: int
+) -> Iterator[tuple[str, str]]:
+    """(name, text) of the documents that begin in one of `num_spans` equal spans of all bytes.
+
+    Raises:
+      ValueError: a line or file that is no text, or a line with a prompt.
+    """
+    total = sum(size for _, size in files)
+    begin, end = (total * n // num_spans for n in (number, number + 1))
+    offset = 0
+    for path, size in files:
+        first, last = max(0, begin - offset), min(size, end - offset)
+        if first < last:
+            if path.endswith(".jsonl"):
+                yield from _lines(path, first, last)
+            elif first == 0:
+                yield path, _text(path, Path(path).read_bytes())
+        offset += size
+
+
+def _lines(path: str, first: int, last: int) -> Iterator[tuple[str, str]]:
+    """Documents of the lines that begin in `[first, last)`."""
+    with open(path, "rb") as file:
+        if first:
+            file.seek(first - 1)
+            file.readline()
+        while (start := file.tell()) < last:
+            raw = file.readline()
+            where = f"{path} at byte {start}"
+            line = _text(where, raw).rstrip("\n")
+            if line.strip():
+                yield where, _plain(parse_line(where, line))
+
+
+def _plain(line: Line) -> str:
+    if line.prompt is not None:
+        raise ValueError(
+            f"{line.name} has a prompt, which packed rows would cut off its response; "
+            "train on the file itself with data.layout=documents"
+        )
+    return line.text
+
+
+def _text(where: str, data: bytes) -> str:
+    try:
+        return data.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{where} is not UTF-8 at offset {error.start}; convert it or leave it out"
+        ) from None
+
+
+class _Writer:
+    """Writes one shard: documents in, records out; nothing is there before it is whole."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer):
+        self._path, self._coder = path, tokenizer
+        self._temporary = path.with_name(f"{path.name}.tmp")
+        self._dtype = id_dtype(tokenizer.vocab_size).newbyteorder("<")
+        self._rest = np.zeros(0, self._dtype)
+        self._file = array_record_module.ArrayRecordWriter(str(self._temporary), _WRITER)
+        self._file.write(json.dumps({"tokenizer": fingerprint(tokenizer)}).encode())
+        self._tokens = self._documents = self._characters = 0
+
+    def add(self, name: str, text: str) -> None:
+        """Appends a document and EOS."""
+        try:
+            ids = self._coder.encode(text)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        self._tokens += len(ids) + 1
+        self._documents += 1
+        self._characters += len(text)
+        ids = np.concatenate([self._rest, ids.astype(self._dtype), [self._coder.eos_id]])
+        whole = len(ids) - len(ids) % RECORD_TOKENS
+        for first in range(0, whole, RECORD_TOKENS):
+            self._record(ids[first : first + RECORD_TOKENS])
+        self._rest = ids[whole:].astype(self._dtype)
+
+    def _record(self, ids: np.ndarray) -> None:
+        self._file.write(ids.astype(self._dtype).tobytes())
+
+    def close(self) -> Shard | None:
+        """The finished shard; None, and no file, if it holds no document."""
+        if len(self._rest):
+            self._record(self._rest)
+        self._file.close()
+        if not self._documents:
+            self._temporary.unlink()
+            return None
+        os.replace(self._temporary, self._path)
+        size, crc = size_and_crc(located(self._path))
+        return Shard(self._path.name, size, crc, self._tokens, self._documents, self._characters)
+
+
+def write_shard(job: Job, number: int) -> dict[str, Shard | None]:
+    """What was written of one span of the files: a shard to train on, and a held-out one."""
+    with tempfile.TemporaryDirectory() as temporary:
+        remote = is_remote(job.out)
+        folder = Path(temporary) if remote else Path(job.out)
+        writers = {part: _Writer(folder / job.name(part, number), job.tokenizer) for part in _PARTS}
+        for name, text in documents_of(job.files, number, job.num_shards):
+            drawn = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+            writers["val" if drawn < job.held_out * 2**64 else "train"].add(name, text)
+        shards = {part: writer.close() for part, writer in writers.items()}
+        for shard in shards.values():
+            if shard is not None and remote:
+                with reachable("--out", job.out):
+                    copy_whole(located(folder / shard.name), located(job.out) / shard.name)
+    return shards
+
+
+def make_shards(job: Job, *, workers: int) -> Index:
+    """The index of the corpus that `workers` processes wrote; it is the last file to appear.
+
+    Raises:
+      ValueError: bad text, or no document left to train on or held out.
+    """
+    tasks = [(job, number) for number in range(job.num_shards)]
+    if workers == 1:
+        made = [write_shard(*task) for task in tasks]
+    else:
+        with multiprocessing.get_context("spawn").Pool(min(workers, job.num_shards)) as pool:
+            made = pool.starmap(write_shard, tasks, chunksize=1)
+    train, val = (tuple(s for one in made if (s := one[part]) is not None) for part in _PARTS)
+    for part, shards in (("to train on", train), ("held out", val)):
+        if not shards:
+            raise ValueError(f"no document is {part}; give more documents or change --held-out")
+    dtype = id_dtype(job.tokenizer.vocab_size).newbyteorder("<").str
+    index = Index(job.tokenizer, dtype, RECORD_TOKENS, train, val)
+    index.write(located(job.out))
+    return index
+
+
+def choose_tokenizer(
+    kind: str, files: Sequence[tuple[str, int]], *, held_out: float, sample_bytes: int
+) -> Tokenizer:
+    """The tokenizer of a kind: ``byte``, a ``tokenizer.json``, or ``bpe:N``.
+
+    A BPE learns from the first documents of 64 even spans of the files, up to `sample_bytes` bytes
+    in all, held-out documents left out.
+
+    Raises:
+      ValueError: an unknown kind, or ``character``, whose ids only the whole text tells.
+    """
+    if kind == "character":
+        raise ValueError("--tokenizer character needs the whole text at once; use byte or bpe:N")
+    if not kind.startswith("bpe:"):
+        return make_tokenizer(kind, "")
+    texts: list[str] = []
+    for number in range(64):
+        taken = 0
+        for _, text in documents_of(files, number, 64):
+            if taken >= sample_bytes // 64:
+                break
+            drawn = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+            if drawn >= held_out * 2**64:
+                texts.append(text)
+                taken += len(text.encode())
+    return make_tokenizer(kind, "\n".join(texts))
+
+
+def prepare_out(out: str) -> None:
+    """Makes the directory; refuses one that holds a corpus, and buckets that are out of reach."""
+    check_bucket("--out", out)
+    path = located(out)
+    with reachable("--out", out):
+        if (path / INDEX_NAME).exists():
+            raise ValueError(f"--out={out} holds a corpus already; name another directory")
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 made, 2 refused."""
+    try:
+        from dlm_jax.data.shard_flags import parse
+
+        args = parse(argv, __doc__ or "")
+        coder = choose_tokenizer(
+            args.tokenizer, args.files, held_out=args.held_out, sample_bytes=args.sample_mb << 20
+        )
+        prepare_out(args.out)
+        job = Job(args.files, coder, args.shards, args.held_out, args.out)
+        index = make_shards(job, workers=args.workers)
+    except ValueError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    tokens = {part: sum(s.tokens for s in getattr(index, part)) for part in _PARTS}
+    print(
+        f"{args.out}: {len(index.train)} shards of {tokens['train']:,} tokens to train on, "
+        f"{tokens['val']:,} held out, vocabulary {coder.vocab_size}",
+        file=sys.stderr,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

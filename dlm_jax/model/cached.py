@@ -1,0 +1,239 @@
+"""The Transformer in pieces: whole rows and windows of them, with keys and values that are kept.
+
+What is kept has one leaf for keys and one for values, ``[B, depth, G, L, K]`` in the compute dtype:
+``2 depth B L G K`` numbers. On a CPU, where layers are unrolled, each layer has leaves of its own,
+which are then read where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.config import ModelConfig
+from dlm_jax.model import cpu
+from dlm_jax.model.attention import (
+    attend_beside_clean,
+    attend_beside_kept,
+    rotary_angles,
+    seen_keys,
+)
+from dlm_jax.model.lora import stacks
+from dlm_jax.types import CachedTrunk, Params, Window
+
+_UNROLLED = 16
+# Rows whose pieces are put down one by one, in place; more of them go by one scatter.
+_FEW = 8
+
+KeyValue = tuple[jax.Array, jax.Array]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of the network that a piece is made of.
+
+    Attributes:
+      embed: ``(params, ids) -> vectors`` in the compute dtype.
+      block: the module of one layer from its parameters.
+      norm: ``(params, x) -> x``, the final norm.
+    """
+
+    embed: Callable[[Params, jax.Array], jax.Array]
+    block: Callable[[Any], Any]
+    norm: Callable[[Params, jax.Array], jax.Array]
+
+
+def cached_trunk(config: ModelConfig, parts: Parts) -> CachedTrunk:
+    """The pieces of the network of `config`."""
+    made = _Pieces(config, parts)
+    return CachedTrunk(
+        made.block_length, made.init, made.whole, made.window, store,
+        made.beside_clean if made.block_length > 1 else None,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """The functions of a `CachedTrunk`, which says what each does."""
+
+    config: ModelConfig
+    parts: Parts
+
+    @property
+    def block_length(self) -> int:
+        return 1 if self.config.attention_type == "causal" else self.config.block_length
+
+    @property
+    def is_unrolled(self) -> bool:
+        return jax.default_backend() == "cpu" and self.config.depth <= _UNROLLED
+
+    @property
+    def num_groups(self) -> int:
+        return self.config.kv_heads or self.config.heads
+
+    def read(self, tokens_NL: jax.Array) -> jax.Array:
+        """The tokens that the network reads: a causal one each a place to the right."""
+        is_causal = self.config.attention_type == "causal"
+        return shifted(tokens_NL, self.config.start_id) if is_causal else tokens_NL
+
+    def angles(self, num_positions: int) -> tuple[jax.Array, jax.Array]:
+        config = self.config
+        size = config.rotary_size(config.width, config.heads)
+        return rotary_angles(num_positions, size, config.rope_theta)
+
+    def init(self, params: Params, num_rows: int, num_positions: int) -> Any:
+        del params
+        config = self.config
+        depth = () if self.is_unrolled else (config.depth,)
+        size = config.size_of_head(config.width, config.heads)
+        shape = (num_rows, *depth, self.num_groups, num_positions, size)
+
+        def zeros() -> KeyValue:
+            dtype = jnp.dtype(config.compute_dtype)
+            return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+        return tuple(zeros() for _ in range(config.depth)) if self.is_unrolled else zeros()
+
+    def whole(
+        self, params: Params, tokens_NL: jax.Array, length_N: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        turns = self.angles(tokens_NL.shape[1])
+
+        def layer(x_NLD: jax.Array, block: Params, kept: Any) -> tuple[jax.Array, KeyValue]:
+            del kept
+            module, made = self.parts.block(block), []
+
+            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+                made.append((_by_group(k), _by_group(v)))
+                return module.attention.attend(q, k, v, length_N)
+
+            return module.around(x_NLD, turns, attend), made[0]
+
+        x_NLD = self.parts.embed(params, self.read(tokens_NL))
+        x_NLD, piece = self._through(layer, x_NLD, params, None)
+        return self.parts.norm(params, x_NLD), piece
+
+    def window(
+        self,
+        params: Params,
+        kept: Any,
+        row_N: jax.Array | None,
+        tokens_NL: jax.Array,
+        length_N: jax.Array,
+        window: Window,
+        *,
+        size: int,
+    ) -> tuple[jax.Array, Any]:
+        num_positions = tokens_NL.shape[1]
+        place_NW = window.place_N[:, None] + jnp.arange(size)[None]
+        turns = tuple(table_LK[place_NW] for table_LK in self.angles(num_positions))
+        seen = seen_keys(
+            window, place_NW, length_N, num_positions, block_length=self.block_length,
+            num_shared=self.config.heads // self.num_groups,
+        )  # fmt: skip
+
+        def layer(x_NWD: jax.Array, block: Params, kept: KeyValue) -> tuple[jax.Array, KeyValue]:
+            module, made = self.parts.block(block), []
+            old = kept if row_N is None else (kept[0][row_N], kept[1][row_N])
+
+            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+                made.append((_by_group(k), _by_group(v)))
+                return attend_beside_kept(q, old, made[0], seen)
+
+            return module.around(x_NWD, turns, attend), made[0]
+
+        tokens_NW = jnp.take_along_axis(self.read(tokens_NL), place_NW, axis=1)
+        x_NWD = self.parts.embed(params, tokens_NW)
+        x_NWD, piece = self._through(layer, x_NWD, params, kept)
+        return self.parts.norm(params, x_NWD), piece
+
+    def beside_clean(
+        self,
+        params: Params,
+        shown_BL: jax.Array,
+        clean_BL: jax.Array,
+        length_B: jax.Array,
+        *,
+        block_length: int = 0,
+    ) -> jax.Array:
+        block_length = block_length or self.block_length
+
+        def layer(x: jax.Array, block: Params, context: tuple[Any, ...]) -> jax.Array:
+            length_B, turns = context
+            return self.parts.block(block).around(
+                x, turns,
+                lambda q, k, v: attend_beside_clean(q, k, v, length_B, block_length=block_length),
+            )  # fmt: skip
+
+        layer = jax.checkpoint(layer, prevent_cse=False) if self.config.remat else layer
+        x = self.parts.embed(params, jnp.concatenate([shown_BL, clean_BL]))
+        context = (length_B, self.angles(shown_BL.shape[1]))
+        for blocks in stacks(params):
+            x = cpu.run_blocks(layer, x, blocks, context)
+        return self.parts.norm(params, x[: shown_BL.shape[0]])
+
+    def _through(
+        self, layer: Callable[..., tuple[jax.Array, KeyValue]], x: jax.Array, params: Params,
+        kept: Any,
+    ) -> tuple[jax.Array, Any]:  # fmt: skip
+        """`x` after all layers, and the keys and values that each made, as they are kept."""
+        if self.is_unrolled:
+            found = []
+            for blocks in stacks(params):
+                for at in range(blocks["mlp_norm"]["scale"].shape[0]):
+                    block = jax.tree.map(lambda leaf, at=at: leaf[at], blocks)
+                    x, made = layer(x, block, None if kept is None else kept[len(found)])
+                    found.append(made)
+            return x, tuple(found)
+
+        def body(x: jax.Array, at_layer: tuple[Params, jax.Array]) -> tuple[jax.Array, KeyValue]:
+            block, at = at_layer
+            mine = jax.tree.map(
+                lambda leaf: jax.lax.dynamic_index_in_dim(leaf, at, 1, keepdims=False), kept
+            )
+            return layer(x, block, mine)
+
+        pieces, first = [], 0
+        for blocks in stacks(params):
+            last = first + blocks["mlp_norm"]["scale"].shape[0]
+            x, made = jax.lax.scan(body, x, (blocks, jnp.arange(first, last)))
+            pieces.append(made)
+            first = last
+        made = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *pieces)
+        return x, jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), made)
+
+
+def store(kept: Any, piece: Any, row_N: jax.Array | None, place_N: jax.Array) -> Any:
+    """`kept` with a piece at its rows and first positions; see `CachedTrunk.store`."""
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        axis = old.ndim - 2
+        if row_N is None:
+            return jax.vmap(lambda o, n, p: jax.lax.dynamic_update_slice_in_dim(o, n, p, axis - 1))(
+                old, new, place_N
+            )
+        if new.shape[0] > _FEW:
+            place_NW = place_N[:, None] + jnp.arange(new.shape[axis])[None]
+            new = jnp.moveaxis(new, axis, 1)
+            where = (row_N[:, None], *[slice(None)] * (axis - 1), place_NW)
+            return old.at[where].set(new)
+        for n in range(new.shape[0]):
+            start = [jnp.zeros((), jnp.int32)] * old.ndim
+            start[0], start[axis] = row_N[n], place_N[n]
+            old = jax.lax.dynamic_update_slice(old, new[n : n + 1], start)
+        return old
+
+    return jax.tree.map(put, kept, piece)
+
+
+def _by_group(x_BLGK: jax.Array) -> jax.Array:
+    return x_BLGK.transpose(0, 2, 1, 3)
+
+
+def shifted(tokens_BL: jax.Array, start_id: int) -> jax.Array:
+    """What a causal network reads: each token one place to the right, behind `start_id`."""
+    return jnp.pad(tokens_BL, ((0, 0), (1, 0)), constant_values=start_id)[:, :-1]

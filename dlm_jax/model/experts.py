@@ -1,0 +1,134 @@
+"""A mixture of experts in place of the MLP: a router, and grouped matrix products.
+
+Every token reaches the experts it was sent to (no capacity), so that what a row gets does not
+depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dlm_jax.config import ModelConfig
+from dlm_jax.model.layers import Linear
+
+
+class SwiGlu(nnx.Module):
+    """``down(silu(gate(x)) * up(x))`` of a given inner size (Shazeer 2020)."""
+
+    def __init__(self, width: int, inner: int, *, rngs: nnx.Rngs):
+        self.gate = Linear(width, inner, scale=1.0, bias=False, rngs=rngs)
+        self.up = Linear(width, inner, scale=1.0, bias=False, rngs=rngs)
+        self.down = Linear(inner, width, scale=0.0, bias=False, rngs=rngs)
+
+    def __call__(self, x_BLD: jax.Array) -> jax.Array:
+        """What it says of every token, ``[B, L, D]``."""
+        return self.down(jax.nn.silu(self.gate(x_BLD)) * self.up(x_BLD))
+
+
+class Experts(nnx.Module):
+    """SwiGLU experts of which each token passes a few, and perhaps one that all pass.
+
+    Scores are computed in float32. Parameters of the experts are stacked: ``[E, D, F]`` for gate
+    and up, ``[E, F, D]`` for down.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = dataclasses.replace(config)
+        width, inner, num = config.width, config.expert_width, config.experts
+        self.router = Linear(width, num, scale=1.0, bias=False, rngs=rngs)
+        has_bias = config.router_bias != "none"
+        self.router_bias = nnx.Param(jnp.zeros(num, jnp.float32)) if has_bias else None
+
+        def drawn(fan_in: int, fan_out: int, scale: float) -> nnx.Param:
+            draw = jax.random.normal(rngs.params(), (num, fan_in, fan_out), jnp.float32)
+            return nnx.Param(draw * (scale * fan_in**-0.5))
+
+        self.expert_gate = drawn(width, inner, 1.0)
+        self.expert_up = drawn(width, inner, 1.0)
+        self.expert_down = drawn(inner, width, 0.0)
+        self.shared = SwiGlu(width, config.shared_width, rngs=rngs) if config.shared_width else None
+
+    def __call__(self, x_BLD: jax.Array) -> jax.Array:
+        """What a token's experts say of it, weighted and summed, ``[B, L, D]``."""
+        x_ND = x_BLD.reshape(-1, x_BLD.shape[-1])
+        kernel_DE = self.router.kernel[...].astype(jnp.float32)
+        logits_NE = jnp.matmul(
+            x_ND.astype(jnp.float32), kernel_DE, precision=jax.lax.Precision.HIGHEST
+        )
+        bias_E = None if self.router_bias is None else self.router_bias[...].astype(jnp.float32)
+        ids_NK, weights_NK = route(self.config, logits_NE, bias_E)
+        kernels = tuple(
+            kernel[...].astype(x_ND.dtype)
+            for kernel in (self.expert_gate, self.expert_up, self.expert_down)
+        )
+        y_ND = mixture(x_ND, ids_NK, weights_NK, kernels)
+        if self.shared is not None:
+            return y_ND.reshape(x_BLD.shape) + self.shared(x_BLD)
+        return y_ND.reshape(x_BLD.shape)
+
+
+def route(
+    config: ModelConfig, logits_NE: jax.Array, bias_E: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Each token's experts, int32 ``[N, K]``, and their weights, float32 ``[N, K]``.
+
+    Where the experts are in groups, the groups with the largest sums of their two best scores are
+    kept, and the experts come from those (DeepSeek-V3, Liu et al. 2024, section 2.1.2, and
+    LLaDA2). Ties go to the lower id.
+    """
+    if config.router_score == "softmax":
+        scores_NE = jax.nn.softmax(logits_NE, axis=-1)
+    else:
+        scores_NE = jax.nn.sigmoid(logits_NE)
+    chosen_by_NE = scores_NE if bias_E is None else scores_NE + bias_E
+    weighed_by_NE = chosen_by_NE if config.router_bias == "weight" else scores_NE
+    if config.router_groups_kept < config.router_groups:
+        chosen_by_NE = _within_best_groups(config, chosen_by_NE)
+    _, ids_NK = jax.lax.top_k(chosen_by_NE, config.experts_per_token)
+    weights_NK = jnp.take_along_axis(weighed_by_NE, ids_NK, axis=1)
+    if config.router_normalised and config.experts_per_token > 1:
+        weights_NK /= jnp.sum(weights_NK, axis=1, keepdims=True) + 1e-20
+    return ids_NK, weights_NK * config.router_scale
+
+
+def _within_best_groups(config: ModelConfig, scores_NE: jax.Array) -> jax.Array:
+    """The scores, -inf outside the groups that are kept."""
+    scores_NGE = scores_NE.reshape(scores_NE.shape[0], config.router_groups, -1)
+    best_NG = jnp.sum(jax.lax.top_k(scores_NGE, 2)[0], axis=-1)
+    _, kept_NK = jax.lax.top_k(best_NG, config.router_groups_kept)
+    is_kept_NG = jnp.any(kept_NK[:, :, None] == jnp.arange(config.router_groups), axis=1)
+    return jnp.where(is_kept_NG[:, :, None], scores_NGE, -jnp.inf).reshape(scores_NE.shape)
+
+
+def mixture(
+    x_ND: jax.Array,
+    ids_NK: jax.Array,
+    weights_NK: jax.Array,
+    kernels: tuple[jax.Array, jax.Array, jax.Array],
+) -> jax.Array:
+    """Weighted sum of what each token's experts say, ``[N, D]`` in the dtype of `x_ND`.
+
+    Tokens are sorted by expert, so that each kernel is one grouped matrix product
+    (`jax.lax.ragged_dot`) over runs of tokens.
+
+    Args:
+      x_ND: tokens.
+      ids_NK: int32 experts of each.
+      weights_NK: float32.
+      kernels: gate and up ``[E, D, F]``, down ``[E, F, D]``.
+    """
+    gate_EDF, up_EDF, down_EFD = kernels
+    num_tokens, num_each = ids_NK.shape
+    order_P = jnp.argsort(ids_NK.reshape(-1), stable=True)
+    sizes_E = jnp.bincount(ids_NK.reshape(-1), length=gate_EDF.shape[0]).astype(jnp.int32)
+    x_PD = x_ND[order_P // num_each]
+    inner_PF = jax.nn.silu(jax.lax.ragged_dot(x_PD, gate_EDF, sizes_E))
+    inner_PF *= jax.lax.ragged_dot(x_PD, up_EDF, sizes_E)
+    y_PD = jax.lax.ragged_dot(inner_PF, down_EFD, sizes_E)
+    back_P = jnp.argsort(order_P)
+    y_NKD = y_PD[back_P].reshape(num_tokens, num_each, -1)
+    return jnp.sum(y_NKD * weights_NK[:, :, None], axis=1).astype(x_ND.dtype)

@@ -1,0 +1,94 @@
+"""Low-rank adapters beside the matrices of the blocks (LoRA, Hu et al. 2021).
+
+A matrix ``W`` of the targets becomes ``W + (alpha / rank) A B``, with ``A [in, rank]`` drawn and
+``B [rank, out]`` zero at first. The adapters are the parameters under ``adapters``; all others are
+held. A block adds them up where it runs, so that no second copy of the model ever exists.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.config import ModelConfig
+from dlm_jax.types import Params
+
+GROUP = "adapters"
+_SALT = 0x6C6F7261
+_STACKS = ("dense_blocks", "blocks")
+
+
+def with_adapters(key: jax.Array, params: Params, config: ModelConfig) -> Params:
+    """The parameters, with fresh adapters where the config asks for them.
+
+    Raises:
+      ValueError: a target is no matrix of the blocks.
+    """
+    if not config.lora_rank:
+        return params
+    made: dict[str, Any] = {}
+    key = jax.random.fold_in(key, _SALT)
+    for stack in _STACKS:
+        for part, maps in params.get(stack, {}).items():
+            for name in maps if isinstance(maps, dict) else ():
+                if name in config.lora_targets and "kernel" in maps[name]:
+                    key, own = jax.random.split(key)
+                    pair = _pair(own, maps[name]["kernel"].shape, config.lora_rank)
+                    made.setdefault(stack, {}).setdefault(part, {})[name] = pair
+    found = {name for parts in made.values() for maps in parts.values() for name in maps}
+    if missing := set(config.lora_targets) - found:
+        raise ValueError(
+            f"model.lora_targets names {sorted(missing)[0]!r}, which is no matrix of the blocks of "
+            "this model; use query, key, value, out, gate, up or down"
+        )
+    return params | {GROUP: made}
+
+
+def _pair(key: jax.Array, shape: tuple[int, ...], rank: int) -> dict[str, jax.Array]:
+    *stack, fan_in, fan_out = shape
+    drawn = jax.random.normal(key, (*stack, fan_in, rank), jnp.float32)
+    return {"a": drawn * fan_in**-0.5, "b": jnp.zeros((*stack, rank, fan_out), jnp.float32)}
+
+
+def stacks(params: Params) -> list[Params]:
+    """The blocks in their order, in stacks of one kind: first those without experts, if any.
+
+    With the adapters of each under ``adapters``.
+    """
+    own = params.get(GROUP, {})
+    return [
+        params[name] | ({GROUP: own[name]} if name in own else {})
+        for name in _STACKS
+        if name in params
+    ]
+
+
+def applied(block: Params, config: ModelConfig) -> Params:
+    """Parameters of a block, or of a stack of them, with its adapters added to the matrices.
+
+    The matrices themselves are held: their gradient is zero.
+    """
+    if GROUP not in block:
+        return block
+    scale = config.lora_alpha / config.lora_rank
+    held = jax.lax.stop_gradient({name: part for name, part in block.items() if name != GROUP})
+    for part, maps in block[GROUP].items():
+        for name, pair in maps.items():
+            kernel = held[part][name]["kernel"]
+            added = (scale * pair["a"]) @ pair["b"]
+            linear = held[part][name] | {"kernel": kernel + added.astype(kernel.dtype)}
+            held[part] = held[part] | {name: linear}
+    return held
+
+
+def merged(params: Params, config: ModelConfig) -> Params:
+    """The parameters of the same model without adapters."""
+    if GROUP not in params:
+        return params
+    whole = {name: tree for name, tree in params.items() if name not in (GROUP, *_STACKS)}
+    names = [name for name in _STACKS if name in params]
+    return whole | {
+        name: applied(blocks, config) for name, blocks in zip(names, stacks(params), strict=True)
+    }

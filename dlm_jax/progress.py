@@ -1,0 +1,133 @@
+"""How far a program is: a bar on a terminal, elsewhere a line every ten seconds."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+EVERY = 10.0
+"""Seconds between two lines where there is no terminal."""
+
+
+class Progress:
+    """Progress through pieces of work that need not be alike; a context manager.
+
+    The time left is what is left of the work at the mean pace so far, with time that was spent on
+    something else, such as compiling, left out.
+
+    Args:
+      name: of what is done: ``train``.
+      total: pieces in all; None if that is unknown.
+      unit: one piece: ``step``.
+      done: pieces that were done before.
+      work: of all pieces that are still to be done, in any unit; by default each counts 1.
+      idle: seconds so far that went into anything else.
+      stream: where to write; None is standard error.
+      is_shown: False writes nothing.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        total: int | None,
+        unit: str,
+        *,
+        done: int = 0,
+        work: float | None = None,
+        idle: Callable[[], float] = lambda: 0.0,
+        stream: TextIO | None = None,
+        is_shown: bool = True,
+    ):
+        self._name, self._total, self._unit = name, total, unit
+        self._done, self._first = done, done
+        self._work = work if work is not None or total is None else float(total - done)
+        self._worked = 0.0
+        self._idle, self._note = idle, ""
+        self._stream = sys.stderr if stream is None else stream
+        self._start, self._idle_before = time.perf_counter(), idle()
+        self._bar: tqdm[Any] | None = None
+        self._ended = threading.Event()
+        if is_shown and getattr(self._stream, "isatty", lambda: False)():
+            # It waits, so that a refusal stands alone.
+            self._bar = tqdm(
+                total=total, initial=done, desc=name, unit=unit, file=self._stream, delay=1,
+                dynamic_ncols=True, mininterval=0.5,
+                bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+                if total is not None else "{desc}: {n_fmt} {unit}s [{elapsed}{postfix}]",
+            )  # fmt: skip
+        elif is_shown:
+            # A thread, because a compiler or a long step leaves nobody else to write a line.
+            threading.Thread(target=self._tell, name="progress", daemon=True).start()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def update(
+        self, pieces: int = 1, *, work: float | None = None, note: str | None = None
+    ) -> None:
+        """Counts pieces as done.
+
+        Args:
+          pieces: how many.
+          work: that was in them; by default 1 in each.
+          note: what to say besides, from now on.
+        """
+        self._done += pieces
+        self._worked += pieces if work is None else work
+        self._note = self._note if note is None else note
+        if self._bar is not None:
+            self._bar.set_postfix_str(", ".join(self._extras()), refresh=False)
+            self._bar.update(pieces)
+
+    def seconds_left(self) -> float | None:
+        """Seconds until all is done at the mean pace so far; None while that is unknown."""
+        if self._work is None or self._worked <= 0:
+            return None
+        return self.seconds() * max(0.0, self._work - self._worked) / self._worked
+
+    def seconds(self) -> float:
+        """Seconds since the start that went into the work."""
+        idle = self._idle() - self._idle_before
+        return max(0.0, time.perf_counter() - self._start - idle)
+
+    def line(self) -> str:
+        """All of it in one line."""
+        done = f"{self._done:,}" + ("" if self._total is None else f" of {self._total:,}")
+        return ", ".join([f"{self._name}: {done} {self._unit}s", *self._extras()])
+
+    def close(self) -> None:
+        """Ends the bar or the lines; a second call does nothing."""
+        self._ended.set()
+        if self._bar is not None:
+            self._bar.close()
+
+    def _extras(self) -> list[str]:
+        left = self.seconds_left()
+        parts = [f"{spell(left)} left"] if left is not None else []
+        return [*parts, self._note] if self._note else parts
+
+    def _tell(self) -> None:
+        while not self._ended.wait(EVERY):
+            try:
+                self._stream.write(f"{self.line()}\n")
+                self._stream.flush()
+            except (OSError, ValueError):
+                return  # nobody reads any more
+
+
+def spell(seconds: float) -> str:
+    """A duration as people say it: ``45 s``, ``3 min 10 s``, ``2 h 5 min``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -1,0 +1,218 @@
+"""The families with a plain MLP: LLaDA, Dream, SDAR, Fast-dLLM v2, and causal Qwen and Llama."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dlm_jax.config import ModelConfig
+from dlm_jax.published import presets
+from dlm_jax.published.family import Family, in_blocks, qwen_sources
+from dlm_jax.published.fields import Fields
+from dlm_jax.published.names import Source
+
+
+def _read_llada(fields: Fields) -> ModelConfig:
+    fields.must(
+        block_type="llama", layer_norm_type="rms", activation_type=("silu", "swiglu"), rope=True,
+        alibi=False, include_bias=False, attention_layer_norm=False, input_emb_norm=False,
+        scale_logits=False, bias_for_layer_norm=False, block_group_size=1,
+        layer_norm_with_affine=True, attention_layer_norm_with_affine=True,
+        multi_query_attention=False,
+    )  # fmt: skip
+    vocab_size = fields.take("vocab_size", int)
+    heads = fields.take("n_heads", int)
+    return ModelConfig(
+        depth=fields.take("n_layers", int),
+        width=fields.take("d_model", int),
+        heads=heads,
+        kv_heads=fields.take("n_kv_heads", int, heads),
+        mlp_width=fields.take("mlp_hidden_size", int),
+        activation="swiglu",
+        norm_epsilon=fields.take("rms_norm_eps", float, 1e-5),
+        qk_norm=False,
+        qkv_bias=fields.take("include_qkv_bias", bool, False),
+        rope_theta=fields.take("rope_theta", float, 10000.0),
+        tied_head=fields.take("weight_tying", bool, True),
+        vocab_size=fields.take("embedding_size", int, vocab_size),
+    )
+
+
+def _write_llada(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "activation_type": "silu", "alibi": False, "attention_dropout": 0.0,
+        "attention_layer_norm": False, "bias_for_layer_norm": False, "block_group_size": 1,
+        "block_type": "llama", "d_model": model.width, "embedding_dropout": 0.0,
+        "embedding_size": model.vocab_size, "flash_attention": False, "include_bias": False,
+        "include_qkv_bias": model.qkv_bias, "input_emb_norm": False, "layer_norm_type": "rms",
+        "layer_norm_with_affine": True, "mlp_hidden_size": model.mlp_width, "n_heads": model.heads,
+        "n_kv_heads": model.kv_heads or model.heads, "n_layers": model.depth,
+        "residual_dropout": 0.0, "rms_norm_eps": model.norm_epsilon, "rope": True,
+        "rope_full_precision": True, "rope_theta": model.rope_theta, "scale_logits": False,
+        "vocab_size": model.vocab_size, "weight_tying": model.tied_head,
+    }  # fmt: skip
+
+
+def _llada_sources(model: ModelConfig) -> dict[str, Source]:
+    blocks = {
+        "attention_norm/scale": "attn_norm.weight",
+        "mlp_norm/scale": "ff_norm.weight",
+        "attention/out/kernel": "attn_out.weight",
+        "mlp/gate/kernel": "ff_proj.weight",
+        "mlp/up/kernel": "up_proj.weight",
+        "mlp/down/kernel": "ff_out.weight",
+    }
+    for path, name in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")):
+        blocks[f"attention/{path}/kernel"] = f"{name}.weight"
+        blocks[f"attention/{path}/bias"] = f"{name}.bias"
+    return {
+        "embedding": Source("model.transformer.wte.weight"),
+        "norm/scale": Source("model.transformer.ln_f.weight"),
+        "head/kernel": Source("model.transformer.ff_out.weight"),
+    } | in_blocks(blocks, {}, "model.transformer.blocks.{i}.")
+
+
+def rope_theta(fields: Fields, default: float = 10000.0) -> float:
+    """The base of the rotary frequencies, wherever it stands; no kind of scaling is implemented."""
+    fields.must(rope_scaling=None)
+    newer = fields.take("rope_parameters", dict, {})
+    if newer:
+        inner = Fields(newer, f"{fields.where}: rope_parameters")
+        inner.must(rope_type="default")
+        theta = inner.take("rope_theta", float, default)
+        inner.finish()
+        fields.take("rope_theta", float, theta)
+        return theta
+    return fields.take("rope_theta", float, default)
+
+
+def _read_qwen(
+    fields: Fields, *, qkv_bias: bool = False, qk_norm: bool = False, **settings: Any
+) -> ModelConfig:
+    fields.must(
+        hidden_act="silu", use_sliding_window=False, use_mrope=False, mlp_bias=False,
+        attention_bias=qkv_bias,
+    )  # fmt: skip
+    layers = fields.take("layer_types", list, ["full_attention"])
+    if set(layers) != {"full_attention"}:
+        raise fields.refuse("layer_types", layers, "is not implemented; only full_attention is")
+    heads = fields.take("num_attention_heads", int)
+    width = fields.take("hidden_size", int)
+    head_size = fields.take("head_dim", int, width // heads)
+    return ModelConfig(
+        depth=fields.take("num_hidden_layers", int),
+        width=width,
+        heads=heads,
+        kv_heads=fields.take("num_key_value_heads", int, heads),
+        head_size=0 if head_size * heads == width else head_size,
+        mlp_width=fields.take("intermediate_size", int),
+        activation="swiglu",
+        norm_epsilon=fields.take("rms_norm_eps", float, 1e-6),
+        qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
+        rope_theta=rope_theta(fields),
+        tied_head=fields.take("tie_word_embeddings", bool, False),
+        vocab_size=fields.take("vocab_size", int),
+        **settings,
+    )
+
+
+def write_qwen(model: ModelConfig) -> dict[str, Any]:
+    """The fields of config.json that Qwen, Llama and their kin have."""
+    head_size = model.size_of_head(model.width, model.heads)
+    written = {
+        "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": model.width,
+        "intermediate_size": model.mlp_width, "num_attention_heads": model.heads,
+        "num_hidden_layers": model.depth, "num_key_value_heads": model.kv_heads or model.heads,
+        "rms_norm_eps": model.norm_epsilon, "rope_scaling": None, "rope_theta": model.rope_theta,
+        "tie_word_embeddings": model.tied_head, "use_sliding_window": False,
+        "vocab_size": model.vocab_size,
+    }  # fmt: skip
+    if model.qk_norm or model.head_size:
+        written |= {"head_dim": head_size, "attention_bias": model.qkv_bias}
+    return written
+
+
+def _read_dream(fields: Fields) -> ModelConfig:
+    return _read_qwen(fields, qkv_bias=True, logit_alignment="shifted")
+
+
+def _read_sdar(fields: Fields) -> ModelConfig:
+    block_length = fields.take("block_size", int, 4)
+    return _read_qwen(
+        fields, qk_norm=True, attention_type="block_causal", block_length=block_length
+    )
+
+
+def _write_sdar(model: ModelConfig) -> dict[str, Any]:
+    return write_qwen(model) | {"block_size": model.block_length}
+
+
+def _read_causal(fields: Fields, **settings: Any) -> ModelConfig:
+    # Its first input stands where ours puts the token before the first.
+    return _read_qwen(fields, attention_type="causal", start_id=0, **settings)
+
+
+LLADA = Family(
+    name="llada",
+    architectures=("LLaDAModelLM",),
+    model_type="llada",
+    read=_read_llada,
+    write=_write_llada,
+    sources=_llada_sources,
+    max_length="max_sequence_length",
+    mask_id=126336,
+    presets=presets.LLADA,
+    idle=("alibi_bias_max",),
+)
+DREAM = Family(
+    name="dream",
+    architectures=("DreamModel", "DiffuCoderModel"),
+    model_type="Dream",
+    read=_read_dream,
+    write=write_qwen,
+    sources=qwen_sources,
+    mask_id=151666,
+    trained_length=2048,
+    presets=presets.DREAM,
+)
+SDAR = Family(
+    name="sdar",
+    architectures=("SDARForCausalLM",),
+    model_type="sdar",
+    read=_read_sdar,
+    write=_write_sdar,
+    sources=qwen_sources,
+    mask_id=151669,
+    presets=presets.SDAR,
+    idle=(
+        "attn_implementation", "debug", "ep_size", "fuse_cross_entropy", "micro_forward",
+        "skip_checkpoint", "use_deepep",
+    ),
+)  # fmt: skip
+QWEN2 = Family(
+    name="qwen2",
+    architectures=("Qwen2ForCausalLM",),
+    model_type="qwen2",
+    read=lambda fields: _read_causal(fields, qkv_bias=True),
+    write=write_qwen,
+    sources=qwen_sources,
+    presets=presets.CAUSAL,
+)
+QWEN3 = Family(
+    name="qwen3",
+    architectures=("Qwen3ForCausalLM",),
+    model_type="qwen3",
+    read=lambda fields: _read_causal(fields, qk_norm=True),
+    write=write_qwen,
+    sources=qwen_sources,
+    presets=presets.CAUSAL,
+)
+LLAMA = Family(
+    name="llama",
+    architectures=("LlamaForCausalLM",),
+    model_type="llama",
+    read=_read_causal,
+    write=write_qwen,
+    sources=qwen_sources,
+    presets=presets.CAUSAL,
+)

@@ -1,0 +1,86 @@
+"""The known families, and the one that a config.json is of: architecture before model_type."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from dlm_jax.config import ModelConfig
+from dlm_jax.published import dense, mixtures
+from dlm_jax.published.family import Family
+from dlm_jax.published.fields import Fields
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        dense.LLADA, dense.DREAM, dense.SDAR, mixtures.LLADA_MOE, mixtures.LLADA2,
+        dense.QWEN2, dense.QWEN3, dense.LLAMA,
+    )
+}  # fmt: skip
+"""Families by name."""
+
+
+def family_of(config: Mapping[str, Any], where: str) -> Family:
+    """The family that a config.json is of.
+
+    ``architectures`` decides; ``model_type`` only where it is absent, as families share one.
+
+    Raises:
+      ValueError: none is known.
+    """
+    named = config.get("architectures") or []
+    known = {name: family for family in FAMILIES.values() for name in family.architectures}
+    for name in named:
+        if name in known:
+            return known[name]
+    if not named:
+        kind = config.get("model_type")
+        found = [family for family in FAMILIES.values() if family.model_type == kind]
+        if len(found) == 1:
+            return found[0]
+        raise ValueError(
+            f"{where}: architectures is absent and model_type={kind!r} does not tell the family; "
+            f"add one of {', '.join(known)}"
+        )
+    near = difflib.get_close_matches(str(named[0]), known, n=1, cutoff=0.0)
+    raise ValueError(
+        f"{where}: architectures={named!r} is no family that dlm_jax knows; the nearest is "
+        f"{near[0]!r}, all are in docs/published.md"
+    )
+
+
+def family_for(model: ModelConfig, name: str | None = None) -> Family:
+    """The family whose config.json describes a model whole.
+
+    Args:
+      model: with ``mlp_width`` and ``vocab_size`` set.
+      name: of the family; None: the first that fits.
+
+    Raises:
+      ValueError: none does, or not the one that is asked for.
+    """
+    if name is not None and name not in FAMILIES:
+        raise ValueError(f"family={name!r} is unknown; use one of {', '.join(FAMILIES)}")
+    for family in [FAMILIES[name]] if name is not None else FAMILIES.values():
+        if comparable(family.read(Fields(family.write(model), "config"))) == comparable(model):
+            return family
+    raise ValueError(
+        "model: no published family has this combination of settings; docs/published.md lists what "
+        "each has"
+        if name is None
+        else f"family={name!r} cannot say all of the model's settings; docs/published.md lists "
+        "what each has"
+    )
+
+
+def comparable(model: ModelConfig) -> dict[str, Any]:
+    """The settings of a model that its parameters depend on, in one form for each meaning."""
+    said = dict(vars(model))
+    said["kv_heads"] = model.kv_heads or model.heads
+    said["head_size"] = model.size_of_head(model.width, model.heads)
+    for name in ("compute_dtype", "remat", "start_id", "add_sampler_head", "add_critic_head",
+                 "sampler_context", "sampler_width", "sampler_residual", "lora_alpha",
+                 "lora_targets"):  # fmt: skip
+        said.pop(name, None)
+    return said

@@ -1,0 +1,140 @@
+"""A published model read from its directory, as the hub lays it out; nothing in it is ever run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dlm_jax.config import Config, DataConfig, ModelConfig, SampleConfig
+from dlm_jax.data import HubTokenizer
+from dlm_jax.model.transformer import build
+from dlm_jax.published.chat import ChatTemplate
+from dlm_jax.published.families import family_of
+from dlm_jax.published.family import Family
+from dlm_jax.published.fields import Fields, read_json
+from dlm_jax.published.names import pieces_of
+from dlm_jax.published.reading import Place, check_tensors, read_params
+from dlm_jax.published.shards import Shards
+from dlm_jax.published.special import read_chat, read_tokenizer
+from dlm_jax.types import Params
+
+CONFIG = "config.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """What a published directory holds.
+
+    Attributes:
+      family: what kind of model it is.
+      config: its Transformer, and the settings it recommends.
+      params: its parameters.
+      tokenizer: text to ids and back.
+      chat: its chat template; None: it has none.
+      presets: settings of its family's loops by name.
+      more_eos_ids: ids that end a generation beside that of the tokenizer.
+    """
+
+    family: Family
+    config: Config
+    params: Params
+    tokenizer: HubTokenizer
+    chat: ChatTemplate | None
+    presets: Mapping[str, Mapping[str, Any]]
+    more_eos_ids: tuple[int, ...]
+
+
+def is_published(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a directory with a config.json."""
+    return (Path(path) / CONFIG).is_file()
+
+
+def read_published(
+    path: str | os.PathLike[str], *, dtype: str | None = None, place: Place | None = None
+) -> Published:
+    """The model in a directory, read tensor by tensor.
+
+    Args:
+      path: with config.json, safetensors and a tokenizer.
+      dtype: of the parameters and of the computation, ``float32`` or ``bfloat16``; None: as stored.
+      place: where a parameter of a path and shape goes; None: to the default device.
+
+    Raises:
+      ValueError: a file is missing or damaged, a field or a tensor is missing, surplus or not
+        implemented, or the tokenizer does not fit; the line names the file and the field.
+    """
+    directory = Path(path)
+    if dtype not in (None, "float32", "bfloat16"):
+        raise ValueError(f"dtype={dtype!r} is unknown; use 'float32' or 'bfloat16'")
+    family, model, longest = read_model(directory)
+    shards = Shards(directory)
+    tokenizer, more_eos = read_tokenizer(
+        directory, family, read_json(directory / CONFIG), vocab_size=model.vocab_size
+    )
+    if model.attention_type == "causal":
+        begins = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+        model = dataclasses.replace(model, start_id=begins)
+    chat = read_chat(directory, tokenizer)
+    abstract = jax.eval_shape(build(model).init, jax.random.key(0))
+    sources = family.sources(model)
+    pieces = pieces_of(sources, abstract, dense_layers=model.dense_layers)
+    redundant = (sources["head/kernel"].name,) if model.tied_head else ()
+    check_tensors(shards, pieces, abstract, redundant=redundant, where=str(directory))
+    stored = shards.entries[pieces["embedding"][0].tensor].dtype.name
+    model = dataclasses.replace(model, compute_dtype=_compute_dtype(dtype or stored))
+    params = read_params(
+        shards, pieces, abstract, dtype=None if dtype is None else np.dtype(jax.numpy.dtype(dtype)),
+        place=place or (lambda path, shape: None),
+    )  # fmt: skip
+    length = min(family.trained_length or longest, longest)
+    return Published(
+        family, _config(family, model, length), params, tokenizer, chat, family.presets, more_eos
+    )
+
+
+def read_shape(directory: Path) -> tuple[ModelConfig, HubTokenizer]:
+    """The Transformer of a directory and its tokenizer, without its weights.
+
+    Raises:
+      ValueError: as `read_published`.
+    """
+    family, model, _ = read_model(directory)
+    said = read_json(directory / CONFIG)
+    return model, read_tokenizer(directory, family, said, vocab_size=model.vocab_size)[0]
+
+
+def read_model(directory: Path) -> tuple[Family, ModelConfig, int]:
+    """The family of a directory, its Transformer and the tokens of its longest row.
+
+    Raises:
+      ValueError: config.json is damaged, or describes what is not implemented.
+    """
+    where = directory / CONFIG
+    said = read_json(where)
+    family = family_of(said, str(where))
+    fields = Fields(said, str(where))
+    longest = fields.take(family.max_length, int, 4096)
+    try:
+        model = family.read(fields)
+    except ValueError as error:
+        text = str(error)
+        raise ValueError(text if text.startswith(str(where)) else f"{where}: {text}") from None
+    fields.finish(family.idle)
+    return family, model, longest
+
+
+def _compute_dtype(name: str) -> str:
+    return "bfloat16" if name == "bfloat16" else "float32"
+
+
+def _config(family: Family, model: ModelConfig, length: int) -> Config:
+    settings = dict(next(iter(family.presets.values()), {}))
+    if settings.get("gen_length", 0) > length:
+        settings |= {"gen_length": length, "steps": length}
+    return Config(model=model, data=DataConfig(seq_len=length), sample=SampleConfig(**settings))

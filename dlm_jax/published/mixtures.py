@@ -1,0 +1,195 @@
+"""The families with experts: LLaDA-MoE, LLaDA2.0 and 2.1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dlm_jax.config import ModelConfig
+from dlm_jax.published import presets
+from dlm_jax.published.dense import rope_theta
+from dlm_jax.published.family import DENSE, EXPERTS, Family, in_blocks, qwen_sources
+from dlm_jax.published.fields import Fields
+from dlm_jax.published.names import Source
+
+
+def _read_moe(fields: Fields) -> ModelConfig:
+    fields.must(
+        hidden_act="silu", attention_bias=False, clip_qkv=None, moe_router_score_function="softmax",
+        partial_rotary_factor=(1, 1.0, -1), router_num_group=(1, -2, -1),
+        router_topk_group=(1, -2, -1), routed_scaling_factor=(1, 1.0),
+        norm_topk_prob=(False, True),
+    )  # fmt: skip
+    depth = fields.take("num_hidden_layers", int)
+    frequency = fields.take("moe_layer_freq", list, []) or [1] * depth
+    num_dense = next((i for i, kind in enumerate(frequency) if kind), depth)
+    if len(frequency) != depth or not all(frequency[num_dense:]) or num_dense == depth:
+        raise fields.refuse(
+            "moe_layer_freq", frequency, "is not implemented; only plain layers first, then experts"
+        )
+    heads = fields.take("num_attention_heads", int)
+    dense_width = fields.take("dense_intermediate_size", int, -1)
+    biased = fields.take("moe_router_enable_expert_bias", bool, False)
+    return ModelConfig(
+        depth=depth,
+        width=fields.take("hidden_size", int),
+        heads=heads,
+        kv_heads=fields.take("num_key_value_heads", int, heads),
+        mlp_width=max(dense_width, 0),
+        activation="swiglu",
+        norm_epsilon=fields.take("rms_norm_eps", float, 1e-5),
+        qk_norm=fields.take("qk_layernorm", bool, False),
+        rope_theta=rope_theta(fields),
+        tied_head=fields.take("tie_word_embeddings", bool, False),
+        vocab_size=fields.take("vocab_size", int),
+        experts=fields.take("num_experts", int),
+        experts_per_token=fields.take("num_experts_per_tok", int),
+        expert_width=fields.take("expert_intermediate_size", int),
+        shared_width=max(fields.take("shared_expert_intermediate_size", int, 0), 0),
+        dense_layers=num_dense,
+        router_bias="weight" if biased else "none",
+    )
+
+
+def _write_moe(model: ModelConfig) -> dict[str, Any]:
+    num_dense = model.dense_layers
+    return {
+        "attention_bias": False, "attention_dropout": 0.0, "clip_qkv": None,
+        "dense_intermediate_size": model.mlp_width or -1,
+        "expert_intermediate_size": model.expert_width, "hidden_act": "silu",
+        "hidden_size": model.width, "moe_layer_freq": [0] * num_dense
+        + [1] * (model.depth - num_dense),
+        "moe_router_enable_expert_bias": model.router_bias == "weight",
+        "moe_router_score_function": "softmax", "norm_topk_prob": False,
+        "num_attention_heads": model.heads, "num_experts": model.experts,
+        "num_experts_per_tok": model.experts_per_token, "num_hidden_layers": model.depth,
+        "num_key_value_heads": model.kv_heads or model.heads, "partial_rotary_factor": 1,
+        "qk_layernorm": model.qk_norm, "rms_norm_eps": model.norm_epsilon, "rope_scaling": None,
+        "rope_theta": model.rope_theta, "routed_scaling_factor": 1,
+        "shared_expert_intermediate_size": model.shared_width or None,
+        "tie_word_embeddings": model.tied_head, "vocab_size": model.vocab_size,
+    }  # fmt: skip
+
+
+def _moe_sources(model: ModelConfig) -> dict[str, Source]:
+    parts = ("gate", "up", "down")
+    shared = {f"mlp/shared/{part}/kernel": f"mlp.shared_expert.{part}_proj.weight"
+              for part in parts}  # fmt: skip
+    return qwen_sources(model, more=shared | {"mlp/router_bias": "mlp.gate.expert_bias"})
+
+
+LLADA_MOE = Family(
+    name="llada_moe",
+    architectures=("LLaDAMoEModelLM", "LLaDAMoEModel"),
+    model_type="llada",
+    read=_read_moe,
+    write=_write_moe,
+    sources=_moe_sources,
+    mask_id=156895,
+    presets=presets.LLADA_MOE,
+)
+
+
+def _read_llada2(fields: Fields) -> ModelConfig:
+    fields.must(
+        hidden_act="silu", use_bias=False, use_qkv_bias=False, use_sliding_window=False,
+        norm_head=False, score_function="sigmoid", norm_topk_prob=True, router_dtype="fp32",
+        moe_router_enable_expert_bias=True, norm_softmax=False,
+    )  # fmt: skip
+    heads, width = fields.take("num_attention_heads", int), fields.take("hidden_size", int)
+    head_size = fields.take("head_dim", int, width // heads)
+    share = fields.take("partial_rotary_factor", float, 0.5)
+    fields.must(rotary_dim=int(head_size * share))
+    expert_width = fields.take("moe_intermediate_size", int)
+    num_shared = fields.take("num_shared_experts", int, 0)
+    fields.must(moe_shared_expert_intermediate_size=expert_width * num_shared)
+    return ModelConfig(
+        depth=fields.take("num_hidden_layers", int),
+        width=width,
+        heads=heads,
+        kv_heads=fields.take("num_key_value_heads", int),
+        head_size=0 if head_size * heads == width else head_size,
+        mlp_width=fields.take("intermediate_size", int),
+        activation="swiglu",
+        norm_epsilon=fields.take("rms_norm_eps", float, 1e-5),
+        qk_norm=fields.take("use_qk_norm", bool, True),
+        rope_theta=rope_theta(fields),
+        rotary_share=share,
+        tied_head=fields.take("tie_word_embeddings", bool, False),
+        vocab_size=fields.take("vocab_size", int),
+        attention_type="block_causal",
+        block_length=fields.take("block_length", int, 32),
+        experts=fields.take("num_experts", int),
+        experts_per_token=fields.take("num_experts_per_tok", int),
+        expert_width=expert_width,
+        shared_width=expert_width * num_shared,
+        dense_layers=fields.take("first_k_dense_replace", int, 0),
+        router_score="sigmoid",
+        router_groups=fields.take("n_group", int, 8),
+        router_groups_kept=fields.take("topk_group", int, 4),
+        router_bias="choice",
+        router_normalised=True,
+        router_scale=fields.take("routed_scaling_factor", float, 2.5),
+    )
+
+
+def _write_llada2(model: ModelConfig) -> dict[str, Any]:
+    head_size = model.size_of_head(model.width, model.heads)
+    return {
+        "attention_dropout": 0.0, "block_length": model.block_length, "embedding_dropout": 0.0,
+        "first_k_dense_replace": model.dense_layers, "head_dim": head_size, "hidden_act": "silu",
+        "hidden_size": model.width, "intermediate_size": model.mlp_width,
+        "moe_intermediate_size": model.expert_width, "moe_router_enable_expert_bias": True,
+        "n_group": model.router_groups, "norm_head": False, "norm_topk_prob": True,
+        "num_attention_heads": model.heads, "num_experts": model.experts,
+        "num_experts_per_tok": model.experts_per_token, "num_hidden_layers": model.depth,
+        "num_key_value_heads": model.kv_heads or model.heads,
+        "num_shared_experts": model.shared_width // max(model.expert_width, 1) or None,
+        "output_dropout": 0.0, "partial_rotary_factor": model.rotary_share,
+        "rms_norm_eps": model.norm_epsilon, "rope_scaling": None, "rope_theta": model.rope_theta,
+        "rotary_dim": model.rotary_size(model.width, model.heads),
+        "routed_scaling_factor": model.router_scale, "router_dtype": "fp32",
+        "score_function": "sigmoid", "tie_word_embeddings": model.tied_head,
+        "topk_group": model.router_groups_kept, "use_bias": False, "use_qk_norm": model.qk_norm,
+        "use_qkv_bias": False, "use_sliding_window": False, "vocab_size": model.vocab_size,
+    }  # fmt: skip
+
+
+def _llada2_sources(model: ModelConfig) -> dict[str, Source]:
+    prefix = "model.layers.{i}."
+    own = {
+        "attention_norm/scale": "input_layernorm.weight",
+        "mlp_norm/scale": "post_attention_layernorm.weight",
+        "attention/out/kernel": "attention.dense.weight",
+        "attention/query_norm/scale": "attention.query_layernorm.weight",
+        "attention/key_norm/scale": "attention.key_layernorm.weight",
+    }
+    parts = ("gate", "up", "down")
+    experts = EXPERTS | {"mlp/router_bias": "mlp.gate.expert_bias"}
+    experts |= {f"mlp/shared/{p}/kernel": f"mlp.shared_experts.{p}_proj.weight" for p in parts}
+    found = in_blocks(own | experts, own | DENSE, prefix) | {
+        "embedding": Source("model.word_embeddings.weight"),
+        "norm/scale": Source("model.norm.weight"),
+        "head/kernel": Source("lm_head.weight"),
+    }
+    # One matrix holds queries, keys and values, one below the other.
+    size = model.size_of_head(model.width, model.heads)
+    wide, narrow = model.heads * size, (model.kv_heads or model.heads) * size
+    rows = {"query": (0, wide), "key": (wide, wide + narrow),
+            "value": (wide + narrow, wide + 2 * narrow)}  # fmt: skip
+    for stack in ("blocks", "dense_blocks"):
+        for part, span in rows.items():
+            fused = Source(prefix + "attention.query_key_value.weight", span)
+            found[f"{stack}/attention/{part}/kernel"] = fused
+    return found
+
+
+LLADA2 = Family(
+    name="llada2",
+    architectures=("LLaDA2MoeModelLM",),
+    model_type="llada2_moe",
+    read=_read_llada2,
+    write=_write_llada2,
+    sources=_llada2_sources,
+    mask_id=156895,
+    presets=presets.LLADA2,
+)

@@ -1,0 +1,65 @@
+"""The loops of the published models' own programs, as settings; the first of each is the default.
+
+Greedy unless their program draws by default. Every name is a key of `dlm_jax.Model.presets` and a
+value of ``sample.py --preset``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+LLADA: dict[str, dict[str, Any]] = {
+    # generate.py of LLaDA (Nie et al. 2025), and its README.
+    "llada": {
+        "gen_length": 128, "steps": 128, "block_length": 32, "temperature": 0.0,
+        "order": "low_confidence", "schedule": "linear", "confidence": "sampled",
+    },
+    # generate.py of Fast-dLLM (Wu et al. 2025): all holes as sure as the threshold.
+    "fast": {
+        "gen_length": 128, "steps": 128, "block_length": 32, "temperature": 0.0,
+        "order": "threshold", "threshold": 0.9, "confidence": "sampled",
+    },
+}  # fmt: skip
+
+DREAM: dict[str, dict[str, Any]] = {
+    # diffusion_generate of Dream (Ye et al. 2025), and its README.
+    "dream": {
+        "gen_length": 512, "steps": 512, "temperature": 0.2, "top_p": 0.95, "order": "entropy",
+        "schedule": "timesteps", "confidence_of": "filtered",
+    },
+    "greedy": {
+        "gen_length": 512, "steps": 512, "temperature": 0.0, "order": "entropy",
+        "schedule": "timesteps",
+    },
+}  # fmt: skip
+
+LLADA_MOE: dict[str, dict[str, Any]] = {"llada": LLADA["llada"]}
+
+SDAR: dict[str, dict[str, Any]] = {
+    # generate.py of SDAR (low_confidence_dynamic), greedy; blocks of 4, and 4 steps for each.
+    "sdar": {
+        "gen_length": 128, "steps": 132, "temperature": 0.0, "order": "threshold",
+        "threshold": 0.85, "threshold_above": True, "confidence": "sampled", "stop_at_eos": True,
+        "cache": "exact",
+    },
+    "static": {
+        "gen_length": 128, "steps": 132, "temperature": 0.0, "order": "low_confidence",
+        "confidence": "sampled", "stop_at_eos": True, "cache": "exact",
+    },
+}  # fmt: skip
+
+LLADA2: dict[str, dict[str, Any]] = {
+    # generate of LLaDA2.0: 32 steps for a block of 32.
+    "llada2": {
+        "gen_length": 256, "steps": 288, "temperature": 0.0, "order": "threshold",
+        "threshold": 0.95, "threshold_above": True, "confidence": "sampled", "stop_at_eos": True,
+        "cache": "exact",
+    },
+}  # fmt: skip
+
+CAUSAL: dict[str, dict[str, Any]] = {
+    "greedy": {
+        "gen_length": 128, "steps": 128, "temperature": 0.0, "order": "left_to_right",
+        "stop_at_eos": True, "block_length": 1,
+    },
+}  # fmt: skip

@@ -1,0 +1,154 @@
+"""The tokenizer of a directory, and what its several files say of specials and of chats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dlm_jax.data import HubTokenizer, check_fits, qwen_json
+from dlm_jax.published.chat import ChatTemplate, check_template
+from dlm_jax.published.family import Family
+from dlm_jax.published.fields import read_json
+
+TEMPLATE = "chat_template.jinja"
+_MASK_NAMES = ("<|mdm_mask|>", "<|mask|>", "<|MASK|>", "|<MASK>|", "[MASK]", "<mask>")
+
+
+def read_tokenizer(
+    directory: Path, family: Family, config: Mapping[str, Any], *, vocab_size: int
+) -> tuple[HubTokenizer, tuple[int, ...]]:
+    """The tokenizer, and the ids beside its EOS that end a generation.
+
+    Specials are what generation_config.json, config.json and tokenizer_config.json say, in this
+    order; what none says is the family's.
+
+    Raises:
+      ValueError: there is no tokenizer, it has ids that the model lacks, or there is no MASK.
+    """
+    said = [_optional(directory / "generation_config.json"), config]
+    names = _optional(directory / "tokenizer_config.json")
+    content = _content(directory, names)
+    first = HubTokenizer(content, 0, 0, 0)
+
+    def ids(role: str) -> tuple[int, ...]:
+        for source in said:
+            value = source.get(f"{role}_token_id")
+            if value is not None:
+                found = tuple(value) if isinstance(value, list) else (value,)
+                if found and all(isinstance(id_, int) for id_ in found):
+                    return _inside(found, vocab_size, role, directory)
+        token = names.get(f"{role}_token")
+        name = token.get("content") if isinstance(token, dict) else token
+        known = None if name is None else first.id_of(str(name))
+        return () if known is None else (known,)
+
+    eos = ids("eos") or ids("pad")
+    if not eos:
+        raise ValueError(f"{directory / 'config.json'} has no field 'eos_token_id'; add it")
+    mask = ids("mask") or tuple(
+        id_ for id_ in map(first.id_of, _MASK_NAMES) if id_ is not None
+    ) or (() if family.mask_id is None else (family.mask_id,))  # fmt: skip
+    # A causal model has no MASK, and its input is never masked; the last id that is padding of
+    # the vocabulary stands for one, so that it can be trained to fill holes.
+    mask = mask or ((vocab_size - 1,) if vocab_size > first.vocab_size else ())
+    if not mask:
+        raise ValueError(
+            f"{directory / 'config.json'} has no field 'mask_token_id', and its vocabulary has no "
+            "free id; add it"
+        )
+    _inside(mask[:1], vocab_size, "mask", directory)
+    pad, bos = ids("pad") or eos[:1], ids("bos")
+    tokenizer = HubTokenizer(content, mask[0], pad[0], eos[0], bos[0] if bos else None)
+    try:
+        check_fits(tokenizer, vocab_size)
+    except ValueError as error:
+        raise ValueError(f"{directory / 'tokenizer.json'}: {error}") from None
+    return tokenizer, eos[1:]
+
+
+def read_chat(directory: Path, tokenizer: HubTokenizer) -> ChatTemplate | None:
+    """The chat template of a directory, or None.
+
+    Raises:
+      ValueError: it is no Jinja program.
+    """
+    file = directory / TEMPLATE
+    if file.exists():
+        source: Any = file.read_text(encoding="utf-8")
+    else:
+        file = directory / "tokenizer_config.json"
+        source = _optional(file).get("chat_template")
+    if isinstance(source, list):
+        named = {entry.get("name"): entry.get("template") for entry in source}
+        source = named.get("default")
+    if not isinstance(source, str):
+        return None
+    check_template(source, str(file))
+    return ChatTemplate(source, tokenizer)
+
+
+def _optional(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.exists() else {}
+
+
+def _inside(ids: tuple[int, ...], vocab_size: int, role: str, directory: Path) -> tuple[int, ...]:
+    for id_ in ids:
+        if not 0 <= id_ < vocab_size:
+            raise ValueError(
+                f"{directory / 'config.json'}: {role}_token_id={id_} is outside the vocabulary of "
+                f"{vocab_size}; the tokenizer is that of another model"
+            )
+    return ids
+
+
+def _content(directory: Path, names: Mapping[str, Any]) -> str:
+    """The text of tokenizer.json, made from older files where there is none."""
+    file = directory / "tokenizer.json"
+    try:
+        if file.exists():
+            content = file.read_text(encoding="utf-8")
+            return HubTokenizer(content, 0, 0, 0).content
+        if not (directory / "vocab.json").exists() or not (directory / "merges.txt").exists():
+            raise ValueError("it does not exist, nor do vocab.json and merges.txt")
+        lines = (directory / "merges.txt").read_text(encoding="utf-8").splitlines()
+        merges = [line for line in lines if line and not line.startswith("#version")]
+        added = [
+            {"id": int(id_), "content": token["content"], "special": bool(token.get("special"))}
+            for id_, token in names.get("added_tokens_decoder", {}).items()
+        ]
+        made = qwen_json(read_json(directory / "vocab.json"), merges, added)
+        return HubTokenizer(made, 0, 0, 0).content
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{file} cannot be used ({reason}); download it again") from None
+
+
+def write_tokenizer(
+    directory: Path,
+    tokenizer: HubTokenizer,
+    chat: ChatTemplate | None,
+    *,
+    more_eos: tuple[int, ...],
+) -> None:
+    """Writes tokenizer.json and what stands beside it; `read_tokenizer` is the inverse."""
+    (directory / "tokenizer.json").write_text(tokenizer.content, encoding="utf-8")
+    eos: Any = [tokenizer.eos_id, *more_eos] if more_eos else tokenizer.eos_id
+    ids = {"mask_token_id": tokenizer.mask_id, "pad_token_id": tokenizer.pad_id,
+           "eos_token_id": eos, "bos_token_id": tokenizer.bos_id}  # fmt: skip
+    _write(directory / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
+    roles = {"mask": tokenizer.mask_id, "pad": tokenizer.pad_id, "eos": tokenizer.eos_id,
+             "bos": tokenizer.bos_id}  # fmt: skip
+    said: dict[str, Any] = {
+        f"{role}_token": tokenizer.token(id_) for role, id_ in roles.items()
+        if id_ is not None and tokenizer.token(id_)
+    } | {"tokenizer_class": "PreTrainedTokenizerFast"}  # fmt: skip
+    if chat is not None:
+        said["chat_template"] = chat.source
+        (directory / TEMPLATE).write_text(chat.source, encoding="utf-8")
+    _write(directory / "tokenizer_config.json", said)
+
+
+def _write(file: Path, values: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

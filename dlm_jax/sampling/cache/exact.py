@@ -1,0 +1,95 @@
+"""The exact cache of causal and block-causal models: finished blocks are computed once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from dlm_jax.sampling.cache.protocol import CacheContext, CachePlan, CacheRule
+from dlm_jax.settings import fact, reads, rule
+
+
+@rule
+class Exact(CacheRule):
+    """Keeps keys and values of all that stands before the block, and computes the block alone.
+
+    In a block-causal model nothing before a block sees it, so that what is kept is what a forward
+    of the whole row would compute: results are those without a cache, to float tolerance in the
+    logits. A block that is finished is computed once more, with the tokens that were written last
+    (SDAR, Cheng et al. 2025, section 3); the whole row is computed once, at its first step, unless
+    what is given fits one block.
+
+    A causal model has blocks of one position. It reads the token before each position, so that the
+    forward that predicts a token also computes all that is kept of what it has read: nothing is
+    computed twice.
+
+    Attributes:
+      block_length: positions of a block of the model; 0 for a causal one.
+      open_blocks: blocks that may be worked on at once.
+    """
+
+    block_length: int = fact("block_length", 0)
+    open_blocks: int = reads("open_blocks", 1)
+
+    @property
+    def keeps(self) -> bool:
+        """True for a causal model, whose steps read nothing but what is written."""
+        return not self.block_length
+
+    @property
+    def settles(self) -> bool:
+        """True for a block-causal model, whose steps read holes."""
+        return self.block_length > 0
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        """Refuses models that see what comes later, and rules that write outside the window."""
+        super().check_model(row, facts)
+        if not facts.is_causal and not facts.block_length:
+            raise ValueError(
+                "cache='exact' needs model.attention_type='causal' or 'block_causal', where "
+                "nothing sees what comes later; use cache='prefix' or 'dual'"
+            )
+        if not facts.is_causal:
+            return
+        for name, fine in (
+            ("order", ("left_to_right",)), ("schedule", ("linear",)), ("block_length", (0, 1)),
+            ("open_blocks", (1,)),
+            ("resample", (False,)), ("remask", ("none",)),
+        ):  # fmt: skip
+            if (value := getattr(row, name)) not in fine:
+                raise ValueError(
+                    f"{name}={value!r} may write another token than the next one, which "
+                    f"cache='exact' of a causal model is for; use {name}={fine[0]!r}"
+                )
+
+    @classmethod
+    def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
+        """Refuses to write several tokens of a causal model at a step."""
+        if facts.is_causal and row.steps < is_open.sum():
+            raise ValueError(
+                f"steps={row.steps} is less than the {is_open.sum()} tokens to write, and "
+                "cache='exact' of a causal model writes one a step; use "
+                f"steps={is_open.sum()} or more"
+            )
+
+    def sizes(self, num_positions: int) -> tuple[int, ...]:
+        """The blocks that are open."""
+        return (min((self.block_length or 1) * self.open_blocks, num_positions),)
+
+    def plan(self, context: CacheContext) -> CachePlan:
+        """The row's block, or its next token."""
+        (size,) = self.sizes(context.num_positions)
+        begin_B = context.block.begin_B if self.block_length else context.first_B
+        settles_B = jnp.zeros_like(begin_B, bool)
+        if self.block_length:
+            settles_B = (context.valid_B < begin_B) & (context.valid_B >= begin_B - size)
+        return CachePlan(
+            begin_B=begin_B,
+            end_B=begin_B + size,
+            is_due_B=(context.valid_B != begin_B) & ~settles_B,
+            settles_B=settles_B,
+            valid_B=begin_B if self.block_length else begin_B + 1,
+        )

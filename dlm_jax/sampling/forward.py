@@ -1,0 +1,285 @@
+"""The forward of a step: of the whole canvas, or of what a cache rule has computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.cache.groups import group_size, in_groups
+from dlm_jax.sampling.cache.protocol import CacheContext, CachePlan, CacheState
+from dlm_jax.sampling.output import TrunkOutput
+from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.state import State
+from dlm_jax.types import CachedTrunk, Params, Window, live_positions
+
+
+class Pass(NamedTuple):
+    """What the forward of a step found, and what it cost.
+
+    Attributes:
+      output: what the trunk returned.
+      cache: what is kept after it; None without a cache.
+      forwards_B: int32, forwards of the trunk that the row asked for.
+      positions_B: int32, live positions that those computed; 0 without a cache.
+    """
+
+    output: TrunkOutput
+    cache: CacheState | None
+    forwards_B: jax.Array
+    positions_B: jax.Array
+
+
+class _Inputs(NamedTuple):
+    """What the passes of a step read of the rows; every leaf has them first."""
+
+    tokens_BL: jax.Array
+    length_B: jax.Array
+    plan: CachePlan
+    place_B: jax.Array
+    is_due_B: jax.Array
+    settles_B: jax.Array
+    size_B: jax.Array
+
+
+def with_cache(program: Program, params: Params, state: State) -> State:
+    """The state with room for what its cache rule keeps; as it is without one, or with that room.
+
+    ``2 depth L G K`` numbers a row for the Transformer of this package, and as many again in a
+    program with guidance.
+    """
+    if state.cache is None or jax.tree.leaves(state.cache.kept):
+        return state
+    rows, positions = state.canvas.tokens_BL.shape
+    init = _pieces(program).init
+    kept = init(params, rows, positions)
+    bare = init(params, rows, positions) if program.is_guided else None
+    return state._replace(cache=state.cache._replace(kept=kept, bare=bare))
+
+
+def forward(program: Program, params: Params, state: State, is_open_BL: jax.Array) -> Pass:
+    """The forward, and the one without what was given if a running row is guided."""
+    if state.rules.cache is not None:
+        return _beside_kept(program, params, state, is_open_BL)
+    canvas = state.canvas
+    hidden_BLD, _ = program.network.trunk(params, canvas.tokens_BL, canvas.length_B, None)
+    ones_B = jnp.ones_like(canvas.length_B)
+    if not program.is_guided:
+        return Pass(TrunkOutput(hidden_BLD), None, ones_B, jnp.zeros_like(ones_B))
+    bare_BL = _bare(program, state)
+    bare_BLD = jax.lax.cond(
+        _any_guided(state),
+        lambda: program.network.trunk(params, bare_BL, canvas.length_B, None)[0],
+        lambda: jnp.zeros_like(hidden_BLD),
+    )
+    forwards_B = ones_B + (state.row.guidance_B != 0)
+    output = TrunkOutput(hidden_BLD, bare_BLD, state.row.guidance_B)
+    return Pass(output, None, forwards_B, jnp.zeros_like(ones_B))
+
+
+def _bare(program: Program, state: State) -> jax.Array:
+    """The canvas with its given tokens masked."""
+    canvas = state.canvas
+    is_given_BL = canvas.frozen_BL & live_positions(canvas.length_B, canvas.tokens_BL.shape[1])
+    return jnp.where(is_given_BL, program.mask_id, canvas.tokens_BL)
+
+
+def _any_guided(state: State) -> jax.Array:
+    return jnp.any((state.row.guidance_B != 0) & state.is_running_B)
+
+
+def _pieces(program: Program) -> CachedTrunk:
+    cached = program.network.cached
+    assert cached is not None, "the request was checked"
+    return cached
+
+
+def _beside_kept(program: Program, params: Params, state: State, is_open_BL: jax.Array) -> Pass:
+    """The forward of each row's window beside what is kept, or of the whole row where it is due."""
+    rule, cache = state.rules.cache, state.cache
+    assert rule is not None and cache is not None
+    num_positions = is_open_BL.shape[1]
+    first_B = jnp.where(
+        jnp.any(is_open_BL, axis=1), jnp.argmax(is_open_BL, axis=1), state.block.begin_B
+    )
+    first_B = jnp.minimum(first_B, num_positions - 1).astype(jnp.int32)
+    context = CacheContext(
+        state.block, first_B, cache.valid_B, cache.age_B, cache.block_B, num_positions
+    )
+    plan, sizes = rule.plan(context), rule.sizes(num_positions)
+    runs_B = state.is_running_B
+    inputs = _Inputs(
+        state.canvas.tokens_BL,
+        state.canvas.length_B,
+        plan,
+        jnp.minimum(plan.begin_B, num_positions - sizes[0]).astype(jnp.int32),
+        plan.is_due_B & runs_B,
+        plan.settles_B & runs_B,
+        _smallest(sizes, state, plan, runs_B),
+    )
+    run = _Windows(program, state, sizes)
+    kept, hidden_BWD = run(params, cache.kept, inputs)
+    output = TrunkOutput(hidden_BWD, at_BL=_places(inputs.place_B, sizes[0], num_positions))
+    bare = cache.bare
+    if program.is_guided:
+        guided_B = state.row.guidance_B != 0
+        inputs = inputs._replace(
+            tokens_BL=_bare(program, state),
+            is_due_B=inputs.is_due_B & guided_B,
+            settles_B=inputs.settles_B & guided_B,
+            size_B=jnp.where(guided_B, inputs.size_B, -1),
+        )
+        bare, bare_BWD = run(params, cache.bare, inputs)
+        output = output._replace(bare_BLD=bare_BWD, scale_B=state.row.guidance_B)
+    cache = CacheState(
+        kept,
+        bare,
+        jnp.where(runs_B, plan.valid_B, cache.valid_B).astype(jnp.int32),
+        jnp.where(runs_B, jnp.where(plan.is_due_B, 1, cache.age_B + 1), cache.age_B),
+        jnp.where(runs_B & plan.is_due_B, state.block.index_B, cache.block_B),
+    )
+    return _counted(program, state, plan, output, cache, settled=sizes[0])
+
+
+def _smallest(
+    sizes: tuple[int, ...], state: State, plan: CachePlan, runs_B: jax.Array
+) -> jax.Array:
+    """Number of the smallest size that holds each row's window; -1: the row needs none."""
+    need_B = jnp.minimum(plan.end_B, state.canvas.length_B) - plan.begin_B
+    number_B = jnp.sum(need_B[:, None] > jnp.array(sizes[:-1], jnp.int32)[None], axis=1)
+    return jnp.where(runs_B & ~plan.is_due_B, number_B, -1).astype(jnp.int32)
+
+
+def _places(place_B: jax.Array, width: int, num_positions: int) -> jax.Array:
+    """Where the hidden vector of each position stands among those of all windows, ``[B, L]``."""
+    offset_BL = jnp.arange(num_positions)[None] - place_B[:, None]
+    row_B1 = jnp.arange(place_B.shape[0])[:, None]
+    return row_B1 * width + jnp.clip(offset_BL, 0, width - 1)
+
+
+def _counted(
+    program: Program, state: State, plan: CachePlan, output: TrunkOutput, cache: CacheState,
+    *, settled: int,
+) -> Pass:  # fmt: skip
+    length_B = state.canvas.length_B
+    times_B = jnp.ones_like(length_B)
+    if program.is_guided:
+        times_B += state.row.guidance_B != 0
+    window_B = jnp.maximum(jnp.minimum(plan.end_B, length_B) - plan.begin_B, 0)
+    settled_B = plan.settles_B * jnp.minimum(plan.begin_B, settled)
+    positions_B = jnp.where(plan.is_due_B, length_B, window_B + settled_B)
+    forwards_B = 1 + plan.settles_B.astype(jnp.int32)
+    return Pass(output, cache, forwards_B * times_B, positions_B * times_B)
+
+
+class _Windows:
+    """The passes of a step over one canvas: ``(params, kept, inputs) -> (kept, hidden_BWD)``."""
+
+    def __init__(self, program: Program, state: State, sizes: tuple[int, ...]):
+        assert state.rules.cache is not None
+        self._program, self._rule, self._sizes = program, state.rules.cache, sizes
+        self._pieces = _pieces(program)
+
+    def __call__(self, params: Params, kept: Any, inputs: _Inputs) -> tuple[Any, jax.Array]:
+        rows, width = inputs.length_B.shape[0], self._sizes[0]
+        shape = jax.eval_shape(
+            lambda: self._program.network.trunk(params, inputs.tokens_BL, inputs.length_B, None)[0]
+        )
+        hidden_BWD = jnp.zeros((rows, width, shape.shape[2]), shape.dtype)
+        by_rows = self._program.by_rows(self._in_groups)
+        kept, hidden_BWD = by_rows(params, (kept, hidden_BWD, inputs))
+        if len(self._sizes) > 1:
+            return kept, hidden_BWD
+        return self._all_rows(params, kept, hidden_BWD, inputs)
+
+    def _in_groups(self, params: Params, rows: tuple[Any, ...]) -> tuple[Any, jax.Array]:
+        """What runs for some rows: the whole canvas, finished blocks, windows of several sizes."""
+        kept, hidden_BWD, inputs = rows
+        num_rows, num_positions = inputs.tokens_BL.shape
+        width = self._sizes[0]
+
+        def whole(
+            carry: tuple[Any, jax.Array], rows: _Inputs, row_N: jax.Array
+        ) -> tuple[Any, jax.Array]:
+            kept, hidden_BWD = carry
+            tokens_NL, length_N, place_N = _of(row_N, rows.tokens_BL, rows.length_B, rows.place_B)
+            hidden_NLD, piece = self._pieces.whole(params, tokens_NL, length_N)
+            kept = self._pieces.store(kept, piece, row_N, jnp.zeros_like(place_N))
+            return kept, hidden_BWD.at[row_N].set(_cut(hidden_NLD, place_N, width))
+
+        def settle(kept: Any, rows: _Inputs, row_N: jax.Array) -> Any:
+            tokens_NL, length_N, begin_N = _of(
+                row_N, rows.tokens_BL, rows.length_B, rows.plan.begin_B
+            )
+            first_N = jnp.maximum(begin_N - width, 0)
+            window = Window(first_N, first_N, begin_N)
+            _, piece = self._pieces.window(
+                params, kept, row_N, tokens_NL, length_N, window, size=width
+            )
+            return self._pieces.store(kept, piece, row_N, window.place_N)
+
+        kept, hidden_BWD = in_groups(
+            inputs.is_due_B, group_size(num_rows, num_positions), whole, (kept, hidden_BWD), inputs
+        )
+        if self._rule.settles:
+            kept = in_groups(inputs.settles_B, group_size(num_rows, width), settle, kept, inputs)
+        if len(self._sizes) > 1:
+            for number, size in enumerate(self._sizes):
+                one = self._of_size(params, kept, size)
+                is_mine_B, group = inputs.size_B == number, group_size(num_rows, size)
+                hidden_BWD = in_groups(is_mine_B, group, one, hidden_BWD, inputs)
+        return kept, hidden_BWD
+
+    def _of_size(
+        self, params: Params, kept: Any, size: int
+    ) -> Callable[[jax.Array, _Inputs, jax.Array], jax.Array]:
+        """The window of some rows whose smallest size it is."""
+
+        def one(hidden_BWD: jax.Array, rows: _Inputs, row_N: jax.Array) -> jax.Array:
+            tokens_NL, length_N, begin_N, end_N, place_N = _of(
+                row_N, rows.tokens_BL, rows.length_B, rows.plan.begin_B, rows.plan.end_B,
+                rows.place_B,
+            )  # fmt: skip
+            first_N = jnp.minimum(begin_N, tokens_NL.shape[1] - size)
+            window = Window(first_N, begin_N, end_N)
+            hidden_NSD, _ = self._pieces.window(
+                params, kept, row_N, tokens_NL, length_N, window, size=size
+            )
+            mine_NWD = _cut(hidden_NSD, place_N - window.place_N, self._sizes[0])
+            return hidden_BWD.at[row_N].set(mine_NWD)
+
+        return one
+
+    def _all_rows(
+        self, params: Params, kept: Any, hidden_BWD: jax.Array, inputs: _Inputs
+    ) -> tuple[Any, jax.Array]:
+        """The windows of all rows together; those of rows that were computed whole do not count."""
+        plan = inputs.plan
+        window = Window(inputs.place_B, plan.begin_B, plan.end_B)
+
+        def compute() -> tuple[jax.Array, Any]:
+            return self._pieces.window(
+                params, kept, None, inputs.tokens_BL, inputs.length_B, window, size=self._sizes[0]
+            )
+
+        if self._rule.keeps:
+            # Put down once everything has been read: the kept is then written where it lies.
+            own_BWD, piece = jax.lax.optimization_barrier(compute())
+            kept = self._pieces.store(kept, piece, None, inputs.place_B)
+        else:
+            is_any = jnp.any(inputs.size_B >= 0)
+            own_BWD = jax.lax.cond(is_any, lambda: compute()[0], lambda: hidden_BWD)
+        return kept, jnp.where(inputs.is_due_B[:, None, None], hidden_BWD, own_BWD)
+
+
+def _of(row_N: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(leaf[row_N] for leaf in leaves)
+
+
+def _cut(x_NLD: jax.Array, place_N: jax.Array, size: int) -> jax.Array:
+    """`size` positions of each row from its place on."""
+    return jax.vmap(lambda x_LD, place: jax.lax.dynamic_slice_in_dim(x_LD, place, size))(
+        x_NLD, place_N
+    )

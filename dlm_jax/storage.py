@@ -1,0 +1,135 @@
+"""Paths on local disks and in buckets (``gs://``, ``s3://``), and refusals that name what is amiss.
+
+A path is an `etils.epath.Path`: a `pathlib.Path` for a local one. What a bucket lacks is a rename:
+whatever must appear at once there appears with the one object that is written last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+_DRIVERS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
+_CHUNK = 1 << 20
+
+
+def is_remote(location: str | os.PathLike[str]) -> bool:
+    """Whether a location is a URL."""
+    return "://" in os.fspath(location)
+
+
+def located(location: str | os.PathLike[str]) -> epath.Path:
+    """The path of a location: absolute, or a URL of a bucket whose driver is installed.
+
+    Raises:
+      ValueError: a URL of another kind, or one whose driver is missing.
+    """
+    text = os.fspath(location)
+    if not is_remote(text):
+        return epath.Path(os.path.abspath(os.path.expanduser(text)))
+    scheme = text.split("://", 1)[0]
+    if scheme not in _DRIVERS:
+        raise ValueError(f"{text} is a URL of an unknown kind; use gs://, s3:// or a local path")
+    driver, extra = _DRIVERS[scheme]
+    try:
+        __import__(driver)
+        import fsspec
+    except ImportError:
+        raise ValueError(
+            f"{text} needs {driver}, which is not installed; pip install 'dlm_jax[{extra}]'"
+        ) from None
+    # Others write into the same bucket: what a listing once said is not to be believed again.
+    fsspec.config.conf.setdefault(extra, {})["use_listings_cache"] = False
+    fsspec.config.conf.setdefault(scheme, {})["use_listings_cache"] = False
+    return epath.Path(text)
+
+
+@contextlib.contextmanager
+def reachable(what: str, location: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns the errors of a bucket or disk raised inside into one `ValueError` that names it.
+
+    Args:
+      what: names the location in the message, such as ``train.out_dir``.
+      location: a path or URL.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        raise ValueError(
+            f"{what}={location} is not allowed ({_said(error)}); check who may read and write there"
+        ) from None
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{what}={location} is not there ({_said(error)}); check the bucket and the path"
+        ) from None
+    except ValueError:
+        raise
+    except Exception as error:
+        if not is_remote(location) and not isinstance(error, OSError):
+            raise
+        raise ValueError(
+            f"{what}={location} cannot be reached ({_said(error)}); check the network, the "
+            "credentials and the endpoint"
+        ) from None
+
+
+def check_bucket(what: str, location: str | os.PathLike[str]) -> None:
+    """Refuses a URL whose bucket is not there or may not be written; nothing for a local path.
+
+    One empty object is written beside what will be there, and deleted.
+
+    Raises:
+      ValueError: the bucket is missing, closed or out of reach; the line names `what`.
+    """
+    if not is_remote(location):
+        return
+    path = located(location)
+    probe = path / f".probe-{uuid.uuid4().hex}"
+    with reachable(what, location):
+        probe.write_bytes(b"")
+        probe.unlink()
+
+
+def files_under(directory: epath.Path) -> list[epath.Path]:
+    """All files under a directory or a prefix, sorted."""
+    found: list[epath.Path] = []
+    for path in directory.iterdir():
+        found += files_under(path) if path.is_dir() else [path]
+    return sorted(found)
+
+
+def size_and_crc(path: Path) -> tuple[int, int]:
+    """(bytes, CRC32) of a file, read in parts."""
+    size = crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            size += len(chunk)
+            crc = zlib.crc32(chunk, crc)
+    return size, crc
+
+
+def copy_whole(source: epath.Path, target: epath.Path) -> None:
+    """Copies a file so that a local `target` is either absent or whole."""
+    local = not is_remote(target)
+    temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp") if local else target
+    try:
+        with source.open("rb") as read, temporary.open("wb") as written:
+            shutil.copyfileobj(read, written, _CHUNK)
+        if local:
+            os.replace(temporary, target)
+    finally:
+        if local:
+            with contextlib.suppress(OSError):
+                Path(temporary).unlink()
+
+
+def _said(error: Any) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

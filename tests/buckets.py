@@ -1,0 +1,53 @@
+"""An S3 on loopback, which tests of buckets share; they skip where its packages are absent."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+_MISSING = "needs moto with its server, s3fs and boto3 (the extra `test`)"
+
+
+@functools.cache
+def _server() -> str:
+    """The URL of a server that ends with the process."""
+    pytest.importorskip("s3fs", reason=_MISSING)
+    pytest.importorskip("flask_cors", reason=_MISSING)
+    pytest.importorskip("moto", reason=_MISSING)
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    with contextlib.redirect_stdout(None), contextlib.redirect_stderr(None):
+        server.start()
+    host, port = server.get_host_and_port()
+    return f"http://{host}:{port}"
+
+
+def environment() -> dict[str, str]:
+    """What a program needs to reach the server."""
+    return {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_REGION": "us-east-1",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": _server(),
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+
+
+@contextlib.contextmanager
+def bucket() -> Iterator[str]:
+    """The URL of a fresh bucket; the process can reach it inside."""
+    given = environment()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in given.items():
+            patch.setenv(name, value)
+        import boto3
+
+        name = f"pail-{uuid.uuid4().hex[:12]}"
+        boto3.client("s3").create_bucket(Bucket=name)
+        yield f"s3://{name}"

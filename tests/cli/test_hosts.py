@@ -1,0 +1,111 @@
+"""``train.py`` on several hosts of which one is lost, stopped or otherwise configured."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import tiny_run
+
+from dlm_jax.distributed.watch import EXIT_LOST
+from dlm_jax.metrics import read_records
+
+pytestmark = pytest.mark.slow
+
+
+def _two(out_dir: Path, *differing: dict, **changes: object):
+    """Two processes of one run; `differing` are changes of each alone."""
+    port = tiny_run.free_port()
+    children = []
+    for index in range(2):
+        own = changes | (differing[index] if differing else {})
+        given = tiny_run.flags(out_dir, **own)
+        flags = [part for name, value in given.items() for part in (f"--{name}", value)]
+        children.append(
+            tiny_run.program(
+                *("--distributed", "--coordinator", f"127.0.0.1:{port}"),
+                *("--num-processes", "2", "--process-id", index),
+                *flags,
+                TF_CPP_MIN_LOG_LEVEL="3",
+            )
+        )
+    return children
+
+
+LONG = {"train__steps": 100_000, "train__eval_every": 0, "train__checkpoint_every": 20}
+
+
+def _wait_for_steps(out_dir: Path) -> None:
+    deadline = time.monotonic() + 400
+    while not read_records(out_dir / "metrics.jsonl"):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_host_ends_the_other_within_a_minute(tmp_path, lost):
+    children = _two(tmp_path, **LONG)
+    _wait_for_steps(tmp_path)
+    children[lost].kill()
+    start = time.monotonic()
+    err = children[1 - lost].communicate(timeout=90)[1]
+    assert time.monotonic() - start < 60
+    children[lost].communicate()
+    if lost == 1:
+        assert children[0].returncode == EXIT_LOST, err
+        (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert "process 1 gave no sign of life" in line
+        assert "the same command continues" in line
+        assert "Traceback" not in err
+    else:
+        assert children[1].returncode != 0
+
+
+def test_hosts_whose_configs_differ_are_refused_before_anything_is_written(tmp_path):
+    children = _two(tmp_path / "run", {}, {"train__seed": 7})
+    errors = [child.communicate(timeout=300)[1] for child in children]
+    assert [child.returncode for child in children] == [2, 2], errors
+    for err, numbers in zip(errors, ("0 here, 0 there", "7 here, 0 there"), strict=True):
+        (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert "process 1 has another train.seed than process 0" in line
+        assert numbers in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hosts_that_read_other_text_are_refused(tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text(tiny_run.TEXT + "More.")
+    children = _two(tmp_path / "run", {}, {"data__source": other})
+    errors = [child.communicate(timeout=300)[1] for child in children]
+    assert [child.returncode for child in children] == [2, 2], errors
+    assert all("process 1 has another data.source than process 0" in err for err in errors)
+    assert list(tmp_path.iterdir()) == [other]
+
+
+def test_a_host_that_is_refused_alone_ends_the_other(tmp_path):
+    children = _two(tmp_path / "run", {}, {"data__source": tmp_path / "nowhere.txt"})
+    errors = [child.communicate(timeout=300)[1] for child in children]
+    assert children[1].returncode == 2, errors
+    assert children[0].returncode == EXIT_LOST, errors
+    assert "nowhere.txt does not exist" in errors[1]
+    assert "process 1 ended with code 2" in errors[0]
+
+
+def test_two_hosts_stop_at_one_step_and_one_or_two_continue_as_if_nothing_had_been(tmp_path):
+    alone = tmp_path / "alone"
+    given = {"train__steps": 40, "train__eval_every": 20, "train__checkpoint_every": 0}
+    expected = tiny_run.run(alone, **given)
+    children = _two(tmp_path / "run", mesh__data=2, **given)
+    _wait_for_steps(tmp_path / "run")
+    children[1].send_signal(signal.SIGTERM)
+    outputs = [child.communicate(timeout=200) for child in children]
+    codes = {child.returncode for child in children}
+    assert codes in ({128 + signal.SIGTERM}, {0}), outputs
+    if codes == {128 + signal.SIGTERM}:
+        assert re.search(r"interrupted: saved at step \d+", outputs[0][1])
+    outcome = tiny_run.run(tmp_path / "run", **given)
+    assert (outcome.reason, outcome.step) == ("finished", 40)
+    assert outcome.bound == pytest.approx(expected.bound, rel=1e-3)

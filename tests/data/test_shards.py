@@ -1,0 +1,294 @@
+"""Laws of sharded corpora: the rows of one long text, whoever cut it and whoever reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dlm_jax.data import shard, shards
+from dlm_jax.data.loading import load_corpus
+from dlm_jax.data.pipeline import train_batches, train_dataset, validation_windows
+from dlm_jax.data.shard_index import read_index
+from dlm_jax.data.shards import DamagedShard
+from dlm_jax.data.token_files import write_tokens
+from dlm_jax.data.tokenizers import ByteTokenizer
+
+TEXTS = [f"document {i} says " + "ab" * (i % 23) for i in range(60)]
+SIZES = {"seq_len": 16, "batch_size": 8}
+
+
+@pytest.fixture(autouse=True)
+def short_records(monkeypatch):
+    """Records far shorter than a row, so that rows span records and shards."""
+    monkeypatch.setattr(shard, "RECORD_TOKENS", 7)
+
+
+def write_jsonl(path: Path, texts=TEXTS) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def make(tmp_path: Path, name: str = "corpus", *, texts=TEXTS, **flags: object) -> Path:
+    """A sharded corpus of `texts`, made by the command."""
+    source = write_jsonl(tmp_path / f"{name}.jsonl", texts)
+    given = {"out": tmp_path / name, "shards": 5, "workers": 1, "held-out": 0.2} | flags
+    options = [part for key, value in given.items() for part in (f"--{key}", str(value))]
+    assert shard.main([str(source), *options]) == 0
+    return tmp_path / name
+
+
+def ids_of(corpus_part) -> np.ndarray:
+    ids = np.empty(len(corpus_part), np.int32)
+    corpus_part.read_into(ids, 0)
+    return ids
+
+
+def _texts(ids: np.ndarray) -> list[str]:
+    coder = ByteTokenizer()
+    ends = np.flatnonzero(ids == coder.eos_id)
+    assert ends[-1] == len(ids) - 1
+    return [coder.decode(part) for part in np.split(ids, ends + 1)[:-1]]
+
+
+def _take(batches, count):
+    return list(itertools.islice(batches, count))
+
+
+def _assert_equal(left, right):
+    for a, b in zip(left, right, strict=True):
+        for name in ("tokens", "length", "given"):
+            np.testing.assert_array_equal(a[name], b[name])
+
+
+@pytest.mark.parametrize("num_shards", [1, 5, 200])
+def test_every_document_is_in_one_shard_once_in_its_order(tmp_path, num_shards):
+    corpus = load_corpus(make(tmp_path, shards=num_shards), seq_len=16, cache_dir=tmp_path / "c")
+    train, val = _texts(ids_of(corpus.train_rows)), _texts(ids_of(corpus.val_rows))
+    assert sorted(train + val) == sorted(TEXTS)
+    assert train == [text for text in TEXTS if text in train]
+    assert 3 <= len(val) <= 25
+    assert corpus.num_train_tokens == sum(len(text) + 1 for text in train)
+    assert corpus.num_val_characters == sum(map(len, val))
+
+
+def test_workers_and_shards_do_not_change_what_is_held_out(tmp_path):
+    def held_out(path):
+        return set(_texts(ids_of(load_corpus(path, cache_dir=tmp_path / "c").val_rows)))
+
+    assert held_out(make(tmp_path, "a")) == held_out(make(tmp_path, "b", shards=2))
+
+
+@pytest.mark.slow
+def test_workers_do_not_change_a_byte(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    one, two = make(tmp_path, "one"), make(tmp_path, "two", workers=2)
+    names = sorted(path.name for path in one.iterdir())
+    assert names == sorted(path.name for path in two.iterdir())
+    assert all((one / name).read_bytes() == (two / name).read_bytes() for name in names)
+
+
+def test_rows_of_shards_are_those_of_one_token_file_with_the_same_ids(tmp_path):
+    corpus = load_corpus(make(tmp_path), seq_len=16, cache_dir=tmp_path / "c")
+    ids = ids_of(corpus.train_rows)
+    write_tokens(tmp_path / "t.npy", ids, vocab_size=260)
+    _assert_equal(
+        _take(train_batches(corpus.train_rows, **SIZES, seed=3), 30),
+        _take(train_batches(tmp_path / "t.npy", **SIZES, seed=3), 30),
+    )
+    write_tokens(tmp_path / "v.npy", ids_of(corpus.val_rows), vocab_size=260)
+    for limit in (None, 3):
+        how = {"seq_len": 16, "pad_id": 257, "max_windows": limit, "multiple_of": 4}
+        _assert_equal(
+            [validation_windows(corpus.val_rows, **how)],
+            [validation_windows(tmp_path / "v.npy", **how)],
+        )
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Two corpora of other letters, three rows of the first to one of the second."""
+    roots = [
+        make(tmp_path, "low", texts=["abc" * (i + 1) for i in range(40)]),
+        make(tmp_path, "high", texts=["xyz" * (i + 1) for i in range(30)]),
+    ]
+    return load_corpus(roots, seq_len=16, weights=(3, 1), cache_dir=tmp_path / "c")
+
+
+@pytest.mark.parametrize("process_count", [2, 8])
+def test_a_row_depends_on_step_and_seed_alone_whoever_reads_it(mixed, process_count):
+    whole = _take(train_batches(mixed.train_rows, **SIZES, seed=3), 10)
+    parts = [
+        _take(
+            train_batches(
+                mixed.train_rows, **SIZES, seed=3, process_index=p, process_count=process_count
+            ),
+            10,
+        )
+        for p in range(process_count)
+    ]
+    joined = [
+        {name: np.concatenate([part[name] for part in step]) for name in step[0]}
+        for step in zip(*parts, strict=True)
+    ]
+    _assert_equal(joined, whole)
+
+
+def test_a_mixture_resumes_at_any_step(mixed):
+    whole = _take(train_batches(mixed.train_rows, **SIZES, seed=1), 12)
+    resumed = train_batches(mixed.train_rows, **SIZES, seed=1, start_step=7)
+    _assert_equal(_take(resumed, 5), whole[7:])
+    far = train_dataset(mixed.train_rows, **SIZES, seed=1)[10**10]
+    _assert_equal(
+        _take(train_batches(mixed.train_rows, **SIZES, seed=1, start_step=10**10), 1), [far]
+    )
+
+
+def test_rows_of_a_mixture_come_from_each_corpus_by_its_weight(mixed):
+    batches = _take(train_batches(mixed.train_rows, **SIZES, seed=0), 250)
+    is_low = np.concatenate([np.isin(b["tokens"], list(b"abc")).any(1) for b in batches])
+    is_high = np.concatenate([np.isin(b["tokens"], list(b"xyz")).any(1) for b in batches])
+    assert (is_low != is_high).all(), "no row holds tokens of two corpora"
+    # 2000 of the 10000 rows of a block, drawn without replacement: deviation 0.9%.
+    assert abs(is_low.mean() - 0.75) < 0.04
+
+
+def test_a_dataset_of_shards_pickles_without_its_open_files(mixed):
+    dataset = train_dataset(mixed.train_rows, **SIZES, seed=2)
+    batch = dataset[7]
+    assert any(part._open for part in mixed.train_rows.sources), "a file that is open cannot travel"
+    _assert_equal([pickle.loads(pickle.dumps(dataset))[7]], [batch])
+
+
+def test_few_files_are_open_however_many_there_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "_MAX_OPEN", 2)
+    corpus = load_corpus(make(tmp_path), seq_len=16, cache_dir=tmp_path / "c")
+    first = _take(train_batches(corpus.train_rows, **SIZES, seed=0, prefetch=0), 5)
+    monkeypatch.setattr(shards, "_MAX_OPEN", 100)
+    again = load_corpus(tmp_path / "corpus", seq_len=16, cache_dir=tmp_path / "c")
+    _assert_equal(_take(train_batches(again.train_rows, **SIZES, seed=0), 5), first)
+    assert len(corpus.train_rows._open) <= 2
+
+
+# Damage and other bad input
+
+
+def _a_shard(root: Path) -> Path:
+    return max(root.glob("train-*"), key=lambda path: path.stat().st_size)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "missing", "index"])
+def test_damage_is_refused_by_file_before_a_run_begins(tmp_path, damage):
+    root = make(tmp_path)
+    path = root / "index.json" if damage == "index" else _a_shard(root)
+    data = bytearray(path.read_bytes())
+    if damage in ("flip", "index"):
+        data[len(data) // 2] ^= 4
+    path.write_bytes(data[:-9] if damage == "cut" else data)
+    if damage == "missing":
+        path.unlink()
+    with pytest.raises(ValueError, match=path.name) as caught:
+        load_corpus(root, seq_len=16, cache_dir=tmp_path / "c")
+    assert "\n" not in str(caught.value)
+
+
+def test_no_flipped_bit_of_a_shard_is_read_as_another_token(tmp_path, monkeypatch):
+    """What the check of large corpora leaves to the moment of reading."""
+    monkeypatch.setattr(shards, "CHECK_BYTES", 0)
+    root = make(tmp_path, shards=1)
+    path, good = _a_shard(root), _a_shard(root).read_bytes()
+    expected = ids_of(load_corpus(root, seq_len=16, cache_dir=tmp_path / "c").train_rows)
+    rng = np.random.default_rng(0)
+    found = []
+    for bit in rng.choice(8 * len(good), 150, replace=False):
+        data = bytearray(good)
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        try:
+            rows = load_corpus(root, seq_len=16, cache_dir=tmp_path / "c").train_rows
+            np.testing.assert_array_equal(ids_of(rows), expected)
+        except DamagedShard as error:
+            found.append(str(error))
+    # Most of a shard this small is padding, where a flip changes nothing.
+    assert len(found) > 10
+    assert all(path.name in line for line in found)
+
+
+def test_a_shard_of_another_tokenizer_is_refused(tmp_path):
+    index = read_index(str(make(tmp_path, "a")))
+    make(tmp_path, "b", tokenizer="bpe:280")
+    name = index.train[0].name
+    # Of the same size and checksum as far as the index knows, so that only the tokenizer differs.
+    theirs = tmp_path / "b" / name
+    facts = dataclasses.replace(
+        index.train[0],
+        num_bytes=theirs.stat().st_size,
+        crc32=shards.size_and_crc(shards.located(theirs))[1],
+    )
+    os.replace(theirs, tmp_path / "a" / name)
+    changed = dataclasses.replace(index, train=(facts, *index.train[1:]))
+    changed.write(shards.located(tmp_path / "a"))
+    with pytest.raises(DamagedShard, match=f"{name} is a shard of another tokenizer"):
+        load_corpus(tmp_path / "a", seq_len=16, cache_dir=tmp_path / "c")
+
+
+def test_what_does_not_fit_is_refused_in_one_line(tmp_path):
+    low, high = make(tmp_path, "low"), make(tmp_path, "high", tokenizer="bpe:280")
+    text = write_jsonl(tmp_path / "text.jsonl")
+    cases = [
+        ([low, high], {}, "high was made with another tokenizer than .*low"),
+        (high, {"tokenizer": "byte"}, "high was made with another tokenizer than data.tokenizer"),
+        (low, {"tokenizer": "bpe:280"}, "would train one"),
+        ([low, low], {"weights": (0, 0)}, r"data.weights=\[0.0, 0.0\] sum to nothing"),
+        ([low, low], {"weights": (1, -1)}, "must be numbers of at least 0"),
+        ([low, low], {"weights": (1, float("nan"))}, "must be numbers of at least 0"),
+        ([low, low], {"weights": (1, 1e-9)}, "1e-09 is less than one row of 10000"),
+        ([low, low], {"weights": (1,)}, "data.weights has 1 numbers for 2 corpora"),
+        (text, {"weights": (1,)}, "data.weights mixes sharded corpora"),
+        ([low, text], {}, "text.jsonl is no sharded corpus"),
+        (low, {"layout": "documents"}, "data.layout='documents' is not for sharded corpora"),
+        (low, {"seq_len": 10**6}, "fewer than one window of seq_len=1000000"),
+        ("ftp://host/x", {}, "URL of an unknown kind; use gs://, s3://"),
+    ]
+    for source, options, message in cases:
+        with pytest.raises(ValueError, match=message) as caught:
+            load_corpus(source, **({"seq_len": 16, "cache_dir": tmp_path / "c"} | options))
+        assert "\n" not in str(caught.value)
+        assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "message"),
+    [
+        ('{"text": "a"}\n{"text": 3}\n', [], "at byte 14: text is a number"),
+        ('{"prompt": "a", "response": "b"}\n', [], "has a prompt, which packed rows"),
+        ('{"text": "a"}\n', [], "no document is"),
+        ('{"text": "a"}\n', ["--held-out", "1"], "--held-out=1.0 is outside"),
+        ('{"text": "a"}\n', ["--shards", "0"], "--shards=0 is outside"),
+        ('{"text": "a"}\n', ["--tokenizer", "character"], "needs the whole text at once"),
+        ('{"text": "a"}\n', ["--tokenizer", "word"], "tokenizer='word' is unknown"),
+        ('{"text": "a"}\n', ["--shard", "2"], "unrecognized arguments: --shard"),
+    ],
+)
+def test_the_command_refuses_in_one_line(tmp_path, capsys, content, flags, message):
+    (tmp_path / "in.jsonl").write_text(content)
+    arguments = [str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out"), "--workers", "1"]
+    assert shard.main([*arguments, *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out" / "index.json").exists()
+
+
+def test_a_corpus_is_never_written_over(tmp_path, capsys):
+    root = make(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in root.iterdir()}
+    assert shard.main([str(tmp_path / "corpus.jsonl"), "--out", str(root)]) == 2
+    assert "holds a corpus already" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in root.iterdir()} == before

@@ -1,0 +1,158 @@
+"""Caches from the front door: with every rule that stays in its block, and refusals in one line."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import toy
+import toy_model
+from jax.sharding import NamedSharding, PartitionSpec
+
+import dlm_jax
+from dlm_jax.config import MeshConfig, SampleConfig
+from dlm_jax.distributed.sharding import make_mesh
+from dlm_jax.inference.generate import texts_of
+from dlm_jax.inference.model import Model
+from dlm_jax.model.transformer import build
+
+TOKENIZER = toy_model.TOKENIZER
+SHORT = SampleConfig(steps=16, gen_length=16, chain=("temperature",), temperature=0.8)
+
+
+def _model(**changes) -> Model:
+    network = build(toy.config(vocab_size=TOKENIZER.vocab_size, **changes))
+    return Model(
+        network, toy.random_params(network), TOKENIZER, max_length=32, sample=SHORT,
+        is_causal=changes.get("attention_type") == "causal",
+    )  # fmt: skip
+
+
+BLOCKS = _model(attention_type="block_causal", block_length=4)
+CAUSAL = _model(attention_type="causal", start_id=TOKENIZER.mask_id)
+BOTH_WAYS = _model(add_sampler_head=True, add_critic_head=True)
+NEXT = {"order": "left_to_right"}
+PROMPTS = ["The cat ", "A rat", "The "]
+
+EXACT = {
+    "low_confidence": {"order": "low_confidence", "temperature": 0.0},
+    "threshold": {"order": "threshold", "threshold": 0.2},
+    "ancestral": {"order": "ancestral", "steps": 12},
+    "remdm": {"order": "random", "remask": "remdm_cap", "remask_eta": 0.4, "steps": 24},
+    "refined": {"order": "low_confidence", "schedule": "all", "remask": "scheduled", "steps": 16},
+    "resampled": {"order": "threshold", "resample": True, "steps": 12},
+    "renoised": {"order": "random", "renoise": "mask", "renoise_start": 0.3, "steps": 24},
+    "until EOS": {"order": "low_confidence", "stop_at_eos": True},
+    "guided": {"order": "low_confidence", "guidance": 1.0},
+}
+
+
+def _same(ours, theirs):
+    assert ours.texts == theirs.texts
+    assert (ours.steps == theirs.steps).all() and ours.status == theirs.status
+    np.testing.assert_array_equal(ours.committed, theirs.committed)
+    np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EXACT)
+def test_every_rule_writes_beside_finished_blocks_what_it_writes_without_a_cache(case):
+    """Seven rows in two slots: they stand in different blocks, and slots are filled again."""
+    settings = EXACT[case] | {"num_samples": 2, "batch_size": 2}
+    ours = dlm_jax.generate(BLOCKS, PROMPTS, cache="exact", **settings)
+    theirs = dlm_jax.generate(BLOCKS, PROMPTS, **settings)
+    _same(ours, theirs)
+    assert ours.counters.positions.sum() < (theirs.forwards * theirs.lengths).sum()
+
+
+APPROXIMATE = {
+    "wavefront": {"fill": "wavefront", "order": "low_confidence", "steps": 8},
+    "critic": {"fill": "wavefront", "order": "low_confidence", "schedule": "all",
+               "remask": "scheduled", "remask_by": "critic", "steps": 8},
+    "guided": {"order": "low_confidence", "guidance": 1.0},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+@pytest.mark.parametrize("case", APPROXIMATE)
+def test_every_rule_writes_in_a_row_that_is_always_fresh_what_it_writes_without_a_cache(
+    case, cache
+):
+    settings = APPROXIMATE[case] | {"num_samples": 2, "batch_size": 2, "block_length": 4}
+    prompts = [*PROMPTS[:2], {"template": "The <hole:5>sat. A <hole:3>"}]
+    ours = dlm_jax.generate(BOTH_WAYS, prompts, cache=cache, cache_refresh=1, **settings)
+    _same(ours, dlm_jax.generate(BOTH_WAYS, prompts, **settings))
+
+
+@pytest.mark.slow
+def test_a_causal_model_reads_back_streams_and_is_hosted_beside_its_cache():
+    plain = dlm_jax.generate(CAUSAL, PROMPTS, **NEXT)
+    cached = dlm_jax.generate(CAUSAL, PROMPTS, cache="exact", batch_size=2, **NEXT)
+    _same(cached, plain)
+    read = dlm_jax.generate(CAUSAL, PROMPTS, cache="exact", read_back=True, **NEXT)
+    assert read.texts == plain.texts
+    assert [len(row) for row in read.read_back] == [16] * 3
+    shown = list(dlm_jax.stream(CAUSAL, PROMPTS, cache="exact", every=5, **NEXT))
+    last = {index: row for rows in shown for index, row in rows.items()}
+    assert texts_of(CAUSAL, last).texts == plain.texts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["exact", "prefix", "dual"])
+def test_several_devices_keep_their_own_rows(cache):
+    model = BLOCKS if cache == "exact" else BOTH_WAYS
+    settings = {"order": "low_confidence", "cache": cache, "block_length": 4, "num_samples": 4}
+    here = dlm_jax.generate(model, PROMPTS[:2], **settings)
+    mesh = make_mesh(MeshConfig())
+    spread = jax.device_put(model.params, NamedSharding(mesh, PartitionSpec()))
+    there = dlm_jax.generate(dataclasses.replace(model, params=spread), PROMPTS[:2], **settings)
+    _same(there, here)
+
+
+@pytest.mark.slow
+def test_an_exact_cache_writes_ten_thousand_greedy_tokens_as_without():
+    rng = np.random.default_rng(0)
+    text = [i for i in range(TOKENIZER.vocab_size) if i not in BLOCKS.banned_ids + BLOCKS.eos_ids]
+    prompts = [{"tokens": rng.choice(text, rng.integers(1, 9))} for _ in range(450)]
+    settings = {"temperature": 0.0, "gen_length": 23, "steps": 23, "ignore_eos": True}
+    for model, more in ((BLOCKS, {"order": "low_confidence"}), (CAUSAL, NEXT)):
+        ours = dlm_jax.generate(model, prompts, cache="exact", **settings, **more)
+        theirs = dlm_jax.generate(model, prompts, **settings, **more)
+        assert (ours.lengths - [len(p["tokens"]) for p in prompts]).sum() > 10_000
+        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "line"),
+    [
+        (BLOCKS, {"block_length": 8}, "block_length=8 is not the 4 that the model was trained"),
+        (BLOCKS, {"edit": True, "schedule": "all", "resample": True}, "edit=True moves tokens out"),
+        (BLOCKS, {"cache": "dual"}, "cache='dual' is for models whose positions all see"),
+        (BOTH_WAYS, {"cache": "exact"}, "cache='exact' needs model.attention_type='causal' or"),
+        (BOTH_WAYS, {"cache": "prefix"}, "cache='prefix' computes a block at a step, and block"),
+        (BOTH_WAYS, {"cache": "duel"}, "cache='duel' is not one of none, exact, prefix, dual"),
+        (BOTH_WAYS, {"cache": "dual", "block_length": 4, "cache_refresh": -1}, "cache_refresh=-1"),
+        (BOTH_WAYS, {"cache": "dual", "block_length": 4, "edit": True, "resample": True,
+                     "schedule": "all"}, "edit=True moves tokens, and cache='dual' keeps"),
+        (CAUSAL, {"cache": "exact", "order": "random"}, "order='random' may write another token"),
+        (CAUSAL, {"cache": "exact", "steps": 4, **NEXT}, "steps=4 is less than the 16 tokens"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_one_line(model, settings, line):
+    with pytest.raises(ValueError, match="^[^\n]+$") as refusal:
+        dlm_jax.generate(model, ["The "], **settings)
+    assert line in str(refusal.value)
+
+
+def test_text_behind_a_hole_is_refused_where_the_model_cannot_see_it():
+    with pytest.raises(ValueError, match="^tokens are given behind a hole, where a block-causal"):
+        dlm_jax.generate(BLOCKS, [{"template": "The <hole:4> sat"}])
+
+
+def test_a_network_that_keeps_nothing_is_refused():
+    network = dataclasses.replace(toy_model.MODEL.network, cached=None)
+    model = dataclasses.replace(toy_model.MODEL, network=network)
+    with pytest.raises(ValueError, match="^cache='dual' needs a network that offers its trunk"):
+        dlm_jax.generate(model, [""], cache="dual", block_length=4)

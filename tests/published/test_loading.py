@@ -1,0 +1,187 @@
+"""A published directory becomes the network that its formulas describe, and comes back whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import jax
+import ml_dtypes
+import numpy as np
+import published_cases as cases
+import pytest
+import safetensors.numpy
+from oracles.published import Oracle
+
+import dlm_jax
+from dlm_jax.published.shards import Shards
+
+FAMILIES = list(cases.CONFIGS)
+LENGTHS = np.array([13, 7])
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def loaded(request, tmp_path_factory):
+    directory = cases.write(tmp_path_factory.mktemp(request.param) / "model", request.param)
+    return request.param, directory, dlm_jax.load(directory)
+
+
+def _tokens():
+    return np.random.default_rng(1).integers(0, cases.NUM_TOKENS, (2, 13)).astype(np.int32)
+
+
+def _near(found, wanted):
+    scale = np.abs(wanted).max()
+    np.testing.assert_allclose(np.asarray(found) / scale, wanted / scale, atol=1e-5)
+
+
+def test_hidden_states_and_logits_are_those_of_the_formulas(loaded):
+    name, _, model = loaded
+    oracle = Oracle(cases.CONFIGS[name], cases.tensors(name, cases.CONFIGS[name]))
+    tokens = _tokens()
+    hidden, _ = jax.jit(lambda p, t, n: model.network.trunk(p, t, n, None))(
+        model.params, tokens, LENGTHS
+    )
+    for row, length in enumerate(LENGTHS):
+        given = tokens[row, :length]
+        if model.is_causal:
+            given = np.concatenate([[model.config.model.start_id], given])[:-1]
+            wanted = oracle.hidden(given, may_see=np.tri(length, dtype=bool))
+            logits = oracle.logits(given, may_see=np.tri(length, dtype=bool))
+        else:
+            block = np.arange(length) // (model.network.block_length or 99)
+            may_see = block[:, None] >= block[None]
+            wanted = oracle.hidden(given, may_see=may_see)
+            logits = oracle.logits(given, may_see=may_see)
+        if name == "dream":  # the prediction of a position stands one place to its left
+            order = np.maximum(np.arange(length) - 1, 0)
+            wanted, logits = wanted[order], logits[order]
+        _near(hidden[row, :length], wanted)
+        _near(model.network.readout(model.params, hidden[row, :length]), logits)
+
+
+def test_loading_exporting_and_loading_is_the_identity(loaded, tmp_path):
+    name, directory, model = loaded
+    files = dlm_jax.export(model, tmp_path / "out", max_shard_bytes=20_000)
+    assert sum(file.endswith(".safetensors") for file in files) > 2
+    again = dlm_jax.load(tmp_path / "out")
+    assert again.config == model.config
+    assert again.tokenizer == model.tokenizer
+    assert (again.eos_ids, again.chat) == (model.eos_ids, model.chat)
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+    ours, theirs = Shards(tmp_path / "out"), Shards(directory)
+    assert set(ours.entries) == set(theirs.entries)
+    for tensor in theirs.entries:
+        np.testing.assert_array_equal(ours.read(tensor), theirs.read(tensor))
+
+
+def test_bfloat16_stays_as_it_is_stored(tmp_path):
+    directory = cases.write(tmp_path / "model", "dream", num_shards=1)
+    made = cases.tensors("dream", cases.CONFIGS["dream"])
+    half = {name: value.astype(ml_dtypes.bfloat16) for name, value in made.items()}
+    safetensors.numpy.save_file(half, directory / "model.safetensors")
+    model = dlm_jax.load(directory)
+    assert model.config is not None
+    assert model.config.model.compute_dtype == "bfloat16"
+    assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {np.dtype(ml_dtypes.bfloat16)}
+    wide = dlm_jax.load(directory, dtype="float32")
+    assert {leaf.dtype for leaf in jax.tree.leaves(wide.params)} == {np.dtype(np.float32)}
+    kernel = half["model.layers.1.mlp.up_proj.weight"].astype(np.float32).T
+    np.testing.assert_array_equal(wide.params["blocks"]["mlp"]["up"]["kernel"][1], kernel)
+
+
+def _edit_json(file, **changes):
+    said = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in said.items() if value is not ...}))
+
+
+def _without(directory, tensor):
+    made = cases.tensors("dream", cases.CONFIGS["dream"])
+    del made[tensor]
+    cases.write_weights(directory, made, 1)
+
+
+def _with(directory, tensor, shape):
+    made = cases.tensors("dream", cases.CONFIGS["dream"])
+    made[tensor] = np.zeros(shape, np.float32)
+    cases.write_weights(directory, made, 1)
+
+
+def _truncate(directory, by):
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-by])
+
+
+CONFIG, UP = "config.json", "model.layers.1.mlp.up_proj.weight"
+BAD = {
+    "a tensor is missing": (lambda d: _without(d, UP), [f"lacks the tensor '{UP}'"]),
+    "a tensor is surplus": (lambda d: _with(d, "model.extra.weight", (2,)), ["model.extra.weight"]),
+    "a shape is wrong": (lambda d: _with(d, UP, (3, 4)), [UP, "(3, 4)", "(40, 24)"]),
+    "a field is unknown": (lambda d: _edit_json(d / CONFIG, gated_attention=True),
+                           ["config.json: gated_attention=True"]),
+    "a field is not implemented": (lambda d: _edit_json(d / CONFIG, rope_scaling={"type": "yarn"}),
+                                   ["config.json: rope_scaling="]),
+    "a field is missing": (lambda d: _edit_json(d / CONFIG, hidden_size=...),
+                           ["config.json", "'hidden_size'"]),
+    "a field has another type": (lambda d: _edit_json(d / CONFIG, hidden_size="wide"),
+                                 ["config.json: hidden_size='wide'"]),
+    "an architecture is unknown": (lambda d: _edit_json(d / CONFIG, architectures=["DreamModelX"]),
+                                   ["architectures=['DreamModelX']", "'DreamModel'"]),
+    "a shard is truncated": (lambda d: _truncate(d, 10), ["model.safetensors is truncated"]),
+    "a shard is cut in its header": (lambda d: _truncate(d, 10**9), ["model.safetensors"]),
+    "there are pickles alone": (
+        lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), ["safetensors"]),
+    "a tokenizer is of another model": (lambda d: _edit_json(d / CONFIG, mask_token_id=151666),
+                                        ["config.json", "mask_token_id=151666"]),
+    "a tokenizer has more ids": (
+        lambda d: (d / "tokenizer.json").write_text(
+            cases.tokenizer_json().replace('"z":25', '"z":99')), ["tokenizer.json"]),
+    "a tokenizer is broken": (lambda d: (d / "tokenizer.json").write_text("{}"),
+                              ["tokenizer.json"]),
+    "a template is broken": (
+        lambda d: _edit_json(d / "tokenizer_config.json", chat_template="{% for %}"),
+        ["tokenizer_config.json", "chat_template"]),
+    "a config is no JSON": (lambda d: (d / CONFIG).write_text("{"), ["config.json"]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    return cases.write(tmp_path_factory.mktemp("good") / "model", "dream", num_shards=1)
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_directories_are_refused_with_one_line_that_names_file_and_field(what, good, tmp_path):
+    directory = shutil.copytree(good, tmp_path / "model")
+    spoil, told = BAD[what]
+    spoil(directory)
+    with pytest.raises(ValueError) as refusal:
+        dlm_jax.load(directory)
+    line = str(refusal.value)
+    assert "\n" not in line
+    assert all(word in line for word in told), line
+
+
+def test_an_index_that_names_another_file_is_refused(tmp_path):
+    directory = cases.write(tmp_path / "model", "dream", num_shards=2)
+    (directory / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model-00002-of-00002\.safetensors does not exist"):
+        dlm_jax.load(directory)
+    index = directory / "model.safetensors.index.json"
+    said = json.loads(index.read_text())
+    said["weight_map"] = dict.fromkeys(said["weight_map"], "../weights.safetensors")
+    index.write_text(json.dumps(said))
+    with pytest.raises(ValueError, match="weight_map"):
+        dlm_jax.load(directory)
+
+
+def test_code_that_comes_with_a_model_is_never_run(tmp_path):
+    directory = cases.write(tmp_path / "model", "llada")
+    (directory / "modeling_llada.py").write_text("raise SystemExit('run')")
+    assert dlm_jax.load(directory).family == "llada"
+
+
+def test_architecture_counts_before_model_type(tmp_path):
+    moe, dense = cases.CONFIGS["llada_moe"], cases.CONFIGS["llada"]
+    assert moe["model_type"] == dense["model_type"]
+    assert dlm_jax.load(cases.write(tmp_path / "moe", "llada_moe")).family == "llada_moe"

@@ -1,0 +1,263 @@
+"""Law 13: a cache changes time, not text; and no row feels what is computed for another."""
+
+import functools
+
+import canvases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from canvases import FOREVER, POSITIONS, ROWS
+
+from dlm_jax.config import SampleConfig
+from dlm_jax.model.transformer import build
+from dlm_jax.sampling.advance import Advance, make_advance
+from dlm_jax.sampling.facts import ModelFacts
+from dlm_jax.sampling.forward import with_cache
+from dlm_jax.sampling.row import RowParams
+from dlm_jax.sampling.rules import BUILT_IN
+from dlm_jax.sampling.state import start
+from dlm_jax.types import Status
+
+UNIT = 4
+MODELS = {
+    "bidirectional": {},
+    "causal": {"attention_type": "causal", "start_id": toy.MASK},
+    "block_causal": {"attention_type": "block_causal", "block_length": UNIT},
+}
+CASES = {
+    "block_causal-exact": {"cache": "exact", "block_length": UNIT, "order": "low_confidence"},
+    "causal-exact": {"cache": "exact", "order": "left_to_right"},
+    "bidirectional-prefix": {"cache": "prefix", "block_length": UNIT, "order": "random"},
+    "bidirectional-dual": {"cache": "dual", "block_length": UNIT, "order": "low_confidence"},
+    "bidirectional-dual-near": {"cache": "dual", "block_length": 3, "cache_margin": 2},
+}  # fmt: skip
+
+FEW = ("block_causal-exact", "bidirectional-dual")
+"""The cases of the default tests: every one compiles a loop of its own."""
+
+
+def _some(*cases):
+    return [case if case in FEW else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+@functools.cache
+def _network(kind):
+    network = build(toy.config(**MODELS[kind]))
+    return network, toy.random_params(network)
+
+
+def _advance(kind, **static) -> Advance:
+    return make_advance(canvases.program(_network(kind)[0], **static))
+
+
+def _rows(seed=0, count=ROWS):
+    """Prompts of any length, with holes behind them; every row a step for each hole."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for index in range(count):
+        given = int(rng.integers(1, 12))
+        holes = int(rng.integers(1, POSITIONS - given + 1))
+        tokens = [*rng.integers(0, toy.MASK, given).tolist(), *[toy.MASK] * holes]
+        temperature = (0.0, 1.0, 0.6)[index % 3]
+        rows.append({"tokens": tokens, "steps": holes + int(rng.integers(3)), "seed": index + seed,
+                     "temperature": temperature})  # fmt: skip
+    return rows
+
+
+def _state(kind, rows, *, is_guided=False, **settings):
+    """The state before the first step; None is an idle slot."""
+    tokens_BL = np.full((len(rows), POSITIONS), toy.PAD, np.int32)
+    length_B = np.zeros(len(rows), np.int32)
+    samples, keyed = [], []
+    for slot, row in enumerate(rows):
+        row = dict(row) if row else {"tokens": [], "steps": 1, "seed": 0}
+        tokens = row.pop("tokens")
+        tokens_BL[slot, : len(tokens)], length_B[slot] = tokens, len(tokens)
+        seed = row.pop("seed")
+        samples.append(SampleConfig(**settings | row))
+        keyed.append(type("Row", (), {**vars(samples[-1]), "seed": seed, "capacity": 0}))
+    model = _network(kind)[0]
+    facts = ModelFacts(
+        toy.VOCAB_SIZE, toy.BANNED, (toy.EOS,), has_cache=True, is_causal=kind == "causal",
+        block_length=model.block_length,
+    )  # fmt: skip
+    state = start(
+        jnp.asarray(tokens_BL), jnp.asarray(length_B), RowParams.pack(keyed, facts),
+        BUILT_IN.pack(samples, facts), mask_id=toy.MASK,
+    )  # fmt: skip
+    program = canvases.program(model, is_guided=is_guided)
+    return with_cache(program, _network(kind)[1], state)
+
+
+def _run(kind, rows, *, is_guided=False, **settings):
+    state = _state(kind, rows, is_guided=is_guided, **settings)
+    state = _advance(kind, is_guided=is_guided)(_network(kind)[1], state, FOREVER)
+    return canvases.results(state), state.counters
+
+
+def _without(settings):
+    return settings | {"cache": "none", "cache_margin": 0, "cache_refresh": 0}
+
+
+def _same_up_to_rounding(ours, theirs, *, forwards=True):
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.tokens, a.committed, a.steps, a.status) == (
+            b.tokens, b.committed, b.steps, b.status
+        )  # fmt: skip
+        np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=1e-4, atol=1e-5)
+        if forwards:
+            assert a.forwards == b.forwards
+
+
+@pytest.mark.parametrize("case", _some("block_causal-exact", "causal-exact"))
+def test_an_exact_cache_gives_the_rows_that_none_gives(case):
+    kind, settings = case.split("-")[0], CASES[case]
+    for seed in range(2):
+        ours, counters = _run(kind, _rows(seed), **settings)
+        theirs, _ = _run(kind, _rows(seed), **_without(settings))
+        _same_up_to_rounding(ours, theirs, forwards=False)
+        plain = sum(result.forwards * len(result.tokens) for result in theirs)
+        assert np.asarray(counters.positions).sum() < 0.5 * plain
+
+
+@pytest.mark.parametrize("case", _some(*[case for case in CASES if "exact" not in case]))
+def test_an_approximate_cache_refreshed_at_every_step_gives_the_rows_that_none_gives(case):
+    settings = CASES[case] | {"cache_refresh": 1}
+    ours, _ = _run("bidirectional", _rows(), **settings)
+    theirs, _ = _run("bidirectional", _rows(), **_without(settings))
+    _same_up_to_rounding(ours, theirs)
+
+
+@pytest.mark.parametrize("case", _some(*CASES))
+def test_no_row_feels_the_others_the_batch_or_its_place(case):
+    """Bit for bit; rows begin, change blocks, are refreshed and end at different times."""
+    kind, settings = case.split("-")[0], CASES[case]
+    rows = _rows(3)
+    if "exact" not in case:
+        for place, row in enumerate(rows):
+            row["cache_refresh"] = (0, 2, 3, 1)[place % 4]
+    together, _ = _run(kind, rows, **settings)
+    order = np.random.default_rng(0).permutation(ROWS)
+    assert _run(kind, [rows[i] for i in order], **settings)[0] == [together[i] for i in order]
+    strangers = _rows(9)
+    for place in (0, 5):
+        crowd = [*strangers[:place], rows[place], *strangers[place + 1 :]]
+        assert _run(kind, crowd, **settings)[0][place] == together[place]
+        alone = [rows[place] if slot == 3 else None for slot in range(ROWS)]
+        assert _run(kind, alone, **settings)[0][3] == together[place]
+
+
+@pytest.mark.parametrize("case", _some(*CASES))
+def test_nothing_a_row_may_change_compiles_again(case):
+    kind, settings = case.split("-")[0], CASES[case]
+    advance = _advance(kind)
+    _run(kind, _rows(), **settings)
+    before = len(advance.compiled), advance._jitted._cache_size()
+    rows = _rows(5)
+    for row in rows:
+        row["cache_refresh"] = 3
+    _run(kind, rows, **settings)
+    _run(kind, [*_rows(2)[:2], *[None] * (ROWS - 2)], **settings)
+    assert (len(advance.compiled), advance._jitted._cache_size()) == before
+
+
+@pytest.mark.slow
+def test_forwards_and_positions_are_those_of_the_formulas():
+    """A row of 5 given tokens and 11 holes, one token a step."""
+    rows = [{"tokens": [1, 2, 3, 4, 5, *[toy.MASK] * 11], "steps": 12, "seed": 0}]
+    rows += [None] * (ROWS - 1)
+    result, counters = _run("block_causal", rows, **CASES["block_causal-exact"])
+    # The prompt's block is settled, as are two finished ones; each step computes its block.
+    assert result[0].forwards == 11 + 3 == int(counters.forwards[0])
+    assert int(counters.positions[0]) == 4 * (11 + 3)
+    result, counters = _run("bidirectional", rows, **CASES["bidirectional-dual"])
+    # Blocks begin at 5, 9 and 13, the last of three; each begins with a whole forward.
+    assert result[0].forwards == 11
+    assert int(counters.positions[0]) == 3 * 16 + 4 * (3 + 3) + 3 * 2
+    _, counters = _run("bidirectional", rows, **CASES["bidirectional-prefix"])
+    assert int(counters.positions[0]) == 3 * 16 + 11 * 3 + 7 * 3 + 3 * 2
+    result, counters = _run("causal", rows, **CASES["causal-exact"])
+    assert result[0].forwards == 11
+    assert int(counters.positions[0]) == 16 + 10
+    result, counters = _run("causal", rows, **_without(CASES["causal-exact"]))
+    assert (result[0].forwards, int(counters.positions[0])) == (11, 0)
+
+
+def _open_blocks(tokens, committed, num_open, share):
+    """Blocks open at each step, by the rule of `OPEN_SHARE`, replayed from what was committed."""
+    first = tokens.index(toy.MASK) // UNIT
+    blocks = {b: [p for p in range(len(tokens)) if p // UNIT == b and tokens[p] == toy.MASK]
+              for b in range(first, -(-len(tokens) // UNIT))}  # fmt: skip
+    is_left = {b: set(places) for b, places in blocks.items()}
+    found, now = [], [first]
+    for step in range(max(committed) + 1):
+        found.append(tuple(now))
+        for b in now:
+            is_left[b] -= {p for p in blocks[b] if committed[p] == step}
+        last = now[-1]
+        done = len(blocks[last]) - len(is_left[last])
+        if not any(is_left[b] for b in now):
+            now = [last + 1]
+            continue
+        while not is_left[now[0]]:
+            now = now[1:]
+        is_room = len(now) < num_open and last + 1 in blocks
+        if is_room and done >= max(1, int(share * len(blocks[last]) + 1e-3)):
+            now = [*now, last + 1]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["low_confidence", "threshold"])
+def test_several_blocks_are_open_as_the_formula_says_with_a_cache_and_without(order):
+    settings = {"cache": "exact", "block_length": UNIT, "order": order, "open_blocks": 3}
+    settings |= {"threshold": 0.3, "chain": ("temperature",)}
+    rows = _rows(6)
+    for place, row in enumerate(rows):
+        row["open_share"] = (0.25, 0.5, 1.0, 0.1)[place % 4]
+    ours, _ = _run("block_causal", rows, **settings)
+    theirs, _ = _run("block_causal", rows, **_without(settings))
+    _same_up_to_rounding(ours, theirs, forwards=False)
+    several = 0
+    for row, result in zip(rows, ours, strict=True):
+        assert Status(result.status) is Status.DONE
+        opened = _open_blocks(row["tokens"], result.committed, 3, row["open_share"])
+        for step, now in enumerate(opened):
+            mine = {p // UNIT for p, s in enumerate(result.committed) if s == step}
+            assert mine <= set(now)
+            several += bool(mine - {now[0]})
+    assert several > 3
+
+
+@pytest.mark.slow
+def test_guidance_keeps_the_row_and_the_row_without_what_was_given():
+    rows = _rows(4)
+    for place, row in enumerate(rows):
+        row["guidance"] = (0.0, 1.5)[place % 2]
+    for kind, case, more in (
+        ("block_causal", "block_causal-exact", {}),
+        ("bidirectional", "bidirectional-dual", {"cache_refresh": 1}),
+    ):
+        settings = CASES[case] | more
+        ours, _ = _run(kind, rows, is_guided=True, **settings)
+        theirs, _ = _run(kind, rows, is_guided=True, **_without(settings))
+        _same_up_to_rounding(ours, theirs, forwards=False)
+
+
+def test_what_is_kept_is_put_down_where_it_lies_and_no_logits_are():
+    """No second copy of the keys and values, and no array of all positions and the vocabulary."""
+    network, params = _network("block_causal")
+    advance = Advance(canvases.program(network))
+    state = _state("block_causal", _rows(), chain=("temperature",), **CASES["block_causal-exact"])
+    compiled = advance._jitted.lower(params, state, jnp.int32(3), jnp.int32(9)).compile()
+    text = compiled.as_text()
+    assert f"f32[{ROWS},{POSITIONS},{toy.VOCAB_SIZE}]" not in text
+    assert f"f32[{ROWS * POSITIONS},{toy.VOCAB_SIZE}]" not in text
+    kept = jax.tree.leaves(state.cache.kept)
+    shape = ",".join(map(str, kept[0].shape))
+    assert f"f32[{shape}]" in text
+    assert not [line for line in text.splitlines() if f"f32[{shape}]" in line and " copy(" in line]
+    # 2 depth B L G K numbers of four bytes
+    assert sum(leaf.nbytes for leaf in kept) == 2 * 2 * ROWS * POSITIONS * 2 * 8 * 4

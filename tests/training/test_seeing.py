@@ -1,0 +1,211 @@
+"""Laws of what a run tells of itself: where its time went, trackers, traces."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import numpy as np
+import pytest
+import tiny_run
+
+import dlm_jax.config as configs
+from dlm_jax.cli import train
+from dlm_jax.config import ModelConfig
+from dlm_jax.metrics import loss_curves, read_records
+from dlm_jax.training import meter
+from dlm_jax.training.flops import model_flops
+from dlm_jax.training.loop import _Loop
+from dlm_jax.training.profiling import Profile, parse_span
+from dlm_jax.training.trackers import open_trackers
+
+SHORT = {
+    "train__steps": 6,
+    "train__log_every": 2,
+    "train__eval_every": 3,
+    "train__checkpoint_every": 0,
+    "optim__warmup_steps": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run with a trace and TensorBoard, on a device that says what it can do."""
+    out_dir = tmp_path_factory.mktemp("seen") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meter, "peak_flops", lambda device: 1e12)
+        given = SHORT | {"train__trackers": "tensorboard"}
+        with tiny_run.on_devices(1):
+            run = tiny_run.prepare(
+                configs.load(None, tiny_run.flags(out_dir, **given)), report=lambda line: None
+            )
+        with run.checkpoints:
+            tiny_run.run_loop(run, profile=(3, 4))
+    return out_dir, run
+
+
+def _lines(out_dir, kind="train"):
+    return [line for line in read_records(out_dir / "metrics.jsonl") if line["kind"] == kind]
+
+
+def test_every_line_tells_where_the_time_went(finished):
+    out_dir, run = finished
+    rows, length = run.config.train.batch_size, run.config.data.seq_len
+    flops = model_flops(run.state.params, run.config.model, num_rows=rows, num_positions=length)
+    for line in _lines(out_dir):
+        parts = [line[f"{name}_seconds"] for name in ("input", "device", "host")]
+        assert min(parts) >= 0
+        assert sum(parts) == pytest.approx(line["step_seconds"])
+        assert line["tokens_per_second"] == pytest.approx(rows * length / line["step_seconds"])
+        assert line["flop_utilisation"] == pytest.approx(flops / line["step_seconds"] / 1e12)
+
+
+def test_waiting_for_input_is_told_apart_from_waiting_for_the_device(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("dlm_jax.training.loop.time.perf_counter", lambda: clock[0])
+
+    class Slow:
+        def __init__(self, batches):
+            self._batches = batches
+
+        def __next__(self):
+            clock[0] += 3.0
+            return next(self._batches)
+
+        def close(self):
+            self._batches.close()
+
+    take_step = _Loop.take_step
+
+    def slow(loop):
+        if not isinstance(loop._batches, Slow):
+            loop._batches = Slow(loop._batches)
+        clock[0] += 2.0
+        take_step(loop)
+
+    monkeypatch.setattr(_Loop, "take_step", slow)
+    tiny_run.run(tmp_path, **SHORT)
+    for line in _lines(tmp_path):
+        assert (line["step_seconds"], line["input_seconds"]) == (5.0, 3.0)
+        assert (line["device_seconds"], line["host_seconds"]) == (0.0, 2.0)
+
+
+def test_the_norms_of_the_groups_make_up_that_of_all(finished):
+    for line in _lines(finished[0]):
+        parts = [v for name, v in line.items() if name.startswith("grad_norm_")]
+        assert len(parts) >= 3
+        # Means of norms over two steps: of the square of the whole they give the parts within
+        # what the two steps differ by.
+        assert np.linalg.norm(parts) == pytest.approx(line["grad_norm"], rel=0.05)
+
+
+def test_only_losses_are_drawn(finished):
+    curves = loss_curves(read_records(finished[0] / "metrics.jsonl"), "bound")
+    assert list(curves) == ["training loss", "held-out bound"]
+
+
+def _events(out_dir):
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = []
+    for path in sorted((out_dir / "tensorboard").iterdir()):
+        data = path.read_bytes()
+        while data:
+            size = int.from_bytes(data[:8], "little")
+            found.append(Event.FromString(data[12 : 12 + size]))
+            data = data[16 + size :]
+    return found
+
+
+def test_event_files_hold_every_number_of_the_metrics(finished):
+    out_dir, _ = finished
+    shown = {
+        (value.tag, event.step): value.simple_value
+        for event in _events(out_dir)
+        for value in event.summary.value
+    }
+    lines = read_records(out_dir / "metrics.jsonl")
+    wanted = {
+        (f"{line['kind']}/{name}", line["step"]): value
+        for line in lines
+        for name, value in line.items()
+        if name not in ("kind", "step", "time")
+    }
+    assert shown.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert shown[key] == pytest.approx(value, rel=1e-6)
+
+
+def test_the_trace_is_of_the_steps_that_were_asked_for(finished):
+    assert list((finished[0] / "profile").rglob("*.xplane.pb"))
+
+
+def test_a_trace_begins_and_ends_once_and_waits_for_its_last_step(tmp_path, monkeypatch):
+    log: list[str] = []
+    monkeypatch.setattr("jax.profiler.start_trace", lambda path: log.append("start"))
+    monkeypatch.setattr("jax.profiler.stop_trace", lambda: log.append("stop"))
+    profile = Profile((3, 4), tmp_path)
+    for step in range(1, 7):
+        profile.before(step)
+        log.append(str(step))
+        profile.after(step, lambda: log.append("settle"), lambda line: log.append("told"))
+    profile.stop()
+    assert log == ["1", "2", "start", "3", "4", "settle", "stop", "told", "5", "6"]
+
+
+@pytest.mark.parametrize("text", ["10", "10:", ":3", "3:2", "0:4", "a:b", "-1:3", "1:2:3"])
+def test_spans_that_are_none_are_refused(text):
+    with pytest.raises(ValueError, match="--profile .*"):
+        parse_span(text)
+    assert parse_span("10:13") == (10, 13)
+
+
+def test_weights_and_biases_is_given_the_records_where_it_is_asked_for(tmp_path, monkeypatch):
+    log: list[tuple] = []
+
+    class Run:
+        def log(self, values, *, step):
+            log.append((step, values))
+
+        def finish(self):
+            log.append(("finish",))
+
+    module = types.ModuleType("wandb")
+    module.init = lambda **given: log.append(("init", given["name"], given["id"])) or Run()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    for _ in range(2):
+        (tracker,) = open_trackers(("wandb",), tmp_path / "run", {"a": 1}, step=0)
+        tracker.write({"kind": "train", "step": 3, "time": 1.0, "loss": 2.5})
+        tracker.close()
+    assert log[1:3] == [(3, {"train/loss": 2.5}), ("finish",)]
+    assert log[0][:2] == ("init", "run")
+    assert log[0] == log[3], "started again, it is the same run there"
+
+
+def test_a_tracker_that_is_unknown_or_not_installed_is_refused(tmp_path, capsys, monkeypatch):
+    def refused(value):
+        given = tiny_run.flags(tmp_path / "run", train__trackers=value)
+        with pytest.raises(SystemExit) as caught, tiny_run.on_devices(1):
+            train.main([part for name, text in given.items() for part in (f"--{name}", text)])
+        assert caught.value.code == 2
+        assert not (tmp_path / "run").exists()
+        return capsys.readouterr().err
+
+    assert "train.trackers='tensorbord' is unknown; did you mean 'tensorboard'?" in refused(
+        "tensorbord"
+    )
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "train.trackers=wandb needs wandb, which is not installed" in refused("wandb")
+
+
+def test_the_work_of_a_model_is_that_of_its_matrices_and_its_attention():
+    config = ModelConfig(depth=2, width=8, heads=2, vocab_size=32)
+    params = {
+        "embedding": np.zeros((32, 8)),
+        "blocks": {"up": {"kernel": np.zeros((2, 8, 24))}},
+        "norm": {"scale": np.zeros(8)},
+    }
+    products = 2 * 8 * 24 + (32 * 8 if config.tied_head else 0)
+    pairs = 12 * 2 * 8 * 16
+    found = model_flops(params, config, num_rows=3, num_positions=16)
+    assert found == 3 * 16 * (6 * products + pairs)
