@@ -49,9 +49,11 @@ def test_metrics_have_a_line_at_every_step_that_is_due_and_one_at_the_end(finish
         ("train", 20), ("train", 24), ("evaluation", 24),
     ]  # fmt: skip
     for line in lines:
-        figures = {"loss", "grad_norm", "param_norm"} if line["kind"] == "train" else {
-            "bound", "standard_error", "windows"}  # fmt: skip
-        assert figures | {"kind", "step"} == line.keys()
+        names = {name for name in line if not name.startswith("grad_norm_")}
+        figures = {"loss", "grad_norm", "param_norm", *tiny_run.RATES}
+        if line["kind"] == "evaluation":
+            figures = {"bound", "standard_error", "windows"}
+        assert figures | {"kind", "step"} == names
         assert all(np.isfinite(line[name]) for name in figures)
 
 
@@ -60,7 +62,7 @@ def test_the_curve_is_a_whole_picture(finished):
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert data[-12:] == b"\x00\x00\x00\x00IEND\xaeB`\x82"
     assert sorted(path.name for path in finished[0].iterdir()) == [
-        "checkpoints", "loss.png", "metrics.jsonl"]  # fmt: skip
+        "best", "checkpoints", "config.toml", "loss.png", "metrics.jsonl"]  # fmt: skip
 
 
 def test_no_thread_that_would_keep_the_program_alive_is_left(finished):
