@@ -31,20 +31,16 @@ from dlm_jax.cli.compiling import compile_clock
 from dlm_jax.cli.devices import add_mesh_flags, check_batch, mesh_of
 from dlm_jax.cli.flags import naming_flags, speeds
 from dlm_jax.cli.sample_file import sample_file
+from dlm_jax.cli.watching import watched
 from dlm_jax.config import RowSettings, add_sample_flags, parse_flags, sample_settings
 from dlm_jax.config.sample import settings_of
 from dlm_jax.data import Tokenizer
 from dlm_jax.inference.candidates import HostSampler, Written
-from dlm_jax.inference.generate import chain_report, texts_of
+from dlm_jax.inference.generate import chain_report
 from dlm_jax.inference.model import DTYPES
 from dlm_jax.inference.own_rules import classes_of, with_rules
-from dlm_jax.inference.results import Row
 from dlm_jax.progress import Progress
 from dlm_jax.settings import nearest
-from dlm_jax.viewing.frames import Frame
-from dlm_jax.viewing.rows import frame_of, special_names
-from dlm_jax.viewing.trace import write_trace
-from dlm_jax.viewing.watch import Watch, pace_of
 
 
 def make_parser(kind: type[RowSettings]) -> Parser:
@@ -219,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     waited = 0.0
     if args.watch or args.trace is not None:
         with refusals(), naming_flags():
-            result, waited = _watch(model, prompts, args, common)
+            result, waited = watched(model, prompts, args, common)
     else:
         shown = Progress("sample", None, "token", is_shown=jax.process_index() == 0)
         with refusals(), naming_flags(), shown as progress:
@@ -258,37 +254,6 @@ def _counted(result: dlm_jax.Texts) -> str:
     """What was counted, as far as there is any of it."""
     total = {name: int(column.sum()) for name, column in result.counters._asdict().items()}
     return "".join(f"{n} {name}, " for name, n in total.items() if n)
-
-
-def _watch(
-    model: dlm_jax.Model,
-    prompts: Sequence[dict[str, Any]],
-    args: argparse.Namespace,
-    common: dict[str, Any],
-) -> tuple[dlm_jax.Texts, float]:
-    """The texts, shown while they are denoised and kept for the page that plays it.
-
-    Besides, the seconds that were spent waiting for the eyes.
-    """
-    decode, names = model.tokenizer.decode, special_names(model.tokenizer)
-    steps = common.get("steps", model.sample.steps)
-    watch = Watch(decode, sys.stderr, names=names, pace=pace_of(steps)) if args.watch else None
-    frames: dict[int, list[Frame]] = {}
-    rows: dict[int, Row] = {}
-    for canvases in dlm_jax.stream(model, prompts, **common):
-        rows |= canvases
-        shown = [frame_of(i, row, mask_id=model.tokenizer.mask_id, steps=steps)
-                 for i, row in sorted(canvases.items())]  # fmt: skip
-        for frame in shown:
-            frames.setdefault(frame.row, []).append(frame)
-        if watch is not None:
-            watch.show(shown)
-    if args.trace is not None:
-        title = prompts[0].get("prompt") or prompts[0].get("template") or "unprompted"
-        write_trace(args.trace, [frames[i] for i in sorted(frames)], decode, title=title[:80],
-                    names=names)  # fmt: skip
-        print(f"wrote {args.trace}", file=sys.stderr)
-    return texts_of(model, rows), 0.0 if watch is None else watch.waited
 
 
 if __name__ == "__main__":
