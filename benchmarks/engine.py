@@ -189,7 +189,7 @@ class _Timed:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        Advance.__call__ = self._call
+        setattr(Advance, "__call__", self._call)  # noqa: B010
 
 
 def memory(args: argparse.Namespace) -> None:
@@ -233,7 +233,7 @@ def _resident() -> float:
 def _request(model: Model, steps: int, seed: int, settings: dict[str, Any]) -> Request:
     """One that asks for as many tokens as steps, one a step."""
     common = {"chain": ("temperature",), "ignore_eos": True, "gen_length": steps, "steps": steps}
-    (request,) = make_requests(model, "", common | {"seed": seed % 2**32} | settings)
+    (request,) = make_requests(model, "", {**common, "seed": seed % 2**32, **settings})
     return request
 
 

@@ -12,7 +12,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -34,7 +34,7 @@ def checkpoint_root(directory: str | os.PathLike[str]) -> Path:
     """The absolute path, or that of a URL; raises `ValueError` for an existing file."""
     path = located(directory)
     if is_remote(path):
-        return path
+        return cast(Path, path)
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file, not a checkpoint directory; pass a directory")
