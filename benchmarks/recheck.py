@@ -94,8 +94,10 @@ def tables() -> list[Table]:
                 if not row.startswith("|"):
                     break
                 rows.append(_cells(row))
-            if path.name != "settings.md" and any(_is_figure(cell) for cell in sum(rows, ())):
-                found.append(Table(path.name, heading, _cells(lines[number - 1]), tuple(rows)))
+            header = _cells(lines[number - 1])
+            is_measured = not {"default", "exit code"} & set(header)
+            if is_measured and any(_is_figure(cell) for cell in sum(rows, ())):
+                found.append(Table(path.name, heading, header, tuple(rows)))
     return found
 
 
@@ -220,6 +222,8 @@ CHECKS = [
           lambda: 100 * _mean("exact", "edits.csv", arm="both-mask-lead"), 0.06, _DATA),
     Check(_EDITS, "The task", ("both-mask-lead",), "exact %", lambda: _repaired("both-mask-lead"),
           5.0, "seed 0 of the task, 128 rows", "shakespeare_proofreader"),
+    Check(_EDITS, "Edits that are tried", ("likelihood",), "exact %",
+          lambda: 100 * _mean("exact", "edits_toy.csv", arm="likelihood"), 0.06, _DATA),
     Check("generation.md", "What it does to the text", ("random", "steps=8"), "token entropy",
           lambda: _parallel(8), 0.06, "the shipped model, the same 48 texts"),
     Check("training.md", "What the shipped model writes", ("held-out text",), "known words",

@@ -20,7 +20,7 @@ from dlm_jax.checkpoint.shipped import DEFAULT, SHIPPED
 # Seconds within which JAX itself notices a host that is gone; `distributed.watch` is faster.
 _HEARTBEAT = 50
 
-CHECKPOINT_HELP = (
+CHECKPOINT = (
     f"a run, a weights file, or a model that ships: {', '.join(SHIPPED)}; default: {DEFAULT}"
 )
 

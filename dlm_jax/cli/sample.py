@@ -26,14 +26,7 @@ import jax
 
 import dlm_jax
 from dlm_jax.cli.chat import answers, preset, turn_ids
-from dlm_jax.cli.common import (
-    CHECKPOINT_HELP,
-    Parser,
-    add_host_flags,
-    join_hosts,
-    refusals,
-    start_jax,
-)
+from dlm_jax.cli.common import CHECKPOINT, Parser, add_host_flags, join_hosts, refusals, start_jax
 from dlm_jax.cli.compiling import compile_clock
 from dlm_jax.cli.devices import add_mesh_flags, check_batch, mesh_of
 from dlm_jax.cli.flags import naming_flags, speeds
@@ -58,7 +51,7 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     """The flags of this program, with one for each setting of `kind`."""
     parser = Parser(prog="sample.py", description=__doc__)
     add = parser.add_argument
-    add("--checkpoint", metavar="PATH", help=CHECKPOINT_HELP)
+    add("--checkpoint", metavar="PATH", help=CHECKPOINT)
     add("--prompt", metavar="TEXT", help="text that every sample begins with")
     add("--template", metavar="TEXT", help='text with gaps to fill: "To be <hole:4> be"')
     add("--draft", metavar="TEXT", help="text behind the prompt, to be refined")
