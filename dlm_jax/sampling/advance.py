@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.sampling.edits.state import places
+from dlm_jax.sampling.forward import ready
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.state import State
 from dlm_jax.sampling.step import step
@@ -62,6 +63,7 @@ class Advance:
         self.compiled.append(f"rows={rows} canvas={positions}")
 
         ran_B = state.is_running_B
+        params = ready(self.program, params, state)
         if state.edits is not None:
             origin_BL = places(state.edits.origin_BL)
             state = state._replace(edits=state.edits._replace(origin_BL=origin_BL))
