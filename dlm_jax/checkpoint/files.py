@@ -7,6 +7,7 @@ process and go with the next save; ``.damaged`` was set aside and stays until a 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -257,3 +258,9 @@ def check_saveable(step: int, state: Any, meta: dict[str, Any]) -> None:
                     f"state {name} lives in one process only; create the state under jit with "
                     f"shardings over the whole mesh"
                 )
+
+
+def quiet_orbax() -> None:
+    """Lets Orbax tell of warnings alone."""
+    # Orbax narrates every save at INFO through absl, which an application may have turned on.
+    logging.getLogger("absl").setLevel(logging.WARNING)

@@ -10,6 +10,8 @@ import pytest
 import tiny_run
 
 import dlm_jax.config as configs
+from dlm_jax.training import loop as loop_module
+from dlm_jax.training.evaluation import held_out
 from dlm_jax.training.loop import _Loop
 from dlm_jax.training.run import prepare
 from dlm_jax.training.stop import stop_on_signals
@@ -78,11 +80,14 @@ def test_compiling_evaluating_and_showing_samples_do_not_count_as_training_time(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dlm_jax.training.loop.time.perf_counter", lambda: clock[0])
         _before_steps(lambda loop: wait(1.0), patch)
-        for name in ("_compile_steps", "_held_out"):
-            original = getattr(_Loop, name)
-            patch.setattr(
-                _Loop, name, lambda loop, original=original: (wait(1000.0), original(loop))[1]
-            )
+        for owner, name in ((_Loop, "_compile_steps"), (loop_module, "held_out")):
+            usual = getattr(owner, name)
+
+            def slow(*args, original=usual, **named):
+                wait(1000.0)
+                return original(*args, **named)
+
+            patch.setattr(owner, name, slow)
         tiny_run.run(tmp_path, train__log_every=8, train__eval_every=2, train__sample_every=2,
                      show_sample=lambda run, state, step: wait(1000.0))  # fmt: skip
     lines = tiny_run.read_records(tmp_path / "metrics.jsonl")
@@ -109,7 +114,10 @@ def test_the_same_parameters_are_always_given_the_same_bound(prepared):
 
 
 def test_rows_that_fill_the_last_batch_do_not_count(prepared):
-    nats_N, length_N = prepared._held_out()
+    nats_N, length_N = held_out(
+        prepared._run, prepared._eval_step, prepared.state.best_params,
+        part=(prepared._share, prepared._shares), place=prepared._batch,
+    )  # fmt: skip
     assert len(nats_N) == len(length_N) == 8
     assert (length_N > 0).sum() == 4
     assert (nats_N[length_N == 0] == 0).all()

@@ -176,7 +176,7 @@ def test_metrics_name_what_they_are_and_there_is_no_bound(finished):
 def test_the_program_says_what_it_measures_and_how_to_judge_and_samples_nothing(finished):
     out_dir, out, err = finished
     assert out == ""
-    assert "sample" not in err
+    assert "sample.py" not in err
     last = tiny_run.records(out_dir)[-1]
     assert f"step 200: held-out squared error {last['squared_error']:.5f} +- " in err
     assert "bound" not in err
