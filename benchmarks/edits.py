@@ -25,7 +25,7 @@ import numpy as np
 
 import dlm_jax
 from benchmarks.quality import distinct_share, judged_bits, known_share, words
-from benchmarks.repairs import KINDS, Repair, make_repairs, score
+from benchmarks.repairs import KINDS, MORE_KINDS, Repair, make_repairs, score
 from dlm_jax.cli.common import start_jax
 from dlm_jax.data import join_documents, read_documents, split_text
 from dlm_jax.inference.model import Model
@@ -48,6 +48,9 @@ def grid(arm: str) -> Iterator[dict[str, Any]]:
             yield {"resample": True, "threshold": threshold}
         for start, threshold in itertools.product((0.02, 0.05, 0.15), thresholds):
             yield {"remask": "scheduled", "remask_start": start, "threshold": threshold}
+        return
+    if arm.startswith("likelihood"):
+        yield from _tried(arm)
         return
     what, token, scoring = arm.split("-")
     base = {"edit": True, "edit_token": token, "edit_scoring": scoring}
@@ -78,7 +81,23 @@ def grid(arm: str) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
-ARMS = ["off"] + [
+def _tried(arm: str) -> Iterator[dict[str, Any]]:
+    """Candidates that are tried, with all their texts counted as forwards, or each try as one.
+
+    A draft is looked at, and tried on, before its first step and after every step but the last: S
+    steps with T candidates are ``1 + S (T + 2)`` forwards, or ``1 + 2 S`` calls of the trunk.
+    """
+    fits = [(2, 2), (1, 6)] if arm == "likelihood" else [(4, 8)]
+    for (steps, trials), gain, margin in itertools.product(
+        fits, (0.0, 1.0, 2.0, 4.0), (0.0, 0.1, 0.3)
+    ):
+        yield {
+            "edit": True, "edit_scoring": "likelihood", "steps": steps, "edit_trials": trials,
+            "edit_gain": gain, "insert_margin": margin, "delete_margin": margin, "threshold": 0.9,
+        }  # fmt: skip
+
+
+ARMS = ["off", "likelihood", "likelihood-wide"] + [
     f"{what}-{token}-{scoring}"
     for scoring in ("uncertainty", "lead")
     for what in ("insert", "delete", "both")
@@ -89,17 +108,17 @@ ARMS = ["off"] + [
 class Task:
     """The model and its held-out text."""
 
-    def __init__(self, checkpoint: str, number: int):
+    def __init__(self, checkpoint: str, number: int, kinds: tuple[str, ...] = KINDS):
         self.model = dlm_jax.load(checkpoint)
         assert self.model.config is not None
         data = self.model.config.data
         text = join_documents(read_documents(data.source))
         self.corpus, self.held_out = split_text(text, data.held_out)
-        self.number = number
+        self.number, self.kinds = number, kinds
 
     def repairs(self, seed: int) -> list[Repair]:
         """The rows of a seed."""
-        return make_repairs(self.held_out, self.corpus, seed, self.number)
+        return make_repairs(self.held_out, self.corpus, seed, self.number, kinds=self.kinds)
 
     def run(self, repairs: list[Repair], settings: dict[str, Any]) -> dict[str, Any]:
         """What came of the rows under these settings."""
@@ -112,7 +131,7 @@ class Task:
         return {
             "exact": found.exact,
             "distance": found.distance,
-            **{kind: found.by_kind[kind] for kind in KINDS},
+            **{kind: found.by_kind[kind] for kind in self.kinds},
             "insertions": float(made.counters.insertions.mean()),
             "deletions": float(made.counters.deletions.mean()),
             "forwards": float(made.forwards.mean()),
@@ -152,8 +171,11 @@ def table(path: str) -> None:
     """Prints means over the seeds, with the standard deviation of what is exact."""
     with open(path, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    print("| arm | exact % | " + " | ".join(KINDS) + " | distance | inserted | deleted |")
-    print("| --- " * (5 + len(KINDS)) + "|")
+    found = [kind for kind in (*KINDS, *MORE_KINDS) if kind in rows[0]]
+    print(
+        "| arm | exact % | " + " | ".join(found) + " | distance | inserted | deleted | forwards |"
+    )
+    print("| --- " * (6 + len(found)) + "|")
     for arm in dict.fromkeys(row["arm"] for row in rows):
         own = [row for row in rows if row["arm"] == arm]
 
@@ -161,27 +183,28 @@ def table(path: str) -> None:
             return float(np.mean([float(row[name]) for row in own]))
 
         spread = 100 * np.std([float(row["exact"]) for row in own], ddof=1) if len(own) > 1 else 0
-        kinds = " | ".join(f"{100 * mean(kind):.1f}" for kind in KINDS)
+        kinds = " | ".join(f"{100 * mean(kind):.1f}" for kind in found)
         print(f"| {arm} | {100 * mean('exact'):.1f} ± {spread:.1f} | {kinds} | "
-              f"{mean('distance'):.2f} | {mean('insertions'):.2f} | {mean('deletions'):.2f} |"
+              f"{mean('distance'):.2f} | {mean('insertions'):.2f} | {mean('deletions'):.2f} | "
+              f"{mean('forwards'):.1f} |"
               )  # fmt: skip
 
 
 def lengths(task: Task, settings: dict[str, Any], seeds: list[int]) -> None:
-    """Prints the lengths that rows come to under ``to_max_new``, by their target."""
-    print("| target | mean | least | most | at the target % |")
-    print("| --- " * 5 + "|")
-    for target in (48, 56, 64, 72, 80):
+    """Prints the lengths that rows come to under either kind of target."""
+    print("| mode | target | mean | least | most | at the target % |")
+    print("| --- " * 6 + "|")
+    for mode, target in itertools.product(("to_max_new", "exact"), (48, 56, 64, 72, 80)):
         found = []
         for seed in seeds:
             repairs = [r for r in task.repairs(seed) if len(r.damaged) != target]
             prompts = [{"prompt": r.prompt, "draft": r.damaged} for r in repairs]
             given: dict[str, Any] = COMMON | settings | {
-                "steps": 24, "max_new_tokens": target, "length_target_mode": "to_max_new"
+                "steps": 24, "max_new_tokens": target, "length_target_mode": mode
             }  # fmt: skip
             made = dlm_jax.generate(task.model, prompts, **given)
             found += (made.lengths - [len(r.prompt) for r in repairs]).tolist()
-        print(f"| {target} | {np.mean(found):.1f} | {min(found)} | {max(found)} | "
+        print(f"| {mode} | {target} | {np.mean(found):.1f} | {min(found)} | {max(found)} | "
               f"{100 * np.mean(np.array(found) == target):.0f} |", flush=True)  # fmt: skip
 
 
@@ -227,6 +250,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="*", default=ARMS)
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--num-rows", type=int, default=128, help="of each seed (128)")
+    parser.add_argument("--more", action="store_true", help="the kinds of damage beside the usual")
     parser.add_argument("--settings", default="{}", help="of lengths, quality, picture: JSON")
     parser.add_argument("--out", default="docs/edits.png")
     args = parser.parse_args()
@@ -234,7 +258,8 @@ def main() -> None:
         table(args.csv)
         return
     start_jax()
-    task, settings = Task(args.checkpoint, args.num_rows), json.loads(args.settings)
+    kinds = MORE_KINDS if args.more else KINDS
+    task, settings = Task(args.checkpoint, args.num_rows, kinds), json.loads(args.settings)
     if args.part == "tune":
         tune(task, args.tuned, 100, args.arms)
     elif args.part == "run":

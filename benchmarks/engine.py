@@ -23,7 +23,7 @@ import gc
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -185,11 +185,11 @@ class _Timed:
             self.seconds += time.perf_counter() - began
             return state
 
-        Advance.__call__ = timed
+        setattr(Advance, "__call__", timed)  # noqa: B010
         return self
 
     def __exit__(self, *exception: object) -> None:
-        Advance.__call__ = self._call
+        setattr(Advance, "__call__", self._call)  # noqa: B010
 
 
 def memory(args: argparse.Namespace) -> None:
@@ -230,10 +230,10 @@ def _resident() -> float:
     return pages * resource.getpagesize() / 2**20
 
 
-def _request(model: Model, steps: int, seed: int, settings: Mapping[str, Any]) -> Request:
+def _request(model: Model, steps: int, seed: int, settings: dict[str, Any]) -> Request:
     """One that asks for as many tokens as steps, one a step."""
     common = {"chain": ("temperature",), "ignore_eos": True, "gen_length": steps, "steps": steps}
-    (request,) = make_requests(model, "", common | {"seed": seed % 2**32} | settings)
+    (request,) = make_requests(model, "", {**common, "seed": seed % 2**32, **settings})
     return request
 
 

@@ -74,7 +74,7 @@ def write(directory: Path, megabytes: int, num_files: int) -> int:
 
 def main() -> None:
     """Prints the best of some turns of each, and their ratio."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=400)
     parser.add_argument("--files", type=int, default=4)
     parser.add_argument("--turns", type=int, default=5)

@@ -249,7 +249,11 @@ def stand_ins(package_name: str) -> None:
     vars(sys.modules["flash_attn.ops.triton.layer_norm"])["rms_norm_fn"] = rms_norm_fn
     vars(sys.modules[names[-1]])["FusedLinearDiffusionCrossEntropyLoss"] = object
     if not hasattr(transformers.utils, "LossKwargs"):
-        vars(transformers.utils)["LossKwargs"] = TypedDict("LossKwargs", {}, total=False)
+
+        class LossKwargs(TypedDict, total=False):
+            """What newer versions pass to a loss."""
+
+        setattr(transformers.utils, "LossKwargs", LossKwargs)  # noqa: B010
 
 
 def llada_loop(loop: Any) -> Callable[..., list[int]]:
@@ -433,7 +437,7 @@ def cases(loop: Any) -> dict[str, Case]:
 
 def main() -> None:
     """Prints a row for every config and loop."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--family", required=True)
     parser.add_argument("--code", required=True, type=Path, metavar="DIR")
     parser.add_argument("--loop", type=Path, metavar="FILE")

@@ -1,7 +1,8 @@
 """Held-out text with one misprint a row, and how well it is repaired.
 
-What is damaged: a letter is missing or doubled, or a word has become a longer or a shorter one. No
-space is added or lost.
+What is damaged: a letter is missing or doubled, or a word has become a longer or a shorter one; or
+two letters are missing or doubled, two have changed places, or one is wrong. No space is added or
+lost.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 KINDS = ("missing", "doubled", "longer", "shorter")
+MORE_KINDS = ("two missing", "two doubled", "transposed", "wrong")
 
 
 class Repair(NamedTuple):
@@ -21,7 +23,7 @@ class Repair(NamedTuple):
       prompt: given text in front of the damage.
       damaged: the text to repair.
       original: what it was.
-      kind: of the damage, one of `KINDS`.
+      kind: of the damage, one of `KINDS` or `MORE_KINDS`.
     """
 
     prompt: str
@@ -31,7 +33,14 @@ class Repair(NamedTuple):
 
 
 def make_repairs(
-    held_out: str, corpus: str, seed: int, number: int, *, prompt: int = 64, length: int = 64
+    held_out: str,
+    corpus: str,
+    seed: int,
+    number: int,
+    *,
+    prompt: int = 64,
+    length: int = 64,
+    kinds: Sequence[str] = KINDS,
 ) -> list[Repair]:
     """`number` rows from all over the text, the kinds in turn."""
     rng = np.random.default_rng(seed)
@@ -43,7 +52,7 @@ def make_repairs(
     while len(found) < number:
         start = int(rng.integers(0, len(held_out) - prompt - length))
         text = held_out[start + prompt : start + prompt + length]
-        kind = KINDS[len(found) % len(KINDS)]
+        kind = kinds[len(found) % len(kinds)]
         damaged = _damaged(text, kind, vocabulary, rng)
         if damaged is not None:
             found.append(Repair(held_out[start : start + prompt], damaged, text, kind))
@@ -62,6 +71,11 @@ def _damaged(
         return text[:place] + text[place + 1 :]
     if kind == "doubled":
         return text[:place] + text[place] + text[place:]
+    if kind == "wrong":
+        others = sorted({sign for sign in text if sign.islower()} - {text[place]})
+        return text[:place] + str(rng.choice(others)) + text[place + 1 :] if others else None
+    if kind in MORE_KINDS:
+        return _two(text, kind, place)
     begin, end = place, place
     while text[begin - 1].isalpha() and begin > 1:
         begin -= 1
@@ -73,6 +87,18 @@ def _damaged(
         return None
     other = str(rng.choice(vocabulary[size]))
     return text[:begin] + other + text[end:]
+
+
+def _two(text: str, kind: str, place: int) -> str | None:
+    """The text with the two letters at a place damaged; None where they are not two letters."""
+    pair = text[place : place + 2]
+    if not pair.isalpha():
+        return None
+    if kind == "two missing":
+        return text[:place] + text[place + 2 :]
+    if kind == "two doubled":
+        return text[: place + 2] + pair + text[place + 2 :]
+    return text[:place] + pair[::-1] + text[place + 2 :] if pair[0] != pair[1] else None
 
 
 def distance(a: str, b: str) -> int:
@@ -111,5 +137,5 @@ def score(repairs: Sequence[Repair], texts: Sequence[str]) -> Score:
     return Score(
         float(exact.mean()),
         float(np.mean(far)),
-        {kind: float(exact[kinds == kind].mean()) for kind in KINDS},
+        {kind: float(exact[kinds == kind].mean()) for kind in dict.fromkeys(kinds.tolist())},
     )

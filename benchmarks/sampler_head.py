@@ -185,6 +185,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "parallel": {},
     "wavefront": {"fill": "wavefront"},
     "even/odd": {"fill": "wavefront", "sampler_even_odd": True},
+    "all filled": {"fill": "wavefront", "order": "random_filled", "sampler_one_sided": True},
 }
 
 
@@ -198,6 +199,7 @@ def run(study: Study) -> None:
         study.measure("forwards", "parallel", args.head[:1], seeds, plain)
         study.measure("forwards", "wavefront", args.head, seeds, waves)
         study.measure("forwards", "even/odd", args.head, seeds, waves | KINDS["even/odd"])
+        study.measure("forwards", "all filled", args.head, seeds, waves | KINDS["all filled"])
         if args.described:
             study.measure("forwards", "as described", args.described, seeds, waves)
         if args.wide:

@@ -53,7 +53,7 @@ def make_fill(network: Network, rows: int) -> Callable[..., Filled]:
         ("logit_bias",),
     )
     none_B, one_B = jnp.zeros(rows, bool), jnp.ones(rows)
-    fill = Wavefront(0.01 * one_B, none_B, none_B, one_B)
+    fill = Wavefront(0.01 * one_B, none_B, none_B, one_B, none_B)
 
     def run(params: Any, hidden_BLD: Any, tokens_BL: Any, length_B: Any, is_open_BL: Any) -> Filled:
         context = Context(tokens_BL, jnp.zeros_like(tokens_BL), ~is_open_BL, length_B)

@@ -26,6 +26,10 @@ def is_remote(location: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(location)
 
 
+AnyPath = Path | epath.Path
+"""A path on a disk or in a bucket."""
+
+
 def located(location: str | os.PathLike[str]) -> epath.Path:
     """The path of a location: absolute, or a URL of a bucket whose driver is installed.
 
@@ -41,7 +45,7 @@ def located(location: str | os.PathLike[str]) -> epath.Path:
     driver, extra = _DRIVERS[scheme]
     try:
         __import__(driver)
-        import fsspec
+        import fsspec.config
     except ImportError:
         raise ValueError(
             f"{text} needs {driver}, which is not installed; pip install 'dlm_jax[{extra}]'"
@@ -106,7 +110,7 @@ def files_under(directory: epath.Path) -> list[epath.Path]:
     return sorted(found)
 
 
-def size_and_crc(path: Path) -> tuple[int, int]:
+def size_and_crc(path: AnyPath) -> tuple[int, int]:
     """(bytes, CRC32) of a file, read in parts."""
     size = crc = 0
     with path.open("rb") as file:

@@ -65,6 +65,8 @@ class CachedTrunk:
         every block of `shown_BL` behind the clean tokens of the blocks before it, all blocks in one
         call, for training and likelihood; in other blocks with ``block_length=n``. None where
         ``block_length`` is below 2.
+      ready: ``(params) -> params``, with what the others read laid out for them, which the loop has
+        done once, before its steps; None: nothing is.
     """
 
     block_length: int
@@ -73,6 +75,7 @@ class CachedTrunk:
     window: Callable[..., tuple[jax.Array, Any]]
     store: Callable[..., Any]
     beside_clean: Callable[..., jax.Array] | None = None
+    ready: Callable[[Params], Params] | None = None
 
 
 @dataclass(frozen=True)

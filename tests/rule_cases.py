@@ -57,6 +57,7 @@ HEADS: dict[str, dict[str, str]] = {
         ("ancestral", "remdm_cap", "linear", "wavefront", "confidence"),
         ("threshold", "scheduled", "linear", "parallel", "critic"),
         ("entropy_bound", "scheduled", "all", "wavefront", "confidence"),
+        ("random_filled", "none", "linear", "wavefront", "confidence"),
     )
 }  # fmt: skip
 """What a model with a sampler head and a critic can do."""
@@ -65,15 +66,17 @@ EDITS: dict[str, dict[str, Any]] = {
     f"{order}-{remask}-{fill}-edit": {
         "order": order, "remask": remask, "schedule": schedule, "fill": fill, "edit": True,
         "renoise_start": renoise, "edit_schedule": edit_schedule, "resample": remask == "none",
+        "edit_scoring": scoring, "edit_trials": 3,
     }
-    for order, remask, schedule, fill, renoise, edit_schedule in (
-        ("random", "scheduled", "linear", "parallel", 0.2, "cosine"),
-        ("low_confidence", "none", "all", "wavefront", 0.0, "linear"),
-        ("left_to_right", "remdm_conf", "linear", "parallel", 0.0, "cosine"),
-        ("margin", "none", "all", "parallel", 0.3, "linear"),
-        ("ancestral", "remdm_cap", "linear", "wavefront", 0.0, "cosine"),
-        ("threshold", "scheduled_threshold", "linear", "parallel", 0.1, "cosine"),
-        ("entropy_bound", "none", "all", "parallel", 0.0, "cosine"),
+    for order, remask, schedule, fill, renoise, edit_schedule, scoring in (
+        ("random", "scheduled", "linear", "parallel", 0.2, "cosine", "uncertainty"),
+        ("low_confidence", "none", "all", "wavefront", 0.0, "linear", "uncertainty"),
+        ("factor", "none", "all", "wavefront", 0.2, "cosine", "likelihood"),
+        ("left_to_right", "remdm_conf", "linear", "parallel", 0.0, "cosine", "uncertainty"),
+        ("margin", "none", "all", "parallel", 0.3, "linear", "uncertainty"),
+        ("ancestral", "remdm_cap", "linear", "wavefront", 0.0, "cosine", "uncertainty"),
+        ("threshold", "scheduled_threshold", "linear", "parallel", 0.1, "cosine", "uncertainty"),
+        ("entropy_bound", "none", "all", "parallel", 0.0, "cosine", "uncertainty"),
     )
 }  # fmt: skip
 """Rows whose length changes, with every other setting of edits and re-noise."""
@@ -86,7 +89,7 @@ OWN = "own-own"
 FEW = [f"{order}-{REMASKS[i % len(REMASKS)]}" for i, order in enumerate(ORDERS)]
 """Each order and each remask rule at least once."""
 
-FEW += [*list(HEADS)[:2], *list(EDITS)[:2]]
+FEW += [*list(HEADS)[:2], *list(EDITS)[:3]]
 
 
 def rows(seed: int = 0, *, resamples: bool = False) -> list[Row]:
@@ -131,7 +134,7 @@ def samples(name: str, count: int, seed: int = 0) -> list[SampleConfig]:
     rng = np.random.default_rng(200 + seed)
     return [
         SampleConfig(
-            **CASES.get(name, {}) | (_edits(rng, index) if name in EDITS else {}),
+            **CASES.get(name, {}) | (_edits(rng, index) if name in EDITS else {}) | _limits(name),
             threshold=float(rng.uniform(0.1, 0.4)),
             factor=float(rng.uniform(1.0, 2.0)),
             entropy_bound=float(rng.uniform(0.5, 4.0)),
@@ -142,10 +145,17 @@ def samples(name: str, count: int, seed: int = 0) -> list[SampleConfig]:
             sampler_min_neighbors_ratio=(0.01, 0.3, 1.0)[index % 3],
             sampler_spread_seeds=index % 2 == 1,
             sampler_even_odd=index % 4 > 1,
+            sampler_one_sided=index % 3 == 1,
             sampler_temperature=(1.0, 0.6)[index % 2],
         )
         for index in range(count)
     ]
+
+
+def _limits(name: str) -> dict[str, Any]:
+    """What a rule that tries its edits knows nothing of."""
+    is_tried = CASES.get(name, {}).get("edit_scoring") == "likelihood"
+    return {"length_target_mode": "none"} if is_tried else {}
 
 
 def _edits(rng: np.random.Generator, index: int) -> dict[str, Any]:

@@ -9,12 +9,14 @@ import pytest
 import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.checkpoint import load_weights
+from dlm_jax.checkpoint.shipped import DEFAULT
+from dlm_jax.checkpoint.shipped import SHIPPED as MODELS
 from dlm_jax.cli import sample
 from dlm_jax.data.tinyshakespeare import SHA256
-from dlm_jax.inference.model import SHIPPED
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "shakespeare_bpe_sampler.toml"
+SHIPPED = MODELS[DEFAULT]
 CORPUS = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
 
 
@@ -34,6 +36,27 @@ def test_it_was_trained_by_the_config_that_anyone_can_rerun():
                 ), f"{section}.{key}"
     bound = load_weights(SHIPPED)[1]["bound"]
     assert f"{bound:.3f}" in CONFIG.read_text()
+
+
+def test_every_model_that_ships_is_small_and_loads_by_its_name(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert set(MODELS) >= {"shakespeare"}
+    for name, path in MODELS.items():
+        assert path.stat().st_size <= 4_000_000
+        assert dlm_jax.load(name).config == dlm_jax.load(path).config
+    (tmp_path / "shakespeare").mkdir()
+    with pytest.raises(ValueError, match="checkpoint directory .*shakespeare is empty"):
+        dlm_jax.load("shakespeare")
+
+
+def test_an_unknown_name_lists_the_models_that_ship(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sample, "start_jax", lambda *args: None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        sample.main(["--checkpoint", "shakespear"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1
+    assert "shakespear does not exist" in error and f"package: {', '.join(MODELS)}" in error
 
 
 def test_sample_without_arguments_prints_a_text(capsys, monkeypatch):

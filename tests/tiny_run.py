@@ -42,6 +42,9 @@ FLAGS = {
     "sample.steps": "4",
 }
 
+RATES = ("learning_rate", "adam_learning_rate")
+"""Learning rates in its metrics: those of muon."""
+
 
 @functools.cache
 def _shared_folder() -> Path:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
 import dlm_jax.config as configs
 from dlm_jax.batch.requests import Id, Line
-from dlm_jax.batch.results import Results
 from dlm_jax.distributed.rows import beginning
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
@@ -26,6 +25,20 @@ from dlm_jax.types import Status
 _Listener = Callable[[Mapping[str, Any], int], Any]
 _SAMPLED_BYTES = 1 << 16
 _LISTS = ("logit_bias", "dry_breakers", "chain", "tokens")
+
+
+class Sink(Protocol):
+    """What takes the results of a run.
+
+    Attributes:
+      done: ids of those that it has.
+    """
+
+    done: set[Id]
+
+    def write(self, result: Mapping[str, Any]) -> None:
+        """Takes one more."""
+        ...
 
 
 class Report(NamedTuple):
@@ -78,7 +91,7 @@ def describe_model(model: Model) -> dict[str, Any]:
 def run_requests(
     model: Model,
     lines: Sequence[Line],
-    results: Results,
+    results: Sink,
     *,
     seed: int = 0,
     settings: Mapping[str, Any] | None = None,
@@ -237,7 +250,7 @@ def _result(model: Model, line: Line, row: Row) -> dict[str, Any]:
 
 
 def _write(
-    results: Results,
+    results: Sink,
     result: Mapping[str, Any],
     new: int,
     on_result: _Listener | None,

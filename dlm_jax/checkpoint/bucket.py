@@ -17,11 +17,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
-from etils import epath
 
 from dlm_jax.checkpoint import manifest
+from dlm_jax.storage import AnyPath
 
 _PATIENCE = 1800.0
 _POLL = 0.2
@@ -73,7 +74,7 @@ def on_host(state: Any) -> OnHost:
     return OnHost(specs, parts)
 
 
-def write(step: epath.Path, held: OnHost, meta: dict[str, Any], facts: dict[str, Any]) -> None:
+def write(step: AnyPath, held: OnHost, meta: dict[str, Any], facts: dict[str, Any]) -> None:
     """Writes a checkpoint: on every process its own files, on process 0 the manifest at last.
 
     Raises:
@@ -98,7 +99,7 @@ def _chunk_key(index: tuple[slice, ...], chunk: tuple[int, ...]) -> str:
 
 
 def _plain(leaf: Any) -> jax.Array:
-    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(leaf) if is_key else jax.numpy.asarray(leaf)
 
 
@@ -106,7 +107,7 @@ def _zarr_type(dtype: Any) -> str:
     return "bfloat16" if dtype == jax.numpy.bfloat16 else np.dtype(dtype).newbyteorder("<").str
 
 
-def _store_of(step: epath.Path, inside: str) -> dict[str, Any]:
+def _store_of(step: AnyPath, inside: str) -> dict[str, Any]:
     """Where tensorstore finds a folder of a checkpoint.
 
     It does not read the environment's endpoint, and it looks for credentials everywhere, aloud.
@@ -126,14 +127,14 @@ def _store_of(step: epath.Path, inside: str) -> dict[str, Any]:
     return spec
 
 
-def _opened(step: epath.Path, name: str, metadata: Any | None, *, create: bool) -> Any:
+def _opened(step: AnyPath, name: str, metadata: Any | None, *, create: bool) -> Any:
     spec: dict[str, Any] = {"driver": "zarr", "kvstore": _store_of(step, f"state/{name}/")}
     if metadata is not None:
         spec["metadata"] = metadata
     return ts.open(ts.Spec(spec), open=True, create=create)
 
 
-def _write_parts(step: epath.Path, specs: dict[str, Any], parts: list[Part]) -> None:
+def _write_parts(step: AnyPath, specs: dict[str, Any], parts: list[Part]) -> None:
     """Writes what this process holds, and the sums of its files as they can be read back."""
     first = jax.process_index() == 0
     wanted = set(specs) if first else {part.name for part in parts}
@@ -154,7 +155,7 @@ def _write_parts(step: epath.Path, specs: dict[str, Any], parts: list[Part]) -> 
     (step / "sums" / f"{jax.process_index()}.json").write_text(json.dumps(sums))
 
 
-def _commit(step: epath.Path, facts: dict[str, Any]) -> None:
+def _commit(step: AnyPath, facts: dict[str, Any]) -> None:
     """Writes the manifest, once every process has left its sums.
 
     Raises:
@@ -172,7 +173,7 @@ def _commit(step: epath.Path, facts: dict[str, Any]) -> None:
     manifest.put(step, facts, files)
 
 
-def read_arrays(step: epath.Path, abstract: Any, sharding_of: Callable[[Any], Any]) -> Any:
+def read_arrays(step: AnyPath, abstract: Any, sharding_of: Callable[[Any], Any]) -> Any:
     """The saved arrays, each laid out as `sharding_of` its abstract leaf says."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
@@ -193,5 +194,5 @@ def _assembled(leaf: Any, shape: tuple[int, ...], sharding: Any, reads: dict[str
     array = jax.make_array_from_callback(
         shape, sharding, lambda index: np.asarray(reads[str(index)].result())
     )
-    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return jax.random.wrap_key_data(array) if is_key else array.astype(leaf.dtype)

@@ -7,12 +7,13 @@ process and go with the next save; ``.damaged`` was set aside and stays until a 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -34,7 +35,7 @@ def checkpoint_root(directory: str | os.PathLike[str]) -> Path:
     """The absolute path, or that of a URL; raises `ValueError` for an existing file."""
     path = located(directory)
     if is_remote(path):
-        return path
+        return cast(Path, path)
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file, not a checkpoint directory; pass a directory")
@@ -257,3 +258,9 @@ def check_saveable(step: int, state: Any, meta: dict[str, Any]) -> None:
                     f"state {name} lives in one process only; create the state under jit with "
                     f"shardings over the whole mesh"
                 )
+
+
+def quiet_orbax() -> None:
+    """Lets Orbax tell of warnings alone."""
+    # Orbax narrates every save at INFO through absl, which an application may have turned on.
+    logging.getLogger("absl").setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Parameters from wherever a trained model is kept: a run, or a single file."""
+"""Parameters from wherever a trained model is kept: a run, a file, or the package."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from dlm_jax.checkpoint.files import Place, checkpoint_root
+from dlm_jax.checkpoint.shipped import located
 from dlm_jax.checkpoint.store import Checkpoints, load_params
 from dlm_jax.checkpoint.weights import SUFFIX, load_weights
 
 
 def load_any(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None,
     make_abstract: Callable[[dict[str, Any]], Any] | None = None,
     *,
     place: Place | None = None,
     report: Callable[[str], None] | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """(parameters, JSON beside them) of a run's directory or of a weights file.
+    """(parameters, JSON beside them) of a run, a weights file, or a model that ships.
 
     Args:
       path: what ``train.out_dir`` was, or the directory of its checkpoints; or a file that
-        ``python -m dlm_jax.export`` wrote.
+        ``python -m dlm_jax.export`` wrote; or a name, see `dlm_jax.checkpoint.shipped`.
       make_abstract: from the JSON to the parameters' shapes, as of `load_params`.
       place: where each parameter goes, and as what; by default whole onto the first local device,
         as it is stored, those of a file as float32.
@@ -32,6 +33,7 @@ def load_any(
     Raises:
       ValueError: nothing usable is there; the line says what and the remedy.
     """
+    path = located(path)
     if Path(path).suffix == SUFFIX:
         return load_weights(path, place=place)
     return load_params(path, make_abstract, place=place, report=report)
@@ -40,7 +42,7 @@ def load_any(
 def load_meta(
     path: str | os.PathLike[str], *, report: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """The JSON beside the parameters that `load_any` would give; the same arguments and errors."""
+    """The JSON beside the parameters that `load_any` would give of a path; the same errors."""
     if Path(path).suffix == SUFFIX:
         return load_weights(path)[1]
     root = checkpoint_root(path)

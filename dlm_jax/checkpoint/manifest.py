@@ -13,7 +13,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from dlm_jax.storage import is_remote, size_and_crc
+from dlm_jax.storage import AnyPath, is_remote, size_and_crc
 
 _READERS = 32
 NAME = "manifest.json"
@@ -44,7 +44,7 @@ def write(directory: Path, facts: dict[str, Any]) -> None:
         sync(folder)
 
 
-def put(directory: Path, facts: dict[str, Any], files: dict[str, tuple[int, int]]) -> None:
+def put(directory: AnyPath, facts: dict[str, Any], files: dict[str, tuple[int, int]]) -> None:
     """Nothing, once the manifest of `files`, sizes and CRC32s by relative path, is in a bucket."""
     line = json.dumps({"facts": facts, "files": files})
     (directory / NAME).write_text(_with_crc(line))

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
-import logging
 import os
 import warnings
 from collections.abc import Callable
@@ -43,6 +42,7 @@ from dlm_jax.checkpoint.files import (
     nested,
     newest_usable,
     prune,
+    quiet_orbax,
     step_path,
 )
 from dlm_jax.distributed.processes import on_first_process
@@ -64,7 +64,6 @@ class Checkpoints:
     """The checkpoints of one training run, newest last; use it as a context manager.
 
     A save under way when the program ends without `close` or `wait` is lost (not half-written).
-
     Every process of a multi-process run makes one on the same shared directory and calls the same
     methods in the same order. Process 0 checks, sums up, renames and prunes.
 
@@ -85,7 +84,7 @@ class Checkpoints:
         self._checked: dict[int, bool] = {}
         self._pending: concurrent.futures.Future[None] | None = None
         self._finisher = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        _quiet_orbax()
+        quiet_orbax()
         self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
 
     def __enter__(self) -> Checkpoints:
@@ -244,7 +243,7 @@ def load_params(
     Raises:
       ValueError: nothing usable is there, or it differs from ``abstract_params``.
     """
-    _quiet_orbax()
+    quiet_orbax()
     root = checkpoint_root(directory)
     root = root / "checkpoints" if (root / "checkpoints").is_dir() else root
     found = on_first_process(lambda: newest_usable(root, step, None, report or warnings.warn, {}))
@@ -299,8 +298,3 @@ def _facts(leaves: Leaves) -> dict[str, Any]:
 
 def _versions() -> str:
     return f"jax {jax.__version__}, orbax-checkpoint {ocp.__version__}, numpy {np.__version__}"
-
-
-def _quiet_orbax() -> None:
-    # Orbax narrates every save at INFO through absl, which an application may have turned on.
-    logging.getLogger("absl").setLevel(logging.WARNING)

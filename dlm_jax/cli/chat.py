@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import dlm_jax
@@ -36,3 +37,11 @@ def answers(model: dlm_jax.Model, result: dlm_jax.Texts, start: int) -> list[str
     """What stands behind the first `start` tokens of each row, as text."""
     rows = zip(result.tokens, result.lengths, strict=True)
     return [model.tokenizer.decode(tokens[start:length]) for tokens, length in rows]
+
+
+def asked(model: dlm_jax.Model, args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags ask for, as a prompt of `dlm_jax.generate`."""
+    if args.chat:
+        return {"tokens": turn_ids(model, args.prompt)}
+    texts = {name: getattr(args, name) for name in ("prompt", "template", "draft")}
+    return {name: text for name, text in texts.items() if text is not None}

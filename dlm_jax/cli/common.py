@@ -15,8 +15,14 @@ from typing import NoReturn, TextIO
 
 import jax
 
+from dlm_jax.checkpoint.shipped import DEFAULT, SHIPPED
+
 # Seconds within which JAX itself notices a host that is gone; `distributed.watch` is faster.
 _HEARTBEAT = 50
+
+CHECKPOINT = (
+    f"a run, a weights file, or a model that ships: {', '.join(SHIPPED)}; default: {DEFAULT}"
+)
 
 
 class Parser(argparse.ArgumentParser):

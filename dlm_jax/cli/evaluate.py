@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import dlm_jax
-from dlm_jax.cli.common import Parser, refusals, start_jax
+from dlm_jax.cli.common import CHECKPOINT, Parser, refusals, start_jax
 from dlm_jax.data import Corpus, load_corpus, validation_windows
 from dlm_jax.data.jsonl import read_jsonl
 from dlm_jax.data.rows import Columns
@@ -42,7 +42,7 @@ def make_parser() -> Parser:
     """The flags of this program."""
     parser = Parser(prog="python -m dlm_jax.evaluate", description=__doc__)
     add = parser.add_argument
-    add("--checkpoint", metavar="PATH", help="a run or a weights file; default: the shipped model")
+    add("--checkpoint", metavar="PATH", help=CHECKPOINT)
     add("--text", nargs="+", default=[], metavar="FILE", help="UTF-8 files to score")
     split_help = "files hold several texts, with this line between them (---, as sample.py does)"
     add("--split", nargs="?", const="---", metavar="LINE", help=split_help)

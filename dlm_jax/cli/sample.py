@@ -25,33 +25,29 @@ from typing import Any
 import jax
 
 import dlm_jax
-from dlm_jax.cli.chat import answers, preset, turn_ids
-from dlm_jax.cli.common import Parser, add_host_flags, join_hosts, refusals, start_jax
+from dlm_jax.cli.chat import answers, asked, preset
+from dlm_jax.cli.common import CHECKPOINT, Parser, add_host_flags, join_hosts, refusals, start_jax
 from dlm_jax.cli.compiling import compile_clock
 from dlm_jax.cli.devices import add_mesh_flags, check_batch, mesh_of
 from dlm_jax.cli.flags import naming_flags, speeds
 from dlm_jax.cli.sample_file import sample_file
+from dlm_jax.cli.watching import watched
 from dlm_jax.config import RowSettings, add_sample_flags, parse_flags, sample_settings
 from dlm_jax.config.sample import settings_of
 from dlm_jax.data import Tokenizer
 from dlm_jax.inference.candidates import HostSampler, Written
-from dlm_jax.inference.generate import chain_report, texts_of
+from dlm_jax.inference.generate import chain_report
 from dlm_jax.inference.model import DTYPES
 from dlm_jax.inference.own_rules import classes_of, with_rules
-from dlm_jax.inference.results import Row
 from dlm_jax.progress import Progress
 from dlm_jax.settings import nearest
-from dlm_jax.viewing.frames import Frame
-from dlm_jax.viewing.rows import frame_of, special_names
-from dlm_jax.viewing.trace import write_trace
-from dlm_jax.viewing.watch import Watch, pace_of
 
 
 def make_parser(kind: type[RowSettings]) -> Parser:
     """The flags of this program, with one for each setting of `kind`."""
     parser = Parser(prog="sample.py", description=__doc__)
     add = parser.add_argument
-    add("--checkpoint", metavar="PATH", help="a run or a weights file; default: the shipped model")
+    add("--checkpoint", metavar="PATH", help=CHECKPOINT)
     add("--prompt", metavar="TEXT", help="text that every sample begins with")
     add("--template", metavar="TEXT", help='text with gaps to fill: "To be <hole:4> be"')
     add("--draft", metavar="TEXT", help="text behind the prompt, to be refined")
@@ -207,12 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(chain_report(model, host_sampler=sampler, **settings), file=sys.stderr)
     if args.prompts is not None:
         return sample_file(model, args, settings)
-    asked = {name: getattr(args, name) for name in ("prompt", "template", "draft")}
     with refusals():
-        prompts = [
-            {"tokens": turn_ids(model, args.prompt or "")} if args.chat
-            else {name: text for name, text in asked.items() if text is not None}
-        ]  # fmt: skip
+        prompts = [asked(model, args)]
     common: dict[str, Any] = {
         "num_samples": args.num_samples,
         "max_length": args.max_length,
@@ -223,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     waited = 0.0
     if args.watch or args.trace is not None:
         with refusals(), naming_flags():
-            result, waited = _watch(model, prompts, args, common)
+            result, waited = watched(model, prompts, args, common)
     else:
         shown = Progress("sample", None, "token", is_shown=jax.process_index() == 0)
         with refusals(), naming_flags(), shown as progress:
@@ -262,37 +254,6 @@ def _counted(result: dlm_jax.Texts) -> str:
     """What was counted, as far as there is any of it."""
     total = {name: int(column.sum()) for name, column in result.counters._asdict().items()}
     return "".join(f"{n} {name}, " for name, n in total.items() if n)
-
-
-def _watch(
-    model: dlm_jax.Model,
-    prompts: Sequence[dict[str, Any]],
-    args: argparse.Namespace,
-    common: dict[str, Any],
-) -> tuple[dlm_jax.Texts, float]:
-    """The texts, shown while they are denoised and kept for the page that plays it.
-
-    Besides, the seconds that were spent waiting for the eyes.
-    """
-    decode, names = model.tokenizer.decode, special_names(model.tokenizer)
-    steps = common.get("steps", model.sample.steps)
-    watch = Watch(decode, sys.stderr, names=names, pace=pace_of(steps)) if args.watch else None
-    frames: dict[int, list[Frame]] = {}
-    rows: dict[int, Row] = {}
-    for canvases in dlm_jax.stream(model, prompts, **common):
-        rows |= canvases
-        shown = [frame_of(i, row, mask_id=model.tokenizer.mask_id, steps=steps)
-                 for i, row in sorted(canvases.items())]  # fmt: skip
-        for frame in shown:
-            frames.setdefault(frame.row, []).append(frame)
-        if watch is not None:
-            watch.show(shown)
-    if args.trace is not None:
-        title = prompts[0].get("prompt") or prompts[0].get("template") or "unprompted"
-        write_trace(args.trace, [frames[i] for i in sorted(frames)], decode, title=title[:80],
-                    names=names)  # fmt: skip
-        print(f"wrote {args.trace}", file=sys.stderr)
-    return texts_of(model, rows), 0.0 if watch is None else watch.waited
 
 
 if __name__ == "__main__":

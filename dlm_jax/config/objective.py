@@ -9,6 +9,10 @@ from typing import Literal
 from dlm_jax.config.fields import field, require
 
 PATTERNS = ("random", "sticky", "span")
+MISPRINTS = (
+    "missing", "wrong", "stray", "transposed", "missing_pair", "wrong_pair", "stray_pair"
+)  # fmt: skip
+USUAL_MISPRINTS = MISPRINTS[:3]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +48,11 @@ class ObjectiveConfig:
     misprint_ratio: float = field(
         0.1, "proofreading: a row's share of misprints is uniform up to this one"
     )
+    misprint_kinds: tuple[str, ...] = field(
+        USUAL_MISPRINTS,
+        "proofreading: what happens to a misprinted token, each as often; missing, wrong or stray, "
+        "transposed with the next one, or the same to two: missing_pair, wrong_pair, stray_pair",
+    )
     random_length_share: float = field(
         0.0, "share of the batches that are cut to a random length; 0.01 is usual"
     )
@@ -77,13 +86,19 @@ class ObjectiveConfig:
             f"{self.proofreading_share} add up to more than 1; lower one",
         )
         require(self.span_count >= 1, f"objective.span_count={self.span_count} must be at least 1")
-        for name in set(self.patterns) - set(PATTERNS):
-            (near,) = difflib.get_close_matches(name, PATTERNS, n=1, cutoff=0.0)
-            raise ValueError(
-                f"objective.patterns has {name!r}, which is not one of {', '.join(PATTERNS)}; "
-                f"did you mean {near!r}?"
-            )
-        require(
-            len(self.patterns) > 0 and len(set(self.patterns)) == len(self.patterns),
-            f"objective.patterns={self.patterns} names none or one twice; name each once",
+        _check_names("patterns", self.patterns, PATTERNS)
+        _check_names("misprint_kinds", self.misprint_kinds, MISPRINTS)
+
+
+def _check_names(field_name: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:
+    """Refuses names that are unknown, none, or given twice."""
+    for name in set(given) - set(known):
+        (near,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+        raise ValueError(
+            f"objective.{field_name} has {name!r}, which is not one of {', '.join(known)}; "
+            f"did you mean {near!r}?"
         )
+    require(
+        len(given) > 0 and len(set(given)) == len(given),
+        f"objective.{field_name}={given} names none or one twice; name each once",
+    )

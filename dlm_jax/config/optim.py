@@ -1,4 +1,4 @@
-"""The optimiser and its schedule."""
+"""Configuration of the optimiser."""
 
 from __future__ import annotations
 

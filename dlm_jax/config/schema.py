@@ -189,7 +189,9 @@ class TrainConfig:
 
     out_dir: str = field("runs/default", "where checkpoints, metrics and plots are written")
     init_from: str = field(
-        "", "run or weights file whose parameters the model begins with; empty: fresh ones"
+        "",
+        "run, weights file or model that ships, whose parameters the model begins with; empty: "
+        "fresh ones",
     )
     steps: int = field(1000, "optimiser steps")
     batch_size: int = field(32, "rows of one step, over all devices and processes")

@@ -61,21 +61,29 @@ class HubTokenizer:
     def _known_ids(self) -> frozenset[int]:
         return frozenset(self._marked.get_vocab(with_added_tokens=True).values())
 
-    @cached_property
+    @property
     def vocab_size(self) -> int:
         """One more than the highest id."""
+        return self._num_ids
+
+    @cached_property
+    def _num_ids(self) -> int:
         return 1 + max((*self._known_ids, *self._specials()))
 
     def _specials(self) -> tuple[int, ...]:
         given = (self.mask_id, self.pad_id, self.eos_id, self.bos_id)
         return tuple(id_ for id_ in given if id_ is not None)
 
-    @cached_property
+    @property
     def banned_ids(self) -> tuple[int, ...]:
         """Ids no sampler may propose, ascending: MASK, PAD, BOS, and those without a token.
 
         PAD or BOS that is EOS as well may be.
         """
+        return self._banned
+
+    @cached_property
+    def _banned(self) -> tuple[int, ...]:
         empty = set(range(self.vocab_size)) - self._known_ids
         return tuple(sorted((empty | set(self._specials())) - {self.eos_id}))
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from array_record.python import array_record_module
+from array_record.python import array_record_module  # pyright: ignore
 
 from dlm_jax.data.jsonl import Line, parse_line
 from dlm_jax.data.shard_index import INDEX_NAME, Index, Shard, fingerprint

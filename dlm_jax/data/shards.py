@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from array_record.python import array_record_module
+from array_record.python import array_record_module  # pyright: ignore
 
 from dlm_jax.data.rows import Columns, Place, _Mapped
 from dlm_jax.data.shard_index import Index, Shard, fingerprint

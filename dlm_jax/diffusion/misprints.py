@@ -7,10 +7,13 @@ both mean something only to a model that has seen text that is a place off.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from dlm_jax.config.objective import MISPRINTS, USUAL_MISPRINTS
 
 
 class Misprints(NamedTuple):
@@ -29,18 +32,34 @@ class Misprints(NamedTuple):
     length_B: jax.Array
 
 
+class _Damage(NamedTuple):
+    """What happens to each clean token; the last two are None where it never does."""
+
+    is_missing_BL: jax.Array
+    is_wrong_BL: jax.Array
+    is_stray_BL: jax.Array
+    is_swapped_BL: jax.Array | None
+    has_two_strays_BL: jax.Array | None
+
+
 def misprint(
     key: jax.Array,
     tokens_BL: jax.Array,
     length_B: jax.Array,
     is_free_BL: jax.Array,
     ratio_B: jax.Array,
+    *,
+    kinds: Sequence[str] = USUAL_MISPRINTS,
 ) -> Misprints:
-    """Each free position is misprinted with its row's probability, in one of three ways.
+    """Each free position is misprinted with its row's probability, in one of several ways.
 
-    Its token is missing, or another stands there, or a stray one stands in front of it: half of
-    those double the token before, the others are, like the wrong ones, tokens of the row. Nothing
-    is stray behind what is missing, and a stray token that equals the one behind it is no misprint.
+    Its token is missing, or another stands there (*wrong*), or a *stray* one stands in front of it:
+    half of those double the token before, the others are, like the wrong ones, tokens of the row.
+    Nothing is stray behind what is missing, and a stray token that equals the one behind it is no
+    misprint. Or it changes places with the token behind it (*transposed*), or the same happens to
+    both of them (*missing_pair*, *wrong_pair*); one behind it that is given, or misprinted itself,
+    is spared, and then nothing is transposed. Of two stray tokens (*stray_pair*) half double the
+    two before.
 
     Args:
       key: of all the draws.
@@ -48,14 +67,13 @@ def misprint(
       length_B: int32 live tokens of each row.
       is_free_BL: True at live tokens that may be misprinted.
       ratio_B: float32 in [0, 1].
+      kinds: of `dlm_jax.config.objective.MISPRINTS`, each as likely.
     """
     num_positions = tokens_BL.shape[1]
     hit_key, kind_key, other_key, double_key = jax.random.split(key, 4)
     is_hit_BL = (jax.random.uniform(hit_key, tokens_BL.shape) < ratio_B[:, None]) & is_free_BL
-    kind_BL = jax.random.randint(kind_key, tokens_BL.shape, 0, 3)
-    is_missing_BL = is_hit_BL & (kind_BL == 0)
-    is_wrong_BL = is_hit_BL & (kind_BL == 1)
-    is_stray_BL = is_hit_BL & (kind_BL == 2) & ~_after(is_missing_BL, False)
+    kind_BL = jax.random.randint(kind_key, tokens_BL.shape, 0, len(kinds))
+    damage = _damage(is_hit_BL, kind_BL, is_free_BL, kinds)
 
     place_BL = jnp.floor(jax.random.uniform(other_key, tokens_BL.shape) * length_B[:, None])
     other_BL = jnp.take_along_axis(tokens_BL, place_BL.astype(jnp.int32), axis=1)
@@ -63,25 +81,77 @@ def misprint(
     before_BL = jnp.where(is_double_BL, _after(tokens_BL, 0), other_BL)
     # Nothing stands in front of the first token that could be doubled.
     before_BL = before_BL.at[:, 0].set(other_BL[:, 0])
-    printed_BL = jnp.where(is_wrong_BL, other_BL, tokens_BL)
+    printed_BL = jnp.where(damage.is_wrong_BL, other_BL, tokens_BL)
+    if damage.is_swapped_BL is not None:
+        printed_BL = jnp.where(damage.is_swapped_BL, _before(tokens_BL, 0), printed_BL)
+        is_other_BL = _after(damage.is_swapped_BL, False)
+        printed_BL = jnp.where(is_other_BL, _after(tokens_BL, 0), printed_BL)
 
     index_BL = jnp.broadcast_to(jnp.arange(num_positions), tokens_BL.shape)
-    is_kept_BL = (index_BL < length_B[:, None]) & ~is_missing_BL
+    is_kept_BL = (index_BL < length_B[:, None]) & ~damage.is_missing_BL
     last_kept_BL = jax.lax.cummax(jnp.where(is_kept_BL, index_BL, -1), axis=1)
     due_BL = jnp.take_along_axis(tokens_BL, _after(last_kept_BL, -1) + 1, axis=1)
 
-    until_BL = jnp.cumsum(is_kept_BL.astype(jnp.int32) + is_stray_BL, axis=1)
+    number_BL = is_kept_BL.astype(jnp.int32) + damage.is_stray_BL
+    if damage.has_two_strays_BL is not None:
+        number_BL += damage.has_two_strays_BL
+    until_BL = jnp.cumsum(number_BL, axis=1)
     kept_BL = jnp.where(is_kept_BL, until_BL - 1, num_positions)
-    stray_BL = jnp.where(is_stray_BL, until_BL - 2, num_positions)
-
-    def set_row(old_L: jax.Array, at: jax.Array, new_L: jax.Array) -> jax.Array:
-        return old_L.at[at].set(new_L, mode="drop")
-
-    put = jax.vmap(set_row)
-    shown_BL = put(put(tokens_BL, kept_BL, printed_BL), stray_BL, before_BL)
-    true_BL = put(put(tokens_BL, kept_BL, due_BL), stray_BL, tokens_BL)
+    stray_BL = jnp.where(damage.is_stray_BL, until_BL - 2, num_positions)
+    shown_BL = _put(_put(tokens_BL, kept_BL, printed_BL), stray_BL, before_BL)
+    true_BL = _put(_put(tokens_BL, kept_BL, due_BL), stray_BL, tokens_BL)
+    if damage.has_two_strays_BL is not None:
+        first_BL = jnp.where(is_double_BL, _after(_after(tokens_BL, 0), 0), _after(other_BL, 0))
+        first_BL = first_BL.at[:, :2].set(other_BL[:, :2])
+        pair_BL = jnp.where(damage.has_two_strays_BL, until_BL - 3, num_positions)
+        shown_BL, true_BL = _put(shown_BL, pair_BL, first_BL), _put(true_BL, pair_BL, tokens_BL)
     # A kept token behind a stray one is where it belongs.
     return Misprints(shown_BL, true_BL, jnp.minimum(until_BL[:, -1], num_positions))
+
+
+def _damage(
+    is_hit_BL: jax.Array, kind_BL: jax.Array, is_free_BL: jax.Array, kinds: Sequence[str]
+) -> _Damage:
+    """What happens where, from the positions that are hit and the number of the kind of each."""
+    unknown = sorted(set(kinds) - set(MISPRINTS))
+    if unknown:
+        raise ValueError(f"kinds has {unknown[0]!r}; known are {', '.join(MISPRINTS)}")
+
+    def of(name: str) -> jax.Array:
+        if name not in kinds:
+            return jnp.zeros_like(is_hit_BL)
+        return is_hit_BL & (kind_BL == tuple(kinds).index(name))
+
+    # The second of two: one that may be misprinted, and is not misprinted itself.
+    is_second_BL = is_free_BL & ~is_hit_BL
+
+    def with_pairs(name: str) -> jax.Array:
+        is_pair_BL = of(f"{name}_pair")
+        return of(name) | is_pair_BL | (_after(is_pair_BL, False) & is_second_BL)
+
+    is_missing_BL = with_pairs("missing")
+    may_stray_BL = ~_after(is_missing_BL, False)
+    return _Damage(
+        is_missing_BL,
+        with_pairs("wrong"),
+        (of("stray") | of("stray_pair")) & may_stray_BL,
+        of("transposed") & _before(is_second_BL, False) if "transposed" in kinds else None,
+        of("stray_pair") & may_stray_BL if "stray_pair" in kinds else None,
+    )
+
+
+def _put(old_BL: jax.Array, at_BL: jax.Array, new_BL: jax.Array) -> jax.Array:
+    """With the new values at those positions of each row; none where they lie outside."""
+
+    def one_row(old_L: jax.Array, at_L: jax.Array, new_L: jax.Array) -> jax.Array:
+        return old_L.at[at_L].set(new_L, mode="drop")
+
+    return jax.vmap(one_row)(old_BL, at_BL, new_BL)
+
+
+def _before(x_BL: jax.Array, last: int | bool) -> jax.Array:
+    """What stands right of each position; `last` at the last."""
+    return jnp.pad(x_BL[:, 1:], ((0, 0), (0, 1)), constant_values=last)
 
 
 def _after(x_BL: jax.Array, first: int | bool) -> jax.Array:

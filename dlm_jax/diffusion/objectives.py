@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.config import ObjectiveConfig
+from dlm_jax.config.objective import USUAL_MISPRINTS
 from dlm_jax.diffusion import patterns
 from dlm_jax.diffusion.corruption import Schedule, mask_independently, stratified_times
 from dlm_jax.diffusion.misprints import misprint
@@ -162,17 +163,27 @@ def denoising(
     return Example(shown_BL, weight_BL, jnp.sum(weight_BL))
 
 
-def proofreading(batch: Batch, key: jax.Array, *, max_ratio: float, mask_id: int) -> Example:
+def proofreading(
+    batch: Batch,
+    key: jax.Array,
+    *,
+    max_ratio: float,
+    mask_id: int,
+    kinds: tuple[str, ...] = USUAL_MISPRINTS,
+) -> Example:
     """Plain cross-entropy at every free position of misprinted rows, for what should stand there.
 
-    A share of each row that is uniform on (0, max_ratio] is misprinted. Half of the rows show
-    MASK besides, each at a share of its positions that is uniform on (0, 1]. The targets are those
-    of `dlm_jax.diffusion.misprints.Misprints`; a row that grows is cut at the canvas.
+    A share of each row that is uniform on (0, max_ratio] is misprinted, in one of the kinds. Half
+    of the rows show MASK besides, each at a share of its positions that is uniform on (0, 1]. The
+    targets are those of `dlm_jax.diffusion.misprints.Misprints`; a row that grows is cut at the
+    canvas.
     """
     ratio_key, print_key, share_key, mask_key = jax.random.split(key, 4)
     num_rows = batch.tokens_BL.shape[0]
     ratio_B = max_ratio * (1.0 - jax.random.uniform(ratio_key, (num_rows,)))
-    found = misprint(print_key, batch.tokens_BL, batch.length_B, batch.is_free_BL(), ratio_B)
+    found = misprint(
+        print_key, batch.tokens_BL, batch.length_B, batch.is_free_BL(), ratio_B, kinds=kinds
+    )
     truth = batch._replace(tokens_BL=found.true_BL, length_B=found.length_B)
     share_B = jnp.maximum(1.0 - 2.0 * jax.random.uniform(share_key, (num_rows,)), 0.0)
     is_free_BL = truth.is_free_BL()

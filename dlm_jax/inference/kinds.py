@@ -95,3 +95,12 @@ def _shapes(packed: Any) -> Hashable:
     """What the program of such arrays is compiled for, but for the number of rows."""
     leaves, tree = jax.tree.flatten(packed)
     return tree, tuple((leaf.shape[1:], np.dtype(leaf.dtype).name) for leaf in leaves)
+
+
+def slot_count(rows: int, batch_size: int, shares: int = 1) -> int:
+    """Static number of slots for `rows` waiting rows: a power of two, `batch_size` at most.
+
+    Rounded up to a multiple of `shares`, the parts into which devices split them.
+    """
+    slots = min(batch_size, 1 << (rows - 1).bit_length())
+    return -(-slots // shares) * shares

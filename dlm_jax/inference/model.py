@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import dlm_jax.config as configs
 from dlm_jax import checkpoint
+from dlm_jax.checkpoint.shipped import located
 from dlm_jax.config import Config, MeshConfig, ObjectiveConfig, SampleConfig
 from dlm_jax.data import Tokenizer, check_fits, from_json
 from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
@@ -28,9 +28,6 @@ from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.protocol import chunk_size
 from dlm_jax.sampling.rules import ModelFacts
 from dlm_jax.types import Network, Params
-
-SHIPPED = Path(__file__).parent.parent / "shipped" / "shakespeare.safetensors"
-"""The model that comes with the package: a small Shakespeare in byte-pair tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +149,8 @@ def load(
     Args:
       path: what ``train.out_dir`` was, or the directory of its checkpoints; a file that
         ``python -m dlm_jax.export`` wrote; or a directory as the hub lays it out, with config.json,
-        safetensors and a tokenizer (docs/published.md). None is `SHIPPED`.
+        safetensors and a tokenizer (docs/published.md); or the name of a model that ships with
+        the package. None is ``shakespeare``.
       mesh: devices that split its parameters and the rows that it samples, or how many there are
         along each axis. Each parameter is read in parts, straight onto its devices. None is one
         device.
@@ -164,7 +162,7 @@ def load(
       ValueError: nothing usable is there, the mesh does not fit the devices, or there is no such
         dtype; the line says what and the remedy.
     """
-    path = SHIPPED if path is None else path
+    path = located(path)
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
     if isinstance(mesh, MeshConfig):

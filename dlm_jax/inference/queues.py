@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from dlm_jax.distributed.rows import num_shares, spans_processes, split_rows
-from dlm_jax.inference.kinds import Kind
+from dlm_jax.inference.kinds import Kind, slot_count
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import Request, Static, group, static_of
 from dlm_jax.inference.results import canvas_size
-from dlm_jax.inference.slots import slot_count
 from dlm_jax.inference.waiting import Queue
 
 

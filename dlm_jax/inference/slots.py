@@ -297,12 +297,3 @@ def _moved(state: State, index_B: jax.Array, is_held_B: jax.Array) -> State:
     state = jax.tree.map(lambda leaf: leaf[index_B], state)
     status_B = jnp.where(is_held_B, state.status_B, Status.DONE)
     return state._replace(status_B=status_B.astype(jnp.int32))
-
-
-def slot_count(rows: int, batch_size: int, shares: int = 1) -> int:
-    """Static number of slots for `rows` waiting rows: a power of two, `batch_size` at most.
-
-    Rounded up to a multiple of `shares`, the parts into which devices split them.
-    """
-    slots = min(batch_size, 1 << (rows - 1).bit_length())
-    return -(-slots // shares) * shares

@@ -2,7 +2,8 @@
 
 What is kept has one leaf for keys and one for values, ``[B, depth, G, L, K]`` in the compute dtype:
 ``2 depth B L G K`` numbers. On a CPU, where layers are unrolled, each layer has leaves of its own,
-which are then read where they lie.
+``[B, G, L K]``, which are then read where they lie: with L and K apart the compiler would keep them
+in another order while rows are computed whole, and turn all of them at every step.
 """
 
 from __future__ import annotations
@@ -49,12 +50,17 @@ class Parts:
     norm: Callable[[Params, jax.Array], jax.Array]
 
 
+def may_keep(config: ModelConfig) -> bool:
+    """Whether keys and values may be kept: a window knows all that its predictions are made of."""
+    return config.mode == "language_model" and config.logit_alignment == "same"
+
+
 def cached_trunk(config: ModelConfig, parts: Parts) -> CachedTrunk:
     """The pieces of the network of `config`."""
     made = _Pieces(config, parts)
     return CachedTrunk(
-        made.block_length, made.init, made.whole, made.window, store,
-        made.beside_clean if made.block_length > 1 else None,
+        made.block_length, made.init, made.whole, made.window, made.store,
+        made.beside_clean if made.block_length > 1 else None, made.ready,
     )  # fmt: skip
 
 
@@ -77,6 +83,10 @@ class _Pieces:
     def num_groups(self) -> int:
         return self.config.kv_heads or self.config.heads
 
+    @property
+    def head_size(self) -> int:
+        return self.config.size_of_head(self.config.width, self.config.heads)
+
     def read(self, tokens_NL: jax.Array) -> jax.Array:
         """The tokens that the network reads: a causal one each a place to the right."""
         is_causal = self.config.attention_type == "causal"
@@ -91,8 +101,10 @@ class _Pieces:
         del params
         config = self.config
         depth = () if self.is_unrolled else (config.depth,)
-        size = config.size_of_head(config.width, config.heads)
-        shape = (num_rows, *depth, self.num_groups, num_positions, size)
+        last = (num_positions * self.head_size,)
+        if not self.is_unrolled:
+            last = (num_positions, self.head_size)
+        shape = (num_rows, *depth, self.num_groups, *last)
 
         def zeros() -> KeyValue:
             dtype = jnp.dtype(config.compute_dtype)
@@ -113,7 +125,7 @@ class _Pieces:
                 made.append((_by_group(k), _by_group(v)))
                 return module.attention.attend(q, k, v, length_N)
 
-            return module.around(x_NLD, turns, attend), made[0]
+            return module.around(x_NLD, turns, attend), self._as_kept(made[0])
 
         x_NLD = self.parts.embed(params, self.read(tokens_NL))
         x_NLD, piece = self._through(layer, x_NLD, params, None)
@@ -141,17 +153,45 @@ class _Pieces:
         def layer(x_NWD: jax.Array, block: Params, kept: KeyValue) -> tuple[jax.Array, KeyValue]:
             module, made = self.parts.block(block), []
             old = kept if row_N is None else (kept[0][row_N], kept[1][row_N])
+            old = tuple(x.reshape(*x.shape[:2], -1, self.head_size) for x in old)
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
                 made.append((_by_group(k), _by_group(v)))
-                return attend_beside_kept(q, old, made[0], seen)
+                return attend_beside_kept(q, (old[0], old[1]), made[0], seen)
 
-            return module.around(x_NWD, turns, attend), made[0]
+            return module.around(x_NWD, turns, attend), self._as_kept(made[0])
 
         tokens_NW = jnp.take_along_axis(self.read(tokens_NL), place_NW, axis=1)
         x_NWD = self.parts.embed(params, tokens_NW)
         x_NWD, piece = self._through(layer, x_NWD, params, kept)
         return self.parts.norm(params, x_NWD), piece
+
+    def store(self, kept: Any, piece: Any, row_N: jax.Array | None, place_N: jax.Array) -> Any:
+        axis = 2 if self.is_unrolled else 3
+        place_N = place_N * self.head_size if self.is_unrolled else place_N
+
+        def put(old: jax.Array, new: jax.Array) -> jax.Array:
+            if row_N is None:
+                return jax.vmap(
+                    lambda o, n, p: jax.lax.dynamic_update_slice_in_dim(o, n, p, axis - 1)
+                )(old, new, place_N)
+            if new.shape[0] > _FEW:
+                place_NW = place_N[:, None] + jnp.arange(new.shape[axis])[None]
+                where = (row_N[:, None], *[slice(None)] * (axis - 1), place_NW)
+                return old.at[where].set(jnp.moveaxis(new, axis, 1))
+            for n in range(new.shape[0]):
+                start = [jnp.zeros((), jnp.int32)] * old.ndim
+                start[0], start[axis] = row_N[n], place_N[n]
+                old = jax.lax.dynamic_update_slice(old, new[n : n + 1], start)
+            return old
+
+        return jax.tree.map(put, kept, piece)
+
+    def _as_kept(self, made: KeyValue) -> KeyValue:
+        """Keys and values ``[N, G, W, K]`` of a layer in the shape of what is kept."""
+        if not self.is_unrolled:
+            return made
+        return made[0].reshape(*made[0].shape[:2], -1), made[1].reshape(*made[1].shape[:2], -1)
 
     def beside_clean(
         self,
@@ -178,18 +218,30 @@ class _Pieces:
             x = cpu.run_blocks(layer, x, blocks, context)
         return self.parts.norm(params, x[: shown_BL.shape[0]])
 
+    def ready(self, params: Params) -> Params:
+        if not self.is_unrolled or "layers" in params:
+            return params
+        layers = tuple(
+            jax.tree.map(lambda leaf, at=at: leaf[at], blocks)
+            for blocks in stacks(params)
+            for at in range(blocks["mlp_norm"]["scale"].shape[0])
+        )
+        # Behind a barrier, so that they are cut once and not at every step that reads them.
+        return params | {"layers": jax.lax.optimization_barrier(layers)}
+
     def _through(
-        self, layer: Callable[..., tuple[jax.Array, KeyValue]], x: jax.Array, params: Params,
+        self,
+        layer: Callable[..., tuple[jax.Array, KeyValue]],
+        x: jax.Array,
+        params: Params,
         kept: Any,
-    ) -> tuple[jax.Array, Any]:  # fmt: skip
+    ) -> tuple[jax.Array, Any]:
         """`x` after all layers, and the keys and values that each made, as they are kept."""
         if self.is_unrolled:
-            found = []
-            for blocks in stacks(params):
-                for at in range(blocks["mlp_norm"]["scale"].shape[0]):
-                    block = jax.tree.map(lambda leaf, at=at: leaf[at], blocks)
-                    x, made = layer(x, block, None if kept is None else kept[len(found)])
-                    found.append(made)
+            layers, found = self.ready(params)["layers"], []
+            for at, block in enumerate(layers):
+                x, made = layer(x, block, None if kept is None else kept[at])
+                found.append(made)
             return x, tuple(found)
 
         def body(x: jax.Array, at_layer: tuple[Params, jax.Array]) -> tuple[jax.Array, KeyValue]:
@@ -207,29 +259,6 @@ class _Pieces:
             first = last
         made = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *pieces)
         return x, jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), made)
-
-
-def store(kept: Any, piece: Any, row_N: jax.Array | None, place_N: jax.Array) -> Any:
-    """`kept` with a piece at its rows and first positions; see `CachedTrunk.store`."""
-
-    def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        axis = old.ndim - 2
-        if row_N is None:
-            return jax.vmap(lambda o, n, p: jax.lax.dynamic_update_slice_in_dim(o, n, p, axis - 1))(
-                old, new, place_N
-            )
-        if new.shape[0] > _FEW:
-            place_NW = place_N[:, None] + jnp.arange(new.shape[axis])[None]
-            new = jnp.moveaxis(new, axis, 1)
-            where = (row_N[:, None], *[slice(None)] * (axis - 1), place_NW)
-            return old.at[where].set(new)
-        for n in range(new.shape[0]):
-            start = [jnp.zeros((), jnp.int32)] * old.ndim
-            start[0], start[axis] = row_N[n], place_N[n]
-            old = jax.lax.dynamic_update_slice(old, new[n : n + 1], start)
-        return old
-
-    return jax.tree.map(put, kept, piece)
 
 
 def _by_group(x_BLGK: jax.Array) -> jax.Array:

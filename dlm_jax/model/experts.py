@@ -92,7 +92,7 @@ def route(
         scores_NE = jax.nn.softmax(logits_NE, axis=-1)
     else:
         scores_NE = jax.nn.sigmoid(logits_NE)
-    chosen_by_NE = scores_NE if bias_E is None else scores_NE + bias_E
+    chosen_by_NE = scores_NE if bias_E is None else scores_NE + bias_E[None]
     weighed_by_NE = chosen_by_NE if config.router_bias == "weight" else scores_NE
     if config.router_groups_kept < config.router_groups:
         chosen_by_NE = _within_best_groups(config, chosen_by_NE)
@@ -108,7 +108,9 @@ def _within_best_groups(config: ModelConfig, scores_NE: jax.Array) -> jax.Array:
     scores_NGE = scores_NE.reshape(scores_NE.shape[0], config.router_groups, -1)
     best_NG = jnp.sum(jax.lax.top_k(scores_NGE, 2)[0], axis=-1)
     _, kept_NK = jax.lax.top_k(best_NG, config.router_groups_kept)
-    is_kept_NG = jnp.any(kept_NK[:, :, None] == jnp.arange(config.router_groups), axis=1)
+    is_kept_NG = jnp.any(
+        kept_NK[:, :, None] == jnp.arange(config.router_groups)[None, None], axis=1
+    )
     return jnp.where(is_kept_NG[:, :, None], scores_NGE, -jnp.inf).reshape(scores_NE.shape)
 
 

@@ -19,7 +19,7 @@ from dlm_jax.config import ModelConfig
 from dlm_jax.distributed.activations import pin
 from dlm_jax.model import cpu
 from dlm_jax.model.attention import attend, attend_in_blocks, rotary_angles, turned
-from dlm_jax.model.cached import Parts, cached_trunk, shifted
+from dlm_jax.model.cached import Parts, cached_trunk, may_keep, shifted
 from dlm_jax.model.experts import Experts
 from dlm_jax.model.heads import HEADS, heads_of
 from dlm_jax.model.layers import Linear, Norm
@@ -208,6 +208,22 @@ def build(config: ModelConfig) -> Network:
     def embed(params: Params, ids: jax.Array) -> jax.Array:
         return jnp.take(params["embedding"], ids, axis=0)
 
+    readout, logits_of = _readouts(config)
+    parts = Parts(
+        embed=lambda params, ids: embed(params, ids).astype(dtype),
+        block=module_of,
+        norm=lambda params, x_BLD: nnx.merge(norm_graph, params["norm"])(x_BLD),
+    )
+    return Network(
+        init, trunk, embed, readout, config.vocab_size, logits_of=logits_of,
+        cached=cached_trunk(config, parts) if may_keep(config) else None,
+        **_head_functions(config, readout),
+    )  # fmt: skip
+
+
+def _readouts(config: ModelConfig) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
+    """`Network.readout` and `Network.logits_of` of the LM head."""
+
     def readout(params: Params, hidden_ND: jax.Array) -> jax.Array:
         if config.tied_head:
             kernel_DV = params["embedding"].T
@@ -222,21 +238,7 @@ def build(config: ModelConfig) -> Network:
         logits_NK = jnp.einsum("nd,nkd->nk", hidden_ND, columns_NKD)
         return logits_NK.astype(jnp.float32)
 
-    parts = Parts(
-        embed=lambda params, ids: embed(params, ids).astype(dtype),
-        block=module_of,
-        norm=lambda params, x_BLD: nnx.merge(norm_graph, params["norm"])(x_BLD),
-    )
-    return Network(
-        init, trunk, embed, readout, config.vocab_size, logits_of=logits_of,
-        cached=cached_trunk(config, parts) if _may_keep(config) else None,
-        **_head_functions(config, readout),
-    )  # fmt: skip
-
-
-def _may_keep(config: ModelConfig) -> bool:
-    """Whether keys and values may be kept: a window knows all that its predictions are made of."""
-    return config.mode == "language_model" and config.logit_alignment == "same"
+    return readout, logits_of
 
 
 def _block_modules(config: ModelConfig) -> Callable[[Params], Any]:

@@ -1,6 +1,6 @@
 """The loops of the published models' own programs, as settings; the first of each is the default.
 
-Greedy unless their program draws by default. Every name is a key of `dlm_jax.Model.presets` and a
+Greedy unless their program draws by default. Every name is a key of ``Model.presets`` and a
 value of ``sample.py --preset``.
 """
 

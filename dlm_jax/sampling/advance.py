@@ -12,6 +12,7 @@ import numpy as np
 
 from dlm_jax import devices
 from dlm_jax.sampling.edits.state import places
+from dlm_jax.sampling.forward import ready
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.state import State
 from dlm_jax.sampling.step import step
@@ -78,6 +79,7 @@ class Advance:
             return taken + 1, step(self.program, params, state)[0]
 
         with devices.used(self.program.rows):
+            params = ready(self.program, params, state)
             return jax.lax.while_loop(goes_on, one_more, (jnp.zeros((), jnp.int32), state))[1]
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.cache.groups import group_size, in_groups
+from dlm_jax.sampling.cache.groups import after, cut, group_size, in_groups, rows_of
 from dlm_jax.sampling.cache.protocol import CacheContext, CachePlan, CacheState
 from dlm_jax.sampling.output import TrunkOutput
 from dlm_jax.sampling.program import Program
@@ -57,6 +57,13 @@ def with_cache(program: Program, params: Params, state: State) -> State:
     kept = init(params, rows, positions)
     bare = init(params, rows, positions) if program.is_guided else None
     return state._replace(cache=state.cache._replace(kept=kept, bare=bare))
+
+
+def ready(program: Program, params: Params, state: State) -> Params:
+    """The parameters as the steps of a state read them: once for all, before the first."""
+    if state.cache is None or (lay_out := _pieces(program).ready) is None:
+        return params
+    return lay_out(params)
 
 
 def forward(program: Program, params: Params, state: State, is_open_BL: jax.Array) -> Pass:
@@ -204,21 +211,23 @@ class _Windows:
             carry: tuple[Any, jax.Array], rows: _Inputs, row_N: jax.Array
         ) -> tuple[Any, jax.Array]:
             kept, hidden_BWD = carry
-            tokens_NL, length_N, place_N = _of(row_N, rows.tokens_BL, rows.length_B, rows.place_B)
+            tokens_NL, length_N, place_N = rows_of(
+                row_N, rows.tokens_BL, rows.length_B, rows.place_B
+            )
             hidden_NLD, piece = self._pieces.whole(params, tokens_NL, length_N)
             kept = self._pieces.store(kept, piece, row_N, jnp.zeros_like(place_N))
-            return kept, hidden_BWD.at[row_N].set(_cut(hidden_NLD, place_N, width))
+            return kept, hidden_BWD.at[row_N].set(cut(hidden_NLD, place_N, width))
 
         def settle(kept: Any, rows: _Inputs, row_N: jax.Array) -> Any:
-            tokens_NL, length_N, begin_N = _of(
+            tokens_NL, length_N, begin_N = rows_of(
                 row_N, rows.tokens_BL, rows.length_B, rows.plan.begin_B
             )
             first_N = jnp.maximum(begin_N - width, 0)
             window = Window(first_N, first_N, begin_N)
-            _, piece = self._pieces.window(
+            hidden_NWD, piece = self._pieces.window(
                 params, kept, row_N, tokens_NL, length_N, window, size=width
             )
-            return self._pieces.store(kept, piece, row_N, window.place_N)
+            return self._pieces.store(kept, piece, row_N, after(hidden_NWD, window.place_N))
 
         kept, hidden_BWD = in_groups(
             inputs.is_due_B, group_size(num_rows, num_positions), whole, (kept, hidden_BWD), inputs
@@ -238,7 +247,7 @@ class _Windows:
         """The window of some rows whose smallest size it is."""
 
         def one(hidden_BWD: jax.Array, rows: _Inputs, row_N: jax.Array) -> jax.Array:
-            tokens_NL, length_N, begin_N, end_N, place_N = _of(
+            tokens_NL, length_N, begin_N, end_N, place_N = rows_of(
                 row_N, rows.tokens_BL, rows.length_B, rows.plan.begin_B, rows.plan.end_B,
                 rows.place_B,
             )  # fmt: skip
@@ -247,7 +256,7 @@ class _Windows:
             hidden_NSD, _ = self._pieces.window(
                 params, kept, row_N, tokens_NL, length_N, window, size=size
             )
-            mine_NWD = _cut(hidden_NSD, place_N - window.place_N, self._sizes[0])
+            mine_NWD = cut(hidden_NSD, place_N - window.place_N, self._sizes[0])
             return hidden_BWD.at[row_N].set(mine_NWD)
 
         return one
@@ -265,21 +274,9 @@ class _Windows:
             )
 
         if self._rule.keeps:
-            # Put down once everything has been read: the kept is then written where it lies.
-            own_BWD, piece = jax.lax.optimization_barrier(compute())
-            kept = self._pieces.store(kept, piece, None, inputs.place_B)
+            own_BWD, piece = compute()
+            kept = self._pieces.store(kept, piece, None, after(own_BWD, inputs.place_B))
         else:
             is_any = jnp.any(inputs.size_B >= 0)
             own_BWD = jax.lax.cond(is_any, lambda: compute()[0], lambda: hidden_BWD)
         return kept, jnp.where(inputs.is_due_B[:, None, None], hidden_BWD, own_BWD)
-
-
-def _of(row_N: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
-    return tuple(leaf[row_N] for leaf in leaves)
-
-
-def _cut(x_NLD: jax.Array, place_N: jax.Array, size: int) -> jax.Array:
-    """`size` positions of each row from its place on."""
-    return jax.vmap(lambda x_LD, place: jax.lax.dynamic_slice_in_dim(x_LD, place, size))(
-        x_NLD, place_N
-    )

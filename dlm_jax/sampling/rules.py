@@ -85,7 +85,8 @@ class RuleTable:
         return (
             _choice("order", "random", self.commit,
                 "which holes a step commits. A quota: low_confidence (the surest), entropy, "
-                "margin, random, left_to_right. As many as are sure enough: threshold, factor, "
+                "margin, random, left_to_right, random_filled (random, out of candidates for all "
+                "holes). As many as are sure enough: threshold, factor, "
                 "entropy_bound. As the noise process does: ancestral"),
             _choice("fill", "parallel", self.fill,
                 "how a step's candidates are drawn: each blind to the others (parallel), in waves "
@@ -98,7 +99,8 @@ class RuleTable:
             _choice("edit_scoring", "uncertainty", self.edit,
                 "edit: what speaks for an insertion: uncertainty (of the tokens beside the gap), "
                 "or lead (of the likeliest token over the one behind the gap), for models trained "
-                "to proofread"),
+                "to proofread; or likelihood: insertions, deletions and replacements are tried, "
+                "and one that makes the whole text likelier is made"),
             _choice("cache", "none", ("none", *self.cache),
                 "keys and values that are kept from step to step: none; exact (of finished blocks, "
                 "causal and block-causal models); prefix, dual (of all before the block, or before "

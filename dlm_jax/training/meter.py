@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -16,7 +17,7 @@ from dlm_jax.training.run import Run
 _GPUS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2.25e15}
 
 
-def peak_flops(device: jax.Device) -> float | None:
+def peak_flops(device: Any) -> float | None:
     """FLOP/s of a device at best, in bfloat16; None if they are not known, as those of a CPU."""
     if device.device_kind in CHIPS:
         return CHIPS[device.device_kind].flops
@@ -79,6 +80,6 @@ class Meter:
         return found
 
 
-def _peak_memory(device: jax.Device) -> int:
+def _peak_memory(device: Any) -> int:
     stats = device.memory_stats() or {}
     return int(stats.get("peak_bytes_in_use", stats.get("bytes_in_use", 0)))

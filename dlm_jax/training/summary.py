@@ -12,6 +12,9 @@ from dlm_jax.training.loop import say
 from dlm_jax.training.run import Run
 from dlm_jax.types import Params
 
+# Set from the tokenizer, whose vocabulary is told anyway.
+_RESOLVED = ("vocab_size", "start_id")
+
 
 def describe(run: Run, report: Callable[[str], None] = say) -> None:
     """Reports what is about to be trained, on what, and where."""
@@ -27,8 +30,9 @@ def describe(run: Run, report: Callable[[str], None] = say) -> None:
         + ", ".join(f"{name} {size:,}" for name, size in parts.items())
     )
     for section, values in configs.differing(run.config).items():
-        shown = " ".join(f"{key}={_shown(value)}" for key, value in values.items())
-        report(f"not the default: [{section}] {shown}")
+        shown = [f"{k}={_shown(v)}" for k, v in values.items() if k not in _RESOLVED]
+        if shown:
+            report(f"not the default: [{section}] {' '.join(shown)}")
     steps = run.config.train.steps
     if run.first_step == steps:
         report(f"{run.out_dir} has taken all its {steps} steps already; nothing is left to train")

@@ -163,7 +163,8 @@ def make_mixture(setup: Setup) -> Mixture:
             random_ids=setup.text_ids,
         ),
         "proofreading": functools.partial(
-            proofreading, max_ratio=config.misprint_ratio, mask_id=mask_id
+            proofreading, max_ratio=config.misprint_ratio, mask_id=mask_id,
+            kinds=config.misprint_kinds,
         ),
     }  # fmt: skip
     shares = {

@@ -11,6 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dlm_jax.checkpoint import Checkpoints, load_meta
+from dlm_jax.checkpoint.shipped import located
 from dlm_jax.config import Config
 from dlm_jax.config.schema import INIT
 from dlm_jax.data import CharacterTokenizer, Tokenizer, from_json
@@ -41,7 +42,7 @@ def tokenizer_of(
     with Checkpoints(checkpoints_of(config), keep=1) as saved:
         if on_first_process(saved.steps):
             return from_json(saved.read_meta(report=lambda line: None)["tokenizer"])
-    theirs = from_json(load_meta(config.train.init_from, report=report)["tokenizer"])
+    theirs = from_json(load_meta(located(config.train.init_from), report=report)["tokenizer"])
     if not isinstance(theirs, CharacterTokenizer):
         return theirs
     return lambda text: _extended(theirs, text, config, report)

@@ -287,8 +287,8 @@ def test_another_format_or_step_is_refused_with_a_remedy(copy: Path):
 def test_bad_arguments_are_refused_and_nothing_is_written(tmp_path: Path):
     with pytest.raises(ValueError, match="keep=0.*use 1"):
         Checkpoints(tmp_path / "a", keep=0)
-    with pytest.raises(ValueError, match="gs://bucket is a URL; mount"):
-        Checkpoints("gs://bucket", keep=1)
+    with pytest.raises(ValueError, match="ftp://bucket is a URL of an unknown kind"):
+        Checkpoints("ftp://bucket", keep=1)
     with Checkpoints(tmp_path / "a", keep=1) as checkpoints:
         for step, state, meta, message in [
             (-1, _state(0), {}, "step=-1 .*count from 0"),

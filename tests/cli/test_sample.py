@@ -178,6 +178,13 @@ def test_the_draw_is_a_flag(run_dir, capsys):
         (["--gen-length", "99"], "error: --gen-length=99 and a prompt"),
         (["--order", "randon"], "'random'"),
         (["--tempreature", "1"], "did you mean '--temperature'?"),
+        (["--mesh.data", "3"], "mesh.data=3, mesh.fsdp=1, mesh.tensor=1 do not multiply to the 8"),
+        (["--mesh.data", "many"], "mesh.data='many' is not a whole number"),
+        (["--mesh.data", "8", "--batch-size", "6"], "--batch-size 6 is not divisible by the 8"),
+        (["--dtype", "float8"], "float8"),
+        (["--coordinator", "here:1"], "--coordinator means nothing without --distributed"),
+        (["--report-every", "-1"], "--report-every -1.0 must be at least 0"),
+        (["--report-json", "x"], "--report-json goes with --prompts and --report-every"),
         (["--no-temperature"], "unknown argument '--no-temperature'"),
         (["--edit", "maybe"], "error: --edit='maybe' is not true or false"),
         (["--no-edit", "true"], "unknown argument 'true'"),
@@ -194,6 +201,27 @@ def test_bad_flag_ends_with_code_2_and_one_line(run_dir, capsys, flags, said):
 
 
 TINY = [*SHORT, "--ignore-eos"]
+
+
+def test_texts_and_files_on_a_mesh_are_those_of_one_device(run_dir, capsys, tmp_path):
+    flags = [*TINY, "--prompt", "The ", "--num-samples", "3"]
+    mesh = ["--mesh.data", "4", "--mesh.tensor", "2", "--batch-size", "8"]
+    assert _run(run_dir, *flags) == 0
+    plain = capsys.readouterr().out
+    assert _run(run_dir, *flags, *mesh) == 0
+    assert capsys.readouterr().out == plain
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps({"prompt": "The ", "seed": k}) + "\n" for k in range(3)))
+    figures = tmp_path / "figures.jsonl"
+    asked = ["--prompts", str(source), "--output", str(target), "--report-json", str(figures),
+             "--report-every", "1000"]  # fmt: skip
+    assert _run(run_dir, *TINY, *asked, *mesh) == 0
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert "\n---\n".join(row["text"] for row in rows) + "\n" == plain
+    assert all(row["seconds"] > 0 and row["waves"] == 0 for row in rows)
+    (last,) = map(json.loads, figures.read_text().splitlines())
+    assert (last["rows"], last["tokens"], last["programs"]) == (3, 12, 1)
+    assert "engine: " in capsys.readouterr().err
 
 
 def test_a_template_is_filled_watched_and_kept_on_a_page(run_dir, capsys, tmp_path):

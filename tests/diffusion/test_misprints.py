@@ -189,3 +189,94 @@ def test_the_key_decides_and_no_row_sees_another():
     others = _printed(rows._replace(ratio=ratio, tokens=tokens, length=length, is_free=is_free))
     assert others[1::2] == printed[1::2]
     assert sum(a != b for a, b in zip(others[::2], printed[::2], strict=True)) > ROWS // 4
+
+
+def _printed_as(rows: Rows, *kinds: str, key: int = 0):
+    found = misprint(
+        jax.random.key(key), rows.tokens, rows.length, rows.is_free, rows.ratio, kinds=kinds
+    )
+    shown, true, length = map(np.asarray, found)
+    return [(s[:n].tolist(), t[:n].tolist()) for s, t, n in zip(shown, true, length, strict=True)]
+
+
+def _lone(rows: Rows, printed, row: int) -> list[int] | None:
+    """Clean places of what is shown, where the row is long enough and fits."""
+    clean = rows.tokens[row, : rows.length[row]].tolist()
+    shown, _ = printed[row]
+    if len(clean) < 6 or not shown or shown[-1] != clean[-1]:
+        return None
+    return [clean.index(token) for token in shown]
+
+
+def test_the_usual_kinds_are_those_of_before_in_any_way_of_asking():
+    rows = _rows(8)
+    assert _printed_as(rows, "missing", "wrong", "stray") == _printed(rows)
+    assert _printed_as(rows, "missing", "wrong", "stray", "transposed") != _printed(rows)
+    with pytest.raises(ValueError, match="kinds has 'swapped'; known are missing, wrong"):
+        _printed_as(rows, "swapped")
+
+
+def test_transposed_tokens_change_places_and_each_is_due_where_it_belongs():
+    rows = _rows(9, ratio=0.2)
+    swaps = 0
+    for row, (shown, true) in enumerate(printed := _printed_as(rows, "transposed")):
+        clean = rows.tokens[row, : rows.length[row]].tolist()
+        assert true == clean
+        moved = [place for place in range(len(clean)) if shown[place] != clean[place]]
+        firsts, seconds = moved[::2], moved[1::2]
+        assert [place + 1 for place in firsts] == seconds
+        for place in firsts:
+            assert shown[place : place + 2] == clean[place : place + 2][::-1]
+            assert rows.is_free[row, place : place + 2].all()
+        swaps += len(firsts)
+    assert swaps > ROWS and len(printed) == ROWS
+    # A token that is hit changes places with the next one unless that is hit or given, too.
+    rows = _rows(9, lengths=(40,), ratio=0.2)._replace(is_free=np.ones((ROWS, POSITIONS), bool))
+    moved = sum(s != t for shown, true in _printed_as(rows, "transposed")
+                for s, t in zip(shown, true, strict=True))  # fmt: skip
+    assert moved / (2 * ROWS * (POSITIONS - 1)) == pytest.approx(0.2 * 0.8, rel=0.1)
+
+
+def test_two_missing_tokens_leave_the_first_of_them_due():
+    rows = _rows(10, ratio=0.1)
+    seen = 0
+    printed = _printed_as(rows, "missing_pair")
+    for row, (_, true) in enumerate(printed):
+        places = _lone(rows, printed, row)
+        clean = rows.tokens[row, : rows.length[row]].tolist()
+        for index in range(1, len(places or [])):
+            left, here = places[index - 1 : index + 1]
+            assert clean.index(true[index]) == left + 1
+            # Two, or one whose next may not be missing, or more where hits stand side by side.
+            seen += here - left == 3
+            if here - left == 2:
+                assert not rows.is_free[row, left + 2] or here - left != 3
+    assert seen > 50
+
+
+def test_two_wrong_tokens_stand_side_by_side_and_nothing_moves():
+    rows = _rows(11, lengths=(40,), ratio=0.1)
+    runs = []
+    for shown, true in _printed_as(rows, "wrong_pair"):
+        assert len(shown) == len(true)
+        wrong = "".join("x" if s != t else " " for s, t in zip(shown, true, strict=True))
+        runs += [len(run) for run in wrong.split()]
+    # One of two is single where the other happens to be right, or may not be wrong.
+    assert np.mean(np.array(runs) == 2) > 0.7
+
+
+def test_two_stray_tokens_stand_in_front_of_what_is_due_at_both_and_half_double_two():
+    rows = _rows(12, lengths=(30,), ratio=0.05)
+    doubles, seen = 0, 0
+    for row, (shown, true) in enumerate(_printed_as(rows, "stray_pair")):
+        clean = rows.tokens[row, : rows.length[row]].tolist()
+        due = [clean.index(token) for token in true]
+        assert shown[-1] == clean[-1]
+        assert [clean[place] for place in sorted(set(due))] == clean
+        for place in set(due):
+            at = [index for index, other in enumerate(due) if other == place]
+            assert len(at) in (1, 3) and shown[at[-1]] == clean[place]
+            if len(at) == 3 and place > 1:
+                seen += 1
+                doubles += shown[at[0] : at[2]] == clean[place - 2 : place]
+    assert seen > 100 and doubles / seen == pytest.approx(0.5, abs=0.1)

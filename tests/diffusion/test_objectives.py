@@ -113,7 +113,7 @@ def test_proofreading_misprints_up_to_a_share_and_masks_any_share_of_half_of_the
     ratios = []
     monkeypatch.setattr(
         module, "misprint",
-        lambda key, tokens, length, is_free, ratio: (
+        lambda key, tokens, length, is_free, ratio, kinds: (
             ratios.append(ratio), Misprints(tokens + 1, tokens + 2, length))[1],
     )  # fmt: skip
     count = 4000

@@ -11,10 +11,10 @@ from canvases import Row, holes
 
 from dlm_jax.config import SampleConfig
 from dlm_jax.inference.host import HostLoop
-from dlm_jax.inference.kinds import Kind
+from dlm_jax.inference.kinds import Kind, slot_count
 from dlm_jax.inference.request import Request
 from dlm_jax.inference.results import assemble
-from dlm_jax.inference.slots import Job, Slots, slot_count
+from dlm_jax.inference.slots import Job, Slots
 from dlm_jax.sampling.rules import ModelFacts
 from dlm_jax.types import Status
 

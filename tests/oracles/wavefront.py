@@ -32,6 +32,7 @@ class Rule:
     ratio: float = 0.01
     is_spread: bool = False
     is_alternating: bool = False
+    is_one_sided: bool = False
     temperature: float = 1.0
     banned: Collection[int] = ()
     context: int = 1
@@ -173,6 +174,11 @@ def fill(
     commit(seeds, lambda i: head(hidden_LD[i]))
     while waiting := [i for i in range(length) if is_open[i] and not is_seen[i]]:
         wave = [i for i in waiting if any(0 <= j < length and is_seen[j] for j in (i - 1, i + 1))]
+        if rule.is_one_sided:
+            # The last of a run waits for as long as there is something in front of its first.
+            runs = islands([i in waiting for i in range(length)])
+            fed = [run for run in runs if run[0] > 0 and is_seen[run[0] - 1]]
+            wave = [i for i in wave if not any(i in run and i != run[0] for run in fed)]
         assert wave, "an island without a seed touches nothing visible"
         parts = [[i for i in wave if i % 2 == odd] for odd in (0, 1)]
         for part in parts if rule.is_alternating else [wave]:

@@ -130,5 +130,6 @@ def test_without_the_model_the_heads_train_alone_and_the_model_stays():
     state, seen = _trained(fresh, _step(network, optimizer, fresh, groups, heads), 30)
     _assert_same_bits(cases.main_of(state.params), cases.main_of(fresh.params))
     _assert_same_bits(cases.main_of(state.ema), cases.main_of(fresh.params))
-    _assert_same_bits(_state_of(MAIN, state), _state_of(MAIN, fresh))
+    # What does not train has no state of the optimiser.
+    assert not cases.by_path(_state_of(MAIN, state))
     assert seen[-1]["sampler"] < seen[0]["sampler"]

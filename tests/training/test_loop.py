@@ -10,6 +10,8 @@ import pytest
 import tiny_run
 
 import dlm_jax.config as configs
+from dlm_jax.training import loop as loop_module
+from dlm_jax.training.evaluation import held_out
 from dlm_jax.training.loop import _Loop
 from dlm_jax.training.run import prepare
 from dlm_jax.training.stop import stop_on_signals
@@ -49,9 +51,11 @@ def test_metrics_have_a_line_at_every_step_that_is_due_and_one_at_the_end(finish
         ("train", 20), ("train", 24), ("evaluation", 24),
     ]  # fmt: skip
     for line in lines:
-        figures = {"loss", "grad_norm", "param_norm"} if line["kind"] == "train" else {
-            "bound", "standard_error", "windows"}  # fmt: skip
-        assert figures | {"kind", "step"} == line.keys()
+        names = {name for name in line if not name.startswith("grad_norm_")}
+        figures = {"loss", "grad_norm", "param_norm", *tiny_run.RATES}
+        if line["kind"] == "evaluation":
+            figures = {"bound", "standard_error", "windows"}
+        assert figures | {"kind", "step"} == names
         assert all(np.isfinite(line[name]) for name in figures)
 
 
@@ -60,7 +64,7 @@ def test_the_curve_is_a_whole_picture(finished):
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert data[-12:] == b"\x00\x00\x00\x00IEND\xaeB`\x82"
     assert sorted(path.name for path in finished[0].iterdir()) == [
-        "checkpoints", "loss.png", "metrics.jsonl"]  # fmt: skip
+        "best", "checkpoints", "config.toml", "loss.png", "metrics.jsonl"]  # fmt: skip
 
 
 def test_no_thread_that_would_keep_the_program_alive_is_left(finished):
@@ -76,11 +80,14 @@ def test_compiling_evaluating_and_showing_samples_do_not_count_as_training_time(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dlm_jax.training.loop.time.perf_counter", lambda: clock[0])
         _before_steps(lambda loop: wait(1.0), patch)
-        for name in ("_compile_steps", "_held_out"):
-            original = getattr(_Loop, name)
-            patch.setattr(
-                _Loop, name, lambda loop, original=original: (wait(1000.0), original(loop))[1]
-            )
+        for owner, name in ((_Loop, "_compile_steps"), (loop_module, "held_out")):
+            usual = getattr(owner, name)
+
+            def slow(*args, original=usual, **named):
+                wait(1000.0)
+                return original(*args, **named)
+
+            patch.setattr(owner, name, slow)
         tiny_run.run(tmp_path, train__log_every=8, train__eval_every=2, train__sample_every=2,
                      show_sample=lambda run, state, step: wait(1000.0))  # fmt: skip
     lines = tiny_run.read_records(tmp_path / "metrics.jsonl")
@@ -107,7 +114,10 @@ def test_the_same_parameters_are_always_given_the_same_bound(prepared):
 
 
 def test_rows_that_fill_the_last_batch_do_not_count(prepared):
-    nats_N, length_N = prepared._held_out()
+    nats_N, length_N = held_out(
+        prepared._run, prepared._eval_step, prepared.state.best_params,
+        part=(prepared._share, prepared._shares), place=prepared._batch,
+    )  # fmt: skip
     assert len(nats_N) == len(length_N) == 8
     assert (length_N > 0).sum() == 4
     assert (nats_N[length_N == 0] == 0).all()

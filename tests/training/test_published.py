@@ -53,7 +53,7 @@ def _run(directories, out, source, **changes):
 def test_a_run_takes_shape_tokenizer_and_parameters_of_the_directory(directories, tmp_path):
     model = dlm_jax.load(directories / "dream")
     run = _run(directories, tmp_path / "run", "dream", data__source=directories / "pairs.jsonl",
-               data__layout="documents")  # fmt: skip
+               data__layout="documents", data__seq_len=24)  # fmt: skip
     assert run.config.model == dataclasses.replace(model.config.model)
     assert run.corpus.tokenizer == model.tokenizer
     jax.tree.map(np.testing.assert_array_equal, run.state.params, model.params)

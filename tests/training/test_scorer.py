@@ -74,7 +74,8 @@ def _descended(parts: int, devices: int = 1):
 def test_neither_parts_nor_devices_change_the_step():
     state, metrics = _descended(2, devices=4)
     expected, expected_metrics = _descended(1)
-    assert metrics.keys() == {"loss", "grad_norm", "param_norm"}
+    groups = {f"grad_norm_{name}" for name in state.params}
+    assert metrics.keys() == {"loss", "grad_norm", "param_norm"} | groups
     for name, figure in metrics.items():
         np.testing.assert_allclose(figure, expected_metrics[name], rtol=3e-5, err_msg=name)
     jax.tree.map(
@@ -163,17 +164,19 @@ def test_metrics_name_what_they_are_and_there_is_no_bound(finished):
     lines = tiny_run.records(finished[0])
     assert [line["step"] for line in lines if line["kind"] == "evaluation"] == [100, 200]
     for line in lines:
-        figures = {"loss", "grad_norm", "param_norm"} if line["kind"] == "train" else {
-            "squared_error", "standard_error", "constant_squared_error", "cross_entropy", "windows",
-        }  # fmt: skip
-        assert figures | {"kind", "step"} == line.keys()
+        names = {name for name in line if not name.startswith("grad_norm_")}
+        figures = {"loss", "grad_norm", "param_norm", *tiny_run.RATES}
+        if line["kind"] == "evaluation":
+            figures = {"squared_error", "standard_error", "constant_squared_error",
+                       "cross_entropy", "windows"}  # fmt: skip
+        assert figures | {"kind", "step"} == names
     assert (finished[0] / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_the_program_says_what_it_measures_and_how_to_judge_and_samples_nothing(finished):
     out_dir, out, err = finished
     assert out == ""
-    assert "sample" not in err
+    assert "sample.py" not in err
     last = tiny_run.records(out_dir)[-1]
     assert f"step 200: held-out squared error {last['squared_error']:.5f} +- " in err
     assert "bound" not in err

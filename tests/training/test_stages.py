@@ -244,6 +244,7 @@ def test_a_step_of_all_heads_follows_the_gradient_of_the_whole_on_any_mesh_in_an
         "grad_norm": optax.tree.norm(look.gradient),
         "param_norm": optax.tree.norm(state.params),
     }
+    expected |= {f"grad_norm_{name}": optax.tree.norm(g) for name, g in look.gradient.items()}
     assert metrics.keys() == expected.keys()
     for name in expected:
         np.testing.assert_allclose(metrics[name], expected[name], rtol=3e-5, err_msg=name)

@@ -120,7 +120,9 @@ def test_accumulating_parts_gives_the_step_of_the_whole_batch(name, parts):
 def _assert_near(result, expected_result):
     (ours, metrics), (theirs, expected) = result, expected_result
     for a, b in zip(metrics, expected, strict=True):
-        assert a.keys() == b.keys() == {"loss", "elbo", "denoising", "grad_norm", "param_norm"}
+        groups = {f"grad_norm_{name}" for name in ours.params}
+        names = {"loss", "elbo", "denoising", "grad_norm", "param_norm"} | groups
+        assert a.keys() == b.keys() == names
         for figure in a:
             np.testing.assert_allclose(a[figure], b[figure], rtol=3e-5, err_msg=figure)
     chex.assert_trees_all_close(ours, theirs, atol=2e-4, rtol=1e-6)

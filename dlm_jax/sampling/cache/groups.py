@@ -17,6 +17,7 @@ from dlm_jax.devices import platform
 Carry = TypeVar("Carry")
 Rows = TypeVar("Rows")
 
+_HUGE = 3e38
 # Positions of one pass: a CPU is busy with few, an accelerator wants many.
 _CPU_POSITIONS = 256
 _ACCELERATOR_POSITIONS = 8192
@@ -57,3 +58,26 @@ def in_groups(
 
     start = (jnp.zeros((), num_due.dtype), carry)
     return jax.lax.while_loop(lambda state: state[0] < num_due, one, start)[1]
+
+
+def after(hidden_NWD: jax.Array, place_N: jax.Array) -> jax.Array:
+    """The places, known only once the hidden vectors are.
+
+    What is put there then comes after everything that was read to compute them, and what is kept is
+    written where it lies; the compiler would copy it to write at any time. A barrier is gone before
+    the compiler decides that. Vectors that are as large belong to a row that ends as not finite.
+    """
+    is_huge_N = jnp.max(hidden_NWD.astype(jnp.float32), axis=(1, 2)) > _HUGE
+    return jnp.where(is_huge_N, 0, place_N)
+
+
+def rows_of(row_N: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+    """Those rows of each array."""
+    return tuple(leaf[row_N] for leaf in leaves)
+
+
+def cut(x_NLD: jax.Array, place_N: jax.Array, size: int) -> jax.Array:
+    """`size` positions of each row from its place on."""
+    return jax.vmap(lambda x_LD, place: jax.lax.dynamic_slice_in_dim(x_LD, place, size))(
+        x_NLD, place_N
+    )

@@ -10,6 +10,7 @@ from dlm_jax.sampling.commit.quotas import (
     LeftToRight,
     LowConfidence,
     LowEntropy,
+    RandomFilled,
     RandomOrder,
 )
 
@@ -17,7 +18,7 @@ COMMIT_RULES: Mapping[str, type[CommitRule]] = {
     rule.name: rule
     for rule in (
         LowConfidence, RandomOrder, LeftToRight, LowEntropy, LargeMargin, Threshold, Factor,
-        EntropyBound, Ancestral,
+        EntropyBound, Ancestral, RandomFilled,
     )
 }  # fmt: skip
 """Commit rules by the setting ``order``."""
@@ -34,6 +35,7 @@ __all__ = [
     "LowConfidence",
     "LowEntropy",
     "Proposal",
+    "RandomFilled",
     "RandomOrder",
     "Threshold",
     "most",

@@ -252,6 +252,24 @@ class RandomOrder(QuotaRule):
 
 
 @rule
+class RandomFilled(QuotaRule):
+    """Has every hole filled, and commits the quota of them that `RandomOrder` would choose.
+
+    Which of them knows nothing of the tokens: where the fill draws from the joint distribution of
+    all holes, what is committed has the joint distribution of its own, which a fill of the quota
+    alone has not, with gaps that nobody has looked into between its positions. Blind candidates
+    are the same either way, and those of the others are thrown away.
+    """
+
+    quota: Quota = static(SCHEDULE)
+
+    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        """A random quota of the holes."""
+        score_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
+        return most(score_BL, context.is_hole_BL, self.quota(context))
+
+
+@rule
 class LeftToRight(QuotaRule):
     """Commits each row's quota of leftmost holes; only their logits are needed."""
 

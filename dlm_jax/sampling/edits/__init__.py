@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 
+from dlm_jax.sampling.edits.likelihood import Likelihood
 from dlm_jax.sampling.edits.moves import Cells, Edits, PositionMap
-from dlm_jax.sampling.edits.protocol import EditContext, EditRule
+from dlm_jax.sampling.edits.protocol import EditContext, EditRule, Tried
 from dlm_jax.sampling.edits.rules import Lead, Uncertainty
 from dlm_jax.sampling.edits.scores import Snapshot
 
-EDIT_RULES: Mapping[str, type[EditRule]] = {rule.name: rule for rule in (Uncertainty, Lead)}
+EDIT_RULES: Mapping[str, type[EditRule]] = {
+    rule.name: rule for rule in (Uncertainty, Lead, Likelihood)
+}
 """Edit rules by the setting ``edit_scoring``."""
 
 __all__ = [
@@ -17,7 +20,9 @@ __all__ = [
     "EditRule",
     "Edits",
     "Lead",
+    "Likelihood",
     "PositionMap",
     "Snapshot",
+    "Tried",
     "Uncertainty",
 ]

@@ -23,6 +23,7 @@ from dlm_jax.sampling.edits.moves import (
 )
 from dlm_jax.sampling.edits.protocol import EditContext
 from dlm_jax.sampling.edits.scores import Snapshot
+from dlm_jax.sampling.edits.trials import tried
 from dlm_jax.sampling.inputs import StepInputs, beside
 from dlm_jax.sampling.output import TrunkOutput
 from dlm_jax.sampling.program import Program
@@ -52,9 +53,15 @@ def edited(
         state.step_B + inputs.is_stepping_B, state.row.steps_B, past.capacity_B, past.target_B,
         program.mask_id, program.space_id,
     )  # fmt: skip
+    trial_forwards_B = jnp.zeros_like(state.step_B)
+    if rule.num_trials:
+        found, trial_forwards_B = tried(program, params, context, rule)
+        context = context._replace(tried=found)
     edits = rule.select(context)
     position_map = position_map_of(edits, before, past.capacity_B)
-    inserted = rule.inserted_id(mask_id=program.mask_id, space_id=program.space_id)
+    inserted = edits.token_BL
+    if inserted is None:
+        inserted = rule.inserted_id(mask_id=program.mask_id, space_id=program.space_id)
     after = moved_cells(position_map, before, inserted, pad_id=program.pad_id)
     is_put_BL = position_map.is_new_BL & (after.tokens_BL != program.mask_id)
     committed_BL = moved(position_map, state.committed_BL, -1)
@@ -72,6 +79,7 @@ def edited(
         edits=now._replace(mark_BL=jnp.where(is_running_B[:, None], now.mark_BL, past.mark_BL)),
         counters=state.counters.plus(
             Counters(
+                forwards=trial_forwards_B,
                 insertions=jnp.sum(position_map.is_new_BL, axis=1, dtype=jnp.int32),
                 deletions=jnp.sum(edits.delete_BL, axis=1, dtype=jnp.int32),
                 lost=(edits.refused_B + position_map.trimmed_B).astype(jnp.int32),
@@ -194,4 +202,6 @@ def _read(
     start = (jnp.zeros((), jnp.int32), jnp.zeros(ids_PK.shape, jnp.float32))
     _, found_PK = jax.lax.while_loop(lambda carry: carry[0] < num_wanted, one_chunk, start)
     found_KBL = jnp.moveaxis(found_PK.reshape(-1, num_positions, len(asked)), 2, 0)
-    return Snapshot(*found_KBL, is_due_BL=None if best_BL is None else best_BL == right_BL)
+    if best_BL is None:
+        return Snapshot(*found_KBL)
+    return Snapshot(*found_KBL, is_due_BL=best_BL == right_BL, best_id_BL=best_BL)

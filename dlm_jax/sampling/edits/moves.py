@@ -40,11 +40,13 @@ class Edits(NamedTuple):
       insert_gap_BL: True at g + 1 where a token goes between g and g + 1; live positions only.
       delete_BL: True at what goes; live and unfrozen positions only.
       refused_B: int32, insertions left out because the row's capacity has no room for them.
+      token_BL: int32, what goes into each gap; None: what the rule inserts everywhere.
     """
 
     insert_gap_BL: jax.Array
     delete_BL: jax.Array
     refused_B: jax.Array
+    token_BL: jax.Array | None = None
 
 
 class PositionMap(NamedTuple):
@@ -147,10 +149,15 @@ def moved(
     Args:
       position_map: the map.
       x_BL: any array with a value per position.
-      fill: what insertions hold, for all rows or one of each.
+      fill: what insertions hold, for all rows, one of each, or ``[B, L]`` at the old positions of
+        what they are put in front of.
       beyond: what stands from the new length on, likewise; None is `fill`.
     """
-    fill_11 = jnp.asarray(fill, x_BL.dtype).reshape(-1, 1)
+    fill_11 = jnp.asarray(fill, x_BL.dtype)
+    if fill_11.ndim < 2:
+        fill_11 = fill_11.reshape(-1, 1)
+    else:
+        fill_11 = jnp.take_along_axis(fill_11, position_map.source_BL, axis=1)
     beyond_11 = fill_11 if beyond is None else jnp.asarray(beyond, x_BL.dtype).reshape(-1, 1)
     found_BL = jnp.take_along_axis(x_BL, position_map.source_BL, axis=1)
     is_live_BL = live_positions(position_map.length_B, x_BL.shape[1])
@@ -165,7 +172,7 @@ def moved_cells(
     Args:
       position_map: the map.
       cells: the canvas before.
-      inserted: id at insertions, for all rows or int32 ``[B]``.
+      inserted: id at insertions, for all rows, int32 ``[B]``, or ``[B, L]`` as of `moved`.
       pad_id: the id of PAD, which stands from the new length on.
     """
     return Cells(

@@ -12,6 +12,21 @@ from dlm_jax.sampling.edits.scores import Snapshot
 from dlm_jax.settings import Rule
 
 
+class Tried(NamedTuple):
+    """Edits that were tried, K of each row, and what the model says of the texts they make.
+
+    Attributes:
+      edits: with one more axis, ``[K, B, L]`` and ``[K, B]``.
+      is_real_KB: True for those that there are.
+      gain_KB: float32, how much likelier the text becomes, in nats: the sum over its tokens of
+        their log-probabilities, each where the others stand, less that of the text as it is.
+    """
+
+    edits: Edits
+    is_real_KB: jax.Array
+    gain_KB: jax.Array
+
+
 class EditContext(NamedTuple):
     """What an edit rule may know, after a step's commits.
 
@@ -27,6 +42,7 @@ class EditContext(NamedTuple):
         of frozen tokens; more than the capacity is the capacity.
       mask_id: the id of MASK.
       space_id: the id of the space; -1 for a vocabulary without one.
+      tried: what came of the rule's own candidates; None where it tries nothing.
     """
 
     cells: Cells
@@ -38,6 +54,7 @@ class EditContext(NamedTuple):
     target_B: jax.Array
     mask_id: int
     space_id: int
+    tried: Tried | None = None
 
 
 class EditRule(Rule):
@@ -46,7 +63,11 @@ class EditRule(Rule):
     required: ClassVar[tuple[str, ...]] = ("select",)
 
     reads_likeliest: ClassVar[bool] = False
-    """Whether `select` reads ``snapshot.best_BL`` and ``snapshot.is_due_BL``."""
+    """Whether the rule reads ``best_BL``, ``is_due_BL`` and ``best_id_BL`` of the snapshot."""
+
+    num_trials: int = 0
+    """Edits of each row that `select` wants tried, K; static. The forward over the texts that they
+    make, and over the text as it is, counts as K + 1 for every row that has candidates."""
 
     @classmethod
     def inserts(cls, row: Any) -> bool:
@@ -70,6 +91,10 @@ class EditRule(Rule):
     def inserted_id(self, *, mask_id: int, space_id: int) -> jax.Array | int:
         """What is inserted, MASK or the space; for all rows, or int32 ``[B]``."""
         return mask_id
+
+    def candidates(self, context: EditContext) -> tuple[Edits, jax.Array]:
+        """The edits to try, ``[K, B, L]``, and True ``[K, B]`` where there is one."""
+        raise NotImplementedError
 
     def select(self, context: EditContext) -> Edits:
         """The edits of each row, at old positions; none where they are not open."""

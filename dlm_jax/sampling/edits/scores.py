@@ -26,12 +26,14 @@ class Snapshot(NamedTuple):
       best_BL: float32 log-probability of the likeliest token there, or that of the token itself
         where the likeliest may not be written; None where no rule reads it.
       is_due_BL: True where the likeliest is the token to its right; None likewise.
+      best_id_BL: int32 id of the likeliest token, -1 where it may not be written; None likewise.
     """
 
     own_BL: jax.Array
     right_BL: jax.Array
     best_BL: jax.Array | None = None
     is_due_BL: jax.Array | None = None
+    best_id_BL: jax.Array | None = None
 
 
 def uncertainty(cells: Cells, snapshot: Snapshot, *, mask_id: int) -> jax.Array:

@@ -51,6 +51,11 @@ SAMPLER_SPREAD_SEEDS = Setting(
 SAMPLER_EVEN_ODD = Setting(
     "sampler_even_odd", False, "wavefront: odd positions of a wave wait for the even ones"
 )
+SAMPLER_ONE_SIDED = Setting(
+    "sampler_one_sided", False,
+    "wavefront: holes between two filled tokens are filled from the left one on, so that no two "
+    "waves meet; up to twice as many waves",
+)  # fmt: skip
 SAMPLER_TEMPERATURE = Setting(
     "sampler_temperature", 1.0,
     "wavefront: divides the sampler head's logits, before the chain", low=ABOVE_ZERO, high=1e6,
@@ -75,12 +80,16 @@ class Wavefront(FillRule):
       is_alternating_B: True for rows where odd positions of a wave wait for its even ones, so that
         no two neighbours are filled blind to each other.
       temperature_B: float32 above 0, of the sampler head's logits, before the chain.
+      is_one_sided_B: True for rows where a run between two filled tokens grows from its left end
+        alone. From both ends, the tokens of a wave are blind to each other, which matters the more
+        the shorter the run.
     """
 
     ratio_B: jax.Array = per_row(SAMPLER_MIN_NEIGHBORS_RATIO)
     is_spread_B: jax.Array = per_row(SAMPLER_SPREAD_SEEDS)
     is_alternating_B: jax.Array = per_row(SAMPLER_EVEN_ODD)
     temperature_B: jax.Array = per_row(SAMPLER_TEMPERATURE)
+    is_one_sided_B: jax.Array = per_row(SAMPLER_ONE_SIDED)
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
@@ -109,7 +118,7 @@ class Wavefront(FillRule):
             lambda: jnp.zeros_like(is_far_BL),
         )
         is_grown_BL = is_open_BL & ~is_first_BL
-        wave_BL = _distance(is_grown_BL, is_seen_BL | is_first_BL)
+        wave_BL = _distance(is_grown_BL, is_seen_BL | is_first_BL, self.is_one_sided_B)
         is_odd_1L = (jnp.arange(is_open_BL.shape[1]) % 2 == 1)[None]
         is_late_BL = self.is_alternating_B[:, None] & is_odd_1L
         level_BL = jnp.where(is_grown_BL, 2 * wave_BL + is_late_BL, _NEVER)
@@ -127,8 +136,13 @@ def _wave_chunk(vocab_size: int) -> int:
     return max(_LEAST, min(_CPU_CHUNK, _CPU_LOGITS // vocab_size))
 
 
-def _distance(is_walked_BL: jax.Array, is_source_BL: jax.Array) -> jax.Array:
-    """Steps to the nearest source through walked positions; `_NEVER` where none is reached."""
+def _distance(
+    is_walked_BL: jax.Array, is_source_BL: jax.Array, is_one_sided_B: jax.Array | bool = False
+) -> jax.Array:
+    """Steps to the nearest source through walked positions; `_NEVER` where none is reached.
+
+    In one-sided rows to the source on the left, if there is one.
+    """
 
     def from_left(is_walked_BL: jax.Array, is_source_BL: jax.Array) -> jax.Array:
         place_BL = jnp.broadcast_to(jnp.arange(is_walked_BL.shape[1]), is_walked_BL.shape)
@@ -138,7 +152,8 @@ def _distance(is_walked_BL: jax.Array, is_source_BL: jax.Array) -> jax.Array:
 
     left_BL = from_left(is_walked_BL, is_source_BL)
     right_BL = from_left(is_walked_BL[:, ::-1], is_source_BL[:, ::-1])[:, ::-1]
-    return jnp.minimum(left_BL, right_BL)
+    is_from_left_BL = jnp.reshape(is_one_sided_B, (-1, 1)) & (left_BL < _NEVER)
+    return jnp.where(is_from_left_BL, left_BL, jnp.minimum(left_BL, right_BL))
 
 
 def _read(

@@ -144,7 +144,7 @@ class Filler:
         if not in_waves:
             return Parallel()
         never_B, one_B = jnp.zeros(num_rows, bool), jnp.ones(num_rows)
-        return Wavefront(one_B * self.min_neighbors_ratio, never_B, never_B, one_B)
+        return Wavefront(one_B * self.min_neighbors_ratio, never_B, never_B, one_B, never_B)
 
 
 def _bans(ids: tuple[int, ...], num_rows: int) -> Chain:

@@ -61,8 +61,10 @@ def _expected(name, holes, steps):
     return counts + [0] * (MAX_STEPS - steps)
 
 
-def test_five_orders_commit_a_quota():
-    assert set(ORDERS) == {"low_confidence", "random", "left_to_right", "entropy", "margin"}
+def test_six_orders_commit_a_quota():
+    assert set(ORDERS) == {
+        "low_confidence", "random", "left_to_right", "entropy", "margin", "random_filled"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", QUOTAS)

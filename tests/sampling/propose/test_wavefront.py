@@ -92,6 +92,7 @@ class Canvas(NamedTuple):
     is_spread_B: Any
     is_alternating_B: Any
     temperature_B: Any
+    is_one_sided_B: Any
 
 
 def _pictured(pictures: list[str], seed: int = 0, **changes) -> Canvas:
@@ -118,6 +119,7 @@ def _pictured(pictures: list[str], seed: int = 0, **changes) -> Canvas:
         "is_spread_B": np.zeros(num_rows, bool),
         "is_alternating_B": np.zeros(num_rows, bool),
         "temperature_B": np.ones(num_rows),
+        "is_one_sided_B": np.zeros(num_rows, bool),
     }
     return Canvas(**every | changes)
 
@@ -160,6 +162,7 @@ def _random_canvas(seed: int, chain_temperature: float = GREEDY) -> Canvas:
         is_alternating_B=rng.random(ROWS) < 0.5,
         temperature_B=rng.choice([1.0, 0.6, 1.7], ROWS),
         guidance_B=rng.choice([0.0, 0.0, 0.5], ROWS),
+        is_one_sided_B=rng.random(ROWS) < 0.4,
     )
 
 
@@ -183,6 +186,7 @@ def _propose(network, params, canvas: Canvas, own_BL, *, chunk: int, banned=BANN
         is_spread_B=canvas.is_spread_B,
         is_alternating_B=canvas.is_alternating_B,
         temperature_B=canvas.temperature_B,
+        is_one_sided_B=canvas.is_one_sided_B,
     )
     output = TrunkOutput(canvas.hidden_BLD, canvas.bare_BLD, canvas.guidance_B)
     writer = CandidateWriter(
@@ -254,6 +258,7 @@ def _expected(canvas: Canvas, row: int, *, reach: int = 1) -> tuple[oracle.Fille
             ratio=canvas.ratio_B[row],
             is_spread=canvas.is_spread_B[row],
             is_alternating=canvas.is_alternating_B[row],
+            is_one_sided=canvas.is_one_sided_B[row],
             temperature=canvas.temperature_B[row],
             banned=BANNED,
             context=reach,

@@ -1,0 +1,229 @@
+"""A Markov chain with a model that knows it exactly, and the laws of its texts after k forwards.
+
+All that is wrong with the texts that this model writes is the fault of how they are sampled. The
+laws are computed by enumeration in float64 from the chain alone; nothing of the loop is used.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dlm_jax.types import Network, Params
+
+LENGTH = 5
+START = (0.5, 0.3, 0.2)
+STEP = ((0.6, 0.25, 0.15), (0.15, 0.6, 0.25), (0.3, 0.12, 0.58))
+MASK = len(START)
+
+Blocks = tuple[tuple[int, ...], ...]
+"""Positions that are committed together, step by step."""
+
+
+def network(length: int = LENGTH) -> Network:
+    """The chain as a model with an exact LM head and an exact sampler head of one neighbour a side.
+
+    Its parameters are ``{"start": [V], "step": [V, V]}``. The hidden vector of a position is what
+    the visible tokens on its left say of it, and what those on its right say, ``[2V]``.
+    """
+
+    def trunk(
+        params: Params, tokens_BL: jax.Array, length_B: jax.Array, cache: None
+    ) -> tuple[jax.Array, None]:
+        step_VV = params["step"]
+        each_1V = jnp.arange(MASK)[None]
+        seen_LBV = [
+            (tokens_B[:, None] == each_1V) | (tokens_B[:, None] >= MASK) for tokens_B in tokens_BL.T
+        ]
+        ones_BV = jnp.ones((tokens_BL.shape[0], MASK))
+        left, right = [ones_BV * params["start"][None]], [ones_BV]
+        for place in range(length - 1):
+            left.append((left[-1] * seen_LBV[place]) @ step_VV)
+            right.append((right[-1] * seen_LBV[length - 1 - place]) @ step_VV.T)
+        pairs = [jnp.concatenate(pair, axis=1) for pair in zip(left, right[::-1], strict=True)]
+        return jnp.stack(pairs, axis=1), None
+
+    def logits(left_NV: jax.Array, right_NV: jax.Array) -> jax.Array:
+        return jnp.pad(jnp.log(left_NV * right_NV), ((0, 0), (0, 1)), constant_values=-jnp.inf)
+
+    def readout(params: Params, hidden_ND: jax.Array) -> jax.Array:
+        return logits(hidden_ND[:, :MASK], hidden_ND[:, MASK:])
+
+    def beside(
+        params: Params, left_NCD: jax.Array, hidden_ND: jax.Array, right_NCD: jax.Array
+    ) -> jax.Array:
+        known = [x[:, 0] @ step for x, step in (
+            (left_NCD, params["step"]), (right_NCD, params["step"].T)
+        )]  # fmt: skip
+        messages = hidden_ND[:, :MASK], hidden_ND[:, MASK:]
+        return logits(*(
+            jnp.where(told_NV.sum(1, keepdims=True) > 0, told_NV, message_NV)
+            for told_NV, message_NV in zip(known, messages, strict=True)
+        ))  # fmt: skip
+
+    return Network(
+        init=lambda key: {"start": jnp.array(START), "step": jnp.array(STEP)},
+        trunk=trunk,
+        embed=lambda params, ids: jax.nn.one_hot(ids, MASK),
+        readout=readout,
+        vocab_size=MASK + 1,
+        sampler_readout=beside,
+        sampler_context=1,
+    )
+
+
+@functools.cache
+def joint(length: int = LENGTH) -> np.ndarray:
+    """The probability of each text, an axis of `MASK` values a position."""
+    found = np.array(START)
+    for _ in range(length - 1):
+        found = found[..., None] * np.array(STEP)
+    return found
+
+
+@functools.cache
+def given(place: int, seen: frozenset[int], length: int = LENGTH) -> np.ndarray:
+    """The probability of what stands at a place, given what stands at others; axes as `joint`."""
+
+    def of(places: frozenset[int]) -> np.ndarray:
+        rest = tuple(axis for axis in range(length) if axis not in places)
+        return joint(length).sum(axis=rest, keepdims=True)
+
+    return of(seen | {place}) / of(seen)
+
+
+@dataclass(frozen=True)
+class Fill:
+    """How the candidates of a step are drawn.
+
+    Attributes:
+      is_parallel: all blind to each other; otherwise in waves, from one seed in each run of holes
+        that no visible token touches.
+      is_alternating: odd positions of a wave wait for the even ones.
+      is_one_sided: a run between two filled tokens grows from its left end alone.
+      fills_all: all holes are filled, whichever of them are committed.
+    """
+
+    is_parallel: bool = False
+    is_alternating: bool = False
+    is_one_sided: bool = False
+    fills_all: bool = False
+
+    def law(self, holes: frozenset[int], seen: frozenset[int]) -> np.ndarray:
+        """The probability of what is drawn for the holes, given what is seen; axes as `joint`."""
+        if self.is_parallel:
+            return _product(given(place, seen) for place in holes)
+        far = [run for run in _runs(holes) if not {run[0] - 1, run[-1] + 1} & seen]
+        found = np.zeros([1] * LENGTH)
+        for seeds in itertools.product(*far):
+            is_chosen = _product(
+                _is_surest(seed, run, seen) for seed, run in zip(seeds, far, strict=True)
+            )
+            found = found + is_chosen * self._grown(frozenset(seeds), holes, seen)
+        return found
+
+    def _grown(
+        self, seeds: frozenset[int], holes: frozenset[int], seen: frozenset[int]
+    ) -> np.ndarray:
+        found = _product(given(seed, seen) for seed in seeds)
+        filled, left = seen | seeds, holes - seeds
+        while left:
+            wave = {place for place in left if {place - 1, place + 1} & filled}
+            if self.is_one_sided:
+                fed = [run for run in _runs(left) if run[0] - 1 in filled]
+                wave -= {place for run in fed for place in run[1:]}
+            parts = [{p for p in wave if p % 2 == odd} for odd in (0, 1)]
+            for part in parts if self.is_alternating else [wave]:
+                found = found * _product(
+                    given(place, seen | ({place - 1, place + 1} & filled)) for place in part
+                )
+                filled, left = filled | part, left - part
+        return found
+
+
+@functools.cache
+def step_law(fill: Fill, chosen: frozenset[int], holes: frozenset[int]) -> np.ndarray:
+    """The probability of what a step commits at the chosen holes, given the other positions."""
+    seen = frozenset(range(LENGTH)) - holes
+    if not fill.fills_all:
+        return fill.law(chosen, seen)
+    rest = tuple(holes - chosen)
+    return fill.law(holes, seen).sum(axis=rest, keepdims=True) if rest else fill.law(holes, seen)
+
+
+def text_law(fill: Fill, weights: Iterable[tuple[Blocks, float]]) -> np.ndarray:
+    """The probability of each text when blocks of positions are committed with these weights."""
+    found = np.zeros_like(joint())
+    for blocks, weight in weights:
+        holes, law = frozenset(range(LENGTH)), np.array(weight)
+        for block in map(frozenset, blocks):
+            law = law * step_law(fill, block, holes)
+            holes -= block
+        found = found + law
+    return found
+
+
+def in_random_order(steps: int) -> Iterator[tuple[Blocks, float]]:
+    """What random order commits: at each step ``ceil(holes / steps left)`` positions, any set."""
+    sizes, holes = [], LENGTH
+    for left in range(steps, 0, -1):
+        sizes.append(-(-holes // left))
+        holes -= sizes[-1]
+    sizes = [size for size in sizes if size]
+    found = [blocks for blocks in _ordered_blocks() if [len(b) for b in blocks] == sizes]
+    return ((blocks, 1 / len(found)) for blocks in found)
+
+
+def ancestral(steps: int) -> Iterator[tuple[Blocks, float]]:
+    """What ancestral steps commit under a linear schedule: each position at a uniform step.
+
+    ``m`` of the steps commit something, in ``C(steps, m)`` ways that are equally likely.
+    """
+    return ((blocks, math.comb(steps, len(blocks)) / steps**LENGTH) for blocks in _ordered_blocks())
+
+
+def total_variation(law: np.ndarray, other: np.ndarray) -> float:
+    """Half the sum of the absolute differences, in [0, 1]."""
+    return float(0.5 * np.abs(law - other).sum())
+
+
+@functools.cache
+def _ordered_blocks() -> tuple[Blocks, ...]:
+    found = []
+    for steps in itertools.product(range(LENGTH), repeat=LENGTH):
+        used = sorted(set(steps))
+        if used == list(range(len(used))):
+            found.append(tuple(
+                tuple(p for p, step in enumerate(steps) if step == number) for number in used
+            ))  # fmt: skip
+    return tuple(found)
+
+
+def _runs(places: Iterable[int]) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for place in sorted(places):
+        if not runs or place != runs[-1][-1] + 1:
+            runs.append([])
+        runs[-1].append(place)
+    return runs
+
+
+def _is_surest(seed: int, run: list[int], seen: frozenset[int]) -> np.ndarray:
+    """Where, of the texts, the LM head is surest at the seed; at the lower place of equal ones."""
+    sure = {place: given(place, seen).max(axis=place, keepdims=True) for place in run}
+    return _product(
+        sure[seed] > sure[place] + 1e-12 if place < seed else sure[seed] >= sure[place] - 1e-12
+        for place in run
+        if place != seed
+    )
+
+
+def _product(factors: Iterable[np.ndarray]) -> np.ndarray:
+    return functools.reduce(np.multiply, factors, np.ones([1] * LENGTH))

@@ -1,0 +1,292 @@
+"""Re-measures one row of each table of the docs, and says whether it lies within its interval.
+
+    python -m benchmarks.recheck [--only sampler_head]
+
+What needs no more than the shipped model, its text or the committed data is done in minutes; of a
+table whose models are trained by a config, the row is made again from the data that the table was
+made of, and measured where the run is there. A table that only a machine's clock can check, or
+another program, is listed with its command. The exit code is 1 if anything lies outside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import dlm_jax
+from benchmarks import joint, markov
+from benchmarks.edits import Task
+from benchmarks.quality import distinct_share, known_share, words
+from benchmarks.repairs import make_repairs, score
+from benchmarks.sampler_gain import measure as gains
+from dlm_jax.cli.common import start_jax
+from dlm_jax.data import join_documents, read_documents, split_text
+
+DOCS = Path(__file__).parent.parent / "docs"
+RUNS = Path("runs")
+TEXTS = 200_000
+"""Of one line of the joint's table."""
+
+
+class Table(NamedTuple):
+    """A table of the docs: its file, the heading above it, and its cells."""
+
+    file: str
+    heading: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def cell(self, row: tuple[str, ...], column: str) -> str:
+        """What stands in the row that begins with these cells."""
+        (found,) = [cells for cells in self.rows if cells[: len(row)] == row]
+        return found[self.header.index(column)]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A figure of a table, and how it is made again.
+
+    Attributes:
+      file: of the docs.
+      heading: above the table; of several tables, the first that has the row.
+      row: its first cells.
+      column: of the figure.
+      measure: makes it, in the unit of the table.
+      slack: how far it may be off, where the cell gives no interval: the spread over seeds, or what
+        rounding hides of a figure that is made again from the same data.
+      how: what is done, for the reader.
+      needs: a run, without which nothing is measured.
+    """
+
+    file: str
+    heading: str
+    row: tuple[str, ...]
+    column: str
+    measure: Callable[[], float]
+    slack: float
+    how: str
+    needs: str = ""
+
+
+def tables() -> list[Table]:
+    """All tables of the docs that hold figures."""
+    found = []
+    for path in sorted(DOCS.glob("*.md")):
+        heading, lines = "", path.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines):
+            if line.startswith("## "):
+                heading = line[3:]
+            if not line.startswith("| ---"):
+                continue
+            rows = []
+            for row in lines[number + 1 :]:
+                if not row.startswith("|"):
+                    break
+                rows.append(_cells(row))
+            header = _cells(lines[number - 1])
+            is_measured = not {"default", "exit code"} & set(header)
+            if is_measured and any(_is_figure(cell) for cell in sum(rows, ())):
+                found.append(Table(path.name, heading, header, tuple(rows)))
+    return found
+
+
+def _cells(line: str) -> tuple[str, ...]:
+    return tuple(cell.strip() for cell in line.strip().strip("|").split("|"))
+
+
+def _is_figure(cell: str) -> bool:
+    return re.match(r"-?\d", cell) is not None
+
+
+def find(check: Check) -> Table:
+    """The table of a check."""
+    for table in tables():
+        is_there = any(cells[: len(check.row)] == check.row for cells in table.rows)
+        is_named = (table.file, table.heading) == (check.file, check.heading)
+        if is_named and is_there and check.column in table.header:
+            return table
+    raise ValueError(f"{check.file} has no row {check.row} under {check.heading!r}")
+
+
+def documented(check: Check) -> tuple[float, float]:
+    """The figure that the docs give, and how far a new one may be off."""
+    cell = find(check).cell(check.row, check.column)
+    figure, *interval = [float(number) for number in re.findall(r"-?\d+\.?\d*", cell)[:2]]
+    return figure, max([check.slack, *(interval if "±" in cell else [])])
+
+
+@functools.cache
+def _shipped() -> dlm_jax.Model:
+    return dlm_jax.load()
+
+
+@functools.cache
+def _text() -> tuple[str, str]:
+    config = _shipped().config
+    assert config is not None
+    return split_text(join_documents(read_documents(config.data.source)), config.data.held_out)
+
+
+@functools.cache
+def _written(number: int, seed: int, **settings: Any) -> dlm_jax.Texts:
+    return dlm_jax.generate(
+        _shipped(), num_samples=number, seed=seed, batch_size=number, **settings
+    )
+
+
+def _known(texts: list[str]) -> float:
+    return known_share([text[:256] for text in texts], set(words(_text()[0])))
+
+
+def _entropy(made: dlm_jax.Texts) -> float:
+    counts = Counter(made.tokens[made.committed >= 0].tolist())
+    share = np.array(list(counts.values())) / counts.total()
+    return float(-(share * np.log2(share)).sum())
+
+
+def _parallel(steps: int) -> float:
+    return float(np.mean([
+        _entropy(_written(16, 1000 * seed, chain=("temperature", "min_p"), fill="parallel",
+                          order="random", temperature_end=0.3, steps=steps))
+        for seed in (1, 2, 3)
+    ]))  # fmt: skip
+
+
+def _lines(file: str, **wanted: str) -> list[dict[str, str]]:
+    with (DOCS / file).open(encoding="utf-8", newline="") as opened:
+        return [row for row in csv.DictReader(opened)
+                if all(row[key] == value for key, value in wanted.items())]  # fmt: skip
+
+
+def _mean(column: str, file: str, **wanted: str) -> float:
+    return float(np.mean([float(row[column]) for row in _lines(file, **wanted)]))
+
+
+def _untouched() -> float:
+    held_out, corpus = _text()[1], _text()[0]
+    scores = []
+    for seed in (0, 1, 2):
+        rows = make_repairs(held_out, corpus, seed, 128)
+        scores.append(score(rows, [row.prompt + row.damaged for row in rows]).distance)
+    return float(np.mean(scores))
+
+
+def _repaired(arm: str) -> float:
+    task = Task(str(RUNS / "shakespeare_proofreader"), 128)
+    settings = json.loads(_lines("edits.csv", arm=arm)[0]["settings"])
+    return 100 * task.run(task.repairs(0), settings)["exact"]
+
+
+def _off(arm: str, steps: int) -> float:
+    texts = joint.write({"steps": steps} | joint.ARMS[arm][0], TEXTS, 10**6)
+    return markov.total_variation(texts.shares, markov.joint())
+
+
+_HEAD, _EDITS, _DATA = "sampler_head.md", "edits.md", "from the data of the table"
+_BPE = {"corpus": "bpe", "case": "wavefront"}
+CHECKS = [
+    Check(_HEAD, "Why the head must be shown what the trunk has not seen",
+          ("revealed 0.7, residual, seed 0",), "both", lambda: gains(_shipped())["both"][0], 0.05,
+          "the shipped model on all held-out windows"),
+    Check(_HEAD, "Quality against forwards", ("waves", "8"), "token entropy",
+          lambda: _mean("entropy", "sampler_head.csv", part="forwards", steps="8", **_BPE), 0.006,
+          _DATA),
+    Check(_HEAD, "Characters", ("waves", "16"), "judged bits/char",
+          lambda: _mean("bits", "sampler_head.csv", part="forwards", steps="16",
+                        corpus="characters", case="wavefront"), 0.0006, _DATA),
+    Check(_HEAD, "What to remask", ("critic", "waves", "9"), "judged bits/char",
+          lambda: _mean("bits", "sampler_head.csv", part="remasking", steps="5",
+                        case="critic, wavefront"), 0.0006, _DATA),
+    Check(_HEAD, "What it costs", ("waves", "8"), "waves",
+          lambda: float(_written(32, 1000, steps=8, chain=("temperature", "min_p"), order="random",
+                                 temperature=1.0, temperature_end=0.3).counters.waves.mean()), 1.0,
+          "the shipped model, 32 texts"),
+    Check(_HEAD, "What is true together", ("all filled, one-sided", "4"), "total variation",
+          lambda: _off("all filled, one-sided", 4), 0.0015, f"{TEXTS} texts of other seeds"),
+    Check(_HEAD, "What is true together", ("waves", "2"), "total variation",
+          lambda: _off("waves", 2), 0.0025, f"{TEXTS} texts of other seeds"),
+    Check(_EDITS, "The task", ("untouched",), "distance", _untouched, 0.006,
+          "the rows of the task, from the text"),
+    Check(_EDITS, "The task", ("both-mask-lead",), "exact %",
+          lambda: 100 * _mean("exact", "edits.csv", arm="both-mask-lead"), 0.06, _DATA),
+    Check(_EDITS, "The task", ("both-mask-lead",), "exact %", lambda: _repaired("both-mask-lead"),
+          5.0, "seed 0 of the task, 128 rows", "shakespeare_proofreader"),
+    Check(_EDITS, "Edits that are tried", ("likelihood",), "exact %",
+          lambda: 100 * _mean("exact", "edits_toy.csv", arm="likelihood"), 0.06, _DATA),
+    Check("generation.md", "What it does to the text", ("random", "steps=8"), "token entropy",
+          lambda: _parallel(8), 0.06, "the shipped model, the same 48 texts"),
+    Check("training.md", "What the shipped model writes", ("held-out text",), "known words",
+          lambda: _known([_text()[1][s : s + 256] for s in
+                          np.linspace(0, len(_text()[1]) - 256, 64).astype(int)]), 0.0006,
+          "the same pieces of text"),
+    Check("training.md", "What the shipped model writes",
+          ("model, default settings (32 forwards, sampler head)",), "known words",
+          lambda: _known(list(_written(64, 1000).texts)), 0.02,
+          "the shipped model, the same 64 texts"),
+    Check("training.md", "What the shipped model writes",
+          ("model, default settings (32 forwards, sampler head)",), "distinct 4-grams",
+          lambda: distinct_share([t[:256] for t in _written(64, 1000).texts], 4), 0.02,
+          "the shipped model, the same 64 texts"),
+]  # fmt: skip
+
+UNCHECKED = {
+    ("edits.md", "Lengths"): "python -m benchmarks.edits lengths, with a trained proofreader",
+    ("edits.md", "Text from nothing"): "python -m benchmarks.edits quality, with two models",
+    ("edits.md", "What it costs"): "a clock: python -m benchmarks.edit_cost",
+    ("performance.md", "Training step and forward pass beside eager PyTorch"):
+        "a clock and PyTorch: python benchmarks/step_speed.py",
+    ("performance.md", "Recipes for the quickstart"): "trainings: python benchmarks/recipes.py",
+    ("performance.md", "Sampling settings of the quickstart"):
+        "a training: python benchmarks/sampling_settings.py",
+    ("performance.md", "The logit algebra beside PyTorch"):
+        "a clock and PyTorch: python benchmarks/samplers.py",
+    ("performance.md", "Generation beside PyTorch"):
+        "a clock and PyTorch: python benchmarks/generation_pair.py, occupancy.py",
+    ("training.md", "Recipes at equal time"): "trainings: python benchmarks/recipes.py",
+}  # fmt: skip
+"""Tables that nothing here can check, by file and heading, and what makes them."""
+
+
+def main() -> int:
+    """Prints a line for each check. Exit code: 0, or 1 if a figure lies outside."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="files of the docs whose name holds this")
+    args = parser.parse_args()
+    start_jax()
+    outside = 0
+    print("| table | row | figure | docs | now | may be off by | |")
+    print("| --- " * 7 + "|")
+    for check in CHECKS:
+        if args.only not in check.file:
+            continue
+        figure, interval = documented(check)
+        place = f"| {check.file}, {check.heading} | {', '.join(check.row)} | {check.column} "
+        if check.needs and not (RUNS / check.needs).exists():
+            remedy = f"python train.py --config configs/{check.needs}.toml"
+            print(f"{place}| {figure:g} | - | {interval:g} | not measured: {remedy} |", flush=True)
+            continue
+        now = check.measure()
+        is_within = abs(now - figure) <= interval
+        outside += not is_within
+        said = "within" if is_within else "OUTSIDE"
+        print(f"{place}| {figure:g} | {now:.4g} | {interval:g} | {said}: {check.how} |", flush=True)
+    for (file, heading), command in UNCHECKED.items():
+        if args.only in file:
+            print(f"| {file}, {heading} | | | | | | not checked here: {command} |")
+    print(f"{outside} outside", file=sys.stderr)
+    return 1 if outside else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

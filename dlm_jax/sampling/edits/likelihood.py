@@ -1,0 +1,117 @@
+"""An edit rule that tries its best candidates and takes one that makes the text likelier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.edits import scores
+from dlm_jax.sampling.edits.moves import Edits
+from dlm_jax.sampling.edits.protocol import EditContext, EditRule
+from dlm_jax.sampling.edits.rules import DELETE_MARGIN, INSERT_MARGIN
+from dlm_jax.settings import Setting, per_row, rule, static
+from dlm_jax.types import live_positions
+
+EDIT_TRIALS = Setting(
+    "edit_trials", 6, "likelihood: edits that are tried before one is made; each costs a forward",
+    low=1, high=64,
+)  # fmt: skip
+EDIT_GAIN = Setting(
+    "edit_gain", 0.0, "likelihood: nats by which an edit must make the text likelier, >= 0",
+    low=0.0, high=1e6,
+)  # fmt: skip
+_NUM_KINDS = 3
+
+
+@rule
+class Likelihood(EditRule):
+    """Tries insertions, replacements and deletions, and makes the one that the model likes best.
+
+    A candidate is the likeliest token of a position, in front of the one that is there or in its
+    place, by the lead it has (see `dlm_jax.sampling.edits.scores.leads`), or a token that goes, by
+    the lead of its successor in its place. The best of a row are tried, each alone, in one forward;
+    the one that makes the sum of the log-probabilities of all tokens largest is made if that is
+    more than `gain_B` above the text as it is. So there is one edit of a row in a step at most, and
+    what is inserted is no hole. A row at its capacity gains no token. For models trained to
+    proofread: of others the likelihood of visible tokens says little.
+
+    Attributes:
+      insert_margin_B: float32, at least 0: what the lead of the likeliest token must exceed.
+      delete_margin_B: float32, at least 0: what that of the successor must exceed.
+      gain_B: float32, at least 0, in nats.
+      num_trials: candidates of a row and step.
+    """
+
+    reads_likeliest = True
+
+    insert_margin_B: jax.Array = per_row(INSERT_MARGIN)
+    delete_margin_B: jax.Array = per_row(DELETE_MARGIN)
+    gain_B: jax.Array = per_row(EDIT_GAIN)
+    num_trials: int = static(EDIT_TRIALS)
+
+    @classmethod
+    def check(cls, row: Any) -> None:
+        """Refuses a length target, which this rule knows nothing of."""
+        if row.edit and row.length_target_mode != "none":
+            raise ValueError(
+                f"edit_scoring='likelihood' has no length_target_mode={row.length_target_mode!r}; "
+                "use edit_scoring='lead' for it"
+            )
+
+    def candidates(self, context: EditContext) -> tuple[Edits, jax.Array]:
+        """The best candidates of each row; lower positions first among equal ones.
+
+        Nothing goes that is frozen, a hole, the last of its row, or a space that no edit inserted.
+        """
+        cells, snapshot, mask_id = context.cells, context.snapshot, context.mask_id
+        assert snapshot.best_id_BL is not None
+        num_rows, num_positions = cells.tokens_BL.shape
+        is_open_BL = live_positions(cells.length_B, num_positions) & context.is_open_BL
+        lead_BL = scores.leads(cells, snapshot, mask_id=mask_id)
+        lead_BL -= self.insert_margin_B[:, None]
+        is_new_BL = is_open_BL & (snapshot.best_id_BL >= 0)
+        is_new_BL &= snapshot.best_id_BL != cells.tokens_BL
+        is_kept_space_BL = (cells.tokens_BL == context.space_id) & ~cells.inserted_BL
+        may_go_BL = is_open_BL & ~cells.frozen_BL & (cells.tokens_BL != mask_id)
+        may_go_BL &= ~is_kept_space_BL
+        none_B = jnp.zeros(num_rows)
+        misfit_BL = scores.deletion_scores(
+            cells, snapshot, self.delete_margin_B, none_B, mask_id=mask_id
+        )
+        has_room_B1 = (cells.length_B < context.capacity_B)[:, None]
+        worth_BLK = jnp.stack([
+            jnp.where(is_new_BL & has_room_B1, lead_BL, 0.0),
+            jnp.where(is_new_BL & may_go_BL, lead_BL, 0.0),
+            jnp.where(may_go_BL, misfit_BL, 0.0),
+        ], axis=2)  # fmt: skip
+        number = min(self.num_trials, _NUM_KINDS * num_positions)
+        worth_BK, place_BK = jax.lax.top_k(worth_BLK.reshape(num_rows, -1), number)
+        kind_KB1 = (place_BK % _NUM_KINDS).T[:, :, None]
+        is_there_KBL = (place_BK // _NUM_KINDS).T[:, :, None] == jnp.arange(num_positions)[
+            None, None
+        ]
+        is_real_KB = worth_BK.T > 0
+        is_there_KBL &= is_real_KB[:, :, None]
+        return Edits(
+            is_there_KBL & (kind_KB1 != 2),
+            is_there_KBL & (kind_KB1 != 0),
+            jnp.zeros(is_real_KB.shape, jnp.int32),
+            jnp.broadcast_to(snapshot.best_id_BL, is_there_KBL.shape),
+        ), is_real_KB
+
+    def select(self, context: EditContext) -> Edits:
+        """The candidate with the largest gain, the first of equal ones, if it is large enough."""
+        tried = context.tried
+        assert tried is not None
+        best_B = jnp.argmax(tried.gain_KB, axis=0)
+        is_taken_B = jnp.max(tried.gain_KB, axis=0) > self.gain_B
+        edits = jax.tree.map(
+            lambda x: jnp.take_along_axis(x, best_B.reshape(1, -1, *[1] * (x.ndim - 2)), 0)[0],
+            tried.edits,
+        )
+        return edits._replace(
+            insert_gap_BL=edits.insert_gap_BL & is_taken_B[:, None],
+            delete_BL=edits.delete_BL & is_taken_B[:, None],
+        )

@@ -1,0 +1,26 @@
+"""What the programs say of flags in refusals, and of speed."""
+
+import pytest
+
+from dlm_jax.cli.flags import naming_flags, speeds
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("top_p=2 is outside (0, 1]", "--top-p=2 is outside (0, 1]"),
+        ("seed=-1 is outside [0, 2**32)", "--seed=-1 is outside [0, 2**32)"),
+        ("--trace x: there is no such folder", "--trace x: there is no such folder"),
+        ("prompt of 9 tokens leaves no room", "prompt of 9 tokens leaves no room"),
+        ("checkpoint: model.width=3 is odd", "checkpoint: model.width=3 is odd"),
+    ],
+)
+def test_a_refusal_that_begins_with_a_setting_names_its_flag(message, said):
+    with pytest.raises(ValueError, match=".") as error, naming_flags():
+        raise ValueError(message)
+    assert str(error.value) == said
+
+
+def test_speeds_are_those_of_all_the_time_and_of_what_compiling_left():
+    assert speeds(300, 10.0, 7.0) == "30 tokens/s with 7.00 s of compilation, 100 without"
+    assert speeds(0, 0.0, 0.0) == "0 tokens/s with 0.00 s of compilation, 0 without"

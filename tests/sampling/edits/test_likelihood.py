@@ -1,0 +1,191 @@
+"""Edits that are tried: against a plain loop over lists that tries them one text at a time."""
+
+import dataclasses
+import math
+from typing import Any
+
+import canvases
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from canvases import FOREVER, POSITIONS, ROWS, Row
+
+from dlm_jax.config import SampleConfig
+from dlm_jax.sampling.commit import RandomOrder
+from dlm_jax.sampling.commit.quotas import whole_quota
+from dlm_jax.sampling.edits import Likelihood
+from dlm_jax.sampling.state import EDITED
+from dlm_jax.types import Status
+
+ALL = RandomOrder(whole_quota)
+TRIALS = 4
+CLEAR = 1e-4
+"""What float32 can tell apart: a lead below this decides nothing."""
+
+
+def _rule(**columns) -> Likelihood:
+    sample = SampleConfig(edit=True, edit_scoring="likelihood", edit_trials=TRIALS)
+    rule = Likelihood.pack([sample] * ROWS, None)
+    return dataclasses.replace(rule, **{k: jnp.asarray(v) for k, v in columns.items()})
+
+
+def _drafts(seed: int, **changes) -> list[Row]:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(4, 16, ROWS)
+    given = {"steps": 4, "temperature": 0.0, "capacity": POSITIONS} | changes
+    return [
+        Row(
+            tokens=tuple(rng.integers(0, 8, length).tolist()),
+            is_draft=tuple([False] * 2 + [True] * (length - 2)),
+            seed=index,
+            # Half of them draw every token again at every step.
+            resample=index % 2 == 1,
+            **given,
+        )
+        for index, length in enumerate(lengths)
+    ]
+
+
+def _log_softmax(tokens: list[int]) -> np.ndarray:
+    canvas = np.full(POSITIONS, toy.PAD)
+    canvas[: len(tokens)] = tokens
+    x = np.asarray(toy.row_logits(canvas, len(tokens)), np.float64)
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def _likelihood(tokens: list[int]) -> float:
+    logp = _log_softmax(tokens)
+    return sum(logp[i, token] for i, token in enumerate(tokens))
+
+
+Edit = tuple[str, int]
+Cell = tuple[int, bool, bool]
+"""Token, frozen, inserted."""
+
+
+def _made(cells: list[Cell], edit: Edit, token: int) -> list[Cell]:
+    kind, at = edit
+    new = [(token, False, True)]
+    if kind == "insert":
+        return cells[:at] + new + cells[at:]
+    return cells[:at] + (new if kind == "replace" else []) + cells[at + 1 :]
+
+
+def _candidates(
+    cells: list[Cell], logp: np.ndarray, has_room: bool, margins: tuple[float, float]
+) -> tuple[list[Edit], np.ndarray, float]:
+    """The best few, the likeliest token of each position, and how clear the choice was."""
+    best, p = logp.argmax(-1), np.exp(logp)
+    found = []
+    for at, (token, frozen, inserted) in enumerate(cells):
+        if frozen:
+            continue
+        following = cells[at + 1][0] if at + 1 < len(cells) else None
+        may_go = token != toy.SPACE or inserted
+        lead = p[at, best[at]] - p[at, token] - margins[0]
+        is_new = best[at] not in (*toy.BANNED, following, token)
+        if is_new and has_room:
+            found.append((lead, at, 0, "insert"))
+        if is_new and may_go:
+            found.append((lead, at, 1, "replace"))
+        if following is not None and may_go:
+            found.append((p[at, following] - p[at, token] - margins[1], at, 2, "delete"))
+    found = sorted((f for f in found if f[0] > 0), key=lambda f: (-f[0], *f[1:3]))
+    worths = [f[0] for f in found]
+    gaps = [a - b for a, b in zip(worths[TRIALS - 1 : TRIALS], worths[TRIALS:], strict=False)]
+    # Insertion and replacement at one place are equal, and the insertion comes first.
+    closest = min([worths[-1] if worths else math.inf, *(g for g in gaps if g > 0)], default=0.0)
+    return [(kind, at) for _, at, _, kind in found[:TRIALS]], best, closest
+
+
+def _plain(row: Row, margins: tuple[float, float], needed: float) -> tuple[list[int], int, float]:
+    """Tokens at the end, forwards, and the smallest lead of a choice."""
+    cells: list[Cell] = [(t, not d, False) for t, d in zip(row.tokens, row.is_draft, strict=True)]
+    closest, forwards = math.inf, row.steps + 1
+    for step in range(-1, row.steps):
+        logp = _log_softmax([cell[0] for cell in cells])
+        if step >= 0 and row.resample:
+            allowed = logp.copy()
+            allowed[:, list(toy.BANNED)] = -np.inf
+            best = allowed.argmax(-1)
+            cells = [c if c[1] else (int(best[i]), *c[1:]) for i, c in enumerate(cells)]
+        if step == row.steps - 1:
+            break
+        edits, best, near = _candidates(cells, logp, len(cells) < row.capacity, margins)
+        closest = min(closest, near)
+        if not edits:
+            continue
+        forwards += 1 + TRIALS
+        texts = [_made(cells, edit, int(best[edit[1]])) for edit in edits]
+        before = _likelihood([cell[0] for cell in cells])
+        gains = [_likelihood([cell[0] for cell in text]) - before for text in texts]
+        order = sorted(gains, reverse=True)
+        closest = min([closest, abs(order[0] - needed), *-np.diff(order[:2])])
+        if max(gains) > needed:
+            cells = texts[int(np.argmax(gains))]
+    return [cell[0] for cell in cells], forwards, closest
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_loop_equals_a_plain_one_that_tries_each_edit_on_a_list(seed):
+    rows = [
+        dataclasses.replace(row, capacity=len(row.tokens) if index == 5 else POSITIONS)
+        for index, row in enumerate(_drafts(seed))
+    ]
+    gains = np.resize(np.array([0.0, 0.0, 0.7, 0.2], np.float32), ROWS)
+    inserts, deletes = (np.resize(np.array(x, np.float32), ROWS) for x in ([0, 0.1, 0], [0, 0.05]))
+    rule = _rule(gain_B=gains, insert_margin_B=inserts, delete_margin_B=deletes)
+    state = canvases.make_state(rows, ALL, edit=rule)
+    state = canvases.shared_advance()(toy.params(), state, FOREVER)
+    compared, changed = 0, 0
+    for index, (row, result) in enumerate(zip(rows, canvases.results(state), strict=True)):
+        want, forwards, closest = _plain(row, (inserts[index], deletes[index]), gains[index])
+        assert Status(result.status) is Status.DONE
+        if closest > CLEAR:
+            assert (list(result.tokens), result.forwards) == (want, forwards)
+            compared += 1
+            changed += len(want) != len(row.tokens)
+    assert compared >= 5 and changed >= 2
+
+
+def test_a_text_only_becomes_likelier_and_says_where_it_was_edited():
+    rows = [dataclasses.replace(row, resample=False, steps=8) for row in _drafts(4)]
+    state = canvases.make_state(rows, ALL, edit=_rule())
+    before = [_likelihood(list(row.tokens)) for row in rows]
+    edited = 0
+    for _ in range(9):
+        state = canvases.shared_advance()(toy.params(), state, 1)
+        results = canvases.results(state)
+        after = [_likelihood(list(result.tokens)) for result in results]
+        assert all(b >= a - 1e-4 for a, b in zip(before, after, strict=True))
+        edited += sum(b > a + 1e-3 for a, b in zip(before, after, strict=True))
+        before = after
+    counters = state.counters
+    assert edited > ROWS and (np.asarray(counters.lost) == 0).all()
+    for row, result in zip(rows, results, strict=True):
+        assert result.tokens[:2] == row.tokens[:2]
+        assert set(result.committed) <= {-1, EDITED}
+    assert EDITED in {step for result in results for step in result.committed}
+
+
+def test_what_no_edit_makes_likelier_by_enough_stays_as_it_is():
+    rows = [dataclasses.replace(row, resample=False) for row in _drafts(5)]
+    state = canvases.make_state(rows, ALL, edit=_rule(gain_B=np.full(ROWS, 1e6, np.float32)))
+    state = canvases.shared_advance()(toy.params(), state, FOREVER)
+    for row, result in zip(rows, canvases.results(state), strict=True):
+        assert result.tokens == row.tokens
+        assert result.forwards == 5 + 4 * (1 + TRIALS)
+    # A row whose every token is as likely as any other has no candidates, and asks for nothing.
+    state = canvases.make_state(rows, ALL, edit=_rule(
+        insert_margin_B=np.ones(ROWS, np.float32), delete_margin_B=np.ones(ROWS, np.float32)
+    ))  # fmt: skip
+    state = canvases.shared_advance()(toy.params(), state, FOREVER)
+    assert [result.forwards for result in canvases.results(state)] == [5] * ROWS
+
+
+def test_a_length_target_is_refused():
+    asked: dict[str, Any] = {"edit": True, "edit_scoring": "likelihood"}
+    with pytest.raises(ValueError, match="edit_scoring='likelihood' has no length_target_mode="):
+        SampleConfig(length_target_mode="exact", **asked)
