@@ -167,11 +167,13 @@ def _meter(args: argparse.Namespace, *, tells: bool) -> Iterator[Callable[[Engin
             if tells and args.report_every and not made:
                 made.append(Meter(engine, every=args.report_every, write=_above, records=records))
             for meter in made:
-                meter.tick()
+                if records is not None and not engine.is_busy:
+                    # The last of it, while the engine still has its programs.
+                    meter.tell()
+                else:
+                    meter.tick()
 
         yield tick
-        for meter in made if records is not None else []:
-            meter.tell()
 
 
 def _above(line: str) -> None:
