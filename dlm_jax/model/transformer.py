@@ -185,10 +185,9 @@ def build(config: ModelConfig) -> Network:
         model = Transformer(config, rngs=nnx.Rngs(params=key))
         return with_adapters(key, nnx.to_pure_dict(nnx.state(model, nnx.Param)), config)
 
-    def run_block(x_BLD: jax.Array, block: Params, context: tuple[Any, ...]) -> jax.Array:
-        return module_of(block)(x_BLD, *context)
-
-    run_block = rematerialised(run_block, config.remat)
+    run_block = rematerialised(
+        lambda x_BLD, block, context: module_of(block)(x_BLD, *context), config.remat
+    )
 
     def trunk(
         params: Params, tokens_BL: jax.Array, length_B: jax.Array, cache: None = None
