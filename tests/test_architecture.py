@@ -16,7 +16,7 @@ MAX_PARAMETERS = 8
 MEDIAN_LINES = 15
 
 # Every room, and those it may import besides itself: only such as stand above it here.
-_BASE = {"types", "settings", "pytree"}
+_BASE = {"types", "settings", "pytree", "checksums"}
 _CORE = {
     *_BASE,
     "storage",
@@ -31,6 +31,7 @@ _CORE = {
 MAY_IMPORT = {
     "types": set(),
     "pytree": set(),
+    "checksums": set(),
     "storage": set(),
     "settings": {"pytree"},
     "progress": set(),
@@ -38,7 +39,7 @@ MAY_IMPORT = {
     "config": {*_BASE, "sampling"},
     "diffusion": {*_BASE, "config"},
     "model": {"types", "config"},
-    "metrics": {"config"},
+    "metrics": {"config", "checksums"},
     "data": {"types", "storage", "config"},
     "distributed": {"types", "config"},
     "checkpoint": {"types", "storage", "config", "distributed"},

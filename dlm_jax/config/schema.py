@@ -8,7 +8,7 @@ import math
 from typing import Literal
 
 from dlm_jax.config.architecture import Architecture
-from dlm_jax.config.fields import field, require
+from dlm_jax.config.fields import field, require, require_fit
 from dlm_jax.config.heads import HeadsConfig
 from dlm_jax.config.objective import ObjectiveConfig
 from dlm_jax.config.optim import OptimConfig
@@ -67,6 +67,7 @@ class ModelConfig(Architecture):
     add_critic_head: bool = field(False, "a head that predicts which tokens of a text are wrong")
 
     def __post_init__(self) -> None:
+        require_fit("model", self)
         for name in ("depth", "width", "heads"):
             value = getattr(self, name)
             require(value >= 1, f"model.{name}={value} must be at least 1")
@@ -157,6 +158,7 @@ class DataConfig:
     cache_dir: str = field("", "where token files are kept; empty: $DLM_JAX_CACHE or ~/.cache")
 
     def __post_init__(self) -> None:
+        require_fit("data", self)
         require(
             len(self.source) > 0, "data.source is empty; name a file, a glob or python-reference"
         )
@@ -198,6 +200,7 @@ class TrainConfig:
     keep_checkpoints: int = field(2, "newest checkpoints to keep")
 
     def __post_init__(self) -> None:
+        require_fit("train", self)
         for name in (
             "steps", "batch_size", "accumulate", "log_every", "eval_windows", "keep_checkpoints"
         ):  # fmt: skip
@@ -217,7 +220,6 @@ class TrainConfig:
                 name in TRACKERS,
                 f"train.trackers={name!r} is unknown; did you mean {''.join(near)!r}?",
             )
-        require(self.seed < 2**32, f"train.seed={self.seed} must be below 2**32")
         require(self.out_dir != "", "train.out_dir is empty; name a directory")
 
 
@@ -230,6 +232,7 @@ class MeshConfig:
     tensor: int = field(1, "devices that split the matrices of one layer")
 
     def __post_init__(self) -> None:
+        require_fit("mesh", self)
         require(
             self.data == -1 or self.data >= 1, f"mesh.data={self.data} must be -1 or at least 1"
         )
