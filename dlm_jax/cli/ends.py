@@ -8,7 +8,8 @@
 4      done, but for a page (``--trace``) that could not be written
 5      what the program is for could not be written, on a full disk, say; what was saved stays
 6      out of memory
-70     a defect of the program, or of a rule or sampler of one's own; with a traceback
+70     a defect of the program, or of a rule of one's own; with a traceback
+75     another process of the run was lost, or refused; the same command goes on
 128+n  stopped by signal n: 129 terminal closed, 130 Ctrl-C, 141 reader gone, 143 SIGTERM
 =====  =======================================================================================
 
@@ -50,6 +51,7 @@ class End(enum.IntEnum):
     UNWRITTEN = 5
     NO_MEMORY = 6
     DEFECT = 70
+    LOST = 75
     READER_GONE = 128 + signal.SIGPIPE
     INTERRUPTED = 128 + signal.SIGINT
 
@@ -78,7 +80,7 @@ def program(main: Main) -> Main:
                     _end_quietly()
                 raise
             except Exception as error:
-                return _end_of(error)
+                return end_of(error)
             return code
 
     return guarded
@@ -141,7 +143,7 @@ def say_error(error: object) -> None:
     print(f"error: {text}", file=sys.stderr)
 
 
-def _end_of(error: Exception) -> End:
+def end_of(error: Exception) -> End:
     """Says what an error means, and what the program ends with."""
     if isinstance(error, NotFiniteError):
         say_error(error)

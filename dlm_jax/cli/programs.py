@@ -41,7 +41,9 @@ def export() -> int:
 
 def _default_interrupt() -> None:
     is_heard = threading.current_thread() is threading.main_thread()
-    if is_heard and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # The first process of a container is not ended by signals that it does not handle.
+    may_end = is_heard and os.getpid() != 1
+    if may_end and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -17,7 +17,7 @@ import jax
 import dlm_jax.config as configs
 from dlm_jax import __version__
 from dlm_jax.cli.common import Parser, add_host_flags, start_jax
-from dlm_jax.cli.ends import End, emit, program, refusals, say_error
+from dlm_jax.cli.ends import End, emit, end_of, program, refusals, say_error
 from dlm_jax.config import Config
 from dlm_jax.data import DamagedShard
 from dlm_jax.distributed import watch
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return End.DONE
         profile = None if args.profile is None else parse_span(args.profile)
         start_jax(args)
-    with watch.together():
+    with watch.together(end_of):
         return _train(config, profile)
 
 

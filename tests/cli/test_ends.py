@@ -19,6 +19,7 @@ import dlm_jax
 from dlm_jax.checkpoint import not_finite, save_weights
 from dlm_jax.cli import ends, evaluate, export, sample, shown
 from dlm_jax.cli.ends import End, NotFiniteError, program, refusals
+from dlm_jax.distributed import watch
 
 ROOT = Path(__file__).parents[2]
 CLI = ROOT / "dlm_jax" / "cli"
@@ -82,6 +83,10 @@ def test_the_codes_differ_and_the_page_and_the_readme_list_them():
     assert {int(code) for code in table} == {code for code in codes if code < 128}
     page = (ROOT / "docs" / "exit_codes.md").read_text()
     assert {int(code) for code in re.findall(r"(?m)^\| (\d+) \|", page)} == codes | {129, 143}
+
+
+def test_a_lost_process_has_the_code_that_the_watch_gives():
+    assert End.LOST == watch.EXIT_LOST
 
 
 def test_no_program_ends_with_a_bare_number():
