@@ -1,6 +1,6 @@
 """``python -m dlm_jax.evaluate``: see `dlm_jax.cli.evaluate`."""
 
-from dlm_jax.cli.evaluate import main
+from dlm_jax.cli.programs import evaluate
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(evaluate())

@@ -4,7 +4,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from dlm_jax.cli.export import main
+from dlm_jax.cli.programs import export
 
 
 class _Program(ModuleType):
@@ -17,5 +17,5 @@ class _Program(ModuleType):
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(export())
 sys.modules[__name__].__class__ = _Program

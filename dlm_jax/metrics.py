@@ -2,65 +2,140 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from dlm_jax.checksums import Damaged, has_crc, with_crc, without_crc
+
+PICTURE = "loss.png"
+
 
 class MetricsLog:
-    """Appends one JSON object per line; reopening at a step drops the lines beyond it.
+    """Appends one JSON object per line, with its checksum; reopening drops the lines beyond a step.
 
     A run that is killed has logged steps that it has not saved; on resuming they are taken
-    again, so their lines (and a half-written last one) are removed first.
+    again, so their lines (and a half-written last one) are removed first. Lines that an earlier
+    version wrote without a checksum get theirs then.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, step: int):
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        # What a kill left of this file, or of those beside it.
+        for name in (self._path.name, PICTURE, "config.toml"):
+            for leftover in self._path.parent.glob(f".{name}.*"):
+                leftover.unlink(missing_ok=True)
         kept = [record for record in read_records(self._path) if record["step"] <= step]
-        replace_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
+        replace_text(self._path, "".join(map(_line, kept)))
         self._file: TextIO = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
 
     def write(self, **record: Any) -> None:
-        """Appends a record, which must have a ``step``, and hands it to the operating system."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        """Appends a record, which must have a ``step``, and hands it to the operating system.
+
+        Raises:
+          OSError: it cannot be written, because the disk is full, say; with the file's name.
+        """
+        try:
+            self._file.write(_line(record))
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        # What could not be written is tried again, and was told of.
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Records of a metrics file in order, without a half-written last line; none if missing.
 
+    A file none of whose lines has a checksum is an earlier version's, and is taken as it is if its
+    records hold numbers.
+
     Raises:
-      ValueError: a line is no record; the file is another program's, or damaged.
+      ValueError: a line is no record, or its checksum is wrong; the file is another program's, or
+        damaged.
     """
     try:
-        lines = Path(path).read_bytes().split(b"\n")
+        *lines, last = Path(path).read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
+    # A whole line whose end is gone: the end was damaged, for a line is written with it.
+    if any(has_crc(last[:end]) for end in (len(last), -1)):
+        lines.append(last)
+    is_old = not any(map(has_crc, lines))
     records = []
-    for number, line in enumerate(lines[:-1], 1):
+    for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
-            if not {"kind", "step"} <= record.keys():
-                raise ValueError
-        except (ValueError, AttributeError):
+            records.append(_record(line, is_old=is_old))
+        except Damaged as error:
+            raise ValueError(
+                f"{path} line {number} is damaged: {error}; remove that line, or move the file away"
+            ) from None
+        except (ValueError, RecursionError):
             raise ValueError(
                 f"{path} line {number} is not a record of metrics; move the file away"
             ) from None
-        records.append(record)
     return records
+
+
+def _line(record: dict[str, Any]) -> str:
+    return with_crc(json.dumps(record).encode()).decode() + "\n"
+
+
+def _record(line: bytes, *, is_old: bool) -> dict[str, Any]:
+    """The record of a line; ValueError if it is none."""
+    record = json.loads(line if is_old else without_crc(line))
+    if not isinstance(record, dict) or not {"kind", "step"} <= record.keys():
+        raise ValueError
+    numbers = [value for name, value in record.items() if name != "kind"]
+    if not isinstance(record["kind"], str) or not isinstance(record["step"], int):
+        raise ValueError
+    if is_old and not all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers):
+        raise ValueError
+    return record
 
 
 def replace_text(path: Path, text: str) -> None:
     """Writes `text` so that the file is either the old one or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class LossPicture:
+    """The picture of a run's losses, ``loss.png``, beside its metrics.
+
+    One that cannot be drawn costs the run nothing: it is told of, once.
+    """
+
+    def __init__(self, out_dir: Path, held_out: str, unit: str, *, report: Callable[[str], None]):
+        self._out_dir, self._held_out, self._unit = out_dir, held_out, unit
+        self._report: Callable[[str], None] | None = report
+
+    def draw(self) -> None:
+        """Draws what the metrics hold by now."""
+        try:
+            plot_losses(
+                read_records(self._out_dir / "metrics.jsonl"),
+                self._out_dir / PICTURE,
+                held_out=self._held_out,
+                unit=self._unit,
+            )
+        except Exception as error:  # whatever the drawing library may raise
+            if self._report is not None:
+                why = " ".join(str(error).split()) or type(error).__name__
+                self._report(f"warning: {PICTURE} cannot be drawn ({why}); the training goes on")
+            self._report = None
 
 
 def plot_losses(
@@ -100,8 +175,11 @@ def plot_losses(
     axes.legend()
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    figure.savefig(temporary, format="png")
-    os.replace(temporary, target)
+    try:
+        figure.savefig(temporary, format="png")
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 CLOCK = frozenset(

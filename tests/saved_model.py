@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import toy
 import toy_model
@@ -19,13 +20,22 @@ CONFIG = Config(
 )
 
 
-def save(run_dir: Path, **model_changes) -> Path:
-    """The directory, with one checkpoint; `model_changes` make its config lie about its shape."""
-    model = dataclasses.replace(CONFIG.model, **model_changes)
+def save(
+    run_dir: Path, *, sha256: str = "0", data: dict[str, Any] | None = None, **model_changes
+) -> Path:
+    """The directory, with one checkpoint.
+
+    `data` changes what its config says of its text, `model_changes` make it lie about its shape.
+    """
+    config = dataclasses.replace(
+        CONFIG,
+        model=dataclasses.replace(CONFIG.model, **model_changes),
+        data=dataclasses.replace(CONFIG.data, **(data or {})),
+    )
     meta = {
-        "config": configs.to_dict(dataclasses.replace(CONFIG, model=model)),
+        "config": configs.to_dict(config),
         "tokenizer": toy_model.TOKENIZER.to_json(),
-        "corpus": {"name": "toy", "sha256": "0"},
+        "corpus": {"name": "toy", "sha256": sha256},
     }
     with Checkpoints(run_dir / "checkpoints", keep=1) as checkpoints:
         checkpoints.save(7, {"params": toy_model.MODEL.params}, meta)

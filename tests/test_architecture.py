@@ -16,7 +16,7 @@ MAX_PARAMETERS = 8
 MEDIAN_LINES = 15
 
 # Every room, and those it may import besides itself: only such as stand above it here.
-_BASE = {"types", "settings", "pytree", "devices"}
+_BASE = {"types", "settings", "pytree", "devices", "checksums"}
 _CORE = {
     *_BASE,
     "storage",
@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "types": set(),
     "devices": set(),
     "pytree": set(),
+    "checksums": set(),
     "storage": set(),
     "settings": {"pytree"},
     "progress": set(),
@@ -40,7 +41,7 @@ MAY_IMPORT = {
     "distributed": {"types", "devices", "config"},
     "diffusion": {*_BASE, "config", "distributed"},
     "model": {"types", "devices", "config", "distributed"},
-    "metrics": {"config"},
+    "metrics": {"config", "checksums"},
     "data": {"types", "storage", "config"},
     "checkpoint": {"types", "storage", "config", "distributed"},
     "published": {"types", "config", "data", "model"},

@@ -2,7 +2,7 @@
 
 Beside a file with lines lies ``FILE.run``, which holds the fingerprint of its run, and whether the
 results of all processes were once merged into the file. A file with lines but without it is a
-stranger's; an empty file belongs to no run.
+stranger's; an empty file belongs to no run. Lines and record have checksums (`checksums`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_jax.batch.requests import Id
+from dlm_jax.checksums import Damaged, with_crc, without_crc
 
 Rows = dict[Id, bytes]
 """Lines by the id of their result."""
@@ -28,15 +29,22 @@ def result_id(result: Any) -> Id | None:
     return key if is_id else None
 
 
+def line_of(result: Mapping[str, Any]) -> bytes:
+    """The line of a result, with its checksum and line end."""
+    # A lone surrogate becomes its JSON escape, so that no text can stop a run.
+    text = json.dumps(dict(result), ensure_ascii=False)
+    return with_crc(text.encode("utf-8", "backslashreplace")) + b"\n"
+
+
 def run_path(file: Path) -> Path:
     """Where it is said of which run a file is."""
     return file.with_name(f"{file.name}.run")
 
 
 def run_of(file: Path) -> dict[str, Any]:
-    """What is said beside a file; nothing if that is missing or unreadable."""
+    """What is said beside a file; nothing if that is missing, unreadable or damaged."""
     try:
-        record = json.loads(run_path(file).read_bytes())
+        record = json.loads(without_crc(run_path(file).read_bytes().removesuffix(b"\n")))
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
@@ -76,11 +84,15 @@ def load(file: Path, fingerprint: str) -> tuple[Rows, int]:
     rows: Rows = {}
     for number, line in enumerate(lines, 1):
         try:
-            key = result_id(json.loads(line.decode("utf-8")))
+            key = result_id(json.loads(without_crc(line).decode("utf-8")))
+        except Damaged as error:
+            raise ValueError(
+                f"{file} line {number} is damaged: {error}; remove that line or the file"
+            ) from None
         except (ValueError, RecursionError):
             key = None
         if key is None:
-            raise ValueError(f"{file} line {number} is damaged; remove that line or the file")
+            raise ValueError(f"{file} line {number} is no result; remove that line or the file")
         rows.setdefault(key, line + b"\n")
     return rows, content.rfind(b"\n") + 1
 

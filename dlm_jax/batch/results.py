@@ -100,9 +100,11 @@ class Results:
             raise ValueError(f"result {str(result)[:60]} has no id; give a text or an integer")
         require(key not in self.done, f"the result of id={key!r} is there already; write it once")
         require(not self._is_closed, f"{self._file} is closed; open the results again")
-        # A lone surrogate becomes its JSON escape, so that no text can stop a run.
-        text = json.dumps(dict(result), ensure_ascii=False) + "\n"
-        files.append(self._writer or self._open(), text.encode("utf-8", "backslashreplace"))
+        line = files.line_of(result)
+        try:
+            files.append(self._writer or self._open(), line)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._file)) from None
         self.done.add(key)
 
     def finish(self, order: Sequence[Id]) -> bool:
@@ -215,9 +217,7 @@ class Results:
         """Says beside a file of which run it is, unless that is said already."""
         record = {"fingerprint": self._fingerprint, "complete": is_complete}
         if files.run_of(file) != record:
-            files.replace(
-                files.run_path(file), json.dumps(record).encode() + b"\n", self._temporary
-            )
+            files.replace(files.run_path(file), files.line_of(record), self._temporary)
 
     def _tidy(self) -> None:
         """Removes this run's parts; those of another run stay."""

@@ -229,7 +229,7 @@ def _planned(
 def _result(model: Model, line: Line, row: Row) -> dict[str, Any]:
     if row.status is Status.NON_FINITE:
         error = f"line {line.number}: the model's logits are not finite after {row.steps} steps"
-        return {"id": line.id, "error": error}
+        return {"id": line.id, "error": error, "status": row.status.name.lower()}
     if row.error is not None:
         raise row.error
     always = {

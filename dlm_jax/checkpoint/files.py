@@ -176,12 +176,13 @@ def check_same_leaves(wanted: Leaves, saved: Leaves, path: Path) -> None:
         here, there = wanted.get(name), saved.get(name)
         if here != there:
             raise ValueError(
-                f"{name} is {_spell(here)} in this run but {_spell(there)} in checkpoint {path}; "
+                f"{name} is {spell(here)} in this run but {spell(there)} in checkpoint {path}; "
                 f"use the config the checkpoint was trained with or another directory"
             )
 
 
-def _spell(leaf: list[Any] | None) -> str:
+def spell(leaf: list[Any] | None) -> str:
+    """What an array is, in a message: ``float32[2,16]``, or that there is none."""
     return "absent" if leaf is None else f"{leaf[0]}{leaf[1]}".replace(" ", "")
 
 

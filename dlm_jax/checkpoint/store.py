@@ -16,6 +16,7 @@ file; it uses the asynchronous checkpointer without the manager, whose pruning k
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import warnings
@@ -72,6 +73,8 @@ class Checkpoints:
       keep: how many of the newest complete checkpoints to retain, at least 1. An older one goes
         only after the newer one is complete on disk.
 
+    ``when_closed`` is a stack of what is called once all is closed.
+
     Raises:
       ValueError: ``keep`` below 1, or a ``directory`` that is a file or a URL of an unknown kind.
     """
@@ -83,6 +86,7 @@ class Checkpoints:
         self._keep = keep
         self._checked: dict[int, bool] = {}
         self._pending: concurrent.futures.Future[None] | None = None
+        self.when_closed = contextlib.ExitStack()
         self._finisher = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         quiet_orbax()
         self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
@@ -215,6 +219,7 @@ class Checkpoints:
             # A process that leaves on an exception does not wait for others: they may never come.
             self._finisher.shutdown()
             self._writer.close()
+            self.when_closed.close()
 
 
 def load_params(

@@ -1,7 +1,9 @@
 """A trained model in one file: its parameters and the JSON that describes it (safetensors).
 
 The names of the tensors are the paths of the parameters (``blocks/attention/query/kernel``); the
-header holds the JSON under ``dlm_jax`` and a CRC32 of all tensors, which safetensors lacks.
+header holds the JSON under ``dlm_jax`` and the CRC32 of the whole file, header included, under
+``crc32_of_file``: that of its bytes with eight zeros in place of its own digits. So no bit of the
+file can flip unseen.
 """
 
 from __future__ import annotations
@@ -10,8 +12,10 @@ import contextlib
 import json
 import math
 import os
+import re
+import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +24,18 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
-from dlm_jax.checkpoint.files import Place
+from dlm_jax.checkpoint.files import Place, describe, spell
 
 SUFFIX = ".safetensors"
 DTYPES = ("float32", "float16")
 
 _KEY = "dlm_jax"
-_CHECKSUM = "crc32"
+_CHECKSUM = "crc32_of_file"
+_OLD_CHECKSUM = "crc32"
+_DIGITS = re.compile(rb'"crc32_of_file": ?"([0-9a-f]{8})"')
+_NO_DIGITS = "0" * 8
 _PART = 1 << 26
 _NUMPY_OF = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16)}
-
-
-class _NotOursError(Exception):
-    pass
-
-
-class _DamagedError(Exception):
-    pass
 
 
 def save_weights(
@@ -66,12 +65,15 @@ def save_weights(
         if not (np.abs(value) <= np.finfo(dtype).max).all():
             raise ValueError(f"parameter {name} does not fit {dtype}; use float32")
         tensors[name] = np.ascontiguousarray(value, dtype)
-    header = {_KEY: json.dumps(meta), _CHECKSUM: f"{_checksum(tensors):08x}"}
+    header = {_KEY: json.dumps(meta), _CHECKSUM: _NO_DIGITS}
+    content = bytearray(safetensors.numpy.save(tensors, metadata=header))
+    place = _place_of_digits(content)
+    content[place : place + 8] = f"{zlib.crc32(content):08x}".encode()
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # Not the library's own writer, which makes the file unreadable for others.
-        temporary.write_bytes(safetensors.numpy.save(tensors, metadata=header))
+        temporary.write_bytes(content)
         os.replace(temporary, target)
     except OSError as error:
         raise ValueError(f"{target} cannot be written: {error.strerror}; name another") from error
@@ -82,57 +84,115 @@ def save_weights(
 
 
 def load_weights(
-    path: str | os.PathLike[str], *, place: Place | None = None
+    path: str | os.PathLike[str],
+    make_abstract: Callable[[dict[str, Any]], Any] | None = None,
+    *,
+    place: Place | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> tuple[Any, dict[str, Any]]:
     """The parameters and the JSON of a `save_weights` file.
 
     Args:
       path: of the file.
+      make_abstract: from the JSON to the parameters' shapes, which the file must have.
       place: where each parameter goes, and as what; of a parameter that devices split each part is
         read for itself. By default whole onto the default device, as float32.
+      report: takes one line if the file is an earlier version's, whose checksum leaves out its
+        header; default `warnings.warn`.
 
     Raises:
-      ValueError: the file is missing, damaged, or not one of ours.
+      ValueError: the file is missing, damaged, not one of ours, or its parameters are not those of
+        its config.
     """
     target = Path(path)
-    params: dict[str, Any] = {}
     try:
         with safe_open(target, framework="np") as file:
-            header = file.metadata() or {}
-            if _KEY not in header:
-                raise _NotOursError
-            names = list(file.keys())
-            if header.get(_CHECKSUM) != f"{_checksum_of(file, names):08x}":
-                raise _DamagedError
-            for name in names:
-                *parents, last = name.split("/")
-                node = params
-                for parent in parents:
-                    node = node.setdefault(parent, {})
-                node[last] = _placed(file, name, place)
+            meta = _checked_meta(target, file)
+            if _OLD_CHECKSUM in (file.metadata() or {}):
+                (report or warnings.warn)(
+                    f"weights file {target} is an earlier version's, whose checksum leaves out "
+                    "config and tokenizer; export it again"
+                )
+            found = {name: _described(file, name) for name in file.keys()}  # noqa: SIM118
+            _nested(found)
+            if make_abstract is not None:
+                _check_shapes(describe(make_abstract(meta), "params"), found)
+            return _nested({name: _placed(file, name, place) for name in found}), meta
     except FileNotFoundError:
         raise ValueError(f"weights file {target} does not exist; name one") from None
-    except _NotOursError:
-        raise ValueError(
-            f"weights file {target} was not written by dlm_jax; its header lacks it"
-        ) from None
-    except _DamagedError:
-        raise ValueError(
-            f"weights file {target} is damaged: its checksum is wrong; copy it again"
-        ) from None
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise ValueError(f"weights file {target} cannot be read ({error}); copy it again") from None
-    return params, json.loads(header[_KEY])
+
+
+def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The JSON of a `save_weights` file; the errors of `load_weights`."""
+    try:
+        with safe_open(path, framework="np") as file:
+            return _checked_meta(Path(path), file)
+    except FileNotFoundError:
+        raise ValueError(f"weights file {path} does not exist; name one") from None
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"weights file {path} cannot be read ({error}); copy it again") from None
+
+
+def _checked_meta(path: Path, file: Any) -> dict[str, Any]:
+    """The JSON that describes the model; ValueError if the file is damaged, or not one of ours."""
+    header = file.metadata() or {}
+    if _KEY not in header:
+        raise ValueError("it was not written by dlm_jax: its header lacks that")
+    if _OLD_CHECKSUM in header:
+        is_whole = header[_OLD_CHECKSUM] == f"{_old_checksum(file, list(file.keys())):08x}"
+    else:
+        is_whole = header.get(_CHECKSUM) == f"{_checksum_of(path):08x}"
+    if not is_whole:
+        raise ValueError("it is damaged: its checksum is wrong")
+    meta = json.loads(header[_KEY])
+    if not isinstance(meta, dict):
+        raise ValueError("what describes it is no object")
+    return meta
+
+
+def _described(file: Any, name: str) -> list[Any]:
+    """Type and shape of a tensor of the file; ValueError for another type than `DTYPES`."""
+    content = file.get_slice(name)
+    if content.get_dtype() not in _NUMPY_OF:
+        raise ValueError(f"{name} is {content.get_dtype()}, and none of {', '.join(DTYPES)}")
+    return [str(_NUMPY_OF[content.get_dtype()]), list(content.get_shape())]
+
+
+def _check_shapes(wanted: Mapping[str, list[Any]], found: Mapping[str, list[Any]]) -> None:
+    """Raises ValueError unless both name the same parameters, each of the same shape."""
+    for name in (*wanted, *found):
+        ours, theirs = wanted.get(name), found.get(name)
+        if ours is None or theirs is None or ours[1] != theirs[1]:
+            raise ValueError(
+                f"its config asks for {name} as {spell(ours)}, and it is {spell(theirs)}"
+            )
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested dict that the names are the paths of; ValueError for names that clash."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *parents, last = name.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise ValueError(f"{name} lies inside another tensor")
+        if last in node:
+            raise ValueError(f"other tensors lie inside {name}")
+        node[last] = value
+    return tree
 
 
 def _placed(file: Any, name: str, place: Place | None) -> jax.Array:
     """A tensor of the file, each of its parts read for the devices that hold it."""
     content = file.get_slice(name)
     shape = tuple(content.get_shape())
-    stored = _NUMPY_OF.get(content.get_dtype(), np.dtype(np.float32))
     if place is None:
         return jax.numpy.asarray(file.get_tensor(name), np.float32)
-    wanted = place(name, jax.ShapeDtypeStruct(shape, stored))
+    wanted = place(name, jax.ShapeDtypeStruct(shape, _NUMPY_OF[content.get_dtype()]))
     if not shape or wanted.sharding is None:
         return jax.device_put(file.get_tensor(name).astype(wanted.dtype), wanted.sharding)
     return jax.make_array_from_callback(
@@ -140,17 +200,29 @@ def _placed(file: Any, name: str, place: Place | None) -> jax.Array:
     )
 
 
-def _checksum(tensors: Mapping[str, np.ndarray]) -> int:
-    """CRC32 over names, shapes and bytes."""
-    crc = 0
-    for name in sorted(tensors):
-        crc = zlib.crc32(f"{name}{tensors[name].shape}".encode(), crc)
-        crc = zlib.crc32(tensors[name].tobytes(), crc)
+def _checksum_of(path: Path) -> int:
+    """CRC32 of a file, with zeros in place of the digits of its own."""
+    with path.open("rb") as file:
+        size = file.read(8)
+        head = bytearray(size + file.read(int.from_bytes(size, "little")))
+        place = _place_of_digits(head)
+        head[place : place + 8] = _NO_DIGITS.encode()
+        crc = zlib.crc32(head)
+        while part := file.read(_PART):
+            crc = zlib.crc32(part, crc)
     return crc
 
 
-def _checksum_of(file: Any, names: Sequence[str]) -> int:
-    """The same of the tensors of a file, of which it reads a part at a time."""
+def _place_of_digits(content: bytes | bytearray) -> int:
+    """Where the digits of the checksum stand in the header of a file."""
+    found = _DIGITS.search(content, 0, 8 + int.from_bytes(content[:8], "little"))
+    if found is None:
+        raise ValueError("it is damaged: it has no checksum")
+    return found.start(1)
+
+
+def _old_checksum(file: Any, names: Sequence[str]) -> int:
+    """CRC32 over names, shapes and bytes of the tensors of a file, read a part at a time."""
     crc = 0
     for name in sorted(names):
         content = file.get_slice(name)

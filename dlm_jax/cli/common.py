@@ -1,4 +1,4 @@
-"""What the programs share: refusals and warnings in one line, set-up of JAX, several hosts."""
+"""What the programs share: a parser, warnings in one line, set-up of JAX, several hosts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import jax
 
+from dlm_jax.checkpoint import not_finite
 from dlm_jax.checkpoint.shipped import DEFAULT, SHIPPED
+from dlm_jax.cli.ends import NotFiniteError
+from dlm_jax.inference.model import Model, load
 
 # Seconds within which JAX itself notices a host that is gone; `distributed.watch` is faster.
 _HEARTBEAT = 50
@@ -42,18 +45,28 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"command line: {message}; --help explains every flag")
 
 
-@contextlib.contextmanager
-def refusals() -> Iterator[None]:
-    """Turns a ValueError raised inside, the library's way to refuse bad input, into exit code 2.
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """Reads a whole number from `low` to `high`; for ``type=`` of a flag."""
 
-    Its one line goes to standard error. Wrap what validates, not what computes: an error there is
-    a defect, and its traceback is wanted.
-    """
-    try:
-        yield
-    except ValueError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(2) from None
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number") from None
+        if not low <= value <= high:
+            shown = text if len(text) <= 40 else f"{text[:40]}..."
+            raise argparse.ArgumentTypeError(f"{shown} is not in [{low}, {high}]")
+        return value
+
+    return number
+
+
+SEED = whole(0, 2**32 - 1)
+"""Reads a seed."""
+COUNT = whole(1, 2**20)
+"""Reads how many there are of something."""
+INDEX = whole(0, 2**20)
+"""Reads which one of several it is, from 0."""
 
 
 def add_host_flags(parser: argparse.ArgumentParser, more: str = "") -> None:
@@ -65,8 +78,8 @@ def add_host_flags(parser: argparse.ArgumentParser, more: str = "") -> None:
     )
     group.add_argument("--distributed", action="store_true", help="join the other processes")
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
-    group.add_argument("--num-processes", type=int, metavar="N", help="processes in all")
-    group.add_argument("--process-id", type=int, metavar="I", help="this process, from 0")
+    group.add_argument("--num-processes", type=COUNT, metavar="N", help="processes in all")
+    group.add_argument("--process-id", type=INDEX, metavar="I", help="this process, from 0")
 
 
 def _show_warning(
@@ -126,6 +139,23 @@ def join_hosts(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--distributed: {error}; give --coordinator, --num-processes and --process-id"
         ) from None
+
+
+def load_model(path: str | None, *, mesh: Any = None, dtype: str | None = None) -> Model:
+    """The model of that path, its parameters finite; says on standard error what was passed over.
+
+    Raises:
+      ValueError: there is no such model.
+      NotFiniteError: a parameter is NaN or infinite.
+    """
+    model = load(path, mesh=mesh, dtype=dtype, report=lambda line: print(line, file=sys.stderr))
+    broken = not_finite(model.params)
+    if broken is not None:
+        raise NotFiniteError(
+            f"{path or DEFAULT}: the parameter {broken} is not finite, so that the "
+            "model can say nothing; load an earlier checkpoint, or train again"
+        )
+    return model
 
 
 def _machine() -> str:

@@ -1,6 +1,7 @@
 """Prints what texts cost: ``python -m dlm_jax.evaluate --checkpoint runs/quickstart``.
 
-Without texts it scores the held-out text of the model's own corpus. One line per source goes to
+Without texts it scores the held-out text of the model's own corpus, and apart from it the EOS that
+fill the rows behind documents. One line per source goes to
 standard output: nats per token and bits per character, each with its standard error over the
 windows or texts. A diffusion model's figures are bounds, an autoregressive model's exact, so that
 it can judge any text (``--checkpoint runs/judge --text samples.txt --split``).
@@ -13,19 +14,24 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import dlm_jax
-from dlm_jax.cli.common import CHECKPOINT, Parser, refusals, start_jax
+import numpy as np
+
+from dlm_jax.checkpoint.weights import SUFFIX
+from dlm_jax.cli.common import CHECKPOINT, SEED, Parser, load_model, start_jax, whole
+from dlm_jax.cli.ends import End, NotFiniteError, check_output, emit, program, refusals
 from dlm_jax.data import Corpus, load_corpus, validation_windows
+from dlm_jax.data.corpora import NAMED
 from dlm_jax.data.jsonl import read_jsonl
 from dlm_jax.data.rows import Columns
 from dlm_jax.diffusion.scoring import error_line, summary
-from dlm_jax.inference.likelihood import Score, score, score_rows
+from dlm_jax.inference.likelihood import MOST_AT_ONCE, Score, score, score_rows
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.scorer import corrupted_share, held_out_errors
 
@@ -51,15 +57,23 @@ def make_parser() -> Parser:
     add("--continuation", metavar="TEXT", help="a text to score")
     add("--prompt", metavar="TEXT", help="what --continuation continues")
     add("--held-out", metavar="SOURCE", help="a corpus whose held-out part is scored; default: own")
-    add("--num-draws", type=int, default=1, metavar="N", help="masks per window (1)")
-    add("--batch-size", type=int, default=16, metavar="B", help="windows that run at once (16)")
-    add("--seed", type=int, default=0, metavar="K", help="of the masks (0)")
+    add(
+        "--num-draws",
+        type=whole(1, MOST_AT_ONCE),
+        default=1,
+        metavar="N",
+        help="masks per window (1)",
+    )
+    add("--batch-size", type=whole(1, MOST_AT_ONCE), default=16, metavar="B",
+        help="windows that run at once (16)")  # fmt: skip
+    add("--seed", type=SEED, default=0, metavar="K", help="of the masks (0)")
     add("--json", action="store_true", help="one JSON object a line instead of a sentence")
     return parser
 
 
+@program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 2 refused."""
+    """Exit code: one of `End`."""
     start_jax()
     with refusals():
         args = make_parser().parse_args(argv)
@@ -67,19 +81,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("--prompt means nothing without --continuation; add that or drop it")
         if args.split is not None and not args.text:
             raise ValueError("--split means nothing without --text; add that or drop it")
-        model = dlm_jax.load(args.checkpoint, report=lambda line: print(line, file=sys.stderr))
+        check_output()
+        model = load_model(args.checkpoint)
         drawn = {"num_draws": args.num_draws, "batch_size": args.batch_size, "seed": args.seed}
         sources = list(_sources(args))
         if model.network.scorer is not None:
             _judge(model, args, sources)
-            return 0
+            return End.DONE
         for source in sources:
             result = score(model, source.texts, prompts=source.prompts, **drawn)
-            print(_line(source.name, result, as_json=args.json), flush=True)
+            emit(_line(source.name, result, as_json=args.json))
         if not sources:
-            name, result = _held_out(model, args.held_out, drawn)
-            print(_line(name, result, as_json=args.json))
-    return 0
+            for name, result in _held_out(model, args, drawn):
+                emit(_line(name, result, as_json=args.json))
+    return End.DONE
 
 
 def _sources(args) -> Iterator[Source]:
@@ -98,33 +113,76 @@ def _sources(args) -> Iterator[Source]:
         yield Source("continuation", [args.continuation], prompts)
 
 
-def _held_out(model: Model, source: str | None, drawn: dict[str, int]) -> tuple[str, Score]:
-    """Score of the windows of the held-out text that training never saw."""
-    corpus, rows = _held_out_rows(model, source)
+def _held_out(model: Model, args: Namespace, drawn: dict[str, int]) -> Iterator[tuple[str, Score]]:
+    """Scores of the windows of the held-out text that training never saw: text, and its tails."""
+    corpus, rows = _held_out_rows(model, args)
     cost = score_rows(model, rows, **drawn)
-    tokens = rows["length"] - rows["given"]
+    place_L = np.arange(rows["tokens"].shape[1])[None]
+    is_free_NL = (place_L >= rows["given"][:, None]) & (place_L < rows["length"][:, None])
+    is_tail_NL = is_free_NL & (rows["tokens"] == model.tokenizer.eos_id)
+    tail_N, free_N = is_tail_NL.sum(axis=1), is_free_NL.sum(axis=1)
+    tokens_N = free_N - tail_N
     # Characters are known for the whole text alone: each window gets its share by tokens.
-    characters = tokens * (corpus.num_val_characters / tokens.sum())
-    result = Score(cost.nats_N, tokens, characters, cost.variance_N**0.5, model.is_causal)
-    return f"held-out text of {corpus.name}", result
+    characters_N = tokens_N * (corpus.num_val_characters / tokens_N.sum())
+    name = f"held-out text of {corpus.name}"
+    error_N = cost.text_variance_N**0.5
+    yield name, Score(cost.text_nats_N, tokens_N, characters_N, error_N, model.is_causal)
+    if tail_N.any():
+        nats_N = cost.nats_N - cost.text_nats_N
+        unknown_N = np.full(len(nats_N), 0.0 if model.is_causal else np.nan)
+        none_N = np.zeros_like(characters_N)
+        yield f"EOS behind the {name}", Score(nats_N, tail_N, none_N, unknown_N, model.is_causal)
 
 
-def _held_out_rows(model: Model, source: str | None, **how: int) -> tuple[Corpus, Columns]:
+def _held_out_rows(model: Model, args: Namespace, **how: int) -> tuple[Corpus, Columns]:
+    """The held-out part of the corpus that was asked for, or of the model's own.
+
+    A weights file does not decide what is read: it may be a stranger's. Nothing decides what is
+    written but the environment (`token_files.default_cache_dir`).
+    """
     assert model.config is not None, "a loaded model has its config"
-    data = model.config.data
-    corpus = load_corpus(
-        data.source if source is None else source,
-        tokenizer=model.tokenizer,
-        held_out=data.held_out,
-        cache_dir=data.cache_dir or None,
-        layout=data.layout,
-        tail=data.tail,
-        seq_len=data.seq_len,
-        weights=data.weights if source is None else (),
-    )
+    data, is_own = model.config.data, args.held_out is None
+    if is_own and args.checkpoint is not None and Path(args.checkpoint).suffix == SUFFIX:
+        raise ValueError(
+            f"{args.checkpoint} is a file, which does not decide what is read; name its text: "
+            "--held-out SOURCE, or --text or --pairs"
+        )
+    if is_own and not model.corpus_sha256:
+        raise ValueError(
+            f"{args.checkpoint} says nothing of the text it was trained on; name one: "
+            "--held-out SOURCE, or --text or --pairs"
+        )
+    where = ""
+    if is_own and (relative := [s for s in data.source if not _is_placed(s)]):
+        where = f"data.source={','.join(relative)} of the run, in {Path.cwd()}"
+    try:
+        corpus = load_corpus(
+            data.source if is_own else args.held_out,
+            tokenizer=model.tokenizer,
+            held_out=data.held_out,
+            layout=data.layout,
+            tail=data.tail,
+            seq_len=data.seq_len,
+            weights=data.weights if is_own else (),
+        )
+    except ValueError as error:
+        hint = f" ({where}; --held-out names another)" if where else ""
+        raise ValueError(f"{error}{hint}") from None
+    if where:
+        print(where, file=sys.stderr)
+    if is_own and corpus.sha256 != model.corpus_sha256:
+        raise ValueError(
+            f"{corpus.name} is not the text that the model was trained on (another sha256), so "
+            "that its end was perhaps not held out; restore it, or name it by --held-out"
+        )
     return corpus, validation_windows(
         corpus.val_rows, seq_len=data.seq_len, pad_id=model.tokenizer.pad_id, **how
     )
+
+
+def _is_placed(source: str) -> bool:
+    """Whether a source is the same one from every directory."""
+    return source in NAMED or "://" in source or Path(os.path.expanduser(source)).is_absolute()
 
 
 def _judge(model: Model, args: Namespace, sources: Sequence[Source]) -> None:
@@ -133,34 +191,35 @@ def _judge(model: Model, args: Namespace, sources: Sequence[Source]) -> None:
         raise ValueError(
             f"--num-draws={args.num_draws} means nothing for a sequence scorer; drop it"
         )
-    if args.batch_size < 1:
-        raise ValueError(f"batch_size={args.batch_size} must be at least 1")
     for name, texts, prompts in sources:
         if prompts is not None:
             raise ValueError(f"{name}: a sequence scorer judges whole texts; leave out the prompts")
         share_N = corrupted_share(model, texts, batch_size=args.batch_size)
         share, count = float(share_N.mean()), len(share_N)
+        _require_finite(name, share)
         error = float(share_N.std(ddof=1)) / count**0.5 if count > 1 else None
         record = {"corrupted_share": share, "corrupted_share_error": error, "texts": count}
         line = f"corrupted share {share:.4f}"
         line += "" if error is None else f" +- {error:.4f} ({count} texts)"
         _print(name, "judged", record, line, as_json=args.json)
     if not sources:
-        corpus, rows = _held_out_rows(model, args.held_out, multiple_of=args.batch_size)
+        corpus, rows = _held_out_rows(model, args, multiple_of=args.batch_size)
         found = held_out_errors(model, rows, batch_size=args.batch_size, seed=args.seed)
         record = summary(found, rows["length"] - rows["given"])
+        _require_finite(corpus.name, *(v for v in record.values() if isinstance(v, float)))
         name = f"held-out text of {corpus.name}"
         _print(name, "error", record, error_line(record), as_json=args.json)
 
 
 def _print(name: str, kind: str, record: dict[str, Any], line: str, *, as_json: bool) -> None:
-    print(json.dumps({"source": name, "kind": kind} | record) if as_json else f"{name}: {line}")
+    emit(json.dumps({"source": name, "kind": kind} | record) if as_json else f"{name}: {line}")
 
 
 def _line(name: str, result: Score, *, as_json: bool) -> str:
     nats, nats_error = result.nats_per_token
-    bits, bits_error = result.bits_per_character
     tokens, characters = int(result.tokens.sum()), round(float(result.characters.sum()))
+    bits, bits_error = result.bits_per_character if characters else (math.nan, math.nan)
+    _require_finite(name, nats)
     kind = "exact" if result.is_exact else "upper bound"
     if as_json:
         return json.dumps(
@@ -169,18 +228,22 @@ def _line(name: str, result: Score, *, as_json: bool) -> str:
                 "kind": kind,
                 "nats_per_token": nats,
                 "nats_per_token_error": _or_none(nats_error),
-                "bits_per_character": bits,
+                "bits_per_character": _or_none(bits),
                 "bits_per_character_error": _or_none(bits_error),
                 "texts": len(result.nats),
                 "tokens": tokens,
                 "characters": characters,
             }
         )
-    return (
-        f"{name}: {nats:.4f} +- {nats_error:.4f} nats/token, {bits:.4f} +- {bits_error:.4f} "
-        f"bits/character ({kind}; {len(result.nats)} rows, {tokens:,} tokens, "
-        f"{characters:,} characters)"
-    )
+    per_character = f", {bits:.4f} +- {bits_error:.4f} bits/character" if characters else ""
+    counts = f"{len(result.nats)} rows, {tokens:,} tokens"
+    counts += f", {characters:,} characters" if characters else ""
+    return f"{name}: {nats:.4f} +- {nats_error:.4f} nats/token{per_character} ({kind}; {counts})"
+
+
+def _require_finite(name: str, *figures: float) -> None:
+    if not all(map(math.isfinite, figures)):
+        raise NotFiniteError(f"{name}: what the model says of it is not finite")
 
 
 def _or_none(number: float) -> float | None:

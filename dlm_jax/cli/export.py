@@ -15,7 +15,8 @@ from typing import Any
 
 import dlm_jax.config as configs
 from dlm_jax.checkpoint import load_params, save_weights
-from dlm_jax.cli.common import Parser, refusals, start_jax
+from dlm_jax.cli.common import Parser, start_jax
+from dlm_jax.cli.ends import End, program, refusals
 
 
 def make_parser() -> Parser:
@@ -41,8 +42,9 @@ def _replace(meta: dict[str, Any], path: str) -> None:
     meta["corpus"]["name"] = ", ".join(meta["config"]["data"]["source"])
 
 
+@program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 2 refused."""
+    """Exit code: one of `End`."""
     start_jax()
     with refusals():
         args = make_parser().parse_args(argv)
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         kept["bound"] = meta.get("bound")
         size = save_weights(args.out, params, kept, dtype=args.dtype)
     print(f"{args.out}: {size:,} bytes; {json.dumps(kept['corpus'])}", file=sys.stderr)
-    return 0
+    return End.DONE
 
 
 if __name__ == "__main__":

@@ -12,35 +12,42 @@ where it was stopped (docs/generation.md).
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
-import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
 
 import dlm_jax
 from dlm_jax.cli.chat import answers, asked, preset
-from dlm_jax.cli.common import CHECKPOINT, Parser, add_host_flags, join_hosts, refusals, start_jax
+from dlm_jax.cli.common import (
+    CHECKPOINT,
+    COUNT,
+    SEED,
+    Parser,
+    add_host_flags,
+    join_hosts,
+    load_model,
+    start_jax,
+)
 from dlm_jax.cli.compiling import compile_clock
 from dlm_jax.cli.devices import add_mesh_flags, check_batch, mesh_of
+from dlm_jax.cli.ends import End, check_output, emit, program, refusals, say_error
 from dlm_jax.cli.flags import naming_flags, speeds
+from dlm_jax.cli.own_modules import import_module, import_sampler
 from dlm_jax.cli.sample_file import sample_file
+from dlm_jax.cli.shown import check_page, print_read_back, write_page
 from dlm_jax.cli.watching import watched
 from dlm_jax.config import RowSettings, add_sample_flags, parse_flags, sample_settings
 from dlm_jax.config.sample import settings_of
-from dlm_jax.data import Tokenizer
-from dlm_jax.inference.candidates import HostSampler, Written
 from dlm_jax.inference.generate import chain_report
 from dlm_jax.inference.model import DTYPES
 from dlm_jax.inference.own_rules import classes_of, with_rules
 from dlm_jax.progress import Progress
-from dlm_jax.settings import nearest
+from dlm_jax.types import Status
+from dlm_jax.viewing.frames import Frame
 
 
 def make_parser(kind: type[RowSettings]) -> Parser:
@@ -53,14 +60,14 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     add("--draft", metavar="TEXT", help="text behind the prompt, to be refined")
     add("--chat", action="store_true", help="--prompt is a user's turn: print the model's answer")
     add("--preset", metavar="NAME", help="a loop that comes with the model; docs/published.md")
-    add("--num-samples", type=int, default=1, metavar="N", help="texts to print (1)")
-    add("--max-length", type=int, metavar="L", help="canvas of a row; default: as trained")
-    add("--seed", type=int, default=0, metavar="K", help="sample i has the seed K + i (0)")
-    add("--batch-size", type=int, default=64, metavar="B", help="rows that run at once (64)")
+    add("--num-samples", type=COUNT, default=1, metavar="N", help="texts to print (1)")
+    add("--max-length", type=COUNT, metavar="L", help="canvas of a row; default: as trained")
+    add("--seed", type=SEED, default=0, metavar="K", help="sample i has the seed K + i (0)")
+    add("--batch-size", type=COUNT, default=64, metavar="B", help="rows that run at once (64)")
     add("--host-sampler", metavar="MODULE:FUNCTION", help="chooses tokens; docs/host_samplers.md")
     add("--rules", metavar="MODULE", help="rules of your own, whose settings are flags as well")
-    add("--read-back", type=int, metavar="K", help="print each token with its K best candidates")
-    add("--max-candidates", type=int, default=64, metavar="N",
+    add("--read-back", type=COUNT, metavar="K", help="print each token with its K best candidates")
+    add("--max-candidates", type=COUNT, default=64, metavar="N",
         help="of a position that a host sampler or --read-back sees at most (64)")  # fmt: skip
     add("--watch", action="store_true", help="show the canvas while it is denoised")
     add("--trace", metavar="FILE", help="write a page that plays the denoising")
@@ -80,61 +87,6 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     add_mesh_flags(parser)
     add_sample_flags(parser, kind)
     return parser
-
-
-def import_module(module: str, where: str) -> ModuleType:
-    """The module of that name, which may lie in the working directory.
-
-    Raises:
-      ValueError: it cannot be imported; the line says why.
-    """
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # whatever a module of the user's may raise
-        raise ValueError(f"{where}: {module} fails: {type(error).__name__}: {error}") from None
-
-
-def import_sampler(name: str) -> HostSampler:
-    """What ``MODULE:FUNCTION`` names.
-
-    Raises:
-      ValueError: it cannot be imported or called; the line says why.
-    """
-    module, _, function = name.partition(":")
-    where = f"--host-sampler {name}"
-    if not module or not function:
-        raise ValueError(f"{where} is not MODULE:FUNCTION; write rules:only_digits, say")
-    found = import_module(module, where)
-    if not hasattr(found, function):
-        known = [known for known in vars(found) if not known.startswith("_")]
-        raise ValueError(f"{where}: {module} has no {function!r}; {nearest(function, known)}")
-    sampler: HostSampler = getattr(found, function)
-    if not callable(sampler):
-        raise ValueError(f"{where} is {sampler!r}, which cannot be called; name a function")
-    return sampler
-
-
-def read_back_line(record: Written, tokenizer: Tokenizer, size: int) -> str:
-    """One committed token as text: place, probability, and the `size` likeliest candidates."""
-
-    def piece(token: int) -> str:
-        text = tokenizer.decode([token])
-        return repr(text) if text else f"<{token}>"
-
-    seen = record.candidates
-    best = zip(seen.ids[:size].tolist(), seen.logits[:size].tolist(), strict=True)
-    rivals = ", ".join(f"{piece(token)} {logit:.4g}" for token, logit in best)
-    return (
-        f"row {seen.row} step {seen.step} position {seen.index}: {piece(record.token)} "
-        f"p={record.probability:.4g} of {seen.num_survivors} candidates: {rivals}"
-    )
-
-
-def _print_read_back(result: dlm_jax.Texts, args: argparse.Namespace, tokenizer: Tokenizer) -> None:
-    for record in (record for records in result.read_back for record in records):
-        print(read_back_line(record, tokenizer, args.read_back), file=sys.stderr)
 
 
 def _check_read_back(args: argparse.Namespace) -> None:
@@ -167,10 +119,8 @@ def _check_modes(args: argparse.Namespace) -> None:
         raise ValueError(f"--report-every {args.report_every} must be at least 0")
     if args.report_json is not None and (args.prompts is None or not args.report_every):
         raise ValueError("--report-json goes with --prompts and --report-every; give both")
-    if args.batch_size < 1:
-        raise ValueError(f"batch_size={args.batch_size} must be at least 1")
-    if args.trace is not None and not Path(args.trace).parent.is_dir():
-        raise ValueError(f"--trace {args.trace}: there is no such folder; make it first")
+    if args.trace is not None:
+        check_page(args.trace)
     hosted = [name for name in ("host_sampler", "read_back") if getattr(args, name) is not None]
     if hosted and (args.watch or args.trace):
         raise ValueError(
@@ -178,11 +128,13 @@ def _check_modes(args: argparse.Namespace) -> None:
         )
 
 
+@program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 some requests were refused, 2 refused, 130 stopped by Ctrl-C."""
+    """Exit code: one of `End`."""
     start_jax()
     compile_clock()
     with refusals(), naming_flags():
+        check_output()
         rules = _own_rules(sys.argv[1:] if argv is None else argv)
         kind = settings_of(with_rules(tuple(rules)))
         args, overrides = parse_flags(make_parser(kind), argv)
@@ -194,8 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_read_back(args)
         join_hosts(args)
         mesh = mesh_of(overrides, is_distributed=args.distributed)
-        model = dlm_jax.load(args.checkpoint, mesh=mesh, dtype=args.dtype,
-                             report=lambda line: print(line, file=sys.stderr))  # fmt: skip
+        model = load_model(args.checkpoint, mesh=mesh, dtype=args.dtype)
         if mesh is not None:
             check_batch(model.params, args.batch_size)
         settings = preset(model, args.preset) | settings
@@ -213,9 +164,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     } | settings
     began, compiled = time.perf_counter(), compile_clock().seconds
     waited = 0.0
+    frames: dict[int, list[Frame]] = {}
     if args.watch or args.trace is not None:
         with refusals(), naming_flags():
-            result, waited = watched(model, prompts, args, common)
+            result, waited = watched(model, prompts, args, common, frames)
     else:
         shown = Progress("sample", None, "token", is_shown=jax.process_index() == 0)
         with refusals(), naming_flags(), shown as progress:
@@ -226,18 +178,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     seconds = time.perf_counter() - began - waited
     compiling = compile_clock().seconds - compiled
     if jax.process_index() != 0:
-        return 0
+        return End.DONE
     texts = answers(model, result, len(prompts[0]["tokens"])) if args.chat else result.texts
-    print("\n---\n".join(texts))
+    # Before all else that is written: nothing of that may cost the texts.
+    emit("\n---\n".join(texts))
+    print_read_back(result, model.tokenizer, args.read_back)
+    _tell(result, seconds, compiling)
+    end = End.DONE
+    if args.trace is not None and not write_page(model, prompts[0], frames, args.trace):
+        end = End.NO_PAGE
+    broken = [str(i) for i, status in enumerate(result.status) if status is Status.NON_FINITE]
+    if broken:
+        say_error(f"the model's logits are not finite: texts {', '.join(broken)} are unfinished")
+        end = End.NOT_FINITE
+    return end
+
+
+def _tell(result: dlm_jax.Texts, seconds: float, compiling: float) -> None:
+    """Prints what was made, and how fast."""
     generated = int((result.committed >= 0).sum())
-    _print_read_back(result, args, model.tokenizer)
     print(
         f"{len(result.texts)} texts, {int(result.steps.sum())} steps, {_counted(result)}"
         f"{generated} tokens in {seconds:.2f} s ({speeds(generated, seconds, compiling)}); "
         f"{len(result.programs)} compilation ({', '.join(result.programs)})",
         file=sys.stderr,
     )
-    return 0
 
 
 def _own_rules(argv: Sequence[str]) -> list[type]:

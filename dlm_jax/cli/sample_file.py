@@ -17,9 +17,9 @@ import dlm_jax
 from dlm_jax.batch.requests import Id, Line, read_requests, share
 from dlm_jax.batch.results import Results, fingerprint
 from dlm_jax.batch.run import Plan, Report, describe_model, describe_settings, run_requests
-from dlm_jax.cli.common import refusals
 from dlm_jax.cli.compiling import compile_clock
 from dlm_jax.cli.devices import share_of_host
+from dlm_jax.cli.ends import End, refusals
 from dlm_jax.cli.flags import naming_flags, speeds
 from dlm_jax.distributed.processes import gathered
 from dlm_jax.inference.engine import Engine
@@ -41,7 +41,7 @@ class _NoResults:
 
 
 def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[str, Any]) -> int:
-    """Runs a file of requests; exit code 1 if some were refused, 130 if it was stopped."""
+    """Runs a file of requests; the exit code, one of `End`."""
     if args.max_length is not None:
         settings = settings | {"max_length": args.max_length}
     with refusals(), naming_flags():
@@ -93,9 +93,9 @@ def _run(
         report = _shown(model, args, settings, lines if args.distributed else own, results)
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
-        return 130
+        return End.INTERRUPTED
     if not isinstance(results, Results):
-        return 0
+        return End.DONE
     with refusals():
         is_complete = results.finish([line.id for line in lines])
     seconds, compiling = time.perf_counter() - began, compile_clock().seconds - compiled
@@ -110,11 +110,7 @@ def _run(
         f"wrote {args.output}" if is_complete else "the other processes have not finished yet",
         file=sys.stderr,
     )
-    errors = report.errors
-    if is_complete:
-        rows = Path(args.output).read_text(encoding="utf-8").splitlines()
-        errors = sum("error" in json.loads(row) for row in rows)
-    return 1 if errors else 0
+    return _end(Path(args.output)) if is_complete else End.PARTLY if report.errors else End.DONE
 
 
 def _shown(
@@ -161,7 +157,10 @@ def _meter(args: argparse.Namespace, *, tells: bool) -> Iterator[Callable[[Engin
     with contextlib.ExitStack() as stack:
         records = None
         if tells and args.report_json is not None:
-            records = stack.enter_context(open(args.report_json, "a", encoding="utf-8"))
+            with refusals():
+                records = open(args.report_json, "a", encoding="utf-8")  # noqa: SIM115
+            stack.enter_context(contextlib.suppress(OSError))
+            stack.callback(records.close)
 
         def tick(engine: Engine) -> None:
             if tells and args.report_every and not made:
@@ -178,3 +177,12 @@ def _meter(args: argparse.Namespace, *, tells: bool) -> Iterator[Callable[[Engin
 
 def _above(line: str) -> None:
     tqdm.write(line, file=sys.stderr)
+
+
+def _end(output: Path) -> End:
+    """What the finished results say of all requests, those that were done before too."""
+    # Not `splitlines`, which also parts at characters that a JSON text may hold as they are.
+    rows = [json.loads(row) for row in output.read_bytes().split(b"\n") if row]
+    if any(row.get("status") == "non_finite" for row in rows):
+        return End.NOT_FINITE
+    return End.PARTLY if any("error" in row for row in rows) else End.DONE

@@ -9,7 +9,6 @@ standard output, everything else on standard error.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,13 +16,15 @@ import jax
 
 import dlm_jax.config as configs
 from dlm_jax import __version__
-from dlm_jax.cli.common import Parser, add_host_flags, refusals, start_jax
+from dlm_jax.cli.common import Parser, add_host_flags, start_jax
 from dlm_jax.cli.dry_run import dry_run
+from dlm_jax.cli.ends import End, emit, end_of, program, refusals, say_error
 from dlm_jax.config import Config
 from dlm_jax.data import DamagedShard
 from dlm_jax.distributed import watch
 from dlm_jax.inference.generate import generate
 from dlm_jax.inference.model import Model
+from dlm_jax.metrics import PICTURE
 from dlm_jax.model import cpu
 from dlm_jax.training import Outcome, Run, describe, prepare, run_loop, say
 from dlm_jax.training.files import config_of_run
@@ -34,8 +35,9 @@ from dlm_jax.training.step import TrainState
 NUM_SAMPLES = 3
 
 
+@program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 finished, 1 not finite, 2 refused, 128 + signal when interrupted."""
+    """Exit code: one of `End`."""
     parser = Parser(prog="train.py", description=__doc__)
     parser.add_argument(
         "--config", metavar="FILE",
@@ -63,13 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, overrides = configs.parse_flags(parser, argv)
         config = _config(args, overrides)
         if args.print_config:
-            print(configs.to_toml(config), end="")
-            return 0
+            emit(configs.to_toml(config).removesuffix("\n"))
+            return End.DONE
         if args.dry_run or args.topology:
             return _print_plan(config, args)
         profile = None if args.profile is None else parse_span(args.profile)
         start_jax(args)
-    with watch.together():
+    with watch.together(end_of):
         return _train(config, profile)
 
 
@@ -82,16 +84,16 @@ def _train(config: Config, profile: tuple[int, int] | None) -> int:
         try:
             outcome = run_loop(run, show_sample=show_sample, profile=profile)
         except DamagedShard as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise SystemExit(2) from None
+            say_error(error)
+            return End.REFUSED
     return finish(outcome)
 
 
 def _print_plan(config: Config, args: argparse.Namespace) -> int:
     if not args.dry_run:
         raise ValueError("command line: --topology means nothing without --dry-run; add that")
-    print("\n".join(lines(dry_run(config, args.topology))))
-    return 0
+    emit("\n".join(lines(dry_run(config, args.topology))))
+    return End.DONE
 
 
 def _config(args: argparse.Namespace, overrides: dict[str, str]) -> Config:
@@ -126,25 +128,35 @@ def show_sample(run: Run, state: TrainState, step: int) -> None:
     """Shows one sample on standard error while training; nothing of a scorer, which writes none."""
     if not run.task.writes_text:
         return
-    for text in sample(run, state, num_samples=1, seed=run.config.train.seed):
+    for text in _tried(run, state, num_samples=1, seed=run.config.train.seed):
         say(f"--- sample at step {step}\n{text}\n---")
+
+
+def _tried(run: Run, state: TrainState, *, num_samples: int, seed: int = 0) -> tuple[str, ...]:
+    """The texts of `sample`, or none and a line that says why: a look at a run must not end it."""
+    try:
+        return sample(run, state, num_samples=num_samples, seed=seed)
+    except (ValueError, MemoryError, jax.errors.JaxRuntimeError) as error:
+        say(f"warning: there are no samples: {' '.join(str(error).split())[:200]}")
+        return ()
 
 
 def finish(outcome: Outcome) -> int:
     """Exit code; reports how the run ended, and prints samples if it finished a language model."""
     run = outcome.run
     if outcome.reason == "non_finite":
-        return 1
+        return End.NOT_FINITE
     if outcome.reason == "interrupted":
         say(f"interrupted: saved at step {outcome.step}; the same command continues")
         return 128 + outcome.signal_number
-    is_writer = run.task.writes_text
-    texts = sample(run, outcome.state, num_samples=NUM_SAMPLES) if is_writer else ()
-    say(f"finished: {run.out_dir} holds checkpoints, metrics.jsonl and loss.png")
+    picture = f" and {PICTURE}" if (run.out_dir / PICTURE).exists() else ""
+    say(f"finished: {run.out_dir} holds checkpoints, metrics.jsonl{picture}")
     say(run.task.next_command.format(out_dir=run.out_dir))
+    is_writer = run.task.writes_text
+    texts = _tried(run, outcome.state, num_samples=NUM_SAMPLES) if is_writer else ()
     if texts:
-        print("\n---\n".join(texts))
-    return 0
+        emit("\n---\n".join(texts))
+    return End.DONE
 
 
 if __name__ == "__main__":

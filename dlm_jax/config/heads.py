@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from dlm_jax.config.fields import field, require
+from dlm_jax.config.fields import field, require, require_fit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +37,13 @@ class HeadsConfig:
     clip: float = field(1.0, "gradient norm of a head above which its gradient is scaled down")
 
     def __post_init__(self) -> None:
+        require_fit("heads", self)
         for name in (
             "start_sampler_iteration", "start_critic_iteration", "end_critic_iteration",
             "critic_alpha", "weight_decay", "warmup_steps",
         ):  # fmt: skip
             value = getattr(self, name)
-            require(0 <= value < 2**31, f"heads.{name}={value} must be at least 0")
+            require(value >= 0, f"heads.{name}={value} must be at least 0")
         for name in ("learning_rate", "clip"):
             value = getattr(self, name)
             require(value > 0, f"heads.{name}={value} must be > 0")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from dlm_jax.config.fields import field, require
+from dlm_jax.config.fields import field, require, require_fit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +22,7 @@ class MeshConfig:
     context: int = field(1, "devices that split the positions of a row, for very long rows")
 
     def __post_init__(self) -> None:
+        require_fit("mesh", self)
         require(
             self.data == -1 or self.data >= 1, f"mesh.data={self.data} must be -1 or at least 1"
         )

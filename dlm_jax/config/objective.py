@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from typing import Literal
 
-from dlm_jax.config.fields import field, require
+from dlm_jax.config.fields import field, require, require_fit
 
 PATTERNS = ("random", "sticky", "span")
 MISPRINTS = (
@@ -58,6 +58,7 @@ class ObjectiveConfig:
     )
 
     def __post_init__(self) -> None:
+        require_fit("objective", self)
         require(
             self.schedule_power > 0,
             f"objective.schedule_power={self.schedule_power} must be > 0; use 2.0",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from dlm_jax.config.fields import field, require
+from dlm_jax.config.fields import field, require, require_fit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +29,7 @@ class OptimConfig:
     )
 
     def __post_init__(self) -> None:
+        require_fit("optim", self)
         for name in ("learning_rate", "adam_learning_rate", "clip"):
             value = getattr(self, name)
             require(value > 0, f"optim.{name}={value} must be > 0")

@@ -217,7 +217,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"config file {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # TOML's and UTF-8's errors are ValueErrors
         raise ValueError(f"config file {path} is not valid TOML: {error}") from None
 
 

@@ -8,7 +8,7 @@ import math
 from typing import Literal
 
 from dlm_jax.config.architecture import Architecture
-from dlm_jax.config.fields import field, require
+from dlm_jax.config.fields import field, require, require_fit
 from dlm_jax.config.heads import HeadsConfig
 from dlm_jax.config.mesh import MeshConfig
 from dlm_jax.config.objective import ObjectiveConfig
@@ -73,10 +73,9 @@ class ModelConfig(Architecture):
     add_critic_head: bool = field(False, "a head that predicts which tokens of a text are wrong")
 
     def __post_init__(self) -> None:
-        require(
-            isinstance(self.remat, str),
-            f"model.remat={self.remat!r} is not a name; use 'block' or 'none'",
-        )
+        shown = f"model.remat={self.remat!r} is not a name"
+        require(isinstance(self.remat, str), f"{shown}; use 'block' or 'none'")
+        require_fit("model", self)
         for name in ("depth", "width", "heads"):
             value = getattr(self, name)
             require(value >= 1, f"model.{name}={value} must be at least 1")
@@ -173,6 +172,7 @@ class DataConfig:
     cache_dir: str = field("", "where token files are kept; empty: $DLM_JAX_CACHE or ~/.cache")
 
     def __post_init__(self) -> None:
+        require_fit("data", self)
         require(
             len(self.source) > 0, "data.source is empty; name a file, a glob or python-reference"
         )
@@ -214,6 +214,7 @@ class TrainConfig:
     keep_checkpoints: int = field(2, "newest checkpoints to keep")
 
     def __post_init__(self) -> None:
+        require_fit("train", self)
         for name in (
             "steps", "batch_size", "accumulate", "log_every", "eval_windows", "keep_checkpoints"
         ):  # fmt: skip
@@ -233,7 +234,6 @@ class TrainConfig:
                 name in TRACKERS,
                 f"train.trackers={name!r} is unknown; did you mean {''.join(near)!r}?",
             )
-        require(self.seed < 2**32, f"train.seed={self.seed} must be below 2**32")
         require(self.out_dir != "", "train.out_dir is empty; name a directory")
 
 

@@ -70,8 +70,8 @@ def read_documents(source: Source) -> tuple[Document, ...]:
     named: dict[str, list[Document]] = {}
     found: dict[Path, tuple[Path, bool]] = {}
     for pattern in patterns:
-        if pattern in _NAMED:
-            named[pattern] = _NAMED[pattern]()
+        if pattern in NAMED:
+            named[pattern] = NAMED[pattern]()
             continue
         is_named, matches = _match(pattern)
         for path in matches:
@@ -227,8 +227,9 @@ def _python_source() -> list[Document]:
     return [Document(f"{PYTHON_SOURCE}:{path.as_posix()}", text) for path, text in texts if text]
 
 
-_NAMED: dict[str, Callable[[], list[Document]]] = {
+NAMED: dict[str, Callable[[], list[Document]]] = {
     BUILTIN_CORPUS: _builtin_documents,
     PYTHON_SOURCE: _python_source,
     tinyshakespeare.NAME: lambda: [Document(tinyshakespeare.NAME, tinyshakespeare.read())],
 }
+"""Corpora by name, which mean the same from every directory."""

@@ -76,7 +76,8 @@ def load_corpus(
     for field, value, known in (("layout", layout, LAYOUTS), ("tail", tail, TAILS)):
         if value not in known:
             raise ValueError(f"{field}={value!r} is unknown; use {' or '.join(known)}")
-    folder = token_files.default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+    named = token_files.default_cache_dir() if cache_dir is None else cache_dir
+    folder = Path(os.path.expanduser(named))
     roots = sharded.roots_of(source)
     if roots:
         if layout != "windows":

@@ -234,7 +234,7 @@ def prepare_out(out: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 made, 2 refused."""
+    """Exit code: 0 made, 2 refused, 5 cannot be written (docs/exit_codes.md)."""
     try:
         from dlm_jax.data.shard_flags import parse
 
@@ -248,6 +248,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(
+            f"error: {where}{error.strerror or error}; make room, and start again", file=sys.stderr
+        )
+        return 5
     tokens = {part: sum(s.tokens for s in getattr(index, part)) for part in _PARTS}
     print(
         f"{args.out}: {len(index.train)} shards of {tokens['train']:,} tokens to train on, "

@@ -39,7 +39,7 @@ def roots_of(source: Source) -> list[str]:
 
 
 def _is_sharded(name: str) -> bool:
-    return is_remote(name) or (Path(name).expanduser() / INDEX_NAME).is_file()
+    return is_remote(name) or (Path(os.path.expanduser(name)) / INDEX_NAME).is_file()
 
 
 def load_sharded(

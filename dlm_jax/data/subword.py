@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from dlm_jax.data.subword_backend import SPECIALS, Backend, train_json
+from dlm_jax.data.subword_backend import MOST_IDS, SPECIALS, Backend, train_json
 from dlm_jax.data.tokenizers import checked_ids, utf8
 
 
@@ -55,14 +55,14 @@ class SubwordTokenizer:
     @classmethod
     def of_file(cls, path: str | os.PathLike[str]) -> SubwordTokenizer:
         """The tokenizer in the file `path`; ValueError if it cannot be read or is broken."""
-        file = Path(path).expanduser()
+        file = Path(os.path.expanduser(path))
         if file.is_dir():
             raise ValueError(f"{path} is a folder; name its file, {Path(path) / 'tokenizer.json'}")
         try:
             content = file.read_text(encoding="utf-8")
         except FileNotFoundError:
             raise ValueError(f"{path} does not exist; give the path of a tokenizer.json") from None
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise ValueError(
                 f"{path} cannot be read ({error}); give the path of a tokenizer.json"
             ) from None
@@ -151,7 +151,13 @@ def train_bpe(text: str, vocab_size: int) -> SubwordTokenizer:
             f"a BPE of {vocab_size} ids cannot hold the 256 bytes and {len(SPECIALS)} specials; "
             f"use bpe:{smallest} at least"
         )
-    utf8(text)
+    # Every merge needs two bytes of text, and the library makes room for all ids at once.
+    largest = min(smallest + len(utf8(text)), MOST_IDS)
+    if vocab_size > largest:
+        raise ValueError(
+            f"a BPE of {vocab_size} ids cannot be learnt from a text of {len(text)} characters; "
+            f"use bpe:{largest} at most or give more text"
+        )
     tokenizer = SubwordTokenizer(train_json(text, vocab_size - len(SPECIALS)))
     if tokenizer.vocab_size < vocab_size:
         raise ValueError(

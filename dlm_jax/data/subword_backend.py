@@ -19,6 +19,9 @@ from dlm_jax.data.tokenizers import NEVER_IN_UTF8
 
 SPECIALS = ("mask", "pad", "bos", "eos")
 
+MOST_IDS = 2**22
+"""Ids of a tokenizer at most: sixteen times as many as those of published models."""
+
 # What stands between the brackets of a special, in lower case; the first one found is taken.
 _NAMES = {
     "mask": ("mask", "mdm_mask"),
@@ -60,6 +63,9 @@ class Backend:
         if not self._vocabulary:
             raise ValueError("it has no tokens")
         num_tokens = max(self._vocabulary.values()) + 1
+        # Before anything is made for every id up to the largest.
+        if num_tokens > MOST_IDS:
+            raise ValueError(f"it has the id {num_tokens - 1}, and {MOST_IDS} ids are the most")
         missing = [role for role in SPECIALS if role not in inner]
         self.vocab_size = num_tokens + len(missing)
         self.specials = {role: self._vocabulary[name] for role, name in inner.items()}

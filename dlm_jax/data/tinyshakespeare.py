@@ -39,7 +39,7 @@ def read() -> str:
     named = os.environ.get(ENVIRONMENT)
     if named:
         try:
-            return _checked(Path(named).expanduser().read_bytes(), f"{ENVIRONMENT}={named}")
+            return _checked(Path(os.path.expanduser(named)).read_bytes(), f"{ENVIRONMENT}={named}")
         except OSError as error:
             raise ValueError(
                 f"{ENVIRONMENT}={named} cannot be read: {error.strerror}; correct or unset it"

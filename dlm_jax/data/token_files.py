@@ -32,8 +32,19 @@ def id_dtype(vocab_size: int) -> np.dtype:
 
 
 def default_cache_dir() -> Path:
-    """`$DLM_JAX_CACHE`, or `~/.cache/dlm_jax` when that is not set."""
-    return Path(os.environ.get("DLM_JAX_CACHE") or "~/.cache/dlm_jax").expanduser()
+    """`$DLM_JAX_CACHE`, or `~/.cache/dlm_jax` when that is not set.
+
+    Raises:
+      ValueError: neither is there, as the user has no home.
+    """
+    named = os.environ.get("DLM_JAX_CACHE")
+    folder = Path(os.path.expanduser(named or "~/.cache/dlm_jax"))
+    if not named and not folder.is_absolute():
+        raise ValueError(
+            "there is no home directory to keep token files in; set DLM_JAX_CACHE to a folder "
+            "with space that you may write"
+        )
+    return folder
 
 
 def write_tokens(path: Path, ids: np.ndarray, *, vocab_size: int) -> None:

@@ -69,7 +69,7 @@ def make_tokenizer(kind: str, text: str, *, train_text: str | None = None) -> To
         return _FROM_TEXT[kind](text)
     if kind.startswith(_BPE):
         size = kind.removeprefix(_BPE)
-        if not (size.isascii() and size.isdigit()):
+        if not (size.isascii() and size.isdigit() and len(size) < 20):
             raise ValueError(
                 f"tokenizer={kind!r} has no size; write the number of ids, such as {_BPE}1024"
             )

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -130,11 +130,14 @@ class Watch:
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
+def together(end_of: Callable[[Exception], int]) -> Iterator[None]:
     """Inside, no process of several waits for one that is gone; nothing for a lone process.
 
     An exception that leaves it ends the process there, without the farewell of JAX, which would
     wait for the others; one that a lost process caused ends it as that does.
+
+    Args:
+      end_of: says what an exception means, and returns the exit code.
     """
     if jax.process_count() == 1:
         yield
@@ -148,13 +151,13 @@ def together() -> Iterator[None]:
         _flush()
         watch.left(code)
         os._exit(code)
-    except Exception:
+    except Exception as error:
         # If a lost process is the cause, the watch finds it and ends this one.
         time.sleep(PATIENCE + 10 * _INTERVAL)
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = end_of(error)
         _flush()
-        watch.left(1)
-        os._exit(1)
+        watch.left(code)
+        os._exit(code)
     watch.done()
 
 

@@ -5,6 +5,7 @@ The chain runs on the device, and the caller sees the candidates that it left, w
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -94,13 +95,38 @@ HostSampler = Callable[[Candidates], int]
 
 
 def chosen(sampler: HostSampler, candidates: Candidates) -> int:
-    """Place among the candidates of the id that `sampler` chose."""
-    token = sampler(candidates)
-    (places,) = np.nonzero(candidates.ids == token)
-    if not places.size:
+    """Place among the candidates of the id that `sampler` chose.
+
+    Raises:
+      ValueError: it chose none of them, or it failed, of which `__cause__` tells; the line names
+        row and position.
+    """
+    where = f"row {candidates.row}: the host sampler"
+    try:
+        token = sampler(candidates)
+    except (Exception, SystemExit) as error:  # whatever a function of the user's may raise
+        if isinstance(error, ValueError):
+            raise
+        why = " ".join(str(error).split())
         raise ValueError(
-            f"row {candidates.row}: the host sampler chose {token!r} at position "
-            f"{candidates.index}, which is none of its {len(candidates.ids)} candidates; choose "
-            "one of candidates.ids"
+            f"{where} failed at position {candidates.index}: {type(error).__name__}: {why}"
+        ) from error
+    try:
+        is_id = not isinstance(token, bool) and operator.index(token) is not None
+    except TypeError:
+        is_id = False
+    (places,) = np.nonzero(candidates.ids == int(token)) if is_id else ([],)
+    if not len(places):
+        raise ValueError(
+            f"{where} chose {shown(token)} at position {candidates.index}, which is none of its "
+            f"{len(candidates.ids)} candidates; choose one of candidates.ids"
         )
     return int(places[0])
+
+
+def shown(value: object) -> str:
+    """A value of the user's in an error: of what is no number or text its type alone, since it may
+    hold anything.
+    """
+    is_plain = value is None or isinstance(value, str | int | float | np.integer)
+    return repr(value)[:60] if is_plain else f"a {type(value).__name__}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,9 @@ import numpy as np
 import regex
 
 from dlm_jax.inference.candidates import Candidates, HostSampler
+
+PATIENCE = 10.0
+"""Seconds that the candidates of one position may take to be matched."""
 
 
 def matching(pattern: str, decode: Callable[[Any], str]) -> HostSampler:
@@ -27,9 +31,12 @@ def matching(pattern: str, decode: Callable[[Any], str]) -> HostSampler:
       pattern: of the module `regex`, which reads what `re` does.
       decode: text of ids, as `Tokenizer.decode`.
 
+    Some patterns, such as ``(a|a)*[bc]``, take a time that doubles with every character; a position
+    gets `PATIENCE` seconds.
+
     Raises:
-      ValueError: `pattern` is none. From the sampler: no candidate fits, or a hole stands left of
-        the position; the line names row, position and remedy.
+      ValueError: `pattern` is none. From the sampler: no candidate fits, matching takes too long,
+        or a hole stands left of the position; the line names row, position and remedy.
     """
     try:
         compiled = regex.compile(pattern)
@@ -41,13 +48,21 @@ def matching(pattern: str, decode: Callable[[Any], str]) -> HostSampler:
         written = candidates.tokens[candidates.first : candidates.index]
         before = decode(written)
         is_last = not candidates.is_hole[candidates.index + 1 :].any()
+        end = time.monotonic() + PATIENCE
 
         def fits(token: int) -> bool:
             text = decode(np.append(written, token))
             is_whole = is_last or text == before
-            return compiled.fullmatch(text, partial=not is_whole) is not None
+            left = max(end - time.monotonic(), 1e-3)
+            return compiled.fullmatch(text, partial=not is_whole, timeout=left) is not None
 
-        return candidates.choose([fits(token) for token in candidates.ids])
+        try:
+            return candidates.choose([fits(token) for token in candidates.ids])
+        except TimeoutError:
+            raise ValueError(
+                f"row {candidates.row}: pattern={pattern!r} takes more than {PATIENCE:g} s at "
+                f"position {candidates.index}; write one without repeats inside repeats"
+            ) from None
 
     choose.__name__ = f"matching {pattern!r}"
     return choose

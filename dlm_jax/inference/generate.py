@@ -21,6 +21,9 @@ from dlm_jax.inference.request import (
 from dlm_jax.inference.results import Generation, Row, Since, assemble
 from dlm_jax.types import Status
 
+MOST_ROWS = 1 << 20
+"""Rows of one call at most."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Texts(Generation):
@@ -167,6 +170,11 @@ def _all_requests(
         raise ValueError(f"num_samples={num_samples!r} must be at least 1, a whole number")
     if isinstance(prompts, str | Mapping):
         raise ValueError(f"prompts={prompts!r} is one prompt; put it in a list")
+    if num_samples * len(prompts) > MOST_ROWS:
+        raise ValueError(
+            f"num_samples={num_samples} of {len(prompts)} prompts are more than {MOST_ROWS} rows; "
+            "ask for them in several calls"
+        )
     requests: list[Request] = []
     for index, prompt in enumerate(prompts):
         try:

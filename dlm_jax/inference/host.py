@@ -69,6 +69,11 @@ class HostLoop:
         state = renoised(self.program, state)
         return state, look(self.program, params, state)
 
+    def working_bytes(self, params: Params, state: State) -> int:
+        """Memory that the first half of a step needs beside what it is given; compiles it."""
+        plan: Any = self._look.lower(params, state).compile().memory_analysis()
+        return int(plan.temp_size_in_bytes)
+
     def step(
         self,
         params: Params,
@@ -134,8 +139,7 @@ class HostLoop:
     ) -> tuple[StepInputs, list[tuple[int, Written]]]:
         """The inputs with the host samplers' choices at `places`, and what each would write."""
         size = min(max_candidates, self.program.network.vocab_size)
-        num_positions = inputs.masks.is_open_BL.shape[1]
-        flat = np.zeros(_PLACES, np.int32)
+        flat, num_positions = np.zeros(_PLACES, np.int32), inputs.masks.is_open_BL.shape[1]
         flat[: len(places)] = [place.slot * num_positions + place.index for place in places]
         is_real, is_hosted = np.arange(_PLACES) < len(places), np.zeros(_PLACES, bool)
         left = jax.device_get(self._survivors(params, state, inputs, flat, is_real, size=size))

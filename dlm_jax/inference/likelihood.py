@@ -15,22 +15,28 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from dlm_jax.diffusion.likelihood import Bound, bound, causal_nll, ratio_and_error
+from dlm_jax.diffusion.likelihood import Parts, bound_parts, causal_parts, ratio_and_error
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.results import canvas_size
 from dlm_jax.model import cpu
 from dlm_jax.types import Network, Params
 
+MOST_AT_ONCE = 1 << 16
+"""Rows of a batch, and draws of masks, at most."""
+
 
 class RowCosts(NamedTuple):
     """Per row, float64: nats of its free tokens, and their variance over the draws of masks.
 
-    The variance is 0 where the likelihood is exact, and NaN for a single draw.
+    The same of its text alone, which is its free tokens but the EOS behind a document. Variances
+    are 0 where the likelihood is exact, and NaN for a single draw.
     """
 
     nats_N: np.ndarray
     variance_N: np.ndarray
+    text_nats_N: np.ndarray
+    text_variance_N: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -102,9 +108,7 @@ def score(
         raise ValueError(
             "the model is a sequence scorer, which has no likelihood; use dlm_jax.corrupted_share"
         )
-    for name, value in (("num_draws", num_draws), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
+    check_sizes(num_draws=num_draws, batch_size=batch_size, seed=seed)
     if not texts:
         raise ValueError("there are no texts to score; give at least one")
     if prompts is not None and len(prompts) != len(texts):
@@ -151,14 +155,19 @@ def score_rows(
         ``[N]``, as the data pipeline makes them.
       num_draws: masks drawn per row; a causal model needs none.
       batch_size: rows that run at once.
-      seed: of the masks.
+      seed: of the masks, in [0, 2**32).
+
+    Raises:
+      ValueError: a size or the seed is out of range.
     """
+    check_sizes(num_draws=num_draws, batch_size=batch_size, seed=seed)
     empty = np.zeros_like(rows["length"])
     columns = [
         np.asarray(c, np.int32) for c in (rows["tokens"], rows["length"], rows.get("given", empty))
     ]
     num_rows = len(rows["length"])
-    run = _compiled(model.network, model.tokenizer.mask_id, model.is_causal, num_draws)
+    special = model.tokenizer.mask_id, model.tokenizer.eos_id
+    run = _compiled(model.network, special, model.is_causal, num_draws)
     parts = []
     for first in range(0, num_rows, batch_size):
         index = np.arange(first, first + batch_size)
@@ -166,19 +175,33 @@ def score_rows(
         batch = Batch(*(jax.numpy.asarray(c[np.minimum(index, num_rows - 1)]) for c in columns))
         key = jax.random.fold_in(jax.random.key(seed), first)
         parts.append(jax.device_get(run(model.params, batch, key)))
-    nats, variance = (np.concatenate(column)[:num_rows] for column in zip(*parts, strict=True))
-    return RowCosts(nats.astype(np.float64), variance.astype(np.float64))
+    whole, text = jax.tree.map(lambda *cut: np.concatenate(cut)[:num_rows].astype(float), *parts)
+    return RowCosts(*whole, *text)
+
+
+def check_sizes(*, num_draws: int, batch_size: int, seed: int) -> None:
+    """Raises ValueError for a number of draws, a batch size or a seed that is out of range."""
+    for name, value in (("num_draws", num_draws), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+        if value > MOST_AT_ONCE:
+            raise ValueError(f"{name}={value} is too large; use {MOST_AT_ONCE} at most")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed} is outside [0, 2**32); use a smaller one")
 
 
 @functools.cache
 def _compiled(
-    network: Network, mask_id: int, is_causal: bool, num_draws: int
-) -> Callable[[Params, Batch, jax.Array], Bound]:
-    def run(params: Params, batch: Batch, key: jax.Array) -> Bound:
+    network: Network, special: tuple[int, int], is_causal: bool, num_draws: int
+) -> Callable[[Params, Batch, jax.Array], Parts]:
+    mask_id, eos_id = special
+
+    def run(params: Params, batch: Batch, key: jax.Array) -> Parts:
         if is_causal:
-            nats_B = causal_nll(network, params, batch, mask_id=mask_id)
-            return Bound(nats_B, jax.numpy.zeros_like(nats_B))
-        return bound(network, params, batch, key, mask_id=mask_id, num_draws=num_draws)
+            return causal_parts(network, params, batch, mask_id=mask_id, eos_id=eos_id)
+        return bound_parts(
+            network, params, batch, key, mask_id=mask_id, eos_id=eos_id, num_draws=num_draws
+        )
 
     return jax.jit(run, compiler_options=cpu.compiler_options(is_training=False))
 

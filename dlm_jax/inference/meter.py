@@ -54,8 +54,15 @@ class Meter:
         self._last, self._before = now, report.work
         self._write(_sentence(figures))
         if self._records is not None:
-            self._records.write(f"{json.dumps(figures)}\n")
-            self._records.flush()
+            try:
+                self._records.write(f"{json.dumps(figures)}\n")
+                self._records.flush()
+            except OSError as error:
+                # What is told of the work must not end it.
+                self._records = None
+                self._write(
+                    f"warning: figures cannot be recorded: {error.strerror}; they are left out"
+                )
 
     def _figures(self, report: Report, seconds: float, since: float) -> dict[str, Any]:
         work, before = report.work._asdict(), self._before._asdict()

@@ -48,6 +48,7 @@ class Model:
       presets: settings by name, such as the loops of a published model's own programs.
       chat: the chat template of an instruction-tuned model; None: it has none.
       family: the kind of published model that it is; empty for any other.
+      corpus_sha256: of the text that it was trained on (`dlm_jax.data.Corpus`); empty if unknown.
     """
 
     network: Network
@@ -61,6 +62,7 @@ class Model:
     presets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     chat: ChatTemplate | None = None
     family: str = ""
+    corpus_sha256: str = ""
 
     def advance(self, *, draw: str = "inverse_cdf", is_guided: bool = False) -> Advance:
         """The compiled denoising loop of this model's network, made once for each program."""
@@ -182,6 +184,7 @@ def load(
         sample=config.sample,
         is_causal=config.model.attention_type == "causal",
         config=config,
+        corpus_sha256=str((meta.get("corpus") or {}).get("sha256", "")),
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from dlm_jax.config import SampleConfig, resolve
 from dlm_jax.inference import prompts
-from dlm_jax.inference.candidates import HostSampler
+from dlm_jax.inference.candidates import HostSampler, shown
 from dlm_jax.inference.checks import check_canvas, check_draft, check_settings
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.own_rules import OwnRules, of_row, own_rules
@@ -71,8 +71,8 @@ class Request:
             )
         if self.host_sampler is not None and not callable(self.host_sampler):
             raise ValueError(
-                f"host_sampler={self.host_sampler!r} is not callable; give a function that takes "
-                "Candidates and returns one of their ids"
+                f"host_sampler={shown(self.host_sampler)} is not callable; give a function that "
+                "takes Candidates and returns one of their ids"
             )
         if not isinstance(self.read_back, bool):
             raise ValueError(f"read_back={self.read_back!r} is not a bool; use True or False")

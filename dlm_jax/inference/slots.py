@@ -14,6 +14,7 @@ from dlm_jax.distributed.rows import OwnRows, placement
 from dlm_jax.inference.candidates import Written, moved
 from dlm_jax.inference.host import HostLoop
 from dlm_jax.inference.kinds import Kind
+from dlm_jax.inference.memory import require_working_room
 from dlm_jax.inference.request import Request
 from dlm_jax.inference.results import Row
 from dlm_jax.sampling.advance import Advance
@@ -120,7 +121,8 @@ class Slots:
             arguments = jax.tree.map(jnp.asarray, arguments)
             # Of its own rows alone, and then placed with those of the others.
             state = with_cache(self.loop.program, self._params, start(**arguments, mask_id=mask_id))
-            self._state = self._own.place(state)
+            self._state = state = self._own.place(state)
+            require_working_room(self.loop, self._params, state)
         else:
             is_new = np.isin(np.arange(len(self._jobs)), list(new))
             arguments, is_new_B = self._own.place((arguments, is_new))

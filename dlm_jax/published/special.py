@@ -112,7 +112,8 @@ def _content(directory: Path, names: Mapping[str, Any]) -> str:
             return HubTokenizer(content, 0, 0, 0).content
         if not (directory / "vocab.json").exists() or not (directory / "merges.txt").exists():
             raise ValueError("it does not exist, nor do vocab.json and merges.txt")
-        lines = (directory / "merges.txt").read_text(encoding="utf-8").splitlines()
+        lines = (directory / "merges.txt").read_text(encoding="utf-8").split("\n")
+        lines = [line.removesuffix("\r") for line in lines]
         merges = [line for line in lines if line and not line.startswith("#version")]
         added = [
             {"id": int(id_), "content": token["content"], "special": bool(token.get("special"))}

@@ -49,12 +49,13 @@ class Advance:
 
         It comes back sooner when `num_ends` of the rows that ran have ended.
         """
-        limits = [
-            # Explicit, so that it passes under `jax.transfer_guard("disallow")`.
-            jax.device_put(np.int32(limit)) if isinstance(limit, int) else limit
-            for limit in (num_steps, num_ends)
-        ]
-        return self._jitted(params, state, *limits)
+        return self._jitted(params, state, *map(_on_device, (num_steps, num_ends)))
+
+    def working_bytes(self, params: Params, state: State) -> int:
+        """Memory that a call needs on each device beside what it is given; compiles it."""
+        limits = map(_on_device, (_NEVER, _NEVER))
+        plan = self._jitted.lower(params, state, *limits).compile().memory_analysis()
+        return int(getattr(plan, "temp_size_in_bytes", 0))
 
     def _advance(
         self, params: Params, state: State, num_steps: jax.Array, num_ends: jax.Array
@@ -81,6 +82,11 @@ class Advance:
         with devices.used(self.program.rows):
             params = ready(self.program, params, state)
             return jax.lax.while_loop(goes_on, one_more, (jnp.zeros((), jnp.int32), state))[1]
+
+
+def _on_device(limit: int | np.int32 | jax.Array) -> np.int32 | jax.Array:
+    # Explicit, so that it passes under `jax.transfer_guard("disallow")`.
+    return jax.device_put(np.int32(limit)) if isinstance(limit, int) else limit
 
 
 @functools.cache

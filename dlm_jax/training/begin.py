@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax.checkpoint import load_any
+from dlm_jax.checkpoint import load_any, not_finite
 from dlm_jax.config import ModelConfig
 from dlm_jax.data import Tokenizer, from_json
 from dlm_jax.distributed.sharding import path_name
@@ -53,6 +53,8 @@ def begin_with(
     if is_published(source):
         return _begin_published(source, state, report)
     params, meta = load_any(source, report=report)
+    if (broken := not_finite(params)) is not None:
+        raise ValueError(f"{where}: its parameter {broken} is not finite; name another model")
     if meta["tokenizer"] != tokenizer.to_json():
         places = places_of(from_json(meta["tokenizer"]), tokenizer)
         if places is None:

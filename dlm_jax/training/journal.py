@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 import dlm_jax.config as configs
-from dlm_jax.metrics import MetricsLog, plot_losses, read_records
+from dlm_jax.metrics import LossPicture, MetricsLog
 from dlm_jax.training.run import Run
 from dlm_jax.training.trackers import open_trackers
 
@@ -19,14 +20,15 @@ class Journal:
     Args:
       run: whose records they are.
       step: the last step that is saved; what was recorded beyond it is dropped.
+      report: takes a line about a tracker or a picture that fails, once: neither ends a run.
     """
 
-    def __init__(self, run: Run, *, step: int):
-        self._run = run
+    def __init__(self, run: Run, *, step: int, report: Callable[[str], None]):
+        self._report = report
         self._is_on = jax.process_index() == 0
         if self._is_on:
-            self._path = run.out_dir / "metrics.jsonl"
-            self._log = MetricsLog(self._path, step=step)
+            self._log = MetricsLog(run.out_dir / "metrics.jsonl", step=step)
+            self._picture = LossPicture(run.out_dir, run.task.figure, run.task.unit, report=report)
             names, config = run.config.train.trackers, configs.to_dict(run.config)
             self._trackers = open_trackers(names, run.out_dir, config, step=step)
 
@@ -35,21 +37,26 @@ class Journal:
         if self._is_on:
             record["time"] = round(time.time(), 3)
             self._log.write(**record)
-            for tracker in self._trackers:
-                tracker.write(record)
+            for tracker in list(self._trackers):
+                self._guarded(tracker, lambda tracker=tracker: tracker.write(record))
 
     def draw(self) -> None:
         """Draws ``loss.png``."""
         if self._is_on:
-            task = self._run.task
-            plot_losses(
-                read_records(self._path), self._run.out_dir / "loss.png",
-                held_out=task.figure, unit=task.unit,
-            )  # fmt: skip
+            self._picture.draw()
 
     def close(self) -> None:
         """Closes the files."""
         if self._is_on:
             self._log.close()
-            for tracker in self._trackers:
-                tracker.close()
+            for tracker in list(self._trackers):
+                self._guarded(tracker, tracker.close)
+
+    def _guarded(self, tracker: Any, act: Callable[[], Any]) -> None:
+        """Lets a tracker act; one that fails is told of and left out from then on."""
+        try:
+            act()
+        except Exception as error:  # whatever a tracker's library may raise
+            self._trackers.remove(tracker)
+            why = " ".join(str(error).split())[:200] or type(error).__name__
+            self._report(f"warning: {type(tracker).__name__} fails ({why}); the training goes on")

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from dlm_jax.data import train_batches
 from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.distributed.memory import require_working_room
 from dlm_jax.distributed.sharding import batch_sharding, share_of_batch
 from dlm_jax.progress import Progress
 from dlm_jax.training.best import Best
@@ -86,7 +87,7 @@ def run_loop(
     """
     if run.first_step >= run.config.train.steps:
         return Outcome("finished", run.first_step, run.saved.get("bound"), run.state, run)
-    with stop_on_signals() as stop, contextlib.closing(_Loop(run, profile)) as loop:
+    with stop_on_signals(run.checkpoints) as stop, contextlib.closing(_Loop(run, profile)) as loop:
         outcome = _take_steps(loop, stop, run.config.train.steps, show_sample)
         run.checkpoints.wait()
         loop.wait_for_best()
@@ -103,7 +104,7 @@ def _take_steps(
             # Only now, so that what was due at this step is not lost on resuming.
             signal_number = stop.at(loop.step)
             if signal_number and loop.step < num_steps:
-                say(f"stopping after step {loop.step} and saving ...")
+                say(f"stopping after step {loop.step} and saving; a second Ctrl-C would not wait")
                 loop.checkpoint()
                 return loop.outcome("interrupted", signal_number)
     except _NonFiniteError:
@@ -126,7 +127,8 @@ class _Loop:
         self._ahead: list[Metrics] = []
         self._rows = batch_sharding(run.mesh, self._train.batch_size)
         self._share, self._shares = share_of_batch(self._rows, self._train.batch_size)
-        self._compile_steps()
+        self._eval_step = run.eval_step()
+        self._compile_train_step()
         self._batches = train_batches(
             run.corpus.train_rows,
             seq_len=config.data.seq_len,
@@ -136,7 +138,7 @@ class _Loop:
             process_count=self._shares,
             start_step=run.first_step,
         )
-        self._journal = Journal(run, step=self.step)
+        self._journal = Journal(run, step=self.step, report=say)
         self._meter = Meter(run)
         self._profile = Profile(profile, run.out_dir / "profile")
         self._best = Best(run.out_dir, config)
@@ -146,10 +148,6 @@ class _Loop:
             is_shown=jax.process_index() == 0,
         )  # fmt: skip
         self._since = time.perf_counter()
-
-    def _compile_steps(self) -> None:
-        self._eval_step = self._run.eval_step()
-        self._compile_train_step()
 
     def _compile_train_step(self) -> None:
         """Compiles the step of the stage that the next step belongs to."""
@@ -170,6 +168,8 @@ class _Loop:
         start = time.perf_counter()
         # Ahead of time, so that neither the rate nor the time left counts the compiler.
         self._train_step = step.lower(self.state, Batch(*columns), run.noise_key).compile()
+        require_working_room(self._train_step, run.mesh.devices.flat, "a training step",
+                             "lower train.batch_size, or raise train.accumulate")  # fmt: skip
         what = f" of {self._stage}" if any(not one.joins_main for one in run.task.heads) else ""
         say(f"training step{what} compiled in {time.perf_counter() - start:.1f} s")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import dlm_jax.config as configs
 from dlm_jax.checkpoint import Checkpoints
 from dlm_jax.config import Config, ModelConfig
 from dlm_jax.data import Corpus, load_corpus
+from dlm_jax.distributed.memory import require_room
 from dlm_jax.distributed.processes import check_same_everywhere, on_first_process
 from dlm_jax.distributed.sharding import batch_sharding, make_mesh, share_of_batch
 from dlm_jax.metrics import read_records
@@ -33,6 +35,7 @@ from dlm_jax.training.checks import (
 )
 from dlm_jax.training.files import checkpoints_of, write_config
 from dlm_jax.training.heads import Head, Setup, with_own_parameters
+from dlm_jax.training.lock import DirectoryLock
 from dlm_jax.training.optim import make_grouped_optimizer
 from dlm_jax.training.placing import mesh_config
 from dlm_jax.training.stages import Stage, stage_at
@@ -149,20 +152,46 @@ def prepare(
     with contextlib.ExitStack() as undo:
         checkpoints = Checkpoints(where, keep=config.train.keep_checkpoints)
         undo.callback(checkpoints.close)
-        if on_first_process(checkpoints.steps):
+        lock = DirectoryLock()
+        checkpoints.when_closed.callback(lock.release)
+        if on_first_process(lambda: _acquire(lock, out_dir) or checkpoints.steps()):
             check_same_run(_meta(config, corpus, own), checkpoints.read_meta(report=report))
             found, state, saved = checkpoints.restore(_abstract_state(setup, task), report=report)
             if line := growth(config, saved, found):
                 report(line)
         else:
+            _check_memory(_abstract_state(setup, task), setup)
             state, saved = _fresh_state(setup, task, init_key, report=report), {}
         read_records(out_dir / "metrics.jsonl")
         make_directory(out_dir)
+        on_first_process(lambda: _acquire(lock, out_dir, None if saved else checkpoints))
         step = int(state.step)
         if step < config.train.steps:
             on_first_process(lambda: write_config(asked, out_dir))
         undo.pop_all()
     return Run(setup, corpus, task, own, state, saved, step, noise_key, checkpoints)
+
+
+def _acquire(lock: DirectoryLock, out_dir: Path, new: Checkpoints | None = None) -> None:
+    """Locks the directory if it is there; `new` are checkpoints that there were none of before."""
+    if lock.is_held or not out_dir.is_dir():
+        return
+    lock.acquire(out_dir)
+    if new is not None and new.steps():
+        lock.release()
+        raise ValueError(f"train.out_dir={out_dir} was trained in meanwhile; start again")
+
+
+def _check_memory(state: TrainState, setup: Setup) -> None:
+    """Raises MemoryError for a state that is larger than what the devices have left."""
+    shares = [
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(state)
+    ]
+    require_room(
+        sum(shares), setup.mesh.devices.flat, "the state of the training",
+        "make [model] smaller, or split it over more devices with mesh.fsdp",
+    )  # fmt: skip
 
 
 def make_task(

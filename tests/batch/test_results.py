@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,18 @@ def result(id_):
 
 
 def line(id_):
-    return (json.dumps(result(id_), ensure_ascii=False) + "\n").encode()
+    return summed(json.dumps(result(id_), ensure_ascii=False))
+
+
+def summed(text):
+    """The line of that JSON as it is kept: its CRC32 is its last key."""
+    return f'{text[:-1]}, "crc": "{zlib.crc32(text.encode()):08x}"}}\n'.encode()
+
+
+def without_sum(row):
+    found = json.loads(row)
+    del found["crc"]
+    return found
 
 
 def work(path, *, index=0, count=1, order=ORDER):
@@ -47,7 +59,7 @@ def tree(folder):
 
 def is_finished(folder, order=ORDER):
     found = tree(folder)
-    record = json.loads(found.pop("out.jsonl.run"))
+    record = without_sum(found.pop("out.jsonl.run"))
     return record == {"fingerprint": RUN, "complete": True} and found == {
         "out.jsonl": b"".join(map(line, order))
     }
@@ -86,7 +98,7 @@ def test_results_end_in_the_order_of_the_requests_as_they_were_written(path):
     assert work(path) == (list(reversed(ORDER)), True)
     assert is_finished(path.parent)
     rows = path.read_bytes().decode().split("\n")[:-1]
-    assert [json.loads(row) for row in rows] == [result(id_) for id_ in ORDER]
+    assert [without_sum(row) for row in rows] == [result(id_) for id_ in ORDER]
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -111,7 +123,7 @@ def test_finished_work_clears_what_its_own_kills_left_and_nothing_of_others(path
     mine, theirs = (path.with_name(f"out.jsonl.part-00-of-0{count}") for count in (2, 3))
     for part, run in ((mine, RUN), (theirs, "b" * 64)):
         part.write_bytes(line("b"))
-        files.run_path(part).write_text(json.dumps({"fingerprint": run}))
+        files.run_path(part).write_bytes(summed(json.dumps({"fingerprint": run})))
     path.with_name("out.jsonl.writing").write_bytes(b"half")
     kept = {file.name: file.read_bytes() for file in (theirs, files.run_path(theirs))}
     assert work(path) == ([], True)
@@ -137,7 +149,7 @@ def test_each_result_is_in_the_file_as_soon_as_it_is_written(path):
 def test_a_lone_surrogate_in_a_text_comes_back_from_valid_json(path):
     with Results(path, fingerprint=RUN) as results:
         results.write({"id": 1, "text": "a\ud800ä"})
-    assert json.loads(path.read_bytes().decode("utf-8")) == {"id": 1, "text": "a\ud800ä"}
+    assert without_sum(path.read_bytes().decode("utf-8")) == {"id": 1, "text": "a\ud800ä"}
 
 
 @given(st.integers(0, 400), st.sampled_from([1, 2]))
@@ -412,11 +424,44 @@ def test_a_damaged_line_is_refused_with_its_number_and_left_as_it_is(path, bad):
     with Results(path, fingerprint=RUN) as results:
         results.write(result("b"))
     path.write_bytes(path.read_bytes() + bad + b"\n" + line(7) + b'{"id"')
-    message = "out.jsonl line 2 is damaged; remove that line or the file"
+    message = "out.jsonl line 2 is damaged: it has no checksum; remove that line or the file"
     assert snapshot_and_refusal(path) == message
     path.write_bytes(line("b") + line(7))
     with Results(path, fingerprint=RUN) as results:
         assert results.done == {"b", 7}
+
+
+@pytest.mark.parametrize("bad", ['{"text": "a"}', '{"id": 1.5}'])
+def test_a_whole_line_that_is_no_result_is_refused(path, bad):
+    work(path)
+    path.write_bytes(path.read_bytes() + summed(bad))
+    said = f"out.jsonl line {len(ORDER) + 1} is no result; remove that line or the file"
+    assert snapshot_and_refusal(path) == said
+
+
+def test_every_flipped_bit_of_results_and_their_record_is_found_or_its_row_redone(path):
+    ids = ORDER[:3]
+    work(path, order=ids)
+    found = redone = 0
+    for file in (path, files.run_path(path)):
+        whole = file.read_bytes()
+        for bit in range(8 * len(whole)):
+            damaged = bytearray(whole)
+            damaged[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(damaged)
+            try:
+                rows, end = files.load(path, RUN)
+            except ValueError:
+                found += 1
+                continue
+            # The last line has lost its end: it counts as cut off by a kill.
+            assert file == path and bit // 8 == len(whole) - 1
+            assert rows == {id_: line(id_) for id_ in ids[:-1]}
+            assert whole[:end] == b"".join(rows.values())
+            redone += 1
+        file.write_bytes(whole)
+    assert found > 2000
+    assert redone == 8
 
 
 def test_a_file_that_another_process_writes_is_refused_until_it_ends(path):

@@ -1,5 +1,6 @@
 """python -m dlm_jax.evaluate and .export as their users run them."""
 
+import hashlib
 import json
 
 import pytest
@@ -79,7 +80,9 @@ def test_the_line_reads_well(run_dir, tmp_path, capsys):
         (["--prompt", "The "], "--prompt means nothing without --continuation"),
         (["--split"], "--split means nothing without --text"),
         (["--continuation", "Zebra"], "'Z' (U+005A)"),
-        (["--continuation", "sat", "--num-draws", "0"], "num_draws=0 must be at least 1"),
+        (["--continuation", "sat", "--num-draws", "0"], "argument --num-draws: 0 is not in [1, "),
+        (["--batch-size", "-1"], "argument --batch-size: -1 is not in [1, "),
+        (["--seed", str(2**64)], "argument --seed: 18446744073709551616 is not in [0, "),
         (["--pairs", "bad.jsonl"], "bad.jsonl"),
         (["--held-out", "nowhere.txt"], "nowhere.txt does not exist"),
     ],
@@ -95,6 +98,100 @@ def test_bad_input_ends_with_code_2_and_one_line(run_dir, tmp_path, monkeypatch,
     assert out == ""
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert said in line
+
+
+@pytest.fixture
+def own_text(tmp_path, monkeypatch):
+    """A run whose corpus lies in the working directory, and that corpus; caches are apart."""
+    monkeypatch.setenv("DLM_JAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text((toy_model.TEXT + " ") * 40)
+    sha256 = hashlib.sha256(corpus.read_bytes()).hexdigest()
+    strange = str(tmp_path / "strange")
+    data = {"source": (corpus.name,), "cache_dir": strange}
+    run = saved_model.save(tmp_path / "run", sha256=sha256, data=data)
+    return run, corpus
+
+
+def _refused(capsys, *flags):
+    with pytest.raises(SystemExit) as ended:
+        evaluate.main(list(map(str, flags)))
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    return line
+
+
+def test_the_own_text_is_scored_and_it_is_said_where_it_was_read(own_text, capsys, tmp_path):
+    run, corpus = own_text
+    assert evaluate.main(["--checkpoint", str(run), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["tokens"] == pytest.approx(0.05 * 24 * 40, abs=2)
+    assert f"data.source=corpus.txt of the run, in {tmp_path}" in err
+    # What a checkpoint says of places is not written to.
+    assert not (tmp_path / "strange").exists()
+    assert any((tmp_path / "cache").iterdir())
+
+
+def test_a_text_that_changed_since_the_training_is_refused(own_text, capsys):
+    run, corpus = own_text
+    corpus.write_text(corpus.read_text() + "A cat.")
+    line = _refused(capsys, "--checkpoint", run)
+    assert "corpus.txt is not the text that the model was trained on" in line
+    assert "--held-out" in line
+    # Named on purpose, it is scored.
+    assert evaluate.main(["--checkpoint", str(run), "--held-out", str(corpus)]) == 0
+
+
+def test_a_weights_file_decides_neither_what_is_read_nor_what_is_written(
+    own_text, capsys, tmp_path, monkeypatch
+):
+    run, corpus = own_text
+    path = tmp_path / "strange.safetensors"
+    assert export.main(["--checkpoint", str(run), "--out", str(path)]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(evaluate, "load_corpus", lambda *args, **kwargs: pytest.fail("it is read"))
+    line = _refused(capsys, "--checkpoint", path)
+    assert "is a file, which does not decide what is read; name its text: --held-out" in line
+    monkeypatch.undo()
+    monkeypatch.setattr(evaluate, "start_jax", lambda *args: None)
+    monkeypatch.setenv("DLM_JAX_CACHE", str(tmp_path / "cache"))
+    flags = ["--checkpoint", str(path), "--held-out", str(corpus), "--json"]
+    assert evaluate.main(flags) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] > 0
+    assert not (tmp_path / "strange").exists()
+
+
+@pytest.mark.parametrize("tail", ["eos", "pad"])
+def test_text_and_the_eos_behind_it_are_scored_apart(tmp_path, monkeypatch, capsys, tail):
+    monkeypatch.setenv("DLM_JAX_CACHE", str(tmp_path / "cache"))
+    pairs = [("The cat ", "sat."), ("A ", "rat"), ("A rat ", "ran.")] * 8
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(
+        json.dumps({"prompt": prompt, "response": response}) + "\n" for prompt, response in pairs
+    ))  # fmt: skip
+    data = {"layout": "documents", "tail": tail, "held_out": 0.25}
+    run = saved_model.save(tmp_path / "run", data=data)
+    text, behind = _records(run, capsys, "--held-out", path)
+    held_out = [response for _, response in pairs[-6:]]
+    assert text["tokens"] == text["characters"] == sum(map(len, held_out))
+    size = saved_model.CONFIG.data.seq_len
+    ends = sum(size - len(p) - len(r) if tail == "eos" else 1 for p, r in pairs[-6:])
+    assert behind["tokens"] == ends
+    assert behind["source"] == f"EOS behind the {text['source']}"
+    assert behind["bits_per_character"] is None
+    # Together they are the bound of the rows, as training reports it.
+    from dlm_jax.data import load_corpus, validation_windows
+    from dlm_jax.inference.likelihood import score_rows
+
+    tokenizer = toy_model.TOKENIZER
+    corpus = load_corpus(str(path), tokenizer=tokenizer, held_out=0.25, layout="documents",
+                         tail=tail, seq_len=size)  # fmt: skip
+    rows = validation_windows(corpus.val_rows, seq_len=size, pad_id=tokenizer.pad_id)
+    whole = score_rows(toy_model.MODEL, rows).nats_N.sum()
+    parts = [r["nats_per_token"] * r["tokens"] for r in (text, behind)]
+    assert sum(parts) == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.slow

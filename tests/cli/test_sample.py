@@ -12,6 +12,7 @@ import saved_model
 import dlm_jax
 from dlm_jax.cli import sample, sample_file
 from dlm_jax.cli.common import start_jax
+from dlm_jax.cli.ends import End
 from dlm_jax.config import sample_settings
 
 
@@ -163,18 +164,21 @@ def test_the_draw_is_a_flag(run_dir, capsys):
         (["--host-sampler", "no_where:f"], "no_where fails: ModuleNotFoundError: No module"),
         (["--host-sampler", "json:dumpz"], "json has no 'dumpz'; did you mean 'dump'?"),
         (["--host-sampler", "math:pi"], "--host-sampler math:pi is 3.14"),
-        (["--read-back", "0"], "--read-back 0 must be at least 1"),
+        (["--read-back", "0"], "argument --read-back: 0 is not in [1, "),
         (["--read-back", "99"], "--read-back 99 is more than --max-candidates 64; raise that to"),
-        (["--max-candidates", "0"], "--max-candidates=0 must be at least 1"),
+        (["--max-candidates", "0"], "argument --max-candidates: 0 is not in [1, "),
         (["--draw", "gumble"], "did you mean 'gumbel'?"),
         (["--prompt", "Zebra"], "'Z' (U+005A)"),
         (["--prompt", "The " * 8], "leaves no room on the canvas of 32"),
         (["--steps", "0"], "error: --steps=0 is outside [1, "),
         (["--steps", "many"], "error: --steps='many' is not a whole number"),
         (["--temperature", "-1"], "error: --temperature=-1.0 is outside [0, "),
-        (["--num-samples", "0"], "error: --num-samples=0 must be"),
-        (["--seed", "-1"], "error: --seed=-1 is outside"),
-        (["--batch-size", "0"], "error: --batch-size=0 must be"),
+        (["--num-samples", "0"], "argument --num-samples: 0 is not in [1, "),
+        (["--seed", "-1"], "argument --seed: -1 is not in [0, 4294967295]"),
+        (["--seed", str(10**30)], "argument --seed: 1000000"),
+        (["--host-sampler", "os:environ"], "--host-sampler os:environ is a _Environ, which cannot"),
+        (["--batch-size", "0"], "argument --batch-size: 0 is not in [1, "),
+        (["--batch-size", str(2**70)], "argument --batch-size: 118059"),
         (["--gen-length", "99"], "error: --gen-length=99 and a prompt"),
         (["--order", "randon"], "'random'"),
         (["--tempreature", "1"], "did you mean '--temperature'?"),
@@ -270,7 +274,7 @@ def test_a_file_of_requests_becomes_a_file_of_results_and_is_not_run_twice(
     requests = [{"id": "a", "prompt": "A "}, {"id": "b", "gen_length": 7}, {"id": "c", "stepz": 1}]
     source.write_text("".join(json.dumps(request) + "\n" for request in requests))
     flags = ["--prompts", str(source), "--output", str(target), *TINY]
-    assert _run(run_dir, *flags) == 1
+    assert _run(run_dir, *flags) == End.PARTLY == 3
     first = target.read_text()
     rows = [json.loads(line) for line in first.splitlines()]
     assert [row["id"] for row in rows] == ["a", "b", "c"]
@@ -278,7 +282,7 @@ def test_a_file_of_requests_becomes_a_file_of_results_and_is_not_run_twice(
     assert "did you mean 'steps'" in rows[2]["error"]
     err = capsys.readouterr().err
     assert "2 rows, 1 refused, 11 tokens" in err and "canvas=64" in err
-    assert _run(run_dir, *flags) == 1
+    assert _run(run_dir, *flags) == End.PARTLY
     assert "3 of 3 requests are done" in capsys.readouterr().err
     assert target.read_text() == first
     with pytest.raises(SystemExit) as ended:
@@ -317,7 +321,7 @@ def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, m
         (["--prompts", "i", "--output", "o", "--num-samples", "2"], "--num-samples means nothing"),
         (["--prompts", "i", "--output", "o"], "i does not exist"),
         (["--num-processes", "2"], "share --prompts"),
-        (["--prompts", "i", "--output", "o", "--batch-size", "0"], "error: --batch-size=0 must be"),
+        (["--prompts", "i", "--output", "o", "--batch-size", "0"], "argument --batch-size: 0 is"),
         (["--trace", "nowhere/page.html"], "there is no such folder"),
         (["--stop-at-eos", "--ignore-eos"], "stop_at_eos means nothing"),
         (["--watch", "--read-back", "2"], "exclude each other"),

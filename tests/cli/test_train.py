@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import tiny_run
 
+import dlm_jax.config as configs
 from dlm_jax.cli import train
 from dlm_jax.metrics import read_records
+from dlm_jax.training.run import prepare
 
 
 def _arguments(out_dir: Path, **changes: object) -> list[str]:
@@ -54,7 +56,7 @@ def test_the_program_trains_and_prints_only_samples_and_started_again_only_sampl
     assert names == ["best", "checkpoints", "config.toml", "loss.png", "metrics.jsonl"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_program_says_so_in_its_exit_code_and_continues(tmp_path, number):
     arguments = _arguments(tmp_path, train__steps=100_000, train__eval_every=0)
     child = tiny_run.program(*arguments)
@@ -72,6 +74,35 @@ def test_an_interrupted_program_says_so_in_its_exit_code_and_continues(tmp_path,
     assert (tmp_path / "checkpoints" / f"step_{int(step):08d}").is_dir()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [0.3, 1.5, 3.0, 4.0, 5.0, 6.0])
+def test_ctrl_c_before_the_first_step_ends_without_a_trace(tmp_path, after):
+    out_dir = tmp_path / "run"
+    changes = {"XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "x")}
+    child = tiny_run.program(*_arguments(out_dir, train__steps=100_000), **changes)
+    time.sleep(after)
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=120)
+    # By the signal itself, or by the loop, which then has saved its first steps.
+    assert child.returncode in (-signal.SIGINT, 128 + signal.SIGINT), err
+    assert out == ""
+    assert "Traceback" not in err and "Segmentation" not in err
+    if child.returncode > 0:
+        assert "interrupted: saved at step" in err
+    assert not read_records(out_dir / "metrics.jsonl") or child.returncode > 0
+
+
+def test_a_second_training_in_a_directory_is_refused_and_the_first_goes_on(tmp_path, capsys):
+    with tiny_run.on_devices(1):
+        first = prepare(configs.load(None, tiny_run.flags(tmp_path)), report=print)
+        with pytest.raises(SystemExit) as ended:
+            train.main(_arguments(tmp_path))
+    assert ended.value.code == 2
+    line = f"error: train.out_dir={tmp_path} is in use by another training; wait for its end, or"
+    assert line in capsys.readouterr().err
+    first.checkpoints.close()
+
+
 def test_a_run_that_is_not_finite_exits_with_1(tmp_path, capsys):
     changes = {"optim__learning_rate": 1e38, "optim__adam_learning_rate": 1e38}
     with tiny_run.on_devices(1):
@@ -86,7 +117,7 @@ def test_a_run_that_is_not_finite_exits_with_1(tmp_path, capsys):
         (["--train.steps", "many"], "--train.steps='many' is not a whole number"),
         (["--train.steps"], "argument --train.steps: expected one argument"),
         (["--train.batch_size", "0"], "train.batch_size=0 must be at least 1"),
-        (["--train.seed", str(2**32)], "train.seed=4294967296 must be below 2**32"),
+        (["--train.seed", str(2**32)], "train.seed=4294967296 is not a number up to 4294967295"),
         (["--sample.gen_length", "17"], "sample.gen_length=17 does not fit the canvas"),
         (["--config", "nowhere.toml"], "config file nowhere.toml does not exist"),
         (["--num-processes", "2"], "--num-processes means nothing without --distributed"),

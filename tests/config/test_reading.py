@@ -192,3 +192,24 @@ def test_every_shipped_config_loads_and_says_what_it_costs(path):
     for word in ("Command:", "Hardware:", "Time:", "Result:"):
         assert word in header
     assert set(tomllib.loads(text)) <= set(configs.sections())
+
+
+NUMBERS = [
+    (key, hint)
+    for key, hint in configs.key_types().items()
+    if hint in (int, float) and not key.startswith("sample.")
+]
+"""The numbers of a run; those of `sample.` have tests of their own, as settings of a request."""
+
+
+@pytest.mark.parametrize(("key", "kind"), NUMBERS, ids=[key for key, _ in NUMBERS])
+def test_every_number_of_a_run_is_bounded_before_anything_is_made_of_it(key, kind):
+    huge = ["inf", "-inf", "nan", "1e39", "-1e39"] if kind is float else []
+    for text in (*huge, str(10**20), str(-(10**20)), str(2**63), str(2**40)):
+        is_taken = kind is float and abs(float(text)) <= 3e38 and float(text) > 0
+        if is_taken:
+            continue
+        with pytest.raises(ValueError) as error:
+            configs.load(None, {key: text})
+        assert key in str(error.value), text
+        assert "\n" not in str(error.value)

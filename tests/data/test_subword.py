@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -335,3 +336,23 @@ def test_bad_input_is_refused_in_one_line(tmp_path):
         with pytest.raises(ValueError, match=message) as caught:
             call()
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [10**11, 10**20, 2**63])
+def test_a_bpe_that_no_text_could_fill_is_refused_before_anything_is_made(size):
+    with pytest.raises(
+        ValueError, match="cannot be learnt from a text of 12 characters; use bpe:272"
+    ):
+        train_bpe("twelve chars", size)
+
+
+@pytest.mark.parametrize("largest", [2**31, 2**32 - 2, 2**22])
+def test_a_tokenizer_json_with_a_huge_id_is_refused_before_anything_is_made(largest):
+    data = json.loads(train_bpe("twelve chars", 260).content)
+    token = next(iter(data["model"]["vocab"]))
+    data["model"]["vocab"][token] = largest
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=f"it has the id {largest}, and 4194304 ids are the most"):
+        SubwordTokenizer(json.dumps(data))
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()

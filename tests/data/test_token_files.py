@@ -133,3 +133,12 @@ def test_the_environment_names_the_cache_folder(monkeypatch):
     assert default_cache_dir() == Path.home() / "somewhere"
     monkeypatch.delenv("DLM_JAX_CACHE")
     assert default_cache_dir() == Path.home() / ".cache" / "dlm_jax"
+
+
+def test_a_user_without_a_home_is_told_which_variable_to_set(monkeypatch):
+    monkeypatch.delenv("DLM_JAX_CACHE", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(ValueError, match="no home directory .* set DLM_JAX_CACHE"):
+        default_cache_dir()
+    monkeypatch.setenv("DLM_JAX_CACHE", "here")
+    assert default_cache_dir() == Path("here")

@@ -12,7 +12,14 @@ import toy
 from oracles import likelihood as oracle
 
 from dlm_jax.diffusion.corruption import SCHEDULES
-from dlm_jax.diffusion.likelihood import bound, bound_at, causal_nll, ratio_and_error
+from dlm_jax.diffusion.likelihood import (
+    bound,
+    bound_at,
+    bound_parts,
+    causal_nll,
+    causal_parts,
+    ratio_and_error,
+)
 from dlm_jax.diffusion.losses import cross_entropy
 from dlm_jax.diffusion.objectives import Batch, elbo_at
 from dlm_jax.model.transformer import build
@@ -129,6 +136,61 @@ def test_bound_given_a_prompt_equals_enumeration_of_the_orders_of_the_rest(token
     )
     assert abs(drawn.mean() - exact) < 5 * drawn.std() / math.sqrt(drawn.size)
     assert exact >= oracle.true_nll(_oracle_logits, tokens, mask_id=toy.MASK, given=(0,)) - 1e-9
+
+
+def test_the_part_of_the_text_is_what_its_tokens_cost_over_all_orders():
+    tokens = np.array([0, 3, toy.EOS, toy.EOS])
+    subsets = np.array(list(itertools.product([False, True], repeat=LENGTH)))
+    shown = np.where(subsets, toy.MASK, tokens)
+    padded = jnp.asarray(np.pad(shown, ((0, 0), (0, CANVAS - LENGTH)), constant_values=toy.PAD))
+    logits = np.array(toy.logits(toy.network(), toy.params(), padded, jnp.full(16, LENGTH)))
+    logits = logits[:, :LENGTH].astype(np.float64)
+    logits[..., toy.MASK] = -np.inf
+    nll = (
+        np.log(np.exp(logits).sum(-1))
+        - np.take_along_axis(logits, np.broadcast_to(tokens, (16, 4))[..., None], axis=-1)[..., 0]
+    )
+    of_hidden = {tuple(subset): row for subset, row in zip(subsets.tolist(), nll, strict=True)}
+    costs = []
+    for order in itertools.permutations(range(LENGTH)):
+        for step, place in enumerate(order):
+            hidden = tuple(other in order[step:] for other in range(LENGTH))
+            costs.append((place, of_hidden[hidden][place]))
+    expected = {
+        name: sum(cost for place, cost in costs if place in places) / math.factorial(LENGTH)
+        for name, places in (("whole", range(4)), ("text", range(2)))
+    }
+    rows = Batch(jnp.repeat(_row(tokens), 64, 0), jnp.full(64, LENGTH), jnp.zeros(64, jnp.int32))
+    run = functools.partial(bound_parts, toy.network(), mask_id=toy.MASK, eos_id=toy.EOS)
+    found = jax.jit(run, static_argnames="num_draws")(
+        toy.params(), rows, jax.random.key(0), num_draws=64
+    )
+    for name, part in found._asdict().items():
+        error = float(np.sqrt(np.sum(part.variance_B)) / 64)
+        assert float(jnp.mean(part.nats_B)) == pytest.approx(expected[name], abs=4 * error)
+    alone = _bound(toy.params(), rows, jax.random.key(0), num_draws=64)
+    np.testing.assert_array_equal(found.whole.nats_B, alone.nats_B)
+
+
+def test_without_eos_the_text_is_the_whole():
+    batch = Batch(jnp.asarray([[0, 3, 7, 2]] * 3), jnp.full(3, 4), jnp.arange(3))
+    special = {"mask_id": toy.MASK, "eos_id": toy.EOS}
+    parts = bound_parts(toy.network(), toy.params(), batch, jax.random.key(1), **special)
+    np.testing.assert_array_equal(parts.whole.nats_B, parts.text.nats_B)
+
+
+def test_the_parts_of_a_causal_model_are_those_of_the_chain_rule():
+    network = build(toy.config(attention_type="causal", start_id=toy.MASK))
+    params = toy.random_params(network)
+    tokens = jnp.asarray([[0, 3, toy.EOS, toy.EOS]])
+    batch = Batch(tokens, jnp.full(1, 4), jnp.zeros(1, jnp.int32))
+    parts = causal_parts(network, params, batch, mask_id=toy.MASK, eos_id=toy.EOS)
+    short = Batch(tokens, jnp.full(1, 2), jnp.zeros(1, jnp.int32))
+    before_B = causal_nll(network, params, short, mask_id=toy.MASK)
+    whole_B = causal_nll(network, params, batch, mask_id=toy.MASK)
+    np.testing.assert_allclose(parts.text.nats_B, before_B, rtol=1e-5)
+    np.testing.assert_allclose(parts.whole.nats_B, whole_B, rtol=1e-6)
+    assert float(parts.whole.nats_B[0]) > float(parts.text.nats_B[0])
 
 
 def test_a_causal_models_likelihood_is_a_distribution_over_all_rows():

@@ -4,6 +4,8 @@ import candidate_cases
 import numpy as np
 import pytest
 
+from dlm_jax.inference.candidates import chosen
+
 PROBABILITIES = (0.4, 0.3, 0.2, 0.1)
 
 
@@ -37,3 +39,41 @@ def test_no_candidate_is_refused_by_row_position_and_remedy():
     assert str(refusal.value) == line
     with pytest.raises(ValueError, match=r"of 90 that survived.*raise max_candidates above 4$"):
         _chosen([False] * 4, num_survivors=90)
+
+
+def _leave(candidates):
+    raise SystemExit(0)
+
+
+def _fail(candidates):
+    return {}["no such key"]
+
+
+class _Secret:
+    def __repr__(self):
+        return "the environment"
+
+
+@pytest.mark.parametrize(
+    ("sampler", "said"),
+    [
+        (_leave, "failed at position 7: SystemExit: 0"),
+        (_fail, "failed at position 7: KeyError: 'no such key'"),
+        (lambda candidates: _Secret(), "chose a _Secret at position 7, which is none of its 4"),
+        (lambda candidates: True, "chose True at position 7, which is none"),
+        (lambda candidates: 0.0, "chose 0.0 at position 7, which is none"),
+        (lambda candidates: np.zeros(3, int), "chose a ndarray at position 7, which is none"),
+        (lambda candidates: 10**30, "chose 1000000000000000000000000000000 at position 7"),
+    ],
+)
+def test_a_sampler_that_fails_or_returns_no_id_is_refused_in_one_line(sampler, said):
+    with pytest.raises(ValueError) as refusal:
+        chosen(sampler, candidate_cases.make(PROBABILITIES, row=3, index=7))
+    assert str(refusal.value).startswith(f"row 3: the host sampler {said}")
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_sampler_may_return_any_whole_number():
+    candidates = candidate_cases.make(PROBABILITIES)
+    for kind in (int, np.int32, np.int64, np.asarray):
+        assert chosen(lambda c, kind=kind: kind(c.ids[2]), candidates) == 2

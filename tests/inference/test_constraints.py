@@ -6,6 +6,7 @@ import candidate_cases
 import numpy as np
 import pytest
 
+from dlm_jax.inference import constraints
 from dlm_jax.inference.constraints import matching
 
 ALPHABET = "ab0123456789.-"
@@ -84,3 +85,16 @@ def test_a_hole_on_the_left_is_refused_and_the_order_named():
 def test_a_pattern_that_is_none_is_refused():
     with pytest.raises(ValueError, match=r"^pattern='\(' is no regular expression: .*"):
         matching("(", _decode)
+
+
+def test_a_pattern_that_takes_for_ever_is_given_up_in_one_line(monkeypatch):
+    monkeypatch.setattr(constraints, "PATIENCE", 0.05)
+    tokens = np.zeros(41, np.int64)
+    candidates = candidate_cases.make(
+        EVEN, tokens=tokens, is_hole=np.arange(41) == 40, row=3, index=40
+    )
+    sampler = matching("(a|a)*[bc]", lambda ids: "a" * len(ids))
+    with pytest.raises(
+        ValueError, match=r"row 3: pattern=.* takes more than 0.05 s at position 40"
+    ):
+        sampler(candidates)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 
 import jax
@@ -148,12 +149,48 @@ def usual_interrupt():
     signal.signal(signal.SIGINT, before)
 
 
-def test_a_second_signal_acts_as_usual(usual_interrupt):
-    with stop_on_signals() as stop:
+class _Saved:
+    """As much of checkpoints as is asked when a run is ended at once."""
+
+    def __init__(self, *steps):
+        self._steps = list(steps)
+
+    def steps(self):
+        return self._steps
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"), [((), "nothing was saved"), ((4, 9), "what came after step 9 is lost")]
+)
+def test_a_second_signal_says_what_is_lost_and_acts_as_usual(usual_interrupt, capfd, steps, said):
+    with stop_on_signals(_Saved(*steps)) as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.at(1) == signal.SIGINT
+        assert capfd.readouterr().err == ""
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+    line = f"ended at once: {said}; the same command goes on from there"
+    assert capfd.readouterr().err == f"\n{line}\n"
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP])
+def test_a_closed_terminal_asks_once_and_never_ends_a_run_that_saves(first):
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
+    with stop_on_signals(_Saved()) as stop:
+        for number in (first, signal.SIGHUP, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        assert stop.at(1) in (first, signal.SIGHUP)
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)] == handlers
+
+
+def test_a_hangup_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_signals(_Saved()) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.at(1) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.slow
@@ -171,7 +208,7 @@ def test_training_outside_the_main_thread_leaves_signals_alone():
     seen = []
 
     def inside():
-        with stop_on_signals() as stop:
+        with stop_on_signals(_Saved()) as stop:
             seen.append(stop.at(1))
 
     thread = threading.Thread(target=inside)
@@ -214,3 +251,20 @@ def test_parameters_that_overflow_are_not_saved_though_the_loss_before_was_finit
     outcome = tiny_run.run(tmp_path, train__checkpoint_every=1, **changes)
     assert outcome.reason == "non_finite"
     assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("broken", ["folder", "library"])
+def test_a_picture_that_cannot_be_drawn_costs_the_run_nothing_else(tmp_path, capsys, broken):
+    with pytest.MonkeyPatch.context() as patch:
+        if broken == "folder":
+            (tmp_path / "loss.png").mkdir()
+        else:
+            patch.setitem(sys.modules, "matplotlib.figure", None)
+        outcome = tiny_run.run(tmp_path)
+    assert outcome.reason == "finished"
+    err = capsys.readouterr().err
+    assert err.count("warning: loss.png cannot be drawn") == 1
+    assert "the training goes on" in err
+    found = [record["step"] for record in tiny_run.records(tmp_path) if record["kind"] == "train"]
+    assert found == list(range(3, 25, 3))
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]

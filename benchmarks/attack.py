@@ -1,0 +1,57 @@
+"""Attacks the programs and counts what they let through: a row for each kind of attack.
+
+    python benchmarks/attack.py flips inputs ends kills
+
+``flips``: bits flipped in every kind of file that is read back; each must be found, or change
+nothing. ``inputs``: bad flags, settings and files; each must be refused in one line with exit code
+2. ``ends``: the texts must be printed although every other output fails. ``kills``: a training
+killed with SIGKILL at random moments and started again; its parameters and metrics must be those of
+one that ran through. ``--count`` sets how many of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.attacks import ends, flips, inputs, kills  # noqa: E402
+from benchmarks.attacks.report import Tally  # noqa: E402
+
+Attack = Callable[[Path, int | None, int], list[Tally]]
+ATTACKS: dict[str, Attack] = {
+    "flips": flips.run, "inputs": inputs.run, "ends": ends.run, "kills": kills.run,
+}  # fmt: skip
+
+
+def main() -> int:
+    """Exit code: 1 if anything was let through."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("attacks", nargs="+", choices=ATTACKS)
+    parser.add_argument("--count", type=int, help="flips of a file, inputs, or kills")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    bad = 0
+    print("| attack | tried | found or harmless | let through | seconds |")
+    print("| --- | --- | --- | --- | --- |")
+    for name in args.attacks:
+        with tempfile.TemporaryDirectory() as folder:
+            began = time.perf_counter()
+            for tally in ATTACKS[name](Path(folder), args.count, args.seed):
+                seconds = time.perf_counter() - began
+                began = time.perf_counter()
+                print(f"| {name}: {tally.name} | {tally.tried} | {tally.tried - len(tally.bad)} | "
+                      f"{len(tally.bad)} | {seconds:.0f} |", flush=True)  # fmt: skip
+                for line in tally.bad[:20]:
+                    print(f"    {line}", file=sys.stderr)
+                bad += len(tally.bad)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

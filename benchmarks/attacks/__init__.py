@@ -1,0 +1,1 @@
+"""The attacks of `benchmarks/attack.py`, one module each."""

@@ -1,0 +1,146 @@
+"""Bits flipped in every kind of file that the programs read back."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.attacks.report import Tally, environment, finish, flags
+from dlm_jax.batch import files
+from dlm_jax.checkpoint import load_params, load_weights, save_weights
+from dlm_jax.data.token_files import is_intact
+from dlm_jax.metrics import read_records
+
+_FLIPS = 200
+Read = Callable[[], Any]
+"""Reads a file back; ValueError means that damage was found."""
+
+
+def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
+    """A tally for each kind of file."""
+    rng = random.Random(seed)
+    out_dir = folder / "run"
+    finish(folder, "train.py", *flags(folder, out_dir, train__keep_checkpoints=1))
+    requests, results = folder / "in.jsonl", folder / "out.jsonl"
+    lines = [{"id": f"ä{n}", "gen_length": 4, "steps": 2, "seed": n} for n in range(6)]
+    requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files_flags = ("--prompts", str(requests), "--output", str(results))
+    finish(folder, "sample.py", "--checkpoint", str(out_dir), *files_flags)
+    weights = folder / "x.safetensors"
+    params, meta = load_params(out_dir)
+    save_weights(weights, params, meta)
+    mark = str(files.run_of(results)["fingerprint"])
+    (step,) = (out_dir / "checkpoints").iterdir()
+    kinds: list[tuple[str, list[Path], Read, Callable[[Any, Any], bool]]] = [
+        ("weights file", [weights], lambda: load_weights(weights), _same),
+        ("checkpoint", [p for p in sorted(step.rglob("*")) if p.is_file() and p.stat().st_size],
+         lambda: load_params(out_dir, report=lambda line: None), _same),
+        ("metrics.jsonl", [out_dir / "metrics.jsonl"],
+         lambda: read_records(out_dir / "metrics.jsonl"), _same),
+        ("results", [results, files.run_path(results)],
+         lambda: files.load(results, mark)[0], _last_redone),
+        ("token file", sorted((folder / "tokens").glob("*.npy")), lambda: _tokens(folder), _same),
+    ]  # fmt: skip
+    tallies = [
+        _attack(name, paths, read, is_harmless, rng, count or _FLIPS)
+        for name, paths, read, is_harmless in kinds
+    ]
+    return [*tallies, _compiled_programs(folder, count or _FLIPS, seed)]
+
+
+def _attack(
+    name: str,
+    paths: list[Path],
+    read: Read,
+    is_harmless: Callable[[Any, Any], bool],
+    rng: random.Random,
+    count: int,
+) -> Tally:
+    """`count` flips in each file, one at a time; a crash counts as let through, with its name."""
+    tally, expected = Tally(f"{name} ({len(paths)} files)"), read()
+    for path in paths:
+        whole = path.read_bytes()
+        for _ in range(count):
+            bit = rng.randrange(8 * len(whole))
+            damaged = bytearray(whole)
+            damaged[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(damaged)
+            where = f"{path.name} bit {bit} of {8 * len(whole)}"
+            try:
+                tally.note(is_harmless(expected, read()), f"{where}: read as something else")
+            except ValueError as error:
+                tally.note("\n" not in str(error), f"{where}: several lines")
+            except Exception as error:
+                tally.note(False, f"{where}: {type(error).__name__}: {error}"[:200])
+        path.write_bytes(whole)
+    return tally
+
+
+_CHILD = """
+import json, random, sys, warnings
+from pathlib import Path
+import jax, jax.numpy as jnp
+warnings.simplefilter("ignore")
+folder, count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+jax.config.update("jax_compilation_cache_dir", str(folder))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+x = jnp.arange(64.0).reshape(8, 8)
+def work(): return jax.jit(lambda x: jnp.sort(x @ x, axis=0) + jnp.cumsum(x, axis=0))(x)
+expected, rng, bad = work(), random.Random(seed), []
+paths = sorted(folder.glob("*-cache"))
+for number in range(count):
+    path = paths[number % len(paths)]
+    whole = path.read_bytes()
+    damaged, bit = bytearray(whole), rng.randrange(8 * len(whole))
+    damaged[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(damaged)
+    jax.clear_caches()
+    try: is_good = bool((work() == expected).all())
+    except Exception as error: is_good = False
+    if not is_good: bad.append(f"{path.name} bit {bit}")
+    path.write_bytes(whole)
+print(json.dumps(bad))
+"""
+
+
+def _compiled_programs(folder: Path, count: int, seed: int) -> Tally:
+    """JAX's own cache: a damaged program must be compiled again, in a process that may crash."""
+    tally, cache = Tally("compiled programs"), folder / "compiled"
+    arguments = [sys.executable, "-c", _CHILD, str(cache), str(count), str(seed)]
+    done = subprocess.run(arguments, env=environment(folder), capture_output=True, text=True)
+    bad = json.loads(done.stdout) if done.returncode == 0 else [f"code {done.returncode}"] * count
+    for number in range(count):
+        tally.note(number >= len(bad), bad[number] if number < len(bad) else "")
+    return tally
+
+
+def _same(expected: Any, found: Any) -> bool:
+    """Whether two trees of arrays and plain values are equal."""
+    if jax.tree.structure(expected) != jax.tree.structure(found):
+        return False
+    pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True)
+    return all(
+        np.array_equal(a, b) and np.asarray(a).dtype == np.asarray(b).dtype for a, b in pairs
+    )
+
+
+def _last_redone(expected: files.Rows, found: files.Rows) -> bool:
+    """Whether the results are the same, or the last lacks, which is then made again."""
+    return list(found.items()) in (list(expected.items()), list(expected.items())[:-1])
+
+
+def _tokens(folder: Path) -> list[bytes]:
+    """The token files; ValueError if one of them would be made again."""
+    paths = sorted((folder / "tokens").glob("*.npy"))
+    if not all(map(is_intact, paths)):
+        raise ValueError("a token file is damaged")
+    return [path.read_bytes() for path in paths]

@@ -1,0 +1,43 @@
+"""JSON lines that carry their own checksum, so that a damaged one is found when it is read back.
+
+The last key of a line is ``crc``: the CRC32, in hex, of the line's JSON without that key.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+
+_ENDING = re.compile(rb', "crc": "([0-9a-f]{8})"\}')
+_ENDING_BYTES = len(', "crc": "00000000"}')
+
+
+class Damaged(ValueError):
+    """A line that is not what was written."""
+
+
+def with_crc(line: bytes) -> bytes:
+    """The line of a JSON object that has a key, without line end, with its checksum."""
+    return b'%s, "crc": "%08x"}' % (line[:-1], zlib.crc32(line))
+
+
+def has_crc(line: bytes) -> bool:
+    """Whether the line ends like one of `with_crc`, right or wrong."""
+    return _ENDING.fullmatch(line[-_ENDING_BYTES:]) is not None
+
+
+def without_crc(line: bytes) -> bytes:
+    """The line that was given to `with_crc`.
+
+    Every single-bit flip is found, and every burst of up to 32 bits.
+
+    Raises:
+      Damaged: there is no checksum at its end, or a wrong one.
+    """
+    ending = _ENDING.fullmatch(line[-_ENDING_BYTES:])
+    if ending is None:
+        raise Damaged("it has no checksum")
+    plain = line[:-_ENDING_BYTES] + b"}"
+    if zlib.crc32(plain) != int(ending[1], 16):
+        raise Damaged("its checksum is wrong")
+    return plain

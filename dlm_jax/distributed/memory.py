@@ -1,0 +1,73 @@
+"""Whether something fits into memory, asked before it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import jax
+
+_GIB = float(1 << 30)
+_INFO = Path("/proc/meminfo")
+
+
+class Device(Protocol):
+    """As much of a device of JAX as is asked here."""
+
+    platform: str
+    process_index: int
+
+    def memory_stats(self) -> dict[str, int] | None:
+        """What it says of its memory."""
+        ...
+
+
+def free_bytes(device: Device) -> int | None:
+    """Memory that is left on a device; None where nobody says.
+
+    Of a CPU it is what the operating system could give without taking it from other programs.
+    """
+    if device.platform == "cpu":
+        return _free_on_host()
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    return None if limit is None else limit - stats.get("bytes_in_use", 0)
+
+
+def require_room(num_bytes: float, devices: Iterable[Device], what: str, remedy: str) -> None:
+    """Nothing, if each of the devices has so many bytes left.
+
+    Devices that are parts of one host share its memory.
+
+    Raises:
+      MemoryError: it does not fit; the line says by how much, and the remedy.
+    """
+    mine = [device for device in devices if device.process_index == jax.process_index()]
+    on_host = [device for device in mine if device.platform == "cpu"]
+    for device in (*on_host[:1], *(device for device in mine if device.platform != "cpu")):
+        needed = num_bytes * (len(on_host) if device.platform == "cpu" else 1)
+        free = free_bytes(device)
+        if free is not None and needed > free:
+            raise MemoryError(
+                f"{what} needs {needed / _GIB:,.1f} GiB, and {free / _GIB:,.1f} GiB are free; "
+                f"{remedy}"
+            )
+
+
+def require_working_room(
+    program: jax.stages.Compiled, devices: Iterable[Device], what: str, remedy: str
+) -> None:
+    """Nothing, if each device has what the program needs beside its arguments; else MemoryError."""
+    plan = program.memory_analysis()
+    require_room(getattr(plan, "temp_size_in_bytes", 0), devices, what, remedy)
+
+
+def _free_on_host() -> int | None:
+    try:
+        lines = _INFO.read_text().split("\n")
+    except OSError:
+        return None
+    sizes = dict(line.split(":", 1) for line in lines if ":" in line)
+    kilobytes = sizes.get("MemAvailable", "").split()
+    return int(kilobytes[0]) * 1024 if kilobytes else None

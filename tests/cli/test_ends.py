@@ -1,0 +1,252 @@
+"""How the programs end: each kind of end has its own exit code, and no closed stream is a crash."""
+
+import ast
+import dataclasses
+import errno
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import saved_model
+import toy_model
+
+import dlm_jax
+from dlm_jax.checkpoint import not_finite, save_weights
+from dlm_jax.cli import ends, evaluate, export, sample, shown
+from dlm_jax.cli.ends import End, NotFiniteError, program, refusals
+from dlm_jax.distributed import watch
+
+ROOT = Path(__file__).parents[2]
+CLI = ROOT / "dlm_jax" / "cli"
+
+
+@pytest.fixture(autouse=True)
+def _settings_stay(monkeypatch):
+    for module in (evaluate, export, sample):
+        monkeypatch.setattr(module, "start_jax", lambda *args: None)
+
+
+def _raising(error):
+    @program
+    def main(argv=None):
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("error", "end", "said"),
+    [
+        (NotFiniteError("loss nan"), End.NOT_FINITE, "error: loss nan\n"),
+        (OSError(errno.ENOSPC, "No space left", "m.jsonl"), End.UNWRITTEN, "m.jsonl: No space"),
+        (MemoryError("big"), End.NO_MEMORY, "error: out of memory: big; use smaller batches"),
+        (RuntimeError("RESOURCE_EXHAUSTED: 9 GB"), End.NO_MEMORY, "error: out of memory: RESOURCE"),
+        (KeyboardInterrupt(), End.INTERRUPTED, "stopped\n"),
+    ],
+)
+def test_what_can_happen_ends_in_one_line_and_a_code_of_its_own(capsys, error, end, said):
+    assert _raising(error)([]) == end
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(said) or said in err
+    assert err.count("\n") == 1
+
+
+def test_a_defect_shows_its_traceback_and_is_no_other_end(capsys):
+    assert _raising(KeyError("oops"))([]) == End.DEFECT == 70
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [ValueError("a\nb"), IsADirectoryError(21, "Is a folder", "x")])
+def test_bad_input_is_refused_in_one_line(capsys, error):
+    @program
+    def main(argv=None):
+        with refusals():
+            raise error
+
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == End.REFUSED == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_the_codes_differ_and_the_page_and_the_readme_list_them():
+    codes = {int(end) for end in End}
+    assert len(codes) == len(End)
+    table = re.findall(r"(?m)^(\d+) +\S", ends.__doc__ or "")
+    assert {int(code) for code in table} == {code for code in codes if code < 128}
+    page = (ROOT / "docs" / "exit_codes.md").read_text()
+    assert {int(code) for code in re.findall(r"(?m)^\| (\d+) \|", page)} == codes | {129, 143}
+
+
+def test_a_lost_process_has_the_code_that_the_watch_gives():
+    assert End.LOST == watch.EXIT_LOST
+
+
+def test_no_program_ends_with_a_bare_number():
+    for path in CLI.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name in ("main", "finish", "sample_file"):
+                for inner in ast.walk(node):
+                    if isinstance(inner, ast.Return) and path.name != "settings.py":
+                        assert not isinstance(inner.value, ast.Constant), (path, node.name)
+
+
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory):
+    """Runs of the toy model with one value that is no number, in a parameter each."""
+    folder = tmp_path_factory.mktemp("poisoned")
+    paths = {}
+    for name in ("nan", "inf"):
+        params = jax.tree.map(np.array, toy_model.MODEL.params)
+        leaf = params["blocks"]["attention"]["query"]["kernel"]
+        leaf.reshape(-1)[3] = float(name)
+        bad = dataclasses.replace(toy_model.MODEL, params=params)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(toy_model, "MODEL", bad)
+            paths[name] = saved_model.save(folder / name)
+    return paths
+
+
+@pytest.mark.parametrize("name", ["nan", "inf"])
+def test_a_parameter_that_is_no_number_is_found_by_its_path(poisoned, name):
+    path = not_finite(dlm_jax.load(poisoned[name]).params)
+    assert path == "blocks/attention/query/kernel"
+    assert not_finite(toy_model.MODEL.params) is None
+
+
+@pytest.mark.parametrize("name", ["nan", "inf"])
+@pytest.mark.parametrize(
+    ("run", "flags"),
+    [
+        (sample.main, []),
+        (sample.main, ["--watch"]),
+        (sample.main, ["--prompts", "IN", "--output", "OUT"]),
+        (evaluate.main, ["--continuation", "The cat sat."]),
+    ],
+)
+def test_a_model_that_is_not_finite_says_so_and_ends_with_1(
+    poisoned, tmp_path, capsys, name, run, flags
+):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "A "}\n')
+    files = {"IN": str(tmp_path / "in.jsonl"), "OUT": str(tmp_path / "out.jsonl")}
+    flags = [files.get(flag, flag) for flag in flags]
+    assert run(["--checkpoint", str(poisoned[name]), *flags]) == End.NOT_FINITE == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "the parameter blocks/attention/query/kernel is not finite" in err
+    assert err.count("\n") == 1
+
+
+def test_finite_parameters_whose_logits_overflow_end_with_1_too(tmp_path, capsys, monkeypatch):
+    norm = {"scale": np.full_like(toy_model.MODEL.params["norm"]["scale"], 3e38)}
+    huge = toy_model.MODEL.params | {"norm": norm}
+    monkeypatch.setattr(toy_model, "MODEL", dataclasses.replace(toy_model.MODEL, params=huge))
+    run = ["--checkpoint", str(saved_model.save(tmp_path / "run"))]
+    assert sample.main([*run, "--gen-length", "4", "--steps", "2"]) == End.NOT_FINITE
+    assert "the model's logits are not finite: texts 0 are unfinished" in capsys.readouterr().err
+    (tmp_path / "in.jsonl").write_text('{"prompt": "A ", "gen_length": 4}\n')
+    files = ["--prompts", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    assert sample.main([*run, *files]) == End.NOT_FINITE
+    assert '"status": "non_finite"' in (tmp_path / "out.jsonl").read_text()
+    capsys.readouterr()
+    assert evaluate.main([*run, "--continuation", "The cat sat."]) == End.NOT_FINITE
+    assert "what the model says of it is not finite" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_finite_cannot_be_exported(poisoned, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        export.main(
+            ["--checkpoint", str(poisoned["nan"]), "--out", str(tmp_path / "x.safetensors")]
+        )
+    assert ended.value.code == 2
+    assert "does not fit float32" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="does not fit"):
+        save_weights(tmp_path / "x.safetensors", {"a": np.array([np.nan])}, {})
+
+
+def test_a_page_that_cannot_be_written_costs_no_text(tmp_path, capsys, monkeypatch):
+    run = ["--checkpoint", str(saved_model.save(tmp_path / "run"))]
+    short = ["--gen-length", "4", "--steps", "2"]
+    assert sample.main([*run, *short]) == 0
+    text = capsys.readouterr().out
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shown, "write_trace", full)
+    page = str(tmp_path / "page.html")
+    assert sample.main([*run, *short, "--trace", page]) == End.NO_PAGE
+    out, err = capsys.readouterr()
+    assert out == text
+    assert f"error: --trace {page} cannot be written: No space left on device" in err
+    for bad, said in ((tmp_path, "is a folder"), ("/proc/page.html", "cannot be written")):
+        with pytest.raises(SystemExit) as ended:
+            sample.main([*run, "--trace", str(bad)])
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
+
+
+PRINTER = """
+import sys
+from dlm_jax.cli.ends import check_output, emit, program, refusals
+@program
+def main(argv=None):
+    with refusals():
+        check_output()
+    print("messages", file=sys.stderr)
+    for _ in range(int(sys.argv[1])):
+        emit("\\u00e4\\ud800 \\u2028 text")
+    print("more", file=sys.stderr)
+    return 0
+raise SystemExit(main())
+"""
+
+
+def _shell(redirected, *, lines=3, **environment):
+    environment.setdefault("PYTHONUNBUFFERED", "")
+    command = f'"{sys.executable}" -c "$PRINTER" {lines} {redirected}; echo "code $?"'
+    given = os.environ | {"PRINTER": PRINTER} | environment
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, env=given)
+    return done.stdout.decode(), done.stderr.decode()
+
+
+@pytest.mark.parametrize("redirected", ["2>&-", "2>/dev/full", "", "2>/dev/null <&-"])
+def test_texts_are_printed_whatever_becomes_of_the_messages(redirected):
+    out, err = _shell(redirected, PYTHONIOENCODING="utf-8")
+    assert out == "\u00e4\\ud800 \u2028 text\n" * 3 + "code 0\n"
+    assert err == ("" if "2>" in redirected else "messages\nmore\n")
+
+
+def test_an_encoding_that_lacks_a_character_gets_its_escape():
+    out, err = _shell("", PYTHONIOENCODING="ascii")
+    assert out == "\\xe4\\ud800 \\u2028 text\n" * 3 + "code 0\n"
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("redirected", "code", "said"),
+    [
+        (">/dev/full", End.UNWRITTEN, "error: standard output: No space left on device"),
+        (">&-", End.REFUSED, "error: standard output is closed"),
+    ],
+)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_texts_that_cannot_be_printed_are_told_of(redirected, code, said, unbuffered):
+    out, err = _shell(redirected, PYTHONUNBUFFERED=unbuffered)
+    assert out == f"code {int(code)}\n"
+    assert said in err
+    assert "Traceback" not in err and "Exception" not in err
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    out, err = _shell("| head -1", lines=100_000, PYTHONIOENCODING="utf-8")
+    assert out.startswith("\u00e4\\ud800 \u2028 text\n")
+    assert "Traceback" not in err and "Exception" not in err and "Broken" not in err
