@@ -80,11 +80,10 @@ class Mlp(nnx.Module):
         self.activation = config.activation
         is_gated = config.activation == "swiglu"
         inner = config.inner_width
-        self.gate = (
-            Linear(config.width, inner, scale=1.0, bias=False, rngs=rngs) if is_gated else None
-        )
-        self.up = Linear(config.width, inner, scale=1.0, bias=False, rngs=rngs)
-        self.down = Linear(inner, config.width, scale=0.0, bias=False, rngs=rngs)
+        linear = functools.partial(Linear, bias=False, rngs=rngs)
+        self.gate = linear(config.width, inner, scale=1.0) if is_gated else None
+        self.up = linear(config.width, inner, scale=1.0)
+        self.down = linear(inner, config.width, scale=0.0)
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """What the block's MLP adds, ``[B, L, D]``."""
