@@ -92,7 +92,8 @@ def test_a_causal_model_reads_back_streams_and_is_hosted_beside_its_cache():
     _same(cached, plain)
     read = dlm_jax.generate(CAUSAL, PROMPTS, cache="exact", read_back=True, **NEXT)
     assert read.texts == plain.texts
-    assert [len(row) for row in read.read_back] == [16] * 3
+    written = (plain.committed >= 0).sum(axis=1)
+    assert [len(row) for row in read.read_back] == list(written)
     shown = list(dlm_jax.stream(CAUSAL, PROMPTS, cache="exact", every=5, **NEXT))
     last = {index: row for rows in shown for index, row in rows.items()}
     assert texts_of(CAUSAL, last).texts == plain.texts
@@ -121,7 +122,13 @@ def test_an_exact_cache_writes_ten_thousand_greedy_tokens_as_without():
         theirs = dlm_jax.generate(model, prompts, **settings, **more)
         assert (ours.lengths - [len(p["tokens"]) for p in prompts]).sum() > 10_000
         np.testing.assert_array_equal(ours.tokens, theirs.tokens)
-        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=1e-4, atol=1e-5)
+        # Two tokens whose confidences differ by less than the tolerance may be committed in the
+        # other order, and be as likely as they are then.
+        alike = (ours.committed == theirs.committed).all(axis=1)
+        assert alike.mean() > 0.99
+        np.testing.assert_allclose(
+            ours.logprobs[alike], theirs.logprobs[alike], rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(
