@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -196,6 +197,17 @@ def test_damage_is_refused_by_file_before_a_run_begins(tmp_path, damage):
     with pytest.raises(ValueError, match=path.name) as caught:
         load_corpus(root, seq_len=16, cache_dir=tmp_path / "c")
     assert "\n" not in str(caught.value)
+
+
+def test_a_flipped_bit_of_an_index_is_found_and_the_file_named(tmp_path):
+    path = make(tmp_path) / "index.json"
+    good = path.read_bytes()
+    for bit in range(0, 8 * len(good), 7):
+        data = bytearray(good)
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=re.escape(f"{path} is damaged")):
+            read_index(str(path.parent))
 
 
 def test_no_flipped_bit_of_a_shard_is_read_as_another_token(tmp_path, monkeypatch):
