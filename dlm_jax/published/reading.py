@@ -94,7 +94,7 @@ def read_params(
     def read(keys: Any, leaf: Any) -> jax.Array:
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
         parts = pieces[path]
-        kind = shards.entries[parts[0].tensor].dtype if dtype is None else dtype
+        kind = _stored_dtype(shards, parts) if dtype is None else dtype
         sharding = place(path, leaf.shape)
         if sharding is None and jax.default_backend() == "cpu":
             return _on_host(shards, parts, leaf.shape, kind)
@@ -103,6 +103,12 @@ def read_params(
         return _stacked(shards, parts, leaf.shape, kind, sharding)
 
     return jax.tree_util.tree_map_with_path(read, abstract)
+
+
+def _stored_dtype(shards: Shards, parts: list[Piece]) -> np.dtype:
+    """That of the tensors of a parameter, or float32, which holds all, where they differ."""
+    kinds = {shards.entries[piece.tensor].dtype for piece in parts}
+    return kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
 
 
 def _on_host(
