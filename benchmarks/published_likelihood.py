@@ -116,7 +116,7 @@ def main() -> None:
             num_draws=2048, batch_size=1,
         )  # fmt: skip
         error = float(np.sqrt(drawn.variance_N[0] + np.var(np.asarray(nats_B)) / DRAWS))
-        z = (float(drawn.nats_N[0]) - wanted) / max(error, 1e-9)
+        z = (float(drawn.nats_N[0]) - wanted) / max(error, 1e-4)
         print(
             f"| {given} + {free} | {wanted:.5f} | {same:.5f} | {abs(same - wanted):.1e} | "
             f"{float(drawn.nats_N[0]):.3f} ({z:+.1f} errors) | {with_mask - wanted:+.4f} |",

@@ -69,9 +69,8 @@ def test_given_and_dead_tokens_are_shown_as_they_are_and_never_asked_for(name):
 @pytest.mark.parametrize("is_weighted", [True, False])
 @pytest.mark.parametrize("over", ["tokens", "rows", "masked"])
 def test_a_loss_is_divided_by_what_its_normaliser_says(over, is_weighted):
-    key = jax.random.key(3)
-    example = _elbo()(BATCH, key, normaliser=Normaliser(over, is_weighted))
-    plain = _elbo()(BATCH, key)
+    example = _elbo()(BATCH, jax.random.key(3), normaliser=Normaliser(over, is_weighted))
+    plain = _elbo()(BATCH, jax.random.key(3))
     np.testing.assert_array_equal(example.shown_BL, plain.shown_BL)
     cost = np.random.default_rng(0).random((ROWS, POSITIONS))
     hidden = np.asarray(example.shown_BL == toy.MASK) & IS_FREE
