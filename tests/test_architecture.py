@@ -51,6 +51,8 @@ MAY_IMPORT = {
     "batch": {*_BASE, "config", "distributed", "inference"},
     "viewing": {"data", "inference"},
     "__init__": {*_BASE, "config", "sampling", "training", "inference"},
+    "serving": {*_BASE, "data", "inference", "__init__"},
+    "harness": {"data", "diffusion", "model", "inference", "types"},
     "cli": {
         *_CORE,
         "costs",
@@ -60,9 +62,13 @@ MAY_IMPORT = {
         "inference",
         "batch",
         "viewing",
+        "serving",
+        "harness",
+        "published",
         "__init__",
     },
     "evaluate": {"cli"},
+    "serve": {"cli"},
     "export": {"cli", "inference"},
 }
 

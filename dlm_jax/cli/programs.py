@@ -39,6 +39,16 @@ def export() -> int:
     return _run("export")
 
 
+def serve() -> int:
+    """``python -m dlm_jax.serve``."""
+    return _run("serve")
+
+
+def lm_eval() -> int:
+    """``dlm-lm-eval``: lm-evaluation-harness with the model ``dlm_jax``."""
+    return _run("lm_eval")
+
+
 def _default_interrupt() -> None:
     is_heard = threading.current_thread() is threading.main_thread()
     # The first process of a container is not ended by signals that it does not handle.

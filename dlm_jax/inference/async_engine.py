@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
 from dlm_jax.inference.engine import Engine, EngineFullError
@@ -37,6 +37,11 @@ class AsyncEngine:
         self._room = asyncio.Condition()
         self._driver: asyncio.Task[None] | None = None
 
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are run: it was entered, and has neither been closed nor failed."""
+        return self._driver is not None and not self._driver.done()
+
     async def __aenter__(self) -> AsyncEngine:
         self._driver = asyncio.create_task(self._drive())
         return self
@@ -57,7 +62,7 @@ class AsyncEngine:
 
     async def watch(
         self, request: Request, *, priority: int = 0, every_block: bool = True
-    ) -> AsyncIterator[Row]:
+    ) -> AsyncGenerator[Row, None]:
         """The canvases of a request: before its first step, then as they grow, the last when ended.
 
         If the caller stops reading, the request is cancelled.
@@ -111,6 +116,8 @@ class AsyncEngine:
         told: asyncio.Queue[Row | Exception],
     ) -> Ticket:
         while True:
+            if self._driver is not None and self._driver.done():
+                raise ValueError("the engine is closed, or has failed; make another one")
             # No other task runs between the two, so that whoever waits for room is woken.
             async with self._room:
                 try:

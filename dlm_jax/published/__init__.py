@@ -1,12 +1,14 @@
 """Models of other projects: their directories read and written, and their loops as settings."""
 
-from dlm_jax.published.chat import ChatTemplate
+from dlm_jax.published.chat import ChatTemplate, TextTemplate, check_template
 from dlm_jax.published.loading import Published, is_published, read_published, read_shape
 from dlm_jax.published.writing import write_published
 
 __all__ = [
     "ChatTemplate",
     "Published",
+    "TextTemplate",
+    "check_template",
     "is_published",
     "read_published",
     "read_shape",

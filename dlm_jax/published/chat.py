@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jinja2
 import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from dlm_jax.data import HubTokenizer
+from dlm_jax.data import HubTokenizer, Tokenizer
 
 Messages = Sequence[Mapping[str, str]]
 """Turns of a conversation: ``{"role": "user", "content": "..."}``."""
@@ -47,16 +47,10 @@ class ChatTemplate:
         for place, message in enumerate(messages):
             if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
                 raise ValueError(f"messages[{place}]={message!r} lacks role or content; give both")
-        tokenizer = self.tokenizer
-        names = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id,
-                 "pad_token": tokenizer.pad_id, "mask_token": tokenizer.mask_id}  # fmt: skip
-        specials = {
-            name: "" if id_ is None else tokenizer.token(id_) for name, id_ in names.items()
-        }
         try:
             return _compiled(self.source).render(
                 messages=[dict(message) for message in messages],
-                add_generation_prompt=begins_answer, **(specials | more),
+                add_generation_prompt=begins_answer, **(self.specials() | more),
             )  # fmt: skip
         # A template may fail as any program does.
         except Exception as error:
@@ -67,6 +61,33 @@ class ChatTemplate:
         """The ids of `text`, int32 ``[n]``."""
         written = self.text(messages, begins_answer=begins_answer, **more)
         return self.tokenizer.encode_marked(written)
+
+    def specials(self) -> dict[str, str]:
+        """What the template may write for BOS, EOS, PAD and MASK; empty where there is none."""
+        tokenizer = self.tokenizer
+        names = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id,
+                 "pad_token": tokenizer.pad_id, "mask_token": tokenizer.mask_id}  # fmt: skip
+        return {name: "" if id_ is None else tokenizer.token(id_) for name, id_ in names.items()}
+
+
+@dataclass(frozen=True)
+class TextTemplate(ChatTemplate):
+    """A chat template that writes plain text, without specials, for any tokenizer.
+
+    Attributes:
+      text_tokenizer: which reads it.
+    """
+
+    tokenizer: HubTokenizer = field(init=False)
+    text_tokenizer: Tokenizer = field(kw_only=True)
+
+    def ids(self, messages: Messages, *, begins_answer: bool = True, **more: Any) -> np.ndarray:
+        """The ids of `text`, int32 ``[n]``."""
+        return self.text_tokenizer.encode(self.text(messages, begins_answer=begins_answer, **more))
+
+    def specials(self) -> dict[str, str]:
+        """Nothing."""
+        return dict.fromkeys(("bos_token", "eos_token", "pad_token", "mask_token"), "")
 
 
 def check_template(source: str, where: str) -> None:

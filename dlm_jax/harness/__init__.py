@@ -1,0 +1,1 @@
+"""Models for lm-evaluation-harness (docs/harness.md)."""

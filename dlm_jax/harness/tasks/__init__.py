@@ -1,0 +1,1 @@
+"""Tasks of lm-evaluation-harness whose data ships with the package."""

@@ -1,0 +1,184 @@
+"""What of a row will not change any more, as text: cut at stops, and given out piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dlm_jax.inference.model import Model
+from dlm_jax.inference.request import Request
+from dlm_jax.inference.results import Row
+from dlm_jax.types import Status
+
+HOLE = "\N{LIGHT SHADE}"
+"""What stands for a hole where a canvas is shown."""
+
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
+
+class Piece(NamedTuple):
+    """What a row has come to.
+
+    Attributes:
+      text: that has not been given out before.
+      places: of the tokens in the row that it consists of, those of earlier pieces not included.
+      is_last: whether nothing follows.
+    """
+
+    text: str
+    places: range
+    is_last: bool
+
+
+class Reader:
+    """The text of one row as it grows.
+
+    What is *settled* will not change: the tokens before the first hole, where nothing is rewritten;
+    of rows that remask or resample the blocks behind which they are; of rows that edit, nothing.
+
+    Args:
+      model: whose row it is.
+      request: of the row.
+      stops: texts that end it.
+
+    Attributes:
+      start: place of the first token that was not given.
+      is_infill: whether given tokens stand behind it.
+    """
+
+    def __init__(self, model: Model, request: Request, stops: Sequence[str] = ()):
+        self._tokenizer, self._eos_ids = model.tokenizer, model.eos_ids
+        self._mask_id = model.tokenizer.mask_id
+        self._sample, self._stops = request.sample, tuple(stops)
+        is_free = request.tokens == self._mask_id
+        if request.is_draft is not None:
+            is_free = is_free | request.is_draft
+        (free,) = np.nonzero(is_free)
+        self.start = int(free[0]) if free.size else request.tokens.size
+        self.is_infill = bool(free.size) and not is_free[self.start :].all()
+        self._unit = model.network.block_length
+        self._given_out, self._place = 0, self.start
+
+    @property
+    def _block_ends(self) -> tuple[int, int]:
+        """Where the first block ends, and how long the next are; 0: there is one block."""
+        length = self._sample.block_length
+        first = self.start // self._unit * self._unit if self._unit else self.start
+        return first + length, length
+
+    def settled(self, row: Row) -> int:
+        """How many of the row's positions will not change."""
+        if row.status != Status.RUNNING:
+            return row.tokens.size
+        if self._sample.edits or (self._sample.refines and self.is_infill):
+            return self.start
+        if self._sample.refines:
+            end, length = self._block_ends
+            return min(row.tokens.size, end + (row.block - 1) * length) if row.block else self.start
+        (holes,) = np.nonzero(row.tokens == self._mask_id)
+        return int(holes[0]) if holes.size else row.tokens.size
+
+    def pieces(self, row: Row) -> list[Piece]:
+        """What has come since the last call: a piece for each block that was finished.
+
+        A row without blocks comes as it grows where it is written from left to right, and whole
+        otherwise.
+        """
+        settled = self.settled(row)
+        is_over = row.status != Status.RUNNING
+        tokens, is_ended = self._upto_eos(row, settled)
+        text = self._tokenizer.decode(tokens[self.start :])
+        cut = self._stop(text)
+        if cut is not None or is_ended:
+            is_over = True
+        if is_over:
+            ends = [*self._ends(tokens.size), tokens.size]
+        elif self._block_ends[1]:
+            ends = self._ends(settled)
+        else:
+            ends = [settled] if self._sample.order == "left_to_right" else []
+        ends = sorted({end for end in ends if end > self._place})
+        if is_over and not ends:
+            ends = [self._place]
+        found = []
+        for end in ends:
+            is_last = is_over and end == ends[-1]
+            upto = text if is_last else self._tokenizer.decode(tokens[self.start : end])
+            upto = upto[:cut] if cut is not None else upto
+            # A cut may lie in an earlier block: what follows it is not told of.
+            is_last = is_last or (cut is not None and len(upto) == cut)
+            shown = len(upto) if is_last else self._held_back(upto)
+            places = range(self._place, self._covering(tokens, end, cut) if is_last else end)
+            found.append(Piece(upto[self._given_out : shown], places, is_last))
+            self._given_out, self._place = max(shown, self._given_out), places.stop
+            if is_last:
+                break
+        return found
+
+    def whole(self, row: Row) -> tuple[str, range, bool]:
+        """A row's text, the places of its tokens, and whether a stop or EOS ended it."""
+        tokens, is_ended = self._upto_eos(row, row.tokens.size)
+        text = self._tokenizer.decode(tokens[self.start :])
+        cut = self._stop(text)
+        end = self._covering(tokens, tokens.size, cut)
+        return text[:cut], range(self.start, end), is_ended or cut is not None
+
+    def shown(self, row: Row) -> str:
+        """The canvas from `start` on, with a sign for each hole."""
+        tokens = row.tokens[self.start :]
+        is_hole = tokens == self._mask_id
+        (edges,) = np.nonzero(np.diff(is_hole, prepend=not is_hole[:1], append=not is_hole[-1:]))
+        parts = []
+        for first, end in zip(edges[:-1], edges[1:], strict=True):
+            run = tokens[first:end]
+            parts.append(HOLE * run.size if is_hole[first] else self._tokenizer.decode(run))
+        return "".join(parts)
+
+    def filled(self, row: Row) -> list[str]:
+        """The texts that were written, one for each run of tokens that were not given."""
+        is_free = ~row.is_frozen
+        edges = np.flatnonzero(np.diff(is_free, prepend=False, append=False))
+        runs = zip(edges[::2], edges[1::2], strict=True)
+        return [self._tokenizer.decode(row.tokens[first:end]) for first, end in runs]
+
+    def _upto_eos(self, row: Row, settled: int) -> tuple[np.ndarray, bool]:
+        tokens = row.tokens[:settled]
+        if self.is_infill:
+            return tokens, False
+        (ends,) = np.nonzero(np.isin(tokens, self._eos_ids) & ~row.is_frozen[:settled])
+        return (tokens[: ends[0] + 1], True) if ends.size else (tokens, False)
+
+    def _ends(self, settled: int) -> list[int]:
+        """Ends of the blocks that are settled as a whole."""
+        end, length = self._block_ends
+        return list(range(end, settled + 1, length)) if length else []
+
+    def _stop(self, text: str) -> int | None:
+        """Where the first stop of a text begins."""
+        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        return min(found, default=None)
+
+    def _held_back(self, text: str) -> int:
+        """How much of a text may be given out, though more of it follows."""
+        size = len(text.rstrip(_UNFINISHED))
+        for stop in self._stops:
+            for length in range(min(len(stop) - 1, len(text)), 0, -1):
+                if text.endswith(stop[:length]):
+                    size = min(size, len(text) - length)
+                    break
+        return size
+
+    def _covering(self, tokens: np.ndarray, end: int, cut: int | None) -> int:
+        """How many tokens it takes to write the text up to and with the stop at `cut`."""
+        if cut is None:
+            return end
+        low, high = self.start, end
+        while low < high:
+            middle = (low + high) // 2
+            if self._stop(self._tokenizer.decode(tokens[self.start : middle])) == cut:
+                high = middle
+            else:
+                low = middle + 1
+        return low

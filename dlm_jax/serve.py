@@ -1,0 +1,6 @@
+"""``python -m dlm_jax.serve``: see `dlm_jax.cli.serve`."""
+
+from dlm_jax.cli.programs import serve
+
+if __name__ == "__main__":
+    raise SystemExit(serve())

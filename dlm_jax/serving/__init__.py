@@ -1,0 +1,1 @@
+"""An HTTP server over the engine that speaks the OpenAI protocol (docs/serving.md)."""

@@ -1,0 +1,201 @@
+"""HTTP beside the routes: bodies of limited size, a key, events, clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+import re
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import pydantic
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from dlm_jax.serving.errors import ApiError, of_fields, refused
+
+T = TypeVar("T")
+M = TypeVar("M", bound=pydantic.BaseModel)
+
+_DEEPEST = 64
+_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+_BODY_SECONDS = 30.0
+_EVENTS = ((b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache"))
+
+
+def encoded(value: Any) -> bytes:
+    """A value as JSON in ASCII, which holds any text, lone surrogates too."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+class Json(Response):
+    """A response of JSON."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """The bytes."""
+        return encoded(content)
+
+
+def error_response(error: ApiError) -> Json:
+    """The response of a request that is refused."""
+    headers = {"retry-after": "1"} if error.status == 429 else {}
+    if error.status in (408, 413):
+        headers["connection"] = "close"  # the rest of its body is not read
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Json(error.body(), error.status, headers)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body of a request.
+
+    Raises:
+      ApiError: it has more than `limit` bytes, or does not come.
+    """
+    too_large = ApiError(413, f"the body has more than {limit} bytes; send less", code="too_large")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > limit:
+        raise too_large
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    raise too_large
+                parts.append(part)
+    except TimeoutError:
+        raise ApiError(408, "the body did not come; send it at once") from None
+    return b"".join(parts)
+
+
+def parsed(kind: type[M], body: bytes) -> M:
+    """The fields of a body.
+
+    Raises:
+      ApiError: it is no JSON object, or a field is of another type.
+    """
+    if _depth(body) > _DEEPEST:
+        raise refused(f"the body is nested deeper than {_DEEPEST}; nest less", None)
+
+    def constant(name: str) -> Any:
+        raise ValueError(f"{name} is no JSON")
+
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=constant)
+    except ValueError as error:
+        raise refused(f"the body is not JSON: {error}", None) from None
+    if not isinstance(value, dict):
+        raise refused('the body is no object; write {"prompt": ...}', None)
+    try:
+        return kind.model_validate(value)
+    except pydantic.ValidationError as error:
+        raise of_fields(error) from None
+
+
+def check_key(request: Request, key: str | None) -> None:
+    """Raises ApiError unless a request brings the key, which is compared in constant time."""
+    if key is None:
+        return
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    digests = [hashlib.sha256(text.encode("utf-8", "replace")).digest() for text in (key, given)]
+    if not hmac.compare_digest(*digests) or scheme.lower() != "bearer":
+        raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+
+
+def _depth(body: bytes) -> int:
+    """How deeply lists and objects are nested, texts left out."""
+    depth = deepest = 0
+    for found in _BRACKETS.finditer(body):
+        depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(found[0], 0)
+        deepest = max(deepest, depth)
+    return deepest
+
+
+async def while_connected(receive: Receive, seconds: float, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when its client goes away or its time is up.
+
+    Raises:
+      ClientDisconnect: the client has gone.
+      ApiError: the time is up.
+    """
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if gone.done():
+            raise ClientDisconnect
+        raise ApiError(
+            504, f"the answer took more than {seconds:g} s; ask for less", code="timeout"
+        )
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        for one in (task, gone):
+            with contextlib.suppress(BaseException):
+                await one
+
+
+async def _gone(receive: Receive) -> None:
+    """Returns when the client has gone."""
+    while True:
+        message: Message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+
+
+class Events(Response):
+    """A response of server-sent events, which ends with ``[DONE]``, or with an error object.
+
+    Args:
+      run: sends events by the function that it is given.
+      ended: told how it ended: 200, 499 for a client that went away, or the status of an error.
+      seconds: that it may take.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Callable[[dict[str, Any]], Awaitable[None]]], Coroutine[Any, Any, None]],
+        ended: Callable[[int], None],
+        seconds: float,
+    ):
+        super().__init__(status_code=200)
+        self._run, self._ended, self._seconds = run, ended, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events."""
+
+        async def write(data: bytes, *, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        async def emit(event: dict[str, Any]) -> None:
+            await write(b"data: " + encoded(event) + b"\n\n")
+
+        async def whole() -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": list(_EVENTS)})
+            await self._run(emit)
+            await write(b"data: [DONE]\n\n", more=False)
+
+        status = 499
+        try:
+            await while_connected(receive, self._seconds, whole())
+            status = 200
+        except (ClientDisconnect, asyncio.CancelledError):
+            raise
+        except ApiError as error:
+            status = error.status
+            # One who does not read is not waited for any longer.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1):
+                    await emit(error.body())
+                    await write(b"", more=False)
+        finally:
+            self._ended(status)

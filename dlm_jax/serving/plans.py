@@ -1,0 +1,304 @@
+"""Requests of the protocol as rows of the engine, resolved and checked before anything runs."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from dlm_jax.inference.model import Model
+from dlm_jax.inference.request import Request, make_requests
+from dlm_jax.serving.errors import ApiError, of_value, refused
+from dlm_jax.serving.protocol import Chat, Completion, Infill, Message, Sampled
+from dlm_jax.settings import nearest
+
+Kind = Literal["completion", "chat", "infill"]
+
+_SHORT = 16
+_TOLD = (
+    "prefix",
+    "suffix",
+    "template",
+    "prompt",
+    "messages",
+    "draft",
+    "seed",
+    "max_length",
+    "tokens",
+)
+_REMEMBERED = 1024
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may ask for at most.
+
+    Attributes:
+      rows: of one request, over all its prompts.
+      waiting: rows that may wait for a slot.
+      body: bytes of a request.
+      seconds: that a request may take, with its waiting.
+      steps: of a row.
+    """
+
+    rows: int = 128
+    waiting: int = 1024
+    body: int = 1 << 20
+    seconds: float = 600.0
+    steps: int = 4096
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be run for a request, and how it is to be told.
+
+    Attributes:
+      kind: of endpoint.
+      requests: one for each choice, those of a prompt side by side.
+      stops: texts that end an answer.
+      is_stream: whether it comes in events.
+      has_usage: whether a stream ends with the usage.
+      is_diffusing: whether a stream shows the canvas.
+      echoes: what each choice begins with.
+      rivals: of each token to tell of; None: tokens are not told of at all.
+      per_prompt: choices of each prompt.
+      seed: of the first row.
+    """
+
+    kind: Kind
+    requests: tuple[Request, ...]
+    stops: tuple[str, ...] = ()
+    is_stream: bool = False
+    has_usage: bool = False
+    is_diffusing: bool = False
+    echoes: tuple[str, ...] = ()
+    rivals: int | None = None
+    per_prompt: int = 1
+    seed: int = 0
+
+
+class Planner:
+    """Makes plans for one model.
+
+    Args:
+      model: that runs them.
+      name: what requests may call it.
+      limits: of each request.
+      defaults: settings that count where a request gives none.
+    """
+
+    def __init__(
+        self, model: Model, name: str, limits: Limits, defaults: Mapping[str, Any] | None = None
+    ):
+        self.model, self.name, self.limits = model, name, limits
+        self._defaults = dict(defaults or {})
+        self._settings = model.sample.table.settings
+        self._known: dict[Any, Any] = {}
+
+    def completion(self, asked: Completion) -> Plan:
+        """Of ``/v1/completions``."""
+        prompts = _prompts(asked.prompt)
+        if asked.suffix is not None and asked.draft is not None:
+            raise refused("suffix and draft exclude each other; give one of them", "suffix")
+        if asked.echo and asked.suffix is not None:
+            raise refused("echo means nothing with a suffix; drop one", "echo")
+        length = asked.max_tokens
+        contents = []
+        for prompt in prompts:
+            ids = self._encoded(prompt, "prompt") if isinstance(prompt, str) else prompt
+            if length is None and asked.draft is None:
+                length = max(1, min(_SHORT, self._room(asked) - len(ids)))
+            if asked.suffix is not None:
+                contents.append(self._gap(ids, asked.suffix, length or _SHORT, "prompt"))
+            else:
+                contents.append({"tokens": ids} if len(ids) else {"prompt": ""})
+        if asked.draft is not None:
+            contents = [content | {"draft": asked.draft} for content in contents]
+        echoes = [p if isinstance(p, str) else self._text(p) for p in prompts if asked.echo]
+        return self._plan(
+            "completion", asked, contents, length=length, rivals=asked.logprobs, echoes=echoes
+        )
+
+    def chat(self, asked: Chat) -> Plan:
+        """Of ``/v1/chat/completions``."""
+        asked_lengths = (asked.max_tokens, asked.max_completion_tokens)
+        lengths = {length for length in asked_lengths if length is not None}
+        if len(lengths) > 1:
+            raise refused(
+                "max_tokens and max_completion_tokens differ; give one of them", "max_tokens"
+            )
+        if asked.top_logprobs and not asked.logprobs:
+            raise refused("top_logprobs means nothing without logprobs=true", "top_logprobs")
+        content: dict[str, Any] = {"tokens": self.turns(asked.messages)}
+        content |= {} if asked.draft is None else {"draft": asked.draft}
+        rivals = (asked.top_logprobs or 0) if asked.logprobs else None
+        return self._plan(
+            "chat", asked, [content], length=min(lengths, default=None), rivals=rivals
+        )
+
+    def infill(self, asked: Infill) -> Plan:
+        """Of ``/v1/infill``."""
+        if (asked.template is None) == (asked.prefix is None and asked.suffix is None):
+            raise refused("give prefix and suffix, or a template with <hole:8>", "template")
+        if asked.template is not None:
+            content: dict[str, Any] = {"template": asked.template}
+        else:
+            prefix = self._encoded(asked.prefix or "", "prefix")
+            content = self._gap(prefix, asked.suffix or "", asked.max_tokens or _SHORT, "prefix")
+        return self._plan(
+            "infill", asked, [content], length=asked.max_tokens, rivals=asked.logprobs
+        )
+
+    def turns(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a conversation, up to where the answer begins."""
+        if self.model.chat is None:
+            raise refused(
+                "the model has no chat template; ask /v1/completions, or give the server one",
+                "messages",
+            )
+        try:
+            said = [{"role": one.role, "content": one.text} for one in messages]
+            return self.model.chat.ids(said).tolist()
+        except ValueError as error:
+            raise refused(str(error), "messages") from None
+
+    def check_model(self, name: str | None) -> None:
+        """Raises `ApiError` for a model that is not here."""
+        if name is not None and name != self.name:
+            raise ApiError(
+                400, f"model {name[:100]!r} is not here; use {self.name!r}", "model",
+                "model_not_found",
+            )  # fmt: skip
+
+    def _plan(
+        self,
+        kind: Kind,
+        asked: Sampled,
+        contents: list[dict[str, Any]],
+        *,
+        length: int | None,
+        rivals: int | None,
+        echoes: Sequence[str] = (),
+    ) -> Plan:
+        self.check_model(asked.model)
+        self._check_stream(asked)
+        settings = self._own_settings(asked, length)
+        if rivals and "fill" not in settings:
+            settings["fill"] = "parallel"
+        count = asked.n or 1
+        if count * len(contents) > self.limits.rows:
+            name = "n" if count > 1 else "prompt"
+            raise refused(
+                f"{count} rows of {len(contents)} prompts are more than {self.limits.rows}; "
+                "ask for them in several requests", name,
+            )  # fmt: skip
+        try:
+            stops = asked.stops
+        except ValueError as error:
+            raise refused(str(error), "stop") from None
+        seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
+        common = {"seed": seed, "max_length": self._room(asked), "read_back": bool(rivals)}
+        requests: list[Request] = []
+        for place, content in enumerate(contents):
+            requests += self._rows(
+                content | settings, common, (place * count, count, len(contents) * count)
+            )
+        return Plan(
+            kind, tuple(requests), stops, bool(asked.stream), self._has_usage(asked),
+            bool(asked.diffusing), tuple(text for text in echoes for _ in range(count)), rivals,
+            count, seed,
+        )  # fmt: skip
+
+    def _rows(
+        self, own: dict[str, Any], common: dict[str, Any], place: tuple[int, int, int]
+    ) -> list[Request]:
+        content = next((name for name in ("template", "tokens", "prompt") if name in own), "prompt")
+        if len(self._known) > _REMEMBERED:
+            self._known.clear()
+        try:
+            made = make_requests(self.model, own, common, *place, known=self._known)
+        except ValueError as error:
+            names = {"gen_length": "max_tokens", "tokens": "prompt"}
+            raise of_value(error, names, {*self._settings, *_TOLD}, content) from None
+        if made[0].sample.steps > self.limits.steps:
+            raise refused(
+                f"steps={made[0].sample.steps} is more than {self.limits.steps}; use fewer", "steps"
+            )
+        return made
+
+    def _own_settings(self, asked: Sampled, length: int | None) -> dict[str, Any]:
+        """The settings that a request gives by name, each checked alone."""
+        given = {name: value for name, value in (asked.model_extra or {}).items()
+                 if value is not None}  # fmt: skip
+        if length is not None:
+            if given.get("gen_length", length) != length:
+                raise refused(
+                    "gen_length is another name of max_tokens; give one of them", "gen_length"
+                )
+            given["gen_length"] = length
+        for name, value in given.items():
+            if name not in self._settings:
+                known = (*type(asked).model_fields, *self._settings)
+                raise refused(
+                    f"{name[:60]!r} is not a field; {nearest(name[:60], known)}", name[:60]
+                )
+            try:
+                self._settings[name].checked(value)
+            except ValueError as error:
+                raise of_value(error, {"gen_length": "max_tokens"}, self._settings, name) from None
+        return self._defaults | given
+
+    def _check_stream(self, asked: Sampled) -> None:
+        for name in ("diffusing", "stream_options"):
+            if getattr(asked, name) and not asked.stream:
+                raise refused(f"{name} means nothing without stream=true", name)
+
+    def _has_usage(self, asked: Sampled) -> bool:
+        return asked.stream_options is not None and bool(asked.stream_options.include_usage)
+
+    def _room(self, asked: Sampled) -> int:
+        if asked.max_length is not None and asked.max_length > self.model.max_length:
+            raise refused(
+                f"max_length={asked.max_length} is more than {self.model.max_length}, the canvas "
+                "of the model", "max_length",
+            )  # fmt: skip
+        return asked.max_length or self.model.max_length
+
+    def _gap(self, ids: Sequence[int], suffix: str, length: int, name: str) -> dict[str, Any]:
+        """A canvas with one gap."""
+        mask_id = self.model.tokenizer.mask_id
+        if mask_id in ids:
+            raise refused(f"{name} holds MASK ({mask_id}); use a template", name)
+        behind = self._encoded(suffix, "suffix")
+        if length > self.model.max_length:
+            raise refused(f"max_tokens={length} is more than the canvas holds", "max_tokens")
+        tokens = np.concatenate([np.asarray(ids, np.int64), np.full(length, mask_id), behind])
+        return {"tokens": tokens, "infill": True}
+
+    def _encoded(self, text: str, name: str) -> Sequence[int]:
+        try:
+            return self.model.tokenizer.encode(text).tolist()
+        except ValueError as error:
+            raise refused(f"{name}: {error}", name) from None
+
+    def _text(self, ids: Sequence[int]) -> str:
+        try:
+            return self.model.tokenizer.decode(ids)
+        except (ValueError, IndexError) as error:
+            raise refused(f"prompt: {error}", "prompt") from None
+
+
+def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+    """The prompts of a request, each a text or ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise refused("prompt is an empty list; give a text", "prompt")
+    if isinstance(prompt[0], int):
+        return [prompt]
+    if any(isinstance(one, list) and not one for one in prompt):
+        raise refused("prompt has an empty list of ids; give at least one", "prompt")
+    return prompt

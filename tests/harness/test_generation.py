@@ -1,0 +1,53 @@
+"""Texts of the harness: they end at their stops, in any batch and order the same."""
+
+import dataclasses
+
+import pytest
+import toy_model
+
+from dlm_jax.config import SampleConfig
+from dlm_jax.harness.generation import asked_of, texts
+
+MODEL = dataclasses.replace(
+    toy_model.MODEL,
+    sample=SampleConfig(order="left_to_right", chain=("temperature",), ignore_eos=True, steps=12),
+)
+CONTEXTS = ["The cat", "A rat", "", "The", "A"]
+
+
+def _texts(asked, batch_size=4, **more):
+    return texts(MODEL, asked, common={}, slots=4, batch_size=batch_size, seed=0, **more)
+
+
+def _asked(**given):
+    return [asked_of(context, {"max_gen_toks": 12, "until": []} | given) for context in CONTEXTS]
+
+
+def test_any_batch_size_and_order_gives_the_same_texts():
+    asked = _asked(do_sample=True, temperature=1.0)
+    found = _texts(asked)
+    assert _texts(asked, batch_size=1) == found
+    assert _texts(asked[::-1], batch_size=2)[::-1] == found
+    assert [len(text) for text in found] == [12] * 5 and len(set(found)) == 5
+
+
+def test_stops_and_lengths_are_obeyed():
+    whole = _texts(_asked())
+    stop = whole[0][4:6]
+    cut = _texts([asked_of("The cat", {"until": [stop, "zzz"], "max_gen_toks": 12})])
+    assert cut == [whole[0][: whole[0].index(stop)]]
+    short = _texts([asked_of("The cat", {"until": [], "max_gen_toks": 3, "steps": 3})])
+    assert len(short[0]) == 3
+
+
+def test_without_sampling_the_temperature_is_zero():
+    assert asked_of("A", {"temperature": 0.7}).settings["temperature"] == 0.0
+    assert asked_of("A", {"temperature": 0.7, "do_sample": True}).settings["temperature"] == 0.7
+    assert asked_of("A", {"until": "x"}).until == ("x",)
+
+
+def test_unknown_settings_are_refused_with_their_request():
+    with pytest.raises(ValueError, match="request 1: .*temprature"):
+        _texts([asked_of("A", {}), asked_of("A", {"temprature": 1})])
+    with pytest.raises(ValueError, match="until="):
+        asked_of("A", {"until": [3]})

@@ -1,0 +1,99 @@
+"""What of a row is told before it has ended: only what will not change, cut at stops."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import toy_model
+
+from dlm_jax.inference.reader import Reader
+from dlm_jax.inference.request import make_requests
+from dlm_jax.inference.results import Row
+from dlm_jax.types import Status
+
+MODEL = toy_model.MODEL
+TOKENIZER = MODEL.tokenizer
+MASK, EOS = TOKENIZER.mask_id, TOKENIZER.eos_id
+
+
+def _request(prompt="A ", **settings):
+    (made,) = make_requests(MODEL, prompt, {"gen_length": 8, "steps": 8} | settings)
+    return made
+
+
+def _row(text, *, block=0, status=Status.RUNNING, given=2):
+    """A row with these characters; ``_`` is a hole, ``$`` the end of a generation."""
+    special = {"_": MASK, "$": EOS}
+    ids = [special[c] if c in special else int(TOKENIZER.encode(c)[0]) for c in text]
+    n = len(ids)
+    return Row(
+        np.array(ids, np.int32), np.arange(n) < given, np.zeros(n, np.float32),
+        np.zeros(n, np.int32), 0, block, status,
+    )  # fmt: skip
+
+
+def _told(reader, *rows):
+    return [[(piece.text, piece.is_last) for piece in reader.pieces(row)] for row in rows]
+
+
+def test_from_left_to_right_what_stands_before_the_first_hole_is_told_at_once():
+    reader = Reader(MODEL, _request(order="left_to_right"))
+    told = _told(
+        reader, _row("A ________"), _row("A The_____"), _row("A The ca__"),
+        _row("A The cat.", status=Status.DONE),
+    )  # fmt: skip
+    assert told == [[], [("The", False)], [(" ca", False)], [("t.", True)]]
+
+
+def test_other_orders_tell_of_blocks_and_several_at_once_apart():
+    reader = Reader(MODEL, _request(order="random", block_length=2))
+    told = _told(reader, _row("A T_e_____"), _row("A The c___", block=2))
+    assert told == [[], [("Th", False), ("e ", False)]]
+    whole = Reader(MODEL, _request(order="random"))
+    assert _told(whole, _row("A The ____"), _row("A The cat.", status=Status.DONE)) == [
+        [], [("The cat.", True)],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [{"remask": "scheduled", "schedule": "all"}, {
+    "resample": True, "order": "threshold"}])  # fmt: skip
+def test_rows_that_rewrite_tell_of_blocks_they_have_left(settings):
+    reader = Reader(MODEL, _request(block_length=4, **settings))
+    told = _told(
+        reader, _row("A The ____"), _row("A The ____", block=1),
+        _row("A The cat.", block=1, status=Status.DONE),
+    )  # fmt: skip
+    assert told == [[], [("The ", False)], [("cat.", True)]]
+
+
+def test_a_stop_ends_the_text_and_what_may_begin_one_is_held_back():
+    reader = Reader(MODEL, _request(order="left_to_right"), ("cat", "xx"))
+    told = _told(reader, _row("A The c___"), _row("A The ca__"), _row("A The cat."))
+    assert told == [[("The ", False)], [], [("", True)]]
+    reader = Reader(MODEL, _request(order="left_to_right"), ("cat",))
+    told = _told(reader, _row("A The ca__"), _row("A The can_"))
+    assert told == [[("The ", False)], [("can", False)]]
+
+
+def test_a_stop_in_an_earlier_block_hides_what_follows():
+    reader = Reader(MODEL, _request(order="random", block_length=2), ("e",))
+    row = _row("A The cat.", block=4, status=Status.DONE)
+    assert _told(reader, row) == [[("Th", False), ("", True)]]
+    text, places, is_stopped = reader.whole(row)
+    assert (text, is_stopped, len(places)) == ("Th", True, 3)
+
+
+def test_the_end_of_a_generation_ends_the_text():
+    reader = Reader(MODEL, _request(order="left_to_right"))
+    assert _told(reader, _row("A Th$_____")) == [[("Th", True)]]
+    assert reader.whole(_row("A Th$", status=Status.DONE))[2]
+
+
+def test_canvases_show_holes_and_infills_their_texts():
+    reader = Reader(MODEL, _request())
+    assert reader.shown(_row("A T_e_____")) == "T\u2591e" + "\u2591" * 5
+    (infill,) = make_requests(MODEL, {"template": "A <hole:2>t<hole:1>."}, {"steps": 3})
+    reader = Reader(MODEL, infill)
+    row = _row("A cat .", status=Status.DONE)
+    row = dataclasses.replace(row, is_frozen=infill.tokens != MASK)
+    assert reader.is_infill and reader.filled(row) == ["ca", " "]

@@ -1,0 +1,412 @@
+"""The server as clients know it: the openai package over real sockets, and what is malformed."""
+
+import json
+import socket
+import threading
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from serving_cases import EOS, MODEL, post, serving
+
+import dlm_jax
+from dlm_jax.serving.plans import Limits
+
+LONG = {"max_tokens": 24, "extra_body": {"steps": 24}}
+
+
+@pytest.fixture(scope="module")
+def running():
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    with openai.OpenAI(
+        base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=120
+    ) as made:
+        yield made
+
+
+def _expected(prompts, **settings):
+    """Texts of `generate` behind their prompts, with the result."""
+    result = dlm_jax.generate(MODEL, prompts, **settings)
+    texts = []
+    per_prompt = settings.get("num_samples", 1)
+    for place, (tokens, length) in enumerate(zip(result.tokens, result.lengths, strict=True)):
+        given = MODEL.tokenizer.encode(prompts[place // per_prompt]).size
+        texts.append(MODEL.tokenizer.decode(tokens[given:length]))
+    return texts, result
+
+
+def test_completions_are_those_of_generate(client):
+    settings = {
+        "temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.3, "presence_penalty": 0.1,
+        "seed": 5,
+    }  # fmt: skip
+    own = {"top_k": 9, "min_p": 0.01, "repetition_penalty": 1.1, "steps": 6}
+    bias = {"3": -2.0}
+    made = client.completions.create(
+        model="toy", prompt=["The ", "A r"], n=2, max_tokens=6, logit_bias=bias, logprobs=0,
+        user="me", extra_body=own, **settings,
+    )  # fmt: skip
+    texts, result = _expected(
+        ["The ", "A r"], num_samples=2, gen_length=6, logit_bias=bias, **own, **settings
+    )
+    assert [choice.text for choice in made.choices] == texts
+    assert [choice.index for choice in made.choices] == [0, 1, 2, 3]
+    assert made.object == "text_completion" and made.model == "toy"
+    for row, choice in enumerate(made.choices):
+        n = int(result.lengths[row])
+        given = result.committed[row, :n] < 0
+        np.testing.assert_allclose(
+            choice.logprobs.token_logprobs, result.logprobs[row, :n][~given], atol=1e-4
+        )
+        assert "".join(choice.logprobs.tokens) == choice.text
+    usage = made.usage
+    assert usage.prompt_tokens == 7
+    assert usage.completion_tokens == int((result.committed >= 0).sum())
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+def test_a_stream_holds_the_whole_answer_block_by_block(client):
+    asked = {"model": "toy", "prompt": "A ", "max_tokens": 12, "seed": 3}
+    own = {"steps": 12, "block_length": 4, "order": "low_confidence", "ignore_eos": True}
+    whole = client.completions.create(**asked, extra_body=own)
+    chunks = list(
+        client.completions.create(
+            **asked, extra_body=own, stream=True, stream_options={"include_usage": True}, logprobs=0
+        )
+    )
+    *pieces, last = chunks
+    assert [len(piece.choices[0].text) for piece in pieces] == [4, 4, 4]
+    assert "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
+    assert [piece.choices[0].finish_reason for piece in pieces] == [None, None, "length"]
+    assert [len(piece.choices[0].logprobs.tokens) for piece in pieces] == [4, 4, 4]
+    assert last.choices == [] and last.usage.completion_tokens == whole.usage.completion_tokens
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_the_wire_of_a_stream_is_server_sent_events(running):
+    body = {"prompt": "A ", "max_tokens": 4, "stream": True, "n": 2}
+    with httpx.stream("POST", f"{running.url}/v1/completions", json=body) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in response.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
+    events = [json.loads(line[6:]) for line in lines[:-1]]
+    assert {event["choices"][0]["index"] for event in events} == {0, 1}
+
+
+def test_chats_are_answered_and_streamed(client):
+    said = [
+        {"role": "user", "content": "The "},
+        {"role": "user", "content": [{"type": "text", "text": "cat"}]},
+    ]
+    asked = {"model": "toy", "messages": said, "seed": 2, "extra_body": {"steps": 5}}
+    made = client.chat.completions.create(
+        **asked, max_completion_tokens=5, logprobs=True, top_logprobs=2
+    )
+    (choice,) = made.choices
+    (text,), _ = _expected(["The cat"], gen_length=5, steps=5, seed=2, read_back=True)
+    assert choice.message.content == text and choice.message.role == "assistant"
+    for told in choice.logprobs.content:
+        assert bytes(told.bytes).decode() == told.token and len(told.top_logprobs) == 2
+        assert told.top_logprobs[0].logprob >= told.top_logprobs[1].logprob
+    chunks = list(client.chat.completions.create(**asked, max_tokens=5, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    (plain,), _ = _expected(["The cat"], gen_length=5, steps=5, seed=2)
+    assert streamed == plain
+    assert chunks[-1].choices[0].finish_reason in ("stop", "length")
+
+
+def test_stops_end_a_row_and_are_not_told(client):
+    asked = {"model": "toy", "prompt": "A ", "max_tokens": 20, "seed": 11}
+    own = {"steps": 20, "ignore_eos": True}
+    whole = client.completions.create(**asked, extra_body=own).choices[0].text
+    stop = whole[7:9]
+    cut = whole[: whole.index(stop)]
+    made = client.completions.create(**asked, extra_body=own, stop=[stop, "never"])
+    assert made.choices[0].text == cut and made.choices[0].finish_reason == "stop"
+    assert made.usage.completion_tokens == len(cut) + len(stop)
+    chunks = list(client.completions.create(**asked, extra_body=own, stop=stop, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == cut
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_an_end_of_generation_ends_the_answer(client):
+    made = client.completions.create(
+        model="toy", prompt="A ", max_tokens=6, logit_bias={str(EOS): 1e6}
+    )
+    assert made.choices[0].text == "" and made.choices[0].finish_reason == "stop"
+    assert made.usage.completion_tokens == 1
+
+
+def test_echo_and_ids_and_a_suffix(client, running):
+    ids = MODEL.tokenizer.encode("The ").tolist()
+    asked = {"model": "toy", "max_tokens": 4, "seed": 1, "extra_body": {"steps": 4}}
+    texts = [
+        client.completions.create(prompt=prompt, echo=True, **asked).choices[0].text
+        for prompt in ("The ", ids, [ids])
+    ]
+    assert texts[0].startswith("The ") and len(set(texts)) == 1
+    made = client.completions.create(prompt="The", suffix=" sat.", **asked)
+    filled = made.choices[0].text
+    whole = post(
+        running, "/v1/infill",
+        {"prefix": "The", "suffix": " sat.", "max_tokens": 4, "seed": 1, "steps": 4},
+    ).json()  # fmt: skip
+    assert whole["choices"][0]["text"] == f"The{whole['choices'][0]['infills'][0]} sat."
+    assert filled == whole["choices"][0]["text"][3:]
+
+
+def test_an_infill_of_a_template_is_that_of_generate(running):
+    template = "The <hole:3> sat. A <hole:2>."
+    asked = {"template": template, "seed": 4, "steps": 5, "order": "low_confidence",
+             "ignore_eos": True}  # fmt: skip
+    made = post(running, "/v1/infill", asked).json()
+    result = dlm_jax.generate(
+        MODEL, [{"template": template}], seed=4, steps=5, order="low_confidence", ignore_eos=True
+    )
+    assert made["choices"][0]["text"] == result.texts[0]
+    assert [len(text) for text in made["choices"][0]["infills"]] == [3, 2]
+
+
+def test_a_draft_is_refined(running):
+    asked = {"prompt": "The ", "draft": "rat ran", "seed": 1, "steps": 3, "remask": "scheduled",
+             "schedule": "all", "order": "random"}  # fmt: skip
+    made = post(running, "/v1/completions", asked).json()
+    own = {name: asked[name] for name in ("draft", "steps", "remask", "schedule", "order")}
+    result = dlm_jax.generate(MODEL, [{"prompt": "The ", "draft": "rat ran"}],
+                              seed=1, **{k: v for k, v in own.items() if k != "draft"})  # fmt: skip
+    assert made["choices"][0]["text"] == result.texts[0][4:]
+
+
+def test_a_diffusing_stream_shows_the_canvas_with_fewer_and_fewer_holes(client):
+    chunks = list(
+        client.completions.create(
+            model="toy", prompt="A ", max_tokens=12, seed=6, stream=True,
+            extra_body={"diffusing": True, "steps": 12, "order": "random", "ignore_eos": True},
+        )
+    )  # fmt: skip
+    holes = [chunk.diffusing["holes"] for chunk in chunks]
+    assert holes[-1] == 0 and holes == sorted(holes, reverse=True) and len(holes) > 2
+    for chunk, count in zip(chunks, holes, strict=True):
+        assert chunk.choices[0].text.count("\u2591") == count
+    (text,), _ = _expected(["A "], gen_length=12, steps=12, order="random", ignore_eos=True, seed=6)
+    assert chunks[-1].choices[0].text == text
+
+
+def test_models_health_tokens_figures_and_the_page(client, running):
+    assert [model.id for model in client.models.list()] == ["toy"]
+    assert client.models.retrieve("toy").id == "toy"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    assert httpx.get(f"{running.url}/health").json()["status"] == "ok"
+    told = post(running, "/tokenize", {"prompt": "The cat"}).json()
+    assert told["tokens"] == MODEL.tokenizer.encode("The cat").tolist() and told["count"] == 7
+    same = post(running, "/tokenize", {"messages": [{"role": "user", "content": "The cat"}]}).json()
+    assert same == told
+    figures = httpx.get(f"{running.url}/metrics").text
+    for name in ("requests_total", "rows_running", "tokens_total", "request_seconds_bucket"):
+        assert f"dlm_jax_{name}" in figures
+    page = httpx.get(f"{running.url}/")
+    assert page.headers["content-type"].startswith("text/html") and "denoised" in page.text
+
+
+REFUSED = [
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [10**9]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": "\u00e9"}, "prompt"),
+    ({"prompt": "x" * 4000}, "prompt"),
+    ({"prompt": "A", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "A", "max_tokens": 4000}, "max_tokens"),
+    ({"prompt": "A", "max_tokens": "5"}, "max_tokens"),
+    ({"prompt": "A", "max_tokens": 5, "gen_length": 6}, "gen_length"),
+    ({"prompt": "A", "temperature": -1}, "temperature"),
+    ({"prompt": "A", "temperature": "hot"}, "temperature"),
+    ({"prompt": "A", "temperature": [1.0]}, "temperature"),
+    ({"prompt": "A", "top_p": 0}, "top_p"),
+    ({"prompt": "A", "logit_bias": {"x": 1}}, "logit_bias"),
+    ({"prompt": "A", "logit_bias": {"3": "much"}}, "logit_bias"),
+    ({"prompt": "A", "n": 0}, "n"),
+    ({"prompt": "A", "n": 10**6}, "n"),
+    ({"prompt": "A", "seed": -1}, "seed"),
+    ({"prompt": "A", "seed": 2**32 - 1, "n": 2}, "seed"),
+    ({"prompt": "A", "stop": ""}, "stop"),
+    ({"prompt": "A", "stop": ["a"] * 99}, "stop"),
+    ({"prompt": "A", "stop": [1]}, "stop"),
+    ({"prompt": "A", "order": "sideways"}, "order"),
+    ({"prompt": "A", "steps": 0}, "steps"),
+    ({"prompt": "A", "steps": 10**6}, "steps"),
+    ({"prompt": "A", "steps": 2, "block_length": 4, "max_tokens": 16}, "steps"),
+    ({"prompt": "A", "max_length": 10**6}, "max_length"),
+    ({"prompt": "A", "edit": 1}, "edit"),
+    ({"prompt": "A", "draft": "A"}, "draft"),
+    ({"prompt": "A", "suffix": "A", "draft": "A"}, "suffix"),
+    ({"prompt": "A", "stream": "yes"}, "stream"),
+    ({"prompt": "A", "diffusing": True}, "diffusing"),
+    ({"prompt": "A", "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt": "A", "temprature": 1}, "temprature"),
+    ({"prompt": "A", "rules": ["x"]}, "rules"),
+    ({"prompt": "A", "host_sampler": "x"}, "host_sampler"),
+    ({"prompt": "A", "model": "other"}, "model"),
+    ({"prompt": "A", "logprobs": 21}, "logprobs"),
+    ({"prompt": "A", "response_format": {"type": "poem"}}, "response_format"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), REFUSED, ids=lambda value: str(value)[:50])
+def test_what_is_malformed_is_refused_with_the_name_of_its_field(running, body, param):
+    response = post(running, "/v1/completions", body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param and error["type"] == "invalid_request_error"
+    assert error["message"] and "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "A"}], "max_tokens": 2,
+          "max_completion_tokens": 3}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": "A"}], "top_logprobs": 2}, "top_logprobs"),
+        ({"messages": [{"role": "user", "content": "A"}], "tools": []}, "tools"),
+        ({"messages": [{"role": "user", "content": "\u00e9"}]}, "messages"),
+    ],
+)  # fmt: skip
+def test_chats_are_refused_likewise(running, body, param):
+    response = post(running, "/v1/chat/completions", body)
+    assert response.status_code == 400 and response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "template"),
+        ({"template": "no gap"}, "template"),
+        ({"template": "A <hole:0>"}, "template"),
+        ({"template": "A <hole:2>", "prefix": "A"}, "template"),
+        ({"prefix": "\u00e9"}, "prefix"),
+        ({"suffix": "\u00e9"}, "suffix"),
+    ],
+)
+def test_infills_are_refused_likewise(running, body, param):
+    response = post(running, "/v1/infill", body)
+    assert response.status_code == 400 and response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"3", b'"x"', b"\xff\xfe", b'{"prompt": NaN}', b"[" * 100_000,
+     b'{"prompt": ' + b"9" * 5000 + b"}", b'{"prompt": "\\ud800"}'],
+)  # fmt: skip
+def test_bodies_that_are_no_request_are_refused(running, body):
+    response = post(running, "/v1/completions", body)
+    assert response.status_code == 400 and response.json()["error"]["message"]
+
+
+def test_unknown_paths_and_methods_get_the_error_object(running):
+    assert httpx.get(f"{running.url}/v2").json()["error"]["code"] == "not_found"
+    assert httpx.get(f"{running.url}/v1/completions").status_code == 405
+
+
+def _leaving(running, body):
+    """A client that goes away as soon as its request is sent."""
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    port = int(running.url.rsplit(":", 1)[1])
+    with socket.create_connection(("127.0.0.1", port)) as link:
+        link.sendall(head.encode() + data)
+        if body.get("stream"):
+            assert link.recv(64)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_that_go_away_free_their_slots(running, client, stream):
+    body = {"prompt": "A ", "max_tokens": 24, "steps": 4000, "resample": True, "stream": stream,
+            "order": "threshold", "threshold": 1.0, "n": 3}  # fmt: skip
+    before = running.engine.report().work.steps
+    _leaving(running, body)
+    assert running.idle()
+    assert running.engine.report().work.steps - before < 3 * 4000
+    assert client.completions.create(model="toy", prompt="A ", max_tokens=2).choices
+
+
+def test_equal_seeds_give_equal_texts_among_others(client):
+    def ask(seed):
+        made = client.completions.create(model="toy", prompt="The ", seed=seed, **LONG)
+        return made.choices[0].text
+
+    alone = [ask(seed) for seed in range(3)]
+    found = {}
+    threads = [
+        threading.Thread(target=lambda n=n: found.update({n: ask(n % 3)})) for n in range(12)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[n] for n in range(12)] == [alone[n % 3] for n in range(12)]
+    assert len(set(alone)) == 3
+
+
+def test_keys_limits_and_time(monkeypatch):
+    limits = Limits(rows=8, waiting=1, body=2000, seconds=0.5)
+    slow = {"prompt": "A ", "max_tokens": 24, "steps": 4000, "resample": True,
+            "order": "threshold", "threshold": 1.0}  # fmt: skip
+    with serving(key="secret", limits=limits) as running:
+        assert httpx.get(f"{running.url}/health").status_code == 200
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
+            response = post(running, "/v1/completions", {"prompt": "A"}, **headers)
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+        good = {"authorization": "Bearer secret"}
+        large = post(running, "/v1/completions", {"prompt": "A" * 3000}, **good)
+        assert large.status_code == 413 and large.json()["error"]["code"] == "too_large"
+        full = post(running, "/v1/completions", {"prompt": "A ", "n": 6}, **good)
+        assert full.status_code == 429 and full.headers["retry-after"]
+        late = post(running, "/v1/completions", slow, **good)
+        assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
+        lines = post(running, "/v1/completions", slow | {"stream": True}, **good).text
+        assert '"code":"timeout"' in lines and "[DONE]" not in lines
+        assert running.idle()
+
+
+def test_a_stop_lets_what_runs_finish_and_takes_nothing_new():
+    with serving(drain=20) as running:
+        asked = {"prompt": "A ", "max_tokens": 24, "steps": 24, "seed": 1}
+        found = []
+        thread = threading.Thread(
+            target=lambda: found.append(
+                post(
+                    running,
+                    "/v1/completions",
+                    asked
+                    | {
+                        "n": 8,
+                        "steps": 2000,
+                        "resample": True,
+                        "order": "threshold",
+                        "threshold": 1.0,
+                    },
+                )  # fmt: skip
+            )
+        )
+        thread.start()
+        while not running.engine.is_busy:
+            pass
+        running.server.should_exit = True
+        thread.join(60)
+        assert found[0].status_code == 200 and len(found[0].json()["choices"]) == 4
+        with pytest.raises(httpx.TransportError):
+            post(running, "/v1/completions", asked)

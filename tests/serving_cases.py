@@ -1,0 +1,86 @@
+"""A server on a socket of its own, in a thread, for the toy model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import toy_model
+
+from dlm_jax.config import SampleConfig
+from dlm_jax.inference.engine import Engine
+from dlm_jax.inference.model import Model
+from dlm_jax.published import TextTemplate
+from dlm_jax.serving.app import Options, make_app
+from dlm_jax.serving.plans import Limits
+from dlm_jax.serving.run import Server, listening
+
+SLOTS = 4
+CHAT = TextTemplate(
+    "{% for m in messages %}{{ m.content }}{% endfor %}", text_tokenizer=toy_model.TOKENIZER
+)
+MODEL = dataclasses.replace(
+    toy_model.MODEL,
+    sample=SampleConfig(
+        order="left_to_right",
+        chain=("bias", "penalties", "temperature", "top_k", "top_p", "min_p"),
+        steps=8,
+    ),
+    chat=CHAT,
+)
+EOS = MODEL.tokenizer.eos_id
+
+
+class Running:
+    """A server that runs.
+
+    Attributes:
+      url: of it.
+      engine: that it steps.
+    """
+
+    def __init__(self, url: str, engine: Engine, server: Server):
+        self.url, self.engine, self.server = url, engine, server
+
+    def idle(self, seconds: float = 30) -> bool:
+        """Whether nothing runs or waits, at last."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            report = self.engine.report()
+            if not report.running and not report.waiting and not self.engine.is_busy:
+                return True
+            time.sleep(0.01)
+        return False
+
+
+@contextlib.contextmanager
+def serving(
+    model: Model = MODEL, *, drain: float = 10, limits: Limits | None = None, **options
+) -> Iterator[Running]:
+    """A server that listens."""
+    engine = Engine(model, sizes=(SLOTS,), max_waiting=None)
+    asked = Options(name="toy", limits=limits or Limits(), **options)
+    sock = listening("127.0.0.1", 0)
+    ready = threading.Event()
+    server = Server(
+        make_app(model, engine, asked, slots=SLOTS), sock, drain=drain, listens=ready.set
+    )
+    thread = threading.Thread(target=server.answer, daemon=True)
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield Running(f"http://127.0.0.1:{sock.getsockname()[1]}", engine, server)
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def post(running: Running, path: str, body, **headers) -> httpx.Response:
+    """The answer to a request that may be malformed."""
+    data = {"content": body} if isinstance(body, bytes) else {"json": body}
+    return httpx.post(f"{running.url}{path}", headers=headers, timeout=60, **data)
