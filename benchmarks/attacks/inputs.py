@@ -87,11 +87,14 @@ def _attack(name: str, cases: list[Case]) -> Tally:
     for main, arguments in cases:
         code, out, err = _ended(main, arguments)
         codes[code] += 1
+        # What takes ten seconds to be known begins with how far it is.
+        told = [line for line in err.split("\n")[:-1] if not line.startswith("sample: 0 tokens")]
         is_refused = (
             code in (End.REFUSED, End.NO_MEMORY)
             and out == ""
-            and err.startswith("error: ")
-            and err.count("\n") == 1
+            and len(told) == 1
+            and told[0].startswith("error: ")
+            and err.endswith("\n")
         )
         shown = " ".join(part if len(part) < 60 else f"{part[:60]}..." for part in arguments[-4:])
         tally.note(is_refused, f"{name} {shown!r}: code {code}, {err[-300:]!r}")
@@ -199,12 +202,13 @@ def _train_files(folder: Path, files: Path, out_dir: Path) -> Iterator[list[str]
         b"[train]\nsteps = 3\nsteps = 4", b"[model]\ndepth = inf", b"[model]\nrope_theta = inf",
         b"[model]\nrope_theta = nan", b"train = 3", b"[data]\nsource = 3", b"[data]\nsource = []",
         b"[train]\nsteps = 100000000000000000000", b"x = " + b"[" * 50_000, b"[train]\nseed = -1",
-        b'[data]\nsource = ["a\\u0000b"]', b"[data]\nheld_out = 1", b"[optim]\nclip = -inf",
+        b"[data]\nheld_out = 1", b"[optim]\nclip = -inf",
         b"[data]\nheld_out = nan", b"[data]\nseq_len = 1", b'[train]\nout_dir = ""',
     ]  # fmt: skip
     for number, content in enumerate(tomls):
         yield [*base, "--config", put(f"{number}.toml", content)]
-    for name in ("nowhere.toml", str(folder), "/proc/self/mem", "x" * 300, "/" + "y/" * 3000):
+    nowhere = ("nowhere.toml", str(folder), "/proc/self/mem", "x" * 300, "/" + "y/" * 3000)
+    for name in (*nowhere, "a\x00b"):
         yield [*base, "--config", name]
         yield [*base, "--data.source", name]
         yield [*base, "--data.tokenizer", f"{name}.json"]
