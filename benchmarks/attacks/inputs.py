@@ -29,7 +29,7 @@ import safetensors.numpy
 import dlm_jax.config as configs
 from benchmarks.attacks.report import Tally, environment, finish, flags
 from dlm_jax.checkpoint import load_params, save_weights
-from dlm_jax.cli import common, evaluate, export, sample, train
+from dlm_jax.cli import common, evaluate, export, sample, serve, train
 from dlm_jax.cli.ends import End
 from dlm_jax.data import shard
 from dlm_jax.data.subword import train_bpe
@@ -60,6 +60,7 @@ def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
         "sample.py, flags and files": [(sample.main, c) for c in _sample_files(files, out_dir)],
         "evaluate, export": list(_others(files, out_dir)),
         "sharded corpora": [(shard.main, case) for case in _shards(files)],
+        "serve": [(serve.main, case) for case in _served(files, out_dir)],
     }
     if count is not None:
         rng = random.Random(seed)
@@ -71,12 +72,13 @@ def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
     before = _tree(folder)
     # Reading the model takes most of the time; what is attacked is all before and after that.
     loading, common.load_model = common.load_model, functools.cache(common.load_model)
-    sample.load_model = evaluate.load_model = common.load_model
+    sample.load_model = evaluate.load_model = serve.load_model = common.load_model
     try:
         tallies = [_attack(name, some) for name, some in cases.items()]
         tallies.append(_bad_requests(folder, out_dir))
     finally:
         common.load_model = sample.load_model = evaluate.load_model = loading
+        serve.load_model = loading
     left = Tally("files changed or left by refused inputs")
     left.note(_tree(folder) == before, f"{sorted(_tree(folder).items() ^ before.items())[:4]}")
     return [*tallies, left]
@@ -358,6 +360,26 @@ def _shards(files: Path) -> Iterator[list[str]]:
         yield [name, "--out", str(out), "--workers", "1"]
     yield []
     yield [str(good)]
+
+
+def _served(files: Path, out_dir: Path) -> Iterator[list[str]]:
+    run = ["--checkpoint", str(out_dir), "--port", "0"]
+    for flag in ("port", "slots", "steps-per-call", "max-waiting", "max-rows", "max-steps",
+                 "max-body"):  # fmt: skip
+        for value in (*_NO_INTEGERS, "-1"):
+            yield [*run, f"--{flag}={value}"]
+    for flag in ("max-seconds", "drain"):
+        for value in (*(v for v in _NO_FLOATS if v != "1e39"), "0", "-1"):
+            yield [*run, f"--{flag}={value}"]
+    for name in ("nowhere", str(files), "/proc/self/mem", "x" * 300):
+        yield ["--port", "0", "--checkpoint", name]
+        yield [*run, "--chat-template", name]
+        yield [*run, "--preset", name]
+    for host in ("", "no such host", "999.999.999.999", "\u2028"):
+        yield [*run, "--host", host]
+    yield [*run, "--mesh.data", "3"]
+    yield [*run, "--dtype", "int8"]
+    yield [*run, "--no-such"]
 
 
 def _others(files: Path, out_dir: Path) -> Iterator[Case]:
