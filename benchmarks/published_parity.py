@@ -315,14 +315,24 @@ def aligned(settings: dict[str, Any], num_given: int) -> int:
 
 
 def sdar_loop(loop: Any) -> Callable[..., list[int]]:
-    """SDAR's ``block_diffusion_generate`` with our settings."""
+    """SDAR's ``block_diffusion_generate`` with our settings.
+
+    It knows no temperature 0: the likeliest tokens then come from a draw of our own, with their
+    probabilities. Its own draw with ``top_k=1`` says that all tokens are certain.
+    """
+    draw = getattr(loop, "sample_with_temperature_topk_topp", None)
+
+    def likeliest(logits: torch.Tensor, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        confidence, tokens = torch.softmax(logits, dim=-1).max(dim=-1)
+        return tokens, confidence
 
     def generate(reference: Any, prompt: np.ndarray, settings: dict[str, Any]) -> list[int]:
         is_dynamic = settings["order"] == "threshold"
+        loop.sample_with_temperature_topk_topp = draw if settings["temperature"] else likeliest
         found = loop.block_diffusion_generate(
             reference, {"input_ids": torch.tensor(prompt[None].astype(np.int64))}, MASK,
             gen_length=aligned(settings, len(prompt)), block_length=settings["_block"],
-            denoising_steps=settings["_block"], temperature=1.0, top_k=1,
+            denoising_steps=settings["_block"], temperature=1.0, top_k=settings.get("top_k", 0),
             remasking_strategy=f"low_confidence_{'dynamic' if is_dynamic else 'static'}",
             confidence_threshold=settings.get("threshold", 0.85), stopping_criteria_idx=[EOS],
         )  # fmt: skip
@@ -507,7 +517,8 @@ def cases(loop: Any) -> dict[str, Case]:
             "modeling_sdar", "SDARConfig", "SDARForCausalLM",
             (_SDAR, _SDAR | {"num_hidden_layers": 3, "num_key_value_heads": 1}),
             last_of("lm_head"), sdar_loop(loop), sdar,
-            ({}, {"threshold": 0.5}, {"order": "low_confidence"}, {"cache": "exact"}),
+            ({}, {"threshold": 0.5}, {"order": "low_confidence"}, {"cache": "exact"},
+             {"temperature": 1.0, "top_k": 1, "confidence_of": "filtered"}),
             mask=blocks_seen, attention="eager",
         ),
         "llada2": Case(
