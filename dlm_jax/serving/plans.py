@@ -11,6 +11,7 @@ import numpy as np
 
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import Request, make_requests
+from dlm_jax.inference.structure import regex_of_objects, regex_of_schema
 from dlm_jax.serving.errors import ApiError, of_value, refused
 from dlm_jax.serving.protocol import Chat, Completion, Infill, Message, Sampled
 from dlm_jax.settings import nearest
@@ -188,6 +189,8 @@ class Planner:
         settings = self._own_settings(asked, length)
         if rivals and "fill" not in settings:
             settings["fill"] = "parallel"
+        structure = self._structure(asked)
+        settings |= structure
         count = asked.n or 1
         if count * len(contents) > self.limits.rows:
             name = "n" if count > 1 else "prompt"
@@ -199,6 +202,8 @@ class Planner:
             stops = asked.stops
         except ValueError as error:
             raise refused(str(error), "stop") from None
+        if structure and stops:
+            raise refused("stop could cut a structure; drop it, or response_format", "stop")
         seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
         common = {"seed": seed, "max_length": self._room(asked), "read_back": bool(rivals)}
         requests: list[Request] = []
@@ -222,7 +227,10 @@ class Planner:
             made = make_requests(self.model, own, common, *place, known=self._known)
         except ValueError as error:
             names = {"gen_length": "max_tokens", "tokens": "prompt"}
-            raise of_value(error, names, {*self._settings, *_TOLD}, content) from None
+            found = of_value(error, names, {*self._settings, *_TOLD}, content)
+            if found.param == "structure" and not isinstance(own["structure"], str):
+                found.param = "max_tokens" if "max_tokens" in found.message else "response_format"
+            raise found from None
         if made[0].sample.steps > self.limits.steps:
             raise refused(
                 f"steps={made[0].sample.steps} is more than {self.limits.steps}; use fewer", "steps"
@@ -250,6 +258,25 @@ class Planner:
             except ValueError as error:
                 raise of_value(error, {"gen_length": "max_tokens"}, self._settings, name) from None
         return self._defaults | given
+
+    def _structure(self, asked: Sampled) -> dict[str, Any]:
+        """The settings that hold an answer to its format."""
+        form = asked.response_format
+        if form is None or form.type == "text":
+            return {}
+        if "structure" in (asked.model_extra or {}):
+            raise refused("structure is another name of response_format; give one", "structure")
+        missing = {"json_schema": form.json_schema, "regex": form.regex}
+        if missing.get(form.type, "") is None:
+            raise refused(f"response_format lacks {form.type}; give it", "response_format")
+        try:
+            if form.json_schema is not None:
+                pattern = regex_of_schema(form.json_schema.schema_)
+            else:
+                pattern = form.regex or regex_of_objects()
+            return {"structure": self.model.structures.automaton(pattern)}
+        except ValueError as error:
+            raise refused(str(error), "response_format") from None
 
     def _check_stream(self, asked: Sampled) -> None:
         for name in ("diffusing", "stream_options"):
