@@ -29,7 +29,7 @@ from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import make_requests
 from dlm_jax.serving.app import Options, make_app
-from dlm_jax.serving.plans import Limits
+from dlm_jax.serving.plan import Limits
 from dlm_jax.serving.run import Server, listening
 
 LENGTHS = (24, 48, 96)

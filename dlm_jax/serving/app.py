@@ -32,7 +32,8 @@ from dlm_jax.serving.http import (
 )
 from dlm_jax.serving.logs import log_answer
 from dlm_jax.serving.metrics import Metrics
-from dlm_jax.serving.plans import Limits, Plan, Planner
+from dlm_jax.serving.plan import Limits, Plan
+from dlm_jax.serving.planner import Planner
 from dlm_jax.serving.protocol import Chat, Completion, Infill, Tokenize
 from dlm_jax.serving.service import Service
 

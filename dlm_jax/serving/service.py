@@ -14,7 +14,8 @@ from dlm_jax.inference.request import Request
 from dlm_jax.inference.results import Row
 from dlm_jax.serving.answers import Answer, Done
 from dlm_jax.serving.errors import ApiError
-from dlm_jax.serving.plans import Plan, Planner
+from dlm_jax.serving.plan import Plan
+from dlm_jax.serving.planner import Planner
 from dlm_jax.types import Status
 
 Emit = Callable[[dict[str, Any]], Awaitable[None]]

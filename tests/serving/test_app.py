@@ -11,7 +11,7 @@ import pytest
 from serving_cases import EOS, MODEL, post, serving
 
 import dlm_jax
-from dlm_jax.serving.plans import Limits
+from dlm_jax.serving.plan import Limits
 
 LONG = {"max_tokens": 24, "extra_body": {"steps": 24}}
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -13,10 +12,9 @@ from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import Request, make_requests
 from dlm_jax.inference.structure import regex_of_objects, regex_of_schema
 from dlm_jax.serving.errors import ApiError, of_value, refused
+from dlm_jax.serving.plan import Kind, Limits, Plan
 from dlm_jax.serving.protocol import Chat, Completion, Infill, Message, Sampled
 from dlm_jax.settings import nearest
-
-Kind = Literal["completion", "chat", "infill"]
 
 _SHORT = 16
 _TOLD = (
@@ -31,54 +29,6 @@ _TOLD = (
     "tokens",
 )
 _REMEMBERED = 1024
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a request may ask for at most.
-
-    Attributes:
-      rows: of one request, over all its prompts.
-      waiting: rows that may wait for a slot.
-      body: bytes of a request.
-      seconds: that a request may take, with its waiting.
-      steps: of a row.
-    """
-
-    rows: int = 128
-    waiting: int = 1024
-    body: int = 1 << 20
-    seconds: float = 600.0
-    steps: int = 4096
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is to be run for a request, and how it is to be told.
-
-    Attributes:
-      kind: of endpoint.
-      requests: one for each choice, those of a prompt side by side.
-      stops: texts that end an answer.
-      is_stream: whether it comes in events.
-      has_usage: whether a stream ends with the usage.
-      is_diffusing: whether a stream shows the canvas.
-      echoes: what each choice begins with.
-      rivals: of each token to tell of; None: tokens are not told of at all.
-      per_prompt: choices of each prompt.
-      seed: of the first row.
-    """
-
-    kind: Kind
-    requests: tuple[Request, ...]
-    stops: tuple[str, ...] = ()
-    is_stream: bool = False
-    has_usage: bool = False
-    is_diffusing: bool = False
-    echoes: tuple[str, ...] = ()
-    rivals: int | None = None
-    per_prompt: int = 1
-    seed: int = 0
 
 
 class Planner:
