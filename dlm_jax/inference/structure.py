@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,7 @@ class Structures:
         self._texts, self._ids = list(found), list(found.values())
         self._alphabet = sorted(set("".join(self._texts)))
         self._known: OrderedDict[str, Automaton] = OrderedDict()
+        self._lock = threading.Lock()
 
     def automaton(self, pattern: str) -> Automaton:
         """The automaton of a regular expression.
@@ -53,15 +55,15 @@ class Structures:
           ValueError: it is none that `dlm_jax.inference.regular` knows, none of its texts can be
             written with these tokens, or it is too large.
         """
-        if pattern in self._known:
-            self._known.move_to_end(pattern)
-            return self._known[pattern]
         if len(pattern) > LONGEST:
             raise ValueError(f"structure has {len(pattern)} characters; use {LONGEST} at most")
-        found = self._compiled(pattern)
-        self._known[pattern] = found
-        if len(self._known) > _KEPT:
-            self._known.popitem(last=False)
+        with self._lock:
+            found = self._known.get(pattern)
+            if found is None:
+                found = self._known[pattern] = self._compiled(pattern)
+            self._known.move_to_end(pattern)
+            if len(self._known) > _KEPT:
+                self._known.popitem(last=False)
         return found
 
     def _compiled(self, pattern: str) -> Automaton:
@@ -172,6 +174,12 @@ def check_structure(request: Request, *, mask_id: int) -> None:
             f"step; use steps={needed}"
         )
     _check_reach(automaton, request.tokens[holes[0] :], mask_id)
+
+
+def is_broken(request: Request, tokens: np.ndarray) -> bool:
+    """Whether the tokens of a row that has ended, from its first hole on, break its structure."""
+    automaton = request.sample.structure
+    return isinstance(automaton, Automaton) and not automaton.accepts(tokens)
 
 
 def steps_needed(holes: np.ndarray, block_length: int, begin: int) -> int:

@@ -140,7 +140,8 @@ class Planner:
         if rivals and "fill" not in settings:
             settings["fill"] = "parallel"
         structure = self._structure(asked)
-        settings |= structure
+        if structure:
+            settings = self._token_a_step(asked, settings) | settings | structure
         count = asked.n or 1
         if count * len(contents) > self.limits.rows:
             name = "n" if count > 1 else "prompt"
@@ -178,8 +179,9 @@ class Planner:
         except ValueError as error:
             names = {"gen_length": "max_tokens", "tokens": "prompt"}
             found = of_value(error, names, {*self._settings, *_TOLD}, content)
-            if found.param == "structure" and not isinstance(own["structure"], str):
-                found.param = "max_tokens" if "max_tokens" in found.message else "response_format"
+            if found.param == "structure":
+                named = [name for name in ("max_tokens", "order") if f"{name}=" in found.message]
+                found.param = (*named, "response_format")[0]
             raise found from None
         if made[0].sample.steps > self.limits.steps:
             raise refused(
@@ -208,6 +210,14 @@ class Planner:
             except ValueError as error:
                 raise of_value(error, {"gen_length": "max_tokens"}, self._settings, name) from None
         return self._defaults | given
+
+    def _token_a_step(self, asked: Sampled, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings that a structure can be held with, where the request gives none."""
+        model, size = self.model, asked.max_tokens or self._room(asked)
+        block = settings.get("block_length", model.sample.block_length)
+        block = block or model.network.block_length
+        steps = (size // block + 2) * block if block else size
+        return {"order": "left_to_right", "schedule": "linear", "steps": steps}
 
     def _structure(self, asked: Sampled) -> dict[str, Any]:
         """The settings that hold an answer to its format."""

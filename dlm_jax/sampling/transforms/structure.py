@@ -93,9 +93,8 @@ def _checked(value: Any) -> Any:
 
 
 STRUCTURE = Setting(
-    "structure", "", "regular expression that the new text matches from end to end", parse=_checked,
-    hint=str | Automaton,
-)  # fmt: skip
+    "structure", "", "regular expression that the new text matches from end to end", parse=_checked
+)
 
 
 class Ways(NamedTuple):
