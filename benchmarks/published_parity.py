@@ -9,7 +9,8 @@ The families are those of `cases`; SDAR's CUDA kernels are replaced by their for
 the project's modeling files (``modeling_llada.py`` and its configuration), ``FILE``
 the program with its loop where that is not among them (LLaDA's and SDAR's ``generate.py``). Neither
 is part of this package: they are code of other projects, which this program runs. Needs the extra
-``bench`` and the version of transformers that the code was written for.
+``bench`` and the version of transformers that the code was written for. SDAR's mixture of experts
+is the Qwen3 one of transformers with SDAR's masks, and runs in SDAR's loop.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -53,6 +54,12 @@ class Case:
       generate: ``(reference, ids, settings) -> ids`` of the whole row.
       settings: of `dlm_jax.generate` that are the same loop.
       loops: ways to run that loop: what changes in the settings.
+      is_shifted: whether a position's logits predict the next one.
+      make: the reference, of its module, class and config.
+      attention: implementation of its attention.
+      mask: ``(block, length) -> mask`` that its forward is given; None: none.
+      prompts: lengths of the prompts.
+      says: what config.json says besides.
     """
 
     module: str
@@ -67,6 +74,8 @@ class Case:
     make: Callable[..., Any] = lambda module, name, config: getattr(module, name)(config)
     attention: str = "sdpa"
     mask: Callable[[int, int], torch.Tensor] | None = None
+    prompts: tuple[int, ...] = PROMPTS
+    says: dict[str, Any] = field(default_factory=dict)
 
 
 def blocks_seen(block: int, length: int) -> torch.Tensor:
@@ -163,7 +172,7 @@ def compare_ids(
 ) -> tuple[int, dict[str, int]]:
     """Tokens generated, and how many differ at batch 1, 8 and among strangers."""
     rng = np.random.default_rng(seed)
-    prompts = [rng.integers(0, VOCAB - 3, n) for n in PROMPTS]
+    prompts = [rng.integers(0, VOCAB - 3, n) for n in case.prompts]
     settings = case.settings | changes
     wanted = [case.generate(reference, prompt, settings) for prompt in prompts]
     ours = {k: v for k, v in settings.items() if not k.startswith("_")}
@@ -172,20 +181,20 @@ def compare_ids(
         ends = [i for i, id_ in enumerate(ids) if i >= start and id_ in model.eos_ids]
         return ids[: ends[0] + 1] if ends else ids
 
-    wanted = [upto_eos(row, n) for row, n in zip(wanted, PROMPTS, strict=True)]
+    wanted = [upto_eos(row, n) for row, n in zip(wanted, case.prompts, strict=True)]
     rows: list[dict[str, Any]] = [{"tokens": prompt.tolist()} for prompt in prompts]
     if "_block" in settings:
         for row in rows:
             row["gen_length"] = aligned(settings, len(row["tokens"]))
             first, end = len(row["tokens"]) // settings["_block"], len(row["tokens"])
             num_blocks = (end + row["gen_length"]) // settings["_block"] - first
-            row["steps"] = num_blocks * settings["_block"]
+            row["steps"] = num_blocks * settings.get("_steps", settings["_block"])
     stranger = [
         {
             "tokens": rng.integers(0, VOCAB - 3, 11).tolist(),
             "temperature": 1.3,
             "seed": 9,
-            "steps": 64,
+            "steps": 96,
         }
     ]
     batches = {
@@ -204,7 +213,7 @@ def compare_ids(
             sum(a != b for a, b in zip(own, theirs, strict=False)) + abs(len(own) - len(theirs))
             for own, theirs in zip(found, wanted, strict=True)
         )
-    return sum(len(w) - n for w, n in zip(wanted, PROMPTS, strict=True)), differ
+    return sum(len(w) - n for w, n in zip(wanted, case.prompts, strict=True)), differ
 
 
 def last_of(name: str) -> Callable[..., torch.Tensor]:
@@ -340,6 +349,62 @@ def llada2_loop(reference: Any, prompt: np.ndarray, settings: dict[str, Any]) ->
     return [*prompt.tolist(), *found[0].tolist()]
 
 
+def llada21_loop(reference: Any, prompt: np.ndarray, settings: dict[str, Any]) -> list[int]:
+    """``generate`` of LLaDA2.1 with our settings; its bfloat16 mask goes with bfloat16 alone."""
+    forward = type(reference).forward
+
+    def widened(ids: torch.Tensor, attention_mask: torch.Tensor, **given: Any) -> Any:
+        return forward(reference, ids, attention_mask=attention_mask.float(), **given)
+
+    reference.forward = widened
+    found = reference.generate(
+        torch.tensor(prompt[None].astype(np.int64)), temperature=0.0,
+        block_length=settings["_block"], gen_length=aligned(settings, len(prompt)),
+        threshold=settings["threshold"], editing_threshold=settings["rewrite_threshold"],
+        max_post_steps=settings["rewrite_steps"], eos_early_stop=True, eos_id=EOS, mask_id=MASK,
+    )  # fmt: skip
+    del reference.forward
+    return [*prompt.tolist(), *found[0].tolist()]
+
+
+def fast_dllm_loop(reference: Any, prompt: np.ndarray, settings: dict[str, Any]) -> list[int]:
+    """``generate`` of Fast-dLLM v2 with our settings, without the token behind its last block."""
+    length = len(prompt) + aligned(settings, len(prompt))
+    found, *_ = reference.generate(
+        torch.tensor(prompt[None].astype(np.int64)), mask_id=MASK, stop_token=EOS, temperature=0,
+        max_new_tokens=length - len(prompt) // settings["_block"] * settings["_block"],
+        threshold=settings["threshold"], small_block_size=settings["block_length"],
+        block_size=settings["_block"],
+    )  # fmt: skip
+    return found[0, :length].tolist()
+
+
+def fast_dllm(module: Any, name: str, config: Any) -> Any:
+    """A Fast-dLLM v2, whose attention is asked for by name."""
+    config._attn_implementation = "sdpa"
+    return getattr(module, name)(config)
+
+
+def qwen3_moe(module: Any, name: str, config: Any) -> Any:
+    """Qwen3's mixture of experts, called as SDAR's loop calls a model: it says what is kept."""
+    made = getattr(module, name)(config)
+    forward = type(made).forward
+
+    def called(ids: torch.Tensor, attention_mask: Any = None, **given: Any) -> Any:
+        keeps, cache = given.pop("store_kv", True), given.get("past_key_values")
+        length = 0 if cache is None else cache.get_seq_length()
+        if attention_mask is not None:
+            seen = attention_mask.bool()
+            attention_mask = seen[:, None] if seen.ndim == 3 else seen
+        found = forward(made, ids, attention_mask=attention_mask, **given)
+        if cache is not None and not keeps:
+            cache.crop(length)
+        return found
+
+    made.forward = called
+    return made
+
+
 _LLADA = {
     "d_model": 32, "n_heads": 4, "n_kv_heads": 4, "n_layers": 2, "mlp_hidden_size": 48,
     "vocab_size": VOCAB, "embedding_size": VOCAB, "max_sequence_length": 128, "rope": True,
@@ -385,6 +450,22 @@ _LLADA2 = {
 }  # fmt: skip
 
 
+_FAST_DLLM = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": VOCAB, "bd_size": 32, "max_position_embeddings": 256,
+    "rope_theta": 1e6, "rms_norm_eps": 1e-6, "mask_token_id": MASK, "pad_token_id": EOS,
+    "eos_token_id": EOS, "tie_word_embeddings": False,
+}  # fmt: skip
+_QWEN3_MOE = {
+    "hidden_size": 32, "head_dim": 16, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB, "num_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "max_position_embeddings": 128,
+    "rope_theta": 1e6, "rms_norm_eps": 1e-6, "pad_token_id": EOS, "eos_token_id": EOS,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
 def cases(loop: Any) -> dict[str, Case]:
     """The families by name; `loop` is the module of a program with the loop."""
     quota = {"gen_length": 48, "steps": 24, "block_length": 16, "order": "low_confidence"}
@@ -394,7 +475,34 @@ def cases(loop: Any) -> dict[str, Case]:
     sdar = {"gen_length": 48, "_block": 4, "temperature": 0.0, "order": "threshold",
             "threshold": 0.85, "threshold_above": True, "stop_at_eos": True}  # fmt: skip
     llada2 = sdar | {"_block": 32, "threshold": 0.95}
+    llada21 = llada2 | {"order": "joint_threshold", "rewrite_threshold": 0.9, "rewrite_steps": 16,
+                        "_steps": 48}  # fmt: skip
+    v2 = sdar | {"_block": 32, "block_length": 8, "threshold": 0.9, "threshold_alone": 32}
     return {
+        "fast_dllm": Case(
+            "modeling", "Fast_dLLM_QwenConfig", "Fast_dLLM_QwenForCausalLM",
+            (_FAST_DLLM, _FAST_DLLM | {"num_hidden_layers": 3, "num_key_value_heads": 1}),
+            last_of("lm_head"), fast_dllm_loop, v2,
+            ({}, {"threshold": 0.4}, {"cache": "exact"}),
+            is_shifted=True, make=fast_dllm, prompts=(5, 12, 40, 64, 33, 8, 70, 31),
+        ),
+        "sdar_moe": Case(
+            "modeling_qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeForCausalLM",
+            (_QWEN3_MOE, _QWEN3_MOE | {"num_hidden_layers": 3, "num_experts_per_tok": 3}),
+            last_of("lm_head"), sdar_loop(loop), sdar,
+            ({}, {"threshold": 0.5}, {"cache": "exact"}),
+            make=qwen3_moe, mask=blocks_seen,
+            says={"architectures": ["SDARMoeForCausalLM"], "model_type": "sdar_moe",
+                  "block_size": 4},
+        ),
+        "llada2.1": Case(
+            "modeling_llada21_moe", "LLaDA2MoeConfig", "LLaDA2MoeModelLM",
+            (_LLADA2, _LLADA2 | {"num_hidden_layers": 4}),
+            last_of("lm_head"), llada21_loop, llada21,
+            ({}, {"threshold": 0.5, "rewrite_threshold": 0.3},
+             {"threshold": 0.3, "rewrite_threshold": 0.2, "cache": "exact"}),
+            mask=blocks_added,
+        ),
         "sdar": Case(
             "modeling_sdar", "SDARConfig", "SDARForCausalLM",
             (_SDAR, _SDAR | {"num_hidden_layers": 3, "num_key_value_heads": 1}),
@@ -443,6 +551,14 @@ def main() -> None:
     parser.add_argument("--loop", type=Path, metavar="FILE")
     args = parser.parse_args()
     package(args.code, "reference_code")
+    if args.family == "sdar_moe":
+        sys.modules["reference_code.modeling_qwen3_moe"] = importlib.import_module(
+            "transformers.models.qwen3_moe"
+        )
+    if args.family == "fast_dllm":
+        # What it imports and does not use outside training.
+        sys.modules["einops"] = types.ModuleType("einops")
+        vars(sys.modules["einops"]).update(rearrange=None, repeat=None)
     if args.family == "sdar":
         stand_ins("reference_code")
     loop = None if args.loop is None else program(args.loop, "reference_loop")
@@ -459,6 +575,8 @@ def main() -> None:
             config.architectures = [case.model]
             reference.save_pretrained(folder)
             write_tokenizer(Path(folder))
+            written = Path(folder) / "config.json"
+            written.write_text(json.dumps(json.loads(written.read_text()) | case.says))
             model = dlm_jax.load(folder)
         hidden, logits = compare_states(case, reference, model, number)
         for changes in case.loops if number == 0 else case.loops[:1]:

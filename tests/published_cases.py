@@ -66,6 +66,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "score_function": "sigmoid", "tie_word_embeddings": False, "topk_group": 2,
         "use_bias": False, "use_qk_norm": True, "use_qkv_bias": False, "vocab_size": VOCAB,
     },
+    "fast_dllm": {
+        "architectures": ["Fast_dLLM_QwenForCausalLM"], "model_type": "Fast_dLLM_Qwen",
+        "bd_size": 8, "conplemenrary_mask": True, "hidden_act": "silu", "hidden_size": 24,
+        "intermediate_size": 40, "layer_types": ["full_attention"] * 2,
+        "max_position_embeddings": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
+        "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_scaling": None,
+        "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
+        "use_sliding_window": False, "vocab_size": VOCAB,
+    },
+    "sdar_moe": {
+        "architectures": ["SDARMoeForCausalLM"], "model_type": "sdar_moe", "hidden_act": "silu",
+        "attention_bias": False, "block_size": 4, "decoder_sparse_step": 1, "head_dim": 8,
+        "hidden_size": 24, "intermediate_size": 40, "max_position_embeddings": 64,
+        "mlp_only_layers": [], "moe_intermediate_size": 12, "norm_topk_prob": True,
+        "num_attention_heads": 4, "num_experts": 6, "num_experts_per_tok": 2,
+        "num_hidden_layers": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000, "tie_word_embeddings": False, "vocab_size": VOCAB,
+    },
     "qwen2": {
         "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
         "hidden_size": 24, "intermediate_size": 40, "max_position_embeddings": 64,
@@ -104,17 +122,16 @@ def shapes(name: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             f"{start}self_attn.v_proj.weight": (groups * size, width),
             f"{start}self_attn.o_proj.weight": (width, heads * size),
         }
-        if name in ("dream", "qwen2"):
+        if name in ("dream", "qwen2", "fast_dllm"):
             for part, rows in (("q", heads), ("k", groups), ("v", groups)):
                 found[f"{start}self_attn.{part}_proj.bias"] = (rows * size,)
-        if config.get("qk_layernorm") or name == "sdar":
+        if config.get("qk_layernorm") or name in ("sdar", "sdar_moe"):
             found |= {f"{start}self_attn.{part}_norm.weight": (size,) for part in "qk"}
-        if config.get("moe_layer_freq", [0] * 99)[layer]:
+        if name == "sdar_moe" or config.get("moe_layer_freq", [0] * 99)[layer]:
+            inner = config.get("expert_intermediate_size") or config["moe_intermediate_size"]
             found[f"{start}mlp.gate.weight"] = (config["num_experts"], width)
             for expert in range(config["num_experts"]):
-                found |= _mlp(
-                    f"{start}mlp.experts.{expert}.", width, config["expert_intermediate_size"]
-                )
+                found |= _mlp(f"{start}mlp.experts.{expert}.", width, inner)
         else:
             inner = config.get("intermediate_size") or config["dense_intermediate_size"]
             found |= _mlp(f"{start}mlp.", width, inner)

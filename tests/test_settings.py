@@ -324,8 +324,8 @@ def test_settings_of_ones_own_rules_are_checked_like_any():
     with pytest.raises(ValueError, match="^own_count=2 is not a sampling setting; "):
         dlm_jax.generate(toy_model.MODEL, ["The "], own_count=2)
     _refused("order='leftmost' is not one of low_confidence, random, left_to_right, entropy, "
-             "margin, threshold, factor, entropy_bound, ancestral, random_filled; did "
-             "you mean 'left_to_right'?",
+             "margin, threshold, factor, entropy_bound, ancestral, random_filled, "
+             "joint_threshold; did you mean 'left_to_right'?",
              order="leftmost")  # fmt: skip
 
 

@@ -13,11 +13,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.attacks.report import Tally, environment, finish, flags
+import dlm_jax.config as configs
+from benchmarks.attacks.report import TEXT, Tally, environment, finish, flags
 from dlm_jax.batch import files
 from dlm_jax.checkpoint import load_params, load_weights, save_weights
+from dlm_jax.data import TokenShards, load_corpus, make_tokenizer, shard, train_bpe
 from dlm_jax.data.token_files import is_intact
 from dlm_jax.metrics import read_records
+from dlm_jax.training.checks import check_same_run
+from dlm_jax.training.files import config_of_run
 
 _FLIPS = 200
 Read = Callable[[], Any]
@@ -38,16 +42,28 @@ def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
     params, meta = load_params(out_dir)
     save_weights(weights, params, meta)
     mark = str(files.run_of(results)["fingerprint"])
-    (step,) = (out_dir / "checkpoints").iterdir()
+    (step,), (best,) = ((out_dir / name).iterdir() for name in ("checkpoints", "best"))
+    corpus = _sharded(folder)
+    text, tokenizer = folder / "text.txt", folder / "tokenizer.json"
+    tokenizer.write_text(train_bpe(TEXT, 262).content)
+    learnt = _tokenizer(tokenizer)
     kinds: list[tuple[str, list[Path], Read, Callable[[Any, Any], bool]]] = [
         ("weights file", [weights], lambda: load_weights(weights), _same),
-        ("checkpoint", [p for p in sorted(step.rglob("*")) if p.is_file() and p.stat().st_size],
-         lambda: load_params(out_dir, report=lambda line: None), _same),
+        ("checkpoint", _files(step), lambda: load_params(out_dir, report=_unheard), _same),
+        ("best checkpoint", _files(best),
+         lambda: load_params(out_dir / "best", report=_unheard), _same),
+        ("config.toml, of which --resume reads nothing", [out_dir / "config.toml"],
+         lambda: configs.to_dict(config_of_run(out_dir)), _same),
         ("metrics.jsonl", [out_dir / "metrics.jsonl"],
          lambda: read_records(out_dir / "metrics.jsonl"), _same),
         ("results", [results, files.run_path(results)],
          lambda: files.load(results, mark)[0], _last_redone),
         ("token file", sorted((folder / "tokens").glob("*.npy")), lambda: _tokens(folder), _same),
+        ("sharded corpus", _files(corpus), lambda: _ids(folder, corpus), _same),
+        ("text of a run that goes on", [text],
+         lambda: _goes_on(meta, corpus={"name": "text", "sha256": _sha256(folder, text)}), _same),
+        ("tokenizer.json of a run that goes on", [tokenizer],
+         lambda: _goes_on(meta | {"tokenizer": learnt}, tokenizer=_tokenizer(tokenizer)), _same),
     ]  # fmt: skip
     tallies = [
         _attack(name, paths, read, is_harmless, rng, count or _FLIPS)
@@ -136,6 +152,53 @@ def _same(expected: Any, found: Any) -> bool:
 def _last_redone(expected: files.Rows, found: files.Rows) -> bool:
     """Whether the results are the same, or the last lacks, which is then made again."""
     return list(found.items()) in (list(expected.items()), list(expected.items())[:-1])
+
+
+def _unheard(line: str) -> None:
+    """Takes what is said of a damaged checkpoint."""
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files below a folder that hold anything."""
+    return [p for p in sorted(folder.rglob("*")) if p.is_file() and p.stat().st_size]
+
+
+def _sharded(folder: Path) -> Path:
+    """A sharded corpus of a few documents."""
+    source, out = folder / "documents.jsonl", folder / "shards"
+    source.write_text("".join(json.dumps({"text": f"{n} {TEXT[:200]}"}) + "\n" for n in range(30)))
+    code = shard.main(
+        [str(source), "--out", str(out), "--shards", "2", "--workers", "1", "--held-out", "0.2"]
+    )
+    assert code == 0, f"exit code {code}"
+    return out
+
+
+def _ids(folder: Path, corpus: Path) -> list[np.ndarray]:
+    """All ids of a sharded corpus."""
+    found = load_corpus(corpus, seq_len=16, cache_dir=folder / "cache")
+    parts = [rows for rows in (found.train_rows, found.val_rows) if isinstance(rows, TokenShards)]
+    ids = [np.zeros(len(rows), np.int32) for rows in parts]
+    for rows, all_ids in zip(parts, ids, strict=True):
+        rows.read_into(all_ids, 0)
+    return ids
+
+
+def _sha256(folder: Path, text: Path) -> str:
+    """What a run knows its text by."""
+    return load_corpus(text, seq_len=16, cache_dir=folder / "flipped").sha256
+
+
+def _tokenizer(path: Path) -> dict[str, Any]:
+    """What a run keeps of its tokenizer; ValueError for one that is none."""
+    return make_tokenizer(str(path), TEXT).to_json()
+
+
+def _goes_on(saved: dict[str, Any], **changed: Any) -> dict[str, Any]:
+    """What a run that was saved so goes on with; ValueError if it refuses to."""
+    meta = {"own": {}} | saved | changed
+    check_same_run(meta, saved)
+    return meta
 
 
 def _tokens(folder: Path) -> list[bytes]:

@@ -1,5 +1,7 @@
 """Bad flags, settings and files: each must be refused in one line, with the exit code for that.
 
+That is 2, or 6 for what could be said well, but does not fit into memory.
+
 The programs run in this process, so that hundreds take a minute; what could abort or hang it is
 bounded by a limit on time and on memory.
 """
@@ -14,7 +16,9 @@ import os
 import random
 import resource
 import signal
+import sys
 import typing
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,7 @@ from benchmarks.attacks.report import Tally, environment, finish, flags
 from dlm_jax.checkpoint import load_params, save_weights
 from dlm_jax.cli import common, evaluate, export, sample, train
 from dlm_jax.cli.ends import End
+from dlm_jax.data import shard
 from dlm_jax.data.subword import train_bpe
 from dlm_jax.sampling.rules import BUILT_IN
 
@@ -54,6 +59,7 @@ def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
         "sample.py, settings": [(sample.main, case) for case in _settings(out_dir)],
         "sample.py, flags and files": [(sample.main, c) for c in _sample_files(files, out_dir)],
         "evaluate, export": list(_others(files, out_dir)),
+        "sharded corpora": [(shard.main, case) for case in _shards(files)],
     }
     if count is not None:
         rng = random.Random(seed)
@@ -77,9 +83,10 @@ def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
 
 
 def _attack(name: str, cases: list[Case]) -> Tally:
-    tally = Tally(name)
+    tally, codes = Tally(name), Counter[int | None]()
     for main, arguments in cases:
         code, out, err = _ended(main, arguments)
+        codes[code] += 1
         is_refused = (
             code in (End.REFUSED, End.NO_MEMORY)
             and out == ""
@@ -88,6 +95,8 @@ def _attack(name: str, cases: list[Case]) -> Tally:
         )
         shown = " ".join(part if len(part) < 60 else f"{part[:60]}..." for part in arguments[-4:])
         tally.note(is_refused, f"{name} {shown!r}: code {code}, {err[-300:]!r}")
+    counts = ", ".join(f"{int(code or 0)}: {count}" for code, count in codes.items())
+    print(f"    exit codes of {name}: {counts}", file=sys.stderr)
     return tally
 
 
@@ -326,6 +335,25 @@ def _sample_files(files: Path, out_dir: Path) -> Iterator[list[str]]:
         path = files / f"{number}.safetensors"
         path.write_bytes(content)
         yield ["--checkpoint", str(path)]
+
+
+def _shards(files: Path) -> Iterator[list[str]]:
+    good, out = files / "documents.jsonl", files / "corpus"
+    good.write_text("".join(f'{{"text": "document {n}"}}\n' for n in range(9)))
+    run = [str(good), "--out", str(out), "--workers", "1"]
+    for flag in ("shards", "workers", "sample-mb"):
+        for value in (*_NO_INTEGERS, "0", "-1"):
+            yield [*run, f"--{flag}={value}"]
+    for value in (*_NO_FLOATS, "0", "1", "-0.1"):
+        yield [*run, f"--held-out={value}"]
+    for kind in ("", "no-such", "character", "bpe:", "bpe:9", "bpe:99999999999", "nowhere.json"):
+        yield [*run, "--tokenizer", kind]
+    for name in (str(good), str(good / "below"), "/proc/corpus", "z" * 300):
+        yield [str(good), "--out", name, "--workers", "1"]
+    for name in ("nowhere", str(files), "nowhere/*.txt", "", "\x00", "x" * 300):
+        yield [name, "--out", str(out), "--workers", "1"]
+    yield []
+    yield [str(good)]
 
 
 def _others(files: Path, out_dir: Path) -> Iterator[Case]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
                 break
         finish(folder, "train.py", *flags(folder, out_dir, **steps))
         why = difference(folder / "whole", out_dir)
+        print(f"    run {number}, {kills} kills: {why or 'exact'}", file=sys.stderr, flush=True)
         for _ in range(kills):
             tally.note(not why, f"run {number} after {kills} kills: {why}")
     return [tally]

@@ -179,12 +179,7 @@ def _from_json(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = dict(settings)
     for name, value in found.items():
-        if isinstance(value, list) and name not in (
-            "logit_bias",
-            "dry_breakers",
-            "chain",
-            "tokens",
-        ):
+        if isinstance(value, list) and name not in _LISTS:
             raise ValueError(f"{name} is a list; a request takes one value")
     bias = found.get("logit_bias")
     try:

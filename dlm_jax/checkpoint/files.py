@@ -6,6 +6,7 @@ process and go with the next save; ``.damaged`` was set aside and stays until a 
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import logging
 import os
@@ -45,6 +46,13 @@ def checkpoint_root(directory: str | os.PathLike[str]) -> Path:
 def step_path(root: Path, step: int) -> Path:
     """The directory of one checkpoint."""
     return root / f"step_{step:08d}"
+
+
+def facts_of(leaves: Leaves) -> dict[str, Any]:
+    """What the manifest of a checkpoint says besides its files: its format, and who wrote it."""
+    writers = ("jax", "orbax-checkpoint", "numpy")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in writers)
+    return {"format": FORMAT, "versions": versions, "leaves": leaves}
 
 
 def complete_steps(root: Path) -> list[int]:

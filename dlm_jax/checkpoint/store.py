@@ -25,12 +25,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
 from dlm_jax.checkpoint import bucket, manifest
 from dlm_jax.checkpoint.files import (
-    FORMAT,
     Leaves,
     Place,
     check_same_leaves,
@@ -38,6 +36,7 @@ from dlm_jax.checkpoint.files import (
     checkpoint_root,
     complete_steps,
     describe,
+    facts_of,
     make_room,
     map_with_names,
     nested,
@@ -198,7 +197,7 @@ class Checkpoints:
     def _finish_in_bucket(
         self, step: int, leaves: Leaves, meta: dict[str, Any], held: bucket.OnHost
     ) -> None:
-        bucket.write(step_path(self.directory, step), held, meta, _facts(leaves))
+        bucket.write(step_path(self.directory, step), held, meta, facts_of(leaves))
         if jax.process_index() == 0:
             prune(self.directory, keep=self._keep)
 
@@ -206,7 +205,7 @@ class Checkpoints:
         # On process 0 Orbax returns only when every process has written its part.
         self._writer.wait_until_finished()
         if jax.process_index() == 0:
-            manifest.write(self._written(step), _facts(leaves))
+            manifest.write(self._written(step), facts_of(leaves))
             self._written(step).rename(step_path(self.directory, step))
             manifest.sync(self.directory)
             prune(self.directory, keep=self._keep)
@@ -295,11 +294,3 @@ def _read_meta(path: Path) -> dict[str, Any]:
         return json.loads((path / "meta" / "metadata").read_text())
     with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
         return reader.restore(path / "meta", args=ocp.args.JsonRestore())
-
-
-def _facts(leaves: Leaves) -> dict[str, Any]:
-    return {"format": FORMAT, "versions": _versions(), "leaves": leaves}
-
-
-def _versions() -> str:
-    return f"jax {jax.__version__}, orbax-checkpoint {ocp.__version__}, numpy {np.__version__}"

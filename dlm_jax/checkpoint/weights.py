@@ -155,9 +155,10 @@ def _checked_meta(path: Path, file: Any) -> dict[str, Any]:
 def _described(file: Any, name: str) -> list[Any]:
     """Type and shape of a tensor of the file; ValueError for another type than `DTYPES`."""
     content = file.get_slice(name)
-    if content.get_dtype() not in _NUMPY_OF:
-        raise ValueError(f"{name} is {content.get_dtype()}, and none of {', '.join(DTYPES)}")
-    return [str(_NUMPY_OF[content.get_dtype()]), list(content.get_shape())]
+    kind = content.get_dtype()
+    if kind not in _NUMPY_OF:
+        raise ValueError(f"{name} is of type {kind}, and none of {', '.join(DTYPES)}")
+    return [str(_NUMPY_OF[kind]), list(content.get_shape())]
 
 
 def _check_shapes(wanted: Mapping[str, list[Any]], found: Mapping[str, list[Any]]) -> None:

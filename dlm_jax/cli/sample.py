@@ -184,14 +184,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     emit("\n---\n".join(texts))
     print_read_back(result, model.tokenizer, args.read_back)
     _tell(result, seconds, compiling)
-    end = End.DONE
     if args.trace is not None and not write_page(model, prompts[0], frames, args.trace):
-        end = End.NO_PAGE
+        return _end_of(result, End.NO_PAGE)
+    return _end_of(result, End.DONE)
+
+
+def _end_of(result: dlm_jax.Texts, otherwise: End) -> End:
+    """Says which texts a model that is not finite left unfinished; `otherwise` if it is."""
     broken = [str(i) for i, status in enumerate(result.status) if status is Status.NON_FINITE]
     if broken:
         say_error(f"the model's logits are not finite: texts {', '.join(broken)} are unfinished")
-        end = End.NOT_FINITE
-    return end
+        return End.NOT_FINITE
+    return otherwise
 
 
 def _tell(result: dlm_jax.Texts, seconds: float, compiling: float) -> None:

@@ -23,6 +23,14 @@ class ObjectiveConfig:
         "linear", "noise schedule of the ELBO: linear, cosine or polynomial"
     )
     schedule_power: float = field(2.0, "polynomial schedule: the share hidden at time t is t^power")
+    normaliser: Literal["tokens", "rows", "masked"] = field(
+        "tokens",
+        "what the ELBO's weighted sum is divided by: tokens (all that are not given), rows (first "
+        "each row by its own tokens, then by the rows) or masked (the tokens that are hidden)",
+    )
+    time_weight: bool = field(
+        True, "hidden tokens are weighted as the ELBO weights their time; false: all alike"
+    )
     denoising_share: float = field(
         0.0, "share of each batch's rows, and of the loss, that is denoising instead of the ELBO"
     )

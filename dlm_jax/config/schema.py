@@ -288,9 +288,10 @@ class Config:
         )
         require(
             self.model.attention_type != "block_causal"
-            or self.sample.block_length in (0, self.model.block_length),
+            or self.model.block_length % (self.sample.block_length or 1) == 0,
             f"sample.block_length={self.sample.block_length} is not the model.block_length="
-            f"{self.model.block_length} that the model is trained with; use 0 for the same",
+            f"{self.model.block_length} that the model is trained with, nor a part of it; use 0 "
+            "for the same",
         )
         require(
             self.model.attention_type != "block_causal" or self.objective.proofreading_share == 0,

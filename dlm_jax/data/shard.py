@@ -230,7 +230,14 @@ def prepare_out(out: str) -> None:
     with reachable("--out", out):
         if (path / INDEX_NAME).exists():
             raise ValueError(f"--out={out} holds a corpus already; name another directory")
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if is_remote(out):
+                raise
+            raise ValueError(
+                f"--out={out} cannot be made ({error.strerror}); name another directory"
+            ) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

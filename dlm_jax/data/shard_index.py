@@ -100,9 +100,9 @@ def read_index(directory: str) -> Index:
     """
     path = located(directory) / INDEX_NAME
     with reachable("data.source", directory):
-        text = path.read_text()
-    line, _, crc = text.partition("\n")
-    if crc != f"{zlib.crc32(line.encode()):08x}\n":
+        content = path.read_bytes()
+    line, _, crc = content.partition(b"\n")
+    if crc != b"%08x\n" % zlib.crc32(line):
         raise ValueError(f"{path} is damaged: its checksum is wrong; copy the corpus again")
     facts = json.loads(line)
     if facts["format"] != _FORMAT:

@@ -62,8 +62,32 @@ Objective = Callable[[Batch, jax.Array], Example]
 """``(batch, key) -> Example``; rows that belong to another objective have length 0."""
 
 
+class Normaliser(NamedTuple):
+    """How the losses of hidden tokens become one; the defaults give the bound per token.
+
+    Attributes:
+      over: ``tokens``: the sum is divided by all tokens that are not given (pre-training of LLaDA,
+        Nie et al. 2025, algorithm 1); ``rows``: each row by its own, then the mean over rows
+        (algorithm 2, its instruction tuning); ``masked``: by the tokens that are hidden (Dream).
+      is_weighted: whether tokens are weighted as the ELBO weights their time; LLaDA2 and Fast-dLLM
+        v2 train all alike.
+    """
+
+    over: str = "tokens"
+    is_weighted: bool = True
+
+
+BOUND = Normaliser()
+
+
 def elbo(
-    batch: Batch, key: jax.Array, *, schedule: Schedule, mask_id: int, block_length: int = 0
+    batch: Batch,
+    key: jax.Array,
+    *,
+    schedule: Schedule,
+    mask_id: int,
+    block_length: int = 0,
+    normaliser: Normaliser = BOUND,
 ) -> Example:
     """One-sample estimate of the continuous-time negative ELBO of masked diffusion, per token.
 
@@ -71,7 +95,8 @@ def elbo(
     low-discrepancy time per row (Shi et al. 2024, equation 6; Sahoo et al. 2024, equation 11), or
     per block of a block-causal model, whose bound is the sum over its blocks, each given the clean
     ones before it (Arriola et al. 2025, Block diffusion, equation 6). Times below 1e-3 are not
-    drawn; what they hold of the bound is at most 1.6e-3 of it.
+    drawn; what they hold of the bound is at most 1.6e-3 of it. With another `normaliser` it is what
+    that says instead.
     """
     time_key, mask_key = jax.random.split(key)
     is_free_BL = batch.is_free_BL()
@@ -85,20 +110,33 @@ def elbo(
     else:
         t = stratified_times(time_key, num_rows, smallest=_SMALLEST_TIME)
     is_masked_BL = mask_independently(mask_key, schedule.masked_ratio(t), is_free_BL)
-    return elbo_at(batch, is_masked_BL, schedule.weight(t), mask_id=mask_id)
+    weight = schedule.weight(t) if normaliser.is_weighted else jnp.ones_like(t)
+    return elbo_at(batch, is_masked_BL, weight, mask_id=mask_id, over=normaliser.over)
 
 
-def elbo_at(batch: Batch, is_masked_BL: jax.Array, weight: jax.Array, *, mask_id: int) -> Example:
+def elbo_at(
+    batch: Batch,
+    is_masked_BL: jax.Array,
+    weight: jax.Array,
+    *,
+    mask_id: int,
+    over: str = BOUND.over,
+) -> Example:
     """The example of given masks: ``weight`` times the cross-entropy of what they hide.
 
-    One weight a row, ``[B]``, or a position, ``[B, L]``.
+    One weight a row, ``[B]``, or a position, ``[B, L]``. `over` is as in `Normaliser`.
     """
     weight_BL = weight if weight.ndim == 2 else weight[:, None]
-    return Example(
-        shown_BL=jnp.where(is_masked_BL, mask_id, batch.tokens_BL),
-        weight_BL=jnp.where(is_masked_BL, weight_BL, 0.0),
-        total=jnp.sum(batch.is_free_BL()).astype(jnp.float32),
-    )
+    weight_BL = jnp.where(is_masked_BL, weight_BL, 0.0)
+    free_B = jnp.sum(batch.is_free_BL(), axis=1)
+    total = jnp.sum(free_B)
+    if over == "rows":
+        weight_BL /= jnp.maximum(free_B, 1)[:, None]
+        total = jnp.sum(free_B > 0)
+    elif over == "masked":
+        total = jnp.sum(is_masked_BL)
+    shown_BL = jnp.where(is_masked_BL, mask_id, batch.tokens_BL)
+    return Example(shown_BL, weight_BL, total.astype(jnp.float32))
 
 
 class Denoising(NamedTuple):

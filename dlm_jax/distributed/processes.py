@@ -85,16 +85,16 @@ def check_same_everywhere(facts: dict[str, Any]) -> None:
         return
     mine = json.loads(json.dumps(facts))
     first: dict[str, Any] = on_first_process(lambda: mine)
-    names = sorted(first)
-    differing = [place for place, name in enumerate(names) if mine.get(name) != first[name]]
-    if mine.keys() - first.keys():
-        differing.append(len(names))
-    found = np.int32(differing[0] if differing else -1)
-    for process, place in enumerate(np.asarray(multihost_utils.process_allgather(found))):
-        if place >= 0:
-            name = "version" if place == len(names) else names[place]
-            here = f" ({mine.get(name)!r} here, {first.get(name)!r} there)" if differing else ""
+    differing = sorted(name for name in first if mine.get(name) != first[name])
+    found = ""
+    if differing:
+        name = differing[0]
+        found = f"{name} than process 0 ({mine.get(name)!r}, not {first[name]!r})"
+    elif mine.keys() - first.keys():
+        found = "version than process 0"
+    for process, difference in enumerate(gathered(found)):
+        if difference:
             raise ValueError(
-                f"process {process} has another {name} than process 0{here}; "
+                f"process {process} has another {difference}; "
                 "start every process with the same config and program"
             )

@@ -30,10 +30,10 @@ def check_settings(model: Model, sample: SampleConfig) -> None:
 
 def _check_blocks(facts: ModelFacts, sample: SampleConfig) -> None:
     """Raises ValueError for settings that a block-causal model cannot follow."""
-    if sample.block_length != facts.block_length:
+    if facts.block_length % max(sample.block_length, 1) or sample.block_length < 1:
         raise ValueError(
             f"block_length={sample.block_length} is not the {facts.block_length} that the model "
-            "was trained with; use 0 for the same"
+            "was trained with, nor a part of it; use 0 for the same"
         )
     if sample.edits:
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from dlm_jax.distributed.processes import gathered
@@ -107,10 +107,8 @@ def generate(
         told = ended = 0
         while engine.is_busy:
             finished = engine.step().finished
-            for ticket, row in finished.items():
-                if row.error is not None:
-                    raise row.error
-                rows[owners[ticket]] = row
+            _raise_first(finished.values())
+            rows |= {owners[ticket]: row for ticket, row in finished.items()}
             if on_commits is not None:
                 ended += sum(row.num_generated for row in finished.values())
                 now = ended + engine.num_committed()
@@ -189,6 +187,13 @@ def _all_requests(
     return only_chains_in_use(requests)
 
 
+def _raise_first(rows: Iterable[Row]) -> None:
+    """Raises what the first of these rows failed with, if any has failed."""
+    for row in rows:
+        if row.error is not None:
+            raise row.error
+
+
 def _engine_for(
     model: Model, requests: Sequence[Request], *, batch_size: int, max_candidates: int = 64
 ) -> Engine:
@@ -246,6 +251,7 @@ def canvases(
         since: defaultdict[int, Since] = defaultdict(Since)
         step = engine.step(0)
         while step.progress or step.finished or engine.is_busy:
+            _raise_first(step.finished.values())
             told = step.progress | step.finished
             shown = {t.number: since[t.number].add(row) for t, row in told.items()}
             is_due = every != "block" or any(

@@ -15,6 +15,7 @@ from dlm_jax.inference.candidates import Written, moved
 from dlm_jax.inference.host import HostLoop
 from dlm_jax.inference.kinds import Kind
 from dlm_jax.inference.memory import require_working_room
+from dlm_jax.inference.refill import refill, rows_moved
 from dlm_jax.inference.request import Request
 from dlm_jax.inference.results import Row
 from dlm_jax.sampling.advance import Advance
@@ -126,7 +127,7 @@ class Slots:
         else:
             is_new = np.isin(np.arange(len(self._jobs)), list(new))
             arguments, is_new_B = self._own.place((arguments, is_new))
-            self._state = _refill(self._state, arguments, is_new_B, mask_id=mask_id)
+            self._state = refill(self._state, arguments, is_new_B, mask_id=mask_id)
         now = time.perf_counter()
         for slot in new:
             self._began[slot] = now
@@ -172,7 +173,7 @@ class Slots:
         index[: len(held)] = held
         if self._state is not None:
             is_held = np.arange(num_slots) < len(held)
-            state = _moved(self._state, jnp.asarray(index), jnp.asarray(is_held))
+            state = rows_moved(self._state, jnp.asarray(index), jnp.asarray(is_held))
             made._state = made._own.place(state)
         for place, slot in enumerate(held):
             made._jobs[place], made._began[place] = self._jobs[slot], self._began[slot]
@@ -271,31 +272,3 @@ class Slots:
                 origin_L = origin_BL[slot, : length_B[slot]]
                 self._read_back[slot] = moved(self._read_back[slot], origin_L)
         return state
-
-
-def _start_some(
-    state: State, arguments: dict[str, Any], is_new_B: jax.Array, *, mask_id: int
-) -> State:
-    """The state with new rows where `is_new_B`; what is kept of the old ones is no longer read."""
-    new, cache = start(**arguments, mask_id=mask_id), state.cache
-    if cache is not None:
-        state = state._replace(cache=cache._replace(kept=(), bare=()))
-
-    def merge(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(is_new_B.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-
-    state = jax.tree.map(merge, new, state)
-    if cache is None or state.cache is None:
-        return state
-    return state._replace(cache=state.cache._replace(kept=cache.kept, bare=cache.bare))
-
-
-_refill = jax.jit(_start_some, static_argnames="mask_id", donate_argnums=0)
-
-
-@jax.jit
-def _moved(state: State, index_B: jax.Array, is_held_B: jax.Array) -> State:
-    """The rows of these slots, in this order; idle ones where not `is_held_B`."""
-    state = jax.tree.map(lambda leaf: leaf[index_B], state)
-    status_B = jnp.where(is_held_B, state.status_B, Status.DONE)
-    return state._replace(status_B=status_B.astype(jnp.int32))

@@ -103,7 +103,7 @@ def attend_beside_clean(
         place_M = jnp.arange(k_BMGK.shape[1])
         is_live_BL = live_positions(length_B, q_BLHK.shape[1])
         is_live_B1M = jnp.tile(is_live_BL, (1, 2))[:, None, :]
-        is_seen_BLM = may_see(place_M[: q_BLHK.shape[1], None], place_M)[None] & is_live_B1M
+        is_seen_BLM = may_see(place_M[: q_BLHK.shape[1], None], place_M[None])[None] & is_live_B1M
         noisy_BLHK = cpu.attention_where(q_BLHK[:half], k_BMGK, v_BMGK, is_seen_BLM)
     clean_BLHK = attend_in_blocks(
         q_BLHK[half:], k_BLGK[half:], v_BLGK[half:], length_B, block_length=block_length

@@ -3,7 +3,9 @@
 What is kept has one leaf for keys and one for values, ``[B, depth, G, L, K]`` in the compute dtype:
 ``2 depth B L G K`` numbers. On a CPU, where layers are unrolled, each layer has leaves of its own,
 ``[B, G, L K]``, which are then read where they lie: with L and K apart the compiler would keep them
-in another order while rows are computed whole, and turn all of them at every step.
+in another order while rows are computed whole, and turn all of them at every step. Where
+predictions are shifted, what the trunk said of each position is kept too, ``[B, L, D]``: the first
+position of a window is predicted by the one before it.
 """
 
 from __future__ import annotations
@@ -24,13 +26,12 @@ from dlm_jax.model.attention import (
     rotary_angles,
     seen_keys,
 )
+from dlm_jax.model.kept import Shifted, one_later, put_at, shifted
 from dlm_jax.model.lora import stacks
 from dlm_jax.model.remat import rematerialised
 from dlm_jax.types import CachedTrunk, Params, Window
 
 _UNROLLED = 16
-# Rows whose pieces are put down one by one, in place; more of them go by one scatter.
-_FEW = 8
 
 KeyValue = tuple[jax.Array, jax.Array]
 
@@ -51,8 +52,8 @@ class Parts:
 
 
 def may_keep(config: ModelConfig) -> bool:
-    """Whether keys and values may be kept: a window knows all that its predictions are made of."""
-    return config.mode == "language_model" and config.logit_alignment == "same"
+    """Whether keys and values may be kept."""
+    return config.mode == "language_model"
 
 
 def cached_trunk(config: ModelConfig, parts: Parts) -> CachedTrunk:
@@ -92,6 +93,10 @@ class _Pieces:
         is_causal = self.config.attention_type == "causal"
         return shifted(tokens_NL, self.config.start_id) if is_causal else tokens_NL
 
+    @property
+    def is_shifted(self) -> bool:
+        return self.config.logit_alignment == "shifted"
+
     def angles(self, num_positions: int) -> tuple[jax.Array, jax.Array]:
         config = self.config
         size = config.rotary_size(config.width, config.heads)
@@ -110,7 +115,11 @@ class _Pieces:
             dtype = jnp.dtype(config.compute_dtype)
             return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
-        return tuple(zeros() for _ in range(config.depth)) if self.is_unrolled else zeros()
+        kept = tuple(zeros() for _ in range(config.depth)) if self.is_unrolled else zeros()
+        if not self.is_shifted:
+            return kept
+        said = jnp.zeros((num_rows, num_positions, config.width), jnp.dtype(config.compute_dtype))
+        return Shifted(kept, said)
 
     def whole(
         self, params: Params, tokens_NL: jax.Array, length_N: jax.Array
@@ -129,7 +138,10 @@ class _Pieces:
 
         x_NLD = self.parts.embed(params, self.read(tokens_NL))
         x_NLD, piece = self._through(layer, x_NLD, params, None)
-        return self.parts.norm(params, x_NLD), piece
+        x_NLD = self.parts.norm(params, x_NLD)
+        if self.is_shifted:
+            return one_later(x_NLD), Shifted(piece, x_NLD)
+        return x_NLD, piece
 
     def window(
         self,
@@ -163,29 +175,28 @@ class _Pieces:
 
         tokens_NW = jnp.take_along_axis(self.read(tokens_NL), place_NW, axis=1)
         x_NWD = self.parts.embed(params, tokens_NW)
-        x_NWD, piece = self._through(layer, x_NWD, params, kept)
-        return self.parts.norm(params, x_NWD), piece
+        layers = kept.layers if self.is_shifted else kept
+        x_NWD, piece = self._through(layer, x_NWD, params, layers)
+        x_NWD = self.parts.norm(params, x_NWD)
+        if not self.is_shifted:
+            return x_NWD, piece
+        before_N = jnp.maximum(window.place_N - 1, 0)
+        rows_N = jnp.arange(before_N.size) if row_N is None else row_N
+        before_ND = jnp.where(
+            (window.place_N > 0)[:, None], kept.said_BLD[rows_N, before_N], x_NWD[:, 0]
+        )
+        return one_later(x_NWD, before_ND), Shifted(piece, x_NWD)
 
     def store(self, kept: Any, piece: Any, row_N: jax.Array | None, place_N: jax.Array) -> Any:
+        if self.is_shifted:
+            layers = self._put(kept.layers, piece.layers, row_N, place_N)
+            return Shifted(layers, put_at(1, row_N, place_N)(kept.said_BLD, piece.said_BLD))
+        return self._put(kept, piece, row_N, place_N)
+
+    def _put(self, kept: Any, piece: Any, row_N: jax.Array | None, place_N: jax.Array) -> Any:
         axis = 2 if self.is_unrolled else 3
         place_N = place_N * self.head_size if self.is_unrolled else place_N
-
-        def put(old: jax.Array, new: jax.Array) -> jax.Array:
-            if row_N is None:
-                return jax.vmap(
-                    lambda o, n, p: jax.lax.dynamic_update_slice_in_dim(o, n, p, axis - 1)
-                )(old, new, place_N)
-            if new.shape[0] > _FEW:
-                place_NW = place_N[:, None] + jnp.arange(new.shape[axis])[None]
-                where = (row_N[:, None], *[slice(None)] * (axis - 1), place_NW)
-                return old.at[where].set(jnp.moveaxis(new, axis, 1))
-            for n in range(new.shape[0]):
-                start = [jnp.zeros((), jnp.int32)] * old.ndim
-                start[0], start[axis] = row_N[n], place_N[n]
-                old = jax.lax.dynamic_update_slice(old, new[n : n + 1], start)
-            return old
-
-        return jax.tree.map(put, kept, piece)
+        return jax.tree.map(put_at(axis, row_N, place_N), kept, piece)
 
     def _as_kept(self, made: KeyValue) -> KeyValue:
         """Keys and values ``[N, G, W, K]`` of a layer in the shape of what is kept."""
@@ -216,7 +227,8 @@ class _Pieces:
         context = (length_B, self.angles(shown_BL.shape[1]))
         for blocks in stacks(params):
             x = cpu.run_blocks(layer, x, blocks, context)
-        return self.parts.norm(params, x[: shown_BL.shape[0]])
+        x_BLD = self.parts.norm(params, x[: shown_BL.shape[0]])
+        return one_later(x_BLD) if self.is_shifted else x_BLD
 
     def ready(self, params: Params) -> Params:
         if not self.is_unrolled or "layers" in params:
@@ -263,8 +275,3 @@ class _Pieces:
 
 def _by_group(x_BLGK: jax.Array) -> jax.Array:
     return x_BLGK.transpose(0, 2, 1, 3)
-
-
-def shifted(tokens_BL: jax.Array, start_id: int) -> jax.Array:
-    """What a causal network reads: each token one place to the right, behind `start_id`."""
-    return jnp.pad(tokens_BL, ((0, 0), (1, 0)), constant_values=start_id)[:, :-1]

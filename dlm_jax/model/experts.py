@@ -1,7 +1,9 @@
 """A mixture of experts in place of the MLP: a router, and grouped matrix products.
 
 Every token reaches the experts it was sent to (no capacity), so that what a row gets does not
-depend on the rows beside it.
+depend on the rows beside it. Over several devices the axis ``expert`` of the mesh splits the
+experts and ``tensor`` the inside of each: a device computes what its own experts say of the tokens
+of all devices that share them, and the devices add up.
 """
 
 from __future__ import annotations
@@ -11,10 +13,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from dlm_jax.config import ModelConfig
-from dlm_jax.distributed.activations import on_own_share
+from dlm_jax.devices import mesh_in_use
+from dlm_jax.distributed.activations import PLACES, fitting
 from dlm_jax.model.layers import Linear
+
+Kernels = tuple[jax.Array, jax.Array, jax.Array]
+"""Gate and up ``[E, D, F]`` and down ``[E, F, D]`` of some experts."""
 
 
 class SwiGlu(nnx.Module):
@@ -68,15 +75,58 @@ class Experts(nnx.Module):
         )
         lead = x_BLD.shape[:2]
         arrays = (x_BLD, ids_NK.reshape(*lead, -1), weights_NK.reshape(*lead, -1))
-        # Each device sorts its own tokens: sorted together, all would have to be everywhere.
-        y_BLD = on_own_share(_of_share, kernels, arrays, kind="hidden")
+        y_BLD = over_devices(kernels, arrays)
         return y_BLD if self.shared is None else y_BLD + self.shared(x_BLD)
 
 
-def _of_share(kernels: tuple[jax.Array, jax.Array, jax.Array], *arrays: jax.Array) -> jax.Array:
+def over_devices(kernels: Kernels, arrays: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    """`mixture` of tokens ``[B, L, D]`` over the devices in use, split as hidden vectors are.
+
+    Each device sorts the tokens of the devices that share its experts, and only those. Kernels are
+    gathered over the axes that split rows, but for ``expert``, and stay split by experts and
+    inside.
+
+    Args:
+      kernels: of all experts.
+      arrays: tokens, their experts ``[B, L, K]`` and the weights of those.
+    """
+    mesh = mesh_in_use()
+    if mesh is None:
+        return _of_share(kernels, *arrays, first=None)
+    rows = fitting(PLACES["hidden"], arrays[0].shape[:2], mesh)
+    inward = fitting(P("expert", None, "tensor"), kernels[0].shape, mesh)
+    outward = fitting(P("expert", "tensor", None), kernels[2].shape, mesh)
+    splits_experts, splits_inner = inward[0] is not None, inward[2] is not None
+    splits_rows = splits_experts and "expert" in _names(rows[0])
+
+    def of_share(kernels: Kernels, *own: jax.Array) -> jax.Array:
+        if splits_rows:
+            own = tuple(jax.lax.all_gather(x, "expert", axis=0, tiled=True) for x in own)
+        first = None
+        if splits_experts:
+            first = jax.lax.axis_index("expert") * kernels[0].shape[0]
+        y_BLD = _of_share(kernels, *own, first=first)
+        if splits_inner:
+            y_BLD = jax.lax.psum(y_BLD, "tensor")
+        if splits_rows:
+            return jax.lax.psum_scatter(y_BLD, "expert", scatter_dimension=0, tiled=True)
+        return jax.lax.psum(y_BLD, "expert") if splits_experts else y_BLD
+
+    split = jax.shard_map(
+        of_share, in_specs=((inward, inward, outward), rows, rows, rows), out_specs=rows,
+        check_vma=False,
+    )  # fmt: skip
+    return split(kernels, *arrays)
+
+
+def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else axes or ()
+
+
+def _of_share(kernels: Kernels, *arrays: jax.Array, first: jax.Array | None) -> jax.Array:
     x_BLD, *rest = arrays
     x_ND, ids_NK, weights_NK = (x.reshape(-1, x.shape[-1]) for x in (x_BLD, *rest))
-    return mixture(x_ND, ids_NK, weights_NK, kernels).reshape(x_BLD.shape)
+    return mixture(x_ND, ids_NK, weights_NK, kernels, first=first).reshape(x_BLD.shape)
 
 
 def route(
@@ -118,7 +168,9 @@ def mixture(
     x_ND: jax.Array,
     ids_NK: jax.Array,
     weights_NK: jax.Array,
-    kernels: tuple[jax.Array, jax.Array, jax.Array],
+    kernels: Kernels,
+    *,
+    first: jax.Array | None = None,
 ) -> jax.Array:
     """Weighted sum of what each token's experts say, ``[N, D]`` in the dtype of `x_ND`.
 
@@ -129,16 +181,27 @@ def mixture(
       x_ND: tokens.
       ids_NK: int32 experts of each.
       weights_NK: float32.
-      kernels: gate and up ``[E, D, F]``, down ``[E, F, D]``.
+      kernels: of the experts.
+      first: id of the first of them, where there are others; those add nothing. None: these are
+        all.
     """
     gate_EDF, up_EDF, down_EFD = kernels
     num_tokens, num_each = ids_NK.shape
+    num_experts = gate_EDF.shape[0]
+    is_here_NK = None
+    if first is not None:
+        ids_NK = ids_NK - first
+        is_here_NK = (ids_NK >= 0) & (ids_NK < num_experts)
+        # Sorted behind all that are here, where no group reaches.
+        ids_NK = jnp.where(is_here_NK, ids_NK, num_experts)
     order_P = jnp.argsort(ids_NK.reshape(-1), stable=True)
-    sizes_E = jnp.bincount(ids_NK.reshape(-1), length=gate_EDF.shape[0]).astype(jnp.int32)
+    sizes_E = jnp.bincount(ids_NK.reshape(-1), length=num_experts).astype(jnp.int32)
     x_PD = x_ND[order_P // num_each]
     inner_PF = jax.nn.silu(jax.lax.ragged_dot(x_PD, gate_EDF, sizes_E))
     inner_PF *= jax.lax.ragged_dot(x_PD, up_EDF, sizes_E)
     y_PD = jax.lax.ragged_dot(inner_PF, down_EFD, sizes_E)
     back_P = jnp.argsort(order_P)
     y_NKD = y_PD[back_P].reshape(num_tokens, num_each, -1)
+    if is_here_NK is not None:
+        y_NKD = jnp.where(is_here_NK[:, :, None], y_NKD, 0)
     return jnp.sum(y_NKD * weights_NK[:, :, None], axis=1).astype(x_ND.dtype)

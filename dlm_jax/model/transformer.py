@@ -19,9 +19,10 @@ from dlm_jax.config import ModelConfig
 from dlm_jax.distributed.activations import pin
 from dlm_jax.model import cpu
 from dlm_jax.model.attention import attend, attend_in_blocks, rotary_angles, turned
-from dlm_jax.model.cached import Parts, cached_trunk, may_keep, shifted
+from dlm_jax.model.cached import Parts, cached_trunk, may_keep
 from dlm_jax.model.experts import Experts
 from dlm_jax.model.heads import HEADS, heads_of
+from dlm_jax.model.kept import one_later, shifted
 from dlm_jax.model.layers import Linear, Norm
 from dlm_jax.model.lora import applied, stacks, with_adapters
 from dlm_jax.model.remat import rematerialised
@@ -80,11 +81,10 @@ class Mlp(nnx.Module):
         self.activation = config.activation
         is_gated = config.activation == "swiglu"
         inner = config.inner_width
-        self.gate = (
-            Linear(config.width, inner, scale=1.0, bias=False, rngs=rngs) if is_gated else None
-        )
-        self.up = Linear(config.width, inner, scale=1.0, bias=False, rngs=rngs)
-        self.down = Linear(inner, config.width, scale=0.0, bias=False, rngs=rngs)
+        linear = functools.partial(Linear, bias=False, rngs=rngs)
+        self.gate = linear(config.width, inner, scale=1.0) if is_gated else None
+        self.up = linear(config.width, inner, scale=1.0)
+        self.down = linear(inner, config.width, scale=0.0)
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """What the block's MLP adds, ``[B, L, D]``."""
@@ -200,9 +200,7 @@ def build(config: ModelConfig) -> Network:
         for blocks in stacks(params):
             x_BLD = cpu.run_blocks(run_block, x_BLD, blocks, (length_B, angles))
         x_BLD = nnx.merge(norm_graph, params["norm"])(x_BLD)
-        if config.logit_alignment == "shifted":
-            x_BLD = jnp.concatenate([x_BLD[:, :1], x_BLD[:, :-1]], axis=1)
-        return x_BLD, cache
+        return one_later(x_BLD) if config.logit_alignment == "shifted" else x_BLD, cache
 
     def embed(params: Params, ids: jax.Array) -> jax.Array:
         return jnp.take(params["embedding"], ids, axis=0)

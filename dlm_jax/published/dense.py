@@ -85,9 +85,10 @@ def rope_theta(fields: Fields, default: float = 10000.0) -> float:
     return fields.take("rope_theta", float, default)
 
 
-def _read_qwen(
+def read_qwen(
     fields: Fields, *, qkv_bias: bool = False, qk_norm: bool = False, **settings: Any
 ) -> ModelConfig:
+    """The model of Qwen, Llama and their kin, with further settings of its own."""
     fields.must(
         hidden_act="silu", use_sliding_window=False, use_mrope=False, mlp_bias=False,
         attention_bias=qkv_bias,
@@ -133,24 +134,40 @@ def write_qwen(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_dream(fields: Fields) -> ModelConfig:
-    return _read_qwen(fields, qkv_bias=True, logit_alignment="shifted")
+    return read_qwen(fields, qkv_bias=True, logit_alignment="shifted")
 
 
 def _read_sdar(fields: Fields) -> ModelConfig:
     block_length = fields.take("block_size", int, 4)
-    return _read_qwen(
-        fields, qk_norm=True, attention_type="block_causal", block_length=block_length
-    )
+    return read_qwen(fields, qk_norm=True, attention_type="block_causal", block_length=block_length)
 
 
 def _write_sdar(model: ModelConfig) -> dict[str, Any]:
     return write_qwen(model) | {"block_size": model.block_length}
 
 
+def _read_fast_dllm(fields: Fields) -> ModelConfig:
+    block_length = fields.take("bd_size", int, 32)
+    return read_qwen(
+        fields, qkv_bias=True, attention_type="block_causal", block_length=block_length,
+        logit_alignment="shifted",
+    )  # fmt: skip
+
+
+def _write_fast_dllm(model: ModelConfig) -> dict[str, Any]:
+    return write_qwen(model) | {"bd_size": model.block_length}
+
+
 def _read_causal(fields: Fields, **settings: Any) -> ModelConfig:
     # Its first input stands where ours puts the token before the first.
-    return _read_qwen(fields, attention_type="causal", start_id=0, **settings)
+    return read_qwen(fields, attention_type="causal", start_id=0, **settings)
 
+
+IDLE_OF_SDAR = (
+    "attn_implementation", "debug", "ep_size", "fuse_cross_entropy", "micro_forward",
+    "skip_checkpoint", "use_deepep",
+)  # fmt: skip
+"""Fields of its config.json that change nothing."""
 
 LLADA = Family(
     name="llada",
@@ -184,11 +201,19 @@ SDAR = Family(
     sources=qwen_sources,
     mask_id=151669,
     presets=presets.SDAR,
-    idle=(
-        "attn_implementation", "debug", "ep_size", "fuse_cross_entropy", "micro_forward",
-        "skip_checkpoint", "use_deepep",
-    ),
-)  # fmt: skip
+    idle=IDLE_OF_SDAR,
+)
+FAST_DLLM = Family(
+    name="fast_dllm",
+    architectures=("Fast_dLLM_QwenForCausalLM",),
+    model_type="Fast_dLLM_Qwen",
+    read=_read_fast_dllm,
+    write=_write_fast_dllm,
+    sources=qwen_sources,
+    mask_id=151665,
+    presets=presets.FAST_DLLM,
+    idle=("conplemenrary_mask",),  # of its training, and spelt so
+)
 QWEN2 = Family(
     name="qwen2",
     architectures=("Qwen2ForCausalLM",),

@@ -14,8 +14,8 @@ from dlm_jax.published.fields import Fields
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        dense.LLADA, dense.DREAM, dense.SDAR, mixtures.LLADA_MOE, mixtures.LLADA2,
-        dense.QWEN2, dense.QWEN3, dense.LLAMA,
+        dense.LLADA, dense.DREAM, dense.SDAR, dense.FAST_DLLM, mixtures.LLADA_MOE,
+        mixtures.LLADA2, mixtures.SDAR_MOE, dense.QWEN2, dense.QWEN3, dense.LLAMA,
     )
 }  # fmt: skip
 """Families by name."""

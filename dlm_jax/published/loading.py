@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,9 +94,9 @@ def read_published(
         place=place or (lambda path, shape: None),
     )  # fmt: skip
     length = min(family.trained_length or longest, longest)
-    return Published(
-        family, _config(family, model, length), params, tokenizer, chat, family.presets, more_eos
-    )
+    presets = {name: _fitted(preset, model) for name, preset in family.presets.items()}
+    config = _config(presets, model, length)
+    return Published(family, config, params, tokenizer, chat, presets, more_eos)
 
 
 def read_shape(directory: Path) -> tuple[ModelConfig, HubTokenizer]:
@@ -133,8 +134,17 @@ def _compute_dtype(name: str) -> str:
     return "bfloat16" if name == "bfloat16" else "float32"
 
 
-def _config(family: Family, model: ModelConfig, length: int) -> Config:
-    settings = dict(next(iter(family.presets.values()), {}))
+def _fitted(preset: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """A preset whose blocks are those of the model, where it names them."""
+    settings, unit = dict(preset), model.block_length
+    if settings.get("threshold_alone"):
+        size = math.gcd(settings["block_length"], unit)
+        settings |= {"threshold_alone": unit, "block_length": size}
+    return settings
+
+
+def _config(presets: Mapping[str, Mapping[str, Any]], model: ModelConfig, length: int) -> Config:
+    settings = dict(next(iter(presets.values()), {}))
     if settings.get("gen_length", 0) > length:
         settings |= {"gen_length": length, "steps": length}
     return Config(model=model, data=DataConfig(seq_len=length), sample=SampleConfig(**settings))

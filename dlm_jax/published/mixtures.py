@@ -1,4 +1,4 @@
-"""The families with experts: LLaDA-MoE, LLaDA2.0 and 2.1."""
+"""The families with experts: LLaDA-MoE, LLaDA2.0 and 2.1, and SDAR's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from dlm_jax.config import ModelConfig
 from dlm_jax.published import presets
-from dlm_jax.published.dense import rope_theta
+from dlm_jax.published.dense import IDLE_OF_SDAR, read_qwen, rope_theta, write_qwen
 from dlm_jax.published.family import DENSE, EXPERTS, Family, in_blocks, qwen_sources
 from dlm_jax.published.fields import Fields
 from dlm_jax.published.names import Source
@@ -86,6 +86,38 @@ LLADA_MOE = Family(
     sources=_moe_sources,
     mask_id=156895,
     presets=presets.LLADA_MOE,
+)
+
+
+def _read_sdar_moe(fields: Fields) -> ModelConfig:
+    fields.must(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
+    block_length = fields.take("block_size", int, 4)
+    return read_qwen(
+        fields, qk_norm=True, attention_type="block_causal", block_length=block_length,
+        experts=fields.take("num_experts", int),
+        experts_per_token=fields.take("num_experts_per_tok", int),
+        expert_width=fields.take("moe_intermediate_size", int), router_normalised=True,
+    )  # fmt: skip
+
+
+def _write_sdar_moe(model: ModelConfig) -> dict[str, Any]:
+    return write_qwen(model) | {
+        "block_size": model.block_length, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "moe_intermediate_size": model.expert_width, "norm_topk_prob": True,
+        "num_experts": model.experts, "num_experts_per_tok": model.experts_per_token,
+    }  # fmt: skip
+
+
+SDAR_MOE = Family(
+    name="sdar_moe",
+    architectures=("SDARMoeForCausalLM",),
+    model_type="sdar_moe",
+    read=_read_sdar_moe,
+    write=_write_sdar_moe,
+    sources=qwen_sources,
+    mask_id=151669,
+    presets=presets.SDAR,
+    idle=IDLE_OF_SDAR,
 )
 
 

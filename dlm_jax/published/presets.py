@@ -55,6 +55,22 @@ LLADA2: dict[str, dict[str, Any]] = {
         "threshold": 0.95, "threshold_above": True, "confidence": "sampled", "stop_at_eos": True,
         "cache": "exact",
     },
+    # generate of LLaDA2.1, which rewrites what it wrote: 32 steps of a block and 16 behind them.
+    "llada2.1": {
+        "gen_length": 256, "steps": 432, "temperature": 0.0, "order": "joint_threshold",
+        "threshold": 0.95, "threshold_above": True, "rewrite_threshold": 0.9, "rewrite_steps": 16,
+        "confidence": "sampled", "stop_at_eos": True, "cache": "exact",
+    },
+}  # fmt: skip
+
+FAST_DLLM: dict[str, dict[str, Any]] = {
+    # generate of Fast-dLLM v2 (Wu et al. 2025) and its README: parts of 8 of blocks of 32, each of
+    # which begins with a token that the block before predicts.
+    "fast_dllm": {
+        "gen_length": 512, "steps": 544, "block_length": 8, "temperature": 0.0,
+        "order": "threshold", "threshold": 0.9, "threshold_above": True, "threshold_alone": 32,
+        "confidence": "sampled", "stop_at_eos": True, "cache": "exact",
+    },
 }  # fmt: skip
 
 CAUSAL: dict[str, dict[str, Any]] = {

@@ -53,9 +53,13 @@ class Advance:
 
     def working_bytes(self, params: Params, state: State) -> int:
         """Memory that a call needs on each device beside what it is given; compiles it."""
-        limits = map(_on_device, (_NEVER, _NEVER))
-        plan = self._jitted.lower(params, state, *limits).compile().memory_analysis()
+        plan = self.compile(params, state).memory_analysis()
         return int(getattr(plan, "temp_size_in_bytes", 0))
+
+    def compile(self, params: Params, state: State) -> jax.stages.Compiled:
+        """What a call would run; shapes with shardings may stand for the arrays."""
+        limit = jax.ShapeDtypeStruct((), np.int32)
+        return self._jitted.lower(params, state, limit, limit).compile()
 
     def _advance(
         self, params: Params, state: State, num_steps: jax.Array, num_ends: jax.Array

@@ -26,6 +26,7 @@ class Block(NamedTuple):
       first_holes_B: holes it had when it began.
       index_B: blocks with work before it.
       count_B: blocks of the row that had work at the start.
+      settled_B: steps taken in a row that began without a hole in it.
     """
 
     begin_B: jax.Array
@@ -35,6 +36,7 @@ class Block(NamedTuple):
     first_holes_B: jax.Array
     index_B: jax.Array
     count_B: jax.Array
+    settled_B: jax.Array
 
     def holds(self, num_positions: int) -> jax.Array:
         """True at its positions, ``[B, L]``."""
@@ -73,6 +75,7 @@ def first_block(
         first_holes_B=zeros_B,
         index_B=zeros_B - 1,
         count_B=count_B,
+        settled_B=zeros_B,
     )
     return next_block(before, is_work_BL, is_hole_BL, length_B, steps_B)
 
@@ -98,6 +101,7 @@ def next_block(
         step_B=jnp.zeros_like(block.step_B),
         steps_B=_share(steps_B, index_B, block.count_B),
         index_B=index_B,
+        settled_B=jnp.zeros_like(block.settled_B),
     )
     holes_B = jnp.sum(is_hole_BL & following.holds(num_positions), axis=1)
     following = following._replace(first_holes_B=holes_B)

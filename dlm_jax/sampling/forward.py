@@ -160,10 +160,9 @@ def _smallest(
 
 
 def _places(place_B: jax.Array, width: int, num_positions: int) -> jax.Array:
-    """Where the hidden vector of each position stands among those of all windows, ``[B, L]``."""
+    """Where the hidden vector of each position stands in the window of its row, ``[B, L]``."""
     offset_BL = jnp.arange(num_positions)[None] - place_B[:, None]
-    row_B1 = jnp.arange(place_B.shape[0])[:, None]
-    return row_B1 * width + jnp.clip(offset_BL, 0, width - 1)
+    return jnp.clip(offset_BL, 0, width - 1)
 
 
 def _counted(

@@ -102,11 +102,17 @@ def step_masks(
     is_free_BL = is_free(state) & is_stepping(state)[:, None]
     is_closed_BL = is_visible_BL & ~state.row.resamples_B[:, None]
     is_last_B1 = block.is_last_step_B[:, None]
+    written_BL = None
+    if rules.commit.rewrites:
+        written_BL = jnp.where(is_free_BL & is_visible_BL, canvas.tokens_BL, -1)
     commit = CommitContext(
-        is_free_BL & ~is_closed_BL, block.first_holes_B, block.step_B, block.steps_B, rule_key_B
-    )
+        is_free_BL & ~is_closed_BL, block.first_holes_B, block.step_B, block.steps_B, rule_key_B,
+        written_BL,
+    )  # fmt: skip
     is_last_BL = is_last_B1 & ~is_visible_BL
     is_open_BL = commit.is_hole_BL & (rules.commit.eligible(commit) | is_last_BL)
+    if written_BL is not None:
+        is_open_BL |= written_BL >= 0
     own_BL = is_read_BL = may_edit_BL = is_scored_BL = None
     if rules.remask is not None:
         # A draft's tokens were never proposed; what the remask rule reads of them is their own.

@@ -18,8 +18,8 @@ class TrunkOutput(NamedTuple):
       hidden_BLD: for the canvas, or for a window of each row, ``[B, W, D]``.
       bare_BLD: for the canvas with its given tokens masked; None in a program without guidance.
       scale_B: float32 guidance of each row; None likewise.
-      at_BL: int32, where the hidden vector of each position of the canvas stands among all of them;
-        it means nothing outside the windows. None: they are those of the canvas.
+      at_BL: int32, where the hidden vector of each position of the canvas stands in its row's
+        window; it means nothing outside of it. None: the windows are the whole rows.
     """
 
     hidden_BLD: jax.Array
@@ -42,7 +42,7 @@ class TrunkOutput(NamedTuple):
         row_N = places_N // num_positions
         if self.at_BL is not None:
             row_N = places_N // self.at_BL.shape[1]
-            places_N = self.at_BL.reshape(-1)[places_N]
+            places_N = row_N * num_positions + self.at_BL.reshape(-1)[places_N]
         plain_NV = head(self.hidden_BLD.reshape(-1, width)[places_N])
         if self.bare_BLD is None or self.scale_B is None:
             return plain_NV

@@ -88,7 +88,8 @@ class RuleTable:
                 "which holes a step commits. A quota: low_confidence (the surest), entropy, "
                 "margin, random, left_to_right, random_filled (random, out of candidates for all "
                 "holes). As many as are sure enough: threshold, factor, "
-                "entropy_bound. As the noise process does: ancestral"),
+                "entropy_bound; joint_threshold, which rewrites what it wrote, too. As the noise "
+                "process does: ancestral"),
             _choice("fill", "parallel", self.fill,
                 "how a step's candidates are drawn: each blind to the others (parallel), in waves "
                 "by the sampler head, which sees its neighbours (wavefront), or as a draft that a "

@@ -128,16 +128,37 @@ def write(
         state, inputs, is_committed_BL = edited(program, params, state, inputs, is_committed_BL)
     if rules.remask is not None:
         state = remasked(program, params, state, inputs, is_committed_BL)
-    return _ended(program, state, inputs), info
+    if rules.commit.rewrites:
+        state, still_B = _settled(state, inputs, is_committed_BL)
+    else:
+        still_B = jnp.zeros_like(state.is_running_B)
+    return _ended(program, state, inputs, still_B), info
 
 
-def _ended(program: Program, state: State, inputs: StepInputs) -> State:
-    """The state one step on: steps are counted, blocks follow each other, rows end."""
+def _settled(
+    state: State, inputs: StepInputs, is_committed_BL: jax.Array
+) -> tuple[State, jax.Array]:
+    """The state with its steps without holes counted, and where a block is still rewritten."""
+    commit, rule = inputs.commit, state.rules.commit
+    assert commit.written_BL is not None, "the rule rewrites"
+    had_holes_B = jnp.any(commit.is_hole_BL, axis=1)
+    changed_B = jnp.any(is_committed_BL & (commit.written_BL >= 0), axis=1)
+    settled_B = jnp.where(had_holes_B, 0, state.block.settled_B + inputs.is_stepping_B)
+    state = state._replace(block=state.block._replace(settled_B=settled_B))
+    return state, (had_holes_B | changed_B) & (settled_B < rule.patience())
+
+
+def _ended(program: Program, state: State, inputs: StepInputs, still_B: jax.Array) -> State:
+    """The state one step on: steps are counted, blocks follow each other, rows end.
+
+    A block without holes waits where `still_B`, unless that was its last step.
+    """
     canvas, block = state.canvas, state.block
     steps_now_B, is_finite_B = inputs.is_stepping_B, inputs.is_finite_B
     is_hole_BL = (canvas.tokens_BL == program.mask_id) & ~canvas.frozen_BL
     left_B = jnp.sum(is_hole_BL & block.holds(is_hole_BL.shape[1]), axis=1)
-    goes_on_B = state.rules.goes_on(state.row.resamples_B) & ~block.is_last_step_B
+    goes_on_B = state.rules.goes_on(state.row.resamples_B) | still_B
+    goes_on_B &= ~block.is_last_step_B
     is_over_B = steps_now_B & is_finite_B & (left_B == 0) & ~goes_on_B
     following, has_more_B = next_block(
         block, work(state, mask_id=program.mask_id), is_hole_BL, state.row.block_length_B,

@@ -17,6 +17,7 @@ from dlm_jax.diffusion.likelihood import bound, causal_nll, ratio_and_error
 from dlm_jax.diffusion.mixture import Mixture, NetworkObjective
 from dlm_jax.diffusion.objectives import (
     Batch,
+    Normaliser,
     Objective,
     denoising,
     denoising_settings,
@@ -157,6 +158,7 @@ def make_mixture(setup: Setup) -> Mixture:
         "elbo": functools.partial(
             elbo, schedule=schedule, mask_id=mask_id,
             block_length=setup.config.model.block_length,
+            normaliser=Normaliser(config.normaliser, config.time_weight),
         ),
         "denoising": functools.partial(
             denoising, settings=denoising_settings(config), mask_id=mask_id,

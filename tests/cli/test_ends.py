@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import jax
@@ -17,7 +18,7 @@ import toy_model
 
 import dlm_jax
 from dlm_jax.checkpoint import not_finite, save_weights
-from dlm_jax.cli import ends, evaluate, export, sample, shown
+from dlm_jax.cli import common, ends, evaluate, export, sample, shown
 from dlm_jax.cli.ends import End, NotFiniteError, program, refusals
 from dlm_jax.distributed import watch
 
@@ -192,6 +193,26 @@ def test_a_page_that_cannot_be_written_costs_no_text(tmp_path, capsys, monkeypat
             sample.main([*run, "--trace", str(bad)])
         assert ended.value.code == 2
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cache", [None, "/proc"])
+def test_a_user_without_a_home_or_with_one_of_read_only_has_no_cache_of_programs(
+    monkeypatch, cache
+):
+    def homeless(path):
+        if str(path).startswith("~"):
+            raise RuntimeError("Could not determine home directory.")
+        return path
+
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if cache is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    monkeypatch.setattr(common.Path, "expanduser", homeless)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    before = jax.config.jax_compilation_cache_dir
+    common.start_jax()
+    assert jax.config.jax_compilation_cache_dir == before
 
 
 PRINTER = """

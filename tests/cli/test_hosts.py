@@ -68,10 +68,9 @@ def test_hosts_whose_configs_differ_are_refused_before_anything_is_written(tmp_p
     children = _two(tmp_path / "run", {}, {"train__seed": 7})
     errors = [child.communicate(timeout=300)[1] for child in children]
     assert [child.returncode for child in children] == [2, 2], errors
-    for err, numbers in zip(errors, ("0 here, 0 there", "7 here, 0 there"), strict=True):
+    for err in errors:
         (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-        assert "process 1 has another train.seed than process 0" in line
-        assert numbers in line
+        assert "process 1 has another train.seed than process 0 (7, not 0)" in line
     assert list(tmp_path.iterdir()) == []
 
 

@@ -14,6 +14,8 @@ from dlm_jax.cli import sample, sample_file
 from dlm_jax.cli.common import start_jax
 from dlm_jax.cli.ends import End
 from dlm_jax.config import sample_settings
+from dlm_jax.distributed import memory
+from dlm_jax.inference import memory as inference_memory
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,7 @@ def test_a_setting_that_is_true_or_false_is_a_flag_without_a_value(monkeypatch, 
         seen.append(sample_settings(texts, kind))
         return seen[-1]
 
-    monkeypatch.setattr(dlm_jax, "load", load, raising=False)
+    monkeypatch.setattr(sample, "load_model", load)
     monkeypatch.setattr(sample, "sample_settings", settings)
     with pytest.raises(SystemExit):
         sample.main(flags)
@@ -292,6 +294,36 @@ def test_a_file_of_requests_becomes_a_file_of_results_and_is_not_run_twice(
     assert target.read_text() == first
 
 
+def test_results_that_hold_every_kind_of_line_end_as_text_are_read_back(run_dir, tmp_path):
+    """JSON lines end at a line feed alone; Python's own `splitlines` knows ten more ends."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    names = [f"{end}b" for end in "\x0b\x0c\r\x1c\x1d\x1e\x85\u2028\u2029"]
+    lines = [json.dumps({"id": name}, ensure_ascii=False) for name in names]
+    source.write_bytes("".join(f"{line}\n" for line in lines).encode())
+    assert _run(run_dir, "--prompts", str(source), "--output", str(target), *TINY) == End.DONE
+    rows = [json.loads(line) for line in target.read_bytes().decode().split("\n")[:-1]]
+    assert [row["id"] for row in rows] == names
+
+
+def test_a_canvas_that_does_not_fit_is_refused_in_one_line(run_dir, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(inference_memory, "_LARGE", 1)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("{}\n")
+    for flags in ([], ["--watch"], ["--prompts", str(source), "--output", str(target)]):
+        assert _run(run_dir, *flags, *TINY) == End.NO_MEMORY == 6
+        out, err = capsys.readouterr()
+        assert out == ""
+        (line,) = [line for line in err.split("\n") if line.startswith("error: ")]
+        for part in ("out of memory: a step of ", " on a canvas of 64 needs ", "max_length or"):
+            assert part in line
+        assert "Traceback" not in err
+    with pytest.raises(SystemExit) as ended:
+        _run(run_dir, "--max-length", str(2**20 + 1))
+    assert ended.value.code == End.REFUSED
+    assert "--max-length: 1048577 is not in [1, 1048576]" in capsys.readouterr().err
+
+
 def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, monkeypatch):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(f'{{"gen_length": {n}, "steps": {n}}}\n' for n in (2, 20)))
@@ -307,7 +339,8 @@ def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, m
     assert "goes on from here" in capsys.readouterr().err
     assert [json.loads(line)["id"] for line in target.read_text().splitlines()] == ["line 1"]
     monkeypatch.setattr(sample_file, "Progress", progress)
-    assert _run(run_dir, *flags) == 0
+    # Another number of slots makes it no other run.
+    assert _run(run_dir, *flags, "--batch-size", "3") == 0
     assert "1 of 2 requests are done" in capsys.readouterr().err
     assert len(target.read_text().splitlines()) == 2
 

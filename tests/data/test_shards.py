@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -198,6 +199,17 @@ def test_damage_is_refused_by_file_before_a_run_begins(tmp_path, damage):
     assert "\n" not in str(caught.value)
 
 
+def test_a_flipped_bit_of_an_index_is_found_and_the_file_named(tmp_path):
+    path = make(tmp_path) / "index.json"
+    good = path.read_bytes()
+    for bit in range(0, 8 * len(good), 7):
+        data = bytearray(good)
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=re.escape(f"{path} is damaged")):
+            read_index(str(path.parent))
+
+
 def test_no_flipped_bit_of_a_shard_is_read_as_another_token(tmp_path, monkeypatch):
     """What the check of large corpora leaves to the moment of reading."""
     monkeypatch.setattr(shards, "CHECK_BYTES", 0)
@@ -274,6 +286,8 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path):
         ('{"text": "a"}\n', ["--tokenizer", "character"], "needs the whole text at once"),
         ('{"text": "a"}\n', ["--tokenizer", "word"], "tokenizer='word' is unknown"),
         ('{"text": "a"}\n', ["--shard", "2"], "unrecognized arguments: --shard"),
+        ('{"text": "a"}\n', ["--out", "/proc/x"], "--out=/proc/x cannot be made (No such file"),
+        ('{"text": "a"}\n', ["--out", __file__], "cannot be made (File exists); name another"),
     ],
 )
 def test_the_command_refuses_in_one_line(tmp_path, capsys, content, flags, message):

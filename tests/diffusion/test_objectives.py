@@ -15,6 +15,7 @@ from dlm_jax.diffusion.objectives import (
     Batch,
     Denoising,
     Example,
+    Normaliser,
     at_random_length,
     denoising,
     elbo,
@@ -63,6 +64,25 @@ def test_given_and_dead_tokens_are_shown_as_they_are_and_never_asked_for(name):
     )
     assert not np.asarray(task.weight_BL)[~is_free].any()
     assert np.asarray(task.weight_BL)[is_free].any()
+
+
+@pytest.mark.parametrize("is_weighted", [True, False])
+@pytest.mark.parametrize("over", ["tokens", "rows", "masked"])
+def test_a_loss_is_divided_by_what_its_normaliser_says(over, is_weighted):
+    example = _elbo()(BATCH, jax.random.key(3), normaliser=Normaliser(over, is_weighted))
+    plain = _elbo()(BATCH, jax.random.key(3))
+    np.testing.assert_array_equal(example.shown_BL, plain.shown_BL)
+    cost = np.random.default_rng(0).random((ROWS, POSITIONS))
+    hidden = np.asarray(example.shown_BL == toy.MASK) & IS_FREE
+    weight = np.asarray(plain.weight_BL) if is_weighted else hidden.astype(float)
+    sums, free = (weight * cost).sum(axis=1), IS_FREE.sum(axis=1)
+    wanted = {
+        "tokens": sums.sum() / free.sum(),
+        "rows": np.mean([s / n for s, n in zip(sums, free, strict=True) if n]),
+        "masked": sums.sum() / hidden.sum(),
+    }[over]
+    found = (np.asarray(example.weight_BL) * cost).sum() / float(example.total)
+    assert found == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

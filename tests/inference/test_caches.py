@@ -31,6 +31,7 @@ def _model(**changes) -> Model:
 BLOCKS = _model(attention_type="block_causal", block_length=4)
 CAUSAL = _model(attention_type="causal", start_id=TOKENIZER.mask_id)
 BOTH_WAYS = _model(add_sampler_head=True, add_critic_head=True)
+SHIFTED = _model(logit_alignment="shifted")
 NEXT = {"order": "left_to_right"}
 PROMPTS = ["The cat ", "A rat", "The "]
 
@@ -44,7 +45,10 @@ EXACT = {
     "renoised": {"order": "random", "renoise": "mask", "renoise_start": 0.3, "steps": 24},
     "until EOS": {"order": "low_confidence", "stop_at_eos": True},
     "guided": {"order": "low_confidence", "guidance": 1.0},
-}
+    "rewritten": {"order": "joint_threshold", "threshold": 0.2, "rewrite_threshold": 0.1,
+                  "rewrite_steps": 2, "steps": 40},
+    "in parts": {"order": "threshold", "threshold": 0.2, "block_length": 2, "threshold_alone": 4},
+}  # fmt: skip
 
 
 def _same(ours, theirs):
@@ -85,6 +89,14 @@ def test_every_rule_writes_in_a_row_that_is_always_fresh_what_it_writes_without_
     _same(ours, dlm_jax.generate(BOTH_WAYS, prompts, **settings))
 
 
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_a_shifted_model_that_is_always_fresh_writes_what_it_writes_without_a_cache(cache):
+    """The first position of a block is predicted by the one before it, which is kept."""
+    settings = {"order": "low_confidence", "block_length": 4, "batch_size": 2, "gen_length": 12}
+    ours = dlm_jax.generate(SHIFTED, PROMPTS, cache=cache, cache_refresh=1, **settings)
+    _same(ours, dlm_jax.generate(SHIFTED, PROMPTS, **settings))
+
+
 @pytest.mark.slow
 def test_a_causal_model_reads_back_streams_and_is_hosted_beside_its_cache():
     plain = dlm_jax.generate(CAUSAL, PROMPTS, **NEXT)
@@ -92,7 +104,8 @@ def test_a_causal_model_reads_back_streams_and_is_hosted_beside_its_cache():
     _same(cached, plain)
     read = dlm_jax.generate(CAUSAL, PROMPTS, cache="exact", read_back=True, **NEXT)
     assert read.texts == plain.texts
-    assert [len(row) for row in read.read_back] == [16] * 3
+    written = (plain.committed >= 0).sum(axis=1)
+    assert [len(row) for row in read.read_back] == list(written)
     shown = list(dlm_jax.stream(CAUSAL, PROMPTS, cache="exact", every=5, **NEXT))
     last = {index: row for rows in shown for index, row in rows.items()}
     assert texts_of(CAUSAL, last).texts == plain.texts
@@ -121,13 +134,20 @@ def test_an_exact_cache_writes_ten_thousand_greedy_tokens_as_without():
         theirs = dlm_jax.generate(model, prompts, **settings, **more)
         assert (ours.lengths - [len(p["tokens"]) for p in prompts]).sum() > 10_000
         np.testing.assert_array_equal(ours.tokens, theirs.tokens)
-        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=1e-4, atol=1e-5)
+        # Two tokens whose confidences differ by less than the tolerance may be committed in the
+        # other order, and be as likely as they are then.
+        alike = (ours.committed == theirs.committed).all(axis=1)
+        assert alike.mean() > 0.99
+        np.testing.assert_allclose(
+            ours.logprobs[alike], theirs.logprobs[alike], rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(
     ("model", "settings", "line"),
     [
         (BLOCKS, {"block_length": 8}, "block_length=8 is not the 4 that the model was trained"),
+        (BLOCKS, {"block_length": 3}, "block_length=3 is not the 4 that the model was trained"),
         (BLOCKS, {"edit": True, "schedule": "all", "resample": True}, "edit=True moves tokens out"),
         (BLOCKS, {"cache": "dual"}, "cache='dual' is for models whose positions all see"),
         (BOTH_WAYS, {"cache": "exact"}, "cache='exact' needs model.attention_type='causal' or"),

@@ -22,6 +22,7 @@ from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.generate import chain_report
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import make_requests, only_chains_in_use
+from dlm_jax.inference.slots import Slots
 from dlm_jax.sampling.draw import METHODS
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.types import Network, Status
@@ -185,6 +186,17 @@ def test_a_stream_by_blocks_shows_each_block_once():
     shown = [c[0] for c in dlm_jax.stream(SHORT, [PROMPT], every="block", **settings)]
     left = [int((row.tokens == SHORT.tokenizer.mask_id).sum()) for row in shown]
     assert left == [6, 4, 2, 0]
+
+
+def test_a_program_that_fails_ends_a_call_and_a_stream_alike(monkeypatch):
+    def broken(*arguments):
+        raise MemoryError("no room for a step")
+
+    monkeypatch.setattr(Slots, "advance", broken)
+    with pytest.raises(MemoryError, match="no room for a step"):
+        dlm_jax.generate(SHORT, [PROMPT])
+    with pytest.raises(MemoryError, match="no room for a step"):
+        list(dlm_jax.stream(SHORT, [PROMPT]))
 
 
 @pytest.mark.parametrize("every", [0, True, "step"])

@@ -15,7 +15,11 @@ KINDS = {
     "bidirectional": {"kv_heads": 1},
     "causal": {"attention_type": "causal", "start_id": toy.MASK},
     "block_causal": {"attention_type": "block_causal", "block_length": 3, "kv_heads": 1},
-}
+    "shifted": {"logit_alignment": "shifted"},
+    "shifted in blocks": {
+        "attention_type": "block_causal", "block_length": 3, "logit_alignment": "shifted",
+    },
+}  # fmt: skip
 L = 11
 LENGTH = np.array([11, 7, 9])
 TOKENS = np.random.default_rng(0).integers(0, toy.VOCAB_SIZE, (3, L)).astype(np.int32)
@@ -87,12 +91,10 @@ def test_a_window_beside_what_is_kept_is_what_the_trunk_returns_there(kind):
 
     Where every position sees all others nothing may have changed.
     """
-    size = {"causal": 1, "block_causal": 3, "bidirectional": 5}[kind]
+    size = {"causal": 1, "bidirectional": 5, "shifted": 5}.get(kind, 3)
     begin = np.array([6, 3, 0])
     # A causal position reads the token before it.
-    changed = (jnp.arange(L)[None] >= begin[:, None] - (kind == "causal")) & (
-        kind != "bidirectional"
-    )
+    changed = (jnp.arange(L)[None] >= begin[:, None] - (kind == "causal")) & (size != 5)
     new = jnp.where(changed, (TOKENS + 1) % toy.VOCAB_SIZE, TOKENS)
     window = Window(*(jnp.asarray(x, jnp.int32) for x in (begin, begin, begin + size)))
     hidden, swapped, again = _beside(kind, TOKENS, new, size, window)
@@ -133,8 +135,22 @@ def test_two_streams_say_of_every_block_what_the_trunk_says_behind_clean_blocks(
             _close(beside[row, at], behind[row, at])
 
 
+def test_two_streams_of_a_shifted_model_are_those_of_a_plain_one_a_position_later():
+    """As Fast-dLLM v2 trains: what the noisy stream says at one position predicts the next."""
+    kinds = (KINDS["block_causal"], KINDS["shifted in blocks"] | {"kv_heads": 1})
+    plain, moved = (build(toy.config(**kind)) for kind in kinds)
+    params = toy.random_params(plain)
+    shown = jnp.where(np.random.default_rng(1).random((3, L)) < 0.5, toy.MASK, TOKENS)
+    there, here = (
+        jax.jit(network.cached.beside_clean)(params, shown, TOKENS, LENGTH)
+        for network in (plain, moved)
+    )
+    _close(here[:, 1:], there[:, :-1])
+    _close(here[:, 0], there[:, 0])
+
+
 def test_many_rows_are_stored_as_a_few_are():
-    network, params = _model("bidirectional")
+    network, params = _model("shifted")
     cached = network.cached
     tokens, length = jnp.tile(TOKENS, (4, 1)), jnp.tile(LENGTH, 4)
     _, piece = jax.jit(cached.whole)(params, tokens, length)

@@ -116,7 +116,10 @@ class Oracle:
         if "n_group" not in self.config:
             scores = np.exp(logits)
             scores /= scores.sum(axis=1, keepdims=True)
-            return np.argsort(np.argsort(-scores)) < count, scores
+            chosen = np.argsort(np.argsort(-scores)) < count
+            if self.config.get("norm_topk_prob"):
+                scores /= np.where(chosen, scores, 0).sum(axis=1, keepdims=True)
+            return chosen, scores
         scores = 1 / (1 + np.exp(-logits))
         biased = scores + self.tensors[f"{start}mlp.gate.expert_bias"]
         groups = biased.reshape(len(biased), self.config["n_group"], -1)

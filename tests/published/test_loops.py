@@ -82,9 +82,67 @@ def _dream(oracle, prompt, *, gen_length, steps, top_p=1.0):
     return x
 
 
-def _compare(model, wanted, **settings):
+def _seen(length, block):
+    at = np.arange(length) // block
+    return at[:, None] >= at[None]
+
+
+def _fast_dllm(oracle, prompt, *, gen_length, block, part, threshold):
+    """generate of Fast-dLLM v2 at temperature 0 (Wu et al. 2025, section 3.3)."""
+    x = np.concatenate([prompt, np.full(gen_length, cases.MASK)])
+    for begin in range(len(prompt) // part * part, len(x), part):
+        end = begin + part
+        while (x[begin:end] == cases.MASK).any():
+            upto = end + -end % block
+            # What follows the part is all MASK, up to the end of its block.
+            canvas = np.concatenate([x[:end], np.full(upto - end, cases.MASK)])
+            logits = oracle.logits(canvas, may_see=_seen(upto, block))
+            if begin % block == 0 and x[begin] == cases.MASK:
+                x[begin] = logits[begin - 1].argmax()
+                continue
+            probs = _softmax(logits[np.maximum(np.arange(upto) - 1, 0)])[begin:end]
+            is_hole = x[begin:end] == cases.MASK
+            sure = np.where(is_hole, probs.max(axis=1), -np.inf)
+            chosen = is_hole & (sure > threshold)
+            chosen[sure.argmax()] = True
+            x[begin:end] = np.where(chosen, probs.argmax(axis=1), x[begin:end])
+    return x
+
+
+def _llada21(oracle, prompt, *, gen_length, block, threshold, rewrite, patience):
+    """generate of LLaDA2.1 at temperature 0: a block is rewritten until nothing changes."""
+    x = np.concatenate([prompt, np.full(gen_length, cases.MASK)])
+    num_rewritten = 0
+    for begin in range(len(prompt) // block * block, len(x), block):
+        at, settled = slice(begin, begin + block), 0
+        is_given = np.arange(begin, begin + block) < len(prompt)
+        while True:
+            is_hole = x[at] == cases.MASK
+            settled += not is_hole.any()
+            if settled > patience:
+                break
+            logits = oracle.logits(x[: at.stop], may_see=_seen(at.stop, block))[at]
+            best, sure = logits.argmax(axis=1), _softmax(logits).max(axis=1)
+            chosen = is_hole & (sure > threshold)
+            if is_hole.any() and not chosen.any():
+                chosen[np.where(is_hole, sure, -np.inf).argmax()] = True
+            replaced = ~is_hole & ~is_given & (sure > rewrite) & (best != x[at])
+            num_rewritten += replaced.sum()
+            x[at] = np.where(chosen | replaced, best, x[at])
+            if not is_hole.any() and not replaced.any():
+                break
+        if np.isin(x[len(prompt) : at.stop], (cases.EOS, cases.END)).any():
+            break
+    return x, num_rewritten
+
+
+def _compare(model, wanted, *, block=0, **settings):
     for batch in (1, 4):
-        result = dlm_jax.generate(model, list(PROMPTS), batch_size=batch, **settings)
+        texts = [
+            {"prompt": text, "gen_length": 16 + -(len(text) + 16) % max(block, 1)}
+            if block else text for text in PROMPTS
+        ]  # fmt: skip
+        result = dlm_jax.generate(model, texts, batch_size=batch, **settings)
         for row, text in enumerate(PROMPTS):
             own = result.tokens[row, : result.lengths[row]]
             theirs = wanted(model.tokenizer.encode(text))
@@ -112,6 +170,40 @@ def test_dream_writes_what_its_own_loop_writes(models, top_p):
         block_length=0, order="entropy", temperature=0.0, schedule="timesteps",
         confidence_of="filtered",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("threshold", "cache"), [(0.9, "exact"), (0.3, "none")])
+def test_fast_dllm_v2_writes_what_its_own_loop_writes(models, threshold, cache):
+    model, oracle = models("fast_dllm")
+    _compare(
+        model,
+        lambda p: _fast_dllm(
+            oracle, p, gen_length=16 + -(len(p) + 16) % 8, block=8, part=4, threshold=threshold
+        ),
+        block=8, block_length=4, steps=48, order="threshold", threshold=threshold,
+        threshold_above=True, threshold_alone=8, temperature=0.0, cache=cache,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("patience", "cache"), [(0, "none"), (2, "exact")])
+def test_llada21_writes_and_rewrites_what_its_own_loop_does(models, patience, cache):
+    model, oracle = models("llada2")
+    rewritten = []
+
+    def wanted(prompt):
+        found, number = _llada21(
+            oracle, prompt, gen_length=16 + -(len(prompt) + 16) % 32, block=32, threshold=0.6,
+            rewrite=0.35, patience=patience,
+        )  # fmt: skip
+        rewritten.append(number)
+        return found
+
+    _compare(
+        model, wanted, block=32, steps=200, order="joint_threshold", threshold=0.6,
+        threshold_above=True, rewrite_threshold=0.35, rewrite_steps=patience, temperature=0.0,
+        stop_at_eos=True, cache=cache,
+    )  # fmt: skip
+    assert sum(rewritten) > 0
 
 
 def test_what_a_family_recommends_is_a_preset_of_its_own(models):

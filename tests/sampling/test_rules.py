@@ -1,7 +1,6 @@
 """The laws of docs/design.md for commit rules with remask rules, blocks, guidance and drafts."""
 
 import dataclasses
-import itertools
 
 import canvases
 import jax
@@ -21,17 +20,6 @@ PARAMS = [
     for name in rule_cases.CASES
 ] + [rule_cases.OWN]
 _step = jax.jit(step, static_argnums=0)
-
-
-_slow_tests = itertools.count(1)
-
-
-@pytest.fixture(autouse=True)
-def _programs_are_let_go(request):
-    """A process that keeps a hundred of them runs out of memory mappings, and XLA aborts."""
-    yield
-    if request.node.get_closest_marker("slow") and next(_slow_tests) % 20 == 0:
-        jax.clear_caches()
 
 
 def _slots(name, seed=0):

@@ -81,7 +81,7 @@ def test_compiling_evaluating_and_showing_samples_do_not_count_as_training_time(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dlm_jax.training.loop.time.perf_counter", lambda: clock[0])
         _before_steps(lambda loop: wait(1.0), patch)
-        for owner, name in ((_Loop, "_compile_steps"), (loop_module, "held_out")):
+        for owner, name in ((_Loop, "_compile_train_step"), (loop_module, "held_out")):
             usual = getattr(owner, name)
 
             def slow(*args, original=usual, **named):

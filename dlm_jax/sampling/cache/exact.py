@@ -82,7 +82,9 @@ class Exact(CacheRule):
     def plan(self, context: CacheContext) -> CachePlan:
         """The row's block, or its next token."""
         (size,) = self.sizes(context.num_positions)
-        begin_B = context.block.begin_B if self.block_length else context.first_B
+        begin_B = context.first_B
+        if self.block_length:  # a row's block may be a part of the model's
+            begin_B = context.block.begin_B // self.block_length * self.block_length
         settles_B = jnp.zeros_like(begin_B, bool)
         if self.block_length:
             settles_B = (context.valid_B < begin_B) & (context.valid_B >= begin_B - size)

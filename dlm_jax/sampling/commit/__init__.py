@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from dlm_jax.sampling.commit.ancestral import Ancestral
+from dlm_jax.sampling.commit.joint import JointThreshold
 from dlm_jax.sampling.commit.parallel import EntropyBound, Factor, Threshold
 from dlm_jax.sampling.commit.protocol import CommitContext, CommitRule, Proposal, most, uniform
 from dlm_jax.sampling.commit.quotas import (
@@ -18,7 +19,7 @@ COMMIT_RULES: Mapping[str, type[CommitRule]] = {
     rule.name: rule
     for rule in (
         LowConfidence, RandomOrder, LeftToRight, LowEntropy, LargeMargin, Threshold, Factor,
-        EntropyBound, Ancestral, RandomFilled,
+        EntropyBound, Ancestral, RandomFilled, JointThreshold,
     )
 }  # fmt: skip
 """Commit rules by the setting ``order``."""
@@ -30,6 +31,7 @@ __all__ = [
     "CommitRule",
     "EntropyBound",
     "Factor",
+    "JointThreshold",
     "LargeMargin",
     "LeftToRight",
     "LowConfidence",

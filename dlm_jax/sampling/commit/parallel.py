@@ -25,6 +25,11 @@ THRESHOLD_ABOVE = Setting(
 THRESHOLD_LEAST = Setting(
     "threshold_least", 1, "order=threshold: holes that commit at every step at least", low=1
 )
+THRESHOLD_ALONE = Setting(
+    "threshold_alone", 0,
+    "order=threshold: a hole at a multiple of this commits alone, before the others of its block "
+    "are looked at; 0: none does", low=0,
+)  # fmt: skip
 FACTOR = Setting(
     "factor", 1.0,
     "order=factor: n holes commit together if each is as sure as 1 - factor / (n + 1)",
@@ -40,12 +45,14 @@ ENTROPY_BOUND = Setting(
 class Threshold(Weighed):
     """Commits every hole of confidence >= threshold (Wu et al. 2025, Fast-dLLM, section 3.3).
 
-    Or above it, as SDAR and LLaDA2 do.
+    Or above it, as SDAR and LLaDA2 do. Holes at multiples of some number may commit alone, as the
+    first token of a block of Fast-dLLM v2 does, which the block before predicts.
 
     Attributes:
       threshold_B: float32, in [0, 1].
       is_above_B: True where the threshold itself is not enough.
       least_B: int32, holes that commit where fewer are sure: the surest.
+      alone_B: int32, at whose multiples holes commit alone, the first one first; 0: nowhere.
       confidence: what it is compared with.
       source: logits that confidence is of.
       without: ids that it leaves out.
@@ -54,6 +61,7 @@ class Threshold(Weighed):
     threshold_B: jax.Array = per_row(THRESHOLD)
     is_above_B: jax.Array = per_row(THRESHOLD_ABOVE)
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
+    alone_B: jax.Array = per_row(THRESHOLD_ALONE)
     confidence: Measure = static(CONFIDENCE)
     source: str = static(CONFIDENCE_OF)
     without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
@@ -62,12 +70,23 @@ class Threshold(Weighed):
         """What `confidence` says."""
         return self.confidence(logits_NV, logprob_N)
 
+    def eligible(self, context: CommitContext) -> jax.Array:
+        """The first hole that commits alone, or all holes where there is none."""
+        place_1L = jnp.arange(context.is_hole_BL.shape[1])[None]
+        unit_B1 = self.alone_B[:, None]
+        is_alone_BL = context.is_hole_BL & (unit_B1 > 0)
+        is_alone_BL &= place_1L % jnp.maximum(unit_B1, 1) == 0
+        is_first_BL = is_alone_BL & (jnp.cumsum(is_alone_BL, axis=1) == 1)
+        is_any_B1 = jnp.any(is_first_BL, axis=1, keepdims=True)
+        return jnp.where(is_any_B1, is_first_BL, context.is_hole_BL)
+
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         """The sure ones, and the surest."""
+        is_hole_BL = self.eligible(context)
         surest_BL, cut_B1 = proposal.confidence_BL, self.threshold_B[:, None]
         is_sure_BL = jnp.where(self.is_above_B[:, None], surest_BL > cut_B1, surest_BL >= cut_B1)
-        least_BL = most(surest_BL, context.is_hole_BL, self.least_B)
-        return (context.is_hole_BL & is_sure_BL) | least_BL
+        least_BL = most(surest_BL, is_hole_BL, self.least_B)
+        return (is_hole_BL & is_sure_BL) | least_BL
 
 
 @rule

@@ -26,6 +26,8 @@ class CommitContext(NamedTuple):
       step_B: int32, steps taken in the block.
       steps_B: int32, steps the block may take in all, at least 1.
       key_B: this step's key of each row, for the rule alone.
+      written_BL: int32 tokens of the block that are written and were not given, -1 elsewhere; None
+        unless the rule `rewrites`.
     """
 
     is_hole_BL: jax.Array
@@ -33,6 +35,7 @@ class CommitContext(NamedTuple):
     step_B: jax.Array
     steps_B: jax.Array
     key_B: jax.Array
+    written_BL: jax.Array | None = None
 
 
 class Proposal(NamedTuple):
@@ -56,9 +59,19 @@ class CommitRule(Rule):
     """Chooses what a step commits, out of what it made eligible; only `select` is required.
 
     The loop adds every hole of a block at its last step.
+
+    Attributes:
+      rewrites: whether `select` may name written tokens of the block too, which then get
+        candidates. A block then ends when a step that began without holes rewrites nothing, or
+        after as many of those as `patience` says.
     """
 
     required: ClassVar[tuple[str, ...]] = ("select",)
+    rewrites: ClassVar[bool] = False
+
+    def patience(self) -> jax.Array:
+        """Steps ``[B]`` that a block without holes takes at most, where the rule `rewrites`."""
+        raise NotImplementedError
 
     def eligible(self, context: CommitContext) -> jax.Array:
         """True at the holes that may commit now, ``[B, L]``; logits are computed for no others."""

@@ -55,7 +55,7 @@ class Speculative(FillRule):
         """Refuses what would write other tokens than the accepted, or read what is not written."""
         for name, fine in (
             ("order", "threshold"), ("remask", "none"), ("resample", False), ("guidance", 0.0),
-            ("cache", "none"),
+            ("cache", "none"), ("threshold_alone", 0),
         ):  # fmt: skip
             if getattr(row, name) != fine:
                 raise ValueError(

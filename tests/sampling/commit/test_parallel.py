@@ -17,7 +17,10 @@ SETTING = RNG.uniform(0.0, 2.0, ROWS).astype(np.float32)
 
 def _threshold(cuts, *, above=False, least=1):
     rows = len(cuts)
-    return Threshold(jnp.asarray(cuts), jnp.full(rows, above), jnp.full(rows, least, jnp.int32))
+    return Threshold(
+        jnp.asarray(cuts), jnp.full(rows, above), jnp.full(rows, least, jnp.int32),
+        jnp.zeros(rows, jnp.int32),
+    )  # fmt: skip
 
 
 def _context(is_hole_BL):

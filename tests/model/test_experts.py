@@ -1,0 +1,93 @@
+"""Experts over several devices say what they say on one, and each device holds its own alone."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dlm_jax import devices
+from dlm_jax.config import MeshConfig, ModelConfig
+from dlm_jax.distributed.sharding import make_mesh, shardings
+from dlm_jax.model.experts import mixture
+from dlm_jax.model.transformer import build
+
+CONFIG = ModelConfig(
+    depth=2, width=16, heads=2, vocab_size=11, activation="swiglu", mlp_width=12, experts=8,
+    experts_per_token=3, expert_width=6, shared_width=6, dense_layers=1, router_score="sigmoid",
+    router_normalised=True,
+)  # fmt: skip
+LENGTHS = np.full(8, 5)
+
+
+def _params():
+    params = build(CONFIG).init(jax.random.key(0))
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    drawn = [x + 0.2 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(structure, drawn)
+
+
+def _loss(params, tokens_BL):
+    hidden_BLD, _ = build(CONFIG).trunk(params, tokens_BL, LENGTHS[: tokens_BL.shape[0]], None)
+    return jnp.sum(jnp.sin(3 * hidden_BLD)), hidden_BLD
+
+
+@functools.cache
+def _alone(num_rows):
+    tokens_BL = _tokens(num_rows)
+    return jax.jit(jax.value_and_grad(_loss, has_aux=True))(_params(), tokens_BL)
+
+
+def _tokens(num_rows):
+    return np.random.default_rng(2).integers(0, 11, (num_rows, 5)).astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    ("axes", "num_rows"),
+    [
+        ({"expert": 4, "tensor": 2}, 8),
+        ({"data": 2, "fsdp": 2, "expert": 2}, 8),
+        ({"expert": 8}, 3),  # rows that no axis splits
+    ],
+)
+def test_values_and_gradients_over_eight_devices_are_those_of_one(axes, num_rows):
+    mesh = make_mesh(MeshConfig(**axes))
+    params = _params()
+    split = jax.device_put(params, shardings(params, mesh))
+
+    def on_mesh(params, tokens_BL):
+        with devices.used(mesh):
+            return jax.value_and_grad(_loss, has_aux=True)(params, tokens_BL)
+
+    compiled = jax.jit(on_mesh).lower(split, _tokens(num_rows)).compile()
+    found, expected = compiled(split, _tokens(num_rows)), _alone(num_rows)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5 * np.abs(b).max()),
+        found, expected,
+    )  # fmt: skip
+    # No device ever holds the kernels of all experts.
+    assert "f32[8,16,6]" not in compiled.as_text()
+    assert "f32[8,6,16]" not in compiled.as_text()
+
+
+def test_a_part_of_the_experts_adds_what_its_own_say_and_nothing_else():
+    rng = np.random.default_rng(0)
+    x_ND, weights_NK = rng.standard_normal((7, 4)), rng.random((7, 2))
+    ids_NK = np.stack([rng.permutation(6)[:2] for _ in range(7)]).astype(np.int32)
+    gate, up, down = (rng.standard_normal(s) for s in ((6, 4, 3), (6, 4, 3), (6, 3, 4)))
+    wanted = np.zeros((7, 4))
+    for n in range(7):
+        for k in range(2):
+            if ids_NK[n, k] in (2, 3):
+                e = ids_NK[n, k]
+                inner = x_ND[n] @ gate[e]
+                inner = inner / (1 + np.exp(-inner)) * (x_ND[n] @ up[e])
+                wanted[n] += weights_NK[n, k] * (inner @ down[e])
+    given = (jnp.float32(x_ND), jnp.asarray(ids_NK), jnp.float32(weights_NK))
+    own = tuple(jnp.float32(kernel[2:4]) for kernel in (gate, up, down))
+    found = mixture(*given, own, first=jnp.int32(2))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)

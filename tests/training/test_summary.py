@@ -1,0 +1,36 @@
+"""What a run says of itself before its first step."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import tiny_run
+
+import dlm_jax.config as configs
+from dlm_jax.training.run import prepare
+from dlm_jax.training.summary import describe, parameters_by_part
+
+
+def test_the_blocks_are_counted_together_and_every_other_part_by_itself():
+    block = {"attention": {"query": {"kernel": np.zeros((3, 2, 2))}}, "norm": np.zeros((3, 2))}
+    params = {"embedding": np.zeros((5, 2)), "blocks": block, "head": {"kernel": np.zeros((2, 5))}}
+    assert parameters_by_part(params) == {
+        "blocks/attention": 12, "blocks/norm": 6, "embedding": 10, "head": 10,
+    }  # fmt: skip
+
+
+def test_the_summary_tells_the_parts_and_what_is_not_the_default(tmp_path):
+    said: list[str] = []
+    with tiny_run.on_devices(1):
+        run = prepare(configs.load(None, tiny_run.flags(tmp_path / "run")), report=said.append)
+    with run.checkpoints:
+        describe(run, said.append)
+    (model,) = [line for line in said if line.startswith("model of ")]
+    parts = parameters_by_part(run.state.params)
+    total = sum(leaf.size for leaf in jax.tree.leaves(run.state.params))
+    assert sum(parts.values()) == total > 0
+    assert model.startswith(f"model of {total:,} parameters on cpu, ")
+    for name, size in parts.items():
+        assert f"{name} {size:,}" in model
+    (line,) = [line for line in said if line.startswith("not the default: [model]")]
+    assert line == "not the default: [model] depth=2 width=16 heads=2"
