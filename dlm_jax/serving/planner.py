@@ -217,7 +217,8 @@ class Planner:
         block = settings.get("block_length", model.sample.block_length)
         block = block or model.network.block_length
         steps = (size // block + 2) * block if block else size
-        return {"order": "left_to_right", "schedule": "linear", "steps": steps}
+        needed = {"order": "left_to_right", "schedule": "linear", "ignore_eos": False}
+        return needed | {"steps": steps}
 
     def _structure(self, asked: Sampled) -> dict[str, Any]:
         """The settings that hold an answer to its format."""
