@@ -5,8 +5,7 @@ It takes the flags of ``lm_eval`` and changes nothing but what may be named:
     dlm-lm-eval --model dlm_jax --model_args checkpoint=DIR,draws=32 --batch_size 32 \
         --tasks dlm_jax_shakespeare_cloze
 
-Needs the extra ``eval``: ``pip install dlm_jax[eval]``. In a program of your own,
-``import dlm_jax.harness.lm`` does the same.
+Needs the extra ``eval``: ``pip install dlm_jax[eval]``. A program of your own calls `register`.
 """
 
 from __future__ import annotations
@@ -49,7 +48,8 @@ def register() -> None:
     """Lets lm-evaluation-harness know the model classes of all entry points of `GROUP`."""
     registry: Any = importlib.import_module("lm_eval.api.registry").model_registry
     importlib.import_module("lm_eval.models")
-    importlib.import_module("dlm_jax.harness.lm")
+    if "dlm_jax" not in registry:  # a checkout that is not installed has no entry points
+        registry.register("dlm_jax", target="dlm_jax.harness.lm:DlmJax")
     for entry in metadata.entry_points(group=GROUP):
         if entry.name not in registry:
             registry.register(entry.name, target=entry)

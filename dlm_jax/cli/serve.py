@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_extra()
         from dlm_jax.serving.app import Options, make_app
         from dlm_jax.serving.logs import start_logs
-        from dlm_jax.serving.plans import Limits
+        from dlm_jax.serving.plan import Limits
         from dlm_jax.serving.run import Server, listening
 
         key = _key(args.api_key_env)

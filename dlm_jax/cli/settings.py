@@ -23,6 +23,10 @@ _KINDS = {
     "remask": "Remask rules", "edit": "Edit rules",
     "cache": "Caches",
 }  # fmt: skip
+_HINTED = {
+    "chain": "names", "dry_breakers": "ids", "confidence_without": "ids",
+    "structure": "regular expression",
+}  # fmt: skip
 
 
 def page() -> str:
@@ -46,7 +50,8 @@ def _sections() -> Iterable[tuple[str, Iterable[Setting]]]:
         [s for s in known.values() if s in RowParams.settings() or s.name == "gen_length"],
     )
     yield "Which rules", [known[n] for n in ("order", "fill", "remask", "edit", "edit_scoring",
-                                             "cache", "chain", "draw", "ignore_eos")]  # fmt: skip
+                                             "cache", "chain", "draw", "ignore_eos",
+                                             "structure")]  # fmt: skip
     for kind, title in _KINDS.items():
         entries = getattr(BUILT_IN, kind).values()
         classes = [cls for e in entries for cls in (e if isinstance(e, tuple) else (e,))]
@@ -62,10 +67,8 @@ def _row(setting: Setting) -> str:
 def _values(setting: Setting) -> str:
     if setting.choices is not None:
         return ", ".join(f"`{name}`" for name in setting.choices)
-    if setting.hint is not None:
-        return {"chain": "names", "dry_breakers": "ids", "confidence_without": "ids"}.get(
-            setting.name, "`id: number`"
-        )
+    if setting.hint is not None or setting.name in _HINTED:
+        return _HINTED.get(setting.name, "`id: number`")
     if setting.kind is bool:
         return "`true`, `false`"
     low = "(0" if setting.low == ABOVE_ZERO else f"[{setting.low:.10g}"

@@ -7,14 +7,12 @@ bit whatever the batch size, and in whatever order requests come.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from lm_eval.api.instance import Instance  # type: ignore[import-not-found]
-from lm_eval.api.model import LM  # type: ignore[import-not-found]
-from lm_eval.api.registry import register_model  # type: ignore[import-not-found]
+from typing import Any, Protocol
 
 from dlm_jax.harness.generation import asked_of, texts
 from dlm_jax.harness.likelihood import ROWS, Likelihoods
@@ -22,12 +20,31 @@ from dlm_jax.harness.pairs import pair_of, windows_of
 from dlm_jax.inference.model import Model, load
 from dlm_jax.inference.request import settings_of_call
 
-_LIMIT = 1 << 16
+
+class Instance(Protocol):
+    """A request of lm-evaluation-harness."""
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """What is asked."""
+        ...
 
 
-@register_model("dlm_jax")
-class DlmJax(LM):
-    """A model of dlm_jax.
+def __getattr__(name: str) -> Any:
+    if name == "DlmJax":
+        return model_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@functools.cache
+def model_class() -> type:
+    """`Evaluated` as a model class of lm-evaluation-harness, which must be installed."""
+    base = importlib.import_module("lm_eval.api.model").LM
+    return type("DlmJax", (Evaluated, base), {"__doc__": Evaluated.__doc__})
+
+
+class Evaluated:
+    """A model of dlm_jax with the methods that lm-evaluation-harness calls.
 
     Args:
       checkpoint: as of `dlm_jax.load`; the model that ships if not given.
@@ -78,8 +95,7 @@ class DlmJax(LM):
         pairs = [pair_of(self.model, *request.args, is_chat=self._is_chat) for request in requests]
         nats = self._likelihoods.nats(pairs)
         found = list(zip((-nats).tolist(), self._likelihoods.are_greedy(pairs), strict=True))
-        for request, one in zip(requests, found, strict=True):
-            self.cache_hook.add_partial("loglikelihood", request.args, one)
+        self._keep("loglikelihood", requests, found)
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
@@ -87,10 +103,10 @@ class DlmJax(LM):
         windows = [windows_of(self.model, request.args[0]) for request in requests]
         nats = self._likelihoods.nats([pair for some in windows for pair in some])
         found, place = [], 0
-        for request, some in zip(requests, windows, strict=True):
+        for some in windows:
             found.append(-float(nats[place : place + len(some)].sum()))
             place += len(some)
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
+        self._keep("loglikelihood_rolling", requests, found)
         return found
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
@@ -100,8 +116,7 @@ class DlmJax(LM):
             self.model, asked, common=self._settings, slots=ROWS, batch_size=self._batch_size,
             seed=self._seed,
         )  # fmt: skip
-        for request, one in zip(requests, found, strict=True):
-            self.cache_hook.add_partial("generate_until", request.args, one)
+        self._keep("generate_until", requests, found)
         return found
 
     def apply_chat_template(
@@ -128,6 +143,13 @@ class DlmJax(LM):
     def get_model_info(self) -> Mapping[str, Any]:
         """What results tell of the model."""
         return {"model_max_length": self.model.max_length, "model_family": self.model.family}
+
+    def _keep(self, kind: str, requests: Sequence[Instance], found: Sequence[Any]) -> None:
+        """Tells the harness's cache, if there is one."""
+        hook = getattr(self, "cache_hook", None)
+        for request, one in zip(requests, found, strict=True):
+            if hook is not None:
+                hook.add_partial(kind, request.args, one)
 
     @property
     def _chat(self) -> Any:

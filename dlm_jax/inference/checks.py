@@ -9,6 +9,7 @@ import numpy as np
 from dlm_jax.config import SampleConfig
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.prompts import Given
+from dlm_jax.inference.structure import check_structure
 from dlm_jax.sampling.facts import ModelFacts
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def check_canvas(request: Request, facts: ModelFacts, *, mask_id: int) -> None:
     There are fewer steps than blocks with holes or drafts, the model cannot see what is given
     behind a hole, or the cache rule refuses it.
     """
+    check_structure(request, mask_id=mask_id)
     sample = request.sample
     steps, block_length = sample.steps, sample.block_length
     is_open = request.tokens == mask_id

@@ -20,6 +20,7 @@ from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
 from dlm_jax.distributed.rows import split_rows
 from dlm_jax.distributed.sharding import make_mesh, partition
 from dlm_jax.inference.host import HostLoop, make_host_loop
+from dlm_jax.inference.structure import Structures
 from dlm_jax.model import cpu
 from dlm_jax.model.transformer import build
 from dlm_jax.published import ChatTemplate, is_published, read_published
@@ -109,6 +110,13 @@ class Model:
             has_cache=self.network.cached is not None,
             is_causal=self.is_causal,
             block_length=self.network.block_length,
+        )
+
+    @functools.cached_property
+    def structures(self) -> Structures:
+        """The automata that hold a row's text to a language."""
+        return Structures(
+            self.tokenizer, self.network.vocab_size, self.eos_ids, self.facts.banned_ids
         )
 
     def program(

@@ -248,6 +248,8 @@ def _settings(
             f"confidence_of={sample.confidence_of!r} reads what no host sampler or read-back "
             "leaves; use confidence_of='clean'"
         )
+    if isinstance(sample.structure, str) and sample.structure:
+        sample = replace(sample, structure=model.structures.automaton(sample.structure))
     if model.network.block_length and sample.block_length == 0:
         sample = replace(sample, block_length=model.network.block_length)
     check_settings(model, sample)

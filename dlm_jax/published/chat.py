@@ -78,7 +78,7 @@ class TextTemplate(ChatTemplate):
       text_tokenizer: which reads it.
     """
 
-    tokenizer: HubTokenizer = field(init=False)
+    tokenizer: HubTokenizer = field(init=False, repr=False, compare=False)
     text_tokenizer: Tokenizer = field(kw_only=True)
 
     def ids(self, messages: Messages, *, begins_answer: bool = True, **more: Any) -> np.ndarray:

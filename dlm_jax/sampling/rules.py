@@ -20,6 +20,7 @@ from dlm_jax.sampling.propose import FILL_RULES, FillRule
 from dlm_jax.sampling.remask import REMASK_RULES, RemaskRule, Renoise
 from dlm_jax.sampling.row import ROW_SETTINGS
 from dlm_jax.sampling.transforms import TRANSFORMS, Chain, LogitBias, LogitTransform, chain
+from dlm_jax.sampling.transforms.structure import Structure
 from dlm_jax.settings import Rule, Setting, nearest, static_values
 
 
@@ -114,7 +115,12 @@ class RuleTable:
         """All rules."""
         transforms = (cls for classes in self.transforms.values() for cls in classes)
         named = (self.commit, self.fill, self.remask, self.edit, self.cache)
-        return (*transforms, *(cls for table in named for cls in table.values()), Renoise)
+        return (
+            *transforms,
+            Structure,
+            *(cls for table in named for cls in table.values()),
+            Renoise,
+        )
 
     @functools.cached_property
     def settings(self) -> dict[str, Setting]:
@@ -146,14 +152,18 @@ class RuleTable:
         """Re-noise, if a row with these settings asks for it."""
         return Renoise if Renoise.is_used(row) else None
 
+    def structures(self, row: Any) -> type[Structure] | None:
+        """What holds a row with these settings to a language, if it asks for one."""
+        return Structure if Structure.is_used(row) else None
+
     def caches(self, row: Any) -> type[CacheRule] | None:
         """The cache rule that a row with these settings names, if any."""
         return None if row.cache == "none" else self.cache[row.cache]
 
     def of(self, row: Any) -> tuple[type[Rule], ...]:
-        """The rules that a row with these settings names, but for its transforms."""
+        """The rules that a row with these settings names, but for the transforms of its chain."""
         found = (self.commit[row.order], self.fill[row.fill], self.remasks(row), self.edits(row),
-                 self.renoises(row), self.caches(row))  # fmt: skip
+                 self.renoises(row), self.caches(row), self.structures(row))  # fmt: skip
         return tuple(cls for cls in found if cls is not None)
 
     def checks(self, row: Any) -> tuple[type[Rule], ...]:
@@ -186,7 +196,8 @@ class RuleTable:
 
         Bans (also those of ``ignore_eos`` and of a bias of -inf) come first whatever the order, so
         that no truncation can leave a row with banned candidates only. An id of ``banned_ids``
-        that also ends generation stays allowed, unless the row ignores it.
+        that also ends generation stays allowed, unless the row ignores it. What does not fit
+        the row's structure is left out next.
 
         Raises:
           ValueError: what `check` refuses.
@@ -194,6 +205,8 @@ class RuleTable:
         bans = [self.check_chain(row, facts) for row in rows]
         pairs = [[(token, -math.inf) for token in ban] for ban in bans]
         parts: list[tuple[str, Any]] = [("bans", LogitBias.of_pairs(pairs, facts.vocab_size))]
+        if self.structures(rows[0]) is not None:
+            parts.append(("structure", Structure.pack(rows, facts)))
         for name in rows[0].chain:
             parts.extend((name, cls.pack(rows, facts)) for cls in self.transforms[name])
         return chain(*(t for _, t in parts), names=tuple(name for name, _ in parts))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dlm_jax.data import Tokenizer
 from dlm_jax.inference.results import Row
-from dlm_jax.serving.plans import Plan
+from dlm_jax.serving.plan import Plan
 
 _LEAST = -9999.0
 _OBJECTS = {"completion": "text_completion", "chat": "chat.completion", "infill": "infill"}

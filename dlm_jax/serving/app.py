@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -32,9 +33,12 @@ from dlm_jax.serving.http import (
 )
 from dlm_jax.serving.logs import log_answer
 from dlm_jax.serving.metrics import Metrics
-from dlm_jax.serving.plans import Limits, Plan, Planner
-from dlm_jax.serving.protocol import Chat, Completion, Infill, Tokenize
+from dlm_jax.serving.plan import Limits, Plan
+from dlm_jax.serving.planner import Planner
+from dlm_jax.serving.protocol import Chat, Completion, Infill, Sampled, Tokenize
 from dlm_jax.serving.service import Service
+
+S = TypeVar("S", bound=Sampled)
 
 _GONE = 499
 
@@ -156,17 +160,17 @@ class _Server:
     async def completions(self, request: Request) -> Response:
         """``POST /v1/completions``."""
         asked = parsed(Completion, await self._body(request))
-        return await self._answer(request, self._service.planner.completion(asked))
+        return await self._answer(request, await _planned(self._service.planner.completion, asked))
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
         asked = parsed(Chat, await self._body(request))
-        return await self._answer(request, self._service.planner.chat(asked))
+        return await self._answer(request, await _planned(self._service.planner.chat, asked))
 
     async def infill(self, request: Request) -> Response:
         """``POST /v1/infill``."""
         asked = parsed(Infill, await self._body(request))
-        return await self._answer(request, self._service.planner.infill(asked))
+        return await self._answer(request, await _planned(self._service.planner.infill, asked))
 
     async def tokenize(self, request: Request) -> Response:
         """``POST /tokenize``."""
@@ -243,6 +247,13 @@ class _Server:
             "done", id=answer.id, route=path, seconds=time.perf_counter() - began, waited=waited,
             is_stream=plan.is_stream, choices=len(done), **usage, **texts,
         )  # fmt: skip
+
+
+async def _planned(make: Callable[[S], Plan], asked: S) -> Plan:
+    """The plan of a request; where an automaton may have to be made, others go on meanwhile."""
+    if asked.response_format is None and "structure" not in (asked.model_extra or {}):
+        return make(asked)
+    return await asyncio.to_thread(make, asked)
 
 
 async def _unknown(request: Request, error: Exception) -> Response:

@@ -12,9 +12,11 @@ from dlm_jax.inference.model import Model
 from dlm_jax.inference.reader import Piece, Reader
 from dlm_jax.inference.request import Request
 from dlm_jax.inference.results import Row
+from dlm_jax.inference.structure import is_broken
 from dlm_jax.serving.answers import Answer, Done
 from dlm_jax.serving.errors import ApiError
-from dlm_jax.serving.plans import Plan, Planner
+from dlm_jax.serving.plan import Plan
+from dlm_jax.serving.planner import Planner
 from dlm_jax.types import Status
 
 Emit = Callable[[dict[str, Any]], Awaitable[None]]
@@ -106,11 +108,16 @@ class Service:
     ) -> Done:
         reader = Reader(self.model, request, plan.stops)
         rows = self.engine.watch(request, every_block=False)
+        echo = plan.echoes[index] if plan.echoes and not plan.is_diffusing else ""
         async with contextlib.aclosing(rows):
             async for row in rows:
                 _check(row)
+                if echo:
+                    outbox.put(answer.piece(index, echo, row, range(0), None))
+                    echo = ""
                 pieces = reader.pieces(row)
-                done = self._of(reader, row) if pieces and pieces[-1].is_last else None
+                is_over = bool(pieces) and pieces[-1].is_last
+                done = self._of(request, reader, row) if is_over else None
                 if plan.is_diffusing:
                     reason = None if done is None else done.finish_reason
                     outbox.put(answer.canvas(index, row, reader.shown(row), reason), index)
@@ -127,19 +134,21 @@ class Service:
         if not plan.stops:
             row = await self.engine.row(request)
             _check(row)
-            return self._of(reader, row)
+            return self._of(request, reader, row)
         rows = self.engine.watch(request, every_block=False)
         async with contextlib.aclosing(rows):
             async for row in rows:
                 _check(row)
                 pieces = reader.pieces(row)
                 if pieces and pieces[-1].is_last:
-                    return self._of(reader, row)
+                    return self._of(request, reader, row)
         raise AssertionError("a row that has ended is shown once more")
 
-    def _of(self, reader: Reader, row: Row) -> Done:
+    def _of(self, request: Request, reader: Reader, row: Row) -> Done:
         """A choice that has come to its end, though its row may still run behind that."""
         text, places, is_stopped = reader.whole(row)
+        if is_broken(request, row.tokens[reader.start : places.stop]):
+            raise ApiError(500, "the text broke its structure", code="structure")
         if not reader.is_infill:
             return Done(text, row, places, is_stopped, prompt_tokens=reader.start)
         filled = tuple(reader.filled(row))

@@ -1,6 +1,7 @@
 """The server as clients know it: the openai package over real sockets, and what is malformed."""
 
 import json
+import re
 import socket
 import threading
 
@@ -11,7 +12,7 @@ import pytest
 from serving_cases import EOS, MODEL, post, serving
 
 import dlm_jax
-from dlm_jax.serving.plans import Limits
+from dlm_jax.serving.plan import Limits
 
 LONG = {"max_tokens": 24, "extra_body": {"steps": 24}}
 
@@ -152,6 +153,8 @@ def test_echo_and_ids_and_a_suffix(client, running):
         for prompt in ("The ", ids, [ids])
     ]
     assert texts[0].startswith("The ") and len(set(texts)) == 1
+    pieces = client.completions.create(prompt="The ", echo=True, stream=True, **asked)
+    assert "".join(piece.choices[0].text for piece in pieces) == texts[0]
     made = client.completions.create(prompt="The", suffix=" sat.", **asked)
     filled = made.choices[0].text
     whole = post(
@@ -318,6 +321,40 @@ def test_bodies_that_are_no_request_are_refused(running, body):
 def test_unknown_paths_and_methods_get_the_error_object(running):
     assert httpx.get(f"{running.url}/v2").json()["error"]["code"] == "not_found"
     assert httpx.get(f"{running.url}/v1/completions").status_code == 405
+
+
+def test_answers_have_the_format_that_is_asked_for(client):
+    form = {"type": "regex", "regex": "(cat|rat)( sat)?"}
+    for seed in range(4):
+        made = client.completions.create(
+            model="toy", prompt="The ", max_tokens=10, seed=seed,
+            extra_body={"response_format": form, "temperature": 1.5},
+        )  # fmt: skip
+        assert re.fullmatch(form["regex"], made.choices[0].text)
+        assert made.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("form", "more", "param"),
+    [
+        ({"type": "regex"}, {}, "response_format"),
+        ({"type": "regex", "regex": "("}, {}, "response_format"),
+        ({"type": "regex", "regex": "[0-9]+"}, {}, "response_format"),
+        ({"type": "regex", "regex": "a{9}"}, {"max_tokens": 4}, "max_tokens"),
+        ({"type": "json_schema"}, {}, "response_format"),
+        ({"type": "json_schema", "json_schema": {"schema": {"type": "poem"}}}, {},
+         "response_format"),
+        ({"type": "regex", "regex": "a+"}, {"stop": "a"}, "stop"),
+        ({"type": "regex", "regex": "a+"}, {"structure": "a"}, "structure"),
+        ({"type": "regex", "regex": "a+"}, {"steps": 2, "max_tokens": 4}, "steps"),
+        ({"type": "regex", "regex": "a+"}, {"order": "threshold"}, "order"),
+    ],
+)  # fmt: skip
+def test_formats_that_cannot_be_kept_are_refused(running, form, more, param):
+    body = {"prompt": "A ", "response_format": form} | more
+    response = post(running, "/v1/completions", body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param, response.text
 
 
 def _leaving(running, body):

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import Request, make_requests
+from dlm_jax.inference.structure import regex_of_objects, regex_of_schema
 from dlm_jax.serving.errors import ApiError, of_value, refused
+from dlm_jax.serving.plan import Kind, Limits, Plan
 from dlm_jax.serving.protocol import Chat, Completion, Infill, Message, Sampled
 from dlm_jax.settings import nearest
-
-Kind = Literal["completion", "chat", "infill"]
 
 _SHORT = 16
 _TOLD = (
@@ -30,54 +29,6 @@ _TOLD = (
     "tokens",
 )
 _REMEMBERED = 1024
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a request may ask for at most.
-
-    Attributes:
-      rows: of one request, over all its prompts.
-      waiting: rows that may wait for a slot.
-      body: bytes of a request.
-      seconds: that a request may take, with its waiting.
-      steps: of a row.
-    """
-
-    rows: int = 128
-    waiting: int = 1024
-    body: int = 1 << 20
-    seconds: float = 600.0
-    steps: int = 4096
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is to be run for a request, and how it is to be told.
-
-    Attributes:
-      kind: of endpoint.
-      requests: one for each choice, those of a prompt side by side.
-      stops: texts that end an answer.
-      is_stream: whether it comes in events.
-      has_usage: whether a stream ends with the usage.
-      is_diffusing: whether a stream shows the canvas.
-      echoes: what each choice begins with.
-      rivals: of each token to tell of; None: tokens are not told of at all.
-      per_prompt: choices of each prompt.
-      seed: of the first row.
-    """
-
-    kind: Kind
-    requests: tuple[Request, ...]
-    stops: tuple[str, ...] = ()
-    is_stream: bool = False
-    has_usage: bool = False
-    is_diffusing: bool = False
-    echoes: tuple[str, ...] = ()
-    rivals: int | None = None
-    per_prompt: int = 1
-    seed: int = 0
 
 
 class Planner:
@@ -188,6 +139,9 @@ class Planner:
         settings = self._own_settings(asked, length)
         if rivals and "fill" not in settings:
             settings["fill"] = "parallel"
+        structure = self._structure(asked)
+        if structure:
+            settings = self._token_a_step(asked, settings) | settings | structure
         count = asked.n or 1
         if count * len(contents) > self.limits.rows:
             name = "n" if count > 1 else "prompt"
@@ -199,6 +153,8 @@ class Planner:
             stops = asked.stops
         except ValueError as error:
             raise refused(str(error), "stop") from None
+        if structure and stops:
+            raise refused("stop could cut a structure; drop it, or response_format", "stop")
         seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
         common = {"seed": seed, "max_length": self._room(asked), "read_back": bool(rivals)}
         requests: list[Request] = []
@@ -222,7 +178,11 @@ class Planner:
             made = make_requests(self.model, own, common, *place, known=self._known)
         except ValueError as error:
             names = {"gen_length": "max_tokens", "tokens": "prompt"}
-            raise of_value(error, names, {*self._settings, *_TOLD}, content) from None
+            found = of_value(error, names, {*self._settings, *_TOLD}, content)
+            if found.param == "structure":
+                named = [name for name in ("max_tokens", "order") if f"{name}=" in found.message]
+                found.param = (*named, "response_format")[0]
+            raise found from None
         if made[0].sample.steps > self.limits.steps:
             raise refused(
                 f"steps={made[0].sample.steps} is more than {self.limits.steps}; use fewer", "steps"
@@ -250,6 +210,34 @@ class Planner:
             except ValueError as error:
                 raise of_value(error, {"gen_length": "max_tokens"}, self._settings, name) from None
         return self._defaults | given
+
+    def _token_a_step(self, asked: Sampled, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings that a structure can be held with, where the request gives none."""
+        model, size = self.model, asked.max_tokens or self._room(asked)
+        block = settings.get("block_length", model.sample.block_length)
+        block = block or model.network.block_length
+        steps = (size // block + 2) * block if block else size
+        needed = {"order": "left_to_right", "schedule": "linear", "ignore_eos": False}
+        return needed | {"steps": steps}
+
+    def _structure(self, asked: Sampled) -> dict[str, Any]:
+        """The settings that hold an answer to its format."""
+        form = asked.response_format
+        if form is None or form.type == "text":
+            return {}
+        if "structure" in (asked.model_extra or {}):
+            raise refused("structure is another name of response_format; give one", "structure")
+        missing = {"json_schema": form.json_schema, "regex": form.regex}
+        if missing.get(form.type, "") is None:
+            raise refused(f"response_format lacks {form.type}; give it", "response_format")
+        try:
+            if form.json_schema is not None:
+                pattern = regex_of_schema(form.json_schema.schema_)
+            else:
+                pattern = form.regex or regex_of_objects()
+            return {"structure": self.model.structures.automaton(pattern)}
+        except ValueError as error:
+            raise refused(str(error), "response_format") from None
 
     def _check_stream(self, asked: Sampled) -> None:
         for name in ("diffusing", "stream_options"):

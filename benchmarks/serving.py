@@ -1,0 +1,172 @@
+"""Measures the server beside the engine alone: throughput, first event, a single request.
+
+``python benchmarks/serving.py``
+
+- throughput: as many clients as slots, each with a request after another, beside a file of the same
+  requests (`dlm_jax.batch`), the two taking turns;
+- first: engine steps from the begin of a stream in a free slot to its first event;
+- single: a request alone over HTTP, beside `generate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+import dlm_jax
+from dlm_jax.cli.common import start_jax
+from dlm_jax.inference.engine import Engine
+from dlm_jax.inference.model import Model
+from dlm_jax.inference.request import make_requests
+from dlm_jax.serving.app import Options, make_app
+from dlm_jax.serving.plan import Limits
+from dlm_jax.serving.run import Server, listening
+
+LENGTHS = (24, 48, 96)
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--steps-per-call", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    start_jax()
+    model = dlm_jax.load()
+    engine = Engine(model, batch_size=args.slots, sizes=(1, args.slots), max_waiting=None)
+    with _served(model, engine, args) as url:
+        throughput(model, url, args)
+        first(url, engine)
+        single(model, url)
+
+
+@contextlib.contextmanager
+def _served(model: Model, engine: Engine, args: argparse.Namespace) -> Iterator[str]:
+    app = make_app(
+        model, engine, Options("shakespeare", Limits(waiting=4096)), slots=args.slots,
+        steps_per_call=args.steps_per_call,
+    )  # fmt: skip
+    sock, ready = listening("127.0.0.1", 0), threading.Event()
+    server = Server(app, sock, drain=5, listens=ready.set)
+    thread = threading.Thread(target=server.answer, daemon=True)
+    thread.start()
+    ready.wait()
+    yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+def _asked(count: int) -> list[dict[str, object]]:
+    return [
+        {"prompt": "ROMEO:\n", "seed": place, "steps": (n := LENGTHS[place % len(LENGTHS)]) // 2,
+         "max_tokens": n, "temperature": 0.7, "max_length": 128}
+        for place in range(count)
+    ]  # fmt: skip
+
+
+def throughput(model: Model, url: str, args: argparse.Namespace) -> None:
+    """Prints tokens a second of both ways, and their ratio."""
+    asked = _asked(args.requests)
+    _by_clients(url, asked[: args.slots], args.slots)
+    _by_file(model, asked[: args.slots], args.slots)
+    times: list[tuple[float, float]] = []
+    for _ in range(args.rounds):
+        times.append((_by_file(model, asked, args.slots), _by_clients(url, asked, args.slots)))
+    file, clients = (statistics.median(column) for column in zip(*times, strict=True))
+    print(f"| {args.requests} requests, {args.slots} slots | s | of the file's throughput |")
+    print("| --- | --- | --- |")
+    print(f"| a file, `Engine.results` | {file:.2f} | 1 |")
+    print(f"| {args.slots} clients over HTTP | {clients:.2f} | {file / clients:.3f} |", flush=True)
+
+
+def _by_clients(url: str, asked: list[dict[str, object]], clients: int) -> float:
+    waiting = list(asked)
+
+    async def client(http: httpx.AsyncClient) -> None:
+        while waiting:
+            answer = await http.post(f"{url}/v1/completions", json=waiting.pop())
+            answer.raise_for_status()
+
+    async def all_of_them() -> None:
+        limits = httpx.Limits(max_connections=clients)
+        async with httpx.AsyncClient(timeout=600, limits=limits) as http:
+            await asyncio.gather(*(client(http) for _ in range(clients)))
+
+    began = time.perf_counter()
+    asyncio.run(all_of_them())
+    return time.perf_counter() - began
+
+
+def _by_file(model: Model, asked: list[dict[str, object]], slots: int) -> float:
+    """As ``sample.py --prompts`` runs a file: read, made into rows, run, and written."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "in.jsonl"
+        lines = [
+            json.dumps({"gen_length" if k == "max_tokens" else k: v for k, v in one.items()})
+            for one in asked
+        ]
+        path.write_text("\n".join(lines))
+        began = time.perf_counter()
+        requests = [
+            request
+            for line in path.read_text().splitlines()
+            for request in make_requests(model, json.loads(line), {})
+        ]
+        with Engine(model, sizes=(slots,), max_waiting=None) as engine:
+            engine.reserve(requests)
+            texts = {
+                place: model.tokenizer.decode(row.tokens)
+                for place, row in engine.results(iter(requests))
+            }
+        (Path(folder) / "out.jsonl").write_text(json.dumps(texts))
+        return time.perf_counter() - began
+
+
+def first(url: str, engine: Engine) -> None:
+    """Prints after how many steps of the engine a stream in a free slot has its first event."""
+    found = []
+    body = {"prompt": "ROMEO:\n", "max_tokens": 64, "steps": 64, "block_length": 1,
+            "order": "left_to_right", "stream": True}  # fmt: skip
+    for seed in range(6):
+        before = engine.report().work.steps
+        with httpx.stream("POST", f"{url}/v1/completions", json=body | {"seed": seed}) as answer:
+            next(answer.iter_lines())
+            found.append(engine.report().work.steps - before)
+    print(f"\nfirst event after {found[1:]} steps", flush=True)
+
+
+def single(model: Model, url: str) -> None:
+    """Prints the time of a lone request over HTTP beside that of the engine."""
+    (asked,) = _asked(2)[1:]
+    settings = {"gen_length" if k == "max_tokens" else k: v for k, v in asked.items()}
+    times: list[tuple[float, float]] = []
+    with httpx.Client(timeout=600) as http, Engine(model, sizes=(1,)) as engine:
+        for _ in range(12):
+            began = time.perf_counter()
+            engine.submit(make_requests(model, settings, {})[0])
+            dict(engine)
+            middle = time.perf_counter()
+            http.post(f"{url}/v1/completions", json=asked).raise_for_status()
+            times.append((middle - began, time.perf_counter() - middle))
+    alone, over = (statistics.median(column) for column in zip(*times[2:], strict=True))
+    print("\n| a request alone | ms |")
+    print("| --- | --- |")
+    print(f"| the engine | {alone * 1e3:.1f} |")
+    print(f"| over HTTP | {over * 1e3:.1f} |")
+    print(f"| added | {(over - alone) * 1e3:.1f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""Structure: a row's text is held to a regular language by an automaton over its tokens.
+
+A candidate stays if some way to fill the other holes makes the whole text a word of the language.
+Which ways there are is found with sets of states, from the left over what may stand before a
+position and from the right over what may stand behind it (Rabin and Scott 1959, subsets of a finite
+automaton), so that it holds for any order of commits, as long as a step commits one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dlm_jax.sampling.transforms.protocol import At, Context, LogitTransform
+from dlm_jax.settings import Setting, per_row, rule
+
+_STATE_SIZES = (16, 64, 256, 1024, 4096)
+_CLASS_SIZES = (16, 64, 256, 1024, 4096, 16384)
+_AT_ONCE = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Automaton:
+    """A deterministic automaton over the ids of a vocabulary.
+
+    State 0 is dead, and class 0 is that of ids that fit nowhere. EOS leads from a final state to
+    one that only EOS leaves, and to itself.
+
+    Attributes:
+      pattern: regular expression that it stands for.
+      class_of_V: int16 ``[V]``, ids of the same class lead to the same states from everywhere.
+      next_SC: int16 ``[S, C]``, the state behind an id of a class.
+      is_final_S: bool ``[S]``, True where a text may end.
+      start: state before the first id.
+    """
+
+    pattern: str
+    class_of_V: np.ndarray
+    next_SC: np.ndarray
+    is_final_S: np.ndarray
+    start: int
+
+    def __repr__(self) -> str:
+        return f"Automaton({self.pattern!r})"
+
+    @cached_property
+    def leads_SS(self) -> np.ndarray:
+        """True where some id leads from a state to another, which is not dead."""
+        leads = np.zeros((len(self.next_SC),) * 2, bool)
+        leads[np.arange(len(leads))[:, None], self.next_SC] = True
+        leads[:, 0] = leads[0] = False
+        return leads
+
+    @cached_property
+    def fewest_S(self) -> np.ndarray:
+        """Ids that it takes at least from a state to the end of a text; a huge number: no way."""
+        fewest = np.where(self.is_final_S, 0, np.iinfo(np.int32).max)
+        for count in range(1, len(fewest) + 1):
+            is_new = (self.leads_SS & (fewest[None] == count - 1)).any(1) & (fewest > count)
+            if not is_new.any():
+                break
+            fewest[is_new] = count
+        return fewest
+
+    def after(self, states_S: np.ndarray, token: int | None) -> np.ndarray:
+        """The states behind an id, or behind any id for None."""
+        if token is None:
+            return np.any(self.leads_SS[states_S], axis=0, keepdims=False).reshape(-1)
+        found = np.zeros_like(states_S)
+        found[self.next_SC[states_S, self.class_of_V[token]]] = True
+        found[0] = False
+        return found
+
+    def accepts(self, tokens: Sequence[int] | np.ndarray) -> bool:
+        """Whether ids are a text of the language, with nothing or EOS behind it."""
+        state = self.start
+        for token in tokens:
+            state = int(self.next_SC[state, self.class_of_V[token]])
+        return bool(self.is_final_S[state])
+
+
+def _checked(value: Any) -> Any:
+    if not isinstance(value, str | Automaton):
+        raise ValueError(f"structure={value!r} is not a regular expression; write it as a text")
+    return value
+
+
+STRUCTURE = Setting(
+    "structure", "", "regular expression that the new text matches from end to end", parse=_checked
+)
+
+
+class Ways(NamedTuple):
+    """States of each position, bool ``[B, L, S]`` each.
+
+    Attributes:
+      before_BLS: that the text before it may have led to.
+      behind_BLS: from which the text behind it may come to its end.
+    """
+
+    before_BLS: Array
+    behind_BLS: Array
+
+
+def _no_column(rows: Sequence[Any]) -> Any:
+    raise AssertionError("`Structure.pack` makes all columns")
+
+
+@rule
+class Structure(LogitTransform):
+    """Leaves the ids with which the row can still become a text of its language.
+
+    The text is what follows the given tokens at the begin of the row. It is exact where a step
+    commits one token a row, in any order; `dlm_jax.inference.structure` refuses other requests.
+
+    Attributes:
+      class_of_BV: int16, see `Automaton`.
+      next_BSC: int16, likewise, padded with the dead state.
+      leads_BSW: uint32, `Automaton.leads_SS` in words of 32 states.
+      is_final_BS: likewise.
+      start_B: int32; 0, the dead state, for rows without structure.
+    """
+
+    class_of_BV: Array = per_row(STRUCTURE, column=_no_column)
+    next_BSC: Array = per_row(STRUCTURE, column=_no_column)
+    leads_BSW: Array = per_row(STRUCTURE, column=_no_column)
+    is_final_BS: Array = per_row(STRUCTURE, column=_no_column)
+    start_B: Array = per_row(STRUCTURE, column=_no_column)
+
+    @classmethod
+    def is_used(cls, row: Any) -> bool:
+        """Whether the row has a structure."""
+        return row.structure != ""
+
+    @classmethod
+    def check(cls, row: Any) -> None:
+        """Refuses what could break a structure once it is written."""
+        if not cls.is_used(row):
+            return
+        if row.refines:
+            raise ValueError(
+                "structure goes with tokens that stay; use no edit, remask, resample or renoise"
+            )
+        if row.ignore_eos:
+            raise ValueError("structure ends with EOS, which ignore_eos bans; drop one of them")
+        if row.fill == "speculative":
+            raise ValueError("structure takes a token a step; use fill='parallel'")
+
+    @classmethod
+    def pack(cls, rows: Sequence[Any], facts: Any) -> Structure:
+        """The automata of the rows, padded to a size that few programs share."""
+        automata = [row.structure for row in rows]
+        states = _padded(max(len(a.next_SC) for a in automata), _STATE_SIZES)
+        classes = _padded(max(a.next_SC.shape[1] for a in automata), _CLASS_SIZES)
+        next_BSC = np.zeros((len(rows), states, classes), np.int16)
+        leads_BSS = np.zeros((len(rows), states, states), bool)
+        is_final_BS = np.zeros((len(rows), states), bool)
+        for place, a in enumerate(automata):
+            size, width = a.next_SC.shape
+            next_BSC[place, :size, :width] = a.next_SC
+            leads_BSS[place, :size, :size] = a.leads_SS
+            is_final_BS[place, :size] = a.is_final_S
+        words = np.packbits(leads_BSS, axis=2, bitorder="little")
+        padded = np.pad(words, ((0, 0), (0, 0), (0, -words.shape[2] % 4)))
+        return cls(
+            jnp.asarray(np.stack([a.class_of_V for a in automata])),
+            jnp.asarray(next_BSC),
+            jnp.asarray(np.ascontiguousarray(padded).view(np.uint32)),
+            jnp.asarray(is_final_BS),
+            jnp.asarray(np.array([a.start for a in automata], np.int32)),
+        )
+
+    def is_active(self) -> Array:
+        """True where a row has a structure."""
+        return self.start_B > 0
+
+    def prepare(self, state: Any, context: Context) -> Ways:
+        """The states before and behind each position."""
+        tokens_BL, order_BL, is_visible_BL, length_B = context
+        rows_B = jnp.arange(tokens_BL.shape[0])
+        place_1L = jnp.arange(tokens_BL.shape[1])[None]
+        is_given_BL = is_visible_BL & (order_BL < 0)
+        begin_B1 = jnp.argmin(is_given_BL, axis=1)[:, None]
+        is_text_BL = (place_1L >= begin_B1) & (place_1L < length_B[:, None])
+        is_hole_BL = is_text_BL & ~is_visible_BL
+        tokens_BL = jnp.clip(tokens_BL, 0, self.class_of_BV.shape[1] - 1)
+        class_BL = jnp.take_along_axis(self.class_of_BV, tokens_BL, axis=1).astype(jnp.int32)
+        num_states = self.next_BSC.shape[1]
+
+        def next_BS(class_B: Array) -> Array:
+            return self.next_BSC[rows_B, :, class_B].astype(jnp.int32)
+
+        def forth(before_BS: Array, at: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+            class_B, is_text_B, is_hole_B = at
+            told_BS = jnp.zeros_like(before_BS)
+            told_BS = told_BS.at[rows_B[:, None], next_BS(class_B)].max(before_BS)
+
+            def any_id() -> Array:
+                words_BSW = jnp.where(before_BS[:, :, None], self.leads_BSW, jnp.uint32(0))
+                return _unpacked(
+                    jax.lax.reduce(words_BSW, jnp.uint32(0), jax.lax.bitwise_or, (1,)), num_states
+                )
+
+            open_BS = jax.lax.cond(is_hole_B.any(), any_id, lambda: told_BS)
+            now_BS = jnp.where(is_hole_B[:, None], open_BS, told_BS).at[:, 0].set(False)
+            return jnp.where(is_text_B[:, None], now_BS, before_BS), before_BS
+
+        def back(behind_BS: Array, at: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+            class_B, is_text_B, is_hole_B = at
+            told_BS = jnp.take_along_axis(behind_BS, next_BS(class_B), axis=1)
+
+            def any_id() -> Array:
+                words_BW = _packed(behind_BS)
+                return jnp.any((self.leads_BSW & words_BW[:, None]) != 0, axis=2)
+
+            open_BS = jax.lax.cond(is_hole_B.any(), any_id, lambda: told_BS)
+            now_BS = jnp.where(is_hole_B[:, None], open_BS, told_BS)
+            return jnp.where(is_text_B[:, None], now_BS, behind_BS), behind_BS
+
+        by_place = (class_BL.T, is_text_BL.T, is_hole_BL.T)
+        first_BS = jnp.arange(num_states)[None] == self.start_B[:, None]
+        first_BS = first_BS & self.is_active()[:, None]
+        _, before_LBS = jax.lax.scan(forth, first_BS, by_place)
+        _, behind_LBS = jax.lax.scan(back, self.is_final_BS, by_place, reverse=True)
+        return Ways(jnp.moveaxis(before_LBS, 0, 1), jnp.moveaxis(behind_LBS, 0, 1))
+
+    def apply(self, prepared: Ways, logits_NV: Array, at: At) -> Array:
+        """Logits with -inf at what leads nowhere."""
+        before_NS = prepared.before_BLS[at.row_N, at.index_N]
+        behind_NS = prepared.behind_BLS[at.row_N, at.index_N]
+
+        def of_one() -> Array:
+            """Where each position has one state before it, as from left to right."""
+            state_N = jnp.argmax(before_NS, axis=1)
+            next_NC = self.next_BSC[at.row_N, state_N].astype(jnp.int32)
+            return jnp.take_along_axis(behind_NS, next_NC, axis=1)
+
+        def of_many() -> Array:
+            def one(at_one: tuple[Array, Array, Array]) -> Array:
+                row, before_S, behind_S = at_one
+                return jnp.any(behind_S[self.next_BSC[row]] & before_S[:, None], axis=0)
+
+            return jax.lax.map(one, (at.row_N, before_NS, behind_NS), batch_size=_AT_ONCE)
+
+        is_one = jnp.all((jnp.sum(before_NS, axis=1) <= 1) | ~at.is_real_N)
+        fits_NC = jax.lax.cond(is_one, of_one, of_many)
+        class_NV = self.class_of_BV[at.row_N].astype(jnp.int32)
+        fits_NV = jnp.take_along_axis(fits_NC, class_NV, axis=1)
+        is_held_N = self.is_active()[at.row_N] & at.is_real_N
+        return jnp.where(is_held_N[:, None] & ~fits_NV, -jnp.inf, logits_NV)
+
+
+def _padded(size: int, sizes: Sequence[int]) -> int:
+    return next(s for s in sizes if s >= size)
+
+
+def _packed(is_in_BS: Array) -> Array:
+    """Sets of states as words of 32, ``[B, W]``."""
+    padded_BP = jnp.pad(is_in_BS, ((0, 0), (0, -is_in_BS.shape[1] % 32)))
+    bits_BW32 = padded_BP.reshape(padded_BP.shape[0], -1, 32).astype(jnp.uint32)
+    return jnp.sum(
+        bits_BW32 << jnp.arange(32, dtype=jnp.uint32)[None, None], axis=2, dtype="uint32"
+    )
+
+
+def _unpacked(words_BW: Array, num_states: int) -> Array:
+    """The other way round."""
+    shifts_11K = jnp.arange(32, dtype=jnp.uint32)[None, None]
+    bits_BWK = (words_BW[:, :, None] >> shifts_11K) & jnp.uint32(1)
+    return bits_BWK.reshape(words_BW.shape[0], -1)[:, :num_states].astype(bool)
+
+
+MOST_STATES = _STATE_SIZES[-1]
+"""States of an automaton at most."""
+MOST_CLASSES = _CLASS_SIZES[-1]
+"""Classes at most."""

@@ -1,0 +1,82 @@
+"""The program that serves: what it refuses before it listens, and how it ends."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+import saved_model
+
+from dlm_jax.cli import serve
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    return saved_model.save(tmp_path_factory.mktemp("serve") / "toy")
+
+
+def _refused(capsys, *flags):
+    with pytest.raises(SystemExit) as ended:
+        serve.main(list(flags))
+    assert ended.value.code == 2
+    (line,) = [one for one in capsys.readouterr().err.splitlines() if one.startswith("error:")]
+    return line
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--port", "70000"], "--port"),
+        (["--slots", "0"], "--slots"),
+        (["--drain", "-1"], "--drain"),
+        (["--max-seconds", "nan"], "--max-seconds"),
+        (["--prot", "1"], "--port"),
+        (["--host", "256.256.256.256"], "--host 256.256.256.256"),
+        (["--port", "0", "--checkpoint", "nowhere"], "nowhere"),
+    ],
+)
+def test_bad_flags_are_refused(capsys, flags, told):
+    assert told in _refused(capsys, *flags)
+
+
+def test_a_port_that_is_taken_and_an_empty_key_are_refused(capsys, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert f"--port {port} cannot be had" in _refused(capsys, "--port", port)
+    monkeypatch.setenv("MY_KEY", " ")
+    assert "MY_KEY is empty" in _refused(capsys, "--api-key-env", "MY_KEY", "--port", "0")
+
+
+def test_broken_templates_and_presets_are_refused(capsys, run_dir, tmp_path):
+    flags = ["--checkpoint", str(run_dir), "--port", "0"]
+    assert "--preset x is unknown" in _refused(capsys, *flags, "--preset", "x")
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for %}")
+    line = _refused(capsys, *flags, "--chat-template", str(template))
+    assert "chat_template is broken" in line
+    assert "cannot be read" in _refused(capsys, *flags, "--chat-template", str(tmp_path / "no"))
+
+
+def test_it_tells_its_address_asks_for_the_key_and_ends_on_a_signal(run_dir):
+    env = os.environ | {"PYTHONPATH": str(ROOT), "DLM_JAX_API_KEY": "secret"}
+    command = [sys.executable, "-m", "dlm_jax.serve", "--checkpoint", str(run_dir), "--port", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        url = process.stdout.readline().strip()
+        assert url.startswith("http://127.0.0.1:")
+        assert httpx.get(f"{url}/health").json() == httpx.get(f"{url}/health").json()
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        key = {"authorization": "Bearer secret"}
+        models = httpx.get(f"{url}/v1/models", headers=key).json()
+        assert [model["id"] for model in models["data"]] == ["toy"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert "secret" not in process.stderr.read()

@@ -1,0 +1,175 @@
+"""Structure: every row matches its pattern, in any order, whatever runs beside it."""
+
+import dataclasses
+import itertools
+import json
+import re
+
+import numpy as np
+import pytest
+import toy
+import toy_model
+
+import dlm_jax
+from dlm_jax.config import SampleConfig
+from dlm_jax.data import CharacterTokenizer
+from dlm_jax.inference.model import Model
+from dlm_jax.inference.structure import (
+    Structures,
+    regex_of_objects,
+    regex_of_schema,
+    steps_needed,
+)
+from dlm_jax.model.transformer import build
+
+LETTERS = 'abcxyz0123456789{}[]":,. -\n'
+TOKENIZER = CharacterTokenizer.of(LETTERS)
+NETWORK = build(toy.config(vocab_size=TOKENIZER.vocab_size))
+MODEL = Model(
+    NETWORK, toy.random_params(NETWORK), TOKENIZER, max_length=48,
+    sample=SampleConfig(chain=("temperature",), steps=24),
+)  # fmt: skip
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yz"]}},
+    "required": ["a", "b"],
+}
+PATTERNS = [r"[abc]{2,5}x(y|zz)*", r"[0-9]{3}-[0-9]{2}", r"(a|b)*c", regex_of_schema(SCHEMA)]
+
+
+def _texts(patterns, given=2, **settings):
+    prompts = [{"prompt": "ab", "structure": pattern} for pattern in patterns]
+    settings = {"gen_length": 24, "steps": 24, "seed": 1} | settings
+    result = dlm_jax.generate(MODEL, prompts, **settings)
+    return [text[given:] for text in result.texts], result
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"order": "left_to_right"},
+        {"order": "low_confidence", "block_length": 6},
+        {"order": "random"},
+        {"order": "left_to_right", "temperature": 0.0, "draw": "gumbel"},
+    ],
+    ids=["left_to_right", "blocks", "any_order", "greedy"],
+)
+def test_every_text_matches_its_pattern(settings):
+    texts, result = _texts(PATTERNS * 2, **settings)
+    for text, pattern in zip(texts, PATTERNS * 2, strict=True):
+        assert re.fullmatch(pattern, text), (text, pattern)
+    for text in texts[3::4]:
+        assert set(json.loads(text)) == {"a", "b"}
+    assert {status.name for status in result.status} == {"DONE"}
+
+
+def test_a_row_is_the_same_whatever_patterns_run_beside_it():
+    together, _ = _texts(PATTERNS, order="random", batch_size=4)
+    apart = [_texts([pattern] * 4, order="random", batch_size=4)[0] for pattern in PATTERNS]
+    result = [
+        dlm_jax.generate(
+            MODEL, [{"prompt": "ab", "structure": p, "seed": 1 + place}], gen_length=24, steps=24,
+            order="random",
+        ).texts[0][2:]
+        for place, p in enumerate(PATTERNS)
+    ]  # fmt: skip
+    assert together == result
+    assert [texts[place] for place, texts in enumerate(apart)] == together
+
+
+def test_a_pattern_that_allows_everything_changes_nothing():
+    some = {"gen_length": 10, "steps": 10, "seed": 3, "order": "left_to_right"}
+    plain = dlm_jax.generate(MODEL, ["ab"], **some)
+    eos = TOKENIZER.eos_id
+    (length,) = plain.lengths
+    held = dlm_jax.generate(MODEL, ["ab"], structure="(.|\n)*", **some)
+    assert held.texts == plain.texts
+    assert (held.tokens[0, :length] == plain.tokens[0, :length]).all() or eos in held.tokens
+
+
+def test_given_text_behind_the_gap_is_part_of_the_match():
+    """A scaffold: the fixed parts stand there, and the gaps are filled to fit them."""
+    template = '{"a": <hole:2>, "b": "<hole:2>"}'
+    result = dlm_jax.generate(
+        MODEL, [{"template": template, "structure": r'[0-9]{2}, "b": "(x|yz)"\}'}],
+        steps=4, order="random",
+    )  # fmt: skip
+    assert re.fullmatch(r'\{"a": [0-9]{2}, "b": "yz"\}', result.texts[0])
+
+
+def _words(pattern, letters, longest):
+    """All words of a language, by trying every one."""
+    return {
+        "".join(word)
+        for size in range(longest + 1)
+        for word in itertools.product(letters, repeat=size)
+        if re.fullmatch(pattern, "".join(word))
+    }
+
+
+@pytest.mark.parametrize("pattern", [r"(ab|ba)*c?", r"a{1,3}(b|c){2}", r"[^a]+a", r"(a|b)*abb"])
+def test_automata_accept_what_the_pattern_matches(pattern):
+    automaton = Structures(
+        TOKENIZER, TOKENIZER.vocab_size, (TOKENIZER.eos_id,), TOKENIZER.banned_ids
+    ).automaton(pattern)
+    words = _words(pattern, "abc", 5)
+    for size in range(6):
+        for word in map("".join, itertools.product("abc", repeat=size)):
+            ids = TOKENIZER.encode(word)
+            assert automaton.accepts(ids) == (word in words)
+            assert automaton.accepts([*ids, TOKENIZER.eos_id]) == (word in words)
+    assert automaton.fewest_S[automaton.start] == min(map(len, words))
+
+
+def test_equal_ids_share_a_class_and_specials_fit_nowhere():
+    automaton = MODEL.structures.automaton("[abc]+")
+    a, b, x = (int(TOKENIZER.encode(c)[0]) for c in "abx")
+    assert automaton.class_of_V[a] == automaton.class_of_V[b] != automaton.class_of_V[x]
+    for id_ in (TOKENIZER.mask_id, TOKENIZER.pad_id, x):
+        assert automaton.class_of_V[id_] == 0
+    assert MODEL.structures.automaton("[abc]+") is automaton
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"structure": "("}, "structure='\\('"),
+        ({"structure": "[A-Z]"}, "structure='\\[A-Z\\]'"),
+        ({"structure": "a{30}"}, "structure needs 30 new tokens"),
+        ({"structure": "a+", "steps": 5}, "steps=5 is less than the 24"),
+        ({"structure": "a+", "order": "threshold"}, "order='threshold'"),
+        ({"structure": "a+", "schedule": "cosine"}, "schedule='cosine'"),
+        ({"structure": "a+", "ignore_eos": True}, "ignore_eos"),
+        ({"structure": "a+", "remask": "scheduled"}, "tokens that stay"),
+        ({"structure": 3}, "structure=3"),
+        ({"structure": "a" * 40_000}, "40000 characters"),
+    ],
+)
+def test_what_cannot_be_held_is_refused(settings, told):
+    settings = {"gen_length": 24, "steps": 24} | settings
+    with pytest.raises(ValueError, match=told):
+        dlm_jax.generate(MODEL, ["ab"], **settings)
+    with pytest.raises(ValueError, match="does not go with the text"):
+        dlm_jax.generate(
+            MODEL, [{"template": "a<hole:2>b"}], steps=2, structure="c+", order="random"
+        )
+
+
+def test_steps_are_as_many_as_the_fullest_block_takes_in_each():
+    assert steps_needed(np.arange(3, 13), 0, 3) == 10
+    assert steps_needed(np.arange(3, 13), 4, 3) == 12
+    assert steps_needed(np.array([0, 5, 6, 7]), 4, 0) == 6
+
+
+def test_objects_are_json():
+    texts, _ = _texts([regex_of_objects()], gen_length=40, steps=40, order="left_to_right")
+    assert isinstance(json.loads(texts[0]), dict)
+
+
+def test_tokens_that_stand_for_several_characters_are_letters_too():
+    shipped = dlm_jax.load()
+    automaton = shipped.structures.automaton(r"(ROMEO|JULIET): [a-z ,']{1,40}\.")
+    ids = shipped.tokenizer.encode("ROMEO: what is it, my lord.")
+    assert automaton.accepts(ids)
+    assert not automaton.accepts(shipped.tokenizer.encode("ROMEO: What!"))
+    assert dataclasses.is_dataclass(toy_model.MODEL)
