@@ -33,6 +33,8 @@ PLACES: dict[str, P] = {
     # [B, L, ...]: what the loss reads and returns; the chips that share a row deal out its
     # positions.
     "losses": P(ROWS, ("context", "tensor")),
+    # [B, L]: tokens, whose rows of the embedding table are looked up where they lie.
+    "tokens": P(ROWS, "context"),
     # [B, ...]: tokens, lengths and figures by row.
     "rows": P(ROWS),
 }
@@ -84,7 +86,7 @@ def on_own_share(
     if mesh is None:
         return compute(params, *arrays)
     lead: tuple[int, ...] = min((tuple(x.shape) for x in arrays), key=len)
-    spec = fitting(PLACES[kind], lead, mesh)
+    spec = _with_trivial(fitting(PLACES[kind], lead, mesh), mesh)
     leaves, structure = jax.tree.flatten(params)
     read = _leaves_read(compute, leaves, structure, arrays)
 
@@ -98,6 +100,17 @@ def on_own_share(
         of_share, in_specs=(P(), *[spec] * len(arrays)), out_specs=spec, check_vma=False
     )
     return split([leaves[place] for place in read], *arrays)
+
+
+def _with_trivial(spec: P, mesh: Mesh | AbstractMesh) -> P:
+    """`spec` with the axes of one device, over which gradients would be summed if it left them out.
+
+    Such sums move nothing, and stand in the way of what the compiler fuses.
+    """
+    first = spec[0] if spec else None
+    named = (first,) if isinstance(first, str) else tuple(first or ())
+    trivial = tuple(name for name, size in mesh.shape.items() if size == 1)
+    return P((*named, *trivial) or None, *spec[1:])
 
 
 def _leaves_read(

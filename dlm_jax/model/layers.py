@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dlm_jax.distributed.activations import on_own_share
 from dlm_jax.model import cpu
+from dlm_jax.types import Params
 
 
 class Linear(nnx.Module):
@@ -47,3 +49,17 @@ class Norm(nnx.Module):
         x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         y = cpu.rms_norm(x32, scale, epsilon=self.epsilon)
         return (y + jnp.expand_dims(self.bias[...], axes)).astype(x.dtype)
+
+
+def embed(params: Params, ids: jax.Array) -> jax.Array:
+    """The row of the embedding table for each id.
+
+    A table that is split by feature is gathered for ``ids_BL``, instead of the vectors of all rows.
+    """
+
+    def look_up(params: Params, ids: jax.Array) -> jax.Array:
+        return jnp.take(params["embedding"], ids, axis=0)
+
+    if ids.ndim == 2:
+        return on_own_share(look_up, params, (ids,), kind="tokens")
+    return look_up(params, ids)

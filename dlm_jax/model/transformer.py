@@ -23,7 +23,7 @@ from dlm_jax.model.cached import Parts, cached_trunk, may_keep
 from dlm_jax.model.experts import Experts
 from dlm_jax.model.heads import HEADS, heads_of
 from dlm_jax.model.kept import one_later, shifted
-from dlm_jax.model.layers import Linear, Norm
+from dlm_jax.model.layers import Linear, Norm, embed
 from dlm_jax.model.lora import applied, stacks, with_adapters
 from dlm_jax.model.remat import rematerialised
 from dlm_jax.types import Network, Params, live_positions
@@ -201,9 +201,6 @@ def build(config: ModelConfig) -> Network:
             x_BLD = cpu.run_blocks(run_block, x_BLD, blocks, (length_B, angles))
         x_BLD = nnx.merge(norm_graph, params["norm"])(x_BLD)
         return one_later(x_BLD) if config.logit_alignment == "shifted" else x_BLD, cache
-
-    def embed(params: Params, ids: jax.Array) -> jax.Array:
-        return jnp.take(params["embedding"], ids, axis=0)
 
     readout, logits_of = _readouts(config)
     parts = Parts(

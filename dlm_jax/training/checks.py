@@ -42,6 +42,8 @@ def check_parts(config: Config, mesh: Mesh) -> None:
     try:
         batch_sharding(mesh, part)
     except ValueError:
+        if config.train.accumulate == 1:
+            raise
         raise ValueError(
             f"train.accumulate={config.train.accumulate} leaves parts of {part} rows, which the "
             "devices that split the batch do not divide; lower it"

@@ -37,8 +37,7 @@ def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_posit
 
 def _share_met(path: tuple[Any, ...], leaf: Any, config: ModelConfig) -> float:
     """The share of a parameter that a token is multiplied with: of experts, those it is sent to."""
-    name = path_name(path)
-    if len(leaf.shape) < 2 or (name.endswith("embedding") and not config.tied_head):
-        return 0.0
-    is_expert = name.split("/")[-1].startswith("expert_")
-    return config.experts_per_token / config.experts if is_expert else 1.0
+    last = path_name(path).split("/")[-1]
+    if last.startswith("expert_"):
+        return config.experts_per_token / config.experts
+    return float(last == "kernel" or (last == "embedding" and config.tied_head))

@@ -103,6 +103,6 @@ def test_a_bucket_that_is_closed_is_refused_by_name(made, tmp_path, monkeypatch)
     def closed(*_, **__):
         raise PermissionError("Access Denied")
 
-    monkeypatch.setattr(type(located(made[0])), "read_text", closed)
+    monkeypatch.setattr(type(located(made[0])), "read_bytes", closed)
     with pytest.raises(ValueError, match=r"data.source=s3://.* is not allowed \(Access Denied\)"):
         load_corpus(made[0], seq_len=16, cache_dir=tmp_path)

@@ -45,7 +45,7 @@ def test_a_pinned_array_lies_in_its_place_and_one_device_is_left_alone():
             return pin(x, "inner")
 
     x = jnp.arange(8 * 3 * 4.0).reshape(8, 3, 4)
-    y = jax.jit(pinned)(x)
+    y = jax.jit(pinned)(jax.device_put(x, jax.sharding.NamedSharding(mesh, P())))
     assert y.sharding.spec == P(("data", "fsdp"), None, "tensor")
     np.testing.assert_array_equal(x, y)
     assert "sharding_constraint" not in str(jax.make_jaxpr(lambda x: pin(x, "inner"))(x))
