@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import dlm_jax
+from dlm_jax.checkpoint.shipped import DEFAULT
 from dlm_jax.cli.chat import preset
 from dlm_jax.cli.common import CHECKPOINT, COUNT, Parser, load_model, start_jax, whole
 from dlm_jax.cli.devices import add_mesh_flags, mesh_of
@@ -101,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             seconds=args.max_seconds, steps=args.max_steps,
         )  # fmt: skip
         options = Options(
-            name=args.model_name or Path(args.checkpoint or "shakespeare").resolve().stem,
+            name=args.model_name or _name_of(args.checkpoint or DEFAULT),
             limits=limits, key=key, defaults=preset(model, args.preset), logs_texts=args.log_texts,
         )  # fmt: skip
         if key is None and args.host not in _LOOPBACK:
@@ -116,6 +117,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     server = Server(app, sock, drain=args.drain, listens=lambda: emit(f"http://{shown}:{port}"))
     server.answer()
     return End.DONE
+
+
+def _name_of(checkpoint: str) -> str:
+    """What clients call a checkpoint: its directory, or its file without the ending."""
+    path = Path(checkpoint).resolve()
+    return path.name if path.is_dir() else path.stem
 
 
 def _check_extra() -> None:
