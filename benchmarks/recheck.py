@@ -241,6 +241,7 @@ CHECKS = [
 ]  # fmt: skip
 
 UNCHECKED = {
+    ("exit_codes.md", "Attacks"): "minutes of one core: python benchmarks/attack.py",
     ("edits.md", "Lengths"): "python -m benchmarks.edits lengths, with a trained proofreader",
     ("edits.md", "Text from nothing"): "python -m benchmarks.edits quality, with two models",
     ("edits.md", "What it costs"): "a clock: python -m benchmarks.edit_cost",
