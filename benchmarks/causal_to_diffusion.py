@@ -105,7 +105,7 @@ def main() -> None:
         text = "\n\n".join(one.text for one in corpora.read_documents([args.source]))
         (folder / "text.txt").write_text(text)
         write(folder / "fresh", text)
-        causal = {"model.attention_type": "causal"}
+        causal = {"model.attention_type": "causal", "sample.order": "left_to_right"}
         outcome = trained(
             folder / "fresh", folder / "run", folder / "text.txt", args.causal_steps, causal
         )

@@ -63,7 +63,11 @@ def family_for(model: ModelConfig, name: str | None = None) -> Family:
     if name is not None and name not in FAMILIES:
         raise ValueError(f"family={name!r} is unknown; use one of {', '.join(FAMILIES)}")
     for family in [FAMILIES[name]] if name is not None else FAMILIES.values():
-        if comparable(family.read(Fields(family.write(model), "config"))) == comparable(model):
+        try:
+            said = family.read(Fields(family.write(model), "config"))
+        except ValueError:  # it has no such models
+            continue
+        if comparable(said) == comparable(model):
             return family
     raise ValueError(
         "model: no published family has this combination of settings; docs/published.md lists what "

@@ -14,6 +14,7 @@ import safetensors.numpy
 from oracles.published import Oracle
 
 import dlm_jax
+from dlm_jax.published.families import family_for
 from dlm_jax.published.shards import Shards
 
 FAMILIES = list(cases.CONFIGS)
@@ -76,6 +77,14 @@ def test_loading_exporting_and_loading_is_the_identity(loaded, tmp_path):
     assert set(ours.entries) == set(theirs.entries)
     for tensor in theirs.entries:
         np.testing.assert_array_equal(ours.read(tensor), theirs.read(tensor))
+
+
+def test_the_family_of_a_model_is_found_from_its_settings_alone(loaded):
+    name, _, model = loaded
+    assert family_for(model.config.model).name == name
+    assert family_for(model.config.model, name).name == name
+    with pytest.raises(ValueError, match="cannot say all of the model's settings"):
+        family_for(model.config.model, "dream" if name != "dream" else "sdar")
 
 
 def test_bfloat16_stays_as_it_is_stored(tmp_path):
