@@ -7,6 +7,7 @@ import pytest
 import saved_model
 
 from dlm_jax.cli import sample
+from dlm_jax.cli.ends import End
 
 MODULE = '''
 from dlm_jax import CommitRule, LogitTransform, Setting, per_row, rule
@@ -87,7 +88,7 @@ def test_settings_of_ones_own_rules_are_keys_of_requests(run_dir, capsys, tmp_pa
     ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(r) + "\n" for r in requests))
     flags = ["--prompts", "in.jsonl", "--output", "out.jsonl", *TINY]
-    assert _run(run_dir, *flags, "--rules", "own_rules_here") == 1
+    assert _run(run_dir, *flags, "--rules", "own_rules_here") == End.PARTLY
     done, ill, unknown = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     assert done["text"] == "A " + 6 * done["text"][2]
     assert done["steps"] == 2

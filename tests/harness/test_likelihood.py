@@ -102,7 +102,12 @@ def test_the_mean_over_all_masks_is_the_bound():
 
 
 def test_causal_models_are_exact():
-    network = build(toy.config(vocab_size=MODEL.tokenizer.vocab_size, attention_type="causal"))
+    tokenizer = MODEL.tokenizer
+    network = build(
+        toy.config(
+            vocab_size=tokenizer.vocab_size, attention_type="causal", start_id=tokenizer.mask_id
+        )
+    )
     model = dataclasses.replace(
         MODEL, network=network, params=toy.random_params(network), is_causal=True
     )

@@ -420,30 +420,18 @@ def test_keys_limits_and_time(monkeypatch):
 
 
 def test_a_stop_lets_what_runs_finish_and_takes_nothing_new():
-    with serving(drain=20) as running:
+    with serving(drain=120) as running:
         asked = {"prompt": "A ", "max_tokens": 24, "steps": 24, "seed": 1}
+        more = {"n": 4, "steps": 400, "resample": True, "order": "threshold", "threshold": 1.0}
         found = []
         thread = threading.Thread(
-            target=lambda: found.append(
-                post(
-                    running,
-                    "/v1/completions",
-                    asked
-                    | {
-                        "n": 8,
-                        "steps": 2000,
-                        "resample": True,
-                        "order": "threshold",
-                        "threshold": 1.0,
-                    },
-                )  # fmt: skip
-            )
+            target=lambda: found.append(post(running, "/v1/completions", asked | more))
         )
         thread.start()
         while not running.engine.is_busy:
             pass
         running.server.should_exit = True
-        thread.join(60)
+        thread.join(120)
         assert found[0].status_code == 200 and len(found[0].json()["choices"]) == 4
         with pytest.raises(httpx.TransportError):
             post(running, "/v1/completions", asked)

@@ -274,6 +274,9 @@ def test_a_run_compiles_the_step_of_a_stage_exactly_where_it_begins(tmp_path, mo
             compiled.append(str(self.stage))
             return self
 
+        def memory_analysis(self):
+            return None
+
         def __call__(self, state, batch, key):
             taken[int(state.step)] = self.stage
             return state._replace(step=state.step + 1), {"loss": jnp.zeros(())}
