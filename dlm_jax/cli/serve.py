@@ -13,12 +13,14 @@ address is the one line on standard output; logs go to standard error, one JSON 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import dlm_jax
 from dlm_jax.checkpoint.shipped import DEFAULT
@@ -31,6 +33,9 @@ from dlm_jax.config import parse_flags
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import DTYPES, Model
 from dlm_jax.published import TextTemplate, check_template
+
+if TYPE_CHECKING:
+    from dlm_jax.serving.run import Server
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -84,6 +89,13 @@ def make_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: one of `End`."""
     start_jax()
+    with contextlib.ExitStack() as undo:
+        _served(argv, undo).answer()
+    return End.DONE
+
+
+def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
+    """The server that the flags ask for; `undo` closes its socket."""
     with refusals(), naming_flags():
         check_output()
         args, overrides = parse_flags(make_parser(), argv)
@@ -91,11 +103,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         from dlm_jax.serving.app import Options, make_app
         from dlm_jax.serving.logs import start_logs
         from dlm_jax.serving.plan import Limits
-        from dlm_jax.serving.run import Server, listening
+        from dlm_jax.serving.run import Server as Listening
+        from dlm_jax.serving.run import listening
 
         key = _key(args.api_key_env)
         mesh = mesh_of(overrides, is_distributed=False)
-        sock = listening(args.host, args.port)
+        sock = undo.enter_context(contextlib.closing(listening(args.host, args.port)))
         model = _with_template(load_model(args.checkpoint, mesh=mesh, dtype=args.dtype), args)
         limits = Limits(
             rows=args.max_rows, waiting=args.max_waiting, body=args.max_body,
@@ -114,9 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     start_logs()
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    server = Server(app, sock, drain=args.drain, listens=lambda: emit(f"http://{shown}:{port}"))
-    server.answer()
-    return End.DONE
+    return Listening(app, sock, drain=args.drain, listens=lambda: emit(f"http://{shown}:{port}"))
 
 
 def _name_of(checkpoint: str) -> str:

@@ -180,8 +180,10 @@ class Planner:
             names = {"gen_length": "max_tokens", "tokens": "prompt"}
             found = of_value(error, names, {*self._settings, *_TOLD}, content)
             if found.param == "structure":
-                named = [name for name in ("max_tokens", "order") if f"{name}=" in found.message]
-                found.param = (*named, "response_format")[0]
+                found.param = "response_format"
+                for name in ("order", "max_tokens"):
+                    if f"{name}=" in found.message:
+                        found.param = name
             raise found from None
         if made[0].sample.steps > self.limits.steps:
             raise refused(
