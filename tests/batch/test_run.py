@@ -266,7 +266,7 @@ def test_what_was_counted_is_told_where_it_is_not_nothing(tmp_path):
     ]
     plain, waves, edited, full = _run(tmp_path, requests, model=model)
     always = {"id", "text", "tokens", "length", "steps", "status", "forwards", "filled", "waves",
-              "seconds"}  # fmt: skip
+              "seconds", "crc"}  # fmt: skip
     assert set(plain) == always
     assert (plain["forwards"], plain["filled"]) == (5, 5)
     assert set(waves) == {*always, "bootstrapped"}
