@@ -129,13 +129,20 @@ def _dealt(x_NIO: jax.Array, axes: tuple[Any, Any], mesh: AbstractMesh) -> jax.A
     first = jax.lax.axis_index(copies) * share if copies else 0
     x_NIO = jax.lax.dynamic_slice_in_dim(x_NIO, first, share)
     for dimension, axis in split.items():
-        x_NIO = jax.lax.all_to_all(x_NIO, axis, 0, dimension, tiled=True)
+        x_NIO = _exchanged(x_NIO, axis, 0, dimension)
     x_NIO = _iterated(x_NIO)
     for dimension, axis in reversed(split.items()):
-        x_NIO = jax.lax.all_to_all(x_NIO, axis, dimension, 0, tiled=True)
+        x_NIO = _exchanged(x_NIO, axis, dimension, 0)
     if copies:
         x_NIO = jax.lax.all_gather(x_NIO, copies, tiled=True)
     return x_NIO[:num]
+
+
+def _exchanged(x_NIO: jax.Array, axis: str, split: int, joined: int) -> jax.Array:
+    if devices.platform() == "cpu":
+        # XLA's CPU backend gives the parts it sends layouts of their own, and then refuses them.
+        x_NIO = jax.lax.optimization_barrier(x_NIO)
+    return jax.lax.all_to_all(x_NIO, axis, split, joined, tiled=True)
 
 
 def _iterated(x_NIO: jax.Array) -> jax.Array:
