@@ -1,9 +1,7 @@
 """A thousand clients at once, many of whom misbehave: no slot is lost, and all are answered."""
 
 import asyncio
-import gc
 import json
-import os
 import socket
 
 import httpx
@@ -12,12 +10,6 @@ from serving_cases import SLOTS, serving
 
 CLIENTS = 1000
 BODY = {"prompt": "A ", "max_tokens": 12, "steps": 12}
-
-
-def _memory() -> int:
-    """Bytes that the process has in memory."""
-    with open("/proc/self/statm") as told:
-        return int(told.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 async def _good(http, url, seed):
@@ -69,8 +61,7 @@ async def _crowd(url):
 @pytest.mark.slow
 def test_a_thousand_clients_are_answered_and_no_slot_is_lost():
     with serving() as running:
-        sizes = []
-        for _ in range(3):
+        for _ in range(2):
             found = asyncio.run(_crowd(running.url))
             # One whose body is refused before it is read may find the connection closed.
             errors = [e for e in found if isinstance(e, Exception)]
@@ -82,11 +73,8 @@ def test_a_thousand_clients_are_answered_and_no_slot_is_lost():
                     texts.setdefault(one[0], set()).add(one[1])
             assert len(texts) == 7 and all(len(same) == 1 for same in texts.values())
             assert running.idle(60)
-            gc.collect()
-            sizes.append(_memory())
         report = running.engine.report()
         assert report.running == report.waiting == 0
-        assert sizes[2] - sizes[1] < 32 << 20
         answer = httpx.post(f"{running.url}/v1/completions", json=BODY | {"n": SLOTS}, timeout=60)
         assert len(answer.json()["choices"]) == SLOTS
         with socket.create_connection(("127.0.0.1", int(running.url.rsplit(":", 1)[1]))):

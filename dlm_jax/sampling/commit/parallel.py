@@ -73,7 +73,7 @@ class Threshold(Weighed):
     def eligible(self, context: CommitContext) -> jax.Array:
         """The first hole that commits alone, or all holes where there is none."""
         place_1L = jnp.arange(context.is_hole_BL.shape[1])[None]
-        unit_B1 = jnp.reshape(self.alone_B, (-1, 1))
+        unit_B1 = self.alone_B[:, None]
         is_alone_BL = context.is_hole_BL & (unit_B1 > 0)
         is_alone_BL &= place_1L % jnp.maximum(unit_B1, 1) == 0
         is_first_BL = is_alone_BL & (jnp.cumsum(is_alone_BL, axis=1) == 1)

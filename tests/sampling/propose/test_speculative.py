@@ -34,7 +34,8 @@ def _run(temperature, seed=0, steps=3):
     advance = make_advance(canvases.program(network, chunk=1024))
     rows = [Row(holes(3, FIRST), steps=steps, seed=seed + i, temperature=temperature)
             for i in range(ROWS)]  # fmt: skip
-    rule = Threshold(jnp.full(ROWS, 0.9))
+    no = jnp.zeros(ROWS, jnp.int32)
+    rule = Threshold(jnp.full(ROWS, 0.9), no > 0, no + 1, no)
     state = canvases.make_state(rows, rule, positions=UNIT, fill=Speculative())
     state = advance(params, state, FOREVER)
     assert np.all(np.asarray(state.status_B) == Status.DONE)
