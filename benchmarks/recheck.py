@@ -241,6 +241,11 @@ CHECKS = [
 ]  # fmt: skip
 
 UNCHECKED = {
+    ("published.md", "How close"):
+        "code of other projects: python -m benchmarks.published_parity --family NAME --code DIR",
+    ("published.md", "What it takes"):
+        "the compiler for TPUs: python -m benchmarks.published_memory",
+    ("serving.md", "Routes"): "no figures; a test calls each route",
     ("exit_codes.md", "Attacks"): "minutes of one core: python benchmarks/attack.py",
     ("edits.md", "Lengths"): "python -m benchmarks.edits lengths, with a trained proofreader",
     ("edits.md", "Text from nothing"): "python -m benchmarks.edits quality, with two models",
