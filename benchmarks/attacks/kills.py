@@ -13,10 +13,9 @@ import numpy as np
 
 from benchmarks.attacks.report import Tally, finish, flags, start
 from dlm_jax.checkpoint import load_params
-from dlm_jax.metrics import read_records
+from dlm_jax.metrics import CLOCK, read_records
 
 _KILLS = 50
-_CLOCK = ("tokens_per_second", "seconds", "time")
 
 
 def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
@@ -57,7 +56,7 @@ def difference(whole: Path, other: Path) -> str:
     if not all(jax.tree.leaves(equal)):
         return "parameters differ"
     records = [
-        [{k: v for k, v in r.items() if k not in _CLOCK} for r in read_records(p / "metrics.jsonl")]
+        [{k: v for k, v in r.items() if k not in CLOCK} for r in read_records(p / "metrics.jsonl")]
         for p in (whole, other)
     ]
     return "" if records[0] == records[1] else "metrics differ"

@@ -9,6 +9,7 @@ that makes a checkpoint.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -22,6 +23,7 @@ import numpy as np
 import tensorstore as ts
 
 from dlm_jax.checkpoint import manifest
+from dlm_jax.checkpoint.files import failures_of_writing
 from dlm_jax.storage import AnyPath
 
 _PATIENCE = 1800.0
@@ -84,13 +86,10 @@ def write(step: AnyPath, held: OnHost, meta: dict[str, Any], facts: dict[str, An
     if is_first:
         (step / "meta").mkdir(parents=True, exist_ok=True)
         (step / "meta" / "metadata").write_text(json.dumps(meta))
-    try:
+    with failures_of_writing(step):
         _write_parts(step, held.arrays, held.parts)
         if is_first:
             _commit(step, facts)
-    except ValueError as error:
-        # What tensorstore raises when a bucket refuses.
-        raise OSError(f"{step} cannot be written ({' '.join(str(error).split())[:200]})") from error
 
 
 def _chunk_key(index: tuple[slice, ...], chunk: tuple[int, ...]) -> str:
@@ -167,7 +166,8 @@ def _commit(step: AnyPath, facts: dict[str, Any]) -> None:
         path = step / "sums" / f"{process}.json"
         while not path.exists():
             if time.monotonic() > deadline:
-                raise OSError(f"{path} did not appear: process {process} has not saved its part")
+                why = f"did not appear: process {process} has not saved its part"
+                raise OSError(errno.ETIMEDOUT, why, str(path))
             time.sleep(_POLL)
         files |= {name: (size, crc) for name, (size, crc) in json.loads(path.read_text()).items()}
     manifest.put(step, facts, files)

@@ -6,20 +6,22 @@ process and go with the next save; ``.damaged`` was set aside and stays until a 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib.metadata
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import jax
 
 from dlm_jax.checkpoint import manifest
-from dlm_jax.storage import is_remote, located
+from dlm_jax.storage import AnyPath, is_remote, located
 
 FORMAT = 1
 Leaves = dict[str, list[Any]]
@@ -46,6 +48,23 @@ def checkpoint_root(directory: str | os.PathLike[str]) -> Path:
 def step_path(root: Path, step: int) -> Path:
     """The directory of one checkpoint."""
     return root / f"step_{step:08d}"
+
+
+@contextlib.contextmanager
+def failures_of_writing(path: AnyPath) -> Iterator[None]:
+    """Turns what tensorstore raises where it cannot write, a `ValueError`, into `OSError`.
+
+    Its number is the operating system's if the message says it, or `errno.EIO`, as of a bucket
+    that refuses; its file name is `path`.
+    """
+    try:
+        yield
+    except ValueError as error:
+        said = re.search(r"os_error_code='(\d+)'", str(error))
+        if said is not None:
+            raise OSError(int(said[1]), os.strerror(int(said[1])), str(path)) from error
+        detail = " ".join(str(error).split())[:200]
+        raise OSError(errno.EIO, f"cannot be written ({detail})", str(path)) from error
 
 
 def facts_of(leaves: Leaves) -> dict[str, Any]:

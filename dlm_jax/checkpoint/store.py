@@ -37,6 +37,7 @@ from dlm_jax.checkpoint.files import (
     complete_steps,
     describe,
     facts_of,
+    failures_of_writing,
     make_room,
     map_with_names,
     nested,
@@ -127,7 +128,8 @@ class Checkpoints:
             self._pending = self._finisher.submit(self._finish_in_bucket, step, leaves, meta, held)
             return True
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
-        self._writer.save(self._written(step), args=args, force=True)
+        with failures_of_writing(step_path(self.directory, step)):
+            self._writer.save(self._written(step), args=args, force=True)
         self._pending = self._finisher.submit(self._finish, step, leaves)
         return True
 
@@ -203,7 +205,8 @@ class Checkpoints:
 
     def _finish(self, step: int, leaves: Leaves) -> None:
         # On process 0 Orbax returns only when every process has written its part.
-        self._writer.wait_until_finished()
+        with failures_of_writing(step_path(self.directory, step)):
+            self._writer.wait_until_finished()
         if jax.process_index() == 0:
             manifest.write(self._written(step), facts_of(leaves))
             self._written(step).rename(step_path(self.directory, step))

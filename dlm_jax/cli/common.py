@@ -17,7 +17,7 @@ import jax
 
 from dlm_jax.checkpoint import not_finite
 from dlm_jax.checkpoint.shipped import DEFAULT, SHIPPED
-from dlm_jax.cli.ends import NotFiniteError
+from dlm_jax.cli.ends import NotFiniteError, keep_output_for_texts
 from dlm_jax.inference.model import Model, load
 
 # Seconds within which JAX itself notices a host that is gone; `distributed.watch` is faster.
@@ -127,6 +127,7 @@ def join_hosts(args: argparse.Namespace) -> None:
     """
     if not args.distributed:
         return
+    keep_output_for_texts()
     try:
         jax.distributed.initialize(
             args.coordinator,

@@ -100,6 +100,22 @@ def check_output() -> None:
         raise ValueError("standard output is closed; leave it open, or send it to a file")
 
 
+def keep_output_for_texts() -> None:
+    """Sends what libraries print on standard output of their own accord where messages go.
+
+    The collectives of CPUs greet there, for example. `sys.stdout` goes on as it was.
+    """
+    ours = sys.stdout
+    if not isinstance(ours, io.TextIOWrapper) or ours.fileno() != 1:
+        return
+    ours.flush()
+    sys.stdout = open(  # noqa: SIM115
+        os.dup(1), "w", encoding=ours.encoding, errors=ours.errors,
+        buffering=1 if ours.line_buffering else -1,
+    )  # fmt: skip
+    os.dup2(2, 1)
+
+
 def emit(text: str) -> None:
     """Nothing, once the text stands on standard output, in a line of its own.
 

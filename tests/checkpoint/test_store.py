@@ -373,6 +373,25 @@ def test_no_thread_and_no_chatter_is_left_behind(
     assert capfd.readouterr() == ("", "")
 
 
+_TOO_LARGE = """
+import errno, resource, sys, jax.numpy as jnp
+from dlm_jax.checkpoint import Checkpoints
+resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))
+checkpoints = Checkpoints(sys.argv[1], keep=2)
+try:
+    checkpoints.save(1, {"x": jnp.arange(4096.0)}, {})
+    checkpoints.wait()
+except OSError as error:
+    print(error.errno == errno.EFBIG, error.filename, error.strerror)
+checkpoints.abandon()
+"""
+
+
+def test_a_file_that_may_not_grow_is_an_error_of_the_operating_system(tmp_path: Path):
+    out, _ = _python(_TOO_LARGE, tmp_path).communicate(timeout=100)
+    assert out == f"True {tmp_path / 'step_00000001'} File too large\n"
+
+
 _SAVE_FOREVER = """
 import sys, jax, jax.numpy as jnp
 from dlm_jax.checkpoint import Checkpoints

@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 import toy
 
-from dlm_jax.checkpoint import load_weights, save_weights
+from dlm_jax.checkpoint import load_any, load_meta, load_weights, save_weights
 from dlm_jax.model.transformer import build
 
 META = {"config": {"model": {"depth": 2}}, "tokenizer": {"type": "byte"}, "note": "ä"}
@@ -52,6 +52,23 @@ def test_float16_halves_the_file_and_rounds_to_the_nearest(saved, tmp_path):
     for name, value in _leaves(toy.params()):
         np.testing.assert_array_equal(found[name], value.astype(np.float16).astype(np.float32))
         assert found[name].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("meta", "said"),
+    [
+        ({"tokenizer": {}}, "says nothing of its config"),
+        ({"config": {}, "tokenizer": 3}, "says nothing of its tokenizer"),
+        ({"config": {}, "tokenizer": {}}, r"has a config without \[model\]"),
+        ({"config": {"model": 3}, "tokenizer": {}}, r"has a config without \[model\]"),
+    ],
+)
+def test_a_file_that_does_not_say_what_it_holds_is_refused(tmp_path, meta, said):
+    save_weights(tmp_path / "odd.safetensors", toy.params(), meta)
+    with pytest.raises(ValueError, match=said):
+        load_any(tmp_path / "odd.safetensors")
+    with pytest.raises(ValueError, match=said):
+        load_meta(tmp_path / "odd.safetensors")
 
 
 def _header_bytes(data):

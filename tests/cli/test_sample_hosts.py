@@ -39,10 +39,8 @@ def _together(*flags, devices=2, **axes):
         for index in range(2)
     ]  # fmt: skip
     outputs = [child.communicate(timeout=400) for child in children]
-    # The library of collectives greets on standard output.
     return [
-        (child.returncode, re.sub(r"(?m)^\[Gloo\].*\n", "", out), err)
-        for child, (out, err) in zip(children, outputs, strict=True)
+        (child.returncode, out, err) for child, (out, err) in zip(children, outputs, strict=True)
     ]
 
 
