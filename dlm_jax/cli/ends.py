@@ -217,7 +217,8 @@ def _steady_streams() -> Iterator[None]:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-    before = sys.stderr
+    before, hook = sys.stderr, sys.unraisablehook
+    sys.unraisablehook = _say_unraisable
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     if sys.stderr is None:
@@ -232,8 +233,15 @@ def _steady_streams() -> Iterator[None]:
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         if before is not None:
             sys.stderr = before
+
+
+def _say_unraisable(told: sys.UnraisableHookArgs) -> None:
+    # A save that failed leaves tensorstore with results for an event loop that has ended.
+    if str(told.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(told)
 
 
 def _to_nowhere(stream: TextIO | None) -> None:
