@@ -77,11 +77,12 @@ from dlm_jax.config import (
 from dlm_jax.distributed.sharding import make_mesh
 from dlm_jax.training.plan import plan
 
-rows, positions, vocabulary = 32, 384, 3000
+# No width of a kernel, nor its share of a chip, may equal the number of rows or positions.
+rows, positions, vocabulary = 48, 384, 3000
 sizes = layout.Sizes(rows, positions, vocabulary, rows // 16)
-def step(optimizer="adamw", heads=None, fsdp=16, **model):
+def step(optimizer="adamw", heads=None, fsdp=16, vocab_size=vocabulary, **model):
     config = Config(
-        model=ModelConfig(depth=2, width=512, heads=4, vocab_size=vocabulary,
+        model=ModelConfig(depth=2, width=512, heads=4, vocab_size=vocab_size,
                           compute_dtype="bfloat16", remat="attention", **model),
         data=DataConfig(seq_len=positions), optim=OptimConfig(name=optimizer),
         heads=heads or HeadsConfig(),
@@ -112,16 +113,17 @@ def _for_tpu(checks: str) -> None:
 
 def test_for_a_tpu_every_chip_holds_its_own_rows_and_a_bounded_memory():
     _for_tpu(
-        "found = check(step())\n"
-        "assert found.memory['temporaries'] < 48 * 2**20, found.memory\n"
-        "assert not layout.full_logits(found.text, sizes)\n"
+        "found = check(step())\nassert found.memory['temporaries'] < 60 * 2**20, found.memory\n"
     )
 
 
 @pytest.mark.slow
-def test_for_a_tpu_muon_and_the_heads_keep_the_layout_too():
+def test_for_a_tpu_muon_and_the_heads_keep_the_layout_and_no_logits_of_all_positions():
     _for_tpu(
-        "check(step('muon', fsdp=1))\n"
+        # As many logits of one chip's positions as are computed a slice at a time.
+        "wide = sizes._replace(vocabulary=70_000)\n"
+        "found = check(step('muon', fsdp=1, vocab_size=wide.vocabulary))\n"
+        "assert not layout.full_logits(found.text, wide), layout.full_logits(found.text, wide)\n"
         "heads = HeadsConfig(start_sampler_iteration=0, start_critic_iteration=0)\n"
         "step(heads=heads, add_sampler_head=True, add_critic_head=True)\n"
     )
