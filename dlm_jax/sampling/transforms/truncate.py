@@ -229,13 +229,14 @@ def keep_above(logits_NV: Array, floor_N: Array, min_keep_N: Array, is_active_N:
 
     def keep_few(x_NV):
         # The order of the rest of the algebra, where denormals count as 0.
-        _, ids_NK = jax.lax.top_k(vocab.flushed(x_NV), size)
-        few_NK = jnp.take_along_axis(x_NV, ids_NK, axis=1)
-        rank_1K = jnp.arange(size, dtype=jnp.int32)[None]
-        few_NK = jnp.where(rank_1K < min_keep_N[:, None], few_NK, -jnp.inf)
-        rows_N1 = jnp.arange(x_NV.shape[0])[:, None]
-        only_NV = jnp.full_like(x_NV, -jnp.inf).at[rows_N1, ids_NK].set(few_NK)
-        return jnp.where(is_short_N[:, None], only_NV, x_NV)
+        seen_NV = vocab.flushed(x_NV)
+        seen_NK, ids_NK = jax.lax.top_k(seen_NV, size)
+        # Lower ids come first among equals, so the last that stays tells which of them do.
+        last_N1 = jnp.clip(min_keep_N, 1, size)[:, None] - 1
+        least_N1, id_N1 = (jnp.take_along_axis(x, last_N1, axis=1) for x in (seen_NK, ids_NK))
+        ids_1V = jnp.arange(x_NV.shape[1], dtype=jnp.int32)[None]
+        stays_NV = (seen_NV > least_N1) | ((seen_NV == least_N1) & (ids_1V <= id_N1))
+        return jnp.where(stays_NV | ~is_short_N[:, None], x_NV, -jnp.inf)
 
     kept_NV = jax.lax.cond(is_short_N.any(), keep_few, lambda x: x, logits_NV)
     is_kept_NV = (logits_NV >= floor_N[:, None]) | (~is_active_N | is_short_N)[:, None]
