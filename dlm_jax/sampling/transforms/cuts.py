@@ -231,6 +231,9 @@ def _settle_ties(
     is_split_N = ~is_single_N & (kept_N < ties_N) & (s.low_N >= _key(jnp.float32(-jnp.inf)))
 
     def split(x):
+        if vocab.sorts_whole_rows():
+            return jnp.where(is_split_N, vocab.nth_id(value(x) == value_N[:, None], kept_N), V)
+
         def narrow(_, bounds):
             low_N, high_N = bounds
             middle_N = (low_N + high_N) // 2
