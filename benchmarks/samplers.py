@@ -19,32 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from benchmarks.scenes import ROWS, place, scene
 from dlm_jax.config import SampleConfig
 from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
-from dlm_jax.sampling.transforms import At, Chain, Context
+from dlm_jax.sampling.transforms import Chain
 
-VOCAB, ROWS, CHUNK = 50257, 16, 256
+VOCAB, CHUNK = 50257, 256
 TOP_P, TOP_K, TEMPERATURE = 0.9, 50, 0.8
-
-
-def place(num: int) -> At:
-    """Positions spread over the rows."""
-    return At(
-        jnp.arange(num, dtype=jnp.int32) % ROWS,
-        jnp.zeros(num, jnp.int32),
-        jax.random.split(jax.random.key(1), num),
-        jnp.ones(num, bool),
-    )
-
-
-def scene() -> Context:
-    """A canvas that no transform reads."""
-    shape = (ROWS, 64)
-    return Context(
-        jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool),
-        jnp.full(ROWS, 64),
-    )  # fmt: skip
 
 
 def by_chunks(fn: Callable[..., jax.Array], num: int) -> Callable[..., jax.Array]:

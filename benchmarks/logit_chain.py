@@ -1,0 +1,114 @@
+"""What the logit chain costs a TPU, by its compiler, beside a forward of a trunk: prints a table.
+
+Command: python -m benchmarks.logit_chain [--topology v5e:2x2] [--only NAME ...]
+
+512 positions of 32768 logits go through each transform alone and through all of them, and on to a
+draw, on one chip; the trunk is 12 layers of width 1024 in bfloat16 over 64 rows of 1024. No chip is
+needed (the extra ``tpu``). ``roof`` and ``cycles`` are estimates (`dlm_jax.costs.schedule`): of two
+branches the more expensive one counts, also the one for ties, and a search for a cut whose number
+of passes is not known counts one pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from benchmarks.scenes import ROWS, place, scene
+from dlm_jax.config import ModelConfig, SampleConfig
+from dlm_jax.costs import schedule
+from dlm_jax.costs.collectives import Torus
+from dlm_jax.devices import used
+from dlm_jax.distributed import chips
+from dlm_jax.distributed.topology import topology_devices
+from dlm_jax.model.transformer import build
+from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
+
+POSITIONS, VOCAB = 512, 32768
+ON: dict[str, dict[str, Any]] = {
+    "bias": {"logit_bias": {3: 1.0}},
+    "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.1},
+    "dry": {"dry_multiplier": 0.8},
+    "temperature": {"temperature": 0.8, "dynatemp_range": 0.5},
+    "top_n_sigma": {"top_n_sigma": 2.0},
+    "top_k": {"top_k": 400},
+    "typical_p": {"typical_p": 0.9},
+    "top_p": {"top_p": 0.9},
+    "min_p": {"min_p": 0.01},
+    "xtc": {"xtc_probability": 0.5},
+    "mirostat": {"mirostat": 1},
+}
+TRUNK = {"depth": 12, "width": 1024, "heads": 16, "compute_dtype": "bfloat16"}
+
+
+def compiled(fn: Callable[..., Any], device: Any, *args: Any) -> tuple[str, float]:
+    """The program for a device, as text, and the seconds that its compiler took."""
+    place = SingleDeviceSharding(device)
+
+    def traced(*args: Any) -> Any:
+        with used(place):
+            return fn(*args)
+
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        jax.eval_shape(lambda: args),
+    )
+    lowered = jax.jit(traced).lower(*shapes)
+    start = time.perf_counter()
+    text = lowered.compile().as_text()
+    assert text is not None
+    return text, time.perf_counter() - start
+
+
+def chain_program(names: list[str]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A function that draws through those transforms, and its arguments."""
+    settings = {key: value for name in names for key, value in ON[name].items()}
+    sample = SampleConfig(chain=tuple(names), **settings)
+    chain = BUILT_IN.pack_chain([sample] * ROWS, ModelFacts(VOCAB))
+
+    def draw(chain, logits_NV, at):
+        return chain.draw_and_score(chain.prepare(chain.init(ROWS), scene()), logits_NV, at)
+
+    logits_NV = jnp.zeros((POSITIONS, VOCAB), jnp.float32)
+    return draw, (chain, logits_NV, place(POSITIONS))
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--topology", default="v5e:2x2")
+    parser.add_argument("--only", nargs="+", choices=["trunk", "all", *ON])
+    args = parser.parse_args()
+    device = topology_devices(args.topology)[0]
+    torus = Torus(chips.CHIPS[device.device_kind], ((0, 0),), (1, 1))
+    network = build(ModelConfig(vocab_size=VOCAB, **TRUNK))  # type: ignore[arg-type]
+    programs: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+        "trunk": (
+            lambda params, tokens, lengths: network.trunk(params, tokens, lengths, None),
+            (
+                jax.eval_shape(network.init, jax.random.key(0)),
+                jnp.zeros((64, 1024), jnp.int32),
+                jnp.full(64, 1024),
+            ),
+        )
+    }
+    assert set(ON) == set(SampleConfig().chain)
+    programs |= {name: chain_program([name]) for name in ON}
+    programs["all"] = chain_program(list(SampleConfig().chain))
+    print("| program | compiled in s | ms (roof) | ms (cycles) |\n| --- | --- | --- | --- |")
+    for name, (fn, given) in programs.items():
+        if args.only and name not in args.only:
+            continue
+        text, seconds = compiled(fn, device, *given)
+        roof, cycles = (schedule.cost(text, torus, mode).seconds for mode in ("roof", "cycles"))
+        print(f"| {name} | {seconds:.1f} | {1e3 * roof:.2f} | {1e3 * cycles:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
