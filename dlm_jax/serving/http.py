@@ -188,8 +188,8 @@ class Events(Response):
         try:
             await while_connected(receive, self._seconds, whole())
             status = 200
-        except (ClientDisconnect, asyncio.CancelledError):
-            raise
+        except ClientDisconnect:
+            pass  # nobody is left to be told
         except ApiError as error:
             status = error.status
             # One who does not read is not waited for any longer.

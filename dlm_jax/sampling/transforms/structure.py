@@ -21,8 +21,8 @@ from jax import Array
 from dlm_jax.sampling.transforms.protocol import At, Context, LogitTransform
 from dlm_jax.settings import Setting, per_row, rule
 
-_STATE_SIZES = (16, 64, 256, 1024, 4096)
-_CLASS_SIZES = (16, 64, 256, 1024, 4096, 16384)
+_STATE_SIZES = tuple(2**power for power in range(4, 13))
+_CLASS_SIZES = tuple(2**power for power in range(4, 15))
 _AT_ONCE = 16
 
 
