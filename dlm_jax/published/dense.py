@@ -10,6 +10,9 @@ from dlm_jax.published.family import Family, in_blocks, qwen_sources
 from dlm_jax.published.fields import Fields
 from dlm_jax.published.names import Source
 
+# Where a config.json names none.
+_ROPE_THETA = 10000.0
+
 
 def _read_llada(fields: Fields) -> ModelConfig:
     fields.must(
@@ -31,7 +34,7 @@ def _read_llada(fields: Fields) -> ModelConfig:
         norm_epsilon=fields.take("rms_norm_eps", float, 1e-5),
         qk_norm=False,
         qkv_bias=fields.take("include_qkv_bias", bool, False),
-        rope_theta=fields.take("rope_theta", float, 10000.0),
+        rope_theta=fields.take("rope_theta", float, _ROPE_THETA),
         tied_head=fields.take("weight_tying", bool, True),
         vocab_size=fields.take("embedding_size", int, vocab_size),
     )
@@ -71,18 +74,18 @@ def _llada_sources(model: ModelConfig) -> dict[str, Source]:
     } | in_blocks(blocks, {}, "model.transformer.blocks.{i}.")
 
 
-def rope_theta(fields: Fields, default: float = 10000.0) -> float:
+def rope_theta(fields: Fields) -> float:
     """The base of the rotary frequencies, wherever it stands; no kind of scaling is implemented."""
     fields.must(rope_scaling=None)
     newer = fields.take("rope_parameters", dict, {})
     if newer:
         inner = Fields(newer, f"{fields.where}: rope_parameters")
         inner.must(rope_type="default")
-        theta = inner.take("rope_theta", float, default)
+        theta = inner.take("rope_theta", float, _ROPE_THETA)
         inner.finish()
         fields.take("rope_theta", float, theta)
         return theta
-    return fields.take("rope_theta", float, default)
+    return fields.take("rope_theta", float, _ROPE_THETA)
 
 
 def read_qwen(
