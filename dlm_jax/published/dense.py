@@ -120,16 +120,22 @@ def read_qwen(
     )
 
 
+def write_shape(model: ModelConfig) -> dict[str, Any]:
+    """The fields of config.json that every family but LLaDA has, the mixtures included."""
+    return {
+        "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": model.width,
+        "num_attention_heads": model.heads, "num_hidden_layers": model.depth,
+        "num_key_value_heads": model.kv_heads or model.heads, "rms_norm_eps": model.norm_epsilon,
+        "rope_scaling": None, "rope_theta": model.rope_theta,
+        "tie_word_embeddings": model.tied_head, "vocab_size": model.vocab_size,
+    }  # fmt: skip
+
+
 def write_qwen(model: ModelConfig) -> dict[str, Any]:
     """The fields of config.json that Qwen, Llama and their kin have."""
     head_size = model.size_of_head(model.width, model.heads)
-    written = {
-        "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": model.width,
-        "intermediate_size": model.mlp_width, "num_attention_heads": model.heads,
-        "num_hidden_layers": model.depth, "num_key_value_heads": model.kv_heads or model.heads,
-        "rms_norm_eps": model.norm_epsilon, "rope_scaling": None, "rope_theta": model.rope_theta,
-        "tie_word_embeddings": model.tied_head, "use_sliding_window": False,
-        "vocab_size": model.vocab_size,
+    written = write_shape(model) | {
+        "intermediate_size": model.mlp_width, "use_sliding_window": False,
     }  # fmt: skip
     if model.qk_norm or model.head_size:
         written |= {"head_dim": head_size, "attention_bias": model.qkv_bias}
