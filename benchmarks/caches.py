@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.generation_pair import random_params
+
 DEPTH, WIDTH, HEADS, VOCAB = 6, 256, 4, 512
 GIVEN, NEW, BLOCK = 256, 256, 32
 THREADS = 2
@@ -45,8 +47,6 @@ class Timed:
 
 def make_model(kind: str) -> Any:
     """A `dlm_jax.Model` of that kind with random weights, none of them zero."""
-    import jax
-
     from dlm_jax.config import ModelConfig
     from dlm_jax.data import CharacterTokenizer
     from dlm_jax.inference.model import Model
@@ -55,20 +55,10 @@ def make_model(kind: str) -> Any:
     config = ModelConfig(
         depth=DEPTH, width=WIDTH, heads=HEADS, vocab_size=VOCAB, activation="gelu", **KINDS[kind]
     )
-    network, rng = build(config), np.random.default_rng(0)
-
-    def draw(path: Any, leaf: Any) -> Any:
-        noise = rng.standard_normal(leaf.shape, np.float32)
-        name = path[-1].key
-        if name == "scale":
-            return jax.numpy.asarray(1 + 0.1 * noise)
-        fan_in = leaf.shape[-1] / 4 if name == "embedding" else leaf.shape[-2]
-        return jax.numpy.asarray(noise * np.float32(fan_in**-0.5))
-
-    shapes = jax.eval_shape(network.init, jax.random.key(0))
+    network = build(config)
     return Model(
         network=network,
-        params=jax.tree_util.tree_map_with_path(draw, shapes),
+        params=random_params(network),
         tokenizer=CharacterTokenizer("".join(chr(0x100 + i) for i in range(VOCAB - 4))),
         max_length=GIVEN + NEW,
         is_causal=kind == "causal",

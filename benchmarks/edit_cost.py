@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -54,21 +55,10 @@ def make_state(model: Model, rows: int, length: int, scoring: str) -> State:
     return state._replace(edits=state.edits._replace(warms_B=jnp.zeros(rows, bool)))
 
 
-def main() -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--checkpoint", help="default: the shipped model")
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--scoring", choices=EDIT_RULES, default="uncertainty")
-    args = parser.parse_args()
-    start_jax()
-    model = dlm_jax.load(args.checkpoint)
+def takes_turns(model: Model, state: State, *, is_lead: bool) -> dict[str, Callable[[], Any]]:
+    """The trunk, the edits, and the proposal without and with what the edits want of its logits."""
     network, params = model.network, model.params
     program = model.advance().program
-    state = make_state(model, args.rows, args.length, args.scoring)
-    is_lead = args.scoring == "lead"
     jit = functools.partial(
         jax.jit, compiler_options=cpu.compiler_options(is_training=False) or None
     )
@@ -93,7 +83,7 @@ def main() -> None:
             chain, masks = state.rules.chain, seen.masks
             writer = CandidateWriter(
                 chain, chain.prepare(state.chain_state, seen.context), seen.draw_key_B,
-                masks.own_BL, args.length, state.rules.commit.measure, program.draw,
+                masks.own_BL, tokens_BL.shape[1], state.rules.commit.measure, program.draw,
                 program.banned_ids,
             )  # fmt: skip
             wanted = Wanted(
@@ -107,15 +97,29 @@ def main() -> None:
         return run
 
     plain, reading = proposer(False), proposer(True)
-    seconds = median_seconds(
-        {
-            "trunk": lambda: jax.block_until_ready(trunk(params)),
-            "edits": lambda: jax.block_until_ready(edits(params, state, seen)),
-            "plain": lambda: jax.block_until_ready(plain(params, state, seen.output)),
-            "reading": lambda: jax.block_until_ready(reading(params, state, seen.output)),
-        },
-        args.repeats,
-    )
+    runs = {
+        "trunk": lambda: trunk(params),
+        "edits": lambda: edits(params, state, seen),
+        "plain": lambda: plain(params, state, seen.output),
+        "reading": lambda: reading(params, state, seen.output),
+    }
+    return {name: lambda run=run: jax.block_until_ready(run()) for name, run in runs.items()}
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoint", help="default: the shipped model")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--scoring", choices=EDIT_RULES, default="uncertainty")
+    args = parser.parse_args()
+    start_jax()
+    model = dlm_jax.load(args.checkpoint)
+    state = make_state(model, args.rows, args.length, args.scoring)
+    runs = takes_turns(model, state, is_lead=args.scoring == "lead")
+    seconds = median_seconds(runs, args.repeats)
     extra = seconds["reading"] - seconds["plain"]
     print(
         "| scoring | rows x length | V | trunk s | edits ms | % of the trunk | of the logits: ms | "
@@ -124,7 +128,7 @@ def main() -> None:
     print("| --- " * 8 + "|")
     edits_ms, extra_ms = 1e3 * seconds["edits"], 1e3 * extra
     print(
-        f"| {args.scoring} | {args.rows} x {args.length} | {network.vocab_size} | "
+        f"| {args.scoring} | {args.rows} x {args.length} | {model.network.vocab_size} | "
         f"{seconds['trunk']:.2f} | {edits_ms:.1f} | {edits_ms / 10 / seconds['trunk']:.2f} | "
         f"{extra_ms:.0f} | {extra_ms / 10 / seconds['trunk']:.2f} |"
     )

@@ -70,17 +70,11 @@ def prompts_of(case: Case, seed: int) -> np.ndarray:
     return rng.integers(0, case.vocab_size - 4, (case.rows, case.num_given))
 
 
-def make_model(size: str, vocab_size: int, max_length: int) -> Any:
-    """A `dlm_jax.Model` with random weights: none is zero, and the logits have deviation 2."""
+def random_params(network: Any) -> Any:
+    """Parameters none of which is zero; the logits of a tied head have deviation 2."""
     import jax
 
-    from dlm_jax.config import ModelConfig
-    from dlm_jax.data import CharacterTokenizer
-    from dlm_jax.inference.model import Model
-    from dlm_jax.model.transformer import build
-
-    config = ModelConfig(**SIZES[size], activation="swiglu", vocab_size=vocab_size)
-    network, rng = build(config), np.random.default_rng(0)
+    rng = np.random.default_rng(0)
 
     def draw(path: Any, leaf: Any) -> Any:
         noise = rng.standard_normal(leaf.shape, np.float32)
@@ -91,10 +85,22 @@ def make_model(size: str, vocab_size: int, max_length: int) -> Any:
         return jax.numpy.asarray(noise * np.float32(fan_in**-0.5))
 
     shapes = jax.eval_shape(network.init, jax.random.key(0))
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def make_model(size: str, vocab_size: int, max_length: int) -> Any:
+    """A `dlm_jax.Model` with random weights: none is zero, and the logits have deviation 2."""
+    from dlm_jax.config import ModelConfig
+    from dlm_jax.data import CharacterTokenizer
+    from dlm_jax.inference.model import Model
+    from dlm_jax.model.transformer import build
+
+    config = ModelConfig(**SIZES[size], activation="swiglu", vocab_size=vocab_size)
+    network = build(config)
     characters = "".join(chr(FIRST_CHARACTER + i) for i in range(vocab_size - 4))
     return Model(
         network=network,
-        params=jax.tree_util.tree_map_with_path(draw, shapes),
+        params=random_params(network),
         tokenizer=CharacterTokenizer(characters),
         max_length=max_length,
     )

@@ -342,25 +342,22 @@ def sdar_loop(loop: Any) -> Callable[..., list[int]]:
 
 
 def llada2_loop(reference: Any, prompt: np.ndarray, settings: dict[str, Any]) -> list[int]:
-    """``generate`` of LLaDA2.0 with our settings; its bfloat16 mask goes with bfloat16 alone."""
-    forward = type(reference).forward
-
-    def widened(ids: torch.Tensor, attention_mask: torch.Tensor, **given: Any) -> Any:
-        return forward(reference, ids, attention_mask=attention_mask.float(), **given)
-
-    reference.forward = widened
-    found = reference.generate(
-        torch.tensor(prompt[None].astype(np.int64)), temperature=0.0,
-        block_length=settings["_block"], steps=settings["_block"],
-        gen_length=aligned(settings, len(prompt)), threshold=settings["threshold"], eos_id=EOS,
-        mask_id=MASK,
-    )  # fmt: skip
-    del reference.forward
-    return [*prompt.tolist(), *found[0].tolist()]
+    """``generate`` of LLaDA2.0 with our settings."""
+    return with_float_mask(reference, prompt, settings, steps=settings["_block"])
 
 
 def llada21_loop(reference: Any, prompt: np.ndarray, settings: dict[str, Any]) -> list[int]:
-    """``generate`` of LLaDA2.1 with our settings; its bfloat16 mask goes with bfloat16 alone."""
+    """``generate`` of LLaDA2.1 with our settings."""
+    return with_float_mask(
+        reference, prompt, settings, editing_threshold=settings["rewrite_threshold"],
+        max_post_steps=settings["rewrite_steps"], eos_early_stop=True,
+    )  # fmt: skip
+
+
+def with_float_mask(
+    reference: Any, prompt: np.ndarray, settings: dict[str, Any], **more: Any
+) -> list[int]:
+    """``generate`` of either, whose bfloat16 mask goes with bfloat16 alone."""
     forward = type(reference).forward
 
     def widened(ids: torch.Tensor, attention_mask: torch.Tensor, **given: Any) -> Any:
@@ -370,8 +367,7 @@ def llada21_loop(reference: Any, prompt: np.ndarray, settings: dict[str, Any]) -
     found = reference.generate(
         torch.tensor(prompt[None].astype(np.int64)), temperature=0.0,
         block_length=settings["_block"], gen_length=aligned(settings, len(prompt)),
-        threshold=settings["threshold"], editing_threshold=settings["rewrite_threshold"],
-        max_post_steps=settings["rewrite_steps"], eos_early_stop=True, eos_id=EOS, mask_id=MASK,
+        threshold=settings["threshold"], eos_id=EOS, mask_id=MASK, **more,
     )  # fmt: skip
     del reference.forward
     return [*prompt.tolist(), *found[0].tolist()]

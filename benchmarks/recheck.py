@@ -241,9 +241,9 @@ CHECKS = [
 ]  # fmt: skip
 
 UNCHECKED = {
-    ("published.md", "How close"):
+    ("published.md", "How close to the originals"):
         "code of other projects: python -m benchmarks.published_parity --family NAME --code DIR",
-    ("published.md", "What it takes"):
+    ("published.md", "Memory"):
         "the compiler for TPUs: python -m benchmarks.published_memory",
     ("serving.md", "Routes"): "no figures; a test calls each route",
     ("exit_codes.md", "Attacks"): "minutes of one core: python benchmarks/attack.py",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -104,9 +104,16 @@ def _record(line: bytes, *, is_old: bool) -> dict[str, Any]:
 
 def replace_text(path: Path, text: str) -> None:
     """Writes `text` so that the file is either the old one or the new one, never a part."""
+    with _replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Where to write what then takes the place of `path`, whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        yield temporary
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -173,13 +180,8 @@ def plot_losses(
     axes.set(xlabel="step", ylabel=unit)
     axes.grid(alpha=0.3)
     axes.legend()
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
+    with _replacing(Path(path)) as temporary:
         figure.savefig(temporary, format="png")
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 CLOCK = frozenset(

@@ -43,9 +43,9 @@ from dlm_jax.checkpoint.files import (
     nested,
     newest_usable,
     prune,
-    quiet_orbax,
     step_path,
 )
+from dlm_jax.checkpoint.quiet import quiet_orbax
 from dlm_jax.distributed.processes import on_first_process
 from dlm_jax.storage import is_remote
 

@@ -13,7 +13,7 @@ from dlm_jax.training import say
 from dlm_jax.training.checks import check_model_fits, check_parts
 from dlm_jax.training.placing import mesh_config
 from dlm_jax.training.plan import Plan, plan
-from dlm_jax.training.run import load_resolved
+from dlm_jax.training.resolved import load_resolved
 
 
 def dry_run(config: Config, topology: str) -> Plan:

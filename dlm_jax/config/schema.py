@@ -1,22 +1,20 @@
-"""Configuration of a run: frozen dataclasses that validate themselves."""
+"""Configuration of a run and of its model: frozen dataclasses that validate themselves."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from typing import Literal
 
 from dlm_jax.config.architecture import Architecture
+from dlm_jax.config.data import INIT, DataConfig
 from dlm_jax.config.fields import field, require, require_fit
 from dlm_jax.config.heads import HeadsConfig
 from dlm_jax.config.mesh import MeshConfig
 from dlm_jax.config.objective import ObjectiveConfig
 from dlm_jax.config.optim import OptimConfig
 from dlm_jax.config.sample import SampleConfig
-
-INIT = "init"
-"""The ``data.tokenizer`` that is the tokenizer of ``train.init_from``."""
+from dlm_jax.config.train import TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,105 +134,6 @@ class ModelConfig(Architecture):
             self.mode == "language_model" or self.attention_type == "bidirectional",
             "model.mode='sequence_scorer' needs model.attention_type='bidirectional'",
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """What is trained on, and how text becomes tokens."""
-
-    source: tuple[str, ...] = field(
-        ("python-reference",),
-        "UTF-8 or JSONL files or globs, or python-reference (the language reference inside "
-        "CPython), python-source (its standard library) or tinyshakespeare; or sharded corpora, "
-        "directories or URLs (gs://, s3://)",
-    )
-    weights: tuple[float, ...] = field(
-        (), "sharded corpora: share of rows of each; empty: as many as they have tokens"
-    )
-    tokenizer: str = field(
-        "character",
-        "character: those of the corpus; byte: the 256 of UTF-8; bpe:N: trained on the corpus; "
-        "init: that of train.init_from; corpus: that of shards; or the path of a tokenizer.json",
-    )
-    new_characters: Literal["add", "refuse"] = field(
-        "add",
-        "tokenizer=init: characters of the corpus that a character model lacks are added, with "
-        "fresh embeddings, and reported (add), or refused",
-    )
-    layout: Literal["windows", "documents"] = field(
-        "windows", "rows are windows of the packed text, or documents"
-    )
-    tail: Literal["eos", "pad"] = field(
-        "eos", "documents: what fills a row; eos is trained, so that a model learns where to stop"
-    )
-    seq_len: int = field(128, "tokens of one training row (L)")
-    held_out: float = field(0.05, "fraction of the corpus kept for evaluation")
-    cache_dir: str = field("", "where token files are kept; empty: $DLM_JAX_CACHE or ~/.cache")
-
-    def __post_init__(self) -> None:
-        require_fit("data", self)
-        require(
-            len(self.source) > 0, "data.source is empty; name a file, a glob or python-reference"
-        )
-        require(self.seq_len >= 2, f"data.seq_len={self.seq_len} must be at least 2")
-        require(0 < self.held_out < 1, f"data.held_out={self.held_out} must be between 0 and 1")
-
-
-TRACKERS = ("tensorboard", "wandb")
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainConfig:
-    """The training run: how long, how often it logs, evaluates and saves, and where it writes."""
-
-    out_dir: str = field("runs/default", "where checkpoints, metrics and plots are written")
-    init_from: str = field(
-        "",
-        "run, weights file or model that ships, whose parameters the model begins with; empty: "
-        "fresh ones",
-    )
-    steps: int = field(1000, "optimiser steps")
-    batch_size: int = field(32, "rows of one step, over all devices and processes")
-    accumulate: int = field(
-        1, "parts of a batch that run one after the other, to save memory; the result is the same"
-    )
-    seed: int = field(0, "of the parameters, the data order and the noise")
-    log_every: int = field(10, "steps between two lines of metrics")
-    eval_every: int = field(250, "steps between evaluations on held-out text; 0: only at the end")
-    eval_windows: int = field(256, "held-out windows of one evaluation, at most")
-    sample_every: int = field(0, "steps between samples shown while training; 0: only at the end")
-    trackers: tuple[str, ...] = field(
-        ("tensorboard",),
-        "what else shows the metrics: tensorboard (event files in out_dir) and wandb, if installed",
-    )
-    checkpoint_dir: str = field(
-        "", "where checkpoints go, a directory or a URL (gs://, s3://); empty: out_dir/checkpoints"
-    )
-    checkpoint_every: int = field(250, "steps between checkpoints; 0: only at the end")
-    keep_checkpoints: int = field(2, "newest checkpoints to keep")
-
-    def __post_init__(self) -> None:
-        require_fit("train", self)
-        for name in (
-            "steps", "batch_size", "accumulate", "log_every", "eval_windows", "keep_checkpoints"
-        ):  # fmt: skip
-            value = getattr(self, name)
-            require(value >= 1, f"train.{name}={value} must be at least 1")
-        require(
-            self.batch_size % self.accumulate == 0,
-            f"train.accumulate={self.accumulate} does not divide train.batch_size="
-            f"{self.batch_size}; use a divisor",
-        )
-        for name in ("seed", "eval_every", "sample_every", "checkpoint_every"):
-            value = getattr(self, name)
-            require(value >= 0, f"train.{name}={value} must be at least 0")
-        for name in self.trackers:
-            near = difflib.get_close_matches(name, TRACKERS, n=1, cutoff=0.0)
-            require(
-                name in TRACKERS,
-                f"train.trackers={name!r} is unknown; did you mean {''.join(near)!r}?",
-            )
-        require(self.out_dir != "", "train.out_dir is empty; name a directory")
 
 
 @dataclasses.dataclass(frozen=True)

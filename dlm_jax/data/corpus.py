@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from dlm_jax.data.mixing import Mixture
 from dlm_jax.data.pipeline import RowSource
-from dlm_jax.data.rows import DocumentRows
-from dlm_jax.data.shards import TokenShards
 from dlm_jax.data.tokenizers import Tokenizer
 
 
@@ -39,19 +35,3 @@ class Corpus:
     num_val_characters: int
     num_train_tokens: int
     num_val_tokens: int
-
-    @property
-    def train_path(self) -> Path:
-        """Token file of the training text."""
-        return _tokens_path(self.train_rows)
-
-    @property
-    def val_path(self) -> Path:
-        """Token file of the held-out text."""
-        return _tokens_path(self.val_rows)
-
-
-def _tokens_path(rows: RowSource) -> Path:
-    if isinstance(rows, TokenShards | Mixture):
-        raise ValueError("a sharded corpus has no token file; read its rows")
-    return Path(rows.tokens_path if isinstance(rows, DocumentRows) else rows)

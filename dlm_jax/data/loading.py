@@ -77,30 +77,20 @@ def load_corpus(
         if value not in known:
             raise ValueError(f"{field}={value!r} is unknown; use {' or '.join(known)}")
     named = token_files.default_cache_dir() if cache_dir is None else cache_dir
-    folder = Path(os.path.expanduser(named))
+    folder = Path(os.path.expanduser(named)).absolute()
     roots = sharded.roots_of(source)
     if roots:
         if layout != "windows":
             raise ValueError(f"data.layout={layout!r} is not for sharded corpora; use windows")
         return sharded.load_sharded(
-            roots,
-            tokenizer=tokenizer,
-            seq_len=seq_len,
-            weights=weights,
-            cache_dir=folder.absolute(),
+            roots, tokenizer=tokenizer, seq_len=seq_len, weights=weights, cache_dir=folder
         )
     if weights:
         raise ValueError("data.weights mixes sharded corpora; make them with dlm_jax.data.shard")
     documents = corpora.read_documents(source)
-    job = _Job(corpora.describe(source), seq_len, held_out, folder.absolute())
+    job = _Job(corpora.describe(source), seq_len, held_out, folder)
     if layout == "documents":
         return _load_documents(job, documents, tokenizer, tail)
-    for document in documents:
-        if document.prompt is not None:
-            raise ValueError(
-                f"{document.name} has a prompt, which windows would cut off its response; "
-                "use data.layout=documents"
-            )
     return _load_windows(job, documents, tokenizer)
 
 
@@ -120,6 +110,12 @@ class _Job:
 def _load_windows(
     job: _Job, documents: Sequence[Document], tokenizer: str | Tokenizer | MakeTokenizer
 ) -> Corpus:
+    for document in documents:
+        if document.prompt is not None:
+            raise ValueError(
+                f"{document.name} has a prompt, which windows would cut off its response; "
+                "use data.layout=documents"
+            )
     text = corpora.join_documents(documents)
     if len(text) < 2:
         raise ValueError(

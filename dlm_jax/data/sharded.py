@@ -75,20 +75,10 @@ def load_sharded(
         ]
         for part in ("train", "val")
     }
-    if weights and len(weights) != len(roots):
-        raise ValueError(
-            f"data.weights has {len(weights)} numbers for {len(roots)} corpora; give one for each"
-        )
-    shares = tuple(map(float, weights)) or tuple(float(len(one)) for one in parts["train"])
-    quotas = quotas_of(shares)
+    quotas = quotas_of(_shares(roots, parts["train"], weights))
     used = [number for number, quota in enumerate(quotas) if quota]
     for number in used:
-        num_tokens = len(parts["train"][number])
-        if num_tokens < seq_len:
-            raise ValueError(
-                f"{roots[number]} has {num_tokens} training tokens, fewer than one "
-                f"window of seq_len={seq_len}; give more text or a smaller seq_len"
-            )
+        _check_fills_a_row(roots[number], parts["train"][number], seq_len)
     for one in (*parts["train"], *parts["val"]):
         one.check()
     train = Mixture(
@@ -134,6 +124,25 @@ def _check_tokenizers(
         raise ValueError(
             f"data.source: {roots[0]} was made with another tokenizer than data.tokenizer; make it "
             "again with that one, or use data.tokenizer=corpus"
+        )
+
+
+def _shares(
+    roots: Sequence[str], train: Sequence[TokenShards], weights: Sequence[float]
+) -> tuple[float, ...]:
+    """Shares of the rows of each corpus: the weights, or else its number of training tokens."""
+    if weights and len(weights) != len(roots):
+        raise ValueError(
+            f"data.weights has {len(weights)} numbers for {len(roots)} corpora; give one for each"
+        )
+    return tuple(map(float, weights)) or tuple(float(len(one)) for one in train)
+
+
+def _check_fills_a_row(root: str, train: TokenShards, seq_len: int) -> None:
+    if len(train) < seq_len:
+        raise ValueError(
+            f"{root} has {len(train)} training tokens, fewer than one "
+            f"window of seq_len={seq_len}; give more text or a smaller seq_len"
         )
 
 

@@ -137,14 +137,13 @@ def at_read_positions(
     is_read_BL: jax.Array,
     *,
     vocab_size: int,
-    max_logits: int = _MAX_ACCELERATOR_LOGITS,
 ) -> jax.Array:
     """``nll(*arrays)`` where it is read, 0 elsewhere; ``[B, L]`` of one device.
 
     The positions that are read are brought to the front, and slices behind them are left out.
     """
     num = is_read_BL.size
-    size = min(num, max(8, max_logits // vocab_size // 8 * 8))
+    size = min(num, max(8, _MAX_ACCELERATOR_LOGITS // vocab_size // 8 * 8))
     slices = -(-num // size)
     order_P = jnp.argsort(~is_read_BL.reshape(-1), stable=True)
     num_read = jnp.sum(is_read_BL)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.config.objective import MISPRINTS, USUAL_MISPRINTS
+from dlm_jax.types import live_positions
 
 
 class Misprints(NamedTuple):
@@ -81,17 +82,10 @@ def misprint(
     before_BL = jnp.where(is_double_BL, _after(tokens_BL, 0), other_BL)
     # Nothing stands in front of the first token that could be doubled.
     before_BL = before_BL.at[:, 0].set(other_BL[:, 0])
-    printed_BL = jnp.where(damage.is_wrong_BL, other_BL, tokens_BL)
-    if damage.is_swapped_BL is not None:
-        printed_BL = jnp.where(damage.is_swapped_BL, _before(tokens_BL, 0), printed_BL)
-        is_other_BL = _after(damage.is_swapped_BL, False)
-        printed_BL = jnp.where(is_other_BL, _after(tokens_BL, 0), printed_BL)
+    printed_BL = _printed(tokens_BL, other_BL, damage)
 
-    index_BL = jnp.broadcast_to(jnp.arange(num_positions), tokens_BL.shape)
-    is_kept_BL = (index_BL < length_B[:, None]) & ~damage.is_missing_BL
-    last_kept_BL = jax.lax.cummax(jnp.where(is_kept_BL, index_BL, -1), axis=1)
-    due_BL = jnp.take_along_axis(tokens_BL, _after(last_kept_BL, -1) + 1, axis=1)
-
+    is_kept_BL = live_positions(length_B, num_positions) & ~damage.is_missing_BL
+    due_BL = _due(tokens_BL, is_kept_BL)
     number_BL = is_kept_BL.astype(jnp.int32) + damage.is_stray_BL
     if damage.has_two_strays_BL is not None:
         number_BL += damage.has_two_strays_BL
@@ -138,6 +132,23 @@ def _damage(
         of("transposed") & _before(is_second_BL, False) if "transposed" in kinds else None,
         of("stray_pair") & may_stray_BL if "stray_pair" in kinds else None,
     )
+
+
+def _printed(tokens_BL: jax.Array, other_BL: jax.Array, damage: _Damage) -> jax.Array:
+    """What is printed for each token that is not missing: itself, another, or its neighbour."""
+    printed_BL = jnp.where(damage.is_wrong_BL, other_BL, tokens_BL)
+    if damage.is_swapped_BL is None:
+        return printed_BL
+    printed_BL = jnp.where(damage.is_swapped_BL, _before(tokens_BL, 0), printed_BL)
+    is_other_BL = _after(damage.is_swapped_BL, False)
+    return jnp.where(is_other_BL, _after(tokens_BL, 0), printed_BL)
+
+
+def _due(tokens_BL: jax.Array, is_kept_BL: jax.Array) -> jax.Array:
+    """What should stand at each kept token: the one behind the last kept before it."""
+    index_BL = jnp.broadcast_to(jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
+    last_kept_BL = jax.lax.cummax(jnp.where(is_kept_BL, index_BL, -1), axis=1)
+    return jnp.take_along_axis(tokens_BL, _after(last_kept_BL, -1) + 1, axis=1)
 
 
 def _put(old_BL: jax.Array, at_BL: jax.Array, new_BL: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ from dlm_jax.inference.request import (
     settings_of_call,
 )
 from dlm_jax.inference.results import Generation, Row, Since, assemble
+from dlm_jax.inference.waiting import Ticket
 from dlm_jax.types import Status
 
 MOST_ROWS = 1 << 20
@@ -103,22 +104,30 @@ def generate(
             for place, request in enumerate(requests)
             if place % count == index
         }
-        rows: dict[int, Row] = {}
-        told = ended = 0
-        while engine.is_busy:
-            finished = engine.step().finished
-            _raise_first(finished.values())
-            rows |= {owners[ticket]: row for ticket, row in finished.items()}
-            if on_commits is not None:
-                ended += sum(row.num_generated for row in finished.values())
-                now = ended + engine.num_committed()
-                # Remasking lowers the number; a bar does not run backwards.
-                on_commits(max(0, now - told))
-                told = max(now, told)
+        rows = _run(engine, owners, on_commits)
         programs = engine.report().compiled
     if count > 1:
         rows = {place: row for some in gathered(rows) for place, row in some.items()}
     return dataclasses.replace(texts_of(model, rows), programs=programs)
+
+
+def _run(
+    engine: Engine, owners: Mapping[Ticket, int], on_commits: Callable[[int], Any] | None
+) -> dict[int, Row]:
+    """The finished rows of an engine by the places that `owners` gives them."""
+    rows: dict[int, Row] = {}
+    told = ended = 0
+    while engine.is_busy:
+        finished = engine.step().finished
+        _raise_first(finished.values())
+        rows |= {owners[ticket]: row for ticket, row in finished.items()}
+        if on_commits is not None:
+            ended += sum(row.num_generated for row in finished.values())
+            now = ended + engine.num_committed()
+            # Remasking lowers the number; a bar does not run backwards.
+            on_commits(max(0, now - told))
+            told = max(now, told)
+    return rows
 
 
 def stream(

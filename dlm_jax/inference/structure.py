@@ -139,13 +139,11 @@ def regex_of_schema(schema: Mapping[str, Any]) -> str:
         raise ValueError(f"the schema cannot be used: {why}") from None
 
 
-def regex_of_objects(depth: int = 2) -> str:
-    """The regular expression of JSON objects that are nested up to a depth."""
+def regex_of_objects() -> str:
+    """The regular expression of JSON objects that are nested up to two deep."""
     text = r'"([^"\\\x00-\x1F]|\\["\\/bfnrt])*"'
     plain = rf"(?:{text}|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|true|false|null)"
-    value = plain
-    for _ in range(depth - 1):
-        value = rf"(?:{plain}|\[(?:{value}(?:, ?{value})*)?\]|{_object(text, value)})"
+    value = rf"(?:{plain}|\[(?:{plain}(?:, ?{plain})*)?\]|{_object(text, plain)})"
     return _object(text, value)
 
 

@@ -10,6 +10,9 @@ from dlm_jax.published.family import Family, in_blocks, qwen_sources
 from dlm_jax.published.fields import Fields
 from dlm_jax.published.names import Source
 
+# Where a config.json names none.
+_ROPE_THETA = 10000.0
+
 
 def _read_llada(fields: Fields) -> ModelConfig:
     fields.must(
@@ -31,7 +34,7 @@ def _read_llada(fields: Fields) -> ModelConfig:
         norm_epsilon=fields.take("rms_norm_eps", float, 1e-5),
         qk_norm=False,
         qkv_bias=fields.take("include_qkv_bias", bool, False),
-        rope_theta=fields.take("rope_theta", float, 10000.0),
+        rope_theta=fields.take("rope_theta", float, _ROPE_THETA),
         tied_head=fields.take("weight_tying", bool, True),
         vocab_size=fields.take("embedding_size", int, vocab_size),
     )
@@ -71,18 +74,18 @@ def _llada_sources(model: ModelConfig) -> dict[str, Source]:
     } | in_blocks(blocks, {}, "model.transformer.blocks.{i}.")
 
 
-def rope_theta(fields: Fields, default: float = 10000.0) -> float:
+def rope_theta(fields: Fields) -> float:
     """The base of the rotary frequencies, wherever it stands; no kind of scaling is implemented."""
     fields.must(rope_scaling=None)
     newer = fields.take("rope_parameters", dict, {})
     if newer:
         inner = Fields(newer, f"{fields.where}: rope_parameters")
         inner.must(rope_type="default")
-        theta = inner.take("rope_theta", float, default)
+        theta = inner.take("rope_theta", float, _ROPE_THETA)
         inner.finish()
         fields.take("rope_theta", float, theta)
         return theta
-    return fields.take("rope_theta", float, default)
+    return fields.take("rope_theta", float, _ROPE_THETA)
 
 
 def read_qwen(
@@ -117,16 +120,22 @@ def read_qwen(
     )
 
 
+def write_shape(model: ModelConfig) -> dict[str, Any]:
+    """The fields of config.json that every family but LLaDA has, the mixtures included."""
+    return {
+        "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": model.width,
+        "num_attention_heads": model.heads, "num_hidden_layers": model.depth,
+        "num_key_value_heads": model.kv_heads or model.heads, "rms_norm_eps": model.norm_epsilon,
+        "rope_scaling": None, "rope_theta": model.rope_theta,
+        "tie_word_embeddings": model.tied_head, "vocab_size": model.vocab_size,
+    }  # fmt: skip
+
+
 def write_qwen(model: ModelConfig) -> dict[str, Any]:
     """The fields of config.json that Qwen, Llama and their kin have."""
     head_size = model.size_of_head(model.width, model.heads)
-    written = {
-        "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": model.width,
-        "intermediate_size": model.mlp_width, "num_attention_heads": model.heads,
-        "num_hidden_layers": model.depth, "num_key_value_heads": model.kv_heads or model.heads,
-        "rms_norm_eps": model.norm_epsilon, "rope_scaling": None, "rope_theta": model.rope_theta,
-        "tie_word_embeddings": model.tied_head, "use_sliding_window": False,
-        "vocab_size": model.vocab_size,
+    written = write_shape(model) | {
+        "intermediate_size": model.mlp_width, "use_sliding_window": False,
     }  # fmt: skip
     if model.qk_norm or model.head_size:
         written |= {"head_dim": head_size, "attention_bias": model.qkv_bias}

@@ -64,25 +64,19 @@ EXPERTS = {
 }  # fmt: skip
 
 
-def qwen_sources(
-    model: ModelConfig,
-    *,
-    more: Mapping[str, str] | None = None,
-    outside: Mapping[str, str] | None = None,
-) -> dict[str, Source]:
+def qwen_sources(model: ModelConfig, *, more: Mapping[str, str] | None = None) -> dict[str, Source]:
     """Tensors under the names of Qwen, Llama and their kin (``model.layers.0.mlp...``).
 
     Args:
       model: what is read.
       more: further tensors of a block, and other names of those.
-      outside: other names of the tensors outside the blocks.
     """
     mlp = EXPERTS if model.experts else DENSE
     ends = {
         "embedding": "model.embed_tokens.weight",
         "norm/scale": "model.norm.weight",
         "head/kernel": "lm_head.weight",
-    } | dict(outside or {})
+    }
     return {path: Source(name) for path, name in ends.items()} | in_blocks(
         _QWEN | mlp | dict(more or {}), _QWEN | dict(more or {}) | DENSE, "model.layers.{i}."
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from dlm_jax.config import ModelConfig
 from dlm_jax.published import presets
-from dlm_jax.published.dense import IDLE_OF_SDAR, read_qwen, rope_theta, write_qwen
+from dlm_jax.published.dense import IDLE_OF_SDAR, read_qwen, rope_theta, write_qwen, write_shape
 from dlm_jax.published.family import DENSE, EXPERTS, Family, in_blocks, qwen_sources
 from dlm_jax.published.fields import Fields
 from dlm_jax.published.names import Source
@@ -52,21 +52,16 @@ def _read_moe(fields: Fields) -> ModelConfig:
 
 def _write_moe(model: ModelConfig) -> dict[str, Any]:
     num_dense = model.dense_layers
-    return {
-        "attention_bias": False, "attention_dropout": 0.0, "clip_qkv": None,
+    return write_shape(model) | {
+        "attention_bias": False, "clip_qkv": None,
         "dense_intermediate_size": model.mlp_width or -1,
-        "expert_intermediate_size": model.expert_width, "hidden_act": "silu",
-        "hidden_size": model.width, "moe_layer_freq": [0] * num_dense
-        + [1] * (model.depth - num_dense),
+        "expert_intermediate_size": model.expert_width,
+        "moe_layer_freq": [0] * num_dense + [1] * (model.depth - num_dense),
         "moe_router_enable_expert_bias": model.router_bias == "weight",
         "moe_router_score_function": "softmax", "norm_topk_prob": False,
-        "num_attention_heads": model.heads, "num_experts": model.experts,
-        "num_experts_per_tok": model.experts_per_token, "num_hidden_layers": model.depth,
-        "num_key_value_heads": model.kv_heads or model.heads, "partial_rotary_factor": 1,
-        "qk_layernorm": model.qk_norm, "rms_norm_eps": model.norm_epsilon, "rope_scaling": None,
-        "rope_theta": model.rope_theta, "routed_scaling_factor": 1,
+        "num_experts": model.experts, "num_experts_per_tok": model.experts_per_token,
+        "partial_rotary_factor": 1, "qk_layernorm": model.qk_norm, "routed_scaling_factor": 1,
         "shared_expert_intermediate_size": model.shared_width or None,
-        "tie_word_embeddings": model.tied_head, "vocab_size": model.vocab_size,
     }  # fmt: skip
 
 
@@ -166,23 +161,19 @@ def _read_llada2(fields: Fields) -> ModelConfig:
 
 def _write_llada2(model: ModelConfig) -> dict[str, Any]:
     head_size = model.size_of_head(model.width, model.heads)
-    return {
-        "attention_dropout": 0.0, "block_length": model.block_length, "embedding_dropout": 0.0,
-        "first_k_dense_replace": model.dense_layers, "head_dim": head_size, "hidden_act": "silu",
-        "hidden_size": model.width, "intermediate_size": model.mlp_width,
-        "moe_intermediate_size": model.expert_width, "moe_router_enable_expert_bias": True,
-        "n_group": model.router_groups, "norm_head": False, "norm_topk_prob": True,
-        "num_attention_heads": model.heads, "num_experts": model.experts,
-        "num_experts_per_tok": model.experts_per_token, "num_hidden_layers": model.depth,
-        "num_key_value_heads": model.kv_heads or model.heads,
+    return write_shape(model) | {
+        "block_length": model.block_length, "embedding_dropout": 0.0,
+        "first_k_dense_replace": model.dense_layers, "head_dim": head_size,
+        "intermediate_size": model.mlp_width, "moe_intermediate_size": model.expert_width,
+        "moe_router_enable_expert_bias": True, "n_group": model.router_groups, "norm_head": False,
+        "norm_topk_prob": True, "num_experts": model.experts,
+        "num_experts_per_tok": model.experts_per_token,
         "num_shared_experts": model.shared_width // max(model.expert_width, 1) or None,
         "output_dropout": 0.0, "partial_rotary_factor": model.rotary_share,
-        "rms_norm_eps": model.norm_epsilon, "rope_scaling": None, "rope_theta": model.rope_theta,
         "rotary_dim": model.rotary_size(model.width, model.heads),
         "routed_scaling_factor": model.router_scale, "router_dtype": "fp32",
-        "score_function": "sigmoid", "tie_word_embeddings": model.tied_head,
-        "topk_group": model.router_groups_kept, "use_bias": False, "use_qk_norm": model.qk_norm,
-        "use_qkv_bias": False, "use_sliding_window": False, "vocab_size": model.vocab_size,
+        "score_function": "sigmoid", "topk_group": model.router_groups_kept, "use_bias": False,
+        "use_qk_norm": model.qk_norm, "use_qkv_bias": False, "use_sliding_window": False,
     }  # fmt: skip
 
 

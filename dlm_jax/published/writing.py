@@ -17,6 +17,7 @@ from dlm_jax.config import Config
 from dlm_jax.data import HubTokenizer
 from dlm_jax.published.chat import ChatTemplate
 from dlm_jax.published.families import family_for
+from dlm_jax.published.family import Family
 from dlm_jax.published.names import Piece, leaves, pieces_of, shape_of
 from dlm_jax.published.shards import DTYPES, INDEX, SINGLE
 from dlm_jax.published.special import write_tokenizer
@@ -63,24 +64,16 @@ def write_published(
             "train.init_from"
         )
     found = family_for(config.model, family)
-    kept = {name: tree for name, tree in params.items()
-            if not name.endswith("_head")}  # fmt: skip
+    kept = {name: tree for name, tree in params.items() if not name.endswith("_head")}
     abstract = jax.eval_shape(lambda: kept)
     pieces = pieces_of(
         found.sources(config.model), abstract, dense_layers=config.model.dense_layers
     )
-    said = {
-        "architectures": [found.architectures[0]], "model_type": found.model_type,
-        found.max_length: config.data.seq_len, "mask_token_id": tokenizer.mask_id,
-        "pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id,
-        "torch_dtype": str(kept["embedding"].dtype), "use_cache": False,
-    }  # fmt: skip
-    if tokenizer.bos_id is not None:
-        said["bos_token_id"] = tokenizer.bos_id
+    fields = _config_fields(found, config, tokenizer, dtype=str(kept["embedding"].dtype))
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
-        text = json.dumps(found.write(config.model) | said, indent=2, sort_keys=True)
+        text = json.dumps(fields, indent=2, sort_keys=True)
         (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
         write_tokenizer(temporary, tokenizer, chat, more_eos=more_eos_ids)
         _write_weights(temporary, kept, pieces, max_shard_bytes)
@@ -91,6 +84,21 @@ def write_published(
         with contextlib.suppress(OSError):
             shutil.rmtree(temporary)
     return sorted(file.name for file in target.iterdir())
+
+
+def _config_fields(
+    family: Family, config: Config, tokenizer: HubTokenizer, *, dtype: str
+) -> dict[str, Any]:
+    """What config.json says."""
+    fields = family.write(config.model) | {
+        "architectures": [family.architectures[0]], "model_type": family.model_type,
+        family.max_length: config.data.seq_len, "mask_token_id": tokenizer.mask_id,
+        "pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id,
+        "torch_dtype": dtype, "use_cache": False,
+    }  # fmt: skip
+    if tokenizer.bos_id is not None:
+        fields["bos_token_id"] = tokenizer.bos_id
+    return fields
 
 
 def _write_weights(

@@ -58,16 +58,6 @@ def draw_with(
     return _inverse_cdf(logits_NV, weight_NC, noise, divisor_N)
 
 
-def choose(
-    logits_NV: Array, keys_N: Array, is_greedy_N: Array, *, method: str = "inverse_cdf"
-) -> Array:
-    """Ids `[N]`: the argmax where `is_greedy_N`, a draw elsewhere.
-
-    An all-greedy chunk does not draw and an all-random one takes no argmax.
-    """
-    return choose_with(logits_NV, noise(keys_N, method=method), is_greedy_N, method=method)
-
-
 def choose_with(
     logits_NV: Array,
     noise: Array,
@@ -76,7 +66,10 @@ def choose_with(
     *,
     method: str = "inverse_cdf",
 ) -> Array:
-    """Ids as `choose` gives them for the logits over `divisor`, from the `noise` of the keys."""
+    """Ids `[N]`: the argmax where `is_greedy_N`, elsewhere as `draw_with` gives them.
+
+    An all-greedy chunk does not draw and an all-random one takes no argmax.
+    """
     logits_NV = logits_NV.astype(jnp.float32)
     none_N = jnp.zeros(is_greedy_N.shape, jnp.int32)
     best_N = jax.lax.cond(is_greedy_N.any(), argmax, lambda x: none_N, logits_NV)

@@ -26,14 +26,14 @@ class JsonLines(logging.Formatter):
         return json.dumps(told)
 
 
-def start_logs(level: int = logging.INFO) -> None:
+def start_logs() -> None:
     """Sends what the server and uvicorn say to standard error, in lines of JSON."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
-    for name, least in ((LOGGER.name, level), ("uvicorn.error", logging.WARNING)):
+    for name, least in ((LOGGER.name, logging.INFO), ("uvicorn.error", logging.WARNING)):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(max(level, least))
+        logger.setLevel(least)
 
 
 def log_answer(event: str, **told: Any) -> None:

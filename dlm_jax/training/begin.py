@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from dlm_jax.model.lora import GROUP
 from dlm_jax.published import is_published, read_published
 from dlm_jax.training.step import TrainState
 from dlm_jax.training.vocabulary import moved, places_of
+from dlm_jax.types import Params
 
 # Settings of a model that no shape of a parameter shows.
 _TRAINED_FOR = (
@@ -60,14 +61,7 @@ def begin_with(
         if places is None:
             raise ValueError(f"{where} has another tokenizer; use data.tokenizer=init, which is it")
         params = moved(params, state.params, places)
-    theirs = meta["config"]["model"]
-    for name in _TRAINED_FOR:
-        ours = getattr(model, name)
-        if theirs.get(name, ours) != ours:
-            raise ValueError(
-                f"{where} has model.{name}={theirs[name]!r}, and the config asks for {ours!r}; "
-                "make [model] that of its run"
-            )
+    _check_settings(where, meta["config"]["model"], model)
     fresh = [name for name in state.params if name not in params]
     ignored = [name for name in params if name not in state.params]
     for name in (*fresh, *ignored):
@@ -77,6 +71,23 @@ def begin_with(
         report(f"{where} lacks {', '.join(fresh)}, which begin fresh")
     if ignored:
         report(f"{where} has {', '.join(ignored)}, which are left out")
+    own = {name: tree for name, tree in state.params.items() if name not in fresh}
+    return _with_params(state, _laid_out(where, own, {name: params[name] for name in own}))
+
+
+def _check_settings(where: str, theirs: Mapping[str, Any], model: ModelConfig) -> None:
+    """Raises ValueError where they have another setting that no shape of a parameter shows."""
+    for name in _TRAINED_FOR:
+        ours = getattr(model, name)
+        if theirs.get(name, ours) != ours:
+            raise ValueError(
+                f"{where} has model.{name}={theirs[name]!r}, and the config asks for {ours!r}; "
+                "make [model] that of its run"
+            )
+
+
+def _laid_out(where: str, own: Params, given: Params) -> Params:
+    """The given parameters, in the dtypes of our own and where those live."""
 
     def take(path: Any, own: jax.Array, given: Any) -> jax.Array:
         if given.shape != own.shape:
@@ -86,12 +97,15 @@ def begin_with(
             )
         return jax.device_put(np.asarray(given, own.dtype), own.sharding)
 
-    own = {name: tree for name, tree in state.params.items() if name not in fresh}
-    given = {name: params[name] for name in own}
     for name in own:
         if jax.tree.structure(given[name]) != jax.tree.structure(own[name]):
             raise ValueError(f"{where} has another kind of {name}; make [model] that of its run")
-    taken = state.params | jax.tree_util.tree_map_with_path(take, own, given)
+    return jax.tree_util.tree_map_with_path(take, own, given)
+
+
+def _with_params(state: TrainState, params: Params) -> TrainState:
+    """The fresh `state` with these parameters in place of its own, averages included."""
+    taken = state.params | params
     ema = None if state.ema is None else jax.tree.map(jnp.copy, taken)
     return state._replace(params=taken, ema=ema)
 
@@ -109,6 +123,4 @@ def _begin_published(source: str, state: TrainState, report: Callable[[str], Non
         )
     if fresh:
         report(f"train.init_from={source} lacks {', '.join(fresh)}, which begin fresh")
-    taken = state.params | given
-    ema = None if state.ema is None else jax.tree.map(jnp.copy, taken)
-    return state._replace(params=taken, ema=ema)
+    return _with_params(state, given)

@@ -11,18 +11,18 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 import dlm_jax.config as configs
 from dlm_jax.checkpoint import Checkpoints
 from dlm_jax.config import Config, ModelConfig
-from dlm_jax.data import Corpus, load_corpus
+from dlm_jax.data import Corpus
 from dlm_jax.distributed.memory import require_room
 from dlm_jax.distributed.processes import check_same_everywhere, on_first_process
 from dlm_jax.distributed.sharding import batch_sharding, make_mesh, share_of_batch
 from dlm_jax.metrics import read_records
 from dlm_jax.model.transformer import build
 from dlm_jax.storage import check_bucket
-from dlm_jax.training.adopt import adopted
 from dlm_jax.training.begin import begin_with
 from dlm_jax.training.checks import (
     check_model_fits,
@@ -38,11 +38,11 @@ from dlm_jax.training.heads import Head, Setup, with_own_parameters
 from dlm_jax.training.lock import DirectoryLock
 from dlm_jax.training.optim import make_grouped_optimizer
 from dlm_jax.training.placing import mesh_config
+from dlm_jax.training.resolved import load_resolved
 from dlm_jax.training.stages import Stage, stage_at
 from dlm_jax.training.step import TrainState, abstract_state, compile_eval_step, init_state
 from dlm_jax.training.tasks import TASKS, MakeHead, MakeObjective, Task, make_heads
 from dlm_jax.training.trackers import check_trackers
-from dlm_jax.training.vocabulary import tokenizer_of
 from dlm_jax.types import Network
 
 MakeNetwork = Callable[[ModelConfig], Network]
@@ -130,15 +130,8 @@ def prepare(
       ValueError: bad data, a batch or mesh that does not fit the devices, a directory that holds
         another run or something else.
     """
-    check_same_everywhere(facts_of(config))
-    mesh = make_mesh(config.mesh)
-    share_of_batch(batch_sharding(mesh, config.train.batch_size), config.train.batch_size)
-    check_parts(config, mesh)
-    out_dir = Path(config.train.out_dir)
-    check_writable(out_dir)
-    check_trackers(config.train.trackers)
-    where = checkpoints_of(config)
-    on_first_process(lambda: check_bucket("train.checkpoint_dir", where))
+    mesh = _checked_mesh(config)
+    out_dir, where = Path(config.train.out_dir), checkpoints_of(config)
     asked = config
     config, corpus = load_resolved(config, report=report)
     check_same_everywhere({"data.source": corpus.sha256})
@@ -170,6 +163,19 @@ def prepare(
             on_first_process(lambda: write_config(asked, out_dir))
         undo.pop_all()
     return Run(setup, corpus, task, own, state, saved, step, noise_key, checkpoints)
+
+
+def _checked_mesh(config: Config) -> Mesh:
+    """The mesh of a config, once all of it is checked that needs no data."""
+    check_same_everywhere(facts_of(config))
+    mesh = make_mesh(config.mesh)
+    share_of_batch(batch_sharding(mesh, config.train.batch_size), config.train.batch_size)
+    check_parts(config, mesh)
+    check_writable(Path(config.train.out_dir))
+    check_trackers(config.train.trackers)
+    where = checkpoints_of(config)
+    on_first_process(lambda: check_bucket("train.checkpoint_dir", where))
+    return mesh
 
 
 def _acquire(lock: DirectoryLock, out_dir: Path, new: Checkpoints | None = None) -> None:
@@ -258,39 +264,3 @@ def _meta(config: Config, corpus: Corpus, own: dict[str, Any]) -> dict[str, Any]
         "corpus": {"name": corpus.name, "sha256": corpus.sha256},
         "own": own,
     }
-
-
-def load_resolved(config: Config, *, report: Callable[[str], None]) -> tuple[Config, Corpus]:
-    """The config with what it adopts and the vocabulary of its corpus, and that corpus.
-
-    Raises:
-      ValueError: the corpus or its tokenizer is refused, or ``model.vocab_size`` is too small.
-    """
-    config, adopted_tokenizer = adopted(config)
-    tokenizer = adopted_tokenizer or tokenizer_of(config, report=report)
-    data = config.data
-    corpus = load_corpus(
-        data.source,
-        tokenizer=tokenizer,
-        seq_len=data.seq_len,
-        held_out=data.held_out,
-        cache_dir=data.cache_dir or None,
-        layout=data.layout,
-        tail=data.tail,
-        weights=data.weights,
-    )
-    return _with_vocabulary(config, corpus), corpus
-
-
-def _with_vocabulary(config: Config, corpus: Corpus) -> Config:
-    needed = corpus.tokenizer.vocab_size
-    size = config.model.vocab_size or needed
-    if size < needed:
-        raise ValueError(
-            f"model.vocab_size={size} is smaller than the tokenizer's {needed}; use 0 or {needed}"
-        )
-    start = config.model.start_id
-    if config.model.attention_type == "causal" and start < 0:
-        start = corpus.tokenizer.mask_id
-    model = dataclasses.replace(config.model, vocab_size=size, start_id=start)
-    return dataclasses.replace(config, model=model)

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from dlm_jax.checkpoint import Checkpoints, load_meta
 from dlm_jax.checkpoint.shipped import located
 from dlm_jax.config import Config
-from dlm_jax.config.schema import INIT
+from dlm_jax.config.data import INIT
 from dlm_jax.data import CharacterTokenizer, Tokenizer, from_json
 from dlm_jax.data.loading import MakeTokenizer
 from dlm_jax.distributed.processes import on_first_process

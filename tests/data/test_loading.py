@@ -44,20 +44,20 @@ def writes(monkeypatch):
 @pytest.mark.parametrize("kind", [*TOKENIZERS, "bpe:300"])
 def test_the_token_files_decode_to_the_text(source, tmp_path, kind):
     corpus = load_corpus(source, tokenizer=kind, cache_dir=tmp_path / "cache")
-    train = corpus.tokenizer.decode(open_tokens(corpus.train_path))
-    held_out = corpus.tokenizer.decode(open_tokens(corpus.val_path))
+    train = corpus.tokenizer.decode(open_tokens(corpus.train_rows))
+    held_out = corpus.tokenizer.decode(open_tokens(corpus.val_rows))
     assert train + held_out == TEXT
     assert (corpus.num_train_characters, corpus.num_val_characters) == (len(train), len(held_out))
-    assert corpus.num_train_tokens == len(open_tokens(corpus.train_path))
-    assert corpus.num_val_tokens == len(open_tokens(corpus.val_path))
+    assert corpus.num_train_tokens == len(open_tokens(corpus.train_rows))
+    assert corpus.num_val_tokens == len(open_tokens(corpus.val_rows))
     assert corpus.sha256 == hashlib.sha256(TEXT.encode()).hexdigest()
 
 
 def test_held_out_text_is_in_no_training_window(source, tmp_path):
     corpus = load_corpus(source, cache_dir=tmp_path / "cache")
     decode = corpus.tokenizer.decode
-    held_out = set(decode(open_tokens(corpus.val_path)).splitlines())
-    dataset = train_dataset(corpus.train_path, seq_len=100, batch_size=50, seed=0)
+    held_out = set(decode(open_tokens(corpus.val_rows)).splitlines())
+    dataset = train_dataset(corpus.train_rows, seq_len=100, batch_size=50, seed=0)
     seen = set()
     for step in range(10):
         batch = dataset[step]
@@ -73,7 +73,7 @@ def test_equal_inputs_share_files_and_any_change_makes_new_ones(source, tmp_path
     def paths(**options):
         before = len(writes)
         corpus = load_corpus(source, cache_dir=tmp_path / "cache", **options)
-        return corpus.train_path, len(writes) - before
+        return corpus.train_rows, len(writes) - before
 
     first, written = paths()
     assert written == 2
@@ -94,7 +94,7 @@ def test_equal_inputs_share_files_and_any_change_makes_new_ones(source, tmp_path
     assert paths() == (first, 0)
 
 
-@pytest.mark.parametrize("part", ["train_path", "val_path"])
+@pytest.mark.parametrize("part", ["train_rows", "val_rows"])
 @pytest.mark.parametrize("damage", ["cut", "flip", "missing", "other"])
 def test_a_damaged_file_is_made_again_and_the_whole_one_is_not(
     source, tmp_path, writes, part, damage
@@ -118,9 +118,9 @@ def test_a_damaged_file_is_made_again_and_the_whole_one_is_not(
 def test_many_processes_may_load_at_once(source, tmp_path):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         jobs = [pool.submit(load_corpus, source, cache_dir=tmp_path / "c") for _ in range(8)]
-        corpora = {job.result().train_path: job.result() for job in jobs}
+        corpora = {job.result().train_rows: job.result() for job in jobs}
     (corpus,) = corpora.values()
-    assert token_files.is_intact(corpus.train_path)
+    assert token_files.is_intact(corpus.train_rows)
     assert sorted(path.suffix for path in (tmp_path / "c").iterdir()) == [".npy", ".npy"]
 
 
@@ -132,7 +132,7 @@ def test_an_existing_tokenizer_is_kept(source, tmp_path):
 
 def test_files_go_where_the_environment_says(source, tmp_path, monkeypatch):
     monkeypatch.setenv("DLM_JAX_CACHE", str(tmp_path / "here"))
-    assert load_corpus(source).train_path.parent == tmp_path / "here"
+    assert load_corpus(source).train_rows.parent == tmp_path / "here"
 
 
 def test_the_builtin_corpus_loads(tmp_path):
@@ -249,7 +249,7 @@ def test_a_bpe_learns_from_the_training_part_alone(source, tmp_path):
     source.write_text(TEXT[: -len(TEXT) // 50] + "Q" * (len(TEXT) // 50))
     other = load_corpus(source, tokenizer="bpe:300", cache_dir=tmp_path / "c")
     assert other.tokenizer == corpus.tokenizer
-    assert other.val_path != corpus.val_path
+    assert other.val_rows != corpus.val_rows
 
 
 def test_bad_documents_are_refused_in_one_line_and_leave_no_file(pairs, source, tmp_path):

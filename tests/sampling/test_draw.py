@@ -136,12 +136,13 @@ def test_narrow_logits_are_drawn_as_float32():
 
 def test_choose_takes_the_argmax_of_greedy_positions_only():
     x, is_greedy = tc.logits("normal", 1, (64, 40)), np.arange(64) % 2 == 0
-    choose = jax.jit(drawing.choose)
-    ids = np.asarray(choose(x, keys(0, 64), is_greedy))
+    choose = jax.jit(drawing.choose_with)
+    ids = np.asarray(choose(x, drawing.noise(keys(0, 64)), is_greedy))
     np.testing.assert_array_equal(ids[is_greedy], x.argmax(-1)[is_greedy])
     drawn = np.asarray(inverse_cdf(x, keys(0, 64)))
     np.testing.assert_array_equal(ids[~is_greedy], drawn[~is_greedy])
-    np.testing.assert_array_equal(choose(x, keys(1, 64), np.ones(64, bool)), x.argmax(-1))
+    all_greedy = choose(x, drawing.noise(keys(1, 64)), np.ones(64, bool))
+    np.testing.assert_array_equal(all_greedy, x.argmax(-1))
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from dlm_jax.sampling.blocks import choose
 from dlm_jax.sampling.edits.moves import (
@@ -150,15 +149,7 @@ def take_snapshot(
     def of_rows(params: Params, rows: tuple[Any, ...]) -> Snapshot:
         return _read(program, params, *rows)
 
-    if program.rows is not None:
-        of_rows = jax.shard_map(
-            of_rows,
-            mesh=program.rows.mesh,
-            in_specs=(PartitionSpec(), program.rows.spec),
-            out_specs=program.rows.spec,
-            check_vma=False,
-        )
-    return of_rows(params, (output, total_BL, best_BL, tokens_BL, is_wanted_BL))
+    return program.by_rows(of_rows)(params, (output, total_BL, best_BL, tokens_BL, is_wanted_BL))
 
 
 def _read(

@@ -71,32 +71,6 @@ class PositionMap(NamedTuple):
     trimmed_B: jax.Array
 
 
-def right_shift(
-    x_BL: jax.Array, start_B: jax.Array, end_B: jax.Array, fill: jax.Array | int
-) -> jax.Array:
-    """`x_BL` with ``[start, end)`` of each row moved right by one, `fill` at its start.
-
-    What was at ``end - 1`` is lost; an empty range stays as it is.
-    """
-    place_1L = jnp.arange(x_BL.shape[1])[None]
-    is_in_BL = (place_1L >= start_B[:, None]) & (place_1L < end_B[:, None])
-    shifted_BL = jnp.where(place_1L == start_B[:, None], fill, jnp.roll(x_BL, 1, axis=1))
-    return jnp.where(is_in_BL, shifted_BL, x_BL)
-
-
-def left_shift(
-    x_BL: jax.Array, start_B: jax.Array, end_B: jax.Array, fill: jax.Array | int
-) -> jax.Array:
-    """`x_BL` with ``[start, end)`` of each row moved left by one, `fill` at its end.
-
-    What was at the start is lost; an empty range stays as it is.
-    """
-    place_1L = jnp.arange(x_BL.shape[1])[None]
-    is_in_BL = (place_1L >= start_B[:, None]) & (place_1L < end_B[:, None])
-    shifted_BL = jnp.where(place_1L == end_B[:, None] - 1, fill, jnp.roll(x_BL, -1, axis=1))
-    return jnp.where(is_in_BL, shifted_BL, x_BL)
-
-
 def position_map_of(edits: Edits, cells: Cells, capacity_B: jax.Array) -> PositionMap:
     """The map of a step's edits, which act as if one at a time: insertions, then deletions.
 

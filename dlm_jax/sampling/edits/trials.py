@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from dlm_jax.sampling.draw import log_prob
 from dlm_jax.sampling.edits.moves import Cells, Edits, moved_cells, position_map_of
@@ -62,15 +61,7 @@ def _likelihood(
     def of_rows(params: Params, texts: tuple[Any, ...]) -> jax.Array:
         return _sums(program, params, *texts)
 
-    if program.rows is not None:
-        of_rows = jax.shard_map(
-            of_rows,
-            mesh=program.rows.mesh,
-            in_specs=(PartitionSpec(), program.rows.spec),
-            out_specs=program.rows.spec,
-            check_vma=False,
-        )
-    sum_T = of_rows(params, (hidden_TLD, tokens_TL, is_asked_TL))
+    sum_T = program.by_rows(of_rows)(params, (hidden_TLD, tokens_TL, is_asked_TL))
     return sum_T.reshape(num_rows, num_texts).T
 
 
