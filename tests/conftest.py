@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from pathlib import Path
 
 # Before JAX is imported, and for the programs that tests start: what one process has compiled the
@@ -38,6 +39,9 @@ _QUICK = (
 
 def pytest_configure() -> None:
     """XLA reads its flags when the first array is made, so this is early enough."""
+    # What runs in the background may be told to ignore Ctrl-C, and so would what tests start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     asked = os.environ.get("DLM_JAX_TEST_COMPILER", "quick")
     if asked not in ("full", "quick"):
         raise pytest.UsageError(f"DLM_JAX_TEST_COMPILER is 'full' or 'quick', not {asked!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
@@ -121,13 +122,22 @@ def program(*arguments: object, script: str = "train.py", **environment: str) ->
         "DLM_JAX_CACHE": str(_shared_folder() / "tokens"),
         "XDG_CACHE_HOME": str(_shared_folder()),
     }
-    return subprocess.Popen(
+    child = subprocess.Popen(
         [sys.executable, str(ROOT / script), *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=given | environment,
     )
+    # One whose test has failed does not run on for ever.
+    atexit.register(child.kill)
+    return child
+
+
+def needs(number: signal.Signals) -> None:
+    """Skips a test of a signal that whoever started it told it to ignore, as nohup does."""
+    if signal.getsignal(number) is signal.SIG_IGN:
+        pytest.skip(f"{number.name} is ignored here")
 
 
 def free_port() -> int:

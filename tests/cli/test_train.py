@@ -58,6 +58,7 @@ def test_the_program_trains_and_prints_only_samples_and_started_again_only_sampl
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_program_says_so_in_its_exit_code_and_continues(tmp_path, number):
+    tiny_run.needs(number)
     arguments = _arguments(tmp_path, train__steps=100_000, train__eval_every=0)
     child = tiny_run.program(*arguments)
     deadline = time.monotonic() + 240

@@ -175,6 +175,7 @@ def test_a_second_signal_says_what_is_lost_and_acts_as_usual(usual_interrupt, ca
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP])
 def test_a_closed_terminal_asks_once_and_never_ends_a_run_that_saves(first):
+    tiny_run.needs(signal.SIGHUP)
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
     with stop_on_signals(_Saved()) as stop:
         for number in (first, signal.SIGHUP, signal.SIGHUP):
