@@ -4,7 +4,7 @@
 
 - throughput: as many clients as slots, each with a request after another, beside a file of the same
   requests (`dlm_jax.batch`), the two taking turns;
-- first: engine steps from the begin of a stream in a free slot to its first event;
+- first: steps that a stream in a free slot has taken when its first event is made;
 - single: a request alone over HTTP, beside `generate`.
 """
 
@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -43,18 +43,19 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--steps-per-call", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=["throughput", "first", "single"], action="append")
     args = parser.parse_args()
     start_jax()
     model = dlm_jax.load()
     engine = Engine(model, batch_size=args.slots, max_waiting=None)
     with _served(model, engine, args) as url:
-        asked = f"{args.requests} requests, {args.slots} slots"
-        print(f"| {asked} | a file, s | clients over HTTP, s | ratio |")
-        print("| --- | --- | --- | --- |")
-        for name in LENGTHS:
-            throughput(name, model, url, args)
-        first(url, engine)
-        single(model, url)
+        parts: dict[str, Callable[[], None]] = {
+            "throughput": lambda: throughput(model, url, args),
+            "first": lambda: first(url),
+            "single": lambda: single(model, url),
+        }
+        for name in args.only or parts:
+            parts[name]()
 
 
 @contextlib.contextmanager
@@ -82,8 +83,15 @@ def _asked(name: str, count: int) -> list[dict[str, object]]:
     ]  # fmt: skip
 
 
-def throughput(name: str, model: Model, url: str, args: argparse.Namespace) -> None:
+def throughput(model: Model, url: str, args: argparse.Namespace) -> None:
     """Prints the seconds of both ways, and the throughput of the server by that of the file."""
+    print(f"| {args.requests} requests, {args.slots} slots | a file, s | over HTTP, s | ratio |")
+    print("| --- | --- | --- | --- |")
+    for name in LENGTHS:
+        _throughput(name, model, url, args)
+
+
+def _throughput(name: str, model: Model, url: str, args: argparse.Namespace) -> None:
     asked = _asked(name, args.requests)
     _by_clients(url, asked[: args.slots], args.slots)
     _by_file(model, asked, args.slots)
@@ -137,17 +145,17 @@ def _by_file(model: Model, asked: list[dict[str, object]], slots: int) -> float:
         return time.perf_counter() - began
 
 
-def first(url: str, engine: Engine) -> None:
-    """Prints after how many steps of the engine a stream in a free slot has its first event."""
+def first(url: str) -> None:
+    """Prints how many steps a stream in a free slot has taken when its first event is made."""
     found = []
+    # Every step writes one token, which is a block of its own.
     body = {"prompt": "ROMEO:\n", "max_tokens": 64, "steps": 64, "block_length": 1,
-            "order": "left_to_right", "stream": True}  # fmt: skip
+            "order": "left_to_right", "stream": True, "logprobs": 0}  # fmt: skip
     for seed in range(6):
-        before = engine.report().work.steps
         asked = body | {"seed": seed}
         with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=600) as answer:
-            next(answer.iter_lines())
-            found.append(engine.report().work.steps - before)
+            event = json.loads(next(answer.iter_lines()).removeprefix("data: "))
+            found.append(len(event["choices"][0]["logprobs"]["tokens"]))
     print(f"\nfirst event after {found[1:]} steps", flush=True)
 
 
