@@ -243,9 +243,16 @@ CHECKS = [
 UNCHECKED = {
     ("published.md", "How close to the originals"):
         "code of other projects: python -m benchmarks.published_parity --family NAME --code DIR",
-    ("published.md", "Memory"):
+    ("published.md", "Memory and loading"):
         "the compiler for TPUs: python -m benchmarks.published_memory",
     ("serving.md", "Routes"): "no figures; a test calls each route",
+    ("engine.md", "What it costs"): "a clock: python benchmarks/engine.py",
+    ("caches.md", "What it saves"): "a clock and PyTorch: python -m benchmarks.caches",
+    ("serving.md", "What it costs"): "a clock: python benchmarks/serving.py",
+    ("structure.md", "What it costs"): "a clock: python benchmarks/structure_masks.py",
+    ("scaling.md", "Figures"): "the compiler for TPUs: python -m benchmarks.pods",
+    ("scaling.md", "The logit chain"):
+        "the compiler for TPUs: python -m benchmarks.logit_chain",
     ("exit_codes.md", "Attacks"): "minutes of one core: python benchmarks/attack.py",
     ("edits.md", "Lengths"): "python -m benchmarks.edits lengths, with a trained proofreader",
     ("edits.md", "Text from nothing"): "python -m benchmarks.edits quality, with two models",
