@@ -174,9 +174,10 @@ def main() -> None:
     parser.add_argument("--only", choices=list(RUNS), help="one of the caches")
     asked = parser.parse_args()
     print(
-        "| cache | forwards | positions | s | without: positions | s | times less | same tokens |"
+        "| cache | forwards | positions | s | processor s | without: positions | s | processor s | "
+        "times less | of the processor's | same tokens |"
     )
-    print("| - | - | - | - | - | - | - | - |")
+    print("| --- " * 11 + "|")
     plain: dict[str, Timed] = {}
     for name, (kind, settings) in RUNS.items():
         if asked.only not in (None, name):
