@@ -23,6 +23,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dlm_jax.checkpoint import Checkpoints, files, load_params, manifest
+from dlm_jax.checkpoint.quiet import quiet_orbax
 
 ROOT = Path(__file__).parent.parent
 META = {"config": {"model": {"depth": 2}}, "tokenizer": "byte", "data": {"next": [1, 2]}}
@@ -390,6 +391,14 @@ checkpoints.abandon()
 def test_a_file_that_may_not_grow_is_an_error_of_the_operating_system(tmp_path: Path):
     out, _ = _python(_TOO_LARGE, tmp_path).communicate(timeout=100)
     assert out == f"True {tmp_path / 'step_00000001'} File too large\n"
+
+
+def test_orbax_logs_what_it_does_not_raise_and_nothing_else_is_held_back(caplog):
+    quiet_orbax()
+    logger = logging.getLogger("absl")
+    for level, path in ((40, "orbax/x.py"), (30, "orbax/x.py"), (40, "own/x.py")):
+        logger.handle(logging.LogRecord("absl", level, path, 1, f"{level} {path}", (), None))
+    assert caplog.messages == ["30 orbax/x.py", "40 own/x.py"]
 
 
 _SAVE_FOREVER = """

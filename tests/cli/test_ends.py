@@ -271,3 +271,28 @@ def test_a_reader_that_has_enough_is_no_error():
     out, err = _shell("| head -1", lines=100_000, PYTHONIOENCODING="utf-8")
     assert out.startswith("\u00e4\\ud800 \u2028 text\n")
     assert "Traceback" not in err and "Exception" not in err and "Broken" not in err
+
+
+CHATTER = """
+import os
+from dlm_jax.cli.ends import keep_output_for_texts, program, emit
+@program
+def main(argv=None):
+    emit("before")
+    keep_output_for_texts()
+    os.write(1, b"a library greets\\n")
+    emit("a text")
+    return 0
+raise SystemExit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("redirected", "out", "err"),
+    [
+        ("", "before\na text\ncode 0\n", "a library greets\n"),
+        ("2>&-", "before\na text\ncode 0\n", ""),
+    ],
+)
+def test_what_libraries_print_does_not_mix_with_texts(redirected, out, err):
+    assert _shell(redirected, PRINTER=CHATTER) == (out, err)

@@ -369,7 +369,7 @@ def _leaving(running, body):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_clients_that_go_away_free_their_slots(running, client, stream):
+def test_clients_that_go_away_free_their_slots(running, client, stream, caplog):
     body = {"prompt": "A ", "max_tokens": 24, "steps": 4000, "resample": True, "stream": stream,
             "order": "threshold", "threshold": 1.0, "n": 3}  # fmt: skip
     before = running.engine.report().work.steps
@@ -377,6 +377,7 @@ def test_clients_that_go_away_free_their_slots(running, client, stream):
     assert running.idle()
     assert running.engine.report().work.steps - before < 3 * 4000
     assert client.completions.create(model="toy", prompt="A ", max_tokens=2).choices
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def test_equal_seeds_give_equal_texts_among_others(client):
