@@ -202,3 +202,14 @@ def run(
     state = make_state(rows, rule, positions=positions, remask=remask)
     state = advance(toy.params(), state, FOREVER)
     return results(jax.block_until_ready(state))
+
+
+def run_on_eight_devices(state):
+    """The state at its end, its rows split over eight devices."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    forever = jax.device_put(np.int32(FOREVER), everywhere)
+    params = jax.device_put(toy.params(), everywhere)
+    advance = make_advance(program(rows=by_rows))
+    return advance(params, jax.device_put(state, by_rows), forever, forever)

@@ -13,7 +13,6 @@ from canvases import FOREVER, POSITIONS, ROWS, Row
 from oracles import edits as oracle
 
 from dlm_jax.config import SampleConfig
-from dlm_jax.sampling.advance import make_advance
 from dlm_jax.sampling.commit import RandomOrder
 from dlm_jax.sampling.commit.quotas import whole_quota
 from dlm_jax.sampling.edits import Uncertainty
@@ -390,13 +389,7 @@ def test_the_edits_of_a_block_stay_in_it():
 def test_eight_devices_edit_as_one():
     rows = _drafts(9)
     here = canvases.results(_run(rows))
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    advance = make_advance(canvases.program(rows=by_rows))
-    forever = jax.device_put(np.int32(FOREVER), everywhere)
-    state = jax.device_put(_state(rows), by_rows)
-    there = advance(jax.device_put(toy.params(), everywhere), state, forever, forever)
+    there = canvases.run_on_eight_devices(_state(rows))
     for a, b in zip(canvases.results(there), here, strict=True):
         np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=1e-4, atol=1e-5)
         assert dataclasses.replace(a, logprobs=b.logprobs) == b

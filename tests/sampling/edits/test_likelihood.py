@@ -150,6 +150,17 @@ def test_the_loop_equals_a_plain_one_that_tries_each_edit_on_a_list(seed):
     assert compared >= 5 and changed >= 2
 
 
+def test_eight_devices_try_the_same_edits_as_one():
+    rows = _drafts(1)
+    state = canvases.make_state(rows, ALL, edit=_rule())
+    there = canvases.run_on_eight_devices(canvases.make_state(rows, ALL, edit=_rule()))
+    here = canvases.shared_advance()(toy.params(), state, FOREVER)
+    assert np.asarray(here.counters.insertions).any()
+    for a, b in zip(canvases.results(there), canvases.results(here), strict=True):
+        np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=1e-4, atol=1e-5)
+        assert dataclasses.replace(a, logprobs=b.logprobs) == b
+
+
 def test_a_text_only_becomes_likelier_and_says_where_it_was_edited():
     rows = [dataclasses.replace(row, resample=False, steps=8) for row in _drafts(4)]
     state = canvases.make_state(rows, ALL, edit=_rule())
