@@ -38,14 +38,24 @@ def write_config(config: Config, out_dir: Path) -> None:
         replace_text(path, text)
 
 
+def _checkpoints_beside(out_dir: Path) -> str:
+    """The ``train.checkpoint_dir`` of the run in `out_dir`; empty if it is not set or not known."""
+    try:
+        return configs.load(str(out_dir / NAME)).train.checkpoint_dir
+    except ValueError:
+        return ""
+
+
 def config_of_run(out_dir: Path) -> Config:
     """What the run in `out_dir` was asked for when it saved last, to be continued there.
+
+    Its checkpoints lie there, or where its ``config.toml`` says (``train.checkpoint_dir``).
 
     Raises:
       ValueError: nothing usable is there.
     """
     try:
-        meta = load_meta(out_dir, report=lambda line: None)
+        meta = load_meta(_checkpoints_beside(out_dir) or out_dir, report=lambda line: None)
     except ValueError as error:
         started = out_dir / NAME
         advice = f"; start it again with --config {started}" if started.is_file() else ""

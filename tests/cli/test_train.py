@@ -144,10 +144,12 @@ def test_bad_input_is_refused_in_one_line(tmp_path, capsys, more, message):
     assert message in _refusal(capsys, tmp_path / "run", *more)
 
 
-def test_resume_needs_no_other_flag_and_the_directory_may_have_moved(tmp_path, capsys):
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_resume_needs_no_other_flag_and_the_directory_may_have_moved(tmp_path, capsys, elsewhere):
+    where = {"train__checkpoint_dir": str(tmp_path / "elsewhere")} if elsewhere else {}
     with pytest.MonkeyPatch.context() as patch:
         tiny_run.stop_after(5, patch)
-        stopped = tiny_run.run(tmp_path / "run")
+        stopped = tiny_run.run(tmp_path / "run", **where)
     assert stopped.reason == "interrupted"
     (tmp_path / "run").rename(tmp_path / "moved")
     with tiny_run.on_devices(1):
