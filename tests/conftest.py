@@ -63,5 +63,5 @@ def _programs_are_let_go():
     XLA ends the process where there are no more.
     """
     yield
-    if next(_tests) % 10 == 0 and _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > 25_000:
+    if next(_tests) % 10 == 0 and _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > 50_000:
         jax.clear_caches()

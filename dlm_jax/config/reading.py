@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
 import tomllib
 import types
@@ -26,24 +27,31 @@ from dlm_jax.config.schema import Config
 _OLDER = {"model.remat": {"true": "block", "false": "none"}}
 
 
-def sections() -> dict[str, type]:
+@functools.cache
+def sections() -> Mapping[str, type]:
     """Config sections by name, in their order."""
-    return dict(typing.get_type_hints(Config))
+    return types.MappingProxyType(typing.get_type_hints(Config))
 
 
-def key_types() -> dict[str, Any]:
+@functools.cache
+def key_types() -> Mapping[str, Any]:
     """Type of every key, by its dotted name."""
-    return {
-        f"{section}.{name}": hint
-        for section, cls in sections().items()
-        for name, hint in hints_of(cls).items()
-    }
+    return types.MappingProxyType(
+        {
+            f"{section}.{name}": hint
+            for section, cls in sections().items()
+            for name, hint in hints_of(cls).items()
+        }
+    )
 
 
-def hints_of(cls: type) -> dict[str, Any]:
+@functools.cache
+def hints_of(cls: type) -> Mapping[str, Any]:
     """Type of every field of a dataclass."""
     hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    return types.MappingProxyType(
+        {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    )
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:

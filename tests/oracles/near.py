@@ -4,7 +4,7 @@ Tolerances are those of docs/design.md: 1e-6 of probability mass, a relative 1e-
 `is_exact=True` (the default) both sides are taken to have started from the same logits, so that the
 order of tokens is certain, ties go to lower ids, and only computed thresholds are in doubt. With
 `is_exact=False` the logits themselves may be off by a relative 1e-5, as in the middle of a chain.
-The tables are V by V: for small vocabularies.
+The tables of uncertain orders are V by V: for small vocabularies.
 """
 
 from __future__ import annotations
@@ -45,10 +45,29 @@ class Order:
         return p @ self.surely, p @ self.maybe
 
 
+class CertainOrder(Order):
+    """The `Order` of descending logits, in which none is in doubt: by one sort."""
+
+    def __init__(self, x: Logits):
+        candidates = np.flatnonzero(np.isfinite(x))
+        self.sequence = candidates[np.argsort(-x[candidates], kind="stable")]
+        self.first_rank = np.zeros(len(x), int)
+        self.first_rank[self.sequence] = np.arange(len(self.sequence))
+        self.last_rank = self.first_rank
+
+    def mass(self, p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        before = np.zeros(len(p))
+        ranked = p[self.sequence]
+        before[self.sequence] = np.cumsum(ranked) - ranked
+        return before, before
+
+
 def _order_by_logit(x: Logits, is_exact: bool) -> Order:
+    if is_exact:
+        return CertainOrder(x)
     size = np.maximum(1.0, np.abs(np.where(np.isfinite(x), x, 0.0)))
     tolerance = RELATIVE_TOLERANCE * np.maximum(size[:, None], size[None, :])
-    return Order(-x, x, 0.0 if is_exact else tolerance)
+    return Order(-x, x, tolerance)
 
 
 def _mass_doubt(order: Order, x: Logits, q: float) -> np.ndarray:

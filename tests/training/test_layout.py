@@ -111,6 +111,7 @@ def _for_tpu(checks: str) -> None:
     assert done.stdout.strip().endswith("passed"), done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_for_a_tpu_every_chip_holds_its_own_rows_and_a_bounded_memory():
     _for_tpu(
         "found = check(step())\nassert found.memory['temporaries'] < 60 * 2**20, found.memory\n"
