@@ -22,9 +22,9 @@ def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
     """Kills until `count` is reached, finishing a run from time to time, which must be exact."""
     rng = random.Random(seed)
     tally, left = Tally("SIGKILL of a training, then on to its end"), count or _KILLS
-    steps: dict[str, Any] = {"train__steps": 240, "train__checkpoint_every": 7,
-                             "heads__start_sampler_iteration": 60,
-                             "heads__start_critic_iteration": 120}  # fmt: skip
+    steps: dict[str, Any] = {"train__steps": 120, "train__checkpoint_every": 7,
+                             "heads__start_sampler_iteration": 30,
+                             "heads__start_critic_iteration": 60}  # fmt: skip
     began = time.perf_counter()
     finish(folder, "train.py", *flags(folder, folder / "whole", **steps))
     seconds = time.perf_counter() - began
