@@ -14,6 +14,9 @@ import safetensors.numpy
 from oracles.published import Oracle
 
 import dlm_jax
+from dlm_jax import devices
+from dlm_jax.config import MeshConfig
+from dlm_jax.distributed.sharding import make_mesh
 from dlm_jax.published.families import family_for
 from dlm_jax.published.shards import Shards
 
@@ -77,6 +80,26 @@ def test_loading_exporting_and_loading_is_the_identity(loaded, tmp_path):
     assert set(ours.entries) == set(theirs.entries)
     for tensor in theirs.entries:
         np.testing.assert_array_equal(ours.read(tensor), theirs.read(tensor))
+
+
+@pytest.mark.parametrize("name", ["llada_moe", "llada2"])
+def test_experts_that_are_read_onto_several_devices_say_what_they_say_on_one(name, tmp_path):
+    directory = cases.write(tmp_path / "model", name)
+    mesh = MeshConfig(expert=2, data=4)
+    model, split = dlm_jax.load(directory), dlm_jax.load(directory, mesh=mesh)
+    experts = split.params["blocks"]["mlp"]["expert_up"]
+    assert experts.addressable_shards[0].data.shape[-3] == experts.shape[-3] // 2
+    tokens = np.concatenate([_tokens()] * 2)
+    lengths = np.concatenate([LENGTHS] * 2)
+
+    def hidden(params):
+        with devices.used(make_mesh(mesh)):
+            return split.network.trunk(params, tokens, lengths, None)[0]
+
+    alone = jax.jit(lambda params: model.network.trunk(params, tokens, lengths, None)[0])
+    found, wanted = jax.jit(hidden)(split.params), alone(model.params)
+    for row, length in enumerate(lengths):
+        _near(found[row, :length], np.asarray(wanted[row, :length]))
 
 
 def test_the_family_of_a_model_is_found_from_its_settings_alone(loaded):
