@@ -589,14 +589,15 @@ def varied(fields: dict[str, Any], seed: int) -> dict[str, Any]:
 
     heads, size, layers = one(2, 4, 6), one(4, 8, 16), one(1, 2, 3, 4, 5)
     groups = one(*(n for n in (1, 2, 3, 4, 6) if heads % n == 0))
+    plain = one(*range(min(2, layers)))  # the first layers have no experts
     changes = {
         "n_heads": heads, "num_attention_heads": heads, "n_kv_heads": groups,
         "num_key_value_heads": groups, "n_layers": layers, "num_hidden_layers": layers,
-        "moe_layer_freq": [one(0, 1) for _ in range(layers)], "head_dim": size,
+        "moe_layer_freq": [0] * plain + [1] * (layers - plain), "head_dim": size,
         "mlp_hidden_size": one(24, 40, 56), "intermediate_size": one(24, 40, 56),
         "dense_intermediate_size": one(24, 40, 56), "moe_intermediate_size": one(8, 12, 24),
         "expert_intermediate_size": one(8, 12, 24), "num_experts_per_tok": one(1, 2, 3, 4),
-        "qk_layernorm": bool(one(0, 1)), "first_k_dense_replace": one(0, 1),
+        "qk_layernorm": bool(one(0, 1)), "first_k_dense_replace": plain,
         "num_shared_experts": one(1, 2), "norm_topk_prob": bool(one(0, 1)),
         "rms_norm_eps": float(rng.choice([1e-6, 1e-5])), "rope_theta": float(one(10000, 500000)),
         "hidden_size": one(24, 32, 48) if "head_dim" in fields else heads * size,

@@ -22,6 +22,8 @@ from dlm_jax.published.shards import Shards
 
 FAMILIES = list(cases.CONFIGS)
 LENGTHS = np.array([13, 7])
+# What config.json may say that programs do not read where a model runs, or have a default for.
+IDLE = {"auto_map", "conplemenrary_mask", "sliding_window", "layer_types"}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -67,6 +69,26 @@ def test_hidden_states_and_logits_are_those_of_the_formulas(loaded):
         _near(model.network.readout(model.params, hidden[row, :length]), logits)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("sdar_moe", {"num_experts_per_tok": 1}),
+        ("sdar_moe", {"norm_topk_prob": False}),
+        ("llada2", {"num_experts_per_tok": 1}),
+    ],
+)
+def test_the_weights_of_experts_are_those_of_the_family(name, changes, tmp_path, monkeypatch):
+    config = cases.CONFIGS[name] | changes
+    monkeypatch.setitem(cases.CONFIGS, name, config)
+    model = dlm_jax.load(cases.write(tmp_path / "model", name))
+    oracle = Oracle(config, cases.tensors(name, config))
+    tokens, block = _tokens(), np.arange(13) // model.network.block_length
+    hidden, _ = model.network.trunk(model.params, tokens, np.array([13, 13]), None)
+    _near(hidden[0], oracle.hidden(tokens[0], may_see=block[:, None] >= block[None]))
+    dlm_jax.export(model, tmp_path / "out")
+    assert dlm_jax.load(tmp_path / "out").config == model.config
+
+
 def test_loading_exporting_and_loading_is_the_identity(loaded, tmp_path):
     name, directory, model = loaded
     files = dlm_jax.export(model, tmp_path / "out", max_shard_bytes=20_000)
@@ -76,6 +98,8 @@ def test_loading_exporting_and_loading_is_the_identity(loaded, tmp_path):
     assert again.tokenizer == model.tokenizer
     assert (again.eos_ids, again.chat) == (model.eos_ids, model.chat)
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert cases.CONFIGS[name].keys() - IDLE <= said.keys()  # their programs ask for some of them
     ours, theirs = Shards(tmp_path / "out"), Shards(directory)
     assert set(ours.entries) == set(theirs.entries)
     for tensor in theirs.entries:
