@@ -1,6 +1,7 @@
 """OpenAI's client: each of its arguments is answered or refused by name, each error is its own."""
 
 import dataclasses
+import hmac
 import inspect
 import json
 import logging
@@ -12,7 +13,10 @@ import jax.numpy as jnp
 import openai
 import pytest
 from serving_cases import MODEL, post, serving
+from starlette.requests import Request
 
+from dlm_jax.serving.errors import ApiError
+from dlm_jax.serving.http import check_key
 from dlm_jax.serving.plan import Limits
 
 SAID = [{"role": "user", "content": "A "}]
@@ -114,6 +118,29 @@ def test_each_error_is_one_that_the_client_knows():
             list(client.completions.create(**asked, stream=True, extra_body=ENDLESS))
         assert within.value.code == "timeout"
         assert running.idle()
+
+
+def test_a_key_is_compared_in_a_time_that_does_not_depend_on_it(monkeypatch):
+    seen = []
+
+    def compared(own, given):
+        seen.append((len(own), len(given)))
+        return original(own, given)
+
+    original = hmac.compare_digest
+    monkeypatch.setattr("dlm_jax.serving.http.hmac.compare_digest", compared)
+    wrong = ["", "s", "secre", "secret ", "Secret", "x" * 5000, "\u00e9"]
+    for given in [*wrong, "secret"]:
+        head = [(b"authorization", f"Bearer {given}".encode("latin-1"))]
+        request = Request({"type": "http", "headers": head})
+        if given == "secret":
+            check_key(request, "secret")
+            continue
+        with pytest.raises(ApiError) as refused:
+            check_key(request, "secret")
+        assert refused.value.status == 401
+    # Digests of one length, whatever came, and always all of them.
+    assert seen == [(32, 32)] * (len(wrong) + 1)
 
 
 def test_a_row_that_fails_is_told_and_leaves_others_alone():
