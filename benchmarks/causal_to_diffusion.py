@@ -45,7 +45,7 @@ KINDS = {
     },
 }  # fmt: skip
 BEGINS = ("causal", "fresh")
-FIELDS = ("kind", "begins", "step", "nats", "standard_error")
+FIELDS: tuple[str, ...] = ("kind", "begins", "step", "nats", "standard_error")
 _CAUSAL = "causal"
 
 

@@ -10,6 +10,7 @@ many parameters: the same depth, width and heads, and an MLP of two matrices in 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import tempfile
 import time
@@ -28,12 +29,11 @@ from dlm_jax.model.transformer import build
 from dlm_jax.published import read_shape
 
 VOCAB = 2048
-SHAPE = {"depth": 6, "width": 256, "heads": 4, "vocab_size": VOCAB}
-LLADA = ModelConfig(
-    **SHAPE, mlp_width=688, activation="swiglu", norm="rms", norm_epsilon=1e-5, qk_norm=False,
+OURS = ModelConfig(depth=6, width=256, heads=4, vocab_size=VOCAB, mlp_width=1032)
+LLADA = dataclasses.replace(
+    OURS, mlp_width=688, activation="swiglu", norm="rms", norm_epsilon=1e-5, qk_norm=False,
     rope_theta=500000.0, tied_head=False,
 )  # fmt: skip
-OURS = ModelConfig(**SHAPE, mlp_width=1032)
 
 
 def loaded(folder: Path) -> dlm_jax.Model:
