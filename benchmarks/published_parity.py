@@ -1,7 +1,8 @@
 """Published models against the code of their own projects: hidden states, logits, generated ids.
 
 Random tiny weights are written by the reference's own classes (`save_pretrained`), read by
-`dlm_jax.load`, and run side by side in float32:
+`dlm_jax.load`, and run side by side in float32; what `dlm_jax.export` writes of them is read by
+the reference's classes again:
 
     python -m benchmarks.published_parity --family llada --code DIR --loop FILE
 
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
+import safetensors.torch
 import tokenizers
 import torch
 import transformers
@@ -165,6 +167,34 @@ def compare_states(
         worst[0] = max(worst[0], relative(own, wanted))
         worst[1] = max(worst[1], relative(model.network.readout(model.params, own), logits))
     return worst[0], worst[1]
+
+
+def read_back(case: Case, module: Any, reference: Any, model: dlm_jax.Model) -> None:
+    """Exports the model, and reads it with the reference's own config and model classes.
+
+    Raises:
+      ValueError: a tensor is missing, surplus or another, or the logits are not the same bits.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out"
+        dlm_jax.export(model, out, max_shard_bytes=60_000)
+        config = getattr(module, case.config).from_pretrained(out)
+        config._attn_implementation = case.attention
+        again = case.make(module, case.model, config).eval().float()
+        stored = {}
+        for file in sorted(out.glob("*.safetensors")):
+            stored |= safetensors.torch.load_file(file)
+        again.load_state_dict(stored, strict=True)
+    wanted = reference.state_dict()
+    other = [name for name in stored if not torch.equal(stored[name], wanted[name])]
+    ids = torch.arange(16)[None]
+    given = {} if case.mask is None else {
+        "attention_mask": case.mask(model.network.block_length, 16)
+    }  # fmt: skip
+    with torch.no_grad():
+        is_same = torch.equal(again(ids, **given).logits, reference(ids, **given).logits)
+    if other or not is_same:
+        raise ValueError(f"what was exported is another model: {other[:3] or 'its logits differ'}")
 
 
 def compare_ids(
@@ -543,11 +573,39 @@ def cases(loop: Any) -> dict[str, Case]:
         "llada_moe": Case(
             "modeling_lladamoe", "LLaDAMoEConfig", "LLaDAMoEModelLM",
             (_MOE, _MOE | {"moe_layer_freq": [0, 1], "qk_layernorm": False,
-                           "num_experts_per_tok": 3}),
+                           "num_experts_per_tok": 3, "num_key_value_heads": 2}),
             last_of("lm_head"), llada_loop(loop), fast,
             ({}, {"steps": 12}),
         ),
     }  # fmt: skip
+
+
+def varied(fields: dict[str, Any], seed: int) -> dict[str, Any]:
+    """A random config of the family: other depths, widths, heads, groups of them, and experts."""
+    rng = np.random.default_rng(seed)
+
+    def one(*among: int) -> int:
+        return int(rng.choice(among))
+
+    heads, size, layers = one(2, 4, 6), one(4, 8, 16), one(1, 2, 3, 4, 5)
+    groups = one(*(n for n in (1, 2, 3, 4, 6) if heads % n == 0))
+    plain = one(*range(min(2, layers)))  # the first layers have no experts
+    changes = {
+        "n_heads": heads, "num_attention_heads": heads, "n_kv_heads": groups,
+        "num_key_value_heads": groups, "n_layers": layers, "num_hidden_layers": layers,
+        "moe_layer_freq": [0] * plain + [1] * (layers - plain), "head_dim": size,
+        "mlp_hidden_size": one(24, 40, 56), "intermediate_size": one(24, 40, 56),
+        "dense_intermediate_size": one(24, 40, 56), "moe_intermediate_size": one(8, 12, 24),
+        "expert_intermediate_size": one(8, 12, 24), "num_experts_per_tok": one(1, 2, 3, 4),
+        "qk_layernorm": bool(one(0, 1)), "first_k_dense_replace": plain,
+        "num_shared_experts": one(1, 2), "norm_topk_prob": bool(one(0, 1)),
+        "rms_norm_eps": float(rng.choice([1e-6, 1e-5])), "rope_theta": float(one(10000, 500000)),
+        "hidden_size": one(24, 32, 48) if "head_dim" in fields else heads * size,
+        "d_model": heads * size,
+    }  # fmt: skip
+    if "dense_intermediate_size" in fields:
+        changes["norm_topk_prob"] = False  # LLaDA-MoE's code forces it
+    return fields | {name: value for name, value in changes.items() if name in fields}
 
 
 def main() -> None:
@@ -556,6 +614,8 @@ def main() -> None:
     parser.add_argument("--family", required=True)
     parser.add_argument("--code", required=True, type=Path, metavar="DIR")
     parser.add_argument("--loop", type=Path, metavar="FILE")
+    parser.add_argument("--random", type=int, default=0, metavar="N",
+                        help="compare states and exports alone, of N random configs")  # fmt: skip
     args = parser.parse_args()
     package(args.code, "reference_code")
     if args.family == "sdar_moe":
@@ -573,7 +633,8 @@ def main() -> None:
     module = importlib.import_module(f"reference_code.{case.module}")
     print(f"| {args.family}: config | hidden | logits | tokens | differ at 1 | 8 | strangers |")
     total = 0
-    for number, fields in enumerate(case.fields):
+    drawn = [varied(case.fields[0], seed) for seed in range(args.random)]
+    for number, fields in enumerate(drawn or case.fields):
         config = getattr(module, case.config)(**fields)
         config._attn_implementation = case.attention
         reference = case.make(module, case.model, config).eval().float()
@@ -586,6 +647,10 @@ def main() -> None:
             written.write_text(json.dumps(json.loads(written.read_text()) | case.says))
             model = dlm_jax.load(folder)
         hidden, logits = compare_states(case, reference, model, number)
+        read_back(case, module, reference, model)
+        if args.random:
+            print(f"| {number} | {hidden:.1e} | {logits:.1e} | | | | |", flush=True)
+            continue
         for changes in case.loops if number == 0 else case.loops[:1]:
             num, differ = compare_ids(case, reference, model, changes, number)
             total += num
@@ -595,7 +660,8 @@ def main() -> None:
                 f"{' | '.join(str(differ[k]) for k in ('1', '8', 'strangers'))} |",
                 flush=True,
             )
-    print(f"{total} generated tokens")
+    count = len(drawn or case.fields)
+    print(f"{total} generated tokens; {count} models exported and read back as they were")
 
 
 if __name__ == "__main__":

@@ -226,6 +226,10 @@ CHECKS = [
           lambda: 100 * _mean("exact", "edits_toy.csv", arm="likelihood"), 0.06, _DATA),
     Check("generation.md", "What it does to the text", ("random", "steps=8"), "token entropy",
           lambda: _parallel(8), 0.06, "the shipped model, the same 48 texts"),
+    Check("training.md", "From a causal model to a diffusion model", ("both ways, same place",),
+          "begun with the causal model",
+          lambda: float(_lines("causal_to_diffusion.csv", kind="both ways, same place",
+                               begins="causal")[-1]["nats"]), 0.0006, _DATA),
     Check("training.md", "What the shipped model writes", ("held-out text",), "known words",
           lambda: _known([_text()[1][s : s + 256] for s in
                           np.linspace(0, len(_text()[1]) - 256, 64).astype(int)]), 0.0006,

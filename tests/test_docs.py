@@ -1,5 +1,6 @@
 """The code of docs/ runs as it stands and does what the text around it says."""
 
+import csv
 import os
 import re
 import string
@@ -12,6 +13,7 @@ import toy
 
 import dlm_jax
 import dlm_jax.config as configs
+from benchmarks import causal_to_diffusion
 from dlm_jax.checkpoint import Checkpoints
 from dlm_jax.cli import settings
 from dlm_jax.config import Config, DataConfig, SampleConfig
@@ -139,3 +141,15 @@ def test_every_block_runs_in_a_process_of_its_own(page, quickstart, tmp_path):
 
 def test_the_page_of_settings_is_what_the_rules_declare():
     assert (DOCS / "settings.md").read_text(encoding="utf-8") == settings.page()
+
+
+def test_the_table_of_causal_models_that_are_turned_is_that_of_its_data():
+    path = DOCS / "causal_to_diffusion.csv"
+    text = (DOCS / "training.md").read_text(encoding="utf-8")
+    assert "\n".join(causal_to_diffusion.table(path)) in text
+    with path.open(encoding="utf-8", newline="") as file:
+        bound = {(row["kind"], row["begins"], row["step"]): float(row["nats"])
+                 for row in csv.DictReader(file) if row["kind"] != "causal"}  # fmt: skip
+    assert len(bound) == 32
+    for (kind, begins, step), nats in bound.items():
+        assert begins == "fresh" or nats < bound[kind, "fresh", step]

@@ -29,7 +29,10 @@ def turn_ids(model: dlm_jax.Model, text: str) -> list[int]:
       ValueError: the model has no chat template, or it refuses the text.
     """
     if model.chat is None:
-        raise ValueError("--chat: the model has no chat_template; give it as a text by --prompt")
+        raise ValueError(
+            "--chat: the model has no chat_template (in tokenizer_config.json, or as "
+            "chat_template.jinja); write the turns yourself and leave --chat out"
+        )
     return model.chat.ids([{"role": "user", "content": text}]).tolist()
 
 

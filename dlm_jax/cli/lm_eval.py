@@ -35,13 +35,23 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"evaluation needs {error.name}; install it with: pip install 'dlm_jax[eval]'"
             ) from None
         register()
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    own = str(resources.files("dlm_jax.harness").joinpath("tasks"))
-    if "--tasks" in arguments and "--include_path" not in arguments:
-        arguments += ["--include_path", own]
-    sys.argv = ["dlm-lm-eval", *arguments]
+    arguments = sys.argv[1:] if argv is None else argv
+    sys.argv = ["dlm-lm-eval", *with_own_tasks(arguments)]
     harness.cli_evaluate()
     return End.DONE
+
+
+def with_own_tasks(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with the folder of the shipped tasks where tasks are named or listed.
+
+    An ``--include_path`` of the caller's stays the only one, as the harness takes no second.
+    """
+    flags = {argument.split("=")[0] for argument in arguments}
+    has_tasks = flags & {"--tasks", "-t"} or arguments[:1] in (["ls"], ["validate"])
+    if not has_tasks or "--include_path" in flags:
+        return list(arguments)
+    own = resources.files("dlm_jax.harness").joinpath("tasks")
+    return [*arguments, "--include_path", str(own)]
 
 
 def register() -> None:

@@ -148,7 +148,7 @@ def route(
         chosen_by_NE = _within_best_groups(config, chosen_by_NE)
     _, ids_NK = jax.lax.top_k(chosen_by_NE, config.experts_per_token)
     weights_NK = jnp.take_along_axis(weighed_by_NE, ids_NK, axis=1)
-    if config.router_normalised and config.experts_per_token > 1:
+    if config.router_normalised:
         weights_NK /= jnp.sum(weights_NK, axis=1, keepdims=True) + 1e-20
     return ids_NK, weights_NK * config.router_scale
 

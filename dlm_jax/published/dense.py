@@ -152,7 +152,7 @@ def _read_sdar(fields: Fields) -> ModelConfig:
 
 
 def _write_sdar(model: ModelConfig) -> dict[str, Any]:
-    return write_qwen(model) | {"block_size": model.block_length}
+    return write_qwen(model) | {"block_size": model.block_length} | ASKED_BY_SDAR
 
 
 def _read_fast_dllm(fields: Fields) -> ModelConfig:
@@ -177,6 +177,9 @@ IDLE_OF_SDAR = (
     "skip_checkpoint", "use_deepep",
 )  # fmt: skip
 """Fields of its config.json that change nothing."""
+
+ASKED_BY_SDAR = {"fuse_cross_entropy": False}
+"""Fields without which its code does not run: a kernel for training, which is not asked for."""
 
 LLADA = Family(
     name="llada",

@@ -6,7 +6,14 @@ from typing import Any
 
 from dlm_jax.config import ModelConfig
 from dlm_jax.published import presets
-from dlm_jax.published.dense import IDLE_OF_SDAR, read_qwen, rope_theta, write_qwen, write_shape
+from dlm_jax.published.dense import (
+    ASKED_BY_SDAR,
+    IDLE_OF_SDAR,
+    read_qwen,
+    rope_theta,
+    write_qwen,
+    write_shape,
+)
 from dlm_jax.published.family import DENSE, EXPERTS, Family, in_blocks, qwen_sources
 from dlm_jax.published.fields import Fields
 from dlm_jax.published.names import Source
@@ -85,22 +92,23 @@ LLADA_MOE = Family(
 
 
 def _read_sdar_moe(fields: Fields) -> ModelConfig:
-    fields.must(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
+    fields.must(decoder_sparse_step=1, mlp_only_layers=[])
     block_length = fields.take("block_size", int, 4)
     return read_qwen(
         fields, qk_norm=True, attention_type="block_causal", block_length=block_length,
         experts=fields.take("num_experts", int),
         experts_per_token=fields.take("num_experts_per_tok", int),
-        expert_width=fields.take("moe_intermediate_size", int), router_normalised=True,
+        expert_width=fields.take("moe_intermediate_size", int),
+        router_normalised=fields.take("norm_topk_prob", bool, False),
     )  # fmt: skip
 
 
 def _write_sdar_moe(model: ModelConfig) -> dict[str, Any]:
     return write_qwen(model) | {
         "block_size": model.block_length, "decoder_sparse_step": 1, "mlp_only_layers": [],
-        "moe_intermediate_size": model.expert_width, "norm_topk_prob": True,
+        "moe_intermediate_size": model.expert_width, "norm_topk_prob": model.router_normalised,
         "num_experts": model.experts, "num_experts_per_tok": model.experts_per_token,
-    }  # fmt: skip
+    } | ASKED_BY_SDAR  # fmt: skip
 
 
 SDAR_MOE = Family(
@@ -128,6 +136,7 @@ def _read_llada2(fields: Fields) -> ModelConfig:
     fields.must(rotary_dim=int(head_size * share))
     expert_width = fields.take("moe_intermediate_size", int)
     num_shared = fields.take("num_shared_experts", int, 0)
+    num_each = fields.take("num_experts_per_tok", int)
     fields.must(moe_shared_expert_intermediate_size=expert_width * num_shared)
     return ModelConfig(
         depth=fields.take("num_hidden_layers", int),
@@ -146,7 +155,7 @@ def _read_llada2(fields: Fields) -> ModelConfig:
         attention_type="block_causal",
         block_length=fields.take("block_length", int, 32),
         experts=fields.take("num_experts", int),
-        experts_per_token=fields.take("num_experts_per_tok", int),
+        experts_per_token=num_each,
         expert_width=expert_width,
         shared_width=expert_width * num_shared,
         dense_layers=fields.take("first_k_dense_replace", int, 0),
@@ -154,7 +163,7 @@ def _read_llada2(fields: Fields) -> ModelConfig:
         router_groups=fields.take("n_group", int, 8),
         router_groups_kept=fields.take("topk_group", int, 4),
         router_bias="choice",
-        router_normalised=True,
+        router_normalised=num_each > 1,  # the score of a single expert stays as it is
         router_scale=fields.take("routed_scaling_factor", float, 2.5),
     )
 

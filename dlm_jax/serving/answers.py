@@ -84,10 +84,14 @@ class Answer:
         return self._event(index, delta, reason, logprobs)
 
     def canvas(self, index: int, row: Row, text: str, reason: str | None) -> dict[str, Any]:
-        """An event with the whole canvas of a choice, in place of the one before."""
+        """An event with the whole canvas of a choice, in place of the one before.
+
+        With a `reason` it is the last one, whose text is the answer: what stands behind its end,
+        holes too, is no part of it.
+        """
         delta: Any = text if self.plan.kind != "chat" else {"content": text}
         event = self._event(index, delta, reason, None)
-        holes = int((row.tokens == self.tokenizer.mask_id).sum())
+        holes = 0 if reason else int((row.tokens == self.tokenizer.mask_id).sum())
         return event | {"diffusing": {"step": row.steps, "holes": holes}}
 
     def last(self, done: Sequence[Done]) -> dict[str, Any]:

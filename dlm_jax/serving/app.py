@@ -21,7 +21,7 @@ from dlm_jax.inference.async_engine import AsyncEngine
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
 from dlm_jax.serving.answers import Answer, Done
-from dlm_jax.serving.errors import ApiError, refused
+from dlm_jax.serving.errors import ApiError, refused, stopping
 from dlm_jax.serving.http import (
     Events,
     Json,
@@ -124,6 +124,8 @@ class _Server:
                 response = error_response(error)
             except ClientDisconnect:
                 response = Response(status_code=_GONE)
+            except asyncio.CancelledError:  # the time of a stop is up, and this ends as an answer
+                response = error_response(stopping())
             if not isinstance(response, Events):
                 self._count(request.url.path, response.status_code, began)
             return response

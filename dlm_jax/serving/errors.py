@@ -48,6 +48,11 @@ def refused(message: str, param: str | None) -> ApiError:
     return ApiError(400, message, param)
 
 
+def stopping() -> ApiError:
+    """The error of a request that still ran when the server's time to stop was up."""
+    return ApiError(503, "the server stops; ask again once it is back", code="stopping")
+
+
 def of_fields(error: pydantic.ValidationError) -> ApiError:
     """The refusal of what a model of pydantic found first."""
     first = error.errors(include_url=False, include_context=False)[0]

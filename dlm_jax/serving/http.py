@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from dlm_jax.serving.errors import ApiError, of_fields, refused
+from dlm_jax.serving.errors import ApiError, of_fields, refused, stopping
 
 T = TypeVar("T")
 M = TypeVar("M", bound=pydantic.BaseModel)
@@ -190,12 +190,13 @@ class Events(Response):
             status = 200
         except ClientDisconnect:
             pass  # nobody is left to be told
-        except ApiError as error:
-            status = error.status
+        except (ApiError, asyncio.CancelledError) as error:
+            told = error if isinstance(error, ApiError) else stopping()
+            status = told.status
             # One who does not read is not waited for any longer.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1):
-                    await emit(error.body())
+                    await emit(told.body())
                     await write(b"", more=False)
         finally:
             self._ended(status)

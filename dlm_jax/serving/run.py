@@ -14,6 +14,9 @@ from starlette.applications import Starlette
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+_LAST_WORDS = 5.0
+"""Seconds in which clients are told that their requests were ended."""
+
 
 class Server(uvicorn.Server):
     """A server on a socket; when it is stopped, it takes nothing new, and what runs may finish.
@@ -51,6 +54,13 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if not self.should_exit:
             self._listens()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Takes nothing new, and returns when all have their answer, an error if it must be."""
+        await super().shutdown(sockets)
+        tasks = set(self.server_state.tasks)
+        if tasks and not self.force_exit:
+            await asyncio.wait(tasks, timeout=_LAST_WORDS)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

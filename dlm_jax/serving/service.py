@@ -120,7 +120,8 @@ class Service:
                 done = self._of(request, reader, row) if is_over else None
                 if plan.is_diffusing:
                     reason = None if done is None else done.finish_reason
-                    outbox.put(answer.canvas(index, row, reader.shown(row), reason), index)
+                    text = reader.shown(row) if done is None else done.text
+                    outbox.put(answer.canvas(index, row, text, reason), index)
                 else:
                     for piece in _spread(pieces):
                         reason = done.finish_reason if done and piece.is_last else None

@@ -2,12 +2,14 @@
 
 import dataclasses
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 import toy_model
 
 import dlm_jax
+from dlm_jax.cli.lm_eval import with_own_tasks
 from dlm_jax.config import SampleConfig
 from dlm_jax.diffusion.likelihood import bound_at
 from dlm_jax.diffusion.objectives import Batch
@@ -71,6 +73,27 @@ def test_the_harness_finds_the_class_by_its_name():
     register()
     made = registry.get_model("dlm_jax")
     assert issubclass(made, Evaluated)
+
+
+@pytest.mark.parametrize(
+    ("given", "is_added"),
+    [
+        (["--tasks", "x"], True),
+        (["--tasks=x"], True),
+        (["-t", "x"], True),
+        (["ls", "tasks"], True),
+        (["--help"], False),
+        (["--tasks", "x", "--include_path", "mine"], False),
+        (["--tasks", "x", "--include_path=mine"], False),
+    ],
+)
+def test_shipped_tasks_are_found_wherever_tasks_are_named(given, is_added):
+    found = with_own_tasks(given)
+    assert found[: len(given)] == given
+    assert len(found) == len(given) + 2 * is_added
+    if is_added:
+        names = {path.stem for path in Path(found[-1]).glob("*.yaml")}
+        assert names == {"shakespeare_cloze", "arithmetic_words"}
 
 
 @pytest.mark.slow

@@ -127,5 +127,6 @@ class Oracle:
         is_kept = np.argsort(np.argsort(-best)) < self.config["topk_group"]
         biased = np.where(is_kept[:, :, None], groups, -np.inf).reshape(biased.shape)
         chosen = np.argsort(np.argsort(-biased)) < count
-        total = np.where(chosen, scores, 0).sum(axis=1, keepdims=True)
+        # The score of a single expert stays as it is.
+        total = np.where(chosen, scores, 0).sum(axis=1, keepdims=True) if count > 1 else 1.0
         return chosen, scores / total * self.config["routed_scaling_factor"]

@@ -14,11 +14,16 @@ import safetensors.numpy
 from oracles.published import Oracle
 
 import dlm_jax
+from dlm_jax import devices
+from dlm_jax.config import MeshConfig
+from dlm_jax.distributed.sharding import make_mesh
 from dlm_jax.published.families import family_for
 from dlm_jax.published.shards import Shards
 
 FAMILIES = list(cases.CONFIGS)
 LENGTHS = np.array([13, 7])
+# What config.json may say that programs do not read where a model runs, or have a default for.
+IDLE = {"auto_map", "conplemenrary_mask", "sliding_window", "layer_types"}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -64,6 +69,26 @@ def test_hidden_states_and_logits_are_those_of_the_formulas(loaded):
         _near(model.network.readout(model.params, hidden[row, :length]), logits)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("sdar_moe", {"num_experts_per_tok": 1}),
+        ("sdar_moe", {"norm_topk_prob": False}),
+        ("llada2", {"num_experts_per_tok": 1}),
+    ],
+)
+def test_the_weights_of_experts_are_those_of_the_family(name, changes, tmp_path, monkeypatch):
+    config = cases.CONFIGS[name] | changes
+    monkeypatch.setitem(cases.CONFIGS, name, config)
+    model = dlm_jax.load(cases.write(tmp_path / "model", name))
+    oracle = Oracle(config, cases.tensors(name, config))
+    tokens, block = _tokens(), np.arange(13) // model.network.block_length
+    hidden, _ = model.network.trunk(model.params, tokens, np.array([13, 13]), None)
+    _near(hidden[0], oracle.hidden(tokens[0], may_see=block[:, None] >= block[None]))
+    dlm_jax.export(model, tmp_path / "out")
+    assert dlm_jax.load(tmp_path / "out").config == model.config
+
+
 def test_loading_exporting_and_loading_is_the_identity(loaded, tmp_path):
     name, directory, model = loaded
     files = dlm_jax.export(model, tmp_path / "out", max_shard_bytes=20_000)
@@ -73,10 +98,32 @@ def test_loading_exporting_and_loading_is_the_identity(loaded, tmp_path):
     assert again.tokenizer == model.tokenizer
     assert (again.eos_ids, again.chat) == (model.eos_ids, model.chat)
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert cases.CONFIGS[name].keys() - IDLE <= said.keys()  # their programs ask for some of them
     ours, theirs = Shards(tmp_path / "out"), Shards(directory)
     assert set(ours.entries) == set(theirs.entries)
     for tensor in theirs.entries:
         np.testing.assert_array_equal(ours.read(tensor), theirs.read(tensor))
+
+
+@pytest.mark.parametrize("name", ["llada_moe", "llada2"])
+def test_experts_that_are_read_onto_several_devices_say_what_they_say_on_one(name, tmp_path):
+    directory = cases.write(tmp_path / "model", name)
+    mesh = MeshConfig(expert=2, data=4)
+    model, split = dlm_jax.load(directory), dlm_jax.load(directory, mesh=mesh)
+    experts = split.params["blocks"]["mlp"]["expert_up"]
+    assert experts.addressable_shards[0].data.shape[-3] == experts.shape[-3] // 2
+    tokens = np.concatenate([_tokens()] * 2)
+    lengths = np.concatenate([LENGTHS] * 2)
+
+    def hidden(params):
+        with devices.used(make_mesh(mesh)):
+            return split.network.trunk(params, tokens, lengths, None)[0]
+
+    alone = jax.jit(lambda params: model.network.trunk(params, tokens, lengths, None)[0])
+    found, wanted = jax.jit(hidden)(split.params), alone(model.params)
+    for row, length in enumerate(lengths):
+        _near(found[row, :length], np.asarray(wanted[row, :length]))
 
 
 def test_the_family_of_a_model_is_found_from_its_settings_alone(loaded):

@@ -202,6 +202,22 @@ def test_a_diffusing_stream_shows_the_canvas_with_fewer_and_fewer_holes(client):
     assert chunks[-1].choices[0].text == text
 
 
+@pytest.mark.parametrize("end", ["eos", "stop"])
+def test_the_last_canvas_of_a_stream_is_the_answer(client, end):
+    own = {"steps": 12, "order": "left_to_right", "ignore_eos": end == "stop"}
+    asked = {"model": "toy", "prompt": "A ", "max_tokens": 12, "seed": 11}
+    if end == "stop":
+        written = client.completions.create(**asked, extra_body=own).choices[0].text
+        asked["stop"] = written[3:5]
+    else:
+        asked["logit_bias"] = {str(EOS): 3.0}
+    whole = client.completions.create(**asked, extra_body=own)
+    *_, last = client.completions.create(**asked, extra_body=own | {"diffusing": True}, stream=True)
+    assert whole.choices[0].finish_reason == "stop" and len(whole.choices[0].text) < 11
+    assert last.choices[0].text == whole.choices[0].text
+    assert last.diffusing["holes"] == 0
+
+
 def test_models_health_tokens_figures_and_the_page(client, running):
     assert [model.id for model in client.models.list()] == ["toy"]
     assert client.models.retrieve("toy").id == "toy"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -14,6 +15,8 @@ import pytest
 import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.config import ModelConfig
+from dlm_jax.diffusion.corruption import LinearSchedule
+from dlm_jax.diffusion.objectives import elbo
 from dlm_jax.model.lora import merged
 from dlm_jax.model.transformer import build
 from dlm_jax.training.loop import run_loop
@@ -33,7 +36,7 @@ def directories(tmp_path_factory):
     return folder
 
 
-def _run(directories, out, source, **changes):
+def _run(directories, out, source, objective=None, **changes):
     flags = {
         "train.init_from": str(directories / source),
         "train.out_dir": str(out),
@@ -47,7 +50,7 @@ def _run(directories, out, source, **changes):
         "optim.warmup_steps": "1",
         "optim.name": "adamw",
     } | {name.replace("__", "."): str(value) for name, value in changes.items()}
-    return prepare(configs.load(None, flags), report=lambda line: None)
+    return prepare(configs.load(None, flags), objective=objective, report=lambda line: None)
 
 
 def test_a_run_takes_shape_tokenizer_and_parameters_of_the_directory(directories, tmp_path):
@@ -65,6 +68,35 @@ def test_a_run_takes_shape_tokenizer_and_parameters_of_the_directory(directories
     again = dlm_jax.load(tmp_path / "out")
     assert again.family == "dream"
     jax.tree.map(np.testing.assert_array_equal, again.params, trained.params)
+
+
+def test_prompts_are_shown_as_they_are_and_the_eos_behind_a_response_is_trained(
+    directories, tmp_path
+):
+    seen = []
+
+    def objective(setup):
+        plain = functools.partial(elbo, schedule=LinearSchedule(), mask_id=setup.mask_id)
+
+        def noted(batch, key):
+            example = plain(batch, key)
+            told = (batch.tokens_BL, example.shown_BL, example.weight_BL)
+            jax.debug.callback(lambda *told: seen.append(told), *told)
+            return example
+
+        return noted
+
+    pairs = {"data__source": directories / "pairs.jsonl", "data__layout": "documents",
+             "data__tail": "eos", "data__seq_len": 28}  # fmt: skip
+    run_loop(_run(directories, tmp_path / "run", "dream", objective=objective, **pairs))
+    tokens, shown, weight = (np.concatenate(column) for column in zip(*seen, strict=True))
+    prompt, whole = len("the quick "), len("the quick brown fox.")
+    np.testing.assert_array_equal(shown[:, :prompt], tokens[:, :prompt])
+    assert not weight[:, :prompt].any()
+    assert (tokens[:, whole:] == cases.EOS).all() and tokens.shape[1] == 28
+    is_hidden = shown == cases.MASK
+    assert is_hidden[:, prompt:whole].any() and is_hidden[:, whole:].any()
+    np.testing.assert_array_equal(weight > 0, is_hidden)
 
 
 def test_adapters_train_alone_and_are_merged_on_export(directories, tmp_path):
@@ -103,21 +135,23 @@ def test_fresh_adapters_change_nothing_and_targets_must_exist():
         build(wrong).init(key)
 
 
-def test_heads_train_on_a_trunk_that_has_no_state(directories, tmp_path):
-    heads = {"model__add_sampler_head": "true", "heads__train_main": "false"}
+@pytest.mark.parametrize("head", ["sampler_head", "critic_head"])
+def test_heads_train_on_a_split_trunk_that_has_no_state(directories, tmp_path, head):
+    heads = {f"model__add_{head}": "true", "heads__train_main": "false", "mesh__fsdp": 4,
+             "heads__critic_alpha": 1, "heads__end_critic_iteration": 1}  # fmt: skip
     run = _run(directories, tmp_path / "run", "dream", **heads)
+    kernel = run.state.params["blocks"]["mlp"]["up"]["kernel"]
+    assert kernel.addressable_shards[0].data.size == kernel.size // 4
     before = jax.tree.map(np.asarray, run.state.params)
-    num_head = sum(leaf.size for leaf in jax.tree.leaves(before["sampler_head"]))
+    num_head = sum(leaf.size for leaf in jax.tree.leaves(before[head]))
     num_moments = sum(leaf.size for leaf in jax.tree.leaves(run.state.opt_state) if leaf.ndim)
     assert num_moments == 2 * num_head
     after = run_loop(run).params
     for name, tree in before.items():
-        if name != "sampler_head":
+        if name != head:
             jax.tree.map(np.testing.assert_array_equal, after[name], tree)
-    changed = [np.any(a != b) for a, b in zip(jax.tree.leaves(after["sampler_head"]),
-                                              jax.tree.leaves(before["sampler_head"]),
-                                              strict=True)]  # fmt: skip
-    assert any(changed)
+    changed = jax.tree.map(lambda a, b: bool(np.any(a != b)), after[head], before[head])
+    assert any(jax.tree.leaves(changed))
 
 
 @pytest.mark.parametrize("alignment", ["same", "shifted"])

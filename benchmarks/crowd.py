@@ -1,0 +1,134 @@
+"""Clients of the server of whom many misbehave, all at once: for its tests and for measurements.
+
+One in ten each sends settings that are out of range, a body that is no JSON, and one that is too
+large; two leave, some of them in the middle of their request; two read a stream with pauses, and
+one does not read at all before its answer is there. The others are as clients should be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import Awaitable, Callable
+
+import httpx
+
+BODY: dict[str, object] = {"prompt": "A ", "max_tokens": 12, "steps": 12}
+SEEDS = 7
+
+Told = tuple[int, str] | None
+"""The seed of a request and the text that came; None where no text was to come."""
+
+Client = Callable[[httpx.AsyncClient, str, int], Awaitable[Told]]
+
+
+async def crowd(url: str, count: int) -> list[Told | BaseException]:
+    """What each of `count` clients was told, all of them at once.
+
+    A client that is refused before its body is read may find its connection closed, and that is
+    then what it was told: an `httpx.WriteError` or `httpx.ReadError`.
+    """
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx.AsyncClient(timeout=300, limits=limits) as http:
+        asked = [KINDS[n % len(KINDS)](http, url, n) for n in range(count)]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def good(http: httpx.AsyncClient, url: str, number: int) -> Told:
+    """Asks and is answered."""
+    answer = await http.post(f"{url}/v1/completions", json=BODY | {"seed": number % SEEDS})
+    _expect(answer, 200)
+    return number % SEEDS, answer.json()["choices"][0]["text"]
+
+
+async def streamed(http: httpx.AsyncClient, url: str, number: int) -> Told:
+    """Reads a stream with pauses."""
+    text = ""
+    body = BODY | {"seed": number % SEEDS, "stream": True}
+    async with http.stream("POST", f"{url}/v1/completions", json=body) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                text += json.loads(line[6:])["choices"][0]["text"]
+            await asyncio.sleep(0.01)
+    return number % SEEDS, text
+
+
+async def unread(http: httpx.AsyncClient, url: str, number: int) -> Told:
+    """Asks for a stream, with as little room for it as there can be, and reads it at last."""
+    link = socket.socket()
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+    link.setblocking(False)
+    loop = asyncio.get_running_loop()
+    with contextlib.closing(link):
+        await loop.sock_connect(link, ("127.0.0.1", _port(url)))
+        await loop.sock_sendall(link, _raw(BODY | {"seed": number % SEEDS, "stream": True}))
+        await asyncio.sleep(2)
+        data = b""
+        while not data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+            part = await loop.sock_recv(link, 64)
+            if not part:
+                raise AssertionError(f"a stream ended without [DONE]: {data[-200:]!r}")
+            data += part
+    lines = [line for line in data.split(b"\n") if line.startswith(b"data: {")]
+    return number % SEEDS, "".join(json.loads(x[6:])["choices"][0]["text"] for x in lines)
+
+
+async def leaves(http: httpx.AsyncClient, url: str, number: int) -> Told:
+    """Goes away: with half of its request sent, before it is answered, or within a stream."""
+    _, writer = await asyncio.open_connection("127.0.0.1", _port(url))
+    data = _raw(BODY | {"stream": bool(number % 2), "seed": number % SEEDS})
+    writer.write(data if number % 3 else data[:-10])
+    await writer.drain()
+    await asyncio.sleep(0.02 * (number % 5))
+    writer.transport.abort()
+    return None
+
+
+async def malformed(http: httpx.AsyncClient, url: str, number: int) -> Told:
+    """Asks for what is out of range."""
+    answer = await http.post(f"{url}/v1/completions", json=BODY | {"temperature": -1})
+    _expect(answer, 400, "temperature")
+    return None
+
+
+async def no_json(http: httpx.AsyncClient, url: str, number: int) -> Told:
+    """Sends what is no request."""
+    answer = await http.post(f"{url}/v1/completions", content=b"[" * (number % 4000))
+    _expect(answer, 400)
+    return None
+
+
+async def oversized(http: httpx.AsyncClient, url: str, number: int) -> Told:
+    """Sends more than may be sent."""
+    answer = await http.post(f"{url}/v1/completions", content=b" " * (2 << 20))
+    _expect(answer, 413)
+    return None
+
+
+KINDS: tuple[Client, ...] = (
+    good, streamed, leaves, good, malformed, unread, leaves, oversized, streamed, no_json,
+)  # fmt: skip
+
+
+def _port(url: str) -> int:
+    return int(url.rsplit(":", 1)[1])
+
+
+def _raw(body: dict[str, object]) -> bytes:
+    """A request as it goes over the wire."""
+    data = json.dumps(body).encode()
+    return (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+        + data
+    )
+
+
+def _expect(answer: httpx.Response, status: int, param: str | None = None) -> None:
+    """Raises AssertionError unless an answer is of that kind."""
+    found = answer.status_code
+    if found != status:
+        raise AssertionError(f"status {found} in place of {status}: {answer.text[:300]}")
+    if param is not None and answer.json()["error"]["param"] != param:
+        raise AssertionError(f"{param} is not named: {answer.text[:300]}")

@@ -1,0 +1,190 @@
+"""OpenAI's client: each of its arguments is answered or refused by name, each error is its own."""
+
+import dataclasses
+import hmac
+import inspect
+import json
+import logging
+import threading
+
+import httpx
+import jax
+import jax.numpy as jnp
+import openai
+import pytest
+from serving_cases import MODEL, post, serving
+from starlette.requests import Request
+
+from dlm_jax.serving.errors import ApiError
+from dlm_jax.serving.http import check_key
+from dlm_jax.serving.plan import Limits
+
+SAID = [{"role": "user", "content": "A "}]
+ENDLESS = {"steps": 4000, "resample": True, "order": "threshold", "threshold": 1.0}
+# What is answered, each with what it needs beside it; all others are refused by their names.
+COMPLETION = {
+    "model": {"model": "toy"}, "prompt": {"prompt": "The "}, "echo": {"echo": True},
+    "frequency_penalty": {"frequency_penalty": 0.5}, "presence_penalty": {"presence_penalty": -0.5},
+    "logit_bias": {"logit_bias": {"3": -5}}, "logprobs": {"logprobs": 2},
+    "max_tokens": {"max_tokens": 3}, "n": {"n": 2}, "seed": {"seed": 3},
+    "stop": {"stop": ["a", "zz"]}, "stream": {"stream": True},
+    "stream_options": {"stream": True, "stream_options": {"include_usage": True}},
+    "suffix": {"suffix": " a"}, "temperature": {"temperature": 0.5}, "top_p": {"top_p": 0.5},
+    "user": {"user": "me"},
+}  # fmt: skip
+CHAT = {name: COMPLETION[name] for name in COMPLETION if name not in
+        ("prompt", "echo", "suffix", "logprobs")} | {
+    "messages": {"messages": SAID}, "logprobs": {"logprobs": True},
+    "top_logprobs": {"logprobs": True, "top_logprobs": 2},
+    "max_completion_tokens": {"max_completion_tokens": 3},
+    "response_format": {"response_format": {"type": "text"}},
+}  # fmt: skip
+
+
+def _client(running, key="none"):
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def running():
+    with serving() as server:
+        yield server
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+def test_every_argument_of_the_client_is_answered_or_refused_by_its_name(running, kind):
+    with _client(running) as client:
+        create = (client.chat.completions if kind == "chat" else client.completions).create
+        answered, base = {
+            "completions": (COMPLETION, {"model": "toy", "prompt": "A "}),
+            "chat": (CHAT, {"model": "toy", "messages": SAID, "max_tokens": 4}),
+        }[kind]
+        names = set(inspect.signature(create).parameters)
+        names = {name for name in names if not name.startswith("extra_")} - {"timeout"}
+        assert len(names) > 15 and answered.keys() <= names
+        for name in sorted(names):
+            asked = base | answered.get(name, {name: "x"})
+            if name == "max_completion_tokens":
+                del asked["max_tokens"]
+            if name not in answered:
+                with pytest.raises(openai.BadRequestError) as refused:
+                    create(**asked)
+                assert refused.value.param == name, name
+                continue
+            made = create(**asked)
+            if "stream" in asked:
+                assert len(list(made)) > 1
+            else:
+                assert len(made.choices) == asked.get("n", 1)
+
+
+def test_every_setting_is_a_field_by_its_name(running):
+    asked = {"prompt": "The ", "max_tokens": 8, "seed": 1}
+    plain = post(running, "/v1/completions", asked).json()["choices"][0]["text"]
+    own = {name: getattr(MODEL.sample, name, None) for name in MODEL.sample.table.settings}
+    own = {name: value for name, value in own.items() if name != "gen_length" and value is not None}
+    assert {"order", "fill", "edit", "remask", "chain", "threshold", "block_length"} <= own.keys()
+    for name, value in own.items():
+        found = post(running, "/v1/completions", asked | {name: value})
+        assert found.status_code == 200, (name, found.text)
+        assert found.json()["choices"][0]["text"] == plain, name
+
+
+def test_each_error_is_one_that_the_client_knows():
+    limits = Limits(rows=8, waiting=1, body=2000, seconds=0.5)
+    asked = {"model": "toy", "prompt": "A "}
+    with serving(key="secret", limits=limits) as running, _client(running, "secret") as client:
+        with _client(running, "wrong") as other, pytest.raises(openai.AuthenticationError) as told:
+            other.models.list()
+        assert told.value.code == "invalid_api_key"
+        with pytest.raises(openai.BadRequestError) as told:
+            client.completions.create(**asked, temperature=-1)
+        assert (told.value.param, told.value.type) == ("temperature", "invalid_request_error")
+        with pytest.raises(openai.NotFoundError) as told:
+            client.models.retrieve("other")
+        assert told.value.code == "model_not_found"
+        with pytest.raises(openai.NotFoundError):
+            client.embeddings.create(model="toy", input="A")
+        with pytest.raises(openai.APIStatusError) as told:
+            client.completions.create(model="toy", prompt="A" * 3000)
+        assert (told.value.status_code, told.value.code) == (413, "too_large")
+        with pytest.raises(openai.RateLimitError) as told:
+            client.completions.create(**asked, n=6)
+        assert told.value.code == "overloaded"
+        with pytest.raises(openai.InternalServerError) as told:
+            client.completions.create(**asked, max_tokens=24, extra_body=ENDLESS)
+        assert (told.value.status_code, told.value.code) == (504, "timeout")
+        with pytest.raises(openai.APIError) as within:
+            list(client.completions.create(**asked, stream=True, extra_body=ENDLESS))
+        assert within.value.code == "timeout"
+        assert running.idle()
+
+
+def test_a_key_is_compared_in_a_time_that_does_not_depend_on_it(monkeypatch):
+    seen = []
+
+    def compared(own, given):
+        seen.append((len(own), len(given)))
+        return original(own, given)
+
+    original = hmac.compare_digest
+    monkeypatch.setattr("dlm_jax.serving.http.hmac.compare_digest", compared)
+    wrong = ["", "s", "secre", "secret ", "Secret", "x" * 5000, "\u00e9"]
+    for given in [*wrong, "secret"]:
+        head = [(b"authorization", f"Bearer {given}".encode("latin-1"))]
+        request = Request({"type": "http", "headers": head})
+        if given == "secret":
+            check_key(request, "secret")
+            continue
+        with pytest.raises(ApiError) as refused:
+            check_key(request, "secret")
+        assert refused.value.status == 401
+    # Digests of one length, whatever came, and always all of them.
+    assert seen == [(32, 32)] * (len(wrong) + 1)
+
+
+def test_a_row_that_fails_is_told_and_leaves_others_alone():
+    params = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), MODEL.params)
+    with serving(dataclasses.replace(MODEL, params=params)) as running, _client(running) as client:
+        for stream in (False, True):
+            with pytest.raises(openai.APIError) as told:
+                list(client.completions.create(model="toy", prompt="A ", stream=stream))
+            assert told.value.code == "non_finite"
+        assert client.models.list().data and running.idle()
+
+
+def test_what_still_runs_at_the_end_of_a_stop_is_told_so():
+    asked = {"prompt": "A ", "max_tokens": 24} | ENDLESS
+    with serving(drain=1) as running:
+        found = {}
+
+        def ask(stream):
+            found[stream] = post(running, "/v1/completions", asked | {"stream": stream})
+
+        threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+        for thread in threads:
+            thread.start()
+        while running.engine.report().running < 2:
+            pass
+        running.server.should_exit = True
+        for thread in threads:
+            thread.join(60)
+        assert found[False].status_code == 503
+        assert found[False].json()["error"]["type"] == "server_error"
+        assert '"error"' in found[True].text and "[DONE]" not in found[True].text
+        with pytest.raises(httpx.TransportError):
+            post(running, "/v1/completions", asked)
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_texts_are_logged_where_they_are_asked_for_alone(caplog, is_asked):
+    caplog.set_level(logging.INFO)
+    with serving(logs_texts=is_asked) as running:
+        made = post(running, "/v1/completions", {"prompt": "The cat sat", "max_tokens": 4}).json()
+        post(running, "/v1/completions", {"prompt": "The cat sat", "temperature": -1})
+    told = [vars(record).get("told", {}) for record in caplog.records]
+    (done,) = [one for one in told if "completion_tokens" in one]
+    assert done["completion_tokens"] == made["usage"]["completion_tokens"]
+    lines = json.dumps(told) + caplog.text
+    assert ("The cat sat" in lines) == is_asked
+    assert (done.get("texts") == [made["choices"][0]["text"]]) == is_asked
