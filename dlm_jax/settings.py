@@ -119,9 +119,9 @@ class Setting:
         """The choice that stands for a value, or the value itself if none does."""
         return next((name for name, found in (self.choices or {}).items() if found == value), value)
 
-    def column(self, values: Sequence[Any]) -> jax.Array:
+    def column(self, values: Sequence[Any]) -> np.ndarray:
         """The values as an array with one entry a row, as `code` writes each."""
-        return jnp.asarray(np.array([self.code(v) for v in values], _DTYPES[self.kind]))
+        return np.array([self.code(v) for v in values], _DTYPES[self.kind])
 
     def code(self, value: Any) -> Any:
         """A value as arrays hold it: a choice as its number, anything else as it is."""
@@ -139,7 +139,8 @@ def per_row(
     Args:
       setting: which one.
       default: of the field, if not that of the setting.
-      column: makes the array of the rows' values, if not the setting itself.
+      column: makes the array of the rows' values, if not the setting itself; best one of NumPy,
+        as every array that is put on a device costs host time.
     """
     default = setting.default if default is dataclasses.MISSING else default
     metadata = {"setting": setting, "column": column or setting.column}
@@ -216,12 +217,25 @@ class Rule:
         return found
 
     @classmethod
+    def columns(cls, rows: Sequence[Any], facts: Any) -> Any:
+        """The rule with the settings of each row in arrays of the host.
+
+        Those that are static are the first row's.
+        """
+        return columns(cls, rows, facts)
+
+    @classmethod
     def pack(cls, rows: Sequence[Any], facts: Any) -> Any:
-        """The rule with the settings of each row; those that are static are the first row's."""
-        return pack(cls, rows, facts)
+        """What `columns` makes, on the device: arrays that compiled functions may close over."""
+        return on_device(cls.columns(rows, facts))
 
 
-def pack(cls: type, rows: Sequence[Any], facts: Any) -> Any:
+def on_device(packed: Any) -> Any:
+    """A pytree of arrays of the host as arrays of the device."""
+    return jax.tree.map(jnp.asarray, packed)
+
+
+def columns(cls: type, rows: Sequence[Any], facts: Any) -> Any:
     """A rule of that class from the settings of each row, read by name, and what the model is."""
     values = {}
     for field in dataclasses.fields(cls):
@@ -234,7 +248,7 @@ def pack(cls: type, rows: Sequence[Any], facts: Any) -> Any:
             values[field.name] = setting.resolved(getattr(rows[0], setting.name))
         elif setting is not None:
             asked = [getattr(row, setting.name) for row in rows]
-            values[field.name] = field.metadata["column"](asked)
+            values[field.name] = np.asarray(field.metadata["column"](asked))
     return cls(**values)
 
 
@@ -248,7 +262,13 @@ def static_values(cls: type, row: Any) -> tuple[Any, ...]:
 
 @dataclass_transform(frozen_default=True)
 def rule(cls: T) -> T:
-    """Makes a class a rule: a `pytree` with a name, which knows the settings that it declares."""
+    """Makes a class a rule: a `pytree` with a name, which knows the settings that it declares.
+
+    Raises:
+      TypeError: it overrides `Rule.pack`, which is not how rows come to a program.
+    """
+    if "pack" in vars(cls):
+        raise TypeError(f"{cls.__name__} overrides pack; override columns, which pack is made of")
     if "name" not in vars(cls):
         cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
     made = pytree(cls)

@@ -209,6 +209,16 @@ def test_columns_have_the_type_of_their_setting():
 # Rules of one's own
 
 
+def test_a_rule_that_overrides_what_columns_are_packed_by_is_refused():
+    class Halved(LogitTransform):
+        @classmethod
+        def pack(cls, rows: Any, facts: Any) -> Any:
+            return None
+
+    with pytest.raises(TypeError, match="Halved overrides pack; override columns"):
+        rule(Halved)
+
+
 def _refused(line: str, **settings: Any) -> None:
     """Fails unless the call is refused before anything is compiled, in this line."""
     with pytest.raises(ValueError) as error:

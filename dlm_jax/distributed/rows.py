@@ -84,6 +84,13 @@ class OwnRows:
 
         return jax.tree.map(place, tree)
 
+    def passed(self, tree: Any) -> Any:
+        """Arrays of the host as a compiled call takes them that has the rows among its arguments.
+
+        Those of a single device stay as they are: the call moves them in a twentieth of the time.
+        """
+        return self.place(tree) if isinstance(self._home, NamedSharding) else tree
+
     def fetch(self, tree: Any) -> Any:
         """The own rows of arrays on the devices, on the host."""
         if self.share[1] == 1:

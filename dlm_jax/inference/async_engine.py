@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
 from dlm_jax.inference.engine import Engine, EngineFullError
+from dlm_jax.inference.report import Step
 from dlm_jax.inference.request import Request
 from dlm_jax.inference.results import Row, Since
 from dlm_jax.inference.waiting import Ticket
@@ -35,6 +36,8 @@ class AsyncEngine:
         self._told: dict[Ticket, asyncio.Queue[Row | Exception]] = {}
         self._work = asyncio.Event()
         self._room = asyncio.Condition()
+        self._wait_for_room = 0
+        self._is_closing = False
         self._driver: asyncio.Task[None] | None = None
 
     @property
@@ -85,6 +88,7 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """Ends the engine once the turn under way is over; who still waits gets a ValueError."""
+        self._is_closing = True
         if self._driver is not None:
             self._driver.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -123,7 +127,11 @@ class AsyncEngine:
                 try:
                     ticket = self.engine.submit(request, priority=priority, is_watched=is_watched)
                 except EngineFullError:
-                    await self._room.wait()
+                    self._wait_for_room += 1
+                    try:
+                        await self._room.wait()
+                    finally:
+                        self._wait_for_room -= 1
                     continue
             self._told[ticket] = told
             self._work.set()
@@ -138,7 +146,7 @@ class AsyncEngine:
                 continue
             # The turn goes on in its thread even if this task is cancelled; `close` waits for it.
             try:
-                turn = loop.run_in_executor(self._thread, self.engine.step, self._steps_per_call)
+                turn = loop.run_in_executor(self._thread, self._until_told)
                 step = await asyncio.shield(turn)
             except Exception as error:
                 self._fail(error)
@@ -152,6 +160,18 @@ class AsyncEngine:
                     told.put_nowait(row)
             async with self._room:
                 self._room.notify_all()
+
+    def _until_told(self) -> Step:
+        """Turns until somebody is to be told of one, in the engine's thread.
+
+        What is submitted or called off meanwhile is taken up by the next turn, as ever; only the
+        way to the event loop and back is spared.
+        """
+        while True:
+            step = self.engine.step(self._steps_per_call)
+            is_told = step.finished or step.progress or self._wait_for_room
+            if is_told or self._is_closing or not self.engine.is_busy:
+                return step
 
     def _fail(self, error: Exception) -> None:
         """Tells everybody who waits."""

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dlm_jax.inference.request import Request, pack, static_of
+from dlm_jax.inference.request import Request, columns, static_of
 from dlm_jax.inference.results import canvas_size
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import ModelFacts, Rules
@@ -71,11 +71,11 @@ class Kind:
 
         For none of them those of some request, which idle slots may have.
         """
-        packed = pack([*requests, *self._anchors], self._facts)
+        packed = columns([*requests, *self._anchors], self._facts)
         return jax.tree.map(lambda leaf: np.asarray(leaf)[: max(1, len(requests))], packed)
 
     def _pack_shapes(self, requests: Sequence[Request]) -> Hashable:
-        return _shapes(pack(requests, self._facts))
+        return _shapes(columns(requests, self._facts))
 
     def _widest(self, requests: Sequence[Request], shapes: Hashable) -> list[Request]:
         """Few of the requests that are packed to the same shapes as all of them."""

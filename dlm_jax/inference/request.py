@@ -19,6 +19,7 @@ from dlm_jax.inference.own_rules import OwnRules, of_row, own_rules
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import ModelFacts, Rules, RuleTable
 from dlm_jax.sampling.transforms import LogitTransform
+from dlm_jax.settings import on_device
 
 _LONGEST = 2**20
 _HOST = ("host_sampler", "read_back")
@@ -100,13 +101,22 @@ def static_of(request: Request) -> Static:
 
 
 def pack(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, Rules]:
-    """The parameters of requests that agree in what is static, one row each."""
+    """What `columns` makes, on the device."""
+    return on_device(columns(requests, facts))
+
+
+def columns(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, Rules]:
+    """The parameters of requests that agree in what is static, one row each.
+
+    They are arrays of the host, which a call of a compiled function takes as they are: to put each
+    of them on the device first takes most of the time in which a slot gets another request.
+    """
     samples = [request.sample for request in requests]
     rows = [
         SimpleNamespace(**vars(request.sample), seed=request.seed, capacity=request.capacity)
         for request in requests
     ]
-    return RowParams.pack(rows, facts), samples[0].table.pack(samples, facts)
+    return RowParams.columns(rows, facts), samples[0].table.columns(samples, facts)
 
 
 def group(requests: Sequence[Request]) -> dict[Static, list[int]]:

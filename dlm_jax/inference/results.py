@@ -60,7 +60,10 @@ class Row:
 
     def upto_eos(self, eos_ids: Sequence[int]) -> Row:
         """The row up to its first generated EOS and with it; whole if given tokens follow it."""
-        (ends,) = np.nonzero(np.isin(self.tokens, eos_ids) & ~self.is_frozen)
+        is_eos = np.zeros(self.tokens.size, bool)
+        for eos_id in eos_ids:
+            is_eos |= self.tokens == eos_id
+        (ends,) = np.nonzero(is_eos & ~self.is_frozen)
         if not ends.size or self.is_frozen[ends[0] :].any():
             return self
         n = int(ends[0]) + 1

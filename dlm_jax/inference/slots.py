@@ -125,8 +125,9 @@ class Slots:
             self._state = state = self._own.place(state)
             require_working_room(self.loop, self._params, state)
         else:
-            is_new = np.isin(np.arange(len(self._jobs)), list(new))
-            arguments, is_new_B = self._own.place((arguments, is_new))
+            is_new = np.zeros(len(self._jobs), bool)
+            is_new[list(new)] = True
+            arguments, is_new_B = self._own.passed((arguments, is_new))
             self._state = refill(self._state, arguments, is_new_B, mask_id=mask_id)
         now = time.perf_counter()
         for slot in new:
@@ -154,7 +155,8 @@ class Slots:
         )
         taken, asked = steps - self._steps, int((forwards - self._forwards).sum())
         self._steps, self._forwards = np.array(steps), np.array(forwards)
-        ended = tuple(slot for slot in self.held if status[slot] != Status.RUNNING)
+        has_ended = (status != Status.RUNNING).tolist()
+        ended = tuple(slot for slot in self.held if has_ended[slot])
         return Taken(ended, taken, asked)
 
     def take_out(self, slots: Iterable[int]) -> None:

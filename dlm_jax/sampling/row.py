@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.settings import ABOVE_ZERO, FINITE, Rule, Setting, fact, per_row, rule
@@ -65,7 +64,7 @@ class RowParams(Rule):
     """
 
     steps_B: jax.Array = per_row(STEPS)
-    seed_B: jax.Array = per_row(_SEED, column=lambda rows: jnp.asarray(np.array(rows, np.uint32)))
+    seed_B: jax.Array = per_row(_SEED, column=lambda rows: np.array(rows, np.uint32))
     block_length_B: jax.Array = per_row(BLOCK_LENGTH)
     open_blocks_B: jax.Array = per_row(OPEN_BLOCKS)
     open_share_B: jax.Array = per_row(OPEN_SHARE)

@@ -21,7 +21,7 @@ from dlm_jax.sampling.remask import REMASK_RULES, RemaskRule, Renoise
 from dlm_jax.sampling.row import ROW_SETTINGS
 from dlm_jax.sampling.transforms import TRANSFORMS, Chain, LogitBias, LogitTransform, chain
 from dlm_jax.sampling.transforms.structure import Structure
-from dlm_jax.settings import Rule, Setting, nearest, static_values
+from dlm_jax.settings import Rule, Setting, nearest, on_device, static_values
 
 
 class Rules(NamedTuple):
@@ -179,19 +179,27 @@ class RuleTable:
         return (named, row.chain, kept, row.draw, row.guidance > 0)
 
     def pack(self, rows: Sequence[Any], facts: ModelFacts) -> Rules:
-        """The rules of rows that agree in what is static, with each row's parameters."""
+        """What `columns` makes, on the device."""
+        return on_device(self.columns(rows, facts))
+
+    def columns(self, rows: Sequence[Any], facts: ModelFacts) -> Rules:
+        """The rules of rows that agree in what is static, with parameters in arrays of the host."""
         first = rows[0]
         optional = (
             self.remasks(first), self.edits(first), self.renoises(first), self.caches(first)
         )  # fmt: skip
         return Rules(
-            self.pack_chain(rows, facts),
-            self.commit[first.order].pack(rows, facts),
-            self.fill[first.fill].pack(rows, facts),
-            *(None if cls is None else cls.pack(rows, facts) for cls in optional),
+            self.chain_columns(rows, facts),
+            self.commit[first.order].columns(rows, facts),
+            self.fill[first.fill].columns(rows, facts),
+            *(None if cls is None else cls.columns(rows, facts) for cls in optional),
         )
 
     def pack_chain(self, rows: Sequence[Any], facts: ModelFacts) -> Chain:
+        """What `chain_columns` makes, on the device."""
+        return on_device(self.chain_columns(rows, facts))
+
+    def chain_columns(self, rows: Sequence[Any], facts: ModelFacts) -> Chain:
         """The chain of rows that name the same transforms, behind a ban of ``facts.banned_ids``.
 
         Bans (also those of ``ignore_eos`` and of a bias of -inf) come first whatever the order, so
@@ -206,9 +214,9 @@ class RuleTable:
         pairs = [[(token, -math.inf) for token in ban] for ban in bans]
         parts: list[tuple[str, Any]] = [("bans", LogitBias.of_pairs(pairs, facts.vocab_size))]
         if self.structures(rows[0]) is not None:
-            parts.append(("structure", Structure.pack(rows, facts)))
+            parts.append(("structure", Structure.columns(rows, facts)))
         for name in rows[0].chain:
-            parts.extend((name, cls.pack(rows, facts)) for cls in self.transforms[name])
+            parts.extend((name, cls.columns(rows, facts)) for cls in self.transforms[name])
         return chain(*(t for _, t in parts), names=tuple(name for name, _ in parts))
 
     def in_use(self, row: Any) -> tuple[str, ...]:

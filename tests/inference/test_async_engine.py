@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import threading
 
 import pytest
 from engine_cases import MODEL, SLOTS, alone, request, same_row
@@ -90,6 +91,38 @@ def test_what_is_refused_or_fails_is_told_to_its_caller_alone():
     assert same_row(good, alone(4)) and same_row(other, alone(6))
     assert isinstance(refused, ValueError) and "steps=2 is less" in str(refused)
     assert failed.status is Status.FAILED and "none of its" in str(failed.error)
+
+
+def test_turns_go_on_without_the_event_loop_and_take_up_what_comes(monkeypatch):
+    (long,) = make_requests(MODEL, "", {"gen_length": 30, "steps": 30})
+    calls, ended, is_second_in = [], threading.Event(), threading.Event()
+    step = Engine.step
+
+    def counted(engine, num_steps):
+        # The second request comes between two calls, while the event loop is held up.
+        if len(calls) == 3:
+            is_second_in.wait(60)
+        told = step(engine, num_steps)
+        calls.append(engine.report().running)
+        if told.finished:
+            ended.set()
+        return told
+
+    monkeypatch.setattr(Engine, "step", counted)
+
+    async def both(engine):
+        tasks = [asyncio.create_task(engine.row(long))]
+        while len(calls) < 3:
+            await asyncio.sleep(0.001)
+        tasks.append(asyncio.create_task(engine.row(long)))
+        await asyncio.sleep(0)
+        is_second_in.set()
+        assert ended.wait(60), "the turns wait for the event loop"
+        return await asyncio.gather(*tasks)
+
+    first, second = _run(both)
+    assert first.tokens.tolist() == second.tokens.tolist()
+    assert calls[:4] == [1, 1, 1, 2], "a request that finds a free slot is in the next call"
 
 
 def test_closing_tells_those_who_wait():

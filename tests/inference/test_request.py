@@ -1,12 +1,17 @@
 """Requests are refused by name, and grouped by what is compiled in."""
 
+import math
+from dataclasses import replace
+
+import jax
 import numpy as np
 import pytest
+import rule_cases
 import toy
 
 from dlm_jax.config import SampleConfig
 from dlm_jax.inference.checks import check_canvas
-from dlm_jax.inference.request import Request, group, only_chains_in_use, pack
+from dlm_jax.inference.request import Request, columns, group, only_chains_in_use, pack
 from dlm_jax.sampling.rules import ModelFacts
 
 TOKENS = np.array([1, 2, toy.MASK, toy.MASK], np.int32)
@@ -87,6 +92,29 @@ def test_columns_are_those_of_the_requests():
     assert row.max_new_B.tolist() == [0, 7]
     assert row.guidance_B.tolist() == [0.0, 1.0]
     assert (rules.remask, rules.edit, rules.renoise) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"logit_bias": ((3, 0.5), (4, -math.inf)), "top_k": 3, "dry_breakers": (1, 2)},
+        {"mirostat": 2, "temperature": 0.3, "temperature_end": 0.1, "order": "threshold"},
+        {"dynatemp_range": 0.4, "edit": True, "edit_token": "mask"},
+        {"remask": "remdm_cap", "renoise": "mask", "renoise_start": 0.5, "fill": "wavefront"},
+        {"cache": "dual", "block_length": 2},
+    ],
+)
+def test_columns_lie_on_the_host_and_are_what_is_packed_for_the_device(settings):
+    requests = [_request(seed=7, **settings), _request(seed=2**32 - 1, steps=9)]
+    requests[1] = replace(requests[1], sample=replace(requests[0].sample, steps=9))
+    host, device = columns(requests, rule_cases.FACTS), pack(requests, rule_cases.FACTS)
+    assert jax.tree.structure(host) == jax.tree.structure(device)
+    assert len(jax.tree.leaves(host)) > 20
+    for ours, theirs in zip(jax.tree.leaves(host), jax.tree.leaves(device), strict=True):
+        assert type(ours) is np.ndarray and isinstance(theirs, jax.Array)
+        # What a call is compiled for, which must not depend on where an argument lies.
+        assert (ours.dtype, theirs.weak_type) == (theirs.dtype, False)
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_chains_keep_what_any_row_of_the_same_chain_asks_for():

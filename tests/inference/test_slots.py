@@ -4,6 +4,8 @@ import dataclasses
 from collections import deque
 
 import canvases
+import jax
+import jax.monitoring
 import numpy as np
 import pytest
 import toy
@@ -132,6 +134,28 @@ def test_batches_of_other_rows_compile_nothing_new():
     before = list(canvases.shared_advance().compiled)
     _generate([Row(holes(5, 3), steps=2, seed=4)] * 7)
     assert canvases.shared_advance().compiled == before
+
+
+def test_a_slot_takes_other_requests_without_compiling_whatever_their_number():
+    slots = _slots(ROWS, 8)
+    jobs = [Job(number, _request(row)) for number, row in enumerate(ROWS)]
+    slots.put({0: jobs[0]})
+    slots.put({1: jobs[1]})
+    compiled = []
+
+    def note(event, seconds, **kwargs):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        jax.jit(lambda x: x + len(compiled))(0)
+        assert len(compiled) == 1
+        for count in (1, 2, 3, 5, 6):
+            slots.put(dict(enumerate(jobs[:count])))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert len(compiled) == 1
 
 
 def test_slots_come_in_few_sizes():

@@ -17,13 +17,13 @@ from dlm_jax.settings import INT_LIMIT, Setting, per_row, rule
 _SMALLEST_BUCKET = 8
 
 
-def padded(rows: Sequence[Sequence[Any]], fill: float, dtype: Any) -> Array:
+def padded(rows: Sequence[Sequence[Any]], fill: float, dtype: Any) -> np.ndarray:
     """Rows side by side, padded to a power of two so that few widths compile."""
     longest = max(_SMALLEST_BUCKET, max(map(len, rows)))
     table = np.full((len(rows), 1 << (longest - 1).bit_length()), fill, dtype)
     for row, values in enumerate(rows):
         table[row, : len(values)] = values
-    return jnp.asarray(table)
+    return table
 
 
 def check_id(name: str, value: Any) -> None:
@@ -81,7 +81,7 @@ class LogitBias(LogitTransform):
         return any(bias != -math.inf for _, bias in row.logit_bias)
 
     @classmethod
-    def pack(cls, rows: Sequence[Any], facts: Any) -> LogitBias:
+    def columns(cls, rows: Sequence[Any], facts: Any) -> LogitBias:
         """The finite biases of each row."""
         finite = [[pair for pair in row.logit_bias if pair[1] != -math.inf] for row in rows]
         return cls.of_pairs(finite, facts.vocab_size)
@@ -98,7 +98,8 @@ class LogitBias(LogitTransform):
         """Biases as pairs of an id and a number for each row."""
         ids = [[token for token, _ in row] for row in pairs]
         values = [[bias for _, bias in row] for row in pairs]
-        return cls(padded(ids, vocab_size, np.int32), padded(values, 0.0, np.float32))
+        columns: Any = padded(ids, vocab_size, np.int32), padded(values, 0.0, np.float32)
+        return cls(*columns)
 
     def is_active(self) -> Array:
         """True where a row has a bias other than 0."""

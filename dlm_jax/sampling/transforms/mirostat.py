@@ -11,6 +11,7 @@ import math
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from dlm_jax.sampling import vocab
@@ -82,7 +83,7 @@ class MirostatV1(_Controller):
     version = 1
     tau_B: Array = per_row(MIROSTAT_TAU)
     eta_B: Array = per_row(MIROSTAT_ETA)
-    is_on_B: Array = per_row(MIROSTAT, column=lambda rows: jnp.asarray(rows) == 1, default=True)
+    is_on_B: Array = per_row(MIROSTAT, column=lambda rows: np.asarray(rows) == 1, default=True)
     min_keep_B: Array = per_row(MIN_KEEP)
     vocab_size: int = fact("vocab_size")
 
@@ -119,7 +120,7 @@ class MirostatV2(_Controller):
     version = 2
     tau_B: Array = per_row(MIROSTAT_TAU)
     eta_B: Array = per_row(MIROSTAT_ETA)
-    is_on_B: Array = per_row(MIROSTAT, column=lambda rows: jnp.asarray(rows) == 2, default=True)
+    is_on_B: Array = per_row(MIROSTAT, column=lambda rows: np.asarray(rows) == 2, default=True)
     min_keep_B: Array = per_row(MIN_KEEP)
 
     def apply(self, prepared: Array, logits_NV: Array, at: At) -> Array:

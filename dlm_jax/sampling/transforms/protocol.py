@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
-import jax
-import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from dlm_jax.settings import Rule, neutral, pack
+from dlm_jax.settings import Rule, columns, neutral
 
 
 class At(NamedTuple):
@@ -71,10 +70,10 @@ class LogitTransform(Rule):
         return False
 
     @classmethod
-    def pack(cls, rows: Sequence[Any], facts: Any) -> Any:
+    def columns(cls, rows: Sequence[Any], facts: Any) -> Any:
         """The transform with the settings of each row, neutral where it yields."""
         off = SimpleNamespace(**neutral(cls.settings()))
-        return pack(cls, [off if cls.yields(row) else row for row in rows], facts)
+        return columns(cls, [off if cls.yields(row) else row for row in rows], facts)
 
     def init(self, num_rows: int) -> Any:
         """State before the first step; `()` when there is none."""
@@ -119,6 +118,6 @@ def is_steered(row: Any) -> bool:
     return row.mirostat > 0 and not is_greedy(row)
 
 
-def of_rows(values: Sequence[Any]) -> jax.Array:
+def of_rows(values: Sequence[Any]) -> np.ndarray:
     """float32 column."""
-    return jnp.asarray(values, jnp.float32)
+    return np.asarray(values, np.float32)

@@ -110,7 +110,7 @@ class Ways(NamedTuple):
 
 
 def _no_column(rows: Sequence[Any]) -> Any:
-    raise AssertionError("`Structure.pack` makes all columns")
+    raise AssertionError("`Structure.columns` makes all columns")
 
 
 @rule
@@ -154,7 +154,7 @@ class Structure(LogitTransform):
             raise ValueError("structure takes a token a step; use fill='parallel'")
 
     @classmethod
-    def pack(cls, rows: Sequence[Any], facts: Any) -> Structure:
+    def columns(cls, rows: Sequence[Any], facts: Any) -> Structure:
         """The automata of the rows, padded to a size that few programs share."""
         automata = [row.structure for row in rows]
         states = _padded(max(len(a.next_SC) for a in automata), _STATE_SIZES)
@@ -169,13 +169,14 @@ class Structure(LogitTransform):
             is_final_BS[place, :size] = a.is_final_S
         words = np.packbits(leads_BSS, axis=2, bitorder="little")
         padded = np.pad(words, ((0, 0), (0, 0), (0, -words.shape[2] % 4)))
-        return cls(
-            jnp.asarray(np.stack([a.class_of_V for a in automata])),
-            jnp.asarray(next_BSC),
-            jnp.asarray(np.ascontiguousarray(padded).view(np.uint32)),
-            jnp.asarray(is_final_BS),
-            jnp.asarray(np.array([a.start for a in automata], np.int32)),
+        columns: Any = (
+            np.stack([a.class_of_V for a in automata]),
+            next_BSC,
+            np.ascontiguousarray(padded).view(np.uint32),
+            is_final_BS,
+            np.array([a.start for a in automata], np.int32),
         )
+        return cls(*columns)
 
     def is_active(self) -> Array:
         """True where a row has a structure."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from dlm_jax.sampling import vocab
@@ -65,11 +66,12 @@ class Temperature(LogitTransform):
     last_B: Array | None = per_row(TEMPERATURE_END, default=None)
 
     @classmethod
-    def pack(cls, rows: Sequence[Any], facts: Any) -> Temperature:
+    def columns(cls, rows: Sequence[Any], facts: Any) -> Temperature:
         """The temperature of each row whose temperature is not dynamic."""
         first_B, last_B = _ends(rows)
-        is_dynamic_B = jnp.asarray([_is_dynamic(row) for row in rows])
-        return cls(jnp.where(is_dynamic_B, 1.0, first_B), jnp.where(is_dynamic_B, 1.0, last_B))
+        is_dynamic_B = np.array([_is_dynamic(row) for row in rows])
+        plain: Any = [np.where(is_dynamic_B, np.float32(1), ends_B) for ends_B in (first_B, last_B)]
+        return cls(*plain)
 
     def at_progress(self, progress_B: Array) -> Temperature:
         """The temperature of a step, `T + (last - T) s / (S - 1)`."""
@@ -112,16 +114,18 @@ class DynamicTemperature(LogitTransform):
     ignores_ids = True
 
     @classmethod
-    def pack(cls, rows: Sequence[Any], facts: Any) -> DynamicTemperature:
+    def columns(cls, rows: Sequence[Any], facts: Any) -> DynamicTemperature:
         """The temperature of each row whose temperature is dynamic."""
         first_B, last_B = _ends(rows)
-        is_dynamic_B = jnp.asarray([_is_dynamic(row) for row in rows])
-        return cls(
-            jnp.where(is_dynamic_B, first_B, 1.0),
-            jnp.where(is_dynamic_B, of_rows([row.dynatemp_range for row in rows]), 0.0),
+        is_dynamic_B = np.array([_is_dynamic(row) for row in rows])
+        one, zero = np.float32(1), np.float32(0)
+        dynamic: Any = (
+            np.where(is_dynamic_B, first_B, one),
+            np.where(is_dynamic_B, of_rows([row.dynatemp_range for row in rows]), zero),
             of_rows([row.dynatemp_exponent for row in rows]),
-            jnp.where(is_dynamic_B, last_B, 1.0),
+            np.where(is_dynamic_B, last_B, one),
         )
+        return cls(*dynamic)
 
     def at_progress(self, progress_B: Array) -> DynamicTemperature:
         """The transform of a step, whose T goes to `last_B` as that of `Temperature` does."""
@@ -158,11 +162,11 @@ def _between(first_B: Array, last_B: Array | None, progress_B: Array) -> Array:
     return first_B if last_B is None else first_B + (last_B - first_B) * progress_B
 
 
-def _ends(rows: Sequence[Any]) -> tuple[Array, Array]:
+def _ends(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     """Temperatures of the first and the last step of each row."""
     first_B, last_B = (of_rows([getattr(row, name) for row in rows])
                        for name in ("temperature", "temperature_end"))  # fmt: skip
-    return first_B, jnp.where(last_B < 0, first_B, last_B)
+    return first_B, np.where(last_B < 0, first_B, last_B)
 
 
 def _is_dynamic(row: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from dlm_jax.sampling import vocab
@@ -65,10 +66,10 @@ class TopK(Truncation):
     min_keep_B: Array = per_row(MIN_KEEP)
 
     @classmethod
-    def pack(cls, rows: Sequence[Any], facts: Any) -> TopK:
+    def columns(cls, rows: Sequence[Any], facts: Any) -> TopK:
         """The k of each row, no more than there are ids."""
-        packed = super().pack(rows, facts)
-        return replace(packed, k_B=jnp.clip(packed.k_B, 0, facts.vocab_size))
+        packed = super().columns(rows, facts)
+        return replace(packed, k_B=np.clip(packed.k_B, 0, np.int32(facts.vocab_size)))
 
     def is_active(self) -> Array:
         """True where k > 0."""
