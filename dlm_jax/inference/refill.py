@@ -12,6 +12,12 @@ from dlm_jax.sampling.state import State, start
 from dlm_jax.types import Status
 
 
+@functools.partial(jax.jit, static_argnames="mask_id")
+def begin(arguments: dict[str, Any], *, mask_id: int) -> State:
+    """`start` in one call, which takes a third of the time of its operations one by one."""
+    return start(**arguments, mask_id=mask_id)
+
+
 @functools.partial(jax.jit, static_argnames="mask_id", donate_argnums=0)
 def refill(state: State, arguments: dict[str, Any], is_new_B: jax.Array, *, mask_id: int) -> State:
     """The state with new rows where `is_new_B`; what is kept of the old ones is no longer read."""

@@ -15,13 +15,13 @@ from dlm_jax.inference.candidates import Written, moved
 from dlm_jax.inference.host import HostLoop
 from dlm_jax.inference.kinds import Kind
 from dlm_jax.inference.memory import require_working_room
-from dlm_jax.inference.refill import refill, rows_moved
+from dlm_jax.inference.refill import begin, refill, rows_moved
 from dlm_jax.inference.request import Request
 from dlm_jax.inference.results import Row
 from dlm_jax.sampling.advance import Advance
 from dlm_jax.sampling.forward import with_cache
 from dlm_jax.sampling.row import Counters
-from dlm_jax.sampling.state import State, start
+from dlm_jax.sampling.state import State
 from dlm_jax.types import Params, Status
 
 
@@ -119,9 +119,9 @@ class Slots:
         arguments = self._arguments({slot: job for slot, job in new.items() if job is not None})
         mask_id = self.loop.program.mask_id
         if self._state is None:
-            arguments = jax.tree.map(jnp.asarray, arguments)
             # Of its own rows alone, and then placed with those of the others.
-            state = with_cache(self.loop.program, self._params, start(**arguments, mask_id=mask_id))
+            state = begin(arguments, mask_id=mask_id)
+            state = with_cache(self.loop.program, self._params, state)
             self._state = state = self._own.place(state)
             require_working_room(self.loop, self._params, state)
         else:
