@@ -32,6 +32,12 @@ class Pass(NamedTuple):
     positions_B: jax.Array
 
 
+class Ready(NamedTuple):
+    """Parameters that `CachedTrunk.ready` has laid out before the call that reads them."""
+
+    params: Params
+
+
 class _Inputs(NamedTuple):
     """What the passes of a step read of the rows; every leaf has them first."""
 
@@ -59,8 +65,10 @@ def with_cache(program: Program, params: Params, state: State) -> State:
     return state._replace(cache=state.cache._replace(kept=kept, bare=bare))
 
 
-def ready(program: Program, params: Params, state: State) -> Params:
+def ready(program: Program, params: Params | Ready, state: State) -> Params:
     """The parameters as the steps of a state read them: once for all, before the first."""
+    if isinstance(params, Ready):
+        return params.params
     if state.cache is None or (lay_out := _pieces(program).ready) is None:
         return params
     return lay_out(params)
