@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from dlm_jax.distributed.memory import require_room
 from dlm_jax.inference.host import HostLoop
 from dlm_jax.sampling.advance import Advance
 from dlm_jax.sampling.state import State
-from dlm_jax.types import Params
 
 _LARGE = 1 << 15
 """Positions of all slots from which on it is asked: less always fits."""
 
 
-def require_working_room(loop: Advance | HostLoop, params: Params, state: State) -> None:
+def require_working_room(loop: Advance | HostLoop, params: Any, state: State) -> None:
     """Nothing, if each device has what a step needs beside its arguments, or the state is small.
 
     Raises:

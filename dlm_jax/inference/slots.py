@@ -14,12 +14,13 @@ from dlm_jax.distributed.rows import OwnRows, placement
 from dlm_jax.inference.candidates import Written, moved
 from dlm_jax.inference.host import HostLoop
 from dlm_jax.inference.kinds import Kind
+from dlm_jax.inference.layout import Layout, layout_of
 from dlm_jax.inference.memory import require_working_room
 from dlm_jax.inference.refill import begin, refill, rows_moved
 from dlm_jax.inference.request import Request
 from dlm_jax.inference.results import Row
 from dlm_jax.sampling.advance import Advance
-from dlm_jax.sampling.forward import with_cache
+from dlm_jax.sampling.forward import Ready, with_cache
 from dlm_jax.sampling.row import Counters
 from dlm_jax.sampling.state import State
 from dlm_jax.types import Params, Status
@@ -88,6 +89,7 @@ class Slots:
         self._own = OwnRows(placement(loop.program.rows, params), num_slots)
         self._num_slots, num_own = num_slots, self._own.count
         self._state: State | None = None
+        self._layout: Layout | None = None
         self._jobs: list[Job | None] = [None] * num_own
         self._began = [0.0] * num_own
         self._read_back: list[list[Written]] = [[] for _ in range(num_own)]
@@ -123,7 +125,7 @@ class Slots:
             state = begin(arguments, mask_id=mask_id)
             state = with_cache(self.loop.program, self._params, state)
             self._state = state = self._own.place(state)
-            require_working_room(self.loop, self._params, state)
+            require_working_room(self.loop, self._params_read(state), state)
         else:
             is_new = np.zeros(len(self._jobs), bool)
             is_new[list(new)] = True
@@ -146,7 +148,7 @@ class Slots:
             if self._own.share[1] > 1:
                 # A number of the host is the same on every device; an array lies on one of them.
                 limits = [np.int32(limit) for limit in limits]
-            state = self.loop(self._params, state, *limits)
+            state = self.loop(self._params_read(state), state, *limits)
         else:
             state = self._step_on_host(self.loop, state)
         self._state = state
@@ -233,6 +235,14 @@ class Slots:
             )
         return rows
 
+    def _params_read(self, state: State) -> Any:
+        """The parameters as the loop takes them, laid out if it has a cache."""
+        if state.cache is None:
+            return self._params
+        self._layout = self._layout or layout_of(self.loop.program, self._params)
+        ready = self._layout.ready
+        return Ready(ready) if isinstance(self.loop, Advance) else ready
+
     def _arguments(self, new: Mapping[int, Job]) -> dict[str, Any]:
         """Arguments of `start` with these at their slots, and idle ones besides: host arrays."""
         num_slots, size = len(self._jobs), self.kind.canvas
@@ -257,7 +267,7 @@ class Slots:
         held = [(slot, self.job(slot)) for slot in self.held]
         requests = [(slot, job.request) for slot, job in held]
         state, written = loop.step(
-            self._params,
+            self._params_read(state),
             state,
             {slot: r.host_sampler for slot, r in requests if r.host_sampler is not None},
             read_back=[slot for slot, r in requests if r.read_back],

@@ -12,7 +12,7 @@ import numpy as np
 
 from dlm_jax import devices
 from dlm_jax.sampling.edits.state import places
-from dlm_jax.sampling.forward import ready
+from dlm_jax.sampling.forward import Ready, ready
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.state import State
 from dlm_jax.sampling.step import step
@@ -40,7 +40,7 @@ class Advance:
 
     def __call__(
         self,
-        params: Params,
+        params: Params | Ready,
         state: State,
         num_steps: int | np.int32 | jax.Array,
         num_ends: int | np.int32 | jax.Array = _NEVER,
@@ -51,18 +51,18 @@ class Advance:
         """
         return self._jitted(params, state, *map(_on_device, (num_steps, num_ends)))
 
-    def working_bytes(self, params: Params, state: State) -> int:
+    def working_bytes(self, params: Params | Ready, state: State) -> int:
         """Memory that a call needs on each device beside what it is given; compiles it."""
         plan = self.compile(params, state).memory_analysis()
         return int(getattr(plan, "temp_size_in_bytes", 0))
 
-    def compile(self, params: Params, state: State) -> jax.stages.Compiled:
+    def compile(self, params: Params | Ready, state: State) -> jax.stages.Compiled:
         """What a call would run; shapes with shardings may stand for the arrays."""
         limit = jax.ShapeDtypeStruct((), np.int32)
         return self._jitted.lower(params, state, limit, limit).compile()
 
     def _advance(
-        self, params: Params, state: State, num_steps: jax.Array, num_ends: jax.Array
+        self, params: Params | Ready, state: State, num_steps: jax.Array, num_ends: jax.Array
     ) -> State:
         rows, positions = state.canvas.tokens_BL.shape
         # Runs when a new program is traced, and only then.

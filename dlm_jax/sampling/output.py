@@ -27,6 +27,11 @@ class TrunkOutput(NamedTuple):
     scale_B: jax.Array | None = None
     at_BL: jax.Array | None = None
 
+    @property
+    def num_vectors(self) -> int:
+        """Positions that have a hidden vector: those of all windows."""
+        return self.hidden_BLD.shape[0] * self.hidden_BLD.shape[1]
+
     def logits(self, network: Network, params: Params, places_N: jax.Array) -> jax.Array:
         """Clean logits ``[N, V]`` of the LM head at places ``row * L + index``."""
         return self.read(lambda hidden_ND: network.readout(params, hidden_ND), places_N)

@@ -238,7 +238,9 @@ def _propose(
         wanted = Wanted(
             masks.is_open_BL, masks.is_visible_BL, context.tokens_BL, masks.is_scored_BL, keeps_best
         )
-        reader = Reader(program.network, params, output, program.chunk)
+        # No more positions can be open than the trunk returned vectors for.
+        chunk = min(program.chunk, output.num_vectors)
+        reader = Reader(program.network, params, output, chunk)
         return state.rules.fill.propose(reader, writer, wanted)
 
     return program.by_rows(of_rows)(params, (state, output, masks, context, key_B))

@@ -26,7 +26,7 @@ CACHE_MARGIN = Setting(
 )  # fmt: skip
 
 # Sixteenths of the canvas: a longer list fits suffixes better, and each compiles a trunk.
-_SUFFIXES = (1, 2, 3, 4, 6, 8, 12, 16)
+_SUFFIXES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 
 
 class _Approximate(CacheRule):
@@ -115,6 +115,11 @@ class Prefix(_Approximate):
     margin: int = static(CACHE_MARGIN)
     block_length: int = reads("block_length", 0)
     open_blocks: int = reads("open_blocks", 1)
+
+    @property
+    def sees_behind(self) -> bool:
+        """False: what stands behind is computed with the block."""
+        return False
 
     def sizes(self, num_positions: int) -> tuple[int, ...]:
         """The block, and shares of the canvas."""

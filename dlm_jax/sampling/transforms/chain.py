@@ -180,8 +180,10 @@ class Chain:
         cut = self._where_few()
 
         def in_full(x_NV):
-            # a new array: XLA would otherwise copy the logits before it knows which branch runs
-            x_NV = jnp.where(at.is_real_N[:, None], x_NV, 0.0)
+            # A new array: XLA would otherwise copy the logits before it knows which branch runs.
+            # No two logits of its padding are equal: ties take passes of their own to settle.
+            unlike_1V = -jnp.arange(x_NV.shape[1], dtype=jnp.float32)[None]
+            x_NV = jnp.where(at.is_real_N[:, None], x_NV, unlike_1V)
             return self._run_and_draw(
                 steps, x_NV, at, noise, is_few_N, is_greedy_N=is_greedy_N, method=method
             )
