@@ -54,16 +54,22 @@ def held(pid: int) -> tuple[float, int, int]:
     return rss / 1024, threads, len(os.listdir(f"/proc/{pid}/fd"))
 
 
-def idle(url: str) -> bool:
-    """Whether no row runs or waits, at last."""
+def settled(url: str) -> int:
+    """How many compiled programs the server keeps, once no row runs or waits.
+
+    Raises:
+      SystemExit: rows run on though nobody waits for them.
+    """
     until = time.monotonic() + _PATIENCE
     while time.monotonic() < until:
         figures = httpx.get(f"{url}/metrics").text
-        busy = re.findall(r"^dlm_jax_rows_(?:running|waiting) (\S+)", figures, re.M)
-        if len(busy) == 2 and not any(map(float, busy)):
-            return True
+        told = dict(
+            re.findall(r"^dlm_jax_(rows_running|rows_waiting|programs) (\S+)", figures, re.M)
+        )
+        if not float(told["rows_running"]) and not float(told["rows_waiting"]):
+            return int(float(told["programs"]))
         time.sleep(0.05)
-    return False
+    raise SystemExit("a slot was lost: rows run that nobody waits for")
 
 
 def main() -> None:
@@ -73,17 +79,15 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=1000)
     parser.add_argument("flags", nargs="*", help="of the server, behind --")
     args = parser.parse_args()
-    print(
-        "| round | s | texts | seeds with one text | closed early | VmRSS MiB | threads | files |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    columns = ("round", "s", "texts", "seeds with one text", "closed early", "VmRSS MiB",
+               "programs", "threads", "files")  # fmt: skip
+    print(f"| {' | '.join(columns)} |\n{'| --- ' * len(columns)}|")
     found = []
     with served(args.flags) as (url, pid):
         for number in range(1, args.rounds + 1):
             began = time.perf_counter()
             told = asyncio.run(crowd(url, args.clients))
-            if not idle(url):
-                raise SystemExit("a slot was lost: rows run that nobody waits for")
+            programs = settled(url)
             closed = [one for one in told if isinstance(one, BaseException)]
             for error in closed:
                 if not isinstance(error, httpx.WriteError | httpx.ReadError):
@@ -97,7 +101,8 @@ def main() -> None:
             rss, threads, files = found[-1]
             print(
                 f"| {number} | {time.perf_counter() - began:.1f} | {len(answered)} | "
-                f"{same} of {len(texts)} | {len(closed)} | {rss:.1f} | {threads} | {files} |",
+                f"{same} of {len(texts)} | {len(closed)} | {rss:.1f} | {programs} | "
+                f"{threads} | {files} |",
                 flush=True,
             )
     half = found[args.rounds // 2 :]

@@ -6,6 +6,7 @@ import socket
 import tracemalloc
 
 import httpx
+import jax
 import pytest
 from serving_cases import SLOTS, serving
 
@@ -29,10 +30,10 @@ def _answered(running, count: int = CLIENTS) -> None:
     assert running.idle(60)
 
 
-def _held() -> int:
-    """Bytes that Python objects take, arrays of NumPy included."""
+def _held() -> tuple[int, int]:
+    """Bytes of Python's objects, arrays of NumPy included, and of the arrays on devices."""
     gc.collect()
-    return tracemalloc.get_traced_memory()[0]
+    return tracemalloc.get_traced_memory()[0], sum(leaf.nbytes for leaf in jax.live_arrays())
 
 
 @pytest.mark.slow
@@ -44,11 +45,11 @@ def test_a_thousand_clients_are_answered_and_neither_slots_nor_memory_are_lost()
             _answered(running)  # what is traced from here on had no past
             before = _held()
             _answered(running)
-            grown = _held() - before
+            grown, arrays = (now - then for now, then in zip(_held(), before, strict=True))
         finally:
             tracemalloc.stop()
         # 40 bytes a client: less than the smallest object that one could leave behind.
-        assert grown < 40 * CLIENTS
+        assert grown < 40 * CLIENTS and arrays <= 0
         report = running.engine.report()
         assert report.running == report.waiting == 0
         answer = httpx.post(f"{running.url}/v1/completions", json=BODY | {"n": SLOTS}, timeout=60)
