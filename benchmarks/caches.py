@@ -171,7 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=1, help="rows that run at once")
     parser.add_argument("--new", type=int, default=NEW, help="tokens to write")
-    parser.add_argument("--only", choices=list(RUNS), help="one of the caches")
+    parser.add_argument("--only", choices=list(RUNS), nargs="+", help="some of the caches")
     asked = parser.parse_args()
     print(
         "| cache | forwards | positions | s | processor s | without: positions | s | processor s | "
@@ -180,7 +180,7 @@ def main() -> None:
     print("| --- " * 11 + "|")
     plain: dict[str, Timed] = {}
     for name, (kind, settings) in RUNS.items():
-        if asked.only not in (None, name):
+        if name not in (asked.only or RUNS):
             continue
         model = make_model(kind)
         cached = run(model, asked.rows, asked.new, cache=name.split(",")[0], **settings)

@@ -58,7 +58,8 @@ class CachedTrunk:
       window: ``(params, kept, row_N, tokens_NL, length_N, window, size=W) -> (hidden_NWD, piece)``:
         the trunk at the ``W`` positions of a `Window` of the rows ``row_N`` of `kept`, or of all of
         them in order with None. A position outside the row, or of a block that is not seen, is
-        invisible.
+        invisible. With ``num_seen=n``, none of the kept positions from n on is visible either,
+        wherever the windows are.
       store: ``(kept, piece, row_N, place_N) -> kept`` with a piece put at its rows (None: all in
         order) and first positions. Rows that stand several times hold the same there.
       beside_clean: ``(params, shown_BL, clean_BL, length_B) -> hidden_BLD``: what the trunk says of

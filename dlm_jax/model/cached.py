@@ -153,12 +153,14 @@ class _Pieces:
         window: Window,
         *,
         size: int,
+        num_seen: int | None = None,
     ) -> tuple[jax.Array, Any]:
         num_positions = tokens_NL.shape[1]
+        num_seen = num_positions if num_seen is None else num_seen
         place_NW = window.place_N[:, None] + jnp.arange(size)[None]
         turns = tuple(table_LK[place_NW] for table_LK in self.angles(num_positions))
         seen = seen_keys(
-            window, place_NW, length_N, num_positions, block_length=self.block_length,
+            window, place_NW, length_N, num_seen, block_length=self.block_length,
             num_shared=self.config.heads // self.num_groups,
         )  # fmt: skip
 
@@ -166,6 +168,7 @@ class _Pieces:
             module, made = self.parts.block(block), []
             old = kept if row_N is None else (kept[0][row_N], kept[1][row_N])
             old = tuple(x.reshape(*x.shape[:2], -1, self.head_size) for x in old)
+            old = tuple(x[:, :, :num_seen] for x in old)
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
                 made.append((_by_group(k), _by_group(v)))

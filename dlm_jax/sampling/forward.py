@@ -243,13 +243,22 @@ class _Windows:
             kept = in_groups(inputs.settles_B, group_size(num_rows, width), settle, kept, inputs)
         if len(self._sizes) > 1:
             for number, size in enumerate(self._sizes):
-                one = self._of_size(params, kept, size)
+                one = self._of_size(params, kept, size, self._num_seen(number, num_positions))
                 is_mine_B, group = inputs.size_B == number, group_size(num_rows, size)
                 hidden_BWD = in_groups(is_mine_B, group, one, hidden_BWD, inputs)
         return kept, hidden_BWD
 
+    def _num_seen(self, number: int, num_positions: int) -> int | None:
+        """Kept positions that the windows of that size see the last of; None: any.
+
+        A window that does not fit the size before begins further from the end of the canvas.
+        """
+        if self._rule.sees_behind or number == 0:
+            return None
+        return num_positions - self._sizes[number - 1]
+
     def _of_size(
-        self, params: Params, kept: Any, size: int
+        self, params: Params, kept: Any, size: int, num_seen: int | None
     ) -> Callable[[jax.Array, _Inputs, jax.Array], jax.Array]:
         """The window of some rows whose smallest size it is."""
 
@@ -261,7 +270,7 @@ class _Windows:
             first_N = jnp.minimum(begin_N, tokens_NL.shape[1] - size)
             window = Window(first_N, begin_N, end_N)
             hidden_NSD, _ = self._pieces.window(
-                params, kept, row_N, tokens_NL, length_N, window, size=size
+                params, kept, row_N, tokens_NL, length_N, window, size=size, num_seen=num_seen
             )
             mine_NWD = cut(hidden_NSD, place_N - window.place_N, self._sizes[0])
             return hidden_BWD.at[row_N].set(mine_NWD)

@@ -120,6 +120,31 @@ def test_positions_outside_the_begin_and_end_of_a_window_count_as_they_are_kept(
         _close(there[row, shift : shift + 3], here[row])
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _seen_at_the_end(other_from, num_seen):
+    """Windows up to the end of the canvas, beside what is of other tokens from a place on."""
+    network, params = _model("bidirectional")
+    cached, size, end_B = network.cached, 8, jnp.full(3, L)
+    _, piece = cached.whole(params, TOKENS, LENGTH)
+    kept = cached.store(cached.init(params, 3, L), piece, None, jnp.zeros(3, jnp.int32))
+    from_B = jnp.full(3, other_from)
+    _, piece = cached.window(
+        params, kept, None, jnp.full_like(TOKENS, toy.MASK), LENGTH, Window(from_B, from_B, end_B),
+        size=L - other_from,
+    )  # fmt: skip
+    kept = cached.store(kept, piece, None, from_B)
+    window = Window(jnp.full(3, L - size), jnp.array([5, 3, 4]), end_B)
+    more = {} if num_seen is None else {"num_seen": num_seen}
+    return cached.window(params, kept, None, TOKENS, LENGTH, window, size=size, **more)[0]
+
+
+def test_kept_positions_from_the_number_seen_on_are_invisible():
+    """Nothing is missing that a window sees before it, and no more is looked at."""
+    _close(_seen_at_the_end(5, 5), _seen_at_the_end(5, None))
+    _close(_seen_at_the_end(2, 2), _seen_at_the_end(9, 2))
+    assert np.abs(_seen_at_the_end(9, 2) - _seen_at_the_end(9, None)).max() > 1e-3
+
+
 @pytest.mark.parametrize("block_length", [2, 3, 4, 11, 16])
 def test_two_streams_say_of_every_block_what_the_trunk_says_behind_clean_blocks(block_length):
     network = build(toy.config(attention_type="block_causal", block_length=block_length))

@@ -116,6 +116,11 @@ class Prefix(_Approximate):
     block_length: int = reads("block_length", 0)
     open_blocks: int = reads("open_blocks", 1)
 
+    @property
+    def sees_behind(self) -> bool:
+        """False: what stands behind is computed with the block."""
+        return False
+
     def sizes(self, num_positions: int) -> tuple[int, ...]:
         """The block, and shares of the canvas."""
         width = self.width(num_positions)

@@ -90,6 +90,11 @@ class CacheRule(Rule):
         """Whether a plan ever settles what stands before a window; static."""
         return False
 
+    @property
+    def sees_behind(self) -> bool:
+        """Whether a window sees what is kept behind it, where it ends before the row; static."""
+        return True
+
     @classmethod
     def is_used(cls, row: Any) -> bool:
         """True: a row asks for a cache by its name."""

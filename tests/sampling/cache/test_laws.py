@@ -1,5 +1,6 @@
 """Law 13: a cache changes time, not text; and no row feels what is computed for another."""
 
+import dataclasses
 import functools
 import re
 
@@ -14,6 +15,7 @@ from canvases import FOREVER, POSITIONS, ROWS
 from dlm_jax.config import SampleConfig
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.advance import Advance, make_advance
+from dlm_jax.sampling.cache import Prefix
 from dlm_jax.sampling.facts import ModelFacts
 from dlm_jax.sampling.forward import with_cache
 from dlm_jax.sampling.row import RowParams
@@ -245,6 +247,36 @@ def test_guidance_keeps_the_row_and_the_row_without_what_was_given():
         ours, _ = _run(kind, rows, is_guided=True, **settings)
         theirs, _ = _run(kind, rows, is_guided=True, **_without(settings))
         _same_up_to_rounding(ours, theirs, forwards=False)
+
+
+@pytest.mark.slow
+def test_a_window_that_reaches_the_end_misses_nothing_that_is_kept_before_it(monkeypatch):
+    """Of what is kept, only as much is looked at as may stand before windows of that size."""
+
+    def run(seed):
+        state = _state("bidirectional", _rows(seed), **CASES["bidirectional-prefix"])
+        state = advance(_network("bidirectional")[1], state, FOREVER)
+        return canvases.results(state)
+
+    advance = Advance(canvases.program(_network("bidirectional")[0]))
+    ours = [run(seed) for seed in range(3)]
+    monkeypatch.setattr(Prefix, "sees_behind", True)
+    advance = Advance(canvases.program(_network("bidirectional")[0]))
+    for seed in range(3):
+        _same_up_to_rounding(ours[seed], run(seed))
+
+
+def test_a_step_reads_out_no_more_places_than_its_windows_hold():
+    chunk = 20
+    for case, places in (("causal-exact", ROWS), ("block_causal-exact", chunk)):
+        kind = case.split("-")[0]
+        network, params = _network(kind)
+        program = dataclasses.replace(canvases.program(network), chunk=chunk)
+        state = _state(kind, _rows(), chain=("temperature",), **CASES[case])
+        advance = Advance(program)
+        text = advance._jitted.lower(params, state, jnp.int32(3), jnp.int32(9)).as_text()
+        assert f"tensor<{places}x{toy.VOCAB_SIZE}xf32>" in text
+        assert places == chunk or f"tensor<{chunk}x{toy.VOCAB_SIZE}xf32>" not in text
 
 
 def test_what_is_kept_is_put_down_where_it_lies_and_no_logits_are():

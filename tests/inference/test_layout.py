@@ -1,0 +1,41 @@
+"""Parameters are laid out for a cache once, and shared by all that read them."""
+
+import gc
+
+import canvases
+import jax
+import numpy as np
+import toy
+
+from dlm_jax.inference.layout import layout_of
+from dlm_jax.model.transformer import build
+from dlm_jax.sampling.forward import Ready, ready
+
+
+def test_one_layout_is_shared_by_all_who_read_the_same_parameters():
+    network = build(toy.config())
+    program, params = canvases.program(network), toy.random_params(network)
+    layout = layout_of(program, params)
+    assert layout_of(canvases.program(network), params) is layout
+    other = layout_of(program, dict(params))
+    assert other is not layout
+    for number, layer in enumerate(layout.ready["layers"]):
+        ours, theirs = jax.tree.leaves(layer), jax.tree.leaves(params["blocks"])
+        assert len(ours) == len(theirs)
+        for leaf, stacked in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(leaf, stacked[number])
+
+
+def test_a_layout_goes_with_the_last_who_reads_it():
+    network = build(toy.config())
+    program, params = canvases.program(network), toy.random_params(network)
+    mine = layout_of(program, params)
+    leaf = mine.ready["layers"][0]["mlp_norm"]["scale"]
+    del mine
+    gc.collect()
+    assert layout_of(program, params).ready["layers"][0]["mlp_norm"]["scale"] is not leaf
+
+
+def test_the_loop_takes_parameters_that_are_laid_out_as_they_are():
+    params = {"anything": 1}
+    assert ready(canvases.program(), Ready(params), None) is params
