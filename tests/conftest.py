@@ -7,6 +7,7 @@ hold bit for bit.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -37,6 +38,13 @@ _QUICK = (
 )
 
 
+def pytest_unconfigure() -> None:
+    """What tests have left need not be looked through at the end: it takes a minute."""
+    jax.clear_caches()
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_configure() -> None:
     """XLA reads its flags when the first array is made, so this is early enough."""
     # What runs in the background may be told to ignore Ctrl-C, and so would what tests start.
@@ -63,5 +71,5 @@ def _programs_are_let_go():
     XLA ends the process where there are no more.
     """
     yield
-    if next(_tests) % 10 == 0 and _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > 50_000:
+    if next(_tests) % 10 == 0 and _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > 30_000:
         jax.clear_caches()
