@@ -27,13 +27,19 @@ Measure = Callable[[np.ndarray, float], float]
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """How a row is filled; `temperature` divides what is drawn from the sampler head, no score."""
+    """How a row is filled; `temperature` divides what is drawn from the sampler head, no score.
+
+    The share of seeds is ``ratio d ** density_power``, d being open / (open + visible). `top_p` is
+    the mass of the sampler head's tokens that are drawn, after the division.
+    """
 
     ratio: float = 0.01
     is_spread: bool = False
     is_alternating: bool = False
     is_one_sided: bool = False
     temperature: float = 1.0
+    density_power: float = 0.0
+    top_p: float = 1.0
     banned: Collection[int] = ()
     context: int = 1
 
@@ -55,7 +61,8 @@ class Filled:
     seeds: list[int]
     """Positions drawn from the main head, left to right."""
     gap: float
-    """Smallest lead in probability of a seed over a position that it was preferred to."""
+    """Smallest lead in probability of a seed over a position that it was preferred to, and least
+    difference between the mass in front of a token and what the nucleus asks for."""
 
 
 def islands(is_open: Sequence[bool]) -> list[list[int]]:
@@ -84,6 +91,28 @@ def certainty(clean_V: np.ndarray, banned: Collection[int]) -> float:
     return float(softmax(allowed_V).max())
 
 
+def nucleus(
+    logits_V: np.ndarray, top_p: float, banned: Collection[int]
+) -> tuple[np.ndarray, float]:
+    """The logits with all but the likeliest tokens at -inf, and how clear the cut was.
+
+    From the likeliest on, those of equal logit in the order of their ids, until they have the mass.
+    """
+    if top_p >= 1:
+        return logits_V, math.inf
+    allowed_V = np.array(logits_V, np.float64)
+    allowed_V[list(banned)] = -math.inf
+    prob_V = softmax(allowed_V)
+    kept_V, mass, gap = np.full_like(allowed_V, -math.inf), 0.0, math.inf
+    for token in sorted(range(len(prob_V)), key=lambda v: (-prob_V[v], v)):
+        gap = min(gap, abs(mass - top_p))
+        if mass >= top_p:
+            break
+        kept_V[token] = logits_V[token]
+        mass += prob_V[token]
+    return kept_V, gap
+
+
 def choose_seeds(
     is_open: Sequence[bool],
     is_visible: Sequence[bool],
@@ -109,7 +138,8 @@ def choose_seeds(
         if n < len(order):
             gaps.append(sure[order[n - 1]] - sure[order[n]])
 
-    n = max(1, count_of_ratio(rule.ratio, len(members)))
+    density = sum(is_open) / (sum(is_open) + sum(is_visible))
+    n = max(1, count_of_ratio(rule.ratio * density**rule.density_power, len(members)))
     if rule.is_spread:
         for window in strata(members, n):
             pick(window, 1)
@@ -147,13 +177,18 @@ def fill(
     done = Filled([int(t) for t in tokens], {}, {}, [], 0, seeds, gap)
 
     def commit(
-        positions: list[int], logits_of: Callable[[int], np.ndarray], temperature: float = 1.0
+        positions: list[int],
+        logits_of: Callable[[int], np.ndarray],
+        temperature: float = 1.0,
+        top_p: float = 1.0,
     ) -> None:
         """All at once: none of them sees what another one gets."""
         drawn = {}
         for i in positions:
             clean_V = np.asarray(logits_of(i), np.float64)
-            drawn[i] = draw(i, clean_V / temperature)
+            drawable_V, gap = nucleus(clean_V / temperature, top_p, rule.banned)
+            done.gap = min(done.gap, gap)
+            drawn[i] = draw(i, drawable_V)
             done.logprob[i] = math.log(softmax(clean_V)[drawn[i]])
             done.confidence[i] = measure(clean_V, done.logprob[i])
         for i in positions:
@@ -182,6 +217,6 @@ def fill(
         assert wave, "an island without a seed touches nothing visible"
         parts = [[i for i in wave if i % 2 == odd] for odd in (0, 1)]
         for part in parts if rule.is_alternating else [wave]:
-            commit(part, from_neighbours, rule.temperature)
+            commit(part, from_neighbours, rule.temperature, rule.top_p)
         done.num_waves += 1
     return done

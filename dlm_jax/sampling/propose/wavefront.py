@@ -7,14 +7,13 @@ wave does; the cost follows the holes (`docs/design.md`, readings of the sampler
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dlm_jax.devices import platform
-from dlm_jax.sampling.propose.bootstrap import bootstrap
 from dlm_jax.sampling.propose.protocol import (
     CandidateWriter,
     Drawn,
@@ -25,11 +24,12 @@ from dlm_jax.sampling.propose.protocol import (
     gather,
     no_candidates,
 )
+from dlm_jax.sampling.propose.waves import NEVER, bootstrap, by_density, distance
+from dlm_jax.sampling.transforms.truncate import in_nucleus
 from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, rule
 from dlm_jax.types import Network, Params
 
 _GIVEN = -1
-_NEVER = 2**30
 # Positions of one pass of the sampler head: a wave holds few, and each pass costs a whole chunk.
 _CPU_CHUNK = 128
 _ACCELERATOR_CHUNK = 1024
@@ -37,12 +37,20 @@ _ACCELERATOR_CHUNK = 1024
 _CPU_LOGITS = 2**20
 _LEAST = 16
 _FEW_TOKENS = 16
+# What a token outside the head's nucleus loses, in nats. It is not -inf, so that a chain that bans
+# the whole nucleus (a pattern, a bias) still finds the likeliest of the others.
+_OUTSIDE = 2.0**14
 
 
 SAMPLER_MIN_NEIGHBORS_RATIO = Setting(
     "sampler_min_neighbors_ratio", 0.01,
     "wavefront: share of the holes without filled neighbour that begin, in (0, 1]",
     low=ABOVE_ZERO, high=1.0,
+)  # fmt: skip
+SAMPLER_RATIO_BY_DENSITY = Setting(
+    "sampler_ratio_by_density", 0.0,
+    "wavefront: that share is multiplied by this power of the share of the row that is open",
+    low=0.0, high=16.0,
 )  # fmt: skip
 SAMPLER_SPREAD_SEEDS = Setting(
     "sampler_spread_seeds", False,
@@ -60,6 +68,11 @@ SAMPLER_TEMPERATURE = Setting(
     "sampler_temperature", 1.0,
     "wavefront: divides the sampler head's logits, before the chain", low=ABOVE_ZERO, high=1e6,
 )  # fmt: skip
+SAMPLER_TOP_P = Setting(
+    "sampler_top_p", 1.0,
+    "wavefront: nucleus mass of the sampler head's logits, before the chain, in (0, 1]; 1 is off",
+    low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to turn it off",
+)  # fmt: skip
 
 
 @rule
@@ -76,19 +89,26 @@ class Wavefront(FillRule):
     Attributes:
       ratio_B: float32 in (0, 1], share of the positions without any filled neighbour that begin;
         one at least.
+      density_power_B: float32 in [0, 16]; the share is multiplied by ``d ** power``, where d is the
+        share of open positions among those that are open or seen. 0: it is the same throughout.
       is_spread_B: True for rows that begin at the surest of equal windows, not of the row.
       is_alternating_B: True for rows where odd positions of a wave wait for its even ones, so that
         no two neighbours are filled blind to each other.
       temperature_B: float32 above 0, of the sampler head's logits, before the chain.
+      top_p_B: float32 in (0, 1], nucleus of the sampler head's logits after that division, among
+        the ids that are not banned; the chain follows. A token outside it is drawn only where the
+        chain leaves no other.
       is_one_sided_B: True for rows where a run between two filled tokens grows from its left end
         alone. From both ends, the tokens of a wave are blind to each other, which matters the more
         the shorter the run.
     """
 
     ratio_B: jax.Array = per_row(SAMPLER_MIN_NEIGHBORS_RATIO)
+    density_power_B: jax.Array = per_row(SAMPLER_RATIO_BY_DENSITY)
     is_spread_B: jax.Array = per_row(SAMPLER_SPREAD_SEEDS)
     is_alternating_B: jax.Array = per_row(SAMPLER_EVEN_ODD)
     temperature_B: jax.Array = per_row(SAMPLER_TEMPERATURE)
+    top_p_B: jax.Array = per_row(SAMPLER_TOP_P)
     is_one_sided_B: jax.Array = per_row(SAMPLER_ONE_SIDED)
 
     @classmethod
@@ -104,7 +124,7 @@ class Wavefront(FillRule):
         """The candidates, with log-probability and confidence under the head of each."""
         is_open_BL, own_BL = wanted.is_open_BL, writer.own_BL
         is_seen_BL = wanted.is_seen_BL & ~is_open_BL
-        is_far_BL = is_open_BL & (_distance(is_open_BL, is_seen_BL) == _NEVER)
+        is_far_BL = is_open_BL & (distance(is_open_BL, is_seen_BL) == NEVER)
         is_read_BL = is_far_BL if own_BL is None else is_far_BL | (own_BL >= 0)
         if wanted.is_scored_BL is not None:
             is_read_BL |= wanted.is_scored_BL & is_open_BL
@@ -112,48 +132,51 @@ class Wavefront(FillRule):
             reader, writer, is_read_BL,
             keeps_total=wanted.is_scored_BL is not None, keeps_best=wanted.keeps_best,
         )  # fmt: skip
+        ratio_B = by_density(self.ratio_B, self.density_power_B, is_open_BL, is_seen_BL)
         is_first_BL = jax.lax.cond(
             jnp.any(is_far_BL),
-            lambda: bootstrap(is_far_BL, sureness_BL, self.ratio_B, self.is_spread_B),
+            lambda: bootstrap(is_far_BL, sureness_BL, ratio_B, self.is_spread_B),
             lambda: jnp.zeros_like(is_far_BL),
         )
         is_grown_BL = is_open_BL & ~is_first_BL
-        wave_BL = _distance(is_grown_BL, is_seen_BL | is_first_BL, self.is_one_sided_B)
+        wave_BL = distance(is_grown_BL, is_seen_BL | is_first_BL, self.is_one_sided_B)
         is_odd_1L = (jnp.arange(is_open_BL.shape[1]) % 2 == 1)[None]
         is_late_BL = self.is_alternating_B[:, None] & is_odd_1L
-        level_BL = jnp.where(is_grown_BL, 2 * wave_BL + is_late_BL, _NEVER)
+        level_BL = jnp.where(is_grown_BL, 2 * wave_BL + is_late_BL, NEVER)
         level_BL = jnp.where(is_first_BL, 0, jnp.where(is_seen_BL, _GIVEN, level_BL))
         drawn = _grow(
-            reader, writer, drawn, level_BL, is_grown_BL, wanted.tokens_BL, self.temperature_B
+            reader, writer, drawn, level_BL, is_grown_BL, wanted.tokens_BL, self._drawable
         )
         waves_B = jnp.max(jnp.where(is_grown_BL, wave_BL, 0), axis=1)
         return drawn.filled(is_open_BL.shape, waves_B, jnp.sum(is_first_BL, axis=1))
+
+    def _drawable(
+        self, clean_NV: jax.Array, row_N: jax.Array, is_real_N: jax.Array, banned_ids: Sequence[int]
+    ) -> jax.Array:
+        """The sampler head's logits as they go into the chain."""
+        divisor_N, top_p_N = self.temperature_B[row_N], self.top_p_B[row_N]
+        is_cut_N = is_real_N & (top_p_N < 1)
+
+        def cut(x_NV: jax.Array) -> jax.Array:
+            banned = jnp.array(banned_ids, jnp.int32)
+            allowed_NV = x_NV.at[:, banned].set(-jnp.inf) if banned_ids else x_NV
+            count_N = jnp.where(is_cut_N, 1, x_NV.shape[1])
+            is_kept_NV = in_nucleus(allowed_NV, top_p_N, count_N) | ~is_cut_N[:, None]
+            return jnp.where(is_kept_NV, x_NV, x_NV - _OUTSIDE)
+
+        drawable_NV = jax.lax.cond(
+            jnp.any(divisor_N != 1.0),
+            lambda x: jnp.where(divisor_N[:, None] == 1.0, x, x / divisor_N[:, None]),
+            lambda x: x,
+            clean_NV,
+        )
+        return jax.lax.cond(jnp.any(is_cut_N), cut, lambda x: x, drawable_NV)
 
 
 def _wave_chunk(vocab_size: int) -> int:
     if platform() != "cpu":
         return _ACCELERATOR_CHUNK
     return max(_LEAST, min(_CPU_CHUNK, _CPU_LOGITS // vocab_size))
-
-
-def _distance(
-    is_walked_BL: jax.Array, is_source_BL: jax.Array, is_one_sided_B: jax.Array | bool = False
-) -> jax.Array:
-    """Steps to the nearest source through walked positions; `_NEVER` where none is reached.
-
-    In one-sided rows to the source on the left, if there is one.
-    """
-
-    def from_left(is_walked_BL: jax.Array, is_source_BL: jax.Array) -> jax.Array:
-        place_BL = jnp.broadcast_to(jnp.arange(is_walked_BL.shape[1]), is_walked_BL.shape)
-        wall_BL = jax.lax.cummax(jnp.where(is_walked_BL, -1, place_BL), axis=1)
-        is_source_BL = jnp.take_along_axis(is_source_BL, jnp.maximum(wall_BL, 0), axis=1)
-        return jnp.where(is_source_BL & (wall_BL >= 0), place_BL - wall_BL, _NEVER)
-
-    left_BL = from_left(is_walked_BL, is_source_BL)
-    right_BL = from_left(is_walked_BL[:, ::-1], is_source_BL[:, ::-1])[:, ::-1]
-    is_from_left_BL = jnp.reshape(is_one_sided_B, (-1, 1)) & (left_BL < _NEVER)
-    return jnp.where(is_from_left_BL, left_BL, jnp.minimum(left_BL, right_BL))
 
 
 def _read(
@@ -198,13 +221,13 @@ def _grow(
     level_BL: jax.Array,
     is_grown_BL: jax.Array,
     tokens_BL: jax.Array,
-    temperature_B: jax.Array,
+    drawable: Callable[..., jax.Array],
 ) -> Drawn:
     """`drawn` with the sampler head's candidates, level by level."""
     network, reach = reader.network, reader.network.sampler_context
     chunk = min(reader.chunk, level_BL.size, _wave_chunk(network.vocab_size))
     num_positions = level_BL.shape[1]
-    order_BL = jnp.where(is_grown_BL, level_BL, _NEVER)
+    order_BL = jnp.where(is_grown_BL, level_BL, NEVER)
     sorted_P = jnp.argsort(order_BL.reshape(-1), stable=True).astype(jnp.int32)
     sorted_P = jnp.pad(sorted_P, (0, chunk))
     num_grown = jnp.sum(is_grown_BL)
@@ -229,13 +252,7 @@ def _grow(
         is_real_N = is_rest_N & (level_P[places_N] == level_P[places_N[0]])
         left, right = beside(drawn, places_N, -1), beside(drawn, places_N, 1)
         clean_NV = reader.output.read(head(left, right), places_N)
-        divisor_N = temperature_B[places_N // num_positions]
-        drawable_NV = jax.lax.cond(
-            jnp.any(divisor_N != 1.0),
-            lambda x: jnp.where(divisor_N[:, None] == 1.0, x, x / divisor_N[:, None]),
-            lambda x: x,
-            clean_NV,
-        )
+        drawable_NV = drawable(clean_NV, places_N // num_positions, is_real_N, writer.banned_ids)
         drawn = writer.write(drawn, places_N, is_real_N, clean_NV, drawable_NV)
         return first + jnp.sum(is_real_N), drawn
 

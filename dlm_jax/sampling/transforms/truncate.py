@@ -101,16 +101,8 @@ class TopP(Truncation):
 
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
         """Logits with all but the nucleus at -inf."""
-        max_N, weight_NC = vocab.exp_columns(logits_NV)
-        is_kept_NV = keeps_prefix(
-            logits_NV,
-            value=lambda block: block,
-            weight=lambda block: jnp.exp(block - max_N[:, None]),
-            top_N=max_N,
-            mass_N=self.p_B[at.row_N] * weight_NC.sum(-1),
-            count_N=_count_or_all(self, logits_NV, at),
-        )
-        return masked(is_kept_NV, logits_NV, self, at)
+        count_N = _count_or_all(self, logits_NV, at)
+        return masked(in_nucleus(logits_NV, self.p_B[at.row_N], count_N), logits_NV, self, at)
 
 
 @rule
@@ -277,6 +269,19 @@ def _count_or_all(transform: Any, logits_NV: Array, at: At) -> Array:
     is_active_N = (transform.is_active()[at.row_N]) & at.is_real_N
     count_N = jnp.where(is_active_N, transform.min_keep_B[at.row_N], logits_NV.shape[1])
     return count_N.astype(jnp.float32)
+
+
+def in_nucleus(logits_NV: Array, p_N: Array, count_N: Array) -> Array:
+    """True at the likeliest tokens up to mass p, `count_N` at least; a count of V keeps all."""
+    max_N, weight_NC = vocab.exp_columns(logits_NV)
+    return keeps_prefix(
+        logits_NV,
+        value=lambda block: block,
+        weight=lambda block: jnp.exp(block - max_N[:, None]),
+        top_N=max_N,
+        mass_N=p_N * weight_NC.sum(-1),
+        count_N=count_N.astype(jnp.float32),
+    )
 
 
 def masked(is_kept_NV: Array, logits_NV: Array, transform: Any, at: At) -> Array:

@@ -1,4 +1,4 @@
-"""Where a wavefront begins: in runs of holes without a filled neighbour."""
+"""Where a wavefront begins, and how many waves it takes from there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ import jax.numpy as jnp
 
 from dlm_jax.sampling.commit.protocol import most
 
-_NEVER = 2**30
+NEVER = 2**30
+"""Further than any position of a canvas."""
+
+
+def by_density(
+    ratio_B: jax.Array, power_B: jax.Array, is_open_BL: jax.Array, is_seen_BL: jax.Array
+) -> jax.Array:
+    """``ratio d ** power``, d being the share of the open positions among open and seen ones."""
+    num_open_B, num_seen_B = is_open_BL.sum(1), is_seen_BL.sum(1)
+    density_B = num_open_B / jnp.maximum(num_open_B + num_seen_B, 1)
+    return ratio_B * jnp.where(power_B == 0, 1.0, density_B**power_B)
 
 
 def bootstrap(
@@ -51,7 +61,7 @@ def _surest_of_each(score_BL: jax.Array, is_in_BL: jax.Array, group_BL: jax.Arra
     place_BL = jnp.broadcast_to(jnp.arange(score_BL.shape[1]), score_BL.shape)
     best_BL = _over_groups(jnp.where(is_in_BL, score_BL, -jnp.inf), is_in_BL, group_BL, "max")
     is_best_BL = is_in_BL & (score_BL >= best_BL)
-    first_BL = _over_groups(jnp.where(is_best_BL, place_BL, _NEVER), is_in_BL, group_BL, "min")
+    first_BL = _over_groups(jnp.where(is_best_BL, place_BL, NEVER), is_in_BL, group_BL, "min")
     return is_best_BL & (place_BL == first_BL)
 
 
@@ -70,3 +80,23 @@ def _over_groups(
     reduce = jax.ops.segment_max if how == "max" else jax.ops.segment_min
     found = reduce(value_BL.reshape(-1), key_P, value_BL.size + 1)
     return found[key_P].reshape(value_BL.shape)
+
+
+def distance(
+    is_walked_BL: jax.Array, is_source_BL: jax.Array, is_one_sided_B: jax.Array | bool = False
+) -> jax.Array:
+    """Steps to the nearest source through walked positions; `NEVER` where none is reached.
+
+    In one-sided rows to the source on the left, if there is one.
+    """
+
+    def from_left(is_walked_BL: jax.Array, is_source_BL: jax.Array) -> jax.Array:
+        place_BL = jnp.broadcast_to(jnp.arange(is_walked_BL.shape[1]), is_walked_BL.shape)
+        wall_BL = jax.lax.cummax(jnp.where(is_walked_BL, -1, place_BL), axis=1)
+        is_source_BL = jnp.take_along_axis(is_source_BL, jnp.maximum(wall_BL, 0), axis=1)
+        return jnp.where(is_source_BL & (wall_BL >= 0), place_BL - wall_BL, NEVER)
+
+    left_BL = from_left(is_walked_BL, is_source_BL)
+    right_BL = from_left(is_walked_BL[:, ::-1], is_source_BL[:, ::-1])[:, ::-1]
+    is_from_left_BL = jnp.reshape(is_one_sided_B, (-1, 1)) & (left_BL < NEVER)
+    return jnp.where(is_from_left_BL, left_BL, jnp.minimum(left_BL, right_BL))
