@@ -21,6 +21,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ REFINED: dict[str, Any] = {
 class Study:
     """Models, the judge, and the measurements made so far."""
 
-    def __init__(self, args: argparse.Namespace):
+    def __init__(self, args: argparse.Namespace | SimpleNamespace):
         self.args = args
         self.corpus: str = args.corpus
         self.path = Path(args.csv)

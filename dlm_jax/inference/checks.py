@@ -20,6 +20,11 @@ def check_settings(model: Model, sample: SampleConfig) -> None:
     """Raises ValueError for settings that only the model shows to be wrong."""
     if model.network.scorer is not None:
         raise ValueError("the model is a sequence scorer, which writes nothing; load another")
+    if sample.max_new_tokens and sample.length_target_mode == "none":
+        raise ValueError(
+            f"max_new_tokens={sample.max_new_tokens} is the length that edits aim at, and "
+            f"length_target_mode='none' asks for none; use gen_length={sample.max_new_tokens}"
+        )
     facts = model.facts
     if facts.block_length:
         _check_blocks(facts, sample)
