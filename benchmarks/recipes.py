@@ -1,13 +1,15 @@
-"""Compares training recipes of the quickstart at equal time on this machine.
+"""Compares training recipes of a config, the quickstart's say, at equal time on this machine.
 
 Each recipe is timed for some steps, then trained for as many steps as fit into the time given, with
 its learning-rate schedule ending there; compilation is not counted. Printed per recipe: the steps,
-the held-out bound (nats per character; exact for a causal model), and the share of generated words
+the held-out bound (nats per token; exact for a causal model), and the share of generated words
 that are words of the training text, with the spread over the seeds. Recipes alternate, so that a
 slow spell of the machine hits all of them.
 
     python benchmarks/recipes.py --seconds 60 --seeds 0 1 2
     python benchmarks/recipes.py --steps 500 muon adamw      # equal steps instead
+    python benchmarks/recipes.py --config shakespeare_bpe_blocks --seconds 240 \
+        --judge runs/shakespeare_judge blocks "both ways" "left to right"
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.cli.common import start_jax
 from dlm_jax.data import join_documents, read_documents, split_text
@@ -29,9 +32,8 @@ from dlm_jax.model import cpu
 from dlm_jax.training import prepare, run_loop
 
 sys.path.insert(0, str(Path(__file__).parent))
-from quality import distinct_share, known_share, words  # noqa: E402
+from quality import distinct_share, judged_bits, known_share, words  # noqa: E402
 
-BASE = Path(__file__).parent.parent / "configs" / "quickstart.toml"
 ADAMW = {"optim.name": "adamw", "optim.learning_rate": "1e-3", "optim.weight_decay": "0.1"}
 PLAIN = {"model.activation": "gelu", "model.qk_norm": "false"}
 DENOISING = {"objective.denoising_share": "0.375", "objective.span_count": "2"}
@@ -49,11 +51,21 @@ RECIPES: dict[str, dict[str, str]] = {
     "denoising 0.375": DENOISING,
     "denoising 0.375, identity targets": DENOISING | {"objective.identity_targets": "true"},
     "causal": {"model.attention_type": "causal"},
-}
+    "blocks": {},
+    "both ways": {
+        "model.attention_type": "bidirectional", "model.block_length": "0", "sample.cache": "none",
+    },
+    "left to right": {
+        "model.attention_type": "causal", "model.block_length": "0",
+        "objective.denoising_share": "0", "sample.order": "left_to_right",
+    },
+}  # fmt: skip
 TIMED_STEPS = 40
 
 
-def measure(overrides: dict[str, str], *, steps: int, seed: int) -> dict[str, float]:
+def measure(
+    base: str, overrides: dict[str, str], *, steps: int, seed: int, judge: Model | None = None
+) -> dict[str, float]:
     """Trains once; bound, quality of samples, and seconds per step without compilation."""
     with tempfile.TemporaryDirectory() as out_dir:
         given = {
@@ -66,7 +78,7 @@ def measure(overrides: dict[str, str], *, steps: int, seed: int) -> dict[str, fl
             "train.log_every": "10",
             "optim.warmup_steps": str(min(50, steps // 4)),
         }
-        config = configs.load(BASE, given | overrides)
+        config = configs.load(base, given | overrides)
         run = prepare(config, report=lambda line: None)
         with run.checkpoints:
             outcome = run_loop(run)
@@ -80,7 +92,8 @@ def measure(overrides: dict[str, str], *, steps: int, seed: int) -> dict[str, fl
                   config.data.seq_len, config.sample)  # fmt: skip
     texts = list(generate(model, num_samples=32, seed=1000).texts)
     text, _ = split_text(join_documents(read_documents(config.data.source)), config.data.held_out)
-    return {
+    judged = {} if judge is None else {"bits": judged_bits(judge, [t[:256] for t in texts])[0]}
+    return judged | {
         "seconds": seconds,
         "bound": outcome.bound if outcome.bound is not None else float("nan"),
         "known": known_share(texts, set(words(text))),
@@ -95,10 +108,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="training time of one run")
     parser.add_argument("--steps", type=int, help="equal steps instead of equal time")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--config", default="quickstart", help="file, or name of a shipped one")
+    parser.add_argument("--judge", metavar="RUN", help="a causal model that reads the texts, too")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="for all runs")
     args = parser.parse_args()
     start_jax()
     cpu.keep_freed_memory()
+    judge = None if args.judge is None else dlm_jax.load(args.judge)
     shared = dict(item.split("=", 1) for item in args.set)
     results: dict[str, list[dict[str, float]]] = {name: [] for name in args.recipes}
     timed: dict[str, float] = {}
@@ -108,17 +124,24 @@ def main() -> None:
             steps = args.steps
             if steps is None:
                 if name not in timed:
-                    timed[name] = measure(overrides, steps=TIMED_STEPS, seed=seed)["seconds"]
+                    timed[name] = measure(
+                        args.config, overrides, steps=TIMED_STEPS, seed=seed
+                    )["seconds"]  # fmt: skip
                 steps = max(TIMED_STEPS + 1, round(args.seconds / timed[name]))
-            result = measure(overrides, steps=steps, seed=seed) | {"steps": steps, "seed": seed}
+            result = measure(args.config, overrides, steps=steps, seed=seed, judge=judge)
+            result |= {"steps": steps, "seed": seed}
             results[name].append(result)
             print(json.dumps({"recipe": name} | result), file=sys.stderr, flush=True)
-    print("| recipe | steps | ms/step | bound (nats/char) | known words | distinct 4-grams |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    columns = {"bound": "bound (nats/token)", "bits": "judged bits/char", "known": "known words",
+               "distinct": "distinct 4-grams"}  # fmt: skip
+    if judge is None:
+        columns.pop("bits")
+    print(f"| recipe | steps | ms/step | {' | '.join(columns.values())} |")
+    print("| --- " * (3 + len(columns)) + "|")
     for name, runs in results.items():
         cells = [f"{statistics.mean(run['steps'] for run in runs):.0f}"]
         cells.append(f"{1e3 * statistics.mean(run['seconds'] for run in runs):.0f}")
-        for key in ("bound", "known", "distinct"):
+        for key in columns:
             values = [run[key] for run in runs]
             spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
             cells.append(f"{statistics.mean(values):.3f}{spread}")

@@ -1,11 +1,11 @@
 """The Transformer in pieces: whole rows and windows of them, with keys and values that are kept.
 
-What is kept has one leaf for keys and one for values, ``[B, depth, G, L, K]`` in the compute dtype:
-``2 depth B L G K`` numbers. On a CPU, where layers are unrolled, each layer has leaves of its own,
-``[B, G, L K]``, which are then read where they lie: with L and K apart the compiler would keep them
-in another order while rows are computed whole, and turn all of them at every step. Where
-predictions are shifted, what the trunk said of each position is kept too, ``[B, L, D]``: the first
-position of a window is predicted by the one before it.
+What is kept has one leaf for keys and one for values, ``[B, depth, L, G, K]`` in the compute dtype:
+``2 depth B L G K`` numbers. That is the order in which pieces are made; in any other, and unless it
+is held to this one, the compiler for TPUs turns all that is kept at every step. On a CPU, where
+layers are unrolled, each layer has leaves of its own, ``[B, G, L K]``, which are then read where
+they lie, for the same reason. Where predictions are shifted, what the trunk said of each position
+is kept too, ``[B, L, D]``: the first position of a window is predicted by the one before it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from dlm_jax.config import ModelConfig
 from dlm_jax.devices import platform
@@ -105,11 +106,9 @@ class _Pieces:
     def init(self, params: Params, num_rows: int, num_positions: int) -> Any:
         del params
         config = self.config
-        depth = () if self.is_unrolled else (config.depth,)
-        last = (num_positions * self.head_size,)
-        if not self.is_unrolled:
-            last = (num_positions, self.head_size)
-        shape = (num_rows, *depth, self.num_groups, *last)
+        shape = (num_rows, config.depth, num_positions, self.num_groups, self.head_size)
+        if self.is_unrolled:
+            shape = (num_rows, self.num_groups, num_positions * self.head_size)
 
         def zeros() -> KeyValue:
             dtype = jnp.dtype(config.compute_dtype)
@@ -131,10 +130,10 @@ class _Pieces:
             module, made = self.parts.block(block), []
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-                made.append((_by_group(k), _by_group(v)))
+                made.append((self._as_kept(k), self._as_kept(v)))
                 return module.attention.attend(q, k, v, length_N)
 
-            return module.around(x_NLD, turns, attend), self._as_kept(made[0])
+            return module.around(x_NLD, turns, attend), made[0]
 
         x_NLD = self.parts.embed(params, self.read(tokens_NL))
         x_NLD, piece = self._through(layer, x_NLD, params, None)
@@ -167,14 +166,13 @@ class _Pieces:
         def layer(x_NWD: jax.Array, block: Params, kept: KeyValue) -> tuple[jax.Array, KeyValue]:
             module, made = self.parts.block(block), []
             old = kept if row_N is None else (kept[0][row_N], kept[1][row_N])
-            old = tuple(x.reshape(*x.shape[:2], -1, self.head_size) for x in old)
-            old = tuple(x[:, :, :num_seen] for x in old)
+            old = self._seen(old[0], num_seen), self._seen(old[1], num_seen)
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-                made.append((_by_group(k), _by_group(v)))
-                return attend_beside_kept(q, (old[0], old[1]), made[0], seen)
+                made.append((self._as_kept(k), self._as_kept(v)))
+                return attend_beside_kept(q, old, (_by_group(k), _by_group(v)), seen)
 
-            return module.around(x_NWD, turns, attend), self._as_kept(made[0])
+            return module.around(x_NWD, turns, attend), made[0]
 
         tokens_NW = jnp.take_along_axis(self.read(tokens_NL), place_NW, axis=1)
         x_NWD = self.parts.embed(params, tokens_NW)
@@ -197,15 +195,20 @@ class _Pieces:
         return self._put(kept, piece, row_N, place_N)
 
     def _put(self, kept: Any, piece: Any, row_N: jax.Array | None, place_N: jax.Array) -> Any:
-        axis = 2 if self.is_unrolled else 3
         place_N = place_N * self.head_size if self.is_unrolled else place_N
-        return jax.tree.map(put_at(axis, row_N, place_N), kept, piece)
+        return jax.tree.map(put_at(2, row_N, place_N), kept, piece)
 
-    def _as_kept(self, made: KeyValue) -> KeyValue:
-        """Keys and values ``[N, G, W, K]`` of a layer in the shape of what is kept."""
+    def _as_kept(self, made_NWGK: jax.Array) -> jax.Array:
+        """Keys or values of a layer in the shape of what is kept."""
         if not self.is_unrolled:
-            return made
-        return made[0].reshape(*made[0].shape[:2], -1), made[1].reshape(*made[1].shape[:2], -1)
+            return made_NWGK
+        return _by_group(made_NWGK).reshape(made_NWGK.shape[0], self.num_groups, -1)
+
+    def _seen(self, kept: jax.Array, num_seen: int) -> jax.Array:
+        """The first places ``[N, G, S, K]`` of what is kept of a layer."""
+        if not self.is_unrolled:
+            return _by_group(kept[:, :num_seen])
+        return kept.reshape(*kept.shape[:2], -1, self.head_size)[:, :, :num_seen]
 
     def beside_clean(
         self,
@@ -259,12 +262,14 @@ class _Pieces:
                 found.append(made)
             return x, tuple(found)
 
+        def of_layer(leaf: jax.Array, at: jax.Array) -> jax.Array:
+            return _as_it_lies(
+                jax.lax.dynamic_index_in_dim(_as_it_lies(leaf), at, 1, keepdims=False)
+            )
+
         def body(x: jax.Array, at_layer: tuple[Params, jax.Array]) -> tuple[jax.Array, KeyValue]:
             block, at = at_layer
-            mine = jax.tree.map(
-                lambda leaf: jax.lax.dynamic_index_in_dim(leaf, at, 1, keepdims=False), kept
-            )
-            return layer(x, block, mine)
+            return layer(x, block, jax.tree.map(lambda leaf: of_layer(leaf, at), kept))
 
         pieces, first = [], 0
         for blocks in stacks(params):
@@ -273,8 +278,13 @@ class _Pieces:
             pieces.append(made)
             first = last
         made = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *pieces)
-        return x, jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), made)
+        return x, jax.tree.map(lambda leaf: _as_it_lies(jnp.moveaxis(leaf, 0, 1)), made)
 
 
 def _by_group(x_BLGK: jax.Array) -> jax.Array:
     return x_BLGK.transpose(0, 2, 1, 3)
+
+
+def _as_it_lies(x: jax.Array) -> jax.Array:
+    """`x`, of which the compiler may not change the order in memory."""
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))

@@ -13,6 +13,7 @@ import toy
 from canvases import FOREVER, POSITIONS, ROWS
 
 from dlm_jax.config import SampleConfig
+from dlm_jax.model import cached
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.advance import Advance, make_advance
 from dlm_jax.sampling.cache import Prefix
@@ -277,6 +278,20 @@ def test_a_step_reads_out_no_more_places_than_its_windows_hold():
         text = advance._jitted.lower(params, state, jnp.int32(3), jnp.int32(9)).as_text()
         assert f"tensor<{places}x{toy.VOCAB_SIZE}xf32>" in text
         assert places == chunk or f"tensor<{chunk}x{toy.VOCAB_SIZE}xf32>" not in text
+
+
+@pytest.mark.parametrize("case", _some("block_causal-exact", "causal-exact", "bidirectional-dual"))
+def test_layers_that_are_kept_together_give_the_rows_of_layers_apart(case, monkeypatch):
+    """As on accelerators, where the layers run in one loop."""
+    kind, settings = case.split("-")[0], CASES[case]
+    ours, _ = _run(kind, _rows(), **settings)
+    monkeypatch.setattr(cached, "_UNROLLED", 0)
+    state = _state(kind, _rows(), **settings)
+    assert [leaf.shape[:3] for leaf in jax.tree.leaves(state.cache.kept)] == 2 * [
+        (ROWS, toy.config().depth, POSITIONS)
+    ]
+    state = Advance(canvases.program(_network(kind)[0]))(_network(kind)[1], state, FOREVER)
+    _same_up_to_rounding(canvases.results(state), ours)
 
 
 def test_what_is_kept_is_put_down_where_it_lies_and_no_logits_are():

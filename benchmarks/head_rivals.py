@@ -1,0 +1,164 @@
+"""The trained sampler head beside rules that need no training, and its own settings.
+
+    python -m benchmarks.head_rivals run --judge runs/shakespeare_judge
+    python -m benchmarks.head_rivals table
+
+Texts of the shipped model, judged as in `benchmarks/sampler_head.py`. A rule that commits as many
+tokens as are sure enough takes as many forwards as it takes: of a grid of settings, tried on a seed
+of its own, those are kept for a budget that need no more forwards and write texts as diverse as 128
+forwards of one draw each, and of them the one that the judge likes best. Every line of
+``docs/head_rivals.csv`` is measured once; a stopped run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import json
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.sampler_head import RATIOS, TEMPERATURES, TUNING_SEED, Study
+from dlm_jax.cli.common import start_jax
+
+BUDGETS = (4, 8, 16)
+SEEDS = (1000, 2000, 3000)
+NUM_SAMPLES = 32
+CHARACTERS = 256
+LIMIT = 128
+FORWARDS_SLACK = 1.05
+WAVES: dict[str, Any] = {"fill": "wavefront"}
+FILLED: dict[str, Any] = WAVES | {"order": "random_filled"}
+QUOTAS: dict[str, dict[str, Any]] = {
+    "parallel": {"fill": "parallel"},
+    "waves": WAVES,
+    "waves, one-sided": WAVES | {"sampler_one_sided": True},
+    "waves, even then odd": WAVES | {"sampler_even_odd": True},
+    "all filled": FILLED,
+    "all filled, one-sided": FILLED | {"sampler_one_sided": True},
+}
+"""Kinds of sampling that commit a set number of tokens a step."""
+BOUNDS: dict[str, tuple[float, ...]] = {
+    "entropy_bound": (0.3, 1.0, 2.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0),
+    "factor": (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0),
+}
+"""Rules that commit what is sure enough, and the bounds that are tried of each."""
+OWN: dict[str, dict[str, Any]] = {
+    **{f"top-p {p}": {"sampler_top_p": p} for p in (0.99, 0.95, 0.9, 0.8)},
+    **{
+        f"ratio {ratio}, density to the {power:g}": {
+            "sampler_min_neighbors_ratio": ratio, "sampler_ratio_by_density": power,
+        }
+        for ratio, power in itertools.product(RATIOS[2:4], (1.0, 4.0))
+    },
+}  # fmt: skip
+"""Settings of the head beside those of *waves*."""
+
+
+def _quota_grid(kind: str, budget: int) -> list[dict[str, Any]]:
+    return [
+        QUOTAS[kind] | {"steps": budget, "temperature": first, "temperature_end": last}
+        for first, last in TEMPERATURES
+    ]
+
+
+def _bound_grid(order: str, fill: str) -> list[dict[str, Any]]:
+    return [
+        {"fill": fill, "order": order, order: bound, "steps": LIMIT, "temperature": temperature,
+         "temperature_end": -1.0}
+        for bound, temperature in itertools.product(BOUNDS[order], (1.0, 0.8, 0.6))
+    ]  # fmt: skip
+
+
+def _best(
+    lines: list[dict[str, str]], budget: int, floor: tuple[float, float]
+) -> dict[str, Any] | None:
+    """The settings with the lowest bits within the budget that are diverse, if there are any."""
+    found = [
+        line
+        for line in lines
+        if float(line["forwards"]) <= FORWARDS_SLACK * budget
+        and float(line["entropy"]) >= floor[0]
+        and float(line["distinct"]) >= floor[1]
+    ]
+    if not found:
+        return None
+    return json.loads(min(found, key=lambda line: float(line["bits"]))["settings"])
+
+
+def run(study: Study, name: str) -> None:
+    """Makes the measurements that are missing."""
+    (full,) = study.measure(
+        "tune", "full", [name], [TUNING_SEED],
+        {"steps": LIMIT, "fill": "parallel", "temperature": 1.0, "temperature_end": 0.3},
+    )  # fmt: skip
+    floor = float(full["entropy"]) - 0.1, float(full["distinct"]) - 0.03
+
+    def tuned(kind: str, budget: int, grid: list[dict[str, Any]]) -> dict[str, Any] | None:
+        lines = [study.measure("tune", kind, [name], [TUNING_SEED], row)[0] for row in grid]
+        return _best(lines, budget, floor)
+
+    for budget in BUDGETS:
+        kinds = {kind: _quota_grid(kind, budget) for kind in QUOTAS}
+        for order, fill in itertools.product(BOUNDS, ("parallel", "wavefront")):
+            kinds[f"{order}, {'waves' if fill == 'wavefront' else fill}"] = _bound_grid(order, fill)
+        for kind, grid in kinds.items():
+            settings = tuned(kind, budget, grid)
+            if settings is None:
+                print(f"{kind}: nothing diverse within {budget} forwards", flush=True)
+                continue
+            study.measure(f"{budget} forwards", kind, [name], list(SEEDS), settings)
+            for case, own in OWN.items() if kind == "waves" else ():
+                study.measure(f"{budget} forwards", case, [name], list(SEEDS), settings | own)
+
+
+def table(rows: list[dict[str, str]]) -> None:
+    """Prints the means over the seeds, and their intervals, as Markdown."""
+    print("| sampling | budget | forwards | judged bits/char | token entropy | distinct 4-grams | "
+          "broken pairs |")  # fmt: skip
+    print("| --- " * 7 + "|")
+    cases = dict.fromkeys(
+        (row["part"], row["case"]) for row in rows if row["part"].endswith(" forwards")
+    )
+    for part, case in sorted(cases, key=lambda key: int(key[0].split()[0])):
+        lines = [row for row in rows if (row["part"], row["case"]) == (part, case)]
+
+        def mean(column: str, lines: list[dict[str, str]] = lines) -> float:
+            return statistics.mean(float(line[column]) for line in lines)
+
+        spread = statistics.stdev(float(line["bits"]) for line in lines)
+        # Student's t of three seeds.
+        interval = 4.303 * spread / len(lines) ** 0.5
+        print(
+            f"| {case} | {part.split()[0]} | {mean('forwards'):.1f} | {mean('bits'):.3f} ± "
+            f"{interval:.3f} | {mean('entropy'):.2f} | {mean('distinct'):.3f} | "
+            f"{mean('broken'):.3f} |"
+        )
+
+
+def main() -> None:
+    """Measures or prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["run", "table"])
+    parser.add_argument("--judge", default="runs/shakespeare_judge")
+    parser.add_argument("--checkpoint", default="shakespeare")
+    parser.add_argument("--csv", default="docs/head_rivals.csv")
+    args = parser.parse_args()
+    start_jax()
+    if args.what == "table":
+        with Path(args.csv).open(newline="") as file:
+            table(list(csv.DictReader(file)))
+        return
+    study = Study(SimpleNamespace(
+        corpus="bpe", csv=args.csv, judge=args.judge, head=[args.checkpoint],
+        num_samples=NUM_SAMPLES, characters=CHARACTERS,
+    ))  # fmt: skip
+    run(study, args.checkpoint)
+    table(study.rows)
+
+
+if __name__ == "__main__":
+    main()
