@@ -103,7 +103,7 @@ class Study:
     ) -> dict[str, str]:
         model, number = self.model(path), self.args.num_samples
         settings = BASE | settings
-        chain = ("temperature", "min_p")
+        chain = ("temperature", "min_p", *(("top_p",) if "sampler_top_p" in settings else ()))
 
         def write(seed: int) -> dlm_jax.Texts:
             return dlm_jax.generate(

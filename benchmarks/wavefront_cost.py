@@ -53,7 +53,10 @@ def make_fill(network: Network, rows: int) -> Callable[..., Filled]:
         ("logit_bias",),
     )
     none_B, one_B = jnp.zeros(rows, bool), jnp.ones(rows)
-    fill = Wavefront(0.01 * one_B, none_B, none_B, one_B, none_B)
+    fill = Wavefront(
+        ratio_B=0.01 * one_B, density_power_B=0 * one_B, is_spread_B=none_B,
+        is_alternating_B=none_B, temperature_B=one_B, is_one_sided_B=none_B,
+    )  # fmt: skip
 
     def run(params: Any, hidden_BLD: Any, tokens_BL: Any, length_B: Any, is_open_BL: Any) -> Filled:
         context = Context(tokens_BL, jnp.zeros_like(tokens_BL), ~is_open_BL, length_B)

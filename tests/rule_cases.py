@@ -148,7 +148,7 @@ def samples(name: str, count: int, seed: int = 0) -> list[SampleConfig]:
             sampler_one_sided=index % 3 == 1,
             sampler_temperature=(1.0, 0.6)[index % 2],
             sampler_ratio_by_density=(0.0, 1.5)[index // 2 % 2],
-            sampler_top_p=(1.0, 0.9, 0.5)[index % 3],
+            sampler_top_p=(0.0, 0.9, 0.5)[index % 3],
         )
         for index in range(count)
     ]

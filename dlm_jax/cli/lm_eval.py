@@ -47,7 +47,7 @@ def with_own_tasks(arguments: Sequence[str]) -> list[str]:
     An ``--include_path`` of the caller's stays the only one, as the harness takes no second.
     """
     flags = {argument.split("=")[0] for argument in arguments}
-    has_tasks = flags & {"--tasks", "-t"} or arguments[:1] in (["ls"], ["validate"])
+    has_tasks = flags & {"--tasks", "-t"} or [*arguments[:1]] in (["ls"], ["validate"])
     if not has_tasks or "--include_path" in flags:
         return list(arguments)
     own = resources.files("dlm_jax.harness").joinpath("tasks")

@@ -87,15 +87,21 @@ class AsyncEngine:
                     return
 
     async def close(self) -> None:
-        """Ends the engine once the turn under way is over; who still waits gets a ValueError."""
+        """Ends the engine once the turn under way is over; who still waits gets a ValueError.
+
+        Raises:
+          Exception: what the engine failed with, if it did; it is closed all the same.
+        """
         self._is_closing = True
-        if self._driver is not None:
-            self._driver.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._driver
-        await asyncio.to_thread(self._thread.shutdown)
-        self.engine.close()
-        self._fail(ValueError("the engine is closed; make another one"))
+        try:
+            if self._driver is not None:
+                self._driver.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self._driver
+        finally:
+            await asyncio.to_thread(self._thread.shutdown)
+            self.engine.close()
+            await self._fail(ValueError("the engine is closed; make another one"))
 
     @contextlib.asynccontextmanager
     async def _submitted(
@@ -120,7 +126,7 @@ class AsyncEngine:
         told: asyncio.Queue[Row | Exception],
     ) -> Ticket:
         while True:
-            if self._driver is not None and self._driver.done():
+            if self._is_closing:
                 raise ValueError("the engine is closed, or has failed; make another one")
             # No other task runs between the two, so that whoever waits for room is woken.
             async with self._room:
@@ -149,7 +155,8 @@ class AsyncEngine:
                 turn = loop.run_in_executor(self._thread, self._until_told)
                 step = await asyncio.shield(turn)
             except Exception as error:
-                self._fail(error)
+                self._is_closing = True
+                await self._fail(error)
                 raise
             for ticket, row in step.progress.items():
                 if ticket in self._told:
@@ -173,11 +180,13 @@ class AsyncEngine:
             if is_told or self._is_closing or not self.engine.is_busy:
                 return step
 
-    def _fail(self, error: Exception) -> None:
-        """Tells everybody who waits."""
+    async def _fail(self, error: Exception) -> None:
+        """Tells everybody who waits, for a row or for room."""
         for told in self._told.values():
             told.put_nowait(error)
         self._told.clear()
+        async with self._room:
+            self._room.notify_all()
 
 
 def _row(told: Row | Exception) -> Row:

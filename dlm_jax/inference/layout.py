@@ -37,11 +37,16 @@ def layout_of(program: Program, params: Params) -> Layout:
     layout = _alive.get(key)
     if layout is None:
         with devices.used(program.rows):
-            layout = Layout(params, _jitted(cached.ready)(params))
+            layout = Layout(params, params | _added(cached.ready)(params))
         _alive[key] = layout
     return layout
 
 
 @functools.lru_cache(maxsize=64)
-def _jitted(ready: Callable[[Params], Params]) -> Callable[[Params], Params]:
-    return jax.jit(ready)
+def _added(ready: Callable[[Params], Params]) -> Callable[[Params], Params]:
+    """What `ready` adds to parameters or changes: the outputs of a program are new arrays, all."""
+
+    def added(params: Params) -> Params:
+        return {name: leaf for name, leaf in ready(params).items() if params.get(name) is not leaf}
+
+    return jax.jit(added)

@@ -172,6 +172,7 @@ class Slots:
         Do not use these slots again.
         """
         made = Slots(loop, self._params, self.kind, num_slots, max_candidates=self._max_candidates)
+        made._layout = self._layout
         held = self.held
         index = np.zeros(num_slots, np.int32)
         index[: len(held)] = held

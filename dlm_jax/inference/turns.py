@@ -98,12 +98,15 @@ class Turns:
             queue = self._choose()
         if queue is None:
             return Turn([], [])
+        ended: list[tuple[Entry, Row]] = []
         try:
             slots = self._slots(queue)
-            ended = self._run(queue, slots, num_steps)
+            self._run(queue, slots, num_steps, ended)
             shown = self._shown(queue, slots)
         except Exception as error:
-            ended, shown = self._failed(queue, error), []
+            if not queue.running and not ended:
+                raise
+            ended, shown = [*ended, *self._failed(queue, error)], []
         with self._lock:
             self._leave(queue)
         return Turn(ended, shown)
@@ -114,8 +117,11 @@ class Turns:
             row = unstarted(entry, Status.CANCELLED, mask_id=self._mask_id)
         else:
             assert queue.slots is not None
-            row = queue.slots.rows([entry.slot])[entry.slot]
-            row = dataclasses.replace(row, status=Status.CANCELLED)
+            try:
+                row = queue.slots.rows([entry.slot])[entry.slot]
+                row = dataclasses.replace(row, status=Status.CANCELLED)
+            except Exception as error:  # what its slots hold is lost; the others will be told
+                row = unstarted(entry, Status.FAILED, mask_id=self._mask_id, error=error)
             queue.leaving.add(entry.slot)
             del queue.running[entry.slot]
         with self._lock:
@@ -196,15 +202,17 @@ class Turns:
             slots.put(changes)
         return any(entry.is_watched for entry in new.values())
 
-    def _run(self, queue: Queue, slots: Slots, num_steps: int | None) -> list[tuple[Entry, Row]]:
-        """The rows that end in a turn."""
+    def _run(
+        self, queue: Queue, slots: Slots, num_steps: int | None, ended: list[tuple[Entry, Row]]
+    ) -> None:
+        """Adds the rows that end in a turn, before their slots go to others, which may fail."""
         if not self.is_together:
             queue.totals = queue.counts()
         todo = queue.totals
         # A row that is watched is shown before its first step.
         is_shown_first = todo.fills + todo.leaving > 0 and self._fill(queue, slots)
         if num_steps == 0 or not todo.running + todo.fills or is_shown_first:
-            return []
+            return
         waits = todo.waiting > todo.fills and not queue.is_draining
         if num_steps is None:
             is_watched = any(entry.is_watched for entry in queue.running.values())
@@ -223,11 +231,10 @@ class Turns:
             taken=steps if waits else 0,
             offered=slot_steps if waits else 0,
         )
-        ended = [(queue.running.pop(slot), row) for slot, row in rows.items()]
+        ended += [(queue.running.pop(slot), row) for slot, row in rows.items()]
         slots.take_out(taken.ended)
         if not self.is_together:
             self._fill(queue, slots)
-        return ended
 
     def _shown(self, queue: Queue, slots: Slots) -> list[tuple[Entry, Row]]:
         watched = [slot for slot, entry in queue.running.items() if entry.is_watched]
@@ -236,8 +243,6 @@ class Turns:
     def _failed(self, queue: Queue, error: Exception) -> list[tuple[Entry, Row]]:
         """The rows of a program that failed, whose state is lost."""
         entries = list(queue.running.values())
-        if not entries:
-            raise error
         queue.running.clear()
         return [
             (entry, unstarted(entry, Status.FAILED, mask_id=self._mask_id, error=error))

@@ -125,6 +125,44 @@ def test_turns_go_on_without_the_event_loop_and_take_up_what_comes(monkeypatch):
     assert calls[:4] == [1, 1, 1, 2], "a request that finds a free slot is in the next call"
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_waits_for_room_is_told_of_the_end(fails, monkeypatch):
+    """And an engine that has failed is closed all the same."""
+    (long,) = make_requests(MODEL, "", {"gen_length": 30, "steps": 30})
+    in_turn, let_go = threading.Event(), threading.Event()
+    step = Engine.step
+
+    def held(engine, num_steps):
+        in_turn.set()
+        assert let_go.wait(60)
+        if fails:
+            raise RuntimeError("device lost")
+        return step(engine, num_steps)
+
+    monkeypatch.setattr(Engine, "step", held)
+
+    async def main():
+        engine = await AsyncEngine(_engine(max_waiting=1)).__aenter__()
+        tasks = [asyncio.create_task(engine.row(long)) for _ in range(3)]
+        await asyncio.to_thread(in_turn.wait, 60)
+        await asyncio.sleep(0.01)
+        asyncio.get_running_loop().call_later(0.05, let_go.set)
+        if fails:
+            told = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+            with pytest.raises(RuntimeError, match="device lost"):
+                await engine.close()
+        else:
+            await engine.close()
+            told = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        with pytest.raises(ValueError, match="the engine is closed"):
+            step(engine.engine)
+        return told
+
+    told = asyncio.run(main())
+    assert all(isinstance(one, ValueError | RuntimeError) for one in told)
+    assert sum("device lost" in str(one) for one in told) == (1 if fails else 0)
+
+
 def test_closing_tells_those_who_wait():
     (long,) = make_requests(MODEL, "", {"gen_length": 30, "steps": 30})
 

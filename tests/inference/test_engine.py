@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import dlm_jax
 from dlm_jax.inference.engine import Engine, EngineFullError
 from dlm_jax.inference.request import make_requests
+from dlm_jax.inference.slots import Slots
 from dlm_jax.inference.waiting import Ticket
 from dlm_jax.types import Status
 
@@ -249,6 +250,32 @@ def test_a_program_that_fails_takes_the_rows_that_it_ran_and_no_others():
         rows = _all(engine)
     assert [rows[n].status for n in range(6)] == [Status.FAILED] * 5 + [Status.CANCELLED]
     assert "cannot be compiled" in str(rows[0].error)
+
+
+def test_rows_that_ended_come_out_though_those_behind_them_cannot_begin(monkeypatch):
+    put, calls = Slots.put, []
+
+    def second_fails(slots, changes):
+        calls.append(changes)
+        if len(calls) == 2:
+            raise RuntimeError("no room for more")
+        put(slots, changes)
+
+    asked = [{"gen_length": 6, "steps": (2, 6)[number % 2]} for number in range(2 * SLOTS)]
+    requests = [make_requests(MODEL, "A ", settings)[0] for settings in asked]
+    with Engine(MODEL, sizes=(SLOTS,)) as engine:
+        for one in requests:
+            engine.submit(one)
+        monkeypatch.setattr(Slots, "put", second_fails)
+        rows = {}
+        for _ in range(100):
+            rows |= {ticket.number: row for ticket, row in engine.step(1).finished.items()}
+    assert sorted(rows) == list(range(2 * SLOTS)), "every ticket comes out"
+    ended = [number for number in range(SLOTS) if asked[number]["steps"] == 2]
+    assert all(rows[number].status == Status.DONE for number in ended)
+    failed = [row for row in rows.values() if row.status == Status.FAILED]
+    assert len(failed) >= SLOTS - len(ended)
+    assert all("no room for more" in str(row.error) for row in failed)
 
 
 # Bad input

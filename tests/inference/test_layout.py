@@ -26,6 +26,17 @@ def test_one_layout_is_shared_by_all_who_read_the_same_parameters():
             np.testing.assert_array_equal(leaf, stacked[number])
 
 
+def test_nothing_but_the_layers_is_held_twice():
+    network = build(toy.config())
+    program, params = canvases.program(network), toy.random_params(network)
+    made = layout_of(program, params).ready
+    assert {name for name in made if made[name] is not params.get(name)} == {"layers"}
+    deep = build(toy.config(depth=17))
+    params = toy.random_params(deep)
+    made = layout_of(canvases.program(deep), params).ready
+    assert all(made[name] is params[name] for name in made | params)
+
+
 def test_a_layout_goes_with_the_last_who_reads_it():
     network = build(toy.config())
     program, params = canvases.program(network), toy.random_params(network)

@@ -7,7 +7,7 @@ wave does; the cost follows the holes (`docs/design.md`, readings of the sampler
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,7 +25,6 @@ from dlm_jax.sampling.propose.protocol import (
     no_candidates,
 )
 from dlm_jax.sampling.propose.waves import NEVER, bootstrap, by_density, distance
-from dlm_jax.sampling.transforms.truncate import in_nucleus
 from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, rule
 from dlm_jax.types import Network, Params
 
@@ -37,9 +36,6 @@ _ACCELERATOR_CHUNK = 1024
 _CPU_LOGITS = 2**20
 _LEAST = 16
 _FEW_TOKENS = 16
-# What a token outside the head's nucleus loses, in nats. It is not -inf, so that a chain that bans
-# the whole nucleus (a pattern, a bias) still finds the likeliest of the others.
-_OUTSIDE = 2.0**14
 
 
 SAMPLER_MIN_NEIGHBORS_RATIO = Setting(
@@ -49,7 +45,7 @@ SAMPLER_MIN_NEIGHBORS_RATIO = Setting(
 )  # fmt: skip
 SAMPLER_RATIO_BY_DENSITY = Setting(
     "sampler_ratio_by_density", 0.0,
-    "wavefront: that share is multiplied by this power of the share of the row that is open",
+    "wavefront: that share is multiplied by this power of open / (open + filled)",
     low=0.0, high=16.0,
 )  # fmt: skip
 SAMPLER_SPREAD_SEEDS = Setting(
@@ -67,11 +63,6 @@ SAMPLER_ONE_SIDED = Setting(
 SAMPLER_TEMPERATURE = Setting(
     "sampler_temperature", 1.0,
     "wavefront: divides the sampler head's logits, before the chain", low=ABOVE_ZERO, high=1e6,
-)  # fmt: skip
-SAMPLER_TOP_P = Setting(
-    "sampler_top_p", 1.0,
-    "wavefront: nucleus mass of the sampler head's logits, before the chain, in (0, 1]; 1 is off",
-    low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to turn it off",
 )  # fmt: skip
 
 
@@ -95,9 +86,6 @@ class Wavefront(FillRule):
       is_alternating_B: True for rows where odd positions of a wave wait for its even ones, so that
         no two neighbours are filled blind to each other.
       temperature_B: float32 above 0, of the sampler head's logits, before the chain.
-      top_p_B: float32 in (0, 1], nucleus of the sampler head's logits after that division, among
-        the ids that are not banned; the chain follows. A token outside it is drawn only where the
-        chain leaves no other.
       is_one_sided_B: True for rows where a run between two filled tokens grows from its left end
         alone. From both ends, the tokens of a wave are blind to each other, which matters the more
         the shorter the run.
@@ -108,7 +96,6 @@ class Wavefront(FillRule):
     is_spread_B: jax.Array = per_row(SAMPLER_SPREAD_SEEDS)
     is_alternating_B: jax.Array = per_row(SAMPLER_EVEN_ODD)
     temperature_B: jax.Array = per_row(SAMPLER_TEMPERATURE)
-    top_p_B: jax.Array = per_row(SAMPLER_TOP_P)
     is_one_sided_B: jax.Array = per_row(SAMPLER_ONE_SIDED)
 
     @classmethod
@@ -145,32 +132,10 @@ class Wavefront(FillRule):
         level_BL = jnp.where(is_grown_BL, 2 * wave_BL + is_late_BL, NEVER)
         level_BL = jnp.where(is_first_BL, 0, jnp.where(is_seen_BL, _GIVEN, level_BL))
         drawn = _grow(
-            reader, writer, drawn, level_BL, is_grown_BL, wanted.tokens_BL, self._drawable
+            reader, writer, drawn, level_BL, is_grown_BL, wanted.tokens_BL, self.temperature_B
         )
         waves_B = jnp.max(jnp.where(is_grown_BL, wave_BL, 0), axis=1)
         return drawn.filled(is_open_BL.shape, waves_B, jnp.sum(is_first_BL, axis=1))
-
-    def _drawable(
-        self, clean_NV: jax.Array, row_N: jax.Array, is_real_N: jax.Array, banned_ids: Sequence[int]
-    ) -> jax.Array:
-        """The sampler head's logits as they go into the chain."""
-        divisor_N, top_p_N = self.temperature_B[row_N], self.top_p_B[row_N]
-        is_cut_N = is_real_N & (top_p_N < 1)
-
-        def cut(x_NV: jax.Array) -> jax.Array:
-            banned = jnp.array(banned_ids, jnp.int32)
-            allowed_NV = x_NV.at[:, banned].set(-jnp.inf) if banned_ids else x_NV
-            count_N = jnp.where(is_cut_N, 1, x_NV.shape[1])
-            is_kept_NV = in_nucleus(allowed_NV, top_p_N, count_N) | ~is_cut_N[:, None]
-            return jnp.where(is_kept_NV, x_NV, x_NV - _OUTSIDE)
-
-        drawable_NV = jax.lax.cond(
-            jnp.any(divisor_N != 1.0),
-            lambda x: jnp.where(divisor_N[:, None] == 1.0, x, x / divisor_N[:, None]),
-            lambda x: x,
-            clean_NV,
-        )
-        return jax.lax.cond(jnp.any(is_cut_N), cut, lambda x: x, drawable_NV)
 
 
 def _wave_chunk(vocab_size: int) -> int:
@@ -221,7 +186,7 @@ def _grow(
     level_BL: jax.Array,
     is_grown_BL: jax.Array,
     tokens_BL: jax.Array,
-    drawable: Callable[..., jax.Array],
+    temperature_B: jax.Array,
 ) -> Drawn:
     """`drawn` with the sampler head's candidates, level by level."""
     network, reach = reader.network, reader.network.sampler_context
@@ -252,7 +217,13 @@ def _grow(
         is_real_N = is_rest_N & (level_P[places_N] == level_P[places_N[0]])
         left, right = beside(drawn, places_N, -1), beside(drawn, places_N, 1)
         clean_NV = reader.output.read(head(left, right), places_N)
-        drawable_NV = drawable(clean_NV, places_N // num_positions, is_real_N, writer.banned_ids)
+        divisor_N = temperature_B[places_N // num_positions]
+        drawable_NV = jax.lax.cond(
+            jnp.any(divisor_N != 1.0),
+            lambda x: jnp.where(divisor_N[:, None] == 1.0, x, x / divisor_N[:, None]),
+            lambda x: x,
+            clean_NV,
+        )
         drawn = writer.write(drawn, places_N, is_real_N, clean_NV, drawable_NV)
         return first + jnp.sum(is_real_N), drawn
 

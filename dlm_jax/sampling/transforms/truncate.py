@@ -33,6 +33,11 @@ TOP_P = Setting(
     "top_p", 1.0, "nucleus mass in (0, 1]; 1 is off",
     low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to turn it off",
 )  # fmt: skip
+SAMPLER_TOP_P = Setting(
+    "sampler_top_p", 0.0,
+    "top_p: of the tokens that a sampler head draws; 0 is that of the others, 1 is off",
+    low=0.0, high=1.0,
+)  # fmt: skip
 TYPICAL_P = Setting(
     "typical_p", 1.0, "typical mass in (0, 1]; 1 is off",
     low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to turn it off",
@@ -94,15 +99,31 @@ class TopP(Truncation):
 
     p_B: Array = per_row(TOP_P)
     min_keep_B: Array = per_row(MIN_KEEP)
+    grown_p_B: Array = per_row(SAMPLER_TOP_P)
 
     def is_active(self) -> Array:
-        """True where p < 1."""
-        return self.p_B < 1
+        """True where p < 1, or that of the sampler head is."""
+        return (self.p_B < 1) | (self._grown_p() < 1)
+
+    def _grown_p(self) -> Array:
+        """The p of tokens that the sampler head draws."""
+        return jnp.where(self.grown_p_B == 0, self.p_B, self.grown_p_B)
 
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
         """Logits with all but the nucleus at -inf."""
-        count_N = _count_or_all(self, logits_NV, at)
-        return masked(in_nucleus(logits_NV, self.p_B[at.row_N], count_N), logits_NV, self, at)
+        p_N = jnp.where(at.is_grown, self._grown_p(), self.p_B)[at.row_N]
+        is_off_N = p_N >= 1
+        count_N = jnp.where(is_off_N, logits_NV.shape[1], _count_or_all(self, logits_NV, at))
+        max_N, weight_NC = vocab.exp_columns(logits_NV)
+        is_kept_NV = keeps_prefix(
+            logits_NV,
+            value=lambda block: block,
+            weight=lambda block: jnp.exp(block - max_N[:, None]),
+            top_N=max_N,
+            mass_N=p_N * weight_NC.sum(-1),
+            count_N=count_N,
+        )
+        return jnp.where(is_kept_NV | is_off_N[:, None], logits_NV, -jnp.inf)
 
 
 @rule
@@ -269,19 +290,6 @@ def _count_or_all(transform: Any, logits_NV: Array, at: At) -> Array:
     is_active_N = (transform.is_active()[at.row_N]) & at.is_real_N
     count_N = jnp.where(is_active_N, transform.min_keep_B[at.row_N], logits_NV.shape[1])
     return count_N.astype(jnp.float32)
-
-
-def in_nucleus(logits_NV: Array, p_N: Array, count_N: Array) -> Array:
-    """True at the likeliest tokens up to mass p, `count_N` at least; a count of V keeps all."""
-    max_N, weight_NC = vocab.exp_columns(logits_NV)
-    return keeps_prefix(
-        logits_NV,
-        value=lambda block: block,
-        weight=lambda block: jnp.exp(block - max_N[:, None]),
-        top_N=max_N,
-        mass_N=p_N * weight_NC.sum(-1),
-        count_N=count_N.astype(jnp.float32),
-    )
 
 
 def masked(is_kept_NV: Array, logits_NV: Array, transform: Any, at: At) -> Array:

@@ -144,7 +144,11 @@ class Filler:
         if not in_waves:
             return Parallel()
         never_B, one_B = jnp.zeros(num_rows, bool), jnp.ones(num_rows)
-        return Wavefront(one_B * self.min_neighbors_ratio, never_B, never_B, one_B, never_B)
+        return Wavefront(
+            ratio_B=one_B * self.min_neighbors_ratio, density_power_B=0 * one_B,
+            is_spread_B=never_B, is_alternating_B=never_B, temperature_B=one_B,
+            is_one_sided_B=never_B,
+        )  # fmt: skip
 
 
 def _bans(ids: tuple[int, ...], num_rows: int) -> Chain:

@@ -17,7 +17,7 @@ from oracles import wavefront as oracle
 from dlm_jax.sampling.draw import draw
 from dlm_jax.sampling.output import TrunkOutput
 from dlm_jax.sampling.propose import CandidateWriter, Filled, Reader, Wanted, Wavefront
-from dlm_jax.sampling.transforms import Context, Temperature, chain
+from dlm_jax.sampling.transforms import Context, Temperature, TopP, chain
 from dlm_jax.types import Network
 
 ROWS, POSITIONS, WIDTH, V = 8, 24, 8, toy.VOCAB_SIZE
@@ -94,7 +94,7 @@ class Canvas(NamedTuple):
     temperature_B: Any
     is_one_sided_B: Any
     density_power_B: Any
-    top_p_B: Any
+    sampler_top_p_B: Any
 
 
 def _pictured(pictures: list[str], seed: int = 0, **changes) -> Canvas:
@@ -123,7 +123,7 @@ def _pictured(pictures: list[str], seed: int = 0, **changes) -> Canvas:
         "temperature_B": np.ones(num_rows),
         "is_one_sided_B": np.zeros(num_rows, bool),
         "density_power_B": np.zeros(num_rows),
-        "top_p_B": np.ones(num_rows),
+        "sampler_top_p_B": np.zeros(num_rows),
     }
     return Canvas(**every | changes)
 
@@ -168,7 +168,7 @@ def _random_canvas(seed: int, chain_temperature: float = GREEDY) -> Canvas:
         guidance_B=rng.choice([0.0, 0.0, 0.5], ROWS),
         is_one_sided_B=rng.random(ROWS) < 0.4,
         density_power_B=rng.choice([0.0, 0.0, 0.5, 2.0], ROWS),
-        top_p_B=rng.choice([1.0, 0.3, 0.8], ROWS),
+        sampler_top_p_B=rng.choice([0.0, 1.0, 0.3, 0.8], ROWS),
     )
 
 
@@ -185,7 +185,8 @@ def _propose(network, params, canvas: Canvas, own_BL, *, chunk: int, banned=BANN
     length_B = jnp.sum(canvas.tokens_BL != toy.PAD, axis=1)
     order_BL = jnp.full(canvas.tokens_BL.shape, -1)
     bans, _ = canvases.make_chain([1.0] * ROWS).transforms
-    full = chain(bans, Temperature(canvas.chain_temperature_B))
+    top_p = TopP(jnp.ones(ROWS), jnp.ones(ROWS, jnp.int32), canvas.sampler_top_p_B)
+    full = chain(bans, top_p, Temperature(canvas.chain_temperature_B))
     context = Context(canvas.tokens_BL, order_BL, canvas.is_visible_BL, length_B)
     fill = Wavefront(
         ratio_B=canvas.ratio_B,
@@ -194,7 +195,6 @@ def _propose(network, params, canvas: Canvas, own_BL, *, chunk: int, banned=BANN
         temperature_B=canvas.temperature_B,
         is_one_sided_B=canvas.is_one_sided_B,
         density_power_B=canvas.density_power_B,
-        top_p_B=canvas.top_p_B,
     )
     output = TrunkOutput(canvas.hidden_BLD, canvas.bare_BLD, canvas.guidance_B)
     writer = CandidateWriter(
@@ -269,7 +269,7 @@ def _expected(canvas: Canvas, row: int, *, reach: int = 1) -> tuple[oracle.Fille
             is_one_sided=canvas.is_one_sided_B[row],
             temperature=canvas.temperature_B[row],
             density_power=canvas.density_power_B[row],
-            top_p=canvas.top_p_B[row],
+            top_p=canvas.sampler_top_p_B[row] or 1.0,
             banned=BANNED,
             context=reach,
         ),
@@ -425,25 +425,6 @@ def test_equally_sure_positions_are_seeds_from_the_left():
     ours = _fill(canvas)
     for row in range(ROWS):
         _assert_row_is(ours, row, canvas, _expected(canvas, row)[0])
-
-
-def test_where_the_chain_bans_the_whole_nucleus_the_likeliest_other_token_is_drawn():
-    canvas = _same_rows("voooov" * 4)._replace(top_p_B=np.full(ROWS, 1e-6))
-    program = jax.jit(
-        functools.partial(_propose, banned=()), static_argnums=0, static_argnames="chunk"
-    )
-    liked = {**PARAMS, "out": PARAMS["out"].copy()}
-    liked["out"][:, BANNED[0]] *= 10
-
-    def fill(canvas):
-        args = _on_device((liked, canvas, canvas.own_BL))
-        return jax.tree.map(np.asarray, program(_network(1), *args, chunk=64))
-
-    ours = fill(canvas)
-    assert ours.is_finite_B.all()
-    assert not np.isin(ours.proposal.tokens_BL[canvas.is_open_BL], BANNED).any()
-    without = fill(canvas._replace(top_p_B=np.ones(ROWS)))
-    np.testing.assert_array_equal(ours.proposal.tokens_BL, without.proposal.tokens_BL)
 
 
 def test_own_tokens_are_scored_under_the_main_head_and_change_nothing_else():
