@@ -22,7 +22,15 @@ EDIT_GAIN = Setting(
     "edit_gain", 0.0, "likelihood: nats by which an edit must make the text likelier, >= 0",
     low=0.0, high=1e6,
 )  # fmt: skip
+EDIT_HIDDEN = Setting(
+    "edit_hidden", 0,
+    "likelihood: tokens on either side of an edit that are hidden while texts are compared; 0 is "
+    "none, and compares whole texts",
+    low=0, high=16,
+)  # fmt: skip
 _NUM_KINDS = 3
+_ALL = 1e3
+"""Nats that no token is behind another."""
 
 
 @rule
@@ -37,11 +45,18 @@ class Likelihood(EditRule):
     what is inserted is no hole. A row at its capacity gains no token. For models trained to
     proofread: of others the likelihood of visible tokens says little.
 
+    With `num_hidden` the texts are compared where they differ alone: the tokens around the edit are
+    hidden, and read one after the other, as if the model wrote them between what stands on either
+    side. A misprint that was copied into the prediction of its own place is not believed there. So
+    a candidate needs no lead, and the margins do not count: the best are tried, by how many nats a
+    token is ahead of the one that is there.
+
     Attributes:
       insert_margin_B: float32, at least 0: what the lead of the likeliest token must exceed.
       delete_margin_B: float32, at least 0: what that of the successor must exceed.
       gain_B: float32, at least 0, in nats.
       num_trials: candidates of a row and step.
+      num_hidden: tokens on either side of an edit that are hidden; see `EditRule.num_hidden`.
     """
 
     reads_likeliest = True
@@ -50,6 +65,7 @@ class Likelihood(EditRule):
     delete_margin_B: jax.Array = per_row(DELETE_MARGIN)
     gain_B: jax.Array = per_row(EDIT_GAIN)
     num_trials: int = static(EDIT_TRIALS)
+    num_hidden: int = static(EDIT_HIDDEN)
 
     @classmethod
     def check(cls, row: Any) -> None:
@@ -69,17 +85,12 @@ class Likelihood(EditRule):
         assert snapshot.best_id_BL is not None
         num_rows, num_positions = cells.tokens_BL.shape
         is_open_BL = live_positions(cells.length_B, num_positions) & context.is_open_BL
-        lead_BL = scores.leads(cells, snapshot, mask_id=mask_id)
-        lead_BL -= self.insert_margin_B[:, None]
+        lead_BL, misfit_BL = self._worth(context)
         is_new_BL = is_open_BL & (snapshot.best_id_BL >= 0)
         is_new_BL &= snapshot.best_id_BL != cells.tokens_BL
         is_kept_space_BL = (cells.tokens_BL == context.space_id) & ~cells.inserted_BL
         may_go_BL = is_open_BL & ~cells.frozen_BL & (cells.tokens_BL != mask_id)
         may_go_BL &= ~is_kept_space_BL
-        none_B = jnp.zeros(num_rows)
-        misfit_BL = scores.deletion_scores(
-            cells, snapshot, self.delete_margin_B, none_B, mask_id=mask_id
-        )
         has_room_B1 = (cells.length_B < context.capacity_B)[:, None]
         worth_BLK = jnp.stack([
             jnp.where(is_new_BL & has_room_B1, lead_BL, 0.0),
@@ -100,6 +111,23 @@ class Likelihood(EditRule):
             jnp.zeros(is_real_KB.shape, jnp.int32),
             jnp.broadcast_to(snapshot.best_id_BL, is_there_KBL.shape),
         ), is_real_KB
+
+    def _worth(self, context: EditContext) -> tuple[jax.Array, jax.Array]:
+        """What speaks for another token at a place, and for the one there to go, if above 0."""
+        cells, snapshot, mask_id = context.cells, context.snapshot, context.mask_id
+        if not self.num_hidden:
+            lead_BL = scores.leads(cells, snapshot, mask_id=mask_id)
+            misfit_BL = scores.deletion_scores(
+                cells, snapshot, self.delete_margin_B, jnp.zeros_like(self.gain_B), mask_id=mask_id
+            )
+            return lead_BL - self.insert_margin_B[:, None], misfit_BL
+        assert snapshot.best_BL is not None and snapshot.is_due_BL is not None
+        is_token_BL = scores.is_token(cells, mask_id=mask_id)
+        is_pair_BL = is_token_BL & scores.right_of(is_token_BL)
+        is_asked_BL = is_token_BL & ~cells.frozen_BL & ~(is_pair_BL & snapshot.is_due_BL)
+        lead_BL = jnp.where(is_asked_BL, snapshot.best_BL - snapshot.own_BL, -_ALL)
+        misfit_BL = jnp.where(is_pair_BL, snapshot.right_BL - snapshot.own_BL, -_ALL)
+        return lead_BL.at[:, 0].set(-_ALL) + _ALL, misfit_BL + _ALL
 
     def select(self, context: EditContext) -> Edits:
         """The candidate with the largest gain, the first of equal ones, if it is large enough."""

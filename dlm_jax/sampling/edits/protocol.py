@@ -19,7 +19,8 @@ class Tried(NamedTuple):
       edits: with one more axis, ``[K, B, L]`` and ``[K, B]``.
       is_real_KB: True for those that there are.
       gain_KB: float32, how much likelier the text becomes, in nats: the sum over its tokens of
-        their log-probabilities, each where the others stand, less that of the text as it is.
+        their log-probabilities, each where the others stand, less that of the text as it is; or
+        the log-probability of the tokens around the edit, together, less that of those before it.
     """
 
     edits: Edits
@@ -66,8 +67,12 @@ class EditRule(Rule):
     """Whether the rule reads ``best_BL``, ``is_due_BL`` and ``best_id_BL`` of the snapshot."""
 
     num_trials: int = 0
-    """Edits of each row that `select` wants tried, K; static. The forward over the texts that they
-    make, and over the text as it is, counts as K + 1 for every row that has candidates."""
+    """Edits of each row that `select` wants tried, K; static. Each text that is read for that is a
+    forward of the rows that have candidates: K, and the text as it is."""
+
+    num_hidden: int = 0
+    """Tokens on either side of an edit that are hidden while texts are compared, H; static. Then
+    ``2 K (2 H + 2)`` texts are read; with 0, no token is hidden."""
 
     @classmethod
     def inserts(cls, row: Any) -> bool:

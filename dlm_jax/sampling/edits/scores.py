@@ -23,10 +23,11 @@ class Snapshot(NamedTuple):
     Attributes:
       own_BL: float32 log-probability of the token that stands at each position, in nats.
       right_BL: float32 log-probability, at the same position, of the token to its right.
-      best_BL: float32 log-probability of the likeliest token there, or that of the token itself
-        where the likeliest may not be written; None where no rule reads it.
-      is_due_BL: True where the likeliest is the token to its right; None likewise.
-      best_id_BL: int32 id of the likeliest token, -1 where it may not be written; None likewise.
+      best_BL: float32 log-probability of the likeliest other token there (of any where one was
+        drawn), or that of the token itself where it may not be written; None where no rule reads
+        it.
+      is_due_BL: True where that is the token to its right; None likewise.
+      best_id_BL: int32 id of it, -1 where it may not be written; None likewise.
     """
 
     own_BL: jax.Array

@@ -82,7 +82,8 @@ class Filled(NamedTuple):
       waves_B: int32, waves of the sampler head's fill; 0 for a parallel one.
       bootstrapped_B: int32, positions of it that the LM head drew, as nothing near was filled.
       total_BL: float32, the LM head's log-normaliser where it was read; None if not wanted.
-      best_BL: int32, its likeliest id there, -1 where that is banned; likewise.
+      best_BL: int32, its likeliest id there, of others than the one that is scored there; -1 where
+        that is banned; likewise.
     """
 
     proposal: Proposal
@@ -122,7 +123,7 @@ class Drawn(NamedTuple):
     """Candidates as they are found: those of `Proposal`, flat over rows and positions.
 
     ``is_finite_B`` is False for rows with a position whose clean logits cannot be drawn from;
-    ``total_P`` and ``best_P`` are the LM head's log-normaliser and likeliest id, or None.
+    ``total_P`` and ``best_P`` are the LM head's log-normaliser and likeliest other id, or None.
     """
 
     tokens_P: jax.Array
@@ -223,7 +224,11 @@ class CandidateWriter:
             total_N = max_N + jnp.log(weight_NC.sum(-1))
             total_P = put(total_P, total_N)
             if best_P is not None:
-                best_N = vocab.argmax(clean_NV).astype(jnp.int32)
+                other_NV = clean_NV
+                if own_N is not None:
+                    ids_1V = jnp.arange(clean_NV.shape[1])[None]
+                    other_NV = jnp.where(ids_1V == own_N[:, None], -jnp.inf, clean_NV)
+                best_N = vocab.argmax(other_NV).astype(jnp.int32)
                 banned_1K = jnp.array(self.banned_ids, jnp.int32)[None]
                 is_banned_N = jnp.any(best_N[:, None] == banned_1K, axis=1)
                 best_P = put(best_P, jnp.where(is_banned_N, -1, best_N))

@@ -24,8 +24,10 @@ CLEAR = 1e-4
 """What float32 can tell apart: a lead below this decides nothing."""
 
 
-def _rule(**columns) -> Likelihood:
-    sample = SampleConfig(edit=True, edit_scoring="likelihood", edit_trials=TRIALS)
+def _rule(num_hidden: int = 0, **columns) -> Likelihood:
+    sample = SampleConfig(
+        edit=True, edit_scoring="likelihood", edit_trials=TRIALS, edit_hidden=num_hidden
+    )
     rule = Likelihood.pack([sample] * ROWS, None)
     return dataclasses.replace(rule, **{k: jnp.asarray(v) for k, v in columns.items()})
 
@@ -60,6 +62,22 @@ def _likelihood(tokens: list[int]) -> float:
     return sum(logp[i, token] for i, token in enumerate(tokens))
 
 
+def _span(tokens: list[int], begin: int, end: int) -> float:
+    """Each token of the span while it and what follows in the span are hidden."""
+    end, total = min(end, len(tokens)), 0.0
+    for at in range(max(begin, 0), end):
+        shown = tokens[:at] + [toy.MASK] * (end - at) + tokens[end:]
+        total += _log_softmax(shown)[at, tokens[at]]
+    return total
+
+
+def _gain(before: list[int], after: list[int], at: int, num_hidden: int) -> float:
+    if not num_hidden:
+        return _likelihood(after) - _likelihood(before)
+    begin, end = at - num_hidden, at + 1 + num_hidden
+    return _span(after, begin, end + len(after) - len(before)) - _span(before, begin, end)
+
+
 Edit = tuple[str, int]
 Cell = tuple[int, bool, bool]
 """Token, frozen, inserted."""
@@ -74,10 +92,22 @@ def _made(cells: list[Cell], edit: Edit, token: int) -> list[Cell]:
 
 
 def _candidates(
-    cells: list[Cell], logp: np.ndarray, has_room: bool, margins: tuple[float, float]
+    cells: list[Cell],
+    logp: np.ndarray,
+    has_room: bool,
+    margins: tuple[float, float],
+    *,
+    is_drawn: bool,
+    num_hidden: int,
 ) -> tuple[list[Edit], np.ndarray, float]:
-    """The best few, the likeliest token of each position, and how clear the choice was."""
-    best, p = logp.argmax(-1), np.exp(logp)
+    """The best few, the likeliest other token of each position, and how clear the choice was."""
+    other = logp.copy()
+    if not is_drawn:
+        other[range(len(cells)), [cell[0] for cell in cells]] = -np.inf
+    # In nats, where tokens are hidden, and then from any lead.
+    best, p, least = other.argmax(-1), np.exp(logp), 0.0
+    if num_hidden:
+        p, margins, least = logp, (0.0, 0.0), -1e3
     found = []
     for at, (token, frozen, inserted) in enumerate(cells):
         if frozen:
@@ -92,15 +122,17 @@ def _candidates(
             found.append((lead, at, 1, "replace"))
         if following is not None and may_go:
             found.append((p[at, following] - p[at, token] - margins[1], at, 2, "delete"))
-    found = sorted((f for f in found if f[0] > 0), key=lambda f: (-f[0], *f[1:3]))
-    worths = [f[0] for f in found]
+    found = sorted((f for f in found if f[0] > least), key=lambda f: (-f[0], *f[1:3]))
+    worths = [f[0] - least for f in found]
     gaps = [a - b for a, b in zip(worths[TRIALS - 1 : TRIALS], worths[TRIALS:], strict=False)]
     # Insertion and replacement at one place are equal, and the insertion comes first.
     closest = min([worths[-1] if worths else math.inf, *(g for g in gaps if g > 0)], default=0.0)
     return [(kind, at) for _, at, _, kind in found[:TRIALS]], best, closest
 
 
-def _plain(row: Row, margins: tuple[float, float], needed: float) -> tuple[list[int], int, float]:
+def _plain(
+    row: Row, margins: tuple[float, float], needed: float, num_hidden: int
+) -> tuple[list[int], int, float]:
     """Tokens at the end, forwards, and the smallest lead of a choice."""
     cells: list[Cell] = [(t, not d, False) for t, d in zip(row.tokens, row.is_draft, strict=True)]
     closest, forwards = math.inf, row.steps + 1
@@ -113,14 +145,20 @@ def _plain(row: Row, margins: tuple[float, float], needed: float) -> tuple[list[
             cells = [c if c[1] else (int(best[i]), *c[1:]) for i, c in enumerate(cells)]
         if step == row.steps - 1:
             break
-        edits, best, near = _candidates(cells, logp, len(cells) < row.capacity, margins)
+        edits, best, near = _candidates(
+            cells, logp, len(cells) < row.capacity, margins,
+            is_drawn=step >= 0 and row.resample, num_hidden=num_hidden,
+        )  # fmt: skip
         closest = min(closest, near)
         if not edits:
             continue
-        forwards += 1 + TRIALS
+        forwards += 2 * TRIALS * (2 * num_hidden + 2) if num_hidden else 1 + TRIALS
         texts = [_made(cells, edit, int(best[edit[1]])) for edit in edits]
-        before = _likelihood([cell[0] for cell in cells])
-        gains = [_likelihood([cell[0] for cell in text]) - before for text in texts]
+        before = [cell[0] for cell in cells]
+        gains = [
+            _gain(before, [cell[0] for cell in text], edit[1], num_hidden)
+            for text, edit in zip(texts, edits, strict=True)
+        ]
         order = sorted(gains, reverse=True)
         closest = min([closest, abs(order[0] - needed), *-np.diff(order[:2])])
         if max(gains) > needed:
@@ -128,20 +166,22 @@ def _plain(row: Row, margins: tuple[float, float], needed: float) -> tuple[list[
     return [cell[0] for cell in cells], forwards, closest
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_the_loop_equals_a_plain_one_that_tries_each_edit_on_a_list(seed):
+@pytest.mark.parametrize(("seed", "num_hidden"), [(1, 0), (2, 0), (3, 0), (4, 2), (5, 2)])
+def test_the_loop_equals_a_plain_one_that_tries_each_edit_on_a_list(seed, num_hidden):
     rows = [
         dataclasses.replace(row, capacity=len(row.tokens) if index == 5 else POSITIONS)
         for index, row in enumerate(_drafts(seed))
     ]
     gains = np.resize(np.array([0.0, 0.0, 0.7, 0.2], np.float32), ROWS)
     inserts, deletes = (np.resize(np.array(x, np.float32), ROWS) for x in ([0, 0.1, 0], [0, 0.05]))
-    rule = _rule(gain_B=gains, insert_margin_B=inserts, delete_margin_B=deletes)
+    rule = _rule(num_hidden, gain_B=gains, insert_margin_B=inserts, delete_margin_B=deletes)
     state = canvases.make_state(rows, ALL, edit=rule)
     state = canvases.shared_advance()(toy.params(), state, FOREVER)
     compared, changed = 0, 0
     for index, (row, result) in enumerate(zip(rows, canvases.results(state), strict=True)):
-        want, forwards, closest = _plain(row, (inserts[index], deletes[index]), gains[index])
+        want, forwards, closest = _plain(
+            row, (inserts[index], deletes[index]), gains[index], num_hidden
+        )
         assert Status(result.status) is Status.DONE
         if closest > CLEAR:
             assert (list(result.tokens), result.forwards) == (want, forwards)
