@@ -34,6 +34,8 @@ FORWARDS = 9
 COMMON: dict[str, Any] = {
     "temperature": 0.0, "temperature_end": -1, "order": "threshold", "fill": "parallel",
     "max_length": 192, "batch_size": 64, "ignore_eos": True,
+    # Whatever the model recommends.
+    "edit": False, "edit_scoring": "uncertainty", "edit_hidden": 0,
 }  # fmt: skip
 DOCUMENT = {"edit": True, "resample": True, "order": "random", "schedule": "all"}
 """The seed document with its defaults: every token is drawn again at every step."""
@@ -48,6 +50,14 @@ def grid(arm: str) -> Iterator[dict[str, Any]]:
             yield {"resample": True, "threshold": threshold}
         for start, threshold in itertools.product((0.02, 0.05, 0.15), thresholds):
             yield {"remask": "scheduled", "remask_start": start, "threshold": threshold}
+        return
+    if arm == "spans":
+        for hidden, trials, gain, token_gain in SPANS:
+            yield {
+                "edit": True, "edit_scoring": "likelihood", "steps": 1, "edit_hidden": hidden,
+                "edit_trials": trials, "edit_gain": gain, "edit_token_gain": token_gain,
+                "threshold": 0.9, "max_length": 144, "batch_size": 32,
+            }  # fmt: skip
         return
     if arm.startswith("likelihood"):
         yield from _tried(arm)
@@ -97,7 +107,12 @@ def _tried(arm: str) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-ARMS = ["off", "likelihood", "likelihood-wide"] + [
+SPANS = (
+    (2, 12, 0.0, 0.0), (2, 12, 3.0, 0.0), (3, 12, 0.0, 0.0), (3, 12, 4.0, 1.5), (3, 12, 7.0, 1.5),
+    (3, 18, 6.0, 2.5), (4, 12, 6.0, 1.5), (4, 12, 3.0, 0.5), (4, 12, 5.0, 0.5),
+)  # fmt: skip
+"""Tokens that are hidden on either side, candidates, gain, and gain of a token, of *spans*."""
+ARMS = ["off", "likelihood", "likelihood-wide", "spans"] + [
     f"{what}-{token}-{scoring}"
     for scoring in ("uncertainty", "lead")
     for what in ("insert", "delete", "both")

@@ -1,4 +1,4 @@
-"""The model that comes with the package: what it says of itself is so, and it writes words."""
+"""The models that come with the package: what they say of themselves is so, and they work."""
 
 import re
 import tomllib
@@ -15,27 +15,42 @@ from dlm_jax.cli import sample
 from dlm_jax.data.tinyshakespeare import SHA256
 
 ROOT = Path(__file__).parent.parent
-CONFIG = ROOT / "configs" / "shakespeare_bpe_sampler.toml"
-SHIPPED = MODELS[DEFAULT]
+CONFIGS = {
+    "shakespeare": ROOT / "configs" / "shakespeare_bpe_sampler.toml",
+    "proofreader": ROOT / "configs" / "shakespeare_proofreader_heads.toml",
+}
 CORPUS = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
 
 
-def test_it_is_small_and_names_its_text():
-    assert SHIPPED.stat().st_size <= 4_000_000
-    assert load_weights(SHIPPED)[1]["corpus"]["sha256"] == SHA256
+def test_the_default_is_one_of_them_and_each_names_its_text():
+    assert DEFAULT in MODELS and set(MODELS) == set(CONFIGS)
+    for path in MODELS.values():
+        assert load_weights(path)[1]["corpus"]["sha256"] == SHA256
 
 
-def test_it_was_trained_by_the_config_that_anyone_can_rerun():
-    there, ours = dlm_jax.load().config, configs.load(CONFIG)
-    given = tomllib.loads(CONFIG.read_text())
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_was_trained_by_the_config_that_anyone_can_rerun(name):
+    text = CONFIGS[name].read_text()
+    there, ours = dlm_jax.load(name).config, configs.load(CONFIGS[name])
+    given = tomllib.loads(text)
     for section in ("model", "data", "objective", "heads", "train", "sample"):
         for key in given[section]:
             if (section, key) not in {("data", "source"), ("train", "out_dir")}:
                 assert getattr(getattr(there, section), key) == getattr(
                     getattr(ours, section), key
                 ), f"{section}.{key}"
-    bound = load_weights(SHIPPED)[1]["bound"]
-    assert f"{bound:.3f}" in CONFIG.read_text()
+    bound = load_weights(MODELS[name])[1]["bound"]
+    assert f"{bound:.3f}" in text
+
+
+@pytest.mark.slow
+def test_the_proofreader_repairs_by_its_defaults_as_the_readme_says():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    pairs = re.findall(r'proofreader --draft "(.*)"\n(.*)\n', readme)
+    assert len(pairs) == 2
+    for draft, repaired in pairs:
+        made = dlm_jax.generate(dlm_jax.load("proofreader"), [{"draft": draft}])
+        assert made.texts == (repaired,) and repaired != draft
 
 
 def test_every_model_that_ships_is_small_and_loads_by_its_name(monkeypatch, tmp_path):

@@ -28,6 +28,11 @@ EDIT_HIDDEN = Setting(
     "none, and compares whole texts",
     low=0, high=16,
 )  # fmt: skip
+EDIT_TOKEN_GAIN = Setting(
+    "edit_token_gain", 0.0,
+    "likelihood: nats that a text gains by each token that it has more, or loses by each that goes",
+    low=-1e6, high=1e6,
+)  # fmt: skip
 _NUM_KINDS = 3
 _ALL = 1e3
 """Nats that no token is behind another."""
@@ -55,6 +60,8 @@ class Likelihood(EditRule):
       insert_margin_B: float32, at least 0: what the lead of the likeliest token must exceed.
       delete_margin_B: float32, at least 0: what that of the successor must exceed.
       gain_B: float32, at least 0, in nats.
+      token_gain_B: float32, nats by which an insertion counts more and a deletion less. A longer
+        text has a smaller probability, whether or not it is right.
       num_trials: candidates of a row and step.
       num_hidden: tokens on either side of an edit that are hidden; see `EditRule.num_hidden`.
     """
@@ -64,6 +71,7 @@ class Likelihood(EditRule):
     insert_margin_B: jax.Array = per_row(INSERT_MARGIN)
     delete_margin_B: jax.Array = per_row(DELETE_MARGIN)
     gain_B: jax.Array = per_row(EDIT_GAIN)
+    token_gain_B: jax.Array = per_row(EDIT_TOKEN_GAIN)
     num_trials: int = static(EDIT_TRIALS)
     num_hidden: int = static(EDIT_HIDDEN)
 
@@ -133,8 +141,11 @@ class Likelihood(EditRule):
         """The candidate with the largest gain, the first of equal ones, if it is large enough."""
         tried = context.tried
         assert tried is not None
-        best_B = jnp.argmax(tried.gain_KB, axis=0)
-        is_taken_B = jnp.max(tried.gain_KB, axis=0) > self.gain_B
+        inserts_KB = jnp.any(tried.edits.insert_gap_BL, axis=2).astype(jnp.float32)
+        deletes_KB = jnp.any(tried.edits.delete_BL, axis=2).astype(jnp.float32)
+        gain_KB = tried.gain_KB + self.token_gain_B[None] * (inserts_KB - deletes_KB)
+        best_B = jnp.argmax(gain_KB, axis=0)
+        is_taken_B = jnp.max(gain_KB, axis=0) > self.gain_B
         edits = jax.tree.map(
             lambda x: jnp.take_along_axis(x, best_B.reshape(1, -1, *[1] * (x.ndim - 2)), 0)[0],
             tried.edits,

@@ -131,7 +131,7 @@ def _candidates(
 
 
 def _plain(
-    row: Row, margins: tuple[float, float], needed: float, num_hidden: int
+    row: Row, margins: tuple[float, float], needed: float, token_gain: float, num_hidden: int
 ) -> tuple[list[int], int, float]:
     """Tokens at the end, forwards, and the smallest lead of a choice."""
     cells: list[Cell] = [(t, not d, False) for t, d in zip(row.tokens, row.is_draft, strict=True)]
@@ -157,6 +157,7 @@ def _plain(
         before = [cell[0] for cell in cells]
         gains = [
             _gain(before, [cell[0] for cell in text], edit[1], num_hidden)
+            + token_gain * (len(text) - len(cells))
             for text, edit in zip(texts, edits, strict=True)
         ]
         order = sorted(gains, reverse=True)
@@ -174,13 +175,17 @@ def test_the_loop_equals_a_plain_one_that_tries_each_edit_on_a_list(seed, num_hi
     ]
     gains = np.resize(np.array([0.0, 0.0, 0.7, 0.2], np.float32), ROWS)
     inserts, deletes = (np.resize(np.array(x, np.float32), ROWS) for x in ([0, 0.1, 0], [0, 0.05]))
-    rule = _rule(num_hidden, gain_B=gains, insert_margin_B=inserts, delete_margin_B=deletes)
+    token_gains = np.resize(np.array([0.0, 0.3, -0.2], np.float32), ROWS)
+    rule = _rule(
+        num_hidden, gain_B=gains, token_gain_B=token_gains, insert_margin_B=inserts,
+        delete_margin_B=deletes,
+    )  # fmt: skip
     state = canvases.make_state(rows, ALL, edit=rule)
     state = canvases.shared_advance()(toy.params(), state, FOREVER)
     compared, changed = 0, 0
     for index, (row, result) in enumerate(zip(rows, canvases.results(state), strict=True)):
         want, forwards, closest = _plain(
-            row, (inserts[index], deletes[index]), gains[index], num_hidden
+            row, (inserts[index], deletes[index]), gains[index], token_gains[index], num_hidden
         )
         assert Status(result.status) is Status.DONE
         if closest > CLEAR:
