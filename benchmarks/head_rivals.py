@@ -7,7 +7,7 @@ Texts of the shipped model, judged as in `benchmarks/sampler_head.py`. A rule th
 tokens as are sure enough takes as many forwards as it takes: of a grid of settings, tried on a seed
 of its own, those are kept for a budget that need no more forwards and write texts as diverse as 128
 forwards of one draw each, and of them the one that the judge likes best. Every line of
-``docs/head_rivals.csv`` is measured once; a stopped run goes on.
+the CSV is measured once; a stopped run goes on.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("what", choices=["run", "table"])
     parser.add_argument("--judge", default="runs/shakespeare_judge")
     parser.add_argument("--checkpoint", default="shakespeare")
-    parser.add_argument("--csv", default="docs/head_rivals.csv")
+    parser.add_argument("--csv", default="runs/head_rivals.csv")
     args = parser.parse_args()
     start_jax()
     if args.what == "table":
