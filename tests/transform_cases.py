@@ -72,7 +72,7 @@ CASES: dict[str, Case] = {
     "top_n_sigma": lambda on, v: tf.TopNSigma(real(1.0 if on else 0.0), whole(1)),
     "top_k": lambda on, v: tf.TopK(whole(3 if on else 0), whole(1)),
     "typical_p": lambda on, v: tf.TypicalP(real(0.5 if on else 1.0), whole(2)),
-    "top_p": lambda on, v: tf.TopP(real(0.6 if on else 1.0), whole(1)),
+    "top_p": lambda on, v: tf.TopP(real(0.6 if on else 1.0), whole(1), real(0.0)),
     "min_p": lambda on, v: tf.MinP(real(0.2 if on else 0.0), whole(2)),
     "xtc": lambda on, v: tf.Xtc(real(1.0 if on else 0.0), real(0.05), whole(1)),
     "mirostat_v1": lambda on, v: tf.MirostatV1(

@@ -203,8 +203,8 @@ class CandidateWriter:
         key_N = jax.vmap(jax.random.fold_in)(self.key_B[row_N], index_N)
         own_N = None if self.own_BL is None else self.own_BL.reshape(-1)[places_N]
         is_drawn_N = is_real_N if own_N is None else is_real_N & (own_N < 0)
-        is_grown = drawable_NV is not None
-        at = At(row_N=row_N, index_N=index_N, key_N=key_N, is_real_N=is_drawn_N, is_grown=is_grown)
+        is_grown_N = None if drawable_NV is None else is_drawn_N
+        at = At(row_N, index_N, key_N, is_drawn_N, is_grown_N)
         ids_N, final_N = self.chain.draw_and_score(
             self.prepared, clean_NV if drawable_NV is None else drawable_NV, at, method=self.method
         )

@@ -20,14 +20,15 @@ class At(NamedTuple):
       index_N: int32 place in the canvas, in [0, L).
       key_N: typed key of each position, for its own draw.
       is_real_N: False for the padding of a chunk, which activates no transform.
-      is_grown: whether the logits are those of the sampler head, which sees the neighbours.
+      is_grown_N: True where the logits are those of the sampler head, which sees the neighbours;
+        None: nowhere.
     """
 
     row_N: Array
     index_N: Array
     key_N: Array
     is_real_N: Array
-    is_grown: Array | bool = False
+    is_grown_N: Array | None = None
 
 
 class Context(NamedTuple):

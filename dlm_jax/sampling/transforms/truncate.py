@@ -111,7 +111,9 @@ class TopP(Truncation):
 
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
         """Logits with all but the nucleus at -inf."""
-        p_N = jnp.where(at.is_grown, self._grown_p(), self.p_B)[at.row_N]
+        p_N = self.p_B[at.row_N]
+        if at.is_grown_N is not None:
+            p_N = jnp.where(at.is_grown_N, self._grown_p()[at.row_N], p_N)
         is_off_N = p_N >= 1
         count_N = jnp.where(is_off_N, logits_NV.shape[1], _count_or_all(self, logits_NV, at))
         max_N, weight_NC = vocab.exp_columns(logits_NV)

@@ -83,7 +83,8 @@ def test_top_p_keeps_the_token_that_reaches_p():
 def test_tokens_that_a_sampler_head_draws_have_a_nucleus_of_their_own(is_grown, kept):
     x = np.log(np.array([[0.5, 0.3, 0.15, 0.05]] * tc.NUM_POSITIONS, np.float32))
     transform = tf.TopP(tc.real(0.6, 1.0, 0.6), tc.whole(1), tc.real(0.9, 0.45, 0.0))
-    out = np.asarray(tc.run(transform, x, tc.at(is_grown=is_grown), tc.context()))
+    grown_N = jnp.full(tc.NUM_POSITIONS, is_grown)
+    out = np.asarray(tc.run(transform, x, tc.at(is_grown_N=grown_N), tc.context()))
     assert [int(np.isfinite(row).sum()) for row in out[:3]] == kept
     np.testing.assert_array_equal(out[np.isfinite(out)], x[np.isfinite(out)])
 
