@@ -278,6 +278,21 @@ def test_rows_that_ended_come_out_though_those_behind_them_cannot_begin(monkeypa
     assert all("no room for more" in str(row.error) for row in failed)
 
 
+def test_a_request_that_is_called_off_comes_out_though_its_row_is_lost(monkeypatch):
+    def lost(slots, held):
+        raise RuntimeError("device lost")
+
+    with Engine(MODEL, sizes=(SLOTS,)) as engine:
+        (long,) = make_requests(MODEL, "A ", {"gen_length": 6, "steps": 6})
+        ticket = engine.submit(long)
+        engine.step(1)
+        engine.cancel(ticket)
+        monkeypatch.setattr(Slots, "rows", lost)
+        ((found, row),) = engine.step(1).finished.items()
+        assert found == ticket and row.status == Status.FAILED and "device lost" in str(row.error)
+        assert not engine.is_busy
+
+
 # Bad input
 
 

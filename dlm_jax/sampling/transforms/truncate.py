@@ -1,8 +1,7 @@
 """Truncations: transforms that set all but some candidates to -inf.
 
 Each keeps at least `min_keep` candidates of a position (all, when there are fewer); among equals
-the lowest ids stay. The semantics are those of llama.cpp's
-host samplers.
+the lowest ids stay. The semantics are those of llama.cpp's host samplers.
 """
 
 from __future__ import annotations
