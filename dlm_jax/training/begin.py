@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import dlm_jax.config as configs
 from dlm_jax.checkpoint import load_any, not_finite
 from dlm_jax.config import ModelConfig
 from dlm_jax.data import Tokenizer, from_json
@@ -46,7 +47,7 @@ def begin_with(
 
     Raises:
       ValueError: there is no model, or it has another tokenizer, shape, or setting that its
-        parameters were trained for.
+        parameters were trained for, or a config that this version cannot read.
     """
     if not source:
         return state
@@ -61,7 +62,7 @@ def begin_with(
         if places is None:
             raise ValueError(f"{where} has another tokenizer; use data.tokenizer=init, which is it")
         params = moved(params, state.params, places)
-    _check_settings(where, meta["config"]["model"], model)
+    _check_settings(where, configs.from_dict(meta["config"], where=where).model, model)
     fresh = [name for name in state.params if name not in params]
     ignored = [name for name in params if name not in state.params]
     for name in (*fresh, *ignored):
@@ -75,13 +76,13 @@ def begin_with(
     return _with_params(state, _laid_out(where, own, {name: params[name] for name in own}))
 
 
-def _check_settings(where: str, theirs: Mapping[str, Any], model: ModelConfig) -> None:
+def _check_settings(where: str, theirs: ModelConfig, model: ModelConfig) -> None:
     """Raises ValueError where they have another setting that no shape of a parameter shows."""
     for name in _TRAINED_FOR:
-        ours = getattr(model, name)
-        if theirs.get(name, ours) != ours:
+        given, ours = getattr(theirs, name), getattr(model, name)
+        if given != ours:
             raise ValueError(
-                f"{where} has model.{name}={theirs[name]!r}, and the config asks for {ours!r}; "
+                f"{where} has model.{name}={given!r}, and the config asks for {ours!r}; "
                 "make [model] that of its run"
             )
 

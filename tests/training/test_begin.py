@@ -142,6 +142,24 @@ def test_a_model_that_does_not_fit_is_refused_in_one_line(tmp_path, theirs, ours
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        ("model", "no_such", 1, "unknown key 'model.no_such'"),
+        ("data", "seq_len", -1, "data.seq_len=-1"),
+        ("sample", "temperature", -1.0, "temperature=-1.0 is outside"),
+    ],
+)
+def test_a_model_whose_config_cannot_be_read_is_refused(tmp_path, section, key, value, message):
+    source = _trained(tmp_path)
+    params, meta = load_weights(source)
+    meta["config"][section] = meta["config"].get(section, {}) | {key: value}
+    save_weights(source, params, meta)
+    with pytest.raises(ValueError, match=r"^train\.init_from=.*\.safetensors: .*$") as error:
+        begin_with(source, _fresh(), TOKENIZER, model=_model(), report=pytest.fail)
+    assert message in str(error.value)
+
+
 def test_a_model_of_another_text_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has another tokenizer; use data.tokenizer=init"):
         begin_with(
