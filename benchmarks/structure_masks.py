@@ -64,7 +64,9 @@ def _row(size: int, order: str, args: argparse.Namespace) -> None:
     pattern = regex_of_schema(SCHEMA)
     automaton = model.structures.automaton(pattern)
     times: dict[str, list[float]] = {"": [], pattern: []}
-    engines = {held: _engine(model, held, args.slots) for held in times}
+    # Slots are filled again as often as the rounds take.
+    fills = 1 + (args.rounds + 1) * STEPS // 120
+    engines = {held: _engine(model, held, args.slots, fills) for held in times}
     for _ in range(args.rounds):
         for held, engine in engines.items():
             began = time.perf_counter()
@@ -78,12 +80,12 @@ def _row(size: int, order: str, args: argparse.Namespace) -> None:
     )  # fmt: skip
 
 
-def _engine(model: Model, held: str, slots: int) -> Engine:
+def _engine(model: Model, held: str, slots: int, fills: int) -> Engine:
     """An engine whose slots are full and whose program is compiled."""
     engine = Engine(model, sizes=(slots,), canvases=(128,), max_waiting=None)
     asked: dict[str, Any] = {"gen_length": 120, "steps": 120, "temperature": 1.0}
     asked |= {"structure": held} if held else {}
-    for seed in range(slots):
+    for seed in range(slots * fills):
         (request,) = make_requests(model, "", asked | {"seed": seed})
         engine.submit(request)
     engine.step(STEPS)

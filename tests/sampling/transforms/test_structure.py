@@ -96,7 +96,7 @@ def test_what_is_left_is_what_completes(left, row):
 def test_rows_without_structure_and_padding_are_left_alone():
     transform = Structure.pack([_Row("a*")], None)
     off = Structure(
-        transform.class_of_BV, transform.next_BSC, transform.leads_BSW, transform.is_final_BS,
+        transform.class_of_BV, transform.next_BCS, transform.leads_BSW, transform.is_final_BS,
         jnp.zeros(1, jnp.int32),
     )  # fmt: skip
     assert not off.is_active().any() and transform.is_active().all()
