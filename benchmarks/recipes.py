@@ -89,7 +89,8 @@ def measure(
     if steps == TIMED_STEPS:
         return {"seconds": seconds}
     model = Model(run.network, outcome.state.best_params, run.corpus.tokenizer,
-                  config.data.seq_len, config.sample)  # fmt: skip
+                  config.data.seq_len, config.sample,
+                  is_causal=config.model.attention_type == "causal")  # fmt: skip
     texts = list(generate(model, num_samples=32, seed=1000).texts)
     text, _ = split_text(join_documents(read_documents(config.data.source)), config.data.held_out)
     judged = {} if judge is None else {"bits": judged_bits(judge, [t[:256] for t in texts])[0]}

@@ -142,6 +142,7 @@ class Study:
         line |= key | {name: f"{value:.5g}" for name, value in figures.items()}
         self.rows.append(line)
         is_new = not self.path.exists()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", newline="") as file:
             writer = csv.DictWriter(file, FIELDS)
             if is_new:

@@ -68,6 +68,15 @@ def pin(x: jax.Array, kind: str) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, fitting(PLACES[kind], x.shape, mesh))
 
 
+def on_own_rows(compute: Callable[[jax.Array], jax.Array], x_B: jax.Array) -> jax.Array:
+    """``compute(x)`` of an array of rows, ``[B, ...]``, on every device for its own of them."""
+    mesh = mesh_in_use()
+    if mesh is None:
+        return compute(x_B)
+    spec = fitting(PLACES["rows"], x_B.shape, mesh)
+    return jax.shard_map(compute, in_specs=spec, out_specs=spec, check_vma=False)(x_B)
+
+
 def on_own_share(
     compute: Callable[..., jax.Array], params: Params, arrays: tuple[jax.Array, ...], *, kind: str
 ) -> jax.Array:

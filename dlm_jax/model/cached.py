@@ -20,6 +20,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from dlm_jax.config import ModelConfig
 from dlm_jax.devices import platform
+from dlm_jax.distributed.activations import on_own_rows
 from dlm_jax.model import cpu
 from dlm_jax.model.attention import (
     attend_beside_clean,
@@ -286,5 +287,12 @@ def _by_group(x_BLGK: jax.Array) -> jax.Array:
 
 
 def _as_it_lies(x: jax.Array) -> jax.Array:
-    """`x`, of which the compiler may not change the order in memory."""
-    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+    """`x`, of which the compiler may not change the order in memory.
+
+    It does not split what is held so: left to it, every device would gather the rows of all.
+    """
+
+    def held(x: jax.Array) -> jax.Array:
+        return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+    return on_own_rows(held, x)

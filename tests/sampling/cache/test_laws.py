@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import toy
 from canvases import FOREVER, POSITIONS, ROWS
+from jax.sharding import NamedSharding, PartitionSpec
 
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import MeshConfig, SampleConfig
+from dlm_jax.distributed.sharding import make_mesh
 from dlm_jax.model import cached
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.advance import Advance, make_advance
@@ -292,6 +294,22 @@ def test_layers_that_are_kept_together_give_the_rows_of_layers_apart(case, monke
     ]
     state = Advance(canvases.program(_network(kind)[0]))(_network(kind)[1], state, FOREVER)
     _same_up_to_rounding(canvases.results(state), ours)
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_no_device_gathers_what_another_keeps(case, monkeypatch):
+    """Layers run in one loop, as on accelerators, where the order of what is kept is held."""
+    monkeypatch.setattr(cached, "_UNROLLED", 0)
+    kind, settings = case.split("-")[0], CASES[case]
+    network, params = _network(kind)
+    mesh = make_mesh(MeshConfig(data=2, fsdp=4))
+    split = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    state = jax.device_put(_state(kind, _rows(), **settings), split)
+    params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+    advance = Advance(canvases.program(network, rows=split))
+    compiled = advance._jitted.lower(params, state, jnp.int32(0), jnp.int32(9)).compile()
+    gathered = re.findall(r"= \S+\[[\d,]+\]\S* all-gather\(.*", compiled.as_text())
+    assert not gathered, gathered[0][:200]
 
 
 def test_what_is_kept_is_put_down_where_it_lies_and_no_logits_are():

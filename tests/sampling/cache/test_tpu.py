@@ -14,7 +14,7 @@ _STEP = """
 import sys
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 from dlm_jax.distributed.topology import topology_devices
-devices = topology_devices("v5e:2x2")[:1]
+devices = topology_devices("v5e:2x2")
 import re
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,8 @@ from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.sampling.state import start
 
-ROWS, POSITIONS, BLOCK, VOCABULARY = 16, 2048, 32, 32768
+OWN, POSITIONS, BLOCK, VOCABULARY = 16, 2048, 32, 32768
+ROWS = OWN * len(devices)
 MASK = VOCABULARY - 1
 config = ModelConfig(
     depth=20, width=2048, heads=16, vocab_size=VOCABULARY, compute_dtype="bfloat16",
@@ -71,9 +72,13 @@ memory = compiled.memory_analysis()
 size = sum(leaf.size * leaf.dtype.itemsize for leaf in kept)
 # 2 depth B L G K numbers of two bytes
 assert size == 2 * 20 * ROWS * POSITIONS * 2048 * 2, size
+size //= len(devices)
 text = compiled.as_text()
-shape = ",".join(map(str, kept[0].shape))
+shape = ",".join(map(str, (OWN, *kept[0].shape[1:])))
 assert f"bf16[{{shape}}]" in text
+gathers = re.compile(r"= \\S+ all-gather(-start)?\\(")
+gathered = [line[:200] for line in text.splitlines() if gathers.search(line)]
+assert not gathered, gathered
 moved = re.compile(rf"= bf16\\[{{shape}}\\]\\S* (copy|transpose)\\(")
 moves = [line[:200] for line in text.splitlines() if moved.search(line)]
 assert not moves, moves
