@@ -87,7 +87,7 @@ def takes_turns(model: Model, state: State, *, is_lead: bool) -> dict[str, Calla
                 program.banned_ids,
             )  # fmt: skip
             wanted = Wanted(
-                masks.is_open_BL, masks.is_visible_BL, tokens_BL,
+                masks.is_open_BL, masks.is_visible_BL, tokens_BL, seen.context.length_B,
                 masks.is_scored_BL if reads else None, reads and is_lead,
             )  # fmt: skip
             return Parallel().propose(

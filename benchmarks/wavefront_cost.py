@@ -68,7 +68,7 @@ def make_fill(network: Network, rows: int) -> Callable[..., Filled]:
         )
         chunk = chunk_size(network.vocab_size)
         reader = Reader(network, params, TrunkOutput(hidden_BLD), chunk)
-        return fill.propose(reader, writer, Wanted(is_open_BL, ~is_open_BL, tokens_BL))
+        return fill.propose(reader, writer, Wanted(is_open_BL, ~is_open_BL, tokens_BL, length_B))
 
     return jax.jit(run, compiler_options=cpu.compiler_options(is_training=False))
 

@@ -66,7 +66,7 @@ EDITS: dict[str, dict[str, Any]] = {
     f"{order}-{remask}-{fill}-edit": {
         "order": order, "remask": remask, "schedule": schedule, "fill": fill, "edit": True,
         "renoise_start": renoise, "edit_schedule": edit_schedule, "resample": remask == "none",
-        "edit_scoring": scoring, "edit_trials": 3,
+        "edit_scoring": scoring, "edit_trials": 3, "edit_hidden": int(order == "left_to_right"),
     }
     for order, remask, schedule, fill, renoise, edit_schedule, scoring in (
         ("random", "scheduled", "linear", "parallel", 0.2, "cosine", "uncertainty"),
@@ -77,6 +77,7 @@ EDITS: dict[str, dict[str, Any]] = {
         ("ancestral", "remdm_cap", "linear", "wavefront", 0.0, "cosine", "uncertainty"),
         ("threshold", "scheduled_threshold", "linear", "parallel", 0.1, "cosine", "uncertainty"),
         ("entropy_bound", "none", "all", "parallel", 0.0, "cosine", "uncertainty"),
+        ("left_to_right", "none", "all", "parallel", 0.0, "cosine", "likelihood"),
     )
 }  # fmt: skip
 """Rows whose length changes, with every other setting of edits and re-noise."""

@@ -20,10 +20,11 @@ def check_settings(model: Model, sample: SampleConfig) -> None:
     """Raises ValueError for settings that only the model shows to be wrong."""
     if model.network.scorer is not None:
         raise ValueError("the model is a sequence scorer, which writes nothing; load another")
-    if sample.max_new_tokens and sample.length_target_mode == "none":
+    if sample.max_new_tokens and not (sample.edit and sample.length_target_mode != "none"):
         raise ValueError(
-            f"max_new_tokens={sample.max_new_tokens} is the length that edits aim at, and "
-            f"length_target_mode='none' asks for none; use gen_length={sample.max_new_tokens}"
+            f"max_new_tokens={sample.max_new_tokens} is the length that edits aim at, which needs "
+            "edit=True and a length_target_mode; without them use "
+            f"gen_length={sample.max_new_tokens} and max_new_tokens=0"
         )
     facts = model.facts
     if facts.block_length:

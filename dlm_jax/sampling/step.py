@@ -236,8 +236,9 @@ def _propose(
             commit.weighed,
         )  # fmt: skip
         wanted = Wanted(
-            masks.is_open_BL, masks.is_visible_BL, context.tokens_BL, masks.is_scored_BL, keeps_best
-        )
+            masks.is_open_BL, masks.is_visible_BL, context.tokens_BL, context.length_B,
+            masks.is_scored_BL, keeps_best,
+        )  # fmt: skip
         # No more positions can be open than the trunk returned vectors for.
         chunk = min(program.chunk, output.num_vectors)
         reader = Reader(program.network, params, output, chunk)

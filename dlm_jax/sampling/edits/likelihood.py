@@ -15,7 +15,9 @@ from dlm_jax.settings import Setting, per_row, rule, static
 from dlm_jax.types import live_positions
 
 EDIT_TRIALS = Setting(
-    "edit_trials", 6, "likelihood: edits that are tried before one is made; each costs a forward",
+    "edit_trials", 6,
+    "likelihood: edits that are tried before one is made; each costs a forward, or with "
+    "edit_hidden=H 2 (2 H + 2) of them",
     low=1, high=64,
 )  # fmt: skip
 EDIT_GAIN = Setting(
@@ -135,7 +137,7 @@ class Likelihood(EditRule):
         is_asked_BL = is_token_BL & ~cells.frozen_BL & ~(is_pair_BL & snapshot.is_due_BL)
         lead_BL = jnp.where(is_asked_BL, snapshot.best_BL - snapshot.own_BL, -_ALL)
         misfit_BL = jnp.where(is_pair_BL, snapshot.right_BL - snapshot.own_BL, -_ALL)
-        return lead_BL.at[:, 0].set(-_ALL) + _ALL, misfit_BL + _ALL
+        return lead_BL + _ALL, misfit_BL + _ALL
 
     def select(self, context: EditContext) -> Edits:
         """The candidate with the largest gain, the first of equal ones, if it is large enough."""

@@ -72,7 +72,8 @@ class EditRule(Rule):
 
     num_hidden: int = 0
     """Tokens on either side of an edit that are hidden while texts are compared, H; static. Then
-    ``2 K (2 H + 2)`` texts are read; with 0, no token is hidden."""
+    ``2 K (2 H + 2)`` texts are read, and each candidate may insert, delete or replace at one place
+    alone; with 0, no token is hidden."""
 
     @classmethod
     def inserts(cls, row: Any) -> bool:

@@ -213,7 +213,7 @@ class Lead(Uncertainty):
 
     def gap_scores(self, cells: Cells, snapshot: Snapshot, *, mask_id: int) -> jax.Array:
         """The lead at each position, see `dlm_jax.sampling.edits.scores.leads`."""
-        return scores.leads(cells, snapshot, mask_id=mask_id)
+        return scores.leads(cells, snapshot, mask_id=mask_id).at[:, 0].set(0.0)
 
 
 def select_edits(context: EditContext, limits: Limits, gap_BL: jax.Array) -> Edits:

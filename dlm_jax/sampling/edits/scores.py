@@ -58,18 +58,18 @@ def leads(cells: Cells, snapshot: Snapshot, *, mask_id: int) -> jax.Array:
     """float32 ``[B, L]``: at g + 1 how far the likeliest token is ahead of the one that is there.
 
     ``max_v p(g + 1, v) - p(g + 1, x_g+1)``: what is missing in front of a token would stand in its
-    place. 0 at 0, where the likeliest is the right neighbour, which speaks for a deletion, and at
-    holes and frozen positions. Unlike `gap_scores` it is silent where the model is merely unsure,
-    and names one gap of the two beside a misfit. For models that have learnt from misprinted text
-    (`dlm_jax.diffusion.misprints`), whose predictions say what is due at a position.
+    place. 0 where the likeliest is the right neighbour, which speaks for a deletion, and at holes
+    and frozen positions. At 0 it speaks for another first token: there is no gap. Unlike
+    `gap_scores` it is silent where the model is merely unsure, and names one gap of the two beside
+    a misfit. For models that have learnt from misprinted text (`dlm_jax.diffusion.misprints`),
+    whose predictions say what is due at a position.
     """
     assert snapshot.best_BL is not None and snapshot.is_due_BL is not None
     is_token_BL = is_token(cells, mask_id=mask_id)
     is_due_BL = right_of(is_token_BL) & snapshot.is_due_BL
     is_asked_BL = is_token_BL & ~cells.frozen_BL & ~is_due_BL
     lead_BL = jnp.exp(snapshot.best_BL) - jnp.exp(snapshot.own_BL)
-    lead_BL = jnp.where(is_asked_BL, jnp.maximum(lead_BL, 0.0), 0.0)
-    return lead_BL.at[:, 0].set(0.0)
+    return jnp.where(is_asked_BL, jnp.maximum(lead_BL, 0.0), 0.0)
 
 
 def deletion_scores(

@@ -34,12 +34,13 @@ def chunk_size(vocab_size: int) -> int:
 
 
 class Wanted(NamedTuple):
-    """Where a fill must find what, ``[B, L]`` each.
+    """Where a fill must find what, ``[B, L]``.
 
     Attributes:
       is_open_BL: True where a candidate is wanted; nothing that stands there is seen.
       is_seen_BL: True at tokens that neighbours are drawn beside.
       tokens_BL: int32 canvas.
+      length_B: int32 positions of each row.
       is_scored_BL: True where ``total_BL`` is wanted, beside the positions that the writer scores
         as they stand; None: nowhere.
       keeps_best: whether ``best_BL`` is, too; static.
@@ -48,6 +49,7 @@ class Wanted(NamedTuple):
     is_open_BL: jax.Array
     is_seen_BL: jax.Array
     tokens_BL: jax.Array
+    length_B: jax.Array
     is_scored_BL: jax.Array | None = None
     keeps_best: bool = False
 

@@ -45,7 +45,7 @@ SAMPLER_MIN_NEIGHBORS_RATIO = Setting(
 )  # fmt: skip
 SAMPLER_RATIO_BY_DENSITY = Setting(
     "sampler_ratio_by_density", 0.0,
-    "wavefront: that share is multiplied by this power of open / (open + filled)",
+    "wavefront: that share is multiplied by this power of the share of the row that is not filled",
     low=0.0, high=16.0,
 )  # fmt: skip
 SAMPLER_SPREAD_SEEDS = Setting(
@@ -81,7 +81,7 @@ class Wavefront(FillRule):
       ratio_B: float32 in (0, 1], share of the positions without any filled neighbour that begin;
         one at least.
       density_power_B: float32 in [0, 16]; the share is multiplied by ``d ** power``, where d is the
-        share of open positions among those that are open or seen. 0: it is the same throughout.
+        share of the row that is not filled, open in this step or not. 0: it is the same throughout.
       is_spread_B: True for rows that begin at the surest of equal windows, not of the row.
       is_alternating_B: True for rows where odd positions of a wave wait for its even ones, so that
         no two neighbours are filled blind to each other.
@@ -119,7 +119,7 @@ class Wavefront(FillRule):
             reader, writer, is_read_BL,
             keeps_total=wanted.is_scored_BL is not None, keeps_best=wanted.keeps_best,
         )  # fmt: skip
-        ratio_B = by_density(self.ratio_B, self.density_power_B, is_open_BL, is_seen_BL)
+        ratio_B = by_density(self.ratio_B, self.density_power_B, is_seen_BL, wanted.length_B)
         is_first_BL = jax.lax.cond(
             jnp.any(is_far_BL),
             lambda: bootstrap(is_far_BL, sureness_BL, ratio_B, self.is_spread_B),

@@ -12,11 +12,10 @@ NEVER = 2**30
 
 
 def by_density(
-    ratio_B: jax.Array, power_B: jax.Array, is_open_BL: jax.Array, is_seen_BL: jax.Array
+    ratio_B: jax.Array, power_B: jax.Array, is_seen_BL: jax.Array, length_B: jax.Array
 ) -> jax.Array:
-    """``ratio d ** power``, d being the share of the open positions among open and seen ones."""
-    num_open_B, num_seen_B = is_open_BL.sum(1), is_seen_BL.sum(1)
-    density_B = num_open_B / jnp.maximum(num_open_B + num_seen_B, 1)
+    """``ratio d ** power``, d being the share of the row's positions that are not seen."""
+    density_B = 1.0 - is_seen_BL.sum(1) / jnp.maximum(length_B, 1)
     return ratio_B * jnp.where(power_B == 0, 1.0, density_B**power_B)
 
 

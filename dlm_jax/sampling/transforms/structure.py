@@ -25,6 +25,7 @@ from dlm_jax.settings import Setting, per_row, rule
 _STATE_SIZES = tuple(2**power for power in range(4, 13))
 _CLASS_SIZES = tuple(2**power for power in range(4, 15))
 _AT_ONCE = 16
+_MOST_REDUCED = 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,15 +200,26 @@ class Structure(LogitTransform):
         def next_BS(class_B: Array) -> Array:
             return self.next_BCS[rows_B, class_B].astype(jnp.int32)
 
+        def told(before_BS: Array, class_B: Array) -> Array:
+            return jnp.zeros_like(before_BS).at[rows_B[:, None], next_BS(class_B)].max(before_BS)
+
         def forth(before_BS: Array, at: tuple[Array, Array, Array]) -> tuple[Array, Array]:
             class_B, is_text_B, is_hole_B = at
-            # To scatter the states takes three times as long on CPU as to reduce their words.
-            words_BW = _by_row(
-                is_hole_B,
-                lambda: self.leads_BSW,
-                lambda: state_sets.word_of(next_BS(class_B), self.leads_BSW.shape[2]),
-                lambda leads_BSW: state_sets.any_of(before_BS, leads_BSW),
-            )
+            # To scatter the states takes three times as long on CPU as to reduce their words, up to
+            # some number of states, whose square the words grow with.
+            if num_states <= _MOST_REDUCED:
+                words_BW = _by_row(
+                    is_hole_B,
+                    lambda: self.leads_BSW,
+                    lambda: state_sets.word_of(next_BS(class_B), self.leads_BSW.shape[2]),
+                    lambda leads_BSW: state_sets.any_of(before_BS, leads_BSW),
+                )
+            else:
+                words_BW = _by_row(
+                    is_hole_B,
+                    lambda: state_sets.any_of(before_BS, self.leads_BSW),
+                    lambda: state_sets.packed(told(before_BS, class_B)),
+                )
             now_BS = state_sets.unpacked(words_BW, num_states).at[:, 0].set(False)
             return jnp.where(is_text_B[:, None], now_BS, before_BS), before_BS
 

@@ -34,8 +34,7 @@ TOP_P = Setting(
 )  # fmt: skip
 SAMPLER_TOP_P = Setting(
     "sampler_top_p", 0.0,
-    "top_p: of the tokens that a sampler head draws; 0 is that of the others, 1 is off",
-    low=0.0, high=1.0,
+    "top_p: of what a sampler head draws; 0 is that of the others, 1 is off", low=0.0, high=1.0,
 )  # fmt: skip
 TYPICAL_P = Setting(
     "typical_p", 1.0, "typical mass in (0, 1]; 1 is off",
@@ -98,7 +97,9 @@ class TopP(Truncation):
 
     p_B: Array = per_row(TOP_P)
     min_keep_B: Array = per_row(MIN_KEEP)
-    grown_p_B: Array = per_row(SAMPLER_TOP_P)
+    grown_p_B: Array = per_row(
+        SAMPLER_TOP_P, column=lambda ps: np.array([p and max(p, 2e-38) for p in ps], np.float32)
+    )
 
     def is_active(self) -> Array:
         """True where p < 1, or that of the sampler head is."""

@@ -137,7 +137,7 @@ class Filler:
         )  # fmt: skip
         chunk = chunk_size(network.vocab_size)
         reader = Reader(network, params, TrunkOutput(hidden_BLD), chunk)
-        wanted = Wanted(is_hole_BL, is_visible_BL, shown_BL)
+        wanted = Wanted(is_hole_BL, is_visible_BL, shown_BL, length_B)
         return self._rule(in_waves, num_rows).propose(reader, writer, wanted).proposal.tokens_BL
 
     def _rule(self, in_waves: bool, num_rows: int) -> FillRule:

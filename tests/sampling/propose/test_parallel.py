@@ -56,7 +56,7 @@ def _filled(network, hidden_BLD, is_open_BL, keys_B, *, measure, chunk, method="
     return Parallel().propose(
         Reader(network, PARAMS, TrunkOutput(hidden_BLD), chunk),
         writer,
-        Wanted(is_open_BL, context.is_visible_BL, context.tokens_BL),
+        Wanted(is_open_BL, context.is_visible_BL, context.tokens_BL, context.length_B),
     )
 
 

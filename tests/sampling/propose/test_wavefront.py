@@ -17,6 +17,7 @@ from oracles import wavefront as oracle
 from dlm_jax.sampling.draw import draw
 from dlm_jax.sampling.output import TrunkOutput
 from dlm_jax.sampling.propose import CandidateWriter, Filled, Reader, Wanted, Wavefront
+from dlm_jax.sampling.propose.waves import by_density
 from dlm_jax.sampling.transforms import Context, Temperature, TopP, chain
 from dlm_jax.types import Network
 
@@ -201,7 +202,7 @@ def _propose(network, params, canvas: Canvas, own_BL, *, chunk: int, banned=BANN
         full, full.prepare(full.init(ROWS), context), jax.vmap(jax.random.key)(canvas.seed_B),
         own_BL, POSITIONS, _measure, "inverse_cdf", banned,
     )  # fmt: skip
-    wanted = Wanted(canvas.is_open_BL, canvas.is_visible_BL, canvas.tokens_BL)
+    wanted = Wanted(canvas.is_open_BL, canvas.is_visible_BL, canvas.tokens_BL, length_B)
     return fill.propose(Reader(network, params, output, chunk), writer, wanted)
 
 
@@ -269,6 +270,7 @@ def _expected(canvas: Canvas, row: int, *, reach: int = 1) -> tuple[oracle.Fille
             is_one_sided=canvas.is_one_sided_B[row],
             temperature=canvas.temperature_B[row],
             density_power=canvas.density_power_B[row],
+            length=int((canvas.tokens_BL[row] != toy.PAD).sum()),
             top_p=canvas.sampler_top_p_B[row] or 1.0,
             banned=BANNED,
             context=reach,
@@ -480,3 +482,12 @@ def test_no_array_holds_logits_of_the_whole_canvas():
     sizes = [np.prod(shape) for shape in shapes if vocab_size in shape]
     assert len(sizes) > 100
     assert max(sizes) <= chunk * vocab_size
+
+
+def test_the_share_that_begins_falls_with_the_share_of_the_row_that_is_not_filled():
+    is_seen_BL = np.arange(12)[None] < np.array([0, 3, 9, 9, 12])[:, None]
+    length_B = np.array([12, 12, 12, 10, 12])
+    power_B = np.array([1.0, 2.0, 1.0, 0.5, 0.0])
+    share_B = by_density(jnp.full(5, 0.4), power_B, is_seen_BL, length_B)
+    expected = [0.4, 0.4 * 0.75**2, 0.4 * 0.25, 0.4 * 0.1**0.5, 0.4]
+    np.testing.assert_allclose(share_B, expected, rtol=1e-6)
