@@ -51,10 +51,12 @@ def grid(arm: str) -> Iterator[dict[str, Any]]:
         for start, threshold in itertools.product((0.02, 0.05, 0.15), thresholds):
             yield {"remask": "scheduled", "remask_start": start, "threshold": threshold}
         return
-    if arm == "spans":
-        for hidden, trials, gain, token_gain in SPANS:
+    if arm in ("spans", "shipped"):
+        # What configs/shakespeare_proofreader_heads.toml recommends, or one step of any.
+        steps, some = (1, SPANS) if arm == "spans" else (2, [(3, 12, 5.0, 0.0)])
+        for hidden, trials, gain, token_gain in some:
             yield {
-                "edit": True, "edit_scoring": "likelihood", "steps": 1, "edit_hidden": hidden,
+                "edit": True, "edit_scoring": "likelihood", "steps": steps, "edit_hidden": hidden,
                 "edit_trials": trials, "edit_gain": gain, "edit_token_gain": token_gain,
                 "threshold": 0.9, "max_length": 144, "batch_size": 32,
             }  # fmt: skip
@@ -112,7 +114,7 @@ SPANS = (
     (3, 18, 6.0, 2.5), (4, 12, 6.0, 1.5), (4, 12, 3.0, 0.5), (4, 12, 5.0, 0.5),
 )  # fmt: skip
 """Tokens that are hidden on either side, candidates, gain, and gain of a token, of *spans*."""
-ARMS = ["off", "likelihood", "likelihood-wide", "spans"] + [
+ARMS = ["off", "likelihood", "likelihood-wide", "spans", "shipped"] + [
     f"{what}-{token}-{scoring}"
     for scoring in ("uncertainty", "lead")
     for what in ("insert", "delete", "both")

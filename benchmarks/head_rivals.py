@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("what", choices=["run", "table"])
     parser.add_argument("--judge", default="runs/shakespeare_judge")
     parser.add_argument("--checkpoint", default="shakespeare")
-    parser.add_argument("--csv", default="runs/head_rivals.csv")
+    parser.add_argument("--csv", default="docs/head_rivals.csv")
     args = parser.parse_args()
     start_jax()
     if args.what == "table":

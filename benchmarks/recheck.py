@@ -274,7 +274,11 @@ UNCHECKED = {
         "a clock and PyTorch: python benchmarks/samplers.py",
     ("performance.md", "Generation beside PyTorch"):
         "a clock and PyTorch: python benchmarks/generation_pair.py, occupancy.py",
+    ("sampler_head.md", "Beside rules that need no training, and its own settings"):
+        "a judge: python -m benchmarks.head_rivals run",
     ("training.md", "Recipes at equal time"): "trainings: python benchmarks/recipes.py",
+    ("training.md", "Blocks beside both ways and left to right"):
+        "trainings: python benchmarks/recipes.py --config shakespeare_bpe_blocks",
 }  # fmt: skip
 """Tables that nothing here can check, by file and heading, and what makes them."""
 
