@@ -26,7 +26,7 @@ CACHE_MARGIN = Setting(
 )  # fmt: skip
 
 # Sixteenths of the canvas: a longer list fits suffixes better, and each compiles a trunk.
-_SUFFIXES = (1, 2, 3, 4, 6, 8, 12, 16)
+_SUFFIXES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 
 
 class _Approximate(CacheRule):
