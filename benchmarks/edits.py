@@ -27,6 +27,7 @@ import dlm_jax
 from benchmarks.quality import distinct_share, judged_bits, known_share, words
 from benchmarks.repairs import KINDS, MORE_KINDS, Repair, make_repairs, score
 from dlm_jax.cli.common import start_jax
+from dlm_jax.config import SampleConfig
 from dlm_jax.data import join_documents, read_documents, split_text
 from dlm_jax.inference.model import Model
 
@@ -51,24 +52,13 @@ def grid(arm: str) -> Iterator[dict[str, Any]]:
         for start, threshold in itertools.product((0.02, 0.05, 0.15), thresholds):
             yield {"remask": "scheduled", "remask_start": start, "threshold": threshold}
         return
-    if arm in ("spans", "shipped"):
-        # What configs/shakespeare_proofreader_heads.toml recommends, or one step of any.
-        steps, some = (1, SPANS) if arm == "spans" else (2, [(3, 12, 5.0, 0.0)])
-        for hidden, trials, gain, token_gain in some:
-            yield {
-                "edit": True, "edit_scoring": "likelihood", "steps": steps, "edit_hidden": hidden,
-                "edit_trials": trials, "edit_gain": gain, "edit_token_gain": token_gain,
-                "threshold": 0.9, "max_length": 144, "batch_size": 32,
-            }  # fmt: skip
-        return
-    if arm.startswith("likelihood"):
-        yield from _tried(arm)
+    if arm in TRIED:
+        yield from _tried(*TRIED[arm])
         return
     what, token, scoring = arm.split("-")
-    base = {"edit": True, "edit_token": token, "edit_scoring": scoring}
-    base |= {"edit_schedule": "linear"}
-    # Of 64 tokens, one or two a step.
-    rates = (0.018,) if scoring == "lead" else (0.018, 0.036)
+    base = {"edit": True, "edit_schedule": "linear"}
+    base |= {"edit_token": token, "edit_scoring": scoring}
+    rates = (0.018,) if scoring == "lead" else (0.018, 0.036)  # of 64 tokens, one or two a step
     insert_margins = (0.1, 0.3, 0.5) if scoring == "lead" else (0.0, 0.9)
     deletes = [(0.1, 0.0), (0.3, 0.0), (0.5, 0.0)]
     if scoring != "lead":
@@ -93,27 +83,22 @@ def grid(arm: str) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
-def _tried(arm: str) -> Iterator[dict[str, Any]]:
-    """Candidates that are tried, with all their texts counted as forwards, or each try as one.
-
-    A draft is looked at, and tried on, before its first step and after every step but the last: S
-    steps with T candidates are ``1 + S (T + 2)`` forwards, or ``1 + 2 S`` calls of the trunk.
-    """
-    fits = [(2, 2), (1, 6)] if arm == "likelihood" else [(4, 8)]
-    for (steps, trials), gain, margin in itertools.product(
-        fits, (0.0, 1.0, 2.0, 4.0), (0.0, 0.1, 0.3)
-    ):
+def _tried(trials: int, hidden: int) -> Iterator[dict[str, Any]]:
+    """Candidates that are tried: a look at the draft, one edit of a row, and one step behind it."""
+    many = ((0.0, 1.0, 2.0, 4.0), (0.0, 0.25, 0.5), (0.0, 1.0))
+    few = ((0.0, 4.0), (0.0, 0.25), (0.0, 2.0))
+    for gain, lead_gain, token_gain in itertools.product(*(few if hidden else many)):
         yield {
-            "edit": True, "edit_scoring": "likelihood", "steps": steps, "edit_trials": trials,
-            "edit_gain": gain, "insert_margin": margin, "delete_margin": margin, "threshold": 0.9,
+            "edit": True, "edit_scoring": "likelihood", "steps": 1, "edit_trials": trials,
+            "edit_hidden": hidden, "edit_gain": gain, "edit_lead_gain": lead_gain,
+            "edit_token_gain": token_gain, "threshold": 0.9, "max_length": 144,
+            "batch_size": 32 if hidden else 64,
         }  # fmt: skip
 
 
-SPANS = (
-    (2, 12, 0.0, 0.0), (2, 12, 3.0, 0.0), (3, 12, 0.0, 0.0), (3, 12, 4.0, 1.5), (3, 12, 7.0, 1.5),
-    (3, 18, 6.0, 2.5), (4, 12, 6.0, 1.5), (4, 12, 3.0, 0.5), (4, 12, 5.0, 0.5),
-)  # fmt: skip
-"""Tokens that are hidden on either side, candidates, gain, and gain of a token, of *spans*."""
+TRIED = {"likelihood": (6, 0), "likelihood-wide": (16, 0), "spans": (6, 3)}
+"""Arms that try: candidates, and tokens hidden on either side of one. *likelihood* takes 9 forwards
+with every text that is read counted as one, the others fewer calls of the trunk on more texts."""
 ARMS = ["off", "likelihood", "likelihood-wide", "spans", "shipped"] + [
     f"{what}-{token}-{scoring}"
     for scoring in ("uncertainty", "lead")
@@ -137,6 +122,12 @@ class Task:
         """The rows of a seed."""
         return make_repairs(self.held_out, self.corpus, seed, self.number, kinds=self.kinds)
 
+    def recommended(self) -> dict[str, Any]:
+        """What the model's config says of sampling."""
+        assert self.model.config is not None
+        usual = vars(SampleConfig())
+        return {k: v for k, v in vars(self.model.config.sample).items() if v != usual[k]}
+
     def run(self, repairs: list[Repair], settings: dict[str, Any]) -> dict[str, Any]:
         """What came of the rows under these settings."""
         # A draft that is edited is looked at once before its first step.
@@ -156,11 +147,20 @@ class Task:
 
 
 def tune(task: Task, path: str, seed: int, arms: list[str]) -> None:
-    """Writes each arm's best settings: most exact repairs, then the least distance."""
+    """Writes each arm's best settings: most exact, then nearest; first those that are not further
+    away than the text as it came.
+    """
     repairs = task.repairs(seed)
+    untouched = score(repairs, [repair.prompt + repair.damaged for repair in repairs]).distance
+
+    def worth(pair: tuple[dict[str, Any], dict[str, Any]]) -> tuple[float, ...]:
+        found = pair[0]
+        return found["distance"] > untouched, -found["exact"], found["distance"]
+
     for arm in arms:
-        tried = [(task.run(repairs, settings), settings) for settings in grid(arm)]
-        best, settings = min(tried, key=lambda pair: (-pair[0]["exact"], pair[0]["distance"]))
+        some = [task.recommended()] if arm == "shipped" else grid(arm)
+        tried = [(task.run(repairs, settings), settings) for settings in some]
+        best, settings = min(tried, key=worth)
         print(f"{arm}: {len(tried)} tried, exact {best['exact']:.3f}, distance "
               f"{best['distance']:.2f}: {settings}", flush=True)  # fmt: skip
         _append(path, {"arm": arm, "settings": json.dumps(settings), "seed": seed, **best})

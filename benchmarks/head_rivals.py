@@ -2,12 +2,14 @@
 
     python -m benchmarks.head_rivals run --judge runs/shakespeare_judge
     python -m benchmarks.head_rivals table
+    python -m benchmarks.head_rivals refine --checkpoint shakespeare --csv docs/refined.csv
 
-Texts of the shipped model, judged as in `benchmarks/sampler_head.py`. A rule that commits as many
+Texts of one model, judged as in `benchmarks/sampler_head.py`. A rule that commits as many
 tokens as are sure enough takes as many forwards as it takes: of a grid of settings, tried on a seed
 of its own, those are kept for a budget that need no more forwards and write texts as diverse as 128
 forwards of one draw each, and of them the one that the judge likes best. Every line of
-the CSV is measured once; a stopped run goes on.
+the CSV is measured once; a stopped run goes on. `refine` compares what a model with a critic makes
+of 16 forwards that commit, and of 17 of which 8 are the critic's.
 """
 
 from __future__ import annotations
@@ -56,6 +58,13 @@ OWN: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Settings of the head beside those of *waves*."""
+REFINED = FILLED | {"schedule": "linear", "remask": "scheduled"}
+SHARES = ((0.0, 0.06), (0.0, 0.1), (0.05, 0.05), (0.08, 0.04))
+"""What is remasked before the first step and before the last, as a share of the row."""
+RECOMMENDED = (
+    "steps", "order", "fill", "sampler_even_odd", "temperature", "temperature_end", "min_p",
+)  # fmt: skip
+WARM = ((1.1, 0.3), (1.0, 0.3), (0.9, 0.3), (0.8, 0.3), (1.0, 0.1), (0.8, 0.1))
 
 
 def _quota_grid(kind: str, budget: int) -> list[dict[str, Any]]:
@@ -89,24 +98,63 @@ def _best(
     return json.loads(min(found, key=lambda line: float(line["bits"]))["settings"])
 
 
-def run(study: Study, name: str) -> None:
-    """Makes the measurements that are missing."""
+def _floor(study: Study, name: str) -> tuple[float, float]:
+    """Token entropy and distinct 4-grams of what counts as diverse."""
     (full,) = study.measure(
         "tune", "full", [name], [TUNING_SEED],
         {"steps": LIMIT, "fill": "parallel", "temperature": 1.0, "temperature_end": 0.3},
     )  # fmt: skip
-    floor = float(full["entropy"]) - 0.1, float(full["distinct"]) - 0.03
+    return float(full["entropy"]) - 0.1, float(full["distinct"]) - 0.03
 
-    def tuned(kind: str, budget: int, grid: list[dict[str, Any]]) -> dict[str, Any] | None:
-        lines = [study.measure("tune", kind, [name], [TUNING_SEED], row)[0] for row in grid]
-        return _best(lines, budget, floor)
 
+def _tuned(
+    study: Study, name: str, kind: str, grid: list[dict[str, Any]], budget: int,
+    floor: tuple[float, float],
+) -> dict[str, Any] | None:  # fmt: skip
+    lines = [study.measure("tune", kind, [name], [TUNING_SEED], row)[0] for row in grid]
+    return _best(lines, budget, floor)
+
+
+def refine(study: Study, name: str) -> None:
+    """Committing alone with 16 forwards, and 9 steps between which the critic reads the text."""
+    floor, alone, half = _floor(study, name), {"steps": 16}, {"steps": 9}
+    doubts = {"chance": {"remask_randomness": 1.0}, "critic": {"remask_by": "critic"}}
+    grids = {
+        "parallel": [QUOTAS["parallel"] | alone],
+        "waves": [WAVES | alone],
+        "all filled": [FILLED | alone],
+        **{
+            f"all filled, {doubt} remasks": [
+                REFINED | own | (half if doubt == "critic" else alone)
+                | {"remask_start": start, "remask_end": end}
+                for start, end in SHARES
+            ]
+            for doubt, own in doubts.items()
+        },
+    }  # fmt: skip
+    for kind, grid in grids.items():
+        warm = [
+            row | {"temperature": first, "temperature_end": last}
+            for row, (first, last) in itertools.product(grid, WARM)
+        ]
+        settings = _tuned(study, name, kind, warm, 17, floor)
+        assert settings is not None, f"{kind}: nothing diverse"
+        study.measure("16 forwards", kind, [name], list(SEEDS), settings)
+    recommended = study.model(name).config
+    assert recommended is not None
+    usual = {key: getattr(recommended.sample, key) for key in RECOMMENDED}
+    study.measure("16 forwards", "as recommended", [name], list(SEEDS), usual)
+
+
+def run(study: Study, name: str) -> None:
+    """Makes the measurements that are missing."""
+    floor = _floor(study, name)
     for budget in BUDGETS:
         kinds = {kind: _quota_grid(kind, budget) for kind in QUOTAS}
         for order, fill in itertools.product(BOUNDS, ("parallel", "wavefront")):
             kinds[f"{order}, {'waves' if fill == 'wavefront' else fill}"] = _bound_grid(order, fill)
         for kind, grid in kinds.items():
-            settings = tuned(kind, budget, grid)
+            settings = _tuned(study, name, kind, grid, budget, floor)
             if settings is None:
                 print(f"{kind}: nothing diverse within {budget} forwards", flush=True)
                 continue
@@ -142,9 +190,9 @@ def table(rows: list[dict[str, str]]) -> None:
 def main() -> None:
     """Measures or prints."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["run", "table"])
+    parser.add_argument("what", choices=["run", "refine", "table"])
     parser.add_argument("--judge", default="runs/shakespeare_judge")
-    parser.add_argument("--checkpoint", default="shakespeare")
+    parser.add_argument("--checkpoint", default="runs/shakespeare_bpe_sampler")
     parser.add_argument("--csv", default="docs/head_rivals.csv")
     args = parser.parse_args()
     start_jax()
@@ -156,7 +204,7 @@ def main() -> None:
         corpus="bpe", csv=args.csv, judge=args.judge, head=[args.checkpoint],
         num_samples=NUM_SAMPLES, characters=CHARACTERS,
     ))  # fmt: skip
-    run(study, args.checkpoint)
+    (refine if args.what == "refine" else run)(study, args.checkpoint)
     table(study.rows)
 
 

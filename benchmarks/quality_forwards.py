@@ -1,4 +1,4 @@
-"""Quality of the shipped model's texts against the forwards they took, for every commit rule.
+"""Quality of a model's texts against the forwards they took, for every commit rule.
 
     python benchmarks/quality_forwards.py --judge runs/shakespeare_judge --results quality.jsonl \
         --picture docs/quality_forwards.png
@@ -107,6 +107,7 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--judge", required=True)
+    parser.add_argument("--checkpoint", default="runs/shakespeare_bpe_sampler")
     parser.add_argument("--results", required=True, metavar="FILE", help="kept measurements")
     parser.add_argument("--picture", metavar="FILE")
     parser.add_argument("--num-samples", type=int, default=16, help="texts of a seed (16)")
@@ -114,7 +115,7 @@ def main() -> None:
     parser.add_argument("--characters", type=int, default=256)
     args = parser.parse_args()
     start_jax()
-    model, judge = dlm_jax.load(), dlm_jax.load(args.judge)
+    model, judge = dlm_jax.load(args.checkpoint), dlm_jax.load(args.judge)
     kept = Path(args.results)
     known = {}
     if kept.exists():

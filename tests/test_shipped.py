@@ -16,7 +16,7 @@ from dlm_jax.data.tinyshakespeare import SHA256
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = {
-    "shakespeare": ROOT / "configs" / "shakespeare_bpe_sampler.toml",
+    "shakespeare": ROOT / "configs" / "shakespeare_bpe_heads.toml",
     "proofreader": ROOT / "configs" / "shakespeare_proofreader_heads.toml",
 }
 CORPUS = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
@@ -79,7 +79,7 @@ def test_sample_without_arguments_prints_a_text(capsys, monkeypatch):
     assert sample.main([]) == 0
     out, err = capsys.readouterr()
     assert len(out.strip()) > 100
-    assert "1 texts, 32 steps" in err
+    assert "1 texts, 16 steps" in err
 
 
 @pytest.mark.skipif(not CORPUS.exists(), reason="the corpus is not beside the project")

@@ -58,8 +58,12 @@ class ObjectiveConfig:
     )
     misprint_kinds: tuple[str, ...] = field(
         USUAL_MISPRINTS,
-        "proofreading: what happens to a misprinted token, each as often; missing, wrong or stray, "
-        "transposed with the next one, or the same to two: missing_pair, wrong_pair, stray_pair",
+        "proofreading: what happens to a misprinted token, each as often as it is named; missing, "
+        "wrong or stray, transposed with the next one, or the same to two: missing_pair, "
+        "wrong_pair, stray_pair",
+    )
+    misprint_masked_rows: float = field(
+        0.5, "proofreading: share of its rows that show MASK besides"
     )
     random_length_share: float = field(
         0.0, "share of the batches that are cut to a random length; 0.01 is usual"
@@ -73,7 +77,7 @@ class ObjectiveConfig:
         )
         for name in (
             "denoising_share", "mask_share", "random_share", "random_length_share",
-            "proofreading_share",
+            "proofreading_share", "misprint_masked_rows",
         ):  # fmt: skip
             value = getattr(self, name)
             require(0 <= value <= 1, f"objective.{name}={value} is not in [0, 1]")
@@ -96,7 +100,7 @@ class ObjectiveConfig:
         )
         require(self.span_count >= 1, f"objective.span_count={self.span_count} must be at least 1")
         _check_names("patterns", self.patterns, PATTERNS)
-        _check_names("misprint_kinds", self.misprint_kinds, MISPRINTS)
+        _check_names("misprint_kinds", tuple(dict.fromkeys(self.misprint_kinds)), MISPRINTS)
 
 
 def _check_names(field_name: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:

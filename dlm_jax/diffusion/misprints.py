@@ -68,7 +68,8 @@ def misprint(
       length_B: int32 live tokens of each row.
       is_free_BL: True at live tokens that may be misprinted.
       ratio_B: float32 in [0, 1].
-      kinds: of `dlm_jax.config.objective.MISPRINTS`, each as likely.
+      kinds: of `dlm_jax.config.objective.MISPRINTS`, each as likely; one that is named twice is
+        twice as likely.
     """
     num_positions = tokens_BL.shape[1]
     hit_key, kind_key, other_key, double_key = jax.random.split(key, 4)
@@ -114,7 +115,8 @@ def _damage(
     def of(name: str) -> jax.Array:
         if name not in kinds:
             return jnp.zeros_like(is_hit_BL)
-        return is_hit_BL & (kind_BL == tuple(kinds).index(name))
+        numbers = [number for number, kind in enumerate(kinds) if kind == name]
+        return is_hit_BL & jnp.isin(kind_BL, jnp.array(numbers))
 
     # The second of two: one that may be misprinted, and is not misprinted itself.
     is_second_BL = is_free_BL & ~is_hit_BL

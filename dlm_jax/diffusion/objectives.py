@@ -208,13 +208,14 @@ def proofreading(
     max_ratio: float,
     mask_id: int,
     kinds: tuple[str, ...] = USUAL_MISPRINTS,
+    masked_rows: float = 0.5,
 ) -> Example:
     """Plain cross-entropy at every free position of misprinted rows, for what should stand there.
 
-    A share of each row that is uniform on (0, max_ratio] is misprinted, in one of the kinds. Half
-    of the rows show MASK besides, each at a share of its positions that is uniform on (0, 1]. The
-    targets are those of `dlm_jax.diffusion.misprints.Misprints`; a row that grows is cut at the
-    canvas.
+    A share of each row that is uniform on (0, max_ratio] is misprinted, in one of the kinds. A
+    share `masked_rows` of the rows shows MASK besides, each at a share of its positions that is
+    uniform on (0, 1]. The targets are those of `dlm_jax.diffusion.misprints.Misprints`; a row that
+    grows is cut at the canvas.
     """
     ratio_key, print_key, share_key, mask_key = jax.random.split(key, 4)
     num_rows = batch.tokens_BL.shape[0]
@@ -223,7 +224,8 @@ def proofreading(
         print_key, batch.tokens_BL, batch.length_B, batch.is_free_BL(), ratio_B, kinds=kinds
     )
     truth = batch._replace(tokens_BL=found.true_BL, length_B=found.length_B)
-    share_B = jnp.maximum(1.0 - 2.0 * jax.random.uniform(share_key, (num_rows,)), 0.0)
+    place_B = jax.random.uniform(share_key, (num_rows,))
+    share_B = jnp.where(place_B < masked_rows, 1.0 - place_B / max(masked_rows, 1e-9), 0.0)
     is_free_BL = truth.is_free_BL()
     is_masked_BL = mask_independently(mask_key, share_B, is_free_BL)
     weight_BL = is_free_BL.astype(jnp.float32)

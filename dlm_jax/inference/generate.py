@@ -95,6 +95,17 @@ def generate(
     common = {"seed": seed, "max_length": max_length} | settings
     common |= {"host_sampler": host_sampler, "read_back": read_back}
     requests = _all_requests(model, prompts, num_samples, common)
+    return _made(model, requests, batch_size, max_candidates, on_commits)
+
+
+def _made(
+    model: Model,
+    requests: Sequence[Request],
+    batch_size: int,
+    max_candidates: int,
+    on_commits: Callable[[int], Any] | None,
+) -> Texts:
+    """The texts of all requests; each process makes its own share of them, and has all at last."""
     with _engine_for(
         model, requests, batch_size=batch_size, max_candidates=max_candidates
     ) as engine:

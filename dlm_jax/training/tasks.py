@@ -166,7 +166,7 @@ def make_mixture(setup: Setup) -> Mixture:
         ),
         "proofreading": functools.partial(
             proofreading, max_ratio=config.misprint_ratio, mask_id=mask_id,
-            kinds=config.misprint_kinds,
+            kinds=config.misprint_kinds, masked_rows=config.misprint_masked_rows,
         ),
     }  # fmt: skip
     shares = {

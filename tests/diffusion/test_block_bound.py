@@ -82,7 +82,9 @@ def test_the_drawn_bound_is_that_of_the_blocks(given):
     drawn = np.asarray(
         _bound(_params(), _batch(1024, given), jax.random.key(3), num_draws=1).nats_B, np.float64
     )
-    assert abs(drawn.mean() - exact) < 5 * drawn.std() / math.sqrt(drawn.size) + 1e-6
+    # One block has no spread; its bound is a sum in float32.
+    rounding = 4 * np.finfo(np.float32).eps * exact
+    assert abs(drawn.mean() - exact) < 5 * drawn.std() / math.sqrt(drawn.size) + rounding
     assert exact >= sum(_exact(block, given, oracle.true_nll) for block in blocks) - 1e-9
 
 

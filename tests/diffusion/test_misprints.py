@@ -208,6 +208,15 @@ def _lone(rows: Rows, printed, row: int) -> list[int] | None:
     return [clean.index(token) for token in shown]
 
 
+def test_a_kind_that_is_named_twice_is_twice_as_likely():
+    rows = _rows(6, lengths=(24,), ratio=0.3)
+    shorter = [
+        sum(24 - len(shown) for key in range(6) for shown, _ in _printed_as(rows, *kinds, key=key))
+        for kinds in (("missing", "wrong"), ("missing", "wrong", "missing"))
+    ]
+    assert shorter[1] / shorter[0] == pytest.approx(4 / 3, rel=0.06)
+
+
 def test_the_usual_kinds_are_those_of_before_in_any_way_of_asking():
     rows = _rows(8)
     assert _printed_as(rows, "missing", "wrong", "stray") == _printed(rows)

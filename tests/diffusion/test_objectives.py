@@ -127,7 +127,8 @@ def test_proofreading_asks_for_what_should_stand_at_every_free_position_of_the_n
     assert float(task.total) == np.asarray(task.weight_BL).sum()
 
 
-def test_proofreading_misprints_up_to_a_share_and_masks_any_share_of_half_of_the_rows(monkeypatch):
+@pytest.mark.parametrize("rows", [0.5, 0.2, 0.0])
+def test_proofreading_misprints_up_to_a_share_and_masks_any_share_of_some_rows(monkeypatch, rows):
     import dlm_jax.diffusion.objectives as module
 
     ratios = []
@@ -139,7 +140,7 @@ def test_proofreading_misprints_up_to_a_share_and_masks_any_share_of_half_of_the
     count = 4000
     none = jnp.zeros(count, jnp.int32)
     batch = Batch(jnp.zeros((count, 9), jnp.int32), none + 9, none + 1)
-    task = _proofreading(batch, jax.random.key(4))
+    task = _proofreading(batch, jax.random.key(4), masked_rows=rows)
     ratio = np.sort(np.asarray(ratios[0]))
     # Kolmogorov: a uniform sample of 4000 is off by more once in 1000.
     np.testing.assert_allclose(ratio, 0.6 * np.arange(1, count + 1) / count, atol=0.6 * 0.031)
@@ -150,8 +151,8 @@ def test_proofreading_misprints_up_to_a_share_and_masks_any_share_of_half_of_the
     assert (np.asarray(task.truth.tokens_BL) == 2).all()
     # With s uniform, each number of 8 tokens is masked as often as any other.
     share = np.bincount(is_masked.sum(1), minlength=9) / count
-    np.testing.assert_allclose(share, [0.5 + 0.5 / 9] + [0.5 / 9] * 8, atol=0.02)
-    np.testing.assert_allclose(is_masked[:, 1:].mean(0), 0.25, atol=0.04)
+    np.testing.assert_allclose(share, [1 - rows + rows / 9] + [rows / 9] * 8, atol=0.02)
+    np.testing.assert_allclose(is_masked[:, 1:].mean(0), rows / 2, atol=0.04)
 
 
 def test_every_named_pattern_is_used_and_no_other(monkeypatch):

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from dlm_jax.sampling.edits import scores
 from dlm_jax.sampling.edits.moves import Edits
 from dlm_jax.sampling.edits.protocol import EditContext, EditRule
-from dlm_jax.sampling.edits.rules import DELETE_MARGIN, INSERT_MARGIN
 from dlm_jax.settings import Setting, per_row, rule, static
 from dlm_jax.types import live_positions
 
@@ -30,14 +29,20 @@ EDIT_HIDDEN = Setting(
     "none, and compares whole texts",
     low=0, high=16,
 )  # fmt: skip
+EDIT_LEAD_GAIN = Setting(
+    "edit_lead_gain", 0.25,
+    "likelihood: nats that an edit counts more for each nat by which its token is ahead of the one "
+    "that is there, >= 0",
+    low=0.0, high=1e6,
+)  # fmt: skip
 EDIT_TOKEN_GAIN = Setting(
     "edit_token_gain", 0.0,
     "likelihood: nats that a text gains by each token that it has more, or loses by each that goes",
     low=-1e6, high=1e6,
 )  # fmt: skip
+LEAST = -100.0
+"""Nats that an impossible token counts, so that texts which share one can be compared."""
 _NUM_KINDS = 3
-_ALL = 1e3
-"""Nats that no token is behind another."""
 
 
 @rule
@@ -45,23 +50,22 @@ class Likelihood(EditRule):
     """Tries insertions, replacements and deletions, and makes the one that the model likes best.
 
     A candidate is the likeliest token of a position, in front of the one that is there or in its
-    place, by the lead it has (see `dlm_jax.sampling.edits.scores.leads`), or a token that goes, by
-    the lead of its successor in its place. The best of a row are tried, each alone, in one forward;
-    the one that makes the sum of the log-probabilities of all tokens largest is made if that is
-    more than `gain_B` above the text as it is. So there is one edit of a row in a step at most, and
-    what is inserted is no hole. A row at its capacity gains no token. For models trained to
-    proofread: of others the likelihood of visible tokens says little.
+    place, or a token that goes. Its lead is by how many nats the likeliest token, or the successor
+    of the one that goes, is ahead of the one that is there; it may be below 0. The candidates of a
+    row with the highest leads are tried, each alone, in one forward. An edit counts what the sum of
+    the log-probabilities of all tokens gains by it, and `lead_gain_B` times its lead: the one says
+    whether the text is more at ease with it, the other whether the text asked for it. The one that
+    counts most is made if it counts more than `gain_B`. So there is one edit of a row in a step at
+    most, and what is inserted is no hole. A row at its capacity gains no token. For models trained
+    to proofread: of others the likelihood of visible tokens says little.
 
     With `num_hidden` the texts are compared where they differ alone: the tokens around the edit are
     hidden, and read one after the other, as if the model wrote them between what stands on either
-    side. A misprint that was copied into the prediction of its own place is not believed there. So
-    a candidate needs no lead, and the margins do not count: the best are tried, by how many nats a
-    token is ahead of the one that is there.
+    side. A misprint that was copied into the prediction of its own place is not believed there.
 
     Attributes:
-      insert_margin_B: float32, at least 0: what the lead of the likeliest token must exceed.
-      delete_margin_B: float32, at least 0: what that of the successor must exceed.
       gain_B: float32, at least 0, in nats.
+      lead_gain_B: float32, at least 0, nats for each nat of the lead.
       token_gain_B: float32, nats by which an insertion counts more and a deletion less. A longer
         text has a smaller probability, whether or not it is right.
       num_trials: candidates of a row and step.
@@ -70,9 +74,8 @@ class Likelihood(EditRule):
 
     reads_likeliest = True
 
-    insert_margin_B: jax.Array = per_row(INSERT_MARGIN)
-    delete_margin_B: jax.Array = per_row(DELETE_MARGIN)
     gain_B: jax.Array = per_row(EDIT_GAIN)
+    lead_gain_B: jax.Array = per_row(EDIT_LEAD_GAIN)
     token_gain_B: jax.Array = per_row(EDIT_TOKEN_GAIN)
     num_trials: int = static(EDIT_TRIALS)
     num_hidden: int = static(EDIT_HIDDEN)
@@ -90,22 +93,27 @@ class Likelihood(EditRule):
         """The best candidates of each row; lower positions first among equal ones.
 
         Nothing goes that is frozen, a hole, the last of its row, or a space that no edit inserted.
+        Of equal tokens that stand side by side the last one goes, which makes the same text.
         """
         cells, snapshot, mask_id = context.cells, context.snapshot, context.mask_id
         assert snapshot.best_id_BL is not None
         num_rows, num_positions = cells.tokens_BL.shape
         is_open_BL = live_positions(cells.length_B, num_positions) & context.is_open_BL
-        lead_BL, misfit_BL = self._worth(context)
+        lead_BL, misfit_BL = _leads(context)
         is_new_BL = is_open_BL & (snapshot.best_id_BL >= 0)
         is_new_BL &= snapshot.best_id_BL != cells.tokens_BL
         is_kept_space_BL = (cells.tokens_BL == context.space_id) & ~cells.inserted_BL
         may_go_BL = is_open_BL & ~cells.frozen_BL & (cells.tokens_BL != mask_id)
         may_go_BL &= ~is_kept_space_BL
+        goes_BL = may_go_BL & jnp.isfinite(misfit_BL)
+        # Of equal tokens in a row the last one goes: the text is the same.
+        is_same_BL = cells.tokens_BL == scores.right_of(cells.tokens_BL)
+        goes_BL &= ~(is_same_BL & scores.right_of(goes_BL))
         has_room_B1 = (cells.length_B < context.capacity_B)[:, None]
         worth_BLK = jnp.stack([
-            jnp.where(is_new_BL & has_room_B1, lead_BL, 0.0),
-            jnp.where(is_new_BL & may_go_BL, lead_BL, 0.0),
-            jnp.where(may_go_BL, misfit_BL, 0.0),
+            jnp.where(is_new_BL & has_room_B1, lead_BL, -jnp.inf),
+            jnp.where(is_new_BL & may_go_BL, lead_BL, -jnp.inf),
+            jnp.where(goes_BL, misfit_BL, -jnp.inf),
         ], axis=2)  # fmt: skip
         number = min(self.num_trials, _NUM_KINDS * num_positions)
         worth_BK, place_BK = jax.lax.top_k(worth_BLK.reshape(num_rows, -1), number)
@@ -113,7 +121,7 @@ class Likelihood(EditRule):
         is_there_KBL = (place_BK // _NUM_KINDS).T[:, :, None] == jnp.arange(num_positions)[
             None, None
         ]
-        is_real_KB = worth_BK.T > 0
+        is_real_KB = jnp.isfinite(worth_BK.T)
         is_there_KBL &= is_real_KB[:, :, None]
         return Edits(
             is_there_KBL & (kind_KB1 != 2),
@@ -122,30 +130,16 @@ class Likelihood(EditRule):
             jnp.broadcast_to(snapshot.best_id_BL, is_there_KBL.shape),
         ), is_real_KB
 
-    def _worth(self, context: EditContext) -> tuple[jax.Array, jax.Array]:
-        """What speaks for another token at a place, and for the one there to go, if above 0."""
-        cells, snapshot, mask_id = context.cells, context.snapshot, context.mask_id
-        if not self.num_hidden:
-            lead_BL = scores.leads(cells, snapshot, mask_id=mask_id)
-            misfit_BL = scores.deletion_scores(
-                cells, snapshot, self.delete_margin_B, jnp.zeros_like(self.gain_B), mask_id=mask_id
-            )
-            return lead_BL - self.insert_margin_B[:, None], misfit_BL
-        assert snapshot.best_BL is not None and snapshot.is_due_BL is not None
-        is_token_BL = scores.is_token(cells, mask_id=mask_id)
-        is_pair_BL = is_token_BL & scores.right_of(is_token_BL)
-        is_asked_BL = is_token_BL & ~cells.frozen_BL & ~(is_pair_BL & snapshot.is_due_BL)
-        lead_BL = jnp.where(is_asked_BL, snapshot.best_BL - snapshot.own_BL, -_ALL)
-        misfit_BL = jnp.where(is_pair_BL, snapshot.right_BL - snapshot.own_BL, -_ALL)
-        return lead_BL + _ALL, misfit_BL + _ALL
-
     def select(self, context: EditContext) -> Edits:
-        """The candidate with the largest gain, the first of equal ones, if it is large enough."""
+        """The candidate that counts most, the first of equal ones, if it counts enough."""
         tried = context.tried
         assert tried is not None
-        inserts_KB = jnp.any(tried.edits.insert_gap_BL, axis=2).astype(jnp.float32)
-        deletes_KB = jnp.any(tried.edits.delete_BL, axis=2).astype(jnp.float32)
-        gain_KB = tried.gain_KB + self.token_gain_B[None] * (inserts_KB - deletes_KB)
+        insert_KBL, delete_KBL = tried.edits.insert_gap_BL, tried.edits.delete_BL
+        lead_BL, misfit_BL = _leads(context)
+        own_KBL = jnp.where(insert_KBL, lead_BL, jnp.where(delete_KBL, misfit_BL, 0.0))
+        tokens_KB = jnp.sum(insert_KBL.astype(jnp.float32) - delete_KBL, axis=2)
+        gain_KB = tried.gain_KB + self.lead_gain_B[None] * jnp.sum(own_KBL, axis=2)
+        gain_KB += self.token_gain_B[None] * tokens_KB
         best_B = jnp.argmax(gain_KB, axis=0)
         is_taken_B = jnp.max(gain_KB, axis=0) > self.gain_B
         edits = jax.tree.map(
@@ -156,3 +150,21 @@ class Likelihood(EditRule):
             insert_gap_BL=edits.insert_gap_BL & is_taken_B[:, None],
             delete_BL=edits.delete_BL & is_taken_B[:, None],
         )
+
+
+def _leads(context: EditContext) -> tuple[jax.Array, jax.Array]:
+    """Nats by which another token is ahead of that of a place, and by which its successor is.
+
+    -inf where there is none: at holes and frozen positions, and the former where the likeliest
+    token is the successor, which speaks for a deletion.
+    """
+    cells, snapshot = context.cells, context.snapshot
+    assert snapshot.best_BL is not None and snapshot.is_due_BL is not None
+    is_token_BL = scores.is_token(cells, mask_id=context.mask_id)
+    is_pair_BL = is_token_BL & scores.right_of(is_token_BL)
+    is_asked_BL = is_token_BL & ~cells.frozen_BL & ~(is_pair_BL & snapshot.is_due_BL)
+    own_BL, right_BL, best_BL = (
+        jnp.maximum(x_BL, LEAST) for x_BL in (snapshot.own_BL, snapshot.right_BL, snapshot.best_BL)
+    )
+    lead_BL = jnp.where(is_asked_BL, best_BL - own_BL, -jnp.inf)
+    return lead_BL, jnp.where(is_pair_BL, right_BL - own_BL, -jnp.inf)

@@ -8,14 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling.draw import log_prob
+from dlm_jax.sampling.edits.likelihood import LEAST
 from dlm_jax.sampling.edits.moves import Cells, Edits, moved_cells, position_map_of
 from dlm_jax.sampling.edits.protocol import EditContext, EditRule, Tried
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.protocol import gather
 from dlm_jax.types import Params, live_positions
-
-_LEAST = -100.0
-"""Nats that an impossible token counts, so that texts which share one can be compared."""
 
 
 def tried(
@@ -144,7 +142,7 @@ def _sums(
         places_N = jax.lax.dynamic_slice(flat, (first,), (chunk,))
         is_real_N = first + jnp.arange(chunk) < num_asked
         logits_NV = program.network.readout(params, hidden_PD[places_N])
-        logprob_N = jnp.maximum(log_prob(logits_NV, tokens_P[places_N]), _LEAST)
+        logprob_N = jnp.maximum(log_prob(logits_NV, tokens_P[places_N]), LEAST)
         target_N = jnp.where(is_real_N, places_N, found_P.size)
         return first + chunk, found_P.at[target_N].set(logprob_N, mode="drop")
 

@@ -45,9 +45,8 @@ MIN_P = Setting(
     low=0.0, high=1.0, remedy="use 0.0 to turn it off",
 )  # fmt: skip
 TOP_N_SIGMA = Setting(
-    "top_n_sigma", 0.0, "deviations below the best logit; <= 0 is off",
-    remedy="use 0.0 to turn it off",
-)  # fmt: skip
+    "top_n_sigma", 0.0, "deviations below the best logit; <= 0 is off", remedy="use 0.0"
+)
 
 
 class Truncation(LogitTransform):
