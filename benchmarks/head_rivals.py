@@ -58,7 +58,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Settings of the head beside those of *waves*."""
-REFINED = FILLED | {"schedule": "linear", "remask": "scheduled"}
+REFINED: dict[str, Any] = FILLED | {"schedule": "linear", "remask": "scheduled"}
 SHARES = ((0.0, 0.06), (0.0, 0.1), (0.05, 0.05), (0.08, 0.04))
 """What is remasked before the first step and before the last, as a share of the row."""
 RECOMMENDED = (
@@ -117,9 +117,14 @@ def _tuned(
 
 def refine(study: Study, name: str) -> None:
     """Committing alone with 16 forwards, and 9 steps between which the critic reads the text."""
-    floor, alone, half = _floor(study, name), {"steps": 16}, {"steps": 9}
-    doubts = {"chance": {"remask_randomness": 1.0}, "critic": {"remask_by": "critic"}}
-    grids = {
+    floor = _floor(study, name)
+    alone: dict[str, Any] = {"steps": 16}
+    half: dict[str, Any] = {"steps": 9}
+    doubts: dict[str, dict[str, Any]] = {
+        "chance": {"remask_randomness": 1.0},
+        "critic": {"remask_by": "critic"},
+    }
+    grids: dict[str, list[dict[str, Any]]] = {
         "parallel": [QUOTAS["parallel"] | alone],
         "waves": [WAVES | alone],
         "all filled": [FILLED | alone],

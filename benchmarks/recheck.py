@@ -236,8 +236,6 @@ CHECKS = [
           lambda: _repaired("both-mask-lead", str(RUNS / "shakespeare_proofreader"), "edits.csv"),
           5.0, "seed 0 of the task, 128 rows", "shakespeare_proofreader"),
     Check(_EDITS, "Edits that are tried", ("likelihood",), "exact %",
-          lambda: 100 * _mean("exact", "edits_toy.csv", arm="likelihood"), 0.06, _DATA),
-    Check(_EDITS, "The model that ships", ("likelihood",), "exact %",
           lambda: _repaired("likelihood", "proofreader", "edits_shipped.csv"),
           5.0, "seed 0 of the task, 128 rows"),
     Check("generation.md", "What it does to the text", ("random", "steps=8"), "token entropy",
