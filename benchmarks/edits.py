@@ -146,16 +146,14 @@ class Task:
         }
 
 
-def tune(task: Task, path: str, seed: int, arms: list[str]) -> None:
-    """Writes each arm's best settings: most exact, then nearest; first those that are not further
-    away than the text as it came.
-    """
+def tune(task: Task, path: str, seed: int, arms: list[str], near: bool) -> None:
+    """Writes each arm's best settings: most exact repairs, then the least distance."""
     repairs = task.repairs(seed)
     untouched = score(repairs, [repair.prompt + repair.damaged for repair in repairs]).distance
 
     def worth(pair: tuple[dict[str, Any], dict[str, Any]]) -> tuple[float, ...]:
         found = pair[0]
-        return found["distance"] > untouched, -found["exact"], found["distance"]
+        return near and found["distance"] > untouched, -found["exact"], found["distance"]
 
     for arm in arms:
         some = [task.recommended()] if arm == "shipped" else grid(arm)
@@ -268,6 +266,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--num-rows", type=int, default=128, help="of each seed (128)")
     parser.add_argument("--more", action="store_true", help="the kinds of damage beside the usual")
+    parser.add_argument("--near", action="store_true", help="tune: no further than untouched first")
     parser.add_argument("--settings", default="{}", help="of lengths, quality, picture: JSON")
     parser.add_argument("--out", default="docs/edits.png")
     args = parser.parse_args()
@@ -278,7 +277,7 @@ def main() -> None:
     kinds = MORE_KINDS if args.more else KINDS
     task, settings = Task(args.checkpoint, args.num_rows, kinds), json.loads(args.settings)
     if args.part == "tune":
-        tune(task, args.tuned, 100, args.arms)
+        tune(task, args.tuned, 100, args.arms, args.near)
     elif args.part == "run":
         run(task, args.tuned, args.csv, args.seeds, args.arms)
         table(args.csv)

@@ -149,6 +149,8 @@ def refine(study: Study, name: str) -> None:
     assert recommended is not None
     usual = {key: getattr(recommended.sample, key) for key in RECOMMENDED}
     study.measure("16 forwards", "as recommended", [name], list(SEEDS), usual)
+    twice = WAVES | {"steps": 32, "temperature": 1.0, "temperature_end": 0.1}
+    study.measure("32 forwards", "waves", [name], list(SEEDS), twice)
 
 
 def run(study: Study, name: str) -> None:

@@ -20,7 +20,7 @@ EDIT_TRIALS = Setting(
     low=1, high=64,
 )  # fmt: skip
 EDIT_GAIN = Setting(
-    "edit_gain", 0.0, "likelihood: nats by which an edit must make the text likelier, >= 0",
+    "edit_gain", 0.0, "likelihood: nats that an edit must count for, >= 0",
     low=0.0, high=1e6,
 )  # fmt: skip
 EDIT_HIDDEN = Setting(
@@ -40,8 +40,6 @@ EDIT_TOKEN_GAIN = Setting(
     "likelihood: nats that a text gains by each token that it has more, or loses by each that goes",
     low=-1e6, high=1e6,
 )  # fmt: skip
-LEAST = -100.0
-"""Nats that an impossible token counts, so that texts which share one can be compared."""
 _NUM_KINDS = 3
 
 
@@ -159,12 +157,13 @@ def _leads(context: EditContext) -> tuple[jax.Array, jax.Array]:
     token is the successor, which speaks for a deletion.
     """
     cells, snapshot = context.cells, context.snapshot
-    assert snapshot.best_BL is not None and snapshot.is_due_BL is not None
+    assert snapshot.best_BL is not None
     is_token_BL = scores.is_token(cells, mask_id=context.mask_id)
     is_pair_BL = is_token_BL & scores.right_of(is_token_BL)
-    is_asked_BL = is_token_BL & ~cells.frozen_BL & ~(is_pair_BL & snapshot.is_due_BL)
+    is_asked_BL = scores.may_be_led(cells, snapshot, mask_id=context.mask_id)
     own_BL, right_BL, best_BL = (
-        jnp.maximum(x_BL, LEAST) for x_BL in (snapshot.own_BL, snapshot.right_BL, snapshot.best_BL)
+        jnp.maximum(x_BL, scores.LEAST)
+        for x_BL in (snapshot.own_BL, snapshot.right_BL, snapshot.best_BL)
     )
     lead_BL = jnp.where(is_asked_BL, best_BL - own_BL, -jnp.inf)
     return lead_BL, jnp.where(is_pair_BL, right_BL - own_BL, -jnp.inf)

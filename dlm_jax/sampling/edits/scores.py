@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from dlm_jax.sampling.edits.moves import Cells
 from dlm_jax.types import live_positions
 
+LEAST = -100.0
+"""Nats that an impossible token counts, so that texts which share one can be compared."""
 _FAR = 2**30
 
 
@@ -64,12 +66,17 @@ def leads(cells: Cells, snapshot: Snapshot, *, mask_id: int) -> jax.Array:
     a misfit. For models that have learnt from misprinted text (`dlm_jax.diffusion.misprints`),
     whose predictions say what is due at a position.
     """
-    assert snapshot.best_BL is not None and snapshot.is_due_BL is not None
-    is_token_BL = is_token(cells, mask_id=mask_id)
-    is_due_BL = right_of(is_token_BL) & snapshot.is_due_BL
-    is_asked_BL = is_token_BL & ~cells.frozen_BL & ~is_due_BL
+    assert snapshot.best_BL is not None
     lead_BL = jnp.exp(snapshot.best_BL) - jnp.exp(snapshot.own_BL)
+    is_asked_BL = may_be_led(cells, snapshot, mask_id=mask_id)
     return jnp.where(is_asked_BL, jnp.maximum(lead_BL, 0.0), 0.0)
+
+
+def may_be_led(cells: Cells, snapshot: Snapshot, *, mask_id: int) -> jax.Array:
+    """True at tokens that were not given and whose likeliest rival is not the right neighbour."""
+    assert snapshot.is_due_BL is not None
+    is_token_BL = is_token(cells, mask_id=mask_id)
+    return is_token_BL & ~cells.frozen_BL & ~(right_of(is_token_BL) & snapshot.is_due_BL)
 
 
 def deletion_scores(

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling.draw import log_prob
-from dlm_jax.sampling.edits.likelihood import LEAST
 from dlm_jax.sampling.edits.moves import Cells, Edits, moved_cells, position_map_of
 from dlm_jax.sampling.edits.protocol import EditContext, EditRule, Tried
+from dlm_jax.sampling.edits.scores import LEAST
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.protocol import gather
 from dlm_jax.types import Params, live_positions
