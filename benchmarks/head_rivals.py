@@ -3,13 +3,15 @@
     python -m benchmarks.head_rivals run --judge runs/shakespeare_judge
     python -m benchmarks.head_rivals table
     python -m benchmarks.head_rivals refine --checkpoint shakespeare --csv docs/refined.csv
+    python -m benchmarks.head_rivals temperatures --checkpoint shakespeare --csv docs/refined.csv
 
 Texts of one model, judged as in `benchmarks/sampler_head.py`. A rule that commits as many
 tokens as are sure enough takes as many forwards as it takes: of a grid of settings, tried on a seed
 of its own, those are kept for a budget that need no more forwards and write texts as diverse as 128
 forwards of one draw each, and of them the one that the judge likes best. Every line of
 the CSV is measured once; a stopped run goes on. `refine` compares what a model with a critic makes
-of 16 forwards that commit, and of 17 of which 8 are the critic's.
+of 16 forwards that commit, and of 17 of which 8 are the critic's; `temperatures` the same at every
+temperature, so that texts can be compared that are as diverse.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ OWN: dict[str, dict[str, Any]] = {
 """Settings of the head beside those of *waves*."""
 REFINED: dict[str, Any] = FILLED | {"schedule": "linear", "remask": "scheduled"}
 SHARES = ((0.0, 0.06), (0.0, 0.1), (0.05, 0.05), (0.08, 0.04))
-"""What is remasked before the first step and before the last, as a share of the row."""
+"""Ends of a line, of which each step but the last remasks its share of the row afterwards."""
 RECOMMENDED = (
     "steps", "order", "fill", "sampler_even_odd", "temperature", "temperature_end", "min_p",
 )  # fmt: skip
@@ -153,6 +155,16 @@ def refine(study: Study, name: str) -> None:
     study.measure("32 forwards", "waves", [name], list(SEEDS), twice)
 
 
+def temperatures(study: Study, name: str) -> None:
+    """What `refine` chose for the fills of everything, at every temperature."""
+    chosen = {row["case"]: row["settings"] for row in study.rows if row["part"] == "16 forwards"}
+    for kind, (first, last) in itertools.product(chosen, WARM):
+        if kind.startswith("all filled"):
+            warm = {"temperature": first, "temperature_end": last}
+            settings = json.loads(chosen[kind]) | warm
+            study.measure(f"{first:g} to {last:g}", kind, [name], list(SEEDS), settings)
+
+
 def run(study: Study, name: str) -> None:
     """Makes the measurements that are missing."""
     floor = _floor(study, name)
@@ -172,13 +184,23 @@ def run(study: Study, name: str) -> None:
 
 def table(rows: list[dict[str, str]]) -> None:
     """Prints the means over the seeds, and their intervals, as Markdown."""
-    print("| sampling | budget | forwards | judged bits/char | token entropy | distinct 4-grams | "
-          "broken pairs |")  # fmt: skip
+    parts = {row["part"] for row in rows}
+    budgets = {part for part in parts if part.endswith(" forwards")}
+    _table([row for row in rows if row["part"] in budgets], "budget")
+    warm = [row for row in rows if " to " in row["part"]]
+    if warm:
+        print()
+        _table(warm, "temperature")
+
+
+def _table(rows: list[dict[str, str]], column: str) -> None:
+    print(f"| sampling | {column} | forwards | judged bits/char | token entropy | "
+          "distinct 4-grams | broken pairs |")  # fmt: skip
     print("| --- " * 7 + "|")
-    cases = dict.fromkeys(
-        (row["part"], row["case"]) for row in rows if row["part"].endswith(" forwards")
-    )
-    for part, case in sorted(cases, key=lambda key: int(key[0].split()[0])):
+    cases = dict.fromkeys((row["part"], row["case"]) for row in rows)
+    if column == "budget":
+        cases = sorted(cases, key=lambda key: int(key[0].split()[0]))
+    for part, case in cases:
         lines = [row for row in rows if (row["part"], row["case"]) == (part, case)]
 
         def mean(column: str, lines: list[dict[str, str]] = lines) -> float:
@@ -187,17 +209,17 @@ def table(rows: list[dict[str, str]]) -> None:
         spread = statistics.stdev(float(line["bits"]) for line in lines)
         # Student's t of three seeds.
         interval = 4.303 * spread / len(lines) ** 0.5
+        kind = f"| {case} | {part.removesuffix(' forwards')} | "
         print(
-            f"| {case} | {part.split()[0]} | {mean('forwards'):.1f} | {mean('bits'):.3f} ± "
-            f"{interval:.3f} | {mean('entropy'):.2f} | {mean('distinct'):.3f} | "
-            f"{mean('broken'):.3f} |"
+            f"{kind}{mean('forwards'):.1f} | {mean('bits'):.3f} ± {interval:.3f} | "
+            f"{mean('entropy'):.2f} | {mean('distinct'):.3f} | {mean('broken'):.3f} |"
         )
 
 
 def main() -> None:
     """Measures or prints."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["run", "refine", "table"])
+    parser.add_argument("what", choices=["run", "refine", "temperatures", "table"])
     parser.add_argument("--judge", default="runs/shakespeare_judge")
     parser.add_argument("--checkpoint", default="runs/shakespeare_bpe_sampler")
     parser.add_argument("--csv", default="docs/head_rivals.csv")
@@ -211,7 +233,8 @@ def main() -> None:
         corpus="bpe", csv=args.csv, judge=args.judge, head=[args.checkpoint],
         num_samples=NUM_SAMPLES, characters=CHARACTERS,
     ))  # fmt: skip
-    (refine if args.what == "refine" else run)(study, args.checkpoint)
+    parts = {"run": run, "refine": refine, "temperatures": temperatures}
+    parts[args.what](study, args.checkpoint)
     table(study.rows)
 
 

@@ -7,12 +7,12 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
-from dlm_jax.inference.likelihood import score
+from dlm_jax.inference.likelihood import Score, score
 from dlm_jax.inference.model import Model
 
 
-def judged_bits(judge: Model, texts: list[str]) -> tuple[float, float]:
-    """Bits per character under the judge and their standard error.
+def judged(judge: Model, texts: list[str]) -> Score:
+    """What each text costs under the judge.
 
     Characters that the judge does not know are left out of the texts: a model of bytes may write
     one in ten thousand that its corpus lacks.
@@ -20,7 +20,12 @@ def judged_bits(judge: Model, texts: list[str]) -> tuple[float, float]:
     tokenizer = judge.tokenizer
     known = {tokenizer.decode([token]) for token in range(tokenizer.vocab_size)}
     legible = ["".join(filter(known.__contains__, text)) for text in texts]
-    return score(judge, legible).bits_per_character
+    return score(judge, legible)
+
+
+def judged_bits(judge: Model, texts: list[str]) -> tuple[float, float]:
+    """Bits per character of all texts under the judge, and their standard error."""
+    return judged(judge, texts).bits_per_character
 
 
 def words(text: str) -> list[str]:

@@ -5,7 +5,8 @@
         --wide runs/bpe_wide --critic runs/heads --csv docs/sampler_head.csv
 
 Every measurement is one line of the CSV; those that are there are not made again, so a stopped
-study goes on. Settings are tuned on seeds of their own (part ``tune``), by the judge's bits per
+study goes on. A line knows its model by name alone: delete those of one that was trained anew.
+Settings are tuned on seeds of their own (part ``tune``), by the judge's bits per
 character among settings whose texts are as diverse as those of many forwards without a head, and
 then frozen: all other parts use other seeds. ``--picture`` draws, ``--table`` prints.
 """

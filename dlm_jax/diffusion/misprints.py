@@ -1,6 +1,6 @@
 """Rows whose tokens are missing, doubled, stray or wrong, and what should stand at each position.
 
-What the masks of denoising never teach: that text may have to move. `sampling/edits.py` reads from
+What the masks of denoising never teach: that text may have to move. `sampling/edits` reads from
 a model how likely the right neighbour is in a token's place, and how unlikely the token itself is;
 both mean something only to a model that has seen text that is a place off.
 """

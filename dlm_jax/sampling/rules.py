@@ -102,7 +102,7 @@ class RuleTable:
                 "edit: what speaks for an insertion: uncertainty (of the tokens beside the gap), "
                 "or lead (of the likeliest token over the one behind the gap), for models trained "
                 "to proofread; or likelihood: insertions, deletions and replacements are tried, "
-                "and one that makes the whole text likelier is made"),
+                "and the one that counts most is made"),
             _choice("cache", "none", ("none", *self.cache),
                 "keys and values that are kept from step to step: none; exact (of finished blocks, "
                 "causal and block-causal models); prefix, dual (of all before the block, or before "

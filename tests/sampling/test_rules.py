@@ -12,6 +12,7 @@ from canvases import FOREVER, ROWS
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dlm_jax.sampling.advance import make_advance
+from dlm_jax.sampling.state import EDITED
 from dlm_jax.sampling.step import step
 from dlm_jax.types import Status
 
@@ -102,7 +103,8 @@ def _check_edited(row, sample, result, frozen_now):
         assert more % texts == 0 and 0 <= more <= texts * (result.steps + looks)
     else:
         assert more == 0
-    written = np.array(result.tokens)[(np.array(result.committed) >= 0) & ~frozen_now]
+    committed = np.array(result.committed)
+    written = np.array(result.tokens)[((committed >= 0) | (committed == EDITED)) & ~frozen_now]
     if not row.stop_at_eos:
         assert toy.MASK not in np.array(result.tokens)[~frozen_now]
         assert not set(written.tolist()) & set(toy.BANNED)

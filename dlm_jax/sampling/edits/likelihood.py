@@ -1,4 +1,4 @@
-"""An edit rule that tries its best candidates and takes one that makes the text likelier."""
+"""An edit rule that tries its best candidates and makes the one that counts most."""
 
 from __future__ import annotations
 
@@ -40,6 +40,12 @@ EDIT_TOKEN_GAIN = Setting(
     "likelihood: nats that a text gains by each token that it has more, or loses by each that goes",
     low=-1e6, high=1e6,
 )  # fmt: skip
+EDIT_REPLACE_GAIN = Setting(
+    "edit_replace_gain", 0.0,
+    "likelihood: nats that an edit counts more (below 0: less) if it puts a token in the place of "
+    "another",
+    low=-1e6, high=1e6,
+)  # fmt: skip
 _NUM_KINDS = 3
 
 
@@ -48,14 +54,18 @@ class Likelihood(EditRule):
     """Tries insertions, replacements and deletions, and makes the one that the model likes best.
 
     A candidate is the likeliest token of a position, in front of the one that is there or in its
-    place, or a token that goes. Its lead is by how many nats the likeliest token, or the successor
-    of the one that goes, is ahead of the one that is there; it may be below 0. The candidates of a
-    row with the highest leads are tried, each alone, in one forward. An edit counts what the sum of
-    the log-probabilities of all tokens gains by it, and `lead_gain_B` times its lead: the one says
+    place, or a token that goes. A row may get a token in front of its first one; nothing that it
+    bans is written. Where the likeliest token is the one to the right, it is not put in the place
+    of the one that is there: one of the two went twice, or the one between them is stray. The lead
+    of a candidate is by how many nats the likeliest token, or the successor of the one that goes,
+    is ahead of the one that is there; it may be below 0. The candidates of a row with the highest
+    leads are tried, each alone, in one forward. An edit counts what the sum of the
+    log-probabilities of all tokens gains by it, and `lead_gain_B` times its lead: the one says
     whether the text is more at ease with it, the other whether the text asked for it. The one that
     counts most is made if it counts more than `gain_B`. So there is one edit of a row in a step at
-    most, and what is inserted is no hole. A row at its capacity gains no token. For models trained
-    to proofread: of others the likelihood of visible tokens says little.
+    most, and what is inserted is no hole. A row at its capacity gains no token. Guidance, where a
+    row has it, takes part in the leads alone. For models trained to proofread: of others the
+    likelihood of visible tokens says little.
 
     With `num_hidden` the texts are compared where they differ alone: the tokens around the edit are
     hidden, and read one after the other, as if the model wrote them between what stands on either
@@ -66,6 +76,8 @@ class Likelihood(EditRule):
       lead_gain_B: float32, at least 0, nats for each nat of the lead.
       token_gain_B: float32, nats by which an insertion counts more and a deletion less. A longer
         text has a smaller probability, whether or not it is right.
+      replace_gain_B: float32, nats by which a replacement counts more, among the leads too; below 0
+        where text misses tokens or has too many more often than it has wrong ones.
       num_trials: candidates of a row and step.
       num_hidden: tokens on either side of an edit that are hidden; see `EditRule.num_hidden`.
     """
@@ -75,6 +87,7 @@ class Likelihood(EditRule):
     gain_B: jax.Array = per_row(EDIT_GAIN)
     lead_gain_B: jax.Array = per_row(EDIT_LEAD_GAIN)
     token_gain_B: jax.Array = per_row(EDIT_TOKEN_GAIN)
+    replace_gain_B: jax.Array = per_row(EDIT_REPLACE_GAIN)
     num_trials: int = static(EDIT_TRIALS)
     num_hidden: int = static(EDIT_HIDDEN)
 
@@ -88,7 +101,7 @@ class Likelihood(EditRule):
             )
 
     def candidates(self, context: EditContext) -> tuple[Edits, jax.Array]:
-        """The best candidates of each row; lower positions first among equal ones.
+        """The best candidates of each row; lower positions and deletions first among equal ones.
 
         Nothing goes that is frozen, a hole, the last of its row, or a space that no edit inserted.
         Of equal tokens that stand side by side the last one goes, which makes the same text.
@@ -108,10 +121,11 @@ class Likelihood(EditRule):
         is_same_BL = cells.tokens_BL == scores.right_of(cells.tokens_BL)
         goes_BL &= ~(is_same_BL & scores.right_of(goes_BL))
         has_room_B1 = (cells.length_B < context.capacity_B)[:, None]
+        is_swap_BL = is_new_BL & may_go_BL & scores.may_be_led(cells, snapshot, mask_id=mask_id)
         worth_BLK = jnp.stack([
-            jnp.where(is_new_BL & has_room_B1, lead_BL, -jnp.inf),
-            jnp.where(is_new_BL & may_go_BL, lead_BL, -jnp.inf),
             jnp.where(goes_BL, misfit_BL, -jnp.inf),
+            jnp.where(is_new_BL & has_room_B1, lead_BL, -jnp.inf),
+            jnp.where(is_swap_BL, lead_BL + self.replace_gain_B[:, None], -jnp.inf),
         ], axis=2)  # fmt: skip
         number = min(self.num_trials, _NUM_KINDS * num_positions)
         worth_BK, place_BK = jax.lax.top_k(worth_BLK.reshape(num_rows, -1), number)
@@ -122,8 +136,8 @@ class Likelihood(EditRule):
         is_real_KB = jnp.isfinite(worth_BK.T)
         is_there_KBL &= is_real_KB[:, :, None]
         return Edits(
-            is_there_KBL & (kind_KB1 != 2),
             is_there_KBL & (kind_KB1 != 0),
+            is_there_KBL & (kind_KB1 != 1),
             jnp.zeros(is_real_KB.shape, jnp.int32),
             jnp.broadcast_to(snapshot.best_id_BL, is_there_KBL.shape),
         ), is_real_KB
@@ -136,8 +150,10 @@ class Likelihood(EditRule):
         lead_BL, misfit_BL = _leads(context)
         own_KBL = jnp.where(insert_KBL, lead_BL, jnp.where(delete_KBL, misfit_BL, 0.0))
         tokens_KB = jnp.sum(insert_KBL.astype(jnp.float32) - delete_KBL, axis=2)
+        is_replaced_KB = jnp.any(insert_KBL & delete_KBL, axis=2)
         gain_KB = tried.gain_KB + self.lead_gain_B[None] * jnp.sum(own_KBL, axis=2)
         gain_KB += self.token_gain_B[None] * tokens_KB
+        gain_KB += self.replace_gain_B[None] * is_replaced_KB
         best_B = jnp.argmax(gain_KB, axis=0)
         is_taken_B = jnp.max(gain_KB, axis=0) > self.gain_B
         edits = jax.tree.map(
@@ -153,17 +169,15 @@ class Likelihood(EditRule):
 def _leads(context: EditContext) -> tuple[jax.Array, jax.Array]:
     """Nats by which another token is ahead of that of a place, and by which its successor is.
 
-    -inf where there is none: at holes and frozen positions, and the former where the likeliest
-    token is the successor, which speaks for a deletion.
+    -inf where there is none: at holes, in front of one the latter, at given tokens the former.
     """
     cells, snapshot = context.cells, context.snapshot
     assert snapshot.best_BL is not None
     is_token_BL = scores.is_token(cells, mask_id=context.mask_id)
     is_pair_BL = is_token_BL & scores.right_of(is_token_BL)
-    is_asked_BL = scores.may_be_led(cells, snapshot, mask_id=context.mask_id)
     own_BL, right_BL, best_BL = (
         jnp.maximum(x_BL, scores.LEAST)
         for x_BL in (snapshot.own_BL, snapshot.right_BL, snapshot.best_BL)
     )
-    lead_BL = jnp.where(is_asked_BL, best_BL - own_BL, -jnp.inf)
+    lead_BL = jnp.where(is_token_BL & ~cells.frozen_BL, best_BL - own_BL, -jnp.inf)
     return lead_BL, jnp.where(is_pair_BL, right_BL - own_BL, -jnp.inf)

@@ -37,7 +37,8 @@ class Edits(NamedTuple):
     """The edits of a step, at old positions.
 
     Attributes:
-      insert_gap_BL: True at g + 1 where a token goes between g and g + 1; live positions only.
+      insert_gap_BL: True at g + 1 where a token goes between g and g + 1, at 0 where one goes in
+        front of the row; live positions only.
       delete_BL: True at what goes; live and unfrozen positions only.
       refused_B: int32, insertions left out because the row's capacity has no room for them.
       token_BL: int32, what goes into each gap; None: what the rule inserts everywhere.

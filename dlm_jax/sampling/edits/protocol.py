@@ -20,7 +20,8 @@ class Tried(NamedTuple):
       is_real_KB: True for those that there are.
       gain_KB: float32, how much likelier the text becomes, in nats: the sum over its tokens of
         their log-probabilities, each where the others stand, less that of the text as it is; or
-        the log-probability of the tokens around the edit, together, less that of those before it.
+        the log-probability of the tokens around the edit, together, less that of those that stood
+        there without it.
     """
 
     edits: Edits

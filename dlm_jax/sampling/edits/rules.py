@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any, NamedTuple
 
@@ -160,11 +161,17 @@ class Uncertainty(EditRule):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        """Refuses to insert a space that the vocabulary lacks."""
-        if facts.space_id < 0 and cls.inserts(row) and row.edit_token == "space":
+        """Refuses to insert a space that the vocabulary lacks, or that the row bans."""
+        if not cls.inserts(row) or row.edit_token != "space":
+            return
+        if facts.space_id < 0:
             raise ValueError(
                 "edit_token='space' needs a token that is a space, which the tokenizer lacks; use "
                 "edit_token='mask'"
+            )
+        if (facts.space_id, -math.inf) in row.logit_bias:
+            raise ValueError(
+                "edit_token='space' inserts spaces, which logit_bias bans; use edit_token='mask'"
             )
 
     def is_active(self) -> jax.Array:

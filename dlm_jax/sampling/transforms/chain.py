@@ -17,6 +17,7 @@ from jax import Array
 
 from dlm_jax.pytree import pytree
 from dlm_jax.sampling import draw as drawing
+from dlm_jax.sampling.transforms.bias import LogitBias
 from dlm_jax.sampling.transforms.driving import (
     any_wanted,
     candidates,
@@ -85,6 +86,14 @@ class Chain:
     def is_active(self) -> Array:
         """True `[B]` where any transform is active."""
         return functools.reduce(jnp.logical_or, (t.is_active() for t in self.transforms))
+
+    def forbids(self, ids_N: Array, at: At) -> Array:
+        """True `[N]` where the row bans that id, whatever its structure allows."""
+        is_forbidden_N = jnp.zeros(at.row_N.shape, bool)
+        for transform in self.transforms:
+            if isinstance(transform, LogitBias):
+                is_forbidden_N |= transform.forbids(ids_N, at)
+        return is_forbidden_N
 
     def is_greedy(self, at: At) -> Array:
         """True `[N]` where the row's temperature is 0."""

@@ -15,11 +15,13 @@ from dlm_jax.config import SampleConfig
 from dlm_jax.sampling.commit import RandomOrder
 from dlm_jax.sampling.commit.quotas import whole_quota
 from dlm_jax.sampling.edits import Likelihood
-from dlm_jax.sampling.state import EDITED
+from dlm_jax.sampling.state import EDITED, State
 from dlm_jax.types import Status
 
 ALL = RandomOrder(whole_quota)
 TRIALS = 4
+SCARCE = 3
+"""A token that every other row bans."""
 CLEAR = 1e-4
 """What float32 can tell apart: a lead below this decides nothing."""
 
@@ -47,6 +49,19 @@ def _drafts(seed: int, **changes) -> list[Row]:
         )
         for index, length in enumerate(lengths)
     ]
+
+
+def _banned(index: int) -> tuple[int, ...]:
+    return (*toy.BANNED, SCARCE) if index % 2 else toy.BANNED
+
+
+def _state(rows: list[Row], rule: Likelihood) -> State:
+    state = canvases.make_state(rows, ALL, edit=rule, banned=(*toy.BANNED, toy.PAD))
+    ids = jnp.array([[*_banned(index), toy.PAD][:4] for index in range(ROWS)], jnp.int32)
+    bans, *others = state.rules.chain.transforms
+    transforms = (dataclasses.replace(bans, ids_BK=ids), *others)
+    chain = dataclasses.replace(state.rules.chain, transforms=transforms)
+    return state._replace(rules=state.rules._replace(chain=chain))
 
 
 def _log_softmax(tokens: list[int]) -> np.ndarray:
@@ -97,6 +112,8 @@ def _candidates(
     has_room: bool,
     *,
     is_drawn: bool,
+    replace_gain: float,
+    banned: tuple[int, ...],
 ) -> tuple[list[tuple[float, Edit]], np.ndarray, float]:
     """The best few with their leads, the likeliest other token of each position, and how clear the
     choice was."""
@@ -110,24 +127,34 @@ def _candidates(
             continue
         following = cells[at + 1][0] if at + 1 < len(cells) else None
         lead = logp[at, best[at]] - logp[at, token]
-        is_new = best[at] not in (*toy.BANNED, following, token)
+        is_new = best[at] not in (*banned, token)
         if is_new and has_room:
-            found.append((lead, at, 0, "insert"))
-        if is_new and may_go[at]:
-            found.append((lead, at, 1, "replace"))
+            found.append((lead, at, 1, "insert"))
+        if is_new and may_go[at] and best[at] != following:
+            found.append((lead + replace_gain, at, 2, "replace"))
         is_same = following == token and may_go[at + 1] and at + 2 < len(cells)
         if following is not None and may_go[at] and not is_same:
-            found.append((logp[at, following] - logp[at, token], at, 2, "delete"))
+            found.append((logp[at, following] - logp[at, token], at, 0, "delete"))
     found = sorted(found, key=lambda f: (-f[0], *f[1:3]))
     worths = [f[0] for f in found]
     gaps = [a - b for a, b in zip(worths[TRIALS - 1 : TRIALS], worths[TRIALS:], strict=False)]
-    # Insertion and replacement at one place are equal, and the insertion comes first.
+    # Deletion, insertion and replacement at one place may be equal, and then come in that order.
     closest = min((g for g in gaps if g > 0), default=math.inf)
-    return [(lead, (kind, at)) for lead, at, _, kind in found[:TRIALS]], best, closest
+    chosen = [
+        (worth - replace_gain * (kind == "replace"), (kind, at))
+        for worth, at, _, kind in found[:TRIALS]
+    ]
+    return chosen, best, closest
 
 
 def _plain(
-    row: Row, needed: float, lead_gain: float, token_gain: float, num_hidden: int
+    row: Row,
+    needed: float,
+    lead_gain: float,
+    token_gain: float,
+    replace_gain: float,
+    num_hidden: int,
+    banned: tuple[int, ...],
 ) -> tuple[list[int], int, float]:
     """Tokens at the end, forwards, and the smallest lead of a choice."""
     cells: list[Cell] = [(t, not d, False) for t, d in zip(row.tokens, row.is_draft, strict=True)]
@@ -136,14 +163,15 @@ def _plain(
         logp = _log_softmax([cell[0] for cell in cells])
         if step >= 0 and row.resample:
             allowed = logp.copy()
-            allowed[:, list(toy.BANNED)] = -np.inf
+            allowed[:, list(banned)] = -np.inf
             best = allowed.argmax(-1)
             cells = [c if c[1] else (int(best[i]), *c[1:]) for i, c in enumerate(cells)]
         if step == row.steps - 1:
             break
         found, best, near = _candidates(
-            cells, logp, len(cells) < row.capacity, is_drawn=step >= 0 and row.resample
-        )
+            cells, logp, len(cells) < row.capacity, is_drawn=step >= 0 and row.resample,
+            replace_gain=replace_gain, banned=banned,
+        )  # fmt: skip
         closest = min(closest, near)
         if not found:
             continue
@@ -154,6 +182,7 @@ def _plain(
             _gain(before, [cell[0] for cell in text], edit[1], num_hidden)
             + lead_gain * lead
             + token_gain * (len(text) - len(cells))
+            + replace_gain * (edit[0] == "replace")
             for text, (lead, edit) in zip(texts, found, strict=True)
         ]
         order = sorted(gains, reverse=True)
@@ -172,13 +201,23 @@ def test_the_loop_equals_a_plain_one_that_tries_each_edit_on_a_list(seed, num_hi
     gains = np.resize(np.array([0.0, 0.0, 0.7, 0.2], np.float32), ROWS)
     lead_gains = np.resize(np.array([0.0, 0.25, 1.5, 0.0, 0.5], np.float32), ROWS)
     token_gains = np.resize(np.array([0.0, 0.3, -0.2], np.float32), ROWS)
-    rule = _rule(num_hidden, gain_B=gains, lead_gain_B=lead_gains, token_gain_B=token_gains)
-    state = canvases.make_state(rows, ALL, edit=rule)
+    replace_gains = np.resize(np.array([0.0, 0.0, -0.4, 0.5, -5.0], np.float32), ROWS)
+    rule = _rule(
+        num_hidden, gain_B=gains, lead_gain_B=lead_gains, token_gain_B=token_gains,
+        replace_gain_B=replace_gains,
+    )  # fmt: skip
+    state = _state(rows, rule)
     state = canvases.shared_advance()(toy.params(), state, FOREVER)
     compared, changed = 0, 0
     for index, (row, result) in enumerate(zip(rows, canvases.results(state), strict=True)):
         want, forwards, closest = _plain(
-            row, gains[index], lead_gains[index], token_gains[index], num_hidden
+            row,
+            gains[index],
+            lead_gains[index],
+            token_gains[index],
+            replace_gains[index],
+            num_hidden,
+            _banned(index),
         )
         assert Status(result.status) is Status.DONE
         if closest > CLEAR:
@@ -191,8 +230,8 @@ def test_the_loop_equals_a_plain_one_that_tries_each_edit_on_a_list(seed, num_hi
 @pytest.mark.parametrize("num_hidden", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_eight_devices_try_the_same_edits_as_one(num_hidden):
     rows = _drafts(1)
-    state = canvases.make_state(rows, ALL, edit=_rule(num_hidden))
-    there = canvases.run_on_eight_devices(canvases.make_state(rows, ALL, edit=_rule(num_hidden)))
+    state = _state(rows, _rule(num_hidden))
+    there = canvases.run_on_eight_devices(_state(rows, _rule(num_hidden)))
     here = canvases.shared_advance()(toy.params(), state, FOREVER)
     assert np.asarray(here.counters.insertions).any()
     for a, b in zip(canvases.results(there), canvases.results(here), strict=True):
@@ -202,7 +241,7 @@ def test_eight_devices_try_the_same_edits_as_one(num_hidden):
 
 def test_a_text_only_becomes_likelier_and_says_where_it_was_edited():
     rows = [dataclasses.replace(row, resample=False, steps=8) for row in _drafts(4)]
-    state = canvases.make_state(rows, ALL, edit=_rule(lead_gain_B=np.zeros(ROWS, np.float32)))
+    state = _state(rows, _rule(lead_gain_B=np.zeros(ROWS, np.float32)))
     before = [_likelihood(list(row.tokens)) for row in rows]
     edited = 0
     for _ in range(9):
@@ -222,7 +261,7 @@ def test_a_text_only_becomes_likelier_and_says_where_it_was_edited():
 
 def test_what_no_edit_makes_likelier_by_enough_stays_as_it_is():
     rows = [dataclasses.replace(row, resample=False) for row in _drafts(5)]
-    state = canvases.make_state(rows, ALL, edit=_rule(gain_B=np.full(ROWS, 1e6, np.float32)))
+    state = _state(rows, _rule(gain_B=np.full(ROWS, 1e6, np.float32)))
     state = canvases.shared_advance()(toy.params(), state, FOREVER)
     for row, result in zip(rows, canvases.results(state), strict=True):
         assert result.tokens == row.tokens
@@ -232,7 +271,7 @@ def test_what_no_edit_makes_likelier_by_enough_stays_as_it_is():
         dataclasses.replace(row, tokens=(toy.SPACE,) * len(row.tokens), capacity=len(row.tokens))
         for row in rows
     ]
-    state = canvases.make_state(full, ALL, edit=_rule())
+    state = _state(full, _rule())
     state = canvases.shared_advance()(toy.params(), state, FOREVER)
     assert [result.forwards for result in canvases.results(state)] == [5] * ROWS
 
