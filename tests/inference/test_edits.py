@@ -244,6 +244,13 @@ def test_what_puts_spaces_needs_a_vocabulary_with_a_space():
     assert said.startswith("renoise='space' needs a token that is a space") and "'mask'" in said
 
 
+def test_a_space_that_the_row_bans_is_not_inserted():
+    space = TOKENIZER.space_id
+    assert space is not None
+    said = _refused(MODEL, "The ", logit_bias={space: -np.inf})
+    assert said.startswith("edit_token='space' inserts spaces, which logit_bias bans")
+
+
 @pytest.mark.slow
 def test_edits_without_a_space_put_holes_and_re_noise_writes_only_what_stands_for_text():
     model = _flat()

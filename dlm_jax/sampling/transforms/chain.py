@@ -17,7 +17,6 @@ from jax import Array
 
 from dlm_jax.pytree import pytree
 from dlm_jax.sampling import draw as drawing
-from dlm_jax.sampling.transforms.bias import LogitBias
 from dlm_jax.sampling.transforms.driving import (
     any_wanted,
     candidates,
@@ -88,11 +87,11 @@ class Chain:
         return functools.reduce(jnp.logical_or, (t.is_active() for t in self.transforms))
 
     def forbids(self, ids_N: Array, at: At) -> Array:
-        """True `[N]` where the row bans that id, whatever its structure allows."""
+        """True `[N]` where a transform forbids the row that id."""
         is_forbidden_N = jnp.zeros(at.row_N.shape, bool)
-        for transform in self.transforms:
-            if isinstance(transform, LogitBias):
-                is_forbidden_N |= transform.forbids(ids_N, at)
+        for no_N in (t.forbids(ids_N, at) for t in self.transforms):
+            if no_N is not None:
+                is_forbidden_N |= no_N
         return is_forbidden_N
 
     def is_greedy(self, at: At) -> Array:

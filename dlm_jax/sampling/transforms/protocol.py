@@ -102,6 +102,10 @@ class LogitTransform(Rule):
         """True `[B]` for rows that take the argmax; None if it makes none so."""
         return None
 
+    def forbids(self, ids_N: Array, at: At) -> Array | None:
+        """True `[N]` where the row never writes that id; None if it forbids none by its number."""
+        return None
+
     def divisor(self) -> Array | None:
         """What each row's logits are divided by, `[B]`, if that is all it does; else None."""
         return None
