@@ -39,9 +39,11 @@ FIELDS: tuple[str, ...] = (
     "corpus", "part", "case", "steps", "settings", "trained", "seed", "forwards", "bits",
     "entropy", "distinct", "words", "broken", "waves", "seeded", "ms_per_step", "tokens_per_second",
 )  # fmt: skip
-BUDGETS = {"bpe": (4, 8, 16, 32, 64), "characters": (8, 16, 32)}
-FULL = {"bpe": 128, "characters": 64}
-ORDERS = {"bpe": ("random", "margin"), "characters": ("random",)}
+BUDGETS = {
+    "bpe": (4, 8, 16, 32, 64), "characters": (8, 16, 32), "python-source": (4, 8, 16, 32, 64),
+}  # fmt: skip
+FULL = {"bpe": 128, "characters": 64, "python-source": 128}
+ORDERS = {"bpe": ("random", "margin"), "characters": ("random",), "python-source": ("random",)}
 TUNING_SEED = 70_000
 TIMED = 5
 TEMPERATURES = ((1.0, 0.3), (1.0, 0.1), (0.8, 0.3), (0.7, 0.1))
