@@ -42,7 +42,7 @@ FIELDS: tuple[str, ...] = (
 BUDGETS = {
     "bpe": (4, 8, 16, 32, 64), "characters": (8, 16, 32), "python-source": (4, 8, 16, 32, 64),
 }  # fmt: skip
-FULL = {"bpe": 128, "characters": 64, "python-source": 128}
+FULL = {"bpe": 128, "characters": 64, "python-source": 256}
 ORDERS = {"bpe": ("random", "margin"), "characters": ("random",), "python-source": ("random",)}
 TUNING_SEED = 70_000
 TIMED = 5
@@ -57,7 +57,11 @@ HEAD_SETTINGS: dict[str, dict[str, Any]] = {
         for ratio in (0.1, 0.3) for power in (1.0, 4.0)
     },
 }  # fmt: skip
-BASE: dict[str, Any] = {"order": "random", "min_p": 0.002, "ignore_eos": True}
+BASE: dict[str, Any] = {
+    "order": "random", "min_p": 0.002, "ignore_eos": True,
+    # A model may recommend waves.
+    "fill": "parallel",
+}  # fmt: skip
 REFINED: dict[str, Any] = {
     "schedule": "all", "remask": "scheduled", "remask_start": 0.95, "remask_end": 0.05,
     "temperature": 0.8, "temperature_end": 0.8,
@@ -67,8 +71,9 @@ REFINED: dict[str, Any] = {
 class Study:
     """Models, the judge, and the measurements made so far."""
 
-    def __init__(self, args: argparse.Namespace | SimpleNamespace):
+    def __init__(self, args: argparse.Namespace | SimpleNamespace, base: dict[str, Any] = BASE):
         self.args = args
+        self.base = base
         self.corpus: str = args.corpus
         self.path = Path(args.csv)
         self.rows: list[dict[str, str]] = []
@@ -105,7 +110,7 @@ class Study:
         self, key: dict[str, str], path: str, seed: int, settings: dict[str, Any]
     ) -> dict[str, str]:
         model, number = self.model(path), self.args.num_samples
-        settings = BASE | settings
+        settings = self.base | settings
         chain = ("temperature", "min_p", *(("top_p",) if "sampler_top_p" in settings else ()))
 
         def write(seed: int) -> dlm_jax.Texts:
@@ -375,7 +380,8 @@ def main() -> None:
     args = parser.parse_args()
     start_jax()
     if not args.table and not args.picture:
-        (speed if args.speed else run)(Study(args))
+        study = Study(args, BASE | {"sampler_even_odd": False})
+        (speed if args.speed else run)(study)
     with Path(args.csv).open(newline="") as file:
         rows = list(csv.DictReader(file))
     if args.picture:

@@ -8,8 +8,8 @@ The causal model (`configs/shakespeare_judge.toml`) says what a text costs, in b
 the scorer (`configs/shakespeare_scorer.toml`) says which share of its tokens is wrong. Judged are
 texts of the model that ships, by the settings that `benchmarks/head_rivals.py` found
 (`docs/refined.csv`), pieces of held-out text, the same pieces spoilt in known ways, and texts of
-n-gram samplers. `run` writes a line for each text; `show` prints the texts that the judges place
-furthest apart.
+n-gram samplers. `run` writes a line for each text; `show` judges them again and prints those that
+the judges place furthest apart.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import csv
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ import numpy as np
 from scipy import stats
 
 import dlm_jax
-from benchmarks.quality import NgramSampler, distinct_share, judged
+from benchmarks.quality import NgramSampler, distinct_share, judged, known_share, words
 from benchmarks.sampler_head import BASE, REFINED
 from dlm_jax.cli.common import start_jax
 from dlm_jax.data.corpora import join_documents, read_documents, split_text
@@ -36,13 +36,30 @@ from dlm_jax.inference.model import Model
 SEEDS = (1000, 2000, 3000)
 NUM_SAMPLES = 32
 CHARACTERS = 256
-FIELDS = ("texts", "forwards", "seed", "number", "bits", "share", "distinct")
+FIELDS = ("texts", "forwards", "seed", "number", "bits", "share", "distinct", "words")
 FEWER = (4, 8)
 """Forwards at which the fills that commit a set number of tokens a step are judged too."""
 COLD = "0.8 to 0.1"
-"""Temperatures at which the fills of everything are as repetitive as with the critic."""
+"""Lower temperatures, at which *all filled* is as repetitive as the critic's texts at theirs."""
 SPOILT = (0.1, 0.3)
 """Shares of tokens that are replaced by random ones."""
+CONFIDENCE = "confidence, waves"
+"""The kind of docs/sampler_head.md, "What to remask", that collapses."""
+PAIRS = (
+    ("waves", "4", "parallel", "4"),
+    ("waves", "8", "parallel", "8"),
+    ("waves", "16", "parallel", "16"),
+    ("all filled", "16", "parallel", "16"),
+    ("all filled", "16", "waves", "16"),
+    ("all filled, chance remasks", "16", "all filled", "16"),
+    ("all filled, critic remasks", "17", "all filled", "16"),
+    ("all filled, critic remasks", "17", f"all filled, {COLD}", "16"),
+    (f"all filled, critic remasks, {COLD}", "17", f"all filled, {COLD}", "16"),
+    (f"all filled, critic remasks, {COLD}", "17", f"all filled, chance remasks, {COLD}", "16"),
+    (f"all filled, {COLD}", "16", "all filled", "16"),
+    (f"all filled, critic remasks, {COLD}", "17", "all filled, critic remasks", "17"),
+)
+"""Kinds that are compared, each with its forwards."""
 
 
 class Written(NamedTuple):
@@ -66,34 +83,35 @@ def _cases(refined: Path) -> dict[str, dict[str, Any]]:
             if row["case"] in ("parallel", "waves", "all filled"):
                 for steps in FEWER:
                     cases[f"{row['case']}; {steps}"] = settings | {"steps": steps}
-        elif row["part"] == COLD and row["case"] != "all filled, chance remasks":
+        elif row["part"] == COLD:
             cases[f"{row['case']}, {COLD}"] = settings
-    cases["all remasked but what is sure"] = REFINED | {"steps": 16, "fill": "wavefront"}
+    cases[CONFIDENCE] = REFINED | {"steps": 16, "fill": "wavefront"}
     return cases
 
 
 def _pieces(text: str, seed: int) -> list[str]:
-    """Pieces of a text that begin where a word does, spread over it, others for each seed."""
-    starts = np.array([match.start() for match in re.finditer(r"(?<=\s)\w", text)])
+    """Pieces of a text that begin with the space before a word, spread over it, new for a seed."""
+    starts = np.array([match.start() for match in re.finditer(r"\s(?=\w)", text)])
     starts = starts[starts <= len(text) - CHARACTERS]
     share = (np.arange(NUM_SAMPLES) + SEEDS.index(seed) / len(SEEDS)) / NUM_SAMPLES
     return [text[start:][:CHARACTERS] for start in starts[(share * len(starts)).astype(int)]]
 
 
 def _shuffled(text: str, rng: np.random.Generator) -> str:
-    """The words of a text in another order, with what stands between them as it was."""
-    words = re.findall(r"\w+", text)
-    mixed = iter(rng.permutation(np.array(words, object)))
+    """The words of a text in another order; the last, which may be cut, stays where it is."""
+    found = re.findall(r"\w+", text)
+    mixed = iter([*rng.permutation(np.array(found[:-1], object)), found[-1]])
     return re.sub(r"\w+", lambda _: next(mixed), text)
 
 
-def _spoilt(model: Model, text: str, share: float, rng: np.random.Generator) -> str:
-    """The text with this share of its tokens replaced by random ones that decode alone."""
+def _spoilt(
+    model: Model, text: str, share: float, usual: Sequence[int], rng: np.random.Generator
+) -> str:
+    """The text with this share of its tokens replaced by some of the usual ones."""
     ids = np.array(model.tokenizer.encode(text))
-    usual = [i for i in range(model.tokenizer.vocab_size) if model.tokenizer.decode([i]).isascii()]
     places = rng.choice(len(ids), round(share * len(ids)), replace=False)
     ids[places] = rng.choice(usual, len(places))
-    return model.tokenizer.decode(ids)
+    return model.tokenizer.decode(ids)[:CHARACTERS]
 
 
 def texts(model: Model, refined: Path) -> Iterator[Written]:
@@ -102,13 +120,15 @@ def texts(model: Model, refined: Path) -> Iterator[Written]:
     data = model.config.data
     corpus, held_out = split_text(join_documents(read_documents(data.source)), data.held_out)
     grams = {n: NgramSampler(corpus, n) for n in (3, 6)}
+    pieces_of = [model.tokenizer.decode([token]) for token in range(model.tokenizer.vocab_size)]
+    usual = [i for i, piece in enumerate(pieces_of) if piece and set(piece) <= set(corpus)]
     for seed in SEEDS:
         rng = np.random.default_rng(seed)
         pieces = _pieces(held_out, seed)
         yield Written("held-out text", 0, seed, pieces)
         yield Written("held-out words, shuffled", 0, seed, [_shuffled(t, rng) for t in pieces])
         for share in SPOILT:
-            spoilt = [_spoilt(model, text, share, rng) for text in pieces]
+            spoilt = [_spoilt(model, text, share, usual, rng) for text in pieces]
             yield Written(f"held-out text, {share:.0%} of tokens random", 0, seed, spoilt)
         for n, sampler in grams.items():
             made = [sampler.text(CHARACTERS, rng) for _ in range(NUM_SAMPLES)]
@@ -123,36 +143,53 @@ def texts(model: Model, refined: Path) -> Iterator[Written]:
             yield Written(kind.split(";")[0], float(made.forwards.mean()), seed, cut)
 
 
-def run(model: Model, judge: Model, scorer: Model, refined: Path, path: Path) -> None:
-    """Writes and judges all texts; the file is replaced when it ends."""
-    lines = []
-    for written in texts(model, refined):
-        score = judged(judge, written.texts)
-        bits = score.nats / score.characters / math.log(2.0)
-        share = dlm_jax.corrupted_share(scorer, written.texts)
-        for number, text in enumerate(written.texts):
-            figures = (bits[number], share[number], distinct_share([text], 4))
-            key = (written.kind, f"{written.forwards:g}", str(written.seed), str(number))
-            lines.append(key + tuple(f"{figure:.4f}" for figure in figures))
-        print(
-            f"{written.kind}, {written.forwards:g} forwards, seed {written.seed}: "
-            f"{bits.mean():.3f} bits, {share.mean():.3f} wrong", flush=True,
-        )  # fmt: skip
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(FIELDS)
-        writer.writerows(lines)
-
-
 class Kind(NamedTuple):
     """The figures of the texts of one kind, float64 ``[N]``."""
 
     name: str
     forwards: str
-    seed: np.ndarray
     bits: np.ndarray
     share: np.ndarray
     distinct: np.ndarray
+    words: np.ndarray
+
+
+def judge_all(
+    model: Model, judge: Model, scorer: Model, refined: Path
+) -> Iterator[tuple[Written, Kind]]:
+    """All texts with their figures; a line on standard output for each kind and seed."""
+    assert model.config is not None
+    data = model.config.data
+    corpus, _ = split_text(join_documents(read_documents(data.source)), data.held_out)
+    known = set(words(corpus))
+    for written in texts(model, refined):
+        score = judged(judge, written.texts)
+        kind = Kind(
+            written.kind, f"{written.forwards:g}",
+            score.nats / score.characters / math.log(2.0),
+            dlm_jax.corrupted_share(scorer, written.texts),
+            np.array([distinct_share([text], 4) for text in written.texts]),
+            np.array([known_share([text], known) for text in written.texts]),
+        )  # fmt: skip
+        print(
+            f"{kind.name}, {kind.forwards} forwards, seed {written.seed}: "
+            f"{kind.bits.mean():.3f} bits, {kind.share.mean():.3f} wrong", flush=True,
+        )  # fmt: skip
+        yield written, kind
+
+
+def run(found: Iterator[tuple[Written, Kind]], path: Path) -> None:
+    """Writes a line for each text; the file is replaced when all are judged."""
+    lines = [
+        [kind.name, kind.forwards, str(written.seed), str(number)]
+        + [f"{column[number]:.4f}" for column in kind[2:]]
+        for written, kind in found
+        for number in range(len(written.texts))
+    ]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(FIELDS)
+        writer.writerows(lines)
 
 
 def kinds(path: Path) -> list[Kind]:
@@ -162,7 +199,7 @@ def kinds(path: Path) -> list[Kind]:
     found = []
     for name, forwards in dict.fromkeys((row["texts"], row["forwards"]) for row in rows):
         mine = [row for row in rows if (row["texts"], row["forwards"]) == (name, forwards)]
-        columns = [np.array([float(row[c]) for row in mine]) for c in ("seed", *FIELDS[4:])]
+        columns = [np.array([float(row[column]) for row in mine]) for column in FIELDS[4:]]
         found.append(Kind(name, forwards, *columns))
     return found
 
@@ -173,66 +210,82 @@ def agreement(first: np.ndarray, second: np.ndarray) -> float:
     return float(np.corrcoef(*ranks)[0, 1])
 
 
+def groups(found: list[Kind]) -> dict[str, list[Kind]]:
+    """Kinds whose means are compared, with and without the one that collapses."""
+    mine = [kind for kind in found if _is_model(kind)]
+    return {
+        "all kinds": found,
+        f"without *{CONFIDENCE}*": [kind for kind in found if kind.name != CONFIDENCE],
+        "the model's": mine,
+        f"the model's, without *{CONFIDENCE}*": [k for k in mine if k.name != CONFIDENCE],
+    }
+
+
+def means(group: list[Kind]) -> dict[str, np.ndarray]:
+    """Of each figure, float64 ``[number of kinds]``."""
+    return {c: np.array([getattr(kind, c).mean() for kind in group]) for c in FIELDS[4:]}
+
+
 def _is_model(kind: Kind) -> bool:
     return kind.forwards != "0"
 
 
-def within(found: list[Kind]) -> tuple[float, float]:
-    """Mean rank correlation of the judges inside the kinds, and its standard error over them."""
-    each = [agreement(kind.bits, kind.share) for kind in found]
-    return float(np.mean(each)), float(np.std(each, ddof=1) / len(each) ** 0.5)
-
-
-def _interval(values: np.ndarray, seed: np.ndarray) -> str:
-    means = [values[seed == one].mean() for one in np.unique(seed)]
-    # Student's t of three seeds.
-    return f"{values.mean():.3f} ± {4.303 * np.std(means, ddof=1) / len(means) ** 0.5:.3f}"
+def _interval(values: np.ndarray) -> str:
+    # Student's t of 96 texts, each of a seed of its own.
+    return f"{values.mean():.3f} ± {1.985 * values.std(ddof=1) / len(values) ** 0.5:.3f}"
 
 
 def table(found: list[Kind]) -> None:
-    """Prints the means with their intervals, and how far the judges agree, as Markdown."""
-    print("| texts | forwards | judged bits/char | place | share wrong | place | "
-          "distinct 4-grams of a text | agreement |")  # fmt: skip
-    print("| --- " * 8 + "|")
-    bits = np.array([kind.bits.mean() for kind in found])
-    share = np.array([kind.share.mean() for kind in found])
-    places = stats.rankdata(bits), stats.rankdata(share)
-    for number in np.argsort(bits):
+    """Prints means, differences, and how far the judges agree, as Markdown."""
+    print("| texts | forwards | judged bits/char | rank | estimated share wrong | rank | "
+          "distinct 4-grams in a text | known words | correlation of the judges |")  # fmt: skip
+    print("| --- " * 9 + "|")
+    mean = means(found)
+    places = stats.rankdata(mean["bits"]), stats.rankdata(mean["share"])
+    for number in np.argsort(mean["bits"]):
         kind = found[number]
         forwards = kind.forwards if _is_model(kind) else ""
         print(
-            f"| {kind.name} | {forwards} | {_interval(kind.bits, kind.seed)} | "
-            f"{places[0][number]:.0f} | {_interval(kind.share, kind.seed)} | "
-            f"{places[1][number]:.0f} | {kind.distinct.mean():.3f} | "
-            f"{agreement(kind.bits, kind.share):.2f} |"
+            f"| {kind.name} | {forwards} | {_interval(kind.bits)} | {places[0][number]:.0f} | "
+            f"{_interval(kind.share)} | {places[1][number]:.0f} | {kind.distinct.mean():.3f} | "
+            f"{kind.words.mean():.3f} | {agreement(kind.bits, kind.share):.2f} |"
         )
-    groups = {"all": found, "the model's": [kind for kind in found if _is_model(kind)]}
-    print("\n| kinds | number | agreement of their means | inside a kind | "
-          "bits with distinct 4-grams | share with distinct 4-grams |")  # fmt: skip
-    print("| --- " * 6 + "|")
-    for name, group in groups.items():
-        means = [np.array([getattr(k, c).mean() for k in group]) for c in FIELDS[4:]]
-        inside, error = within(group)
-        print(
-            f"| {name} | {len(group)} | {agreement(means[0], means[1]):.2f} | "
-            f"{inside:.2f} ± {1.96 * error:.2f} | {agreement(means[0], means[2]):.2f} | "
-            f"{agreement(means[1], means[2]):.2f} |"
-        )
+    print("\n| of | against | judged bits/char | estimated share wrong |")
+    print("| --- " * 4 + "|")
+    named = {(kind.name, kind.forwards): kind for kind in found}
+    for first, forwards, second, others in PAIRS:
+        one, other = named[first, forwards], named[second, others]
+        cells = [_difference(one.bits, other.bits), _difference(one.share, other.share)]
+        print(f"| {first}; {forwards} | {second}; {others} | " + " | ".join(cells) + " |")
+    pairs = (("bits", "share"), ("bits", "distinct"), ("share", "distinct"),
+             ("bits", "words"), ("share", "words"))  # fmt: skip
+    print("\n| means of | number | " + " | ".join(" and ".join(pair) for pair in pairs) + " |")
+    print("| --- " * (2 + len(pairs)) + "|")
+    for name, group in groups(found).items():
+        mean = means(group)
+        cells = [f"{agreement(mean[one], mean[other]):.2f}" for one, other in pairs]
+        print(f"| {name} | {len(group)} | " + " | ".join(cells) + " |")
 
 
-def show(model: Model, refined: Path, found: list[Kind], number: int) -> None:
+def _difference(first: np.ndarray, second: np.ndarray) -> str:
+    error = (first.var(ddof=1) / len(first) + second.var(ddof=1) / len(second)) ** 0.5
+    return f"{first.mean() - second.mean():+.3f} ± {1.973 * error:.3f}"
+
+
+def show(found: Iterator[tuple[Written, Kind]], number: int) -> None:
     """Prints the model's texts that one judge finds good and the other bad."""
-    mine = [kind for kind in found if _is_model(kind)]
-    bits, share = (np.concatenate([getattr(k, c) for k in mine]) for c in ("bits", "share"))
+    mine = [pair for pair in found if _is_model(pair[1])]
+    bits, share = (np.concatenate([getattr(k, c) for _, k in mine]) for c in ("bits", "share"))
     apart = (stats.rankdata(bits) - stats.rankdata(share)) / len(bits)
-    said = [text for made in texts(model, refined) if made.forwards for text in made.texts]
-    names = [f"{k.name}, {k.forwards} forwards" for k in mine for _ in k.bits]
+    said = [(kind, text) for written, kind in mine for text in written.texts]
     order = np.argsort(apart)
     for title, chosen in (("likely, yet wrong", order[:number]),
                           ("unlikely, yet right", order[::-1][:number])):  # fmt: skip
         for one in chosen:
-            print(f"--- {title}: {names[one]}; {bits[one]:.3f} bits, {share[one]:.3f} wrong")
-            print(said[one])
+            kind, text = said[one]
+            print(f"--- {title}: {kind.name}, {kind.forwards} forwards; "
+                  f"{bits[one]:.3f} bits, {share[one]:.3f} wrong")  # fmt: skip
+            print(text)
 
 
 def main() -> None:
@@ -247,14 +300,14 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=3, help="texts that show prints of each")
     args = parser.parse_args()
     start_jax()
-    if args.what == "run":
+    if args.what != "table":
         judge, scorer = dlm_jax.load(args.judge), dlm_jax.load(args.scorer)
-        run(dlm_jax.load(args.checkpoint), judge, scorer, args.settings, args.csv)
-    elif args.what == "show":
-        model = dlm_jax.load(args.checkpoint)
-        show(model, args.settings, kinds(args.csv), args.number)
-    if args.what != "show":
-        table(kinds(args.csv))
+        found = judge_all(dlm_jax.load(args.checkpoint), judge, scorer, args.settings)
+        if args.what == "show":
+            show(found, args.number)
+            return
+        run(found, args.csv)
+    table(kinds(args.csv))
 
 
 if __name__ == "__main__":
