@@ -2,6 +2,7 @@
 
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,7 +51,7 @@ def test_spoilt_text_has_the_share_of_other_tokens_that_it_is_named_for(share):
         encode=lambda text: [ord(sign) for sign in text],
         decode=lambda ids: "".join(chr(token) for token in ids),
     )
-    model = SimpleNamespace(tokenizer=tokenizer)
+    model: Any = SimpleNamespace(tokenizer=tokenizer)
     rng = np.random.default_rng(1)
     spoilt = second_judge._spoilt(model, TEXT[:256], share, [ord("#")], rng)
     assert spoilt.count("#") == round(share * 256) and len(spoilt) == 256
