@@ -48,15 +48,6 @@ TUNING_SEED = 70_000
 TIMED = 5
 TEMPERATURES = ((1.0, 0.3), (1.0, 0.1), (0.8, 0.3), (0.7, 0.1))
 RATIOS = (0.01, 0.03, 0.1, 0.3, 1.0)
-HEAD_SETTINGS: dict[str, dict[str, Any]] = {
-    **{f"top-p {p}": {"sampler_top_p": p} for p in (0.99, 0.95, 0.9, 0.8)},
-    **{
-        f"ratio {ratio} by density to the {power:g}": {
-            "sampler_min_neighbors_ratio": ratio, "sampler_ratio_by_density": power,
-        }
-        for ratio in (0.1, 0.3) for power in (1.0, 4.0)
-    },
-}  # fmt: skip
 BASE: dict[str, Any] = {
     "order": "random", "min_p": 0.002, "ignore_eos": True,
     # A model may recommend waves.

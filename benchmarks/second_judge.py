@@ -43,6 +43,8 @@ COLD = "0.8 to 0.1"
 """Lower temperatures, at which *all filled* is as repetitive as the critic's texts at theirs."""
 SPOILT = (0.1, 0.3)
 """Shares of tokens that are replaced by random ones."""
+FLOOR = 0.05
+"""What the scorer says of text that nothing is wrong with, about."""
 CONFIDENCE = "confidence, waves"
 """The kind of docs/sampler_head.md, "What to remask", that collapses."""
 PAIRS = (
@@ -89,6 +91,10 @@ def _cases(refined: Path) -> dict[str, dict[str, Any]]:
     return cases
 
 
+def _named(share: float) -> str:
+    return f"held-out text, {share:.0%} of tokens random"
+
+
 def _pieces(text: str, seed: int) -> list[str]:
     """Pieces of a text that begin with the space before a word, spread over it, new for a seed."""
     starts = np.array([match.start() for match in re.finditer(r"\s(?=\w)", text)])
@@ -129,7 +135,7 @@ def texts(model: Model, refined: Path) -> Iterator[Written]:
         yield Written("held-out words, shuffled", 0, seed, [_shuffled(t, rng) for t in pieces])
         for share in SPOILT:
             spoilt = [_spoilt(model, text, share, usual, rng) for text in pieces]
-            yield Written(f"held-out text, {share:.0%} of tokens random", 0, seed, spoilt)
+            yield Written(_named(share), 0, seed, spoilt)
         for n, sampler in grams.items():
             made = [sampler.text(CHARACTERS, rng) for _ in range(NUM_SAMPLES)]
             yield Written(f"{n}-gram of characters", 0, seed, made)
@@ -267,6 +273,28 @@ def table(found: list[Kind]) -> None:
         print(f"| {name} | {len(group)} | " + " | ".join(cells) + " |")
 
 
+def inside(found: list[Kind]) -> None:
+    """Prints what the judges follow inside the kinds, as a list."""
+    mine = groups(found)[f"the model's, without *{CONFIDENCE}*"]
+    for judge in ("bits", "share"):
+        each = [agreement(getattr(kind, judge), kind.words) for kind in mine]
+        print(f"- {judge} and known words inside a kind of the model's: {np.mean(each):.2f} on "
+              f"average, {min(each):.2f} to {max(each):.2f}")  # fmt: skip
+    for name, few in (("below", True), ("from", False)):
+        each = [agreement(k.bits, k.share) for k in found if (k.share.mean() < FLOOR) == few]
+        print(f"- the judges inside kinds with an estimate {name} {FLOOR}: {np.mean(each):.2f}")
+    named = {kind.name: kind for kind in found}
+    flat = named[CONFIDENCE]
+    quarters = np.array_split(flat.share[np.argsort(flat.distinct)], 4)
+    print(f"- {CONFIDENCE}: share and distinct 4-grams {agreement(flat.share, flat.distinct):.2f}; "
+          f"{quarters[0].mean():.2f} wrong in the most repetitive quarter, "
+          f"{quarters[-1].mean():.2f} in the least")  # fmt: skip
+    whole, spoilt = (named[name] for name in ("held-out text", _named(SPOILT[0])))
+    for judge in ("bits", "share"):
+        pairs = getattr(whole, judge)[:, None] < getattr(spoilt, judge)
+        print(f"- {judge}: {pairs.mean():.2f} of the pairs of a held-out and a spoilt text told")
+
+
 def _difference(first: np.ndarray, second: np.ndarray) -> str:
     error = (first.var(ddof=1) / len(first) + second.var(ddof=1) / len(second)) ** 0.5
     return f"{first.mean() - second.mean():+.3f} ± {1.973 * error:.3f}"
@@ -302,12 +330,15 @@ def main() -> None:
     start_jax()
     if args.what != "table":
         judge, scorer = dlm_jax.load(args.judge), dlm_jax.load(args.scorer)
-        found = judge_all(dlm_jax.load(args.checkpoint), judge, scorer, args.settings)
+        texts_judged = judge_all(dlm_jax.load(args.checkpoint), judge, scorer, args.settings)
         if args.what == "show":
-            show(found, args.number)
+            show(texts_judged, args.number)
             return
-        run(found, args.csv)
-    table(kinds(args.csv))
+        run(texts_judged, args.csv)
+    found = kinds(args.csv)
+    table(found)
+    print()
+    inside(found)
 
 
 if __name__ == "__main__":
