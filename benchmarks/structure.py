@@ -1,4 +1,7 @@
-"""What a change touches, and how large the pieces are: ``python benchmarks/structure.py``.
+"""The size of the package, what a change touches, and how far its inputs travel.
+
+``python benchmarks/structure.py [REVISION ...]`` prints one column for each revision and one for
+the working tree; trips are those of the working tree alone.
 
 For each kind of change it takes one that is in the package already and counts the files that name
 it, beside the table of its kind and the public names of its room (both the same ``__init__.py``).
@@ -6,59 +9,278 @@ it, beside the table of its kind and the public names of its room (both the same
 
 from __future__ import annotations
 
+import argparse
 import ast
+import collections
+import io
 import re
 import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-
-from dlm_jax.sampling.state import State
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "dlm_jax"
-FILES = sorted(PACKAGE.rglob("*.py"))
-PROGRAMS = [ROOT / "train.py", ROOT / "sample.py"]
+PACKAGE = "dlm_jax"
+PAGE = 60
+SLOTS = ("transforms", "propose", "commit", "remask", "edits", "cache")
 CHANGES = {
     "scalar setting (sampler_even_odd)": "sampler_even_odd",
-    "scalar setting (dry_base)": "dry_base",
+    "list setting (confidence_without)": "confidence_without",
     "counter (bootstrapped)": "bootstrapped",
+    "transform (MinP)": "MinP",
     "commit rule (EntropyBound)": "EntropyBound",
     "remask rule (ScheduledThreshold)": "ScheduledThreshold",
     "edit rule (Lead)": "Lead",
-    "transform (MinP)": "MinP",
+    "fill rule (Speculative)": "Speculative",
+    "config field (warmup_steps)": "warmup_steps",
+    "HTTP field (diffusing)": "diffusing",
 }
+_RECORDS = {"NamedTuple", "Protocol", "TypedDict"}
+_RECORD_DECORATORS = {"dataclass", "dataclasses", "pytree", "rule", "register_dataclass"}
 
 
-def files_that_name(word: str) -> list[str]:
-    """Files of the package that use a word in their code, comments and docstrings left out."""
-    found = []
-    for path in FILES:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                node.value.value = ""
-        if re.search(rf"\b{word}\b", ast.unparse(tree)):
-            found.append(str(path.relative_to(PACKAGE)))
-    return found
+class Tree:
+    """The modules of the package in one checkout, parsed."""
+
+    def __init__(self, root: Path):
+        self.files = {
+            ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+            for path in sorted((root / PACKAGE).rglob("*.py"))
+        }
+        self.text = {name: path.read_text(encoding="utf-8") for name, path in self.files.items()}
+        self.tree = {name: ast.parse(text) for name, text in self.text.items()}
+        self.imports = {name: set(self._imported(name)) for name in self.files}
+
+    def _imported(self, module: str) -> Iterator[str]:
+        """Modules of the package that a module imports, wherever and for whatever."""
+        for node in ast.walk(self.tree[module]):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                names = [name if name in self.files else node.module for name in names]
+            else:
+                continue
+            yield from (name for name in names if name in self.files and name != module)
+
+    def lines(self) -> int:
+        return sum(len(text.splitlines()) for text in self.text.values())
+
+    def code_lines(self) -> int:
+        """Lines that are not blank, comments or docstrings."""
+        return sum(len(ast.unparse(_bare(text)).splitlines()) for text in self.text.values())
+
+    def single_importers(self) -> list[str]:
+        """Modules that one other imports, tables of rules and their rules left out."""
+        importers = collections.Counter(name for found in self.imports.values() for name in found)
+        return [
+            name
+            for name in self.files
+            if importers[name] == 1 and not any(f".sampling.{slot}." in name for slot in SLOTS)
+        ]
+
+    def records(self) -> list[str]:
+        """Classes that are records or rules: named tuples, dataclasses, pytrees."""
+        found = []
+        for name, tree in self.tree.items():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    words = {ast.unparse(base).split(".")[-1].split("[")[0] for base in node.bases}
+                    words |= {
+                        re.split(r"[.(]", ast.unparse(d))[0] for d in node.decorator_list
+                    }  # fmt: skip
+                    if words & (_RECORDS | _RECORD_DECORATORS):
+                        found.append(f"{name}.{node.name}")
+        return found
+
+    def circles(self) -> list[list[str]]:
+        """Groups of modules that import each other, imports for types alone included."""
+        index: dict[str, int] = {}
+        low: dict[str, int] = {}
+        stack: list[str] = []
+        found: list[list[str]] = []
+
+        def visit(name: str) -> None:
+            index[name] = low[name] = len(index)
+            stack.append(name)
+            for other in self.imports[name]:
+                if other not in index:
+                    visit(other)
+                if other in stack:
+                    low[name] = min(low[name], low[other])
+            if low[name] == index[name]:
+                group = stack[stack.index(name) :]
+                del stack[stack.index(name) :]
+                if len(group) > 1:
+                    found.append(sorted(group))
+
+        for name in self.files:
+            if name not in index:
+                visit(name)
+        return found
+
+    def repeated_names(self) -> list[str]:
+        """Names that several modules have, `protocol` and `rules` of the slots left out."""
+        names = collections.Counter(
+            name.split(".")[-1]
+            for name, path in self.files.items()
+            if path.name != "__init__.py" and name.split(".")[-1] not in ("protocol", "rules")
+        )
+        return sorted(name for name, count in names.items() if count > 1)
+
+    def functions(self) -> list[tuple[str, int]]:
+        return [
+            (f"{name}.{node.name}", (node.end_lineno or 0) - node.lineno + 1)
+            for name, tree in self.tree.items()
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
+
+    def files_that_name(self, word: str) -> list[str]:
+        """Modules that use a word in their code, comments and docstrings left out."""
+        pattern = re.compile(rf"\b{word}\b")
+        return [
+            name.removeprefix(f"{PACKAGE}.")
+            for name, text in self.text.items()
+            if word in text and pattern.search(ast.unparse(_bare(text)))
+        ]
+
+    def figures(self) -> dict[str, str]:
+        functions = self.functions()
+        longest = max(self.text, key=lambda name: len(self.text[name].splitlines()))
+        rows = {
+            "modules": str(len(self.files)),
+            "lines": str(self.lines()),
+            "lines of code": str(self.code_lines()),
+            "modules under a page": str(
+                sum(len(text.splitlines()) < PAGE for text in self.text.values())
+            ),
+            "modules with one importer, no rules": str(len(self.single_importers())),
+            "records and rules": str(len(self.records())),
+            "circles": str(len(self.circles())),
+            "module names used more than once": str(len(self.repeated_names())),
+            "functions": str(len(functions)),
+            "median lines of a function": f"{statistics.median(n for _, n in functions):.0f}",
+            "longest module": f"{len(self.text[longest].splitlines())}",
+        }
+        for what, word in CHANGES.items():
+            rows[f"files of a {what}"] = str(len(self.files_that_name(word)))
+        return rows
 
 
-def main() -> None:
-    for what, word in CHANGES.items():
-        files = files_that_name(word)
-        print(f"{what}: {len(files)} ({', '.join(files)})")
-    lengths = {
-        path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES + PROGRAMS
-    }
-    functions = [
-        (node.end_lineno or 0) - node.lineno + 1
-        for path in FILES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef)
-    ]
-    longest = max(lengths, key=lambda path: lengths[path])
-    print(f"fields of State: {len(State._fields)}")
-    print(f"functions: {len(functions)}, median {statistics.median(functions):.0f} lines")
-    print(f"longest file: {longest.relative_to(ROOT)}, {lengths[longest]} lines")
-    print(f"lines of the package and the two programs: {sum(lengths.values())}")
+def _bare(text: str) -> ast.Module:
+    """A module without docstrings."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            kept = [
+                child
+                for child in body
+                if not (isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant))
+            ]
+            node.body = kept or [ast.Pass()]  # type: ignore[attr-defined]
+    return tree
+
+
+def trip(call: Callable[[], Any], kinds: tuple[type, ...]) -> list[str]:
+    """Modules of the package that get an object of those classes as an argument, in order."""
+    stays: list[str] = []
+
+    def on_call(frame: Any, event: str, _: Any) -> None:
+        module = frame.f_globals.get("__name__", "")
+        if event != "call" or not module.startswith(f"{PACKAGE}."):
+            return
+        code = frame.f_code
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if any(isinstance(frame.f_locals.get(name), kinds) for name in names):
+            module = module.removeprefix(f"{PACKAGE}.")
+            if not stays or stays[-1] != module:
+                stays.append(module)
+
+    sys.setprofile(on_call)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return stays
+
+
+def trips() -> dict[str, str]:
+    """How far a request travels until it is packed, and a config through a dry run."""
+    import dlm_jax
+    from dlm_jax.cli import train
+    from dlm_jax.config import Config
+    from dlm_jax.inference.request import Request
+    from dlm_jax.sampling.row import RowParams
+
+    class Packed(Exception):
+        """The request has become a row of arrays."""
+
+    model = dlm_jax.load("shakespeare")
+
+    def stop(*_: Any, **__: Any) -> Any:
+        raise Packed
+
+    def generate() -> None:
+        columns, RowParams.columns = RowParams.columns, stop
+        try:
+            dlm_jax.generate(model, prompt="ROMEO:", gen_length=8, steps=4)
+        except Packed:
+            pass
+        finally:
+            RowParams.columns = columns
+
+    def dry_run() -> None:
+        train.main(["--config", "quickstart", "--dry-run"])
+
+    shown = {}
+    for name, call, kinds in (
+        ("a request, from generate to its row of arrays", generate, (Request,)),
+        ("a config, through a dry run", dry_run, (Config,)),
+    ):
+        stays = trip(call, kinds)
+        modules = len(set(stays))
+        shown[name] = f"{modules} modules, {len(stays) - modules} returns: {' > '.join(stays)}"
+    return shown
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description="The size of the package and what a change touches."
+    )
+    parser.add_argument("revisions", nargs="*", metavar="REVISION")
+    parser.add_argument("--names", action="store_true", help="list what is counted")
+    parser.add_argument("--trips", action="store_true", help="follow a request and a config")
+    args = parser.parse_args(argv)
+    columns = {}
+    for revision in args.revisions:
+        with tempfile.TemporaryDirectory() as folder:
+            archive = subprocess.run(
+                ["git", "archive", revision, PACKAGE], cwd=ROOT, check=True, capture_output=True
+            ).stdout
+            with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
+                packed.extractall(folder, filter="data")
+            columns[revision] = Tree(Path(folder)).figures()
+    here = Tree(ROOT)
+    columns["here"] = here.figures()
+    width = max(map(len, columns["here"]))
+    print(" ".join([" " * width, *(f"{name:>12}" for name in columns)]))
+    for row in columns["here"]:
+        print(" ".join([f"{row:{width}}", *(f"{column[row]:>12}" for column in columns.values())]))
+    if args.names:
+        print("one importer:", ", ".join(here.single_importers()))
+        print("circles:", here.circles())
+        print("names used more than once:", ", ".join(here.repeated_names()))
+        for what, word in CHANGES.items():
+            print(f"{what}: {', '.join(here.files_that_name(word))}")
+    if args.trips:
+        for what, shown in trips().items():
+            print(f"{what}: {shown}")
 
 
 if __name__ == "__main__":
