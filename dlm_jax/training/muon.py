@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 from optax import contrib
 
 from dlm_jax import devices
@@ -71,12 +72,12 @@ def orthogonalized(updates: Any, mesh: AbstractMesh) -> Any:
     """Every matrix of the tree after the Newton-Schulz iteration, each computed by one device.
 
     Args:
-      updates: stacked matrices ``[depth, fan_in, fan_out]`` of norm 1 at most, whose paths
-        `dlm_jax.distributed.sharding.RULES` knows.
+      updates: matrices ``[..., fan_in, fan_out]`` of norm 1 at most, stacked by layers and perhaps
+        experts, whose paths `dlm_jax.distributed.sharding.RULES` knows.
       mesh: the devices in use.
     """
     flat, structure = jax.tree_util.tree_flatten_with_path(updates)
-    specs = [partition(path_name(path), leaf.shape, mesh) for path, leaf in flat]
+    specs = [_whole_spec(partition(path_name(path), leaf.shape, mesh), leaf) for path, leaf in flat]
     dtype = jnp.float32 if devices.platform() == "cpu" else jnp.bfloat16
 
     def of_device(leaves: list[jax.Array]) -> list[jax.Array]:
@@ -90,12 +91,13 @@ def orthogonalized(updates: Any, mesh: AbstractMesh) -> Any:
         ]
         for place, (part, spec, turn) in enumerate(zip(parts, specs, turned, strict=True)):
             axes = (spec[-1], spec[-2]) if turn else (spec[-2], spec[-1])
-            groups[part.shape[-2:], axes].append(place)
-        for (_, axes), places in groups.items():
+            stacked = tuple(axis for axis in spec[:-2] if axis)
+            groups[part.shape[-2:], axes, stacked].append(place)
+        for (_, axes, stacked), places in groups.items():
             together = jnp.concatenate(
                 [parts[place].reshape(-1, *parts[place].shape[-2:]) for place in places]
             )
-            together = _dealt(together, axes, mesh)
+            together = _dealt(together, axes, stacked, mesh)
             counts = [math.prod(parts[place].shape[:-2]) for place in places]
             cuts = list(_running(counts))
             for place, piece in zip(places, jnp.split(together, cuts[:-1]), strict=True):
@@ -109,22 +111,30 @@ def orthogonalized(updates: Any, mesh: AbstractMesh) -> Any:
     return jax.tree.unflatten(structure, split([leaf for _, leaf in flat]))
 
 
+def _whole_spec(spec: P, leaf: jax.Array) -> P:
+    """`spec` with an entry for every dimension."""
+    return P(*spec, *[None] * (leaf.ndim - len(spec)))
+
+
 def _running(counts: list[int]) -> list[int]:
     return [sum(counts[: place + 1]) for place in range(len(counts))]
 
 
-def _dealt(x_NIO: jax.Array, axes: tuple[Any, Any], mesh: AbstractMesh) -> jax.Array:
+def _dealt(
+    x_NIO: jax.Array, axes: tuple[Any, Any], stacked: tuple[str, ...], mesh: AbstractMesh
+) -> jax.Array:
     """The part of a device of the orthogonalised matrices, of its part of the matrices.
 
     Args:
       x_NIO: parts of N matrices; inside `jax.shard_map`.
       axes: mesh axes that split the second and the third dimension, or None.
+      stacked: mesh axes over which the devices have different matrices.
       mesh: the devices.
     """
     split = {dimension: axis for dimension, axis in zip((1, 2), axes, strict=True) if axis}
-    copies = tuple(name for name in mesh.axis_names if name not in split.values())
-    num = x_NIO.shape[0]
-    x_NIO = jnp.pad(x_NIO, ((0, -num % mesh.size), (0, 0), (0, 0)))
+    copies = tuple(name for name in mesh.axis_names if name not in (*split.values(), *stacked))
+    num, sharing = x_NIO.shape[0], mesh.size // math.prod(mesh.shape[name] for name in stacked)
+    x_NIO = jnp.pad(x_NIO, ((0, -num % sharing), (0, 0), (0, 0)))
     share = x_NIO.shape[0] // math.prod(mesh.shape[name] for name in copies)
     first = jax.lax.axis_index(copies) * share if copies else 0
     x_NIO = jax.lax.dynamic_slice_in_dim(x_NIO, first, share)

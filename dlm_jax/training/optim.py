@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -42,8 +43,11 @@ def learning_rate(peak: float, config: OptimConfig, *, num_steps: int) -> optax.
 
 
 def is_matrix(path: str) -> bool:
-    """Whether the parameter at `path` is a matrix inside a block: what Muon orthogonalises."""
-    return "blocks/" in path and path.endswith("/kernel")
+    """Whether the parameter at `path` is a matrix inside a block: what Muon orthogonalises.
+
+    The matrices of experts are stacked by layers and experts, all others by layers.
+    """
+    return re.search(r"(^|/)(dense_)?blocks/.*/(kernel|expert_(gate|up|down))$", path) is not None
 
 
 def _over_paths(params: Any, value: Any) -> Any:
@@ -54,7 +58,7 @@ def make_optimizer(config: OptimConfig, *, num_steps: int) -> optax.GradientTran
     """Gradient transformation of a run of `num_steps` steps.
 
     Gradients are scaled down to a global norm of ``clip``. ``muon`` (Jordan et al. 2024) updates
-    the matrices of the blocks, and Adam the embeddings, the head and the norms, each with its own
+    the matrices of the blocks, those of each expert too, and Adam the rest, each with its own
     peak learning rate; ``adamw`` (Loshchilov and Hutter 2019) updates everything. Weight decay is
     decoupled and applies to the matrices of the blocks alone.
     """

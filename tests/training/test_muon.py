@@ -26,8 +26,11 @@ def _tree(seed: int):
 
     attention = {"query": kernel(3, 8, 8), "key": kernel(3, 8, 4), "out": kernel(3, 8, 8)}
     mlp = {"up": kernel(3, 8, 24), "down": kernel(3, 24, 8)}
+    experts = {"router": kernel(3, 8, 4), "expert_up": kernel(3, 4, 8, 24)["kernel"],
+               "expert_down": kernel(3, 4, 24, 8)["kernel"]}  # fmt: skip
     table = rng.standard_normal((12, 8)).astype(np.float32)
-    return {"blocks": {"attention": attention, "mlp": mlp}, "embedding": table}
+    blocks = {"attention": attention, "experts": experts}
+    return {"dense_blocks": {"mlp": mlp}, "blocks": blocks, "embedding": table}
 
 
 def _paths(params, value):
@@ -37,7 +40,7 @@ def _paths(params, value):
 def _optax() -> optax.GradientTransformation:
     """Optax's own Muon, as its documentation composes it."""
     rate = functools.partial(learning_rate, config=CONFIG, num_steps=STEPS)
-    stacked = contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+    stacked = contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
     muon = contrib.muon(
         rate(CONFIG.learning_rate), beta=CONFIG.muon_momentum, weight_decay=CONFIG.weight_decay,
         adam_b1=CONFIG.b1, adam_b2=CONFIG.b2, adam_learning_rate=rate(CONFIG.adam_learning_rate),
@@ -72,11 +75,17 @@ def test_on_one_device_it_is_optax_bit_for_bit_with_the_same_state():
 
 
 @pytest.mark.parametrize(
-    "mesh", [MeshConfig(data=8), MeshConfig(data=2, fsdp=2, tensor=2), MeshConfig(fsdp=2, tensor=4)]
-)
-def test_dealt_out_over_devices_the_updates_are_those_of_one(mesh):
+    ("mesh", "num_devices"),
+    [
+        (MeshConfig(data=8), 8), (MeshConfig(data=2, fsdp=2, tensor=2), 8),
+        (MeshConfig(fsdp=2, tensor=4), 8), (MeshConfig(data=2, expert=2), 4),
+        (MeshConfig(expert=2, tensor=2), 4),
+    ],
+)  # fmt: skip
+def test_dealt_out_over_devices_the_updates_are_those_of_one(mesh, num_devices):
     optimizer = make_optimizer(CONFIG, num_steps=STEPS)
-    ours, theirs = _updates(optimizer, make_mesh(mesh)), _updates(optimizer)
+    over = make_mesh(mesh, jax.devices()[:num_devices])
+    ours, theirs = _updates(optimizer, over), _updates(optimizer)
     scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(theirs[0]))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * scale), ours[0], theirs[0]

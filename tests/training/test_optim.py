@@ -13,6 +13,7 @@ import toy
 
 from dlm_jax.config import HeadsConfig, OptimConfig
 from dlm_jax.distributed.sharding import path_name
+from dlm_jax.model.transformer import build
 from dlm_jax.training.heads import CRITIC, MAIN, SAMPLER
 from dlm_jax.training.optim import (
     is_matrix,
@@ -47,6 +48,43 @@ def _compiled(config: OptimConfig):
         return updates
 
     return jax.jit(last_update)
+
+
+MIXTURE = toy.config(
+    activation="swiglu", experts=4, experts_per_token=2, expert_width=6, shared_width=4,
+    dense_layers=1, router_bias="choice", qkv_bias=True,
+)  # fmt: skip
+
+
+def test_the_matrices_of_a_mixture_are_all_that_its_blocks_have_but_scales_and_biases():
+    shapes = jax.eval_shape(build(MIXTURE).init, jax.random.key(0))
+    for path, leaf in jax.tree_util.tree_flatten_with_path(shapes)[0]:
+        name = path_name(path)
+        is_vector = name.endswith(("scale", "bias")) or "blocks/" not in name
+        assert is_matrix(name) == (not is_vector), (name, leaf.shape)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_expert_decays_and_under_muon_is_a_matrix_of_its_own(name):
+    """Beside another gradient of one expert, the updates of the others stay the same."""
+    config = OptimConfig(name=name, warmup_steps=0, learning_rate=0.1, clip=1e9)
+    params = {"blocks": {"mlp": {"expert_up": jax.random.normal(jax.random.key(0), (2, 3, 8, 6))}}}
+    grads = _random(params, 1)
+    other = jax.tree.map(lambda x: x.at[1, 2].multiply(7.0), grads)
+
+    def update(config, grads):
+        optimizer = make_optimizer(config, num_steps=STEPS)
+        found, _ = optimizer.update(grads, optimizer.init(params), params)
+        return found["blocks"]["mlp"]["expert_up"]
+
+    plain = update(config, grads)
+    np.testing.assert_allclose(plain, update(config, other), atol=1e-5)
+    decayed = update(dataclasses.replace(config, weight_decay=0.5), grads)
+    expected = -0.05 * params["blocks"]["mlp"]["expert_up"]
+    np.testing.assert_allclose(decayed - plain, expected, atol=1e-5)
+    if name == "muon":
+        singular = np.linalg.svd(plain, compute_uv=False)
+        assert (singular.max(-1) / singular.min(-1) < 2.0).all()
 
 
 def _updates(config: OptimConfig, grads_of_steps):
