@@ -123,6 +123,11 @@ class Mixture:
         counts = np.bincount(self._owners(num_rows), minlength=len(self.objectives))
         return [name for name, count in zip(self.objectives, counts, strict=True) if not count]
 
+    def fills(self, num_rows: int, num_parts: int) -> bool:
+        """Whether every objective has a row in each part of a batch, rows dealt out in turn."""
+        owner_B, names = self._owners(num_rows), range(len(self.objectives))
+        return all(set(names) <= set(owner_B[part::num_parts]) for part in range(num_parts))
+
     def _owners(self, num_rows: int) -> np.ndarray:
         """Number of the objective that each row belongs to, interleaved."""
         middle = (np.arange(num_rows) + 0.5) / num_rows

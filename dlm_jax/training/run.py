@@ -34,13 +34,19 @@ from dlm_jax.training.checks import (
     make_directory,
 )
 from dlm_jax.training.files import checkpoints_of, write_config
-from dlm_jax.training.heads import Head, Setup, with_own_parameters
+from dlm_jax.training.heads import MAIN, Head, Setup, with_own_parameters
 from dlm_jax.training.lock import DirectoryLock
 from dlm_jax.training.optim import make_grouped_optimizer
 from dlm_jax.training.placing import mesh_config
 from dlm_jax.training.resolved import load_resolved
 from dlm_jax.training.stages import Stage, stage_at
-from dlm_jax.training.step import TrainState, abstract_state, compile_eval_step, init_state
+from dlm_jax.training.step import (
+    TrainState,
+    abstract_state,
+    check_adds_up,
+    compile_eval_step,
+    init_state,
+)
 from dlm_jax.training.tasks import TASKS, MakeHead, MakeObjective, Task, make_heads
 from dlm_jax.training.trackers import check_trackers
 from dlm_jax.types import Network
@@ -155,6 +161,8 @@ def prepare(
         else:
             _check_memory(_abstract_state(setup, task), setup)
             state, saved = _fresh_state(setup, task, init_key, report=report), {}
+        if config.train.accumulate > 1 and (objective is not None or heads):
+            _check_adds_up(setup, task, state)
         read_records(out_dir / "metrics.jsonl")
         make_directory(out_dir)
         on_first_process(lambda: _acquire(lock, out_dir, None if saved else checkpoints))
@@ -197,6 +205,18 @@ def _check_memory(state: TrainState, setup: Setup) -> None:
     require_room(
         sum(shares), setup.mesh.devices.flat, "the state of the training",
         "make [model] smaller, or split it over more devices with mesh.fsdp",
+    )  # fmt: skip
+
+
+def _check_adds_up(setup: Setup, task: Task, state: TrainState) -> None:
+    """Refuses own losses that cannot be computed in parts, of any stage of the run."""
+    groups = dict.fromkeys((MAIN, *(head.group for head in task.heads)))
+    if not setup.config.heads.train_main:
+        del groups[MAIN]
+    stage = Stage(tuple(groups), setup.config.model.lora_rank > 0)
+    check_adds_up(
+        task.loss(stage), state.params, mesh=setup.mesh, seq_len=setup.config.data.seq_len,
+        token_ids=setup.text_ids,
     )  # fmt: skip
 
 

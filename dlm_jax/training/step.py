@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dlm_jax import devices
 from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.distributed.activations import ROWS
 from dlm_jax.distributed.sharding import batch_sharding, shardings
 from dlm_jax.model import cpu
 from dlm_jax.training.stages import StageLoss
@@ -132,7 +135,7 @@ def make_train_step(
         def part_loss(trained: Params, part: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
             return step_loss(held | trained, part, state.step)
 
-        grads, loss, means = _add_up(
+        (loss, means), grads = _add_up(
             jax.value_and_grad(part_loss, has_aux=True), trained, whole, config.accumulate
         )
         grads = jax.tree.map(jnp.zeros_like, held) | grads
@@ -161,17 +164,14 @@ def make_train_step(
     )
 
 
-def _add_up(
-    gradient: Callable[..., Any], params: Params, whole: Any, num_parts: int
-) -> tuple[Params, jax.Array, dict[str, jax.Array]]:
-    """Gradient, loss and its parts, summed over the parts of a batch, one part at a time.
+def _add_up(compute: Callable[..., Any], params: Params, whole: Any, num_parts: int) -> Any:
+    """``compute(params, part)`` summed over the parts of a batch, one part at a time.
 
     Part p holds the rows p, p + num_parts, ...: every device has its share of each. Scalars are
     totals, which are those of the whole batch in every part.
     """
     if num_parts == 1:
-        (loss, means), grads = gradient(params, whole)
-        return grads, loss, means
+        return compute(params, whole)
 
     def cut(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(-1, num_parts, *x.shape[1:]), 1, 0)
@@ -179,17 +179,59 @@ def _add_up(
     leaves, structure = jax.tree.flatten(whole)
     rows = [cut(leaf) for leaf in leaves if leaf.ndim]
     zeros = jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(gradient, params, whole)
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(compute, params, whole)
     )
 
     def one_part(sums: Any, part: list[jax.Array]) -> tuple[Any, None]:
         rest = iter(part)
         merged = [next(rest) if leaf.ndim else leaf for leaf in leaves]
-        found = gradient(params, jax.tree.unflatten(structure, merged))
+        found = compute(params, jax.tree.unflatten(structure, merged))
         return jax.tree.map(jnp.add, sums, found), None
 
-    ((loss, means), grads), _ = jax.lax.scan(one_part, zeros, rows)
-    return grads, loss, means
+    return jax.lax.scan(one_part, zeros, rows)[0]
+
+
+def check_adds_up(
+    step_loss: StageLoss, params: Params, *, mesh: Mesh, seq_len: int, token_ids: tuple[int, ...]
+) -> None:
+    """Refuses losses that are another number for a batch in two parts than for the whole.
+
+    They are computed once, for a few rows of `token_ids`.
+
+    Raises:
+      ValueError: a loss does not add up; the line names it and both numbers.
+    """
+    shards = math.prod(mesh.shape[axis] for axis in ROWS if axis in mesh.shape)
+    num_rows = next(
+        (n for n in range(2 * shards, 128 * shards, 2 * shards) if step_loss.mixture.fills(n, 2)),
+        2 * shards,
+    )  # fmt: skip
+    rows, everywhere = batch_sharding(mesh, num_rows), NamedSharding(mesh, P())
+    tokens_BL = np.resize(np.array(token_ids, np.int32), (num_rows, seq_len))
+    length_B, step = np.full(num_rows, seq_len, np.int32), jnp.int32(0)
+
+    def losses(params: Params) -> list[dict[str, jax.Array]]:
+        with devices.used(mesh):
+            batch = Batch(*map(jnp.asarray, (tokens_BL, length_B, np.zeros_like(length_B))))
+            batch = jax.lax.with_sharding_constraint(batch, Batch(rows, rows, rows))
+            whole = step_loss.draw(batch, jax.random.key(0), step)
+            return [
+                _add_up(lambda params, part: step_loss(params, part, step)[1], params, whole, n)
+                for n in (1, 2)
+            ]
+
+    with devices.used(mesh):
+        compiler_options = cpu.compiler_options(is_training=False)
+    run = jax.jit(losses, out_shardings=everywhere, compiler_options=compiler_options)
+    one, two = jax.device_get(run(params))
+    for name in one:
+        if not np.isclose(two[name], one[name], rtol=0.01, atol=1e-6, equal_nan=True):
+            raise ValueError(
+                f"train.accumulate needs losses that add up over the parts of a batch, and "
+                f"{name!r} is {one[name]:.4g} for a batch and {two[name]:.4g} in two parts; "
+                "return the plain sum from `loss` and make its weight in `draw`, or use "
+                "train.accumulate=1"
+            )
 
 
 def _averaged(state: TrainState, params: Params, decay: float) -> Params | None:

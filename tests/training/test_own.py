@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,36 @@ def test_continuing_with_other_parts_is_refused_by_name(folder, changes, part):
     given = {"objective": two_passes, "heads": [left_head(start=2)]} | changes
     with pytest.raises(ValueError, match=f"holds a run whose own {part} is .*, and here it is"):
         _train(folder / "whole", **given)
+
+
+def _total_in_loss(setup: Setup) -> NetworkObjective:
+    """`two_passes` whose weight is that of the rows that the loss sees."""
+    made = two_passes(setup)
+
+    def loss(network: Network, params: Any, noise: Any) -> Loss:
+        return Loss(made.loss(network, params, noise).sum, noise[1].weight_BL.sum())
+
+    return NetworkObjective(made.draw, loss)
+
+
+def _mean_for_sum() -> Head:
+    head = left_head(start=2)
+
+    def loss(inputs: HeadInputs) -> Loss:
+        found = head.loss(inputs)
+        return Loss(found.sum / inputs.noise[0].size, jnp.ones(()))
+
+    return dataclasses.replace(head, loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("parts", "name"),
+    [({"objective": _total_in_loss}, "objective"), ({"heads": [_mean_for_sum()]}, "left")],
+)
+def test_a_loss_that_does_not_add_up_over_the_parts_of_a_batch_is_refused(tmp_path, parts, name):
+    with pytest.raises(ValueError, match=f"{name}' is .* for a batch and .* in two parts; return"):
+        _train(tmp_path / "run", **parts)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_head_leaves_the_model_alone_bit_for_bit_unless_it_says_that_it_trains_it(folder):
