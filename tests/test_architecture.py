@@ -12,7 +12,7 @@ PACKAGE = ROOT / "dlm_jax"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Every room, and those it may import besides itself: only such as stand above it here.
-_BASE = {"types", "settings", "pytree", "devices", "checksums"}
+_BASE = {"types", "settings", "pytree", "devices", "checksums", "randomness"}
 _CORE = {
     *_BASE,
     "storage",
@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "devices": set(),
     "pytree": set(),
     "checksums": set(),
+    "randomness": set(),
     "storage": set(),
     "settings": {"pytree"},
     "progress": set(),
@@ -36,11 +37,11 @@ MAY_IMPORT = {
     "config": {*_BASE, "sampling"},
     "distributed": {"types", "devices", "config"},
     "diffusion": {*_BASE, "config", "distributed"},
-    "model": {"types", "devices", "config", "distributed"},
+    "model": {"types", "devices", "randomness", "config", "distributed"},
     "metrics": {"config", "checksums"},
     "data": {"types", "storage", "config"},
     "checkpoint": {"types", "storage", "config", "distributed"},
-    "published": {"types", "config", "data", "model"},
+    "published": {"types", "randomness", "config", "data", "model"},
     "costs": {"distributed"},
     "training": {*_CORE, "metrics", "progress", "published", "costs"},
     "inference": {*_CORE, "published"},

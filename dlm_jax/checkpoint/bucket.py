@@ -195,4 +195,6 @@ def _assembled(leaf: Any, shape: tuple[int, ...], sharding: Any, reads: dict[str
         shape, sharding, lambda index: np.asarray(reads[str(index)].result())
     )
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.wrap_key_data(array) if is_key else array.astype(leaf.dtype)
+    if is_key:
+        return jax.random.wrap_key_data(array, impl="threefry2x32")
+    return array.astype(leaf.dtype)

@@ -9,6 +9,7 @@ import jax
 from dlm_jax.config import Config
 from dlm_jax.distributed.sharding import make_mesh
 from dlm_jax.distributed.topology import topology_devices
+from dlm_jax.randomness import check_settings
 from dlm_jax.training import say
 from dlm_jax.training.checks import check_model_fits, check_parts
 from dlm_jax.training.placing import mesh_config
@@ -24,6 +25,7 @@ def dry_run(config: Config, topology: str) -> Plan:
     Raises:
       ValueError: as `dlm_jax.training.plan.plan`, or the topology is not known.
     """
+    check_settings()
     devices = topology_devices(topology) if topology else None
     tokenizer = None
     if config.model.vocab_size == 0:

@@ -20,6 +20,7 @@ from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.results import canvas_size
 from dlm_jax.model import cpu
+from dlm_jax.randomness import key_of
 from dlm_jax.types import Network, Params
 
 MOST_AT_ONCE = 1 << 16
@@ -173,7 +174,7 @@ def score_rows(
         index = np.arange(first, first + batch_size)
         # The last batch is filled up with its last row, so that one shape compiles.
         batch = Batch(*(jax.numpy.asarray(c[np.minimum(index, num_rows - 1)]) for c in columns))
-        key = jax.random.fold_in(jax.random.key(seed), first)
+        key = jax.random.fold_in(key_of(seed), first)
         parts.append(jax.device_get(run(model.params, batch, key)))
     whole, text = jax.tree.map(lambda *cut: np.concatenate(cut)[:num_rows].astype(float), *parts)
     return RowCosts(*whole, *text)

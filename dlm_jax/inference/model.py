@@ -24,6 +24,7 @@ from dlm_jax.inference.structure import Structures
 from dlm_jax.model import cpu
 from dlm_jax.model.transformer import build
 from dlm_jax.published import ChatTemplate, is_published, read_published
+from dlm_jax.randomness import check_settings, key_of
 from dlm_jax.sampling.advance import Advance, make_advance
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.protocol import chunk_size
@@ -64,6 +65,9 @@ class Model:
     chat: ChatTemplate | None = None
     family: str = ""
     corpus_sha256: str = ""
+
+    def __post_init__(self) -> None:
+        check_settings()
 
     def advance(self, *, draw: str = "inverse_cdf", is_guided: bool = False) -> Advance:
         """The compiled denoising loop of this model's network, made once for each program."""
@@ -169,9 +173,10 @@ def load(
       report: takes one line if a damaged checkpoint was passed over.
 
     Raises:
-      ValueError: nothing usable is there, the mesh does not fit the devices, or there is no such
-        dtype; the line says what and the remedy.
+      ValueError: nothing usable is there, the mesh does not fit the devices, there is no such
+        dtype, or JAX has settings that change results; the line says what and the remedy.
     """
+    check_settings()
     path = located(path)
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
@@ -226,7 +231,7 @@ def _placed(
 
 
 def _abstract_params(meta: dict[str, Any]) -> Params:
-    return jax.eval_shape(build(_config_of(meta).model).init, jax.random.key(0))
+    return jax.eval_shape(build(_config_of(meta).model).init, key_of(0))
 
 
 def _config_of(meta: dict[str, Any]) -> Config:

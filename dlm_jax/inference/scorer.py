@@ -15,6 +15,7 @@ from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.results import canvas_size
 from dlm_jax.model import cpu
+from dlm_jax.randomness import key_of
 from dlm_jax.types import Network, Params
 
 
@@ -80,7 +81,7 @@ def held_out_errors(
     for first in range(0, len(rows["length"]), batch_size):
         cut = slice(first, first + batch_size)
         batch = Batch(*(jnp.asarray(rows[name][cut]) for name in ("tokens", "length", "given")))
-        key = jax.random.fold_in(jax.random.key(seed), first)
+        key = jax.random.fold_in(key_of(seed), first)
         parts.append(jax.device_get(run(model.params, batch, key)))
     return jax.tree.map(lambda *columns: np.concatenate(columns), *parts)
 

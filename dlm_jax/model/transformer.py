@@ -26,6 +26,7 @@ from dlm_jax.model.kept import one_later, shifted
 from dlm_jax.model.layers import Linear, Norm, embed
 from dlm_jax.model.lora import applied, stacks, with_adapters
 from dlm_jax.model.remat import rematerialised
+from dlm_jax.randomness import key_of
 from dlm_jax.types import Network, Params, live_positions
 
 
@@ -240,7 +241,7 @@ def _block_modules(config: ModelConfig) -> Callable[[Params], Any]:
 
     def graph(is_dense: bool) -> Any:
         def make() -> Block:
-            return Block(config, rngs=nnx.Rngs(0), is_dense=is_dense)
+            return Block(config, rngs=nnx.Rngs(params=key_of(0)), is_dense=is_dense)
 
         return nnx.split(nnx.eval_shape(make))[0]
 
@@ -256,7 +257,8 @@ def _head_functions(config: ModelConfig, readout: Callable[..., jax.Array]) -> d
     """What the heads of `config` add to its `Network`."""
 
     def graph(name: str) -> Any:
-        return nnx.split(nnx.eval_shape(lambda: HEADS[name](config, rngs=nnx.Rngs(0))))[0]
+        made = nnx.eval_shape(lambda: HEADS[name](config, rngs=nnx.Rngs(params=key_of(0))))
+        return nnx.split(made)[0]
 
     graphs = {name: graph(name) for name in heads_of(config)}
 

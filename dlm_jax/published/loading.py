@@ -23,6 +23,7 @@ from dlm_jax.published.names import pieces_of
 from dlm_jax.published.reading import Place, check_tensors, read_params
 from dlm_jax.published.shards import Shards
 from dlm_jax.published.special import read_chat, read_tokenizer
+from dlm_jax.randomness import key_of
 from dlm_jax.types import Params
 
 CONFIG = "config.json"
@@ -82,7 +83,7 @@ def read_published(
         begins = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
         model = dataclasses.replace(model, start_id=begins)
     chat = read_chat(directory, tokenizer)
-    abstract = jax.eval_shape(build(model).init, jax.random.key(0))
+    abstract = jax.eval_shape(build(model).init, key_of(0))
     sources = family.sources(model)
     pieces = pieces_of(sources, abstract, dense_layers=model.dense_layers)
     redundant = (sources["head/kernel"].name,) if model.tied_head else ()

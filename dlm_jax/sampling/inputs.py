@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dlm_jax.randomness import key_of
 from dlm_jax.sampling.commit.protocol import CommitContext, Proposal
 from dlm_jax.sampling.forward import Pass
 from dlm_jax.sampling.output import TrunkOutput
@@ -160,7 +161,7 @@ def step_keys(state: State, *, salt: int | None = None) -> tuple[jax.Array, jax.
     """
 
     def one_row(seed: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        key = jax.random.fold_in(jax.random.key(seed), step)
+        key = jax.random.fold_in(key_of(seed), step)
         key = key if salt is None else jax.random.fold_in(key, salt)
         draw_key, rule_key, remask_key = jax.random.split(key, 3)
         return draw_key, rule_key, remask_key

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 import dlm_jax.config as configs
 from dlm_jax.config import Config
 from dlm_jax.distributed.sharding import batch_sharding
+from dlm_jax.randomness import settings
 from dlm_jax.training.optim import learning_rate
 
 _MAY_CHANGE = (
@@ -102,11 +103,11 @@ def make_directory(out_dir: Path) -> None:
 
 
 def facts_of(config: Config) -> dict[str, Any]:
-    """What all processes of a run must agree on: the config but for local paths, and jax."""
+    """What all processes of a run must agree on: the config without local paths, and jax."""
     local = ("data.source", "data.cache_dir")
     flat = _flat(configs.to_dict(config))
     facts = {key: value for key, value in flat.items() if key not in local}
-    return facts | {"version of jax": jax.__version__}
+    return facts | {"version of jax": jax.__version__} | settings()
 
 
 def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -124,6 +125,14 @@ def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
         raise ValueError(
             f"{out_dir} holds a run on another text than {meta['corpus']['name']}; give the text "
             f"of that run to continue it, {elsewhere}"
+        )
+    # Checkpoints of earlier versions have no draws.
+    drawn = saved.get("randomness", meta["randomness"])
+    if drawn["draws"] != meta["randomness"]["draws"]:
+        version = "version of jax"
+        raise ValueError(
+            f"{out_dir} holds a run with other draws: that of jax {drawn[version]}, and this is "
+            f"{meta['randomness'][version]}; use that version to continue it, {elsewhere}"
         )
     here, there = _flat(meta["config"]), _flat(saved["config"])
     differing = [

@@ -10,6 +10,7 @@ import numpy as np
 
 from dlm_jax.data import validation_windows
 from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.randomness import key_of
 from dlm_jax.training.run import Run
 from dlm_jax.types import Params
 
@@ -44,7 +45,7 @@ def held_out(
     for first in range(0, len(windows["length"]), batch_size):
         rows = slice(first + share * mine, first + (share + 1) * mine)
         batch = place({name: column[rows] for name, column in windows.items()})
-        key = jax.random.fold_in(jax.random.key(0), first)
+        key = jax.random.fold_in(key_of(0), first)
         parts.append(eval_step(params, batch, key))
     free_N = windows["length"] - windows["given"]
     columns = jax.tree.map(lambda *cut: np.concatenate(cut), *jax.device_get(parts))

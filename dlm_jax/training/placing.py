@@ -13,6 +13,7 @@ from dlm_jax.config import Config, MeshConfig
 from dlm_jax.distributed.chips import CHIPS
 from dlm_jax.distributed.mesh import fsdp_for
 from dlm_jax.model.transformer import build
+from dlm_jax.randomness import key_of
 
 
 def mesh_config(config: Config, devices: Sequence[Any]) -> MeshConfig:
@@ -39,7 +40,7 @@ def mesh_config(config: Config, devices: Sequence[Any]) -> MeshConfig:
 
 def state_bytes(config: Config) -> float:
     """Bytes of the parameters of the config's model, and of what its optimiser keeps of them."""
-    shapes = jax.eval_shape(build(config.model).init, jax.random.key(0))
+    shapes = jax.eval_shape(build(config.model).init, key_of(0))
     num_parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
     copies = 3 + (config.optim.ema_decay > 0)
     return 4.0 * copies * num_parameters

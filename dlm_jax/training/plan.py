@@ -20,6 +20,7 @@ from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed.activations import PLACES, fitting
 from dlm_jax.distributed.chips import CHIPS, Chip
 from dlm_jax.distributed.sharding import batch_sharding, path_name
+from dlm_jax.randomness import key_of
 from dlm_jax.training.flops import model_flops
 from dlm_jax.training.run import make_task, optimizer_of, stage_of
 from dlm_jax.training.setup import Setup
@@ -108,7 +109,7 @@ def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan
         jax.ShapeDtypeStruct((train.batch_size, *more), jnp.int32, sharding=rows)
         for more in ((config.data.seq_len,), (), ())
     ]
-    lowered = step.lower(state, Batch(*columns), jax.eval_shape(lambda: jax.random.key(0)))
+    lowered = step.lower(state, Batch(*columns), jax.eval_shape(lambda: key_of(0)))
     start = time.perf_counter()
     compiled = _compiled(lowered.compile)
     seconds = time.perf_counter() - start

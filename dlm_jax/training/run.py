@@ -22,6 +22,7 @@ from dlm_jax.distributed.processes import check_same_everywhere, on_first_proces
 from dlm_jax.distributed.sharding import batch_sharding, make_mesh, share_of_batch
 from dlm_jax.metrics import read_records
 from dlm_jax.model.transformer import build
+from dlm_jax.randomness import check_settings, fingerprint, key_of
 from dlm_jax.storage import check_bucket
 from dlm_jax.training.begin import begin_with
 from dlm_jax.training.checks import (
@@ -147,7 +148,7 @@ def prepare(
     setup = Setup(config, corpus.tokenizer, mesh)
     task = make_task(setup, network, objective, heads)
     own = _names_of(network, objective, heads)
-    init_key, noise_key = jax.random.split(jax.random.key(config.train.seed))
+    init_key, noise_key = jax.random.split(key_of(config.train.seed))
     with contextlib.ExitStack() as undo:
         checkpoints = Checkpoints(where, keep=config.train.keep_checkpoints)
         undo.callback(checkpoints.close)
@@ -176,6 +177,7 @@ def prepare(
 def _checked_mesh(config: Config) -> Mesh:
     """The mesh of a config, once all of it is checked that needs no data."""
     check_same_everywhere(facts_of(config))
+    check_settings()
     mesh = make_mesh(config.mesh)
     share_of_batch(batch_sharding(mesh, config.train.batch_size), config.train.batch_size)
     check_parts(config, mesh)
@@ -277,10 +279,11 @@ def _fresh_state(
 
 
 def _meta(config: Config, corpus: Corpus, own: dict[str, Any]) -> dict[str, Any]:
-    """What is saved beside the state: resolved config, tokenizer, corpus and own parts."""
+    """What is saved beside the state: resolved config, tokenizer, corpus, own parts, draws."""
     return {
         "config": configs.to_dict(config),
         "tokenizer": corpus.tokenizer.to_json(),
         "corpus": {"name": corpus.name, "sha256": corpus.sha256},
         "own": own,
+        "randomness": fingerprint(),
     }

@@ -19,6 +19,7 @@ from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed.activations import ROWS
 from dlm_jax.distributed.sharding import batch_sharding, shardings
 from dlm_jax.model import cpu
+from dlm_jax.randomness import key_of
 from dlm_jax.training.stages import StageLoss
 from dlm_jax.types import Network, Params
 
@@ -75,7 +76,7 @@ def abstract_state(
     has_ema: bool = False,
 ) -> TrainState:
     """Shapes, dtypes and shardings of the training state; nothing is allocated."""
-    shapes = jax.eval_shape(lambda: _new_state(network, optimizer, jax.random.key(0), has_ema))
+    shapes = jax.eval_shape(lambda: _new_state(network, optimizer, key_of(0), has_ema))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
@@ -213,8 +214,8 @@ def check_adds_up(
     def losses(params: Params) -> list[dict[str, jax.Array]]:
         with devices.used(mesh):
             batch = Batch(*map(jnp.asarray, (tokens_BL, length_B, np.zeros_like(length_B))))
-            batch = jax.lax.with_sharding_constraint(batch, Batch(rows, rows, rows))
-            whole = step_loss.draw(batch, jax.random.key(0), step)
+            batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, rows), batch)
+            whole = step_loss.draw(batch, key_of(0), step)
             return [
                 _add_up(lambda params, part: step_loss(params, part, step)[1], params, whole, n)
                 for n in (1, 2)

@@ -17,11 +17,12 @@ pytestmark = pytest.mark.slow
 
 
 def _two(out_dir: Path, *differing: dict, **changes: object):
-    """Two processes of one run; `differing` are changes of each alone."""
+    """Two processes of one run; `differing` are changes of each alone, or of its environment."""
     port = tiny_run.free_port()
     children = []
     for index in range(2):
         own = changes | (differing[index] if differing else {})
+        environment = {name: str(own.pop(name)) for name in [*own] if name.isupper()}
         given = tiny_run.flags(out_dir, **own)
         flags = [part for name, value in given.items() for part in (f"--{name}", value)]
         children.append(
@@ -30,6 +31,7 @@ def _two(out_dir: Path, *differing: dict, **changes: object):
                 *("--num-processes", "2", "--process-id", index),
                 *flags,
                 TF_CPP_MIN_LOG_LEVEL="3",
+                **environment,
             )
         )
     return children
@@ -64,13 +66,23 @@ def test_a_lost_host_ends_the_other_within_a_minute(tmp_path, lost):
         assert children[1].returncode != 0
 
 
-def test_hosts_whose_configs_differ_are_refused_before_anything_is_written(tmp_path):
-    children = _two(tmp_path / "run", {}, {"train__seed": 7})
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"train__seed": 7}, "train.seed than process 0 (7, not 0)"),
+        ({"JAX_THREEFRY_PARTITIONABLE": 0},
+         "jax_threefry_partitionable than process 0 (False, not True)"),
+    ],
+)  # fmt: skip
+def test_hosts_that_are_set_otherwise_are_refused_before_anything_is_written(
+    tmp_path, change, told
+):
+    children = _two(tmp_path / "run", {}, change)
     errors = [child.communicate(timeout=300)[1] for child in children]
     assert [child.returncode for child in children] == [2, 2], errors
     for err in errors:
         (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-        assert "process 1 has another train.seed than process 0 (7, not 0)" in line
+        assert f"process 1 has another {told}" in line
     assert list(tmp_path.iterdir()) == []
 
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
+from jax_settings import jax_setting
 
 from dlm_jax.metrics import read_records
 from dlm_jax.training.loop import _Loop
@@ -210,6 +211,20 @@ def test_a_finished_run_started_again_takes_no_step_and_changes_nothing(whole):
     assert (outcome.reason, outcome.step, outcome.bound) == ("finished", STEPS, whole[1].bound)
     tiny_run.assert_same(outcome.state, whole[1].state)
     assert _listing(whole[0]) == before
+
+
+def test_a_run_continues_bit_for_bit_whatever_keys_jax_makes_by_default(tmp_path, whole):
+    out_dir = _copy_until(20, whole, tmp_path / "run")
+    with jax.default_prng_impl("rbg"), jax_setting("jax_random_seed_offset", 7):
+        outcome = tiny_run.run(out_dir)
+    _assert_same_run(out_dir, outcome, whole)
+
+
+def test_a_run_is_not_continued_where_the_same_keys_give_other_draws(whole, monkeypatch):
+    other = {"draws": [1, 2, 0.5], "version of jax": "9.9.9"}
+    monkeypatch.setattr("dlm_jax.training.run.fingerprint", lambda: other)
+    with pytest.raises(ValueError, match=f"that of jax {jax.__version__}, and this is 9.9.9; use"):
+        tiny_run.run(whole[0])
 
 
 def test_a_checkpoint_says_what_is_needed_to_go_on_and_to_sample(whole):

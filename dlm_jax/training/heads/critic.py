@@ -15,6 +15,7 @@ from dlm_jax.diffusion.heads import critic_loss, critic_positions, critic_target
 from dlm_jax.diffusion.losses import Loss
 from dlm_jax.diffusion.mixture import MixedExample
 from dlm_jax.distributed.activations import ROWS
+from dlm_jax.randomness import key_of
 from dlm_jax.sampling.commit.quotas import sampled
 from dlm_jax.sampling.output import TrunkOutput
 from dlm_jax.sampling.propose import CandidateWriter, FillRule, Parallel, Reader, Wanted, Wavefront
@@ -132,7 +133,7 @@ class Filler:
         context = Context(shown_BL, jnp.zeros_like(shown_BL), is_visible_BL, length_B)
         chain = _bans(self.banned_ids, num_rows)
         writer = CandidateWriter(
-            chain, chain.prepare(chain.init(num_rows), context), jax.vmap(jax.random.key)(seed_B),
+            chain, chain.prepare(chain.init(num_rows), context), jax.vmap(key_of)(seed_B),
             None, num_positions, sampled, "inverse_cdf", self.banned_ids,
         )  # fmt: skip
         chunk = chunk_size(network.vocab_size)

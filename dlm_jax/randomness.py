@@ -1,0 +1,54 @@
+"""Keys that are the same whatever JAX is set to, and the settings of JAX that results depend on."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_REQUIRED: dict[str, Any] = {
+    "jax_threefry_partitionable": True,
+    "jax_high_dynamic_range_gumbel": False,
+    "jax_enable_x64": False,
+    "jax_numpy_dtype_promotion": "standard",
+}
+"""Settings of JAX under which the same keys give other draws, or the same program other types."""
+
+
+def key_of(seed: int | jax.Array) -> jax.Array:
+    """The typed threefry key of a seed in [0, 2**32).
+
+    It depends neither on ``jax_default_prng_impl`` nor on ``jax_random_seed_offset``.
+    """
+    low = jnp.asarray(seed, jnp.uint32)
+    return jax.random.wrap_key_data(jnp.stack([jnp.zeros_like(low), low]), impl="threefry2x32")
+
+
+def settings() -> dict[str, Any]:
+    """The settings of JAX that results depend on, as they are now."""
+    found = {name: getattr(jax.config, name) for name in _REQUIRED}
+    return {name: getattr(value, "value", value) for name, value in found.items()}
+
+
+def check_settings() -> None:
+    """Refuses settings of JAX under which results are not those of its defaults.
+
+    Raises:
+      ValueError: a setting has another value; the line names it and its environment variable.
+    """
+    for name, value in settings().items():
+        if value != _REQUIRED[name]:
+            raise ValueError(
+                f"JAX is set to {name}={value!r}, which changes what is drawn and computed; unset "
+                f"{name.upper()}, or set it to {_REQUIRED[name]!r}"
+            )
+
+
+@functools.cache
+def fingerprint() -> dict[str, Any]:
+    """What tells the randomness of this version of JAX from that of another: some draws."""
+    one, two = jax.random.split(key_of(7))
+    bits = jax.random.bits(one, (2,)).tolist()
+    return {"draws": [*bits, float(jax.random.uniform(two))], "version of jax": jax.__version__}
