@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from http import HTTPStatus
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -259,10 +260,13 @@ async def _planned(make: Callable[[S], Plan], asked: S) -> Plan:
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
-    """The error object of a path or method that is not there."""
+    """The error object of a path or method that is not there, with the headers of the status."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:100]}: {error.detail}"
-    return error_response(ApiError(error.status_code, message, code="not_found"))
+    code = HTTPStatus(error.status_code).name.lower()
+    response = error_response(ApiError(error.status_code, message, code=code))
+    response.headers.update(error.headers or {})
+    return response
 
 
 async def _defect(request: Request, error: Exception) -> Response:

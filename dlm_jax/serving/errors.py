@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -64,20 +64,21 @@ def of_fields(error: pydantic.ValidationError) -> ApiError:
 
 
 def of_value(
-    error: ValueError, names: dict[str, str], known: Collection[str], other: str
+    error: ValueError, names: Mapping[str, str], known: Collection[str], other: str
 ) -> ApiError:
     """The refusal of a request that the library would not make.
 
     Args:
       error: whose line begins with the name of a setting, if it is about one.
-      names: how the protocol calls some settings.
+      names: how the protocol calls some settings. A line calls them so where they have a value or
+        an underscore; elsewhere "tokens" is a word, not a name.
       known: all settings.
       other: the field that a line without a setting is about.
     """
     line = " ".join(str(error).split())
-    for ours, theirs in names.items():
-        line = re.sub(rf"\b{ours}\b", theirs, line)
     first = _NAME.match(line)
     found = first[0] if first else ""
-    is_named = found in known or found in names.values()
-    return refused(line, found if is_named else other)
+    for ours, theirs in names.items():
+        name = rf"\b{ours}\b" if "_" in ours else rf"\b{ours}(?==)"
+        line = re.sub(name, theirs, line)
+    return refused(line, names.get(found, found) if found in {*known, *names} else other)

@@ -45,7 +45,9 @@ class Json(Response):
 def error_response(error: ApiError) -> Json:
     """The response of a request that is refused."""
     headers = {"retry-after": "1"} if error.status == 429 else {}
-    if error.status in (408, 413):
+    if error.status == 415:
+        headers["accept-encoding"] = "identity"
+    if error.status in (408, 413, 415):
         headers["connection"] = "close"  # the rest of its body is not read
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -56,8 +58,14 @@ async def read_body(request: Request, limit: int) -> bytes:
     """The body of a request.
 
     Raises:
-      ApiError: it has more than `limit` bytes, or does not come.
+      ApiError: it is compressed, has more than `limit` bytes, or does not come.
     """
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise ApiError(
+            415, f"content-encoding={encoding[:40]!r} is not read; send the body without one",
+            code="unsupported_encoding",
+        )  # fmt: skip
     too_large = ApiError(413, f"the body has more than {limit} bytes; send less", code="too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:

@@ -28,6 +28,8 @@ _TOLD = (
     "max_length",
     "tokens",
 )
+_GIVEN: dict[Kind, str] = {"completion": "prompt", "chat": "messages", "infill": "prefix"}
+"""The field that holds what is given."""
 _REMEMBERED = 1024
 
 
@@ -160,8 +162,9 @@ class Planner:
         requests: list[Request] = []
         for place, content in enumerate(contents):
             requests += self._rows(
-                content | settings, common, (place * count, count, len(contents) * count)
-            )
+                _GIVEN[kind], content | settings, common,
+                (place * count, count, len(contents) * count),
+            )  # fmt: skip
         return Plan(
             kind, tuple(requests), stops, bool(asked.stream), self._has_usage(asked),
             bool(asked.diffusing), tuple(text for text in echoes for _ in range(count)), rivals,
@@ -169,15 +172,15 @@ class Planner:
         )  # fmt: skip
 
     def _rows(
-        self, own: dict[str, Any], common: dict[str, Any], place: tuple[int, int, int]
+        self, given: str, own: dict[str, Any], common: dict[str, Any], place: tuple[int, int, int]
     ) -> list[Request]:
-        content = next((name for name in ("template", "tokens", "prompt") if name in own), "prompt")
+        content = "template" if "template" in own else given
         if len(self._known) > _REMEMBERED:
             self._known.clear()
         try:
             made = make_requests(self.model, own, common, *place, known=self._known)
         except ValueError as error:
-            names = {"gen_length": "max_tokens", "tokens": "prompt"}
+            names = {"gen_length": "max_tokens", "tokens": content, "prompt": content}
             found = of_value(error, names, {*self._settings, *_TOLD}, content)
             if found.param == "structure":
                 found.param = "response_format"

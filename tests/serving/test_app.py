@@ -1,5 +1,6 @@
 """The server as clients know it: the openai package over real sockets, and what is malformed."""
 
+import gzip
 import json
 import re
 import socket
@@ -336,7 +337,40 @@ def test_bodies_that_are_no_request_are_refused(running, body):
 
 def test_unknown_paths_and_methods_get_the_error_object(running):
     assert httpx.get(f"{running.url}/v2").json()["error"]["code"] == "not_found"
-    assert httpx.get(f"{running.url}/v1/completions").status_code == 405
+    wrong = httpx.get(f"{running.url}/v1/completions")
+    assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
+    assert wrong.json()["error"]["code"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "identity"])
+def test_a_body_is_read_as_it_is_or_refused_by_its_encoding(running, encoding):
+    body = json.dumps({"prompt": "A ", "max_tokens": 2, "steps": 2}).encode()
+    data = body if encoding == "identity" else gzip.compress(body)
+    response = post(running, "/v1/completions", data, **{"content-encoding": encoding})
+    if encoding == "identity":
+        assert response.status_code == 200
+    else:
+        error = response.json()["error"]
+        assert response.status_code == 415 and error["code"] == "unsupported_encoding"
+        assert encoding in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "told"),
+    [
+        ("completions", {"prompt": "A r", "max_tokens": 40}, "max_tokens", "a prompt of 3 tokens"),
+        ("completions", {"prompt": [MODEL.tokenizer.mask_id]}, "prompt", "tokens hold MASK"),
+        ("completions", {"prompt": "A", "response_format": {"type": "regex", "regex": "cat"},
+                         "resample": True, "schedule": "all"}, "response_format", "goes with tokens that stay"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "The " * 9}]}, "messages",
+         "prompt of 36 tokens"),
+    ],
+)  # fmt: skip
+def test_refusals_call_settings_as_the_protocol_does_and_leave_words_alone(
+    running, path, body, param, told
+):
+    error = post(running, f"/v1/{path}", body).json()["error"]
+    assert told in error["message"] and error["param"] == param, error
 
 
 def test_answers_have_the_format_that_is_asked_for(client):
