@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dlm_jax.elsewhere import meant, named_here
 from dlm_jax.pytree import T, pytree
 
 INT_LIMIT = 2**31 - 1
@@ -106,10 +107,9 @@ class Setting:
             return value
         if callable(value) and all(map(callable, choices.values())):
             return next((name for name, found in choices.items() if found is value), value)
-        raise ValueError(
-            f"{self.name}={value!r} is not one of {', '.join(choices)}; "
-            f"did you mean {closest(str(value), choices)!r}?"
-        )
+        named = meant(self.name, value)
+        advice = f"use {named}" if named else f"did you mean {closest(str(value), choices)!r}?"
+        raise ValueError(f"{self.name}={value!r} is not one of {', '.join(choices)}; {advice}")
 
     def resolved(self, value: Any) -> Any:
         """What a value stands for: that of a choice, or the value itself."""
@@ -288,7 +288,10 @@ def closest(name: str, known: Any) -> str:
     return found
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """Advice for a misspelt name."""
+def nearest(name: str, known: Sequence[str], value: Any = None) -> str:
+    """Advice for a name that is misspelt, or another project's with that value."""
+    named = named_here(str(name), known, value)
+    if named:
+        return named
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(known)}"

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "dlm_jax"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Every room, and those it may import besides itself: only such as stand above it here.
-_BASE = {"types", "settings", "pytree", "devices", "checksums", "randomness"}
+_BASE = {"types", "settings", "pytree", "devices", "checksums", "randomness", "elsewhere"}
 _CORE = {
     *_BASE,
     "storage",
@@ -31,7 +31,8 @@ MAY_IMPORT = {
     "checksums": set(),
     "randomness": set(),
     "storage": set(),
-    "settings": {"pytree"},
+    "elsewhere": set(),
+    "settings": {"pytree", "elsewhere"},
     "progress": set(),
     "sampling": _BASE,
     "config": {*_BASE, "sampling"},

@@ -165,10 +165,11 @@ def _id(given: Any, own: str, where: str, first: dict[Id, int]) -> Id:
 
 def _check(request: dict[str, Any], where: str, names: tuple[str, ...]) -> None:
     """Raises ValueError at the first setting that is unknown, at odds with another, or mistyped."""
-    for name in request:
+    for name, value in request.items():
         if name not in names:
             short = name if len(name) <= 60 else f"{name[:60]}..."
-            raise ValueError(f"{where}: {short!r} is not a setting; {_nearest(short, names)}")
+            told = value if isinstance(value, str | int | float) else None
+            raise ValueError(f"{where}: {short!r} is not a setting; {_nearest(short, names, told)}")
     contents = [name for name in _CONTENTS if name in request]
     if len(contents) > 1:
         raise ValueError(f"{where} has {' and '.join(contents)}; keep one of them")
@@ -187,11 +188,11 @@ def _check(request: dict[str, Any], where: str, names: tuple[str, ...]) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _nearest(name: str, known: tuple[str, ...]) -> str:
+def _nearest(name: str, known: tuple[str, ...], value: Any) -> str:
     # Here, because what only keeps results needs no JAX.
     from dlm_jax.settings import nearest
 
-    return nearest(name, known)
+    return nearest(name, known, value)
 
 
 def _check_integer(where: str, value: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from dlm_jax.elsewhere import TABLE, written
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.settings import ABOVE_ZERO, FINITE, INT_LIMIT, Setting
@@ -17,6 +18,11 @@ Every setting of a request: a keyword of `dlm_jax.generate`, a key of a request,
 `sample.py` (dashes for underscores), a field of `SampleConfig`, and a recommendation in a config's
 `[sample]`. This page is printed by `python -m dlm_jax.cli.settings`, from the declarations beside
 the rules that read them.
+"""
+_NAMES = """## Names of other projects
+
+A refusal of such a name says what it is called here, with its value. The projects are LLaDA, Dream,
+Fast-dLLM, SDAR, LLaDA2, dInfer, MDLM and ReMDM, Hugging Face, vLLM, SGLang and llama.cpp.
 """
 _KINDS = {
     "transforms": "Logit transforms", "fill": "Fill", "commit": "Commit rules",
@@ -40,7 +46,20 @@ def page() -> str:
             rows = "\n".join(map(_row, new))
             parts.append(f"## {title}\n\n| setting | default | values | what it does |\n"
                          f"| --- | --- | --- | --- |\n{rows}\n")  # fmt: skip
-    return "\n".join(parts)
+    return "\n".join([*parts, _elsewhere()])
+
+
+def _elsewhere() -> str:
+    """The names of other projects beside ours."""
+    rows = []
+    for theirs, (names, values, note) in TABLE.items():
+        told = [f"`{v}`: `{written(given)}`" for v, given in values.items()]
+        told += [note] if note else []
+        ours = " or ".join(f"`{name}`" for name in names) or "none"
+        rows.append(f"| `{theirs}` | {ours} | {'; '.join(told)} |")
+    lines = "\n".join(rows)
+    head = "| there | here | values, and what is different |\n| --- | --- | --- |"
+    return f"{_NAMES}\n{head}\n{lines}\n"
 
 
 def _sections() -> Iterable[tuple[str, Iterable[Setting]]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from dlm_jax.config.reading import hints_of, key_types, sections
 from dlm_jax.config.sample import RowSettings, SampleConfig
+from dlm_jax.elsewhere import named_here
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -69,8 +70,11 @@ def parse_flags(
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [option for action in parser._actions for option in action.option_strings]
-        name = unknown[0].split("=", 1)[0]
+        name, _, value = unknown[0].partition("=")
+        value = value or next((text for text in unknown[1:2] if not text.startswith("-")), "")
         near = difflib.get_close_matches(name, flags, n=1, cutoff=0.0)
-        raise ValueError(f"command line: unknown argument {name!r}; did you mean {near[0]!r}?")
+        advice = named_here(name, flags, value) if name.startswith("-") else ""
+        advice = advice or f"did you mean {near[0]!r}?"
+        raise ValueError(f"command line: unknown argument {name!r}; {advice}")
     keys = key_types()
     return args, {name: value for name, value in vars(args).items() if name in keys}

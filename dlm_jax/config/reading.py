@@ -22,6 +22,7 @@ import msgspec
 
 from dlm_jax.config.sample import RowSettings, SampleConfig
 from dlm_jax.config.schema import Config
+from dlm_jax.elsewhere import meant, named_here
 
 # Values that runs were saved with, and their names of today.
 _OLDER = {"model.remat": {"true": "block", "false": "none"}}
@@ -74,8 +75,8 @@ def from_dict(raw: Mapping[str, Any], *, where: str) -> Config:
                 f"{where}: {section}={values!r} is not a section; write [{section}] above its keys"
             )
         flat |= {f"{section}.{name}": value for name, value in values.items()}
-    for key in flat:
-        _check_known(key, key_types(), where=where, what="key")
+    for key, value in flat.items():
+        _check_known(key, key_types(), where=where, what="key", value=value)
     try:
         return _build(flat)
     except ValueError as error:
@@ -109,7 +110,7 @@ def override(config: Config, overrides: Mapping[str, str]) -> Config:
         return config
     given: dict[str, Any] = {}
     for key, text in overrides.items():
-        _check_known(key, key_types(), where="command line", what="flag")
+        _check_known(key, key_types(), where="command line", what="flag", value=text)
         hint = key_types()[key]
         try:
             given[key] = _typed(f"--{key}", _split(text, hint), hint, lenient=True)
@@ -163,7 +164,7 @@ def sample_settings(
     hints = hints_of(kind)
     values = {}
     for name, text in texts.items():
-        _check_known(name, hints, where="command line", what="setting")
+        _check_known(name, hints, where="command line", what="setting", value=text)
         flag = "--" + name.replace("_", "-")
         values[name] = _typed(flag, _split(text, hints[name]), hints[name], lenient=True)
     return values
@@ -177,7 +178,8 @@ def _typed(key: str, value: Any, hint: Any, *, lenient: bool) -> Any:
         advice = ""
         if typing.get_origin(hint) is Literal:
             near = difflib.get_close_matches(str(value), typing.get_args(hint), n=1, cutoff=0.0)
-            advice = f"; did you mean {near[0]!r}?"
+            named = meant(key.lstrip("-").rpartition(".")[2].replace("-", "_"), value)
+            advice = f"; use {named}" if named else f"; did you mean {near[0]!r}?"
         raise ValueError(f"{key}={value!r} is not {_describe(hint)}{advice}") from None
 
 
@@ -191,11 +193,14 @@ def _split(text: str, hint: Any) -> Any:
     return text
 
 
-def _check_known(name: str, known: Mapping[str, Any], *, where: str, what: str) -> None:
+def _check_known(
+    name: str, known: Mapping[str, Any], *, where: str, what: str, value: Any = None
+) -> None:
     if name in known:
         return
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    raise ValueError(f"{where}: unknown {what} {name!r}; did you mean {near[0]!r}?")
+    advice = named_here(name, known, value) or f"did you mean {near[0]!r}?"
+    raise ValueError(f"{where}: unknown {what} {name!r}; {advice}")
 
 
 def shipped() -> dict[str, Path]:

@@ -121,7 +121,7 @@ def resolve(*layers: Mapping[str, Any] | None, table: RuleTable = BUILT_IN) -> S
         for name, value in (layer or {}).items():
             if name not in table.settings:
                 raise ValueError(
-                    f"{name}={value!r} is not a sampling setting; {nearest(name, known)}"
+                    f"{name}={value!r} is not a sampling setting; {nearest(name, known, value)}"
                 )
             merged[name] = value
     return settings_of(table)(**merged)  # type: ignore[return-value]

@@ -208,7 +208,7 @@ class Planner:
             if name not in self._settings:
                 known = (*type(asked).model_fields, *self._settings)
                 raise refused(
-                    f"{name[:60]!r} is not a field; {nearest(name[:60], known)}", name[:60]
+                    f"{name[:60]!r} is not a field; {nearest(name[:60], known, value)}", name[:60]
                 )
             try:
                 self._settings[name].checked(value)

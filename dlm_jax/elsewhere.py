@@ -1,0 +1,195 @@
+"""What settings of other projects are named here: one table, which every refusal of a name reads.
+
+The projects are LLaDA, Dream, Fast-dLLM, SDAR, LLaDA2, dInfer, MDLM and ReMDM, Hugging Face, vLLM,
+SGLang and llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+Given = Mapping[str, Any]
+"""Settings by name."""
+
+
+class Here(NamedTuple):
+    """What stands for a name of others.
+
+    Attributes:
+      names: settings that it may be called; the first that is known where it is looked up counts.
+        None: it has no counterpart.
+      values: what some of its values stand for.
+      note: what is different.
+    """
+
+    names: tuple[str, ...] = ()
+    values: Mapping[str, Given] = {}
+    note: str = ""
+
+
+ORDERS: dict[str, Given] = {
+    "low_confidence": {"order": "low_confidence"}, "random": {"order": "random"},
+    "origin": {"order": "ancestral"}, "maskgit_plus": {"order": "low_confidence"},
+    "topk_margin": {"order": "margin"}, "entropy": {"order": "entropy"},
+    "low_confidence_static": {"order": "low_confidence"},
+    "low_confidence_dynamic": {"order": "threshold"}, "sequential": {"order": "left_to_right"},
+    "entropy_bounded": {"order": "entropy_bound"}, "lowconfidence": {"order": "threshold"},
+    "jointthreshold": {"order": "joint_threshold"}, "ddpm": {"order": "ancestral"},
+    "ddpm_cache": {"order": "ancestral"}, "confidence_based": {"order": "low_confidence"},
+    "margin_based": {"order": "margin"}, "entropy_based": {"order": "entropy"},
+}  # fmt: skip
+"""Ways to choose positions."""
+_NUMBERED: dict[str, Given] = {
+    str(number): ORDERS[name] for number, name in enumerate(
+        ("origin", "entropy_based", "margin_based", "random", "confidence_based")
+    )
+}  # fmt: skip
+_REMASKS: dict[str, Given] = {
+    f"remdm_{kind}": {"remask": f"remdm_{kind}"} for kind in ("cap", "rescale", "conf")
+}
+_TRUE = "true"
+_LENGTH, _STEPS = ("max_tokens", "gen_length"), ("steps",)
+_ROWS = ("n", "num_samples")
+_STEPS_OF_BLOCK = "it counts the steps of one block; steps are those of the whole row"
+
+TABLE: dict[str, Here] = {
+    # How positions are chosen.
+    "remasking": Here(("order",), ORDERS),
+    "remasking_strategy": Here(("order",), ORDERS),
+    "alg": Here(("order",), ORDERS),
+    "algorithm": Here(("order",), ORDERS),
+    "dllm_algorithm": Here(("order",), ORDERS),
+    "unmasking": Here(("order",), ORDERS),
+    "predictor": Here(("order",), ORDERS),
+    "diffusion_algorithm": Here(("order",), _NUMBERED),
+    "sampler": Here(("remask",), _REMASKS),
+    "alg_temp": Here(note="positions are chosen without noise, as with alg_temp=0"),
+    "diffusion_alg_temp": Here(note="positions are chosen without noise, as with 0"),
+    "confidence_threshold": Here(("threshold",), note="it goes with order='threshold'"),
+    "eb_threshold": Here(("entropy_bound",), note="it goes with order='entropy_bound'"),
+    "gamma": Here(("entropy_bound",), note="it goes with order='entropy_bound'"),
+    "editing_threshold": Here(("rewrite_threshold",), note="it goes with order='joint_threshold'"),
+    "edit_threshold": Here(("rewrite_threshold",), note="it goes with order='joint_threshold'"),
+    "max_post_steps": Here(("rewrite_steps",), note="it goes with order='joint_threshold'"),
+    "eta": Here(("remask_eta",), note="it goes with remask='remdm_cap'"),
+    # Lengths, steps and blocks.
+    "max_new_tokens": Here(_LENGTH),
+    "max_tokens": Here(("gen_length",)),
+    "max_gen_toks": Here(_LENGTH),
+    "max_completion_tokens": Here(_LENGTH),
+    "n_predict": Here(_LENGTH),
+    "num_predict": Here(_LENGTH),
+    "diffusion_steps": Here(_STEPS),
+    "num_steps": Here(_STEPS),
+    "sampling_steps": Here(_STEPS),
+    "num_inference_steps": Here(_STEPS),
+    "max_denoising_steps": Here(_STEPS),
+    "denoising_steps": Here(_STEPS, note=_STEPS_OF_BLOCK),
+    "steps_per_block": Here(_STEPS, note=_STEPS_OF_BLOCK),
+    "block_size": Here(("block_length",)),
+    "bd_size": Here(("block_length",)),
+    "small_block_size": Here(
+        ("block_length",), note="threshold_alone is the length of the blocks that it is a part of"
+    ),  # fmt: skip
+    "diffusion_block_length": Here(("block_length",)),
+    # Guidance, draws and truncations.
+    "cfg_scale": Here(("guidance",)),
+    "cfg": Here(("guidance",)),
+    "guidance_scale": Here(("guidance",), note="there 1 is off, here 0; use guidance_scale - 1"),
+    "diffusion_cfg_scale": Here(("guidance",)),
+    "unsupervised_cfg_scale": Here(("guidance",)),
+    "temp": Here(("temperature",)),
+    "top_p_logits": Here(("top_p",)),
+    "top_k_logits": Here(("top_k",)),
+    "nucleus_p": Here(("top_p",)),
+    "typ_p": Here(("typical_p",)),
+    "typical": Here(("typical_p",)),
+    "top_nsigma": Here(("top_n_sigma",)),
+    "repeat_penalty": Here(("repetition_penalty",)),
+    "repeat_last_n": Here(("penalty_last_n",)),
+    "dynatemp_exp": Here(("dynatemp_exponent",)),
+    "mirostat_ent": Here(("mirostat_tau",)),
+    "mirostat_lr": Here(("mirostat_eta",)),
+    "dry_penalty_last_n": Here(("dry_last_n",)),
+    "dry_sequence_breakers": Here(("dry_breakers",), note="they are ids here"),
+    "dry_sequence_breaker": Here(("dry_breakers",), note="they are ids here"),
+    "samplers": Here(("chain",)),
+    "do_sample": Here(
+        ("temperature",), {"false": {"temperature": 0.0}, _TRUE: {"temperature": 1.0}}
+    ),  # fmt: skip
+    "add_gumbel_noise": Here(("draw",), {_TRUE: {"draw": "gumbel"}}),
+    "diffusion_add_gumbel_noise": Here(("draw",), {_TRUE: {"draw": "gumbel"}}),
+    # Ends of texts, and what they look like.
+    "eos_early_stop": Here(("stop_at_eos",)),
+    "early_stop": Here(("stop_at_eos",)),
+    "early_stopping": Here(("stop_at_eos",)),
+    "logits_eos_inf": Here(("ignore_eos",)),
+    "confidence_eos_eot_inf": Here(("confidence_without",), note="it takes the ids"),
+    "guided_regex": Here(("structure",)),
+    "structured_outputs": Here(("response_format", "structure"), note="a regular expression"),
+    "guided_decoding": Here(("response_format", "structure"), note="a regular expression"),
+    "guided_json": Here(("response_format", "structure"), note="a regular expression"),
+    "json_schema": Here(("response_format", "structure"), note="a regular expression"),
+    "grammar": Here(("response_format", "structure"), note="a regular expression"),
+    "num_return_sequences": Here(_ROWS),
+    "num_sample_batches": Here(_ROWS),
+    # Caches.
+    "use_cache": Here(("cache",), {_TRUE: {"cache": "prefix"}, "false": {"cache": "none"}}),
+    "dual_cache": Here(("cache",), {_TRUE: {"cache": "dual"}, "false": {"cache": "none"}}),
+    "use_block_cache": Here(("cache",), {_TRUE: {"cache": "dual"}, "false": {"cache": "none"}}),
+}
+"""Names that are no setting here. Some are known in one place and not in another."""
+
+VALUES: dict[str, Mapping[str, Given]] = {
+    "order": ORDERS, "remask": ORDERS | _REMASKS,
+    "cache": {_TRUE: {"cache": "prefix"}, "false": {"cache": "none"}},
+}  # fmt: skip
+"""What values of others stand for, where they are given to a setting of ours."""
+
+
+def named_here(name: str, known: Iterable[str], value: Any = None) -> str:
+    """What another project's setting is named here; empty if it is none that is known.
+
+    Args:
+      name: as it was given: with dashes, underscores, or the name of a section before a dot.
+      known: what it could be named; the advice is written like these.
+      value: that was given to it.
+    """
+    here = TABLE.get(_plain(name))
+    if here is None:
+        return ""
+    section = name.lstrip("-").rpartition(".")[0]
+    shown = {_plain(one): one for one in known if one.lstrip("-").rpartition(".")[0] == section}
+    if not here.names:
+        return f"it has no counterpart here ({here.note}); drop it"
+    found = next((shown[one] for one in here.names if one in shown), None)
+    if found is None:
+        return ""
+    asked = here.values.get(_plain(str(value)))
+    if asked is not None:
+        return f"it is named {found} here; use {written(asked, shown)}"
+    if here.values:
+        listed = ", ".join(f"{v} is {written(s, shown)}" for v, s in here.values.items())
+        return f"it is named {found} here: {listed}"
+    return f"it is named {found} here" + (f" ({here.note})" if here.note else "")
+
+
+def meant(name: str, value: Any) -> str:
+    """What a value of others stands for that was given to a setting of ours; empty if nothing."""
+    asked = VALUES.get(name, {}).get(_plain(str(value)))
+    return "" if asked is None else written(asked)
+
+
+def written(asked: Given, shown: Mapping[str, str] = {}) -> str:
+    """Settings as one writes them, by the names of `shown` where there are any."""
+    parts = []
+    for name, value in asked.items():
+        called = shown.get(name, name)
+        is_flag = called.startswith("--")
+        parts.append(f"{called} {value}" if is_flag else f"{called}={value!r}")
+    return " and ".join(parts)
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-").rpartition(".")[2].lower().replace("-", "_")
