@@ -34,8 +34,7 @@ ORDERS: dict[str, Given] = {
     "topk_margin": {"order": "margin"}, "entropy": {"order": "entropy"},
     "low_confidence_static": {"order": "low_confidence"},
     "low_confidence_dynamic": {"order": "threshold"}, "sequential": {"order": "left_to_right"},
-    "entropy_bounded": {"order": "entropy_bound"}, "lowconfidence": {"order": "threshold"},
-    "jointthreshold": {"order": "joint_threshold"}, "ddpm": {"order": "ancestral"},
+    "entropy_bounded": {"order": "entropy_bound"}, "ddpm": {"order": "ancestral"},
     "ddpm_cache": {"order": "ancestral"}, "confidence_based": {"order": "low_confidence"},
     "margin_based": {"order": "margin"}, "entropy_based": {"order": "entropy"},
 }  # fmt: skip
@@ -45,6 +44,10 @@ _NUMBERED: dict[str, Given] = {
         ("origin", "entropy_based", "margin_based", "random", "confidence_based")
     )
 }  # fmt: skip
+_SERVED: dict[str, Given] = {
+    "lowconfidence": {"order": "threshold"},
+    "jointthreshold": {"order": "joint_threshold"},
+}
 _REMASKS: dict[str, Given] = {
     f"remdm_{kind}": {"remask": f"remdm_{kind}"} for kind in ("cap", "rescale", "conf")
 }
@@ -59,7 +62,7 @@ TABLE: dict[str, Here] = {
     "remasking_strategy": Here(("order",), ORDERS),
     "alg": Here(("order",), ORDERS),
     "algorithm": Here(("order",), ORDERS),
-    "dllm_algorithm": Here(("order",), ORDERS),
+    "dllm_algorithm": Here(("order",), _SERVED),
     "unmasking": Here(("order",), ORDERS),
     "predictor": Here(("order",), ORDERS),
     "diffusion_algorithm": Here(("order",), _NUMBERED),

@@ -52,6 +52,8 @@ class Reader:
         self._tokenizer, self._eos_ids = model.tokenizer, model.eos_ids
         self._mask_id = model.tokenizer.mask_id
         self._sample, self._stops = request.sample, tuple(stops)
+        commit = self._sample.table.commit[self._sample.order]
+        self._changes = self._sample.refines or commit.rewrites
         is_free = request.tokens == self._mask_id
         if request.is_draft is not None:
             is_free = is_free | request.is_draft
@@ -72,9 +74,9 @@ class Reader:
         """How many of the row's positions will not change."""
         if row.status != Status.RUNNING:
             return row.tokens.size
-        if self._sample.edits or (self._sample.refines and self.is_infill):
+        if self._sample.edits or (self._changes and self.is_infill):
             return self.start
-        if self._sample.refines:
+        if self._changes:
             end, length = self._block_ends
             return min(row.tokens.size, end + (row.block - 1) * length) if row.block else self.start
         (holes,) = np.nonzero(row.tokens == self._mask_id)

@@ -110,12 +110,18 @@ def columns(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, 
 
     They are arrays of the host, which a call of a compiled function takes as they are: to put each
     of them on the device first takes most of the time in which a slot gets another request.
+
+    A row ends with its text, as what would follow EOS is cut off; edits may still move that, and
+    such a row ends there if it is asked to.
     """
     samples = [request.sample for request in requests]
     rows = [
-        SimpleNamespace(**vars(request.sample), seed=request.seed, capacity=request.capacity)
-        for request in requests
-    ]
+        SimpleNamespace(
+            **vars(sample) | {"stop_at_eos": sample.stop_at_eos or not sample.edits},
+            seed=request.seed, capacity=request.capacity,
+        )
+        for request, sample in zip(requests, samples, strict=True)
+    ]  # fmt: skip
     return RowParams.columns(rows, facts), samples[0].table.columns(samples, facts)
 
 

@@ -29,7 +29,11 @@ GUIDANCE = Setting(
     "classifier-free guidance towards what was given, >= 0; costs a forward unless 0",
     low=0.0, high=1e6,
 )  # fmt: skip
-STOP_AT_EOS = Setting("stop_at_eos", False, "a row is done when a finished block holds EOS")
+STOP_AT_EOS = Setting(
+    "stop_at_eos", False,
+    "a row that edits is done when a finished block holds EOS; others always are when EOS stands "
+    "behind what will not change",
+)  # fmt: skip
 RESAMPLE = Setting(
     "resample", False, "every token that was not given is open at every step, as if it were a hole"
 )
@@ -53,7 +57,8 @@ class RowParams(Rule):
       open_blocks_B: int32, blocks that may be worked on at once.
       open_share_B: float32 in (0, 1], how much of the last of them is written when the next begins.
       guidance_B: float32 scale of classifier-free guidance; 0 is none.
-      stops_at_eos_B: True for rows that are done when a finished block holds EOS.
+      stops_at_eos_B: True for rows that are done when their text is whole: EOS stands behind tokens
+        that will not change, and nothing given behind it.
       resamples_B: True for rows whose unfrozen tokens are all open, as if they were holes.
       capacity_B: int32, live positions that edits may grow a row to, at most ``L``; less than the
         row has is as many as it has.

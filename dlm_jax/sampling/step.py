@@ -166,10 +166,10 @@ def _ended(program: Program, state: State, inputs: StepInputs, still_B: jax.Arra
     )  # fmt: skip
     again = block._replace(step_B=block.step_B + steps_now_B)
     again = joined(again, is_hole_BL, ~canvas.frozen_BL, state.row)
-    finished_B = jnp.where(is_over_B, block.end_B, again.begin_B)
-    is_left_B = is_over_B | (steps_now_B & (again.begin_B > block.begin_B))
-    stops_B = state.row.stops_at_eos_B & _has_eos(program, canvas, finished_B)
-    is_done_B = (is_over_B & ~has_more_B) | (is_left_B & stops_B & is_finite_B)
+    behind_B = jnp.where(is_over_B, block.end_B, again.begin_B)
+    is_whole_B = steps_now_B & is_finite_B & state.row.stops_at_eos_B
+    is_whole_B &= _has_eos(program, canvas, _stays(state, is_hole_BL, behind_B))
+    is_done_B = (is_over_B & ~has_more_B) | is_whole_B
     is_full_B = state.counters.lost > 0
     step_B = state.step_B + steps_now_B
     status_B = jnp.select(
@@ -201,6 +201,17 @@ def _cost(state: State, inputs: StepInputs) -> tuple[jax.Array, jax.Array]:
         if state.rules.cache is not None:
             positions_B += asks_B * state.canvas.length_B
     return forwards_B, positions_B
+
+
+def _stays(state: State, is_hole_BL: jax.Array, behind_B: jax.Array) -> jax.Array:
+    """How far the tokens of each row stay as they are, from its begin: up to its first hole.
+
+    Where tokens may be rewritten, they stay once their block is behind the row.
+    """
+    place_B = jnp.argmax(is_hole_BL, axis=1)
+    first_hole_B = jnp.where(jnp.any(is_hole_BL, axis=1), place_B, state.canvas.length_B)
+    changes_B = state.rules.refines(state.row.resamples_B) | state.rules.commit.rewrites
+    return jnp.where(changes_B, behind_B, first_hole_B)
 
 
 def _has_eos(program: Program, canvas: Canvas, end_B: jax.Array) -> jax.Array:

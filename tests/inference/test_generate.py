@@ -100,7 +100,7 @@ def test_max_length_widens_the_canvas():
 
 def test_given_settings_override_what_the_model_recommends():
     recommended = dlm_jax.generate(MODEL, [PROMPT])
-    assert recommended.steps.tolist() == [6]
+    assert dlm_jax.generate(MODEL, [PROMPT], ignore_eos=True).steps.tolist() == [6]
     asked = {"steps": 3, "temperature": 0.0, "order": "low_confidence", "schedule": "cosine"}
     given = dlm_jax.generate(MODEL, [PROMPT], **asked)
     assert given.steps.tolist() == [3]

@@ -42,9 +42,9 @@ def test_ignore_eos_bans_them_all():
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_row_stops_at_any_of_them(end):
-    asked = {"logit_bias": {end: 1e9}, "block_length": 2, "stop_at_eos": True}
+    asked = {"logit_bias": {end: 1e9}, "block_length": 2, "order": "left_to_right"}
     made = dlm_jax.generate(MODEL, ["A r"], **asked)
-    assert made.steps.tolist() == [2]
+    assert made.steps.tolist() == [1]
     assert made.status == (Status.DONE,)
     others = {other: -math.inf for other in ENDS}
     never = dlm_jax.generate(MODEL, ["A r"], **asked | {"logit_bias": others})

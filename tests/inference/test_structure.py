@@ -63,6 +63,12 @@ def test_every_text_matches_its_pattern(settings):
     assert {status.name for status in result.status} == {"DONE"}
 
 
+def test_a_row_ends_when_its_text_is_whole():
+    _, result = _texts(PATTERNS * 2, order="left_to_right")
+    assert (result.steps == result.lengths - 2).all() and (result.steps < 24).any()
+    assert (result.forwards == result.steps).all()
+
+
 def test_a_row_is_the_same_whatever_patterns_run_beside_it():
     together, _ = _texts(PATTERNS, order="random", batch_size=4)
     some = PATTERNS[1::2]  # every one is alone below

@@ -102,20 +102,25 @@ def test_a_block_is_finished_before_the_next_begins_whatever_the_rule():
             assert max(part) < min(later)
 
 
-def test_a_row_ends_with_the_block_that_holds_eos_if_it_wants_to():
-    rows = [Row(holes(20, 1), steps=20, block_length=4, seed=seed, temperature=2.0,
-                stop_at_eos=seed % 2 == 0) for seed in range(ROWS)]  # fmt: skip
-    results = canvases.run(rows, canvases.RANDOM)
-    stopped = 0
-    for row, result in zip(rows, results, strict=True):
-        generated = result.tokens[1:]
-        assert Status(result.status) is Status.DONE
-        if not row.stop_at_eos or toy.EOS not in generated:
-            assert toy.MASK not in generated
+@pytest.mark.parametrize("refines", [False, True], ids=["stays", "resampled"])
+def test_a_row_that_stops_at_eos_ends_with_its_text_and_not_before(refines):
+    """What stays is whole up to its first hole, what is resampled up to the block that is done."""
+    some = {"steps": 20, "block_length": 4, "temperature": 2.0}
+    rows = [Row(holes(20, 1), seed=seed, **some, resample=refines) for seed in range(ROWS)]
+    whole = canvases.run(rows, canvases.RANDOM)
+    stopping = [dataclasses.replace(row, stop_at_eos=True) for row in rows]
+    stopped = canvases.run(stopping, canvases.RANDOM)
+    ends = 0
+    for long, short in zip(whole, stopped, strict=True):
+        assert Status(short.status) is Status.DONE and toy.MASK not in long.tokens
+        if toy.EOS not in short.tokens:
+            assert short == long
             continue
-        stopped += 1
-        end = (generated.index(toy.EOS) // 4 + 1) * 4
-        assert toy.MASK not in generated[:end]
-        assert set(generated[end:]) <= {toy.MASK}
-        assert result.steps == end
-    assert stopped > 1
+        ends += short.steps < long.steps
+        end = short.tokens.index(toy.EOS) + 1
+        assert short.tokens[:end] == long.tokens[:end] and toy.MASK not in short.tokens[:end]
+        if not refines:
+            assert short.steps == max(short.committed[:end]) + 1
+        else:
+            assert short.steps == (end + 2) // 4 * 4 and toy.EOS not in long.tokens[: end - 1]
+    assert ends > 1
