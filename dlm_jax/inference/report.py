@@ -27,6 +27,9 @@ class Work(NamedTuple):
       rows: that have ended.
       tokens: that those have generated.
       forwards: of the trunk, that all rows have asked for.
+      waves: of all rows' wavefront fills.
+      bootstrapped: positions of those that the LM head drew.
+      filled: candidates that all rows have drawn.
       steps: of rows.
       slot_steps: of all slots, whether a row took them or not.
       taken: of `steps`, those while others of their kind waited.
@@ -36,6 +39,9 @@ class Work(NamedTuple):
     rows: int = 0
     tokens: int = 0
     forwards: int = 0
+    waves: int = 0
+    bootstrapped: int = 0
+    filled: int = 0
     steps: int = 0
     slot_steps: int = 0
     taken: int = 0

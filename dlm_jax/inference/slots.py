@@ -46,12 +46,16 @@ class Taken(NamedTuple):
     Attributes:
       ended: the slots whose rows have ended.
       steps: int32 ``[B]``, steps that each slot's row took.
-      forwards: of the trunk, that rows have asked for.
+      counted: what the rows have counted, added up: those of `_TOLD`.
     """
 
     ended: tuple[int, ...]
     steps: np.ndarray
-    forwards: int
+    counted: dict[str, int]
+
+
+_TOLD = ("forwards", "waves", "bootstrapped", "filled")
+"""What is told of rows while they run, of all that they count."""
 
 
 class Slots:
@@ -95,7 +99,7 @@ class Slots:
         self._read_back: list[list[Written]] = [[] for _ in range(num_own)]
         self._failed: dict[int, Exception] = {}
         self._steps = np.zeros(num_own, np.int32)
-        self._forwards = np.zeros(num_own, np.int32)
+        self._counted = np.zeros((len(_TOLD), num_own), np.int32)
 
     @property
     def num_slots(self) -> int:
@@ -116,7 +120,7 @@ class Slots:
         """Gives slots other requests, or takes what they run away, for None."""
         for slot, job in new.items():
             self._jobs[slot], self._read_back[slot] = job, []
-            self._steps[slot] = self._forwards[slot] = 0
+            self._steps[slot] = self._counted[:, slot] = 0
             self._failed.pop(slot, None)
         arguments = self._arguments({slot: job for slot, job in new.items() if job is not None})
         mask_id = self.loop.program.mask_id
@@ -152,14 +156,13 @@ class Slots:
         else:
             state = self._step_on_host(self.loop, state)
         self._state = state
-        steps, forwards, status = self._own.fetch(
-            (state.step_B, state.counters.forwards, state.status_B)
-        )
-        taken, asked = steps - self._steps, int((forwards - self._forwards).sum())
-        self._steps, self._forwards = np.array(steps), np.array(forwards)
+        counters = [getattr(state.counters, name) for name in _TOLD]
+        steps, counted, status = self._own.fetch((state.step_B, counters, state.status_B))
+        taken, more = steps - self._steps, np.stack(counted) - self._counted
+        self._steps, self._counted = np.array(steps), np.stack(counted)
         has_ended = (status != Status.RUNNING).tolist()
         ended = tuple(slot for slot in self.held if has_ended[slot])
-        return Taken(ended, taken, asked)
+        return Taken(ended, taken, dict(zip(_TOLD, more.sum(1).tolist(), strict=True)))
 
     def take_out(self, slots: Iterable[int]) -> None:
         """Forgets the requests of slots whose rows have ended."""
@@ -184,7 +187,7 @@ class Slots:
             made._jobs[place], made._began[place] = self._jobs[slot], self._began[slot]
             made._read_back[place] = self._read_back[slot]
             made._steps[place] = self._steps[slot]
-            made._forwards[place] = self._forwards[slot]
+            made._counted[:, place] = self._counted[:, slot]
         return made
 
     def num_committed(self) -> int:

@@ -225,7 +225,7 @@ class Turns:
         self.work = self.work.plus(
             rows=len(rows),
             tokens=sum(row.num_generated for row in rows.values()),
-            forwards=taken.forwards,
+            **taken.counted,
             steps=steps,
             slot_steps=slot_steps,
             taken=steps if waits else 0,

@@ -64,7 +64,12 @@ class _EngineFigures(prometheus_client.registry.Collector):
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"dlm_jax_{name}", text, value)
-        work = report.work
-        counts = {"rows": work.rows, "forwards": work.forwards, "steps": work.steps}
-        for name, value in counts.items():
-            yield CounterMetricFamily(f"dlm_jax_{name}", f"{name.capitalize()} done.", value)
+        counts = {
+            "rows": "Rows that have ended.", "forwards": "Forwards of the model.",
+            "steps": "Steps of rows.", "waves": "Waves of wavefront fills.",
+            "bootstrapped": "Positions of those that the LM head drew.",
+            "filled": "Candidates that were drawn.",
+        }  # fmt: skip
+        for name, text in counts.items():
+            value = getattr(report.work, name)
+            yield CounterMetricFamily(f"dlm_jax_{name}", text, value)

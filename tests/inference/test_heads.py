@@ -11,7 +11,9 @@ import toy_model
 
 import dlm_jax
 from dlm_jax.config import SampleConfig
+from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
+from dlm_jax.inference.request import make_requests
 from dlm_jax.model.transformer import build
 from dlm_jax.types import Network
 
@@ -34,6 +36,12 @@ def test_a_wavefront_is_a_setting_of_a_prompt_and_tells_its_waves():
     assert mixed.counters.filled.tolist() == [28, 28]
     alone = dlm_jax.generate(MODEL, prompts[1:], schedule="all", steps=1)
     assert alone.texts == mixed.texts[1:]
+    with Engine(MODEL, sizes=(1,)) as engine:
+        for prompt in prompts * 2:
+            engine.submit(*make_requests(MODEL, prompt, {"schedule": "all", "steps": 1}))
+        assert len(list(engine)) == 4
+        work = engine.report().work
+    assert (work.forwards, work.waves, work.bootstrapped, work.filled) == (4, 56, 0, 112)
 
 
 @pytest.mark.slow

@@ -235,6 +235,10 @@ def test_models_health_tokens_figures_and_the_page(client, running):
     page = httpx.get(f"{running.url}/")
     assert page.headers["content-type"].startswith("text/html") and "denoised" in page.text
 
+    work = running.engine.report().work
+    for name in ("rows", "forwards", "steps", "waves", "bootstrapped", "filled"):
+        assert f"dlm_jax_{name}_total {float(getattr(work, name))}\n" in figures
+    assert work.filled > 0
 
 REFUSED = [
     ({"prompt": 5}, "prompt"),
