@@ -45,6 +45,7 @@ from dlm_jax.config.sample import settings_of
 from dlm_jax.inference.generate import chain_report
 from dlm_jax.inference.model import DTYPES
 from dlm_jax.inference.own_rules import classes_of, with_rules
+from dlm_jax.inference.trunk_time import StepTime, step_time
 from dlm_jax.progress import Progress
 from dlm_jax.types import Status
 from dlm_jax.viewing.frames import Frame
@@ -77,6 +78,8 @@ def make_parser(kind: type[RowSettings]) -> Parser:
         help="seconds between two lines on how --prompts is doing (10); 0: none")  # fmt: skip
     add("--report-json", metavar="FILE", help="appends the same figures, one JSON object per line")
     add("--dtype", choices=DTYPES, help="of the parameters; default: float32")
+    add("--time-steps", action="store_true",
+        help="measure afterwards how much of a step the trunk takes")  # fmt: skip
     add("--report-chain", action="store_true", help="print where each part of the chain runs")
     add("--version", action="version", version=f"dlm_jax {dlm_jax.__version__}")
     add_host_flags(
@@ -103,11 +106,13 @@ def _check_modes(args: argparse.Namespace) -> None:
     """Raises ValueError for flags that mean nothing together."""
     if (args.prompts is None) != (args.output is None):
         raise ValueError("--prompts and --output go together; give both")
-    single = ("prompt", "template", "draft", "watch", "trace", "host_sampler", "read_back")
+    single = ("prompt", "template", "draft", "watch", "trace", "host_sampler", "read_back",
+              "time_steps")  # fmt: skip
     given = [name for name in single if getattr(args, name) not in (None, False)]
     if args.prompts is not None and (given or args.num_samples != 1):
         name = (given or ["num_samples"])[0].replace("_", "-")
-        raise ValueError(f"--{name} means nothing with --prompts; say it in the requests")
+        remedy = "drop one" if name == "time-steps" else "say it in the requests"
+        raise ValueError(f"--{name} means nothing with --prompts; {remedy}")
     if args.chat and (args.prompts or args.template or args.draft or args.prompt is None):
         raise ValueError("--chat makes a turn of --prompt; give that, and no other text")
     is_shared = args.num_processes is not None or args.process_id is not None
@@ -184,6 +189,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     emit("\n---\n".join(texts))
     print_read_back(result, model.tokenizer, args.read_back)
     _tell(result, seconds, compiling)
+    if args.time_steps:
+        with refusals(), naming_flags():
+            _tell_time(step_time(model, prompts, **common, host_sampler=sampler,
+                                 read_back=args.read_back is not None))  # fmt: skip
     if args.trace is not None and not write_page(model, prompts[0], frames, args.trace):
         return _end_of(result, End.NO_PAGE)
     return _end_of(result, End.DONE)
@@ -205,6 +214,16 @@ def _tell(result: dlm_jax.Texts, seconds: float, compiling: float) -> None:
         f"{len(result.texts)} texts, {int(result.steps.sum())} steps, {_counted(result)}"
         f"{generated} tokens in {seconds:.2f} s ({speeds(generated, seconds, compiling)}); "
         f"{len(result.programs)} compilation ({', '.join(result.programs)})",
+        file=sys.stderr,
+    )
+
+
+def _tell_time(time: StepTime) -> None:
+    """Prints what of a step's time is the trunk's."""
+    print(
+        f"a step of {time.rows} rows of {time.canvas} takes {1e3 * time.step:.2f} ms, the trunk "
+        f"alone {1e3 * time.trunk:.2f} ms, {time.forwards:.3g} times a step: sampling is "
+        f"{100 * time.sampling:.0f}% of it",
         file=sys.stderr,
     )
 

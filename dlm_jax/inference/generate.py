@@ -94,7 +94,7 @@ def generate(
         raise ValueError(f"max_candidates={max_candidates!r} must be at least 1, a whole number")
     common = {"seed": seed, "max_length": max_length} | settings
     common |= {"host_sampler": host_sampler, "read_back": read_back}
-    requests = _all_requests(model, prompts, num_samples, common)
+    requests = all_requests(model, prompts, num_samples, common)
     return _made(model, requests, batch_size, max_candidates, on_commits)
 
 
@@ -165,7 +165,7 @@ def stream(
       ValueError: as `generate`, or `every` is neither; at the first canvas.
     """
     common = {"seed": seed, "max_length": max_length} | settings
-    requests = _all_requests(model, prompts, num_samples, common)
+    requests = all_requests(model, prompts, num_samples, common)
     return canvases(model, requests, every=every, batch_size=batch_size)
 
 
@@ -177,7 +177,7 @@ def texts_of(model: Model, rows: Mapping[int, Row]) -> Texts:
     return Texts(**vars(result), texts=texts)
 
 
-def _all_requests(
+def all_requests(
     model: Model,
     prompts: Sequence[str | Mapping[str, Any]],
     num_samples: int,
