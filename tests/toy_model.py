@@ -9,6 +9,14 @@ from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
 
 TEXT = "The cat sat. A rat ran."
-TOKENIZER = CharacterTokenizer.of(TEXT)
-NETWORK = build(toy.config(vocab_size=TOKENIZER.vocab_size))
-MODEL = Model(NETWORK, toy.random_params(NETWORK), TOKENIZER, max_length=32)
+
+
+def of(text: str) -> Model:
+    """The network as a model over the characters of a text."""
+    tokenizer = CharacterTokenizer.of(text)
+    network = build(toy.config(vocab_size=tokenizer.vocab_size))
+    return Model(network, toy.random_params(network), tokenizer, max_length=32)
+
+
+MODEL = of(TEXT)
+NETWORK, TOKENIZER = MODEL.network, MODEL.tokenizer

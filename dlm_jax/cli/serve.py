@@ -17,10 +17,11 @@ import contextlib
 import dataclasses
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import dlm_jax
 from dlm_jax.checkpoint.shipped import DEFAULT
@@ -29,10 +30,12 @@ from dlm_jax.cli.common import CHECKPOINT, COUNT, Parser, load_model, start_jax,
 from dlm_jax.cli.devices import add_mesh_flags, mesh_of
 from dlm_jax.cli.ends import End, check_output, emit, program, refusals
 from dlm_jax.cli.flags import naming_flags
-from dlm_jax.config import parse_flags
+from dlm_jax.config import parse_flags, sample_settings
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import DTYPES, Model
+from dlm_jax.inference.request import settings_of_call
 from dlm_jax.published import TextTemplate, check_template
+from dlm_jax.settings import nearest
 
 if TYPE_CHECKING:
     from dlm_jax.serving.run import Server
@@ -68,6 +71,8 @@ def make_parser() -> Parser:
     add("--steps-per-call", type=COUNT, default=2, metavar="N",
         help="steps between two looks at what has come (2)")  # fmt: skip
     add("--preset", metavar="NAME", help="a loop that comes with the model; docs/published.md")
+    add("--default", action="append", default=[], metavar="NAME=VALUE",
+        help="a setting that counts where a request gives none; repeat it for others")  # fmt: skip
     add("--chat-template", metavar="FILE", help="Jinja program that writes conversations as text")
     add("--max-waiting", type=COUNT, default=1024, metavar="N", help="rows that may wait (1024)")
     add("--max-rows", type=COUNT, default=128, metavar="N", help="rows of one request (128)")
@@ -78,6 +83,9 @@ def make_parser() -> Parser:
         help="that an answer may take, waiting included (600)")  # fmt: skip
     add("--drain", type=seconds, default=30.0, metavar="S",
         help="that what runs may take once the server is stopped (30)")  # fmt: skip
+    add("--no-warm-up", action="store_true",
+        help="compile a program when a request first needs it; by default those of a lone request, "
+        "with and without a format, are compiled from the start on")  # fmt: skip
     add("--log-texts", action="store_true", help="log prompts and texts as well")
     add("--dtype", choices=DTYPES, help="of the parameters; default: float32")
     add("--version", action="version", version=f"dlm_jax {dlm_jax.__version__}")
@@ -110,13 +118,15 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
         mesh = mesh_of(overrides, is_distributed=False)
         sock = undo.enter_context(contextlib.closing(listening(args.host, args.port)))
         model = _with_template(load_model(args.checkpoint, mesh=mesh, dtype=args.dtype), args)
+        defaults = _defaults(model, preset(model, args.preset), args.default)
         limits = Limits(
             rows=args.max_rows, waiting=args.max_waiting, body=args.max_body,
             seconds=args.max_seconds, steps=args.max_steps,
         )  # fmt: skip
         options = Options(
             name=args.model_name or _name_of(args.checkpoint or DEFAULT),
-            limits=limits, key=key, defaults=preset(model, args.preset), logs_texts=args.log_texts,
+            limits=limits, key=key, logs_texts=args.log_texts, warms_up=not args.no_warm_up,
+            defaults=defaults, length=_length(model, defaults, args.default),
         )  # fmt: skip
         if key is None and args.host not in _LOOPBACK:
             print(f"warning: --host {args.host} without a key: everybody may ask; set "
@@ -128,6 +138,40 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     return Listening(app, sock, drain=args.drain, listens=lambda: emit(f"http://{shown}:{port}"))
+
+
+def _defaults(model: Model, settings: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
+    """The settings of a preset and of ``--default``, which overrides it, checked together."""
+    own: dict[str, str] = {}
+    for text in texts:
+        name, is_given, value = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if not is_given:
+            raise ValueError(f"--default {text} gives no value; write --default temperature=0.7")
+        if name in own:
+            raise ValueError(f"--default {name} is given twice; keep one")
+        known = tuple(model.sample.table.settings)
+        if name not in known:
+            raise ValueError(
+                f"--default {text}: {name!r} is not a setting; {nearest(name, known, value)}"
+            )
+        own[name] = value
+    if not own:
+        return settings
+    try:
+        settings = settings | sample_settings(own)
+        settings_of_call(model, settings)
+    except ValueError as error:
+        why = re.sub("^(command line: )?--", "", str(error))
+        raise ValueError(f"--default {' --default '.join(texts)}: {why}") from None
+    return settings
+
+
+def _length(model: Model, settings: dict[str, Any], texts: Sequence[str]) -> int | None:
+    """New tokens of a completion or infill that says nothing about them, if a flag does."""
+    if not any(re.match(r"\s*gen.length\s*=", text) for text in texts):
+        return None
+    return settings["gen_length"] or model.max_length
 
 
 def _name_of(checkpoint: str) -> str:

@@ -7,6 +7,7 @@ the queues are served in turn: a turn is one call of the compiled loop.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -82,6 +83,9 @@ class Engine:
             model, self._lock, max_programs=max_programs, max_candidates=max_candidates
         )
         self._max_waiting = max_waiting
+        self._alone = functools.partial(
+            Engine, model, sizes=(min(sizes),), canvases=canvases, max_candidates=max_candidates
+        )
         self._mask_id, self._eos_ids = model.tokenizer.mask_id, model.eos_ids
         self._facts = model.facts
         self._entries: dict[Ticket, tuple[Entry, Queue]] = {}
@@ -153,6 +157,18 @@ class Engine:
             for queue in self._queues.reserve(requests, on_one_canvas=on_one_canvas):
                 if self._turns.is_together:
                     self._turns.enter(queue)
+
+    def warm_up(self, request: Request) -> None:
+        """Compiles what `request` would run in if it came alone, so that another finds it compiled.
+
+        It may be called from any thread, while rows run, and disturbs none.
+
+        Raises:
+          ValueError: as `submit`.
+        """
+        with self._alone() as engine:
+            engine.submit(request)
+            engine.step(1)
 
     def submit(self, request: Request, *, priority: int = 0, is_watched: bool = False) -> Ticket:
         """Lets a request wait for a slot.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dlm_jax.data import Tokenizer
+from dlm_jax.inference.candidates import Written
 from dlm_jax.inference.results import Row
 from dlm_jax.serving.plan import Plan
 
@@ -81,7 +82,9 @@ class Answer:
         """An event with a piece of a choice."""
         logprobs = self._logprobs(row, places)
         delta: Any = text if self.plan.kind != "chat" else {"content": text} if text else {}
-        return self._event(index, delta, reason, logprobs)
+        event = self._event(index, delta, reason, logprobs)
+        event["choices"][0] |= self._read_back(row, places)
+        return event
 
     def canvas(self, index: int, row: Row, text: str, reason: str | None) -> dict[str, Any]:
         """An event with the whole canvas of a choice, in place of the one before.
@@ -131,13 +134,36 @@ class Answer:
             "index": index,
             "finish_reason": done.finish_reason,
             "logprobs": self._logprobs(done.row, done.places),
-        }
+        } | self._read_back(done.row, done.places)
         if self.plan.kind == "chat":
             return choice | {"message": {"role": "assistant", "content": done.text}}
         if self.plan.kind == "infill":
             return choice | {"text": done.infilled, "infills": list(done.filled)}
         echo = self.plan.echoes[index] if self.plan.echoes else ""
         return choice | {"text": echo + done.text}
+
+    def _read_back(self, row: Row, places: range) -> dict[str, Any]:
+        """How the tokens there came about, in the order in which they were written, if asked."""
+        if not self.plan.read_back:
+            return {}
+        return {"read_back": [self._record(one) for one in row.read_back if one.place in places]}
+
+    def _record(self, written: Written) -> dict[str, Any]:
+        """A position that was written: what its row's chain left there, the likeliest first."""
+        left = written.candidates
+        most = self.plan.read_back
+        candidates = [
+            {"id": id_, "token": self.tokenizer.decode([id_]), "logit": logit, "logprob": logprob}
+            for id_, logit, logprob in zip(
+                left.ids[:most].tolist(), left.logits[:most].tolist(),
+                left.logprobs[:most].tolist(), strict=True,
+            )
+        ]  # fmt: skip
+        return {
+            "position": written.place, "step": left.step, "id": written.token,
+            "token": self.tokenizer.decode([written.token]), "probability": written.probability,
+            "survivors": left.num_survivors, "candidates": candidates,
+        }  # fmt: skip
 
     def _logprobs(self, row: Row, places: range) -> dict[str, Any] | None:
         """The log-probability of each token that was written, and of its rivals if asked."""

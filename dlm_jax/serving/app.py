@@ -32,10 +32,10 @@ from dlm_jax.serving.http import (
     read_body,
     while_connected,
 )
-from dlm_jax.serving.logs import log_answer
+from dlm_jax.serving.logs import LOGGER, log_answer
 from dlm_jax.serving.metrics import Metrics
 from dlm_jax.serving.plan import Limits, Plan
-from dlm_jax.serving.planner import Planner
+from dlm_jax.serving.planner import SHORT, Planner
 from dlm_jax.serving.protocol import Chat, Completion, Infill, Sampled, Tokenize
 from dlm_jax.serving.service import Service
 
@@ -53,14 +53,18 @@ class Options:
       limits: of requests.
       key: that requests must bring; None: none.
       defaults: settings that count where a request gives none.
+      length: new tokens of a completion or infill that gives none; None: 16.
       logs_texts: whether prompts and texts are logged.
+      warms_up: whether the programs of usual requests are compiled from the start on.
     """
 
     name: str
     limits: Limits = Limits()
     key: str | None = None
     defaults: dict[str, Any] | None = None
+    length: int | None = None
     logs_texts: bool = False
+    warms_up: bool = False
 
 
 def make_app(
@@ -99,17 +103,34 @@ class _Server:
 
     def __init__(self, model: Model, engine: AsyncEngine, options: Options, slots: int):
         self._options, self._async = options, engine
-        planner = Planner(model, options.name, options.limits, options.defaults)
+        planner = Planner(
+            model, options.name, options.limits, options.defaults, options.length or SHORT
+        )
         self._service = Service(planner, self._async, slots + options.limits.waiting)
         self._metrics = Metrics(engine.engine)
-        self._began = int(time.time())
+        self._began, self._is_warm, self._is_ending = int(time.time()), False, False
         self._page = resources.files("dlm_jax.serving").joinpath("page.html").read_bytes()
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        """Runs the engine."""
+        """Runs the engine, beside which the programs of usual requests are compiled."""
         async with self._async:
-            yield
+            warming = asyncio.create_task(asyncio.to_thread(self._warm_up))
+            try:
+                yield
+            finally:
+                self._is_ending = True  # which a program that is being compiled does not notice
+                await warming
+
+    def _warm_up(self) -> None:
+        for request in self._service.planner.usual() if self._options.warms_up else ():
+            if self._is_ending:
+                return
+            try:
+                self._async.engine.warm_up(request)
+            except Exception:  # which those who ask for such a text are told of
+                LOGGER.exception("warm up")
+        self._is_warm = True
 
     def kept(
         self, answer: Callable[[Request], Awaitable[Response]]
@@ -140,8 +161,12 @@ class _Server:
     async def health(self, request: Request) -> Response:
         """200 while requests are answered."""
         is_fine = self._async.is_running
-        body = {"status": "ok" if is_fine else "failed", "model": self._options.name}
-        return Json(body | {"version": dlm_jax.__version__}, 200 if is_fine else 503)
+        body: dict[str, Any] = {
+            "status": "ok" if is_fine else "failed",
+            "model": self._options.name,
+        }
+        body |= {"version": dlm_jax.__version__, "is_warm": self._is_warm}
+        return Json(body, 200 if is_fine else 503)
 
     async def metrics_text(self, request: Request) -> Response:
         """Figures for Prometheus."""

@@ -44,6 +44,7 @@ class Plan:
       rivals: of each token to tell of; None: tokens are not told of at all.
       per_prompt: choices of each prompt.
       seed: of the first row.
+      read_back: candidates of each position to tell of, with their logits; 0: none.
     """
 
     kind: Kind
@@ -56,3 +57,4 @@ class Plan:
     rivals: int | None = None
     per_prompt: int = 1
     seed: int = 0
+    read_back: int = 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,19 @@ from dlm_jax.inference.request import Request, make_requests
 from dlm_jax.inference.structure import regex_of_objects, regex_of_schema
 from dlm_jax.serving.errors import ApiError, of_value, refused
 from dlm_jax.serving.plan import Kind, Limits, Plan
-from dlm_jax.serving.protocol import Chat, Completion, Infill, Message, Sampled
+from dlm_jax.serving.protocol import (
+    Chat,
+    Completion,
+    Infill,
+    Message,
+    ResponseFormat,
+    Sampled,
+)
 from dlm_jax.settings import nearest
 
-_SHORT = 16
+SHORT = 16
+"""New tokens of completions and infills by default."""
+
 _TOLD = (
     "prefix",
     "suffix",
@@ -41,12 +51,15 @@ class Planner:
       name: what requests may call it.
       limits: of each request.
       defaults: settings that count where a request gives none.
+      length: new tokens of completions and infills that give none.
     """
 
     def __init__(
-        self, model: Model, name: str, limits: Limits, defaults: Mapping[str, Any] | None = None
-    ):
+        self, model: Model, name: str, limits: Limits, defaults: Mapping[str, Any] | None = None,
+        length: int = SHORT,
+    ):  # fmt: skip
         self.model, self.name, self.limits = model, name, limits
+        self._length = length
         self._defaults = dict(defaults or {})
         self._settings = model.sample.table.settings
         self._known: dict[Any, Any] = {}
@@ -63,9 +76,9 @@ class Planner:
         for prompt in prompts:
             ids = self._encoded(prompt, "prompt") if isinstance(prompt, str) else prompt
             if length is None and asked.draft is None:
-                length = max(1, min(_SHORT, self._room(asked) - len(ids)))
+                length = max(1, min(self._length, self._room(asked) - len(ids)))
             if asked.suffix is not None:
-                contents.append(self._gap(ids, asked.suffix, length or _SHORT, "prompt"))
+                contents.append(self._gap(ids, asked.suffix, length or self._length, "prompt"))
             else:
                 contents.append({"tokens": ids} if len(ids) else {"prompt": ""})
         if asked.draft is not None:
@@ -100,10 +113,22 @@ class Planner:
             content: dict[str, Any] = {"template": asked.template}
         else:
             prefix = self._encoded(asked.prefix or "", "prefix")
-            content = self._gap(prefix, asked.suffix or "", asked.max_tokens or _SHORT, "prefix")
+            content = self._gap(
+                prefix, asked.suffix or "", asked.max_tokens or self._length, "prefix"
+            )
         return self._plan(
             "infill", asked, [content], length=asked.max_tokens, rivals=asked.logprobs
         )
+
+    def usual(self) -> Iterator[Request]:
+        """Requests of the length of each canvas, with and without a format, else by default."""
+        longest = self.model.max_length
+        lengths = {min(2**power, longest) for power in range(6, longest.bit_length() + 1)}
+        for length in sorted(lengths | {longest}):
+            for form in (None, ResponseFormat(type="json_object")):
+                asked = Completion.model_validate({"max_tokens": length, "response_format": form})
+                with contextlib.suppress(ApiError):  # the model, or a limit, does not allow it
+                    yield from self.completion(asked).requests
 
     def turns(self, messages: Sequence[Message]) -> list[int]:
         """Ids of a conversation, up to where the answer begins."""
@@ -139,7 +164,7 @@ class Planner:
         self.check_model(asked.model)
         self._check_stream(asked)
         settings = self._own_settings(asked, length)
-        if rivals and "fill" not in settings:
+        if (rivals or asked.read_back) and "fill" not in settings:
             settings["fill"] = "parallel"
         structure = self._structure(asked)
         if structure:
@@ -158,7 +183,8 @@ class Planner:
         if structure and stops:
             raise refused("stop could cut a structure; drop it, or response_format", "stop")
         seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
-        common = {"seed": seed, "max_length": self._room(asked), "read_back": bool(rivals)}
+        reads = bool(rivals or asked.read_back)
+        common = {"seed": seed, "max_length": self._room(asked), "read_back": reads}
         requests: list[Request] = []
         for place, content in enumerate(contents):
             requests += self._rows(
@@ -168,7 +194,7 @@ class Planner:
         return Plan(
             kind, tuple(requests), stops, bool(asked.stream), self._has_usage(asked),
             bool(asked.diffusing), tuple(text for text in echoes for _ in range(count)), rivals,
-            count, seed,
+            count, seed, asked.read_back or 0,
         )  # fmt: skip
 
     def _rows(
@@ -248,6 +274,9 @@ class Planner:
         for name in ("diffusing", "stream_options"):
             if getattr(asked, name) and not asked.stream:
                 raise refused(f"{name} means nothing without stream=true", name)
+        if asked.read_back and asked.diffusing:
+            raise refused("read_back is of tokens that stay, and diffusing shows others; drop one",
+                          "read_back")  # fmt: skip
 
     def _has_usage(self, asked: Sampled) -> bool:
         return asked.stream_options is not None and bool(asked.stream_options.include_usage)

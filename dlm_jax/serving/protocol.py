@@ -74,6 +74,7 @@ class Sampled(pydantic.BaseModel):
       stream_options: of a stream.
       response_format: what the answer must look like.
       diffusing: whether a stream shows the whole canvas as it is denoised.
+      read_back: how many of each position's candidates to tell of, with their logits.
       user: who asks; not read.
     """
 
@@ -89,6 +90,7 @@ class Sampled(pydantic.BaseModel):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     diffusing: bool | None = None
+    read_back: int | None = Field(None, ge=1, le=64)
     user: str | None = None
 
     @property

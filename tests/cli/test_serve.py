@@ -63,20 +63,46 @@ def test_broken_templates_and_presets_are_refused(capsys, run_dir, tmp_path):
     assert "cannot be read" in _refused(capsys, *flags, "--chat-template", str(tmp_path / "no"))
 
 
+@pytest.mark.parametrize(
+    ("defaults", "told"),
+    [
+        (["temprature=1"], "did you mean 'temperature'?"),
+        (["alg=entropy"], "it is named order here; use order='entropy'"),
+        (["temperature"], "--default temperature gives no value"),
+        (["top_p=2"], "--default top_p=2: top_p=2.0 is outside (0, 1]"),
+        (["temperature=hot"], "--default temperature=hot: temperature='hot' is not a number"),
+        (["steps=4", "steps=8"], "--default steps is given twice"),
+        (["ignore_eos=true", "stop_at_eos=true"], "stop_at_eos means nothing with ignore_eos"),
+    ],
+)
+def test_defaults_are_checked_by_name_before_it_listens(capsys, run_dir, defaults, told):
+    flags = [part for text in defaults for part in ("--default", text)]
+    assert told in _refused(capsys, "--checkpoint", str(run_dir), "--port", "0", *flags)
+
+
 def test_it_tells_its_address_asks_for_the_key_and_ends_on_a_signal(run_dir):
     env = os.environ | {"PYTHONPATH": str(ROOT), "DLM_JAX_API_KEY": "secret"}
-    command = [sys.executable, "-m", "dlm_jax.serve", "--checkpoint", str(run_dir), "--port", "0"]
+    command = [sys.executable, "-m", "dlm_jax.serve", "--checkpoint", str(run_dir), "--port", "0",
+               "--default", "temperature=0", "--default", "gen-length=3",
+               "--default", "order=left_to_right"]  # fmt: skip
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, text=True
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         url = process.stdout.readline().strip()
         assert url.startswith("http://127.0.0.1:")
-        assert httpx.get(f"{url}/health").json() == httpx.get(f"{url}/health").json()
+        assert httpx.get(f"{url}/health").json()["status"] == "ok"
         assert httpx.get(f"{url}/v1/models").status_code == 401
         key = {"authorization": "Bearer secret"}
         models = httpx.get(f"{url}/v1/models", headers=key).json()
         assert [model["id"] for model in models["data"]] == ["toy"]
+        asked = {"prompt": "A ", "steps": 3, "ignore_eos": True}
+        completions = [
+            httpx.post(f"{url}/v1/completions", headers=key, timeout=120, json=asked | own).json()
+            for own in ({"seed": 1}, {"seed": 2}, {"seed": 1, "temperature": 2.0, "max_tokens": 5})
+        ]
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
+        texts = [made["choices"][0]["text"] for made in completions]
+        assert texts[0] == texts[1] and [*map(len, texts)] == [3, 3, 5]
         assert "secret" not in process.stderr.read()

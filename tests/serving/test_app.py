@@ -5,16 +5,19 @@ import json
 import re
 import socket
 import threading
+import time
 
 import httpx
 import numpy as np
 import openai
 import pytest
+import toy_model
 from serving_cases import EOS, MODEL, post, serving
 
 import dlm_jax
 from dlm_jax.serving.plan import Limits
 
+BRACED = toy_model.of('The cat sat. A rat ran. {}[]":,-0123456789truefalsn')
 LONG = {"max_tokens": 24, "extra_body": {"steps": 24}}
 
 
@@ -229,16 +232,17 @@ def test_models_health_tokens_figures_and_the_page(client, running):
     assert told["tokens"] == MODEL.tokenizer.encode("The cat").tolist() and told["count"] == 7
     same = post(running, "/tokenize", {"messages": [{"role": "user", "content": "The cat"}]}).json()
     assert same == told
+    assert running.idle()
     figures = httpx.get(f"{running.url}/metrics").text
     for name in ("requests_total", "rows_running", "tokens_total", "request_seconds_bucket"):
         assert f"dlm_jax_{name}" in figures
-    page = httpx.get(f"{running.url}/")
-    assert page.headers["content-type"].startswith("text/html") and "denoised" in page.text
-
     work = running.engine.report().work
     for name in ("rows", "forwards", "steps", "waves", "bootstrapped", "filled"):
         assert f"dlm_jax_{name}_total {float(getattr(work, name))}\n" in figures
     assert work.filled > 0
+    page = httpx.get(f"{running.url}/")
+    assert page.headers["content-type"].startswith("text/html") and "denoised" in page.text
+
 
 REFUSED = [
     ({"prompt": 5}, "prompt"),
@@ -279,6 +283,9 @@ REFUSED = [
     ({"prompt": "A", "temprature": 1}, "temprature"),
     ({"prompt": "A", "rules": ["x"]}, "rules"),
     ({"prompt": "A", "host_sampler": "x"}, "host_sampler"),
+    ({"prompt": "A", "read_back": True}, "read_back"),
+    ({"prompt": "A", "read_back": 65}, "read_back"),
+    ({"prompt": "A", "read_back": 2, "stream": True, "diffusing": True}, "read_back"),
     ({"prompt": "A", "model": "other"}, "model"),
     ({"prompt": "A", "logprobs": 21}, "logprobs"),
     ({"prompt": "A", "response_format": {"type": "poem"}}, "response_format"),
@@ -365,7 +372,8 @@ def test_a_body_is_read_as_it_is_or_refused_by_its_encoding(running, encoding):
         ("completions", {"prompt": "A r", "max_tokens": 40}, "max_tokens", "a prompt of 3 tokens"),
         ("completions", {"prompt": [MODEL.tokenizer.mask_id]}, "prompt", "tokens hold MASK"),
         ("completions", {"prompt": "A", "response_format": {"type": "regex", "regex": "cat"},
-                         "resample": True, "schedule": "all"}, "response_format", "goes with tokens that stay"),
+                         "resample": True, "schedule": "all"},
+         "response_format", "goes with tokens that stay"),
         ("chat/completions", {"messages": [{"role": "user", "content": "The " * 9}]}, "messages",
          "prompt of 36 tokens"),
     ],
@@ -450,6 +458,44 @@ def test_equal_seeds_give_equal_texts_among_others(client):
         thread.join()
     assert [found[n] for n in range(12)] == [alone[n % 3] for n in range(12)]
     assert len(set(alone)) == 3
+
+
+def test_what_is_read_back_is_that_of_generate(running):
+    """Each position's candidates with their logits, whole and in the events of a stream."""
+    body = {"prompt": "The ", "max_tokens": 4, "steps": 4, "seed": 2, "top_k": 3, "read_back": 2}
+    (choice,) = post(running, "/v1/completions", body).json()["choices"]
+    made = dlm_jax.generate(MODEL, ["The "], gen_length=4, steps=4, seed=2, top_k=3, read_back=True)
+    assert len(choice["read_back"]) == int((made.committed >= 0).sum()) > 1
+    for told, written in zip(choice["read_back"], made.read_back[0], strict=True):
+        left = written.candidates
+        assert (told["position"], told["step"], told["id"], told["survivors"]) == (
+            written.place, left.step, written.token, 3
+        )  # fmt: skip
+        assert [one["id"] for one in told["candidates"]] == left.ids[:2].tolist()
+        logits = [one["logit"] for one in told["candidates"]]
+        np.testing.assert_allclose(logits, left.logits[:2], atol=1e-4)
+        assert told["probability"] == pytest.approx(written.probability, abs=1e-4)
+    lines = post(running, "/v1/completions", body | {"stream": True}).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    streamed = [one for event in events for one in event["choices"][0]["read_back"]]
+    assert [one["id"] for one in streamed] == [one["id"] for one in choice["read_back"]]
+    assert "read_back" not in post(running, "/v1/completions", body | {"read_back": None}).text
+
+
+def test_a_warm_server_compiles_nothing_for_a_lone_request_whatever_its_format():
+    """Neither for the first one, nor for a pattern that no request before it had."""
+    with serving(BRACED, warms_up=True) as running:
+        while not httpx.get(f"{running.url}/health").json()["is_warm"]:
+            time.sleep(0.05)
+        plain = {"max_tokens": 20, "seed": 1}
+        usage = []
+        for form in (None, {"type": "regex", "regex": "(cat|rat)( sat)?"}):
+            answer = post(running, "/v1/completions", plain | {"response_format": form})
+            assert answer.status_code == 200
+            usage.append(answer.json()["usage"])
+        assert running.engine.report().compiled == ()
+        # A row ends with its text, whoever listens.
+        assert usage[1]["forwards"] == usage[1]["completion_tokens"] < 20
 
 
 def test_keys_limits_and_time(monkeypatch):

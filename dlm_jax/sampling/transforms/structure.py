@@ -22,8 +22,9 @@ from dlm_jax.sampling.transforms import state_sets
 from dlm_jax.sampling.transforms.protocol import At, Context, LogitTransform
 from dlm_jax.settings import Setting, per_row, rule
 
-_STATE_SIZES = tuple(2**power for power in range(4, 13))
-_CLASS_SIZES = tuple(2**power for power in range(4, 15))
+# From sizes on that most schemas fit, so that one program holds them.
+_STATE_SIZES = tuple(2**power for power in range(7, 13))
+_CLASS_SIZES = tuple(2**power for power in range(6, 15))
 _AT_ONCE = 16
 _MOST_REDUCED = 512
 
