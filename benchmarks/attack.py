@@ -1,12 +1,13 @@
 """Attacks the programs and counts what they let through: a row for each kind of attack.
 
-    python benchmarks/attack.py flips inputs ends kills
+    python benchmarks/attack.py flips inputs ends kills leaks
 
 ``flips``: bits flipped in every kind of file that is read back; each must be found, or change
 nothing. ``inputs``: bad flags, settings and files; each must be refused in one line with exit code
 2. ``ends``: the texts must be printed although every other output fails. ``kills``: a training
 killed with SIGKILL at random moments and started again; its parameters and metrics must be those of
-one that ran through. ``--count`` sets how many of each.
+one that ran through. ``leaks``: calls of `generate` of changing shapes, and engines opened and
+closed; what the process holds must not grow. ``--count`` sets how many of each.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.attacks import ends, flips, inputs, kills  # noqa: E402
+from benchmarks.attacks import ends, flips, inputs, kills, leaks  # noqa: E402
 from benchmarks.attacks.report import Tally  # noqa: E402
 
 Attack = Callable[[Path, int | None, int], list[Tally]]
 ATTACKS: dict[str, Attack] = {
     "flips": flips.run, "inputs": inputs.run, "ends": ends.run, "kills": kills.run,
+    "leaks": leaks.run,
 }  # fmt: skip
 
 
@@ -33,7 +35,7 @@ def main() -> int:
     """Exit code: 1 if anything was let through."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("attacks", nargs="+", choices=ATTACKS)
-    parser.add_argument("--count", type=int, help="flips of a file, inputs, or kills")
+    parser.add_argument("--count", type=int, help="flips of a file, inputs, kills, or calls")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     bad = 0
