@@ -8,20 +8,6 @@ from typing import Any
 import dlm_jax
 
 
-def preset(model: dlm_jax.Model, name: str | None) -> dict[str, Any]:
-    """The settings of a loop that comes with a model.
-
-    Raises:
-      ValueError: it has none of that name.
-    """
-    if name is None:
-        return {}
-    if name not in model.presets:
-        known = ", ".join(model.presets) or "none, as only published models do"
-        raise ValueError(f"--preset {name} is unknown; this model has {known}")
-    return dict(model.presets[name])
-
-
 def turn_ids(model: dlm_jax.Model, text: str) -> list[int]:
     """Ids of a conversation of one user's turn, up to where the answer begins.
 

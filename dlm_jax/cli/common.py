@@ -18,6 +18,7 @@ import jax
 from dlm_jax.checkpoint import not_finite
 from dlm_jax.checkpoint.shipped import DEFAULT, SHIPPED
 from dlm_jax.cli.ends import NotFiniteError, keep_output_for_texts
+from dlm_jax.config.sample import PRESETS
 from dlm_jax.inference.model import Model, load
 
 # Seconds within which JAX itself notices a host that is gone; `distributed.watch` is faster.
@@ -25,6 +26,12 @@ _HEARTBEAT = 50
 
 CHECKPOINT = (
     f"a run, a weights file, or a model that ships: {', '.join(SHIPPED)}; default: {DEFAULT}"
+)
+
+PRESET = (
+    f"a loop by name: {', '.join(PRESETS)} (insertions and deletions, docs/generation.md), or one "
+    "that comes with a published model, which says the order that its project uses "
+    "(docs/published.md)"
 )
 
 

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         kept = {name: meta[name] for name in ("config", "tokenizer", "corpus")}
         if args.config is not None:
             _replace(kept, args.config)
-        kept["bound"] = meta.get("bound")
+        kept |= {name: meta.get(name) for name in ("bound", "step")}
         size = save_weights(args.out, params, kept, dtype=args.dtype)
     print(f"{args.out}: {size:,} bytes; {json.dumps(kept['corpus'])}", file=sys.stderr)
     return End.DONE

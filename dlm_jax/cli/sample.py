@@ -15,16 +15,18 @@ import argparse
 import math
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 import dlm_jax
-from dlm_jax.cli.chat import answers, asked, preset
+from dlm_jax.cli.chat import answers, asked
 from dlm_jax.cli.common import (
     CHECKPOINT,
     COUNT,
+    PRESET,
     SEED,
     Parser,
     add_host_flags,
@@ -38,7 +40,7 @@ from dlm_jax.cli.ends import End, check_output, emit, program, refusals, say_err
 from dlm_jax.cli.flags import naming_flags, speeds
 from dlm_jax.cli.own_modules import import_module, import_sampler
 from dlm_jax.cli.sample_file import sample_file
-from dlm_jax.cli.shown import check_page, print_read_back, write_page
+from dlm_jax.cli.shown import check_page, heads_line, print_read_back, write_page
 from dlm_jax.cli.watching import watched
 from dlm_jax.config import RowSettings, add_sample_flags, parse_flags, sample_settings
 from dlm_jax.config.sample import settings_of
@@ -50,6 +52,8 @@ from dlm_jax.progress import Progress
 from dlm_jax.types import Status
 from dlm_jax.viewing.frames import Frame
 
+_NOT_OF_A_ROW = ("num_samples", "batch_size")
+
 
 def make_parser(kind: type[RowSettings]) -> Parser:
     """The flags of this program, with one for each setting of `kind`."""
@@ -60,7 +64,7 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     add("--template", metavar="TEXT", help='text with gaps to fill: "To be <hole:4> be"')
     add("--draft", metavar="TEXT", help="text behind the prompt, to be refined")
     add("--chat", action="store_true", help="--prompt is a user's turn: print the model's answer")
-    add("--preset", metavar="NAME", help="a loop that comes with the model; docs/published.md")
+    add("--preset", metavar="NAME", help=PRESET)
     add("--num-samples", type=COUNT, default=1, metavar="N", help="texts to print (1)")
     add("--max-length", type=COUNT, metavar="L", help="canvas of a row; default: as trained")
     add("--seed", type=SEED, default=0, metavar="K", help="sample i has the seed K + i (0)")
@@ -154,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = load_model(args.checkpoint, mesh=mesh, dtype=args.dtype)
         if mesh is not None:
             check_batch(model.params, args.batch_size)
-        settings = preset(model, args.preset) | settings
+        settings = (model.preset(args.preset) if args.preset else {}) | settings
         if args.report_chain:
             print(chain_report(model, host_sampler=sampler, **settings), file=sys.stderr)
     if args.prompts is not None:
@@ -167,6 +171,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "seed": args.seed,
         "batch_size": args.batch_size,
     } | settings
+    host = {"host_sampler": sampler, "read_back": args.read_back is not None}
+    _tell_heads(model, prompts[0], host | common)
     began, compiled = time.perf_counter(), compile_clock().seconds
     waited = 0.0
     frames: dict[int, list[Frame]] = {}
@@ -177,8 +183,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         shown = Progress("sample", None, "token", is_shown=jax.process_index() == 0)
         with refusals(), naming_flags(), shown as progress:
             result = dlm_jax.generate(
-                model, prompts, host_sampler=sampler, read_back=args.read_back is not None,
-                max_candidates=args.max_candidates, on_commits=progress.update, **common,
+                model, prompts, max_candidates=args.max_candidates, on_commits=progress.update,
+                **host, **common,
             )  # fmt: skip
     seconds = time.perf_counter() - began - waited
     compiling = compile_clock().seconds - compiled
@@ -196,6 +202,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.trace is not None and not write_page(model, prompts[0], frames, args.trace):
         return _end_of(result, End.NO_PAGE)
     return _end_of(result, End.DONE)
+
+
+def _tell_heads(model: dlm_jax.Model, prompt: dict[str, Any], common: dict[str, Any]) -> None:
+    """Prints the model's heads and the fill that follows, once nothing of the request is refused.
+
+    What it is warned of comes with the texts.
+    """
+    asked = {name: value for name, value in common.items() if name not in _NOT_OF_A_ROW}
+    with refusals(), naming_flags(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (request,) = dlm_jax.make_requests(model, prompt, asked)
+    if jax.process_index() == 0:
+        print(heads_line(model, request.sample), file=sys.stderr)
 
 
 def _end_of(result: dlm_jax.Texts, otherwise: End) -> End:

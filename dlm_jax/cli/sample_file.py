@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 from tqdm import tqdm
 
 import dlm_jax
@@ -21,6 +22,7 @@ from dlm_jax.cli.compiling import compile_clock
 from dlm_jax.cli.devices import share_of_host
 from dlm_jax.cli.ends import End, refusals
 from dlm_jax.cli.flags import naming_flags, speeds
+from dlm_jax.cli.shown import heads_line
 from dlm_jax.distributed.processes import gathered
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.meter import Meter
@@ -46,7 +48,7 @@ def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[s
         settings = settings | {"max_length": args.max_length}
     with refusals(), naming_flags():
         # Once, or every line would be refused for what no line says.
-        settings_of_call(model, settings)
+        sample = settings_of_call(model, settings)
     with refusals(), contextlib.ExitStack() as stack:
         known = with_rules(tuple(settings.get("rules", ()))).settings
         lines = read_requests(args.prompts, known=[*known, "infill"])
@@ -64,6 +66,8 @@ def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[s
         done = next(found for i, found in gathered((index, results and results.done))
                     if i == index and found is not None)  # fmt: skip
         kept = stack.pop_all()
+    if jax.process_index() == 0:
+        print(heads_line(model, sample), file=sys.stderr)
     with kept:
         return _run(model, args, settings, lines, results or _NoResults(done))
 

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 import dlm_jax
 from dlm_jax.checkpoint.shipped import DEFAULT
-from dlm_jax.cli.chat import preset
-from dlm_jax.cli.common import CHECKPOINT, COUNT, Parser, load_model, start_jax, whole
+from dlm_jax.cli.common import CHECKPOINT, COUNT, PRESET, Parser, load_model, start_jax, whole
 from dlm_jax.cli.devices import add_mesh_flags, mesh_of
 from dlm_jax.cli.ends import End, check_output, emit, program, refusals
 from dlm_jax.cli.flags import naming_flags
+from dlm_jax.cli.shown import heads_line
 from dlm_jax.config import parse_flags, sample_settings
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import DTYPES, Model
@@ -70,7 +70,7 @@ def make_parser() -> Parser:
         "any load, and a lone one takes longer")  # fmt: skip
     add("--steps-per-call", type=COUNT, default=2, metavar="N",
         help="steps between two looks at what has come (2)")  # fmt: skip
-    add("--preset", metavar="NAME", help="a loop that comes with the model; docs/published.md")
+    add("--preset", metavar="NAME", help=PRESET)
     add("--default", action="append", default=[], metavar="NAME=VALUE",
         help="a setting that counts where a request gives none; repeat it for others")  # fmt: skip
     add("--chat-template", metavar="FILE", help="Jinja program that writes conversations as text")
@@ -118,11 +118,13 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
         mesh = mesh_of(overrides, is_distributed=False)
         sock = undo.enter_context(contextlib.closing(listening(args.host, args.port)))
         model = _with_template(load_model(args.checkpoint, mesh=mesh, dtype=args.dtype), args)
-        defaults = _defaults(model, preset(model, args.preset), args.default)
+        preset = model.preset(args.preset) if args.preset else {}
+        defaults = _defaults(model, preset, args.default)
         limits = Limits(
             rows=args.max_rows, waiting=args.max_waiting, body=args.max_body,
             seconds=args.max_seconds, steps=args.max_steps,
         )  # fmt: skip
+        print(heads_line(model, settings_of_call(model, defaults)), file=sys.stderr)
         options = Options(
             name=args.model_name or _name_of(args.checkpoint or DEFAULT),
             limits=limits, key=key, logs_texts=args.log_texts, warms_up=not args.no_warm_up,

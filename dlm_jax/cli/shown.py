@@ -9,11 +9,18 @@ from typing import Any
 
 import dlm_jax
 from dlm_jax.cli.ends import say_error
+from dlm_jax.config import RowSettings
 from dlm_jax.data import Tokenizer
 from dlm_jax.inference.candidates import Written
 from dlm_jax.viewing.frames import Frame
 from dlm_jax.viewing.rows import special_names
 from dlm_jax.viewing.trace import write_trace
+
+
+def heads_line(model: dlm_jax.Model, sample: RowSettings) -> str:
+    """Which heads a model has, and the fill and order of a row with these settings."""
+    names = [f"{n} (not trained yet)" if n in model.untrained else n for n in model.heads]
+    return f"heads: {', '.join(names) or 'none'}; fill={sample.fill}, order={sample.order}"
 
 
 def read_back_line(record: Written, tokenizer: Tokenizer, size: int) -> str:

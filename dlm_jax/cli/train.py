@@ -23,7 +23,7 @@ from dlm_jax.config import Config
 from dlm_jax.data import DamagedShard
 from dlm_jax.distributed import watch
 from dlm_jax.inference.generate import generate
-from dlm_jax.inference.model import Model
+from dlm_jax.inference.model import Model, untrained_heads
 from dlm_jax.metrics import PICTURE
 from dlm_jax.model import cpu
 from dlm_jax.training import Outcome, Run, describe, prepare, run_loop, say
@@ -119,6 +119,7 @@ def sample(run: Run, state: TrainState, *, num_samples: int, seed: int = 0) -> t
         tokenizer=run.corpus.tokenizer,
         max_length=run.config.data.seq_len,
         sample=run.config.sample,
+        untrained=untrained_heads(run.config, int(state.step)),
     )
     texts = generate(model, num_samples=num_samples, seed=seed).texts
     return texts if jax.process_index() == 0 else ()

@@ -106,6 +106,21 @@ else:
     SampleConfig = settings_of(BUILT_IN)
 
 
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # The loop of variable-length edits: edit, re-noise, forward, write every token that was not
+    # given. Re-noise is a schedule of its own, off unless given: renoise_start=0.1, say.
+    "variable_length": {
+        "edit": True, "edit_scoring": "uncertainty", "edit_token": "space",
+        "edit_schedule": "cosine", "insert_ratio_start": 0.04, "insert_ratio_end": 0.0,
+        "delete_ratio_start": 0.04, "delete_ratio_end": 0.0, "insert_margin": 0.0,
+        "delete_margin": 0.02, "delete_lambda": 0.3, "cooldown_distance": 1, "overflow": "trim",
+        "length_target_mode": "none", "resample": True, "order": "random", "schedule": "all",
+        "fill": "parallel", "remask": "none", "block_length": 0, "cache": "none",
+    },
+}  # fmt: skip
+"""Settings by name that go with every model: keywords of `dlm_jax.generate`, ``--preset NAME``."""
+
+
 def resolve(*layers: Mapping[str, Any] | None, table: RuleTable = BUILT_IN) -> SampleConfig:
     """Settings from layers of names and values, later ones winning; `None` is an empty layer.
 

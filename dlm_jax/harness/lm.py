@@ -81,10 +81,7 @@ class Evaluated:
         self.model = load(checkpoint, dtype=dtype) if model is None else model
         self._batch_size = ROWS if str(batch_size).startswith("auto") else int(batch_size)
         self._seed, self._is_chat = int(seed), False
-        if preset is not None and preset not in self.model.presets:
-            known = ", ".join(self.model.presets) or "none"
-            raise ValueError(f"preset={preset!r} is unknown; this model has {known}")
-        self._settings = dict(self.model.presets[preset] if preset else {}) | settings
+        self._settings = (self.model.preset(preset) if preset else {}) | settings
         settings_of_call(self.model, self._settings)
         self._likelihoods = Likelihoods(
             self.model, num_draws=int(draws), batch_size=self._batch_size, seed=self._seed

@@ -15,6 +15,7 @@ import dlm_jax.config as configs
 from dlm_jax import checkpoint
 from dlm_jax.checkpoint.shipped import located
 from dlm_jax.config import Config, MeshConfig, ObjectiveConfig, SampleConfig
+from dlm_jax.config.sample import PRESETS
 from dlm_jax.data import Tokenizer, check_fits, from_json
 from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
 from dlm_jax.distributed.rows import split_rows
@@ -47,9 +48,11 @@ class Model:
       is_causal: whether it is autoregressive: its likelihoods are then exact.
       config: what it was trained with; None for a network of your own.
       more_eos_ids: ids that end a generation beside that of the tokenizer.
-      presets: settings by name, such as the loops of a published model's own programs.
+      presets: settings by name, such as the loops of a published model's own programs; `PRESETS`
+        goes with every model.
       chat: the chat template of an instruction-tuned model; None: it has none.
       family: the kind of published model that it is; empty for any other.
+      untrained: heads of the network that no step has trained yet, of ``sampler`` and ``critic``.
       corpus_sha256: of the text that it was trained on (`dlm_jax.data.Corpus`); empty if unknown.
     """
 
@@ -64,10 +67,22 @@ class Model:
     presets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     chat: ChatTemplate | None = None
     family: str = ""
+    untrained: tuple[str, ...] = ()
     corpus_sha256: str = ""
 
     def __post_init__(self) -> None:
         check_settings()
+
+    def preset(self, name: str) -> dict[str, Any]:
+        """The settings of a loop that comes with this model, or with every model.
+
+        Raises:
+          ValueError: there is none of that name.
+        """
+        known = {**PRESETS, **self.presets}
+        if name not in known:
+            raise ValueError(f"preset={name!r} is unknown; this model has {', '.join(known)}")
+        return dict(known[name])
 
     def advance(self, *, draw: str = "inverse_cdf", is_guided: bool = False) -> Advance:
         """The compiled denoising loop of this model's network, made once for each program."""
@@ -81,6 +96,17 @@ class Model:
         """
         program = self.program(draw, is_guided)
         return make_host_loop(program, compiler_options=_compiler_options())
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """The heads beside the LM head: of ``sampler`` and ``critic``, trained or not."""
+        has = {"sampler": self.network.sampler_readout, "critic": self.network.critic}
+        return tuple(name for name, head in has.items() if head is not None)
+
+    @property
+    def fills_in_waves(self) -> bool:
+        """Whether ``fill="auto"`` is the wavefront: it has a sampler head, which is trained."""
+        return "sampler" in self.heads and "sampler" not in self.untrained
 
     @property
     def noise(self) -> Schedule:
@@ -197,8 +223,18 @@ def load(
         sample=config.sample,
         is_causal=config.model.attention_type == "causal",
         config=config,
+        untrained=untrained_heads(config, meta.get("step")),
         corpus_sha256=str((meta.get("corpus") or {}).get("sha256", "")),
     )
+
+
+def untrained_heads(config: Config, step: int | None) -> tuple[str, ...]:
+    """The heads whose training begins after that step; none where the step is not known."""
+    begins = {
+        "sampler": config.heads.start_sampler_iteration,
+        "critic": config.heads.start_critic_iteration,
+    }
+    return () if step is None else tuple(name for name, at in begins.items() if step <= at)
 
 
 def _published(path: str | os.PathLike[str], mesh: Mesh | None, dtype: str | None) -> Model:

@@ -17,7 +17,7 @@ from dlm_jax.inference.checks import check_canvas, check_draft, check_settings
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.own_rules import OwnRules, of_row, own_rules
 from dlm_jax.sampling.row import RowParams
-from dlm_jax.sampling.rules import ModelFacts, Rules, RuleTable
+from dlm_jax.sampling.rules import AUTO, ModelFacts, Rules, RuleTable
 from dlm_jax.sampling.transforms import LogitTransform
 from dlm_jax.settings import on_device
 
@@ -229,15 +229,19 @@ def _key(own: Mapping[str, Any], host: Mapping[str, Any]) -> Any:
     return tuple(sorted((name, repr(value)) for name, value in own.items()))
 
 
-def settings_of_call(model: Model, settings: Mapping[str, Any]) -> SampleConfig:
+def settings_of_call(
+    model: Model, settings: Mapping[str, Any], *, needs_host: bool = False
+) -> SampleConfig:
     """The settings of a call as they hold for its first row.
+
+    `needs_host` is whether its rows have a host sampler or read-back.
 
     Raises:
       ValueError: a setting is unknown or out of range.
     """
     asked = {name: value for name, value in settings.items() if name not in _NOT_RULES}
     rules = own_rules(asked, num_rows=1)
-    return _settings(model, rules, of_row(rules, 0), needs_host=False)
+    return _settings(model, rules, of_row(rules, 0), needs_host=needs_host)
 
 
 def _settings(
@@ -246,6 +250,8 @@ def _settings(
     """The settings of a row, resolved and checked against the model."""
     recommended = {name: getattr(model.sample, name) for name in model.sample.table.settings}
     recommended["chain"] += tuple(n for n in rules.transforms if n not in recommended["chain"])
+    if settings.get("fill", recommended["fill"]) == AUTO:
+        settings = settings | _auto_fill(model, recommended, settings, needs_host=needs_host)
     sample = resolve(recommended, settings, table=rules.table)
     if needs_host and not rules.table.fill[sample.fill].allows_host:
         if "fill" in settings:
@@ -253,11 +259,7 @@ def _settings(
                 f"fill={sample.fill!r} draws tokens in waves, where no host sampler or read-back "
                 "can look; use fill='parallel'"
             )
-        warnings.warn(
-            f"fill='parallel' replaces the recommended {sample.fill!r}, which draws tokens where "
-            "no host sampler or read-back can look",
-            stacklevel=5,
-        )
+        _warn_of_parallel(f"recommended {sample.fill!r}")
         sample = replace(sample, fill="parallel")
     if needs_host and getattr(sample, "confidence_of", "clean") != "clean":
         raise ValueError(
@@ -270,6 +272,32 @@ def _settings(
         sample = replace(sample, block_length=model.network.block_length)
     check_settings(model, sample)
     return sample
+
+
+def _auto_fill(
+    model: Model, recommended: Mapping[str, Any], given: Mapping[str, Any], *, needs_host: bool
+) -> dict[str, Any]:
+    """The fill of a model without a recommended one, and the order that goes with it.
+
+    Among orders that commit at random, the one that fills every hole first wrote the best texts at
+    every budget (docs/sampler_head.md, "Beside rules that need no training").
+    """
+    if not model.fills_in_waves:
+        return {"fill": "parallel"}
+    if needs_host:
+        _warn_of_parallel("'wavefront' of its sampler head")
+        return {"fill": "parallel"}
+    if "order" not in given and recommended["order"] == "random":
+        return {"fill": "wavefront", "order": "random_filled"}
+    return {"fill": "wavefront"}
+
+
+def _warn_of_parallel(replaced: str) -> None:
+    warnings.warn(
+        f"fill='parallel' replaces the {replaced}, which draws tokens where no host sampler or "
+        "read-back can look",
+        stacklevel=6,
+    )
 
 
 def _integer(name: str, value: Any) -> int:

@@ -58,6 +58,8 @@ class Rules(NamedTuple):
         return on_B if self.remask is None else on_B | self.remask.goes_on()
 
 
+AUTO = "auto"
+"""The fill that follows from the model's heads."""
 IGNORE_EOS = Setting("ignore_eos", False, "bans every id that ends a generation")
 EDIT = Setting("edit", False, "insert and delete tokens between the steps; lengths change")
 DRAW = Setting(
@@ -85,15 +87,18 @@ class RuleTable:
         """The settings that choose rules by name."""
         return (
             _choice("order", "random", self.commit,
-                "which holes a step commits. A quota: low_confidence (the surest), entropy, "
-                "margin, random, left_to_right, random_filled (random, out of candidates for all "
-                "holes). As many as are sure enough: threshold, factor, "
-                "entropy_bound; joint_threshold, which rewrites what it wrote, too. As the noise "
-                "process does: ancestral"),
-            _choice("fill", "parallel", self.fill,
+                "which holes a step commits. A quota: low_confidence (the surest; LLaDA's default, "
+                "which collapses to spaces and repetition when a small model begins on an empty "
+                "canvas: docs/design.md), entropy, margin, random, left_to_right, random_filled "
+                "(random, out of candidates for all holes). As many as are sure enough: threshold, "
+                "factor, entropy_bound; joint_threshold, which rewrites what it wrote, too. As the "
+                "noise process does: ancestral"),
+            _choice("fill", AUTO, (AUTO, *self.fill),
                 "how a step's candidates are drawn: each blind to the others (parallel), in waves "
                 "by the sampler head, which sees its neighbours (wavefront), or as a draft that a "
-                "block-causal model verifies token by token (speculative)"),
+                "block-causal model verifies token by token (speculative); auto is wavefront for "
+                "a model with a trained sampler head, with order=random_filled unless an order is "
+                "given, and parallel for any other"),
             _choice("remask", "none", ("none", *self.remask),
                 "what becomes a hole again after a step: none; scheduled (a share of the tokens "
                 "most likely wrong), scheduled_threshold (all above a wrongness); remdm_cap, "
@@ -139,6 +144,10 @@ class RuleTable:
                 )
         return found
 
+    def fills(self, row: Any) -> type[FillRule]:
+        """The fill of a row with these settings; `AUTO` is the parallel one of the table."""
+        return self.fill["parallel" if row.fill == AUTO else row.fill]
+
     def remasks(self, row: Any) -> type[RemaskRule] | None:
         """The remask rule that a row with these settings names, if any."""
         return None if row.remask == "none" else self.remask[row.remask]
@@ -162,7 +171,7 @@ class RuleTable:
 
     def of(self, row: Any) -> tuple[type[Rule], ...]:
         """The rules that a row with these settings names, but for the transforms of its chain."""
-        found = (self.commit[row.order], self.fill[row.fill], self.remasks(row), self.edits(row),
+        found = (self.commit[row.order], self.fills(row), self.remasks(row), self.edits(row),
                  self.renoises(row), self.caches(row), self.structures(row))  # fmt: skip
         return tuple(cls for cls in found if cls is not None)
 
@@ -191,7 +200,7 @@ class RuleTable:
         return Rules(
             self.chain_columns(rows, facts),
             self.commit[first.order].columns(rows, facts),
-            self.fill[first.fill].columns(rows, facts),
+            self.fills(first).columns(rows, facts),
             *(None if cls is None else cls.columns(rows, facts) for cls in optional),
         )
 

@@ -273,14 +273,16 @@ class _Loop:
         """Whether this evaluation is the best so far; the model is then kept."""
         # One save at a time: several processes must not meet in two of them at once.
         self._run.checkpoints.wait()
-        meta = self._run.meta() | {"bound": self.bound}
+        meta = self._run.meta() | {"step": self.step, "bound": self.bound}
         return self._best.offer(self.step, figure, self.state.best_params, meta)
 
     def checkpoint(self) -> None:
         """Saves the state, unless a step since the last look was not finite."""
         with self._off_the_clock():
             self._best.wait()
-            meta = self._run.meta() | {"bound": self.bound, "unlogged": list(self._unlogged)}
+            meta = self._run.meta() | {
+                "step": self.step, "bound": self.bound, "unlogged": list(self._unlogged)
+            }  # fmt: skip
             self._run.checkpoints.save(self.step, self.state, meta)
 
     def _batch(self, local: dict[str, np.ndarray]) -> Batch:

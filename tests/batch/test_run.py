@@ -259,7 +259,7 @@ def test_what_was_counted_is_told_where_it_is_not_nothing(tmp_path):
              "insert_ratio_start": 0.5, "delete_ratio_start": 0.0, "delete_ratio_end": 0.0,
              "steps": 4}  # fmt: skip
     requests = [
-        {"prompt": "A ", "gen_length": 5, "steps": 5},
+        {"prompt": "A ", "gen_length": 5, "steps": 5, "fill": "parallel"},
         {"gen_length": 8, "fill": "wavefront", "order": "random", "schedule": "all", "steps": 1},
         {"prompt": "A ", "draft": "cat sat", "max_length": 30} | edits,
         {"prompt": "A ", "draft": "cat sat", "max_length": 10} | edits,

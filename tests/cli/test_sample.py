@@ -245,8 +245,8 @@ def test_a_template_is_filled_watched_and_kept_on_a_page(run_dir, capsys, tmp_pa
 
 
 def test_a_draft_is_edited_and_its_page_plays_the_edits(run_dir, capsys, tmp_path):
-    flags = ["--prompt", "The ", "--draft", "cat sat", "--edit", "--resample",
-             "--schedule", "all", "--insert-ratio-start", "0.4", "--ignore-eos",
+    flags = ["--prompt", "The ", "--draft", "cat sat", "--preset", "variable_length",
+             "--insert-ratio-start", "0.4", "--ignore-eos",
              "--chain", "temperature", "--num-samples", "2"]  # fmt: skip
     assert _run(run_dir, *flags) == 0
     plain, err = capsys.readouterr()

@@ -13,6 +13,7 @@ import dlm_jax
 from dlm_jax.config import SampleConfig
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.inference.model import Model
+from dlm_jax.inference.request import settings_of_call
 from dlm_jax.types import Network, Status
 from dlm_jax.viewing.frames import Kind, changes
 from dlm_jax.viewing.rows import frame_of
@@ -200,6 +201,8 @@ def test_a_share_outside_of_0_to_1_is_refused(name, value):
         ({"insert_ratio": 0.1}, "did you mean 'insert_ratio_"),
         ({"schedule": "linear"}, "resample has no use for a quota of order='random'; use"),
         ({"resample": False}, "edit inserts spaces that nothing rewrites; use edit_token='mask'"),
+        ({"resample": False}, "--preset variable_length, in Python Model.preset("),
+        ({"schedule": "linear"}, "or --preset variable_length"),
         ({"resample": False, "edit_token": "mask", "renoise_end": 0.1}, "use renoise='mask'"),
         ({"prompt": "The cat", "max_length": 6}, "leaves no room on the canvas of 6"),
         ({"prompt": "The ", "draft": "cat", "max_length": 6}, "prompt and draft of 7 tokens"),
@@ -266,6 +269,81 @@ def test_edits_without_a_space_put_holes_and_re_noise_writes_only_what_stands_fo
     assert all(row.counters.insertions > 0 for row in canvases.values())
     assert not any((row.tokens == tokenizer.mask_id).any() for row in canvases.values())
     assert seen - {tokenizer.mask_id} == text
+
+
+# The loop of the document on variable-length edits
+
+DOCUMENT = {
+    "edit_schedule": "cosine", "insert_ratio_start": 0.04, "insert_ratio_end": 0.0,
+    "delete_ratio_start": 0.04, "delete_ratio_end": 0.0, "delete_margin": 0.02,
+    "delete_lambda": 0.3, "length_target_mode": "none", "cooldown_distance": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["shakespeare", "proofreader"])
+def test_the_preset_is_the_documents_loop_whatever_the_model_recommends(name):
+    model = dlm_jax.load(name)
+    preset = model.preset("variable_length")
+    settled = vars(settings_of_call(model, preset))
+    assert preset.items() <= settled.items() and preset.items() >= DOCUMENT.items()
+    assert settled["resample"] and settled["schedule"] == "all" and settled["remask"] == "none"
+    # Only how long it runs, and what is drawn, is left to the model and to the call.
+    free = {
+        "steps",
+        "ignore_eos",
+        "temperature",
+        "temperature_end",
+        "chain",
+        "min_p",
+        "top_p",
+        "top_k",
+    }
+    neutral = SampleConfig(**preset)
+    differing = {key for key, value in settled.items() if value != getattr(neutral, key)}
+    own_slots = ("edit_gain", "edit_lead", "edit_token_gain", "edit_hidden", "edit_trials",
+                 "edit_replace", "threshold", "sampler_")  # fmt: skip
+    assert not {key for key in differing - free if not key.startswith(own_slots)}
+
+
+ROCK, FOX = (f"the quick brown {word} jumps over the lazy dog" for word in ("rock", "fox"))
+LINE = CharacterTokenizer.of(f"{ROCK}{FOX}.")
+
+
+def _knowing() -> Network:
+    """Finds at each position the token that its one parameter, a text, has there."""
+    size = LINE.vocab_size
+
+    def trunk(params, tokens_BL, length_B, cache):
+        hidden_LD = jax.nn.one_hot(params["text"], size)[: tokens_BL.shape[1]]
+        return jnp.broadcast_to(hidden_LD, (*tokens_BL.shape, size)), cache
+
+    return Network(
+        init=lambda key: {},
+        trunk=trunk,
+        embed=lambda params, ids: jax.nn.one_hot(ids, size),
+        readout=lambda params, hidden_ND: 12.0 * hidden_ND,
+        vocab_size=size,
+    )
+
+
+KNOWING = _knowing()
+
+
+@pytest.mark.parametrize(
+    ("draft", "wanted", "one"), [(ROCK, FOX, "deletions"), (FOX, ROCK, "insertions")]
+)
+def test_rock_becomes_fox_by_one_deletion_and_back_by_one_insertion(draft, wanted, one):
+    ids = np.pad(LINE.encode(wanted), (0, 64 - len(wanted)), constant_values=LINE.encode(".")[0])
+    sample = SampleConfig(steps=2, temperature=0.0, chain=("temperature",))
+    model = Model(KNOWING, {"text": jnp.asarray(ids)}, LINE, max_length=64, sample=sample)
+    prompt = {"prompt": draft[:16], "draft": draft[16:], "max_length": 50}
+    other = "insert" if one == "deletions" else "delete"
+    settings = model.preset("variable_length") | {f"{other}_ratio_start": 0.0}
+    made = dlm_jax.generate(model, [prompt], **settings)
+    assert made.texts == (wanted,)
+    counted = made.counters
+    assert (counted.deletions[0], counted.insertions[0]) == (len(draft) > len(wanted),
+                                                             len(draft) < len(wanted))  # fmt: skip
 
 
 # What is read back of rows whose tokens move or are overwritten between the steps

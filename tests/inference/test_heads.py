@@ -10,10 +10,11 @@ import toy
 import toy_model
 
 import dlm_jax
-from dlm_jax.config import SampleConfig
+import dlm_jax.config as configs
+from dlm_jax.config import Config, SampleConfig
 from dlm_jax.inference.engine import Engine
-from dlm_jax.inference.model import Model
-from dlm_jax.inference.request import make_requests
+from dlm_jax.inference.model import Model, untrained_heads
+from dlm_jax.inference.request import make_requests, settings_of_call
 from dlm_jax.model.transformer import build
 from dlm_jax.types import Network
 
@@ -42,6 +43,41 @@ def test_a_wavefront_is_a_setting_of_a_prompt_and_tells_its_waves():
         assert len(list(engine)) == 4
         work = engine.report().work
     assert (work.forwards, work.waves, work.bootstrapped, work.filled) == (4, 56, 0, 112)
+
+
+def test_a_model_with_a_trained_sampler_head_is_filled_in_waves_unless_told_otherwise():
+    def settled(model, **settings):
+        sample = settings_of_call(model, settings)
+        return sample.fill, sample.order
+
+    assert settled(MODEL) == ("wavefront", "random_filled")
+    assert settled(MODEL, order="random") == ("wavefront", "random")
+    assert settled(MODEL, order="threshold") == ("wavefront", "threshold")
+    assert settled(MODEL, fill="parallel") == ("parallel", "random")
+    assert settled(MODEL, fill="wavefront") == ("wavefront", "random")
+    untrained = dataclasses.replace(MODEL, untrained=("sampler",))
+    assert settled(untrained) == settled(toy_model.MODEL) == ("parallel", "random")
+    surest = dataclasses.replace(MODEL, sample=dataclasses.replace(SAMPLE, order="margin"))
+    assert settled(surest) == ("wavefront", "margin")
+    blind = dataclasses.replace(MODEL, sample=dataclasses.replace(SAMPLE, fill="parallel"))
+    assert settled(blind) == settled(blind, fill="parallel") == ("parallel", "random")
+    asked = {"schedule": "all", "steps": 1, "order": "random"}
+    made = dlm_jax.generate(MODEL, [{"prompt": "The ", "seed": 3}], **asked)
+    named = dlm_jax.generate(MODEL, [{"prompt": "The ", "seed": 3, "fill": "wavefront"}], **asked)
+    assert made.texts == named.texts and made.counters.waves.tolist() == [28]
+
+
+def test_where_a_host_looks_the_fill_of_a_sampler_head_gives_way_with_a_warning():
+    with pytest.warns(UserWarning, match="^fill='parallel' replaces the 'wavefront' of its samp"):
+        sample = settings_of_call(MODEL, {}, needs_host=True)
+    assert (sample.fill, sample.order) == ("parallel", "random")
+
+
+def test_a_head_is_untrained_up_to_the_step_at_which_its_training_begins():
+    heads = {"heads.start_sampler_iteration": "3", "heads.start_critic_iteration": "5"}
+    config = configs.override(Config(), heads)
+    found = [untrained_heads(config, step) for step in (0, 3, 4, 5, 6, None)]
+    assert found == [("sampler", "critic")] * 2 + [("critic",)] * 2 + [(), ()]
 
 
 @pytest.mark.slow

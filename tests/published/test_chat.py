@@ -71,7 +71,10 @@ def test_a_program_refuses_what_the_model_lacks(directory, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         sample.main([*flags, "--preset", "slow"])
     assert stopped.value.code == 2
-    assert "--preset slow is unknown; this model has llada, fast" in capsys.readouterr().err
+    assert (
+        "--preset='slow' is unknown; this model has variable_length, llada, fast"
+        in capsys.readouterr().err
+    )
     plain = cases.write(tmp_path / "plain", "llada")
     (plain / "tokenizer_config.json").unlink()
     with pytest.raises(SystemExit) as stopped:

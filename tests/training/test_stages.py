@@ -15,6 +15,7 @@ import stage_cases as cases
 import tiny_run
 import toy
 
+from dlm_jax.checkpoint import load_meta
 from dlm_jax.config import HeadsConfig, OptimConfig
 from dlm_jax.diffusion.mixture import MixedExample
 from dlm_jax.distributed.sharding import path_name, shardings
@@ -293,6 +294,8 @@ def test_a_run_compiles_the_step_of_a_stage_exactly_where_it_begins(tmp_path, mo
     main, sampler, critic = ("main", "main + sampler_head", "main + sampler_head + critic_head")
     assert compiled == [main, sampler, critic]
     assert [str(taken[step]) for step in range(8)] == [main] * 2 + [sampler] * 3 + [critic] * 3
+    meta = load_meta(tmp_path)
+    assert meta["step"] == 8 and meta["config"]["sample"]["fill"] == "auto"
 
 
 def test_what_an_optimizer_keeps_of_a_head_lies_where_the_head_does():

@@ -176,9 +176,10 @@ class QuotaRule(CommitRule):
     def check(cls, row: Any) -> None:
         """Refuses a quota of tokens that are all open at every step."""
         if row.resample and row.schedule != "all":
+            loop = ", or --preset variable_length" if row.edit else ""
             raise ValueError(
                 f"resample has no use for a quota of order={row.order!r}; use schedule='all', or "
-                "order='threshold'"
+                f"order='threshold'{loop}"
             )
 
 

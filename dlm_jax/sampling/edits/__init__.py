@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from dlm_jax.sampling.edits.likelihood import Likelihood
-from dlm_jax.sampling.edits.moves import Cells, Edits, PositionMap
+from dlm_jax.sampling.edits.moves import Cells, Edits, PositionMap, delete_at, insert_at_gap
 from dlm_jax.sampling.edits.protocol import EditContext, EditRule, Tried
 from dlm_jax.sampling.edits.rules import Lead, Uncertainty
 from dlm_jax.sampling.edits.scores import Snapshot
@@ -25,4 +25,6 @@ __all__ = [
     "Snapshot",
     "Tried",
     "Uncertainty",
+    "delete_at",
+    "insert_at_gap",
 ]

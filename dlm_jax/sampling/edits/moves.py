@@ -1,8 +1,8 @@
 """One map from old positions to new ones, for all insertions and deletions of a step at once.
 
 The edits of a step become the old position of each new one, and every array with a value per
-position moves through that map. It is what the shift primitives make of the array of indices, one
-edit at a time.
+position moves through that map. It is what the shift primitives, `insert_at_gap` and `delete_at`,
+make of the array of indices, one edit at a time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,40 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.types import live_positions
+
+
+def insert_at_gap(
+    x_BL: jax.Array, gap_B: jax.Array, end_B: jax.Array, fill: jax.Array | float
+) -> jax.Array:
+    """`x_BL` with `fill` put into a gap of each row, and what stands behind it moved right by one.
+
+    The gap g between positions g and g + 1 is meant by ``g + 1``, where `fill` then stands. What
+    stood at ``end - 1`` is lost. A row whose gap is not below its end stays as it is.
+
+    Args:
+      x_BL: any array with a value per position.
+      gap_B: int32, ``g + 1``; 0 puts `fill` in front of the row.
+      end_B: int32, from where on nothing moves: the row's length and one to let it grow.
+      fill: one value for all rows, or ``[B, 1]``.
+    """
+    place_1L = jnp.arange(x_BL.shape[1])[None]
+    is_moved_BL = (place_1L >= gap_B[:, None]) & (place_1L < end_B[:, None])
+    shifted_BL = jnp.where(place_1L == gap_B[:, None], fill, jnp.roll(x_BL, 1, axis=1))
+    return jnp.where(is_moved_BL, shifted_BL, x_BL)
+
+
+def delete_at(
+    x_BL: jax.Array, position_B: jax.Array, end_B: jax.Array, fill: jax.Array | float
+) -> jax.Array:
+    """`x_BL` without a position of each row: what stands behind it moves left by one.
+
+    `fill` then stands at ``end - 1``. A row whose position is not below its end stays as it is.
+    The arguments are those of `insert_at_gap`.
+    """
+    place_1L = jnp.arange(x_BL.shape[1])[None]
+    is_moved_BL = (place_1L >= position_B[:, None]) & (place_1L < end_B[:, None])
+    shifted_BL = jnp.where(place_1L == end_B[:, None] - 1, fill, jnp.roll(x_BL, -1, axis=1))
+    return jnp.where(is_moved_BL, shifted_BL, x_BL)
 
 
 class Cells(NamedTuple):

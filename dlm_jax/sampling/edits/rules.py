@@ -148,7 +148,9 @@ class Uncertainty(EditRule):
         inserts, deletes = cls.inserts(row), cls.deletes(row)
         if inserts and row.edit_token == "space" and not (row.resample or row.remasks):
             raise ValueError(
-                "edit inserts spaces that nothing rewrites; use edit_token='mask', or resample=True"
+                "edit inserts spaces that nothing rewrites; use edit_token='mask', or the settings "
+                "that rewrite every token at every step: --preset variable_length, in Python "
+                "Model.preset('variable_length')"
             )
         for name, does in (("insert", inserts), ("delete", deletes)):
             margin = getattr(row, f"{name}_margin")

@@ -12,6 +12,8 @@ from oracles import edits as oracle
 from dlm_jax.sampling.edits.moves import (
     Cells,
     Edits,
+    delete_at,
+    insert_at_gap,
     moved,
     moved_boundary,
     position_map_of,
@@ -37,32 +39,6 @@ def _mapped(edits, cells, capacity_B, boundary_B):
     )
 
 
-def _right_shift(
-    x_BL: jax.Array, start_B: jax.Array, end_B: jax.Array, fill: jax.Array | int
-) -> jax.Array:
-    """`x_BL` with ``[start, end)`` of each row moved right by one, `fill` at its start.
-
-    What was at ``end - 1`` is lost; an empty range stays as it is.
-    """
-    place_1L = jnp.arange(x_BL.shape[1])[None]
-    is_in_BL = (place_1L >= start_B[:, None]) & (place_1L < end_B[:, None])
-    shifted_BL = jnp.where(place_1L == start_B[:, None], fill, jnp.roll(x_BL, 1, axis=1))
-    return jnp.where(is_in_BL, shifted_BL, x_BL)
-
-
-def _left_shift(
-    x_BL: jax.Array, start_B: jax.Array, end_B: jax.Array, fill: jax.Array | int
-) -> jax.Array:
-    """`x_BL` with ``[start, end)`` of each row moved left by one, `fill` at its end.
-
-    What was at the start is lost; an empty range stays as it is.
-    """
-    place_1L = jnp.arange(x_BL.shape[1])[None]
-    is_in_BL = (place_1L >= start_B[:, None]) & (place_1L < end_B[:, None])
-    shifted_BL = jnp.where(place_1L == end_B[:, None] - 1, fill, jnp.roll(x_BL, -1, axis=1))
-    return jnp.where(is_in_BL, shifted_BL, x_BL)
-
-
 @jax.jit
 def _shifted(edits, cells, capacity_B):
     """Lengths, sources and frozen positions when each edit shifts the canvas by itself.
@@ -81,11 +57,11 @@ def _shifted(edits, cells, capacity_B):
         place_B = jnp.full(ROWS, LENGTH - 1 - i)
         is_gone_B, is_put_B = (x[:, LENGTH - 1 - i] for x in edits[:2])
         gone_B = jnp.where(is_gone_B, place_B, end_B)
-        source_BL = _left_shift(source_BL, gone_B, end_B, PAD)
-        frozen_BL = _left_shift(frozen_BL, gone_B, end_B, True)
+        source_BL = delete_at(source_BL, gone_B, end_B, PAD)
+        frozen_BL = delete_at(frozen_BL, gone_B, end_B, True)
         put_B = jnp.where(is_put_B, place_B, end_B)
-        source_BL = _right_shift(source_BL, put_B, end_B, NEW)
-        frozen_BL = _right_shift(frozen_BL, put_B, end_B, False)
+        source_BL = insert_at_gap(source_BL, put_B, end_B, NEW)
+        frozen_BL = insert_at_gap(frozen_BL, put_B, end_B, False)
         return source_BL, frozen_BL, length_B - is_gone_B + is_put_B
 
     def trim(i, carry):
@@ -94,8 +70,8 @@ def _shifted(edits, cells, capacity_B):
         last_B = shape[1] - 1 - jnp.argmax(is_loose_BL[:, ::-1], axis=1)
         is_over_B = (length_B > capacity_B) & is_loose_BL.any(axis=1)
         last_B = jnp.where(is_over_B, last_B, end_B)
-        source_BL = _left_shift(source_BL, last_B, end_B, PAD)
-        return source_BL, _left_shift(frozen_BL, last_B, end_B, True), length_B - is_over_B
+        source_BL = delete_at(source_BL, last_B, end_B, PAD)
+        return source_BL, delete_at(frozen_BL, last_B, end_B, True), length_B - is_over_B
 
     edits = (edits.delete_BL, edits.insert_gap_BL)
     carry = (source_BL, frozen_BL, cells.length_B)
@@ -155,9 +131,9 @@ def test_the_map_is_what_one_edit_at_a_time_makes(drawn):
 def test_the_primitives_move_one_stretch_by_one():
     x_BL = jnp.tile(jnp.arange(5), (4, 1))
     start_B, end_B = jnp.array([1, 0, 3, 4]), jnp.array([4, 5, 3, 5])
-    assert _right_shift(x_BL, start_B, end_B, 9).tolist() == [
+    assert insert_at_gap(x_BL, start_B, end_B, 9).tolist() == [
         [0, 9, 1, 2, 4], [9, 0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 2, 3, 9]
     ]  # fmt: skip
-    assert _left_shift(x_BL, start_B, end_B, 9).tolist() == [
+    assert delete_at(x_BL, start_B, end_B, 9).tolist() == [
         [0, 2, 3, 9, 4], [1, 2, 3, 4, 9], [0, 1, 2, 3, 4], [0, 1, 2, 3, 9]
     ]  # fmt: skip
