@@ -43,9 +43,9 @@ TUNING_SEED, SEED = 1_000_000_000, 0
 ROWS = 25_000
 """Texts of one call."""
 
-WAVES = {"fill": "wavefront"}
+WAVES, PARALLEL = {"fill": "wavefront"}, {"fill": "parallel"}
 ARMS: dict[str, tuple[dict[str, Any], markov.Fill]] = {
-    "parallel": ({}, markov.Fill(is_parallel=True)),
+    "parallel": (PARALLEL, markov.Fill(is_parallel=True)),
     "waves": (WAVES, markov.Fill()),
     "waves, even then odd": (WAVES | {"sampler_even_odd": True}, markov.Fill(is_alternating=True)),
     "waves, one-sided": (WAVES | {"sampler_one_sided": True}, markov.Fill(is_one_sided=True)),
@@ -64,7 +64,7 @@ ARMS: dict[str, tuple[dict[str, Any], markov.Fill]] = {
 TUNED: dict[str, tuple[dict[str, Any], str, tuple[float, ...]]] = {
     f"{order}, {how}": ({"order": order} | fill, order, values)
     for how, fill in {
-        "parallel": {}, "one-sided waves": WAVES | {"sampler_one_sided": True}
+        "parallel": PARALLEL, "one-sided waves": WAVES | {"sampler_one_sided": True}
     }.items()
     for order, values in {
         "entropy_bound": (0.0, 0.3, 0.6, 0.8, 0.9, 1.0, 1.2, 1.5, 1.7, 2.0, 2.5, 3.0, 4.0, 9.0),
@@ -169,7 +169,7 @@ def measured(number: int) -> Iterator[dict[str, Any]]:
             yield line(arm, "", budget, texts, law)
     for steps in (16, 64, 256):
         law = markov.text_law(markov.Fill(is_parallel=True), markov.ancestral(steps))
-        texts = write({"steps": steps, "order": "ancestral"}, number, SEED)
+        texts = write({"steps": steps, "order": "ancestral"} | PARALLEL, number, SEED)
         yield line("ancestral", f"steps={steps}", "", texts, law)
     for arm, (settings, name, values) in TUNED.items():
         given = {"steps": markov.LENGTH, "confidence": "max"} | settings

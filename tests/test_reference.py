@@ -1,0 +1,84 @@
+"""docs/reference.md: every name that it gives to a reader of other documents exists."""
+
+import argparse
+import dataclasses
+import functools
+import importlib
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import dlm_jax
+from dlm_jax.cli import sample, serve
+from dlm_jax.config import Config, SampleConfig
+from dlm_jax.config.sample import PRESETS
+from dlm_jax.inference import prompts, request
+from dlm_jax.sampling.rules import BUILT_IN
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+ROWS = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startswith("| ")]
+HERE = sorted({name for row in ROWS for name in re.findall(r"`([^`]+)`", row[-1])})
+
+
+@functools.cache
+def _flags() -> set[str]:
+    parsers: list[argparse.ArgumentParser] = [
+        sample.make_parser(SampleConfig), serve.make_parser()
+    ]  # fmt: skip
+    return {flag for parser in parsers for flag in parser._option_string_actions}
+
+
+def _is_reached(path: str) -> bool:
+    """Whether a dotted path leads to something, members declared without a value too."""
+    parts = path.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[cut:]:
+            if not hasattr(found, name):
+                return name in getattr(found, "__annotations__", {})
+            found = getattr(found, name)
+        return True
+    return False
+
+
+def _exists(name: str) -> bool:
+    setting, is_valued, value = name.partition(" = ")
+    if is_valued:
+        BUILT_IN.settings[setting].checked(tomllib.loads(f"x = {value}")["x"])
+        return True
+    if name.startswith("--"):
+        return name in _flags()
+    if "/" in name or name.endswith(".py"):
+        return (ROOT / name).exists()
+    section, _, key = name.partition(".")
+    if section in {field.name for field in dataclasses.fields(Config)}:
+        return key in {field.name for field in dataclasses.fields(getattr(Config(), section))}
+    known = {*BUILT_IN.settings, *PRESETS, *prompts.KEYS, *request._NOT_RULES, *dir(dlm_jax)}
+    return name in known or _is_reached(name)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_name_that_stands_for_one_elsewhere_exists(name):
+    assert _exists(name)
+
+
+def test_a_name_that_does_not_exist_is_found_out():
+    wrong = ("remasking", "--gpu-top-k", "heads.sampler_weight", "dlm_jax.sampling.draw.sample",
+             "tests/none.py", "dlm_jax.Counters.wave")  # fmt: skip
+    assert not any(map(_exists, wrong))
+    with pytest.raises(ValueError, match="order="):
+        _exists('order = "low_confidense"')
+
+
+def test_every_row_says_what_there_is_here():
+    assert len(ROWS) > 120
+    for row in ROWS:
+        assert len(row) == 2 and row[1].strip()
+        if "`" not in row[1]:
+            assert "none" in row[1] or set(row[1].strip()) <= set("- here")
