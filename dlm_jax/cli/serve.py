@@ -109,7 +109,7 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
         args, overrides = parse_flags(make_parser(), argv)
         _check_extra()
         from dlm_jax.serving.app import Options, make_app
-        from dlm_jax.serving.logs import start_logs
+        from dlm_jax.serving.logs import LOGGER, start_logs
         from dlm_jax.serving.plan import Limits
         from dlm_jax.serving.run import Server as Listening
         from dlm_jax.serving.run import listening
@@ -124,7 +124,7 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
             rows=args.max_rows, waiting=args.max_waiting, body=args.max_body,
             seconds=args.max_seconds, steps=args.max_steps,
         )  # fmt: skip
-        print(heads_line(model, settings_of_call(model, defaults)), file=sys.stderr)
+        heads = heads_line(model, settings_of_call(model, defaults))
         options = Options(
             name=args.model_name or _name_of(args.checkpoint or DEFAULT),
             limits=limits, key=key, logs_texts=args.log_texts, warms_up=not args.no_warm_up,
@@ -137,6 +137,7 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
         engine = Engine(model, batch_size=args.slots, sizes=sizes, max_waiting=None)
         app = make_app(model, engine, options, slots=args.slots, steps_per_call=args.steps_per_call)
     start_logs()
+    LOGGER.info(heads)
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     return Listening(app, sock, drain=args.drain, listens=lambda: emit(f"http://{shown}:{port}"))

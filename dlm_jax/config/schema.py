@@ -52,7 +52,9 @@ class ModelConfig(Architecture):
         -1, "causal: id that the model reads before the first token; -1: the tokenizer's MASK"
     )
     compute_dtype: Literal["float32", "bfloat16"] = field(
-        "float32", "dtype of activations; parameters, norms and softmax stay float32"
+        "float32",
+        "dtype of activations; parameters, norms and softmax stay float32. No float16: its range "
+        "needs loss scaling, which is not here",
     )
     remat: Literal["none", "block", "attention", "dots", "offload"] = field(
         "none",

@@ -1,5 +1,6 @@
 """The program that serves: what it refuses before it listens, and how it ends."""
 
+import json
 import os
 import signal
 import socket
@@ -107,4 +108,8 @@ def test_it_tells_its_address_asks_for_the_key_and_ends_on_a_signal(run_dir):
         assert process.wait(60) == 0
         texts = [made["choices"][0]["text"] for made in completions]
         assert texts[0] == texts[1] and [*map(len, texts)] == [3, 3, 5]
-        assert "secret" not in process.stderr.read()
+        logged = process.stderr.read()
+        assert "secret" not in logged
+        assert json.loads(logged.splitlines()[0])["event"] == (
+            "heads: none; fill=parallel, order=random"
+        )

@@ -11,6 +11,7 @@ import toy_model
 
 import dlm_jax
 import dlm_jax.config as configs
+from dlm_jax.cli.shown import heads_line
 from dlm_jax.config import Config, SampleConfig
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model, untrained_heads
@@ -56,6 +57,8 @@ def test_a_model_with_a_trained_sampler_head_is_filled_in_waves_unless_told_othe
     assert settled(MODEL, fill="parallel") == ("parallel", "random")
     assert settled(MODEL, fill="wavefront") == ("wavefront", "random")
     untrained = dataclasses.replace(MODEL, untrained=("sampler",))
+    line = heads_line(untrained, settings_of_call(untrained, {}))
+    assert line == "heads: sampler (not trained yet), critic; fill=parallel, order=random"
     assert settled(untrained) == settled(toy_model.MODEL) == ("parallel", "random")
     surest = dataclasses.replace(MODEL, sample=dataclasses.replace(SAMPLE, order="margin"))
     assert settled(surest) == ("wavefront", "margin")
