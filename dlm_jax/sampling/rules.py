@@ -88,7 +88,7 @@ class RuleTable:
         return (
             _choice("order", "random", self.commit,
                 "which holes a step commits. A quota: low_confidence (the surest; LLaDA's default, "
-                "which collapses to spaces and repetition when a small model begins on an empty "
+                "which collapses to spaces and line ends when a small model begins on an empty "
                 "canvas: docs/design.md), entropy, margin, random, left_to_right, random_filled "
                 "(random, out of candidates for all holes). As many as are sure enough: threshold, "
                 "factor, entropy_bound; joint_threshold, which rewrites what it wrote, too. As the "
