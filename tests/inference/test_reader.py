@@ -57,7 +57,7 @@ def test_other_orders_tell_of_blocks_and_several_at_once_apart():
 
 
 @pytest.mark.parametrize("settings", [{"remask": "scheduled", "schedule": "all"}, {
-    "resample": True, "order": "threshold"}])  # fmt: skip
+    "resample": True, "order": "threshold"}, {"order": "joint_threshold"}])  # fmt: skip
 def test_rows_that_rewrite_tell_of_blocks_they_have_left(settings):
     reader = Reader(MODEL, _request(block_length=4, **settings))
     told = _told(
