@@ -15,18 +15,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dlm_jax.batch.requests import Id
+from dlm_jax.batch.requests import Key
 from dlm_jax.checksums import Damaged, with_crc, without_crc
 
-Rows = dict[Id, bytes]
-"""Lines by the id of their result."""
+Rows = dict[Key, bytes]
+"""Lines by the key of their result."""
 
 
-def result_id(result: Any) -> Id | None:
-    """The id of a result; None if it is no result."""
+def result_key(result: Any) -> Key | None:
+    """What identifies a result, by its ``id`` and its ``sample`` if it has one; None: no result."""
     key = result.get("id") if isinstance(result, Mapping) else None
-    is_id = isinstance(key, str | int) and not isinstance(key, bool)
-    return key if is_id else None
+    if not isinstance(key, str | int) or isinstance(key, bool):
+        return None
+    sample = result.get("sample")
+    return key if sample is None else (key, sample) if type(sample) is int else None
+
+
+def shown(key: Key) -> str:
+    """A key as errors name it."""
+    return f"id={key[0]!r} sample={key[1]}" if isinstance(key, tuple) else f"id={key!r}"
 
 
 def line_of(result: Mapping[str, Any]) -> bytes:
@@ -74,7 +81,7 @@ def owned(file: Path, fingerprint: str) -> bytes:
 
 
 def load(file: Path, fingerprint: str) -> tuple[Rows, int]:
-    """Whole lines by id, the first where an id has two, and the byte where they end.
+    """Whole lines by key, the first where a key has two, and the byte where they end.
 
     Raises:
       ValueError: the file is of another run, or cannot be read, or a whole line is no result.
@@ -84,7 +91,7 @@ def load(file: Path, fingerprint: str) -> tuple[Rows, int]:
     rows: Rows = {}
     for number, line in enumerate(lines, 1):
         try:
-            key = result_id(json.loads(without_crc(line).decode("utf-8")))
+            key = result_key(json.loads(without_crc(line).decode("utf-8")))
         except Damaged as error:
             raise ValueError(
                 f"{file} line {number} is damaged: {error}; remove that line or the file"

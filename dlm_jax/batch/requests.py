@@ -1,7 +1,8 @@
 """A file of requests, one JSON object per line; a bad line becomes an error of its own.
 
 Every line has an id that no other line has, so that results can be told apart whatever the file
-holds. A line without an id is ``line NUMBER``; no other line may take that name.
+holds. A line without an id is ``line NUMBER``; no other line may take that name. A line of several
+samples has a result for each, which is identified by the id and the number of the sample.
 """
 
 from __future__ import annotations
@@ -10,44 +11,71 @@ import json
 import os
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 Id = str | int
+Key = Id | tuple[Id, int]
+"""What identifies a result: the id, and the number of the sample where a line has several."""
 
 _BOM = b"\xef\xbb\xbf"
 _CONTENTS = ("prompt", "template", "tokens")
 _TEXTS = ("prompt", "template", "draft")
-_INTEGERS = ("gen_length", "max_length", "seed", "steps")
-_KEYS = ("id", *_CONTENTS, "draft", *_INTEGERS)
+_INTEGERS = ("gen_length", "max_length", "n", "seed", "steps")
+_KEYS = ("id", *_CONTENTS, "draft", *_INTEGERS, "host_sampler", "read_back")
+_MOST_SAMPLES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Line:
     """One line of a file of requests: either settings or the reason why it cannot be run.
 
-    `settings` is everything but the id, as given, and empty beside an error. The id is the given
-    one also beside an error, unless that error is about the id or the line cannot be read.
+    `settings` is everything but the id and ``n``, as given, and empty beside an error. The id is
+    the given one also beside an error, unless that error is about the id or the line cannot be
+    read. A line with an error has one sample, which is that error.
+
+    Attributes:
+      number: in the file, from 1, blank lines included.
+      num_samples: rows of the line.
+      extra: rows of the lines before that are more than one a line.
     """
 
     number: int
     id: Id
     settings: dict[str, Any]
     error: str | None = None
+    num_samples: int = 1
+    extra: int = 0
+
+    @property
+    def first(self) -> int:
+        """Place of its first row in the file, from 0; blank lines count as rows."""
+        return self.number - 1 + self.extra
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """Of its results, one for each sample."""
+        if self.num_samples == 1:
+            return (self.id,)
+        return tuple((self.id, sample) for sample in range(self.num_samples))
 
 
-def read_requests(path: str | os.PathLike[str], *, known: Collection[str]) -> list[Line]:
+def read_requests(
+    path: str | os.PathLike[str], *, known: Collection[str], num_samples: int = 1
+) -> list[Line]:
     """The lines of a file in their order, blank ones left out; all ids differ.
 
     What a line asks for is in one of ``prompt``, ``template`` (texts) and ``tokens`` (integers), or
-    in none; ``draft`` is a text, ``gen_length``, ``max_length``, ``seed`` and ``steps`` are
-    integers. Values of all other settings are left unchecked.
+    in none; ``draft`` is a text, ``gen_length``, ``max_length``, ``n`` (samples), ``seed`` and
+    ``steps`` are integers. Values of all other settings are left unchecked.
 
     Args:
       path: of a file in UTF-8, with or without a byte order mark.
-      known: names of the settings a request may have besides these.
+      known: names of the settings a request may have besides these, ``host_sampler`` and
+        ``read_back``.
+      num_samples: of a line without ``n``.
 
     Raises:
       ValueError: the file is missing, no file or unreadable. A bad line raises nothing: its error
@@ -56,11 +84,16 @@ def read_requests(path: str | os.PathLike[str], *, known: Collection[str]) -> li
     file = Path(path)
     names = (*_KEYS, *sorted(set(known) - set(_KEYS)))
     first: dict[Id, int] = {}
-    return [
-        _read(raw, number, f"{file.name} line {number}", names, first)
-        for number, raw in enumerate(_content(file).split(b"\n"), 1)
-        if raw.strip()
-    ]
+    lines: list[Line] = []
+    extra = 0
+    for number, raw in enumerate(_content(file).split(b"\n"), 1):
+        if not raw.strip():
+            continue
+        line = _read(raw, number, f"{file.name} line {number}", names, first, num_samples)
+        lines.append(replace(line, extra=extra))
+        # A line that cannot be read counts as the others do, so that mending it moves none.
+        extra += (num_samples if line.error is not None else line.num_samples) - 1
+    return lines
 
 
 def share(lines: Sequence[Line], index: int, count: int) -> list[Line]:
@@ -102,7 +135,12 @@ def _content(file: Path) -> bytes:
 
 
 def _read(
-    raw: bytes, number: int, where: str, names: tuple[str, ...], first: dict[Id, int]
+    raw: bytes,
+    number: int,
+    where: str,
+    names: tuple[str, ...],
+    first: dict[Id, int],
+    num_samples: int,
 ) -> Line:
     """One line; `first` holds the number of each id so far, and gets this one's."""
     own = f"line {number}"
@@ -116,7 +154,7 @@ def _read(
         _check(request, where, names)
     except ValueError as error:
         return Line(number, id_, {}, str(error))
-    return Line(number, id_, request)
+    return Line(number, id_, request, num_samples=request.pop("n", num_samples))
 
 
 def _parse(raw: bytes, where: str) -> dict[str, Any]:
@@ -180,6 +218,8 @@ def _check(request: dict[str, Any], where: str, names: tuple[str, ...]) -> None:
     for name in _INTEGERS:
         if name in request:
             _check_integer(f"{where}: {name}", request[name])
+    if not 1 <= request.get("n", 1) <= _MOST_SAMPLES:
+        raise ValueError(f"{where}: n={request['n']} samples must be 1 to {_MOST_SAMPLES}")
     if "tokens" in request:
         tokens = request["tokens"]
         _check_kind(f"{where}: tokens", tokens, list, "a list", "write [1, 2, 3], say")

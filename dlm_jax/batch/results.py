@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_jax.batch import files
-from dlm_jax.batch.requests import Id, check_process, require
+from dlm_jax.batch.requests import Key, check_process, require
 
 
 def fingerprint(
@@ -39,8 +39,8 @@ def fingerprint(
 class Results:
     """The results of one process: those found on disk, and those it writes.
 
-    `done` holds the ids that need not be run again. A result survives the death of the process once
-    `write` has returned, and that of the machine once `close` has.
+    `done` holds the keys that need not be run again. A result survives the death of the process
+    once `write` has returned, and that of the machine once `close` has.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Results:
         self.path = Path(os.path.realpath(path))
         is_special = os.path.exists(path) and not os.path.isfile(path)
         require(not is_special, f"{path} is not a file; choose another --output")
-        self.done: set[Id] = set()
+        self.done: set[Key] = set()
         self._fingerprint, self._count = fingerprint, count
         self._file = self._part(index) if count > 1 else self.path
         self._writer: io.FileIO | None = None
@@ -86,19 +86,23 @@ class Results:
         self.close()
 
     def write(self, result: Mapping[str, Any]) -> None:
-        """Appends one result and adds its id to `done`; on any error nothing of it stays.
+        """Appends one result and adds its key to `done`; on any error nothing of it stays.
 
         Args:
-          result: what JSON can hold, with an ``id`` that is not done.
+          result: what JSON can hold, with an ``id``, and a ``sample`` if the id has several; not
+            done yet.
 
         Raises:
           ValueError: no such id, or the results are closed.
           OSError: the disk is full, say.
         """
-        key = files.result_id(result)
+        key = files.result_key(result)
         if key is None:
             raise ValueError(f"result {str(result)[:60]} has no id; give a text or an integer")
-        require(key not in self.done, f"the result of id={key!r} is there already; write it once")
+        require(
+            key not in self.done,
+            f"the result of {files.shown(key)} is there already; write it once",
+        )
         require(not self._is_closed, f"{self._file} is closed; open the results again")
         line = files.line_of(result)
         try:
@@ -107,18 +111,18 @@ class Results:
             raise OSError(error.errno, error.strerror, str(self._file)) from None
         self.done.add(key)
 
-    def finish(self, order: Sequence[Id]) -> bool:
+    def finish(self, order: Sequence[Key]) -> bool:
         """Whether `path` now holds all results in this order; False while some are missing.
 
         Call it when this process has written all of its share; whichever process is last merges. It
         closes the results when they are complete.
 
         Args:
-          order: ids of all requests, of every process.
+          order: keys of all results, of every process.
 
         Raises:
-          ValueError: a file is damaged or of another run, has lost lines, or holds an id that is
-            not in `order`; nothing is changed then.
+          ValueError: a file is damaged or of another run, has lost lines, or holds a result that
+            is not in `order`; nothing is changed then.
           OSError: the merged file cannot be written; nothing is lost then.
         """
         rows: files.Rows = {}
@@ -127,17 +131,19 @@ class Results:
         for file in (*parts, self.path):
             rows = self._load(file) | rows
         lost = next(iter(self.done - rows.keys()), None)
-        require(
-            lost is None,
-            f"{self._file} has lost the result of id={lost!r} meanwhile; run again to redo it",
-        )
+        if lost is not None:
+            raise ValueError(
+                f"{self._file} has lost the result of {files.shown(lost)} meanwhile; run again to "
+                "redo it"
+            )
         if not rows.keys() >= set(order):
             return False
         strange = next(iter(rows.keys() - set(order)), None)
-        require(
-            strange is None,
-            f"{self.path} has a result of id={strange!r}, which no request has; remove its line",
-        )
+        if strange is not None:
+            raise ValueError(
+                f"{self.path} has a result of {files.shown(strange)}, which no request has; remove "
+                "its line"
+            )
         content = b"".join(rows[key] for key in order)
         self.close()
         # The mark first: a merged file without it would be taken for a stranger's.

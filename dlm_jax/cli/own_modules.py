@@ -1,10 +1,14 @@
-"""Modules of the user's own: what ``--rules`` and ``--host-sampler`` name."""
+"""Modules of the user's own: what ``--rules`` and host samplers name."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib
 import os
 import sys
+from collections.abc import Callable, Collection
+from pathlib import Path
 from types import ModuleType
 
 from dlm_jax.inference.candidates import HostSampler, shown
@@ -25,14 +29,34 @@ def import_module(module: str, where: str) -> ModuleType:
         raise ValueError(f"{where}: {module} fails: {type(error).__name__}: {error}") from None
 
 
-def import_sampler(name: str) -> HostSampler:
+def source_digest(module: str) -> str:
+    """A digest of the file of an imported module; empty for one that has none."""
+    path = getattr(sys.modules[module], "__file__", None)
+    return "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def allowed_samplers(modules: Collection[str]) -> Callable[[str], HostSampler]:
+    """What finds ``MODULE:FUNCTION`` in these modules, and refuses any other with a ValueError."""
+
+    @functools.cache
+    def find(name: str) -> HostSampler:
+        module, where = name.partition(":")[0], f"host_sampler={name!r}"
+        if ":" in name and module not in modules:
+            raise ValueError(
+                f"{where} is of a module that is not allowed; add --allow-host-sampler {module}"
+            )
+        return import_sampler(name, where)
+
+    return find
+
+
+def import_sampler(name: str, where: str) -> HostSampler:
     """What ``MODULE:FUNCTION`` names.
 
     Raises:
-      ValueError: it cannot be imported or called; the line says why.
+      ValueError: it cannot be imported or called; the line says why, after `where`.
     """
     module, _, function = name.partition(":")
-    where = f"--host-sampler {name}"
     if not module or not function:
         raise ValueError(f"{where} is not MODULE:FUNCTION; write rules:only_digits, say")
     found = import_module(module, where)

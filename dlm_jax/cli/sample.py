@@ -65,13 +65,18 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     add("--draft", metavar="TEXT", help="text behind the prompt, to be refined")
     add("--chat", action="store_true", help="--prompt is a user's turn: print the model's answer")
     add("--preset", metavar="NAME", help=PRESET)
-    add("--num-samples", type=COUNT, default=1, metavar="N", help="texts to print (1)")
+    add("--num-samples", type=COUNT, default=1, metavar="N",
+        help="texts to print (1); with --prompts: of a request without n")  # fmt: skip
     add("--max-length", type=COUNT, metavar="L", help="canvas of a row; default: as trained")
     add("--seed", type=SEED, default=0, metavar="K", help="sample i has the seed K + i (0)")
     add("--batch-size", type=COUNT, default=64, metavar="B", help="rows that run at once (64)")
-    add("--host-sampler", metavar="MODULE:FUNCTION", help="chooses tokens; docs/host_samplers.md")
+    add("--host-sampler", metavar="MODULE:FUNCTION",
+        help="chooses tokens; of requests that name none; docs/host_samplers.md")  # fmt: skip
+    add("--allow-host-sampler", metavar="MODULE", action="append", default=[],
+        help="whose functions requests of --prompts may name; may be repeated")  # fmt: skip
     add("--rules", metavar="MODULE", help="rules of your own, whose settings are flags as well")
-    add("--read-back", type=COUNT, metavar="K", help="print each token with its K best candidates")
+    add("--read-back", type=COUNT, metavar="K",
+        help="print, or write to --output, each token with its K best candidates")  # fmt: skip
     add("--max-candidates", type=COUNT, default=64, metavar="N",
         help="of a position that a host sampler or --read-back sees at most (64)")  # fmt: skip
     add("--watch", action="store_true", help="show the canvas while it is denoised")
@@ -110,13 +115,22 @@ def _check_modes(args: argparse.Namespace) -> None:
     """Raises ValueError for flags that mean nothing together."""
     if (args.prompts is None) != (args.output is None):
         raise ValueError("--prompts and --output go together; give both")
-    single = ("prompt", "template", "draft", "watch", "trace", "host_sampler", "read_back",
-              "time_steps")  # fmt: skip
-    given = [name for name in single if getattr(args, name) not in (None, False)]
-    if args.prompts is not None and (given or args.num_samples != 1):
-        name = (given or ["num_samples"])[0].replace("_", "-")
-        remedy = "drop one" if name == "time-steps" else "say it in the requests"
-        raise ValueError(f"--{name} means nothing with --prompts; {remedy}")
+    if args.prompts is not None:
+        for name in ("prompt", "template", "draft"):
+            if getattr(args, name) is not None:
+                raise ValueError(f"--{name} means nothing with --prompts; say it in the requests")
+        for name in ("watch", "trace"):
+            if getattr(args, name):
+                raise ValueError(
+                    f"--{name} shows the rows of one text, and --prompts has any number; give "
+                    "--prompt and --seed of one request, whose text is the same alone"
+                )
+        if args.time_steps:
+            raise ValueError("--time-steps means nothing with --prompts; drop one")
+    if args.allow_host_sampler and args.prompts is None:
+        raise ValueError(
+            "--allow-host-sampler is for the requests of --prompts; use --host-sampler"
+        )
     if args.chat and (args.prompts or args.template or args.draft or args.prompt is None):
         raise ValueError("--chat makes a turn of --prompt; give that, and no other text")
     is_shared = args.num_processes is not None or args.process_id is not None
@@ -151,7 +165,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = sample_settings({n: getattr(args, n) for n in names if hasattr(args, n)}, kind)
         settings |= {"rules": rules} if rules else {}
         _check_modes(args)
-        sampler = import_sampler(args.host_sampler) if args.host_sampler is not None else None
+        sampler = None
+        if args.host_sampler is not None:
+            sampler = import_sampler(args.host_sampler, f"--host-sampler {args.host_sampler}")
+        for module in args.allow_host_sampler:
+            import_module(module, f"--allow-host-sampler {module}")
         _check_read_back(args)
         join_hosts(args)
         mesh = mesh_of(overrides, is_distributed=args.distributed)

@@ -15,13 +15,15 @@ import jax
 from tqdm import tqdm
 
 import dlm_jax
-from dlm_jax.batch.requests import Id, Line, read_requests, share
+from dlm_jax.batch.files import result_key
+from dlm_jax.batch.requests import Key, Line, read_requests, share
 from dlm_jax.batch.results import Results, fingerprint
 from dlm_jax.batch.run import Plan, Report, describe_model, describe_settings, run_requests
 from dlm_jax.cli.compiling import compile_clock
 from dlm_jax.cli.devices import share_of_host
 from dlm_jax.cli.ends import End, refusals
 from dlm_jax.cli.flags import naming_flags, speeds
+from dlm_jax.cli.own_modules import allowed_samplers, source_digest
 from dlm_jax.cli.shown import heads_line
 from dlm_jax.distributed.processes import gathered
 from dlm_jax.inference.engine import Engine
@@ -34,28 +36,37 @@ from dlm_jax.progress import Progress
 class _NoResults:
     """Stands for the results of a process that computes along and writes nothing."""
 
-    def __init__(self, done: set[Id]):
+    def __init__(self, done: set[Key]):
         self.done = done
 
     def write(self, result: Mapping[str, Any]) -> None:
         """Nothing but that it is done."""
-        self.done.add(result["id"])
+        key = result_key(result)
+        assert key is not None
+        self.done.add(key)
 
 
 def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[str, Any]) -> int:
     """Runs a file of requests; the exit code, one of `End`."""
     if args.max_length is not None:
         settings = settings | {"max_length": args.max_length}
+    host = {"host_sampler": args.host_sampler, "read_back": args.read_back}
+    host = {name: value for name, value in host.items() if value is not None}
     with refusals(), naming_flags():
         # Once, or every line would be refused for what no line says.
-        sample = settings_of_call(model, settings)
+        sample = settings_of_call(model, settings, needs_host=bool(host))
+    settings = settings | host
     with refusals(), contextlib.ExitStack() as stack:
         known = with_rules(tuple(settings.get("rules", ()))).settings
-        lines = read_requests(args.prompts, known=[*known, "infill"])
+        lines = read_requests(args.prompts, known=[*known, "infill"], num_samples=args.num_samples)
+        own = _modules(args) | ({args.rules} if args.rules is not None else set())
         mark = fingerprint(
             args.prompts,
             model=describe_model(model),
-            settings=describe_settings(settings) | {"seed": args.seed},
+            settings=describe_settings(settings)
+            | {"seed": args.seed, "num_samples": args.num_samples}
+            | {"max_candidates": args.max_candidates}
+            | {"modules": {module: source_digest(module) for module in sorted(own)}},
         )
         index, count, tells = _share(model, args)
         results = None
@@ -70,6 +81,12 @@ def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[s
         print(heads_line(model, sample), file=sys.stderr)
     with kept:
         return _run(model, args, settings, lines, results or _NoResults(done))
+
+
+def _modules(args: argparse.Namespace) -> set[str]:
+    """Those whose functions requests may name."""
+    own = set() if args.host_sampler is None else {args.host_sampler.partition(":")[0]}
+    return own | set(args.allow_host_sampler)
 
 
 def _share(model: dlm_jax.Model, args: argparse.Namespace) -> tuple[int, int, bool]:
@@ -90,7 +107,7 @@ def _run(
     index, count, tells = _share(model, args)
     own = share(lines, index, count)
     began, compiled = time.perf_counter(), compile_clock().seconds
-    todo = [line for line in own if line.id not in results.done]
+    todo = [line for line in own if not results.done.issuperset(line.keys)]
     if len(todo) < len(own) and tells:
         print(f"{len(own) - len(todo)} of {len(own)} requests are done", file=sys.stderr)
     try:
@@ -101,7 +118,7 @@ def _run(
     if not isinstance(results, Results):
         return End.DONE
     with refusals():
-        is_complete = results.finish([line.id for line in lines])
+        is_complete = results.finish([key for line in lines for key in line.keys])
     seconds, compiling = time.perf_counter() - began, compile_clock().seconds - compiled
     print(
         f"{report.rows} rows, {report.errors} refused, {report.tokens} tokens in {seconds:.2f} s "
@@ -127,7 +144,7 @@ def _shown(
     """Runs the requests, and shows how far it is and how the engine is doing."""
     tells = isinstance(results, Results)
     tokens = 0
-    work: dict[Id, float] = {}
+    work: dict[Key, float] = {}
     with contextlib.ExitStack() as stack:
         shown: list[Progress] = []
 
@@ -136,7 +153,7 @@ def _shown(
             count, programs = len(work), len(planned.programs)
             if count and tells:
                 kind = "program" if programs == 1 else "programs"
-                print(f"{count:,} requests in {programs} {kind}", file=sys.stderr)
+                print(f"{count:,} rows in {programs} {kind}", file=sys.stderr)
             total, idle = sum(work.values()), lambda: compile_clock().seconds
             progress = Progress("sample", count, "row", work=total, idle=idle, is_shown=tells)
             shown.append(stack.enter_context(progress))
@@ -145,11 +162,14 @@ def _shown(
             nonlocal tokens
             tokens += new
             pace = tokens / max(shown[0].seconds(), 1e-6)
-            shown[0].update(work=work[result["id"]], note=f"{pace:,.0f} tokens/s")
+            key = result_key(result)
+            assert key is not None
+            shown[0].update(work=work[key], note=f"{pace:,.0f} tokens/s")
 
         tick = stack.enter_context(_meter(args, tells=tells))
         return run_requests(
             model, lines, results, seed=args.seed, settings=settings, batch_size=args.batch_size,
+            host_samplers=allowed_samplers(_modules(args)), max_candidates=args.max_candidates,
             on_plan=begin, on_result=show, on_turn=tick,
         )  # fmt: skip
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -82,6 +82,28 @@ class Written(NamedTuple):
     token: int
     probability: float
     place: int
+
+    def to_json(self, size: int) -> dict[str, Any]:
+        """What JSON can hold of it, with the `size` likeliest candidates: step, index, place,
+        token, probability, num_survivors, ids and logits, named and ordered as in the attributes
+        of this class and of `Candidates`.
+        """
+        seen = self.candidates
+        return {
+            "step": seen.step,
+            "index": seen.index,
+            "place": self.place,
+            "token": self.token,
+            "probability": _short(self.probability),
+            "num_survivors": seen.num_survivors,
+            "ids": seen.ids[:size].tolist(),
+            "logits": [_short(logit) for logit in seen.logits[:size]],
+        }
+
+
+def _short(value: float) -> float:
+    """The number of fewest digits that is the same in float32."""
+    return float(str(np.float32(value)))
 
 
 def moved(records: Iterable[Written], origin: np.ndarray) -> list[Written]:

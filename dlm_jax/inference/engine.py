@@ -90,7 +90,7 @@ class Engine:
         self._facts = model.facts
         self._entries: dict[Ticket, tuple[Entry, Queue]] = {}
         self._called_off: list[tuple[Entry, Queue]] = []
-        self._num_submitted = 0
+        self._next_number = 0
         self._is_closed = False
 
     def __enter__(self) -> Engine:
@@ -170,17 +170,27 @@ class Engine:
             engine.submit(request)
             engine.step(1)
 
-    def submit(self, request: Request, *, priority: int = 0, is_watched: bool = False) -> Ticket:
+    def submit(
+        self,
+        request: Request,
+        *,
+        priority: int = 0,
+        is_watched: bool = False,
+        number: int | None = None,
+    ) -> Ticket:
         """Lets a request wait for a slot.
 
         Args:
           request: from `make_requests`.
           priority: those of a higher one are served first among those that wait in their queue.
           is_watched: whether `step` shows its row while it runs.
+          number: of the ticket, which host samplers and errors call the row; above those of all
+            that were submitted before. By default the next.
 
         Raises:
           ValueError: the engine is closed, the request has fewer steps than blocks, or no canvas
-            holds it; `EngineFullError` if as many wait as may. Nothing else is disturbed.
+            holds it, or the number is not above the others; `EngineFullError` if as many wait as
+            may. Nothing else is disturbed.
         """
         check_canvas(request, self._facts, mask_id=self._mask_id)
         with self._lock:
@@ -190,10 +200,13 @@ class Engine:
                     f"max_waiting={self._max_waiting} requests wait already; submit again when "
                     "some have begun"
                 )
+            number = self._next_number if number is None else number
+            if number < self._next_number:
+                raise ValueError(f"number={number} is taken; use {self._next_number} or more")
             queue = self._queues.find(request)
-            ticket = Ticket(self._num_submitted)
+            ticket = Ticket(number)
             entry = Entry(ticket, request, priority, is_watched)
-            self._num_submitted += 1
+            self._next_number = number + 1
             self._entries[ticket] = entry, queue
             queue.push(entry)
             self._turns.enter(queue)
@@ -210,7 +223,7 @@ class Engine:
         with self._lock:
             self._check_open()
             if ticket not in self._entries:
-                is_known = 0 <= ticket.number < self._num_submitted
+                is_known = 0 <= ticket.number < self._next_number
                 raise ValueError(
                     f"request {ticket.number} has ended; only one that waits or runs can be "
                     "cancelled"

@@ -219,14 +219,14 @@ def make_requests(
 
 
 def _key(own: Mapping[str, Any], host: Mapping[str, Any]) -> Any:
-    """What tells a prompt's own settings from others, types included; None for any but plain."""
-    if any(host.values()):
-        return None
+    """What tells a prompt's own settings from others, types and whether the host looks at its rows
+    included; None for any but plain.
+    """
     plain = (bool, int, float, str, type(None))
     if not all(type(value) in plain for value in own.values()):
         return None
     # As text, for 1, 1.0 and True are equal.
-    return tuple(sorted((name, repr(value)) for name, value in own.items()))
+    return any(host.values()), tuple(sorted((name, repr(value)) for name, value in own.items()))
 
 
 def settings_of_call(

@@ -35,6 +35,7 @@ class Row:
         canvas that was shown before; -1: it was not there. None without edits.
       read_back: what was read back of it, in the order of the commits.
       error: what its host sampler or its program raised; None where nothing was.
+      is_lost: whether the program raised it, and took what the row had with it.
       waited: seconds before it came into a slot.
       seconds: that it has spent in one.
     """
@@ -50,6 +51,7 @@ class Row:
     origin: np.ndarray | None = None
     read_back: tuple[Written, ...] = ()
     error: Exception | None = None
+    is_lost: bool = False
     waited: float = 0.0
     seconds: float = 0.0
 

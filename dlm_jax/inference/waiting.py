@@ -22,7 +22,7 @@ class Ticket:
     """A request that was submitted.
 
     Attributes:
-      number: how many were submitted to its engine before.
+      number: of the request in its engine, above those of all that were submitted before.
     """
 
     number: int
@@ -169,5 +169,6 @@ def unstarted(entry: Entry, status: Status, *, mask_id: int, error: Exception | 
         block=0,
         status=status,
         error=error,
+        is_lost=error is not None,
         waited=time.perf_counter() - entry.submitted,
     )

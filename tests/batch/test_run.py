@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 import toy
 import toy_model
@@ -50,10 +51,13 @@ def _write(path, requests):
     return path
 
 
-def _run(directory, requests, *, model=MODEL, stop_after=None, batch_size=8, index=0, count=1):
+def _run(
+    directory, requests, *, model=MODEL, stop_after=None, batch_size=8, index=0, count=1,
+    num_samples=1, **options,
+):  # fmt: skip
     """The rows of the output file after a run, which may be stopped after some results."""
     source = _write(directory / "in.jsonl", requests)
-    lines = read_requests(source, known=KNOWN)
+    lines = read_requests(source, known=KNOWN, num_samples=num_samples)
     target = directory / "out.jsonl"
     seen = []
 
@@ -68,9 +72,9 @@ def _run(directory, requests, *, model=MODEL, stop_after=None, batch_size=8, ind
         with results:
             run_requests(
                 model, share(lines, index, count), results, seed=5, batch_size=batch_size,
-                on_result=on_result,
+                on_result=on_result, **options,
             )  # fmt: skip
-            results.finish([line.id for line in lines])
+            results.finish([key for line in lines for key in line.keys])
     except KeyboardInterrupt:
         assert stop_after is not None
     if not target.exists():
@@ -198,7 +202,9 @@ def test_requests_of_the_same_settings_resolve_and_check_them_once(tmp_path, mon
         for n in range(60)
     ]
     path = _write(tmp_path / "in.jsonl", requests)
-    found, asked, refused = run._accepted(MODEL, read_requests(path, known=KNOWN), 0, {})
+    found, asked, refused = run._accepted(
+        MODEL, read_requests(path, known=KNOWN), 0, {}, run._Hosts(MODEL, None, 64)
+    )
     assert (len(found), len(asked), refused) == (60, 60, [])
     # 1 and 1.0 are not the same value, and neither is a seed or a prompt a setting.
     assert len({id(one.sample) for one in asked}) == 3
@@ -277,3 +283,167 @@ def test_what_was_counted_is_told_where_it_is_not_nothing(tmp_path):
     assert (edited["deletions"], edited["lost"]) == (0, 0)
     assert edited["length"] == len("A cat sat") + edited["insertions"]
     assert full["lost"] > 0 and full["status"] == "canvas_full"
+
+
+# Host samplers, read-back and samples
+
+SAMPLERS = {
+    "own:last": lambda candidates: candidates.ids[-1],
+    "own:drawn": lambda candidates: candidates.choose(candidates.ids % 2 == 0),
+    "own:by_row": lambda candidates: candidates.ids[candidates.row % candidates.ids.size],
+}
+
+
+def _third_fails(candidates):
+    if candidates.step == 2:
+        raise RuntimeError("out of\nideas")
+    return candidates.ids[0]
+
+
+def _sampler(name):
+    if name not in SAMPLERS:
+        raise ValueError(f"{name} is not allowed")
+    return SAMPLERS[name]
+
+
+HOSTED = [
+    {"id": "plain", "prompt": "A ", "gen_length": 4, "steps": 4},
+    {"id": "last", "prompt": "A ", "gen_length": 4, "steps": 4, "host_sampler": "own:last"},
+    {"id": "drawn", "gen_length": 5, "steps": 5, "host_sampler": "own:drawn", "n": 3},
+    {"id": "seen", "prompt": "A ", "gen_length": 4, "steps": 4, "seed": 5, "read_back": 2},
+    {"id": "both", "gen_length": 3, "steps": 3, "host_sampler": "own:by_row", "read_back": True},
+    {"id": "two", "prompt": "The ", "gen_length": 4, "steps": 2, "n": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def hosted(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hosted")
+    return _run(path, HOSTED, host_samplers=_sampler)
+
+
+def test_rows_with_a_host_sampler_are_in_a_file_what_they_are_alone(hosted):
+    firsts = [0, 1, 2, 5, 6, 7]
+    kept = [[row for row in hosted if row["id"] == request["id"]] for request in HOSTED]
+    assert [len(rows) for rows in kept] == [1, 1, 3, 1, 1, 2]
+    for first, request, rows in zip(firsts, HOSTED, kept, strict=True):
+        own = {k: v for k, v in request.items() if k not in ("id", "n")}
+        name = own.get("host_sampler")
+        own |= {"host_sampler": SAMPLERS.get(name), "read_back": "read_back" in own}
+        if name != "own:by_row":  # which goes by the place in the file
+            alone = dlm_jax.generate(MODEL, [own], num_samples=len(rows), seed=5 + first)
+            assert alone.texts == tuple(row["text"] for row in rows)
+    plain, seen = kept[0][0], kept[3][0]
+    assert plain["text"] == seen["text"], "reading back changes nothing"
+
+
+def test_each_sample_of_a_line_is_identified_and_has_a_seed_of_its_own(hosted):
+    assert [(row["id"], row.get("sample")) for row in hosted] == [
+        ("plain", None), ("last", None), ("drawn", 0), ("drawn", 1), ("drawn", 2),
+        ("seen", None), ("both", None), ("two", 0), ("two", 1),
+    ]  # fmt: skip
+    assert len({row["text"] for row in hosted if row["id"] == "drawn"}) == 3
+
+
+def test_samples_of_a_file_are_those_of_generate(tmp_path):
+    requests = [{"prompt": text, "gen_length": 4, "steps": 4} for text in ("A ", "The ")]
+    rows = _run(tmp_path, requests, num_samples=3)
+    assert [(row["id"], row["sample"]) for row in rows] == [
+        (f"line {line}", sample) for line in (1, 2) for sample in range(3)
+    ]
+    made = dlm_jax.generate(MODEL, requests, num_samples=3, seed=5)
+    assert made.texts == tuple(row["text"] for row in rows)
+
+
+def test_results_carry_what_was_read_back(hosted):
+    seen = next(row for row in hosted if row["id"] == "seen")
+    request = {k: v for k, v in HOSTED[3].items() if k != "id"} | {"read_back": True}
+    (records,) = dlm_jax.generate(MODEL, [request]).read_back
+    assert [told["token"] for told in seen["read_back"]] == seen["tokens"][2:]
+    for told, record in zip(seen["read_back"], records, strict=True):
+        assert list(told) == [
+            "step", "index", "place", "token", "probability", "num_survivors", "ids", "logits",
+        ]  # fmt: skip
+        assert told["ids"] == record.candidates.ids[:2].tolist()
+        # In a program of another size, hence to the rounding of sums.
+        np.testing.assert_allclose(told["logits"], record.candidates.logits[:2], rtol=1e-5)
+        assert told["probability"] == pytest.approx(record.probability, rel=1e-5)
+        assert (told["step"], told["index"]) == (record.candidates.step, record.candidates.index)
+    both = next(row for row in hosted if row["id"] == "both")
+    shown = both["read_back"][0]
+    assert len(shown["ids"]) == shown["num_survivors"] > 2
+    assert not any("read_back" in row for row in hosted if row["id"] not in ("seen", "both"))
+
+
+@pytest.mark.parametrize("stop_after", [1, 5])
+def test_a_stopped_file_with_host_samplers_goes_on_as_if_it_had_not_been(
+    tmp_path, hosted, stop_after
+):
+    assert len(_run(tmp_path, HOSTED, stop_after=stop_after, host_samplers=_sampler)) == stop_after
+    assert _untimed(_run(tmp_path, HOSTED, host_samplers=_sampler)) == _untimed(hosted)
+
+
+def test_defaults_of_a_file_hold_for_lines_that_do_not_name_them(tmp_path, hosted):
+    common = {"gen_length": 4, "steps": 4, "host_sampler": "own:last", "read_back": 1}
+    requests = [
+        {"prompt": "A "},
+        {"prompt": "A ", "host_sampler": None, "read_back": False, "seed": 5},
+    ]
+    last, plain = _run(tmp_path, requests, settings=common, host_samplers=_sampler)
+    by_id = {row["id"]: row for row in hosted}
+    assert last["text"] == by_id["last"]["text"] and len(last["read_back"][0]["ids"]) == 1
+    assert plain["text"] == by_id["plain"]["text"] and "read_back" not in plain
+
+
+def test_a_host_sampler_that_fails_or_is_refused_costs_its_own_row_alone(
+    tmp_path, hosted, monkeypatch
+):
+    monkeypatch.setitem(SAMPLERS, "own:fails", _third_fails)
+    requests = [
+        HOSTED[0],
+        HOSTED[1] | {"host_sampler": "own:fails", "n": 2},
+        {"id": "strange", "host_sampler": "os:system", "n": 2},
+        {"id": "number", "host_sampler": 5},
+        {"id": "many", "read_back": 65},
+        {"id": "text", "read_back": "all"},
+        {"id": "list", "read_back": [2]},
+        {"id": "none", "n": 0},
+    ]
+    rows = _run(tmp_path, requests, host_samplers=_sampler)
+    assert rows[0]["text"] == hosted[0]["text"]
+    for sample, row in enumerate(rows[1:3]):
+        assert (row["id"], row["sample"], row["status"]) == ("last", sample, "failed")
+        assert row["error"] == (
+            f"line 2: row {1 + sample}: the host sampler failed at position 4: "
+            "RuntimeError: out of ideas"
+        )
+    assert [(row["id"], row.get("sample")) for row in rows[3:]] == [
+        ("strange", 0), ("strange", 1), ("number", None), ("many", None), ("text", None),
+        ("list", None), ("none", None),
+    ]  # fmt: skip
+    errors = [row["error"] for row in rows[3:]]
+    for error, said in zip(errors, [
+        "line 3: os:system is not allowed", "line 3: os:system is not allowed",
+        "line 4: host_sampler=5 is not a text", "line 5: read_back=65 is outside [1, 64]",
+        "line 6: read_back='all' is not an integer", "line 7: read_back=[2] is not an integer",
+        "line 8: n=0 samples must be 1 to 1048576",
+    ], strict=True):  # fmt: skip
+        assert said in error
+    (tmp_path / "none").mkdir()
+    (none,) = _run(tmp_path / "none", [HOSTED[1]])
+    assert "host_sampler='own:last' is not allowed" in none["error"]
+
+
+def test_rows_that_are_read_back_resolve_their_settings_once(tmp_path, monkeypatch):
+    resolved = []
+    resolve = requesting._settings
+    monkeypatch.setattr(
+        requesting, "_settings",
+        lambda *args, **options: resolved.append(args) or resolve(*args, **options),
+    )  # fmt: skip
+    requests = [{"prompt": "A ", "read_back": n % 2} for n in range(40)]
+    path = _write(tmp_path / "in.jsonl", requests)
+    hosts = run._Hosts(MODEL, None, 64)
+    _, asked, _ = run._accepted(MODEL, read_requests(path, known=KNOWN), 0, {}, hosts)
+    assert [one.needs_host for one in asked[:3]] == [False, True, False]
+    assert len(asked) == 40 and len(resolved) == 2

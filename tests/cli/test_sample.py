@@ -297,6 +297,52 @@ def test_a_file_of_requests_becomes_a_file_of_results_and_is_not_run_twice(
     assert target.read_text() == first
 
 
+def test_a_file_takes_host_samplers_of_allowed_modules_samples_and_read_back(
+    run_dir, tmp_path, capsys, monkeypatch
+):
+    for name in ("file_rules", "other_rules"):
+        (tmp_path / f"{name}.py").write_text(SAMPLER)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    flags = [*TINY, "--prompts", "in.jsonl", "--output", "out.jsonl"]
+    requests = [
+        {"id": "own", "host_sampler": "file_rules:likeliest"},
+        {"id": "default", "n": 1},
+        {"id": "none", "host_sampler": None, "read_back": False},
+        {"id": "closed", "host_sampler": "json:dumps", "n": 1},
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(r) + "\n" for r in requests))
+    flags += ["--allow-host-sampler", "file_rules", "--host-sampler", "other_rules:likeliest",
+              "--num-samples", "2", "--read-back", "3"]  # fmt: skip
+    assert _run(run_dir, *flags) == End.PARTLY
+    written = (tmp_path / "out.jsonl").read_bytes()
+    rows = [json.loads(line) for line in written.splitlines()]
+    assert [(row["id"], row.get("sample")) for row in rows] == [
+        ("own", 0), ("own", 1), ("default", None), ("none", 0), ("none", 1), ("closed", None),
+    ]  # fmt: skip
+    assert "json is of a module" not in rows[5]["error"]
+    assert "'json:dumps' is of a module that is not allowed; add --allow-host-s" in rows[5]["error"]
+    assert [len(row.get("read_back", ())) for row in rows[:5]] == [4, 4, 4, 0, 0]
+    assert all(len(told["ids"]) == 3 for row in rows[:3] for told in row["read_back"])
+    capsys.readouterr()
+    # Rows alone: the likeliest tokens, and the draws of the seeds of the third line's samples.
+    assert _run(run_dir, *TINY, "--host-sampler", "file_rules:likeliest") == 0
+    assert capsys.readouterr().out == rows[0]["text"] + "\n" == rows[2]["text"] + "\n"
+    assert _run(run_dir, *TINY, "--num-samples", "2", "--seed", "3") == 0
+    assert capsys.readouterr().out == rows[3]["text"] + "\n---\n" + rows[4]["text"] + "\n"
+    assert _run(run_dir, *flags) == End.PARTLY
+    assert (tmp_path / "out.jsonl").read_bytes() == written
+    # What a module does belongs to the run, as the settings do.
+    for changed in (["--num-samples", "1"], ["--max-candidates", "5"]):
+        with pytest.raises(SystemExit):
+            _run(run_dir, *flags, *changed)
+    (tmp_path / "file_rules.py").write_text(SAMPLER + "# changed\n")
+    with pytest.raises(SystemExit):
+        _run(run_dir, *flags)
+    assert capsys.readouterr().err.count("out.jsonl belongs to another run") == 3
+    assert (tmp_path / "out.jsonl").read_bytes() == written
+
+
 def test_results_that_hold_every_kind_of_line_end_as_text_are_read_back(run_dir, tmp_path):
     """JSON lines end at a line feed alone; Python's own `splitlines` knows ten more ends."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -354,7 +400,17 @@ def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, m
         (["--prompts", "in.jsonl"], "--prompts and --output go together"),
         (["--output", "out.jsonl"], "--prompts and --output go together"),
         (["--prompts", "i", "--output", "o", "--prompt", "A"], "--prompt means nothing with"),
-        (["--prompts", "i", "--output", "o", "--num-samples", "2"], "--num-samples means nothing"),
+        (["--prompts", "i", "--output", "o", "--watch"], "--watch shows the rows of one text"),
+        (["--prompts", "i", "--output", "o", "--trace", "t"], "give --prompt and --seed of one"),
+        (["--allow-host-sampler", "json"], "is for the requests of --prompts; use --host-sampler"),
+        (
+            ["--prompts", "i", "--output", "o", "--allow-host-sampler", "no_where"],
+            "--allow-host-sampler no_where: no_where fails: ModuleNotFoundError",
+        ),
+        (
+            ["--prompts", "i", "--output", "o", "--read-back", "2", "--fill", "wavefront"],
+            "use fill='parallel'",
+        ),
         (["--prompts", "i", "--output", "o"], "i does not exist"),
         (["--num-processes", "2"], "share --prompts"),
         (["--prompts", "i", "--output", "o", "--batch-size", "0"], "argument --batch-size: 0 is"),
