@@ -93,6 +93,21 @@ def test_what_is_refused_or_fails_is_told_to_its_caller_alone():
     assert failed.status is Status.FAILED and "none of its" in str(failed.error)
 
 
+def test_a_row_with_a_host_sampler_is_awaited_beside_others_and_carries_what_was_read_back():
+    def asked(sampler):
+        return dataclasses.replace(request(6), host_sampler=sampler, read_back=True)
+
+    async def mixed(engine):
+        ones = (request(6), asked(lambda candidates: candidates.ids[0]), asked(None))
+        return await asyncio.gather(*[engine.row(one) for one in ones])
+
+    plain, hosted, seen = _run(mixed)
+    assert same_row(plain, alone(6)) and not plain.read_back
+    assert seen.tokens.tobytes() == plain.tokens.tobytes()
+    assert all(w.token == w.candidates.ids[0] for w in hosted.read_back)
+    assert len(hosted.read_back) == len(seen.read_back) == plain.num_generated
+
+
 def test_turns_go_on_without_the_event_loop_and_take_up_what_comes(monkeypatch):
     (long,) = make_requests(MODEL, "", {"gen_length": 30, "steps": 30})
     calls, ended, is_second_in = [], threading.Event(), threading.Event()

@@ -230,10 +230,49 @@ def test_a_host_sampler_that_raises_ends_its_row_alone():
     ]  # fmt: skip
     for number in (1, 2):
         assert str(rows[number].error).endswith("at position 4: RuntimeError: out of ideas")
-        assert (rows[number].committed >= 0).sum() == 2
+        assert (rows[number].committed >= 0).sum() == 2 and not rows[number].is_lost
         assert rows[number].tokens[:4].tolist() == rows[0].tokens[:4].tolist()
     with pytest.raises(ValueError, match="out of ideas"):
         dlm_jax.generate(MODEL, ["A "], host_sampler=third_fails, **asked)
+
+
+def test_rows_with_a_host_sampler_run_beside_rows_without_and_each_is_what_it_is_alone():
+    hosted = dataclasses.replace(
+        request(6), host_sampler=lambda candidates: candidates.ids[-1], read_back=True
+    )
+    seen = dataclasses.replace(request(6), read_back=True)
+    with Engine(MODEL, sizes=(SLOTS,)) as engine:
+        numbers = {engine.submit(one).number: one for one in (hosted, request(6), seen, request(4))}
+        rows = _all(engine)
+    with Engine(MODEL, sizes=(SLOTS,)) as engine:
+        engine.submit(hosted)
+        ((_, lone),) = engine
+    assert list(numbers) == [0, 1, 2, 3]
+    assert same_row(rows[0], lone) and not same_row(rows[0], alone(6))
+    assert same_row(rows[1], alone(6)) and same_row(rows[3], alone(4))
+    assert rows[2].tokens.tobytes() == alone(6).tokens.tobytes()
+    for number in (0, 2):
+        written = {record.place: record.token for record in rows[number].read_back}
+        assert all(rows[number].tokens[place] == token for place, token in written.items())
+        assert len(written) == rows[number].num_generated
+        assert {record.candidates.row for record in rows[number].read_back} == {number}
+    assert not rows[1].read_back and not rows[3].read_back
+
+
+def test_a_row_has_the_number_that_its_caller_gave():
+    seen = dataclasses.replace(request(4), read_back=True)
+    with Engine(MODEL, sizes=(SLOTS,)) as engine:
+        tickets = [
+            engine.submit(seen, number=7),
+            engine.submit(seen),
+            engine.submit(seen, number=40),
+        ]
+        with pytest.raises(ValueError, match="^number=40 is taken; use 41 or more$"):
+            engine.submit(seen, number=40)
+        rows = _all(engine)
+    assert [ticket.number for ticket in tickets] == [7, 8, 40] == sorted(rows)
+    for number, row in rows.items():
+        assert {record.candidates.row for record in row.read_back} == {number}
 
 
 def test_a_program_that_fails_takes_the_rows_that_it_ran_and_no_others():
@@ -249,6 +288,7 @@ def test_a_program_that_fails_takes_the_rows_that_it_ran_and_no_others():
         engine.cancel(Ticket(5))
         rows = _all(engine)
     assert [rows[n].status for n in range(6)] == [Status.FAILED] * 5 + [Status.CANCELLED]
+    assert [rows[n].is_lost for n in range(6)] == [True] * 5 + [False]
     assert "cannot be compiled" in str(rows[0].error)
 
 
