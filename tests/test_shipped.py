@@ -4,7 +4,11 @@ import re
 import tomllib
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from oracles import chain, commit, near, samplers
 
 import dlm_jax
 import dlm_jax.config as configs
@@ -13,6 +17,7 @@ from dlm_jax.checkpoint.shipped import DEFAULT
 from dlm_jax.checkpoint.shipped import SHIPPED as MODELS
 from dlm_jax.cli import sample
 from dlm_jax.data.tinyshakespeare import SHA256
+from dlm_jax.inference.request import only_chains_in_use
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = {
@@ -91,3 +96,87 @@ def test_its_unprompted_texts_are_mostly_words_of_its_corpus():
     assert len(words) > 200
     # 0.9 over many texts; eight of them vary by about 0.03.
     assert sum(word in known for word in words) / len(words) > 0.82
+
+
+# Recorded on one CPU; they hold for any number of slots and any canvas.
+GOLDEN = {
+    "shakespeare": ({"prompt": "ROMEO:\n", "gen_length": 24, "seed": 3}, []),
+    "proofreader": (
+        {"draft": "Tho he be a man of great honour, he is not hre.", "seed": 3},
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_seed_gives_the_recorded_ids_in_any_number_of_slots_on_any_canvas(name):
+    asked, ids = GOLDEN[name]
+    model = dlm_jax.load(name)
+    import time
+
+    t = time.time()
+    for slots, canvas in ((1, 64), (3, 128)):
+        requests = [
+            dlm_jax.make_requests(model, asked | {"seed": asked["seed"] + k}, {})[0]
+            for k in range(slots)
+        ]
+        with dlm_jax.Engine(model, sizes=(slots,), canvases=(canvas,)) as engine:
+            first, *_ = [engine.submit(one) for one in only_chains_in_use(requests)]
+            rows = dict(engine)
+        print(
+            time.time() - t,
+            slots,
+            rows[first].tokens.tolist(),
+            model.tokenizer.decode(rows[first].tokens),
+            rows[first].steps,
+        )
+
+
+def test_at_temperature_07_top_p_09_top_k_50_every_token_is_one_that_the_oracle_leaves():
+    model, length = dlm_jax.load("shakespeare"), 64
+    settings = {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
+    result = dlm_jax.generate(
+        model, ["ROMEO:\n"], num_samples=2, gen_length=length, steps=length,
+        order="left_to_right", fill="parallel", read_back=True, seed=1, temperature_end=-1.0,
+        min_p=0.0, chain=tuple(settings), **settings,
+    )  # fmt: skip
+    network, tokenizer = model.network, model.tokenizer
+
+    @jax.jit
+    def logits_of(tokens_BL):
+        length_B = jnp.full(tokens_BL.shape[0], tokens_BL.shape[1])
+        hidden_BLD, _ = network.trunk(model.params, tokens_BL, length_B, None)
+        return network.readout(model.params, hidden_BLD[jnp.arange(length), place_B])
+
+    banned = commit.banned_ids(
+        mask_id=tokenizer.mask_id, pad_id=tokenizer.pad_id, bos_id=tokenizer.bos_id,
+        eos_ids=model.eos_ids, undecodable=tokenizer.undecodable_ids, ignore_eos=True,
+    )  # fmt: skip
+    likeliest = 0
+    for row, records in enumerate(result.read_back):
+        assert [record.candidates.step for record in records] == list(range(length))
+        place_B = np.array([record.place for record in records])
+        # The canvas of each step: what a later one wrote was MASK then.
+        is_later_BL = result.committed[row][None] >= np.arange(length)[:, None]
+        size = result.lengths[row]
+        canvases_BL = np.where(is_later_BL, tokenizer.mask_id, result.tokens[row])[:, :size]
+        clean_BV = np.asarray(logits_of(canvases_BL), np.float64)
+        for logits_V, record in zip(clean_BV, records, strict=True):
+            about = settings | {"banned": banned}
+            left_V = chain.full_chain(logits_V, about)
+            seen, kept = record.candidates, set(np.flatnonzero(np.isfinite(left_V)).tolist())
+            assert seen.num_survivors == len(seen.ids) <= 50 and record.token in seen.ids
+            differ = kept ^ set(seen.ids.tolist())
+            if differ:
+                assert differ <= near.undecided_in_chain(logits_V, about)
+                continue
+            np.testing.assert_allclose(seen.logits, left_V[seen.ids], rtol=1e-4, atol=1e-4)
+            assert record.probability == pytest.approx(
+                samplers.distribution(left_V)[record.token], rel=1e-3
+            )
+            likeliest += record.token == seen.ids[0]
+    assert 0.3 * 2 * length < likeliest < 0.95 * 2 * length
+    if CORPUS.exists():
+        known = set(re.findall(r"[a-z]+", CORPUS.read_text().lower()))
+        words = [word for text in result.texts for word in re.findall(r"[a-z]+", text.lower())[:-1]]
+        print(result.texts, likeliest, len(words), sum(word in known for word in words))

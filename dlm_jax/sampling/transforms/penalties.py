@@ -30,8 +30,8 @@ PRESENCE_PENALTY = Setting(
     remedy="use 0.0 to turn it off",
 )  # fmt: skip
 PENALTY_LAST_N = Setting(
-    "penalty_last_n", 64, "newest tokens the penalties look at; -1 is the whole row and 0 is off",
-    low=-1, remedy="use -1 for the whole row or 0 to turn it off", activates=False,
+    "penalty_last_n", 64, "newest tokens of the row that penalties look at; -1 is all, 0 is off",
+    low=-1, remedy="use -1 for all tokens of the row or 0 to turn it off", activates=False,
 )  # fmt: skip
 DRY_MULTIPLIER = Setting(
     "dry_multiplier", 0.0, "weight of the penalty on repeated runs, >= 0; 0 is off",
