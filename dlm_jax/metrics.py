@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
 from dlm_jax.checksums import Damaged, has_crc, with_crc, without_crc
+from dlm_jax.storage import remove_leftovers, replacing
 
+METRICS = "metrics.jsonl"
 PICTURE = "loss.png"
 
 
@@ -27,8 +29,7 @@ class MetricsLog:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # What a kill left of this file, or of those beside it.
         for name in (self._path.name, PICTURE, "config.toml"):
-            for leftover in self._path.parent.glob(f".{name}.*"):
-                leftover.unlink(missing_ok=True)
+            remove_leftovers(self._path.with_name(name))
         kept = [record for record in read_records(self._path) if record["step"] <= step]
         replace_text(self._path, "".join(map(_line, kept)))
         self._file: TextIO = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
@@ -85,6 +86,22 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return records
 
 
+def check_metrics(path: Path, identity: str, *, is_new: bool) -> None:
+    """Refuses a metrics file that a run of this identity cannot go on with.
+
+    A run that is new drops all lines: it has taken no step yet.
+
+    Raises:
+      ValueError: a line is of another run, or see `read_records`.
+    """
+    runs = {record.get("run", "") for record in read_records(path)}
+    if not is_new and (others := runs - {identity}):
+        raise ValueError(
+            f"{path} is of another run ({min(others) or 'unnamed'}) than the checkpoints "
+            f"({identity or 'unnamed'}); move what is not of this run elsewhere"
+        )
+
+
 def _line(record: dict[str, Any]) -> str:
     return with_crc(json.dumps(record).encode()).decode() + "\n"
 
@@ -104,19 +121,8 @@ def _record(line: bytes, *, is_old: bool) -> dict[str, Any]:
 
 def replace_text(path: Path, text: str) -> None:
     """Writes `text` so that the file is either the old one or the new one, never a part."""
-    with _replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Where to write what then takes the place of `path`, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 class LossPicture:
@@ -133,7 +139,7 @@ class LossPicture:
         """Draws what the metrics hold by now."""
         try:
             plot_losses(
-                read_records(self._out_dir / "metrics.jsonl"),
+                read_records(self._out_dir / METRICS),
                 self._out_dir / PICTURE,
                 held_out=self._held_out,
                 unit=self._unit,
@@ -180,15 +186,15 @@ def plot_losses(
     axes.set(xlabel="step", ylabel=unit)
     axes.grid(alpha=0.3)
     axes.legend()
-    with _replacing(Path(path)) as temporary:
-        figure.savefig(temporary, format="png")
+    with replacing(path) as file:
+        figure.savefig(file, format="png")
 
 
 CLOCK = frozenset(
     ("time", "tokens_per_second", "step_seconds", "input_seconds", "device_seconds",
-     "host_seconds", "flop_utilisation", "device_memory_bytes")
+     "host_seconds", "flop_utilisation", "device_memory_bytes", "run")
 )  # fmt: skip
-"""What a record of training says of the machine: all of it differs from run to run."""
+"""What a record says of the machine and of the run's identity: it differs from run to run."""
 
 _NO_LOSSES = ("kind", "step", "param_norm", "learning_rate", *CLOCK)
 

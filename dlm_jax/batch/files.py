@@ -17,6 +17,7 @@ from typing import Any
 
 from dlm_jax.batch.requests import Key
 from dlm_jax.checksums import Damaged, with_crc, without_crc
+from dlm_jax.storage import replacing
 
 Rows = dict[Key, bytes]
 """Lines by the key of their result."""
@@ -112,19 +113,8 @@ def replace(target: Path, content: bytes, temporary: Path) -> None:
       content: all of it.
       temporary: a path beside it that no other process writes at the same time.
     """
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    with replacing(target, temporary) as file:
+        file.write(content)
 
 
 def append(writer: io.FileIO, line: bytes) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from dlm_jax.batch import files
 from dlm_jax.batch.requests import Key, check_process, require
+from dlm_jax.storage import refused_unless_full
 
 
 def fingerprint(
@@ -204,14 +205,11 @@ class Results:
                 writer.truncate(end)
             if not end:
                 self._record(self._file, is_complete=False)
-        except BaseException as error:
+        except BaseException:
             if writer is not None:
                 writer.close()
-            if isinstance(error, OSError):
-                raise ValueError(
-                    f"{self._file} cannot be written: {error.strerror}; choose another --output"
-                ) from None
-            raise
+            with refused_unless_full(self._file, "choose another --output"):
+                raise
         self.done |= rows.keys()
         self._writer = writer
         return writer

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
-import os
 import zlib
 from pathlib import Path
 from typing import Any
 
-from dlm_jax.storage import AnyPath, is_remote, size_and_crc
+from dlm_jax.storage import AnyPath, is_remote, replacing, size_and_crc, sync
 
 _READERS = 32
 NAME = "manifest.json"
@@ -36,10 +35,8 @@ def write(directory: Path, facts: dict[str, Any]) -> None:
             files[path.relative_to(directory).as_posix()] = size_and_crc(path)
             sync(path)
     line = json.dumps({"facts": facts, "files": files})
-    temporary = directory / f"{NAME}.writing"
-    temporary.write_text(_with_crc(line), encoding="utf-8")
-    sync(temporary)
-    os.replace(temporary, directory / NAME)
+    with replacing(directory / NAME) as file:
+        file.write(_with_crc(line).encode())
     for folder in folders:
         sync(folder)
 
@@ -80,15 +77,6 @@ def _verify_file(path: Path, size: int, crc: int) -> None:
             raise Damaged(f"{path} has a wrong checksum")
     except OSError as error:
         raise Damaged(f"{path} cannot be read ({error.strerror or error})") from error
-
-
-def sync(path: Path) -> None:
-    """Nothing, once the file, or the directory's list of names, is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read(directory: Path) -> dict[str, Any]:

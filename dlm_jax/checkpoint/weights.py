@@ -8,7 +8,6 @@ file can flip unseen.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -25,6 +24,7 @@ import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
 from dlm_jax.checkpoint.files import Place, describe, spell
+from dlm_jax.storage import refused_unless_full, replacing
 
 SUFFIX = ".safetensors"
 DTYPES = ("float32", "float16")
@@ -52,6 +52,7 @@ def save_weights(
     Raises:
       ValueError: another suffix or dtype, a parameter that float16 cannot hold, or a folder that
         cannot be written.
+      OSError: the disk is full.
     """
     target = Path(path)
     if target.suffix != SUFFIX:
@@ -69,17 +70,11 @@ def save_weights(
     content = bytearray(safetensors.numpy.save(tensors, metadata=header))
     place = _place_of_digits(content)
     content[place : place + 8] = f"{zlib.crc32(content):08x}".encode()
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
+    with refused_unless_full(target, "name another"):
         target.parent.mkdir(parents=True, exist_ok=True)
         # Not the library's own writer, which makes the file unreadable for others.
-        temporary.write_bytes(content)
-        os.replace(temporary, target)
-    except OSError as error:
-        raise ValueError(f"{target} cannot be written: {error.strerror}; name another") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        with replacing(target) as file:
+            file.write(content)
     return target.stat().st_size
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import errno
 import functools
 import io
 import os
@@ -30,6 +29,8 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Protocol, TextIO
+
+from dlm_jax.storage import is_full
 
 
 class Main(Protocol):
@@ -147,7 +148,7 @@ def refusals() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, RecursionError) as error:
-        if isinstance(error, BrokenPipeError) or _is_full(error):
+        if isinstance(error, BrokenPipeError) or is_full(error):
             raise
         say_error(error)
         raise SystemExit(End.REFUSED) from None
@@ -178,10 +179,6 @@ def end_of(error: Exception) -> End:
         return End.NO_MEMORY
     traceback.print_exception(error)
     return End.DEFECT
-
-
-def _is_full(error: Exception) -> bool:
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class _Forgiving(io.RawIOBase):

@@ -24,7 +24,7 @@ from etils import epath
 
 from dlm_jax.data.tokenizer_kinds import from_json
 from dlm_jax.data.tokenizers import Tokenizer
-from dlm_jax.storage import located, reachable
+from dlm_jax.storage import located, reachable, replacing
 
 INDEX_NAME = "index.json"
 _FORMAT = 1
@@ -80,9 +80,8 @@ class Index:
         """Writes it, whole, as the last file of the corpus."""
         line = self._line()
         path = directory / INDEX_NAME
-        temporary = directory / f"{INDEX_NAME}.tmp"
-        temporary.write_text(f"{line}\n{zlib.crc32(line.encode()):08x}\n")
-        temporary.replace(path)
+        with replacing(path) as file:
+            file.write(f"{line}\n{zlib.crc32(line.encode()):08x}\n".encode())
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:

@@ -11,10 +11,10 @@ import http.client
 import os
 import urllib.error
 import urllib.request
-import uuid
 from pathlib import Path
 
 from dlm_jax.data.token_files import default_cache_dir
+from dlm_jax.storage import replacing
 
 NAME = "tinyshakespeare"
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -75,11 +75,7 @@ def _download() -> bytes:
 
 def _keep(path: Path, data: bytes) -> None:
     """Puts `data` at `path`, or does without where that cannot be written."""
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     with contextlib.suppress(OSError):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(data)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            file.write(data)

@@ -4,25 +4,23 @@ Where rows begin in a token file is stored in the same way (`rows.DocumentRows`)
 
 A file is an ordinary .npy of the smallest type that holds the vocabulary, so that any program
 reads it and a training process maps it into memory; the last 4 bytes, which readers of
-.npy ignore, are the crc32 of everything before. A file appears under its name by `os.replace`
-only: killed or concurrent writers leave no half of it.
+.npy ignore, are the crc32 of everything before. A file appears under its name whole: killed or
+concurrent writers leave no half of it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import time
-import uuid
 import zlib
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import numpy as np
 
+from dlm_jax.storage import refused_unless_full, replacing
+
 _CHECKSUM_BYTES = 4
 _CHUNK_BYTES = 1 << 24
-_STALE_SECONDS = 3600.0
 
 
 def id_dtype(vocab_size: int) -> np.dtype:
@@ -52,26 +50,17 @@ def write_tokens(path: Path, ids: np.ndarray, *, vocab_size: int) -> None:
 
     Raises:
       ValueError: the folder cannot be made or written; the message names the remedy.
+      OSError: the disk is full.
     """
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
+    remedy = "set DLM_JAX_CACHE to a folder with space that you may write"
+    with refused_unless_full(f"the token file {path}", remedy):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(path)
-        with temporary.open("w+b") as file:
+        with replacing(path) as file:
             np.save(file, np.ascontiguousarray(ids, id_dtype(vocab_size)))
             file.seek(0)
             checksum = _crc32(file, os.fstat(file.fileno()).st_size)
             file.seek(0, os.SEEK_END)
             file.write(checksum.to_bytes(_CHECKSUM_BYTES, "little"))
-        os.replace(temporary, path)
-    except OSError as error:
-        raise ValueError(
-            f"the token file {path} cannot be written: {error.strerror}; "
-            "set DLM_JAX_CACHE to a folder with space that you may write"
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 def open_tokens(path: str | os.PathLike[str]) -> np.ndarray:
@@ -105,7 +94,7 @@ def is_intact(path: Path) -> bool:
         return False
 
 
-def _crc32(file: BinaryIO, num_bytes: int) -> int:
+def _crc32(file: IO[bytes], num_bytes: int) -> int:
     """crc32 of the next `num_bytes` of `file`, which is left right behind them."""
     checksum, left = 0, num_bytes
     while left > 0:
@@ -114,11 +103,3 @@ def _crc32(file: BinaryIO, num_bytes: int) -> int:
             break
         checksum, left = zlib.crc32(chunk, checksum), left - len(chunk)
     return checksum
-
-
-def _remove_stale(path: Path) -> None:
-    """Delete what killed writers of `path` left; a living writer's file is younger than that."""
-    for temporary in path.parent.glob(f"{path.name}.*.tmp"):
-        with contextlib.suppress(OSError):
-            if time.time() - temporary.stat().st_mtime > _STALE_SECONDS:
-                temporary.unlink()

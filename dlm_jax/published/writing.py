@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -21,6 +20,7 @@ from dlm_jax.published.family import Family
 from dlm_jax.published.names import Piece, leaves, pieces_of, shape_of
 from dlm_jax.published.shards import DTYPES, INDEX, SINGLE
 from dlm_jax.published.special import write_tokenizer
+from dlm_jax.storage import refused_unless_full
 from dlm_jax.types import Params
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -54,6 +54,7 @@ def write_published(
     Raises:
       ValueError: no family describes the model, its tokenizer is of another kind, or the directory
         exists or cannot be written.
+      OSError: the disk is full.
     """
     target = Path(path)
     if target.exists():
@@ -72,17 +73,15 @@ def write_published(
     fields = _config_fields(found, config, tokenizer, dtype=str(kept["embedding"].dtype))
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        temporary.mkdir(parents=True)
-        text = json.dumps(fields, indent=2, sort_keys=True)
-        (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
-        write_tokenizer(temporary, tokenizer, chat, more_eos=more_eos_ids)
-        _write_weights(temporary, kept, pieces, max_shard_bytes)
-        os.replace(temporary, target)
-    except OSError as error:
-        raise ValueError(f"{target} cannot be written: {error.strerror}; name another") from error
+        with refused_unless_full(target, "name another"):
+            temporary.mkdir(parents=True)
+            text = json.dumps(fields, indent=2, sort_keys=True)
+            (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
+            write_tokenizer(temporary, tokenizer, chat, more_eos=more_eos_ids)
+            _write_weights(temporary, kept, pieces, max_shard_bytes)
+            os.replace(temporary, target)
     finally:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
     return sorted(file.name for file in target.iterdir())
 
 

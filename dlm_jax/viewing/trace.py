@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import html
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 import numpy as np
 
+from dlm_jax.storage import replacing
 from dlm_jax.viewing.frames import Frame, Kind, changes
 from dlm_jax.viewing.pieces import Pieces
 
@@ -21,7 +21,7 @@ _LEAST_LOGPROB = -20.0
 
 
 def write_trace(
-    path: str | os.PathLike[str],
+    path: str | PathLike[str],
     rows: Iterable[Sequence[Frame]],
     decode: Callable[[Any], str],
     *,
@@ -47,15 +47,10 @@ def write_trace(
     pieces = Pieces(decode, names)
     data = trace_data(rows, pieces)
     text = _fill(title, data)
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
     # A lone surrogate is no character; the page shows a question mark there.
     content = text.encode("utf-8", errors="replace")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(content)
     return len(content)
 
 

@@ -173,6 +173,26 @@ def test_a_model_that_is_not_finite_cannot_be_exported(poisoned, tmp_path, capsy
         save_weights(tmp_path / "x.safetensors", {"a": np.array([np.nan])}, {})
 
 
+@pytest.mark.parametrize(
+    ("run", "flags"),
+    [(export.main, ["--out", "OUT"]), (sample.main, ["--prompts", "IN", "--output", "OUT"])],
+)
+def test_a_full_disk_ends_with_5_and_is_no_refusal(tmp_path, capsys, monkeypatch, run, flags):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    model = str(saved_model.save(tmp_path / "run"))
+    (tmp_path / "in.jsonl").write_text('{"prompt": "A "}\n')
+    files = {"IN": str(tmp_path / "in.jsonl"), "OUT": str(tmp_path / "out.safetensors")}
+    monkeypatch.setattr(os, "fsync", full)
+    capsys.readouterr()
+    given = [files.get(flag, flag) for flag in flags]
+    assert run(["--checkpoint", model, *given]) == End.UNWRITTEN == 5
+    err = capsys.readouterr().err
+    assert "out.safetensors: No space left on device; " in err
+    assert err.count("\n") == 1
+
+
 def test_a_page_that_cannot_be_written_costs_no_text(tmp_path, capsys, monkeypatch):
     run = ["--checkpoint", str(saved_model.save(tmp_path / "run"))]
     short = ["--gen-length", "4", "--steps", "2"]

@@ -114,7 +114,7 @@ def test_a_killed_writer_leaves_no_file_of_that_name_and_its_rest_is_cleared(tmp
     killed = subprocess.run([sys.executable, "-c", program, str(path)], cwd=root, check=False)
     assert killed.returncode == -9
     (rest,) = tmp_path.iterdir()
-    assert rest.suffix == ".tmp"
+    assert rest.suffix == ".writing"
     write_tokens(path, IDS, vocab_size=260)
     assert rest.exists(), "a young temporary may belong to a living writer"
     hours_ago = time.time() - 7200
