@@ -76,8 +76,16 @@ def on_host(state: Any) -> OnHost:
     return OnHost(specs, parts)
 
 
-def write(step: AnyPath, held: OnHost, meta: dict[str, Any], facts: dict[str, Any]) -> None:
+def write(
+    step: AnyPath,
+    held: OnHost,
+    meta: dict[str, Any],
+    facts: dict[str, Any],
+    check: Callable[[], None],
+) -> None:
     """Writes a checkpoint: on every process its own files, on process 0 the manifest at last.
+
+    `check` is called before the manifest is written, and raises if it must not be.
 
     Raises:
       OSError: the bucket failed, or another process did not write its part.
@@ -89,7 +97,7 @@ def write(step: AnyPath, held: OnHost, meta: dict[str, Any], facts: dict[str, An
     with failures_of_writing(step):
         _write_parts(step, held.arrays, held.parts)
         if is_first:
-            _commit(step, facts)
+            _commit(step, facts, check)
 
 
 def _chunk_key(index: tuple[slice, ...], chunk: tuple[int, ...]) -> str:
@@ -154,7 +162,7 @@ def _write_parts(step: AnyPath, specs: dict[str, Any], parts: list[Part]) -> Non
     (step / "sums" / f"{jax.process_index()}.json").write_text(json.dumps(sums))
 
 
-def _commit(step: AnyPath, facts: dict[str, Any]) -> None:
+def _commit(step: AnyPath, facts: dict[str, Any], check: Callable[[], None]) -> None:
     """Writes the manifest, once every process has left its sums.
 
     Raises:
@@ -170,6 +178,7 @@ def _commit(step: AnyPath, facts: dict[str, Any]) -> None:
                 raise OSError(errno.ETIMEDOUT, why, str(path))
             time.sleep(_POLL)
         files |= {name: (size, crc) for name, (size, crc) in json.loads(path.read_text()).items()}
+    check()
     manifest.put(step, facts, files)
 
 

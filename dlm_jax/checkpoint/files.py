@@ -12,7 +12,6 @@ import importlib.metadata
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +19,7 @@ from typing import Any, cast
 import jax
 
 from dlm_jax.checkpoint import manifest
-from dlm_jax.storage import AnyPath, is_remote, located
+from dlm_jax.storage import AnyPath, is_remote, located, remove_tree
 
 FORMAT = 1
 Leaves = dict[str, list[Any]]
@@ -34,13 +33,14 @@ _LEFTOVER_NAME = re.compile(r"step_\d{8,}\.(writing.*|deleted)")
 
 
 def checkpoint_root(directory: str | os.PathLike[str]) -> Path:
-    """The absolute path, or that of a URL; raises `ValueError` for an existing file."""
+    """The absolute path, or that of a URL; raises `ValueError` for a file or a dangling link."""
     path = located(directory)
     if is_remote(path):
         return cast(Path, path)
     path = Path(path)
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{path} is a file, not a checkpoint directory; pass a directory")
+    if os.path.lexists(path) and not path.is_dir():
+        what = "a link to nothing" if path.is_symlink() and not path.exists() else "a file"
+        raise ValueError(f"{path} is {what}, not a checkpoint directory; pass a directory")
     return path
 
 
@@ -66,11 +66,16 @@ def failures_of_writing(path: AnyPath) -> Iterator[None]:
         raise OSError(errno.EIO, f"cannot be written ({detail})", str(path)) from error
 
 
-def facts_of(leaves: Leaves) -> dict[str, Any]:
-    """What the manifest of a checkpoint says besides its files: its format, and who wrote it."""
+def facts_of(leaves: Leaves, meta: dict[str, Any]) -> dict[str, Any]:
+    """What the manifest of a checkpoint says besides its files: format, writer, identity, arrays.
+
+    The identity is ``run`` of the JSON beside the state; checkpoints without one share the empty
+    identity.
+    """
     writers = ("jax", "orbax-checkpoint", "numpy")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in writers)
-    return {"format": FORMAT, "versions": versions, "leaves": leaves}
+    run = meta.get("run", "")
+    return {"format": FORMAT, "versions": versions, "run": run, "leaves": leaves}
 
 
 def complete_steps(root: Path) -> list[int]:
@@ -91,14 +96,13 @@ def make_room(root: Path, step: int, checked: dict[int, bool]) -> bool:
     if step in usable:
         return False
     _check_ahead(root, step, usable)
-    for path in root.iterdir():
+    for path in list(root.iterdir()):
         if _LEFTOVER_NAME.fullmatch(path.name):
-            shutil.rmtree(path)
-    for unusable in set(_listed_steps(root)) - set(usable):
-        path = step_path(root, unusable)
-        aside = path.with_name(f"{path.name}.damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
+            remove_tree(path)
+        elif (found := _STEP_NAME.fullmatch(path.name)) and int(found[1]) not in usable:
+            aside = path.with_name(f"{path.name}.damaged")
+            remove_tree(aside)
+            path.rename(aside)
     return True
 
 
@@ -127,7 +131,7 @@ def _make_room_in_bucket(root: Path, step: int, usable: list[int]) -> bool:
 def remove(path: Path) -> None:
     """Deletes a checkpoint; in a bucket its manifest first, so that what is left is none."""
     if not is_remote(path):
-        shutil.rmtree(path)
+        remove_tree(path)
         return
     for name in (manifest.NAME, manifest.SET_ASIDE):
         (path / name).unlink(missing_ok=True)
@@ -143,9 +147,9 @@ def prune(root: Path, *, keep: int) -> None:
         # Renamed first: a process killed halfway leaves no checkpoint with half its files.
         path = step_path(root, step)
         doomed = path.with_name(f"{path.name}.deleted")
-        shutil.rmtree(doomed, ignore_errors=True)
+        remove_tree(doomed)
         path.rename(doomed)
-        shutil.rmtree(doomed)
+        remove_tree(doomed)
 
 
 def newest_usable(
@@ -158,8 +162,8 @@ def newest_usable(
     """The step to restore: ``step``, or the newest whose files are all as they were written.
 
     ``checked`` remembers which steps were found sound or damaged, so that bytes are summed once and
-    damage is reported once. Raises `ValueError` if none is left, or at the first that has other
-    ``leaves`` (if given) or another format.
+    damage is reported once. Raises `ValueError` if none is left, at the first that has other
+    ``leaves`` (if given) or another format, or if they are not all of one run.
     """
     # In a bucket, what lacks a manifest was never finished; on a disk it was damaged.
     listed = complete_steps(root) if is_remote(root) else _listed_steps(root)
@@ -167,6 +171,8 @@ def newest_usable(
         raise ValueError(_why_empty(root))
     if step is not None and step not in listed:
         raise ValueError(f"no checkpoint of step={step} in {root}; it holds steps {listed}")
+    if step is None:
+        _check_one_run(root, listed)
     reasons: list[str] = []
     for candidate in reversed(listed) if step is None else [step]:
         if not checked.get(candidate, True):
@@ -194,6 +200,20 @@ def newest_usable(
     why = reasons[0] if reasons else "all were found damaged before"
     remedy = "start again in another directory" if step is None else "try another step"
     raise ValueError(f"no usable checkpoint in {root}: {why}; {remedy}")
+
+
+def _check_one_run(root: Path, steps: list[int]) -> None:
+    """Raises ValueError if checkpoints of several runs lie side by side."""
+    runs: dict[str, list[int]] = {}
+    for step in steps:
+        with contextlib.suppress(manifest.Damaged):
+            runs.setdefault(manifest.read(step_path(root, step)).get("run", ""), []).append(step)
+    if len(runs) > 1:
+        found = ", ".join(f"{of} of run {run or 'unnamed'}" for run, of in runs.items())
+        raise ValueError(
+            f"{root} holds checkpoints of several runs (steps {found}); move those of all but one "
+            "elsewhere"
+        )
 
 
 def check_same_leaves(wanted: Leaves, saved: Leaves, path: Path) -> None:

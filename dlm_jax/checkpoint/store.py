@@ -5,8 +5,8 @@ A checkpoint is one directory that appears by a single rename, once everything i
     step_00000250/
       state/         the pytree of arrays (Orbax, OCDBT)
       meta/          the caller's JSON: config, tokenizer, data position, ...
-      manifest.json  format, library versions, shape and dtype of every array, and the size and
-                     CRC32 of every file
+      manifest.json  format, library versions, the identity of the run, shape and dtype of every
+                     array, and the size and CRC32 of every file
 
 Orbax alone loads most bit-flipped files without noticing, so restoring checks the manifest first
 and falls back to the checkpoint before a damaged one. Everything that touches Orbax is in this
@@ -72,6 +72,8 @@ class Checkpoints:
       directory: where the ``step_*`` directories live; made by the first save.
       keep: how many of the newest complete checkpoints to retain, at least 1. An older one goes
         only after the newer one is complete on disk.
+      check: called on process 0 before anything in the directory is removed, and before a
+        checkpoint appears there; raises if another process has taken the directory over.
 
     ``when_closed`` is a stack of what is called once all is closed.
 
@@ -79,11 +81,18 @@ class Checkpoints:
       ValueError: ``keep`` below 1, or a ``directory`` that is a file or a URL of an unknown kind.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, keep: int):
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int,
+        check: Callable[[], None] = lambda: None,
+    ):
         if keep < 1:
             raise ValueError(f"keep={keep} would leave no checkpoint to resume from; use 1 or more")
         self.directory = checkpoint_root(directory)
         self._keep = keep
+        self._check = check
         self._checked: dict[int, bool] = {}
         self._pending: concurrent.futures.Future[None] | None = None
         self.when_closed = contextlib.ExitStack()
@@ -111,7 +120,7 @@ class Checkpoints:
           step: at least 0, and not behind the newest checkpoint.
           state: any pytree of arrays, typed keys included; global arrays if there are several
             processes.
-          meta: a JSON dict, equal on all processes.
+          meta: a JSON dict, equal on all processes; its ``run`` is the identity of the run.
 
         Raises:
           ValueError: one of the arguments is not as above; nothing was written.
@@ -120,17 +129,19 @@ class Checkpoints:
         leaves = describe(state, "state")
         check_saveable(step, state, meta)
         self.wait()
-        if not on_first_process(lambda: make_room(self.directory, step, self._checked)):
+        if not on_first_process(lambda: self._make_room(step)):
             return False
         self._checked.clear()
         if is_remote(self.directory):
             held = bucket.on_host(state)
-            self._pending = self._finisher.submit(self._finish_in_bucket, step, leaves, meta, held)
+            self._pending = self._finisher.submit(
+                self._finish_in_bucket, step, facts_of(leaves, meta), meta, held
+            )
             return True
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
         with failures_of_writing(step_path(self.directory, step)):
             self._writer.save(self._written(step), args=args, force=True)
-        self._pending = self._finisher.submit(self._finish, step, leaves)
+        self._pending = self._finisher.submit(self._finish, step, facts_of(leaves, meta))
         return True
 
     def wait(self) -> None:
@@ -196,19 +207,24 @@ class Checkpoints:
         path = step_path(self.directory, step)
         return path.with_name(f"{path.name}.writing")
 
+    def _make_room(self, step: int) -> bool:
+        self._check()
+        return make_room(self.directory, step, self._checked)
+
     def _finish_in_bucket(
-        self, step: int, leaves: Leaves, meta: dict[str, Any], held: bucket.OnHost
+        self, step: int, facts: dict[str, Any], meta: dict[str, Any], held: bucket.OnHost
     ) -> None:
-        bucket.write(step_path(self.directory, step), held, meta, facts_of(leaves))
+        bucket.write(step_path(self.directory, step), held, meta, facts, self._check)
         if jax.process_index() == 0:
             prune(self.directory, keep=self._keep)
 
-    def _finish(self, step: int, leaves: Leaves) -> None:
+    def _finish(self, step: int, facts: dict[str, Any]) -> None:
         # On process 0 Orbax returns only when every process has written its part.
         with failures_of_writing(step_path(self.directory, step)):
             self._writer.wait_until_finished()
         if jax.process_index() == 0:
-            manifest.write(self._written(step), facts_of(leaves))
+            manifest.write(self._written(step), facts)
+            self._check()
             self._written(step).rename(step_path(self.directory, step))
             manifest.sync(self.directory)
             prune(self.directory, keep=self._keep)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
 import dlm_jax.config as configs
-from dlm_jax.metrics import LossPicture, MetricsLog
+from dlm_jax.metrics import METRICS, LossPicture, MetricsLog
 from dlm_jax.training.run import Run
-from dlm_jax.training.trackers import open_trackers
+from dlm_jax.training.trackers import open_tracker
 
 
 class Journal:
@@ -26,16 +27,22 @@ class Journal:
     def __init__(self, run: Run, *, step: int, report: Callable[[str], None]):
         self._report = report
         self._is_on = jax.process_index() == 0
+        self._identity = run.identity
         if self._is_on:
-            self._log = MetricsLog(run.out_dir / "metrics.jsonl", step=step)
+            self._log = MetricsLog(run.out_dir / METRICS, step=step)
             self._picture = LossPicture(run.out_dir, run.task.figure, run.task.unit, report=report)
             names, config = run.config.train.trackers, configs.to_dict(run.config)
-            self._trackers = open_trackers(names, run.out_dir, config, step=step)
+            self._trackers: list[Any] = []
+            for name in names:
+                with self._reporting(name):
+                    self._trackers.append(
+                        open_tracker(name, run.out_dir, config, identity=run.identity, step=step)
+                    )
 
     def write(self, **record: Any) -> None:
         """Writes a record, which has a ``kind`` and a ``step``."""
         if self._is_on:
-            record["time"] = round(time.time(), 3)
+            record |= {"time": round(time.time(), 3), "run": self._identity}
             self._log.write(**record)
             for tracker in list(self._trackers):
                 self._guarded(tracker, lambda tracker=tracker: tracker.write(record))
@@ -53,10 +60,17 @@ class Journal:
                 self._guarded(tracker, tracker.close)
 
     def _guarded(self, tracker: Any, act: Callable[[], Any]) -> None:
-        """Lets a tracker act; one that fails is told of and left out from then on."""
-        try:
+        """Lets a tracker act; one that fails is reported and left out from then on."""
+        self._trackers.remove(tracker)
+        with self._reporting(type(tracker).__name__):
             act()
-        except Exception as error:  # whatever a tracker's library may raise
-            self._trackers.remove(tracker)
+            self._trackers.append(tracker)
+
+    @contextlib.contextmanager
+    def _reporting(self, name: str) -> Iterator[None]:
+        """Reports what the library of a tracker raises inside; it ends no run."""
+        try:
+            yield
+        except Exception as error:
             why = " ".join(str(error).split())[:200] or type(error).__name__
-            self._report(f"warning: {type(tracker).__name__} fails ({why}); the training goes on")
+            self._report(f"warning: {name} fails ({why}); the training goes on")

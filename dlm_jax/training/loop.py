@@ -18,7 +18,6 @@ from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed.memory import require_working_room
 from dlm_jax.distributed.sharding import batch_sharding, share_of_batch
 from dlm_jax.progress import Progress
-from dlm_jax.training.best import Best
 from dlm_jax.training.evaluation import held_out
 from dlm_jax.training.journal import Journal
 from dlm_jax.training.meter import Meter
@@ -141,7 +140,7 @@ class _Loop:
         self._journal = Journal(run, step=self.step, report=say)
         self._meter = Meter(run)
         self._profile = Profile(profile, run.out_dir / "profile")
-        self._best = Best(run.out_dir, config)
+        self._best = run.best
         self._idle = 0.0
         self._bar = Progress(
             "train", self._train.steps, "step", done=self.step, idle=lambda: self._idle,
@@ -176,7 +175,6 @@ class _Loop:
     def close(self) -> None:
         """Ends the bar, the log and the reading ahead."""
         self._bar.close()
-        self._best.close()
         self._profile.stop()
         self._journal.close()
         self._batches.close()

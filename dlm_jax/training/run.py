@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,18 @@ from jax.sharding import Mesh
 
 import dlm_jax.config as configs
 from dlm_jax.checkpoint import Checkpoints
+from dlm_jax.checkpoint.files import complete_steps
 from dlm_jax.config import Config, ModelConfig
 from dlm_jax.data import Corpus
 from dlm_jax.distributed.memory import require_room
 from dlm_jax.distributed.processes import check_same_everywhere, on_first_process
 from dlm_jax.distributed.sharding import batch_sharding, make_mesh, share_of_batch
-from dlm_jax.metrics import read_records
+from dlm_jax.metrics import METRICS, check_metrics
 from dlm_jax.model.transformer import build
 from dlm_jax.randomness import check_settings, fingerprint, key_of
-from dlm_jax.storage import check_bucket
+from dlm_jax.storage import check_bucket, is_remote
 from dlm_jax.training.begin import begin_with
+from dlm_jax.training.best import Best
 from dlm_jax.training.checks import (
     check_model_fits,
     check_parts,
@@ -60,19 +63,22 @@ class Run:
     """A run ready to go: the resolved config and what was made from it.
 
     ``state`` is fresh, or the newest checkpoint's, and ``saved`` the JSON beside it (empty if
-    fresh). ``own`` names what is not the config's: its network, objective and heads. ``noise_key``
-    is what the noise of every step is folded from.
+    fresh). ``identity`` is drawn when a run begins; its checkpoints, best model and metrics carry
+    it (empty for a run whose checkpoints have none). ``own`` names what is not the config's:
+    its network, objective and heads. ``noise_key`` is what the noise of every step is folded from.
     """
 
     setup: Setup
     corpus: Corpus
     task: Task
     own: dict[str, Any]
+    identity: str
     state: TrainState
     saved: dict[str, Any]
     first_step: int
     noise_key: jax.Array
     checkpoints: Checkpoints
+    best: Best
 
     @property
     def config(self) -> Config:
@@ -113,7 +119,7 @@ class Run:
 
     def meta(self) -> dict[str, Any]:
         """What is saved beside the state."""
-        return _meta(self.config, self.corpus, self.own)
+        return _meta(self.config, self.corpus, self.own, self.identity)
 
 
 def prepare(
@@ -149,29 +155,38 @@ def prepare(
     task = make_task(setup, network, objective, heads)
     own = _names_of(network, objective, heads)
     init_key, noise_key = jax.random.split(key_of(config.train.seed))
+    lock = DirectoryLock()
     with contextlib.ExitStack() as undo:
-        checkpoints = Checkpoints(where, keep=config.train.keep_checkpoints)
+        keep = config.train.keep_checkpoints
+        checkpoints = Checkpoints(where, keep=keep, check=lock.check)
         undo.callback(checkpoints.close)
-        lock = DirectoryLock()
         checkpoints.when_closed.callback(lock.release)
-        if on_first_process(lambda: _acquire(lock, out_dir) or checkpoints.steps()):
-            check_same_run(_meta(config, corpus, own), checkpoints.read_meta(report=report))
+        places = {"train.out_dir": out_dir, "train.checkpoint_dir": checkpoints.directory}
+        if on_first_process(lambda: _acquire_those_there(lock, places) or checkpoints.steps()):
+            theirs = checkpoints.read_meta(report=report)
+            identity = theirs.get("run", "")
+            meta = _meta(config, corpus, own, identity)
+            check_same_run(meta, theirs)
             found, state, saved = checkpoints.restore(_abstract_state(setup, task), report=report)
             if line := growth(config, saved, found):
                 report(line)
         else:
+            identity = on_first_process(lambda: secrets.token_hex(8))
+            meta = _meta(config, corpus, own, identity)
             _check_memory(_abstract_state(setup, task), setup)
             state, saved = _fresh_state(setup, task, init_key, report=report), {}
         if config.train.accumulate > 1 and (objective is not None or heads):
             _check_adds_up(setup, task, state)
-        read_records(out_dir / "metrics.jsonl")
+        best = Best(config, meta, is_new=not saved, check=lock.check)
+        checkpoints.when_closed.callback(best.close)
+        on_first_process(lambda: check_metrics(out_dir / METRICS, identity, is_new=not saved))
         make_directory(out_dir)
-        on_first_process(lambda: _acquire(lock, out_dir, None if saved else checkpoints))
         step = int(state.step)
         if step < config.train.steps:
+            on_first_process(lambda: _acquire(lock, places, is_new=not saved))
             on_first_process(lambda: write_config(asked, out_dir))
         undo.pop_all()
-    return Run(setup, corpus, task, own, state, saved, step, noise_key, checkpoints)
+    return Run(setup, corpus, task, own, identity, state, saved, step, noise_key, checkpoints, best)
 
 
 def _checked_mesh(config: Config) -> Mesh:
@@ -188,14 +203,21 @@ def _checked_mesh(config: Config) -> Mesh:
     return mesh
 
 
-def _acquire(lock: DirectoryLock, out_dir: Path, new: Checkpoints | None = None) -> None:
-    """Locks the directory if it is there; `new` are checkpoints that there were none of before."""
-    if lock.is_held or not out_dir.is_dir():
-        return
-    lock.acquire(out_dir)
-    if new is not None and new.steps():
-        lock.release()
-        raise ValueError(f"train.out_dir={out_dir} was trained in meanwhile; start again")
+def _acquire_those_there(lock: DirectoryLock, places: dict[str, Path]) -> None:
+    """Locks the local directories that are there, so that what is read of them stays."""
+    for setting, path in places.items():
+        if not is_remote(path) and path.is_dir():
+            lock.acquire(path, setting)
+
+
+def _acquire(lock: DirectoryLock, places: dict[str, Path], *, is_new: bool) -> None:
+    """Makes and locks the directories; refuses a run that another one has begun meanwhile."""
+    for setting, path in places.items():
+        path.mkdir(parents=True, exist_ok=True)
+        lock.acquire(path, setting)
+    path = places["train.checkpoint_dir"]
+    if is_new and complete_steps(path):
+        raise ValueError(f"{path} was trained in meanwhile; start again")
 
 
 def _check_memory(state: TrainState, setup: Setup) -> None:
@@ -278,9 +300,10 @@ def _fresh_state(
     return begin_with(source, state, setup.tokenizer, model=config.model, report=report)
 
 
-def _meta(config: Config, corpus: Corpus, own: dict[str, Any]) -> dict[str, Any]:
-    """What is saved beside the state: resolved config, tokenizer, corpus, own parts, draws."""
+def _meta(config: Config, corpus: Corpus, own: dict[str, Any], identity: str) -> dict[str, Any]:
+    """What is saved beside the state: what the run is, and what its randomness depends on."""
     return {
+        "run": identity,
         "config": configs.to_dict(config),
         "tokenizer": corpus.tokenizer.to_json(),
         "corpus": {"name": corpus.name, "sha256": corpus.sha256},

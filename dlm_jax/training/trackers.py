@@ -40,11 +40,11 @@ def check_trackers(names: Sequence[str]) -> None:
             )
 
 
-def open_trackers(
-    names: Sequence[str], out_dir: Path, config: dict[str, Any], *, step: int
-) -> list[Tracker]:
-    """The trackers of a run that goes on after `step`; what they have beyond it is dropped."""
-    return [_OPEN[name](out_dir, config, step) for name in names]
+def open_tracker(
+    name: str, out_dir: Path, config: dict[str, Any], *, identity: str, step: int
+) -> Tracker:
+    """A tracker of a run that goes on after `step`; what it has beyond it is dropped."""
+    return _OPEN[name](out_dir, config, identity, step)
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
@@ -59,10 +59,10 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
 class _TensorBoard:
     """Event files in ``tensorboard/`` of the run."""
 
-    def __init__(self, out_dir: Path, config: dict[str, Any], step: int):
+    def __init__(self, out_dir: Path, config: dict[str, Any], identity: str, step: int):
         # Imported late: protobuf takes half a second, and no run without it should wait.
         writer = importlib.import_module("tensorboardX").SummaryWriter
-        self._writer = writer(str(out_dir / "tensorboard"), purge_step=step + 1 if step else None)
+        self._writer = writer(str(out_dir / "tensorboard"), purge_step=step + 1)
 
     def write(self, record: dict[str, Any]) -> None:
         for name, value in scalars(record).items():
@@ -74,10 +74,10 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """A run of Weights & Biases named after the directory, which goes on where it was."""
+    """A run of Weights & Biases named after the directory; that of the identity there goes on."""
 
-    def __init__(self, out_dir: Path, config: dict[str, Any], step: int):
-        name = hashlib.sha256(str(out_dir.absolute()).encode()).hexdigest()[:16]
+    def __init__(self, out_dir: Path, config: dict[str, Any], identity: str, step: int):
+        name = hashlib.sha256(f"{out_dir.absolute()}{identity}".encode()).hexdigest()[:16]
         self._run = importlib.import_module("wandb").init(
             project="dlm_jax", name=out_dir.name, id=name, resume="allow", dir=str(out_dir),
             config=config,
@@ -90,7 +90,7 @@ class _Wandb:
         self._run.finish()
 
 
-_OPEN: dict[str, Callable[[Path, dict[str, Any], int], Tracker]] = {
+_OPEN: dict[str, Callable[[Path, dict[str, Any], str, int], Tracker]] = {
     "tensorboard": _TensorBoard,
     "wandb": _Wandb,
 }

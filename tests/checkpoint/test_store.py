@@ -321,6 +321,23 @@ def test_the_newest_are_kept_and_other_files_are_left_alone(tmp_path: Path):
     assert names == {"2024", "notes.txt", "step_00000002", "step_00000003", "step_00000010"}
 
 
+def test_files_and_links_in_the_place_of_directories_stop_no_save(tmp_path: Path):
+    (tmp_path / "linked").mkdir()
+    _save(tmp_path / "linked", 1)
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "step_00000001").symlink_to(tmp_path / "linked" / "step_00000001")
+    for name in ("step_00000002", "step_00000002.damaged", "step_00000001.deleted"):
+        (root / name).touch()
+    (root / "step_00000003").symlink_to(tmp_path / "nowhere")
+    (root / "step_00000003.writing").symlink_to(tmp_path / "linked")
+    _save(root, 2, 3, keep=1)
+    assert load_params(root)[1]["step"] == 3
+    names = {path.name for path in root.iterdir()}
+    assert names == {"step_00000003", "step_00000002.damaged", "step_00000003.damaged"}
+    assert load_params(tmp_path / "linked")[1]["step"] == 1, "what is linked to stays"
+
+
 @pytest.mark.parametrize("fault", ["write", "rename", "prune", "delete"])
 def test_a_failure_at_any_moment_leaves_a_good_checkpoint(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -337,13 +354,13 @@ def test_a_failure_at_any_moment_leaves_a_good_checkpoint(
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         with monkeypatch.context() as patch:
             if fault == "write":
-                patch.setattr("dlm_jax.checkpoint.manifest.os.replace", fail)
+                patch.setattr("dlm_jax.storage.os.replace", fail)
             elif fault == "rename":
                 patch.setattr("dlm_jax.checkpoint.store.Path.rename", fail)
             elif fault == "prune":
                 patch.setattr("dlm_jax.checkpoint.store.prune", fail)
             else:
-                patch.setattr("dlm_jax.checkpoint.files.shutil.rmtree", fail_halfway)
+                patch.setattr("dlm_jax.storage.shutil.rmtree", fail_halfway)
             checkpoints.save(2, _state(2), {**META, "step": 2})
             with pytest.raises(OSError, match="No space left"):
                 checkpoints.wait()

@@ -14,8 +14,9 @@ from dlm_jax.training.best import Best
 META = {"config": {}}
 
 
-def _best(out_dir, **changes):
-    return Best(out_dir, configs.load(None, tiny_run.flags(out_dir, **changes)))
+def _best(out_dir, *, run="", is_new=False, **changes):
+    config = configs.load(None, tiny_run.flags(out_dir, **changes))
+    return Best(config, META | {"run": run}, is_new=is_new)
 
 
 def _params(value):

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 
+import buckets
+import jax.numpy as jnp
 import pytest
 import tiny_run
 
 import dlm_jax.config as configs
+from dlm_jax.checkpoint import Checkpoints
+from dlm_jax.storage import located
 from dlm_jax.training.lock import FILE, DirectoryLock
+from dlm_jax.training.loop import run_loop
 from dlm_jax.training.run import prepare
 
 
 def _acquire(directory) -> bool:
     lock = DirectoryLock()
     try:
-        lock.acquire(directory)
+        lock.acquire(directory, "train.out_dir")
     except ValueError:
         return False
     return lock.is_held
@@ -24,9 +30,9 @@ def _acquire(directory) -> bool:
 
 def test_a_directory_is_one_process_s_until_it_lets_go(tmp_path):
     lock = DirectoryLock()
-    lock.acquire(tmp_path)
+    lock.acquire(tmp_path, "train.out_dir")
     with pytest.raises(ValueError, match="is in use by another training; wait for its end, or use"):
-        DirectoryLock().acquire(tmp_path)
+        DirectoryLock().acquire(tmp_path, "train.out_dir")
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
         assert not pool.apply(_acquire, (tmp_path,))
@@ -46,17 +52,18 @@ def test_where_directories_cannot_be_locked_a_file_in_them_is(tmp_path, monkeypa
 
     monkeypatch.setattr(os, "open", files_alone)
     lock = DirectoryLock()
-    lock.acquire(tmp_path)
+    lock.acquire(tmp_path, "train.out_dir")
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
     with pytest.raises(ValueError, match="is in use by another training"):
-        DirectoryLock().acquire(tmp_path)
+        DirectoryLock().acquire(tmp_path, "train.out_dir")
     lock.release()
-    DirectoryLock().acquire(tmp_path)
+    DirectoryLock().acquire(tmp_path, "train.out_dir")
 
 
-def _prepare(out_dir):
+def _prepare(out_dir, **changes):
     with tiny_run.on_devices(1):
-        return prepare(configs.load(None, tiny_run.flags(out_dir)), report=lambda line: None)
+        given = configs.load(None, tiny_run.flags(out_dir, **changes))
+        return prepare(given, report=lambda line: None)
 
 
 @pytest.mark.parametrize("is_there", [False, True])
@@ -78,3 +85,83 @@ def test_a_refused_run_lets_go_of_its_directory(tmp_path):
     for _ in range(2):
         with pytest.raises(ValueError, match="is not a record of metrics"):
             _prepare(tmp_path)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_second_training_of_the_same_checkpoints_is_refused_and_the_first_goes_on(
+    tmp_path, is_there
+):
+    shared = tmp_path / "shared"
+    if is_there:
+        shared.mkdir()
+    given = {"train__checkpoint_dir": shared, "train__steps": 3, "train__eval_every": 0}
+    first = _prepare(tmp_path / "a", **given)
+    with pytest.raises(ValueError, match=f"train.checkpoint_dir={shared} is in use by another tr"):
+        _prepare(tmp_path / "b", **given)
+    with first.checkpoints:
+        assert run_loop(first).step == 3
+    assert first.checkpoints.steps() == [3]
+
+
+def test_a_directory_that_two_settings_name_is_locked_once(tmp_path):
+    _prepare(tmp_path, train__checkpoint_dir=tmp_path).checkpoints.close()
+
+
+def _save(checkpoints, step):
+    checkpoints.save(step, {"x": jnp.ones(2)}, {})
+    checkpoints.wait()
+
+
+def test_in_a_bucket_who_claims_last_has_it_and_the_one_before_changes_nothing_more():
+    with buckets.bucket() as url:
+        old, new = DirectoryLock(), DirectoryLock()
+        root = located(f"{url}/run")
+        old.acquire(root, "train.checkpoint_dir")
+        with (
+            Checkpoints(root, keep=9, check=old.check) as ours,
+            Checkpoints(root, keep=9, check=new.check) as theirs,
+        ):
+            _save(ours, 1)
+            ours.save(2, {"x": jnp.ones(2)}, {})
+            new.acquire(root, "train.checkpoint_dir")
+            with contextlib.suppress(OSError):
+                ours.wait()  # complete before the claim, or not at all
+            before = ours.steps()
+            for step in (7, 8):
+                with pytest.raises(OSError, match="taken over by another training"):
+                    _save(ours, step)
+            assert ours.steps() == before
+            _save(theirs, 9)
+            assert theirs.steps() == [*before, 9]
+        old.release()
+        new.check()
+        new.release()
+        assert not (root / FILE).exists()
+
+
+def test_a_save_that_is_overtaken_while_it_is_written_does_not_appear(tmp_path):
+    calls = []
+
+    def check():
+        calls.append(None)
+        if len(calls) == 2:
+            raise OSError(16, "taken over by another training", "x")
+
+    with Checkpoints(tmp_path, keep=1, check=check) as checkpoints:
+        with pytest.raises(OSError, match="taken over by another training"):
+            _save(checkpoints, 1)
+        assert checkpoints.steps() == []
+
+
+def test_where_nothing_can_be_locked_the_last_claim_counts(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    old, new = DirectoryLock(), DirectoryLock()
+    old.acquire(tmp_path, "train.out_dir")
+    old.check()
+    new.acquire(tmp_path, "train.out_dir")
+    new.check()
+    with pytest.raises(OSError, match="taken over by another training"):
+        old.check()

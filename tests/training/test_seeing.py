@@ -17,7 +17,7 @@ from dlm_jax.training import meter
 from dlm_jax.training.flops import model_flops
 from dlm_jax.training.loop import _Loop
 from dlm_jax.training.profiling import Profile, parse_span
-from dlm_jax.training.trackers import open_trackers
+from dlm_jax.training.trackers import open_tracker
 
 SHORT = {
     "train__steps": 6,
@@ -129,7 +129,7 @@ def test_event_files_hold_every_number_of_the_metrics(finished):
         (f"{line['kind']}/{name}", line["step"]): value
         for line in lines
         for name, value in line.items()
-        if name not in ("kind", "step", "time")
+        if name not in ("kind", "step", "time", "run")
     }
     assert shown.keys() == wanted.keys()
     for key, value in wanted.items():
@@ -173,13 +173,14 @@ def test_weights_and_biases_is_given_the_records_where_it_is_asked_for(tmp_path,
     module = types.ModuleType("wandb")
     module.init = lambda **given: log.append(("init", given["name"], given["id"])) or Run()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
-    for _ in range(2):
-        (tracker,) = open_trackers(("wandb",), tmp_path / "run", {"a": 1}, step=0)
+    for identity in ("a", "a", "b"):
+        tracker = open_tracker("wandb", tmp_path / "run", {"a": 1}, identity=identity, step=0)
         tracker.write({"kind": "train", "step": 3, "time": 1.0, "loss": 2.5})
         tracker.close()
     assert log[1:3] == [(3, {"train/loss": 2.5}), ("finish",)]
     assert log[0][:2] == ("init", "run")
     assert log[0] == log[3], "started again, it is the same run there"
+    assert log[6][2] != log[0][2], "another run in the directory is another one there"
 
 
 def test_a_tracker_that_is_unknown_or_not_installed_is_refused(tmp_path, capsys, monkeypatch):

@@ -1,0 +1,115 @@
+"""Law 11: what carries the identity of another run is never continued, kept or mixed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import tiny_run
+
+from dlm_jax.checkpoint import load_meta, load_params, manifest
+from dlm_jax.metrics import read_records
+from dlm_jax.training.files import config_of_run
+
+SHORT = {"train__steps": 8, "train__keep_checkpoints": 1}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two finished runs of one config."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("ours", "theirs"):
+        tiny_run.run(folder / name, **SHORT)
+    return folder / "ours", folder / "theirs"
+
+
+@pytest.fixture
+def ours(runs, tmp_path):
+    return shutil.copytree(runs[0], tmp_path / "run")
+
+
+def _identities(out_dir):
+    """Of the checkpoints, the best model and the lines of metrics."""
+    found = {load_meta(out_dir, report=print)["run"], load_meta(out_dir / "best")["run"]}
+    found |= {
+        manifest.read(path)["run"] for part in ("checkpoints", "best")
+        for path in (out_dir / part).iterdir()
+    }  # fmt: skip
+    return found | {record["run"] for record in read_records(out_dir / "metrics.jsonl")}
+
+
+def _listing(out_dir):
+    return {path: path.stat().st_mtime_ns for path in out_dir.rglob("*") if path.is_file()}
+
+
+def _refused(out_dir, told, **changes):
+    before = _listing(out_dir)
+    with pytest.raises(ValueError, match=told) as error:
+        tiny_run.run(out_dir, **SHORT | {"train__steps": 12} | changes)
+    assert "\n" not in str(error.value)
+    assert _listing(out_dir) == before
+
+
+def test_all_that_a_run_writes_carries_one_identity_and_that_of_no_other_run(runs):
+    (ours,), (theirs,) = map(_identities, runs)
+    assert ours and theirs and ours != theirs
+
+
+def test_a_run_that_goes_on_keeps_its_identity(ours):
+    before = _identities(ours)
+    tiny_run.run(ours, **SHORT | {"train__steps": 12})
+    assert _identities(ours) == before
+
+
+def test_a_checkpoint_of_another_run_is_neither_continued_nor_loaded(runs, ours):
+    shutil.copytree(
+        runs[1] / "checkpoints" / "step_00000008", ours / "checkpoints" / "step_00000009"
+    )
+    told = r"holds checkpoints of several runs \(steps \[8\] of run \w+, \[9\] of run \w+\); move"
+    _refused(ours, told)
+    for load in (load_params, config_of_run):
+        with pytest.raises(ValueError, match=told):
+            load(ours)
+
+
+def test_a_checkpoint_of_another_run_in_the_place_of_the_own_is_not_continued(runs, ours):
+    shutil.rmtree(ours / "checkpoints")
+    shutil.copytree(runs[1] / "checkpoints", ours / "checkpoints")
+    told = rf"{ours}/best holds the best model of another run \(it is of run \w+, and this is \w+\)"
+    _refused(ours, told)
+    shutil.rmtree(ours / "best")
+    _refused(ours, r"metrics.jsonl is of another run \(\w+\) than the checkpoints \(\w+\); move")
+
+
+def test_the_best_model_of_another_model_is_not_kept_as_that_of_a_new_run(ours):
+    shutil.rmtree(ours / "checkpoints")
+    told = (
+        r"best holds the best model of another run \(.*model.width=16, and this one has 32.*\); "
+        "move it elsewhere, or use another train.out_dir"
+    )
+    _refused(ours, told, model__width=32)
+
+
+def test_a_run_that_begins_anew_finds_a_best_model_of_its_own(ours):
+    (before,) = _identities(ours)
+    figure = json.dumps(load_meta(ours / "best")["best"])
+    shutil.rmtree(ours / "checkpoints")
+    tiny_run.run(ours, **SHORT)
+    (after,) = _identities(ours)
+    assert after != before
+    assert json.dumps(load_meta(ours / "best")["best"]) == figure
+
+
+@pytest.mark.parametrize("kind", ["file", "link to nothing"])
+@pytest.mark.parametrize("name", ["best", "checkpoints"])
+def test_what_is_no_directory_is_refused_before_the_run_begins(tmp_path, name, kind):
+    out_dir = tmp_path / "run"
+    out_dir.mkdir()
+    if kind == "file":
+        (out_dir / name).touch()
+    else:
+        (out_dir / name).symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=rf"{name} is a {kind}, not a checkpoint directory"):
+        tiny_run.run(out_dir, **SHORT)
+    assert [path.name for path in out_dir.iterdir()] == [name]
