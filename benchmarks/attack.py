@@ -4,15 +4,17 @@
 
 ``flips``: bits flipped in every kind of file that is read back; each must be found, or change
 nothing. ``inputs``: bad flags, settings and files; each must be refused in one line with exit code
-2. ``ends``: the texts must be printed although every other output fails. ``kills``: a training
-killed with SIGKILL at random moments and started again; its parameters and metrics must be those of
-one that ran through. ``leaks``: calls of `generate` of changing shapes, and engines opened and
-closed; what the process holds must not grow. ``--count`` sets how many of each.
+2. ``ends``: the texts must be printed although every other output fails. ``kills``: trainings,
+files of requests and one of two processes killed with SIGKILL and started again; what comes out
+must be that of programs that ran through. ``leaks``: calls of `generate` of changing shapes, and
+engines opened and closed; what the process holds must not grow. ``--count`` sets how many of each;
+with ``--folder`` what is made stays there, and ``kills`` goes on from what was done there.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import tempfile
 import time
@@ -37,14 +39,17 @@ def main() -> int:
     parser.add_argument("attacks", nargs="+", choices=ATTACKS)
     parser.add_argument("--count", type=int, help="flips of a file, inputs, kills, or calls")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="where to work, instead of a temporary folder")
     args = parser.parse_args()
     bad = 0
     print("| attack | tried | found or harmless | let through | seconds |")
     print("| --- | --- | --- | --- | --- |")
     for name in args.attacks:
-        with tempfile.TemporaryDirectory() as folder:
+        with contextlib.ExitStack() as stack:
+            folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            folder.mkdir(parents=True, exist_ok=True)
             began = time.perf_counter()
-            for tally in ATTACKS[name](Path(folder), args.count, args.seed):
+            for tally in ATTACKS[name](folder.resolve(), args.count, args.seed):
                 seconds = time.perf_counter() - began
                 began = time.perf_counter()
                 print(f"| {name}: {tally.name} | {tally.tried} | {tally.tried - len(tally.bad)} | "

@@ -1,10 +1,25 @@
-"""A training killed at random moments and started again, against one that ran through."""
+"""Programs killed with SIGKILL and started again, against ones that ran through.
+
+``training``: a run with heads, stages, accumulation and asynchronous checkpoints; half of the kills
+hit while a checkpoint or the best model is being written, which what they leave proves. Parameters,
+best model and metrics must be those of the whole run, bit for bit. ``requests``: ``sample.py
+--prompts`` with 300 requests, five kills a run; the results must be the same bytes. ``hosts``: one
+of two processes is killed, and the run goes on as one or as three; parameters must be those of a
+run by one process, to float tolerance.
+
+What is done is kept in ``kills.jsonl`` of the folder, so that the same command goes on from there.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
+import socket
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,48 +30,261 @@ from benchmarks.attacks.report import Tally, finish, flags, start
 from dlm_jax.checkpoint import load_params
 from dlm_jax.metrics import CLOCK, read_records
 
-_KILLS = 50
+_KILLS, _KILLS_A_RUN = 50, 6
+_REQUESTS, _REQUEST_RUNS, _REQUEST_KILLS = 300, 3, 5
+_PATIENCE = 600.0
 
 
 def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
-    """Kills until `count` is reached, finishing a run from time to time, which must be exact."""
-    rng = random.Random(seed)
-    tally, left = Tally("SIGKILL of a training, then on to its end"), count or _KILLS
+    """All three; `count` kills of trainings, a third of it of requests, and of hosts up to four."""
+    kills = count or _KILLS
+    request_runs = min(_REQUEST_RUNS, -(-kills // 15))
+    return [
+        *_trainings(folder, kills, random.Random(seed)),
+        _requests(folder, request_runs, random.Random(seed)),
+        _hosts(folder, min(4, kills), random.Random(seed)),
+    ]
+
+
+class _Ledger:
+    """What was done, a line for each run that came to its end."""
+
+    def __init__(self, folder: Path, attack: str):
+        self._path, self._attack = folder / "kills.jsonl", attack
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        self.done = [one for line in lines if (one := json.loads(line))["attack"] == attack]
+
+    def note(self, **facts: Any) -> None:
+        """Adds a run."""
+        self.done.append({"attack": self._attack, "run": len(self.done) + 1} | facts)
+        with self._path.open("a") as file:
+            file.write(json.dumps(self.done[-1]) + "\n")
+        print(f"    {json.dumps(self.done[-1])}", file=sys.stderr, flush=True)
+
+    def total(self, name: str) -> int:
+        """The sum of a count over all runs."""
+        return sum(one[name] for one in self.done)
+
+
+def _once(folder: Path, name: str, make: Callable[[Path], object]) -> Path:
+    """The folder of that name, made whole once."""
+    mark = folder / f"{name}.done"
+    if not mark.exists():
+        make(folder / name)
+        mark.touch()
+    return folder / name
+
+
+# Trainings.
+
+
+def _trainings(folder: Path, count: int, rng: random.Random) -> list[Tally]:
+    """Kills until `count` is reached, half of them during a save; every run must end exact."""
     steps: dict[str, Any] = {"train__steps": 120, "train__checkpoint_every": 7,
                              "heads__start_sampler_iteration": 30,
                              "heads__start_critic_iteration": 60}  # fmt: skip
-    began = time.perf_counter()
-    finish(folder, "train.py", *flags(folder, folder / "whole", **steps))
-    seconds = time.perf_counter() - began
-    number = 0
-    while left > 0:
-        number += 1
-        out_dir, kills = folder / f"run{number}", 0
-        while left > 0 and kills < 6:
-            child = start(folder, "train.py", *flags(folder, out_dir, **steps))
-            time.sleep(rng.uniform(0.3, seconds))
-            if child.poll() is None:
-                child.kill()
-                kills, left = kills + 1, left - 1
-            child.communicate()
-            if child.returncode == 0:
-                break
+
+    def made(out_dir: Path) -> None:
         finish(folder, "train.py", *flags(folder, out_dir, **steps))
-        why = difference(folder / "whole", out_dir)
-        print(f"    run {number}, {kills} kills: {why or 'exact'}", file=sys.stderr, flush=True)
-        for _ in range(kills):
-            tally.note(not why, f"run {number} after {kills} kills: {why}")
-    return [tally]
+
+    whole, ledger = _once(folder, "whole", made), _Ledger(folder, "training")
+    seconds = 8.0
+    while (left := count - ledger.total("kills")) > 0:
+        out_dir, kills, saving = folder / f"run{len(ledger.done) + 1}", 0, 0
+        while kills < min(left, _KILLS_A_RUN):
+            wants_save = ledger.total("saving") + saving < (ledger.total("kills") + kills + 1) / 2
+            began = time.perf_counter()
+            child = start(folder, "train.py", *flags(folder, out_dir, **steps))
+            if wants_save:
+                _wait_for_save(child, out_dir, rng)
+            else:
+                _wait(child, rng.uniform(0.3, seconds))
+            was_running = child.poll() is None
+            child.kill()
+            child.communicate()
+            if not was_running:
+                seconds = time.perf_counter() - began
+                break
+            kills += 1
+            saving += bool(_unfinished(out_dir))
+        made(out_dir)
+        ledger.note(kills=kills, saving=saving, why=difference(whole, out_dir))
+    kinds = {"SIGKILL of a training, then on to its end": "kills",
+             "of these during a checkpoint or best": "saving"}  # fmt: skip
+    tallies = [Tally(name) for name in kinds]
+    for tally, kind in zip(tallies, kinds.values(), strict=True):
+        for one in ledger.done:
+            for _ in range(one[kind]):
+                tally.note(not one["why"], f"run {one['run']}: {one['why']}")
+    return tallies
+
+
+def _unfinished(out_dir: Path) -> list[str]:
+    """Checkpoints that are being written, or were when a kill came."""
+    found = (out_dir / part for part in ("checkpoints", "best"))
+    return [path.name for part in found if part.is_dir() for path in part.glob("*.writing*")]
+
+
+def _wait_for_save(child: subprocess.Popen[str], out_dir: Path, rng: random.Random) -> None:
+    """Waits until one of the next saves has been under way for a moment."""
+    seen = set(_unfinished(out_dir))
+    for _ in range(rng.randint(1, 4)):
+        while child.poll() is None and set(_unfinished(out_dir)) <= seen:
+            time.sleep(0.001)
+        seen = set(_unfinished(out_dir))
+    time.sleep(rng.uniform(0, 0.02))
+
+
+def _wait(child: subprocess.Popen[str], seconds: float) -> None:
+    until = time.perf_counter() + seconds
+    while child.poll() is None and time.perf_counter() < until:
+        time.sleep(0.01)
 
 
 def difference(whole: Path, other: Path) -> str:
     """The first thing in which two finished runs differ; empty if they are the same."""
-    ours, theirs = (load_params(path)[0] for path in (whole, other))
-    equal = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), ours, theirs)
-    if not all(jax.tree.leaves(equal)):
-        return "parameters differ"
+    for part in ("", "best"):
+        ours, theirs = (load_params(path / part)[0] for path in (whole, other))
+        equal = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), ours, theirs)
+        if not all(jax.tree.leaves(equal)):
+            return f"parameters of {part or 'the run'} differ"
     records = [
         [{k: v for k, v in r.items() if k not in CLOCK} for r in read_records(p / "metrics.jsonl")]
         for p in (whole, other)
     ]
     return "" if records[0] == records[1] else "metrics differ"
+
+
+# Requests.
+
+
+def _requests(folder: Path, runs: int, rng: random.Random) -> Tally:
+    """Five kills in each of some runs over the same requests, spread over the results."""
+    model = _once(
+        folder, "model", lambda out: finish(folder, "train.py", *flags(folder, out))
+    )  # fmt: skip
+    prompts = folder / "in.jsonl"
+    lines = [
+        {"prompt": "The quick "[: 1 + number % 9], "gen_length": 3 + number % 5,
+         "steps": 1 + number % 3, "seed": number}
+        for number in range(_REQUESTS)
+    ]  # fmt: skip
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def command(output: Path) -> list[str]:
+        return ["--checkpoint", str(model), "--prompts", str(prompts), "--output", str(output),
+                "--batch-size", "4"]  # fmt: skip
+
+    def made(output: Path) -> None:
+        finish(folder, "sample.py", *command(output))
+
+    whole, ledger = _once(folder, "whole.jsonl", made), _Ledger(folder, "requests")
+    while len(ledger.done) < runs:
+        output, kills = folder / f"out{len(ledger.done) + 1}.jsonl", 0
+        for number in range(_REQUEST_KILLS):
+            target = rng.randint(number * 55 + 1, number * 55 + 50)
+            child = start(folder, "sample.py", *command(output))
+            while child.poll() is None and _lines_in(output) < target:
+                time.sleep(0.001)
+            kills += child.poll() is None
+            child.kill()
+            child.communicate()
+        made(output)
+        why = "" if output.read_bytes() == whole.read_bytes() else "results differ"
+        left = [path.name for path in folder.glob(f"{output.name}.*") if path.suffix != ".run"]
+        ledger.note(kills=kills, why=why or ", ".join(left))
+    tally = Tally(f"SIGKILL of {_REQUESTS} requests, then on to their end")
+    for one in ledger.done:
+        for _ in range(one["kills"]):
+            tally.note(not one["why"], f"run {one['run']}: {one['why']}")
+    return tally
+
+
+def _lines_in(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+# Hosts.
+
+
+def _hosts(folder: Path, cases: int, rng: random.Random) -> Tally:
+    """One of two processes killed, and the run continued as one and as three."""
+    steps: dict[str, Any] = {
+        "train__steps": 120, "train__checkpoint_every": 5, "train__eval_every": 20,
+        "train__batch_size": 12, "model__add_sampler_head": "false",
+        "model__add_critic_head": "false",
+    }  # fmt: skip
+
+    def made(out_dir: Path) -> None:
+        finish(folder, "train.py", *flags(folder, out_dir, **steps))
+
+    alone, ledger = _once(folder, "alone", made), _Ledger(folder, "hosts")
+    ways = list(itertools.product((1, 0), (3, 1)))
+    while len(ledger.done) < cases:
+        lost, then = ways[len(ledger.done)]
+        out_dir = folder / f"hosts{len(ledger.done) + 1}"
+        children = _processes(folder, 2, flags(folder, out_dir, **steps, mesh__data=2))
+        at = rng.choice(range(10, 60, 5))
+        deadline = time.monotonic() + _PATIENCE
+        while not any(step >= at for step in _steps_in(out_dir)):
+            if time.monotonic() > deadline or any(child.poll() is not None for child in children):
+                break
+            time.sleep(0.002)
+        children[lost].kill()
+        _ended(children)
+        codes = [child.returncode for child in children]
+        is_refused = codes[lost] == -9 and codes[1 - lost] != 0
+        reached = max(_steps_in(out_dir), default=0)
+        children = _processes(folder, then, flags(folder, out_dir, **steps, mesh__data=then))
+        errors = _ended(children)
+        why = "" if is_refused and reached < 120 else f"nothing was lost: {codes}, step {reached}"
+        if any(child.returncode for child in children):
+            why = f"did not go on: {errors[0][-500:]}"
+        why = why or _distance(alone, out_dir)
+        ledger.note(kills=1, lost=lost, step=reached, codes=codes, then=then, why=why)
+    tally = Tally("one of two processes killed, then on as one or as three")
+    for one in ledger.done:
+        tally.note(not one["why"], f"process {one['lost']}, then {one['then']}: {one['why']}")
+    return tally
+
+
+def _steps_in(out_dir: Path) -> list[int]:
+    found = (out_dir / "checkpoints").glob("step_????????/manifest.json")
+    return [int(path.parent.name.removeprefix("step_")) for path in found]
+
+
+def _processes(folder: Path, count: int, given: list[str]) -> list[subprocess.Popen[str]]:
+    """The processes of one run on loopback; a single one is not distributed."""
+    if count == 1:
+        return [start(folder, "train.py", *given)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = ["--distributed", "--coordinator", f"127.0.0.1:{port}", "--num-processes", str(count)]
+    return [
+        start(folder, "train.py", *shared, "--process-id", str(index), *given)
+        for index in range(count)
+    ]
+
+
+def _ended(children: list[subprocess.Popen[str]]) -> list[str]:
+    """Standard error of each, after all have ended; those that do not end are killed."""
+    errors = []
+    for child in children:
+        try:
+            errors.append(child.communicate(timeout=_PATIENCE)[1])
+        except subprocess.TimeoutExpired:
+            child.kill()
+            errors.append(child.communicate()[1])
+    return errors
+
+
+def _distance(whole: Path, other: Path) -> str:
+    """Whether two finished runs differ by more than float tolerance, and in what."""
+    (ours, _), (theirs, _) = (load_params(path) for path in (whole, other))
+    close = jax.tree.map(lambda a, b: bool(np.allclose(a, b, rtol=1e-3, atol=2e-4)), ours, theirs)
+    if not all(jax.tree.leaves(close)):
+        return "parameters differ"
+    lines = [[(r["kind"], r["step"]) for r in read_records(p / "metrics.jsonl")]
+             for p in (whole, other)]  # fmt: skip
+    return "" if lines[0] == lines[1] else "metrics have other steps"

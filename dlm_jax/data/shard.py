@@ -10,6 +10,8 @@ with ``--data.source DIR``.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import multiprocessing
@@ -121,8 +123,9 @@ class _Writer:
         self._temporary = path.with_name(f"{path.name}.tmp")
         self._dtype = id_dtype(tokenizer.vocab_size).newbyteorder("<")
         self._rest = np.zeros(0, self._dtype)
-        self._file = array_record_module.ArrayRecordWriter(str(self._temporary), _WRITER)
-        self._file.write(json.dumps({"tokenizer": fingerprint(tokenizer)}).encode())
+        with self._failures():
+            self._file = array_record_module.ArrayRecordWriter(str(self._temporary), _WRITER)
+            self._file.write(json.dumps({"tokenizer": fingerprint(tokenizer)}).encode())
         self._tokens = self._documents = self._characters = 0
 
     def add(self, name: str, text: str) -> None:
@@ -141,13 +144,24 @@ class _Writer:
         self._rest = ids[whole:].astype(self._dtype)
 
     def _record(self, ids: np.ndarray) -> None:
-        self._file.write(ids.astype(self._dtype).tobytes())
+        with self._failures():
+            self._file.write(ids.astype(self._dtype).tobytes())
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Turns what ArrayRecord raises where it cannot write, a `RuntimeError`, into `OSError`."""
+        try:
+            yield
+        except RuntimeError as error:
+            said = next((n for n in errno.errorcode if os.strerror(n) in str(error)), errno.EIO)
+            raise OSError(said, os.strerror(said), str(self._path)) from error
 
     def close(self) -> Shard | None:
         """The finished shard; None, and no file, if it holds no document."""
         if len(self._rest):
             self._record(self._rest)
-        self._file.close()
+        with self._failures():
+            self._file.close()
         if not self._documents:
             self._temporary.unlink()
             return None

@@ -8,6 +8,8 @@ import json
 import os
 import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -298,6 +300,18 @@ def test_the_command_refuses_in_one_line(tmp_path, capsys, content, flags, messa
     assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "out" / "index.json").exists()
+
+
+def test_a_full_disk_ends_in_one_line_with_5(tmp_path):
+    source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS * 100)
+    command = f"-m dlm_jax.data.shard {source} --out {tmp_path / 'out'} --shards 1 --workers 1"
+    # A file that may not grow stands for a full disk.
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -f 8; exec {sys.executable} {command} --tokenizer byte"],
+        capture_output=True, text=True, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.returncode == 5, done.stderr
+    assert re.fullmatch(r"error: .*/train-.*: File too large; make room, .*\n", done.stderr)
 
 
 def test_a_corpus_is_never_written_over(tmp_path, capsys):
