@@ -36,13 +36,13 @@ _PATIENCE = 600.0
 
 
 def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
-    """All three; `count` kills of trainings, a third of it of requests, and of hosts up to four."""
+    """All three: `count` kills of trainings, a run of requests for 15 of these, up to four hosts."""
     kills = count or _KILLS
     request_runs = min(_REQUEST_RUNS, -(-kills // 15))
     return [
         *_trainings(folder, kills, random.Random(seed)),
         _requests(folder, request_runs, random.Random(seed)),
-        _hosts(folder, min(4, kills), random.Random(seed)),
+        _hosts(folder, min(4, kills // 2), random.Random(seed)),
     ]
 
 
