@@ -2,12 +2,12 @@
 
     python benchmarks/golden.py > after.txt && diff before.txt after.txt
 
-A line is the name of a case and the hash of its texts, in order of the cases; ``--texts`` adds the
-texts themselves. Cases: every order, fill, remask rule, edit rule, cache and published loop with the
-models that ship, with prompts (``given``) and without (``empty``); the programs ``sample.py`` and
-``evaluate``; and two tiny training runs, of which parameters and messages are hashed. Only public
-names and programs are used. ``--only WORD`` runs the cases whose name holds the word. Hashes hold
-for one machine: what the compiler makes of float32 differs between processors.
+A line is the hash of a case's texts and its name; ``--texts`` adds the texts themselves. Cases:
+every order, fill, remask rule, edit rule, cache and published loop with the models that ship, with
+prompts (``given``) and without (``empty``); the programs ``sample.py`` and ``evaluate``; and two
+tiny training runs, of which parameters and messages are hashed. Only public names and programs are
+used. ``--only WORD`` runs the cases whose name holds the word. Hashes hold for one machine: what
+the compiler makes of float32 differs between processors.
 """
 
 from __future__ import annotations
