@@ -89,4 +89,5 @@ def check_canvas(request: Request, facts: ModelFacts, *, mask_id: int) -> None:
         raise ValueError(
             f"steps={steps} is less than the {busy} blocks of block_length={block_length} that "
             f"have something to fill; use steps={busy} or more"
+    sample.table.fill[sample.fill].check_canvas(sample, facts, is_open)
         )

@@ -13,6 +13,7 @@ import numpy as np
 
 from dlm_jax.data import ByteTokenizer, Tokenizer
 from dlm_jax.inference.regular import Characters, characters
+from dlm_jax.sampling.blocks import steps_needed
 from dlm_jax.sampling.commit.quotas import QuotaRule
 from dlm_jax.sampling.transforms.structure import MOST_CLASSES, MOST_STATES, Automaton
 
@@ -178,14 +179,6 @@ def is_broken(request: Request, tokens: np.ndarray) -> bool:
     """Whether the tokens of a row that has ended, from its first hole on, break its structure."""
     automaton = request.sample.structure
     return isinstance(automaton, Automaton) and not automaton.accepts(tokens)
-
-
-def steps_needed(holes: np.ndarray, block_length: int, begin: int) -> int:
-    """Steps that give every block one for each of its holes."""
-    if not block_length:
-        return holes.size
-    _, counts = np.unique((holes - begin) // block_length, return_counts=True)
-    return int(counts.max()) * counts.size
 
 
 def _check_reach(automaton: Automaton, tokens: np.ndarray, mask_id: int) -> None:

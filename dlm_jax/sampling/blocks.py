@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dlm_jax.sampling.row import RowParams
 
@@ -148,6 +149,14 @@ def _share(steps_B: jax.Array, index_B: jax.Array, count_B: jax.Array) -> jax.Ar
     """Steps of the block of that number."""
     count_B = jnp.maximum(count_B, 1)
     return jnp.maximum(steps_B // count_B + (index_B < steps_B % count_B), 1)
+
+
+def steps_needed(holes: np.ndarray, block_length: int, begin: int) -> int:
+    """Steps that give every block of a row one for each of its holes, given by their places."""
+    if not block_length:
+        return holes.size
+    _, counts = np.unique((holes - begin) // block_length, return_counts=True)
+    return int(counts.max()) * counts.size
 
 
 def choose(is_first_B: jax.Array, first: Block, other: Block) -> Block:

@@ -18,9 +18,9 @@ from dlm_jax.inference.structure import (
     Structures,
     regex_of_objects,
     regex_of_schema,
-    steps_needed,
 )
 from dlm_jax.model.transformer import build
+from dlm_jax.sampling.blocks import steps_needed
 
 LETTERS = 'abcxyz0123456789{}[]":,. -\n'
 TOKENIZER = CharacterTokenizer.of(LETTERS)

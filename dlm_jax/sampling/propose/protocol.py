@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dlm_jax.devices import platform
 from dlm_jax.sampling import vocab
@@ -110,6 +111,10 @@ class FillRule(Rule):
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
         """The candidates; the proposal means nothing where nothing is wanted."""
         raise NotImplementedError
+    @classmethod
+    def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
+        """Raises ValueError for a canvas that does not go with the fill; True where it is open."""
+
 
 
 def gather(is_wanted_BL: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dlm_jax.sampling import draw as drawing
+from dlm_jax.sampling.blocks import steps_needed
 from dlm_jax.sampling.propose.parallel import Parallel
 from dlm_jax.sampling.propose.protocol import (
     CandidateWriter,
@@ -45,7 +47,9 @@ class Speculative(FillRule):
     row's chain. So whatever is drafted, texts have the distribution of p, one token after the
     other.
 
-    Accepted candidates have confidence 1 and the others 0, for ``order = "threshold"``.
+    Accepted candidates have confidence 1 and the others 0, for ``order = "threshold"``. A step
+    writes one token at least; blocks need a step for each of their holes, as the last step of a
+    block writes all that is left.
     """
 
     forwards = 1
@@ -55,7 +59,7 @@ class Speculative(FillRule):
         """Refuses what would write other tokens than the accepted, or read what is not written."""
         for name, fine in (
             ("order", "threshold"), ("remask", "none"), ("resample", False), ("guidance", 0.0),
-            ("cache", "none"), ("threshold_alone", 0),
+            ("cache", "none"), ("threshold_alone", 0), ("threshold_least", 1),
         ):  # fmt: skip
             if getattr(row, name) != fine:
                 raise ValueError(
@@ -64,6 +68,11 @@ class Speculative(FillRule):
                 )
         if row.threshold <= 0:
             raise ValueError("threshold=0.0 takes what fill='speculative' rejected; use 0.9, say")
+        if row.threshold >= 1 and row.threshold_above:
+            raise ValueError(
+                f"threshold={row.threshold} with threshold_above takes nothing of what "
+                "fill='speculative' accepted; use threshold=0.9, say"
+            )
         if row.edits or row.renoises:
             raise ValueError("edit and re-noise do not go with fill='speculative'; leave them off")
         for name in row.chain:
@@ -80,6 +89,17 @@ class Speculative(FillRule):
         if not facts.block_length:
             raise ValueError(
                 "fill='speculative' needs model.attention_type='block_causal'; use fill='parallel'"
+            )
+
+    @classmethod
+    def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
+        """Refuses fewer steps than tokens: the last step of a block would write what is left."""
+        (holes,) = np.nonzero(is_open)
+        begin = holes[0] // facts.block_length * facts.block_length
+        if row.steps < (needed := steps_needed(holes, row.block_length, begin)):
+            raise ValueError(
+                f"steps={row.steps} is less than the {needed} in which fill='speculative' verifies "
+                f"every token; use steps={needed}"
             )
 
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:

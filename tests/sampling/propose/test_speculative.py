@@ -13,9 +13,12 @@ from canvases import FOREVER, Row, holes
 from scipy.stats import chi2
 
 from dlm_jax.config import SampleConfig
+from dlm_jax.inference.checks import check_canvas
+from dlm_jax.inference.request import Request
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.advance import make_advance
 from dlm_jax.sampling.commit import Threshold
+from dlm_jax.sampling.facts import ModelFacts
 from dlm_jax.sampling.propose import Speculative
 from dlm_jax.types import Status
 
@@ -113,9 +116,29 @@ def test_greedy_texts_are_those_of_one_token_at_a_time():
         ({"order": "threshold", "guidance": 1.0}, "guidance=1.0 does not go with"),
         ({"order": "threshold", "repetition_penalty": 1.2}, "'penalties' of the chain reads"),
         ({"order": "threshold", "cache": "exact"}, "cache='exact' does not go with"),
+        ({"order": "threshold", "threshold_least": 2}, "use threshold_least=1"),
+        ({"order": "threshold", "threshold": 1.0, "threshold_above": True}, "use threshold=0.9"),
     ],
 )
 def test_what_does_not_go_together_is_refused_in_one_line(changes, line):
     with pytest.raises(ValueError, match="^[^\n]+$") as refusal:
         SampleConfig(fill="speculative", **changes)
     assert line in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "holes", "block_length", "needed"), [(2, 6, 4, 8), (2, 3, 2, 4), (4, 4, 4, 4)]
+)
+def test_fewer_steps_than_verify_every_token_are_refused(given, holes, block_length, needed):
+    facts = ModelFacts(toy.VOCAB_SIZE, block_length=UNIT)
+    tokens = np.array([FIRST] * given + [toy.MASK] * holes)
+
+    def check(steps):
+        sample = SampleConfig(
+            fill="speculative", order="threshold", steps=steps, block_length=block_length
+        )
+        check_canvas(Request(tokens, sample), facts, mask_id=toy.MASK)
+
+    check(needed)
+    with pytest.raises(ValueError, match=rf"^steps={needed - 1} is less than the {needed} [^\n]+$"):
+        check(needed - 1)
