@@ -58,11 +58,21 @@ def check_draft(sample: SampleConfig, given: Given) -> None:
         )
 
 
+def _check_bans(draft: np.ndarray, sample: SampleConfig, facts: ModelFacts) -> None:
+    """Raises ValueError for tokens of a draft that the row may not write."""
+    banned = np.intersect1d(draft, sample.table.check_chain(sample, facts))
+    if banned.size:
+        raise ValueError(
+            f"draft holds the ids {', '.join(map(str, banned))}, which are banned (logit_bias of "
+            "-inf, ignore_eos, or ids that are no text); take them out, or lift the ban"
+        )
+
+
 def check_canvas(request: Request, facts: ModelFacts, *, mask_id: int) -> None:
     """Raises ValueError if the canvas does not go with the settings and the model.
 
-    There are fewer steps than blocks with holes or drafts, the model cannot see what is given
-    behind a hole, or the cache rule refuses it.
+    There are fewer steps than blocks with holes or drafts, a draft holds what the row bans, the
+    model cannot see what is given behind a hole, or the fill or the cache rule refuses it.
     """
     check_structure(request, mask_id=mask_id)
     sample = request.sample
@@ -70,6 +80,7 @@ def check_canvas(request: Request, facts: ModelFacts, *, mask_id: int) -> None:
     is_open = request.tokens == mask_id
     if request.is_draft is not None:
         is_open |= request.is_draft
+        _check_bans(request.tokens[request.is_draft & (request.tokens != mask_id)], sample, facts)
     (places,) = np.nonzero(is_open)
     if not places.size:
         return
@@ -78,6 +89,7 @@ def check_canvas(request: Request, facts: ModelFacts, *, mask_id: int) -> None:
             "tokens are given behind a hole, where a block-causal model does not see them; give "
             "them before it, or use a bidirectional model"
         )
+    sample.table.fill[sample.fill].check_canvas(sample, facts, is_open)
     cache = sample.table.caches(sample)
     if cache is not None:
         cache.check_canvas(sample, facts, is_open)
@@ -89,5 +101,4 @@ def check_canvas(request: Request, facts: ModelFacts, *, mask_id: int) -> None:
         raise ValueError(
             f"steps={steps} is less than the {busy} blocks of block_length={block_length} that "
             f"have something to fill; use steps={busy} or more"
-    sample.table.fill[sample.fill].check_canvas(sample, facts, is_open)
         )

@@ -65,15 +65,27 @@ def renoised(program: Program, state: State) -> State:
     if renoise is None:
         return state
     banned = {*program.banned_ids, program.mask_id, program.pad_id, *program.eos_ids}
-    tokens_BL, is_hit_BL = renoise.write(
-        state.canvas.tokens_BL,
+
+    def of_rows(params: Params, rows: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+        renoise, chain, tokens_BL, *others = rows
+        num_rows, vocab_size = tokens_BL.shape[0], program.network.vocab_size
+
+        def is_text() -> jax.Array:
+            ids_N = jnp.tile(jnp.arange(vocab_size), num_rows)
+            row_N = jnp.repeat(jnp.arange(num_rows), vocab_size)
+            is_banned_BV = chain.forbids(ids_N, row_N).reshape(num_rows, vocab_size)
+            return ~is_banned_BV.at[:, jnp.array(sorted(banned))].set(True, mode="drop")
+
+        return renoise.write(
+            tokens_BL, *others, mask_id=program.mask_id, space_id=program.space_id, is_text=is_text
+        )
+
+    rows = (
+        renoise, state.rules.chain, state.canvas.tokens_BL,
         is_free(state) & is_stepping(state)[:, None],
-        renoise.ratio(state.step_B, state.row.steps_B),
-        step_keys(state, salt=RENOISE_SALT)[0],
-        mask_id=program.mask_id,
-        space_id=program.space_id,
-        random_ids=tuple(t for t in range(program.network.vocab_size) if t not in banned),
-    )
+        renoise.ratio(state.step_B, state.row.steps_B), step_keys(state, salt=RENOISE_SALT)[0],
+    )  # fmt: skip
+    tokens_BL, is_hit_BL = program.by_rows(of_rows)(None, rows)
     put_BL = jnp.where(tokens_BL == program.mask_id, -1, EDITED)
     return state._replace(
         canvas=state.canvas._replace(tokens_BL=tokens_BL),

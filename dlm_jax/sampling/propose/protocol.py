@@ -238,7 +238,7 @@ class CandidateWriter:
                 best_N = vocab.argmax(other_NV).astype(jnp.int32)
                 banned_1K = jnp.array(self.banned_ids, jnp.int32)[None]
                 is_banned_N = jnp.any(best_N[:, None] == banned_1K, axis=1)
-                is_banned_N |= self.chain.forbids(best_N, at)
+                is_banned_N |= self.chain.forbids(best_N, row_N)
                 best_P = put(best_P, jnp.where(is_banned_N, -1, best_N))
             # What stands there may be impossible; what is drawn may not.
             is_fine_N |= ~is_drawn_N & jnp.isfinite(total_N)

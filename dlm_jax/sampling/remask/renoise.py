@@ -6,11 +6,12 @@ Unlike remasking it may leave a space or a random token, which the model takes f
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dlm_jax.sampling.commit.protocol import most, uniform
 from dlm_jax.sampling.schedules import SCHEDULES, ratio_at
@@ -65,11 +66,17 @@ class Renoise(Rule):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        """Refuses a space that the vocabulary lacks."""
-        if row.renoise == "space" and facts.space_id < 0:
+        """Refuses a space that the vocabulary lacks, or that the row bans."""
+        if row.renoise != "space":
+            return
+        if facts.space_id < 0:
             raise ValueError(
                 "renoise='space' needs a token that is a space, which the tokenizer lacks; use "
                 "renoise='mask'"
+            )
+        if (facts.space_id, -math.inf) in row.logit_bias:
+            raise ValueError(
+                "renoise='space' writes spaces, which logit_bias bans; use renoise='mask'"
             )
 
     def is_active(self) -> jax.Array:
@@ -89,7 +96,7 @@ class Renoise(Rule):
         *,
         mask_id: int,
         space_id: int,
-        random_ids: tuple[int, ...],
+        is_text: Callable[[], jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
         """The canvas before the forward of a step, and where it was overwritten.
 
@@ -100,19 +107,31 @@ class Renoise(Rule):
           key_B: this step's key of each row, for re-noise alone.
           mask_id: the id of MASK.
           space_id: the id of the space.
-          random_ids: ids of which one is written at random.
+          is_text: makes what may be written at random, True ``[B, V]``; a row that may write
+            nothing gets MASK.
         """
         is_token_BL = is_free_BL & (tokens_BL != mask_id)
         count_B = jnp.floor(ratio_B * jnp.sum(is_token_BL, axis=1) + 1e-3).astype(jnp.int32)
         keys_B2 = jax.vmap(jax.random.split)(key_B)
         num_positions = tokens_BL.shape[1]
         is_hit_BL = most(uniform(keys_B2[:, 0], num_positions), is_token_BL, count_B)
-        choice_BL = jnp.floor(uniform(keys_B2[:, 1], num_positions) * len(random_ids))
-        random_BL = jnp.asarray(np.array(random_ids, np.int32))[choice_BL.astype(jnp.int32)]
-        kind_B1 = self.kind_B[:, None]
-        new_BL = jnp.where(
-            kind_B1 == RENOISE_TOKENS.index("random"),
-            random_BL,
-            jnp.where(kind_B1 == RENOISE_TOKENS.index("mask"), mask_id, space_id),
+        is_random_B1, is_mask_B1 = (
+            self.kind_B[:, None] == RENOISE_TOKENS.index(kind) for kind in ("random", "mask")
         )
+        random_BL = jax.lax.cond(
+            jnp.any(is_random_B1 & is_hit_BL),
+            lambda: _random(is_text(), uniform(keys_B2[:, 1], num_positions), mask_id),
+            lambda: jnp.full_like(tokens_BL, mask_id),
+        )
+        new_BL = jnp.where(is_mask_B1, mask_id, space_id)
+        new_BL = jnp.where(is_random_B1, random_BL, new_BL)
         return jnp.where(is_hit_BL, new_BL, tokens_BL), is_hit_BL
+
+
+def _random(is_text_BV: jax.Array, uniform_BL: jax.Array, mask_id: int) -> jax.Array:
+    """An id of the row's own for each number in [0, 1); MASK in rows that have none."""
+    upto_BV = jnp.cumsum(is_text_BV, axis=1)
+    number_B1 = upto_BV[:, -1:]
+    nth_BL = jnp.floor(uniform_BL * number_B1).astype(jnp.int32) + 1
+    id_BL = jax.vmap(jnp.searchsorted)(upto_BV, nth_BL).astype(jnp.int32)
+    return jnp.where(number_B1 > 0, id_BL, mask_id)

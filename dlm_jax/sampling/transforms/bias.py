@@ -101,10 +101,10 @@ class LogitBias(LogitTransform):
         columns: Any = padded(ids, vocab_size, np.int32), padded(values, 0.0, np.float32)
         return cls(*columns)
 
-    def forbids(self, ids_N: Array, at: At) -> Array:
-        """True `[N]` where the row bans that id."""
-        is_it_NK = self.ids_BK[at.row_N] == ids_N[:, None]
-        return jnp.any(is_it_NK & (self.bias_BK[at.row_N] == -jnp.inf), axis=1)
+    def forbids(self, ids_N: Array, row_N: Array) -> Array:
+        """True `[N]` where that row bans that id."""
+        is_it_NK = self.ids_BK[row_N] == ids_N[:, None]
+        return jnp.any(is_it_NK & (self.bias_BK[row_N] == -jnp.inf), axis=1)
 
     def is_active(self) -> Array:
         """True where a row has a bias other than 0."""

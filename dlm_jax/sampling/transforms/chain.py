@@ -86,10 +86,10 @@ class Chain:
         """True `[B]` where any transform is active."""
         return functools.reduce(jnp.logical_or, (t.is_active() for t in self.transforms))
 
-    def forbids(self, ids_N: Array, at: At) -> Array:
-        """True `[N]` where a transform forbids the row that id."""
-        is_forbidden_N = jnp.zeros(at.row_N.shape, bool)
-        for no_N in (t.forbids(ids_N, at) for t in self.transforms):
+    def forbids(self, ids_N: Array, row_N: Array) -> Array:
+        """True `[N]` where a transform forbids that row that id."""
+        is_forbidden_N = jnp.zeros(row_N.shape, bool)
+        for no_N in (t.forbids(ids_N, row_N) for t in self.transforms):
             if no_N is not None:
                 is_forbidden_N |= no_N
         return is_forbidden_N

@@ -102,8 +102,8 @@ class LogitTransform(Rule):
         """True `[B]` for rows that take the argmax; None if it makes none so."""
         return None
 
-    def forbids(self, ids_N: Array, at: At) -> Array | None:
-        """True `[N]` where the row never writes that id; None if it forbids none by its number."""
+    def forbids(self, ids_N: Array, row_N: Array) -> Array | None:
+        """True `[N]` where that row never writes that id; None if it forbids none by its number."""
         return None
 
     def divisor(self) -> Array | None:

@@ -10,13 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+import toy_model
 from canvases import FOREVER, POSITIONS, ROWS, Row
 
 from dlm_jax.config import SampleConfig
+from dlm_jax.inference.request import make_requests
 from dlm_jax.sampling.edits import Uncertainty
 from dlm_jax.sampling.remask.renoise import RENOISE_TOKENS, Renoise
 from dlm_jax.sampling.state import EDITED
 from dlm_jax.sampling.step import renoised
+from dlm_jax.sampling.transforms import LogitBias
 from dlm_jax.types import Status
 
 TEXT_IDS = tuple(range(8))
@@ -139,6 +142,41 @@ def test_each_row_is_written_over_with_its_own_kind_and_random_tokens_are_text()
     assert seen == set(TEXT_IDS)
 
 
+def test_no_row_is_written_over_with_what_it_bans():
+    rows, seen = _rows(2), [set() for _ in range(ROWS)]
+    renoise = _renoise(0.9, 0.9, ["random"])
+    bans = np.array([[*toy.BANNED, index % 8, (index + 3) % 8] for index in range(ROWS)], np.int32)
+    bans[1, 3:] = toy.BANNED[:2]
+    for step in range(8):
+        state = _state(rows, renoise, step)
+        first, *others = state.rules.chain.transforms
+        first = LogitBias(jnp.asarray(bans), jnp.full(bans.shape, -jnp.inf))
+        chain = dataclasses.replace(state.rules.chain, transforms=(first, *others))
+        after = _renoised(state._replace(rules=state.rules._replace(chain=chain)))
+        tokens, hits = np.asarray(after.canvas.tokens_BL), _hits(after)
+        for index in range(ROWS):
+            seen[index] |= set(tokens[index, hits[index]].tolist())
+    for index, ids in enumerate(seen):
+        assert ids == (set() if rows[index] is None else {*TEXT_IDS} - {*bans[index].tolist()})
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"renoise_start": 0.3, "logit_bias": {0: -math.inf}}, "renoise='space' writes spaces, wh"),
+        (
+            {"draft": "a rat", "logit_bias": {4: -math.inf, 9: -math.inf}},
+            "draft holds the ids 4, 9",
+        ),
+    ],
+)
+def test_banned_spaces_and_drafts_of_banned_ids_are_refused_in_one_line(settings, line):
+    asked = {"steps": 4, "gen_length": 4, "resample": True, "schedule": "all", **settings}
+    with pytest.raises(ValueError, match="^[^\n]+$") as refusal:
+        make_requests(toy_model.MODEL, asked, {})
+    assert line in str(refusal.value)
+
+
 def test_what_is_not_hit_stays_and_so_does_all_else_of_the_state():
     state = _state(_rows(3), _renoise(0.5, 0.5))
     after = _renoised(state)
@@ -164,13 +202,14 @@ def test_every_token_is_hit_as_often_as_any_other_and_every_id_is_written_as_oft
     tokens = np.tile(np.r_[np.full(4, 20), toy.MASK, np.full(9, 20)], (number, 1))
     is_free = np.arange(positions) >= 2
     renoise = _renoise(0.3, 0.3, ["random"], rows=number)
+    is_text = np.isin(np.arange(toy.VOCAB_SIZE), (3, 5, 6))
 
     @jax.jit
     def write(keys):
         ratio_B = renoise.ratio(jnp.zeros(number, jnp.int32), jnp.full(number, 5))
         return renoise.write(
             jnp.asarray(tokens), jnp.tile(is_free, (number, 1)), ratio_B, keys,
-            mask_id=toy.MASK, space_id=toy.SPACE, random_ids=(3, 5, 6),
+            mask_id=toy.MASK, space_id=toy.SPACE, is_text=lambda: jnp.tile(is_text, (number, 1)),
         )  # fmt: skip
 
     after, is_hit = write(jax.random.split(jax.random.key(0), number))
