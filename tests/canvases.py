@@ -127,6 +127,7 @@ def make_state(
         resamples_B=jnp.array([row.resample for row in full]),
         capacity_B=jnp.array([row.capacity for row in full], jnp.int32),
         max_new_B=jnp.array([row.max_new_tokens for row in full], jnp.int32),
+        ties_B=jnp.zeros(len(full), jnp.int32),
     )
     rules = Rules(
         chain=make_chain([row.temperature for row in full], banned),

@@ -12,13 +12,17 @@ import jax.numpy as jnp
 from jax import Array
 
 from dlm_jax.sampling import vocab
+from dlm_jax.sampling.commit.protocol import TOLERANCE
 
 METHODS = ("inverse_cdf", "gumbel")
 
 
 def argmax(logits_NV: Array) -> Array:
-    """Ids `[N]` (int32) of the largest logits: the lowest id on ties, 0 where all are -inf."""
-    return vocab.argmax(logits_NV.astype(jnp.float32))
+    """Ids `[N]` (int32) of the largest logits: the lowest on ties, 0 where all are -inf.
+
+    Logits that float rounding alone tells apart are ties (`TOLERANCE`).
+    """
+    return vocab.argmax(logits_NV.astype(jnp.float32), TOLERANCE)
 
 
 def draw(logits_NV: Array, keys_N: Array, *, method: str = "inverse_cdf") -> Array:
@@ -95,7 +99,7 @@ def _gumbel(logits_NV: Array, keys_N: Array) -> Array:
     V = logits_NV.shape[1]
     # the default float32 Gumbel undershoots the tail; "high" does not
     noise_NV = jax.vmap(lambda key: jax.random.gumbel(key, (V,), mode="high"))(keys_N)
-    return argmax(logits_NV + noise_NV)
+    return vocab.argmax(logits_NV + noise_NV)
 
 
 def _inverse_cdf(

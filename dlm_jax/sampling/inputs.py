@@ -8,15 +8,17 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.randomness import key_of
-from dlm_jax.sampling.commit.protocol import CommitContext, Proposal
+from dlm_jax.sampling.commit.protocol import CommitContext, Proposal, preferences
 from dlm_jax.sampling.forward import Pass
 from dlm_jax.sampling.output import TrunkOutput
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.protocol import Filled
+from dlm_jax.sampling.row import TIES
 from dlm_jax.sampling.state import EDITED, State
 from dlm_jax.sampling.transforms.protocol import Context
 from dlm_jax.types import live_positions
 
+_LOWER = TIES.code("lower")
 RENOISE_SALT = 0x6E6F6973
 
 
@@ -109,6 +111,7 @@ def step_masks(
     commit = CommitContext(
         is_free_BL & ~is_closed_BL, block.first_holes_B, block.step_B, block.steps_B, rule_key_B,
         written_BL,
+        preferences(rule_key_B, state.row.ties_B == _LOWER, canvas.tokens_BL.shape[1]),
     )  # fmt: skip
     is_last_BL = is_last_B1 & ~is_visible_BL
     is_open_BL = commit.is_hole_BL & (rules.commit.eligible(commit) | is_last_BL)

@@ -42,6 +42,12 @@ MAX_NEW_TOKENS = Setting(
     "length_target_mode: tokens that were not given; 0: as many as there are at first",
     low=0, high=2**20 - 1,
 )  # fmt: skip
+TIES = Setting(
+    "ties", "key",
+    "which of positions that tie within float rounding comes first: one that the seed chooses "
+    "(key), or the lower (lower), as in published loops",
+    choices={"key": "key", "lower": "lower"},
+)  # fmt: skip
 _SEED = Setting("seed", 0, "of the row's randomness", low=0, high=FINITE)
 _CAPACITY = Setting("capacity", 0, "tokens that edits may grow a row to", low=0)
 
@@ -64,6 +70,7 @@ class RowParams(Rule):
         row has is as many as it has.
       max_new_B: int32, unfrozen tokens that a row's length is steered towards; 0 is as many as it
         has.
+      ties_B: int32, place in the choices of `TIES`.
       block_unit: positions of a block of a block-causal model, at whose multiples the row's blocks
         begin; 0: they begin at the first unfrozen position.
     """
@@ -78,6 +85,7 @@ class RowParams(Rule):
     resamples_B: jax.Array = per_row(RESAMPLE)
     capacity_B: jax.Array = per_row(_CAPACITY)
     max_new_B: jax.Array = per_row(MAX_NEW_TOKENS)
+    ties_B: jax.Array = per_row(TIES)
     block_unit: int = fact("block_length", 0)
 
     @classmethod

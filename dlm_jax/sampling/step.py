@@ -102,7 +102,9 @@ def look(program: Program, params: Params, state: State) -> StepInputs:
     found = forward(program, params, state, masks.is_open_BL)
     # What was kept is not looked at again: it may be overwritten where it lies.
     state = state._replace(cache=None)
-    filled = _propose(program, params, state, found.output, masks, context, draw_key_B)
+    filled = _propose(
+        program, params, state, found.output, masks, context, commit.preference_BL, draw_key_B
+    )
     return StepInputs(
         masks, commit, context, found, draw_key_B, remask_key_B, filled, is_stepping(state)
     )
@@ -244,6 +246,7 @@ def _propose(
     output: TrunkOutput,
     masks: StepMasks,
     context: Context,
+    preference_BL: jax.Array | None,
     key_B: jax.Array,
 ) -> Filled:
     """The candidates, on each device for its own rows if they are split."""
@@ -251,7 +254,7 @@ def _propose(
     keeps_best = edit is not None and edit.reads_likeliest
 
     def of_rows(params: Params, rows: tuple[Any, ...]) -> Filled:
-        state, output, masks, context, key_B = rows
+        state, output, masks, context, preference_BL, key_B = rows
         chain, commit = chain_now(state), state.rules.commit
         writer = CandidateWriter(
             chain, chain.prepare(state.chain_state, context), key_B, masks.own_BL,
@@ -260,11 +263,12 @@ def _propose(
         )  # fmt: skip
         wanted = Wanted(
             masks.is_open_BL, masks.is_visible_BL, context.tokens_BL, context.length_B,
-            masks.is_scored_BL, keeps_best,
+            masks.is_scored_BL, keeps_best, preference_BL,
         )  # fmt: skip
         # No more positions can be open than the trunk returned vectors for.
         chunk = min(program.chunk, output.num_vectors)
         reader = Reader(program.network, params, output, chunk)
         return state.rules.fill.propose(reader, writer, wanted)
 
-    return program.by_rows(of_rows)(params, (state, output, masks, context, key_B))
+    rows = state, output, masks, context, preference_BL, key_B
+    return program.by_rows(of_rows)(params, rows)

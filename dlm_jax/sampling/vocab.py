@@ -130,24 +130,37 @@ def nth_id(is_wanted_NV: Array, nth_N: Array) -> Array:
     return (block_N1 * _BLOCK + place_N1)[:, 0]
 
 
-def argmax(logits_NV: Array) -> Array:
-    """Id `[N]` of the largest logit: the lowest on ties, 0 where all are -inf."""
+def argmax(logits_NV: Array, tolerance: float = 0.0) -> Array:
+    """Id `[N]` of the largest logit: the lowest on ties, 0 where all are -inf.
+
+    Logits tie that are less than `tolerance` apart, relative to the largest or to 1.
+    """
     if sorts_whole_rows():
-        return jnp.argmax(flushed(logits_NV), axis=-1).astype(jnp.int32)
+        seen_NV = flushed(logits_NV)
+        if tolerance:
+            low_N1 = _lowest_tied(seen_NV.max(-1, keepdims=True), tolerance)
+            return jnp.argmax(seen_NV >= low_N1, axis=-1).astype(jnp.int32)
+        return jnp.argmax(seen_NV, axis=-1).astype(jnp.int32)
     best_NC = column_max(logits_NV)
     max_N1 = best_NC.max(-1, keepdims=True)
-    is_best_NC = best_NC == max_N1
+    low_N1 = _lowest_tied(max_N1, tolerance)
+    is_best_NC = best_NC >= low_N1
     member_NM, ids_NM = members(logits_NV, is_best_NC.argmax(-1).astype(jnp.int32))
-    place_N1 = member_NM.argmax(-1, keepdims=True)
+    place_N1 = (member_NM >= low_N1).argmax(-1, keepdims=True)
     id_N = jnp.take_along_axis(ids_NM, place_N1, axis=1)[:, 0]
     is_tied_N = (is_best_NC.sum(-1) > 1) & (max_N1[:, 0] > -jnp.inf)
     # columns interleave ids, so a tie between columns takes another pass to settle
     return jax.lax.cond(
         is_tied_N.any(),
-        lambda x: jnp.where(is_tied_N, lowest_id(lambda block: block == max_N1, x), id_N),
+        lambda x: jnp.where(is_tied_N, lowest_id(lambda block: block >= low_N1, x), id_N),
         lambda x: id_N,
         logits_NV,
     )
+
+
+def _lowest_tied(max_N1: Array, tolerance: float) -> Array:
+    slack_N1 = tolerance * jnp.maximum(jnp.abs(max_N1), 1.0)
+    return max_N1 - jnp.where(jnp.isfinite(max_N1), slack_N1, 0.0)
 
 
 def largest(logits_NV: Array, size: int, divisor_N: Array | None = None) -> tuple[Array, Array]:

@@ -54,6 +54,7 @@ def _state(**changes):
         resamples_B=none_B > 0,
         capacity_B=none_B,
         max_new_B=none_B,
+        ties_B=none_B,
     )
     rules = Rules(_chain(**changes), LeftToRight(), Parallel())
     return start(

@@ -138,6 +138,8 @@ ALL_SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in rule_cases.FEW[2::3
 @pytest.mark.parametrize("name", [rule_cases.FEW[0], *ALL_SLOW])
 def test_eight_devices_and_another_canvas_have_the_same_randomness(name):
     slots = _slots(name, seed=4)
+    # Rows without a given token: on an empty canvas positions differ by rounding alone.
+    slots[::2] = [(_emptied(row), sample) for row, sample in slots[::2]]
     here = _run(name, slots)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     by_rows = NamedSharding(mesh, PartitionSpec("data"))
@@ -151,6 +153,10 @@ def test_eight_devices_and_another_canvas_have_the_same_randomness(name):
         canvases.results(rule_cases.advance(name)(rule_cases.params(name), state, FOREVER)),
         here[:3],
     )
+
+
+def _emptied(row):
+    return dataclasses.replace(row, tokens=(toy.MASK,) * len(row.tokens), is_draft=None)
 
 
 def _same_up_to_rounding(ours, theirs):

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.parallel import THRESHOLD, THRESHOLD_ABOVE, THRESHOLD_LEAST
-from dlm_jax.sampling.commit.protocol import CommitContext, CommitRule, Proposal, most
+from dlm_jax.sampling.commit.parallel import (
+    THRESHOLD,
+    THRESHOLD_ABOVE,
+    THRESHOLD_LEAST,
+    passes,
+)
+from dlm_jax.sampling.commit.protocol import CommitContext, CommitRule, Proposal, exceeds, most
 from dlm_jax.sampling.commit.quotas import CONFIDENCE, Measure
 from dlm_jax.settings import Setting, per_row, rule, static
 
@@ -71,8 +75,8 @@ class JointThreshold(CommitRule):
         """The sure holes and the surest, and written tokens that another one replaces."""
         surest_BL, written_BL = proposal.confidence_BL, context.written_BL
         assert written_BL is not None, "the rule rewrites"
-        cut_B1 = self.threshold_B[:, None]
-        is_sure_BL = jnp.where(self.is_above_B[:, None], surest_BL > cut_B1, surest_BL >= cut_B1)
-        least_BL = most(surest_BL, context.is_hole_BL, self.least_B)
-        is_better_BL = (surest_BL > self.rewrite_B[:, None]) & (proposal.tokens_BL != written_BL)
+        is_sure_BL = passes(surest_BL, self.threshold_B, self.is_above_B)
+        least_BL = most(surest_BL, context.is_hole_BL, self.least_B, context.preference_BL)
+        is_better_BL = exceeds(surest_BL, self.rewrite_B[:, None])
+        is_better_BL &= proposal.tokens_BL != written_BL
         return (context.is_hole_BL & is_sure_BL) | least_BL | ((written_BL >= 0) & is_better_BL)

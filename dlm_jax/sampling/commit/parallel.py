@@ -5,7 +5,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.protocol import CommitContext, CommitRule, Proposal, most
+from dlm_jax.sampling.commit.protocol import (
+    CommitContext,
+    CommitRule,
+    Proposal,
+    exceeds,
+    most,
+    reaches,
+)
 from dlm_jax.sampling.commit.quotas import (
     CONFIDENCE,
     CONFIDENCE_OF,
@@ -83,9 +90,8 @@ class Threshold(Weighed):
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         """The sure ones, and the surest."""
         is_hole_BL = self.eligible(context)
-        surest_BL, cut_B1 = proposal.confidence_BL, self.threshold_B[:, None]
-        is_sure_BL = jnp.where(self.is_above_B[:, None], surest_BL > cut_B1, surest_BL >= cut_B1)
-        least_BL = most(surest_BL, is_hole_BL, self.least_B)
+        is_sure_BL = passes(proposal.confidence_BL, self.threshold_B, self.is_above_B)
+        least_BL = most(proposal.confidence_BL, is_hole_BL, self.least_B, context.preference_BL)
         return (is_hole_BL & is_sure_BL) | least_BL
 
 
@@ -110,11 +116,11 @@ class Factor(CommitRule):
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         """The run, and the surest at least."""
-        score_BL, is_hole_BL, place_BL = _falling(context, proposal)
+        score_BL = _falling(context, proposal)
         number_1L = 1.0 + jnp.arange(score_BL.shape[1])[None]
-        is_sure_BL = is_hole_BL & (score_BL >= 1.0 - self.factor_B[:, None] / (number_1L + 1.0))
-        run_BL = jnp.cumprod(is_sure_BL, axis=1).astype(bool)
-        return _put_back(run_BL, place_BL) | _best(context, proposal)
+        needed_BL = 1.0 - self.factor_B[:, None] / (number_1L + 1.0)
+        run_BL = jnp.cumprod(reaches(score_BL, needed_BL, 1.0), axis=1)
+        return _surest(context, proposal, jnp.sum(run_BL, axis=1), self.scale)
 
 
 @rule
@@ -128,6 +134,8 @@ class EntropyBound(CommitRule):
       bound_B: float32, nats, at least 0.
     """
 
+    scale = 1.0
+
     bound_B: jax.Array = per_row(ENTROPY_BOUND)
 
     def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
@@ -136,26 +144,33 @@ class EntropyBound(CommitRule):
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         """The run of lowest entropies; the first is always in."""
-        score_BL, is_hole_BL, place_BL = _falling(context, proposal)
+        score_BL = _falling(context, proposal)
+        is_hole_BL = score_BL > -jnp.inf
         entropy_BL = jnp.where(is_hole_BL, -score_BL, 0.0)
         before_BL = jnp.cumsum(entropy_BL, axis=1) - entropy_BL
-        is_in_BL = is_hole_BL & (before_BL <= self.bound_B[:, None])
-        return _put_back(is_in_BL, place_BL) | _best(context, proposal)
+        is_in_BL = is_hole_BL & ~exceeds(before_BL, self.bound_B[:, None], 1.0)
+        return _surest(context, proposal, jnp.sum(is_in_BL, axis=1), self.scale)
 
 
-def _best(context: CommitContext, proposal: Proposal) -> jax.Array:
-    one_B = jnp.ones(context.is_hole_BL.shape[0], jnp.int32)
-    return most(proposal.confidence_BL, context.is_hole_BL, one_B)
+def passes(confidence_BL: jax.Array, threshold_B: jax.Array, is_above_B: jax.Array) -> jax.Array:
+    """True where confidence is at the threshold or above it, or only above where rows say so."""
+    cut_B1 = threshold_B[:, None]
+    return jnp.where(
+        is_above_B[:, None], exceeds(confidence_BL, cut_B1), reaches(confidence_BL, cut_B1)
+    )
 
 
-def _falling(context: CommitContext, proposal: Proposal) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Confidences of the holes in falling order, where there are any, and their places."""
+def _surest(
+    context: CommitContext, proposal: Proposal, count_B: jax.Array, scale: float
+) -> jax.Array:
+    """That many of the surest holes; one at least."""
+    return most(
+        proposal.confidence_BL, context.is_hole_BL, jnp.maximum(count_B, 1),
+        context.preference_BL, scale,
+    )  # fmt: skip
+
+
+def _falling(context: CommitContext, proposal: Proposal) -> jax.Array:
+    """Confidences of the holes in falling order, -inf behind them."""
     score_BL = jnp.where(context.is_hole_BL, proposal.confidence_BL, -jnp.inf)
-    place_BL = jnp.argsort(-score_BL, axis=1, stable=True)
-    is_hole_BL = jnp.take_along_axis(context.is_hole_BL, place_BL, axis=1)
-    return jnp.take_along_axis(score_BL, place_BL, axis=1), is_hole_BL, place_BL
-
-
-def _put_back(is_in_BL: jax.Array, place_BL: jax.Array) -> jax.Array:
-    """What is said of the sorted positions, said of the positions."""
-    return jnp.put_along_axis(jnp.zeros_like(is_in_BL), place_BL, is_in_BL, axis=1, inplace=False)
+    return jnp.sort(score_BL, axis=1, descending=True)

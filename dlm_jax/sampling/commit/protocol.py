@@ -1,8 +1,8 @@
 """Commit rules: which of the proposed tokens are written into the canvas at a step.
 
 A rule is a frozen pytree: what it may compile in is metadata, what a request may tune is a ``[B]``
-leaf. It works on the whole batch, reads no row but the one it decides about, and breaks ties
-towards the lower position.
+leaf. It works on the whole batch and reads no row but the one it decides about. Scores that float
+rounding alone tells apart are ties: another program would order them otherwise (`TOLERANCE`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class CommitContext(NamedTuple):
       key_B: this step's key of each row, for the rule alone.
       written_BL: int32 tokens of the block that are written and were not given, -1 elsewhere; None
         unless the rule `rewrites`.
+      preference_BL: uint32, which of positions that tie are taken, see `preferences`.
     """
 
     is_hole_BL: jax.Array
@@ -36,6 +37,7 @@ class CommitContext(NamedTuple):
     steps_B: jax.Array
     key_B: jax.Array
     written_BL: jax.Array | None = None
+    preference_BL: jax.Array | None = None
 
 
 class Proposal(NamedTuple):
@@ -64,10 +66,12 @@ class CommitRule(Rule):
       rewrites: whether `select` may name written tokens of the block too, which then get
         candidates. A block then ends when a step that began without holes rewrites nothing, or
         after as many of those as `patience` says.
+      scale: least magnitude of what `measure` adds or subtracts, for `TOLERANCE`.
     """
 
     required: ClassVar[tuple[str, ...]] = ("select",)
     rewrites: ClassVar[bool] = False
+    scale: ClassVar[float] = 0.0
 
     def patience(self) -> jax.Array:
         """Steps ``[B]`` that a block without holes takes at most, where the rule `rewrites`."""
@@ -93,24 +97,102 @@ class CommitRule(Rule):
         raise NotImplementedError
 
 
-def most(score_BL: jax.Array, is_open_BL: jax.Array, count_B: jax.Array) -> jax.Array:
-    """True at each row's `count_B` open positions of highest score; ties go to lower positions.
+TOLERANCE = 1e-5
+"""Scores that differ by less are equal, relative to what they are compared with.
 
-    All open positions of a row that has fewer. The last score that is in is found bit by bit:
-    a sort takes 5 times as long on CPU at 16 x 256 and 13 times at 64 x 1024.
+Programs of other shapes, devices and compilers compute them some 3e-7 apart. Where a score is a sum
+or a difference, its error follows the numbers that it is made of: `scale` is their least magnitude.
+"""
+_TIES_SALT = 0x74696573
+
+
+def reaches(
+    score: jax.Array, bound: jax.Array | float, scale: jax.Array | float = 0.0
+) -> jax.Array:
+    """True where a score is above a bound or equal to it, see `TOLERANCE`."""
+    return score >= bound - _slack(bound, scale)
+
+
+def exceeds(
+    score: jax.Array, bound: jax.Array | float, scale: jax.Array | float = 0.0
+) -> jax.Array:
+    """True where a score is above a bound and not equal to it, see `TOLERANCE`."""
+    return score > bound + _slack(bound, scale)
+
+
+def _slack(bound: jax.Array | float, scale: jax.Array | float) -> jax.Array:
+    size = jnp.maximum(jnp.abs(bound), scale)
+    return jnp.where(jnp.isfinite(size), TOLERANCE * size, 0.0)
+
+
+def preferences(key_B: jax.Array, prefers_lower_B: jax.Array, num_positions: int) -> jax.Array:
+    """uint32 ``[B, L]`` above 0: of positions that tie, those of the highest numbers are taken.
+
+    Random from each row's key, the same on a canvas of another length; or falling from the left.
+    """
+    salted_B = jax.vmap(lambda key: jax.random.fold_in(key, _TIES_SALT))(key_B)
+    random_BL = jax.vmap(lambda key: jax.random.bits(key, (num_positions,)))(salted_B)
+    lower_1L = jnp.uint32(0) - (4 * jnp.arange(1, num_positions + 1, dtype=jnp.uint32))[None]
+    return jnp.where(prefers_lower_B[:, None], lower_1L, random_BL | jnp.uint32(4))
+
+
+def most(
+    score_BL: jax.Array,
+    is_open_BL: jax.Array,
+    count_B: jax.Array,
+    preference_BL: jax.Array | None = None,
+    scale: jax.Array | float = 0.0,
+) -> jax.Array:
+    """True at each row's `count_B` open positions of highest score; all of a row with fewer.
+
+    Args:
+      score_BL: float32.
+      is_open_BL: True at the positions to choose from.
+      count_B: int32.
+      preference_BL: where scores count as equal, see `TOLERANCE`, positions are taken in falling
+        order of these numbers, of `preferences`. None: scores are the same in every program, and
+        the lower of positions with the same score is taken.
+      scale: least magnitude of the numbers that scores are sums or differences of: 1.0 for
+        differences of probabilities, for log-probabilities and entropies; 0.0 for probabilities.
     """
     rank_BL = jnp.where(is_open_BL, _ascending(score_BL), jnp.uint32(0))
-
-    def with_bit(place: jax.Array, cut_B: jax.Array) -> jax.Array:
-        higher_B = cut_B | (jnp.uint32(1 << 31) >> place.astype(jnp.uint32))
-        num_reach_B = jnp.sum(rank_BL >= higher_B[:, None], axis=1)
-        return jnp.where(num_reach_B >= count_B, higher_B, cut_B)
-
-    cut_B = jax.lax.fori_loop(0, 32, with_bit, jnp.zeros(count_B.shape, jnp.uint32))
-    is_above_BL = rank_BL > cut_B[:, None]
-    is_tied_BL = is_open_BL & (rank_BL == cut_B[:, None])
+    if preference_BL is None:
+        return _highest(rank_BL, count_B)
+    is_reached_BL = is_open_BL & (rank_BL >= _last(rank_BL, count_B)[:, None])
+    last_B1 = jnp.min(jnp.where(is_reached_BL, score_BL, jnp.inf), axis=1, keepdims=True)
+    is_above_BL = is_open_BL & exceeds(score_BL, last_B1, scale)
+    is_tied_BL = is_open_BL & ~is_above_BL & reaches(score_BL, last_B1, scale)
     room_B = count_B - jnp.sum(is_above_BL, axis=1)
-    return is_above_BL | (is_tied_BL & (jnp.cumsum(is_tied_BL, axis=1) <= room_B[:, None]))
+    is_taken_BL = jax.lax.cond(
+        jnp.any(jnp.sum(is_tied_BL, axis=1) > room_B),
+        lambda: _highest(jnp.where(is_tied_BL, preference_BL, jnp.uint32(0)), room_B),
+        lambda: is_tied_BL,
+    )
+    return is_above_BL | is_taken_BL
+
+
+def _highest(rank_BL: jax.Array, count_B: jax.Array) -> jax.Array:
+    """True at each row's `count_B` highest numbers above 0; the lower positions of equal ones."""
+    last_B1 = _last(rank_BL, count_B)[:, None]
+    is_above_BL = rank_BL > last_B1
+    is_last_BL = (rank_BL == last_B1) & (rank_BL > 0)
+    room_B = count_B - jnp.sum(is_above_BL, axis=1)
+    return is_above_BL | (is_last_BL & (jnp.cumsum(is_last_BL, axis=1) <= room_B[:, None]))
+
+
+def _last(rank_BL: jax.Array, count_B: jax.Array) -> jax.Array:
+    """uint32 ``[B]``: the number of that place in falling order; 0 if there are fewer above 0.
+
+    It is found bit by bit: a sort takes 5 times as long on CPU at 16 x 256 and 13 times at 64 x
+    1024.
+    """
+
+    def with_bit(place: jax.Array, last_B: jax.Array) -> jax.Array:
+        higher_B = last_B | (jnp.uint32(1 << 31) >> place.astype(jnp.uint32))
+        num_reach_B = jnp.sum(rank_BL >= higher_B[:, None], axis=1)
+        return jnp.where(num_reach_B >= count_B, higher_B, last_B)
+
+    return jax.lax.fori_loop(0, 32, with_bit, jnp.zeros(count_B.shape, jnp.uint32))
 
 
 def _ascending(score: jax.Array) -> jax.Array:

@@ -186,7 +186,10 @@ class QuotaRule(CommitRule):
 class _SurestFirst(Weighed, QuotaRule):
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         """The quota's holes of highest confidence, which all had to be proposed."""
-        return most(proposal.confidence_BL, context.is_hole_BL, self.quota(context))
+        return most(
+            proposal.confidence_BL, context.is_hole_BL, self.quota(context),
+            context.preference_BL, self.scale,
+        )  # fmt: skip
 
 
 @rule
@@ -212,6 +215,7 @@ class LowEntropy(_SurestFirst):
     """Commits each row's quota of holes whose predictions have the lowest entropy."""
 
     name = "entropy"
+    scale = 1.0
     quota: Quota = static(SCHEDULE)
     source: str = static(CONFIDENCE_OF)
     without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
@@ -226,6 +230,7 @@ class LargeMargin(_SurestFirst):
     """Commits each row's quota of holes whose two likeliest tokens are furthest apart."""
 
     name = "margin"
+    scale = 1.0
     quota: Quota = static(SCHEDULE)
     source: str = static(CONFIDENCE_OF)
     without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)

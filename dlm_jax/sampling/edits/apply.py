@@ -50,7 +50,7 @@ def edited(
     context = EditContext(
         before, _snapshot(program, params, state, inputs, beside(may_edit_BL)), may_edit_BL,
         state.step_B + inputs.is_stepping_B, state.row.steps_B, past.capacity_B, past.target_B,
-        program.mask_id, program.space_id,
+        program.mask_id, program.space_id, inputs.commit.preference_BL,
     )  # fmt: skip
     trial_forwards_B = jnp.zeros_like(state.step_B)
     if rule.num_trials:

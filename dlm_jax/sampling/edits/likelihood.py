@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dlm_jax.sampling.commit.protocol import exceeds, most
 from dlm_jax.sampling.edits import scores
 from dlm_jax.sampling.edits.moves import Edits
 from dlm_jax.sampling.edits.protocol import EditContext, EditRule
@@ -101,7 +102,7 @@ class Likelihood(EditRule):
             )
 
     def candidates(self, context: EditContext) -> tuple[Edits, jax.Array]:
-        """The best candidates of each row; lower positions and deletions first among equal ones.
+        """The best candidates of each row; of those that tie at a place deletions come first.
 
         Nothing goes that is frozen, a hole, the last of its row, or a space that no edit inserted.
         Of equal tokens that stand side by side the last one goes, which makes the same text.
@@ -127,13 +128,21 @@ class Likelihood(EditRule):
             jnp.where(is_new_BL & has_room_B1, lead_BL, -jnp.inf),
             jnp.where(is_swap_BL, lead_BL + self.replace_gain_B[:, None], -jnp.inf),
         ], axis=2)  # fmt: skip
+        assert context.preference_BL is not None
+        kinds_1K = jnp.arange(_NUM_KINDS)[None]
+        liked_BP = _liked(context.preference_BL[:, :, None], kinds_1K[None]).reshape(num_rows, -1)
+        worth_BP = worth_BLK.reshape(num_rows, -1)
         number = min(self.num_trials, _NUM_KINDS * num_positions)
-        worth_BK, place_BK = jax.lax.top_k(worth_BLK.reshape(num_rows, -1), number)
+        is_best_BP = most(
+            worth_BP, jnp.isfinite(worth_BP), jnp.full(num_rows, number), liked_BP, 1.0
+        )
+        from_end_1P = jnp.arange(worth_BP.shape[1], 0, -1)[None]
+        from_end_BK, place_BK = jax.lax.top_k(jnp.where(is_best_BP, from_end_1P, 0), number)
         kind_KB1 = (place_BK % _NUM_KINDS).T[:, :, None]
         is_there_KBL = (place_BK // _NUM_KINDS).T[:, :, None] == jnp.arange(num_positions)[
             None, None
         ]
-        is_real_KB = jnp.isfinite(worth_BK.T)
+        is_real_KB = from_end_BK.T > 0
         is_there_KBL &= is_real_KB[:, :, None]
         return Edits(
             is_there_KBL & (kind_KB1 != 0),
@@ -143,9 +152,9 @@ class Likelihood(EditRule):
         ), is_real_KB
 
     def select(self, context: EditContext) -> Edits:
-        """The candidate that counts most, the first of equal ones, if it counts enough."""
-        tried = context.tried
-        assert tried is not None
+        """The candidate that counts most, if it counts enough."""
+        tried, length_B = context.tried, context.cells.length_B
+        assert tried is not None and context.preference_BL is not None
         insert_KBL, delete_KBL = tried.edits.insert_gap_BL, tried.edits.delete_BL
         lead_BL, misfit_BL = _leads(context)
         own_KBL = jnp.where(insert_KBL, lead_BL, jnp.where(delete_KBL, misfit_BL, 0.0))
@@ -154,8 +163,14 @@ class Likelihood(EditRule):
         gain_KB = tried.gain_KB + self.lead_gain_B[None] * jnp.sum(own_KBL, axis=2)
         gain_KB += self.token_gain_B[None] * tokens_KB
         gain_KB += self.replace_gain_B[None] * is_replaced_KB
-        best_B = jnp.argmax(gain_KB, axis=0)
-        is_taken_B = jnp.max(gain_KB, axis=0) > self.gain_B
+        kind_KB = jnp.any(insert_KBL, axis=2) * (1 + jnp.any(delete_KBL, axis=2))
+        there_KBL = jnp.where(insert_KBL | delete_KBL, context.preference_BL[None], jnp.uint32(0))
+        liked_KB = _liked(jnp.max(there_KBL, axis=2), kind_KB)
+        # A gain is a sum over the tokens of the row.
+        best_BK = most(gain_KB.T, tried.is_real_KB.T, jnp.ones_like(length_B), liked_KB.T,
+                       length_B[:, None].astype(jnp.float32))  # fmt: skip
+        best_B = jnp.argmax(best_BK, axis=1)
+        is_taken_B = exceeds(jnp.max(gain_KB, axis=0), self.gain_B, length_B.astype(jnp.float32))
         edits = jax.tree.map(
             lambda x: jnp.take_along_axis(x, best_B.reshape(1, -1, *[1] * (x.ndim - 2)), 0)[0],
             tried.edits,
@@ -164,6 +179,11 @@ class Likelihood(EditRule):
             insert_gap_BL=edits.insert_gap_BL & is_taken_B[:, None],
             delete_BL=edits.delete_BL & is_taken_B[:, None],
         )
+
+
+def _liked(preference: jax.Array, kind: jax.Array) -> jax.Array:
+    """uint32: which edits come first among those that tie; at one place by their kind."""
+    return (preference & ~jnp.uint32(3)) | (jnp.uint32(2) - kind.astype(jnp.uint32))
 
 
 def _leads(context: EditContext) -> tuple[jax.Array, jax.Array]:

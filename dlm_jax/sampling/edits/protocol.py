@@ -44,6 +44,8 @@ class EditContext(NamedTuple):
         of frozen tokens; more than the capacity is the capacity.
       mask_id: the id of MASK.
       space_id: the id of the space; -1 for a vocabulary without one.
+      preference_BL: uint32, which of positions that tie come first, see
+        `dlm_jax.sampling.commit.protocol.preferences`.
       tried: what came of the rule's own candidates; None where it tries nothing.
     """
 
@@ -56,6 +58,7 @@ class EditContext(NamedTuple):
     target_B: jax.Array
     mask_id: int
     space_id: int
+    preference_BL: jax.Array | None = None
     tried: Tried | None = None
 
 

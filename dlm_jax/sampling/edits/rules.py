@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.protocol import most
+from dlm_jax.sampling.commit.protocol import exceeds, most
 from dlm_jax.sampling.edits import scores
 from dlm_jax.sampling.edits.moves import Cells, Edits
 from dlm_jax.sampling.edits.protocol import EditContext, EditRule
@@ -226,7 +226,7 @@ class Lead(Uncertainty):
 
 
 def select_edits(context: EditContext, limits: Limits, gap_BL: jax.Array) -> Edits:
-    """The edits of each row at this step, chosen on one snapshot: best scores, lower positions.
+    """The edits of each row at this step, chosen on one snapshot: the best scores.
 
     Only scores above 0 are chosen. A gap must have a live position on its right. What goes is
     live, unfrozen, no hole, not the last of its row, and no space but at a position that an edit
@@ -259,21 +259,24 @@ def select_edits(context: EditContext, limits: Limits, gap_BL: jax.Array) -> Edi
     may_go_BL = is_live_BL & ~cells.frozen_BL & (cells.tokens_BL != mask_id) & ~is_kept_space_BL
     may_go_BL &= is_cool_BL
     forced_BL = may_go_BL & is_exact_B1 & scores.right_of(is_row_BL)
-    worth_BL = jnp.where(misfit_BL > 0, misfit_BL, scores.fit_of_next(cells, snapshot, mask_id) - 2)
+    is_misfit_BL = exceeds(misfit_BL, 0.0, 1.0)
+    worth_BL = jnp.where(is_misfit_BL, misfit_BL, scores.fit_of_next(cells, snapshot, mask_id) - 2)
     delete_BL = most(
-        jnp.where(is_exact_B1, worth_BL, misfit_BL), (may_go_BL & (misfit_BL > 0)) | forced_BL,
-        num_delete_B,
+        jnp.where(is_exact_B1, worth_BL, misfit_BL), (may_go_BL & is_misfit_BL) | forced_BL,
+        num_delete_B, context.preference_BL, 1.0,
     )  # fmt: skip
 
     gap_BL = gap_BL - limits.insert_margin_B[:, None]
     is_free_gap_BL = ~cells.frozen_BL | ~scores.left_of(cells.frozen_BL)
     is_free_gap_BL = is_free_gap_BL.at[:, 0].set(False)  # no gap is in front of the row
-    may_grow_BL = is_live_BL & is_cool_BL & ((gap_BL > 0) | (is_exact_B1 & is_free_gap_BL))
+    may_grow_BL = exceeds(gap_BL, 0.0, 1.0) | (is_exact_B1 & is_free_gap_BL)
+    may_grow_BL &= is_live_BL & is_cool_BL
     wanted_B = jnp.minimum(num_insert_B, jnp.sum(may_grow_BL, axis=1))
     room_B = context.capacity_B - cells.length_B + jnp.sum(delete_BL, axis=1)
     may_spill_B = limits.trims_B & ~is_short_B
     granted_B = jnp.where(may_spill_B, wanted_B, jnp.minimum(wanted_B, room_B))
-    return Edits(most(gap_BL, may_grow_BL, granted_B), delete_BL, wanted_B - granted_B)
+    insert_BL = most(gap_BL, may_grow_BL, granted_B, context.preference_BL, 1.0)
+    return Edits(insert_BL, delete_BL, wanted_B - granted_B)
 
 
 def _budgets(

@@ -13,7 +13,7 @@ import numpy as np
 from dlm_jax.devices import platform
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.protocol import Proposal
-from dlm_jax.sampling.draw import log_prob
+from dlm_jax.sampling.draw import argmax, log_prob
 from dlm_jax.sampling.output import TrunkOutput
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.protocol import At
@@ -45,6 +45,8 @@ class Wanted(NamedTuple):
       is_scored_BL: True where ``total_BL`` is wanted, beside the positions that the writer scores
         as they stand; None: nowhere.
       keeps_best: whether ``best_BL`` is, too; static.
+      preference_BL: uint32, which of positions that tie come first, see
+        `dlm_jax.sampling.commit.protocol.preferences`.
     """
 
     is_open_BL: jax.Array
@@ -53,6 +55,7 @@ class Wanted(NamedTuple):
     length_B: jax.Array
     is_scored_BL: jax.Array | None = None
     keeps_best: bool = False
+    preference_BL: jax.Array | None = None
 
 
 class Reader(NamedTuple):
@@ -108,13 +111,13 @@ class FillRule(Rule):
     forwards: ClassVar[int] = 0
     """Forwards of the trunk that a step asks for beside its own."""
 
-    def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
-        """The candidates; the proposal means nothing where nothing is wanted."""
-        raise NotImplementedError
     @classmethod
     def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
         """Raises ValueError for a canvas that does not go with the fill; True where it is open."""
 
+    def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
+        """The candidates; the proposal means nothing where nothing is wanted."""
+        raise NotImplementedError
 
 
 def gather(is_wanted_BL: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
@@ -235,7 +238,7 @@ class CandidateWriter:
                 if own_N is not None:
                     ids_1V = jnp.arange(clean_NV.shape[1])[None]
                     other_NV = jnp.where(ids_1V == own_N[:, None], -jnp.inf, clean_NV)
-                best_N = vocab.argmax(other_NV).astype(jnp.int32)
+                best_N = argmax(other_NV)
                 banned_1K = jnp.array(self.banned_ids, jnp.int32)[None]
                 is_banned_N = jnp.any(best_N[:, None] == banned_1K, axis=1)
                 is_banned_N |= self.chain.forbids(best_N, row_N)

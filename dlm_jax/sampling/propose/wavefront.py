@@ -122,7 +122,9 @@ class Wavefront(FillRule):
         ratio_B = by_density(self.ratio_B, self.density_power_B, is_seen_BL, wanted.length_B)
         is_first_BL = jax.lax.cond(
             jnp.any(is_far_BL),
-            lambda: bootstrap(is_far_BL, sureness_BL, ratio_B, self.is_spread_B),
+            lambda: bootstrap(
+                is_far_BL, sureness_BL, ratio_B, self.is_spread_B, wanted.preference_BL
+            ),
             lambda: jnp.zeros_like(is_far_BL),
         )
         is_grown_BL = is_open_BL & ~is_first_BL

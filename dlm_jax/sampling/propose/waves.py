@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.protocol import most
+from dlm_jax.sampling.commit.protocol import most, reaches
 
 NEVER = 2**30
 """Further than any position of a canvas."""
@@ -20,15 +20,20 @@ def by_density(
 
 
 def bootstrap(
-    is_far_BL: jax.Array, sureness_BL: jax.Array, ratio_B: jax.Array, is_spread_B: jax.Array
+    is_far_BL: jax.Array,
+    sureness_BL: jax.Array,
+    ratio_B: jax.Array,
+    is_spread_B: jax.Array,
+    preference_BL: jax.Array | None = None,
 ) -> jax.Array:
     """True at the positions where each row begins, ``[B, L]``: see `Wavefront`.
 
     Args:
       is_far_BL: True at open positions of runs without a visible token at either end.
-      sureness_BL: float32, higher is surer.
+      sureness_BL: float32 log-probability, higher is surer.
       ratio_B: float32 share of them that begins; one at least.
       is_spread_B: True for rows that take the surest of equal windows instead of the surest of all.
+      preference_BL: uint32, which of equally sure positions begins, as of `most`.
     """
     total_B = jnp.sum(is_far_BL, axis=1)
     count_B = jnp.floor(ratio_B * total_B + 1e-3).astype(jnp.int32)
@@ -37,13 +42,15 @@ def bootstrap(
     window_BL = _share(rank_BL, count_B[:, None], total_B[:, None])
     is_first_BL = jnp.where(
         is_spread_B[:, None],
-        _surest_of_each(sureness_BL, is_far_BL, window_BL),
-        most(sureness_BL, is_far_BL, count_B),
+        _surest_of_each(sureness_BL, is_far_BL, window_BL, preference_BL),
+        most(sureness_BL, is_far_BL, count_B, preference_BL, 1.0),
     )
     begins_BL = is_far_BL & ~jnp.pad(is_far_BL[:, :-1], ((0, 0), (1, 0)))
     run_BL = jnp.cumsum(begins_BL, axis=1) - 1
     is_begun_BL = _any_of_each(is_first_BL, is_far_BL, run_BL)
-    return is_first_BL | _surest_of_each(sureness_BL, is_far_BL & ~is_begun_BL, run_BL)
+    return is_first_BL | _surest_of_each(
+        sureness_BL, is_far_BL & ~is_begun_BL, run_BL, preference_BL
+    )
 
 
 def _share(rank: jax.Array, count: jax.Array, total: jax.Array) -> jax.Array:
@@ -55,11 +62,21 @@ def _share(rank: jax.Array, count: jax.Array, total: jax.Array) -> jax.Array:
     return (thousands // total * 1024 + rest // total).astype(jnp.int32)
 
 
-def _surest_of_each(score_BL: jax.Array, is_in_BL: jax.Array, group_BL: jax.Array) -> jax.Array:
-    """True at each group's highest score among the positions that are in; the lower on ties."""
+def _surest_of_each(
+    score_BL: jax.Array,
+    is_in_BL: jax.Array,
+    group_BL: jax.Array,
+    preference_BL: jax.Array | None,
+) -> jax.Array:
+    """True at each group's highest score among the positions that are in; ties as of `most`."""
     place_BL = jnp.broadcast_to(jnp.arange(score_BL.shape[1]), score_BL.shape)
     best_BL = _over_groups(jnp.where(is_in_BL, score_BL, -jnp.inf), is_in_BL, group_BL, "max")
-    is_best_BL = is_in_BL & (score_BL >= best_BL)
+    if preference_BL is None:
+        is_best_BL = is_in_BL & (score_BL >= best_BL)
+    else:
+        is_best_BL = is_in_BL & reaches(score_BL, best_BL, 1.0)
+        liked_BL = jnp.where(is_best_BL, preference_BL, jnp.uint32(0))
+        is_best_BL &= liked_BL == _over_groups(liked_BL, is_in_BL, group_BL, "max")
     first_BL = _over_groups(jnp.where(is_best_BL, place_BL, NEVER), is_in_BL, group_BL, "min")
     return is_best_BL & (place_BL == first_BL)
 

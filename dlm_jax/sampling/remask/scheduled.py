@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.protocol import most, uniform
+from dlm_jax.sampling.commit.protocol import exceeds, most, uniform
 from dlm_jax.sampling.remask.protocol import RemaskContext, RemaskRule
 from dlm_jax.settings import Setting, per_row, rule, static
 
@@ -85,7 +85,7 @@ class Scheduled(RemaskRule):
     def worst(self, wrong_BL: jax.Array, ratio_B: jax.Array, context: RemaskContext) -> jax.Array:
         """True at the ratio's number of open tokens of highest wrongness."""
         count_B = jnp.floor(ratio_B * context.num_free_B + 1e-3).astype(jnp.int32)
-        return most(wrong_BL, context.is_open_BL, count_B)
+        return most(wrong_BL, context.is_open_BL, count_B, context.step.preference_BL, 1.0)
 
 
 @rule
@@ -97,4 +97,4 @@ class ScheduledThreshold(Scheduled):
 
     def worst(self, wrong_BL: jax.Array, ratio_B: jax.Array, context: RemaskContext) -> jax.Array:
         """True where wrongness is above the threshold."""
-        return wrong_BL > 1.0 - ratio_B[:, None]
+        return exceeds(wrong_BL, 1.0 - ratio_B[:, None], 1.0)

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from dlm_jax.sampling import vocab
+from dlm_jax.sampling.draw import argmax
 from dlm_jax.sampling.transforms.protocol import At, LogitTransform, is_greedy, of_rows
 from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, rule
 
@@ -150,7 +151,7 @@ class DynamicTemperature(LogitTransform):
         divisor_N = jnp.where(delta_N == 0, temperature_N, divisor_N)
         is_on_N = self.is_active()[at.row_N] & ((count_N > 1) | (delta_N == 0))
         divisor_N = jnp.where(is_on_N, divisor_N, 1.0)
-        best_N = vocab.argmax(logits_NV)
+        best_N = argmax(logits_NV)
         is_cold_N1 = (divisor_N < 1e-6)[:, None]
         is_best_NV = jnp.arange(logits_NV.shape[1])[None] == best_N[:, None]
         scaled_NV = vocab.divide(logits_NV, jnp.where(divisor_N < 1e-6, 1.0, divisor_N))

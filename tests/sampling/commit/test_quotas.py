@@ -10,6 +10,7 @@ import pytest
 from oracles import commit as oracle
 
 from dlm_jax.sampling.commit import COMMIT_RULES, CommitContext, Proposal, RandomOrder, most
+from dlm_jax.sampling.commit.protocol import preferences
 from dlm_jax.sampling.commit.quotas import QUOTAS, QuotaRule, linear_quota
 
 MAX_HOLES, MAX_STEPS = 24, 30
@@ -102,6 +103,41 @@ def test_most_calls_both_zeros_equal():
     scores = jnp.array([[-0.0, 0.0, -0.0, -1e-30, 1e-30]])
     chosen = _most(scores, jnp.ones((1, 5), bool), jnp.array([2]))
     assert chosen.tolist() == [[True, False, False, False, True]]
+
+
+def test_scores_that_rounding_tells_apart_tie_and_the_row_prefers_one_of_them():
+    rng = np.random.default_rng(2)
+    rows, length = 400, 12
+    exact = rng.choice([-8.0, -0.25, 0.0, 0.5, 1.0], (rows, length))
+    is_open = jnp.asarray(rng.random((rows, length)) < 0.8)
+    count = jnp.asarray(rng.integers(-1, length + 2, rows))
+    keys = jax.vmap(jax.random.key)(jnp.arange(rows))
+    choose = jax.jit(lambda x, liked: most(x, is_open, count, liked, 1.0))
+    for is_lower in (False, True):
+        liked = preferences(keys, jnp.full(rows, is_lower), length)
+        chosen = []
+        for _ in range(3):
+            noise = 3e-7 * rng.standard_normal(exact.shape) * np.maximum(np.abs(exact), 1)
+            chosen.append(np.asarray(choose(jnp.asarray(exact + noise, jnp.float32), liked)))
+        np.testing.assert_array_equal(chosen[0], chosen[1])
+        np.testing.assert_array_equal(chosen[0], chosen[2])
+        for row in range(rows):
+            order = np.lexsort((-np.asarray(liked[row], np.int64), -exact[row]))
+            wanted = [i for i in order if is_open[row, i]][: max(0, int(count[row]))]
+            assert np.flatnonzero(chosen[0][row]).tolist() == sorted(wanted)
+            if is_lower:
+                assert (np.diff(np.asarray(liked[row], np.int64)) < 0).all()
+
+
+def test_of_equal_positions_each_is_preferred_as_often_and_the_same_on_a_wider_canvas():
+    rows, length = 12_000, 6
+    keys = jax.vmap(jax.random.key)(jnp.arange(rows))
+    liked, wide = (preferences(keys, jnp.zeros(rows, bool), n) for n in (length, 41))
+    np.testing.assert_array_equal(wide[:, :length], liked)
+    one = jnp.ones(rows, jnp.int32)
+    chosen = most(jnp.ones((rows, length)), jnp.ones((rows, length), bool), one, liked)
+    counts = np.asarray(chosen).sum(0)
+    assert ((counts - rows / length) ** 2 / (rows / length)).sum() < 20.5
 
 
 def test_random_order_takes_every_set_of_holes_equally_often():
