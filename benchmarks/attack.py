@@ -1,14 +1,15 @@
 """Attacks the programs and counts what they let through: a row for each kind of attack.
 
-    python benchmarks/attack.py flips inputs ends kills leaks
+    python benchmarks/attack.py flips inputs ends kills leaks shapes
 
 ``flips``: bits flipped in every kind of file that is read back; each must be found, or change
 nothing. ``inputs``: bad flags, settings and files; each must be refused in one line with exit code
 2. ``ends``: the texts must be printed although every other output fails. ``kills``: trainings,
 files of requests and one of two processes killed with SIGKILL and started again; what comes out
 must be that of programs that ran through. ``leaks``: calls of `generate` of changing shapes, and
-engines opened and closed; what the process holds must not grow. ``--count`` sets how many of each;
-with ``--folder`` what is made stays there, and ``kills`` goes on from what was done there.
+engines opened and closed; what the process holds must not grow. ``shapes``: requests in a batch, in
+a file and on a loaded server, whose texts must be those of each alone. ``--count`` sets how many of
+each; with ``--folder`` what is made stays there, and ``kills`` goes on from what was done there.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.attacks import ends, flips, inputs, kills, leaks  # noqa: E402
+from benchmarks.attacks import ends, flips, inputs, kills, leaks, shapes  # noqa: E402
 from benchmarks.attacks.report import Tally  # noqa: E402
 
 Attack = Callable[[Path, int | None, int], list[Tally]]
 ATTACKS: dict[str, Attack] = {
     "flips": flips.run, "inputs": inputs.run, "ends": ends.run, "kills": kills.run,
-    "leaks": leaks.run,
+    "leaks": leaks.run, "shapes": shapes.run,
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from dlm_jax.sampling.edits import EditRule
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose import FillRule, Parallel
 from dlm_jax.sampling.remask import RemaskRule, Renoise
-from dlm_jax.sampling.row import RowParams
+from dlm_jax.sampling.row import TIES, RowParams
 from dlm_jax.sampling.rules import Rules
 from dlm_jax.sampling.state import State, start
 from dlm_jax.sampling.transforms import Chain, LogitBias, Temperature, chain
@@ -47,6 +47,7 @@ class Row:
     resample: bool = False
     capacity: int = 0
     max_new_tokens: int = 0
+    ties: str = "key"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +128,7 @@ def make_state(
         resamples_B=jnp.array([row.resample for row in full]),
         capacity_B=jnp.array([row.capacity for row in full], jnp.int32),
         max_new_B=jnp.array([row.max_new_tokens for row in full], jnp.int32),
-        ties_B=jnp.zeros(len(full), jnp.int32),
+        ties_B=jnp.asarray(TIES.column([row.ties for row in full])),
     )
     rules = Rules(
         chain=make_chain([row.temperature for row in full], banned),

@@ -16,6 +16,7 @@ from dlm_jax.diffusion.losses import Loss
 from dlm_jax.diffusion.mixture import MixedExample
 from dlm_jax.distributed.activations import ROWS
 from dlm_jax.randomness import key_of
+from dlm_jax.sampling.commit.protocol import preferences
 from dlm_jax.sampling.commit.quotas import sampled
 from dlm_jax.sampling.output import TrunkOutput
 from dlm_jax.sampling.propose import CandidateWriter, FillRule, Parallel, Reader, Wanted, Wavefront
@@ -132,13 +133,15 @@ class Filler:
         is_visible_BL = live_positions(length_B, num_positions) & (shown_BL != self.mask_id)
         context = Context(shown_BL, jnp.zeros_like(shown_BL), is_visible_BL, length_B)
         chain = _bans(self.banned_ids, num_rows)
+        key_B = jax.vmap(key_of)(seed_B)
         writer = CandidateWriter(
-            chain, chain.prepare(chain.init(num_rows), context), jax.vmap(key_of)(seed_B),
-            None, num_positions, sampled, "inverse_cdf", self.banned_ids,
+            chain, chain.prepare(chain.init(num_rows), context), key_B, None, num_positions,
+            sampled, "inverse_cdf", self.banned_ids,
         )  # fmt: skip
         chunk = chunk_size(network.vocab_size)
         reader = Reader(network, params, TrunkOutput(hidden_BLD), chunk)
-        wanted = Wanted(is_hole_BL, is_visible_BL, shown_BL, length_B)
+        preference_BL = preferences(key_B, jnp.zeros(num_rows, bool), num_positions)
+        wanted = Wanted(is_hole_BL, is_visible_BL, shown_BL, length_B, preference_BL=preference_BL)
         return self._rule(in_waves, num_rows).propose(reader, writer, wanted).proposal.tokens_BL
 
     def _rule(self, in_waves: bool, num_rows: int) -> FillRule:

@@ -41,7 +41,8 @@ def _rule(count: int, **settings) -> Uncertainty:
 def _drafts(seed: int, *, length: int = 14, frozen: int = 2, **changes) -> list[Row]:
     """Rows of random text behind a given prompt, all of it to be resampled, without chance."""
     rng = np.random.default_rng(seed)
-    given = {"steps": 6, "temperature": 0.0, "resample": True, "capacity": POSITIONS} | changes
+    given = {"steps": 6, "temperature": 0.0, "resample": True, "capacity": POSITIONS,
+             "ties": "lower"} | changes  # fmt: skip
     return [
         Row(
             tokens=tuple(rng.integers(0, 8, length).tolist()),
