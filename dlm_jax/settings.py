@@ -73,6 +73,11 @@ class Setting:
         """Type of its values."""
         return type(self.default)
 
+    @property
+    def is_list(self) -> bool:
+        """Whether one value of it is a list, kept as a tuple; `parse` makes that."""
+        return isinstance(self.default, tuple)
+
     def checked(self, value: Any) -> Any:
         """The value as it is kept.
 
@@ -195,7 +200,7 @@ class Rule:
         """Its per-row fields whose settings ask for the rule, and their neutral values."""
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             setting = field.metadata.get("setting")
-            if setting is None or isinstance(setting.default, tuple):
+            if setting is None or setting.is_list:
                 continue
             if setting.activates and not field.metadata.get("static"):
                 yield getattr(self, field.name), setting.code(setting.default)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -20,13 +20,13 @@ from dlm_jax.distributed.rows import beginning, spans_processes, split_rows
 from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
+from dlm_jax.inference.own_rules import classes_of, with_rules
 from dlm_jax.inference.request import Request, make_requests, only_chains_in_use, static_of
 from dlm_jax.inference.results import Row, canvas_size
 from dlm_jax.types import Status
 
 _Listener = Callable[[Mapping[str, Any], int], Any]
 _SAMPLED_BYTES = 1 << 16
-_LISTS = ("logit_bias", "dry_breakers", "chain", "tokens")
 _HOST = ("host_sampler", "read_back")
 
 
@@ -232,12 +232,14 @@ def _accepted(
     asked: list[Request] = []
     refused: list[dict[str, Any]] = []
     known: dict[Any, Any] = {}
+    declared = with_rules(tuple(classes_of(settings.get("rules")))).settings.values()
+    lists = {setting.name for setting in declared if setting.is_list}
     for line in lines:
         common = dict(settings) | {"seed": (seed + line.first) % 2**32}
         try:
             if line.error is not None:
                 raise ValueError(line.error)
-            own = _from_json(line.settings)
+            own = _from_json(line.settings, lists)
             host = hosts.of(common | own)
             size = host["read_back"]
             own |= host | {"read_back": size > 0}
@@ -254,31 +256,19 @@ def _identified(line: Line, sample: int) -> dict[str, Any]:
     return {"id": line.id} | ({"sample": sample} if line.num_samples > 1 else {})
 
 
-def _from_json(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with what JSON has no type for: ids as keys, tuples.
+def _from_json(settings: Mapping[str, Any], lists: Collection[str]) -> dict[str, Any]:
+    """The settings with tuples in place of the lists that JSON has; `lists` names what may be one.
 
     Raises:
-      ValueError: a value has the wrong shape.
+      ValueError: another setting is a list.
     """
     found = dict(settings)
-    for name, value in found.items():
-        if isinstance(value, list) and name not in (*_LISTS, *_HOST):
+    for name, value in settings.items():
+        if not isinstance(value, list) or name in ("tokens", *_HOST):
+            continue
+        if name not in lists:
             raise ValueError(f"{name} is a list; a request takes one value")
-    bias = found.get("logit_bias")
-    try:
-        if isinstance(bias, Mapping):
-            found["logit_bias"] = {int(token): value for token, value in bias.items()}
-        elif bias is not None:
-            found["logit_bias"] = tuple((token, value) for token, value in bias)
-        for name, kind in (("dry_breakers", int), ("chain", str)):
-            if name in found:
-                found[name] = tuple(found[name])
-                if not all(isinstance(item, kind) for item in found[name]):
-                    raise TypeError
-    except (TypeError, ValueError):
-        raise ValueError(
-            'logit_bias is {"12": -5.0}, dry_breakers are ids [3, 4], and chain is names ["top_k"]'
-        ) from None
+        found[name] = tuple(tuple(one) if isinstance(one, list) else one for one in value)
     return found
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Iterable
 
 from dlm_jax.elsewhere import TABLE, written
@@ -29,10 +30,7 @@ _KINDS = {
     "remask": "Remask rules", "edit": "Edit rules",
     "cache": "Caches",
 }  # fmt: skip
-_HINTED = {
-    "chain": "names", "dry_breakers": "ids", "confidence_without": "ids",
-    "structure": "regular expression",
-}  # fmt: skip
+_LISTED = {str: "names", int: "ids", float: "numbers"}
 
 
 def page() -> str:
@@ -86,8 +84,11 @@ def _row(setting: Setting) -> str:
 def _values(setting: Setting) -> str:
     if setting.choices is not None:
         return ", ".join(f"`{name}`" for name in setting.choices)
-    if setting.hint is not None or setting.name in _HINTED:
-        return _HINTED.get(setting.name, "`id: number`")
+    if setting.is_list:
+        is_plain = typing.get_origin(setting.annotation) is tuple
+        return _LISTED[typing.get_args(setting.annotation)[0]] if is_plain else "`id: number`"
+    if setting.kind is str:
+        return "text"
     if setting.kind is bool:
         return "`true`, `false`"
     low = "(0" if setting.low == ABOVE_ZERO else f"[{setting.low:.10g}"

@@ -106,7 +106,7 @@ def own_rules(*layers: Mapping[str, Any], num_rows: int) -> OwnRules:
 def _holds_rows(table: RuleTable, name: str, value: Any) -> bool:
     """Whether a setting of one value was given several, one a row."""
     setting = table.settings.get(name)
-    if setting is None or isinstance(setting.default, tuple):
+    if setting is None or setting.is_list:
         return False
     return isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 1
 
@@ -261,7 +261,7 @@ def _kind(cls: type[Rule]) -> str:
     fields = [field.metadata for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     per_row = [meta["setting"] for meta in fields if "column" in meta]
     if kind == "transforms":
-        per_row = [s for s in per_row if s.activates and not isinstance(s.default, tuple)]
+        per_row = [s for s in per_row if s.activates and not s.is_list]
     needs_row = kind in ("transforms", "remask", "edit") and cls.is_active is base.is_active
     if needs_row and not per_row:
         raise ValueError(

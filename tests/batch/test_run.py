@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 import toy
@@ -14,10 +15,13 @@ from dlm_jax.batch.requests import read_requests, share
 from dlm_jax.batch.results import Results
 from dlm_jax.batch.run import describe_model, run_requests
 from dlm_jax.config import SampleConfig
+from dlm_jax.inference import own_rules
 from dlm_jax.inference import request as requesting
 from dlm_jax.inference.request import only_chains_in_use
 from dlm_jax.inference.results import canvas_size
 from dlm_jax.model.transformer import build
+from dlm_jax.sampling.rules import BUILT_IN
+from dlm_jax.settings import static
 
 MODEL = dataclasses.replace(
     toy_model.MODEL,
@@ -43,6 +47,26 @@ def whole(tmp_path_factory):
     """All results, in the order of the requests."""
     path = tmp_path_factory.mktemp("whole")
     return _run(path, REQUESTS)
+
+
+def _tuple(value):
+    if not isinstance(value, tuple):
+        raise ValueError(f"favoured={value!r} is no tuple; use (3, 4)")
+    return value
+
+
+@dlm_jax.rule
+class Favour(dlm_jax.LogitTransform):
+    """A transform with a setting that is a list."""
+
+    share_B: jax.Array = dlm_jax.per_row(dlm_jax.Setting("favour_share", 0.0, "how much"))
+    favoured: tuple[int, ...] = static(
+        dlm_jax.Setting("favoured", (), "ids", parse=_tuple, hint=tuple[int, ...])
+    )
+
+    def apply(self, prepared, logits_NV, at):
+        """The logits as they are."""
+        return logits_NV
 
 
 def _write(path, requests):
@@ -164,20 +188,24 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
         {"id": "z", "template": "A <hole:2> <hole 3>"},
         {"id": "q", "top_k": 5, "chain": ["temperature"]},
         {"id": "r", "logit_bias": {"999": 1.0}, "chain": ["bias"]},
+        {"id": "1", "logit_bias": {"1": 10**400}},
+        {"id": "2", "top_k": [3]},
+        {"id": "3", "confidence_without": ["a"]},
     ]
     rows = _run(tmp_path, requests)
     assert len(rows) == len(requests)
     assert rows[1]["status"] == "done"
     errors = [row["error"] for row in rows if "error" in row]
     assert len(errors) == len(requests) - 1
-    for number, error in zip([1, *range(3, 27)], errors, strict=True):
+    for number, error in zip([1, *range(3, 30)], errors, strict=True):
         assert f"line {number}" in error
         assert "\n" not in error
     told = " | ".join(errors)
     for part in ("is not JSON", "'Q'", "gen_length=200", "did you mean 'temperature'",
                  "did you mean 'low_confidence'", "gap of 0 tokens", "10 blocks", "remask",
                  "tokens hold MASK", "block_length=-1 is outside [0, ",
-                 "block_length='4' is not an integer", "logit_bias is {", "names [",
+                 "block_length='4' is not an integer", "logit_bias=5 is not a mapping; use {",
+                 "chain=(3,) is not a list of names; use [", "top_k is a list",
                  "temperature='hot' is not a number", "stop_at_eos=1 is not a bool",
                  "temperature='0.7' is not a number",
                  "dynatemp_range='0.5' is not", "steps=3000000000 is outside [1, 2147483647]",
@@ -185,6 +213,25 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
                  "max_length=10000000", "top_p=1000", "stop_at_eos means nothing", "is no gap",
                  "top_k=5 needs 'top_k'", "logit_bias names id 999"):  # fmt: skip
         assert part in told, part
+
+
+def test_every_setting_that_is_a_list_is_one_in_json_own_ones_too(tmp_path):
+    """Which ones are follows from what they declare."""
+    shared = {name for name, setting in BUILT_IN.settings.items() if setting.is_list}
+    table = own_rules.with_rules((Favour,))
+    assert {name for name, s in table.settings.items() if s.is_list} == {*shared, "favoured"}
+    given = dict.fromkeys(shared, [3]) | {
+        "logit_bias": [[3, -1.0]], "chain": ["bias", "temperature", "favour"], "favoured": [3, 4],
+        "order": "low_confidence",
+    }  # fmt: skip
+    path = _write(tmp_path / "in.jsonl", [given, {"favoured": 3}])
+    lines = read_requests(path, known=[*table.settings])
+    _, (request,), (refused,) = run._accepted(MODEL, lines, 0, {"rules": [Favour]})
+    made = {name: getattr(request.sample, name) for name in given}
+    assert made == given | dict.fromkeys(shared, (3,)) | {
+        "logit_bias": ((3, -1.0),), "chain": tuple(given["chain"]), "favoured": (3, 4),
+    }  # fmt: skip
+    assert "favoured=3 is no tuple" in refused["error"]
 
 
 def test_requests_of_the_same_settings_resolve_and_check_them_once(tmp_path, monkeypatch):
