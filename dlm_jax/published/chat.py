@@ -1,21 +1,30 @@
 """Chat templates: a conversation as the text that an instruction-tuned model was trained on.
 
 Templates are Jinja programs that come with a model. They run in Jinja's immutable sandbox, which
-reaches no attribute of Python, no file and no module.
+reaches no attribute of Python, no file and no module, and in a process of their own (`sandbox`)
+that is bounded in time, memory and output.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dlm_jax.data import HubTokenizer, Tokenizer
+
+_PROGRAM = Path(__file__).with_name("sandbox.py")
+_SECONDS = 10.0
+_SECONDS_TO_START = 60.0
 
 Messages = Sequence[Mapping[str, str]]
 """Turns of a conversation: ``{"role": "user", "content": "..."}``."""
@@ -47,15 +56,12 @@ class ChatTemplate:
         for place, message in enumerate(messages):
             if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
                 raise ValueError(f"messages[{place}]={message!r} lacks role or content; give both")
+        values = {"messages": [dict(message) for message in messages],
+                  "add_generation_prompt": begins_answer} | self.specials() | more  # fmt: skip
         try:
-            return _compiled(self.source).render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=begins_answer, **(self.specials() | more),
-            )  # fmt: skip
-        # A template may fail as any program does.
-        except Exception as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(f"chat_template refuses the messages ({reason})") from None
+            return _SANDBOX.render(self.source, values)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"chat_template refuses the messages ({error})") from None
 
     def ids(self, messages: Messages, *, begins_answer: bool = True, **more: Any) -> np.ndarray:
         """The ids of `text`, int32 ``[n]``."""
@@ -93,21 +99,77 @@ class TextTemplate(ChatTemplate):
 def check_template(source: str, where: str) -> None:
     """Raises ValueError for a template that is no Jinja program."""
     try:
-        _compiled(source)
-    except jinja2.TemplateError as error:
+        _SANDBOX.render(source, None)
+    except ValueError as error:
         raise ValueError(f"{where}: chat_template is broken ({error})") from None
 
 
-def _compiled(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
-        value, ensure_ascii=False, indent=indent
-    )
+class _Sandbox:
+    """The process that renders templates: started when it is first used, and after it was killed.
 
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
+    One request at a time, from any thread.
+    """
 
-    environment.globals["raise_exception"] = refuse
-    return environment.from_string(source)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        atexit.register(self._stop)
+
+    def render(self, source: str, values: Mapping[str, Any] | None) -> str:
+        """The text of a template; nothing for no values, when it is compiled alone.
+
+        Raises:
+          ValueError: the template fails, takes too long, or writes too much.
+          TypeError: a value is none that JSON can hold.
+        """
+        line = json.dumps({"source": source, "values": values})
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._stop()
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", str(_PROGRAM)], text=True, encoding="ascii",
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                )  # fmt: skip
+                self._answer(self._process, "", _SECONDS_TO_START)
+            answer = self._answer(self._process, f"{line}\n", _SECONDS)
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer["text"]
+
+    def _answer(self, process: subprocess.Popen[str], line: str, seconds: float) -> dict[str, str]:
+        """What it says to a line; ValueError, and it is stopped, if that takes too long."""
+        assert process.stdin is not None and process.stdout is not None
+        is_late = threading.Event()
+
+        def kill() -> None:
+            is_late.set()
+            process.kill()
+
+        timer = threading.Timer(seconds, kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            process.stdin.write(line)
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+        except (OSError, ValueError):
+            self._stop()
+            reason = f"it takes longer than {seconds:g} s" if is_late.is_set() else "it crashes"
+            raise ValueError(reason) from None
+        except BaseException:
+            # An answer that nobody reads would be taken for that of the next line.
+            self._stop()
+            raise
+        finally:
+            timer.cancel()
+
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            with contextlib.suppress(OSError):
+                process.communicate()
+
+
+_SANDBOX = _Sandbox()

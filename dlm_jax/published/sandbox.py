@@ -1,0 +1,78 @@
+"""The program that renders chat templates, in a process of its own; `chat` starts it.
+
+A template can loop for ever, or ask for more memory than there is, inside one operation that no
+other thread can stop. A process has a limit on its memory and can be killed. It imports nothing of
+this package, so that it starts fast. Each line of standard input is a JSON object (``source``,
+``values``, or null in place of the values to compile it alone), and each line of standard output
+``{"text": ...}`` or ``{"error": ...}``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import signal
+import sys
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MOST_CHARACTERS = 1 << 24
+_MEMORY = 1 << 30
+_SECONDS = 120  # if nobody is left who would kill it
+
+
+def main() -> None:
+    """Answers line by line, until there is none."""
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    except (ImportError, ValueError, OSError):
+        pass  # a system without such limits
+    print("{}", flush=True)
+    for line in sys.stdin:
+        signal.alarm(_SECONDS)
+        try:
+            told = {"text": _rendered(**json.loads(line))}
+            line = json.dumps(told)
+        except MemoryError:
+            line = json.dumps({"error": f"it needs more than {_MEMORY >> 20} MiB"})
+        # A template may fail as any program does.
+        except Exception as error:
+            reason = " ".join(str(error)[:2000].split())
+            line = json.dumps({"error": reason or type(error).__name__})
+        signal.alarm(0)
+        print(line, flush=True)
+
+
+def _rendered(source: str, values: dict[str, Any] | None) -> str:
+    template, size, parts = _compiled(source), 0, []
+    for part in () if values is None else template.generate(**values):
+        size += len(part)
+        if size > MOST_CHARACTERS:
+            raise ValueError(f"its text is longer than {MOST_CHARACTERS:,} characters")
+        parts.append(part)
+    return "".join(parts)
+
+
+@functools.lru_cache(maxsize=4)
+def _compiled(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
+        value, ensure_ascii=False, indent=indent
+    )
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment.globals["raise_exception"] = refuse
+    return environment.from_string(source)
+
+
+if __name__ == "__main__":
+    main()
