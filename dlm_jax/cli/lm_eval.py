@@ -10,7 +10,10 @@ Needs the extra ``eval``: ``pip install dlm_jax[eval]``. A program of your own c
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
+import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata, resources
@@ -35,27 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"evaluation needs {error.name}; install it with: pip install 'dlm_jax[eval]'"
             ) from None
         register()
-    arguments = sys.argv[1:] if argv is None else argv
-    sys.argv = ["dlm-lm-eval", *with_own_tasks(arguments)]
-    harness.cli_evaluate()
+        sys.argv = ["dlm-lm-eval", *(sys.argv[1:] if argv is None else argv)]
+        # The harness reads tasks, arguments and requests while it runs.
+        harness.cli_evaluate()
     return End.DONE
 
 
-def with_own_tasks(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with the folder of the shipped tasks where tasks are named or listed.
-
-    An ``--include_path`` of the caller's stays the only one, as the harness takes no second.
-    """
-    flags = {argument.split("=")[0] for argument in arguments}
-    has_tasks = flags & {"--tasks", "-t"} or [*arguments[:1]] in (["ls"], ["validate"])
-    if not has_tasks or "--include_path" in flags:
-        return list(arguments)
-    own = resources.files("dlm_jax.harness").joinpath("tasks")
-    return [*arguments, "--include_path", str(own)]
-
-
 def register() -> None:
-    """Lets lm-evaluation-harness know the model classes of all entry points of `GROUP`."""
+    """Lets lm-evaluation-harness know the models of `GROUP` and the tasks that ship with these."""
     registry: Any = importlib.import_module("lm_eval.api.registry").model_registry
     importlib.import_module("lm_eval.models")
     if "dlm_jax" not in registry:  # a checkout that is not installed has no entry points
@@ -63,3 +53,27 @@ def register() -> None:
     for entry in metadata.entry_points(group=GROUP):
         if entry.name not in registry:
             registry.register(entry.name, target=entry)
+    _add_own_tasks(importlib.import_module("lm_eval.tasks").TaskManager)
+
+
+@functools.cache
+def _add_own_tasks(manager: Any) -> None:
+    """Adds the folder of the shipped tasks to those of every task manager.
+
+    ``--include_path`` names one folder. A task of the caller's replaces a shipped one of its name.
+    """
+    plain = manager.__init__
+    own = str(resources.files("dlm_jax.harness").joinpath("tasks"))
+
+    @functools.wraps(plain)
+    def with_own_tasks(self: Any, *arguments: Any, **more: Any) -> None:
+        given = inspect.signature(plain).bind(self, *arguments, **more)
+        paths = given.arguments.get("include_path") or []
+        paths = paths if isinstance(paths, list | tuple) else [paths]
+        for path in paths:
+            if not os.path.isdir(path):
+                raise ValueError(f"--include_path {path} is no folder; name one with tasks")
+        given.arguments["include_path"] = [own, *paths]
+        plain(*given.args, **given.kwargs)
+
+    manager.__init__ = with_own_tasks

@@ -11,14 +11,17 @@ import functools
 import hashlib
 import importlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from dlm_jax.harness.generation import asked_of, texts
 from dlm_jax.harness.likelihood import ROWS, Likelihoods
 from dlm_jax.harness.pairs import pair_of, windows_of
 from dlm_jax.inference.model import Model, load
 from dlm_jax.inference.request import settings_of_call
+
+T = TypeVar("T")
 
 
 class Instance(Protocol):
@@ -28,6 +31,14 @@ class Instance(Protocol):
     def args(self) -> tuple[Any, ...]:
         """What is asked."""
         ...
+
+
+def _of_request(place: int, read: Callable[..., T], *arguments: Any, **more: Any) -> T:
+    """What `read` makes of a request, whose place its error names."""
+    try:
+        return read(*arguments, **more)
+    except ValueError as error:
+        raise ValueError(f"request {place}: {error}") from None
 
 
 def __getattr__(name: str) -> Any:
@@ -108,7 +119,13 @@ class Evaluated:
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
         """Texts behind their contexts, each in a row that ends at the first of its stops."""
-        asked = [asked_of(*request.args, is_chat=self._is_chat) for request in requests]
+        asked = [
+            _of_request(place, asked_of, *request.args, is_chat=self._is_chat)
+            for place, request in enumerate(requests)
+        ]
+        for name, value in {n: v for one in asked for n, v in one.unread.items()}.items():
+            told = f"{name}={value!r} means nothing to a diffusion model; it is not read"
+            print(told, file=sys.stderr)
         found = texts(
             self.model, asked, common=self._settings, slots=ROWS, batch_size=self._batch_size,
             seed=self._seed,

@@ -6,7 +6,8 @@ import pytest
 import toy_model
 
 from dlm_jax.config import SampleConfig
-from dlm_jax.harness.generation import asked_of, texts
+from dlm_jax.harness.generation import _WITHOUT_COUNTERPART, asked_of, texts
+from dlm_jax.sampling.rules import BUILT_IN
 
 MODEL = dataclasses.replace(
     toy_model.MODEL,
@@ -38,6 +39,31 @@ def test_stops_and_lengths_are_obeyed():
     assert cut == [whole[0][: whole[0].index(stop)]]
     short = _texts([asked_of("The cat", {"until": [], "max_gen_toks": 3, "steps": 3})])
     assert len(short[0]) == 3
+
+
+def test_no_tokens_are_no_text_and_no_canvas():
+    none = asked_of("The cat", {"until": [], "max_gen_toks": 0})
+    some = asked_of("The cat", {"until": [], "max_gen_toks": 3, "steps": 3})
+    found = _texts([none, some, none])
+    assert [len(text) for text in found] == [0, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [({name: value}, f"{name}={value!r}")
+     for name in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+     for value in (-1, "x", 1.5, True)]
+    + [({"do_sample": "yes"}, "do_sample='yes'"), ({"until": 3}, "until=3")],
+)  # fmt: skip
+def test_bad_arguments_are_refused_by_name(given, told):
+    with pytest.raises(ValueError, match=told):
+        asked_of("A", given)
+
+
+def test_names_of_a_length_are_those_of_the_harness():
+    assert asked_of("A", {"max_tokens": 3, "max_new_tokens": 2}).length == 2
+    assert asked_of("A", {"max_gen_toks": None, "max_completion_tokens": 4}).length == 4
+    assert not _WITHOUT_COUNTERPART & set(BUILT_IN.settings)
 
 
 def test_without_sampling_the_temperature_is_zero():

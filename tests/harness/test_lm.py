@@ -2,14 +2,12 @@
 
 import dataclasses
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
 import toy_model
 
 import dlm_jax
-from dlm_jax.cli.lm_eval import with_own_tasks
 from dlm_jax.config import SampleConfig
 from dlm_jax.diffusion.likelihood import bound_at
 from dlm_jax.diffusion.objectives import Batch
@@ -75,25 +73,52 @@ def test_the_harness_finds_the_class_by_its_name():
     assert issubclass(made, Evaluated)
 
 
+@pytest.fixture
+def harness():
+    pytest.importorskip("lm_eval.api.registry", reason="lm-eval is not installed")
+    from dlm_jax.cli import lm_eval
+
+    lm_eval.register()
+    return lm_eval
+
+
+def test_shipped_tasks_are_found_beside_those_of_the_caller(harness, tmp_path):
+    from lm_eval.tasks import TaskManager
+
+    text = "task: mine\ndataset_path: json\noutput_type: loglikelihood\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    shipped = {"dlm_jax_shakespeare_cloze", "dlm_jax_arithmetic_words"}
+    for given in ({}, {"include_path": None}, {"include_path": []}):
+        assert shipped <= set(TaskManager(include_defaults=False, **given).all_tasks)
+    for path in (str(tmp_path), [tmp_path]):
+        found = TaskManager(include_path=path, include_defaults=False).all_tasks
+        assert {*shipped, "mine"} <= set(found)
+
+
 @pytest.mark.parametrize(
-    ("given", "is_added"),
+    ("flags", "told"),
     [
-        (["--tasks", "x"], True),
-        (["--tasks=x"], True),
-        (["-t", "x"], True),
-        (["ls", "tasks"], True),
-        (["--help"], False),
-        (["--tasks", "x", "--include_path", "mine"], False),
-        (["--tasks", "x", "--include_path=mine"], False),
+        (["--tasks", "no_such_task"], "no_such_task"),
+        (["--tasks", "dlm_jax_shakespeare_cloze", "--include_path", "nowhere"], "nowhere"),
     ],
 )
-def test_shipped_tasks_are_found_wherever_tasks_are_named(given, is_added):
-    found = with_own_tasks(given)
-    assert found[: len(given)] == given
-    assert len(found) == len(given) + 2 * is_added
-    if is_added:
-        names = {path.stem for path in Path(found[-1]).glob("*.yaml")}
-        assert names == {"shakespeare_cloze", "arithmetic_words"}
+def test_what_the_harness_refuses_is_a_line(harness, flags, told, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        harness.main(["--model", "dlm_jax", *flags])
+    assert stopped.value.code == 2
+    (line,) = (x for x in capsys.readouterr().err.splitlines() if x.startswith("error: "))
+    assert told in line
+
+
+def test_arguments_of_other_models_are_told_and_not_read(capsys):
+    made = Evaluated(model=MODEL)
+    given = {"until": [], "max_gen_toks": 0, "num_beams": 4, "use_cache": True, "min_length": 0}
+    assert made.generate_until([_asked("The", given), _asked("A", given)]) == ["", ""]
+    assert capsys.readouterr().err == (
+        "num_beams=4 means nothing to a diffusion model; it is not read\n"
+    )
+    with pytest.raises(ValueError, match="request 1: max_gen_toks=-1"):
+        made.generate_until([_asked("The", given), _asked("A", {"max_gen_toks": -1})])
 
 
 @pytest.mark.slow
