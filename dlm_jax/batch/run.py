@@ -6,17 +6,17 @@ that a few programs serve any lengths; inside a group a slot that ends takes the
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import jax
-
 import dlm_jax.config as configs
 from dlm_jax.batch.files import result_key
 from dlm_jax.batch.requests import Key, Line
-from dlm_jax.distributed.rows import beginning, spans_processes, split_rows
+from dlm_jax.checksums import source_digest
+from dlm_jax.distributed.rows import digest_of, spans_processes, split_rows
 from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
@@ -26,7 +26,6 @@ from dlm_jax.inference.results import Row, canvas_size
 from dlm_jax.types import Status
 
 _Listener = Callable[[Mapping[str, Any], int], Any]
-_SAMPLED_BYTES = 1 << 16
 _HOST = ("host_sampler", "read_back")
 
 
@@ -76,19 +75,34 @@ class Plan(NamedTuple):
 
 
 def describe_model(model: Model) -> dict[str, Any]:
-    """What tells this model from others, for a fingerprint: config, tokenizer, and parameters.
+    """What tells this model from others, for a fingerprint.
 
-    Of every parameter array the beginning counts, so that large models do not take long.
+    Config, tokenizer, ids and settings, every number of its parameters, and the source of a network
+    of one's own.
     """
-    digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(model.params):
-        digest.update(f"{leaf.shape} {leaf.dtype}".encode())
-        digest.update(beginning(leaf, _SAMPLED_BYTES // leaf.dtype.itemsize).tobytes())
+    tokenizer = model.tokenizer.to_json()
+    own = [own_source(part) for part in vars(model.network).values() if callable(part)]
     return {
+        "network": sorted(set(own)) if model.config is None else "",
         "config": None if model.config is None else configs.to_dict(model.config),
-        "vocab_size": model.tokenizer.vocab_size,
-        "params": digest.hexdigest(),
+        "tokenizer": hashlib.sha256(json.dumps(tokenizer, sort_keys=True).encode()).hexdigest(),
+        "eos_ids": model.eos_ids,
+        "max_length": model.max_length,
+        "sample": describe_settings(vars(model.sample)),
+        "params": digest_of(model.params),
     }
+
+
+def own_source(code: Any) -> str:
+    """The name of code of one's own with a digest of its source; the name alone if it has none."""
+    while isinstance(code, functools.partial):
+        code = code.func
+    code = code if hasattr(code, "__qualname__") else type(code)
+    return f"{code.__module__}.{code.__qualname__} {source_digest(code) or NO_SOURCE}"
+
+
+NO_SOURCE = "without source"
+"""Stands for the digest of code that has no file: that it changed goes unnoticed."""
 
 
 def run_requests(
@@ -338,5 +352,14 @@ def _write(
 
 
 def describe_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as JSON can hold them, for a fingerprint."""
-    return json.loads(json.dumps(settings, default=str))
+    """The settings as JSON can hold them, for a fingerprint; own code by its source."""
+
+    def told(value: Any) -> str:
+        if callable(value):
+            return own_source(value)
+        return f"{type(value).__qualname__} {value!r}"
+
+    plain = dict(settings)
+    if plain.get("rules") is not None:
+        plain["rules"] = [*classes_of(plain["rules"])]
+    return json.loads(json.dumps(plain, default=told))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import os
 import sys
 from collections.abc import Callable, Collection
-from pathlib import Path
 from types import ModuleType
 
 from dlm_jax.inference.candidates import HostSampler, shown
@@ -27,12 +25,6 @@ def import_module(module: str, where: str) -> ModuleType:
         return importlib.import_module(module)
     except (Exception, SystemExit) as error:  # whatever a module of the user's may raise
         raise ValueError(f"{where}: {module} fails: {type(error).__name__}: {error}") from None
-
-
-def source_digest(module: str) -> str:
-    """A digest of the file of an imported module; empty for one that has none."""
-    path = getattr(sys.modules[module], "__file__", None)
-    return "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def allowed_samplers(modules: Collection[str]) -> Callable[[str], HostSampler]:

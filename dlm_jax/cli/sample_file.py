@@ -18,12 +18,20 @@ import dlm_jax
 from dlm_jax.batch.files import result_key
 from dlm_jax.batch.requests import Key, Line, read_requests, share
 from dlm_jax.batch.results import Results, fingerprint
-from dlm_jax.batch.run import Plan, Report, describe_model, describe_settings, run_requests
+from dlm_jax.batch.run import (
+    NO_SOURCE,
+    Plan,
+    Report,
+    describe_model,
+    describe_settings,
+    run_requests,
+)
+from dlm_jax.checksums import source_digest
 from dlm_jax.cli.compiling import compile_clock
 from dlm_jax.cli.devices import share_of_host
 from dlm_jax.cli.ends import End, refusals
 from dlm_jax.cli.flags import naming_flags, speeds
-from dlm_jax.cli.own_modules import allowed_samplers, source_digest
+from dlm_jax.cli.own_modules import allowed_samplers
 from dlm_jax.cli.shown import heads_line
 from dlm_jax.distributed.processes import gathered
 from dlm_jax.inference.engine import Engine
@@ -59,15 +67,17 @@ def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[s
     with refusals(), contextlib.ExitStack() as stack:
         known = with_rules(tuple(settings.get("rules", ()))).settings
         lines = read_requests(args.prompts, known=[*known, "infill"], num_samples=args.num_samples)
-        own = _modules(args) | ({args.rules} if args.rules is not None else set())
-        mark = fingerprint(
-            args.prompts,
-            model=describe_model(model),
-            settings=describe_settings(settings)
-            | {"seed": args.seed, "num_samples": args.num_samples}
-            | {"max_candidates": args.max_candidates}
-            | {"modules": {module: source_digest(module) for module in sorted(own)}},
-        )
+        described = describe_settings(settings)
+        described |= {"seed": args.seed, "num_samples": args.num_samples}
+        described |= {"max_candidates": args.max_candidates}
+        modules = sorted(_modules(args))
+        described |= {"modules": [
+            f"{name} {source_digest(sys.modules[name]) or NO_SOURCE}" for name in modules
+        ]}  # fmt: skip
+        for name in (*described.get("rules", ()), *described["modules"]):
+            if name.endswith(NO_SOURCE):
+                print(f"{name}: results do not notice if it changes", file=sys.stderr)
+        mark = fingerprint(args.prompts, model=describe_model(model), settings=described)
         index, count, tells = _share(model, args)
         results = None
         if tells:

@@ -1,9 +1,12 @@
 """A file of requests through the toy model: every line answered, and each as if it were alone."""
 
 import dataclasses
+import importlib
 import json
+import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
@@ -13,8 +16,10 @@ import dlm_jax
 from dlm_jax.batch import run
 from dlm_jax.batch.requests import read_requests, share
 from dlm_jax.batch.results import Results
-from dlm_jax.batch.run import describe_model, run_requests
+from dlm_jax.batch.run import describe_model, describe_settings, run_requests
 from dlm_jax.config import SampleConfig
+from dlm_jax.data.tokenizers import CharacterTokenizer
+from dlm_jax.distributed.rows import digest_of
 from dlm_jax.inference import own_rules
 from dlm_jax.inference import request as requesting
 from dlm_jax.inference.request import only_chains_in_use
@@ -300,8 +305,67 @@ def test_canvases_are_powers_of_two():
 
 
 def test_models_are_told_apart():
-    other = dataclasses.replace(MODEL, params=toy_model.toy.random_params(MODEL.network, 1))
-    assert describe_model(MODEL) == describe_model(MODEL) != describe_model(other)
+    """By every number of every parameter, by the tokenizer, and by what a call would not say."""
+    known = describe_model(MODEL)
+    assert known == describe_model(MODEL)
+    json.dumps(known)
+    leaves, structure = jax.tree.flatten(MODEL.params)
+    size = max(leaf.size for leaf in leaves)
+    (place, large), *_ = [(i, leaf) for i, leaf in enumerate(leaves) if leaf.size == size]
+    for at in (0, size // 2, size - 1):
+        # The last bit of one number.
+        flat = np.array(large).reshape(-1)
+        flat[at] = np.nextafter(flat[at], np.inf)
+        changed = [*leaves[:place], jnp.array(flat.reshape(large.shape)), *leaves[place + 1 :]]
+        other = dataclasses.replace(MODEL, params=jax.tree.unflatten(structure, changed))
+        assert describe_model(other)["params"] != known["params"]
+    letters = CharacterTokenizer.of(toy_model.TEXT.replace("c", "z"))
+    for changes in (
+        {"tokenizer": letters}, {"more_eos_ids": (3,)}, {"max_length": 64},
+        {"sample": dataclasses.replace(MODEL.sample, steps=7)},
+        {"network": dataclasses.replace(MODEL.network, embed=lambda params, ids: ids)},
+    ):  # fmt: skip
+        assert describe_model(dataclasses.replace(MODEL, **changes)) != known
+
+
+def test_a_digest_of_parameters_is_that_of_their_bits_wherever_they_lie():
+    rng = np.random.default_rng(0)
+    values = {
+        "a": rng.standard_normal((16, 6)).astype(np.float32), "b": np.arange(8, dtype=np.int8),
+        "c": rng.standard_normal(8).astype("float16"), "d": np.array([True, False] * 4),
+    }  # fmt: skip
+    known = digest_of(jax.tree.map(jnp.asarray, values))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    assert digest_of(jax.device_put(values, split)) == known
+    swapped = values | {"a": values["a"][:, ::-1]}
+    retyped = values | {"b": values["b"].astype(np.uint8)}
+    named = {**values, "a": values["a"].reshape(8, 12)}
+    found = {digest_of(jax.tree.map(jnp.asarray, v)) for v in (swapped, retyped, named)}
+    assert len(found | {known}) == 4
+
+
+def test_own_rules_are_told_apart_by_their_source(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    text = (
+        "import dlm_jax\n@dlm_jax.rule\nclass Left(dlm_jax.CommitRule):\n"
+        "    def select(self, context, proposal):\n        return context.is_hole_BL\n"
+    )
+    found = []
+    for content in (text, text + "\n", text):
+        (tmp_path / "own_left.py").write_text(content)
+        sys.modules.pop("own_left", None)
+        importlib.invalidate_caches()
+        module = importlib.import_module("own_left")
+        told = describe_settings({"rules": module, "steps": 3})
+        assert told == describe_settings({"rules": [module.Left], "steps": 3})
+        found.append(json.dumps(told))
+    assert found[0] == found[2] != found[1]
+    assert str(tmp_path) not in found[0]
+    space = {"__name__": "typed"}
+    exec(text, space)
+    assert describe_settings({"rules": [space["Left"]]}) == {"rules": ["typed.Left without source"]}
 
 
 @pytest.mark.slow
