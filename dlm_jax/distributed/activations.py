@@ -68,13 +68,17 @@ def pin(x: jax.Array, kind: str) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, fitting(PLACES[kind], x.shape, mesh))
 
 
-def on_own_rows(compute: Callable[[jax.Array], jax.Array], x_B: jax.Array) -> jax.Array:
-    """``compute(x)`` of an array of rows, ``[B, ...]``, on every device for its own of them."""
+def on_own_rows(compute: Callable[..., Any], *rows: Any) -> Any:
+    """``compute(*rows)`` of pytrees of rows, on every device for its own of them.
+
+    Every leaf begins with the axis of the rows, or with as many parts as the rows have.
+    """
     mesh = mesh_in_use()
     if mesh is None:
-        return compute(x_B)
-    spec = fitting(PLACES["rows"], x_B.shape, mesh)
-    return jax.shard_map(compute, in_specs=spec, out_specs=spec, check_vma=False)(x_B)
+        return compute(*rows)
+    common = math.gcd(*(leaf.shape[0] for leaf in jax.tree.leaves(rows)))
+    spec = fitting(PLACES["rows"], (common,), mesh)
+    return jax.shard_map(compute, in_specs=spec, out_specs=spec, check_vma=False)(*rows)
 
 
 def on_own_share(

@@ -166,7 +166,7 @@ class _Pieces:
 
         def layer(x_NWD: jax.Array, block: Params, kept: KeyValue) -> tuple[jax.Array, KeyValue]:
             module, made = self.parts.block(block), []
-            old = kept if row_N is None else (kept[0][row_N], kept[1][row_N])
+            old = kept if row_N is None else on_own_rows(_rows_of, kept, row_N)
             old = self._seen(old[0], num_seen), self._seen(old[1], num_seen)
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -184,8 +184,14 @@ class _Pieces:
             return x_NWD, piece
         before_N = jnp.maximum(window.place_N - 1, 0)
         rows_N = jnp.arange(before_N.size) if row_N is None else row_N
+
+        def said(said_BLD: jax.Array, row_N: jax.Array, before_N: jax.Array) -> jax.Array:
+            return said_BLD[row_N % said_BLD.shape[0], before_N]
+
         before_ND = jnp.where(
-            (window.place_N > 0)[:, None], kept.said_BLD[rows_N, before_N], x_NWD[:, 0]
+            (window.place_N > 0)[:, None],
+            on_own_rows(said, kept.said_BLD, rows_N, before_N),
+            x_NWD[:, 0],
         )
         return one_later(x_NWD, before_ND), Shifted(piece, x_NWD)
 
@@ -280,6 +286,12 @@ class _Pieces:
             first = last
         made = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *pieces)
         return x, jax.tree.map(lambda leaf: _as_it_lies(jnp.moveaxis(leaf, 0, 1)), made)
+
+
+def _rows_of(kept: KeyValue, row_N: jax.Array) -> KeyValue:
+    """Those rows on this device, by their numbers among those of all devices."""
+    row_N = row_N % kept[0].shape[0]
+    return kept[0][row_N], kept[1][row_N]
 
 
 def _by_group(x_BLGK: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.cache.groups import after, cut, group_size, in_groups, rows_of
+from dlm_jax.sampling.cache.groups import after, cut, in_groups
 from dlm_jax.sampling.cache.protocol import CacheContext, CachePlan, CacheState
 from dlm_jax.sampling.output import TrunkOutput
 from dlm_jax.sampling.program import Program
@@ -48,6 +48,9 @@ class _Inputs(NamedTuple):
     is_due_B: jax.Array
     settles_B: jax.Array
     size_B: jax.Array
+
+
+_Carried = tuple[Any, jax.Array]  # what is kept, and the hidden vectors of the windows
 
 
 def with_cache(program: Program, params: Params, state: State) -> State:
@@ -202,51 +205,55 @@ class _Windows:
             lambda: self._program.network.trunk(params, inputs.tokens_BL, inputs.length_B, None)[0]
         )
         hidden_BWD = jnp.zeros((rows, width, shape.shape[2]), shape.dtype)
-        by_rows = self._program.by_rows(self._in_groups)
-        kept, hidden_BWD = by_rows(params, (kept, hidden_BWD, inputs))
+        kept, hidden_BWD = self._in_groups(params, kept, hidden_BWD, inputs)
         if len(self._sizes) > 1:
             return kept, hidden_BWD
         return self._all_rows(params, kept, hidden_BWD, inputs)
 
-    def _in_groups(self, params: Params, rows: tuple[Any, ...]) -> tuple[Any, jax.Array]:
+    def _in_groups(
+        self, params: Params, kept: Any, hidden_BWD: jax.Array, inputs: _Inputs
+    ) -> tuple[Any, jax.Array]:
         """What runs for some rows: the whole canvas, finished blocks, windows of several sizes."""
-        kept, hidden_BWD, inputs = rows
-        num_rows, num_positions = inputs.tokens_BL.shape
-        width = self._sizes[0]
+        num_positions, width = inputs.tokens_BL.shape[1], self._sizes[0]
 
-        def whole(
-            carry: tuple[Any, jax.Array], rows: _Inputs, row_N: jax.Array
-        ) -> tuple[Any, jax.Array]:
-            kept, hidden_BWD = carry
-            tokens_NL, length_N, place_N = rows_of(
-                row_N, rows.tokens_BL, rows.length_B, rows.place_B
-            )
-            hidden_NLD, piece = self._pieces.whole(params, tokens_NL, length_N)
+        def whole(carry: _Carried, rows: _Inputs, row_N: jax.Array) -> tuple[Any, ...]:
+            del carry, row_N
+            hidden_NLD, piece = self._pieces.whole(params, rows.tokens_BL, rows.length_B)
+            return piece, hidden_NLD, rows.place_B
+
+        def put_whole(carry: _Carried, made: tuple[Any, ...], row_N: jax.Array) -> _Carried:
+            (kept, hidden_BWD), (piece, hidden_NLD, place_N) = carry, made
             kept = self._pieces.store(kept, piece, row_N, jnp.zeros_like(place_N))
             return kept, hidden_BWD.at[row_N].set(cut(hidden_NLD, place_N, width))
 
-        def settle(kept: Any, rows: _Inputs, row_N: jax.Array) -> Any:
-            tokens_NL, length_N, begin_N = rows_of(
-                row_N, rows.tokens_BL, rows.length_B, rows.plan.begin_B
-            )
-            first_N = jnp.maximum(begin_N - width, 0)
-            window = Window(first_N, first_N, begin_N)
+        def settled(kept: Any, rows: _Inputs, row_N: jax.Array) -> tuple[Any, jax.Array]:
+            first_N = jnp.maximum(rows.plan.begin_B - width, 0)
+            window = Window(first_N, first_N, rows.plan.begin_B)
             hidden_NWD, piece = self._pieces.window(
-                params, kept, row_N, tokens_NL, length_N, window, size=width
+                params, kept, row_N, rows.tokens_BL, rows.length_B, window, size=width
             )
-            return self._pieces.store(kept, piece, row_N, after(hidden_NWD, window.place_N))
+            return piece, after(hidden_NWD, window.place_N)
+
+        def put_settled(kept: Any, made: tuple[Any, jax.Array], row_N: jax.Array) -> Any:
+            piece, place_N = made
+            return self._pieces.store(kept, piece, row_N, place_N)
 
         kept, hidden_BWD = in_groups(
-            inputs.is_due_B, group_size(num_rows, num_positions), whole, (kept, hidden_BWD), inputs
+            inputs.is_due_B, num_positions, whole, put_whole, (kept, hidden_BWD), inputs
         )
         if self._rule.settles:
-            kept = in_groups(inputs.settles_B, group_size(num_rows, width), settle, kept, inputs)
+            kept = in_groups(inputs.settles_B, width, settled, put_settled, kept, inputs)
         if len(self._sizes) > 1:
             for number, size in enumerate(self._sizes):
-                one = self._of_size(params, kept, size, self._num_seen(number, num_positions))
-                is_mine_B, group = inputs.size_B == number, group_size(num_rows, size)
-                hidden_BWD = in_groups(is_mine_B, group, one, hidden_BWD, inputs)
+                compute = self._of_size(params, kept, size, self._num_seen(number, num_positions))
+                is_mine_B = inputs.size_B == number
+                hidden_BWD = in_groups(is_mine_B, size, compute, self._put_cut, hidden_BWD, inputs)
         return kept, hidden_BWD
+
+    def _put_cut(
+        self, hidden_BWD: jax.Array, made: tuple[jax.Array, jax.Array], row_N: jax.Array
+    ) -> jax.Array:
+        return hidden_BWD.at[row_N].set(cut(*made, self._sizes[0]))
 
     def _num_seen(self, number: int, num_positions: int) -> int | None:
         """Kept positions that the windows of that size see the last of; None: any.
@@ -259,21 +266,21 @@ class _Windows:
 
     def _of_size(
         self, params: Params, kept: Any, size: int, num_seen: int | None
-    ) -> Callable[[jax.Array, _Inputs, jax.Array], jax.Array]:
-        """The window of some rows whose smallest size it is."""
+    ) -> Callable[[jax.Array, _Inputs, jax.Array], tuple[jax.Array, jax.Array]]:
+        """The window of some rows whose smallest size it is, and where in it their block stands."""
 
-        def one(hidden_BWD: jax.Array, rows: _Inputs, row_N: jax.Array) -> jax.Array:
-            tokens_NL, length_N, begin_N, end_N, place_N = rows_of(
-                row_N, rows.tokens_BL, rows.length_B, rows.plan.begin_B, rows.plan.end_B,
-                rows.place_B,
-            )  # fmt: skip
-            first_N = jnp.minimum(begin_N, tokens_NL.shape[1] - size)
-            window = Window(first_N, begin_N, end_N)
+        def one(
+            hidden_BWD: jax.Array, rows: _Inputs, row_N: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            del hidden_BWD
+            plan = rows.plan
+            first_N = jnp.minimum(plan.begin_B, rows.tokens_BL.shape[1] - size)
+            window = Window(first_N, plan.begin_B, plan.end_B)
             hidden_NSD, _ = self._pieces.window(
-                params, kept, row_N, tokens_NL, length_N, window, size=size, num_seen=num_seen
-            )
-            mine_NWD = cut(hidden_NSD, place_N - window.place_N, self._sizes[0])
-            return hidden_BWD.at[row_N].set(mine_NWD)
+                params, kept, row_N, rows.tokens_BL, rows.length_B, window, size=size,
+                num_seen=num_seen,
+            )  # fmt: skip
+            return hidden_NSD, rows.place_B - window.place_N
 
         return one
 

@@ -1,18 +1,21 @@
 """Rows that a pass is run for, in groups of a fixed size: a row comes out the same in any of them.
 
 A row is computed beside as many others as there always are, whoever they are and however many are
-due, so that what it gets does not depend on them.
+due, so that what it gets does not depend on them. Where rows are split over devices, a group holds
+as many of each, and all devices run it together: the layers of a model whose parameters are split
+are gathered one by one, as in any other forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from dlm_jax.devices import platform
+from dlm_jax.distributed.activations import on_own_rows
 
 Carry = TypeVar("Carry")
 Rows = TypeVar("Rows")
@@ -32,32 +35,66 @@ def group_size(num_rows: int, num_positions: int) -> int:
 
 def in_groups(
     is_due_B: jax.Array,
-    size: int,
-    one_group: Callable[[Carry, Rows, jax.Array], Carry],
+    num_positions: int,
+    compute: Callable[[Carry, Rows, jax.Array], Any],
+    put: Callable[[Carry, Any, jax.Array], Carry],
     carry: Carry,
     rows: Rows,
 ) -> Carry:
-    """`carry` after ``one_group(carry, rows, row_N)`` for each group of `size` of the due rows.
+    """`carry` with what is computed of the due rows put into it, group by group.
 
-    `rows` is what a group reads. A last group that is not full holds its first row several times.
-    Nothing runs where none is due.
+    Nothing runs where no row of any device is due. A group that is not full holds its first row
+    several times.
+
+    Args:
+      is_due_B: which rows are.
+      num_positions: of a row that a pass computes.
+      compute: ``(carry, rows_N, row_N) -> made`` for the rows of a group and their numbers: the
+        pass. Each device's part of `row_N` are numbers of its own rows.
+      put: ``(carry, made, row_N) -> carry``, on each device with its own parts alone, in which the
+        rows have the numbers `row_N`.
+      carry: a pytree of rows.
+      rows: what a pass reads, a pytree of rows.
     """
-    num_rows = is_due_B.shape[0]
-    num_due = jnp.sum(is_due_B)
-    (row_B,) = jnp.nonzero(is_due_B, size=num_rows, fill_value=0)
-    place_P = jnp.arange(-(-num_rows // size) * size)
-    first_P = place_P // size * size
-    row_P = row_B[jnp.where(place_P < num_due, place_P, first_P) % num_rows].astype(jnp.int32)
+
+    def ordered(is_due_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+        num_rows = is_due_B.shape[0]
+        size, num_due = group_size(num_rows, num_positions), jnp.sum(is_due_B)
+        (row_B,) = jnp.nonzero(is_due_B, size=num_rows, fill_value=0)
+        place_P = jnp.arange(-(-num_rows // size) * size)
+        first_P = place_P // size * size
+        row_P = row_B[jnp.where(place_P < num_due, place_P, first_P) % num_rows]
+        return num_due[None], row_P.astype(jnp.int32).reshape(1, -1, size)
+
+    num_due_S, own_SGN = on_own_rows(ordered, is_due_B)
+    num_shares, _, size = own_SGN.shape
+    num_own = is_due_B.shape[0] // num_shares
+    most = jnp.max(num_due_S)
 
     def one(state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
         # Behind a barrier: of a single row the compiler would know the place, take the pass out of
         # the loop, and run it where none is due.
         (first, carry), mine = jax.lax.optimization_barrier((state, rows))
-        row_N = jax.lax.dynamic_slice_in_dim(row_P, first, size)
-        return first + size, one_group(carry, mine, row_N)
+        own_SN = jax.lax.dynamic_index_in_dim(own_SGN, first // size, 1, keepdims=False)
+        own_N = own_SN.reshape(-1)
+        row_N = (own_SN + num_own * jnp.arange(num_shares)[:, None]).reshape(-1)
+        given = on_own_rows(rows_of, own_N, mine)
+        made = compute(carry, given, row_N)
+        if num_shares == 1:
+            return first + size, put(carry, made, own_N)
 
-    start = (jnp.zeros((), num_due.dtype), carry)
-    return jax.lax.while_loop(lambda state: state[0] < num_due, one, start)[1]
+        def put_if_due(
+            carry: Carry, made: Any, own_N: jax.Array, num_due_1: jax.Array, first_1: jax.Array
+        ) -> Carry:
+            return jax.lax.cond(
+                first_1[0] < num_due_1[0], lambda: put(carry, made, own_N), lambda: carry
+            )
+
+        first_S = jnp.broadcast_to(first, num_due_S.shape)
+        return first + size, on_own_rows(put_if_due, carry, made, own_N, num_due_S, first_S)
+
+    start = (jnp.zeros((), most.dtype), carry)
+    return jax.lax.while_loop(lambda state: state[0] < most, one, start)[1]
 
 
 def after(hidden_NWD: jax.Array, place_N: jax.Array) -> jax.Array:
@@ -71,9 +108,9 @@ def after(hidden_NWD: jax.Array, place_N: jax.Array) -> jax.Array:
     return jnp.where(is_huge_N, 0, place_N)
 
 
-def rows_of(row_N: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
-    """Those rows of each array."""
-    return tuple(leaf[row_N] for leaf in leaves)
+def rows_of(row_N: jax.Array, rows: Rows) -> Rows:
+    """Those rows of each array, by their numbers on this device."""
+    return jax.tree.map(lambda leaf: leaf[row_N], rows)
 
 
 def cut(x_NLD: jax.Array, place_N: jax.Array, size: int) -> jax.Array:
