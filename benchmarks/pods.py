@@ -1,9 +1,11 @@
-"""What a training step needs on pods of TPUs, by their compiler: memory, collectives, time.
+"""What training and cached sampling need on pods of TPUs, by their compiler.
 
 Command: python -m benchmarks.pods --json docs/scaling.json [--only NAME ...] [--list]
 
-Every row is compiled for devices that need not be there (the extra ``tpu``), in a process of
-its own, which takes one to six minutes of a core; rows that the file already holds are kept.
+Prints a table of training steps (memory, collectives, time) and one of sampling steps with a cache
+(memory, and what the chips gather). Every row is compiled for devices that need not be there (the
+extra ``tpu``), in a process of its own, which takes one to six minutes of a core; rows that the
+file already holds are kept.
 ``roof`` bounds everything but products by the memory's bandwidth, ``cycles`` by the compiler's own
 cycles; both are estimates. Utilisation is the model's own work (`dlm_jax.training.flops`) by the
 peak of the chips.
@@ -14,12 +16,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from dlm_jax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from dlm_jax.config import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    SampleConfig,
+    TrainConfig,
+)
 
 MODELS: dict[str, dict[str, Any]] = {
     "150M": {"depth": 12, "width": 896, "heads": 14, "vocab_size": 32768},
@@ -51,7 +62,25 @@ class Row:
         return " ".join(str(value) for value in values)
 
 
-ROWS = [
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """One row of the table of sampling steps; blocks have 32 positions."""
+
+    model: str
+    topology: str
+    rows: int
+    fsdp: int
+    cache: str = "dual"
+    positions: int = 1024
+
+    @property
+    def name(self) -> str:
+        """Its name in the file."""
+        values = dataclasses.asdict(self).values()
+        return " ".join(["sampling", *map(str, values)])
+
+
+ROWS: list[Row | Sampled] = [
     # One model and optimiser after the other on the cube of 64 chips.
     Row("1.3B", "v5p:4x4x4", 256),
     Row("1.3B", "v5p:4x4x4", 256, optimizer="muon"),
@@ -75,12 +104,20 @@ ROWS = [
     # Matrices split too, and long rows.
     Row("1.3B", "v5p:4x4x4", 128, fsdp=8, tensor=2),
     Row("1.3B", "v5p:4x4x4", 64, 32768),
+    # Sampling with a cache.
+    Sampled("8B", "v6e:4x4", 128, fsdp=4),
+    Sampled("8B", "v5e:4x4", 256, fsdp=16),
 ]
+
+
+def model_of(row: Row | Sampled) -> dict[str, Any]:
+    """The settings of a row's model."""
+    return MODELS[row.model] | {"activation": "swiglu", "compute_dtype": "bfloat16"}
 
 
 def config_of(row: Row) -> Config:
     """The config of a row's run."""
-    model = MODELS[row.model] | {"activation": "swiglu", "compute_dtype": "bfloat16"}
+    model = model_of(row)
     return Config(
         model=ModelConfig(**model, remat=row.remat),  # type: ignore[arg-type]
         data=DataConfig(seq_len=row.positions),
@@ -127,6 +164,130 @@ def measure(row: Row) -> dict[str, Any]:
     )
 
 
+def sampling_step(
+    model: ModelConfig, sample: SampleConfig, mesh: Any, rows: int, positions: int
+) -> tuple[Any, Any]:
+    """The compiled loop of sampling steps of empty canvases on `mesh`, and the state it takes.
+
+    Parameters are bfloat16, in parts as `dlm_jax.distributed.sharding` says; the id of MASK is the
+    last of the vocabulary.
+    """
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from dlm_jax.devices import used
+    from dlm_jax.distributed.sharding import shardings
+    from dlm_jax.model.transformer import build
+    from dlm_jax.sampling.advance import Advance
+    from dlm_jax.sampling.facts import ModelFacts
+    from dlm_jax.sampling.forward import with_cache
+    from dlm_jax.sampling.program import Program
+    from dlm_jax.sampling.row import RowParams
+    from dlm_jax.sampling.rules import BUILT_IN
+    from dlm_jax.sampling.state import start
+
+    network, mask = build(model), model.vocab_size - 1
+    split, whole = NamedSharding(mesh, P(("data", "fsdp"))), NamedSharding(mesh, P())
+    program = Program(network, mask, chunk=256, rows=split, banned_ids=(mask,))
+    keyed = type("Row", (), vars(sample) | {"seed": 0, "capacity": 0})
+    facts = ModelFacts(model.vocab_size, (mask,), has_cache=True, block_length=network.block_length)
+
+    def make(params: Any) -> Any:
+        tokens_BL = jnp.full((rows, positions), mask, jnp.int32)
+        state = start(
+            tokens_BL, jnp.full(rows, positions, jnp.int32), RowParams.pack([keyed] * rows, facts),
+            BUILT_IN.pack([sample] * rows, facts), mask_id=mask,
+        )  # fmt: skip
+        return with_cache(program, params, state)
+
+    def at(leaf: Any, place: Any, dtype: Any = None) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=place)
+
+    params = jax.eval_shape(network.init, jax.random.key(0))
+    params = jax.tree.map(
+        lambda x, place: at(x, place, "bfloat16"), params, shardings(params, mesh)
+    )
+    with used(split):
+        state = jax.eval_shape(make, params)
+    state = jax.tree.map(lambda leaf: at(leaf, split), state)
+    number = jax.ShapeDtypeStruct((), "int32", sharding=whole)
+    return Advance(program)._jitted.lower(params, state, number, number).compile(), state
+
+
+def measure_sampled(row: Sampled) -> dict[str, Any]:
+    """The figures of a sampling step: GiB of a chip."""
+    import jax
+
+    from dlm_jax.costs.collectives import KINDS
+    from dlm_jax.costs.hlo import parse
+    from dlm_jax.costs.schedule import cost
+    from dlm_jax.distributed.sharding import make_mesh
+    from dlm_jax.distributed.topology import topology_devices
+    from dlm_jax.training.plan import torus_of
+
+    mesh = make_mesh(MeshConfig(fsdp=row.fsdp), topology_devices(row.topology))
+    sample = SampleConfig(
+        cache=row.cache, block_length=32, order="low_confidence", chain=("temperature",), steps=128
+    )
+    model = ModelConfig(**model_of(row))
+    try:
+        compiled, state = sampling_step(model, sample, mesh, row.rows, row.positions)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return dataclasses.asdict(row) | {"refused": str(error)[:300]}
+    gib, text, memory = 2.0**30, compiled.as_text(), compiled.memory_analysis()
+    kept = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(state.cache.kept)
+    )
+    gathers = [
+        shape
+        for body in parse(text).computations.values()
+        for x in body
+        if x.kind.removesuffix("-start") == "all-gather"
+        for shape in x.shapes
+    ]
+    largest = max(gathers, key=lambda shape: shape.num_bytes)
+    moved = cost(text, torus_of(mesh)).moved
+    return dataclasses.asdict(row) | {
+        "memory_gib": {
+            "kept": round(kept / gib, 3),
+            "other arguments": round((memory.argument_size_in_bytes - kept) / gib, 3),
+            "temporaries": round(memory.temp_size_in_bytes / gib, 3),
+        },
+        "moved_gib": {kind: round(moved[kind] / gib, 3) for kind in KINDS if moved[kind]},
+        "largest_gathered": f"{largest.dtype}[{','.join(map(str, largest.dims))}]",
+        "largest_gathered_gib": round(largest.num_bytes / gib, 3),
+    }
+
+
+def sampled_table(results: list[dict[str, Any]]) -> list[str]:
+    """The results of sampling steps as a table in Markdown."""
+    lines = [
+        "| model | topology | rows x L | cache | mesh | kept GiB | other arguments | temporaries | "
+        "all-gather GiB | largest gathered |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for one in results:
+        what = (
+            f"| {one['model']} | {one['topology']} | {one['rows']} x {one['positions']} | "
+            f"{one['cache']} | fsdp {one['fsdp']} | "
+        )
+        if "refused" in one:
+            lines.append(what + "does not fit | | | | |")
+            continue
+        memory = one["memory_gib"]
+        lines.append(
+            what + " | ".join(f"{size:.1f}" for size in memory.values())
+            + f" | {one['moved_gib'].get('all-gather', 0):.1f} | "
+            f"`{one['largest_gathered']}`, {one['largest_gathered_gib']:.2f} |"
+        )  # fmt: skip
+    return lines
+
+
 def table(results: dict[str, Any]) -> list[str]:
     """The results as a table in Markdown."""
     lines = [
@@ -162,7 +323,9 @@ def main() -> None:
     parser.add_argument("--row", help="measure this row alone, here, and print it as JSON")
     args = parser.parse_args()
     if args.row:
-        print(json.dumps(measure(next(row for row in ROWS if row.name == args.row))))
+        row = next(row for row in ROWS if row.name == args.row)
+        found = measure(row) if isinstance(row, Row) else measure_sampled(row)
+        print(json.dumps(found))
         return
     if args.list:
         print("\n".join(row.name for row in ROWS))
@@ -179,7 +342,9 @@ def main() -> None:
             results = {one.name: results[one.name] for one in ROWS if one.name in results}
             if args.json:
                 args.json.write_text(json.dumps(results, indent=1) + "\n")
-    print("\n".join(table(results)))
+    sampled = [one for name, one in results.items() if name.startswith("sampling")]
+    trained = {name: one for name, one in results.items() if one not in sampled}
+    print("\n".join([*table(trained), "", *sampled_table(sampled)]))
 
 
 if __name__ == "__main__":

@@ -57,11 +57,13 @@ class CachedTrunk:
       whole: ``(params, tokens_NL, length_N) -> (hidden_NLD, piece)``: the trunk of whole rows.
       window: ``(params, kept, row_N, tokens_NL, length_N, window, size=W) -> (hidden_NWD, piece)``:
         the trunk at the ``W`` positions of a `Window` of the rows ``row_N`` of `kept`, or of all of
-        them in order with None. A position outside the row, or of a block that is not seen, is
-        invisible. With ``num_seen=n``, none of the kept positions from n on is visible either,
-        wherever the windows are.
+        them in order with None. Where the rows are split over devices, so is ``row_N``, and each
+        part of it numbers rows of that part of `kept`. A position outside the row, or of a block
+        that is not seen, is invisible. With ``num_seen=n``, none of the kept positions from n on is
+        visible either, wherever the windows are.
       store: ``(kept, piece, row_N, place_N) -> kept`` with a piece put at its rows (None: all in
-        order) and first positions. Rows that stand several times hold the same there.
+        order) and first positions. Rows that stand several times hold the same there. Each device
+        calls it for its own rows.
       beside_clean: ``(params, shown_BL, clean_BL, length_B) -> hidden_BLD``: what the trunk says of
         every block of `shown_BL` behind the clean tokens of the blocks before it, all blocks in one
         call, for training and likelihood; in other blocks with ``block_length=n``. None where

@@ -29,7 +29,15 @@ BLOCKS = [
         r"```python\n(.*?)```", (DOCS / name).read_text(encoding="utf-8"), flags=re.DOTALL
     )
 ]
-NAMES = ("matching", "only_digits", "loop.step", "template", "dlm_jax.stream", "Softened")
+NAMES = (
+    "matching",
+    "only_digits",
+    "loop.step",
+    "template",
+    "dlm_jax.stream",
+    "Softened",
+    "NoRepeats",
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +76,13 @@ def test_a_host_sampler_of_ones_own_is_obeyed_in_all_rows(model, capsys, monkeyp
     for text in scope["result"].texts:
         assert re.fullmatch(r"(version|page) \d{4}", text)
     assert out.endswith("choice among the survivors: host (only_digits)\n")
+
+
+@pytest.mark.slow
+def test_a_host_sampler_that_follows_its_rows_writes_no_token_twice(model, capsys, monkeypatch):
+    _, scope = _printed(NAMES[6], model, capsys, monkeypatch)
+    for tokens in scope["result"].tokens[:, len("version ") :]:
+        assert len(set(tokens.tolist())) == 8
 
 
 @pytest.mark.slow

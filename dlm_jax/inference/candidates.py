@@ -5,9 +5,10 @@ The chain runs on the device, and the caller sees the candidates that it left, w
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -113,7 +114,28 @@ def moved(records: Iterable[Written], origin: np.ndarray) -> list[Written]:
 
 
 HostSampler = Callable[[Candidates], int]
-"""Chooses one of ``candidates.ids``."""
+"""Chooses one of ``candidates.ids``; it may also be `Accepting`, `Resetting`, or both."""
+
+
+@runtime_checkable
+class Accepting(Protocol):
+    """A host sampler that follows what its rows write."""
+
+    def accept(self, written: Written, /) -> None:
+        """Called for each token that a step has committed in a row of the sampler, left to right.
+
+        Remasking and edits may take the token away later; ``candidates.tokens`` is what stands.
+        """
+        ...
+
+
+@runtime_checkable
+class Resetting(Protocol):
+    """A host sampler that keeps something of each row."""
+
+    def reset(self, row: int, /) -> None:
+        """Called before the first step of a row, with its ``Candidates.row``."""
+        ...
 
 
 def chosen(sampler: HostSampler, candidates: Candidates) -> int:
@@ -124,15 +146,8 @@ def chosen(sampler: HostSampler, candidates: Candidates) -> int:
         row and position.
     """
     where = f"row {candidates.row}: the host sampler"
-    try:
-        token = sampler(candidates)
-    except (Exception, SystemExit) as error:  # whatever a function of the user's may raise
-        if isinstance(error, ValueError):
-            raise
-        why = " ".join(str(error).split())
-        raise ValueError(
-            f"{where} failed at position {candidates.index}: {type(error).__name__}: {why}"
-        ) from error
+    at = f"at position {candidates.index}"
+    token = called(functools.partial(sampler, candidates), f"{where} failed {at}")
     try:
         is_id = not isinstance(token, bool) and operator.index(token) is not None
     except TypeError:
@@ -140,10 +155,25 @@ def chosen(sampler: HostSampler, candidates: Candidates) -> int:
     (places,) = np.nonzero(candidates.ids == int(token)) if is_id else ([],)
     if not len(places):
         raise ValueError(
-            f"{where} chose {shown(token)} at position {candidates.index}, which is none of its "
+            f"{where} chose {shown(token)} {at}, which is none of its "
             f"{len(candidates.ids)} candidates; choose one of candidates.ids"
         )
     return int(places[0])
+
+
+def called(fn: Callable[[], Any], failure: str) -> Any:
+    """``fn()``, a function of the user's.
+
+    Raises:
+      ValueError: what `fn` raised, or `failure` with what else it raised, which is the cause.
+    """
+    try:
+        return fn()
+    except (Exception, SystemExit) as error:  # whatever a function of the user's may raise
+        if isinstance(error, ValueError):
+            raise
+        why = " ".join(str(error).split())
+        raise ValueError(f"{failure}: {type(error).__name__}: {why}") from error
 
 
 def shown(value: object) -> str:

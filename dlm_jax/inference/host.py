@@ -7,14 +7,22 @@ that survive it come to the host, and what the other rows draw never leaves the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax.inference.candidates import Candidates, HostSampler, Written, chosen
+from dlm_jax.inference.candidates import (
+    Accepting,
+    Candidates,
+    HostSampler,
+    Resetting,
+    Written,
+    called,
+    chosen,
+)
 from dlm_jax.inference.places import Place, open_places
 from dlm_jax.inference.read_back import ReadBack, read_back
 from dlm_jax.sampling import draw as drawing
@@ -90,19 +98,23 @@ class HostLoop:
         Args:
           params: of the program's network.
           state: on one device, or whole on each.
-          samplers: host sampler of each row that has one.
+          samplers: host sampler of each row that has one. Before a row's first step its `reset` is
+            called, and after a step its `accept`, if it has them.
           read_back: rows whose commits are returned, row by row and from left to right, at the
             positions that they had before the step's edits.
           max_candidates: how many of a position's candidates come to the host at most.
           names: what to call each row to host samplers and in errors, if not by its place.
           failed: takes what a row's sampler raised; the row then ends without having written
-            anything, and other rows go on. Without it what is raised goes to the caller.
+            anything, and other rows go on; after a failed `accept` it ends at the next step.
+            Without it what is raised goes to the caller.
 
         Raises:
           ValueError: a sampler chose an id that is no candidate, or `max_candidates` is below 1.
         """
         if max_candidates < 1:
             raise ValueError(f"max_candidates={max_candidates} must be at least 1")
+        named = range(state.step_B.shape[0]) if names is None else names
+        self._reset(state, samplers, named, failed)
         state, inputs = self._look(params, state)
         found: list[tuple[int, Written]] = []
         if samplers or read_back:
@@ -117,16 +129,38 @@ class HostLoop:
         if failed:
             inputs = _without(inputs, failed)
         state, info = self._write(params, state, inputs)
-        if not read_back:
+        follow = {slot: x for slot, x in samplers.items() if isinstance(x, Accepting)}
+        asked = sorted({*read_back, *follow})
+        if not asked:
             return state, []
-        asked = sorted(read_back)
         is_committed_BL = np.asarray(info.is_committed_BL[jnp.asarray(asked, jnp.int32)])
         is_committed = dict(zip(asked, is_committed_BL, strict=True))
-        return state, [
-            written
+        commits = [
+            (slot, written)
             for slot, written in found
             if slot in is_committed and is_committed[slot][written.candidates.index]
         ]
+        for slot, written in commits:
+            if slot in follow:
+                accept = functools.partial(follow[slot].accept, written)
+                _call_hook(accept, slot, named[slot], "accept", failed)
+        return state, [written for slot, written in commits if slot in set(read_back)]
+
+    def _reset(
+        self,
+        state: State,
+        samplers: Mapping[int, HostSampler],
+        names: Sequence[int],
+        failed: dict[int, Exception] | None,
+    ) -> None:
+        kept = {slot: x for slot, x in samplers.items() if isinstance(x, Resetting)}
+        if not kept:
+            return
+        step_B = np.asarray(state.step_B)
+        for slot, sampler in sorted(kept.items()):
+            if step_B[slot] == 0:
+                reset = functools.partial(sampler.reset, names[slot])
+                _call_hook(reset, slot, names[slot], "reset", failed)
 
     def _ask(
         self,
@@ -170,6 +204,20 @@ class HostLoop:
                 params, inputs, state.rules.commit, flat, is_hosted, ids, logprobs
             )
         return inputs, found
+
+
+def _call_hook(
+    hook: Callable[[], None], slot: int, name: int, what: str, failed: dict[int, Exception] | None
+) -> None:
+    """Calls a hook of the sampler of a row, but for a row that has failed."""
+    if failed is not None and slot in failed:
+        return
+    try:
+        called(hook, f"row {name}: `{what}` of the host sampler failed")
+    except ValueError as error:
+        if failed is None:
+            raise
+        failed[slot] = error
 
 
 def _without(inputs: StepInputs, slots: Collection[int]) -> StepInputs:

@@ -116,7 +116,7 @@ def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan
     text, found = compiled.as_text() or "", compiled.memory_analysis()
     size = sum(_share(leaf) for leaf in jax.tree.leaves(state))
     chip = CHIPS.get(mesh.devices.flat[0].device_kind)
-    torus = _torus(mesh, chip)
+    torus = torus_of(mesh)
     return Plan(
         config=config,
         mesh=mesh,
@@ -157,7 +157,9 @@ def _share(leaf: Any) -> int:
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
-def _torus(mesh: Mesh, chip: Chip | None) -> Torus:
+def torus_of(mesh: Mesh) -> Torus:
+    """Where the devices of `mesh` stand; of unknown ones work and bytes are counted alone."""
+    chip = CHIPS.get(mesh.devices.flat[0].device_kind)
     places = [tuple(getattr(device, "coords", (device.id,))) for device in mesh.devices.flat]
     sizes = tuple(max(axis) + 1 for axis in zip(*places, strict=True))
     return Torus(chip or _UNKNOWN, tuple(places), sizes)

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import toy
 import toy_model
-from jax.sharding import NamedSharding, PartitionSpec
 
 import dlm_jax
 from dlm_jax.config import MeshConfig, SampleConfig
-from dlm_jax.distributed.sharding import make_mesh
+from dlm_jax.distributed.sharding import make_mesh, shardings
 from dlm_jax.inference.generate import texts_of
 from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
@@ -112,13 +111,15 @@ def test_a_causal_model_reads_back_streams_and_is_hosted_beside_its_cache():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fsdp", [1, 4])
 @pytest.mark.parametrize("cache", ["exact", "prefix", "dual"])
-def test_several_devices_keep_their_own_rows(cache):
+def test_several_devices_keep_their_own_rows(cache, fsdp):
+    """Each holds one row; they are due for whole forwards at different steps."""
     model = BLOCKS if cache == "exact" else BOTH_WAYS
     settings = {"order": "low_confidence", "cache": cache, "block_length": 4, "num_samples": 4}
     here = dlm_jax.generate(model, PROMPTS[:2], **settings)
-    mesh = make_mesh(MeshConfig())
-    spread = jax.device_put(model.params, NamedSharding(mesh, PartitionSpec()))
+    mesh = make_mesh(MeshConfig(fsdp=fsdp))
+    spread = jax.device_put(model.params, shardings(model.params, mesh))
     there = dlm_jax.generate(dataclasses.replace(model, params=spread), PROMPTS[:2], **settings)
     _same(there, here)
 

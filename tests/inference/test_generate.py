@@ -316,15 +316,20 @@ def test_a_hosted_row_depends_on_its_own_seed_alone():
 
 
 def test_host_samplers_see_the_row_of_the_result_and_so_do_their_errors():
-    seen = set()
+    seen, begun = set(), []
 
-    def note(candidates):
-        seen.add(candidates.row)
-        return candidates.ids[0]
+    class Note:
+        def __call__(self, candidates):
+            seen.add(candidates.row)
+            return candidates.ids[0]
 
+        def reset(self, row):
+            begun.append(row)
+
+    note = Note()
     prompts = ["", {"host_sampler": note}, "", {"host_sampler": note}]
     dlm_jax.generate(SHORT, prompts, batch_size=1)
-    assert seen == {1, 3}
+    assert seen == {1, 3} and begun == [1, 3]
     impossible = matching("[^ -z]", SHORT.tokenizer.decode)
     line = _refused(SHORT, ["", {"prompt": PROMPT, "host_sampler": impossible}])
     assert line.startswith("row 1: none of the ")

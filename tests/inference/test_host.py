@@ -192,6 +192,56 @@ def test_candidates_carry_a_number_of_their_own_and_say_what_was_given():
         assert len(record.candidates.tokens) == LENGTH
 
 
+class Following:
+    """Takes the likeliest candidate, and notes what it is called with."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, candidates):
+        self.calls.append(("choose", candidates.row))
+        return candidates.ids[0]
+
+    def accept(self, written):
+        self.calls.append(("accept", written.candidates.row, written.place, written.token))
+
+    def reset(self, row):
+        self.calls.append(("reset", row))
+
+
+def test_a_sampler_accepts_every_token_of_its_rows_after_one_reset_of_each():
+    sampler = Following()
+    state, records = _run({0: sampler, 2: sampler}, read_back=[1])
+    assert sampler.calls[:2] == [("reset", 0), ("reset", 2)]
+    assert sum(call[0] == "reset" for call in sampler.calls) == 2
+    assert {record.candidates.row for record in records} == {1}
+    tokens = np.asarray(state.canvas.tokens_BL)
+    for row in (0, 2):
+        accepted = [call[2:] for call in sampler.calls if call[:2] == ("accept", row)]
+        assert accepted == [(index, tokens[row, index]) for index in range(1, LENGTH)]
+
+
+@pytest.mark.parametrize("hook", ["accept", "reset"])
+def test_a_hook_that_raises_fails_its_row_alone(hook):
+    def fails(_):
+        raise KeyError("lost")
+
+    sampler, failed = Following(), {}
+    setattr(sampler, hook, fails)
+    said = rf"^row 1: `{hook}` of the host sampler failed: KeyError: 'lost'$"
+    with pytest.raises(ValueError, match=said):
+        _step(_state(), {1: sampler})
+    state = _state()
+    while np.any(np.asarray(state.status_B) == Status.RUNNING):
+        state, _ = LOOP.step(
+            toy.params(), state, {1: sampler}, max_candidates=MAX_CANDIDATES, failed=failed
+        )
+    assert re.match(said, str(failed[1]))
+    assert (np.asarray(state.committed_BL)[1] >= 0).sum() == (hook == "accept")
+    tokens, alone = np.asarray(state.canvas.tokens_BL), np.asarray(_alone().canvas.tokens_BL)
+    np.testing.assert_array_equal(tokens[[0, 2]], alone[[0, 2]])
+
+
 def test_the_host_and_its_errors_call_rows_by_the_names_they_are_given():
     names = [7, 8, 9]
     state, records = LOOP.step(

@@ -80,18 +80,16 @@ def in_groups(
         row_N = (own_SN + num_own * jnp.arange(num_shares)[:, None]).reshape(-1)
         given = on_own_rows(rows_of, own_N, mine)
         made = compute(carry, given, row_N)
-        if num_shares == 1:
-            return first + size, put(carry, made, own_N)
-
-        def put_if_due(
-            carry: Carry, made: Any, own_N: jax.Array, num_due_1: jax.Array, first_1: jax.Array
-        ) -> Carry:
-            return jax.lax.cond(
-                first_1[0] < num_due_1[0], lambda: put(carry, made, own_N), lambda: carry
-            )
-
         first_S = jnp.broadcast_to(first, num_due_S.shape)
         return first + size, on_own_rows(put_if_due, carry, made, own_N, num_due_S, first_S)
+
+    def put_if_due(
+        carry: Carry, made: Any, own_N: jax.Array, num_due_1: jax.Array, first_1: jax.Array
+    ) -> Carry:
+        if num_shares == 1:  # or the loop would have ended
+            return put(carry, made, own_N)
+        is_due = first_1[0] < num_due_1[0]
+        return jax.lax.cond(is_due, lambda: put(carry, made, own_N), lambda: carry)
 
     start = (jnp.zeros((), most.dtype), carry)
     return jax.lax.while_loop(lambda state: state[0] < most, one, start)[1]

@@ -7,6 +7,7 @@ import re
 import canvases
 import jax
 import jax.numpy as jnp
+import layout
 import numpy as np
 import pytest
 import toy
@@ -14,7 +15,7 @@ from canvases import FOREVER, POSITIONS, ROWS
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dlm_jax.config import MeshConfig, SampleConfig
-from dlm_jax.distributed.sharding import make_mesh
+from dlm_jax.distributed.sharding import make_mesh, shardings
 from dlm_jax.model import cached
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.advance import Advance, make_advance
@@ -310,6 +311,28 @@ def test_no_device_gathers_what_another_keeps(case, monkeypatch):
     compiled = advance._jitted.lower(params, state, jnp.int32(0), jnp.int32(9)).compile()
     gathered = re.findall(r"= \S+\[[\d,]+\]\S* all-gather\(.*", compiled.as_text())
     assert not gathered, gathered[0][:200]
+
+
+@pytest.mark.parametrize("case", _some("block_causal-exact", "bidirectional-prefix"))
+def test_no_device_gathers_all_layers_of_a_matrix_that_is_split(case, monkeypatch):
+    """Layers are gathered one by one, as without a cache."""
+    monkeypatch.setattr(cached, "_UNROLLED", 0)
+    kind, settings = case.split("-")[0], CASES[case]
+    network, params = _network(kind)
+    mesh = make_mesh(MeshConfig(data=2, fsdp=4))
+    split = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    state = jax.device_put(_state(kind, _rows(), **settings), split)
+    params = jax.device_put(params, shardings(params, mesh))
+    whole = {leaf.shape for leaf in jax.tree.leaves(params["blocks"]) if leaf.ndim > 2}
+    advance = Advance(canvases.program(network, rows=split))
+    compiled = advance._jitted.lower(params, state, jnp.int32(0), jnp.int32(9)).compile()
+    found = [
+        f"{x.kind} {x.type}"
+        for x in layout.operations(compiled.as_text())
+        for shape in x.shapes
+        if shape.dims in whole
+    ]
+    assert not found, found
 
 
 def test_what_is_kept_is_put_down_where_it_lies_and_no_logits_are():
