@@ -268,7 +268,7 @@ def sampled_table(results: list[dict[str, Any]]) -> list[str]:
     """The results of sampling steps as a table in Markdown."""
     lines = [
         "| model | topology | rows x L | cache | mesh | kept GiB | other arguments | temporaries | "
-        "all-gather GiB | largest gathered |",
+        "gathered GiB | largest gathered |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for one in results:
@@ -279,10 +279,12 @@ def sampled_table(results: list[dict[str, Any]]) -> list[str]:
         if "refused" in one:
             lines.append(what + "does not fit | | | | |")
             continue
-        memory = one["memory_gib"]
+        memory, moved = one["memory_gib"], one["moved_gib"]
+        # A kernel is also gathered part by part, in turns with the products that read it.
+        gathered = moved.get("all-gather", 0) + moved.get("collective-permute", 0)
         lines.append(
             what + " | ".join(f"{size:.1f}" for size in memory.values())
-            + f" | {one['moved_gib'].get('all-gather', 0):.1f} | "
+            + f" | {gathered:.1f} | "
             f"`{one['largest_gathered']}`, {one['largest_gathered_gib']:.2f} |"
         )  # fmt: skip
     return lines
