@@ -215,6 +215,7 @@ class _Windows:
     ) -> tuple[Any, jax.Array]:
         """What runs for some rows: the whole canvas, finished blocks, windows of several sizes."""
         num_positions, width = inputs.tokens_BL.shape[1], self._sizes[0]
+        by_rows = self._program.by_rows
 
         def whole(carry: _Carried, rows: _Inputs, row_N: jax.Array) -> tuple[Any, ...]:
             del carry, row_N
@@ -239,15 +240,17 @@ class _Windows:
             return self._pieces.store(kept, piece, row_N, place_N)
 
         kept, hidden_BWD = in_groups(
-            inputs.is_due_B, num_positions, whole, put_whole, (kept, hidden_BWD), inputs
+            by_rows, inputs.is_due_B, num_positions, whole, put_whole, (kept, hidden_BWD), inputs
         )
         if self._rule.settles:
-            kept = in_groups(inputs.settles_B, width, settled, put_settled, kept, inputs)
+            kept = in_groups(by_rows, inputs.settles_B, width, settled, put_settled, kept, inputs)
         if len(self._sizes) > 1:
             for number, size in enumerate(self._sizes):
                 compute = self._of_size(params, kept, size, self._num_seen(number, num_positions))
                 is_mine_B = inputs.size_B == number
-                hidden_BWD = in_groups(is_mine_B, size, compute, self._put_cut, hidden_BWD, inputs)
+                hidden_BWD = in_groups(
+                    by_rows, is_mine_B, size, compute, self._put_cut, hidden_BWD, inputs
+                )
         return kept, hidden_BWD
 
     def _put_cut(

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.devices import platform
-from dlm_jax.distributed.activations import on_own_rows
 
 Carry = TypeVar("Carry")
 Rows = TypeVar("Rows")
@@ -34,6 +33,7 @@ def group_size(num_rows: int, num_positions: int) -> int:
 
 
 def in_groups(
+    by_rows: Callable[[Callable[[Any, Any], Any]], Callable[[Any, Any], Any]],
     is_due_B: jax.Array,
     num_positions: int,
     compute: Callable[[Carry, Rows, jax.Array], Any],
@@ -47,6 +47,7 @@ def in_groups(
     several times.
 
     Args:
+      by_rows: `Program.by_rows`.
       is_due_B: which rows are.
       num_positions: of a row that a pass computes.
       compute: ``(carry, rows_N, row_N) -> made`` for the rows of a group and their numbers: the
@@ -57,7 +58,7 @@ def in_groups(
       rows: what a pass reads, a pytree of rows.
     """
 
-    def ordered(is_due_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def ordered(_: Any, is_due_B: jax.Array) -> tuple[jax.Array, jax.Array]:
         num_rows = is_due_B.shape[0]
         size, num_due = group_size(num_rows, num_positions), jnp.sum(is_due_B)
         (row_B,) = jnp.nonzero(is_due_B, size=num_rows, fill_value=0)
@@ -66,7 +67,7 @@ def in_groups(
         row_P = row_B[jnp.where(place_P < num_due, place_P, first_P) % num_rows]
         return num_due[None], row_P.astype(jnp.int32).reshape(1, -1, size)
 
-    num_due_S, own_SGN = on_own_rows(ordered, is_due_B)
+    num_due_S, own_SGN = by_rows(ordered)((), is_due_B)
     num_shares, _, size = own_SGN.shape
     num_own = is_due_B.shape[0] // num_shares
     most = jnp.max(num_due_S)
@@ -78,18 +79,15 @@ def in_groups(
         own_SN = jax.lax.dynamic_index_in_dim(own_SGN, first // size, 1, keepdims=False)
         own_N = own_SN.reshape(-1)
         row_N = (own_SN + num_own * jnp.arange(num_shares)[:, None]).reshape(-1)
-        given = on_own_rows(rows_of, own_N, mine)
+        given = by_rows(lambda _, own: rows_of(*own))((), (own_N, mine))
         made = compute(carry, given, row_N)
-        first_S = jnp.broadcast_to(first, num_due_S.shape)
-        return first + size, on_own_rows(put_if_due, carry, made, own_N, num_due_S, first_S)
+        return first + size, by_rows(put_if_due)(first, (carry, made, own_N, num_due_S))
 
-    def put_if_due(
-        carry: Carry, made: Any, own_N: jax.Array, num_due_1: jax.Array, first_1: jax.Array
-    ) -> Carry:
+    def put_if_due(first: jax.Array, own: tuple[Carry, Any, jax.Array, jax.Array]) -> Carry:
+        carry, made, own_N, num_due_1 = own
         if num_shares == 1:  # or the loop would have ended
             return put(carry, made, own_N)
-        is_due = first_1[0] < num_due_1[0]
-        return jax.lax.cond(is_due, lambda: put(carry, made, own_N), lambda: carry)
+        return jax.lax.cond(first < num_due_1[0], lambda: put(carry, made, own_N), lambda: carry)
 
     start = (jnp.zeros((), most.dtype), carry)
     return jax.lax.while_loop(lambda state: state[0] < most, one, start)[1]
