@@ -27,6 +27,7 @@ from typing import Any
 
 from benchmarks.sampler_head import RATIOS, TEMPERATURES, TUNING_SEED, Study
 from dlm_jax.cli.common import start_jax
+from dlm_jax.diffusion.likelihood import half_width
 
 BUDGETS = (4, 8, 16)
 SEEDS = (1000, 2000, 3000)
@@ -207,8 +208,7 @@ def _table(rows: list[dict[str, str]], column: str) -> None:
             return statistics.mean(float(line[column]) for line in lines)
 
         spread = statistics.stdev(float(line["bits"]) for line in lines)
-        # Student's t of three seeds.
-        interval = 4.303 * spread / len(lines) ** 0.5
+        interval = half_width(spread / len(lines) ** 0.5, len(lines))
         kind = f"| {case} | {part.removesuffix(' forwards')} | "
         print(
             f"{kind}{mean('forwards'):.1f} | {mean('bits'):.3f} ± {interval:.3f} | "

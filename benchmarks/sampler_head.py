@@ -30,6 +30,7 @@ import numpy as np
 import dlm_jax
 from dlm_jax.cli.common import start_jax
 from dlm_jax.data.corpora import join_documents, read_documents, split_text
+from dlm_jax.diffusion.likelihood import half_width
 from dlm_jax.inference.model import Model
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -284,7 +285,6 @@ def _summaries(rows: list[dict[str, str]], corpus: str) -> list[dict[str, Any]]:
         if row["corpus"] == corpus and row["part"] != "tune":
             key = (row["part"], row["case"], row["steps"], row["settings"])
             groups.setdefault(key, []).append(row)
-    t = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
     found = []
     for (part, case, steps, settings), lines in groups.items():
         mean: dict[str, Any] = {"part": part, "case": case, "steps": int(steps)}
@@ -292,8 +292,8 @@ def _summaries(rows: list[dict[str, str]], corpus: str) -> list[dict[str, Any]]:
         for name in FIELDS[FIELDS.index("forwards") :]:
             values = [float(line[name]) for line in lines if line[name]] or [float("nan")]
             mean[name] = statistics.mean(values)
-            spread = statistics.stdev(values) if len(values) > 1 else 0.0
-            mean[f"{name}_interval"] = t.get(len(values), 2.0) * spread / len(values) ** 0.5
+            error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+            mean[f"{name}_interval"] = half_width(error, max(2, len(values)))
         found.append(mean)
     return found
 

@@ -31,6 +31,7 @@ from benchmarks.quality import NgramSampler, distinct_share, judged, known_share
 from benchmarks.sampler_head import BASE, REFINED
 from dlm_jax.cli.common import start_jax
 from dlm_jax.data.corpora import join_documents, read_documents, split_text
+from dlm_jax.diffusion.likelihood import half_width
 from dlm_jax.inference.model import Model
 
 SEEDS = (1000, 2000, 3000)
@@ -237,8 +238,8 @@ def _is_model(kind: Kind) -> bool:
 
 
 def _interval(values: np.ndarray) -> str:
-    # Student's t of 96 texts, each of a seed of its own.
-    return f"{values.mean():.3f} ± {1.985 * values.std(ddof=1) / len(values) ** 0.5:.3f}"
+    error = float(values.std(ddof=1)) / len(values) ** 0.5
+    return f"{values.mean():.3f} ± {half_width(error, len(values)):.3f}"
 
 
 def table(found: list[Kind]) -> None:

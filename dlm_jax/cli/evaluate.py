@@ -30,6 +30,7 @@ from dlm_jax.data import Corpus, load_corpus, validation_windows
 from dlm_jax.data.corpora import NAMED
 from dlm_jax.data.jsonl import read_jsonl
 from dlm_jax.data.rows import Columns
+from dlm_jax.diffusion.likelihood import half_width
 from dlm_jax.diffusion.scoring import error_line, summary
 from dlm_jax.inference.likelihood import MOST_AT_ONCE, Score, score, score_rows
 from dlm_jax.inference.model import Model
@@ -200,7 +201,7 @@ def _judge(model: Model, args: Namespace, sources: Sequence[Source]) -> None:
         error = float(share_N.std(ddof=1)) / count**0.5 if count > 1 else None
         record = {"corrupted_share": share, "corrupted_share_error": error, "texts": count}
         line = f"corrupted share {share:.4f}"
-        line += "" if error is None else f" +- {error:.4f} ({count} texts)"
+        line += "" if error is None else f" +- {half_width(error, count):.4f} ({count} texts)"
         _print(name, "judged", record, line, as_json=args.json)
     if not sources:
         corpus, rows = _held_out_rows(model, args, multiple_of=args.batch_size)
@@ -235,10 +236,11 @@ def _line(name: str, result: Score, *, as_json: bool) -> str:
                 "characters": characters,
             }
         )
-    per_character = f", {bits:.4f} +- {bits_error:.4f} bits/character" if characters else ""
+    nats_interval, bits_interval = result.interval(nats_error), result.interval(bits_error)
+    per_character = f", {bits:.4f} +- {bits_interval:.4f} bits/character" if characters else ""
     counts = f"{len(result.nats)} rows, {tokens:,} tokens"
     counts += f", {characters:,} characters" if characters else ""
-    return f"{name}: {nats:.4f} +- {nats_error:.4f} nats/token{per_character} ({kind}; {counts})"
+    return f"{name}: {nats:.4f} +- {nats_interval:.4f} nats/token{per_character} ({kind}; {counts})"
 
 
 def _require_finite(name: str, *figures: float) -> None:

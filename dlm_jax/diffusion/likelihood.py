@@ -6,12 +6,14 @@ never counted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.special import stdtrit
 
 from dlm_jax.diffusion.corruption import mask_exactly
 from dlm_jax.diffusion.losses import cross_entropy, hidden_of
@@ -213,8 +215,20 @@ def _causal_nll(network: Network, params: Params, batch: Batch, *, mask_id: int)
 def ratio_and_error(nats_N: np.ndarray, tokens_N: np.ndarray) -> tuple[float, float]:
     """Nats per token over all rows, and its standard error, the rows taken as independent.
 
-    The tokens may be characters or another count; rows without any add nothing.
+    The tokens may be characters or another count; rows without any add nothing. The error of a
+    single row is NaN.
     """
-    total = float(tokens_N.sum())
+    total, num_rows = float(tokens_N.sum()), int((tokens_N > 0).sum())
     ratio = float(nats_N.sum()) / total
-    return ratio, float(np.sqrt(((nats_N - ratio * tokens_N) ** 2).sum())) / total
+    if num_rows < 2:
+        return ratio, math.nan
+    squares = ((nats_N - ratio * tokens_N) ** 2).sum() * num_rows / (num_rows - 1)
+    return ratio, float(np.sqrt(squares)) / total
+
+
+def half_width(error: float, count: int) -> float:
+    """Half of the 95% interval (Student's t) of a mean of `count` values, from its standard error.
+
+    NaN for fewer than two values.
+    """
+    return error * float(stdtrit(count - 1, 0.975)) if count > 1 else math.nan

@@ -6,6 +6,7 @@ corrupted token is a wrong one, never MASK.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.config import ObjectiveConfig
-from dlm_jax.diffusion.likelihood import ratio_and_error
+from dlm_jax.diffusion.likelihood import half_width, ratio_and_error
 from dlm_jax.diffusion.losses import Loss
 from dlm_jax.diffusion.objectives import Batch, Denoising, denoising, denoising_settings
 from dlm_jax.types import Network, Params
@@ -144,8 +145,9 @@ def errors(
 def summary(found: Errors, free_N: np.ndarray) -> dict[str, float]:
     """Means over the rows that count, as a run's metrics name them.
 
-    ``squared_error`` with its ``standard_error``, ``constant_squared_error``, which is that of the
-    best answer that does not look at the text, and ``cross_entropy``.
+    ``squared_error`` with its ``standard_error`` (none of a single row),
+    ``constant_squared_error``, which is that of the best answer that does not look at the text,
+    and ``cross_entropy``.
 
     Args:
       found: arrays of N rows.
@@ -153,9 +155,10 @@ def summary(found: Errors, free_N: np.ndarray) -> dict[str, float]:
     """
     squared_N, entropy_N, share_N = (np.asarray(x, np.float64)[free_N > 0] for x in found)
     mean, error = ratio_and_error(squared_N, np.ones(len(squared_N)))
+    errors = {"standard_error": error} if len(squared_N) > 1 else {}
     return {
         "squared_error": mean,
-        "standard_error": error,
+        **errors,
         "constant_squared_error": float(share_N.var()),
         "cross_entropy": float(entropy_N.mean()),
         "windows": len(squared_N),
@@ -163,8 +166,9 @@ def summary(found: Errors, free_N: np.ndarray) -> dict[str, float]:
 
 
 def error_line(figures: dict[str, float]) -> str:
-    """A `summary` as text."""
+    """A `summary` as text, with the 95% interval of the error."""
+    interval = half_width(figures.get("standard_error", math.nan), int(figures["windows"]))
     return (
-        "squared error {squared_error:.5f} +- {standard_error:.5f} of the corrupted share "
-        "({constant_squared_error:.5f} for the best constant)"
-    ).format(**figures)
+        f"squared error {figures['squared_error']:.5f} +- {interval:.5f} of the corrupted share "
+        f"({figures['constant_squared_error']:.5f} for the best constant)"
+    )

@@ -15,7 +15,13 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from dlm_jax.diffusion.likelihood import Parts, bound_parts, causal_parts, ratio_and_error
+from dlm_jax.diffusion.likelihood import (
+    Parts,
+    bound_parts,
+    causal_parts,
+    half_width,
+    ratio_and_error,
+)
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.results import canvas_size
@@ -51,6 +57,7 @@ class Score:
       draw_error: float64 ``[N]``, standard error of each text's nats from the draws of masks; 0
         where the likelihood is exact, NaN for a text with a window that was drawn once.
       is_exact: whether ``nats`` are exact; else an upper bound in expectation.
+      num_draws: masks that were drawn per window.
     """
 
     nats: np.ndarray
@@ -58,6 +65,7 @@ class Score:
     characters: np.ndarray
     draw_error: np.ndarray
     is_exact: bool
+    num_draws: int = 0
 
     @property
     def nats_per_token(self) -> tuple[float, float]:
@@ -71,6 +79,10 @@ class Score:
     def bits_per_character(self) -> tuple[float, float]:
         """Mean over all characters, and its standard error, as for `nats_per_token`."""
         return self._per(self.characters, math.log(2.0))
+
+    def interval(self, error: float) -> float:
+        """Half of the 95% interval (Student's t) of a figure with that standard error."""
+        return half_width(error, len(self.nats) if len(self.nats) > 1 else self.num_draws)
 
     def _per(self, counts: np.ndarray, nats: float) -> tuple[float, float]:
         ratio, error = ratio_and_error(self.nats / nats, counts)
@@ -137,6 +149,7 @@ def score(
         characters=np.array([len(text) for text in texts]),
         draw_error=np.sqrt(per_text(cost.variance_N)),
         is_exact=model.is_causal,
+        num_draws=num_draws,
     )
 
 

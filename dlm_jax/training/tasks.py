@@ -13,7 +13,7 @@ import numpy as np
 
 from dlm_jax.diffusion import scoring
 from dlm_jax.diffusion.corruption import SCHEDULES
-from dlm_jax.diffusion.likelihood import bound, causal_nll, ratio_and_error
+from dlm_jax.diffusion.likelihood import bound, causal_nll, half_width, ratio_and_error
 from dlm_jax.diffusion.mixture import Mixture, NetworkObjective
 from dlm_jax.diffusion.objectives import (
     Batch,
@@ -206,8 +206,11 @@ def _own_mixture(setup: Setup, make: MakeObjective) -> Mixture:
 
 def _bound_of(nats_N: np.ndarray, free_N: np.ndarray) -> Evaluation:
     mean, error = ratio_and_error(nats_N.astype(np.float64), free_N)
-    figures = {"bound": mean, "standard_error": error, "windows": int((free_N > 0).sum())}
-    return Evaluation(figures, f"bound {mean:.4f} +- {error:.4f} nats/token")
+    windows = int((free_N > 0).sum())
+    # A single window tells nothing of its error, and JSON has no NaN.
+    errors = {"standard_error": error} if windows > 1 else {}
+    figures = {"bound": mean} | errors | {"windows": windows}
+    return Evaluation(figures, f"bound {mean:.4f} +- {half_width(error, windows):.4f} nats/token")
 
 
 def _errors_of(measured: scoring.Errors, free_N: np.ndarray) -> Evaluation:

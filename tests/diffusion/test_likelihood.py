@@ -18,6 +18,7 @@ from dlm_jax.diffusion.likelihood import (
     bound_parts,
     causal_nll,
     causal_parts,
+    half_width,
     ratio_and_error,
 )
 from dlm_jax.diffusion.losses import cross_entropy
@@ -210,4 +211,18 @@ def test_the_ratio_and_its_error_are_those_of_a_weighted_mean():
     ratio, error = ratio_and_error(nats, tokens)
     assert ratio == pytest.approx(nats.sum() / 27)
     residual = [(n - ratio * t) ** 2 for n, t in zip(nats, tokens, strict=True)]
-    assert error == pytest.approx(math.sqrt(sum(residual)) / 27)
+    assert error == pytest.approx(math.sqrt(sum(residual) * 4 / 3) / 27)
+    assert math.isnan(ratio_and_error(nats[:1], tokens[:1])[1])
+
+
+@pytest.mark.parametrize("num_rows", [2, 3, 5, 10, 100])
+def test_the_95_percent_interval_covers_the_truth_95_times_in_100(num_rows):
+    rng = np.random.default_rng(num_rows)
+    counts = np.full(num_rows, 4)
+    covered = 0
+    for nats in rng.normal(8.0, 2.0, (4000, num_rows)):
+        ratio, error = ratio_and_error(nats, counts)
+        covered += abs(ratio - 2.0) <= half_width(error, num_rows)
+    # Within four standard deviations of the count.
+    assert abs(covered / 4000 - 0.95) < 4 * math.sqrt(0.95 * 0.05 / 4000)
+    assert math.isnan(half_width(1.0, 1))

@@ -169,7 +169,7 @@ def test_errors_and_their_summary_are_those_of_numpy():
     share = share[free > 0]
     squared = (said[free > 0] - share) ** 2
     assert figures["squared_error"] == pytest.approx(squared.mean(), rel=1e-5)
-    error = squared.std() / len(squared) ** 0.5
+    error = squared.std(ddof=1) / len(squared) ** 0.5
     assert figures["standard_error"] == pytest.approx(error, rel=1e-4)
     assert figures["constant_squared_error"] == pytest.approx(share.var())
     assert figures["cross_entropy"] == pytest.approx(float(loss.sum) / len(squared), rel=1e-5)
