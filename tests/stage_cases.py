@@ -10,7 +10,7 @@ import numpy as np
 import toy
 from jax.sharding import Mesh
 
-from dlm_jax.config import Config, HeadsConfig, MeshConfig, TrainConfig
+from dlm_jax.config import Config, HeadsConfig, MeshConfig, SampleConfig, TrainConfig
 from dlm_jax.diffusion.corruption import LinearSchedule
 from dlm_jax.diffusion.mixture import Mixture
 from dlm_jax.diffusion.objectives import Batch, Denoising, denoising, elbo
@@ -53,11 +53,14 @@ class Tokenizer:
     banned_ids, vocab_size = toy.BANNED, toy.VOCAB_SIZE
 
 
-def records(heads: HeadsConfig, place: Mesh | None = None, **model: Any) -> tuple[Head, ...]:
+def records(
+    heads: HeadsConfig, place: Mesh | None = None, sample: SampleConfig | None = None, **model: Any
+) -> tuple[Head, ...]:
     """The records of the heads of a model, by default both."""
     config = Config(
         model=toy.config(**(model or BOTH)),
         heads=heads,
+        sample=sample or SampleConfig(),
         train=TrainConfig(init_from="another run"),
     )
     setup = Setup(config, cast(Any, Tokenizer()), place or mesh())

@@ -7,6 +7,7 @@ from dlm_jax.config.mesh import MeshConfig
 from dlm_jax.config.objective import ObjectiveConfig
 from dlm_jax.config.optim import OptimConfig
 from dlm_jax.config.reading import (
+    MOVED,
     from_dict,
     key_types,
     load,
@@ -22,6 +23,7 @@ from dlm_jax.config.train import TRACKERS, TrainConfig
 from dlm_jax.config.writing import differing, to_toml
 
 __all__ = [
+    "MOVED",
     "TRACKERS",
     "Config",
     "DataConfig",

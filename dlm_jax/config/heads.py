@@ -20,11 +20,6 @@ class HeadsConfig:
     critic_masked_only: bool = field(
         False, "the critic judges filled holes alone, not the text around them"
     )
-    sampler_min_neighbors_ratio: float = field(
-        0.01,
-        "share of the holes without filled neighbour that begin the fills that the critic learns "
-        "from, in (0, 1]",
-    )
     sampler_reveal: float = field(
         0.0, "chance that the sampler head sees the token of a neighbour that is a hole, in [0, 1]"
     )
@@ -47,11 +42,6 @@ class HeadsConfig:
         for name in ("learning_rate", "clip"):
             value = getattr(self, name)
             require(value > 0, f"heads.{name}={value} must be > 0")
-        ratio = self.sampler_min_neighbors_ratio
-        require(
-            0 < ratio <= 1,
-            f"heads.sampler_min_neighbors_ratio={ratio} is not in (0, 1]; use 0.01",
-        )
         require(
             0 <= self.sampler_reveal <= 1,
             f"heads.sampler_reveal={self.sampler_reveal} is not in [0, 1]; use 0.5",

@@ -60,6 +60,10 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     return msgspec.to_builtins(config)
 
 
+MOVED = {"heads.sampler_min_neighbors_ratio": "sample.sampler_min_neighbors_ratio"}
+"""Keys of earlier versions, in files and checkpoints, and where they are now."""
+
+
 def from_dict(raw: Mapping[str, Any], *, where: str) -> Config:
     """Config from nested plain values; `where` names their origin in errors.
 
@@ -75,6 +79,10 @@ def from_dict(raw: Mapping[str, Any], *, where: str) -> Config:
                 f"{where}: {section}={values!r} is not a section; write [{section}] above its keys"
             )
         flat |= {f"{section}.{name}": value for name, value in values.items()}
+    for old, new in MOVED.items():
+        if old in flat:
+            value = flat.pop(old)
+            flat.setdefault(new, value)
     for key, value in flat.items():
         _check_known(key, key_types(), where=where, what="key", value=value)
     try:
@@ -180,6 +188,8 @@ def _typed(key: str, value: Any, hint: Any, *, lenient: bool) -> Any:
             near = difflib.get_close_matches(str(value), typing.get_args(hint), n=1, cutoff=0.0)
             named = meant(key.lstrip("-").rpartition(".")[2].replace("-", "_"), value)
             advice = f"; use {named}" if named else f"; did you mean {near[0]!r}?"
+            if value == "float16":
+                advice = "; its range is too small for activations and gradients; use 'bfloat16'"
         raise ValueError(f"{key}={value!r} is not {_describe(hint)}{advice}") from None
 
 

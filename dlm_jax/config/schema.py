@@ -53,8 +53,8 @@ class ModelConfig(Architecture):
     )
     compute_dtype: Literal["float32", "bfloat16"] = field(
         "float32",
-        "dtype of activations; parameters, norms and softmax stay float32. No float16: its range "
-        "needs loss scaling, which is not here",
+        "dtype of activations; parameters, norms and softmax stay float32; float16 has "
+        "too small a range for gradients without scaled losses",
     )
     remat: Literal["none", "block", "attention", "dots", "offload"] = field(
         "none",

@@ -205,7 +205,8 @@ def load(
     check_settings()
     path = located(path)
     if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
+        advice = "; its range is too small for activations; use bfloat16" * (dtype == "float16")
+        raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}{advice}")
     if isinstance(mesh, MeshConfig):
         mesh = make_mesh(mesh)
     if is_published(path):

@@ -36,6 +36,9 @@ _MAY_CHANGE = (
     "sample.",
 )
 
+# Recommended settings that the canvases of the critic's training are filled with.
+_OF_THE_CRITIC = ("sample.sampler_min_neighbors_ratio", "sample.sampler_even_odd")
+
 
 def check_parts(config: Config, mesh: Mesh) -> None:
     """Refuses parts of a batch that do not divide evenly over the devices."""
@@ -135,8 +138,12 @@ def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
             f"{meta['randomness'][version]}; use that version to continue it, {elsewhere}"
         )
     here, there = _flat(meta["config"]), _flat(saved["config"])
+    there |= {new: there.pop(old) for old, new in configs.MOVED.items() if old in there}
+    trained = _OF_THE_CRITIC if here["model.add_critic_head"] else ()
     differing = [
-        key for key in there if not key.startswith(_MAY_CHANGE) and here.get(key) != there[key]
+        key
+        for key in there
+        if (key in trained or not key.startswith(_MAY_CHANGE)) and here.get(key) != there[key]
     ]
     if here["train.steps"] < there["train.steps"]:
         raise ValueError(

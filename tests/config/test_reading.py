@@ -5,6 +5,7 @@ import pytest
 
 import dlm_jax.config as configs
 from dlm_jax.config import Config
+from dlm_jax.inference.model import load
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,10 +82,6 @@ BEGUN = {"train.init_from": "runs/other"}
          "model.mode='sequence_scorer' needs model.attention_type='bidirectional'"),
         (SAMPLER | {"model.sampler_context": "0"}, "model.sampler_context=0 must be at least 1"),
         (SAMPLER | {"model.sampler_width": "-1"}, "model.sampler_width=-1 must be at least 0"),
-        ({"heads.sampler_min_neighbors_ratio": "0"},
-         "heads.sampler_min_neighbors_ratio=0.0 is not in (0, 1]; use 0.01"),
-        ({"heads.sampler_min_neighbors_ratio": "1.1"}, "_ratio=1.1 is not in (0, 1]; use 0.01"),
-        ({"heads.sampler_min_neighbors_ratio": "nan"}, "_ratio=nan is not"),
         ({"heads.sampler_reveal": "-0.1"}, "heads.sampler_reveal=-0.1 is not in [0, 1]; use 0.5"),
         ({"heads.sampler_reveal": "1.01"}, "heads.sampler_reveal=1.01 is not in [0, 1]; use 0.5"),
         ({"heads.critic_alpha": "-1"}, "heads.critic_alpha=-1.0 must be at least 0"),
@@ -107,7 +104,7 @@ def test_heads_that_cannot_be_or_cannot_train_are_refused_in_one_line(flags, mes
 @pytest.mark.parametrize(
     "flags",
     [
-        {"heads.sampler_min_neighbors_ratio": "1", "heads.sampler_reveal": "1"},
+        {"heads.sampler_reveal": "1"},
         {"heads.sampler_reveal": "0", "heads.critic_alpha": "0"},
         {"heads.start_critic_iteration": "7", "heads.end_critic_iteration": "3"},
         SAMPLER | BEGUN | {"heads.train_main": "false"},
@@ -124,7 +121,22 @@ def test_the_defaults_have_no_heads_and_train_what_there_is_from_the_start():
     assert not model.add_sampler_head and not model.add_critic_head
     assert (heads.start_sampler_iteration, heads.start_critic_iteration) == (0, 0)
     assert (heads.end_critic_iteration, heads.critic_alpha) == (0, 0.5)
-    assert (heads.sampler_min_neighbors_ratio, heads.train_main) == (0.01, True)
+    assert (Config().sample.sampler_min_neighbors_ratio, heads.train_main) == (0.01, True)
+
+
+def test_float16_is_refused_with_the_reason():
+    told = "model.compute_dtype='float16' is not one of .*; its range is too small .*'bfloat16'"
+    with pytest.raises(ValueError, match=told):
+        configs.load(None, {"model.compute_dtype": "float16"})
+    with pytest.raises(ValueError, match="dtype='float16' is not one of .*; its range is too"):
+        load(dtype="float16")
+
+
+def test_a_key_of_an_earlier_version_is_read_where_it_is_now_and_yields_to_it():
+    old = {"heads": {"sampler_min_neighbors_ratio": 0.2}}
+    assert configs.from_dict(old, where="x").sample.sampler_min_neighbors_ratio == 0.2
+    both = old | {"sample": {"sampler_min_neighbors_ratio": 0.3}}
+    assert configs.from_dict(both, where="x").sample.sampler_min_neighbors_ratio == 0.3
 
 
 def test_a_missing_file_is_named():

@@ -16,7 +16,9 @@ import pytest
 import tiny_run
 from jax_settings import jax_setting
 
+import dlm_jax.config as configs
 from dlm_jax.metrics import read_records
+from dlm_jax.training.checks import check_same_run
 from dlm_jax.training.loop import _Loop
 from dlm_jax.training.stop import StopRequest
 
@@ -225,6 +227,30 @@ def test_a_run_is_not_continued_where_the_same_keys_give_other_draws(whole, monk
     monkeypatch.setattr("dlm_jax.training.run.fingerprint", lambda: other)
     with pytest.raises(ValueError, match=f"that of jax {jax.__version__}, and this is 9.9.9; use"):
         tiny_run.run(whole[0])
+
+
+def _meta(is_old: bool = False, **changes):
+    """What is saved beside a checkpoint, now or by a version that had a setting elsewhere."""
+    config = configs.to_dict(configs.load(None, tiny_run.flags(Path("run"), **changes)))
+    if is_old:
+        config["heads"]["sampler_min_neighbors_ratio"] = 0.2
+    corpus = {"name": "text", "sha256": "0"}
+    draws = {"draws": [1], "version of jax": "1"}
+    made = {"config": config, "tokenizer": {}, "corpus": corpus, "own": {}, "randomness": draws}
+    return json.loads(json.dumps(made))
+
+
+def test_waves_that_a_critic_learned_from_stay_and_others_may_change():
+    ratio, critic = "sample__sampler_min_neighbors_ratio", {"model__add_critic_head": True}
+    check_same_run(_meta(sample__sampler_even_odd=True), _meta())
+    check_same_run(_meta(**critic, **{ratio: 0.2}), _meta(is_old=True, **critic))
+    for changes, saved in (
+        ({"sample__sampler_even_odd": True}, _meta(**critic)),
+        ({ratio: 0.3}, _meta(**critic)),
+        ({}, _meta(is_old=True, **critic)),
+    ):
+        with pytest.raises(ValueError, match="holds a run with sample.sampler_"):
+            check_same_run(_meta(**critic, **changes), saved)
 
 
 def test_a_checkpoint_says_what_is_needed_to_go_on_and_to_sample(whole):

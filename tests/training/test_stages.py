@@ -16,7 +16,7 @@ import tiny_run
 import toy
 
 from dlm_jax.checkpoint import load_meta
-from dlm_jax.config import HeadsConfig, OptimConfig
+from dlm_jax.config import HeadsConfig, OptimConfig, SampleConfig
 from dlm_jax.diffusion.mixture import MixedExample
 from dlm_jax.distributed.sharding import path_name, shardings
 from dlm_jax.sampling.propose import Parallel, Wavefront
@@ -153,6 +153,16 @@ def test_the_critic_learns_from_waves_once_the_sampler_head_trains(groups, monke
         )
     _trace(_loss(groups))
     assert used == ["wavefront" if SAMPLER in groups else "parallel"]
+
+
+def test_the_waves_that_the_critic_learns_from_are_those_that_sampling_recommends():
+    sample = SampleConfig(sampler_even_odd=True, sampler_min_neighbors_ratio=0.25)
+    for given in (sample, SampleConfig()):
+        _, critic = cases.records(HeadsConfig(), sample=given)
+        assert isinstance(critic.loss, functools.partial)
+        waves = critic.loss.keywords["filler"]._rule(True, 3)
+        np.testing.assert_array_equal(waves.is_alternating_B, [given.sampler_even_odd] * 3)
+        np.testing.assert_allclose(waves.ratio_B, [given.sampler_min_neighbors_ratio] * 3)
 
 
 class Outcome(NamedTuple):

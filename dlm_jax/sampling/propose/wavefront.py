@@ -40,7 +40,8 @@ _FEW_TOKENS = 16
 
 SAMPLER_MIN_NEIGHBORS_RATIO = Setting(
     "sampler_min_neighbors_ratio", 0.01,
-    "wavefront: share of the holes without filled neighbour that begin, in (0, 1]",
+    "wavefront, also of the critic's training: share of the holes without filled neighbour that "
+    "begin, in (0, 1]",
     low=ABOVE_ZERO, high=1.0,
 )  # fmt: skip
 SAMPLER_RATIO_BY_DENSITY = Setting(
@@ -53,7 +54,9 @@ SAMPLER_SPREAD_SEEDS = Setting(
     "wavefront: the holes that begin are spread evenly over the row",
 )  # fmt: skip
 SAMPLER_EVEN_ODD = Setting(
-    "sampler_even_odd", False, "wavefront: odd positions of a wave wait for the even ones"
+    "sampler_even_odd",
+    False,
+    "wavefront, also of the critic's training: odd positions of a wave wait for the even ones",
 )
 SAMPLER_ONE_SIDED = Setting(
     "sampler_one_sided", False,

@@ -34,7 +34,7 @@ def critic_head(setup: Setup) -> Head | None:
     """The record of the critic; None for a model without one.
 
     Its canvas is the shown one with the supervised holes filled by the model itself, in waves once
-    the sampler head trains. The gradient flows into the trunk.
+    the sampler head trains, as ``[sample]`` recommends them. The gradient flows into the trunk.
     """
     if not setup.config.model.add_critic_head:
         return None
@@ -45,7 +45,8 @@ def critic_head(setup: Setup) -> Head | None:
     filler = Filler(
         mask_id=setup.mask_id,
         banned_ids=setup.banned_ids,
-        min_neighbors_ratio=settings.sampler_min_neighbors_ratio,
+        min_neighbors_ratio=setup.config.sample.sampler_min_neighbors_ratio,
+        is_alternating=setup.config.sample.sampler_even_odd,
         mesh=setup.mesh,
     )
     return Head(
@@ -98,12 +99,14 @@ class Filler:
       banned_ids: ids that no hole is filled with.
       min_neighbors_ratio: share of a row's holes that begin a wavefront where none has a filled
         neighbour.
+      is_alternating: whether odd positions of a wave wait for its even ones.
       mesh: devices that split the rows of a batch; each fills its own.
     """
 
     mask_id: int
     banned_ids: tuple[int, ...]
     min_neighbors_ratio: float
+    is_alternating: bool
     mesh: Mesh
 
     def __call__(
@@ -148,9 +151,10 @@ class Filler:
         if not in_waves:
             return Parallel()
         never_B, one_B = jnp.zeros(num_rows, bool), jnp.ones(num_rows)
+        is_alternating_B = jnp.full(num_rows, self.is_alternating)
         return Wavefront(
             ratio_B=one_B * self.min_neighbors_ratio, density_power_B=0 * one_B,
-            is_spread_B=never_B, is_alternating_B=never_B, temperature_B=one_B,
+            is_spread_B=never_B, is_alternating_B=is_alternating_B, temperature_B=one_B,
             is_one_sided_B=never_B,
         )  # fmt: skip
 
