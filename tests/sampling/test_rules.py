@@ -159,6 +159,44 @@ def _emptied(row):
     return dataclasses.replace(row, tokens=(toy.MASK,) * len(row.tokens), is_draft=None)
 
 
+def _jittered(network):
+    """The network with hidden vectors that differ by rounding from place to place."""
+
+    def of_model(function):
+        return lambda params, *rest: function(params["model"], *rest)
+
+    def trunk(params, *rest):
+        hidden_BLD, cache = network.trunk(params["model"], *rest)
+        return hidden_BLD * (1.0 + 1e-7 * params["noise"][None]), cache
+
+    names = ("embed", "readout", "logits_of", "sampler_readout", "critic")
+    known = {name: getattr(network, name) for name in names}
+    wrapped = {name: fn and of_model(fn) for name, fn in known.items()}
+    plain = {"sampler_sides": None, "sampler_from_sides": None, "cached": None}
+    return dataclasses.replace(network, trunk=trunk, **wrapped, **plain)
+
+
+JITTERED = ["low_confidence-scheduled", "low_confidence-scheduled-wavefront-critic"]
+JITTERED += [
+    pytest.param(name, marks=pytest.mark.slow) for name in rule_cases.CASES if name not in JITTERED
+]
+
+
+@pytest.mark.parametrize("name", JITTERED)
+def test_no_decision_on_an_empty_canvas_hangs_on_rounding(name):
+    slots = [(_emptied(row), sample) for row, sample in _slots(name, seed=4)]
+    program = rule_cases.program(name)
+    advance = make_advance(dataclasses.replace(program, network=_jittered(program.network)))
+    found = []
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        noise_LD = rng.standard_normal((canvases.POSITIONS, toy.config().width))
+        params = {"model": rule_cases.params(name), "noise": noise_LD.astype(np.float32)}
+        found.append(canvases.results(advance(params, rule_cases.make_state(name, slots), FOREVER)))
+    _same_up_to_rounding(found[1], found[0])
+    _same_up_to_rounding(found[2], found[0])
+
+
 def _same_up_to_rounding(ours, theirs):
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=1e-4, atol=1e-5)
