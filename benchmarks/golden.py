@@ -215,8 +215,16 @@ def _run(folder: Path, name: str, given: Settings) -> Iterator[tuple[str, list[s
     digests = [f"{key} {leaf.dtype} {leaf.shape} {_hash([leaf.tobytes()])}" for key, leaf in arrays]
     yield f"{name} run: parameters", digests
     lines = f"{done.stdout}{done.stderr}".replace(str(folder), "DIR").splitlines()
-    yield f"{name} run: messages", [re.sub(r"[\d.,]+ (s\b|tokens/s)", "N s", x) for x in lines]
-    timed = ("seconds", "_per_second", "time", "memory", "bytes")
+    yield (
+        f"{name} run: messages",
+        [
+            # Progress is told by the clock.
+            re.sub(r"[\d.,]+ s\b", "N s", line)
+            for line in lines
+            if " steps, " not in line
+        ],
+    )
+    timed = ("seconds", "_per_second", "time", "memory", "bytes", "crc")
     records = map(json.loads, (out_dir / "metrics.jsonl").read_text().splitlines())
     yield (
         f"{name} run: metrics",
