@@ -51,7 +51,7 @@ KINDS: tuple[Asked, ...] = (
 
 PROMPTS = ("", "", "", "ROMEO:\n", "The king", "Good morrow, " * 14)
 _THRESHOLDS = ("threshold", "factor", "entropy_bound", "joint_threshold")
-_CHUNK = 250
+_CHUNK = 50
 _COUNT = 250
 _SLOTS = 24
 _CLIENTS = 32
