@@ -50,7 +50,7 @@ class Best:
         self._measured_on = [config.train.eval_windows, config.train.batch_size]
         self._is_ours = True
         try:
-            self.figure = on_first_process(lambda: self._read(meta, is_new))
+            self.figure = self._read(meta, is_new)
         except BaseException:
             self.close()
             raise
@@ -84,7 +84,8 @@ class Best:
 
     def _read(self, meta: dict[str, Any], is_new: bool) -> float | None:
         """The figure of what is there; None if nothing is, or another measure was taken."""
-        if not self._checkpoints.steps():
+        # Every process reads: Orbax lets none go on before all have.
+        if not on_first_process(self._checkpoints.steps):
             return None
         try:
             found = self._checkpoints.read_meta(report=lambda line: None)

@@ -120,3 +120,12 @@ def test_two_hosts_stop_at_one_step_and_one_or_two_continue_as_if_nothing_had_be
     outcome = tiny_run.run(tmp_path / "run", **given)
     assert (outcome.reason, outcome.step) == ("finished", 40)
     assert outcome.bound == pytest.approx(expected.bound, rel=1e-3)
+
+
+def test_two_hosts_go_on_beside_a_best_model(tmp_path):
+    for steps in (12, 18):
+        children = _two(tmp_path, mesh__data=2, train__steps=steps)
+        errors = [child.communicate(timeout=200)[1] for child in children]
+        assert [child.returncode for child in children] == [0, 0], errors
+    assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")
+            if record["kind"] == "evaluation"] == [6, 12, 18]  # fmt: skip
