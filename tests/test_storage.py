@@ -96,7 +96,7 @@ def test_leftovers_of_kills_go_once_they_are_old_and_no_one_else_s_does(tmp_path
     for path in (old, young, other):
         path.touch()
     for path in (old, other):
-        os.utime(path, (time.time() - 4000,) * 2)
+        os.utime(path, (time.time() - 4000, time.time() - 4000))
     with replacing(tmp_path / "x") as file:
         file.write(b"new")
     assert (tmp_path / "x").read_bytes() == b"new"

@@ -56,6 +56,8 @@ def environment(folder: Path) -> dict[str, str]:
     return os.environ | {
         "XLA_FLAGS": _QUICK,
         "JAX_PLATFORMS": "cpu",
+        # XLA logs pages about every program that it reads, and nobody may empty the pipe.
+        "TF_CPP_MIN_LOG_LEVEL": "3",
         "DLM_JAX_CACHE": str(folder / "tokens"),
         "XDG_CACHE_HOME": str(folder / "cache"),
         "PYTHONPATH": str(ROOT),
