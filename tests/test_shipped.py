@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles import chain, commit, near, samplers
+from oracles import chain, near, samplers
 
 import dlm_jax
 import dlm_jax.config as configs
@@ -137,8 +137,8 @@ def test_at_temperature_07_top_p_09_top_k_50_every_token_is_one_that_the_oracle_
     settings = {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
     result = dlm_jax.generate(
         model, ["ROMEO:\n"], num_samples=2, gen_length=length, steps=length,
-        order="left_to_right", fill="parallel", read_back=True, seed=1, temperature_end=-1.0,
-        min_p=0.0, chain=tuple(settings), **settings,
+        order="left_to_right", fill="parallel", ignore_eos=True, read_back=True, seed=1,
+        temperature_end=-1.0, min_p=0.0, chain=tuple(settings), **settings,
     )  # fmt: skip
     network, tokenizer = model.network, model.tokenizer
 
@@ -148,10 +148,7 @@ def test_at_temperature_07_top_p_09_top_k_50_every_token_is_one_that_the_oracle_
         hidden_BLD, _ = network.trunk(model.params, tokens_BL, length_B, None)
         return network.readout(model.params, hidden_BLD[jnp.arange(length), place_B])
 
-    banned = commit.banned_ids(
-        mask_id=tokenizer.mask_id, pad_id=tokenizer.pad_id, bos_id=tokenizer.bos_id,
-        eos_ids=model.eos_ids, undecodable=tokenizer.undecodable_ids, ignore_eos=True,
-    )  # fmt: skip
+    banned = {*model.banned_ids, *model.eos_ids}
     likeliest = 0
     for row, records in enumerate(result.read_back):
         assert [record.candidates.step for record in records] == list(range(length))
