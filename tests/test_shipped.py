@@ -100,45 +100,44 @@ def test_its_unprompted_texts_are_mostly_words_of_its_corpus():
 
 # Recorded on one CPU; they hold for any number of slots and any canvas.
 GOLDEN = {
-    "shakespeare": ({"prompt": "ROMEO:\n", "gen_length": 24, "seed": 3}, []),
-    "proofreader": (
-        {"draft": "Tho he be a man of great honour, he is not hre.", "seed": 3},
-        [],
+    "shakespeare": (
+        {"prompt": "ROMEO:\n", "gen_length": 24, "seed": 3},
+        [834, 25, 198, 652, 753, 596, 74, 505, 11, 343, 515, 320, 83, 11, 343, 321, 378, 352, 75,
+         296, 300, 416, 13, 198, 198, 834, 25],
     ),
-}
+    "proofreader": (
+        {"draft": "Tho he be a man of great honour, he is not hre.", "max_length": 60, "seed": 3},
+        [32, 46, 53, 1, 46, 43, 1, 40, 43, 1, 39, 1, 51, 39, 52, 1, 53, 44, 1, 45, 56, 43, 39, 58,
+         1, 46, 53, 52, 53, 59, 56, 6, 1, 46, 43, 1, 47, 57, 1, 52, 53, 58, 1, 46, 43, 8],
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", GOLDEN)
-def test_a_seed_gives_the_recorded_ids_in_any_number_of_slots_on_any_canvas(name):
+@pytest.mark.parametrize(
+    ("slots", "canvas"), [(1, 64), pytest.param(3, 128, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_seed_gives_the_recorded_ids_in_any_number_of_slots_on_any_canvas(name, slots, canvas):
     asked, ids = GOLDEN[name]
     model = dlm_jax.load(name)
-    import time
-
-    t = time.time()
-    for slots, canvas in ((1, 64), (3, 128)):
-        requests = [
-            dlm_jax.make_requests(model, asked | {"seed": asked["seed"] + k}, {})[0]
-            for k in range(slots)
-        ]
-        with dlm_jax.Engine(model, sizes=(slots,), canvases=(canvas,)) as engine:
-            first, *_ = [engine.submit(one) for one in only_chains_in_use(requests)]
-            rows = dict(engine)
-        print(
-            time.time() - t,
-            slots,
-            rows[first].tokens.tolist(),
-            model.tokenizer.decode(rows[first].tokens),
-            rows[first].steps,
-        )
+    requests = [
+        dlm_jax.make_requests(model, asked | {"seed": asked["seed"] + k}, {})[0]
+        for k in range(slots)
+    ]
+    with dlm_jax.Engine(model, sizes=(slots,), canvases=(canvas,)) as engine:
+        first, *_ = [engine.submit(one) for one in only_chains_in_use(requests)]
+        rows = dict(engine)
+    assert rows[first].tokens.tolist() == ids
 
 
+@pytest.mark.slow
 def test_at_temperature_07_top_p_09_top_k_50_every_token_is_one_that_the_oracle_leaves():
     model, length = dlm_jax.load("shakespeare"), 64
     settings = {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
     result = dlm_jax.generate(
         model, ["ROMEO:\n"], num_samples=2, gen_length=length, steps=length,
         order="left_to_right", fill="parallel", ignore_eos=True, read_back=True, seed=1,
-        temperature_end=-1.0, min_p=0.0, chain=tuple(settings), **settings,
+        temperature_end=-1.0, min_p=0.0, chain=("temperature", "top_k", "top_p"), **settings,
     )  # fmt: skip
     network, tokenizer = model.network, model.tokenizer
 
@@ -176,4 +175,4 @@ def test_at_temperature_07_top_p_09_top_k_50_every_token_is_one_that_the_oracle_
     if CORPUS.exists():
         known = set(re.findall(r"[a-z]+", CORPUS.read_text().lower()))
         words = [word for text in result.texts for word in re.findall(r"[a-z]+", text.lower())[:-1]]
-        print(result.texts, likeliest, len(words), sum(word in known for word in words))
+        assert len(words) > 60 and sum(word in known for word in words) / len(words) > 0.85
