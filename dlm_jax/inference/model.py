@@ -196,7 +196,8 @@ def load(
         device.
       dtype: of the parameters, one of `DTYPES`, and of the computation of a published model; None
         is float32, and for a published model as its weights are stored.
-      report: takes one line if a damaged checkpoint was passed over.
+      report: takes one line if a damaged checkpoint was passed over, and one with the settings
+        that a published directory recommends.
 
     Raises:
       ValueError: nothing usable is there, the mesh does not fit the devices, there is no such
@@ -210,7 +211,7 @@ def load(
     if isinstance(mesh, MeshConfig):
         mesh = make_mesh(mesh)
     if is_published(path):
-        return _published(path, mesh, None if dtype == "stored" else dtype)
+        return _published(path, mesh, None if dtype == "stored" else dtype, report)
     place = functools.partial(_placed, mesh=mesh, dtype=dtype or "float32")
     params, meta = checkpoint.load_any(path, _abstract_params, place=place, report=report)
     config = _config_of(meta)
@@ -238,11 +239,19 @@ def untrained_heads(config: Config, step: int | None) -> tuple[str, ...]:
     return () if step is None else tuple(name for name, at in begins.items() if step <= at)
 
 
-def _published(path: str | os.PathLike[str], mesh: Mesh | None, dtype: str | None) -> Model:
+def _published(
+    path: str | os.PathLike[str],
+    mesh: Mesh | None,
+    dtype: str | None,
+    report: Callable[[str], None] | None,
+) -> Model:
     def place(name: str, shape: tuple[int, ...]) -> NamedSharding | None:
         return None if mesh is None else NamedSharding(mesh, partition(name, shape, mesh))
 
     found = read_published(path, dtype=dtype, place=place)
+    if found.settings and report is not None:
+        told = ", ".join(f"{name}={value!r}" for name, value in found.settings.items())
+        report(f"{path} recommends {told} (generation_config.json)")
     return Model(
         network=build(found.config.model),
         params=found.params,

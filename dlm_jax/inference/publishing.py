@@ -20,8 +20,8 @@ def export(
     """Writes a published directory (config.json, safetensors, tokenizer); the names of its files.
 
     `dlm_jax.load` and the family's own programs read it. Numbers are stored as the model holds
-    them, with adapters merged into the matrices; heads beside the LM head are left out. The
-    directory appears whole, in one move.
+    them, with adapters merged into the matrices; heads beside the LM head are left out. What the
+    model recommends is in generation_config.json. The directory appears whole, in one move.
 
     Args:
       model: from `dlm_jax.load`: a published model, or a run that began with one.
@@ -38,7 +38,9 @@ def export(
         raise ValueError("the model is a network of your own, which no published family describes")
     config = model.config
     params = merged(model.params, config.model)
-    bare = dataclasses.replace(config, model=dataclasses.replace(config.model, lora_rank=0))
+    bare = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, lora_rank=0), sample=model.sample
+    )
     return write_published(
         path, bare, params, model.tokenizer, family=family or model.family or None,
         chat=model.chat, more_eos_ids=model.more_eos_ids, max_shard_bytes=max_shard_bytes,

@@ -22,7 +22,7 @@ from dlm_jax.published.fields import Fields, read_json
 from dlm_jax.published.names import pieces_of
 from dlm_jax.published.reading import Place, check_tensors, read_params
 from dlm_jax.published.shards import Shards
-from dlm_jax.published.special import read_chat, read_tokenizer
+from dlm_jax.published.special import read_chat, read_settings, read_tokenizer
 from dlm_jax.randomness import key_of
 from dlm_jax.types import Params
 
@@ -41,6 +41,7 @@ class Published:
       chat: its chat template; None: it has none.
       presets: settings of its family's loops by name.
       more_eos_ids: ids that end a generation beside that of the tokenizer.
+      settings: what generation_config.json recommends, over the family's first preset.
     """
 
     family: Family
@@ -50,6 +51,7 @@ class Published:
     chat: ChatTemplate | None
     presets: Mapping[str, Mapping[str, Any]]
     more_eos_ids: tuple[int, ...]
+    settings: Mapping[str, Any]
 
 
 def is_published(path: str | os.PathLike[str]) -> bool:
@@ -75,6 +77,8 @@ def read_published(
     if dtype not in (None, "float32", "bfloat16"):
         raise ValueError(f"dtype={dtype!r} is unknown; use 'float32' or 'bfloat16'")
     family, model, longest = read_model(directory)
+    length = min(family.trained_length or longest, longest)
+    said = read_settings(directory, length)
     shards = Shards(directory)
     tokenizer, more_eos = read_tokenizer(
         directory, family, read_json(directory / CONFIG), vocab_size=model.vocab_size
@@ -94,10 +98,12 @@ def read_published(
         shards, pieces, abstract, dtype=None if dtype is None else np.dtype(jax.numpy.dtype(dtype)),
         place=place or (lambda path, shape: None),
     )  # fmt: skip
-    length = min(family.trained_length or longest, longest)
     presets = {name: _fitted(preset, model) for name, preset in family.presets.items()}
-    config = _config(presets, model, length)
-    return Published(family, config, params, tokenizer, chat, presets, more_eos)
+    config = Config(
+        model=model, data=DataConfig(seq_len=length),
+        sample=dataclasses.replace(implied_sample(family, model, length), **said),
+    )  # fmt: skip
+    return Published(family, config, params, tokenizer, chat, presets, more_eos, said)
 
 
 def read_shape(directory: Path) -> tuple[ModelConfig, HubTokenizer]:
@@ -144,8 +150,9 @@ def _fitted(preset: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
     return settings
 
 
-def _config(presets: Mapping[str, Mapping[str, Any]], model: ModelConfig, length: int) -> Config:
-    settings = dict(next(iter(presets.values()), {}))
+def implied_sample(family: Family, model: ModelConfig, length: int) -> SampleConfig:
+    """What a model of a family recommends by itself: its first preset, on a canvas of `length`."""
+    settings = _fitted(next(iter(family.presets.values()), {}), model)
     if settings.get("gen_length", 0) > length:
         settings |= {"gen_length": length, "steps": length}
-    return Config(model=model, data=DataConfig(seq_len=length), sample=SampleConfig(**settings))
+    return SampleConfig(**settings)

@@ -7,12 +7,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dlm_jax.config import SampleConfig
 from dlm_jax.data import HubTokenizer, check_fits, qwen_json
 from dlm_jax.published.chat import ChatTemplate, check_template
 from dlm_jax.published.family import Family
 from dlm_jax.published.fields import read_json
+from dlm_jax.sampling.rules import BUILT_IN
+from dlm_jax.settings import nearest
 
 TEMPLATE = "chat_template.jinja"
+GENERATION = "generation_config.json"
+OWN = "dlm_jax"
+"""The field of `GENERATION` that holds settings which other programs have no name for."""
+
+_SHARED = {
+    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+    "typical_p": "typical_p", "repetition_penalty": "repetition_penalty", "steps": "steps",
+    "max_new_tokens": "gen_length",
+}  # fmt: skip
+"""Fields of `GENERATION` that are settings, which it may name otherwise."""
+
 _MASK_NAMES = ("<|mdm_mask|>", "<|mask|>", "<|MASK|>", "|<MASK>|", "[MASK]", "<mask>")
 
 
@@ -27,7 +41,7 @@ def read_tokenizer(
     Raises:
       ValueError: there is no tokenizer, it has ids that the model lacks, or there is no MASK.
     """
-    said = [_optional(directory / "generation_config.json"), config]
+    said = [_optional(directory / GENERATION), config]
     names = _optional(directory / "tokenizer_config.json")
     content = _content(directory, names)
     first = HubTokenizer(content, 0, 0, 0)
@@ -68,6 +82,64 @@ def read_tokenizer(
     return tokenizer, eos[1:]
 
 
+def read_settings(directory: Path, length: int) -> dict[str, Any]:
+    """The settings that generation_config.json recommends; empty if there is none.
+
+    ``do_sample`` false is temperature 0. A text longer than the canvas of `length` tokens takes the
+    room that its prompt leaves.
+
+    Raises:
+      ValueError: a value is none of its setting.
+    """
+    said = _optional(directory / GENERATION)
+    own = said.get(OWN) or {}
+    if not isinstance(own, dict):
+        raise ValueError(f"{directory / GENERATION}: {OWN} is no object of settings; remove it")
+    found = {name: said[field] for field, name in _SHARED.items() if said.get(field) is not None}
+    if said.get("do_sample") is False:
+        found["temperature"] = 0.0
+    if "repetition_penalty" in found:
+        found["penalty_last_n"] = -1  # other programs penalise the whole text
+    try:
+        for name, value in (found | own).items():
+            if name not in BUILT_IN.settings:
+                known = tuple(BUILT_IN.settings)
+                raise ValueError(f"{name[:60]!r} is not a setting; {nearest(name[:60], known)}")
+            found[name] = BUILT_IN.settings[name].checked(value)
+    except ValueError as error:
+        raise ValueError(f"{directory / GENERATION}: {error}") from None
+    if found.get("gen_length", 0) > length and "gen_length" not in own:
+        found |= {"gen_length": 0, "steps": found.get("steps", length)}
+    return found
+
+
+def settings_fields(sample: SampleConfig, implied: SampleConfig) -> dict[str, Any]:
+    """The fields of generation_config.json from which `read_settings` makes `sample` again.
+
+    Args:
+      sample: what the model recommends.
+      implied: what its family recommends, which is not written.
+    """
+    names = {name: field for field, name in _SHARED.items()}
+    fields: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    for name in BUILT_IN.settings:
+        value = getattr(sample, name)
+        if value == getattr(implied, name):
+            continue
+        if name == "temperature" and value == 0:
+            fields["do_sample"] = False
+        elif name in names and (name, value) != ("gen_length", 0):
+            fields[names[name]] = value
+        else:
+            own[name] = value
+    if "repetition_penalty" in fields:
+        own["penalty_last_n"] = sample.penalty_last_n
+    if "temperature" in fields:
+        fields["do_sample"] = True
+    return fields | ({OWN: own} if own else {})
+
+
 def read_chat(directory: Path, tokenizer: HubTokenizer) -> ChatTemplate | None:
     """The chat template of a directory, or None.
 
@@ -76,13 +148,16 @@ def read_chat(directory: Path, tokenizer: HubTokenizer) -> ChatTemplate | None:
     """
     file = directory / TEMPLATE
     if file.exists():
-        source: Any = file.read_text(encoding="utf-8")
+        try:
+            source: Any = file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{file} cannot be read ({error}); download it again") from None
     else:
         file = directory / "tokenizer_config.json"
         source = _optional(file).get("chat_template")
     if isinstance(source, list):
-        named = {entry.get("name"): entry.get("template") for entry in source}
-        source = named.get("default")
+        named = (entry for entry in source if isinstance(entry, dict))
+        source = next((e.get("template") for e in named if e.get("name") == "default"), None)
     if not isinstance(source, str):
         return None
     check_template(source, str(file))
@@ -132,13 +207,17 @@ def write_tokenizer(
     chat: ChatTemplate | None,
     *,
     more_eos: tuple[int, ...],
+    settings: Mapping[str, Any],
 ) -> None:
-    """Writes tokenizer.json and what stands beside it; `read_tokenizer` is the inverse."""
+    """Writes tokenizer.json and what stands beside it; `read_tokenizer` is the inverse.
+
+    `settings` are the fields that `settings_fields` makes.
+    """
     (directory / "tokenizer.json").write_text(tokenizer.content, encoding="utf-8")
     eos: Any = [tokenizer.eos_id, *more_eos] if more_eos else tokenizer.eos_id
     ids = {"mask_token_id": tokenizer.mask_id, "pad_token_id": tokenizer.pad_id,
            "eos_token_id": eos, "bos_token_id": tokenizer.bos_id}  # fmt: skip
-    _write(directory / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
+    _write(directory / GENERATION, {k: v for k, v in ids.items() if v is not None} | settings)
     roles = {"mask": tokenizer.mask_id, "pad": tokenizer.pad_id, "eos": tokenizer.eos_id,
              "bos": tokenizer.bos_id}  # fmt: skip
     said: dict[str, Any] = {

@@ -17,9 +17,10 @@ from dlm_jax.data import HubTokenizer
 from dlm_jax.published.chat import ChatTemplate
 from dlm_jax.published.families import family_for
 from dlm_jax.published.family import Family
+from dlm_jax.published.loading import implied_sample
 from dlm_jax.published.names import Piece, leaves, pieces_of, shape_of
 from dlm_jax.published.shards import DTYPES, INDEX, SINGLE
-from dlm_jax.published.special import write_tokenizer
+from dlm_jax.published.special import settings_fields, write_tokenizer
 from dlm_jax.storage import refused_unless_full
 from dlm_jax.types import Params
 
@@ -43,7 +44,7 @@ def write_published(
 
     Args:
       path: a directory that does not exist.
-      config: of the model.
+      config: of the model, whose recommended settings go to generation_config.json.
       params: its parameters; heads beside the LM head are left out, as no family has them.
       tokenizer: a `HubTokenizer`.
       family: as which it is written; None: the first that says all of its settings.
@@ -71,13 +72,15 @@ def write_published(
         found.sources(config.model), abstract, dense_layers=config.model.dense_layers
     )
     fields = _config_fields(found, config, tokenizer, dtype=str(kept["embedding"].dtype))
+    length = min(found.trained_length or config.data.seq_len, config.data.seq_len)
+    settings = settings_fields(config.sample, implied_sample(found, config.model, length))
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with refused_unless_full(target, "name another"):
             temporary.mkdir(parents=True)
             text = json.dumps(fields, indent=2, sort_keys=True)
             (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
-            write_tokenizer(temporary, tokenizer, chat, more_eos=more_eos_ids)
+            write_tokenizer(temporary, tokenizer, chat, more_eos=more_eos_ids, settings=settings)
             _write_weights(temporary, kept, pieces, max_shard_bytes)
             os.replace(temporary, target)
     finally:

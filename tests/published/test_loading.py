@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import shutil
 
 import jax
@@ -17,6 +19,7 @@ import dlm_jax
 from dlm_jax import devices
 from dlm_jax.config import MeshConfig
 from dlm_jax.distributed.sharding import make_mesh
+from dlm_jax.inference.request import settings_of_call
 from dlm_jax.published.families import family_for
 from dlm_jax.published.shards import Shards
 
@@ -263,3 +266,62 @@ def test_architecture_counts_before_model_type(tmp_path):
     moe, dense = cases.CONFIGS["llada_moe"], cases.CONFIGS["llada"]
     assert moe["model_type"] == dense["model_type"]
     assert dlm_jax.load(cases.write(tmp_path / "moe", "llada_moe")).family == "llada_moe"
+
+
+def _recommending(directory, **fields):
+    path = directory / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return directory
+
+
+def test_a_directory_recommends_what_its_generation_config_says(tmp_path):
+    """Over the family's first preset; what is given explicitly counts over both."""
+    directory = _recommending(
+        cases.write(tmp_path / "model", "llada"), temperature=0.7, top_p=0.9, top_k=20, steps=9,
+        repetition_penalty=1.05, max_new_tokens=12, dlm_jax={"order": "entropy"},
+    )  # fmt: skip
+    told = []
+    model = dlm_jax.load(directory, report=told.append)
+    found = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05, "steps": 9,
+             "gen_length": 12, "order": "entropy", "penalty_last_n": -1}  # fmt: skip
+    assert {name: getattr(model.sample, name) for name in found} == found
+    assert model.sample.block_length == model.presets["llada"]["block_length"]
+    assert settings_of_call(model, {"top_p": 1.0}).top_p == 1.0
+    assert settings_of_call(model, model.presets["llada"]).temperature == 0.0
+    (line,) = told
+    assert "temperature=0.7" in line and "order='entropy'" in line
+    plain = cases.write(tmp_path / "plain", "llada")
+    dlm_jax.load(plain, report=told.append)
+    assert len(told) == 1
+    greedy = _recommending(plain, temperature=0.7, do_sample=False, max_new_tokens=4096)
+    sample = dlm_jax.load(greedy).sample
+    # A text longer than the canvas takes the room that its prompt leaves.
+    assert (sample.temperature, sample.gen_length) == (0.0, 0)
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "top_k", "steps", "max_new_tokens"])
+def test_a_recommendation_that_is_no_value_is_refused_by_file_and_name(tmp_path, field):
+    directory = _recommending(cases.write(tmp_path / "model", "llada"), **{field: "x"})
+    name = {"max_new_tokens": "gen_length"}.get(field, field)
+    with pytest.raises(ValueError, match=f"generation_config.json: {name}='x'"):
+        dlm_jax.load(directory)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.2, "gen_length": 10, "steps": 7},
+        {"temperature": 0.0, "order": "entropy", "gen_length": 0, "logit_bias": ((3, -math.inf),)},
+        {"chain": ("temperature", "top_k"), "confidence_without": (3,), "stop_at_eos": True},
+    ],
+)
+@pytest.mark.parametrize("name", ["llada", "sdar"])
+def test_what_a_model_recommends_is_written_and_read_again(tmp_path, name, changes):
+    model = dlm_jax.load(cases.write(tmp_path / "model", name))
+    model = dataclasses.replace(model, sample=dataclasses.replace(model.sample, **changes))
+    dlm_jax.export(model, tmp_path / "out")
+    assert dlm_jax.load(tmp_path / "out").sample == model.sample
+    said = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    if changes.get("temperature"):
+        assert (said["temperature"], said["max_new_tokens"], said["do_sample"]) == (0.7, 10, True)
