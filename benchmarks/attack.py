@@ -1,6 +1,6 @@
 """Attacks the programs and counts what they let through: a row for each kind of attack.
 
-    python benchmarks/attack.py flips inputs ends kills leaks shapes
+    python benchmarks/attack.py flips inputs ends kills leaks shapes hostile
 
 ``flips``: bits flipped in every kind of file that is read back; each must be found, or change
 nothing. ``inputs``: bad flags, settings and files; each must be refused in one line with exit code
@@ -8,8 +8,10 @@ nothing. ``inputs``: bad flags, settings and files; each must be refused in one 
 files of requests and one of two processes killed with SIGKILL and started again; what comes out
 must be that of programs that ran through. ``leaks``: calls of `generate` of changing shapes, and
 engines opened and closed; what the process holds must not grow. ``shapes``: requests in a batch, in
-a file and on a loaded server, whose texts must be those of each alone. ``--count`` sets how many of
-each; with ``--folder`` what is made stays there, and ``kills`` goes on from what was done there.
+a file and on a loaded server, whose texts must be those of each alone. ``hostile``: published
+directories, chat templates, lines of requests and settings made to hurt; each must give a correct
+result or one line. ``--count`` sets how many of each; with ``--folder`` what is made stays there,
+and ``kills`` goes on from what was done there.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.attacks import ends, flips, inputs, kills, leaks, shapes  # noqa: E402
+from benchmarks.attacks import ends, flips, hostile, inputs, kills, leaks, shapes  # noqa: E402
 from benchmarks.attacks.report import Tally  # noqa: E402
 
 Attack = Callable[[Path, int | None, int], list[Tally]]
 ATTACKS: dict[str, Attack] = {
     "flips": flips.run, "inputs": inputs.run, "ends": ends.run, "kills": kills.run,
-    "leaks": leaks.run, "shapes": shapes.run,
+    "leaks": leaks.run, "shapes": shapes.run, "hostile": hostile.run,
 }  # fmt: skip
 
 

@@ -217,7 +217,8 @@ def write_tokenizer(
     eos: Any = [tokenizer.eos_id, *more_eos] if more_eos else tokenizer.eos_id
     ids = {"mask_token_id": tokenizer.mask_id, "pad_token_id": tokenizer.pad_id,
            "eos_token_id": eos, "bos_token_id": tokenizer.bos_id}  # fmt: skip
-    _write(directory / GENERATION, {k: v for k, v in ids.items() if v is not None} | settings)
+    said_ids = {name: id_ for name, id_ in ids.items() if id_ is not None}
+    _write(directory / GENERATION, {**said_ids, **settings})
     roles = {"mask": tokenizer.mask_id, "pad": tokenizer.pad_id, "eos": tokenizer.eos_id,
              "bos": tokenizer.bos_id}  # fmt: skip
     said: dict[str, Any] = {

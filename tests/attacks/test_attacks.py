@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("attack", "count"), [("flips", 25), ("inputs", 500), ("ends", 0), ("kills", 4)]
+    ("attack", "count"),
+    [("flips", 25), ("inputs", 500), ("ends", 0), ("kills", 4), ("hostile", 150)],
 )
 def test_nothing_gets_past_the_programs(attack, count):
     counted = ["--count", str(count)] if count else []
