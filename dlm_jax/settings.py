@@ -88,7 +88,7 @@ class Setting:
             return self.parse(value)
         if self.choices is not None:
             return self._chosen(value)
-        shown, remedy = f"{self.name}={value!r}", self.remedy or f"use {self.default!r}, say"
+        shown, remedy = f"{self.name}={brief(value)}", self.remedy or f"use {self.default!r}, say"
         if self.kind in (bool, str):
             if not isinstance(value, self.kind):
                 raise ValueError(f"{shown} is not a {self.kind.__name__}; {remedy}")
@@ -113,8 +113,10 @@ class Setting:
         if callable(value) and all(map(callable, choices.values())):
             return next((name for name, found in choices.items() if found is value), value)
         named = meant(self.name, value)
-        advice = f"use {named}" if named else f"did you mean {closest(str(value), choices)!r}?"
-        raise ValueError(f"{self.name}={value!r} is not one of {', '.join(choices)}; {advice}")
+        advice = f"use {named}" if named else f"did you mean {closest(str(value)[:60], choices)!r}?"
+        raise ValueError(
+            f"{self.name}={brief(value)} is not one of {', '.join(choices)}; {advice}"
+        )
 
     def resolved(self, value: Any) -> Any:
         """What a value stands for: that of a choice, or the value itself."""
@@ -285,6 +287,12 @@ def rule(cls: T) -> T:
 def neutral(settings: Sequence[Setting]) -> Mapping[str, Any]:
     """The settings at their defaults."""
     return {setting.name: setting.default for setting in settings}
+
+
+def brief(value: Any) -> str:
+    """A value as an error shows it, cut to what fits a line."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def closest(name: str, known: Any) -> str:

@@ -33,13 +33,12 @@ import published_cases as cases  # noqa: E402
 import toy  # noqa: E402
 import toy_model  # noqa: E402
 
-from dlm_jax.batch.requests import read_requests  # noqa: E402
+from dlm_jax.batch.requests import Line, read_requests  # noqa: E402
 from dlm_jax.batch.run import run_requests  # noqa: E402
 from dlm_jax.model.transformer import build  # noqa: E402
 from dlm_jax.published import chat  # noqa: E402
 from dlm_jax.sampling.rules import BUILT_IN  # noqa: E402
 from dlm_jax.settings import ABOVE_ZERO, FINITE, INT_LIMIT, Setting  # noqa: E402
-from dlm_jax.types import Status  # noqa: E402
 
 _SECONDS = 120
 _MEMORY = 12 << 30
@@ -62,7 +61,6 @@ def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
         "config.json and what else a directory says": list(_described(folder)),
         "tokenizer.json": list(_tokenizers(folder)),
         "chat templates": list(_templates(folder)),
-        "extremes of settings": list(_extremes()),
     }
     if count is not None:
         rng, total = random.Random(seed), sum(map(len, made.values()))
@@ -76,18 +74,18 @@ def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
         refused = sum(_note(tally, case) for case in some)
         print(f"    {name}: {refused} refused, {len(some) - refused} done", file=sys.stderr)
         tallies.append(tally)
-    return [*tallies, _lines(folder)]
+    return [*tallies, _settings(count, seed), _lines(folder)]
 
 
-def _note(tally: Tally, case: Case) -> bool:
+def _note(tally: Tally, case: Case, seconds: int | None = _SECONDS) -> bool:
     """Whether a case was refused; notes what came of it."""
     name, attempt = case
 
     def late(number: int, frame: object) -> None:
-        raise TimeoutError(f"it takes longer than {_SECONDS} s")
+        raise TimeoutError(f"it takes longer than {seconds} s")
 
     previous = signal.signal(signal.SIGALRM, late)
-    signal.alarm(_SECONDS)
+    signal.alarm(seconds or 0)
     try:
         attempt()
     except ValueError as error:
@@ -369,54 +367,84 @@ def _model() -> dlm_jax.Model:
     )
 
 
-def _extremes() -> Iterator[Case]:
+def _extremes() -> Iterator[dict[str, Any]]:
     """Each setting at its ends, alone and where another rule reads it, and canvases at theirs."""
-    model = _model()
-    vocab = model.network.vocab_size
-    base = {"gen_length": 4, "steps": 4}
-
-    def generate(prompt: Any = "A ", **settings: Any) -> Callable[[], None]:
-        def attempt() -> None:
-            found = dlm_jax.generate(model, [prompt], batch_size=1, **(base | settings))
-            assert all(status is not Status.NON_FINITE for status in found.status), "not finite"
-            assert np.isfinite(found.logprobs[found.committed >= 0]).all(), "logprobs not finite"
-            for text in found.texts:
-                text.encode()
-            banned = {*model.banned_ids}
-            written = set(found.tokens[found.committed >= 0].ravel().tolist())
-            assert not written & banned, "banned ids"
-
-        return attempt
-
+    base = {"prompt": "A ", "gen_length": 4, "steps": 4}
     for name, setting in BUILT_IN.settings.items():
         for value in _ends(setting):
-            yield f"{name}={str(value)[:40]}", generate(**{name: value})
+            yield base | {name: value}
     owners = {"order": BUILT_IN.commit, "fill": BUILT_IN.fill, "remask": BUILT_IN.remask}
     for selector, table in owners.items():
         for choice, cls in table.items():
             for setting in cls.settings():
                 for value in _ends(setting):
-                    given = {selector: choice, setting.name: value}
-                    yield f"{selector}={choice} {setting.name}={str(value)[:40]}", generate(**given)
+                    yield base | {selector: choice, setting.name: value}
+    vocab = toy_model.TOKENIZER.vocab_size
     every = dict.fromkeys(range(vocab), -np.inf)
-    for name, bias in (("all", every), ("all but one", {k: every[k] for k in list(every)[1:]})):
-        yield f"{name} banned", generate(logit_bias=bias)
-        yield f"{name} banned, greedy", generate(logit_bias=bias, temperature=0.0)
+    for bias in (every, {k: every[k] for k in list(every)[1:]}):
+        yield base | {"logit_bias": bias}
+        yield base | {"logit_bias": bias, "temperature": 0.0}
     tiny = {"temperature": 1e-30, "top_p": 1e-45, "min_p": 1.0, "top_k": 1, "typical_p": 1e-45}
     for fill in BUILT_IN.fill:
-        yield f"tiny {fill}", generate(**tiny, fill=fill)
-        yield f"hot {fill}", generate(temperature=FINITE, fill=fill)
-        yield f"biased {fill}", generate(logit_bias={1: 1e9, 2: -1e9}, fill=fill)
+        yield base | tiny | {"fill": fill}
+        yield base | {"temperature": FINITE, "fill": fill}
+        yield base | {"logit_bias": {1: 1e9, 2: -1e9}, "fill": fill}
     for length in range(10):
-        prompt = "A cat ra"[:length]
+        prompt = {"prompt": "A cat ra"[:length]}
         for gen_length in (0, 1, 8 - length, 9 - length, 8, INT_LIMIT):
-            given = {"gen_length": gen_length, "steps": 1}
-            yield f"prompt {length}, {gen_length} new", generate(prompt, **given)
+            yield base | prompt | {"gen_length": gen_length, "steps": 1}
         for size in (1, length, length + 1):
-            given = {"gen_length": 0, "steps": 1, "max_length": size}
-            yield f"prompt {length} of {size}", generate(prompt, **given)
-    for tokens in ([], [0], [0] * 8, [0] * 9, [-1], [vocab], [2**31], [model.tokenizer.mask_id]):
-        yield f"tokens {tokens[:3]}", generate({"tokens": tokens}, gen_length=0)
+            yield base | prompt | {"gen_length": 0, "steps": 1, "max_length": size}
+    for tokens in (
+        [],
+        [0],
+        [0] * 8,
+        [0] * 9,
+        [-1],
+        [vocab],
+        [2**31],
+        [toy_model.TOKENIZER.mask_id],
+    ):
+        yield {"tokens": tokens, "gen_length": 0, "steps": 1}
+
+
+def _settings(count: int | None, seed: int) -> Tally:
+    """Rows of extreme settings, side by side: done with tokens that may stand there, or refused."""
+    tally, model = Tally("extremes of settings"), _model()
+    asked = list(_extremes())
+    if count is not None:
+        asked = random.Random(seed).sample(asked, min(count, len(asked)))
+    lines = [Line(number, number, settings) for number, settings in enumerate(asked, 1)]
+    kept = _Kept()
+    _note(tally, ("all of them", lambda: run_requests(model, lines, kept, batch_size=8)), None)
+    refused = 0
+    for line in lines:
+        result = kept.found.get(line.id, {"error": "\nno result"})
+        error = result.get("error")
+        if error is not None:
+            refused += 1
+            is_good = bool(error) and "\n" not in error and "status" not in result
+        else:
+            given = len(line.settings.get("prompt", ""))
+            new = result["tokens"][given:] if "tokens" not in line.settings else []
+            result["text"].encode()
+            is_good = not {*new} & {*model.banned_ids} and result["status"] != "non_finite"
+        tally.note(is_good, f"{str(line.settings)[:200]}: {str(result)[:300]}")
+    print(f"    extremes: {refused} refused, {len(lines) - refused} done", file=sys.stderr)
+    return tally
+
+
+class _Kept:
+    """Results by id."""
+
+    def __init__(self) -> None:
+        self.done: set[Any] = set()
+        self.found: dict[Any, dict[str, Any]] = {}
+
+    def write(self, result: Any) -> None:
+        """Takes one; there is none of its id."""
+        assert result["id"] not in self.found
+        self.found[result["id"]] = dict(result)
 
 
 def _lines(folder: Path) -> Tally:
@@ -444,21 +472,15 @@ def _lines(folder: Path) -> Tally:
     good = [b'{"id": "good %d", "prompt": "A ", "gen_length": 3, "steps": 1}' % n for n in (1, 2)]
     path = folder / "hurt.jsonl"
     path.write_bytes(b"\n".join([good[0], *bad, good[1]]) + b"\n")
-    found: dict[Any, dict[str, Any]] = {}
-
-    class Kept:
-        done: set[Any] = set()
-
-        def write(self, result: Any) -> None:
-            assert result["id"] not in found
-            found[result["id"]] = dict(result)
+    kept = _Kept()
+    found = kept.found
 
     def attempt() -> None:
         lines = read_requests(path, known=[*BUILT_IN.settings, "infill"])
-        run_requests(_model(), lines, Kept(), batch_size=1)
+        run_requests(_model(), lines, kept, batch_size=8)
         tally.note(len(lines) == len(found) == len(bad) + 2, f"{len(found)} of {len(bad) + 2}")
 
-    _note(tally, ("lines", attempt))
+    _note(tally, ("lines", attempt), None)
     for name in ("good 1", "good 2"):
         tally.note(found.get(name, {}).get("status") == "done", f"{name}: {found.get(name)}")
     for id_, result in found.items():

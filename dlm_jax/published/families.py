@@ -10,6 +10,7 @@ from dlm_jax.config import ModelConfig
 from dlm_jax.published import dense, mixtures
 from dlm_jax.published.family import Family
 from dlm_jax.published.fields import Fields
+from dlm_jax.settings import brief
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -30,6 +31,8 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
       ValueError: none is known.
     """
     named = config.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise ValueError(f"{where}: architectures={brief(named)} is no list of names; correct it")
     known = {name: family for family in FAMILIES.values() for name in family.architectures}
     for name in named:
         if name in known:
@@ -43,9 +46,9 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
             f"{where}: architectures is absent and model_type={kind!r} does not tell the family; "
             f"add one of {', '.join(known)}"
         )
-    near = difflib.get_close_matches(str(named[0]), known, n=1, cutoff=0.0)
+    near = difflib.get_close_matches(named[0][:60], known, n=1, cutoff=0.0)
     raise ValueError(
-        f"{where}: architectures={named!r} is no family that dlm_jax knows; the nearest is "
+        f"{where}: architectures={brief(named)} is no family that dlm_jax knows; the nearest is "
         f"{near[0]!r}, all are in docs/published.md"
     )
 

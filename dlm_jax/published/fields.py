@@ -80,6 +80,16 @@ class Fields:
             )  # fmt: skip
 
 
+def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The JSON object of these pairs; ValueError where Python would keep the last of two."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice[:100]!r} is given twice")
+    return found
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
@@ -87,10 +97,10 @@ def read_json(path: Path) -> dict[str, Any]:
       ValueError: the file is missing or holds no object.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_twins)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; download the whole directory") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error}); download it again") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds no JSON object; download it again")

@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from dlm_jax.published.fields import read_json
+from dlm_jax.published.fields import read_json, without_twins
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -28,6 +28,7 @@ DTYPES: dict[str, np.dtype] = {
 """Numbers that weights may be stored as, by their name in a file."""
 
 _LONGEST_HEADER = 100_000_000
+_MOST_AXES = 8
 
 
 @dataclass(frozen=True)
@@ -132,17 +133,26 @@ def _header(file: Path) -> dict[str, Entry]:
             length = int.from_bytes(stream.read(8), "little")
             if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
                 raise ValueError("its header is longer than the file")
-            raw = json.loads(stream.read(length))
+            raw = json.loads(stream.read(length), object_pairs_hook=without_twins)
+            if not isinstance(raw, dict):
+                raise ValueError("its header is no object")
     except FileNotFoundError:
         raise ValueError(f"{file} does not exist; download the whole directory") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no safetensors file ({error}); download it again") from None
     raw.pop("__metadata__", None)
     begin, end = 8 + length, 8 + length
-    found = {}
+    found, places = {}, []
     for name, said in raw.items():
         found[name], last = _entry(file, name, said, begin)
-        end = max(end, last)
+        places.append((found[name].start, last, name))
+    for first, last, name in sorted(places):
+        if first != end:
+            raise ValueError(
+                f"{file}: the tensor {name!r} begins at byte {first:,}, and the one before it ends "
+                f"at {end:,}; download it again"
+            )
+        end = last
     if end != size:
         what = "truncated" if size < end else "too long"
         raise ValueError(f"{file} is {what}: {size:,} bytes of {end:,}; download it again")
@@ -152,17 +162,20 @@ def _header(file: Path) -> dict[str, Entry]:
 def _entry(file: Path, name: str, said: Any, begin: int) -> tuple[Entry, int]:
     """A tensor's place, and the byte behind it."""
     try:
-        first, last = (int(offset) for offset in said["data_offsets"])
-        shape = tuple(int(axis) for axis in said["shape"])
-        kind = said["dtype"]
+        first, last = said["data_offsets"]
+        shape, kind = tuple(said["shape"]), said["dtype"]
+        numbers = (first, last, *shape)
+        if len(shape) > _MOST_AXES or any(type(n) is not int or n < 0 for n in numbers):
+            raise TypeError
     except (KeyError, TypeError, ValueError):
         raise ValueError(
             f"{file}: its header does not describe {name!r}; download it again"
         ) from None
-    if kind not in DTYPES:
+    if not isinstance(kind, str) or kind not in DTYPES:
         raise ValueError(
-            f"{file}: the tensor {name!r} has dtype {kind}; only {', '.join(DTYPES)} are read"
+            f"{file}: the tensor {name!r} has dtype {str(kind)[:60]}; only {', '.join(DTYPES)} are "
+            "read"
         )
-    if first < 0 or last - first != math.prod(shape) * DTYPES[kind].itemsize:
+    if last - first != math.prod(shape) * DTYPES[kind].itemsize:
         raise ValueError(f"{file}: the tensor {name!r} has another size than its shape {shape}")
     return Entry(file, DTYPES[kind], shape, begin + first), begin + last

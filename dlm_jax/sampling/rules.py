@@ -21,7 +21,7 @@ from dlm_jax.sampling.remask import REMASK_RULES, RemaskRule, Renoise
 from dlm_jax.sampling.row import ROW_SETTINGS
 from dlm_jax.sampling.transforms import TRANSFORMS, Chain, LogitBias, LogitTransform, chain
 from dlm_jax.sampling.transforms.structure import Structure
-from dlm_jax.settings import Rule, Setting, nearest, on_device, static_values
+from dlm_jax.settings import Rule, Setting, brief, nearest, on_device, static_values
 
 
 class Rules(NamedTuple):
@@ -279,11 +279,13 @@ class RuleTable:
     def _parsed_chain(self, names: Any) -> tuple[str, ...]:
         is_list = isinstance(names, list | tuple)
         if not is_list or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"chain={names!r} is not a list of names; use ['top_k'], say")
+            raise ValueError(f"chain={brief(names)} is not a list of names; use ['top_k'], say")
         for name in names:
             if name not in self.transforms:
                 known = tuple(self.transforms)
-                raise ValueError(f"chain has unknown name {name!r}; {nearest(name, known)}")
+                raise ValueError(
+                    f"chain has unknown name {brief(name)}; {nearest(name[:60], known)}"
+                )
             if list(names).count(name) > 1:
                 raise ValueError(
                     f"chain has {name!r} {list(names).count(name)} times; name it once"

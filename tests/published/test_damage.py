@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import published_cases as cases
 import pytest
 
 import dlm_jax
+from dlm_jax.published.shards import Shards
+from dlm_jax.sampling.rules import BUILT_IN
 
 
 def _bits(path, rng, count):
@@ -37,3 +40,58 @@ def test_a_flipped_bit_is_one_line_or_another_model_and_never_a_crash(tmp_path, 
         path.write_bytes(whole)
     assert [what for what in told if not what[2] or "\n" in what[2]] == []
     assert len(told) > 100
+
+
+def _header(change):
+    """A safetensors file of two tensors of four bytes, whose header was changed."""
+    said = {name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]}
+            for i, name in enumerate("ab")}  # fmt: skip
+    text = change(said)
+    text = (json.dumps(said) if text is None else text).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(8)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda said: "[" * 100_000, "is no safetensors file"),
+        (lambda said: "null", "its header is no object"),
+        (lambda said: "[]", "its header is no object"),
+        (lambda said: json.dumps(said)[:-1] + ', "a": {}}', "'a' is given twice"),
+        (lambda said: said["a"].update(dtype=[]), "has dtype"),
+        (lambda said: said["a"].update(shape=[1.0]), "does not describe 'a'"),
+        (lambda said: said["a"].update(shape=[True]), "does not describe 'a'"),
+        (lambda said: said["a"].update(shape=[1] * 5000), "does not describe 'a'"),
+        (lambda said: said["a"].update(shape=[-1, -1]), "does not describe 'a'"),
+        (lambda said: said["a"].update(data_offsets=[0.0, 4]), "does not describe 'a'"),
+        (lambda said: said["b"].update(data_offsets=[0, 4]), "begins at byte"),
+        (lambda said: said.update(b={"dtype": "F32", "shape": [0], "data_offsets": [6, 6]}),
+         "begins at byte"),
+    ],
+)  # fmt: skip
+def test_a_header_that_lies_is_refused_in_a_line(tmp_path, change, told):
+    (tmp_path / "model.safetensors").write_bytes(_header(change))
+    with pytest.raises(ValueError, match=told) as refused:
+        Shards(tmp_path)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[" * 100_000, b'{"a":' * 50_000, b'{"architectures": 3}', b'{"architectures": [[]]}',
+     b'{"architectures": {"a": 1}}', b'{"architectures": NaN}', b'{"a": 1, "a": 2}'],
+)  # fmt: skip
+def test_a_config_made_to_hurt_is_refused_in_a_line(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match="config.json") as refused:
+        dlm_jax.load(tmp_path)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
+
+
+def test_errors_of_long_values_are_short():
+    for name, setting in BUILT_IN.settings.items():
+        for value in ("x" * 10**5, [["x" * 10**5]], ["x"] * 10**5, {"x" * 10**5: 1}):
+            try:
+                setting.checked(value)
+            except ValueError as error:
+                assert len(str(error)) < 1000, name

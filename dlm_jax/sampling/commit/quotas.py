@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.protocol import CommitContext, CommitRule, Proposal, most, uniform
-from dlm_jax.settings import Setting, rule, static
+from dlm_jax.settings import Setting, brief, rule, static
 
 Quota = Callable[[CommitContext], jax.Array]
 """``(context) -> int32 [B]``: how many holes each row commits at this step."""
@@ -121,9 +121,9 @@ CONFIDENCE_OF = Setting(
 
 def _ids(value: Any) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ValueError(f"confidence_without={value!r} is no list of ids; use (), say")
+        raise ValueError(f"confidence_without={brief(value)} is no list of ids; use (), say")
     if not all(hasattr(id_, "__index__") and not isinstance(id_, bool) for id_ in value):
-        raise ValueError(f"confidence_without={value!r} holds what is no id; use whole numbers")
+        raise ValueError(f"confidence_without={brief(value)} has what is no id; use whole numbers")
     return tuple(int(id_) for id_ in value)
 
 

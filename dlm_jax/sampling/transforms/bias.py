@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from dlm_jax.sampling.transforms.protocol import At, LogitTransform
-from dlm_jax.settings import INT_LIMIT, Setting, per_row, rule
+from dlm_jax.settings import INT_LIMIT, Setting, brief, per_row, rule
 
 _SMALLEST_BUCKET = 8
 
@@ -30,7 +30,7 @@ def check_id(name: str, value: Any) -> None:
     """Raises ValueError unless the value can be an id."""
     is_integer = not isinstance(value, bool) and hasattr(value, "__index__")
     if not is_integer or not 0 <= int(value) <= INT_LIMIT:
-        raise ValueError(f"{name}={value!r} is not an integer of 32 bits >= 0; use one")
+        raise ValueError(f"{name}={brief(value)} is not an integer of 32 bits >= 0; use one")
 
 
 def _pairs(bias: Any) -> tuple[tuple[int, float], ...]:
@@ -39,12 +39,12 @@ def _pairs(bias: Any) -> tuple[tuple[int, float], ...]:
         pairs = bias.items() if isinstance(bias, Mapping) else map(tuple, bias)
         return tuple(_checked_pair(pair) for pair in pairs)
     except TypeError:
-        raise ValueError(f"logit_bias={bias!r} is not a mapping; use {{12: -5.0}}") from None
+        raise ValueError(f"logit_bias={brief(bias)} is not a mapping; use {{12: -5.0}}") from None
 
 
 def _checked_pair(pair: tuple[Any, ...]) -> tuple[int, float]:
     if len(pair) != 2:
-        raise ValueError(f"logit_bias={pair!r} is not a pair; use (id, bias)")
+        raise ValueError(f"logit_bias={brief(pair)} is not a pair; use (id, bias)")
     token, bias = pair
     if isinstance(token, str) and token.isdecimal():
         token = int(token)  # keys of JSON objects are texts
@@ -52,7 +52,8 @@ def _checked_pair(pair: tuple[Any, ...]) -> tuple[int, float]:
     is_number = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
     if not is_number or not (bias == -math.inf or -1e9 <= float(bias) <= 1e9):
         raise ValueError(
-            f"logit_bias={bias!r} of id {token} is neither -inf nor within 1e9; use -inf to ban"
+            f"logit_bias={brief(bias)} of id {token} is neither -inf nor within 1e9; use -inf to "
+            "ban"
         )
     return int(token), float(bias)
 

@@ -14,7 +14,7 @@ from jax import Array
 
 from dlm_jax.sampling.transforms.bias import check_id, padded
 from dlm_jax.sampling.transforms.protocol import At, Context, LogitTransform
-from dlm_jax.settings import INT_LIMIT, Setting, fact, per_row, rule
+from dlm_jax.settings import INT_LIMIT, Setting, brief, fact, per_row, rule
 
 REPETITION_PENALTY = Setting(
     "repetition_penalty", 1.0,
@@ -55,7 +55,7 @@ def _ids(value: Any) -> tuple[int, ...]:
     try:
         ids = tuple(value)
     except TypeError:
-        raise ValueError(f"dry_breakers={value!r} is not a list of ids; use [3, 4]") from None
+        raise ValueError(f"dry_breakers={brief(value)} is not a list of ids; use [3, 4]") from None
     for token in ids:
         check_id("dry_breakers", token)
     return tuple(int(token) for token in ids)

@@ -20,7 +20,7 @@ from jax import Array
 
 from dlm_jax.sampling.transforms import state_sets
 from dlm_jax.sampling.transforms.protocol import At, Context, LogitTransform
-from dlm_jax.settings import Setting, per_row, rule
+from dlm_jax.settings import Setting, brief, per_row, rule
 
 # From sizes on that most schemas fit, so that one program holds them.
 _STATE_SIZES = tuple(2**power for power in range(7, 13))
@@ -91,7 +91,9 @@ class Automaton:
 
 def _checked(value: Any) -> Any:
     if not isinstance(value, str | Automaton):
-        raise ValueError(f"structure={value!r} is not a regular expression; write it as a text")
+        raise ValueError(
+            f"structure={brief(value)} is not a regular expression; write it as a text"
+        )
     return value
 
 
