@@ -91,7 +91,8 @@ def test_a_config_made_to_hurt_is_refused_in_a_line(tmp_path, content):
 def test_errors_of_long_values_are_short():
     for name, setting in BUILT_IN.settings.items():
         for value in ("x" * 10**5, [["x" * 10**5]], ["x"] * 10**5, {"x" * 10**5: 1}):
-            try:
+            if name == "structure" and isinstance(value, str):
+                continue  # a text of any length is one
+            with pytest.raises(ValueError, match=name) as refused:
                 setting.checked(value)
-            except ValueError as error:
-                assert len(str(error)) < 1000, name
+            assert len(str(refused.value)) < 1000, name
