@@ -114,9 +114,7 @@ class Setting:
             return next((name for name, found in choices.items() if found is value), value)
         named = meant(self.name, value)
         advice = f"use {named}" if named else f"did you mean {closest(str(value)[:60], choices)!r}?"
-        raise ValueError(
-            f"{self.name}={brief(value)} is not one of {', '.join(choices)}; {advice}"
-        )
+        raise ValueError(f"{self.name}={brief(value)} is not one of {', '.join(choices)}; {advice}")
 
     def resolved(self, value: Any) -> Any:
         """What a value stands for: that of a choice, or the value itself."""

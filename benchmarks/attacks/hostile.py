@@ -147,9 +147,10 @@ def _headers(folder: Path) -> Iterator[Case]:
         return put
 
     def raw(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-        return lambda directory: (directory / file).write_bytes(
-            change((directory / file).read_bytes())
-        )
+        def put(directory: Path) -> None:
+            (directory / file).write_bytes(change((directory / file).read_bytes()))
+
+        return put
 
     for key in ("dtype", "shape", "data_offsets"):
         for value in (*_JUNK, "F64", "I8", "F8_E4M3", [-1, 4], [0, 0], [10**18, 10**18], [0, 2**64],
@@ -169,7 +170,7 @@ def _headers(folder: Path) -> Iterator[Case]:
     for size in (0, 1, 2**63, 2**64 - 1, 10**8, 99_999_999):
         yield _named(f"size {size}", _directory(
             folder, raw(lambda data, size=size: struct.pack("<Q", size) + data[8:])))  # fmt: skip
-    for name, change in {
+    for name, changed in {
         "empty": lambda data: b"", "seven bytes": lambda data: data[:7],
         "eight": lambda data: data[:8], "cut": lambda data: data[:-1], "more": lambda d: d + b"x",
         "zeros": lambda data: bytes(len(data)),
@@ -181,7 +182,7 @@ def _headers(folder: Path) -> Iterator[Case]:
         "two keys": lambda data: _doubled(data),
         "overlap": lambda data: _overlapping(data),
     }.items():  # fmt: skip
-        yield _named(f"file {name}", _directory(folder, raw(change)))
+        yield _named(f"file {name}", _directory(folder, raw(changed)))
     index = "model.safetensors.index.json"
     for value in (*_JUNK, "../x.safetensors", "/etc/passwd", "no.safetensors", "a\0.safetensors"):
 
