@@ -44,6 +44,7 @@ from dlm_jax.cli.shown import check_page, heads_line, print_read_back, write_pag
 from dlm_jax.cli.watching import watched
 from dlm_jax.config import RowSettings, add_sample_flags, parse_flags, sample_settings
 from dlm_jax.config.sample import settings_of
+from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.generate import chain_report
 from dlm_jax.inference.model import DTYPES
 from dlm_jax.inference.own_rules import classes_of, with_rules
@@ -99,6 +100,15 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     add_mesh_flags(parser)
     add_sample_flags(parser, kind)
     return parser
+
+
+def _host_sampler(args: argparse.Namespace) -> HostSampler | None:
+    """The host sampler of ``--host-sampler``; imports the modules that requests may name, too."""
+    for module in args.allow_host_sampler:
+        import_module(module, f"--allow-host-sampler {module}")
+    if args.host_sampler is None:
+        return None
+    return import_sampler(args.host_sampler, f"--host-sampler {args.host_sampler}")
 
 
 def _check_read_back(args: argparse.Namespace) -> None:
@@ -165,11 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = sample_settings({n: getattr(args, n) for n in names if hasattr(args, n)}, kind)
         settings |= {"rules": rules} if rules else {}
         _check_modes(args)
-        sampler = None
-        if args.host_sampler is not None:
-            sampler = import_sampler(args.host_sampler, f"--host-sampler {args.host_sampler}")
-        for module in args.allow_host_sampler:
-            import_module(module, f"--allow-host-sampler {module}")
+        sampler = _host_sampler(args)
         _check_read_back(args)
         join_hosts(args)
         mesh = mesh_of(overrides, is_distributed=args.distributed)
