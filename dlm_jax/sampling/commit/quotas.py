@@ -49,7 +49,7 @@ def timestep_quota(context: CommitContext) -> jax.Array:
 
     def time(step_B: jax.Array) -> jax.Array:
         left_B = (steps_B - step_B).astype(jnp.float32)
-        is_early_B = step_B < (steps_B + 1) // 2
+        is_early_B = step_B < steps_B - steps_B // 2
         from_end_B = jnp.float32(_LAST_TIME) - width_B * left_B
         return jnp.where(is_early_B, 1.0 + width_B * step_B.astype(jnp.float32), from_end_B)
 
