@@ -278,6 +278,7 @@ UNCHECKED = {
     ("serving.md", "What it costs"): "a clock: python benchmarks/serving.py",
     ("structure.md", "What it costs"): "a clock: python benchmarks/structure_masks.py",
     ("scaling.md", "Figures"): "the compiler for TPUs: python -m benchmarks.pods",
+    ("scaling.md", "Sampling with a cache"): "the compiler for TPUs: python -m benchmarks.pods",
     ("scaling.md", "The logit chain"):
         "the compiler for TPUs: python -m benchmarks.logit_chain",
     ("exit_codes.md", "Attacks"): "minutes of one core: python benchmarks/attack.py",

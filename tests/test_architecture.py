@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "metrics": {"config", "checksums", "storage"},
     "data": {"types", "storage", "config"},
     "checkpoint": {"types", "storage", "config", "distributed"},
-    "published": {"types", "randomness", "storage", "config", "data", "model"},
+    "published": {*_BASE, "storage", "sampling", "config", "data", "model"},
     "costs": {"distributed"},
     "training": {*_CORE, "metrics", "progress", "published", "costs"},
     "inference": {*_CORE, "published"},

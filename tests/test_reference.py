@@ -70,7 +70,7 @@ def test_a_name_that_stands_for_one_elsewhere_exists(name):
 
 def test_a_name_that_does_not_exist_is_found_out():
     wrong = ("remasking", "--gpu-top-k", "heads.sampler_weight", "dlm_jax.sampling.draw.sample",
-             "tests/none.py", "dlm_jax.Counters.wave")  # fmt: skip
+             "no_such.py", "dlm_jax.Counters.wave")  # fmt: skip
     assert not any(map(_exists, wrong))
     with pytest.raises(ValueError, match="order="):
         _exists('order = "low_confidense"')

@@ -30,7 +30,7 @@ def _registered() -> list[type]:
     for module in pkgutil.walk_packages(dlm_jax.__path__, "dlm_jax."):
         if not module.name.endswith("__main__"):
             for cls in vars(importlib.import_module(module.name)).values():
-                if inspect.isclass(cls) and "identity" in vars(cls).get("__dataclass_fields__", {}):
+                if inspect.isclass(cls) and vars(cls).get("identity") is cls:
                     found[cls] = None
     return list(found)
 

@@ -48,7 +48,7 @@ from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.generate import chain_report
 from dlm_jax.inference.model import DTYPES
 from dlm_jax.inference.own_rules import classes_of, with_rules
-from dlm_jax.inference.trunk_time import StepTime, step_time
+from dlm_jax.inference.trunk_time import step_time
 from dlm_jax.progress import Progress
 from dlm_jax.types import Status
 from dlm_jax.viewing.frames import Frame
@@ -123,6 +123,7 @@ def _check_read_back(args: argparse.Namespace) -> None:
 
 def _check_modes(args: argparse.Namespace) -> None:
     """Raises ValueError for flags that mean nothing together."""
+    _check_read_back(args)
     if (args.prompts is None) != (args.output is None):
         raise ValueError("--prompts and --output go together; give both")
     if args.prompts is not None:
@@ -171,12 +172,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         rules = _own_rules(sys.argv[1:] if argv is None else argv)
         kind = settings_of(with_rules(tuple(rules)))
         args, overrides = parse_flags(make_parser(kind), argv)
-        names = kind.table.settings
-        settings = sample_settings({n: getattr(args, n) for n in names if hasattr(args, n)}, kind)
-        settings |= {"rules": rules} if rules else {}
+        given = {n: getattr(args, n) for n in kind.table.settings if hasattr(args, n)}
+        settings = sample_settings(given, kind) | ({"rules": rules} if rules else {})
         _check_modes(args)
         sampler = _host_sampler(args)
-        _check_read_back(args)
         join_hosts(args)
         mesh = mesh_of(overrides, is_distributed=args.distributed)
         model = load_model(args.checkpoint, mesh=mesh, dtype=args.dtype)
@@ -220,9 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_read_back(result, model.tokenizer, args.read_back)
     _tell(result, seconds, compiling)
     if args.time_steps:
-        with refusals(), naming_flags():
-            _tell_time(step_time(model, prompts, **common, host_sampler=sampler,
-                                 read_back=args.read_back is not None))  # fmt: skip
+        _tell_time(model, prompts, host | common)
     if args.trace is not None and not write_page(model, prompts[0], frames, args.trace):
         return _end_of(result, End.NO_PAGE)
     return _end_of(result, End.DONE)
@@ -261,8 +258,12 @@ def _tell(result: dlm_jax.Texts, seconds: float, compiling: float) -> None:
     )
 
 
-def _tell_time(time: StepTime) -> None:
+def _tell_time(
+    model: dlm_jax.Model, prompts: list[dict[str, Any]], settings: dict[str, Any]
+) -> None:
     """Prints what of a step's time is the trunk's."""
+    with refusals(), naming_flags():
+        time = step_time(model, prompts, **settings)
     print(
         f"a step of {time.rows} rows of {time.canvas} takes {1e3 * time.step:.2f} ms, the trunk "
         f"alone {1e3 * time.trunk:.2f} ms, {time.forwards:.3g} times a step: sampling is "

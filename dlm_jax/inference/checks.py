@@ -89,7 +89,7 @@ def check_canvas(request: Request, facts: ModelFacts, *, mask_id: int) -> None:
             "tokens are given behind a hole, where a block-causal model does not see them; give "
             "them before it, or use a bidirectional model"
         )
-    sample.table.fill[sample.fill].check_canvas(sample, facts, is_open)
+    sample.table.fills(sample).check_canvas(sample, facts, is_open)
     cache = sample.table.caches(sample)
     if cache is not None:
         cache.check_canvas(sample, facts, is_open)

@@ -231,7 +231,9 @@ def test_every_setting_that_is_a_list_is_one_in_json_own_ones_too(tmp_path):
     }  # fmt: skip
     path = _write(tmp_path / "in.jsonl", [given, {"favoured": 3}])
     lines = read_requests(path, known=[*table.settings])
-    _, (request,), (refused,) = run._accepted(MODEL, lines, 0, {"rules": [Favour]})
+    _, (request,), (refused,) = run._accepted(
+        MODEL, lines, 0, {"rules": [Favour]}, run._Hosts(MODEL, None, 8)
+    )
     made = {name: getattr(request.sample, name) for name in given}
     assert made == given | dict.fromkeys(shared, (3,)) | {
         "logit_bias": ((3, -1.0),), "chain": tuple(given["chain"]), "favoured": (3, 4),

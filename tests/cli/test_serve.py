@@ -111,5 +111,5 @@ def test_it_tells_its_address_asks_for_the_key_and_ends_on_a_signal(run_dir):
         logged = process.stderr.read()
         assert "secret" not in logged
         assert json.loads(logged.splitlines()[0])["event"] == (
-            "heads: none; fill=parallel, order=random"
+            "heads: none; fill=parallel, order=left_to_right"
         )

@@ -90,7 +90,7 @@ def test_calls_tell_the_steps_that_rows_took_and_the_tokens_that_they_wrote():
     taken = slots.advance(3)
     steps = [min(3, row.steps, row.tokens.count(toy.MASK)) for row in ROWS]
     assert taken.steps.tolist() == steps + [0] * (8 - len(ROWS))
-    assert taken.forwards == sum(steps)
+    assert taken.counted["forwards"] == sum(steps)
     assert slots.num_committed() == sum(
         row.num_generated for row in slots.rows(slots.held).values()
     )

@@ -50,7 +50,7 @@ def _checked_pair(pair: tuple[Any, ...]) -> tuple[int, float]:
         token = int(token)  # keys of JSON objects are texts
     check_id("logit_bias", token)
     is_number = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
-    if not is_number or not (bias == -math.inf or -1e9 <= float(bias) <= 1e9):
+    if not is_number or not (bias == -math.inf or -1e9 <= bias <= 1e9):  # pyright: ignore[reportOperatorIssue]
         raise ValueError(
             f"logit_bias={brief(bias)} of id {token} is neither -inf nor within 1e9; use -inf to "
             "ban"
