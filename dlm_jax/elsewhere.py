@@ -56,6 +56,8 @@ _LENGTH, _STEPS = ("max_tokens", "gen_length"), ("steps",)
 _ROWS = ("n", "num_samples")
 _STEPS_OF_BLOCK = "it counts the steps of one block; steps are those of the whole row"
 
+_FORMAT = "response_format takes a schema, structure a regular expression"
+
 TABLE: dict[str, Here] = {
     # How positions are chosen.
     "remasking": Here(("order",), ORDERS),
@@ -90,7 +92,7 @@ TABLE: dict[str, Here] = {
     "max_denoising_steps": Here(_STEPS),
     "denoising_steps": Here(_STEPS, note=_STEPS_OF_BLOCK),
     "steps_per_block": Here(_STEPS, note=_STEPS_OF_BLOCK),
-    "block_size": Here(("block_length",)),
+    "block_size": Here(("block_length",), note="the canvas of a row is max_length"),
     "bd_size": Here(("block_length",)),
     "small_block_size": Here(
         ("block_length",), note="threshold_alone is the length of the blocks that it is a part of"
@@ -130,13 +132,45 @@ TABLE: dict[str, Here] = {
     "logits_eos_inf": Here(("ignore_eos",)),
     "confidence_eos_eot_inf": Here(("confidence_without",), note="it takes the ids"),
     "guided_regex": Here(("structure",)),
-    "structured_outputs": Here(("response_format", "structure"), note="a regular expression"),
-    "guided_decoding": Here(("response_format", "structure"), note="a regular expression"),
-    "guided_json": Here(("response_format", "structure"), note="a regular expression"),
-    "json_schema": Here(("response_format", "structure"), note="a regular expression"),
-    "grammar": Here(("response_format", "structure"), note="a regular expression"),
+    "structured_outputs": Here(
+        ("response_format", "structure"),
+        note="response_format takes a schema, structure a regular expression",
+    ),
+    "guided_decoding": Here(
+        ("response_format", "structure"),
+        note="response_format takes a schema, structure a regular expression",
+    ),
+    "guided_json": Here(
+        ("response_format", "structure"),
+        note="response_format takes a schema, structure a regular expression",
+    ),
+    "json_schema": Here(
+        ("response_format", "structure"),
+        note="response_format takes a schema, structure a regular expression",
+    ),
+    "grammar": Here(
+        ("response_format", "structure"),
+        note="response_format takes a schema, structure a regular expression",
+    ),
     "num_return_sequences": Here(_ROWS),
     "num_sample_batches": Here(_ROWS),
+    "num_samples": Here(("n",)),
+    "n": Here(("num_samples",)),
+    "preset": Here(note="a preset holds for a whole program: --preset, or Model.preset in Python"),
+    "penalty_repeat": Here(("repetition_penalty",)),
+    "penalty_freq": Here(("frequency_penalty",)),
+    "penalty_present": Here(("presence_penalty",)),
+    "rep_p": Here(("repetition_penalty",)),
+    "margin": Here(("delete_margin",)),
+    "lam": Here(("delete_lambda",)),
+    "temp_ext": Here(("dynatemp_range", "temperature")),
+    "enable_early_stopping": Here(("stop_at_eos",)),
+    "max_iterations": Here(_STEPS),
+    "use_float32_gumbel": Here(("draw",), {_TRUE: {"draw": "gumbel"}}),
+    "tokens_per_step": Here(_STEPS, note="steps is the tokens divided by it"),
+    "max_waves": Here(note="a fill takes as many waves as its holes need"),
+    "backend_sampling": Here(note="every row is sampled on the device but those with host_sampler"),
+    "mask_id": Here(note="it is the tokenizer's"),
     # Caches.
     "use_cache": Here(("cache",), {_TRUE: {"cache": "prefix"}, "false": {"cache": "none"}}),
     "dual_cache": Here(("cache",), {_TRUE: {"cache": "dual"}, "false": {"cache": "none"}}),
@@ -169,7 +203,7 @@ def named_here(name: str, known: Iterable[str], value: Any = None) -> str:
     found = next((shown[one] for one in here.names if one in shown), None)
     if found is None:
         return ""
-    asked = here.values.get(_plain(str(value)))
+    asked = here.values.get(_plain_value(value))
     if asked is not None:
         return f"it is named {found} here; use {written(asked, shown)}"
     if here.values:
@@ -180,7 +214,7 @@ def named_here(name: str, known: Iterable[str], value: Any = None) -> str:
 
 def meant(name: str, value: Any) -> str:
     """What a value of others stands for that was given to a setting of ours; empty if nothing."""
-    asked = VALUES.get(name, {}).get(_plain(str(value)))
+    asked = VALUES.get(name, {}).get(_plain_value(value))
     return "" if asked is None else written(asked)
 
 
@@ -196,3 +230,7 @@ def written(asked: Given, shown: Mapping[str, str] = {}) -> str:
 
 def _plain(name: str) -> str:
     return name.lstrip("-").rpartition(".")[2].lower().replace("-", "_")
+
+
+def _plain_value(value: Any) -> str:
+    return str(value).lower().replace("-", "_")

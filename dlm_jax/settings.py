@@ -289,7 +289,10 @@ def neutral(settings: Sequence[Setting]) -> Mapping[str, Any]:
 
 def brief(value: Any) -> str:
     """A value as an error shows it, cut to what fits a line."""
-    text = repr(value)
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # Python refuses to write integers of over 4,300 digits
+        return f"<{type(value).__name__}>"
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 

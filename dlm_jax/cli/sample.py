@@ -250,10 +250,12 @@ def _end_of(result: dlm_jax.Texts, otherwise: End) -> End:
 def _tell(result: dlm_jax.Texts, seconds: float, compiling: float) -> None:
     """Prints what was made, and how fast."""
     generated = int((result.committed >= 0).sum())
+    programs = f"; {len(result.programs)} compilation ({', '.join(result.programs)})"
     print(
         f"{len(result.texts)} texts, {int(result.steps.sum())} steps, {_counted(result)}"
-        f"{generated} tokens in {seconds:.2f} s ({speeds(generated, seconds, compiling)}); "
-        f"{len(result.programs)} compilation ({', '.join(result.programs)})",
+        f"{generated} tokens in {seconds:.2f} s ({speeds(generated, seconds, compiling)})"
+        + programs
+        * bool(result.programs),
         file=sys.stderr,
     )
 

@@ -27,7 +27,7 @@ from dlm_jax.inference.places import Place, open_places
 from dlm_jax.inference.read_back import ReadBack, read_back
 from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling.edits.state import places as all_places
-from dlm_jax.sampling.inputs import StepInputs
+from dlm_jax.sampling.inputs import StepInputs, is_stepping
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.state import State
 from dlm_jax.sampling.step import chain_now, look, renoised, write
@@ -156,9 +156,9 @@ class HostLoop:
         kept = {slot: x for slot, x in samplers.items() if isinstance(x, Resetting)}
         if not kept:
             return
-        step_B = np.asarray(state.step_B)
+        is_first_B = np.asarray((state.step_B == 0) & is_stepping(state))
         for slot, sampler in sorted(kept.items()):
-            if step_B[slot] == 0:
+            if is_first_B[slot]:
                 reset = functools.partial(sampler.reset, names[slot])
                 _call_hook(reset, slot, names[slot], "reset", failed)
 

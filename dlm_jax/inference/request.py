@@ -32,7 +32,8 @@ class Request:
 
     Attributes:
       tokens: int ``[n]``, the whole canvas: given tokens, a draft's, and MASK at the holes.
-      sample: its settings; at least one step for each block with holes.
+      sample: its settings; at least one step for each block with holes. ``fill="auto"`` is the
+        parallel fill: `make_requests` and `generate` resolve it by the model's heads.
       seed: of the row's randomness, in [0, 2**32).
       is_draft: True at tokens that stand there to be refined; None is nowhere.
       host_sampler: chooses the row's tokens among the candidates that its chain leaves.
@@ -259,7 +260,7 @@ def _settings(
                 f"fill={sample.fill!r} draws tokens in waves, where no host sampler or read-back "
                 "can look; use fill='parallel'"
             )
-        _warn_of_parallel(f"recommended {sample.fill!r}")
+        _warn_of_parallel(f"recommended {sample.fill!r}", stacklevel=6)
         sample = replace(sample, fill="parallel")
     if needs_host and getattr(sample, "confidence_of", "clean") != "clean":
         raise ValueError(
@@ -285,18 +286,18 @@ def _auto_fill(
     if not model.fills_in_waves:
         return {"fill": "parallel"}
     if needs_host:
-        _warn_of_parallel("'wavefront' of its sampler head")
+        _warn_of_parallel("'wavefront' of its sampler head", stacklevel=7)
         return {"fill": "parallel"}
     if "order" not in given and recommended["order"] == "random":
         return {"fill": "wavefront", "order": "random_filled"}
     return {"fill": "wavefront"}
 
 
-def _warn_of_parallel(replaced: str) -> None:
+def _warn_of_parallel(replaced: str, *, stacklevel: int) -> None:
     warnings.warn(
         f"fill='parallel' replaces the {replaced}, which draws tokens where no host sampler or "
         "read-back can look",
-        stacklevel=6,
+        stacklevel=stacklevel,
     )
 
 

@@ -143,7 +143,7 @@ class Slots:
         """Takes up to `num_steps` steps of every row; a `HostLoop` takes one.
 
         It comes back sooner when `num_ends` rows have ended. A row that a host sampler fails ends
-        with `Status.FAILED`, as it stood before that step.
+        with `Status.FAILED`: as it stood before that step, or after it where `accept` failed.
         """
         state = self._state
         assert state is not None
@@ -186,6 +186,8 @@ class Slots:
         for place, slot in enumerate(held):
             made._jobs[place], made._began[place] = self._jobs[slot], self._began[slot]
             made._read_back[place] = self._read_back[slot]
+            if slot in self._failed:
+                made._failed[place] = self._failed[slot]
             made._steps[place] = self._steps[slot]
             made._counted[:, place] = self._counted[:, slot]
         return made

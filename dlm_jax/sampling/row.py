@@ -31,8 +31,8 @@ GUIDANCE = Setting(
 )  # fmt: skip
 STOP_AT_EOS = Setting(
     "stop_at_eos", False,
-    "a row that edits is done when a finished block holds EOS; others always are when EOS stands "
-    "behind what will not change",
+    "for rows with edits: a row is done when a finished block holds EOS. Rows without edits always "
+    "end when EOS stands before every hole and nothing given follows it",
 )  # fmt: skip
 RESAMPLE = Setting(
     "resample", False, "every token that was not given is open at every step, as if it were a hole"
@@ -63,8 +63,8 @@ class RowParams(Rule):
       open_blocks_B: int32, blocks that may be worked on at once.
       open_share_B: float32 in (0, 1], how much of the last of them is written when the next begins.
       guidance_B: float32 scale of classifier-free guidance; 0 is none.
-      stops_at_eos_B: True for rows that are done when their text is whole: EOS stands behind tokens
-        that will not change, and nothing given behind it.
+      stops_at_eos_B: True for rows that are done when their text is whole: EOS stands among tokens
+        that will not change, and nothing given follows it. Holes behind it may stay.
       resamples_B: True for rows whose unfrozen tokens are all open, as if they were holes.
       capacity_B: int32, live positions that edits may grow a row to, at most ``L``; less than the
         row has is as many as it has.

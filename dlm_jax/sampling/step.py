@@ -71,9 +71,7 @@ def renoised(program: Program, state: State) -> State:
         num_rows, vocab_size = tokens_BL.shape[0], program.network.vocab_size
 
         def is_text() -> jax.Array:
-            ids_N = jnp.tile(jnp.arange(vocab_size), num_rows)
-            row_N = jnp.repeat(jnp.arange(num_rows), vocab_size)
-            is_banned_BV = chain.forbids(ids_N, row_N).reshape(num_rows, vocab_size)
+            is_banned_BV = chain.banned(num_rows, vocab_size)
             return ~is_banned_BV.at[:, jnp.array(sorted(banned))].set(True, mode="drop")
 
         return renoise.write(

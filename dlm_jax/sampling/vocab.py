@@ -159,7 +159,8 @@ def argmax(logits_NV: Array, tolerance: float = 0.0) -> Array:
 
 
 def _lowest_tied(max_N1: Array, tolerance: float) -> Array:
-    slack_N1 = tolerance * jnp.maximum(jnp.abs(max_N1), 1.0)
+    # A bias may be large; what the model says of two ids that it raises still counts.
+    slack_N1 = tolerance * jnp.clip(jnp.abs(max_N1), 1.0, 100.0)
     return max_N1 - jnp.where(jnp.isfinite(max_N1), slack_N1, 0.0)
 
 

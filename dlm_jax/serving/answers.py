@@ -150,20 +150,9 @@ class Answer:
 
     def _record(self, written: Written) -> dict[str, Any]:
         """A position that was written: what its row's chain left there, the likeliest first."""
-        left = written.candidates
-        most = self.plan.read_back
-        candidates = [
-            {"id": id_, "token": self.tokenizer.decode([id_]), "logit": logit, "logprob": logprob}
-            for id_, logit, logprob in zip(
-                left.ids[:most].tolist(), left.logits[:most].tolist(),
-                left.logprobs[:most].tolist(), strict=True,
-            )
-        ]  # fmt: skip
-        return {
-            "position": written.place, "step": left.step, "id": written.token,
-            "token": self.tokenizer.decode([written.token]), "probability": written.probability,
-            "survivors": left.num_survivors, "candidates": candidates,
-        }  # fmt: skip
+        told = written.to_json(self.plan.read_back)
+        texts = [self.tokenizer.decode([id_]) for id_ in told["ids"]]
+        return told | {"text": self.tokenizer.decode([written.token]), "texts": texts}
 
     def _logprobs(self, row: Row, places: range) -> dict[str, Any] | None:
         """The log-probability of each token that was written, and of its rivals if asked."""

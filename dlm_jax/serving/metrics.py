@@ -67,7 +67,7 @@ class _EngineFigures(prometheus_client.registry.Collector):
         counts = {
             "rows": "Rows that have ended.", "forwards": "Forwards of the model.",
             "steps": "Steps of rows.", "waves": "Waves of wavefront fills.",
-            "bootstrapped": "Positions of those that the LM head drew.",
+            "bootstrapped": "Positions that the LM head drew in wavefront fills.",
             "filled": "Candidates that were drawn.",
         }  # fmt: skip
         for name, text in counts.items():

@@ -275,7 +275,7 @@ class Planner:
             if getattr(asked, name) and not asked.stream:
                 raise refused(f"{name} means nothing without stream=true", name)
         if asked.read_back and asked.diffusing:
-            raise refused("read_back is of tokens that stay, and diffusing shows others; drop one",
+            raise refused("read_back and diffusing do not go together; drop one",
                           "read_back")  # fmt: skip
 
     def _has_usage(self, asked: Sampled) -> bool:

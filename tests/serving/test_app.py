@@ -468,17 +468,18 @@ def test_what_is_read_back_is_that_of_generate(running):
     assert len(choice["read_back"]) == int((made.committed >= 0).sum()) > 1
     for told, written in zip(choice["read_back"], made.read_back[0], strict=True):
         left = written.candidates
-        assert (told["position"], told["step"], told["id"], told["survivors"]) == (
+        assert (told["place"], told["step"], told["token"], told["num_survivors"]) == (
             written.place, left.step, written.token, 3
         )  # fmt: skip
-        assert [one["id"] for one in told["candidates"]] == left.ids[:2].tolist()
-        logits = [one["logit"] for one in told["candidates"]]
-        np.testing.assert_allclose(logits, left.logits[:2], atol=1e-4)
+        assert told["ids"] == left.ids[:2].tolist()
+        assert told["texts"] == [MODEL.tokenizer.decode([id_]) for id_ in told["ids"]]
+        assert told["text"] == MODEL.tokenizer.decode([told["token"]])
+        np.testing.assert_allclose(told["logits"], left.logits[:2], atol=1e-4)
         assert told["probability"] == pytest.approx(written.probability, abs=1e-4)
     lines = post(running, "/v1/completions", body | {"stream": True}).text.splitlines()
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     streamed = [one for event in events for one in event["choices"][0]["read_back"]]
-    assert [one["id"] for one in streamed] == [one["id"] for one in choice["read_back"]]
+    assert [one["token"] for one in streamed] == [one["token"] for one in choice["read_back"]]
     assert "read_back" not in post(running, "/v1/completions", body | {"read_back": None}).text
 
 

@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dlm_jax.devices import platform
 from dlm_jax.settings import Rule
 
 
@@ -155,6 +156,7 @@ def most(
       scale: least magnitude of the numbers that scores are sums or differences of: 1.0 for
         differences of probabilities, for log-probabilities and entropies; 0.0 for probabilities.
     """
+    score_BL = jnp.where(jnp.isnan(score_BL), -jnp.inf, score_BL)
     rank_BL = jnp.where(is_open_BL, _ascending(score_BL), jnp.uint32(0))
     if preference_BL is None:
         return _highest(rank_BL, count_B)
@@ -163,12 +165,15 @@ def most(
     is_above_BL = is_open_BL & exceeds(score_BL, last_B1, scale)
     is_tied_BL = is_open_BL & ~is_above_BL & reaches(score_BL, last_B1, scale)
     room_B = count_B - jnp.sum(is_above_BL, axis=1)
-    is_taken_BL = jax.lax.cond(
-        jnp.any(jnp.sum(is_tied_BL, axis=1) > room_B),
-        lambda: _highest(jnp.where(is_tied_BL, preference_BL, jnp.uint32(0)), room_B),
-        lambda: is_tied_BL,
-    )
-    return is_above_BL | is_taken_BL
+
+    def preferred() -> jax.Array:
+        return _highest(jnp.where(is_tied_BL, preference_BL, jnp.uint32(0)), room_B)
+
+    if platform() != "cpu":
+        # The condition is over all rows: with rows on several devices, a collective.
+        return is_above_BL | preferred()
+    is_any = jnp.any(jnp.sum(is_tied_BL, axis=1) > room_B)
+    return is_above_BL | jax.lax.cond(is_any, preferred, lambda: is_tied_BL)
 
 
 def _highest(rank_BL: jax.Array, count_B: jax.Array) -> jax.Array:

@@ -107,6 +107,12 @@ class LogitBias(LogitTransform):
         is_it_NK = self.ids_BK[row_N] == ids_N[:, None]
         return jnp.any(is_it_NK & (self.bias_BK[row_N] == -jnp.inf), axis=1)
 
+    def banned(self, vocab_size: int) -> Array:
+        """True `[B, V]` where that row bans that id."""
+        none_BV = jnp.zeros((self.ids_BK.shape[0], vocab_size), bool)
+        row_B1 = jnp.arange(self.ids_BK.shape[0])[:, None]
+        return none_BV.at[row_B1, self.ids_BK].max(self.bias_BK == -jnp.inf, mode="drop")
+
     def is_active(self) -> Array:
         """True where a row has a bias other than 0."""
         return (self.bias_BK != 0).any(-1)

@@ -94,6 +94,14 @@ class Chain:
                 is_forbidden_N |= no_N
         return is_forbidden_N
 
+    def banned(self, num_rows: int, vocab_size: int) -> Array:
+        """True `[B, V]` where `forbids` is."""
+        is_banned_BV = jnp.zeros((num_rows, vocab_size), bool)
+        for no_BV in (t.banned(vocab_size) for t in self.transforms):
+            if no_BV is not None:
+                is_banned_BV |= no_BV
+        return is_banned_BV
+
     def is_greedy(self, at: At) -> Array:
         """True `[N]` where the row's temperature is 0."""
         greedy_N = jnp.zeros(at.row_N.shape, bool)

@@ -106,6 +106,10 @@ class LogitTransform(Rule):
         """True `[N]` where that row never writes that id; None if it forbids none by its number."""
         return None
 
+    def banned(self, vocab_size: int) -> Array | None:
+        """True `[B, V]` where `forbids` is; None if it forbids none."""
+        return None
+
     def divisor(self) -> Array | None:
         """What each row's logits are divided by, `[B]`, if that is all it does; else None."""
         return None
