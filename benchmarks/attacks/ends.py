@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.attacks.report import ROOT, Tally, environment, finish, flags
 
-_SAMPLE = "--gen-length 8 --steps 4 --num-samples 2"
+_SAMPLE = "--gen-length 8 --steps 4 --num-samples 2 --fill parallel"
 
 
 def run(folder: Path, count: int | None, seed: int) -> list[Tally]:

@@ -137,7 +137,7 @@ def _request_lines() -> Iterator[bytes]:
         b'{"template": "<hole:100000000000000000000>"}', b'{"logit_bias": {"x": 1}}',
         b'{"logit_bias": {"99999999999999999999": 1}}', b'{"logit_bias": {"1": NaN}}',
         b'{"logit_bias": {"1": 1e400}}', b'{"dry_breakers": [1e30]}', b'{"chain": ["x"]}',
-        b'{"chain": [3]}', b'{"host_sampler": "os:environ"}', b'{"read_back": true}',
+        b'{"chain": [3]}', b'{"host_sampler": "os:environ"}', b'{"read_back": "all"}',
     )  # fmt: skip
     for name, setting in BUILT_IN.settings.items():
         if setting.annotation in (int, float):

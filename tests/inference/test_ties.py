@@ -40,7 +40,7 @@ def _texts(count, prompt, batch_size, **settings):
 def test_texts_are_the_same_alone_and_in_every_batch_and_canvas(settings, prompt):
     settings = {"fill": "parallel"} | settings
     whole = _texts(64, prompt, 64, **settings)
-    assert len(set(whole)) > 32
+    assert len(set(whole)) > 16
     for size in (2, 7, 24):
         assert _texts(24, prompt, size, **settings) == whole[:24]
     alone = [_texts(1, prompt, 1, **settings | {"seed": 40 + n})[0] for n in range(12)]
