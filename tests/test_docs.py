@@ -81,9 +81,10 @@ def test_a_host_sampler_of_ones_own_is_obeyed_in_all_rows(model, capsys, monkeyp
 @pytest.mark.slow
 def test_a_host_sampler_that_follows_its_rows_writes_no_token_twice(model, capsys, monkeypatch):
     _, scope = _printed(NAMES[6], model, capsys, monkeypatch)
-    begin = len("version ")
-    for tokens in scope["result"].tokens[:, begin : begin + 8]:
-        assert len(set(tokens.tolist())) == 8
+    result = scope["result"]
+    for tokens, length in zip(result.tokens, result.lengths, strict=True):
+        written = tokens[len("version ") : length].tolist()
+        assert len(set(written)) == len(written) > 1
 
 
 @pytest.mark.slow
