@@ -101,7 +101,7 @@ def read_published(
     presets = {name: _fitted(preset, model) for name, preset in family.presets.items()}
     config = Config(
         model=model, data=DataConfig(seq_len=length),
-        sample=dataclasses.replace(implied_sample(family, model, length), **said),
+        sample=_recommended(implied_sample(family, model, length), said),
     )  # fmt: skip
     return Published(family, config, params, tokenizer, chat, presets, more_eos, said)
 
@@ -148,6 +148,16 @@ def _fitted(preset: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
         size = math.gcd(settings["block_length"], unit)
         settings |= {"threshold_alone": unit, "block_length": size}
     return settings
+
+
+def _recommended(implied: SampleConfig, said: Mapping[str, Any]) -> SampleConfig:
+    """The settings of a directory; another length alone keeps the tokens of a step."""
+    sample = dataclasses.replace(implied, **said)
+    if "gen_length" in said and "steps" not in said:
+        tokens = implied.gen_length or implied.steps
+        steps = -(-implied.steps * sample.gen_length // tokens)
+        sample = dataclasses.replace(sample, steps=max(steps, 1))
+    return sample
 
 
 def implied_sample(family: Family, model: ModelConfig, length: int) -> SampleConfig:

@@ -125,7 +125,8 @@ def settings_fields(sample: SampleConfig, implied: SampleConfig) -> dict[str, An
     own: dict[str, Any] = {}
     for name in BUILT_IN.settings:
         value = getattr(sample, name)
-        if value == getattr(implied, name):
+        is_scaled = name == "steps" and sample.gen_length != implied.gen_length
+        if value == getattr(implied, name) and not is_scaled:
             continue
         if name == "temperature" and value == 0:
             fields["do_sample"] = False
