@@ -40,7 +40,8 @@ def _texts(count, prompt, batch_size, **settings):
 def test_texts_are_the_same_alone_and_in_every_batch_and_canvas(settings, prompt):
     settings = {"fill": "parallel"} | settings
     whole = _texts(64, prompt, 64, **settings)
-    assert len(set(whole)) > 16
+    # Greedy rows differ only where their seeds settle ties.
+    assert len(set(whole)) > (16 if settings.get("temperature") == 0.0 else 32)
     for size in (2, 7, 24):
         assert _texts(24, prompt, size, **settings) == whole[:24]
     alone = [_texts(1, prompt, 1, **settings | {"seed": 40 + n})[0] for n in range(12)]
