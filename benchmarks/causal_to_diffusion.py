@@ -27,10 +27,10 @@ from tokenizers import decoders, models, pre_tokenizers
 import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.cli.common import start_jax
-from dlm_jax.data import corpora
-from dlm_jax.metrics import read_records
+from dlm_jax.data import text as corpora
 from dlm_jax.model.transformer import build
 from dlm_jax.published import read_shape
+from dlm_jax.training.metrics import read_records
 
 DEPTH, WIDTH, HEADS, INNER, LENGTH = 3, 96, 4, 256, 64
 KINDS = {

@@ -23,15 +23,16 @@ import dlm_jax
 from benchmarks.wavefront_cost import median_seconds
 from dlm_jax.cli.common import start_jax
 from dlm_jax.config import SampleConfig
+from dlm_jax.distributed.local_rows import split_rows
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.request import Request, pack
-from dlm_jax.model import cpu
+from dlm_jax.inference.request import Request, columns
+from dlm_jax.model.kernels import cpu
 from dlm_jax.sampling.edits import EDIT_RULES
-from dlm_jax.sampling.edits.apply import edited
 from dlm_jax.sampling.propose import CandidateWriter, Parallel, Reader, Wanted
 from dlm_jax.sampling.state import State, start
-from dlm_jax.sampling.step import look
+from dlm_jax.sampling.step import edited, is_token, look, scored_positions
 from dlm_jax.sampling.transforms import Chain
+from dlm_jax.settings import on_device
 
 
 def make_state(model: Model, rows: int, length: int, scoring: str) -> State:
@@ -42,7 +43,8 @@ def make_state(model: Model, rows: int, length: int, scoring: str) -> State:
     ids = [token for token in range(tokenizer.vocab_size) if token not in never]
     tokens = rng.choice(ids, (rows, length)).astype(np.int32)
     sample = SampleConfig(steps=16, edit=True, resample=True, schedule="all", edit_scoring=scoring)
-    row, rules = pack([Request(ids, sample, seed) for seed, ids in enumerate(tokens)], model.facts)
+    requests = [Request(ids, sample, seed) for seed, ids in enumerate(tokens)]
+    row, rules = on_device(columns(requests, model.facts))
     state = start(
         jnp.asarray(tokens),
         jnp.full(rows, length, jnp.int32),
@@ -58,7 +60,7 @@ def make_state(model: Model, rows: int, length: int, scoring: str) -> State:
 def takes_turns(model: Model, state: State, *, is_lead: bool) -> dict[str, Callable[[], Any]]:
     """The trunk, the edits, and the proposal without and with what the edits want of its logits."""
     network, params = model.network, model.params
-    program = model.advance().program
+    program = model.program(rows=split_rows(params))
     jit = functools.partial(
         jax.jit, compiler_options=cpu.compiler_options(is_training=False) or None
     )
@@ -71,24 +73,24 @@ def takes_turns(model: Model, state: State, *, is_lead: bool) -> dict[str, Calla
 
     @jit
     def edits(params: Any, state: State, seen: Any) -> Any:
-        after, moved, is_committed_BL = edited(program, params, state, seen, seen.masks.is_open_BL)
+        after, position_map = edited(program, params, state, seen)
         # What the loop goes on with; what the trunk returned is not copied in it.
         after = after.canvas, after.edits, after.block, after.logprob_BL, after.committed_BL
-        moved = moved.commit, moved.masks.is_open_BL, moved.proposal.tokens_BL
-        return after, moved, is_committed_BL
+        return after, position_map
 
     def proposer(reads: bool) -> Any:
         @jit
         def run(params: Any, state: State, output: Any) -> Any:
-            chain, masks = state.rules.chain, seen.masks
+            chain = state.rules.chain
+            _, is_scored_BL, own_BL = scored_positions(program, state, seen.is_open_BL)
             writer = CandidateWriter(
                 chain, chain.prepare(state.chain_state, seen.context), seen.draw_key_B,
-                masks.own_BL, tokens_BL.shape[1], state.rules.commit.measure, program.draw,
+                own_BL, tokens_BL.shape[1], state.rules.commit.measure, program.draw,
                 program.banned_ids,
             )  # fmt: skip
             wanted = Wanted(
-                masks.is_open_BL, masks.is_visible_BL, tokens_BL, seen.context.length_B,
-                masks.is_scored_BL if reads else None, reads and is_lead,
+                seen.is_open_BL, is_token(program, state), tokens_BL, seen.context.length_B,
+                is_scored_BL if reads else None, reads and is_lead,
             )  # fmt: skip
             return Parallel().propose(
                 Reader(network, params, output, program.chunk), writer, wanted

@@ -11,8 +11,7 @@ import numpy as np
 import dlm_jax
 from benchmarks.repairs import KINDS, Repair
 from dlm_jax.inference.model import Model
-from dlm_jax.viewing.frames import Frame, Kind, changes
-from dlm_jax.viewing.rows import frame_of
+from dlm_jax.viewing.frames import Frame, Kind, changes, frame_of
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402

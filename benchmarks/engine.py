@@ -38,7 +38,7 @@ from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import Request, make_requests, only_chains_in_use
 from dlm_jax.model.transformer import build
-from dlm_jax.sampling.advance import Advance
+from dlm_jax.sampling.loop import Advance
 
 SHORTEST, LONGEST = 12, 120
 KINDS = (

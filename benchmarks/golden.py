@@ -40,7 +40,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 import dlm_jax  # noqa: E402
-from dlm_jax.published import presets  # noqa: E402
+from dlm_jax.published import family  # noqa: E402
 
 Settings = dict[str, Any]
 _RANDOM: Settings = {"order": "random", "fill": "parallel"}
@@ -86,10 +86,10 @@ SHAKESPEARE: dict[str, Settings] = {
     "several blocks": _SURE | {"block_length": 6, "open_blocks": 2, "steps": 12},
     "prefix cache": _SURE | {"block_length": 8, "cache": "prefix"},
     "dual cache": _SURE | {"block_length": 8, "cache": "dual"},
-    "published llada": presets.LLADA["llada"] | {"fill": "parallel", "block_length": 8} | _SHORT,
-    "published fast": presets.LLADA["fast"] | {"fill": "parallel", "block_length": 8} | _SHORT,
-    "published dream": presets.DREAM["dream"] | {"fill": "parallel"} | _SHORT,
-    "published dream greedy": presets.DREAM["greedy"] | {"fill": "parallel"} | _SHORT,
+    "published llada": family.LLADA["llada"] | {"fill": "parallel", "block_length": 8} | _SHORT,
+    "published fast": family.LLADA["fast"] | {"fill": "parallel", "block_length": 8} | _SHORT,
+    "published dream": family.DREAM["dream"] | {"fill": "parallel"} | _SHORT,
+    "published dream greedy": family.DREAM["greedy"] | {"fill": "parallel"} | _SHORT,
 }  # fmt: skip
 """Settings of the small Shakespeare, by the name of the case."""
 
@@ -105,9 +105,9 @@ DRAFTS = (
 
 BLOCK_CAUSAL: dict[str, Settings] = {
     "exact cache": {"cache": "exact", "order": "low_confidence", "steps": 12},
-    "published sdar": presets.SDAR["sdar"] | {"steps": 12},
-    "published llada2.1": presets.LLADA2["llada2.1"] | {"steps": 24},
-    "published fast_dllm": presets.FAST_DLLM["fast_dllm"]
+    "published sdar": family.SDAR["sdar"] | {"steps": 12},
+    "published llada2.1": family.LLADA2["llada2.1"] | {"steps": 24},
+    "published fast_dllm": family.FAST_DLLM["fast_dllm"]
     | {"block_length": 2, "threshold_alone": 4, "steps": 24},
     "speculative": {"fill": "speculative", "order": "threshold", "steps": 24},
 }
@@ -224,7 +224,7 @@ def _run(folder: Path, name: str, given: Settings) -> Iterator[tuple[str, list[s
             if " steps, " not in line
         ],
     )
-    timed = ("seconds", "_per_second", "time", "memory", "bytes", "crc")
+    timed = ("seconds", "_per_second", "time", "memory", "bytes", "crc", "run")
     records = map(json.loads, (out_dir / "metrics.jsonl").read_text().splitlines())
     yield (
         f"{name} run: metrics",

@@ -7,8 +7,7 @@ import time
 
 import dlm_jax
 from dlm_jax.cli.common import start_jax
-from dlm_jax.harness.likelihood import Likelihoods
-from dlm_jax.harness.pairs import pair_of
+from dlm_jax.harness.lm import Likelihoods, pair_of
 from dlm_jax.harness.tasks.shipped import rows
 
 

@@ -31,9 +31,9 @@ from benchmarks import markov
 from dlm_jax.cli.common import start_jax
 from dlm_jax.config import SampleConfig
 from dlm_jax.diffusion.corruption import LinearSchedule
-from dlm_jax.sampling.advance import Advance, make_advance
+from dlm_jax.sampling.loop import Advance, make_advance
+from dlm_jax.sampling.positions import chunk_size
 from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.propose.protocol import chunk_size
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
 from dlm_jax.sampling.state import start

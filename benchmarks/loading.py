@@ -24,10 +24,10 @@ import numpy as np
 
 import dlm_jax
 import dlm_jax.config as configs
-from dlm_jax.checkpoint import Checkpoints, save_weights
 from dlm_jax.config import Config, MeshConfig, ModelConfig
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.model.transformer import build
+from dlm_jax.store import Checkpoints, save_weights
 
 MESHES = (None, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2})
 

@@ -5,7 +5,7 @@ Command: python -m benchmarks.logit_chain [--topology v5e:2x2] [--only NAME ...]
 512 positions of 32768 logits go through each transform alone and through all of them, and on to a
 draw, on one chip; the trunk is 12 layers of width 1024 in bfloat16 over 4 rows of 1024, a share of
 64 rows on 16 chips. No chip is needed (the extra ``tpu``). ``roof`` and ``cycles`` are estimates
-(`dlm_jax.costs.schedule`): of two branches the more expensive one counts, also the one for ties,
+(`dlm_jax.distributed.costs`): of two branches the more expensive one counts, also the one for ties,
 and a search for a cut whose number of passes is not known counts one pass.
 """
 
@@ -22,11 +22,10 @@ from jax.sharding import SingleDeviceSharding
 
 from benchmarks.scenes import ROWS, place, scene
 from dlm_jax.config import ModelConfig, SampleConfig
-from dlm_jax.costs import schedule
-from dlm_jax.costs.collectives import Torus
 from dlm_jax.devices import used
-from dlm_jax.distributed import chips
-from dlm_jax.distributed.topology import topology_devices
+from dlm_jax.distributed import costs, mesh
+from dlm_jax.distributed.costs import Torus
+from dlm_jax.distributed.mesh import topology_devices
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
 
@@ -86,7 +85,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=["trunk", "all", *ON])
     args = parser.parse_args()
     device = topology_devices(args.topology)[0]
-    torus = Torus(chips.CHIPS[device.device_kind], ((0, 0),), (1, 1))
+    torus = Torus(mesh.CHIPS[device.device_kind], ((0, 0),), (1, 1))
     network = build(ModelConfig(vocab_size=VOCAB, **TRUNK))  # type: ignore[arg-type]
     programs: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         "trunk": (
@@ -107,7 +106,7 @@ def main() -> None:
         if args.only and name not in args.only:
             continue
         text, seconds = compiled(fn, device, *given)
-        roof, cycles = (schedule.cost(text, torus, mode).seconds for mode in ("roof", "cycles"))
+        roof, cycles = (costs.cost(text, torus, mode).seconds for mode in ("roof", "cycles"))
         print(f"| {name} | {seconds:.1f} | {1e3 * roof:.2f} | {1e3 * cycles:.2f} |", flush=True)
 
 

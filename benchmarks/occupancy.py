@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 
 import dlm_jax
-from dlm_jax.batch.requests import read_requests
-from dlm_jax.batch.results import Results
-from dlm_jax.batch.run import run_requests
+from dlm_jax.batch.request_file import read_requests
+from dlm_jax.batch.result_file import Results
+from dlm_jax.batch.runner import run_requests
 from dlm_jax.cli.common import start_jax
 
 

@@ -7,7 +7,7 @@ Prints a table of training steps (memory, collectives, time) and one of sampling
 extra ``tpu``), in a process of its own, which takes one to six minutes of a core; rows that the
 file already holds are kept.
 ``roof`` bounds everything but products by the memory's bandwidth, ``cycles`` by the compiler's own
-cycles; both are estimates. Utilisation is the model's own work (`dlm_jax.training.flops`) by the
+cycles; both are estimates. Utilisation is the model's own work (`dlm_jax.training.plan`) by the
 peak of the chips.
 """
 
@@ -129,8 +129,8 @@ def config_of(row: Row) -> Config:
 
 def measure(row: Row) -> dict[str, Any]:
     """The figures of a row: GiB, TFLOP and milliseconds of a chip and step."""
-    from dlm_jax.distributed.sharding import make_mesh
-    from dlm_jax.distributed.topology import topology_devices
+    from dlm_jax.distributed.mesh import topology_devices
+    from dlm_jax.distributed.partitions import make_mesh
     from dlm_jax.training.plan import plan
 
     devices = topology_devices(row.topology)
@@ -169,7 +169,7 @@ def sampling_step(
 ) -> tuple[Any, Any]:
     """The compiled loop of sampling steps of empty canvases on `mesh`, and the state it takes.
 
-    Parameters are bfloat16, in parts as `dlm_jax.distributed.sharding` says; the id of MASK is the
+    Parameters are bfloat16, in the parts of `dlm_jax.distributed.partitions`; the id of MASK is the
     last of the vocabulary.
     """
     import jax
@@ -178,14 +178,13 @@ def sampling_step(
     from jax.sharding import PartitionSpec as P
 
     from dlm_jax.devices import used
-    from dlm_jax.distributed.sharding import shardings
+    from dlm_jax.distributed.partitions import shardings
     from dlm_jax.model.transformer import build
-    from dlm_jax.sampling.advance import Advance
-    from dlm_jax.sampling.facts import ModelFacts
     from dlm_jax.sampling.forward import with_cache
+    from dlm_jax.sampling.loop import Advance
     from dlm_jax.sampling.program import Program
     from dlm_jax.sampling.row import RowParams
-    from dlm_jax.sampling.rules import BUILT_IN
+    from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
     from dlm_jax.sampling.state import start
 
     network, mask = build(model), model.vocab_size - 1
@@ -220,11 +219,9 @@ def measure_sampled(row: Sampled) -> dict[str, Any]:
     """The figures of a sampling step: GiB of a chip."""
     import jax
 
-    from dlm_jax.costs.collectives import KINDS
-    from dlm_jax.costs.hlo import parse
-    from dlm_jax.costs.schedule import cost
-    from dlm_jax.distributed.sharding import make_mesh
-    from dlm_jax.distributed.topology import topology_devices
+    from dlm_jax.distributed.costs import KINDS, cost, parse
+    from dlm_jax.distributed.mesh import topology_devices
+    from dlm_jax.distributed.partitions import make_mesh
     from dlm_jax.training.plan import torus_of
 
     mesh = make_mesh(MeshConfig(fsdp=row.fsdp), topology_devices(row.topology))

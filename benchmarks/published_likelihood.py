@@ -4,7 +4,7 @@
 
 A tiny LLaDA of random weights (`benchmarks.published_parity`) scores answers given prompts by the
 ``get_log_likelihood`` of its own program; its masks are noted, and `bound_at` weighs the same.
-Then `dlm_jax.inference.likelihood.score_rows` draws masks of its own. Here MASK is never a
+Then `dlm_jax.inference.scoring.score_rows` draws masks of its own. Here MASK is never a
 prediction: the reference is given a logit of -inf for it, and the last column says how many nats
 that is worth to it.
 """
@@ -36,7 +36,7 @@ from benchmarks.published_parity import (
 )
 from dlm_jax.diffusion.likelihood import bound_at
 from dlm_jax.diffusion.objectives import Batch
-from dlm_jax.inference.likelihood import score_rows
+from dlm_jax.inference.scoring import score_rows
 
 DRAWS, AT_ONCE = 128, 16
 SIZES = ((5, 9), (0, 14), (11, 1), (17, 20))

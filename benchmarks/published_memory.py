@@ -21,17 +21,15 @@ from jax.sharding import Mesh, NamedSharding
 
 from dlm_jax.config import Config, DataConfig, MeshConfig, ModelConfig, SampleConfig
 from dlm_jax.data import Tokenizer
-from dlm_jax.distributed.chips import CHIPS
-from dlm_jax.distributed.sharding import make_mesh, shardings
-from dlm_jax.distributed.topology import topology_devices
-from dlm_jax.inference.kinds import Kind
+from dlm_jax.distributed.mesh import CHIPS, topology_devices
+from dlm_jax.distributed.partitions import make_mesh, shardings
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.programs import loop_of
 from dlm_jax.inference.request import make_requests
+from dlm_jax.inference.slots import Bucket, loop_of
 from dlm_jax.model.transformer import build
-from dlm_jax.published import presets
-from dlm_jax.sampling.advance import Advance
+from dlm_jax.published import family
 from dlm_jax.sampling.forward import with_cache
+from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.state import start
 
 ROWS, CANVAS = 32, 1024
@@ -69,7 +67,7 @@ def abstract_model(mesh: Mesh, cache: str) -> Model:
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, "bfloat16", sharding=place),
         shapes, places,
     )  # fmt: skip
-    sample = SampleConfig(**presets.LLADA["llada"] | {"cache": cache})
+    sample = SampleConfig(**family.LLADA["llada"] | {"cache": cache})
     config = Config(model=LLADA_8B, data=DataConfig(seq_len=CANVAS), sample=sample)
     return Model(
         network, cast(Any, params), cast(Tokenizer, Ids()), max_length=CANVAS, sample=sample,
@@ -77,10 +75,10 @@ def abstract_model(mesh: Mesh, cache: str) -> Model:
     )  # fmt: skip
 
 
-def abstract_state(model: Model, kind: Kind, requests: list[Any], rows: NamedSharding) -> Any:
+def abstract_state(model: Model, bucket: Bucket, requests: list[Any], rows: NamedSharding) -> Any:
     """The state of all rows before their first step, as shapes with a place."""
-    program = loop_of(model, kind, ROWS).program
-    packed, rules = kind.pack(requests * ROWS)
+    program = loop_of(model, bucket, ROWS).program
+    packed, rules = bucket.pack(requests * ROWS)
 
     def made() -> Any:
         tokens = jnp.full((ROWS, CANVAS), program.mask_id, jnp.int32)
@@ -100,11 +98,11 @@ def measure(topology: str, config: MeshConfig, cache: str) -> str:
     model = abstract_model(mesh, cache)
     room = CANVAS - 8
     requests = make_requests(model, {"tokens": [1] * 8}, {"gen_length": room, "steps": room})
-    kind = Kind(requests, model.facts, CANVAS)
-    loop = loop_of(model, kind, ROWS)
+    bucket = Bucket(requests, model.facts, CANVAS)
+    loop = loop_of(model, bucket, ROWS)
     rows = loop.program.rows
     assert isinstance(loop, Advance) and rows is not None
-    state = abstract_state(model, kind, requests, rows)
+    state = abstract_state(model, bucket, requests, rows)
     began = time.perf_counter()
     found = loop.compile(model.params, state).memory_analysis()
     assert found is not None

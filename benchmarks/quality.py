@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
-from dlm_jax.inference.likelihood import Score, score
 from dlm_jax.inference.model import Model
+from dlm_jax.inference.scoring import Score, score
 
 
 def judged(judge: Model, texts: list[str]) -> Score:

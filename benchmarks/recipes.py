@@ -27,9 +27,9 @@ from dlm_jax.cli.common import start_jax
 from dlm_jax.data import join_documents, read_documents, split_text
 from dlm_jax.inference.generate import generate
 from dlm_jax.inference.model import Model
-from dlm_jax.metrics import read_records
-from dlm_jax.model import cpu
+from dlm_jax.model.kernels import cpu
 from dlm_jax.training import prepare, run_loop
+from dlm_jax.training.metrics import read_records
 
 sys.path.insert(0, str(Path(__file__).parent))
 from quality import distinct_share, judged_bits, known_share, words  # noqa: E402

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import dlm_jax
 from dlm_jax.batch import Results, read_requests
-from dlm_jax.batch.run import Plan, run_requests
+from dlm_jax.batch.runner import Plan, run_requests
 
 
 class _Planned(Exception):

@@ -29,7 +29,7 @@ import numpy as np
 
 import dlm_jax
 from dlm_jax.cli.common import start_jax
-from dlm_jax.data.corpora import join_documents, read_documents, split_text
+from dlm_jax.data.text import join_documents, read_documents, split_text
 from dlm_jax.diffusion.likelihood import half_width
 from dlm_jax.inference.model import Model
 

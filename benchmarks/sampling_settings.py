@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import dlm_jax
-from dlm_jax.checkpoint import load_params
 from dlm_jax.cli.common import start_jax
 from dlm_jax.data import join_documents, read_documents, split_text
+from dlm_jax.store import load_params
 
 sys.path.insert(0, str(Path(__file__).parent))
 from quality import distinct_share, known_share, words  # noqa: E402

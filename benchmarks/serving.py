@@ -29,8 +29,8 @@ from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import make_requests
 from dlm_jax.serving.app import Options, make_app
-from dlm_jax.serving.plan import Limits
-from dlm_jax.serving.run import Server, listening
+from dlm_jax.serving.http import Server, listening
+from dlm_jax.serving.protocol import Limits
 
 # New tokens of a request, on a canvas of 128, and on canvases of 64 and of 128.
 LENGTHS = {"one canvas": (72, 96, 112), "two canvases": (24, 48, 96)}

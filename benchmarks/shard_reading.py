@@ -21,10 +21,10 @@ from pathlib import Path
 import numpy as np
 
 from dlm_jax.data import ByteTokenizer, load_corpus, train_batches
+from dlm_jax.data.rows import id_dtype
 from dlm_jax.data.shard import RECORD_TOKENS, Job, _Writer
-from dlm_jax.data.shard_index import Index
-from dlm_jax.data.token_files import id_dtype
-from dlm_jax.storage import located
+from dlm_jax.data.shards import Index
+from dlm_jax.store.files import located
 
 CORES = 2
 

@@ -22,12 +22,12 @@ from dlm_jax.config import Config, HeadsConfig, MeshConfig, ModelConfig, OptimCo
 from dlm_jax.diffusion.corruption import LinearSchedule
 from dlm_jax.diffusion.mixture import Mixture
 from dlm_jax.diffusion.objectives import Batch, elbo
-from dlm_jax.distributed.sharding import make_mesh
+from dlm_jax.distributed.partitions import make_mesh
+from dlm_jax.heads import CRITIC, HEADS, MAIN, SAMPLER, Setup
 from dlm_jax.model.transformer import build
-from dlm_jax.training.heads import CRITIC, HEADS, MAIN, SAMPLER, Setup
-from dlm_jax.training.optim import make_grouped_optimizer, make_optimizer
+from dlm_jax.training.optimisers import make_grouped_optimizer, make_optimizer
 from dlm_jax.training.stages import Stage, StageLoss
-from dlm_jax.training.step import StepConfig, init_state, make_train_step
+from dlm_jax.training.train_step import StepConfig, init_state, make_train_step
 
 VOCAB_SIZE, ROWS, POSITIONS = 512, 16, 128
 MASK = VOCAB_SIZE - 1

@@ -10,6 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,10 @@ import numpy as np
 
 import dlm_jax
 from benchmarks.generation_pair import make_model
+from dlm_jax.distributed.local_rows import split_rows
 from dlm_jax.inference.model import Model
-from dlm_jax.model import cpu
-from dlm_jax.sampling.advance import Advance
+from dlm_jax.model.kernels import cpu
+from dlm_jax.sampling.loop import Advance
 
 ROWS, POSITIONS = 8, 256
 
@@ -46,27 +48,17 @@ class _Caught(Exception):  # noqa: N818 - it carries a state out of a driver, no
     """The first call of the compiled loop."""
 
 
-class _Net(Advance):
-    """An `Advance` that only catches its first call."""
-
-    def __call__(self, params: Any, state: Any, num_steps: Any) -> Any:
-        raise _Caught(params, state)
-
-
-class _CaughtModel(Model):
-    """A model whose compiled loop is never run."""
-
-    def advance(self, **static: Any) -> Any:
-        return _Net(super().advance(**static).program)
-
-
 def first_state(model: Model, **settings: Any) -> tuple[Any, Any]:
     """Parameters and state that `dlm_jax.generate` hands to the compiled loop."""
-    fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
-    try:
-        dlm_jax.generate(_CaughtModel(**fields), [""] * ROWS, batch_size=ROWS, **settings)
-    except _Caught as caught:
-        return caught.args
+
+    def catch(loop: Advance, params: Any, state: Any, *limits: Any) -> Any:
+        raise _Caught(params, state)
+
+    with mock.patch.object(Advance, "__call__", catch):
+        try:
+            dlm_jax.generate(model, [""] * ROWS, batch_size=ROWS, **settings)
+        except _Caught as caught:
+            return caught.args
     raise RuntimeError("generate ran without its compiled loop")
 
 
@@ -119,7 +111,7 @@ def report(vocab_sizes: Sequence[int], rounds: int) -> None:
         if window.vocab_size not in vocab_sizes:
             continue
         model = make_model("10m", window.vocab_size, POSITIONS)
-        bare = bare_loop(model, model.advance().program.chunk)
+        bare = bare_loop(model, model.program().chunk)
         for name, settings in SETTINGS.items():
             settings = settings | {"block_length": window.block_length}
             ms_R2 = measure(model, bare, window, settings, rounds)
@@ -138,7 +130,9 @@ def measure(
 ) -> np.ndarray:
     """Milliseconds ``[rounds, 2]`` of a step, and of its trunk and readouts alone."""
     params, state = first_state(model, steps=POSITIONS, gen_length=POSITIONS, **settings)
-    advance = model.advance()
+    program = model.program(rows=split_rows(model.params))
+    options = cpu.compiler_options(is_training=False)
+    advance = Advance(program, compiler_options=options)
     holes_S = ROWS * ((window.block_length or POSITIONS) - np.arange(window.num_steps))
     chunks_S = jnp.asarray(-(-holes_S // advance.program.chunk), jnp.int32)
     # The state is donated, and these outlive it.

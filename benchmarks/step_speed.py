@@ -34,7 +34,7 @@ def jax_functions(size: dict[str, int], activation: Any) -> tuple[Any, Any]:
     import optax
 
     from dlm_jax.config import ModelConfig
-    from dlm_jax.model import cpu
+    from dlm_jax.model.kernels import cpu
     from dlm_jax.model.transformer import build
 
     cpu.keep_freed_memory()

@@ -124,11 +124,9 @@ class Tree:
         return found
 
     def repeated_names(self) -> list[str]:
-        """Names that several modules have, `protocol` and `rules` of the slots left out."""
+        """Names that several modules have."""
         names = collections.Counter(
-            name.split(".")[-1]
-            for name, path in self.files.items()
-            if path.name != "__init__.py" and name.split(".")[-1] not in ("protocol", "rules")
+            name.split(".")[-1] for name, path in self.files.items() if path.name != "__init__.py"
         )
         return sorted(name for name, count in names.items() if count > 1)
 

@@ -23,12 +23,11 @@ import torch
 
 from dlm_jax.cli.common import start_jax
 from dlm_jax.config import ModelConfig
-from dlm_jax.model import cpu
+from dlm_jax.model.kernels import cpu
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.commit.quotas import sampled
-from dlm_jax.sampling.output import TrunkOutput
+from dlm_jax.sampling.positions import TrunkOutput, chunk_size
 from dlm_jax.sampling.propose import CandidateWriter, Filled, Reader, Wanted, Wavefront
-from dlm_jax.sampling.propose.protocol import chunk_size
 from dlm_jax.sampling.transforms import Chain, Context, LogitBias
 from dlm_jax.types import Network
 
@@ -142,7 +141,7 @@ def case(vocab: int, depth: int, width: int, rows: int, holes: int, repeats: int
     made = fill(*given)
     number = int(is_open.sum())
     print(
-        f"| {vocab} | {depth} x {width} | {rows} x {holes} | {int(made.waves_B.max())} | "
+        f"| {vocab} | {depth} x {width} | {rows} x {holes} | {int(made.counts['waves'].max())} | "
         f"{seconds['trunk']:.2f} | {seconds['fill']:.2f} | "
         f"{100 * seconds['fill'] / seconds['trunk']:.1f} | "
         f"{100 * seconds['torch'] / seconds['trunk']:.1f} | "

@@ -12,25 +12,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dlm_jax.config import MeshConfig as MeshConfig
     from dlm_jax.config import SampleConfig as SampleConfig
-    from dlm_jax.inference.async_engine import AsyncEngine as AsyncEngine
     from dlm_jax.inference.candidates import Candidates as Candidates
-    from dlm_jax.inference.constraints import matching as matching
+    from dlm_jax.inference.engine import AsyncEngine as AsyncEngine
     from dlm_jax.inference.engine import Engine as Engine
     from dlm_jax.inference.engine import EngineFullError as EngineFullError
     from dlm_jax.inference.generate import Texts as Texts
     from dlm_jax.inference.generate import chain_report as chain_report
     from dlm_jax.inference.generate import generate as generate
     from dlm_jax.inference.generate import stream as stream
-    from dlm_jax.inference.likelihood import Score as Score
-    from dlm_jax.inference.likelihood import score as score
+    from dlm_jax.inference.host import matching as matching
     from dlm_jax.inference.model import Model as Model
+    from dlm_jax.inference.model import export as export
     from dlm_jax.inference.model import load as load
-    from dlm_jax.inference.publishing import export as export
     from dlm_jax.inference.request import Request as Request
     from dlm_jax.inference.request import make_requests as make_requests
     from dlm_jax.inference.results import Row as Row
-    from dlm_jax.inference.scorer import corrupted_share as corrupted_share
-    from dlm_jax.inference.waiting import Ticket as Ticket
+    from dlm_jax.inference.scheduler import Ticket as Ticket
+    from dlm_jax.inference.scoring import Score as Score
+    from dlm_jax.inference.scoring import corrupted_share as corrupted_share
+    from dlm_jax.inference.scoring import score as score
     from dlm_jax.sampling.cache import *  # noqa: F403
     from dlm_jax.sampling.commit import *  # noqa: F403
     from dlm_jax.sampling.edits import *  # noqa: F403
@@ -53,20 +53,20 @@ __version__ = "0.2.0"
 
 _HOME_OF = {
     **dict.fromkeys(("MeshConfig", "SampleConfig"), "config"),
-    "AsyncEngine": "inference.async_engine",
+    "AsyncEngine": "inference.engine",
     "Candidates": "inference.candidates",
-    "matching": "inference.constraints",
+    "matching": "inference.host",
     **dict.fromkeys(("Engine", "EngineFullError"), "inference.engine"),
     **dict.fromkeys(
         ("Texts", "chain_report", "generate", "stream"), "inference.generate"
     ),
-    **dict.fromkeys(("Score", "score"), "inference.likelihood"),
+    **dict.fromkeys(("Score", "score"), "inference.scoring"),
     **dict.fromkeys(("Model", "load"), "inference.model"),
-    "export": "inference.publishing",
+    "export": "inference.model",
     **dict.fromkeys(("Request", "make_requests"), "inference.request"),
     "Row": "inference.results",
-    "corrupted_share": "inference.scorer",
-    "Ticket": "inference.waiting",
+    "corrupted_share": "inference.scoring",
+    "Ticket": "inference.scheduler",
     "Counters": "sampling.row",
     **dict.fromkeys(("Setting", "fact", "per_row", "rule", "static"), "settings"),
     "train": "training",

@@ -56,9 +56,53 @@ _LENGTH, _STEPS = ("max_tokens", "gen_length"), ("steps",)
 _ROWS = ("n", "num_samples")
 _STEPS_OF_BLOCK = "it counts the steps of one block; steps are those of the whole row"
 
-_FORMAT = "response_format takes a schema, structure a regular expression"
+_STRUCTURED = Here(
+    ("response_format", "structure"),
+    note="response_format takes a schema, structure a regular expression",
+)
+_ENTROPY = Here(("entropy_bound",), note="it goes with order='entropy_bound'")
+_REWRITES = Here(("rewrite_threshold",), note="it goes with order='joint_threshold'")
+_BREAKERS = Here(("dry_breakers",), note="they are ids here")
+_GUMBEL = Here(("draw",), {_TRUE: {"draw": "gumbel"}})
+
+_RENAMED: dict[tuple[str, ...], str] = {
+    _LENGTH: "max_new_tokens max_gen_toks max_completion_tokens n_predict num_predict",
+    ("gen_length",): "max_tokens",
+    _STEPS: (
+        "diffusion_steps num_steps sampling_steps num_inference_steps max_denoising_steps "
+        "max_iterations"
+    ),
+    ("block_length",): "bd_size diffusion_block_length",
+    ("guidance",): "cfg_scale cfg diffusion_cfg_scale unsupervised_cfg_scale",
+    ("temperature",): "temp",
+    ("top_p",): "top_p_logits nucleus_p",
+    ("top_k",): "top_k_logits",
+    ("typical_p",): "typ_p typical",
+    ("top_n_sigma",): "top_nsigma",
+    ("repetition_penalty",): "repeat_penalty penalty_repeat rep_p",
+    ("penalty_last_n",): "repeat_last_n",
+    ("dynatemp_exponent",): "dynatemp_exp",
+    ("mirostat_tau",): "mirostat_ent",
+    ("mirostat_eta",): "mirostat_lr",
+    ("dry_last_n",): "dry_penalty_last_n",
+    ("chain",): "samplers",
+    ("stop_at_eos",): "eos_early_stop early_stop early_stopping enable_early_stopping",
+    ("ignore_eos",): "logits_eos_inf",
+    ("structure",): "guided_regex",
+    _ROWS: "num_return_sequences num_sample_batches",
+    ("n",): "num_samples",
+    ("num_samples",): "n",
+    ("frequency_penalty",): "penalty_freq",
+    ("presence_penalty",): "penalty_present",
+    ("delete_margin",): "margin",
+    ("delete_lambda",): "lam",
+    ("dynatemp_range", "temperature"): "temp_ext",
+}
+"""Settings by what they may be called, and their other names, which mean the same."""
 
 TABLE: dict[str, Here] = {
+    name: Here(ours) for ours, theirs in _RENAMED.items() for name in theirs.split()
+} | {
     # How positions are chosen.
     "remasking": Here(("order",), ORDERS),
     "remasking_strategy": Here(("order",), ORDERS),
@@ -72,101 +116,37 @@ TABLE: dict[str, Here] = {
     "alg_temp": Here(note="positions are chosen without noise, as with alg_temp=0"),
     "diffusion_alg_temp": Here(note="positions are chosen without noise, as with 0"),
     "confidence_threshold": Here(("threshold",), note="it goes with order='threshold'"),
-    "eb_threshold": Here(("entropy_bound",), note="it goes with order='entropy_bound'"),
-    "gamma": Here(("entropy_bound",), note="it goes with order='entropy_bound'"),
-    "editing_threshold": Here(("rewrite_threshold",), note="it goes with order='joint_threshold'"),
-    "edit_threshold": Here(("rewrite_threshold",), note="it goes with order='joint_threshold'"),
+    "eb_threshold": _ENTROPY,
+    "gamma": _ENTROPY,
+    "editing_threshold": _REWRITES,
+    "edit_threshold": _REWRITES,
     "max_post_steps": Here(("rewrite_steps",), note="it goes with order='joint_threshold'"),
     "eta": Here(("remask_eta",), note="it goes with remask='remdm_cap'"),
     # Lengths, steps and blocks.
-    "max_new_tokens": Here(_LENGTH),
-    "max_tokens": Here(("gen_length",)),
-    "max_gen_toks": Here(_LENGTH),
-    "max_completion_tokens": Here(_LENGTH),
-    "n_predict": Here(_LENGTH),
-    "num_predict": Here(_LENGTH),
-    "diffusion_steps": Here(_STEPS),
-    "num_steps": Here(_STEPS),
-    "sampling_steps": Here(_STEPS),
-    "num_inference_steps": Here(_STEPS),
-    "max_denoising_steps": Here(_STEPS),
     "denoising_steps": Here(_STEPS, note=_STEPS_OF_BLOCK),
     "steps_per_block": Here(_STEPS, note=_STEPS_OF_BLOCK),
     "block_size": Here(("block_length",), note="the canvas of a row is max_length"),
-    "bd_size": Here(("block_length",)),
     "small_block_size": Here(
         ("block_length",), note="threshold_alone is the length of the blocks that it is a part of"
     ),  # fmt: skip
-    "diffusion_block_length": Here(("block_length",)),
     # Guidance, draws and truncations.
-    "cfg_scale": Here(("guidance",)),
-    "cfg": Here(("guidance",)),
     "guidance_scale": Here(("guidance",), note="there 1 is off, here 0; use guidance_scale - 1"),
-    "diffusion_cfg_scale": Here(("guidance",)),
-    "unsupervised_cfg_scale": Here(("guidance",)),
-    "temp": Here(("temperature",)),
-    "top_p_logits": Here(("top_p",)),
-    "top_k_logits": Here(("top_k",)),
-    "nucleus_p": Here(("top_p",)),
-    "typ_p": Here(("typical_p",)),
-    "typical": Here(("typical_p",)),
-    "top_nsigma": Here(("top_n_sigma",)),
-    "repeat_penalty": Here(("repetition_penalty",)),
-    "repeat_last_n": Here(("penalty_last_n",)),
-    "dynatemp_exp": Here(("dynatemp_exponent",)),
-    "mirostat_ent": Here(("mirostat_tau",)),
-    "mirostat_lr": Here(("mirostat_eta",)),
-    "dry_penalty_last_n": Here(("dry_last_n",)),
-    "dry_sequence_breakers": Here(("dry_breakers",), note="they are ids here"),
-    "dry_sequence_breaker": Here(("dry_breakers",), note="they are ids here"),
-    "samplers": Here(("chain",)),
+    "dry_sequence_breakers": _BREAKERS,
+    "dry_sequence_breaker": _BREAKERS,
     "do_sample": Here(
         ("temperature",), {"false": {"temperature": 0.0}, _TRUE: {"temperature": 1.0}}
     ),  # fmt: skip
-    "add_gumbel_noise": Here(("draw",), {_TRUE: {"draw": "gumbel"}}),
-    "diffusion_add_gumbel_noise": Here(("draw",), {_TRUE: {"draw": "gumbel"}}),
+    "add_gumbel_noise": _GUMBEL,
+    "diffusion_add_gumbel_noise": _GUMBEL,
     # Ends of texts, and what they look like.
-    "eos_early_stop": Here(("stop_at_eos",)),
-    "early_stop": Here(("stop_at_eos",)),
-    "early_stopping": Here(("stop_at_eos",)),
-    "logits_eos_inf": Here(("ignore_eos",)),
     "confidence_eos_eot_inf": Here(("confidence_without",), note="it takes the ids"),
-    "guided_regex": Here(("structure",)),
-    "structured_outputs": Here(
-        ("response_format", "structure"),
-        note="response_format takes a schema, structure a regular expression",
-    ),
-    "guided_decoding": Here(
-        ("response_format", "structure"),
-        note="response_format takes a schema, structure a regular expression",
-    ),
-    "guided_json": Here(
-        ("response_format", "structure"),
-        note="response_format takes a schema, structure a regular expression",
-    ),
-    "json_schema": Here(
-        ("response_format", "structure"),
-        note="response_format takes a schema, structure a regular expression",
-    ),
-    "grammar": Here(
-        ("response_format", "structure"),
-        note="response_format takes a schema, structure a regular expression",
-    ),
-    "num_return_sequences": Here(_ROWS),
-    "num_sample_batches": Here(_ROWS),
-    "num_samples": Here(("n",)),
-    "n": Here(("num_samples",)),
+    "structured_outputs": _STRUCTURED,
+    "guided_decoding": _STRUCTURED,
+    "guided_json": _STRUCTURED,
+    "json_schema": _STRUCTURED,
+    "grammar": _STRUCTURED,
     "preset": Here(note="a preset holds for a whole program: --preset, or Model.preset in Python"),
-    "penalty_repeat": Here(("repetition_penalty",)),
-    "penalty_freq": Here(("frequency_penalty",)),
-    "penalty_present": Here(("presence_penalty",)),
-    "rep_p": Here(("repetition_penalty",)),
-    "margin": Here(("delete_margin",)),
-    "lam": Here(("delete_lambda",)),
-    "temp_ext": Here(("dynatemp_range", "temperature")),
-    "enable_early_stopping": Here(("stop_at_eos",)),
-    "max_iterations": Here(_STEPS),
-    "use_float32_gumbel": Here(("draw",), {_TRUE: {"draw": "gumbel"}}),
+    "use_float32_gumbel": _GUMBEL,
     "tokens_per_step": Here(_STEPS, note="steps is the tokens divided by it"),
     "max_waves": Here(note="a fill takes as many waves as its holes need"),
     "backend_sampling": Here(note="every row is sampled on the device but those with host_sampler"),

@@ -1,4 +1,4 @@
-"""``python -m dlm_jax.evaluate``: see `dlm_jax.cli.evaluate`."""
+"""``python -m dlm_jax.evaluate``: see `dlm_jax.cli.evaluation`."""
 
 from dlm_jax.cli.programs import evaluate
 

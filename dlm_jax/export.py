@@ -1,4 +1,4 @@
-"""``python -m dlm_jax.export``: see `dlm_jax.cli.export`. As a function: `publishing.export`."""
+"""``python -m dlm_jax.export``: see `dlm_jax.cli.exporter`. As a function: `publishing.export`."""
 
 import sys
 from types import ModuleType
@@ -11,7 +11,7 @@ class _Program(ModuleType):
     """The program, which hides no function: `dlm_jax.export` is one, of the same name."""
 
     def __call__(self, *args: Any, **settings: Any) -> Any:
-        from dlm_jax.inference.publishing import export
+        from dlm_jax.inference.model import export
 
         return export(*args, **settings)
 

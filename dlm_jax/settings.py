@@ -30,7 +30,38 @@ INT_LIMIT = 2**31 - 1
 FINITE = 3.0e38
 ABOVE_ZERO = math.nextafter(0.0, 1.0)
 
+UNSET: Any = ...
+"""In place of a value that a refusal is not about."""
+
 _DTYPES = {bool: np.bool_, int: np.int32, float: np.float32, str: np.int32}
+
+
+class SettingError(ValueError):
+    """A setting that is refused. Its line is ``name=value why; remedy``.
+
+    Attributes:
+      name: of the setting.
+      value: that was given; `UNSET` where the line shows none.
+      why: what is wrong with it.
+      remedy: what to give instead; empty if `why` says it.
+      others: names of further settings that the refusal is about.
+    """
+
+    def __init__(
+        self, name: str, value: Any, why: str, remedy: str = "", others: Sequence[str] = ()
+    ):
+        super().__init__(name, value, why, remedy, others)
+        self.name, self.value, self.why, self.remedy = name, value, why, remedy
+        self.others = tuple(others)
+
+    def __str__(self) -> str:
+        return self.line()
+
+    def line(self, name: str = "") -> str:
+        """The line, with another name of the setting, such as its flag."""
+        shown = "" if self.value is UNSET else f"={brief(self.value)}"
+        remedy = f"; {self.remedy}" if self.remedy else ""
+        return f"{name or self.name}{shown} {self.why}{remedy}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +77,7 @@ class Setting:
       choices: the texts it may be, with what each stands for.
       remedy: end of the line that refuses a value.
       activates: whether a value other than the default asks for its rule.
-      parse: makes the kept value of a given one, or raises ValueError, in place of the checks here.
+      parse: makes the kept value of a given one in place of the checks here, or refuses it.
       hint: type of a value, where it is not that of `default`.
     """
 
@@ -70,7 +101,6 @@ class Setting:
 
     @property
     def kind(self) -> type:
-        """Type of its values."""
         return type(self.default)
 
     @property
@@ -79,32 +109,30 @@ class Setting:
         return isinstance(self.default, tuple)
 
     def checked(self, value: Any) -> Any:
-        """The value as it is kept.
-
-        Raises:
-          ValueError: it is of another type or out of range; one line with the remedy.
-        """
+        """The value as it is kept; raises `SettingError` for another type or out of range."""
         if self.parse is not None:
             return self.parse(value)
         if self.choices is not None:
             return self._chosen(value)
-        shown, remedy = f"{self.name}={brief(value)}", self.remedy or f"use {self.default!r}, say"
         if self.kind in (bool, str):
             if not isinstance(value, self.kind):
-                raise ValueError(f"{shown} is not a {self.kind.__name__}; {remedy}")
+                raise self._refused(value, f"is not a {self.kind.__name__}")
             return value
         is_integer = hasattr(value, "__index__") and not isinstance(value, bool)
         if self.kind is int and not is_integer:
-            raise ValueError(f"{shown} is not an integer; {remedy}")
+            raise self._refused(value, "is not an integer")
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
-            raise ValueError(f"{shown} is not a number; {remedy}")
+            raise self._refused(value, "is not a number")
         low, high, number = self.low, self.high, typing.cast(float, value)
         if self.kind is int:
-            low, high, value = max(low, -INT_LIMIT), min(high, INT_LIMIT), int(number)
+            low, high = max(low, -INT_LIMIT), min(high, INT_LIMIT)
         if not low <= number <= high:  # NaN fails every comparison
             begin = "(0" if low == ABOVE_ZERO else f"[{low:.10g}"
-            raise ValueError(f"{shown} is outside {begin}, {high:.10g}]; {remedy}")
-        return value
+            raise self._refused(value, f"is outside {begin}, {high:.10g}]")
+        return int(number) if self.kind is int else value
+
+    def _refused(self, value: Any, why: str) -> SettingError:
+        return SettingError(self.name, value, why, self.remedy or f"use {self.default!r}, say")
 
     def _chosen(self, value: Any) -> Any:
         choices = self.choices or {}
@@ -114,7 +142,7 @@ class Setting:
             return next((name for name, found in choices.items() if found is value), value)
         named = meant(self.name, value)
         advice = f"use {named}" if named else f"did you mean {closest(str(value)[:60], choices)!r}?"
-        raise ValueError(f"{self.name}={brief(value)} is not one of {', '.join(choices)}; {advice}")
+        raise SettingError(self.name, value, f"is not one of {', '.join(choices)}", advice)
 
     def resolved(self, value: Any) -> Any:
         """What a value stands for: that of a choice, or the value itself."""
@@ -180,7 +208,6 @@ class Rule:
 
     @classmethod
     def settings(cls) -> tuple[Setting, ...]:
-        """The settings that it declares."""
         return cls._settings
 
     @classmethod
@@ -227,7 +254,19 @@ class Rule:
 
         Those that are static are the first row's.
         """
-        return columns(cls, rows, facts)
+        values = {}
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            setting = field.metadata.get("setting")
+            if "fact" in field.metadata:
+                values[field.name] = getattr(facts, field.metadata["fact"])
+            elif "reads" in field.metadata:
+                values[field.name] = getattr(rows[0], field.metadata["reads"])
+            elif setting is not None and field.metadata.get("static"):
+                values[field.name] = setting.resolved(getattr(rows[0], setting.name))
+            elif setting is not None:
+                asked = [getattr(row, setting.name) for row in rows]
+                values[field.name] = np.asarray(field.metadata["column"](asked))
+        return cls(**values)
 
     @classmethod
     def pack(cls, rows: Sequence[Any], facts: Any) -> Any:
@@ -240,23 +279,6 @@ def on_device(packed: Any) -> Any:
     return jax.tree.map(jnp.asarray, packed)
 
 
-def columns(cls: type, rows: Sequence[Any], facts: Any) -> Any:
-    """A rule of that class from the settings of each row, read by name, and what the model is."""
-    values = {}
-    for field in dataclasses.fields(cls):
-        setting = field.metadata.get("setting")
-        if "fact" in field.metadata:
-            values[field.name] = getattr(facts, field.metadata["fact"])
-        elif "reads" in field.metadata:
-            values[field.name] = getattr(rows[0], field.metadata["reads"])
-        elif setting is not None and field.metadata.get("static"):
-            values[field.name] = setting.resolved(getattr(rows[0], setting.name))
-        elif setting is not None:
-            asked = [getattr(row, setting.name) for row in rows]
-            values[field.name] = np.asarray(field.metadata["column"](asked))
-    return cls(**values)
-
-
 def static_values(cls: type, row: Any) -> tuple[Any, ...]:
     """The settings of a row that are compiled into its rule."""
     found = [field.metadata for field in dataclasses.fields(cls) if field.metadata.get("static")]
@@ -267,11 +289,7 @@ def static_values(cls: type, row: Any) -> tuple[Any, ...]:
 
 @dataclass_transform(frozen_default=True)
 def rule(cls: T) -> T:
-    """Makes a class a rule: a `pytree` with a name, which knows the settings that it declares.
-
-    Raises:
-      TypeError: it overrides `Rule.pack`, which is not how rows come to a program.
-    """
+    """Makes a class a rule: a `pytree` with a name, which knows the settings that it declares."""
     if "pack" in vars(cls):
         raise TypeError(f"{cls.__name__} overrides pack; override columns, which pack is made of")
     if "name" not in vars(cls):
@@ -283,7 +301,6 @@ def rule(cls: T) -> T:
 
 
 def neutral(settings: Sequence[Setting]) -> Mapping[str, Any]:
-    """The settings at their defaults."""
     return {setting.name: setting.default for setting in settings}
 
 

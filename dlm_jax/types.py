@@ -69,7 +69,7 @@ class CachedTrunk:
         call, for training and likelihood; in other blocks with ``block_length=n``. None where
         ``block_length`` is below 2.
       ready: ``(params) -> params``, with what the others read laid out for them, which the loop has
-        done once, before its steps; None: nothing is.
+        done once, before its steps; what is laid out already comes back as it is. None: nothing is.
     """
 
     block_length: int

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import toy
 
-from dlm_jax.sampling.advance import Advance, make_advance
 from dlm_jax.sampling.commit import CommitRule, LowConfidence, RandomOrder
 from dlm_jax.sampling.commit.quotas import cosine_quota
 from dlm_jax.sampling.edits import EditRule
+from dlm_jax.sampling.loop import Advance, make_advance
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose import FillRule, Parallel
 from dlm_jax.sampling.remask import RemaskRule, Renoise

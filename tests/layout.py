@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dlm_jax.costs.collectives import KINDS
-from dlm_jax.costs.hlo import Module, Operation, Shape, parse
+from dlm_jax.distributed.costs import KINDS, Module, Operation, Shape, parse
 
 _FLOATS = ("bf16", "f16", "f32", "f64")
 

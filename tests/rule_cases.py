@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from dlm_jax.config import SampleConfig
 from dlm_jax.diffusion.corruption import LinearSchedule
-from dlm_jax.sampling.advance import Advance, make_advance
+from dlm_jax.sampling.loop import Advance, make_advance
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
 from dlm_jax.sampling.transforms import chain

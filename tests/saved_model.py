@@ -10,8 +10,8 @@ import toy
 import toy_model
 
 import dlm_jax.config as configs
-from dlm_jax.checkpoint import Checkpoints
 from dlm_jax.config import Config, DataConfig, SampleConfig
+from dlm_jax.store import Checkpoints
 
 CONFIG = Config(
     model=toy.config(vocab_size=toy_model.TOKENIZER.vocab_size),

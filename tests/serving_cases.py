@@ -16,8 +16,8 @@ from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
 from dlm_jax.published import TextTemplate
 from dlm_jax.serving.app import Options, make_app
-from dlm_jax.serving.plan import Limits
-from dlm_jax.serving.run import Server, listening
+from dlm_jax.serving.http import Server, listening
+from dlm_jax.serving.protocol import Limits
 
 SLOTS = 4
 CHAT = TextTemplate(

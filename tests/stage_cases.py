@@ -14,9 +14,9 @@ from dlm_jax.config import Config, HeadsConfig, MeshConfig, SampleConfig, TrainC
 from dlm_jax.diffusion.corruption import LinearSchedule
 from dlm_jax.diffusion.mixture import Mixture
 from dlm_jax.diffusion.objectives import Batch, Denoising, denoising, elbo
-from dlm_jax.distributed.sharding import make_mesh, path_name
+from dlm_jax.distributed.partitions import make_mesh, path_name
+from dlm_jax.heads import CRITIC, HEADS, MAIN, SAMPLER, Head, Setup
 from dlm_jax.model.transformer import build
-from dlm_jax.training.heads import CRITIC, HEADS, MAIN, SAMPLER, Head, Setup
 from dlm_jax.training.stages import Stage, StageLoss
 from dlm_jax.types import Network
 

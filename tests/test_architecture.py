@@ -7,63 +7,49 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.structure import PAGE, Tree
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "dlm_jax"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Every room, and those it may import besides itself: only such as stand above it here.
-_BASE = {"types", "settings", "pytree", "devices", "checksums", "randomness", "elsewhere"}
-_CORE = {
-    *_BASE,
-    "storage",
-    "config",
-    "sampling",
-    "diffusion",
-    "model",
-    "data",
-    "distributed",
-    "checkpoint",
-}
+_LEAVES = {"types", "settings", "pytree", "devices", "progress", "randomness", "elsewhere"}
+_CORE = {*_LEAVES, "sampling", "config", "distributed", "diffusion", "model", "store", "data"}
+_LIBRARY = {*_CORE, "heads", "published"}
 MAY_IMPORT = {
     "types": set(),
     "devices": set(),
     "pytree": set(),
-    "checksums": set(),
+    "progress": set(),
     "randomness": set(),
-    "storage": set(),
     "elsewhere": set(),
     "settings": {"pytree", "elsewhere"},
-    "progress": set(),
-    "sampling": _BASE,
-    "config": {*_BASE, "sampling"},
-    "distributed": {"types", "devices", "config"},
-    "diffusion": {*_BASE, "config", "distributed"},
-    "model": {"types", "devices", "randomness", "config", "distributed"},
-    "metrics": {"config", "checksums", "storage"},
-    "data": {"types", "storage", "config"},
-    "checkpoint": {"types", "storage", "config", "distributed"},
-    "published": {*_BASE, "storage", "sampling", "config", "data", "model"},
-    "costs": {"distributed"},
-    "training": {*_CORE, "metrics", "progress", "published", "costs"},
-    "inference": {*_CORE, "published"},
-    "batch": {*_BASE, "storage", "config", "distributed", "inference"},
-    "viewing": {"storage", "data", "inference"},
-    "__init__": {*_BASE, "config", "sampling", "training", "inference"},
-    "serving": {*_BASE, "data", "inference", "__init__"},
-    "harness": {"data", "diffusion", "model", "inference", "types"},
+    "sampling": _LEAVES,
+    "config": {*_LEAVES, "sampling"},
+    "distributed": {*_LEAVES, "config"},
+    "diffusion": {*_LEAVES, "config", "distributed"},
+    "model": {*_LEAVES, "config", "distributed"},
+    "store": {*_LEAVES, "config", "distributed"},
+    "data": {*_LEAVES, "store", "config"},
+    "heads": _CORE,
+    "published": _CORE,
+    "training": _LIBRARY,
+    "inference": _LIBRARY,
+    "__init__": {*_LIBRARY, "training", "inference"},
+    "batch": {*_LIBRARY, "inference", "__init__"},
+    "viewing": {*_LIBRARY, "inference", "__init__"},
+    "serving": {*_LIBRARY, "inference", "__init__"},
+    "harness": {*_LIBRARY, "inference", "__init__"},
     "cli": {
-        *_CORE,
-        "costs",
+        *_LIBRARY,
         "training",
-        "metrics",
-        "progress",
         "inference",
+        "__init__",
         "batch",
         "viewing",
         "serving",
         "harness",
-        "published",
-        "__init__",
     },
     "evaluate": {"cli"},
     "serve": {"cli"},
@@ -134,6 +120,19 @@ def test_sampling_runs_without_flax_and_without_the_model_room():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_no_modules_import_each_other_and_no_two_share_a_name():
+    tree = Tree(ROOT)
+    assert not tree.circles()
+    assert not tree.repeated_names()
+
+
+def test_what_one_module_imports_is_more_than_a_page_or_a_rule():
+    tree = Tree(ROOT)
+    short = [name for name in tree.single_importers() if len(tree.text[name].splitlines()) < PAGE]
+    rules = {"dlm_jax.heads.scorer"}
+    assert set(short) <= rules
 
 
 def _functions() -> list[tuple[Path, ast.FunctionDef]]:

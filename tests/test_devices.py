@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from dlm_jax import devices
 from dlm_jax.config import MeshConfig
-from dlm_jax.distributed.sharding import make_mesh
+from dlm_jax.distributed.partitions import make_mesh
 
 
 def on(platform: str, size: int = 4) -> AbstractMesh:

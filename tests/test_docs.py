@@ -13,13 +13,12 @@ import toy
 
 import dlm_jax
 import dlm_jax.config as configs
-from benchmarks import causal_to_diffusion
-from dlm_jax.checkpoint import Checkpoints
-from dlm_jax.cli import settings
+from benchmarks import causal_to_diffusion, settings_page
 from dlm_jax.config import Config, DataConfig, SampleConfig
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
+from dlm_jax.store import Checkpoints
 
 DOCS = Path(__file__).parent.parent / "docs"
 BLOCKS = [
@@ -157,7 +156,7 @@ def test_every_block_runs_in_a_process_of_its_own(page, quickstart, tmp_path):
 
 
 def test_the_page_of_settings_is_what_the_rules_declare():
-    assert (DOCS / "settings.md").read_text(encoding="utf-8") == settings.page()
+    assert (DOCS / "settings.md").read_text(encoding="utf-8") == settings_page.page()
 
 
 def test_the_table_of_causal_models_that_are_turned_is_that_of_its_data():

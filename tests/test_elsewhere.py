@@ -7,14 +7,11 @@ import pytest
 import toy_model
 
 import dlm_jax
-from dlm_jax.batch.requests import read_requests
+from dlm_jax.batch.request_file import read_requests
 from dlm_jax.cli import sample, train
 from dlm_jax.config import SampleConfig, from_dict
 from dlm_jax.elsewhere import TABLE, VALUES, named_here
-from dlm_jax.serving.errors import ApiError
-from dlm_jax.serving.plan import Limits
-from dlm_jax.serving.planner import Planner
-from dlm_jax.serving.protocol import Chat, Completion
+from dlm_jax.serving.protocol import ApiError, Chat, Completion, Limits, Planner
 
 SETTINGS = SampleConfig.table.settings
 FIELDS = {*Completion.model_fields, *Chat.model_fields}
@@ -68,7 +65,7 @@ def _flag(main, flag, value, capsys):
 def _field(name, value):
     planner = Planner(toy_model.MODEL, "toy", Limits())
     with pytest.raises(ApiError) as refused:
-        planner.completion(Completion(prompt="The", **{name: value}))
+        planner.answer(Completion(prompt="The", **{name: value}))
     assert refused.value.param == name
     raise ValueError(refused.value.message)
 

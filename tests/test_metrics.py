@@ -5,7 +5,7 @@ import zlib
 
 import pytest
 
-from dlm_jax.metrics import MetricsLog, loss_curves, read_records
+from dlm_jax.training.metrics import MetricsLog, loss_curves, read_records
 
 RECORDS = [
     {"kind": "train", "step": 5, "loss": 4.0, "elbo": 4.0, "grad_norm": 1.0, "param_norm": 2.0,

@@ -14,7 +14,7 @@ from jax_settings import jax_setting
 
 import dlm_jax
 import dlm_jax.config as configs
-from dlm_jax.cli.dry_run import dry_run
+from dlm_jax.cli.train import dry_run
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.randomness import key_of
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import dlm_jax
-from dlm_jax.cli import sample, serve
+from dlm_jax.cli import sample, server
 from dlm_jax.config import Config, SampleConfig
-from dlm_jax.config.sample import PRESETS
-from dlm_jax.inference import prompts, request
+from dlm_jax.config.schema import PRESETS
+from dlm_jax.inference import request
 from dlm_jax.sampling.rules import BUILT_IN
 
 ROOT = Path(__file__).parent.parent
@@ -26,7 +26,7 @@ HERE = sorted({name for row in ROWS for name in re.findall(r"`([^`]+)`", row[-1]
 @functools.cache
 def _flags() -> set[str]:
     parsers: list[argparse.ArgumentParser] = [
-        sample.make_parser(SampleConfig), serve.make_parser()
+        sample.make_parser(SampleConfig), server.make_parser()
     ]  # fmt: skip
     return {flag for parser in parsers for flag in parser._option_string_actions}
 
@@ -59,7 +59,7 @@ def _exists(name: str) -> bool:
     section, _, key = name.partition(".")
     if section in {field.name for field in dataclasses.fields(Config)}:
         return key in {field.name for field in dataclasses.fields(getattr(Config(), section))}
-    known = {*BUILT_IN.settings, *PRESETS, *prompts.KEYS, *request._NOT_RULES, *dir(dlm_jax)}
+    known = {*BUILT_IN.settings, *PRESETS, *request.PROMPT_KEYS, *request._NOT_RULES, *dir(dlm_jax)}
     return name in known or _is_reached(name)
 
 

@@ -12,12 +12,12 @@ from oracles import chain, near, samplers
 
 import dlm_jax
 import dlm_jax.config as configs
-from dlm_jax.checkpoint import load_weights
-from dlm_jax.checkpoint.shipped import DEFAULT
-from dlm_jax.checkpoint.shipped import SHIPPED as MODELS
 from dlm_jax.cli import sample
-from dlm_jax.data.tinyshakespeare import SHA256
+from dlm_jax.data.text import SHAKESPEARE_SHA256
 from dlm_jax.inference.request import only_chains_in_use
+from dlm_jax.store import load_weights
+from dlm_jax.store.weights import DEFAULT
+from dlm_jax.store.weights import SHIPPED as MODELS
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = {
@@ -30,7 +30,7 @@ CORPUS = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
 def test_the_default_is_one_of_them_and_each_names_its_text():
     assert DEFAULT in MODELS and set(MODELS) == set(CONFIGS)
     for path in MODELS.values():
-        assert load_weights(path)[1]["corpus"]["sha256"] == SHA256
+        assert load_weights(path)[1]["corpus"]["sha256"] == SHAKESPEARE_SHA256
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import os
+import stat
 import time
 from pathlib import Path
 
@@ -13,12 +16,12 @@ import tiny_run
 import viewing_cases
 
 import dlm_jax.config as configs
-from dlm_jax.batch.results import Results
-from dlm_jax.checkpoint import save_weights
-from dlm_jax.data.token_files import write_tokens
-from dlm_jax.metrics import MetricsLog, plot_losses
-from dlm_jax.storage import replacing
-from dlm_jax.training.files import write_config
+from dlm_jax.batch.result_file import Results
+from dlm_jax.data.rows import write_tokens
+from dlm_jax.store import save_weights
+from dlm_jax.store.files import copy_whole, located, replacing
+from dlm_jax.training.metrics import MetricsLog, plot_losses
+from dlm_jax.training.run_directory import write_config
 from dlm_jax.viewing.trace import write_trace
 
 
@@ -101,3 +104,40 @@ def test_leftovers_of_kills_go_once_they_are_old_and_no_one_else_s_does(tmp_path
         file.write(b"new")
     assert (tmp_path / "x").read_bytes() == b"new"
     assert {path.name for path in tmp_path.iterdir()} == {"x", young.name, other.name}
+
+
+class _Unreadable(io.BytesIO):
+    def read(self, *_):
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_source_that_cannot_be_read_is_named_and_not_the_target(tmp_path, monkeypatch):
+    source, target = (located(tmp_path / name) for name in ("source", "target"))
+    monkeypatch.setattr(type(source), "open", lambda *_: _Unreadable())
+    with pytest.raises(OSError, match="Input/output error") as error:
+        copy_whole(source, target)
+    assert error.value.filename == str(source)
+    with pytest.raises(OSError, match="No such file") as error, replacing(target):
+        os.stat(tmp_path / "absent")
+    assert error.value.filename == str(tmp_path / "absent")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_directory_that_cannot_be_synced_fails_no_write_and_one_that_is_broken_does(
+    tmp_path, monkeypatch, number
+):
+    syncing = os.fsync
+
+    def files_alone(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        syncing(descriptor)
+
+    path = tmp_path / "x"
+    monkeypatch.setattr(os, "fsync", files_alone)
+    is_failure = number == errno.EIO
+    with pytest.raises(OSError, match=".") if is_failure else contextlib.nullcontext():  # noqa: SIM117
+        with replacing(path) as file:
+            file.write(b"new")
+    assert path.read_bytes() == b"new"

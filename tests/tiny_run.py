@@ -20,10 +20,10 @@ import pytest
 
 import dlm_jax.config as configs
 import dlm_jax.training.run
-from dlm_jax.distributed.sharding import make_mesh
-from dlm_jax.metrics import CLOCK, read_records
-from dlm_jax.training.loop import Outcome, _Loop, run_loop
+from dlm_jax.distributed.partitions import make_mesh
+from dlm_jax.training.metrics import CLOCK, read_records
 from dlm_jax.training.run import prepare
+from dlm_jax.training.train_loop import Outcome, _Loop, run_loop
 
 ROOT = Path(__file__).parent.parent
 TEXT = "The quick brown fox jumps over the lazy dog.\n" * 40

@@ -15,13 +15,13 @@ import numpy as np
 
 import dlm_jax.config as configs
 from benchmarks.attacks.report import TEXT, Tally, environment, finish, flags
-from dlm_jax.batch import files
-from dlm_jax.checkpoint import load_params, load_weights, save_weights
+from dlm_jax.batch import result_file
 from dlm_jax.data import TokenShards, load_corpus, make_tokenizer, shard, train_bpe
-from dlm_jax.data.token_files import is_intact
-from dlm_jax.metrics import read_records
+from dlm_jax.data.rows import is_intact
+from dlm_jax.store import load_params, load_weights, save_weights
 from dlm_jax.training.checks import check_same_run
-from dlm_jax.training.files import config_of_run
+from dlm_jax.training.metrics import read_records
+from dlm_jax.training.run_directory import config_of_run
 
 _FLIPS = 200
 Read = Callable[[], Any]
@@ -41,7 +41,7 @@ def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
     weights = folder / "x.safetensors"
     params, meta = load_params(out_dir)
     save_weights(weights, params, meta)
-    mark = str(files.run_of(results)["fingerprint"])
+    mark = str(result_file.run_of(results)["fingerprint"])
     (step,), (best,) = ((out_dir / name).iterdir() for name in ("checkpoints", "best"))
     corpus = _sharded(folder)
     text, tokenizer = folder / "text.txt", folder / "tokenizer.json"
@@ -56,8 +56,8 @@ def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
          lambda: configs.to_dict(config_of_run(out_dir)), _same),
         ("metrics.jsonl", [out_dir / "metrics.jsonl"],
          lambda: read_records(out_dir / "metrics.jsonl"), _same),
-        ("results", [results, files.run_path(results)],
-         lambda: files.load(results, mark)[0], _last_redone),
+        ("results", [results, result_file.run_path(results)],
+         lambda: result_file.load_lines(results, mark)[0], _last_redone),
         ("token file", sorted((folder / "tokens").glob("*.npy")), lambda: _tokens(folder), _same),
         ("sharded corpus", _files(corpus), lambda: _ids(folder, corpus), _same),
         ("text of a run that goes on", [text],
@@ -149,7 +149,7 @@ def _same(expected: Any, found: Any) -> bool:
     )
 
 
-def _last_redone(expected: files.Rows, found: files.Rows) -> bool:
+def _last_redone(expected: result_file.Rows, found: result_file.Rows) -> bool:
     """Whether the results are the same, or the last lacks, which is then made again."""
     return list(found.items()) in (list(expected.items()), list(expected.items())[:-1])
 

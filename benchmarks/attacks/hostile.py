@@ -33,8 +33,8 @@ import published_cases as cases  # noqa: E402
 import toy  # noqa: E402
 import toy_model  # noqa: E402
 
-from dlm_jax.batch.requests import Line, read_requests  # noqa: E402
-from dlm_jax.batch.run import run_requests  # noqa: E402
+from dlm_jax.batch.request_file import Line, read_requests  # noqa: E402
+from dlm_jax.batch.runner import run_requests  # noqa: E402
 from dlm_jax.model.transformer import build  # noqa: E402
 from dlm_jax.published import chat  # noqa: E402
 from dlm_jax.sampling.rules import BUILT_IN  # noqa: E402

@@ -28,12 +28,12 @@ import safetensors.numpy
 
 import dlm_jax.config as configs
 from benchmarks.attacks.report import Tally, environment, finish, flags
-from dlm_jax.checkpoint import load_params, save_weights
-from dlm_jax.cli import common, evaluate, export, sample, serve, train
+from dlm_jax.cli import common, evaluation, exporter, sample, server, train
 from dlm_jax.cli.ends import End
 from dlm_jax.data import shard
 from dlm_jax.data.subword import train_bpe
 from dlm_jax.sampling.rules import BUILT_IN
+from dlm_jax.store import load_params, save_weights
 
 _SECONDS = 60
 _MEMORY = 12 << 30
@@ -60,7 +60,7 @@ def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
         "sample.py, flags and files": [(sample.main, c) for c in _sample_files(files, out_dir)],
         "evaluate, export": list(_others(files, out_dir)),
         "sharded corpora": [(shard.main, case) for case in _shards(files)],
-        "serve": [(serve.main, case) for case in _served(files, out_dir)],
+        "serve": [(server.main, case) for case in _served(files, out_dir)],
     }
     if count is not None:
         rng = random.Random(seed)
@@ -72,13 +72,13 @@ def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
     before = _tree(folder)
     # Reading the model takes most of the time; what is attacked is all before and after that.
     loading, common.load_model = common.load_model, functools.cache(common.load_model)
-    sample.load_model = evaluate.load_model = serve.load_model = common.load_model
+    sample.load_model = evaluation.load_model = server.load_model = common.load_model
     try:
         tallies = [_attack(name, some) for name, some in cases.items()]
         tallies.append(_bad_requests(folder, out_dir))
     finally:
-        common.load_model = sample.load_model = evaluate.load_model = loading
-        serve.load_model = loading
+        common.load_model = sample.load_model = evaluation.load_model = loading
+        server.load_model = loading
     left = Tally("files changed or left by refused inputs")
     left.note(_tree(folder) == before, f"{sorted(_tree(folder).items() ^ before.items())[:4]}")
     return [*tallies, left]
@@ -386,18 +386,18 @@ def _others(files: Path, out_dir: Path) -> Iterator[Case]:
     run = ["--checkpoint", str(out_dir)]
     for flag in ("num-draws", "batch-size", "seed"):
         for value in (*_NO_INTEGERS, "-1"):
-            yield evaluate.main, [*run, "--continuation", "The fox", f"--{flag}={value}"]
+            yield evaluation.main, [*run, "--continuation", "The fox", f"--{flag}={value}"]
     for name in ("nowhere", str(files), "/proc/self/mem", "x" * 300):
-        yield evaluate.main, [*run, "--text", name]
-        yield evaluate.main, [*run, "--pairs", name]
-        yield evaluate.main, [*run, "--held-out", name]
-        yield export.main, ["--checkpoint", name, "--out", str(files / "e.safetensors")]
+        yield evaluation.main, [*run, "--text", name]
+        yield evaluation.main, [*run, "--pairs", name]
+        yield evaluation.main, [*run, "--held-out", name]
+        yield exporter.main, ["--checkpoint", name, "--out", str(files / "e.safetensors")]
     for name in ("x", "x.bin", str(files), "/proc/x.safetensors", str(files / "in.jsonl" / "x")):
-        yield export.main, [*run, "--out", name]
-    yield export.main, [*run, "--out", str(files / "e.safetensors"), "--dtype", "int8"]
+        yield exporter.main, [*run, "--out", name]
+    yield exporter.main, [*run, "--out", str(files / "e.safetensors"), "--dtype", "int8"]
     for text in ("", "Z", "\ud800"):
-        yield evaluate.main, [*run, "--continuation", text]
+        yield evaluation.main, [*run, "--continuation", text]
     (files / "e.safetensors").write_bytes(next(_weights(files, out_dir)))
-    yield evaluate.main, ["--checkpoint", str(files / "e.safetensors")]
+    yield evaluation.main, ["--checkpoint", str(files / "e.safetensors")]
     save_weights(files / "whole.safetensors", *load_params(out_dir))
-    yield evaluate.main, ["--checkpoint", str(files / "whole.safetensors")]
+    yield evaluation.main, ["--checkpoint", str(files / "whole.safetensors")]

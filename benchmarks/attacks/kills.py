@@ -30,9 +30,9 @@ import jax
 import numpy as np
 
 from benchmarks.attacks.report import Tally, finish, flags, start
-from dlm_jax.checkpoint import load_params
-from dlm_jax.checksums import without_crc
-from dlm_jax.metrics import CLOCK, read_records
+from dlm_jax.store import load_params
+from dlm_jax.store.files import without_crc
+from dlm_jax.training.metrics import CLOCK, read_records
 
 _KILLS, _KILLS_A_RUN = 50, 6
 _REQUESTS, _REQUEST_RUNS, _REQUEST_KILLS = 300, 3, 5

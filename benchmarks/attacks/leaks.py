@@ -29,8 +29,7 @@ import dlm_jax
 from benchmarks.attacks.report import ROOT, Tally, environment
 from dlm_jax.config import ModelConfig
 from dlm_jax.data import CharacterTokenizer
-from dlm_jax.inference.async_engine import AsyncEngine
-from dlm_jax.inference.engine import Engine
+from dlm_jax.inference.engine import AsyncEngine, Engine
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import make_requests
 from dlm_jax.model.transformer import build

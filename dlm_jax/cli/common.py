@@ -1,25 +1,274 @@
-"""What the programs share: a parser, warnings in one line, set-up of JAX, several hosts."""
+"""What the command line does with a published model: its loops by name, and turns of a chat."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import functools
 import hashlib
+import importlib
 import os
 import platform
+import re
 import sys
+import tempfile
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn, TextIO
 
 import jax
+import jax.monitoring
+from jax.sharding import Mesh
 
-from dlm_jax.checkpoint import not_finite
-from dlm_jax.checkpoint.shipped import DEFAULT, SHIPPED
-from dlm_jax.cli.ends import NotFiniteError, keep_output_for_texts
-from dlm_jax.config.sample import PRESETS
+import dlm_jax
+import dlm_jax.config as configs
+from dlm_jax.cli.ends import NotFiniteError, keep_output_for_texts, say_error
+from dlm_jax.config import MeshConfig, RowSettings
+from dlm_jax.config.schema import PRESETS
+from dlm_jax.data import Tokenizer
+from dlm_jax.distributed.local_rows import OwnRows, num_shares, split_rows
+from dlm_jax.distributed.partitions import make_mesh
+from dlm_jax.distributed.processes import gathered
+from dlm_jax.inference.candidates import HostSampler, Written, shown
 from dlm_jax.inference.model import Model, load
+from dlm_jax.sampling.rules import BUILT_IN
+from dlm_jax.settings import UNSET, SettingError, nearest
+from dlm_jax.store import not_finite
+from dlm_jax.store.weights import DEFAULT, SHIPPED
+from dlm_jax.types import Params
+from dlm_jax.viewing.frames import Frame, special_names
+from dlm_jax.viewing.trace import write_trace
+
+
+def turn_ids(model: dlm_jax.Model, text: str) -> list[int]:
+    """Ids of a conversation of one user's turn, up to where the answer begins."""
+    if model.chat is None:
+        raise ValueError(
+            "--chat: the model has no chat_template (in tokenizer_config.json, or as "
+            "chat_template.jinja); write the turns yourself and leave --chat out"
+        )
+    return model.chat.ids([{"role": "user", "content": text}]).tolist()
+
+
+def answers(model: dlm_jax.Model, result: dlm_jax.Texts, start: int) -> list[str]:
+    """What stands behind the first `start` tokens of each row, as text."""
+    rows = zip(result.tokens, result.lengths, strict=True)
+    return [model.tokenizer.decode(tokens[start:length]) for tokens, length in rows]
+
+
+def asked(model: dlm_jax.Model, args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags ask for, as a prompt of `dlm_jax.generate`."""
+    if args.chat:
+        return {"tokens": turn_ids(model, args.prompt)}
+    texts = {name: getattr(args, name) for name in ("prompt", "template", "draft")}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+class CompileClock:
+    """Seconds of wall-clock time in which JAX traced, lowered or compiled since it was made.
+
+    JAX tells of each such stretch when it ends; one inside another counts once.
+    """
+
+    def __init__(self) -> None:
+        self._stretches: list[tuple[float, float]] = []
+        jax.monitoring.register_event_duration_secs_listener(self._note)
+
+    @property
+    def seconds(self) -> float:
+        return sum(end - start for start, end in self._stretches)
+
+    def _note(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if not event.startswith("/jax/core/compile/"):
+            return
+        end = time.perf_counter()
+        start = end - duration_secs
+        # What lies inside has ended before, so it stands at the end of the list.
+        while self._stretches and self._stretches[-1][1] > start:
+            start = min(start, self._stretches.pop()[0])
+        self._stretches.append((start, end))
+
+
+@functools.cache
+def compile_clock() -> CompileClock:
+    """The one of this process, from the first call on."""
+    return CompileClock()
+
+
+def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "mesh", "Splits rows and parameters over devices; one device if none of these is given."
+    )
+    for field in dataclasses.fields(MeshConfig):
+        group.add_argument(
+            f"--mesh.{field.name}", metavar=field.name.upper(), default=argparse.SUPPRESS,
+            help=field.metadata["help"],
+        )  # fmt: skip
+
+
+def mesh_of(overrides: Mapping[str, str], *, is_distributed: bool) -> Mesh | None:
+    """The mesh that flags ask for; None for the first device alone."""
+    asked = {name: text for name, text in overrides.items() if name.startswith("mesh.")}
+    if not asked and not is_distributed:
+        return None
+    return make_mesh(configs.load(None, asked).mesh)
+
+
+def check_batch(params: Params, batch_size: int) -> None:
+    """Raises ValueError unless the devices that split the rows divide the batch."""
+    shares = num_shares(split_rows(params))
+    if batch_size % shares:
+        raise ValueError(
+            f"--batch-size {batch_size} is not divisible by the {shares} devices that split the "
+            f"rows; use {max(1, round(batch_size / shares)) * shares}"
+        )
+
+
+def share_of_host(params: Params) -> tuple[int, int, bool]:
+    """Which share of the rows this process has, of how many, and whether it tells the results.
+
+    Processes that split only the parameters between them have the same share, and the first of
+    them tells.
+    """
+    rows = split_rows(params)
+    index, count = OwnRows(rows, num_shares(rows)).share
+    if jax.process_count() == 1:
+        return 0, 1, True
+    shares: list[Any] = gathered(index)
+    return index, count, shares.index(index) == jax.process_index()
+
+
+@contextlib.contextmanager
+def naming_flags() -> Iterator[None]:
+    """Names flags in a refusal that begins with a setting: ``top_p=2`` becomes ``--top-p=2``.
+
+    Wrap what was given by flags alone; a file's own lines name the file.
+    """
+    try:
+        yield
+    except SettingError as error:
+        if error.value is UNSET:
+            raise
+        known = {error.name, *BUILT_IN.settings}
+
+        def flag(match: re.Match[str]) -> str:
+            return "--" + match[0].replace("_", "-") if match[0] in known else match[0]
+
+        raise ValueError(re.sub(r"(?<![\w.'\"-])[a-z]\w*(?==)", flag, str(error))) from None
+
+
+def speeds(tokens: int, seconds: float, compiling: float) -> str:
+    """Tokens per second with the time spent compiling, and without it."""
+    without = max(seconds - compiling, 1e-6)
+    return (
+        f"{tokens / max(seconds, 1e-6):,.0f} tokens/s with {compiling:.2f} s of compilation, "
+        f"{tokens / without:,.0f} without"
+    )
+
+
+def import_module(module: str, where: str) -> ModuleType:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # whatever a module of the user's may raise
+        raise ValueError(f"{where}: {module} fails: {type(error).__name__}: {error}") from None
+
+
+def allowed_samplers(modules: Collection[str]) -> Callable[[str], HostSampler]:
+    """What finds ``MODULE:FUNCTION`` in these modules, and refuses any other with a ValueError."""
+
+    @functools.cache
+    def find(name: str) -> HostSampler:
+        module, where = name.partition(":")[0], f"host_sampler={name!r}"
+        if ":" in name and module not in modules:
+            raise ValueError(
+                f"{where} is of a module that is not allowed; add --allow-host-sampler {module}"
+            )
+        return import_sampler(name, where)
+
+    return find
+
+
+def import_sampler(name: str, where: str) -> HostSampler:
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise ValueError(f"{where} is not MODULE:FUNCTION; write rules:only_digits, say")
+    found = import_module(module, where)
+    if not hasattr(found, function):
+        known = [known for known in vars(found) if not known.startswith("_")]
+        raise ValueError(f"{where}: {module} has no {function!r}; {nearest(function, known)}")
+    sampler: HostSampler = getattr(found, function)
+    if not callable(sampler):
+        raise ValueError(f"{where} is {shown(sampler)}, which cannot be called; name a function")
+    return sampler
+
+
+def heads_line(model: dlm_jax.Model, sample: RowSettings) -> str:
+    """Which heads a model has, and the fill and order of a row with these settings."""
+    names = [f"{n} (not trained yet)" if n in model.untrained else n for n in model.heads]
+    return f"heads: {', '.join(names) or 'none'}; fill={sample.fill}, order={sample.order}"
+
+
+def read_back_line(record: Written, tokenizer: Tokenizer, size: int) -> str:
+    """One committed token as text: place, probability, and the `size` likeliest candidates."""
+
+    def piece(token: int) -> str:
+        text = tokenizer.decode([token])
+        return repr(text) if text else f"<{token}>"
+
+    seen = record.candidates
+    best = zip(seen.ids[:size].tolist(), seen.logits[:size].tolist(), strict=True)
+    rivals = ", ".join(f"{piece(token)} {logit:.4g}" for token, logit in best)
+    return (
+        f"row {seen.row} step {seen.step} position {seen.index}: {piece(record.token)} "
+        f"p={record.probability:.4g} of {seen.num_survivors} candidates: {rivals}"
+    )
+
+
+def print_read_back(result: dlm_jax.Texts, tokenizer: Tokenizer, size: int) -> None:
+    """Prints a line for each token that was read back, on standard error."""
+    for record in (record for records in result.read_back for record in records):
+        print(read_back_line(record, tokenizer, size), file=sys.stderr)
+
+
+def check_page(name: str) -> None:
+    """Raises ValueError for a page that could not be written once the work is done."""
+    path = Path(name)
+    if not path.parent.is_dir():
+        raise ValueError(f"--trace {name}: there is no such folder; make it first")
+    if path.is_dir():
+        raise ValueError(f"--trace {name} is a folder; name a file in it")
+    try:
+        # Permissions do not tell of everything, such as a file system that is read only.
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--trace {name} cannot be written: {error.strerror}; name another"
+        ) from None
+
+
+def write_page(
+    model: dlm_jax.Model, prompt: dict[str, Any], frames: dict[int, list[Frame]], path: str
+) -> bool:
+    """Whether the page that plays the denoising could be written; says so either way."""
+    title = prompt.get("prompt") or prompt.get("template") or "unprompted"
+    decode, names = model.tokenizer.decode, special_names(model.tokenizer)
+    try:
+        write_trace(
+            path, [frames[i] for i in sorted(frames)], decode, title=title[:80], names=names
+        )
+    except OSError as error:
+        say_error(f"--trace {path} cannot be written: {error.strerror}; the texts are complete")
+        return False
+    print(f"wrote {path}", file=sys.stderr)
+    return True
+
 
 # Seconds within which JAX itself notices a host that is gone; `distributed.watch` is faster.
 _HEARTBEAT = 50
@@ -48,12 +297,10 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raises the message as a ValueError."""
         raise ValueError(f"command line: {message}; --help explains every flag")
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
-    """Reads a whole number from `low` to `high`; for ``type=`` of a flag."""
 
     def number(text: str) -> int:
         try:
@@ -108,9 +355,6 @@ def start_jax(args: argparse.Namespace | None = None) -> None:
 
     The cache is in ``$JAX_COMPILATION_CACHE_DIR`` or the user's cache directory; with it the second
     start of a program takes a third of the first's time (`benchmarks/compile_cache.py`).
-
-    Raises:
-      ValueError: the other processes could not be joined, or a flag about them stands alone.
     """
     warnings.showwarning = _show_warning
     _refuse_lone_host_flags(args)
@@ -127,11 +371,7 @@ def start_jax(args: argparse.Namespace | None = None) -> None:
 
 
 def join_hosts(args: argparse.Namespace) -> None:
-    """Joins the other processes, if the flags of `add_host_flags` ask for it.
-
-    Raises:
-      ValueError: they could not be joined.
-    """
+    """Joins the other processes, if the flags of `add_host_flags` ask for it."""
     if not args.distributed:
         return
     keep_output_for_texts()
@@ -150,12 +390,6 @@ def join_hosts(args: argparse.Namespace) -> None:
 
 
 def load_model(path: str | None, *, mesh: Any = None, dtype: str | None = None) -> Model:
-    """The model of that path, its parameters finite; says on standard error what was passed over.
-
-    Raises:
-      ValueError: there is no such model.
-      NotFiniteError: a parameter is NaN or infinite.
-    """
     model = load(path, mesh=mesh, dtype=dtype, report=lambda line: print(line, file=sys.stderr))
     broken = not_finite(model.params)
     if broken is not None:

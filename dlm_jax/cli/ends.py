@@ -27,18 +27,13 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from typing import Protocol, TextIO
+from collections.abc import Callable, Iterator, Sequence
+from typing import TextIO
 
-from dlm_jax.storage import is_full
+from dlm_jax.store.files import is_full
 
-
-class Main(Protocol):
-    """A program: takes its arguments, those of the process if None, and returns its exit code."""
-
-    def __call__(self, argv: Sequence[str] | None = None) -> int:
-        """The exit code."""
-        ...
+Main = Callable[..., int]
+"""A program: takes its arguments, those of the process if None, and returns its exit code."""
 
 
 class End(enum.IntEnum):
@@ -66,8 +61,7 @@ def program(main: Main) -> Main:
 
     @functools.wraps(main)
     def guarded(argv: Sequence[str] | None = None) -> int:
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(_steady_streams())
+        with _steady_streams():
             try:
                 code = main(argv)
                 with _output():
@@ -96,7 +90,6 @@ def _end_quietly() -> None:
 
 
 def check_output() -> None:
-    """Raises ValueError where nothing could be printed, because standard output is closed."""
     if sys.stdout is None:
         raise ValueError("standard output is closed; leave it open, or send it to a file")
 
@@ -155,7 +148,6 @@ def refusals() -> Iterator[None]:
 
 
 def say_error(error: object) -> None:
-    """Prints the one line of an error on standard error."""
     text = " ".join(str(error).split()) or type(error).__name__
     print(f"error: {text}", file=sys.stderr)
 

@@ -28,7 +28,6 @@ GROUP = "lm_eval.models"
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: one of `End`."""
     start_jax()
     with refusals():
         try:

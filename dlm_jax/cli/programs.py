@@ -9,6 +9,7 @@ its work leaves without taking the interpreter down piece by piece.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import signal
@@ -18,50 +19,15 @@ import threading
 from dlm_jax.cli.ends import End
 
 
-def train() -> int:
-    """``train.py``: until its loop listens to signals, Ctrl-C ends it at once."""
-    _default_interrupt()
-    return _run("train")
-
-
-def sample() -> int:
-    """``sample.py``."""
-    return _run("sample")
-
-
-def evaluate() -> int:
-    """``python -m dlm_jax.evaluate``."""
-    return _run("evaluate")
-
-
-def export() -> int:
-    """``python -m dlm_jax.export``."""
-    return _run("export")
-
-
-def serve() -> int:
-    """``python -m dlm_jax.serve``."""
-    return _run("serve")
-
-
-def lm_eval() -> int:
-    """``dlm-lm-eval``: lm-evaluation-harness with the model ``dlm_jax``."""
-    return _run("lm_eval")
-
-
-def _default_interrupt() -> None:
-    is_heard = threading.current_thread() is threading.main_thread()
-    # The first process of a container is not ended by signals that it does not handle.
-    may_end = is_heard and os.getpid() != 1
-    if may_end and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def _run(name: str) -> int:
     handler = signal.getsignal(signal.SIGINT)
-    _default_interrupt()
+    is_heard = threading.current_thread() is threading.main_thread()
+    # The first process of a container is not ended by signals that it does not handle.
+    if is_heard and os.getpid() != 1 and handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     main = importlib.import_module(f"dlm_jax.cli.{name}").main
-    if handler is not None:
+    # The loop of a training listens to signals itself; until then Ctrl-C ends it at once.
+    if handler is not None and name != "train":
         signal.signal(signal.SIGINT, handler)
     code = main()
     if code == End.INTERRUPTED:
@@ -71,3 +37,11 @@ def _run(name: str) -> int:
             sys.stderr.flush()
         os._exit(code)
     return code
+
+
+train = functools.partial(_run, "train")
+sample = functools.partial(_run, "sample")
+evaluate = functools.partial(_run, "evaluation")
+export = functools.partial(_run, "exporter")
+serve = functools.partial(_run, "server")
+lm_eval = functools.partial(_run, "lm_eval")

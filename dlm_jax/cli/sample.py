@@ -12,17 +12,20 @@ where it was stopped (docs/generation.md).
 from __future__ import annotations
 
 import argparse
+import functools
 import math
+import statistics
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 import dlm_jax
-from dlm_jax.cli.chat import answers, asked
+from dlm_jax import devices
 from dlm_jax.cli.common import (
     CHECKPOINT,
     COUNT,
@@ -30,34 +33,142 @@ from dlm_jax.cli.common import (
     SEED,
     Parser,
     add_host_flags,
+    add_mesh_flags,
+    answers,
+    asked,
+    check_batch,
+    check_page,
+    compile_clock,
+    heads_line,
+    import_module,
+    import_sampler,
     join_hosts,
     load_model,
+    mesh_of,
+    naming_flags,
+    print_read_back,
+    speeds,
     start_jax,
+    write_page,
 )
-from dlm_jax.cli.compiling import compile_clock
-from dlm_jax.cli.devices import add_mesh_flags, check_batch, mesh_of
 from dlm_jax.cli.ends import End, check_output, emit, program, refusals, say_error
-from dlm_jax.cli.flags import naming_flags, speeds
-from dlm_jax.cli.own_modules import import_module, import_sampler
 from dlm_jax.cli.sample_file import sample_file
-from dlm_jax.cli.shown import check_page, heads_line, print_read_back, write_page
-from dlm_jax.cli.watching import watched
 from dlm_jax.config import RowSettings, add_sample_flags, parse_flags, sample_settings
-from dlm_jax.config.sample import settings_of
+from dlm_jax.config.schema import settings_of
+from dlm_jax.distributed.local_rows import num_shares, spans_processes, split_rows
 from dlm_jax.inference.candidates import HostSampler
-from dlm_jax.inference.generate import chain_report
-from dlm_jax.inference.model import DTYPES
+from dlm_jax.inference.generate import all_requests, chain_report, texts_of
+from dlm_jax.inference.model import DTYPES, Model
 from dlm_jax.inference.own_rules import classes_of, with_rules
-from dlm_jax.inference.trunk_time import step_time
+from dlm_jax.inference.request import group
+from dlm_jax.inference.results import Row, canvas_size
+from dlm_jax.inference.slots import Bucket, Job, Slots, loop_of, slot_count
+from dlm_jax.model.kernels import cpu
 from dlm_jax.progress import Progress
 from dlm_jax.types import Status
-from dlm_jax.viewing.frames import Frame
+from dlm_jax.viewing.frames import Frame, frame_of, special_names
+from dlm_jax.viewing.watch import Watch, pace_of
+
+
+def watched(
+    model: dlm_jax.Model,
+    prompts: Sequence[dict[str, Any]],
+    args: argparse.Namespace,
+    common: dict[str, Any],
+    frames: dict[int, list[Frame]],
+) -> tuple[dlm_jax.Texts, float]:
+    """The texts, shown while they are denoised; `frames` keeps what a page plays, by row.
+
+    Besides, the seconds that were spent waiting for the eyes.
+    """
+    decode, names = model.tokenizer.decode, special_names(model.tokenizer)
+    steps = common.get("steps", model.sample.steps)
+    watch = Watch(decode, sys.stderr, names=names, pace=pace_of(steps)) if args.watch else None
+    rows: dict[int, Row] = {}
+    for canvases in dlm_jax.stream(model, prompts, **common):
+        rows |= canvases
+        shown = [frame_of(i, row, mask_id=model.tokenizer.mask_id, steps=steps)
+                 for i, row in sorted(canvases.items())]  # fmt: skip
+        for frame in shown if args.trace is not None else ():
+            frames.setdefault(frame.row, []).append(frame)
+        if watch is not None:
+            watch.show(shown)
+    return texts_of(model, rows), 0.0 if watch is None else watch.waited
+
+
+_STEPS, _ROUNDS = 8, 5
+
+
+def time_line(
+    model: Model,
+    prompts: Sequence[Mapping[str, Any]],
+    *,
+    num_samples: int,
+    batch_size: int,
+    **common: Any,
+) -> str:
+    """What of a step's time is the trunk's, for the rows that most run in one program.
+
+    Their first steps are run several times, in turn with the trunk alone.
+    """
+    requests = all_requests(model, prompts, num_samples, common)
+    groups = group(requests).values()
+    members = [requests[place] for place in max(groups, key=len)][:batch_size]
+    if members[0].sample.cache != "none":
+        raise ValueError(
+            f"cache={members[0].sample.cache!r} lets steps compute parts of rows, which no forward "
+            "of the trunk alone stands for; use cache='none'"
+        )
+    split = split_rows(model.params)
+    if spans_processes(split):
+        raise ValueError("a step is timed in one process; drop the others")
+    bucket = Bucket(members, model.facts, canvas_size(max(request.room for request in members)))
+    size = slot_count(len(members), batch_size, num_shares(split))
+    loop = loop_of(model, bucket, size)
+    forwards: list[float] = []
+
+    def steps() -> float:
+        slots = Slots(loop, model.params, bucket, size)
+        slots.put({place: Job(place, request) for place, request in enumerate(members)})
+        began = time.perf_counter()
+        taken = slots.advance(_STEPS)
+        seconds = time.perf_counter() - began
+        forwards.append(taken.counted.forwards / max(1, int(taken.steps.sum())))
+        return seconds / max(1, int(taken.steps.max()))
+
+    tokens_BL = np.full((size, bucket.canvas), model.tokenizer.mask_id, np.int32)
+    length_B = np.array([(members * size)[slot].tokens.size for slot in range(size)], np.int32)
+    if split is not None:
+        tokens_BL, length_B = jax.device_put((tokens_BL, length_B), split)
+    options = cpu.compiler_options(is_training=False)
+
+    @functools.partial(jax.jit, compiler_options=options)
+    def trunk(params: Any, tokens_BL: jax.Array, length_B: jax.Array) -> jax.Array:
+        with devices.used(loop.program.rows):
+            return model.network.trunk(params, tokens_BL, length_B, None)[0]
+
+    def one() -> float:
+        began = time.perf_counter()
+        jax.block_until_ready(trunk(model.params, tokens_BL, length_B))
+        return time.perf_counter() - began
+
+    # The first round may compile.
+    found = [(steps(), one()) for _ in range(1 + _ROUNDS)][1:]
+    step, alone = (statistics.median(times) for times in zip(*found, strict=True))
+    times = statistics.median(forwards)
+    # A little below 0 where it is lost in noise.
+    sampling = 1 - alone * times / step
+    return (
+        f"a step of {size} rows of {bucket.canvas} takes {1e3 * step:.2f} ms, the trunk "
+        f"alone {1e3 * alone:.2f} ms, {times:.3g} times a step: sampling is "
+        f"{100 * sampling:.0f}% of it"
+    )
+
 
 _NOT_OF_A_ROW = ("num_samples", "batch_size")
 
 
 def make_parser(kind: type[RowSettings]) -> Parser:
-    """The flags of this program, with one for each setting of `kind`."""
     parser = Parser(prog="sample.py", description=__doc__)
     add = parser.add_argument
     add("--checkpoint", metavar="PATH", help=CHECKPOINT)
@@ -87,7 +198,8 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     add("--report-every", type=float, default=10.0, metavar="S",
         help="seconds between two lines on how --prompts is doing (10); 0: none")  # fmt: skip
     add("--report-json", metavar="FILE", help="appends the same figures, one JSON object per line")
-    add("--dtype", choices=DTYPES, help="of the parameters; default: float32")
+    add("--dtype", metavar="TYPE",
+        help=f"of the parameters: {', '.join(DTYPES)}; default: float32")  # fmt: skip
     add("--time-steps", action="store_true",
         help="measure afterwards how much of a step the trunk takes")  # fmt: skip
     add("--report-chain", action="store_true", help="print where each part of the chain runs")
@@ -111,19 +223,12 @@ def _host_sampler(args: argparse.Namespace) -> HostSampler | None:
     return import_sampler(args.host_sampler, f"--host-sampler {args.host_sampler}")
 
 
-def _check_read_back(args: argparse.Namespace) -> None:
+def _check_modes(args: argparse.Namespace) -> None:
     size, limit = args.read_back, args.max_candidates
-    if size is not None and size < 1:
-        raise ValueError(f"--read-back {size} must be at least 1")
-    if size is not None and size > limit >= 1:
+    if size is not None and size > limit:
         raise ValueError(
             f"--read-back {size} is more than --max-candidates {limit}; raise that to {size}"
         )
-
-
-def _check_modes(args: argparse.Namespace) -> None:
-    """Raises ValueError for flags that mean nothing together."""
-    _check_read_back(args)
     if (args.prompts is None) != (args.output is None):
         raise ValueError("--prompts and --output go together; give both")
     if args.prompts is not None:
@@ -164,7 +269,6 @@ def _check_modes(args: argparse.Namespace) -> None:
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: one of `End`."""
     start_jax()
     compile_clock()
     with refusals(), naming_flags():
@@ -219,7 +323,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_read_back(result, model.tokenizer, args.read_back)
     _tell(result, seconds, compiling)
     if args.time_steps:
-        _tell_time(model, prompts, host | common)
+        with refusals(), naming_flags():
+            print(time_line(model, prompts, **host, **common), file=sys.stderr)
     if args.trace is not None and not write_page(model, prompts[0], frames, args.trace):
         return _end_of(result, End.NO_PAGE)
     return _end_of(result, End.DONE)
@@ -248,7 +353,6 @@ def _end_of(result: dlm_jax.Texts, otherwise: End) -> End:
 
 
 def _tell(result: dlm_jax.Texts, seconds: float, compiling: float) -> None:
-    """Prints what was made, and how fast."""
     generated = int((result.committed >= 0).sum())
     programs = f"; {len(result.programs)} compilation ({', '.join(result.programs)})"
     print(
@@ -256,20 +360,6 @@ def _tell(result: dlm_jax.Texts, seconds: float, compiling: float) -> None:
         f"{generated} tokens in {seconds:.2f} s ({speeds(generated, seconds, compiling)})"
         + programs
         * bool(result.programs),
-        file=sys.stderr,
-    )
-
-
-def _tell_time(
-    model: dlm_jax.Model, prompts: list[dict[str, Any]], settings: dict[str, Any]
-) -> None:
-    """Prints what of a step's time is the trunk's."""
-    with refusals(), naming_flags():
-        time = step_time(model, prompts, **settings)
-    print(
-        f"a step of {time.rows} rows of {time.canvas} takes {1e3 * time.step:.2f} ms, the trunk "
-        f"alone {1e3 * time.trunk:.2f} ms, {time.forwards:.3g} times a step: sampling is "
-        f"{100 * time.sampling:.0f}% of it",
         file=sys.stderr,
     )
 

@@ -1,4 +1,4 @@
-"""Texts for a file of requests: what ``sample.py --prompts in.jsonl --output out.jsonl`` does."""
+"""How an engine is doing: a line every few seconds, and the same as JSON."""
 
 from __future__ import annotations
 
@@ -9,36 +9,109 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 from tqdm import tqdm
 
 import dlm_jax
-from dlm_jax.batch.files import result_key
-from dlm_jax.batch.requests import Key, Line, read_requests, share
-from dlm_jax.batch.results import Results, fingerprint
-from dlm_jax.batch.run import (
+from dlm_jax.batch.request_file import Key, Line, read_requests, share
+from dlm_jax.batch.result_file import Results, fingerprint, result_key
+from dlm_jax.batch.runner import (
     NO_SOURCE,
     Plan,
-    Report,
+    RunReport,
     describe_model,
     describe_settings,
     run_requests,
 )
-from dlm_jax.checksums import source_digest
-from dlm_jax.cli.compiling import compile_clock
-from dlm_jax.cli.devices import share_of_host
+from dlm_jax.cli.common import (
+    allowed_samplers,
+    compile_clock,
+    heads_line,
+    naming_flags,
+    share_of_host,
+    speeds,
+)
 from dlm_jax.cli.ends import End, refusals
-from dlm_jax.cli.flags import naming_flags, speeds
-from dlm_jax.cli.own_modules import allowed_samplers
-from dlm_jax.cli.shown import heads_line
 from dlm_jax.distributed.processes import gathered
 from dlm_jax.inference.engine import Engine
-from dlm_jax.inference.meter import Meter
 from dlm_jax.inference.own_rules import with_rules
+from dlm_jax.inference.report import Report
 from dlm_jax.inference.request import settings_of_call
 from dlm_jax.progress import Progress
+from dlm_jax.store.files import source_digest
+
+
+class Meter:
+    """Tells how an engine is doing; call `tick` as often as you like."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        every: float = 5.0,
+        write: Callable[[str], Any] | None = None,
+        records: TextIO | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        if not every > 0:
+            raise ValueError(f"every={every} seconds must be more than 0")
+        self._engine, self._every, self._clock = engine, every, clock
+        self._write, self._records = write or _to_standard_error, records
+        self._start = self._last = clock()
+        self._before = engine.report().work
+
+    def tick(self) -> None:
+        if self._clock() - self._last >= self._every:
+            self.tell()
+
+    def tell(self) -> None:
+        """Writes a line of what was done since the last one."""
+        now, report = self._clock(), self._engine.report()
+        figures = self._figures(report, max(now - self._last, 1e-9), now - self._start)
+        self._last, self._before = now, report.work
+        self._write(_sentence(figures))
+        if self._records is not None:
+            try:
+                self._records.write(f"{json.dumps(figures)}\n")
+                self._records.flush()
+            except OSError as error:
+                # What is told of the work must not end it.
+                self._records = None
+                self._write(
+                    f"warning: figures cannot be recorded: {error.strerror}; they are left out"
+                )
+
+    def _figures(self, report: Report, seconds: float, since: float) -> dict[str, Any]:
+        rates = {}
+        for name in ("rows", "tokens", "forwards"):
+            done = getattr(report.work, name) - getattr(self._before, name)
+            rates[f"{name}_per_second"] = round(done / seconds, 3)
+        return {
+            "seconds": round(since, 3),
+            "rows": report.work.rows,
+            "tokens": report.work.tokens,
+            **rates,
+            "running": report.running,
+            "slots": report.slots,
+            "waiting": report.waiting,
+            "occupancy": round(report.occupancy, 4),
+            "programs": len(report.programs),
+        }
+
+
+def _sentence(figures: dict[str, Any]) -> str:
+    rates = (f"{figures[f'{name}_per_second']:,.1f} {name}/s"
+             for name in ("rows", "tokens", "forwards"))  # fmt: skip
+    return (
+        f"engine: {', '.join(rates)}; {figures['running']} of {figures['slots']} slots busy, "
+        f"{figures['waiting']} waiting, {figures['programs']} programs"
+    )
+
+
+def _to_standard_error(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 class _NoResults:
@@ -48,7 +121,6 @@ class _NoResults:
         self.done = done
 
     def write(self, result: Mapping[str, Any]) -> None:
-        """Nothing but that it is done."""
         key = result_key(result)
         assert key is not None
         self.done.add(key)
@@ -150,7 +222,7 @@ def _shown(
     settings: dict[str, Any],
     lines: list[Line],
     results: Results | _NoResults,
-) -> Report:
+) -> RunReport:
     """Runs the requests, and shows how far it is and how the engine is doing."""
     tells = isinstance(results, Results)
     tokens = 0

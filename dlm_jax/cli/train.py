@@ -9,6 +9,7 @@ standard output, everything else on standard error.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,48 +18,64 @@ import jax
 import dlm_jax.config as configs
 from dlm_jax import __version__
 from dlm_jax.cli.common import Parser, add_host_flags, start_jax
-from dlm_jax.cli.dry_run import dry_run
 from dlm_jax.cli.ends import End, emit, end_of, program, refusals, say_error
 from dlm_jax.config import Config
 from dlm_jax.data import DamagedShard
-from dlm_jax.distributed import watch
+from dlm_jax.distributed import processes
+from dlm_jax.distributed.mesh import topology_devices
+from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.inference.generate import generate
 from dlm_jax.inference.model import Model, untrained_heads
-from dlm_jax.metrics import PICTURE
-from dlm_jax.model import cpu
+from dlm_jax.model.kernels import cpu
+from dlm_jax.randomness import check_settings
 from dlm_jax.training import Outcome, Run, describe, prepare, run_loop, say
-from dlm_jax.training.files import config_of_run
-from dlm_jax.training.plan import lines
-from dlm_jax.training.profiling import parse_span
-from dlm_jax.training.step import TrainState
+from dlm_jax.training.checks import check_model_fits, check_parts
+from dlm_jax.training.metrics import PICTURE
+from dlm_jax.training.plan import Plan, lines, plan
+from dlm_jax.training.run import load_resolved, mesh_config
+from dlm_jax.training.run_directory import config_of_run
+from dlm_jax.training.train_loop import parse_span
+from dlm_jax.training.train_step import TrainState
+
+
+def dry_run(config: Config, topology: str) -> Plan:
+    """The plan of a run on the devices present, or on those of a topology that need not exist.
+
+    With ``model.vocab_size`` given, the corpus is not looked at.
+    """
+    check_settings()
+    devices = topology_devices(topology) if topology else None
+    tokenizer = None
+    if config.model.vocab_size == 0:
+        config, corpus = load_resolved(config, report=say)
+        tokenizer = corpus.tokenizer
+    elif config.model.attention_type == "causal" and config.model.start_id < 0:
+        model = dataclasses.replace(config.model, start_id=config.model.vocab_size - 1)
+        config = dataclasses.replace(config, model=model)
+    devices = jax.devices() if devices is None else devices
+    mesh = make_mesh(mesh_config(config, devices), devices)
+    check_parts(config, mesh)
+    check_model_fits(config, mesh)
+    return plan(config, mesh, tokenizer)
+
 
 NUM_SAMPLES = 3
 
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: one of `End`."""
     parser = Parser(prog="train.py", description=__doc__)
-    parser.add_argument(
-        "--config", metavar="FILE",
-        help=f"TOML file, or the name of a shipped config: {', '.join(configs.shipped())}",
-    )  # fmt: skip
-    parser.add_argument("--resume", metavar="RUN", help="continue the run in that directory")
-    parser.add_argument(
-        "--print-config", action="store_true", help="print the config as TOML and do nothing else"
-    )
-    parser.add_argument(
-        "--profile", metavar="FIRST:LAST", help="write a trace of these steps, such as 10:13"
-    )
-    parser.add_argument("--version", action="version", version=f"dlm_jax {__version__}")
-    parser.add_argument(
-        "--dry-run", action="store_true",
-        help="compile the step and print what it needs of its devices; nothing is run or written",
-    )  # fmt: skip
-    parser.add_argument(
-        "--topology", metavar="NAME", default="",
-        help="with --dry-run: devices that need not be there, such as v5e:4x4 or v5p:8x8x8",
-    )  # fmt: skip
+    add = parser.add_argument
+    config_help = f"TOML file, or the name of a shipped config: {', '.join(configs.shipped())}"
+    add("--config", metavar="FILE", help=config_help)
+    add("--resume", metavar="RUN", help="continue the run in that directory")
+    add("--print-config", action="store_true", help="print the config as TOML and do nothing else")
+    add("--profile", metavar="FIRST:LAST", help="write a trace of these steps, such as 10:13")
+    add("--version", action="version", version=f"dlm_jax {__version__}")
+    dry_help = "compile the step and print what it needs of its devices; nothing is run or written"
+    add("--dry-run", action="store_true", help=dry_help)
+    place_help = "with --dry-run: devices that need not be there, such as v5e:4x4 or v5p:8x8x8"
+    add("--topology", metavar="NAME", default="", help=place_help)
     add_host_flags(parser)
     configs.add_flags(parser)
     with refusals():
@@ -67,11 +84,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.print_config:
             emit(configs.to_toml(config).removesuffix("\n"))
             return End.DONE
-        if args.dry_run or args.topology:
-            return _print_plan(config, args)
+        if args.dry_run:
+            emit("\n".join(lines(dry_run(config, args.topology))))
+            return End.DONE
+        if args.topology:
+            raise ValueError("command line: --topology means nothing without --dry-run; add that")
         profile = None if args.profile is None else parse_span(args.profile)
         start_jax(args)
-    with watch.together(end_of):
+    with processes.together(end_of):
         return _train(config, profile)
 
 
@@ -89,15 +109,7 @@ def _train(config: Config, profile: tuple[int, int] | None) -> int:
     return finish(outcome)
 
 
-def _print_plan(config: Config, args: argparse.Namespace) -> int:
-    if not args.dry_run:
-        raise ValueError("command line: --topology means nothing without --dry-run; add that")
-    emit("\n".join(lines(dry_run(config, args.topology))))
-    return End.DONE
-
-
 def _config(args: argparse.Namespace, overrides: dict[str, str]) -> Config:
-    """The config that the flags ask for."""
     if args.resume is None:
         return configs.load(args.config, overrides)
     if args.config is not None:
@@ -107,39 +119,35 @@ def _config(args: argparse.Namespace, overrides: dict[str, str]) -> Config:
     return configs.override(config_of_run(Path(args.resume)), overrides)
 
 
-def sample(run: Run, state: TrainState, *, num_samples: int, seed: int = 0) -> tuple[str, ...]:
-    """Texts of the model as it stands, on the first process; none on the others.
-
-    With several processes, all must call it: each samples its share of the rows with the part of
-    the parameters that it trains.
-    """
-    model = Model(
-        network=run.network,
-        params=state.best_params,
-        tokenizer=run.corpus.tokenizer,
-        max_length=run.config.data.seq_len,
-        sample=run.config.sample,
-        untrained=untrained_heads(run.config, int(state.step)),
-    )
-    texts = generate(model, num_samples=num_samples, seed=seed).texts
-    return texts if jax.process_index() == 0 else ()
-
-
 def show_sample(run: Run, state: TrainState, step: int) -> None:
     """Shows one sample on standard error while training; nothing of a scorer, which writes none."""
     if not run.task.writes_text:
         return
-    for text in _tried(run, state, num_samples=1, seed=run.config.train.seed):
+    for text in _texts(run, state, num_samples=1, seed=run.config.train.seed):
         say(f"--- sample at step {step}\n{text}\n---")
 
 
-def _tried(run: Run, state: TrainState, *, num_samples: int, seed: int = 0) -> tuple[str, ...]:
-    """The texts of `sample`, or none and a line that says why: a look at a run must not end it."""
+def _texts(run: Run, state: TrainState, *, num_samples: int, seed: int = 0) -> tuple[str, ...]:
+    """Texts of the model as it stands, on the first process; none on the others.
+
+    With several processes, all must call it: each samples its share of the rows with the part of
+    the parameters that it trains. None and a line that says why, if they cannot be made: a look at
+    a run must not end it.
+    """
     try:
-        return sample(run, state, num_samples=num_samples, seed=seed)
+        model = Model(
+            network=run.network,
+            params=state.best_params,
+            tokenizer=run.corpus.tokenizer,
+            max_length=run.config.data.seq_len,
+            sample=run.config.sample,
+            untrained=untrained_heads(run.config, int(state.step)),
+        )
+        texts = generate(model, num_samples=num_samples, seed=seed).texts
     except (ValueError, MemoryError, jax.errors.JaxRuntimeError) as error:
         say(f"warning: there are no samples: {' '.join(str(error).split())[:200]}")
         return ()
+    return texts if jax.process_index() == 0 else ()
 
 
 def finish(outcome: Outcome) -> int:
@@ -154,7 +162,7 @@ def finish(outcome: Outcome) -> int:
     say(f"finished: {run.out_dir} holds checkpoints, metrics.jsonl{picture}")
     say(run.task.next_command.format(out_dir=run.out_dir))
     is_writer = run.task.writes_text
-    texts = _tried(run, outcome.state, num_samples=NUM_SAMPLES) if is_writer else ()
+    texts = _texts(run, outcome.state, num_samples=NUM_SAMPLES) if is_writer else ()
     if texts:
         emit("\n---\n".join(texts))
     return End.DONE

@@ -1,6 +1,12 @@
 """Text in, batches out: tokenizers, corpora, token files, and the training pipeline."""
 
-from dlm_jax.data.corpora import (
+from dlm_jax.data.corpus import LAYOUTS, Corpus, load_corpus
+from dlm_jax.data.hub_tokenizer import HubTokenizer, qwen_json
+from dlm_jax.data.pipeline import RowSource, train_batches, train_dataset, validation_windows
+from dlm_jax.data.rows import TAILS, DocumentRows
+from dlm_jax.data.shards import DamagedShard, Mixture, TokenShards
+from dlm_jax.data.subword import SubwordTokenizer, train_bpe
+from dlm_jax.data.text import (
     BUILTIN_CORPUS,
     PYTHON_SOURCE,
     Document,
@@ -9,14 +15,6 @@ from dlm_jax.data.corpora import (
     read_documents,
     split_text,
 )
-from dlm_jax.data.corpus import Corpus
-from dlm_jax.data.hub_tokenizer import HubTokenizer, qwen_json
-from dlm_jax.data.loading import LAYOUTS, load_corpus
-from dlm_jax.data.mixing import Mixture
-from dlm_jax.data.pipeline import RowSource, train_batches, train_dataset, validation_windows
-from dlm_jax.data.rows import TAILS, DocumentRows
-from dlm_jax.data.shards import DamagedShard, TokenShards
-from dlm_jax.data.subword import SubwordTokenizer, train_bpe
 from dlm_jax.data.tokenizer_kinds import TOKENIZERS, check_fits, from_json, make_tokenizer
 from dlm_jax.data.tokenizers import ByteTokenizer, CharacterTokenizer, Tokenizer, text_ids
 

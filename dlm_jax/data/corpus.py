@@ -1,11 +1,41 @@
-"""What training needs to know of its text."""
+"""A corpus ready to train on: text read, split, encoded and cached on disk as token files.
+
+The name of a token file holds a hash of everything it was made from (the text, the tokenizer, the
+split, the format), so that equal inputs share files and a changed byte makes new ones. Building
+is deterministic and files appear whole, so any number of processes may do it at once.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from dlm_jax.data import rows as token_files
+from dlm_jax.data import text as corpora
 from dlm_jax.data.pipeline import RowSource
+from dlm_jax.data.rows import TAILS, DocumentRows, Encoded, cut_into_rows
+from dlm_jax.data.shards import (
+    INDEX_NAME,
+    PARTS,
+    Index,
+    Mixture,
+    TokenShards,
+    fingerprint,
+    joined,
+    quotas_of,
+    read_index,
+)
+from dlm_jax.data.text import Document, Source
+from dlm_jax.data.tokenizer_kinds import make_tokenizer
 from dlm_jax.data.tokenizers import Tokenizer
+from dlm_jax.store.files import is_remote
 
 
 @dataclass(frozen=True)
@@ -35,3 +65,317 @@ class Corpus:
     num_val_characters: int
     num_train_tokens: int
     num_val_tokens: int
+
+
+MakeTokenizer = Callable[[str], Tokenizer]
+TokenizerOf = str | Tokenizer | MakeTokenizer
+"""A kind of tokenizer, one that is there, or what makes one for a text."""
+
+# Shards have a tokenizer of their own: what asks for that one, the last being a config's default.
+_OWN = ("corpus", "character")
+
+
+def roots_of(source: Source) -> list[str]:
+    """The directories and URLs of sharded corpora that `source` names; none for text."""
+    names = corpora.names_of(source)
+    found = [name for name in names if _is_sharded(name)]
+    if found and len(found) < len(names):
+        other = next(name for name in names if name not in found)
+        raise ValueError(
+            f"data.source={other} is no sharded corpus, and {found[0]} is one; "
+            "make shards of it with python -m dlm_jax.data.shard"
+        )
+    return found
+
+
+def _is_sharded(name: str) -> bool:
+    return is_remote(name) or (Path(os.path.expanduser(name)) / INDEX_NAME).is_file()
+
+
+def load_sharded(
+    roots: Sequence[str],
+    *,
+    tokenizer: TokenizerOf,
+    seq_len: int,
+    weights: Sequence[float],
+    cache_dir: Path,
+) -> Corpus:
+    """The corpus that the shards under `roots` make up; nothing of them is held in memory."""
+    indices = [read_index(root) for root in roots]
+    if callable(tokenizer):
+        tokenizer = tokenizer("")
+    _check_tokenizers(roots, indices, tokenizer)
+    parts = {
+        part: [
+            TokenShards.of(root, index, part, cache_dir)
+            for root, index in zip(roots, indices, strict=True)
+        ]
+        for part in PARTS
+    }
+    if weights and len(weights) != len(roots):
+        raise ValueError(
+            f"data.weights has {len(weights)} numbers for {len(roots)} corpora; give one for each"
+        )
+    shares = weights or [len(one) for one in parts["train"]]
+    quotas = quotas_of(tuple(map(float, shares)))
+    used = [number for number, quota in enumerate(quotas) if quota]
+    for number in used:
+        _check_fills_a_row(roots[number], len(parts["train"][number]), seq_len)
+    for one in (*parts["train"], *parts["val"]):
+        one.check()
+    train = Mixture(
+        tuple(parts["train"][number] for number in used), tuple(quotas[n] for n in used)
+    )
+    sums = [indices[number].sha256 for number in used]
+    whole = sums[0] if len(used) == 1 else hashlib.sha256(" ".join(sums).encode()).hexdigest()
+
+    def total(part: str, fact: str) -> int:
+        return sum(getattr(shard, fact) for n in used for shard in getattr(indices[n], part))
+
+    return Corpus(
+        name=", ".join(roots),
+        tokenizer=indices[0].tokenizer,
+        train_rows=train.sources[0] if len(used) == 1 else train,
+        val_rows=joined([parts["val"][number] for number in used]),
+        sha256=whole,
+        num_train_characters=total("train", "characters"),
+        num_val_characters=total("val", "characters"),
+        num_train_tokens=total("train", "tokens"),
+        num_val_tokens=total("val", "tokens"),
+    )
+
+
+def _check_tokenizers(
+    roots: Sequence[str], indices: Sequence[Index], tokenizer: str | Tokenizer
+) -> None:
+    first = indices[0]
+    for root, index in zip(roots, indices, strict=True):
+        if fingerprint(index.tokenizer) != fingerprint(first.tokenizer):
+            raise ValueError(
+                f"data.source: {root} was made with another tokenizer than {roots[0]}; "
+                "make both with the same one"
+            )
+        if (index.dtype, index.record_tokens) != (first.dtype, first.record_tokens):
+            raise ValueError(
+                f"data.source: {root} has other records than {roots[0]}; make it again"
+            )
+    if isinstance(tokenizer, str):
+        if tokenizer in _OWN:
+            return
+        if tokenizer.startswith("bpe:"):
+            raise ValueError(
+                f"data.tokenizer={tokenizer!r} would train one, and {roots[0]} has its own; "
+                "use data.tokenizer=corpus"
+            )
+        tokenizer = make_tokenizer(tokenizer, "")
+    if fingerprint(tokenizer) != fingerprint(first.tokenizer):
+        raise ValueError(
+            f"data.source: {roots[0]} was made with another tokenizer than data.tokenizer; make it "
+            "again with that one, or use data.tokenizer=corpus"
+        )
+
+
+def _check_fills_a_row(name: str, num_tokens: int, seq_len: int) -> None:
+    if num_tokens < seq_len:
+        raise ValueError(
+            f"{name} has {num_tokens} training tokens, fewer than one window of "
+            f"seq_len={seq_len}; give more text or a smaller seq_len"
+        )
+
+
+LAYOUTS = ("windows", "documents")
+
+_FORMAT_VERSION = 1
+
+
+def load_corpus(
+    source: Source,
+    *,
+    tokenizer: TokenizerOf = "byte",
+    seq_len: int = 1,
+    held_out: float = 0.05,
+    cache_dir: str | os.PathLike[str] | None = None,
+    layout: str = "windows",
+    tail: str = "eos",
+    weights: Sequence[float] = (),
+) -> Corpus:
+    """The corpus of `source`, its token files in place; encodes only what no cache file holds.
+
+    The text is held in memory while it is read and encoded; training maps the token files.
+
+    Args:
+      source: a corpus's name, a path or a glob, or several (see `read_documents`); or one or
+        several sharded corpora, directories or URLs, whose tokens are read where they are.
+      tokenizer: a kind (see `make_tokenizer`), an existing tokenizer, such as a checkpoint's, or a
+        function that makes one for the whole text.
+        Characters are those of the whole text, so that the held-out part can be encoded; a BPE
+        learns from the training text alone.
+      seq_len: tokens of a row. The training text must fill one window; a prompt, its response and
+        one EOS must fit a row.
+      held_out: share to hold out at the end, in (0, 1): of the characters, or with documents of
+        their number.
+      cache_dir: folder of the token files; None is `$DLM_JAX_CACHE` or `~/.cache/dlm_jax`.
+      layout: ``windows`` joins the documents, one blank line between two, and cuts windows side by
+        side; with ``documents``, a row is a document, or a part of one longer than a row. Prompts
+        need the latter.
+      tail: with documents, what stands behind one: ``eos``, EOS to the end of the row, trained as
+        padding, so that a model learns where to stop; or ``pad``, one EOS and no more.
+      weights: of several sharded corpora: the share of rows of each, which need not sum to 1; none:
+        as many as they have tokens.
+    """
+    for field, value, known in (("layout", layout, LAYOUTS), ("tail", tail, TAILS)):
+        if value not in known:
+            raise ValueError(f"{field}={value!r} is unknown; use {' or '.join(known)}")
+    named = token_files.default_cache_dir() if cache_dir is None else cache_dir
+    folder = Path(os.path.expanduser(named)).absolute()
+    roots = roots_of(source)
+    if roots:
+        if layout != "windows":
+            raise ValueError(f"data.layout={layout!r} is not for sharded corpora; use windows")
+        return load_sharded(
+            roots, tokenizer=tokenizer, seq_len=seq_len, weights=weights, cache_dir=folder
+        )
+    if weights:
+        raise ValueError("data.weights mixes sharded corpora; make them with dlm_jax.data.shard")
+    documents = corpora.read_documents(source)
+    job = _Job(corpora.describe(source), seq_len, held_out, folder)
+    if layout == "documents":
+        return _load_documents(job, documents, tokenizer, tail)
+    return _load_windows(job, documents, tokenizer)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What both layouts need: a name for messages, sizes, and where files go."""
+
+    name: str
+    seq_len: int
+    held_out: float
+    folder: Path
+
+    def paths(self, kind: str, key: str) -> dict[str, Path]:
+        return {part: self.folder / f"{kind}-{key}-{part}.npy" for part in PARTS}
+
+
+def _load_windows(job: _Job, documents: Sequence[Document], tokenizer: TokenizerOf) -> Corpus:
+    for document in documents:
+        if document.prompt is not None:
+            raise ValueError(
+                f"{document.name} has a prompt, which windows would cut off its response; "
+                "use data.layout=documents"
+            )
+    text = corpora.join_documents(documents)
+    if len(text) < 2:
+        raise ValueError(
+            f"{job.name} has {len(text)} characters, too short to split; give more text"
+        )
+    parts: dict[str, str] = dict(zip(PARTS, corpora.split_text(text, job.held_out), strict=True))
+    coder = _coder(tokenizer, text, parts["train"])
+    sha256 = hashlib.sha256(text.encode("utf-8")).hexdigest()
+    paths = job.paths("tokens", _cache_key(sha256, coder, job.held_out))
+    missing = [part for part in PARTS if not token_files.is_intact(paths[part])]
+    # Both are encoded before either is written, so that text with an error leaves no file.
+    encoded = {part: _encode(coder, parts[part], documents) for part in missing}
+    for part, ids in encoded.items():
+        token_files.write_tokens(paths[part], ids, vocab_size=coder.vocab_size)
+    counts = {part: len(token_files.open_tokens(path)) for part, path in paths.items()}
+    _check_fills_a_row(job.name, counts["train"], job.seq_len)
+    return Corpus(
+        name=job.name,
+        tokenizer=coder,
+        train_rows=paths["train"],
+        val_rows=paths["val"],
+        sha256=sha256,
+        num_train_characters=len(parts["train"]),
+        num_val_characters=len(parts["val"]),
+        num_train_tokens=counts["train"],
+        num_val_tokens=counts["val"],
+    )
+
+
+def _load_documents(
+    job: _Job,
+    documents: Sequence[Document],
+    tokenizer: TokenizerOf,
+    tail: str,
+) -> Corpus:
+    train, val = corpora.split_documents(documents, job.held_out, name=job.name)
+    parts = {"train": train, "val": val}
+    coder = _coder(tokenizer, _all_text(documents), _all_text(train))
+    lines = (json.dumps([document.prompt, document.text]) for document in documents)
+    sha256 = hashlib.sha256("\n".join(lines).encode("ascii")).hexdigest()
+    key = _cache_key(sha256, coder, job.held_out, "documents", job.seq_len)
+    paths, bounds_paths = job.paths("tokens", key), job.paths("rows", key)
+    made = {
+        part: cut_into_rows(_encoded(coder, parts[part]), seq_len=job.seq_len)
+        for part in PARTS
+        if not all(map(token_files.is_intact, (paths[part], bounds_paths[part])))
+    }
+    for part, (stretches, bounds) in made.items():
+        ids = np.concatenate(stretches)
+        token_files.write_tokens(paths[part], ids, vocab_size=coder.vocab_size)
+        token_files.write_tokens(bounds_paths[part], bounds, vocab_size=len(ids) + 1)
+    rows = {
+        part: DocumentRows(
+            tokens_path=paths[part],
+            bounds_path=bounds_paths[part],
+            seq_len=job.seq_len,
+            eos_id=coder.eos_id,
+            pad_id=coder.pad_id,
+            tail=tail,
+        )
+        for part in PARTS
+    }
+    return Corpus(
+        name=job.name,
+        tokenizer=coder,
+        train_rows=rows["train"],
+        val_rows=rows["val"],
+        sha256=sha256,
+        num_train_characters=sum(len(document.text) for document in train),
+        num_val_characters=sum(len(document.text) for document in val),
+        num_train_tokens=rows["train"].num_targets(),
+        num_val_tokens=rows["val"].num_targets(),
+    )
+
+
+def _coder(tokenizer: TokenizerOf, text: str, train_text: str) -> Tokenizer:
+    if callable(tokenizer):
+        return tokenizer(text)
+    if not isinstance(tokenizer, str):
+        return tokenizer
+    return make_tokenizer(tokenizer, text, train_text=train_text)
+
+
+def _cache_key(sha256: str, tokenizer: Tokenizer, held_out: float, *more: Any) -> str:
+    inputs = [_FORMAT_VERSION, sha256, tokenizer.to_json(), held_out, *more]
+    encoded = json.dumps(inputs, sort_keys=True).encode("ascii")
+    return hashlib.sha256(encoded).hexdigest()[:32]
+
+
+def _all_text(documents: Sequence[Document]) -> str:
+    return "\n\n".join(f"{document.prompt or ''}{document.text}" for document in documents)
+
+
+def _encoded(tokenizer: Tokenizer, documents: Sequence[Document]) -> Iterator[Encoded]:
+    for document in documents:
+        prompt = document.prompt
+        try:
+            given = None if prompt is None else tokenizer.encode(prompt)
+            ids = tokenizer.encode(document.text)
+        except ValueError as error:
+            raise ValueError(f"{document.name}: {error}") from None
+        yield document.name, given, ids
+
+
+def _encode(tokenizer: Tokenizer, text: str, documents: Sequence[Document]) -> np.ndarray:
+    """Ids of `text`; an error names the document it is in and the position there."""
+    try:
+        return tokenizer.encode(text)
+    except ValueError:
+        for document in documents:
+            try:
+                tokenizer.encode(document.text)
+            except ValueError as error:
+                raise ValueError(f"{document.name}: {error}") from None
+        raise

@@ -19,7 +19,6 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from dlm_jax.data.tokenizers import checked_ids, utf8
 
-_FIELDS = {"type", "tokenizer_json", "mask_id", "pad_id", "bos_id", "eos_id"}
 # The splitting of GPT-4 and Qwen2: contractions, words, single digits, punctuation, white space.
 _QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -29,15 +28,7 @@ _QWEN_SPLIT = (
 
 @dataclass(frozen=True)
 class HubTokenizer:
-    """The tokenizer in a published `tokenizer.json`, with the ids of its specials.
-
-    Attributes:
-      content: the file's JSON text; how it is spaced does not count.
-      mask_id: the id of a hole.
-      pad_id: the id beyond a row's length; may be that of EOS.
-      eos_id: the id that ends a generation.
-      bos_id: the id that begins a text, or None.
-    """
+    """The tokenizer in a published `tokenizer.json`, with the ids of its specials."""
 
     content: str
     mask_id: int
@@ -61,6 +52,11 @@ class HubTokenizer:
     def _known_ids(self) -> frozenset[int]:
         return frozenset(self._marked.get_vocab(with_added_tokens=True).values())
 
+    @cached_property
+    def _specials(self) -> tuple[int, ...]:
+        given = (self.mask_id, self.pad_id, self.eos_id, self.bos_id)
+        return tuple(id_ for id_ in given if id_ is not None)
+
     @property
     def vocab_size(self) -> int:
         """One more than the highest id."""
@@ -68,11 +64,7 @@ class HubTokenizer:
 
     @cached_property
     def _num_ids(self) -> int:
-        return 1 + max((*self._known_ids, *self._specials()))
-
-    def _specials(self) -> tuple[int, ...]:
-        given = (self.mask_id, self.pad_id, self.eos_id, self.bos_id)
-        return tuple(id_ for id_ in given if id_ is not None)
+        return 1 + max((*self._known_ids, *self._specials))
 
     @property
     def banned_ids(self) -> tuple[int, ...]:
@@ -85,15 +77,13 @@ class HubTokenizer:
     @cached_property
     def _banned(self) -> tuple[int, ...]:
         empty = set(range(self.vocab_size)) - self._known_ids
-        return tuple(sorted((empty | set(self._specials())) - {self.eos_id}))
+        return tuple(sorted((empty | set(self._specials)) - {self.eos_id}))
 
     @property
     def space_id(self) -> int | None:
-        """The id of `" "`, or None."""
         return self.piece_id(" ")
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of `text`, int32 `[n]`, in which no special stands for itself."""
         utf8(text)
         return np.array(self._plain.encode(text, add_special_tokens=False).ids, np.int32)
 
@@ -103,13 +93,11 @@ class HubTokenizer:
         return np.array(self._marked.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Any) -> str:
-        """Text of `ids`; specials stand for no text, bytes that are no UTF-8 become U+FFFD."""
         array = checked_ids(ids, self.vocab_size)
-        is_text = ~np.isin(array, self._specials())
+        is_text = ~np.isin(array, self._specials)
         return self._marked.decode(array[is_text].tolist(), skip_special_tokens=True)
 
     def piece_id(self, piece: str) -> int | None:
-        """The one id that stands for `piece`, or None."""
         ids = self._plain.encode(piece, add_special_tokens=False).ids
         return ids[0] if len(ids) == 1 and self.decode(ids) == piece else None
 
@@ -122,7 +110,6 @@ class HubTokenizer:
         return self._marked.token_to_id(token)
 
     def to_json(self) -> dict[str, Any]:
-        """`{"type": "hub", "tokenizer_json": ..., "mask_id": ...}`."""
         return {
             "type": "hub", "tokenizer_json": self.content, "mask_id": self.mask_id,
             "pad_id": self.pad_id, "eos_id": self.eos_id, "bos_id": self.bos_id,
@@ -147,25 +134,8 @@ def _backends(content: str) -> tuple[str, tokenizers.Tokenizer, tokenizers.Token
     return content, plain, marked
 
 
-def hub_from_json(data: dict[str, Any]) -> HubTokenizer:
-    """The tokenizer that `HubTokenizer.to_json` described; ValueError if it is no such thing."""
-    if set(data) != _FIELDS or not isinstance(data["tokenizer_json"], str):
-        raise ValueError(
-            f"a hub tokenizer is stored with the fields {sorted(_FIELDS)}, found {sorted(data)}; "
-            "the file is damaged or of another program"
-        )
-    kept = {name: value for name, value in data.items() if name not in ("type", "tokenizer_json")}
-    return HubTokenizer(data["tokenizer_json"], **kept)
-
-
 def qwen_json(vocabulary: dict[str, int], merges: list[str], added: list[dict[str, Any]]) -> str:
-    """The `tokenizer.json` of a Qwen2 vocabulary that was published as plain lists.
-
-    Args:
-      vocabulary: ids by token (``vocab.json``).
-      merges: ``merges.txt``, a pair a line.
-      added: tokens outside the vocabulary, with ``id``, ``content`` and ``special``.
-    """
+    """The `tokenizer.json` of a Qwen2 vocabulary that was published as plain lists."""
     pairs = [(left, right) for left, _, right in (line.partition(" ") for line in merges)]
     made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
     made.normalizer = normalizers.NFC()

@@ -17,16 +17,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import grain
 import numpy as np
 
-from dlm_jax.data.mixing import Mixture
-from dlm_jax.data.rows import Columns, DocumentRows, Place, Windows
-from dlm_jax.data.shards import ShardWindows, TokenShards
-from dlm_jax.data.token_files import open_tokens
+from dlm_jax.data.rows import Columns, DocumentRows, Mapped, Place, TokenFile
+from dlm_jax.data.shards import Mixture, TokenShards, joined
 
 RowSource = str | os.PathLike[str] | DocumentRows | TokenShards | Mixture
 """What rows come from: a token file, documents, shards of a corpus, or a mixture of corpora."""
@@ -59,11 +58,6 @@ def train_dataset(
       seed: order of the rows, in [0, 2**32).
       process_index: which process this is, in [0, process_count).
       process_count: processes that share the global batch.
-
-    Raises:
-      ValueError: a size below 1, `batch_size` not a multiple of `process_count`, a seed out of
-        range, a file that is damaged or shorter than one window, or documents that were cut for
-        another `seq_len`.
     """
     for field, value in (("seq_len", seq_len), ("batch_size", batch_size)):
         if value < 1:
@@ -108,19 +102,7 @@ def train_batches(
 
     Its `get_state()` is a small dict that `set_state` takes (batches read ahead do not count), so
     grain's checkpoint handlers save it; `start_step` does the same from the step number alone.
-
-    Args:
-      source: `Corpus.train_rows`, or a token file to take windows of.
-      seq_len: tokens of a row, >= 1.
-      batch_size: rows of the global batch, a multiple of `process_count`.
-      seed: order of the rows, in [0, 2**32).
-      process_index: which process this is, in [0, process_count).
-      process_count: processes that share the global batch.
-      start_step: step of the first batch, >= 0.
-      prefetch: batches to read ahead; 0 reads in the caller's thread.
-
-    Raises:
-      ValueError: as `train_dataset`, or a negative `start_step` or `prefetch`.
+    With a `prefetch` of 0 batches are read in the caller's thread.
     """
     for field, value in (("start_step", start_step), ("prefetch", prefetch)):
         if value < 0:
@@ -160,22 +142,18 @@ def validation_windows(
       max_windows: at most so many rows, spread evenly over the file; None takes all.
       multiple_of: rows of length 0 are appended until N is a multiple of this, so that a batch
         divides evenly over devices.
-
-    Raises:
-      ValueError: a size below 1, or a file that is damaged or empty, or documents that were cut
-        for another `seq_len`.
     """
     sizes = {"seq_len": seq_len, "max_windows": max_windows, "multiple_of": multiple_of}
     for field, value in sizes.items():
         if value is not None and value < 1:
             raise ValueError(f"{field}={value} is less than 1; use a positive number")
     if isinstance(source, Mixture):
-        source = source.joined()
+        source = joined(source.sources)
     if isinstance(source, DocumentRows):
         rows = _rows(source, seq_len)
         batch = source.rows(_spread(len(rows), max_windows))
     else:
-        batch = _windows_in_order(source, seq_len, pad_id, max_windows)
+        batch = _windows_in_order(_ids(source), seq_len, pad_id, max_windows)
     num_empty = -len(batch["length"]) % multiple_of
     fills = {"tokens": pad_id, "length": 0, "given": 0}
     return {
@@ -192,33 +170,52 @@ def _spread(count: int, limit: int | None) -> np.ndarray:
     return np.arange(taken) * count // taken
 
 
-def _windows_in_order(
-    source: str | os.PathLike[str] | TokenShards, seq_len: int, pad_id: int, limit: int | None
-) -> Columns:
-    tokens = source if isinstance(source, TokenShards) else open_tokens(source)
-    if not len(tokens):
-        raise ValueError(f"{_name(source)} holds no tokens; hold out more text")
-    starts = _spread(-(-len(tokens) // seq_len), limit) * seq_len
+Ids = TokenFile | TokenShards
+"""A long row of ids, read a stretch at a time."""
+
+
+@dataclass(frozen=True)
+class Windows(Mapped):
+    """Windows of `seq_len` ids side by side, from an offset that an epoch's bits choose."""
+
+    ids: Ids
+    seq_len: int
+
+    @cached_property
+    def _num_starts(self) -> int:
+        return len(self.ids) - self.seq_len + 1
+
+    def __len__(self) -> int:
+        # One window less than fit leaves the offset a whole window to move in.
+        return max(1, self._num_starts // self.seq_len)
+
+    def read(self, places: Sequence[Place]) -> Columns:
+        num_offsets = self._num_starts - (len(self) - 1) * self.seq_len
+        tokens = np.empty((len(places), self.seq_len), np.int32)
+        for row, (index, epoch_bits) in zip(tokens, places, strict=True):
+            self.ids.read_into(row, epoch_bits % num_offsets + index * self.seq_len)
+        length = np.full(len(places), self.seq_len, np.int32)
+        return {"tokens": tokens, "length": length, "given": np.zeros_like(length)}
+
+
+def _ids(source: str | os.PathLike[str] | TokenShards) -> Ids:
+    return source if isinstance(source, TokenShards) else TokenFile(source)
+
+
+def _windows_in_order(ids: Ids, seq_len: int, pad_id: int, limit: int | None) -> Columns:
+    if not len(ids):
+        raise ValueError(f"{ids.name} holds no tokens; hold out more text")
+    starts = _spread(-(-len(ids) // seq_len), limit) * seq_len
     batch = np.full((len(starts), seq_len), pad_id, np.int32)
-    length = np.zeros(len(starts), np.int32)
-    for row, start in enumerate(starts):
-        length[row] = min(seq_len, len(tokens) - start)
-        if isinstance(tokens, TokenShards):
-            tokens.read_into(batch[row, : length[row]], int(start))
-        else:
-            batch[row, : length[row]] = tokens[start : start + seq_len]
+    length = np.minimum(seq_len, len(ids) - starts).astype(np.int32)
+    for row, size, start in zip(batch, length, starts, strict=True):
+        ids.read_into(row[:size], int(start))
     return {"tokens": batch, "length": length, "given": np.zeros_like(length)}
-
-
-def _name(source: str | os.PathLike[str] | TokenShards) -> str:
-    if isinstance(source, TokenShards):
-        return os.path.dirname(source.paths[0]) if source.paths else "the corpus"
-    return os.fspath(source)
 
 
 def _rows(
     source: str | os.PathLike[str] | DocumentRows | TokenShards, seq_len: int
-) -> Windows | DocumentRows | ShardWindows:
+) -> Windows | DocumentRows:
     """The rows of `source`, known to be of `seq_len` tokens and one at least."""
     if isinstance(source, DocumentRows):
         if seq_len != source.seq_len:
@@ -227,21 +224,20 @@ def _rows(
                 f"seq_len={seq_len}; load the corpus with that seq_len"
             )
         return source
-    is_sharded = isinstance(source, TokenShards)
-    num_tokens = len(source) if is_sharded else len(open_tokens(source))
-    if num_tokens < seq_len:
+    ids = _ids(source)
+    if len(ids) < seq_len:
         raise ValueError(
-            f"{_name(source)} holds {num_tokens} tokens, fewer than one window of "
-            f"seq_len={seq_len}; give more text or use seq_len={max(1, num_tokens)} at most"
+            f"{ids.name} holds {len(ids)} tokens, fewer than one window of "
+            f"seq_len={seq_len}; give more text or use seq_len={max(1, len(ids))} at most"
         )
-    return ShardWindows(source, seq_len) if is_sharded else Windows(source, seq_len)
+    return Windows(ids, seq_len)
 
 
 @dataclass(frozen=True)
 class _ReadBatch:
     """Maps a step to rows `[first_row, first_row + num_rows)` of its global batch."""
 
-    parts: tuple[Windows | DocumentRows | ShardWindows, ...]
+    parts: tuple[Windows | DocumentRows, ...]
     mixture: Mixture | None
     seed: int
     batch_size: int
@@ -262,7 +258,7 @@ class _ReadBatch:
         size = len(self.parts[part])
         epoch, index = divmod(row, size)
         shuffle_seed, epoch_bits = _epoch_bits(self.seed, epoch, part)
-        return Place(_shuffled(index, size=size, seed=shuffle_seed), epoch_bits)
+        return _shuffled(index, size=size, seed=shuffle_seed), epoch_bits
 
 
 def _shuffled(index: int, *, size: int, seed: int) -> int:

@@ -1,4 +1,13 @@
-"""Where the rows of a batch are in the token files: windows of one text, or a document each.
+"""Token files: one flat .npy array of ids with a checksum behind it, whole or not there at all.
+
+Where rows begin in a token file is stored in the same way (`rows.DocumentRows`).
+
+A file is an ordinary .npy of the smallest type that holds the vocabulary, so that any program
+reads it and a training process maps it into memory; the last 4 bytes, which readers of
+.npy ignore, are the crc32 of everything before. A file appears under its name whole: killed or
+concurrent writers leave no half of it.
+
+Where the rows of a batch are in the token files: windows of one text, or a document each.
 
 Both map row numbers to rows `{"tokens": int32 [b, L], "length": int32 [b], "given": int32 [b]}`,
 where `given` counts the leading tokens that are a prompt: never noised, and never a target. Both
@@ -8,30 +17,104 @@ pickle as their fields: a file is mapped on the first read in each process.
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
-from dlm_jax.data.token_files import open_tokens
+from dlm_jax.store.files import refused_unless_full, replacing
+
+_CHECKSUM_BYTES = 4
+_CHUNK_BYTES = 1 << 24
+
+
+def id_dtype(vocab_size: int) -> np.dtype:
+    """The smallest of uint8, uint16, int32 and int64 that holds the ids below `vocab_size`."""
+    types = {1 << 8: np.uint8, 1 << 16: np.uint16, 1 << 31: np.int32}
+    return np.dtype(next((t for limit, t in types.items() if vocab_size <= limit), np.int64))
+
+
+def default_cache_dir() -> Path:
+    """`$DLM_JAX_CACHE`, or `~/.cache/dlm_jax` when that is not set."""
+    named = os.environ.get("DLM_JAX_CACHE")
+    folder = Path(os.path.expanduser(named or "~/.cache/dlm_jax"))
+    if not named and not folder.is_absolute():
+        raise ValueError(
+            "there is no home directory to keep token files in; set DLM_JAX_CACHE to a folder "
+            "with space that you may write"
+        )
+    return folder
+
+
+def write_tokens(path: Path, ids: np.ndarray, *, vocab_size: int) -> None:
+    """Write `ids` `[n]` to `path`, replacing what is there in one move.
+
+    Raises:
+      OSError: the disk is full.
+    """
+    remedy = "set DLM_JAX_CACHE to a folder with space that you may write"
+    with refused_unless_full(f"the token file {path}", remedy):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            np.save(file, np.ascontiguousarray(ids, id_dtype(vocab_size)))
+            file.seek(0)
+            checksum = _crc32(file, os.fstat(file.fileno()).st_size)
+            file.seek(0, os.SEEK_END)
+            file.write(checksum.to_bytes(_CHECKSUM_BYTES, "little"))
+
+
+def open_tokens(path: str | os.PathLike[str]) -> np.ndarray:
+    """The ids in a token file `[n]`, mapped read-only; header and size are checked."""
+    remedy = "load the corpus again to rebuild it"
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        expected = tokens.offset + tokens.nbytes + _CHECKSUM_BYTES
+        is_whole = tokens.ndim == 1 and os.path.getsize(path) == expected
+    except FileNotFoundError:
+        raise ValueError(f"the token file {os.fspath(path)} does not exist; {remedy}") from None
+    except Exception as error:  # whatever NumPy's reader of headers raises at a damaged one
+        raise ValueError(f"{os.fspath(path)} is not a whole token file; {remedy}") from error
+    if not is_whole:
+        raise ValueError(f"{os.fspath(path)} is not a whole token file; {remedy}")
+    return tokens
+
+
+def is_intact(path: Path) -> bool:
+    """Whether `path` is a whole token file whose checksum is right (1-2 GB/s)."""
+    try:
+        open_tokens(path)
+        with path.open("rb") as file:
+            checksum = _crc32(file, path.stat().st_size - _CHECKSUM_BYTES)
+            return file.read() == checksum.to_bytes(_CHECKSUM_BYTES, "little")
+    except (ValueError, OSError):
+        return False
+
+
+def _crc32(file: IO[bytes], num_bytes: int) -> int:
+    """crc32 of the next `num_bytes` of `file`, which is left right behind them."""
+    checksum, left = 0, num_bytes
+    while left > 0:
+        chunk = file.read(min(left, _CHUNK_BYTES))
+        if not chunk:
+            break
+        checksum, left = zlib.crc32(chunk, checksum), left - len(chunk)
+    return checksum
+
 
 Columns = dict[str, np.ndarray]
 
 TAILS = ("eos", "pad")
 
 
-class Place(NamedTuple):
-    """A row of an epoch: its number in there, and the epoch's random 32 bits."""
-
-    index: int
-    epoch_bits: int
+Place = tuple[int, int]
+"""A row of an epoch: its number in there, and the epoch's random 32 bits."""
 
 
-class _Mapped:
+class Mapped:
     """Leaves mapped files behind when pickled."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -39,39 +122,28 @@ class _Mapped:
 
 
 @dataclass(frozen=True)
-class Windows(_Mapped):
-    """Windows of `seq_len` tokens side by side, from an offset that an epoch's bits choose.
+class TokenFile(Mapped):
+    """The ids of a token file."""
 
-    Attributes:
-      tokens_path: token file of the text.
-      seq_len: tokens of a window.
-    """
+    path: str | os.PathLike[str]
 
-    tokens_path: str | os.PathLike[str]
-    seq_len: int
+    @property
+    def name(self) -> str:
+        return os.fspath(self.path)
 
     @cached_property
-    def _windows(self) -> np.ndarray:
-        return sliding_window_view(open_tokens(self.tokens_path), self.seq_len)
-
-    @cached_property
-    def _num_offsets(self) -> int:
-        return len(self._windows) - (len(self) - 1) * self.seq_len
+    def _ids(self) -> np.ndarray:
+        return open_tokens(self.path)
 
     def __len__(self) -> int:
-        # One window less than fit leaves the offset a whole window to move in.
-        return max(1, len(self._windows) // self.seq_len)
+        return len(self._ids)
 
-    def read(self, places: Sequence[Place]) -> Columns:
-        """The windows at `places`."""
-        starts = [p.epoch_bits % self._num_offsets + p.index * self.seq_len for p in places]
-        tokens = self._windows[starts].astype(np.int32)
-        length = np.full(len(places), self.seq_len, np.int32)
-        return {"tokens": tokens, "length": length, "given": np.zeros_like(length)}
+    def read_into(self, ids: np.ndarray, start: int) -> None:
+        ids[:] = self._ids[start : start + len(ids)]
 
 
 @dataclass(frozen=True)
-class DocumentRows(_Mapped):
+class DocumentRows(Mapped):
     """Rows that hold one document each, or one part of a document longer than a row.
 
     Attributes:
@@ -104,11 +176,9 @@ class DocumentRows(_Mapped):
         return len(self._bounds) // 2
 
     def read(self, places: Iterable[Place]) -> Columns:
-        """The rows at `places`."""
-        return self.rows([place.index for place in places])
+        return self.rows([index for index, _ in places])
 
     def rows(self, numbers: Sequence[int] | np.ndarray) -> Columns:
-        """The rows `numbers`."""
         at = 2 * np.asarray(numbers, np.int64)
         start, middle, stop = (self._bounds[at + i].astype(np.int64) for i in range(3))
         columns = np.arange(self.seq_len)
@@ -136,12 +206,8 @@ class DocumentRows(_Mapped):
         return np.minimum(stop - start + 1, self.seq_len).astype(np.int32)
 
 
-class Encoded(NamedTuple):
-    """A document in ids: the prompt's are None for plain text."""
-
-    name: str
-    prompt: np.ndarray | None
-    text: np.ndarray
+Encoded = tuple[str, np.ndarray | None, np.ndarray]
+"""The name of a document, the ids of its prompt, None for plain text, and those of its text."""
 
 
 def cut_into_rows(
@@ -151,9 +217,6 @@ def cut_into_rows(
 
     Plain text longer than a row is cut into consecutive rows. The part that ends it has no EOS if
     it fills its row exactly, as a row of EOS alone would teach that texts are often empty.
-
-    Raises:
-      ValueError: a prompt and a response that with one EOS exceed a row.
     """
     parts: list[np.ndarray] = []
     bounds = [0]

@@ -10,8 +10,10 @@ with ``--data.source DIR``.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
+import glob
 import hashlib
 import json
 import multiprocessing
@@ -21,35 +23,85 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from array_record.python import array_record_module  # pyright: ignore
 
-from dlm_jax.data.jsonl import Line, parse_line
-from dlm_jax.data.shard_index import INDEX_NAME, Index, Shard, fingerprint
-from dlm_jax.data.token_files import id_dtype
+from dlm_jax.data.rows import id_dtype
+from dlm_jax.data.shards import INDEX_NAME, PARTS, Index, Shard, fingerprint
+from dlm_jax.data.text import Document, parse_line
 from dlm_jax.data.tokenizer_kinds import make_tokenizer
 from dlm_jax.data.tokenizers import Tokenizer
-from dlm_jax.storage import check_bucket, copy_whole, is_remote, located, reachable, size_and_crc
+from dlm_jax.store.files import (
+    check_bucket,
+    copy_whole,
+    is_remote,
+    located,
+    reachable,
+    size_and_crc,
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"command line: {message}; --help explains every flag")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The checked flags; ``files`` are paths and sizes."""
+    parser = _Parser(
+        prog="python -m dlm_jax.data.shard",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="paths or globs, in any order")
+    parser.add_argument("--out", required=True, metavar="DIR", help="directory or URL to write to")
+    parser.add_argument("--tokenizer", default="byte", help="byte, bpe:N or a tokenizer.json")
+    parser.add_argument("--shards", type=int, default=16, help="files to make (default: 16)")
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)"
+    )
+    parser.add_argument(
+        "--held-out", type=float, default=0.01, help="share of documents (default: 0.01)"
+    )
+    parser.add_argument(
+        "--sample-mb", type=int, default=64, help="text that bpe:N learns from (default: 64 MiB)"
+    )
+    args = parser.parse_args(argv)
+    for name in ("shards", "workers", "sample_mb"):
+        if not 1 <= getattr(args, name) <= 100_000:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag}={getattr(args, name)} is outside [1, 100000]")
+    if not 0 < args.held_out < 1:
+        raise ValueError(f"--held-out={args.held_out} is outside (0, 1); 0.01 holds out 1%")
+    args.files = tuple((path, os.path.getsize(path)) for path in _found(args.files))
+    return args
+
+
+def _found(patterns: Sequence[str]) -> list[str]:
+    found: set[str] = set()
+    for pattern in patterns:
+        if os.path.isdir(pattern):
+            raise ValueError(f"{pattern} is a folder; name its files, such as {pattern}/*.jsonl")
+        matches = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
+        files = [path for path in matches if os.path.isfile(path)]
+        if not files:
+            raise ValueError(f"{pattern} matches no file; give a path or a glob")
+        found.update(os.path.abspath(path) for path in files)
+    return sorted(found)
+
 
 RECORD_TOKENS = 16_384
 """Ids of a record. Fewer cost more time for each, more are read in vain at both ends of a row."""
 
 _WRITER = "group_size:1,uncompressed"
-_PARTS = ("train", "val")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker needs.
-
-    Attributes:
-      files: paths and sizes, in order.
-      tokenizer: makes the ids.
-      num_shards: into how many equal spans of bytes the files are cut.
-      held_out: share of documents to hold out, chosen by a hash of their text.
-      out: directory or URL.
-    """
+    """What every worker needs."""
 
     files: tuple[tuple[str, int], ...]
     tokenizer: Tokenizer
@@ -58,18 +110,13 @@ class Job:
     out: str
 
     def name(self, part: str, number: int) -> str:
-        """File name of a shard."""
         return f"{part}-{number:05d}-of-{self.num_shards:05d}.array_record"
 
 
 def documents_of(
     files: Sequence[tuple[str, int]], number: int, num_spans: int
 ) -> Iterator[tuple[str, str]]:
-    """(name, text) of the documents that begin in one of `num_spans` equal spans of all bytes.
-
-    Raises:
-      ValueError: a line or file that is no text, or a line with a prompt.
-    """
+    """(name, text) of the documents that begin in one of `num_spans` equal spans of all bytes."""
     total = sum(size for _, size in files)
     begin, end = (total * n // num_spans for n in (number, number + 1))
     offset = 0
@@ -84,7 +131,6 @@ def documents_of(
 
 
 def _lines(path: str, first: int, last: int) -> Iterator[tuple[str, str]]:
-    """Documents of the lines that begin in `[first, last)`."""
     with open(path, "rb") as file:
         if first:
             file.seek(first - 1)
@@ -97,7 +143,7 @@ def _lines(path: str, first: int, last: int) -> Iterator[tuple[str, str]]:
                 yield where, _plain(parse_line(where, line))
 
 
-def _plain(line: Line) -> str:
+def _plain(line: Document) -> str:
     if line.prompt is not None:
         raise ValueError(
             f"{line.name} has a prompt, which packed rows would cut off its response; "
@@ -115,6 +161,10 @@ def _text(where: str, data: bytes) -> str:
         ) from None
 
 
+def _is_held_out(text: str, share: float) -> bool:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < share * 2**64
+
+
 class _Writer:
     """Writes one shard: documents in, records out; nothing is there before it is whole."""
 
@@ -129,7 +179,6 @@ class _Writer:
         self._tokens = self._documents = self._characters = 0
 
     def add(self, name: str, text: str) -> None:
-        """Appends a document and EOS."""
         try:
             ids = self._coder.encode(text)
         except ValueError as error:
@@ -175,10 +224,9 @@ def write_shard(job: Job, number: int) -> dict[str, Shard | None]:
     with tempfile.TemporaryDirectory() as temporary:
         remote = is_remote(job.out)
         folder = Path(temporary) if remote else Path(job.out)
-        writers = {part: _Writer(folder / job.name(part, number), job.tokenizer) for part in _PARTS}
+        writers = {part: _Writer(folder / job.name(part, number), job.tokenizer) for part in PARTS}
         for name, text in documents_of(job.files, number, job.num_shards):
-            drawn = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-            writers["val" if drawn < job.held_out * 2**64 else "train"].add(name, text)
+            writers["val" if _is_held_out(text, job.held_out) else "train"].add(name, text)
         shards = {part: writer.close() for part, writer in writers.items()}
         for shard in shards.values():
             if shard is not None and remote:
@@ -188,18 +236,14 @@ def write_shard(job: Job, number: int) -> dict[str, Shard | None]:
 
 
 def make_shards(job: Job, *, workers: int) -> Index:
-    """The index of the corpus that `workers` processes wrote; it is the last file to appear.
-
-    Raises:
-      ValueError: bad text, or no document left to train on or held out.
-    """
+    """The index of the corpus that `workers` processes wrote; it is the last file to appear."""
     tasks = [(job, number) for number in range(job.num_shards)]
     if workers == 1:
         made = [write_shard(*task) for task in tasks]
     else:
         with multiprocessing.get_context("spawn").Pool(min(workers, job.num_shards)) as pool:
             made = pool.starmap(write_shard, tasks, chunksize=1)
-    train, val = (tuple(s for one in made if (s := one[part]) is not None) for part in _PARTS)
+    train, val = (tuple(s for one in made if (s := one[part]) is not None) for part in PARTS)
     for part, shards in (("to train on", train), ("held out", val)):
         if not shards:
             raise ValueError(f"no document is {part}; give more documents or change --held-out")
@@ -216,9 +260,6 @@ def choose_tokenizer(
 
     A BPE learns from the first documents of 64 even spans of the files, up to `sample_bytes` bytes
     in all, held-out documents left out.
-
-    Raises:
-      ValueError: an unknown kind, or ``character``, whose ids only the whole text tells.
     """
     if kind == "character":
         raise ValueError("--tokenizer character needs the whole text at once; use byte or bpe:N")
@@ -230,8 +271,7 @@ def choose_tokenizer(
         for _, text in documents_of(files, number, 64):
             if taken >= sample_bytes // 64:
                 break
-            drawn = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-            if drawn >= held_out * 2**64:
+            if not _is_held_out(text, held_out):
                 texts.append(text)
                 taken += len(text.encode())
     return make_tokenizer(kind, "\n".join(texts))
@@ -257,9 +297,7 @@ def prepare_out(out: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 made, 2 refused, 5 cannot be written (docs/exit_codes.md)."""
     try:
-        from dlm_jax.data.shard_flags import parse
-
-        args = parse(argv, __doc__ or "")
+        args = parse(argv)
         coder = choose_tokenizer(
             args.tokenizer, args.files, held_out=args.held_out, sample_bytes=args.sample_mb << 20
         )
@@ -275,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"error: {where}{error.strerror or error}; make room, and start again", file=sys.stderr
         )
         return 5
-    tokens = {part: sum(s.tokens for s in getattr(index, part)) for part in _PARTS}
+    tokens = {part: sum(s.tokens for s in getattr(index, part)) for part in PARTS}
     print(
         f"{args.out}: {len(index.train)} shards of {tokens['train']:,} tokens to train on, "
         f"{tokens['val']:,} held out, vocabulary {coder.vocab_size}",

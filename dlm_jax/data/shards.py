@@ -1,30 +1,128 @@
-"""Tokens of a sharded corpus, read by index: one long row of ids that no memory holds.
+"""What a sharded corpus says of itself: its tokenizer, its shards, and their checksums.
+
+A sharded corpus is a directory or bucket prefix::
+
+    index.json                        see `Index`, and its CRC32 on a second line
+    train-00000-of-00100.array_record
+    val-00000-of-00100.array_record   held-out documents
+
+A shard is an ArrayRecord file. Its first record is JSON that names the tokenizer (see
+`fingerprint`); the others hold `record_tokens` ids each, little-endian, of its documents one behind
+the other, each ended by EOS; the last record may be shorter.
+
+Tokens of a sharded corpus, read by index: one long row of ids that no memory holds.
 
 The ids of all shards stand one behind the other. What a reader needs of them it reads from the
 records it needs, which ArrayRecord checks by their own checksums; files in buckets are copied into
 the cache, checked, when they are first read. Open files, and with them memory, are bounded.
+
+Corpora mixed by weight: which of them each row of the endless stream of rows comes from.
+
+Rows come in blocks of `BLOCK`; in each block every corpus has the same number of rows, in an order
+that is drawn for the block. So the row at any place is known without those before it.
 """
 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import hashlib
 import itertools
 import json
+import os
 import shutil
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from array_record.python import array_record_module  # pyright: ignore
+from etils import epath
 
-from dlm_jax.data.rows import Columns, Place, _Mapped
-from dlm_jax.data.shard_index import Index, Shard, fingerprint
-from dlm_jax.storage import copy_whole, is_remote, located, reachable, size_and_crc
+from dlm_jax.data.rows import Mapped
+from dlm_jax.data.tokenizer_kinds import from_json
+from dlm_jax.data.tokenizers import Tokenizer
+from dlm_jax.store.files import (
+    Damaged,
+    copy_whole,
+    is_remote,
+    located,
+    reachable,
+    read_line,
+    size_and_crc,
+    write_line,
+)
+
+INDEX_NAME = "index.json"
+PARTS = ("train", "val")
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of a corpus: its name, its size in bytes, its CRC32, and what it holds."""
+
+    name: str
+    num_bytes: int
+    crc32: int
+    tokens: int
+    documents: int
+    characters: int
+
+
+@dataclass(frozen=True)
+class Index:
+    """A sharded corpus."""
+
+    tokenizer: Tokenizer
+    dtype: str
+    record_tokens: int
+    train: tuple[Shard, ...]
+    val: tuple[Shard, ...]
+
+    @property
+    def sha256(self) -> str:
+        """Of all that it says: equal for equal corpora, wherever they lie."""
+        return hashlib.sha256(self._line().encode("ascii")).hexdigest()
+
+    def _line(self) -> str:
+        shards = {part: list(map(dataclasses.asdict, getattr(self, part))) for part in PARTS}
+        facts: dict[str, Any] = {
+            "format": _FORMAT, "tokenizer": self.tokenizer.to_json(), "dtype": self.dtype,
+            "record_tokens": self.record_tokens, **shards,
+        }  # fmt: skip
+        return json.dumps(facts, sort_keys=True)
+
+    def write(self, directory: epath.Path) -> None:
+        write_line(directory / INDEX_NAME, self._line())
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """Tells tokenizers apart: a hash of what `to_json` says."""
+    text = json.dumps(tokenizer.to_json(), sort_keys=True)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def read_index(directory: str) -> Index:
+    path = located(directory) / INDEX_NAME
+    with reachable("data.source", directory):
+        try:
+            facts = json.loads(read_line(path))
+        except Damaged:
+            raise ValueError(
+                f"{path} is damaged: its checksum is wrong; copy the corpus again"
+            ) from None
+    if facts["format"] != _FORMAT:
+        raise ValueError(
+            f"{path} has format {facts['format']}, this program reads {_FORMAT}; make the corpus "
+            "again with python -m dlm_jax.data.shard"
+        )
+    train, val = (tuple(Shard(**shard) for shard in facts[part]) for part in PARTS)
+    return Index(from_json(facts["tokenizer"]), facts["dtype"], facts["record_tokens"], train, val)
+
 
 # Corpora up to this size are read whole before a run begins (a second or two), larger ones
 # are checked by their sizes and headers, and by ArrayRecord's checksums wherever they are read.
@@ -39,17 +137,8 @@ class DamagedShard(ValueError):
 
 
 @dataclass(frozen=True)
-class TokenShards(_Mapped):
-    """The ids of the shards, one behind the other.
-
-    Attributes:
-      paths: where each shard lies, a local path or a URL.
-      shards: what the index says of each.
-      dtype: of the ids.
-      record_tokens: ids of a record.
-      tokenizer_sha256: see `fingerprint`.
-      cache_dir: local folder for shards of buckets.
-    """
+class TokenShards(Mapped):
+    """The ids of the shards, one behind the other."""
 
     paths: tuple[str, ...]
     shards: tuple[Shard, ...]
@@ -72,6 +161,10 @@ class TokenShards(_Mapped):
             cache_dir=str(cache_dir / "shards"),
         )
 
+    @property
+    def name(self) -> str:
+        return os.path.dirname(self.paths[0]) if self.paths else "the corpus"
+
     def __len__(self) -> int:
         return self._starts[-1]
 
@@ -84,11 +177,6 @@ class TokenShards(_Mapped):
         return OrderedDict()
 
     def read_into(self, ids: np.ndarray, start: int) -> None:
-        """Fills `ids` `[n]` with the ids `[start, start + n)`.
-
-        Raises:
-          DamagedShard: a record is not as it was written; the message names file and record.
-        """
         done, shard = 0, bisect.bisect_right(self._starts, start) - 1
         while done < len(ids):
             first = start + done - self._starts[shard]
@@ -173,9 +261,6 @@ class TokenShards(_Mapped):
         """Refuses shards that are missing, of another size or tokenizer, or (if small) damaged.
 
         See `CHECK_BYTES`. Shards of buckets are checked when they are copied.
-
-        Raises:
-          DamagedShard: the first that is not as the index says.
         """
         reads_all = sum(shard.num_bytes for shard in self.shards) <= CHECK_BYTES
         for number, (path, facts) in enumerate(zip(self.paths, self.shards, strict=True)):
@@ -187,59 +272,71 @@ class TokenShards(_Mapped):
                 raise DamagedShard(
                     f"{path} cannot be read ({error.strerror}); copy the shard again"
                 ) from None
-            if size == facts.num_bytes:
-                self._reader(number)
             if size != facts.num_bytes:
                 raise DamagedShard(
                     f"{path} has {size} bytes instead of {facts.num_bytes}; copy the shard again"
                 )
+            self._reader(number)
             if reads_all:
                 self._check_bytes(number, path)
 
 
 def joined(parts: Sequence[TokenShards]) -> TokenShards:
-    """All shards of several corpora of one tokenizer, one behind the other."""
-    first = parts[0]
-    return TokenShards(
+    return dataclasses.replace(
+        parts[0],
         paths=tuple(path for part in parts for path in part.paths),
         shards=tuple(shard for part in parts for shard in part.shards),
-        dtype=first.dtype,
-        record_tokens=first.record_tokens,
-        tokenizer_sha256=first.tokenizer_sha256,
-        cache_dir=first.cache_dir,
     )
 
 
+BLOCK = 10_000
+"""Rows of a block: weights are rounded to parts of it."""
+
+_SALT = 0x6D697865
+
+
 @dataclass(frozen=True)
-class ShardWindows(_Mapped):
-    """Windows of `seq_len` tokens side by side, from an offset that an epoch's bits choose.
+class Mixture:
+    """Several sharded corpora of one tokenizer, and the rows of each in a block."""
 
-    They are those that `Windows` cuts from one token file with the same ids.
-    """
+    sources: tuple[TokenShards, ...]
+    quotas: tuple[int, ...]
 
-    tokens: TokenShards
-    seq_len: int
+    def locate(self, row: int, seed: int) -> tuple[int, int]:
+        """(source, number of the row in its own stream) of a row of the mixed stream."""
+        block, place = divmod(row, BLOCK)
+        source, rank = _order(self.quotas, seed, block)[:, place]
+        return int(source), block * self.quotas[source] + int(rank)
 
-    @cached_property
-    def _num_starts(self) -> int:
-        return len(self.tokens) - self.seq_len + 1
 
-    @cached_property
-    def _size(self) -> int:
-        return max(1, self._num_starts // self.seq_len)
+def quotas_of(weights: tuple[float, ...]) -> tuple[int, ...]:
+    """Rows of each corpus in a block, by the largest remainders; those of a weight of 0 are 0."""
+    if not all(np.isfinite(weight) and weight >= 0 for weight in weights):
+        raise ValueError(f"data.weights={list(weights)} must be numbers of at least 0")
+    if not sum(weights) > 0:
+        raise ValueError(f"data.weights={list(weights)} sum to nothing; raise one of them")
+    exact = np.array(weights, np.float64) / sum(weights) * BLOCK
+    quotas = np.floor(exact).astype(int)
+    order = np.argsort(quotas - exact, kind="stable")
+    quotas[order[: BLOCK - quotas.sum()]] += 1
+    for weight, quota in zip(weights, quotas, strict=True):
+        if weight > 0 and quota == 0:
+            raise ValueError(
+                f"data.weights: {weight} is less than one row of {BLOCK}; raise it or use 0"
+            )
+    return tuple(int(quota) for quota in quotas)
 
-    @cached_property
-    def _num_offsets(self) -> int:
-        return self._num_starts - (self._size - 1) * self.seq_len
 
-    def __len__(self) -> int:
-        return self._size
-
-    def read(self, places: Sequence[Place]) -> Columns:
-        """The windows at `places`."""
-        tokens = np.empty((len(places), self.seq_len), np.int32)
-        for row, place in zip(tokens, places, strict=True):
-            offset = place.epoch_bits % self._num_offsets
-            self.tokens.read_into(row, offset + place.index * self.seq_len)
-        length = np.full(len(places), self.seq_len, np.int32)
-        return {"tokens": tokens, "length": length, "given": np.zeros_like(length)}
+@lru_cache(maxsize=4)
+def _order(quotas: tuple[int, ...], seed: int, block: int) -> np.ndarray:
+    """Of each row of a block: its source, and its rank among the block's rows of that source."""
+    bits = np.random.Philox(np.random.SeedSequence([_SALT, seed, block])).random_raw(BLOCK)
+    places = np.argsort(bits, kind="stable")
+    ends = np.cumsum(quotas)
+    source = np.searchsorted(ends, places, side="right")
+    # Ranks ascend within the block, so that a source's rows are taken in their own order.
+    rank = np.empty(BLOCK, np.int64)
+    for number in range(len(quotas)):
+        mine = np.flatnonzero(source == number)
+        rank[mine] = np.arange(len(mine))
+    return np.stack([source, rank])

@@ -15,32 +15,52 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
+from tokenizers import pre_tokenizers, trainers
 
-from dlm_jax.data.subword_backend import MOST_IDS, SPECIALS, Backend, train_json
-from dlm_jax.data.tokenizers import checked_ids, utf8
+from dlm_jax.data.tokenizers import NEVER_IN_UTF8, checked_ids, utf8
+
+SPECIALS = ("mask", "pad", "bos", "eos")
+
+MOST_IDS = 2**22
+"""Ids of a tokenizer at most: sixteen times as many as those of published models."""
+
+# What stands between the brackets of a special, in lower case; the first one found is taken.
+_NAMES = {
+    "mask": ("mask", "mdm_mask"),
+    "pad": ("pad", "padding"),
+    "bos": ("bos", "s", "startoftext", "begin_of_text", "begin_of_sentence", "cls"),
+    "eos": ("eos", "/s", "endoftext", "end_of_text", "end_of_sentence", "im_end", "eot_id", "sep"),
+}
+_SPECIAL = re.compile(r"[<\[][|\uff5c]?(/?[\w\u2581]+)[|\uff5c]?[>\]]")
+
+# Plain byte-level splitting makes a piece of its own of a line end between two characters that
+# are no white space, so text cut behind it has the ids of the whole.
+_PLAIN_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+_CUT = re.compile(r"(?<=\S\n)(?=\S)")
+_CHUNK = 1 << 16
+_CHUNKS_AT_ONCE = 64
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class SubwordTokenizer:
-    """The tokenizer of a `tokenizer.json` (see the module for what differs from the file).
-
-    Attributes:
-      content: the file's JSON text; how it is spaced does not count.
-    """
+    """The tokenizer of a `tokenizer.json` (see the module for what differs from the file)."""
 
     content: str
-    _backend: Backend = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         try:
             data = json.loads(self.content)
-            object.__setattr__(self, "content", json.dumps(data, separators=(",", ":")))
-            object.__setattr__(self, "_backend", Backend(data))
+            self.content = json.dumps(data, separators=(",", ":"))
+            self._read(data)
         # The library raises plain Exception, and a file of another program anything.
         except Exception as error:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
@@ -71,69 +91,224 @@ class SubwordTokenizer:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, appended specials included."""
-        return self._backend.vocab_size
+    def _read(self, data: Any) -> None:
+        if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
+            raise ValueError("it has no model")
+        added = data.get("added_tokens") or []
+        self._names = _find_specials([token["content"] for token in added])
+        data = _without_extras(data, self._names)
+        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
+        inner = {role: _inner(data, name) for role, name in self._names.items()}
+        self._tokenizer.add_special_tokens(list(inner.values()))
+        self._tokenizer.encode_special_tokens = True
+        self._vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not self._vocabulary:
+            raise ValueError("it has no tokens")
+        num_tokens = max(self._vocabulary.values()) + 1
+        # Before anything is made for every id up to the largest.
+        if num_tokens > MOST_IDS:
+            raise ValueError(f"it has the id {num_tokens - 1}, and {MOST_IDS} ids are the most")
+        missing = [role for role in SPECIALS if role not in inner]
+        self.vocab_size = num_tokens + len(missing)
+        self._specials = {role: self._vocabulary[name] for role, name in inner.items()}
+        self._specials |= {role: num_tokens + i for i, role in enumerate(missing)}
+        ids = (self._specials[role] for role in SPECIALS)
+        self.mask_id, self.pad_id, self.bos_id, self.eos_id = ids
+        self._unknown_id = self._id_of_unknown(data["model"])
+        textless = set(range(num_tokens)) - set(self._vocabulary.values())
+        textless |= set(self._specials.values())
+        if self._unknown_id is not None:
+            textless.add(self._unknown_id)
+        self._textless_ids = sorted(textless)
+        self.banned_ids = tuple(sorted((textless | self._impossible_ids(data)) - {self.eos_id}))
+        has_bytes = _mentions_bytes(data, "pre_tokenizer", "normalizer") and self._has_all_bytes()
+        is_bpe = "merges" in data["model"]
+        can_always = has_bytes or data["model"].get("byte_fallback")
+        self._may_drop = is_bpe and self._unknown_id is None and not can_always
+        self._may_cut = (
+            is_bpe
+            and has_bytes
+            and data.get("normalizer") is None
+            and _PLAIN_BYTE_LEVEL.items()
+            <= {"use_regex": True, **(data.get("pre_tokenizer") or {})}.items()
+            and all(t["special"] or t["content"] in inner.values() for t in added)
+        )
 
-    @property
-    def mask_id(self) -> int:
-        """The id of a hole."""
-        return self._backend.specials["mask"]
+    def encode(self, text: str) -> np.ndarray:
+        utf8(text)
+        if self._may_cut:
+            parts = [np.zeros(0, np.int32)]
+            chunks = _chunks(text)
+            while some := list(islice(chunks, _CHUNKS_AT_ONCE)):
+                encoded = self._tokenizer.encode_batch_fast(some, add_special_tokens=False)
+                parts += [np.array(encoding.ids, np.int32) for encoding in encoded]
+            ids = np.concatenate(parts)
+        else:
+            self._refuse_dropped(text)
+            encoding = self._encode_whole(text)
+            ids = np.array(encoding.ids, np.int32)
+            if self._unknown_id is not None and (ids == self._unknown_id).any():
+                _refuse(text, encoding.offsets[int(np.argmax(ids == self._unknown_id))][0])
+        for role, name in self._names.items():
+            if (ids == self._specials[role]).any():
+                raise ValueError(
+                    f"the text holds {name!r} at position {text.find(name)}, which this tokenizer "
+                    "keeps for itself; remove it from the text"
+                )
+        return ids
 
-    @property
-    def pad_id(self) -> int:
-        """The id beyond `length`."""
-        return self._backend.specials["pad"]
+    def _encode_whole(self, text: str) -> tokenizers.Encoding:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        # The library's plain Exception, where a model has no unknown token for what it lacks.
+        except Exception as error:
+            raise ValueError(
+                f"this tokenizer cannot encode the text ({error}); "
+                "remove what it lacks, or train a model with the byte tokenizer"
+            ) from None
 
-    @property
-    def bos_id(self) -> int:
-        """The id that begins a text."""
-        return self._backend.specials["bos"]
+    def decode(self, ids: Any) -> str:
+        array = checked_ids(ids, self.vocab_size)
+        is_text = ~np.isin(array, self._textless_ids)
+        return self._tokenizer.decode(array[is_text].tolist(), skip_special_tokens=True)
 
-    @property
-    def eos_id(self) -> int:
-        """The id that ends a generation."""
-        return self._backend.specials["eos"]
+    def _candidates(self, piece: str) -> Iterator[int]:
+        """Ids that may stand for `piece` inside a text."""
+        ids = self._tokenizer.encode(piece, add_special_tokens=False).ids
+        if len(ids) == 1:
+            yield ids[0]
+        for token in (piece, piece.replace(" ", "\u2581")):
+            if token in self._vocabulary:
+                yield self._vocabulary[token]
 
-    @property
-    def banned_ids(self) -> tuple[int, ...]:
-        """Ids no sampler may propose: MASK, PAD, BOS, unknown, impossible bytes, no token."""
-        return self._backend.banned_ids
+    def _refuse_dropped(self, text: str) -> None:
+        """ValueError for a character that the model would leave out without a word."""
+        if not self._may_drop:
+            return
+        normalizer, splitter = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
+        normal = normalizer.normalize_str(text) if normalizer else text
+        pieces = [piece for piece, _ in splitter.pre_tokenize_str(normal)] if splitter else [normal]
+        model = self._tokenizer.model
+        prefix = getattr(model, "continuing_subword_prefix", None) or ""
+        suffix = getattr(model, "end_of_word_suffix", None) or ""
+        for character in sorted(set().union(*pieces)):
+            forms = {character, prefix + character, character + suffix, prefix + character + suffix}
+            if not forms & self._vocabulary.keys():
+                _refuse(text, text.find(character))
+
+    def _id_of_unknown(self, model: dict[str, Any]) -> int | None:
+        token = model.get("unk_token")
+        return model.get("unk_id") if token is None else self._vocabulary.get(token)
+
+    def _has_all_bytes(self) -> bool:
+        never = {chr(byte) for byte in NEVER_IN_UTF8}
+        return set(pre_tokenizers.ByteLevel.alphabet()) - never <= self._vocabulary.keys()
+
+    def _impossible_ids(self, data: dict[str, Any]) -> set[int]:
+        """Ids of tokens with a byte that occurs in no UTF-8 text."""
+        learnt = self._tokenizer.get_vocab(with_added_tokens=False)
+        if _mentions_bytes(data, "decoder"):
+            # In the alphabet of byte-level tokens, these bytes are written as themselves.
+            never = {chr(byte) for byte in NEVER_IN_UTF8}
+            return {number for token, number in learnt.items() if not never.isdisjoint(token)}
+        fallbacks = (f"<0x{byte:02X}>" for byte in NEVER_IN_UTF8)
+        has_fallback = data["model"].get("byte_fallback")
+        return {learnt[token] for token in fallbacks if has_fallback and token in learnt}
 
     @property
     def space_id(self) -> int | None:
-        """The id of `" "`, or None."""
         return self.piece_id(" ")
-
-    def encode(self, text: str) -> np.ndarray:
-        """Ids of `text`, int32 `[n]`; ValueError for characters the tokenizer has no ids for."""
-        utf8(text)
-        return self._backend.encode(text)
-
-    def decode(self, ids: Any) -> str:
-        """Text of `ids`; specials stand for no text, bytes that are no UTF-8 become U+FFFD."""
-        array = checked_ids(ids, self.vocab_size)
-        is_text = ~np.isin(array, self._backend.textless_ids)
-        return self._backend.decode(array[is_text].tolist())
 
     def piece_id(self, piece: str) -> int | None:
         """The id that adds `piece` to the text it follows, or None.
 
         Asked between two other tokens, as some tokenizers write a first token differently.
         """
-        first = next(self._backend.candidates("a"), None)
+        first = next(self._candidates("a"), None)
         if not piece or first is None:
             return None
         alone, twice = self.decode([first]), self.decode([first, first])
-        for candidate in self._backend.candidates(piece):
+        for candidate in self._candidates(piece):
             if self.decode([first, candidate, first]) == alone + piece + twice[len(alone) :]:
                 return candidate
         return None
 
     def to_json(self) -> dict[str, Any]:
-        """`{"type": "subword", "tokenizer_json": ...}`, the file's whole content as a text."""
         return {"type": "subword", "tokenizer_json": self.content}
+
+
+def train_json(text: str, num_tokens: int) -> str:
+    """The `tokenizer.json` of a byte-level BPE of at most `num_tokens` ids, trained on `text`."""
+    plain = {"model": {"type": "BPE", "vocab": {}, "merges": []}}
+    plain["pre_tokenizer"] = plain["decoder"] = {**_PLAIN_BYTE_LEVEL, "trim_offsets": True}
+    backend = tokenizers.Tokenizer.from_str(json.dumps(plain))
+    trainer = trainers.BpeTrainer(
+        vocab_size=num_tokens,
+        min_frequency=2,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_chunks(text), trainer)
+    return backend.to_str()
+
+
+def _chunks(text: str) -> Iterator[str]:
+    """`text` in parts whose ids, one after the other, are the ids of the whole."""
+    start = 0
+    while cut := _CUT.search(text, start + _CHUNK):
+        yield text[start : cut.start()]
+        start = cut.start()
+    yield text[start:]
+
+
+def _find_specials(names: Iterable[str]) -> dict[str, str]:
+    """The token of each role that `names` has one for."""
+    cores: dict[str, str] = {}
+    for name in names:
+        if match := _SPECIAL.fullmatch(name):
+            cores.setdefault(match[1].lower().replace("\u2581", "_"), name)
+    return {
+        role: next(cores[core] for core in known if core in cores)
+        for role, known in _NAMES.items()
+        if not cores.keys().isdisjoint(known)
+    }
+
+
+def _without_extras(data: dict[str, Any], specials: dict[str, str]) -> dict[str, Any]:
+    """`data` without truncation, padding and dropout, its specials out of reach of any text.
+
+    A model that looks whole words up finds a special in its vocabulary when a text spells it out;
+    there it is renamed. The merges of a BPE never build one.
+    """
+    model = {key: value for key, value in data["model"].items() if key != "dropout"}
+    data = {**data, "model": model, "truncation": None, "padding": None}
+    if "merges" not in model:
+        new = {name: _inner(data, name) for name in specials.values()}
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {new.get(key, key): value for key, value in model["vocab"].items()}
+        else:
+            model["vocab"] = [[new.get(key, key), score] for key, score in model["vocab"]]
+        data["added_tokens"] = [
+            {**token, "content": new.get(token["content"], token["content"])}
+            for token in data.get("added_tokens") or []
+        ]
+    return data
+
+
+def _inner(data: dict[str, Any], name: str) -> str:
+    """What the special `name` is called inside the library."""
+    return name if "merges" in data["model"] else f"\ue000{name}\ue000"
+
+
+def _mentions_bytes(data: dict[str, Any], *parts: str) -> bool:
+    return any('"ByteLevel"' in json.dumps(data.get(part)) for part in parts)
+
+
+def _refuse(text: str, position: int) -> None:
+    raise ValueError(
+        f"the character {text[position]!a} (U+{ord(text[position]):04X}) at position {position} "
+        "has no id in this tokenizer; remove it, or train a model with the byte tokenizer"
+    )
 
 
 def train_bpe(text: str, vocab_size: int) -> SubwordTokenizer:
@@ -141,9 +316,6 @@ def train_bpe(text: str, vocab_size: int) -> SubwordTokenizer:
 
     Any text has ids, and they decode to it exactly. A pair of pieces is merged only if it occurs
     twice at least. Equal texts give equal tokenizers.
-
-    Raises:
-      ValueError: `vocab_size` is below 260, or `text` is too short for so many merges.
     """
     smallest = 256 + len(SPECIALS)
     if vocab_size < smallest:

@@ -7,47 +7,22 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dlm_jax.data.hub_tokenizer import hub_from_json
+from dlm_jax.data.hub_tokenizer import HubTokenizer
 from dlm_jax.data.subword import SubwordTokenizer, train_bpe
 from dlm_jax.data.tokenizers import ByteTokenizer, CharacterTokenizer, Tokenizer
 
 _BPE = "bpe:"
 
 
-def _byte_from_json(data: dict[str, Any]) -> Tokenizer:
-    if set(data) != {"type"}:
-        raise ValueError(f"the byte tokenizer has no fields, found {sorted(set(data) - {'type'})}")
-    return ByteTokenizer()
-
-
-def _character_from_json(data: dict[str, Any]) -> Tokenizer:
-    if set(data) != {"type", "characters"} or not isinstance(data["characters"], str):
-        raise ValueError(
-            "a character tokenizer is stored as {'type': 'character', 'characters': TEXT}, "
-            f"found the fields {sorted(data)}; the file is damaged or of another program"
-        )
-    return CharacterTokenizer(data["characters"])
-
-
-def _subword_from_json(data: dict[str, Any]) -> Tokenizer:
-    if set(data) != {"type", "tokenizer_json"} or not isinstance(data["tokenizer_json"], str):
-        raise ValueError(
-            "a subword tokenizer is stored as {'type': 'subword', 'tokenizer_json': TEXT}, "
-            f"found the fields {sorted(data)}; the file is damaged or of another program"
-        )
-    return SubwordTokenizer(data["tokenizer_json"])
-
-
 _FROM_TEXT: dict[str, Callable[[str], Tokenizer]] = {
     "byte": lambda text: ByteTokenizer(),
     "character": CharacterTokenizer.of,
 }
-_FROM_JSON: dict[str, Callable[[dict[str, Any]], Tokenizer]] = {
-    "byte": _byte_from_json,
-    "character": _character_from_json,
-    "subword": _subword_from_json,
-    "hub": hub_from_json,
+_OF_ONE_TEXT: dict[str, tuple[type, str]] = {
+    "character": (CharacterTokenizer, "characters"),
+    "subword": (SubwordTokenizer, "tokenizer_json"),
 }
+_OF_HUB = {"type", "tokenizer_json", "mask_id", "pad_id", "bos_id", "eos_id"}
 
 TOKENIZERS: tuple[str, ...] = tuple(_FROM_TEXT)
 
@@ -60,10 +35,6 @@ def make_tokenizer(kind: str, text: str, *, train_text: str | None = None) -> To
         or the path of a Hugging Face ``tokenizer.json``, a name that ends in ``.json``.
       text: all that must be encoded.
       train_text: the part that a BPE may learn from; None is all of `text`.
-
-    Raises:
-      ValueError: `kind` is unknown (the message names the nearest match), a size that cannot be
-        reached, or a file that is missing or broken.
     """
     if kind in _FROM_TEXT:
         return _FROM_TEXT[kind](text)
@@ -81,15 +52,30 @@ def make_tokenizer(kind: str, text: str, *, train_text: str | None = None) -> To
 
 
 def from_json(data: Any) -> Tokenizer:
-    """The tokenizer that `to_json` described.
-
-    Raises:
-      ValueError: `data` is no such description.
-    """
     kind = data.get("type") if isinstance(data, dict) else None
-    if kind not in _FROM_JSON:
-        raise ValueError(_unknown("tokenizer type", kind, tuple(_FROM_JSON)))
-    return _FROM_JSON[kind](data)
+    if kind in _OF_ONE_TEXT:
+        made, field = _OF_ONE_TEXT[kind]
+        if set(data) != {"type", field} or not isinstance(data[field], str):
+            raise ValueError(
+                f"a {kind} tokenizer is stored as {{'type': '{kind}', '{field}': TEXT}}, "
+                f"found the fields {sorted(data)}; the file is damaged or of another program"
+            )
+        return made(data[field])
+    if kind == "byte":
+        if set(data) != {"type"}:
+            raise ValueError(
+                f"the byte tokenizer has no fields, found {sorted(set(data) - {'type'})}"
+            )
+        return ByteTokenizer()
+    if kind != "hub":
+        raise ValueError(_unknown("tokenizer type", kind, ("byte", *_OF_ONE_TEXT, "hub")))
+    if set(data) != _OF_HUB or not isinstance(data["tokenizer_json"], str):
+        raise ValueError(
+            f"a hub tokenizer is stored with the fields {sorted(_OF_HUB)}, found {sorted(data)}; "
+            "the file is damaged or of another program"
+        )
+    ids = {name: value for name, value in data.items() if name.endswith("_id")}
+    return HubTokenizer(data["tokenizer_json"], **ids)
 
 
 def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -97,9 +83,6 @@ def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
 
     Fewer ids than logits are legal: published models pad their vocabulary. The logits from
     `tokenizer.vocab_size` on stand for nothing and are to be banned when sampling.
-
-    Raises:
-      ValueError: the tokenizer has more ids than the model.
     """
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(

@@ -115,7 +115,6 @@ class _WithSpecials:
 
     @property
     def num_text_ids(self) -> int:
-        """Number of ids that stand for text."""
         raise NotImplementedError
 
     @property
@@ -125,41 +124,33 @@ class _WithSpecials:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, specials included."""
         return self.num_text_ids + _NUM_SPECIALS
 
     @property
     def mask_id(self) -> int:
-        """The id of a hole."""
         return self.num_text_ids
 
     @property
     def pad_id(self) -> int:
-        """The id beyond `length`."""
         return self.num_text_ids + 1
 
     @property
     def bos_id(self) -> int:
-        """The id that begins a text."""
         return self.num_text_ids + 2
 
     @property
     def eos_id(self) -> int:
-        """The id that ends a generation."""
         return self.num_text_ids + 3
 
     @property
     def banned_ids(self) -> tuple[int, ...]:
-        """Ids no sampler may propose, ascending."""
         return (*self.undecodable_ids, self.mask_id, self.pad_id, self.bos_id)
 
     @property
     def space_id(self) -> int | None:
-        """The id of `" "`, or None."""
         return self.piece_id(" ")
 
     def piece_id(self, piece: str) -> int | None:
-        """The one id that stands for `piece`, or None."""
         raise NotImplementedError
 
     def _text_ids(self, ids: Any) -> np.ndarray:
@@ -177,7 +168,6 @@ class ByteTokenizer(_WithSpecials):
 
     @property
     def num_text_ids(self) -> int:
-        """256."""
         return 256
 
     @property
@@ -186,30 +176,22 @@ class ByteTokenizer(_WithSpecials):
         return NEVER_IN_UTF8
 
     def encode(self, text: str) -> np.ndarray:
-        """UTF-8 bytes of `text`, int32 `[n]`; ValueError for a lone surrogate."""
         return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
 
     def decode(self, ids: Any) -> str:
-        """Text of `ids`; specials stand for no text, bytes that are no UTF-8 become U+FFFD."""
         return self._text_ids(ids).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def piece_id(self, piece: str) -> int | None:
-        """The byte that is `piece`, or None if `piece` is not one byte long."""
         data = piece.encode("utf-8", errors="replace")
         return data[0] if len(data) == 1 else None
 
     def to_json(self) -> dict[str, Any]:
-        """`{"type": "byte"}`."""
         return {"type": "byte"}
 
 
 @dataclass(frozen=True)
 class CharacterTokenizer(_WithSpecials):
-    """One id per character of a corpus, in the order of the code points, then the specials.
-
-    Attributes:
-      characters: the distinct characters, ascending.
-    """
+    """One id per character of a corpus, in the order of the code points, then the specials."""
 
     characters: str
 
@@ -229,7 +211,6 @@ class CharacterTokenizer(_WithSpecials):
 
     @property
     def num_text_ids(self) -> int:
-        """Number of characters."""
         return len(self.characters)
 
     @cached_property
@@ -237,7 +218,6 @@ class CharacterTokenizer(_WithSpecials):
         return _code_points(self.characters)
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of the characters of `text`, int32 `[n]`; ValueError for one it lacks."""
         points = _code_points(text)
         ids = np.searchsorted(self._points, points).astype(np.int32)
         is_known = self._points[np.minimum(ids, self.num_text_ids - 1)] == points
@@ -251,17 +231,14 @@ class CharacterTokenizer(_WithSpecials):
         return ids
 
     def decode(self, ids: Any) -> str:
-        """Text of `ids`; specials stand for no text."""
         points = self._points[self._text_ids(ids)]
         return points.astype("<u4").tobytes().decode("utf-32-le", errors="surrogatepass")
 
     def piece_id(self, piece: str) -> int | None:
-        """The id of the character `piece`, or None."""
         position = self.characters.find(piece) if len(piece) == 1 else -1
         return None if position < 0 else position
 
     def to_json(self) -> dict[str, Any]:
-        """`{"type": "character", "characters": ...}`."""
         return {"type": "character", "characters": self.characters}
 
 

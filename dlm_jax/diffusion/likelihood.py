@@ -232,3 +232,8 @@ def half_width(error: float, count: int) -> float:
     NaN for fewer than two values.
     """
     return error * float(stdtrit(count - 1, 0.975)) if count > 1 else math.nan
+
+
+def plus_minus(half: float, digits: int = 4) -> str:
+    """Half of an interval as text behind a figure; empty if it is NaN."""
+    return "" if math.isnan(half) else f" +- {half:.{digits}f}"

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.devices import platform
-from dlm_jax.distributed.activations import on_own_share
+from dlm_jax.distributed.partitions import on_own_share
 from dlm_jax.types import Network, Params
 
 _MAX_LOGITS = 2**24

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import jax
 
@@ -12,18 +12,7 @@ _GIB = float(1 << 30)
 _INFO = Path("/proc/meminfo")
 
 
-class Device(Protocol):
-    """As much of a device of JAX as is asked here."""
-
-    platform: str
-    process_index: int
-
-    def memory_stats(self) -> dict[str, int] | None:
-        """What it says of its memory."""
-        ...
-
-
-def free_bytes(device: Device) -> int | None:
+def free_bytes(device: Any) -> int | None:
     """Memory that is left on a device; None where nobody says.
 
     Of a CPU it is what the operating system could give without taking it from other programs.
@@ -35,7 +24,7 @@ def free_bytes(device: Device) -> int | None:
     return None if limit is None else limit - stats.get("bytes_in_use", 0)
 
 
-def require_room(num_bytes: float, devices: Iterable[Device], what: str, remedy: str) -> None:
+def require_room(num_bytes: float, devices: Iterable[Any], what: str, remedy: str) -> None:
     """Nothing, if each of the devices has so many bytes left.
 
     Devices that are parts of one host share its memory.
@@ -56,7 +45,7 @@ def require_room(num_bytes: float, devices: Iterable[Device], what: str, remedy:
 
 
 def require_working_room(
-    program: jax.stages.Compiled, devices: Iterable[Device], what: str, remedy: str
+    program: jax.stages.Compiled, devices: Iterable[Any], what: str, remedy: str
 ) -> None:
     """Nothing, if each device has what the program needs beside its arguments; else MemoryError."""
     plan = program.memory_analysis()

@@ -1,17 +1,58 @@
-"""How devices are arranged in a mesh: which axes there are, which devices are neighbours."""
+"""What an accelerator can do at best: the vendors' figures, by the kind that JAX reports."""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
+import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
-from jax.experimental import mesh_utils
+from jax.experimental import mesh_utils, topologies
 
 from dlm_jax.config import MeshConfig
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Peak figures of one chip.
+
+    Attributes:
+      name: as in the name of a topology.
+      flops: products in bfloat16, FLOP/s.
+      clock: cycles/s that the compiler counts in.
+      memory: bytes.
+      bandwidth: of the memory, bytes/s.
+      link: of the links along one dimension of the torus, both directions together, bytes/s.
+      torus: how many chips a dimension has at least where its ends are joined; 0: never.
+    """
+
+    name: str
+    flops: float
+    clock: float
+    memory: float
+    bandwidth: float
+    link: float
+    torus: int
+
+
+CHIPS: dict[str, Chip] = {
+    "TPU v5": Chip("v5p", 459e12, 1.75e9, 95.0 * 2**30, 2.765e12, 1.8e11, 4),
+    "TPU v5 lite": Chip("v5e", 197e12, 1.5e9, 15.75 * 2**30, 8.1e11, 9.0e10, 16),
+    "TPU v6 lite": Chip("v6e", 918e12, 1.75e9, 31.25 * 2**30, 1.6e12, 1.8e11, 16),
+}
+"""Chips by what JAX calls them.
+
+Sources: the system architecture pages of Cloud TPU for v5p, v5e and v6e; the clock is the
+compiler's own.
+"""
+
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 """Axes of a mesh, from the outermost, whose devices exchange least, to the innermost."""
@@ -22,12 +63,7 @@ _ALWAYS = ("data", "fsdp", "tensor")
 
 
 def shape_of(config: MeshConfig, num_devices: int, num_slices: int = 1) -> dict[str, int]:
-    """Sizes of the axes of a mesh: those of `AXES` that are not trivial, and data, fsdp, tensor.
-
-    Raises:
-      ValueError: they do not multiply to the number of devices, or `data` does not hold whole
-        slices; the line names meshes that fit.
-    """
+    """Sizes of the axes of a mesh: those of `AXES` that are not trivial, and data, fsdp, tensor."""
     sizes = {axis: getattr(config, axis) for axis in AXES}
     sizes["fsdp"] = max(1, sizes["fsdp"])
     inner = math.prod(size for axis, size in sizes.items() if axis != "data")
@@ -72,11 +108,6 @@ def fsdp_for(state_bytes: float, device_bytes: float, num_devices: int) -> int:
 
     The fewest that leave three quarters of a device's memory to everything else: gradients have
     to be summed over the others anyway, and parameters that lie whole need not be gathered.
-
-    Args:
-      state_bytes: parameters and optimiser state.
-      device_bytes: memory of a device; 0 where it is not known, as on a CPU.
-      num_devices: that also split the rows.
     """
     if device_bytes <= 0:
         return 1
@@ -126,3 +157,47 @@ def _feeds_in_order(mesh: np.ndarray, names: list[str]) -> bool:
 def _is_run(places: Iterable[int]) -> bool:
     found = sorted(places)
     return found[-1] - found[0] + 1 == len(found)
+
+
+_NAME = re.compile(r"(v[0-9]+[a-z]*):([0-9]+(?:x[0-9]+){1,2})(?:\*([0-9]+))?")
+
+# What libtpu would otherwise ask of the machine it finds itself on.
+_ALONE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+def topology_devices(name: str) -> list[Any]:
+    """The devices of a topology of TPUs, such as ``v5p:8x8x8`` or, for two slices, ``v5e:4x4*2``.
+
+    Programs compile for them, and cannot run. Call it before the first array is made: this process
+    computes on CPUs from then on.
+    """
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise ValueError(
+            f"--topology={name} is no topology; write the kind and the shape, such as v5e:4x4, "
+            "v5p:8x8x8 or, for two slices, v5p:4x4x4*2"
+        )
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(f"--topology={name} needs the TPU compiler; pip install 'dlm_jax[tpu]'")
+    for key, value in _ALONE.items():
+        os.environ.setdefault(key, value)
+    jax.config.update("jax_platforms", "cpu")
+    kind, shape, num_slices = found.groups()
+    try:
+        topology = topologies.get_topology_desc(
+            platform="tpu",
+            topology_name=f"{kind}:{shape}",
+            **({"num_slices": int(num_slices)} if num_slices else {}),
+        )
+    except Exception as error:  # noqa: BLE001 - libtpu has no error of its own
+        reason = " ".join(str(error).split()).removeprefix("INVALID_ARGUMENT: ")
+        raise ValueError(
+            f"--topology={name} is not known to the TPU compiler ({reason}); use such as v5e:4x4, "
+            "v5e:16x16, v5p:4x4x4 or v5p:8x8x8"
+        ) from None
+    return list(topology.devices)

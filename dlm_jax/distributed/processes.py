@@ -1,14 +1,29 @@
-"""Agreement between the processes of one run."""
+"""Agreement between the processes of one run.
+
+No host of a run waits for one that is gone: each says that it lives, and hears who does not.
+
+Collectives wait for ever for a host that was lost. So every process leaves a growing number with
+JAX's coordination service. Process 0 reads all of them; the others read its number and its verdict.
+Whoever finds a process lost, or gone with an error, ends its own with one line and `EXIT_LOST`, so
+that the scheduler starts the job again. Of the loss of process 0 itself, with which the service
+ends, it is jaxlib that hears at once, and it ends the others with lines of its own.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import pickle
-from collections.abc import Callable
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed
 from jax.experimental import multihost_utils
 
 
@@ -42,10 +57,6 @@ def totals(counts: np.ndarray, share: tuple[int, int]) -> np.ndarray:
     """The sum of integers over the shares of all processes, the same on each of them.
 
     Every process must call it at the same point.
-
-    Args:
-      counts: int ``[n]``, of the share that this process has.
-      share: which it is, and of how many; several processes may have the same.
     """
     if jax.process_count() == 1:
         return counts
@@ -74,12 +85,6 @@ def check_same_everywhere(facts: dict[str, Any]) -> None:
     """Refuses, on every process, what differs between processes.
 
     Every process must call it at the same point.
-
-    Args:
-      facts: JSON by name.
-
-    Raises:
-      ValueError: a process has another value than process 0; the line names both and the fact.
     """
     if jax.process_count() == 1:
         return
@@ -98,3 +103,141 @@ def check_same_everywhere(facts: dict[str, Any]) -> None:
                 f"process {process} has another {difference}; "
                 "start every process with the same config and program"
             )
+
+
+EXIT_LOST = 75
+"""Exit code of a process that ends because another one was lost: that of a temporary failure."""
+
+PATIENCE = 25.0
+"""Seconds without a sign of life after which a process counts as lost."""
+
+_INTERVAL = 1.0
+_DONE = "done"
+_LEFT = "left"
+_ALIVE, _VERDICT = "dlm_jax/alive", "dlm_jax/verdict"
+
+
+class Watch:
+    """The watch of one process over the others; a thread from `start` on."""
+
+    def __init__(self, client: Any):
+        self._client = client
+        self._me, self._count = jax.process_index(), jax.process_count()
+        self._state = ""
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def done(self) -> None:
+        """Tells the others that this process has ended as it should."""
+        self._leave(_DONE)
+
+    def left(self, code: int) -> None:
+        """Tells the others that this process ends with an error, and waits until they know."""
+        self._leave(f"{_LEFT} {code}")
+        if self._me == 0:
+            self._tell(f"process 0 ended with code {code}")
+        time.sleep(3 * _INTERVAL)
+
+    def _leave(self, state: str) -> None:
+        self._state = state
+        with contextlib.suppress(Exception):
+            self._say()
+
+    def _say(self) -> None:
+        sign = self._state or str(time.monotonic_ns())
+        self._client.key_value_set(f"{_ALIVE}/{self._me}", sign, allow_overwrite=True)
+
+    def _tell(self, verdict: str) -> None:
+        with contextlib.suppress(Exception):
+            self._client.key_value_set(_VERDICT, verdict, allow_overwrite=True)
+
+    def _watch(self) -> None:
+        while not self._state:
+            # The service fails only with process 0, and then jaxlib ends this process.
+            with contextlib.suppress(Exception):
+                self._say()
+                verdict = self._found() if self._me == 0 else self._heard()
+                if verdict and not self._state:
+                    self._end(verdict)
+            time.sleep(_INTERVAL)
+
+    def _found(self) -> str:
+        """Which process is lost, as process 0 sees it; empty if none is."""
+        signs = dict(self._client.key_value_dir_get(_ALIVE))
+        for process in range(1, self._count):
+            reason = self._judged(process, signs.get(f"{_ALIVE}/{process}", ""))
+            if reason:
+                return reason
+        return ""
+
+    def _heard(self) -> str:
+        """What process 0 found, or that it gives no sign of life itself."""
+        with contextlib.suppress(Exception):
+            return self._client.key_value_try_get(_VERDICT)
+        sign = ""
+        with contextlib.suppress(Exception):
+            sign = self._client.key_value_try_get(f"{_ALIVE}/0")
+        return self._judged(0, sign)
+
+    def _judged(self, process: int, sign: str) -> str:
+        """Why a process that gave this sign counts as lost; empty if it does not."""
+        if sign == _DONE:
+            return ""
+        if sign.startswith(_LEFT):
+            return f"process {process} ended with code {sign.split()[1]}"
+        now = time.monotonic()
+        before, since = self._seen.setdefault(process, (sign, now))
+        if sign != before:
+            self._seen[process] = (sign, now)
+        elif now - since > PATIENCE:
+            return f"process {process} gave no sign of life for {PATIENCE:.0f} s"
+        return ""
+
+    def _end(self, verdict: str) -> None:
+        sys.stderr.write(
+            f"error: {verdict}; process {self._me} of {self._count} ends too: the same command "
+            "continues from the last checkpoint\n"
+        )
+        sys.stderr.flush()
+        if self._me == 0:
+            # The service ends with this process: the others must hear before.
+            self._tell(verdict)
+            time.sleep(5 * _INTERVAL)
+        os._exit(EXIT_LOST)
+
+
+@contextlib.contextmanager
+def together(end_of: Callable[[Exception], int]) -> Iterator[None]:
+    """Inside, no process of several waits for one that is gone; nothing for a lone process.
+
+    An exception that leaves it ends the process there, without the farewell of JAX, which would
+    wait for the others; one that a lost process caused ends it as that does.
+    """
+    if jax.process_count() == 1:
+        yield
+        return
+    watch = Watch(distributed.global_state.client)
+    watch.start()
+    try:
+        yield
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+        _flush()
+        watch.left(code)
+        os._exit(code)
+    except Exception as error:
+        # If a lost process is the cause, the watch finds it and ends this one.
+        time.sleep(PATIENCE + 10 * _INTERVAL)
+        code = end_of(error)
+        _flush()
+        watch.left(code)
+        os._exit(code)
+    watch.done()
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()

@@ -3,6 +3,11 @@
 Likelihoods of diffusion models are bounds, each the mean over a stated number of draws of masks
 that are seeded by the request; those of causal models are exact. Every result is the same bit for
 bit whatever the batch size, and in whatever order requests come.
+
+A pair runs in a program of a fixed number of rows, whatever runs beside it, on the canvas that its
+own length asks for. Draws come in pairs of opposites: the first hides the first k tokens of a
+random order, the second all that are not hidden before the last of these, so that together they
+show each token behind as many others as they hide it behind.
 """
 
 from __future__ import annotations
@@ -12,33 +17,388 @@ import hashlib
 import importlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from dlm_jax.harness.generation import asked_of, texts
-from dlm_jax.harness.likelihood import ROWS, Likelihoods
-from dlm_jax.harness.pairs import pair_of, windows_of
+import jax
+import numpy as np
+
+from dlm_jax.data import HubTokenizer
+from dlm_jax.diffusion.likelihood import bound_at, causal_nll
+from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model, load
-from dlm_jax.inference.request import settings_of_call
-
-T = TypeVar("T")
-
-
-class Instance(Protocol):
-    """A request of lm-evaluation-harness."""
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        """What is asked."""
-        ...
+from dlm_jax.inference.reader import Reader
+from dlm_jax.inference.request import Request, make_requests, settings_of_call
+from dlm_jax.inference.results import canvas_size
+from dlm_jax.inference.scheduler import Ticket
+from dlm_jax.model.kernels import cpu
+from dlm_jax.types import Network, Params
 
 
-def _of_request(place: int, read: Callable[..., T], *arguments: Any, **more: Any) -> T:
-    """What `read` makes of a request, whose place its error names."""
+class Pair(NamedTuple):
+    """A row of tokens, int32 ``[n]``, of which those behind the first `given` are scored."""
+
+    ids: np.ndarray
+    given: int
+
+    def seed(self, seed: int, *more: object) -> np.ndarray:
+        """Four words of randomness that depend on the request and `seed` alone, uint32 ``[4]``."""
+        told = f"{seed} {self.given} {more}".encode() + self.ids.astype("<i4").tobytes()
+        return np.frombuffer(hashlib.sha256(told).digest()[:16], "<u4")
+
+
+def pair_of(model: Model, context: str, continuation: str, *, is_chat: bool = False) -> Pair:
+    """A continuation behind its context, of which as much is kept as the canvas holds.
+
+    Spaces at the end of the context belong to the continuation, as lm-evaluation-harness has it.
+    """
+    encode = model.tokenizer.encode
+    if is_chat:
+        # What follows a template's header stands alone.
+        return _fitted(model, encoded(model, context, is_chat=True), encode(continuation))
+    kept = context.rstrip()
+    continuation = context[len(kept) :] + continuation
+    given = encode(kept)
+    whole = encode(kept + continuation)
+    rest = whole[given.size :]
+    if not np.array_equal(whole[: given.size], given) or not rest.size:
+        rest = encode(continuation)
+    return _fitted(model, given, rest)
+
+
+def encoded(model: Model, context: str, *, is_chat: bool) -> np.ndarray:
+    """Ids of a context; in a chat the names of specials stand for them."""
+    if is_chat and isinstance(model.tokenizer, HubTokenizer):
+        return model.tokenizer.encode_marked(context)
+    return model.tokenizer.encode(context)
+
+
+def _fitted(model: Model, given: np.ndarray, rest: np.ndarray) -> Pair:
+    if not rest.size:
+        raise ValueError("the continuation has no token; give some text")
+    if rest.size > model.max_length:
+        raise ValueError(
+            f"continuation of {rest.size} tokens exceeds the model's canvas of {model.max_length}; "
+            "use loglikelihood_rolling for whole texts"
+        )
+    room = model.max_length - rest.size
+    given = given[max(0, given.size - room) :]
+    return Pair(np.concatenate([given, rest]).astype(np.int32), int(given.size))
+
+
+def windows_of(model: Model, text: str) -> list[Pair]:
+    """A whole text in windows that score each token once; the last has all the context it can."""
+    ids = model.tokenizer.encode(text).astype(np.int32)
+    if not ids.size:
+        raise ValueError("the text is empty; give one to score")
+    size = model.max_length
+    found = [Pair(ids[first : first + size], 0) for first in range(0, ids.size, size)]
+    rest = ids.size % size
+    if rest and len(found) > 1:
+        found[-1] = Pair(ids[-size:], size - rest)
+    return found
+
+
+_LENGTH = 256
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names of a length, of which the first that is given counts, as lm-evaluation-harness has it."""
+
+_READ = ("do_sample", "until", *_LENGTHS, "temperature")
+
+_WITHOUT_COUNTERPART = frozenset((
+    "assistant_early_exit", "bad_words_ids", "best_of", "bos_token_id", "cache_implementation",
+    "constraints", "diversity_penalty", "early_stopping", "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty", "eos_token_id", "epsilon_cutoff", "eta_cutoff",
+    "exponential_decay_length_penalty", "force_words_ids", "forced_bos_token_id",
+    "forced_eos_token_id", "include_stop_str_in_output", "length_penalty", "max_time", "min_length",
+    "min_new_tokens", "min_tokens", "n", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
+    "num_return_sequences", "output_attentions", "output_hidden_states", "output_logits",
+    "output_scores", "pad_token_id", "penalty_alpha", "prompt_lookup_num_tokens",
+    "remove_invalid_values", "renormalize_logits", "return_dict_in_generate", "sequence_bias",
+    "skip_special_tokens", "spaces_between_special_tokens", "suppress_tokens", "synced_gpus",
+    "top_h", "use_beam_search", "use_cache",
+))  # fmt: skip
+"""Generation arguments of other models that no row of this library has; a setting is none."""
+
+_ON_BY_DEFAULT = ("skip_special_tokens", "spaces_between_special_tokens", "use_cache")
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Whether a generation argument has the value at which it changes nothing."""
+    if isinstance(value, bool):
+        return value is (name in _ON_BY_DEFAULT)
+    return value in (None, 0, 1, "")
+
+
+class Asked(NamedTuple):
+    """A text that is asked for.
+
+    Attributes:
+      context: that it follows.
+      until: texts that end it, which it does not hold.
+      length: new tokens at most; None: as many as lm-evaluation-harness has, 256.
+      settings: of the row.
+      is_chat: whether names of specials in the context stand for them.
+      unread: generation arguments of other models that would change the text of those.
+    """
+
+    context: str
+    until: tuple[str, ...]
+    length: int | None
+    settings: Mapping[str, Any]
+    is_chat: bool = False
+    unread: Mapping[str, Any] = MappingProxyType({})
+
+
+def asked_of(context: str, given: Mapping[str, Any], *, is_chat: bool = False) -> Asked:
+    """What a request of lm-evaluation-harness asks for.
+
+    ``do_sample`` false, which is the default, means temperature 0; every setting may stand beside
+    it by its name.
+    """
+    until = given.get("until") or ()
+    until = (until,) if isinstance(until, str) else until
+    is_list = isinstance(until, list | tuple)
+    if not is_list or not all(isinstance(text, str) for text in until):
+        raise ValueError(f"until={until!r} is not a list of texts; use ['\\n']")
+    given = {name: value for name, value in given.items() if value is not None}
+    does_sample = given.get("do_sample", False)
+    if not isinstance(does_sample, bool):
+        raise ValueError(f"do_sample={does_sample!r} is not a bool; use True or False")
+    lengths = {name: given[name] for name in _LENGTHS if name in given}
+    for name, length in lengths.items():
+        if type(length) is not int or length < 0:
+            raise ValueError(f"{name}={length!r} is not an integer of at least 0; use {_LENGTH}")
+    without = {name: given[name] for name in given if name in _WITHOUT_COUNTERPART}
+    settings = {n: value for n, value in given.items() if n not in (*_READ, *without)}
+    if not does_sample:
+        settings["temperature"] = 0.0
+    elif "temperature" in given:
+        settings["temperature"] = given["temperature"]
+    unread = {name: value for name, value in without.items() if not _is_neutral(name, value)}
+    length = next(iter(lengths.values()), None)
+    return Asked(context, tuple(filter(None, until)), length, settings, is_chat, unread)
+
+
+def texts(
+    model: Model,
+    asked: Sequence[Asked],
+    *,
+    common: Mapping[str, Any],
+    slots: int,
+    batch_size: int,
+    seed: int,
+) -> list[str]:
+    """The texts, the same in any order and with any batch size; `slots` rows make a program."""
+    found = {place: "" for place, one in enumerate(asked) if one.length == 0}
+    requests = {
+        place: _request(model, one, common, seed, place)
+        for place, one in enumerate(asked) if place not in found
+    }  # fmt: skip
+    coming = iter(requests.items())
+    running: dict[Ticket, tuple[int, Reader]] = {}
+    with Engine(model, sizes=(slots,), max_waiting=None) as engine:
+        while len(found) < len(asked):
+            while len(running) < min(batch_size, slots):
+                place, request = next(coming, (-1, None))
+                if request is None:
+                    break
+                ticket = engine.submit(request, is_watched=True)
+                running[ticket] = place, Reader(model, request, asked[place].until)
+            step = engine.step(2)
+            for ticket, row in (step.progress | step.finished).items():
+                if ticket not in running:
+                    continue
+                place, reader = running[ticket]
+                if row.error is not None:
+                    raise row.error
+                pieces = reader.pieces(row)
+                if pieces and pieces[-1].is_last:
+                    found[place] = reader.whole(row)[0]
+                    del running[ticket]
+                    if ticket not in step.finished:
+                        engine.cancel(ticket)
+    return [found[place] for place in range(len(asked))]
+
+
+def _request(
+    model: Model, asked: Asked, common: Mapping[str, Any], seed: int, place: int
+) -> Request:
     try:
-        return read(*arguments, **more)
+        context = encoded(model, asked.context, is_chat=asked.is_chat).astype(np.int32)
+        length = min(_LENGTH if asked.length is None else asked.length, model.max_length - 1)
+        context = context[max(0, context.size - (model.max_length - length)) :]
+        words = Pair(context, 0).seed(seed, asked.until, length, sorted(asked.settings.items()))
+        own = {"seed": int(words[0]), "gen_length": length, **asked.settings}
+        content: dict[str, Any] = {"tokens": context} if context.size else {"prompt": ""}
+        (request,) = make_requests(model, content | own, common)
     except ValueError as error:
         raise ValueError(f"request {place}: {error}") from None
+    return request
+
+
+ROWS = 32
+"""Rows of every program."""
+
+
+Row = tuple[Pair, np.ndarray]
+"""A row to compute: its pair, and True at hidden tokens ``[n]``; empty for causal models."""
+
+
+def masks_of(pair: Pair, num_draws: int, seed: int, block_length: int = 0) -> np.ndarray:
+    """Masks of a pair, bool ``[draws, n]``; a single one where one token is scored.
+
+    Those of a block-causal model are drawn for each block alone.
+    """
+    n = pair.ids.size
+    places = np.arange(pair.given, n)
+    unit = block_length or n
+    blocks = [places[places // unit == block] for block in np.unique(places // unit)]
+    if all(block.size == 1 for block in blocks):
+        return (np.arange(n) >= pair.given)[None]
+    rng = np.random.Generator(np.random.Philox(key=pair.seed(seed).view("<u8")))
+    masks = np.zeros((num_draws, n), bool)
+    for block in blocks:
+        # Levels are spread evenly, as many draws as there are pairs of opposites.
+        pairs = -(-num_draws // 2)
+        levels = (rng.random() + np.arange(pairs) / pairs) % 1.0
+        for number, level in enumerate(levels):
+            order = rng.permutation(block)
+            count = 1 + min(int(level * block.size), block.size - 1)
+            masks[2 * number, order[:count]] = True
+            if 2 * number + 1 < num_draws:
+                masks[2 * number + 1, order[count - 1 :]] = True
+    return masks
+
+
+class Likelihoods:
+    """Likelihoods under one model.
+
+    Args:
+      model: a diffusion model, of which they are bounds, or a causal one, of which they are exact.
+      num_draws: masks of each pair.
+      batch_size: rows that a call of a program computes, up to `ROWS`; what it has beyond them is
+        padding.
+      seed: of the masks.
+    """
+
+    def __init__(self, model: Model, *, num_draws: int = 32, batch_size: int = ROWS, seed: int = 0):
+        if model.network.scorer is not None:
+            raise ValueError(
+                "the model is a sequence scorer, which has no likelihood; load another"
+            )
+        if not 1 <= num_draws <= 1 << 16:
+            raise ValueError(f"num_draws={num_draws} is outside [1, 65536]; use 32, say")
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} must be at least 1")
+        self._model, self._num_draws, self._seed = model, num_draws, seed
+        self._batch_size = min(batch_size, ROWS)
+        self._mask_id = model.tokenizer.mask_id
+
+    def nats(self, pairs: Sequence[Pair]) -> np.ndarray:
+        """Cost of each pair in nats, float64 ``[N]``."""
+        unit = self._model.network.block_length
+        masks = [
+            np.zeros((1, 0), bool)
+            if self._model.is_causal
+            else masks_of(pair, self._num_draws, self._seed, unit)
+            for pair in pairs
+        ]
+        rows = [(pair, mask) for pair, own in zip(pairs, masks, strict=True) for mask in own]
+        run = _costs(self._model.network, self._mask_id, self._model.is_causal)
+        found = np.zeros(len(rows))
+        for places, arrays in self._batches(rows):
+            found[places] = np.asarray(run(self._model.params, *arrays))[: len(places)]
+        ends = np.cumsum([len(own) for own in masks])
+        return np.array([float(np.mean(some)) for some in np.split(found, ends[:-1])])
+
+    def are_greedy(self, pairs: Sequence[Pair]) -> list[bool]:
+        """Whether each pair is what the model writes at temperature 0, the surest token first.
+
+        A causal model writes from left to right.
+        """
+        run = _guesses(self._model.network, self._mask_id)
+        masks = [np.arange(pair.ids.size) >= pair.given for pair in pairs]
+        is_greedy = [True] * len(pairs)
+        open_ = list(range(len(pairs)))
+        while open_:
+            rows = [(pairs[owner], masks[owner]) for owner in open_]
+            for places, arrays in self._batches(rows):
+                ids_RL, sure_RL = (np.asarray(x) for x in run(self._model.params, *arrays))
+                for number, place in enumerate(places):
+                    owner, (pair, mask) = open_[place], rows[place]
+                    holes = np.flatnonzero(mask)
+                    first = np.argmax(sure_RL[number, holes]) if not self._model.is_causal else 0
+                    at = holes[first]
+                    is_greedy[owner] = bool(ids_RL[number, at] == pair.ids[at])
+                    mask[at] = False
+            open_ = [owner for owner in open_ if is_greedy[owner] and masks[owner].any()]
+        return is_greedy
+
+    def _batches(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], tuple[np.ndarray, ...]]]:
+        """Places of rows that run together, and the arrays of their program."""
+        sizes: dict[int, list[int]] = {}
+        for place, (pair, _) in enumerate(rows):
+            size = canvas_size(pair.ids.size, is_shared=True)
+            sizes.setdefault(size, []).append(place)
+        for size, places in sorted(sizes.items()):
+            for first in range(0, len(places), self._batch_size):
+                some = places[first : first + self._batch_size]
+                yield some, self._arrays([rows[place] for place in some], size)
+
+    def _arrays(self, rows: Sequence[Row], size: int) -> tuple[np.ndarray, ...]:
+        tokens = np.full((ROWS, size), self._model.tokenizer.pad_id, np.int32)
+        length, given = np.ones(ROWS, np.int32), np.zeros(ROWS, np.int32)
+        is_masked = np.zeros((ROWS, size), bool)
+        for number, (pair, mask) in enumerate(rows):
+            n = pair.ids.size
+            tokens[number, :n], length[number], given[number] = pair.ids, n, pair.given
+            is_masked[number, : mask.size] = mask
+        return tokens, length, given, is_masked
+
+
+@functools.lru_cache(maxsize=16)
+def _costs(network: Network, mask_id: int, is_causal: bool) -> Callable[..., jax.Array]:
+    def run(
+        params: Params, tokens: jax.Array, length: jax.Array, given: jax.Array, masked: jax.Array
+    ) -> jax.Array:
+        batch = Batch(tokens, length, given)
+        if is_causal:
+            return causal_nll(network, params, batch, mask_id=mask_id)
+        return bound_at(network, params, batch, masked, mask_id=mask_id)
+
+    return jax.jit(run, compiler_options=cpu.compiler_options(is_training=False))
+
+
+@functools.lru_cache(maxsize=16)
+def _guesses(network: Network, mask_id: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Likeliest id at each position, and how likely it is."""
+
+    def run(
+        params: Params, tokens: jax.Array, length: jax.Array, given: jax.Array, masked: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        del given
+        shown = jax.numpy.where(masked, mask_id, tokens)
+        hidden, _ = network.trunk(params, shown, length, None)
+
+        def of_row(hidden_LD: jax.Array) -> tuple[jax.Array, jax.Array]:
+            logits = network.readout(params, hidden_LD)
+            logits = jax.numpy.where(
+                jax.numpy.arange(logits.shape[1])[None] == mask_id, -jax.numpy.inf, logits
+            )
+            best = jax.numpy.max(logits, axis=1)
+            sure = best - jax.nn.logsumexp(logits, axis=1)
+            return jax.numpy.argmax(logits, axis=1), sure
+
+        return jax.lax.map(of_row, hidden)
+
+    return jax.jit(run, compiler_options=cpu.compiler_options(is_training=False))
+
+
+Instances = Sequence[Any]
+"""Requests of lm-evaluation-harness, each with what is asked as ``args``."""
 
 
 def __getattr__(name: str) -> Any:
@@ -68,9 +428,6 @@ class Evaluated:
       max_batch_size: not read.
       device: not read: JAX chooses it.
       **settings: of generated texts, by name (docs/settings.md).
-
-    Raises:
-      ValueError: an argument is unknown or out of range.
     """
 
     def __init__(
@@ -98,7 +455,7 @@ class Evaluated:
             self.model, num_draws=int(draws), batch_size=self._batch_size, seed=self._seed
         )
 
-    def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Instances) -> list[tuple[float, bool]]:
         """Of each continuation behind its context, and whether the model would write it."""
         pairs = [pair_of(self.model, *request.args, is_chat=self._is_chat) for request in requests]
         nats = self._likelihoods.nats(pairs)
@@ -106,23 +463,23 @@ class Evaluated:
         self._keep("loglikelihood", requests, found)
         return found
 
-    def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
+    def loglikelihood_rolling(self, requests: Instances) -> list[float]:
         """Of whole texts, in windows of the model's canvas, each token scored once."""
         windows = [windows_of(self.model, request.args[0]) for request in requests]
         nats = self._likelihoods.nats([pair for some in windows for pair in some])
-        found, place = [], 0
-        for some in windows:
-            found.append(-float(nats[place : place + len(some)].sum()))
-            place += len(some)
+        ends = np.cumsum([len(some) for some in windows])
+        found = [-float(some.sum()) for some in np.split(nats, ends[:-1])]
         self._keep("loglikelihood_rolling", requests, found)
         return found
 
-    def generate_until(self, requests: Sequence[Instance]) -> list[str]:
+    def generate_until(self, requests: Instances) -> list[str]:
         """Texts behind their contexts, each in a row that ends at the first of its stops."""
-        asked = [
-            _of_request(place, asked_of, *request.args, is_chat=self._is_chat)
-            for place, request in enumerate(requests)
-        ]
+        asked = []
+        for place, request in enumerate(requests):
+            try:
+                asked.append(asked_of(*request.args, is_chat=self._is_chat))
+            except ValueError as error:
+                raise ValueError(f"request {place}: {error}") from None
         for name, value in {n: v for one in asked for n, v in one.unread.items()}.items():
             told = f"{name}={value!r} means nothing to a diffusion model; it is not read"
             print(told, file=sys.stderr)
@@ -136,17 +493,11 @@ class Evaluated:
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as text.
-
-        Raises:
-          ValueError: the model has no chat template.
-        """
         self._is_chat = True
         return self._chat.text(chat_history, begins_answer=add_generation_prompt)
 
     @property
     def tokenizer_name(self) -> str:
-        """What tells its tokenizer from others."""
         told = json.dumps(self.model.tokenizer.to_json(), sort_keys=True).encode()
         return f"dlm_jax-{hashlib.sha256(told).hexdigest()[:16]}"
 
@@ -155,14 +506,12 @@ class Evaluated:
         return self._chat.source if chat_template else ""
 
     def get_model_info(self) -> Mapping[str, Any]:
-        """What results tell of the model."""
         return {"model_max_length": self.model.max_length, "model_family": self.model.family}
 
-    def _keep(self, kind: str, requests: Sequence[Instance], found: Sequence[Any]) -> None:
+    def _keep(self, kind: str, requests: Instances, found: Sequence[Any]) -> None:
         """Tells the harness's cache, if there is one."""
-        hook = getattr(self, "cache_hook", None)
-        for request, one in zip(requests, found, strict=True):
-            if hook is not None:
+        if (hook := getattr(self, "cache_hook", None)) is not None:
+            for request, one in zip(requests, found, strict=True):
                 hook.add_partial(kind, request.args, one)
 
     @property

@@ -49,9 +49,6 @@ class Candidates(NamedTuple):
 
         The draw is in proportion to the probabilities and made with `uniform`, so a row comes out
         the same with the same seed, whatever runs beside it.
-
-        Raises:
-          ValueError: no id is allowed; the line names row, position and remedy.
         """
         (places,) = np.nonzero(np.asarray(is_allowed, bool))
         if not places.size:
@@ -139,12 +136,7 @@ class Resetting(Protocol):
 
 
 def chosen(sampler: HostSampler, candidates: Candidates) -> int:
-    """Place among the candidates of the id that `sampler` chose.
-
-    Raises:
-      ValueError: it chose none of them, or it failed, of which `__cause__` tells; the line names
-        row and position.
-    """
+    """Place among the candidates of the id that `sampler` chose."""
     where = f"row {candidates.row}: the host sampler"
     at = f"at position {candidates.index}"
     token = called(functools.partial(sampler, candidates), f"{where} failed {at}")
@@ -162,11 +154,7 @@ def chosen(sampler: HostSampler, candidates: Candidates) -> int:
 
 
 def called(fn: Callable[[], Any], failure: str) -> Any:
-    """``fn()``, a function of the user's.
-
-    Raises:
-      ValueError: what `fn` raised, or `failure` with what else it raised, which is the cause.
-    """
+    """``fn()``, a function of the user's; what it raises becomes the cause of a ValueError."""
     try:
         return fn()
     except (Exception, SystemExit) as error:  # whatever a function of the user's may raise

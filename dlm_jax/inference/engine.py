@@ -1,25 +1,35 @@
 """One engine for all sampling: requests come at any time, and rows go out as they end.
 
-Requests that differ in what is compiled in, in their canvas or in the widths of their lists wait in
-queues of their own. Each queue has slots, which take the next request as soon as one has ended, and
-the queues are served in turn: a turn is one call of the compiled loop.
+`dlm_jax.inference.scheduler` decides which request gets which slot of which program, and
+`dlm_jax.inference.slots` runs the rows; the engine joins them, between threads and processes. Each
+call of `Engine.step` serves one queue: a call of its compiled loop.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import dataclasses
 import functools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
-from dlm_jax.inference.checks import check_canvas
+import numpy as np
+
+from dlm_jax.distributed.local_rows import OwnRows, num_shares, spans_processes, split_rows
+from dlm_jax.distributed.processes import totals
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.queues import Queues
-from dlm_jax.inference.report import Report, Step
-from dlm_jax.inference.request import Request
-from dlm_jax.inference.results import Row
-from dlm_jax.inference.turns import Turns
-from dlm_jax.inference.waiting import Entry, Queue, Ticket
+from dlm_jax.inference.report import Report, Step, Work
+from dlm_jax.inference.request import Request, Static, check_canvas, group, static_of
+from dlm_jax.inference.results import Row, Since, canvas_size
+from dlm_jax.inference.scheduler import Entry, Queue, Scheduler, Ticket
+from dlm_jax.inference.slots import Bucket, Job, Slots, loop_of, slot_count
+from dlm_jax.settings import SettingError
+from dlm_jax.types import Status
 
+STEPS_PER_CALL = 8
+_IDLE_SHARE = 16
 _QUEUES_PER_PROGRAM = 4
 
 
@@ -31,7 +41,7 @@ class Engine:
     """Takes requests at any time, runs many at once, and gives each row back when it has ended.
 
     A row's tokens depend on its request alone: not on when it was submitted, what else was, is or
-    is called off, or in which slot it runs. In programs of the same size they are the same bit for
+    is cancelled, or in which slot it runs. In programs of the same size they are the same bit for
     bit, in others to float tolerance. Every ticket comes out of `step` exactly once.
 
     `submit` and `cancel` may be called from any thread, `step` from one at a time. If the devices
@@ -51,9 +61,6 @@ class Engine:
       max_programs: compiled programs that are kept. The one used longest ago goes; where all are
         busy, one stops taking requests until another kind has had its turn.
       max_candidates: how many of a position's candidates host samplers and read-back see at most.
-
-    Raises:
-      ValueError: a number is below 1.
     """
 
     def __init__(
@@ -74,22 +81,28 @@ class Engine:
             ("max_programs", [max_programs]), ("max_candidates", [max_candidates]),
         ):  # fmt: skip
             _check_counts(name, values)
+        rows = split_rows(model.params)
+        is_together = spans_processes(rows)
+        self.share = OwnRows(rows, num_shares(rows)).share
         self._lock = threading.Lock()
-        self._queues = Queues(
-            model, batch_size=batch_size, sizes=sizes, canvases=canvases,
-            limit=_QUEUES_PER_PROGRAM * max_programs,
+        self._scheduler = Scheduler(
+            functools.partial(loop_of, model), max_programs=max_programs,
+            num_processes=self.share[1], is_together=is_together,
         )  # fmt: skip
-        self._turns = Turns(
-            model, self._lock, max_programs=max_programs, max_candidates=max_candidates
-        )
-        self._max_waiting = max_waiting
+        self._queues: dict[Static, list[Queue]] = {}
+        self._limit = _QUEUES_PER_PROGRAM * max_programs
+        self._batch_size, self._sizes = batch_size, sizes
+        self._canvases = None if canvases is None else sorted(canvases)
+        self._max_waiting, self._max_candidates = max_waiting, max_candidates
         self._alone = functools.partial(
             Engine, model, sizes=(min(sizes),), canvases=canvases, max_candidates=max_candidates
         )
+        self._model, self._facts, self._rows = model, model.facts, rows
         self._mask_id, self._eos_ids = model.tokenizer.mask_id, model.eos_ids
-        self._facts = model.facts
+        self._work = Work()
+        self._compiled: list[str] = []
         self._entries: dict[Ticket, tuple[Entry, Queue]] = {}
-        self._called_off: list[tuple[Entry, Queue]] = []
+        self._cancelled: list[tuple[Entry, Queue]] = []
         self._next_number = 0
         self._is_closed = False
 
@@ -107,22 +120,15 @@ class Engine:
     @property
     def is_busy(self) -> bool:
         """Whether a request has not come out yet, here or in another process."""
-        return bool(self._entries) or self._turns.is_together and self._turns.is_busy
-
-    @property
-    def share(self) -> tuple[int, int]:
-        """Which part of the slots is this process's, from 0, and of how many."""
-        return self._turns.share
+        return bool(self._entries) or self._scheduler.is_together and self._scheduler.is_busy
 
     @property
     def has_room(self) -> bool:
-        """Whether another request may be submitted now."""
         return self._max_waiting is None or self.num_waiting < self._max_waiting
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a slot."""
-        return sum(queue.num_waiting for queue in self._queues)
+        return sum(queue.num_waiting for queue in self.queues)
 
     def results(self, requests: Iterable[Request]) -> Iterator[tuple[int, Row]]:
         """The place of each request and its row, as rows end.
@@ -154,17 +160,23 @@ class Engine:
             longest, instead of each running in the shortest that holds it.
         """
         with self._lock:
-            for queue in self._queues.reserve(requests, on_one_canvas=on_one_canvas):
-                if self._turns.is_together:
-                    self._turns.enter(queue)
+            for static, members in group(requests).items():
+                canvases: dict[int, list[Request]] = {}
+                for request in (requests[index] for index in members):
+                    canvas = 0 if on_one_canvas else self._canvas(request)
+                    canvases.setdefault(canvas, []).append(request)
+                for canvas, some in canvases.items():
+                    fitted = canvas or canvas_size(max(request.room for request in some))
+                    size = slot_count(len(some), self._batch_size, self._num_shares(static))
+                    bucket = Bucket(some, self._facts, fitted)
+                    queue = self._add(Queue(bucket, [size], is_reserved=True))
+                    if self._scheduler.is_together:
+                        self._scheduler.enter(queue)
 
     def warm_up(self, request: Request) -> None:
         """Compiles what `request` would run in if it came alone, so that another finds it compiled.
 
         It may be called from any thread, while rows run, and disturbs none.
-
-        Raises:
-          ValueError: as `submit`.
         """
         with self._alone() as engine:
             engine.submit(request)
@@ -202,23 +214,20 @@ class Engine:
                 )
             number = self._next_number if number is None else number
             if number < self._next_number:
-                raise ValueError(f"number={number} is taken; use {self._next_number} or more")
-            queue = self._queues.find(request)
+                raise SettingError("number", number, "is taken", f"use {self._next_number} or more")
+            queue = self._queue_of(request)
             ticket = Ticket(number)
             entry = Entry(ticket, request, priority, is_watched)
             self._next_number = number + 1
             self._entries[ticket] = entry, queue
             queue.push(entry)
-            self._turns.enter(queue)
+            self._scheduler.enter(queue)
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Calls a request off: it comes out of the next `step` as it stands, `Status.CANCELLED`.
+        """Cancels a request: it comes out of the next `step` as it stands, `Status.CANCELLED`.
 
-        If it ends in a turn that is under way, it comes out as it ended.
-
-        Raises:
-          ValueError: it has ended, or was called off before, or is not of this engine.
+        If it ends in a call of `step` that is under way, it comes out as it ended.
         """
         with self._lock:
             self._check_open()
@@ -233,68 +242,238 @@ class Engine:
             entry, queue = self._entries[ticket]
             if entry.is_cancelled:
                 raise ValueError(f"request {ticket.number} has been cancelled before")
-            if entry.slot is None:
-                queue.drop(entry)
-            entry.is_cancelled = True
-            self._called_off.append((entry, queue))
+            queue.cancel(entry)
+            self._cancelled.append((entry, queue))
 
     def step(self, num_steps: int | None = None) -> Step:
-        """Gives the next queue its turn, and returns the rows that have ended.
+        """Serves the next queue that has a program, and returns the rows that have ended.
 
         It returns at once when there is nothing to do.
 
         Args:
           num_steps: of each row at most, as long as fewer than a sixteenth of the slots end while
             others wait; 0 only fills free slots. By default 8, or 1 if a row is watched.
-
-        Raises:
-          ValueError: the engine is closed, or `num_steps` is negative.
         """
         if num_steps is not None and num_steps < 0:
-            raise ValueError(f"num_steps={num_steps} must be at least 0")
+            raise SettingError("num_steps", num_steps, "must be at least 0")
         with self._lock:
             self._check_open()
-            called_off, self._called_off = self._called_off, []
-        rows = [
-            (entry, self._turns.take_away(entry, queue))
-            for entry, queue in called_off
-            if entry.ticket in self._entries  # or it has ended in the turn that was under way
+            cancelled, self._cancelled = self._cancelled, []
+        ended = [
+            (entry, self._evicted(entry, queue))
+            for entry, queue in cancelled
+            if entry.ticket in self._entries  # or it has ended in the call that was under way
         ]
-        turn = self._turns.take(num_steps)
-        finished = {e.ticket: row.upto_eos(self._eos_ids) for e, row in (*rows, *turn.ended)}
+        with self._lock:
+            if self._scheduler.is_together:
+                self._agree()
+            queue = self._scheduler.next()
+        shown = {} if queue is None else self._serve(queue, num_steps, ended)
+        finished = {entry.ticket: row.upto_eos(self._eos_ids) for entry, row in ended}
         with self._lock:
             for ticket in finished:
                 del self._entries[ticket]
-        return Step(finished, {entry.ticket: row for entry, row in turn.shown})
+        return Step(finished, shown)
 
     def report(self) -> Report:
-        """What has been done so far, and what runs and waits now."""
         with self._lock:
-            queues = list(self._queues)
+            queues = list(self.queues)
             return Report(
-                work=self._turns.work,
+                work=self._work,
                 waiting=sum(queue.num_waiting for queue in queues),
                 running=sum(len(queue.running) for queue in queues),
-                slots=sum(q.slots.num_slots for q in queues if q.slots is not None),
-                programs=self._turns.programs.shapes,
-                compiled=tuple(self._turns.compiled),
+                slots=sum(queue.size for queue in queues if queue.size is not None),
+                programs=tuple(
+                    f"rows={size} canvas={bucket.canvas}{' host' * bucket.static.needs_host}"
+                    for bucket, size in self._scheduler.programs
+                ),
+                compiled=tuple(self._compiled),
             )
 
     def num_committed(self) -> int:
         """Tokens that the running rows have written."""
-        return sum(q.slots.num_committed() for q in self._queues if q.slots is not None)
+        return sum(q.slots.num_committed() for q in self.queues if q.slots is not None)
 
     def close(self) -> None:
         """Ends the engine; what has not come out yet never will. A second call does nothing."""
         with self._lock:
             self._is_closed = True
-            self._turns.clear()
+            self._scheduler.clear()
             self._entries.clear()
-            self._called_off.clear()
+            self._cancelled.clear()
+
+    @property
+    def queues(self) -> Iterator[Queue]:
+        """All queues, those without work too."""
+        return (queue for queues in self._queues.values() for queue in queues)
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise ValueError("the engine is closed; make another one")
+
+    def _queue_of(self, request: Request) -> Queue:
+        """Where a request is to wait; a new queue if no bucket holds it."""
+        static, canvas = static_of(request), self._canvas(request)
+        for queue in self._queues.get(static, ()):
+            is_near = queue.is_reserved or queue.bucket.canvas == canvas
+            if is_near and queue.bucket.holds(request):
+                return queue
+        if self._scheduler.is_together:
+            raise ValueError(
+                "an engine on the devices of several processes runs the requests that all of them "
+                "have reserved; call `reserve` first, with the same ones everywhere"
+            )
+        if sum(map(len, self._queues.values())) >= self._limit:
+            kept = {static: [queue for queue in queues if queue.is_busy or queue.is_reserved]
+                    for static, queues in self._queues.items()}  # fmt: skip
+            self._queues = {static: queues for static, queues in kept.items() if queues}
+        shares = self._num_shares(static)
+        sizes = sorted({-(-size // shares) * shares for size in self._sizes})
+        return self._add(Queue(Bucket([request], self._facts, canvas), sizes))
+
+    def _add(self, queue: Queue) -> Queue:
+        """The queue, or the one that is there for the same bucket."""
+        queues = self._queues.setdefault(queue.bucket.static, [])
+        same = next((other for other in queues if other.bucket.key == queue.bucket.key), None)
+        if same is not None:
+            same.sizes = tuple(sorted({*same.sizes, *queue.sizes}))
+            return same
+        queues.append(queue)
+        queues.sort(key=lambda other: other.bucket.canvas)
+        return queue
+
+    def _canvas(self, request: Request) -> int:
+        if self._canvases is None:
+            return canvas_size(request.room, is_shared=True)
+        for canvas in self._canvases:
+            if canvas >= request.room:
+                return canvas
+        raise ValueError(
+            f"the request may fill {request.room} positions, and the longest canvas is "
+            f"{self._canvases[-1]}; ask for less, or give the engine a longer one"
+        )
+
+    def _num_shares(self, static: Static) -> int:
+        if static.needs_host and self._scheduler.is_together:
+            raise ValueError(
+                "host samplers and read-back look at whole rows in one process; drop them, or the "
+                "other processes"
+            )
+        return 1 if static.needs_host else num_shares(self._rows)
+
+    def _agree(self) -> None:
+        """Adds up what there is to do in each queue over all processes, the same on each."""
+        own = np.array(self._scheduler.counts(), np.int32)
+        everywhere = totals(own.reshape(-1), self.share).reshape(own.shape)
+        self._scheduler.agree(everywhere.tolist())
+
+    def _evicted(self, entry: Entry, queue: Queue) -> Row:
+        """The row of a request that was cancelled; it leaves its slot."""
+        if entry.slot is None:
+            row = self._unstarted(entry, Status.CANCELLED)
+        else:
+            try:
+                row = queue.slots.rows([entry.slot])[entry.slot]
+                row = dataclasses.replace(row, status=Status.CANCELLED)
+            except Exception as error:  # what its slots hold is lost; the others will be told
+                row = self._unstarted(entry, Status.FAILED, error)
+            queue.evict(entry)
+        with self._lock:
+            self._scheduler.leave(queue)
+        return row
+
+    def _serve(
+        self, queue: Queue, num_steps: int | None, ended: list[tuple[Entry, Row]]
+    ) -> dict[Ticket, Row]:
+        """The rows that are shown; adds those that end, which a failure of others leaves alone."""
+        before = len(ended)
+        try:
+            self._advance(queue, num_steps, ended)
+            rows = queue.slots.rows(queue.watched())
+            shown = {queue.running[slot].ticket: row for slot, row in rows.items()}
+        except Exception as error:
+            if not queue.running and len(ended) == before:
+                raise
+            entries, shown = list(queue.running.values()), {}
+            queue.running.clear()
+            ended += [(e, self._unstarted(e, Status.FAILED, error)) for e in entries]
+        with self._lock:
+            self._scheduler.leave(queue)
+        return shown
+
+    def _advance(self, queue: Queue, num_steps: int | None, ended: list[tuple[Entry, Row]]) -> None:
+        """Fills slots, advances their rows, and fills those again whose rows have ended."""
+        slots = self._slots(queue)
+        if not self._scheduler.is_together:
+            queue.totals = queue.counts()
+        todo = queue.totals
+        # A row that is watched is shown before its first step.
+        is_shown_first = todo.fills + todo.evicted > 0 and self._fill(queue)
+        if num_steps == 0 or not todo.running + todo.fills or is_shown_first:
+            return
+        waits = todo.waiting > todo.fills and not queue.is_draining
+        if num_steps is None:
+            num_steps = 1 if queue.watched() else STEPS_PER_CALL
+        known = len(slots.loop.compiled)
+        taken = slots.advance(num_steps, max(1, slots.num_slots // _IDLE_SHARE) if waits else None)
+        self._compiled += slots.loop.compiled[known:]
+        rows = slots.rows(taken.ended)
+        steps, slot_steps = int(taken.steps.sum()), taken.steps.size * int(taken.steps.max())
+        self._work = self._work.plus(
+            taken.counted,
+            rows=len(rows),
+            tokens=sum(row.num_generated for row in rows.values()),
+            steps=steps,
+            slot_steps=slot_steps,
+            taken=steps if waits else 0,
+            offered=slot_steps if waits else 0,
+        )
+        ended += [(queue.running.pop(slot), row) for slot, row in rows.items()]
+        slots.take_out(taken.ended)
+        if not self._scheduler.is_together:
+            self._fill(queue)
+
+    def _slots(self, queue: Queue) -> Slots:
+        """The slots of a queue: new ones, or of another number, as its program has been chosen."""
+        slots, size = queue.slots, queue.size
+        assert size is not None
+        if slots is None:
+            queue.slots = Slots(
+                queue.program, self._model.params, queue.bucket, size,
+                max_candidates=self._max_candidates,
+            )  # fmt: skip
+        elif slots.num_slots != size:
+            slots.put(dict.fromkeys(queue.evicted))
+            queue.evicted.clear()
+            queue.slots = slots.resized(queue.program, size)
+            queue.compact()
+        return queue.slots
+
+    def _fill(self, queue: Queue) -> bool:
+        """Puts waiting requests into the free slots; whether one of them is watched."""
+        with self._lock:
+            changes = queue.admit()
+        if changes or self._scheduler.is_together:
+            queue.slots.put({
+                slot: e and Job(e.ticket.number, e.request, e.waited) for slot, e in changes.items()
+            })  # fmt: skip
+        return any(entry is not None and entry.is_watched for entry in changes.values())
+
+    def _unstarted(self, entry: Entry, status: Status, error: Exception | None = None) -> Row:
+        """The row of a request of which no step is known."""
+        tokens = entry.request.tokens
+        return Row(
+            tokens=tokens.astype(np.int32),
+            is_frozen=~entry.request.is_open(self._mask_id),
+            logprobs=np.zeros(tokens.size, np.float32),
+            committed=np.full(tokens.size, -1, np.int32),
+            steps=0,
+            block=0,
+            status=status,
+            error=error,
+            is_lost=error is not None,
+            waited=entry.waited,
+        )
 
 
 def _eighths(batch_size: int) -> list[int]:
@@ -308,4 +487,178 @@ def _eighths(batch_size: int) -> list[int]:
 def _check_counts(name: str, values: Sequence[int]) -> None:
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} must be at least 1, a whole number")
+            raise SettingError(name, value, "must be at least 1, a whole number")
+
+
+class AsyncEngine:
+    """An `Engine` that runs in a thread of its own, whenever there is something to do.
+
+    Use it as an asynchronous context manager. What its methods raise leaves other requests alone.
+
+    Args:
+      engine: which nobody else steps; leaving the context closes it.
+      steps_per_call: steps between two looks at what has arrived. A request that finds a free slot
+        waits for as many at most.
+    """
+
+    def __init__(self, engine: Engine, *, steps_per_call: int = 2):
+        if steps_per_call < 1:
+            raise SettingError("steps_per_call", steps_per_call, "must be at least 1")
+        self.engine, self._steps_per_call = engine, steps_per_call
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._told: dict[Ticket, asyncio.Queue[Row | Exception]] = {}
+        self._work = asyncio.Event()
+        self._room = asyncio.Condition()
+        self._wait_for_room = 0
+        self._is_closing = False
+        self._driver: asyncio.Task[None] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are run: it was entered, and has neither been closed nor failed."""
+        return self._driver is not None and not self._driver.done()
+
+    async def __aenter__(self) -> AsyncEngine:
+        self._driver = asyncio.create_task(self._drive())
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def row(self, request: Request, *, priority: int = 0) -> Row:
+        """The row of a request, once it has ended; waits while as many others wait as may.
+
+        If the caller is cancelled, so is the request.
+
+        Raises:
+          ValueError: as `Engine.submit`, but for a full line.
+        """
+        async with self._submitted(request, priority, is_watched=False) as told:
+            return _row(await told.get())
+
+    async def watch(
+        self, request: Request, *, priority: int = 0, every_block: bool = True
+    ) -> AsyncGenerator[Row, None]:
+        """The canvases of a request: before its first step, then as they grow, the last when ended.
+
+        If the caller stops reading, the request is cancelled.
+
+        Args:
+          request: as of `row`.
+          priority: as of `row`.
+          every_block: whether a canvas is shown when the row has finished a block, instead of after
+            every step.
+        """
+        async with self._submitted(request, priority, is_watched=True) as told:
+            since, block = Since(), -1
+            while True:
+                row = since.add(_row(await told.get()))
+                if not every_block or row.block != block or row.status != Status.RUNNING:
+                    block = row.block
+                    yield since.shown(row)
+                if row.status != Status.RUNNING:
+                    return
+
+    async def close(self) -> None:
+        """Ends the engine once the call under way is over; who still waits gets a ValueError."""
+        self._is_closing = True
+        try:
+            if self._driver is not None:
+                self._driver.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self._driver
+        finally:
+            await asyncio.to_thread(self._thread.shutdown)
+            self.engine.close()
+            await self._fail(ValueError("the engine is closed; make another one"))
+
+    @contextlib.asynccontextmanager
+    async def _submitted(
+        self, request: Request, priority: int, *, is_watched: bool
+    ) -> AsyncIterator[asyncio.Queue[Row | Exception]]:
+        """What is told of a request, which is cancelled if the block is left before its end."""
+        told: asyncio.Queue[Row | Exception] = asyncio.Queue()
+        ticket = await self._submit(request, priority, is_watched, told)
+        try:
+            yield told
+        finally:
+            if self._told.pop(ticket, None) is not None:
+                with contextlib.suppress(ValueError):
+                    self.engine.cancel(ticket)
+                self._work.set()
+
+    async def _submit(
+        self,
+        request: Request,
+        priority: int,
+        is_watched: bool,
+        told: asyncio.Queue[Row | Exception],
+    ) -> Ticket:
+        while True:
+            if self._is_closing:
+                raise ValueError("the engine is closed, or has failed; make another one")
+            # No other task runs between the two, so that whoever waits for room is woken.
+            async with self._room:
+                try:
+                    ticket = self.engine.submit(request, priority=priority, is_watched=is_watched)
+                except EngineFullError:
+                    self._wait_for_room += 1
+                    try:
+                        await self._room.wait()
+                    finally:
+                        self._wait_for_room -= 1
+                    continue
+            self._told[ticket] = told
+            self._work.set()
+            return ticket
+
+    async def _drive(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._work.clear()
+            if not self.engine.is_busy:
+                await self._work.wait()
+                continue
+            # The turn goes on in its thread even if this task is cancelled; `close` waits for it.
+            try:
+                turn = loop.run_in_executor(self._thread, self._until_told)
+                step = await asyncio.shield(turn)
+            except Exception as error:
+                self._is_closing = True
+                await self._fail(error)
+                raise
+            for ticket, row in step.progress.items():
+                if ticket in self._told:
+                    self._told[ticket].put_nowait(row)
+            for ticket, row in step.finished.items():
+                told = self._told.pop(ticket, None)
+                if told is not None:
+                    told.put_nowait(row)
+            async with self._room:
+                self._room.notify_all()
+
+    def _until_told(self) -> Step:
+        """Turns until somebody is to be told of one, in the engine's thread.
+
+        What is submitted or called off meanwhile is taken up by the next turn, as ever; only the
+        way to the event loop and back is spared.
+        """
+        while True:
+            step = self.engine.step(self._steps_per_call)
+            is_told = step.finished or step.progress or self._wait_for_room
+            if is_told or self._is_closing or not self.engine.is_busy:
+                return step
+
+    async def _fail(self, error: Exception) -> None:
+        """Tells everybody who waits, for a row or for room."""
+        for told in self._told.values():
+            told.put_nowait(error)
+        self._told.clear()
+        async with self._room:
+            self._room.notify_all()
+
+
+def _row(told: Row | Exception) -> Row:
+    if isinstance(told, Exception):
+        raise told
+    return told

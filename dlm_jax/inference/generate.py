@@ -7,19 +7,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from dlm_jax.distributed.local_rows import spans_processes, split_rows
 from dlm_jax.distributed.processes import gathered
-from dlm_jax.distributed.rows import spans_processes, split_rows
 from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.request import (
-    Request,
-    make_requests,
-    only_chains_in_use,
-    settings_of_call,
-)
+from dlm_jax.inference.request import Request, make_requests, only_chains_in_use, settings_of_call
 from dlm_jax.inference.results import Generation, Row, Since, assemble
-from dlm_jax.inference.waiting import Ticket
+from dlm_jax.inference.scheduler import Ticket
+from dlm_jax.settings import SettingError
 from dlm_jax.types import Status
 
 MOST_ROWS = 1 << 20
@@ -68,7 +64,7 @@ def generate(
         ``read_back`` included. Instead of ``prompt``, ``template`` is text with gaps to fill
         (``"To be <hole:4> be"``), and ``tokens`` are ids, with ``infill`` true MASK among them is a
         gap; ``draft`` is text behind the prompt, to be refined. See
-        `dlm_jax.inference.prompts.make_canvas`.
+        `dlm_jax.inference.request.make_canvas`.
       num_samples: rows of each prompt, next to each other in the result.
       seed: of the first row.
       max_length: tokens a row may hold with its prompt; the model's own if not given.
@@ -91,7 +87,7 @@ def generate(
         no candidate; the line names row and position.
     """
     if not isinstance(max_candidates, int) or max_candidates < 1:
-        raise ValueError(f"max_candidates={max_candidates!r} must be at least 1, a whole number")
+        raise SettingError("max_candidates", max_candidates, "must be at least 1, a whole number")
     common = {"seed": seed, "max_length": max_length} | settings
     common |= {"host_sampler": host_sampler, "read_back": read_back}
     requests = all_requests(model, prompts, num_samples, common)
@@ -160,9 +156,6 @@ def stream(
 
     Arguments are those of `generate`, and ``every``, the steps between two canvases, at least 1, or
     "block".
-
-    Raises:
-      ValueError: as `generate`, or `every` is neither; at the first canvas.
     """
     common = {"seed": seed, "max_length": max_length} | settings
     requests = all_requests(model, prompts, num_samples, common)
@@ -185,13 +178,15 @@ def all_requests(
 ) -> list[Request]:
     """The rows of all prompts, in the order of the result."""
     if not isinstance(num_samples, int) or num_samples < 1:
-        raise ValueError(f"num_samples={num_samples!r} must be at least 1, a whole number")
+        raise SettingError("num_samples", num_samples, "must be at least 1, a whole number")
     if isinstance(prompts, str | Mapping):
-        raise ValueError(f"prompts={prompts!r} is one prompt; put it in a list")
+        raise SettingError("prompts", prompts, "is one prompt", "put it in a list")
     if num_samples * len(prompts) > MOST_ROWS:
-        raise ValueError(
-            f"num_samples={num_samples} of {len(prompts)} prompts are more than {MOST_ROWS} rows; "
-            "ask for them in several calls"
+        raise SettingError(
+            "num_samples",
+            num_samples,
+            f"of {len(prompts)} prompts are more than {MOST_ROWS} rows",
+            "ask for them in several calls",
         )
     requests: list[Request] = []
     for index, prompt in enumerate(prompts):
@@ -200,8 +195,9 @@ def all_requests(
                 model, prompt, common, index * num_samples, num_samples, len(prompts) * num_samples
             )
         except ValueError as error:
-            where = f"prompt {index}: " if len(prompts) > 1 else ""
-            raise ValueError(f"{where}{error}") from None
+            if len(prompts) == 1:
+                raise
+            raise ValueError(f"prompt {index}: {error}") from None
     if not requests:
         raise ValueError("there is nothing to generate; give at least one prompt")
     return only_chains_in_use(requests)
@@ -230,9 +226,6 @@ def chain_report(model: Model, *, host_sampler: HostSampler | None = None, **set
       model: whose recommended settings count where none is given.
       host_sampler: the row's, if it has one.
       **settings: as for `generate`.
-
-    Raises:
-      ValueError: a setting is unknown or out of range.
     """
     sample = settings_of_call(model, settings)
     chain = sample.table.pack_chain([sample], model.facts)
@@ -254,13 +247,10 @@ def canvases(
 
     With ``"block"``, whenever a row has finished one. A row is shown for the last time when it has
     ended, cut at its first EOS. Rows of different programs are shown in turn.
-
-    Raises:
-      ValueError: `every` is neither at least 1 nor "block", or as `Engine`.
     """
     is_count = isinstance(every, int) and not isinstance(every, bool) and every >= 1
     if not is_count and every != "block":
-        raise ValueError(f"every={every!r} must be at least 1, or 'block'")
+        raise SettingError("every", every, "must be at least 1, or 'block'")
     if spans_processes(split_rows(model.params)):
         raise ValueError("canvases are shown in one process; use `generate`, or drop the others")
     num_steps = 1 if every == "block" else int(every)

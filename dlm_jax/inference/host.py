@@ -1,4 +1,9 @@
-"""Rows whose tokens a Python function chooses, one step at a time beside rows that do not.
+"""What the final logits say about each drawn token, for the caller to read back.
+
+Per position the sampled token, its probability, how many candidates survived the chain, and the
+largest of them with their logits.
+
+Rows whose tokens a Python function chooses, one step at a time beside rows that do not.
 
 The chain runs on the device for all rows; of a row that names a host sampler only the candidates
 that survive it come to the host, and what the other rows draw never leaves the device.
@@ -7,12 +12,15 @@ that survive it come to the host, and what the other rows draw never leaves the 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import regex
+from jax import Array
 
 from dlm_jax.inference.candidates import (
     Accepting,
@@ -23,16 +31,103 @@ from dlm_jax.inference.candidates import (
     called,
     chosen,
 )
-from dlm_jax.inference.places import Place, open_places
-from dlm_jax.inference.read_back import ReadBack, read_back
+from dlm_jax.sampling import draw, vocab
 from dlm_jax.sampling import draw as drawing
-from dlm_jax.sampling.edits.state import places as all_places
-from dlm_jax.sampling.inputs import StepInputs, is_stepping
+from dlm_jax.sampling.commit import Proposal
+from dlm_jax.sampling.edits.edit_rule import places as all_places
+from dlm_jax.sampling.positions import put
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.state import State
-from dlm_jax.sampling.step import chain_now, look, renoised, write
-from dlm_jax.sampling.transforms.protocol import At
+from dlm_jax.sampling.step import StepInputs, chain_now, is_stepping, look, renoised, write
+from dlm_jax.sampling.transforms.transform import At
+from dlm_jax.settings import SettingError
 from dlm_jax.types import Params
+
+
+class ReadBack(NamedTuple):
+    """One position's draw, N times.
+
+    Attributes:
+      token_N: int32 ids.
+      probability_N: of the token under the softmax of the final logits.
+      num_candidates_N: int32, finite logits; more than K means that `top_*` shows a part.
+      top_ids_NK: int32, the K largest candidates, largest first; V where there are fewer.
+      top_logits_NK: their logits; -inf where there are fewer.
+    """
+
+    token_N: Array
+    probability_N: Array
+    num_candidates_N: Array
+    top_ids_NK: Array
+    top_logits_NK: Array
+
+
+def read_back(final_logits_NV: Array, token_N: Array, *, size: int) -> ReadBack:
+    """The `ReadBack` of tokens drawn from `final_logits`, with `size` (static) candidates."""
+    logits_NV = final_logits_NV.astype(jnp.float32)
+    V = logits_NV.shape[1]
+    top_NK, ids_NK = vocab.largest(logits_NV, min(size, V))
+    count_N, _ = vocab.count_and_entropy(logits_NV)
+    return ReadBack(
+        token_N=token_N,
+        probability_N=jnp.exp(draw.log_prob(logits_NV, token_N)),
+        num_candidates_N=count_N.astype(jnp.int32),
+        top_ids_NK=jnp.where(top_NK > -jnp.inf, ids_NK, V).astype(jnp.int32),
+        top_logits_NK=top_NK,
+    )
+
+
+class Place(NamedTuple):
+    """A position that the host looks at, in a row of the batch, and what is known of that row."""
+
+    slot: int
+    name: int
+    sampler: HostSampler | None
+    index: int
+    step: int
+    tokens: np.ndarray
+    is_hole: np.ndarray
+    first: int
+
+
+def open_places(
+    state: State,
+    inputs: StepInputs,
+    slots: Sequence[int],
+    samplers: Mapping[int, HostSampler],
+    names: Sequence[int] | None,
+    *,
+    mask_id: int,
+) -> list[Place]:
+    """Every open position of the rows at `slots` whose logits are finite."""
+    rows = jnp.asarray(slots, jnp.int32)
+    canvas = state.canvas
+    is_hole_BL = (canvas.tokens_BL == mask_id) & ~canvas.frozen_BL
+    is_open, is_hole, tokens, is_frozen, lengths, steps = jax.device_get(
+        (
+            (inputs.is_open_BL & inputs.filled.is_finite_B[:, None])[rows],
+            is_hole_BL[rows],
+            canvas.tokens_BL[rows],
+            canvas.frozen_BL[rows],
+            canvas.length_B[rows],
+            state.step_B[rows],
+        )
+    )
+    return [
+        Place(
+            slot=slot,
+            name=slot if names is None else names[slot],
+            sampler=samplers.get(slot),
+            index=int(index),
+            step=int(steps[number]),
+            tokens=tokens[number][: lengths[number]],
+            is_hole=is_hole[number][: lengths[number]],
+            first=int(np.argmin(is_frozen[number])),
+        )
+        for number, slot in enumerate(slots)
+        for index in np.flatnonzero(is_open[number])
+    ]
+
 
 _PLACES = 64
 _HOST_SALT = 0x686F7374
@@ -107,12 +202,9 @@ class HostLoop:
           failed: takes what a row's sampler raised; the row then ends without having written
             anything, and other rows go on; after a failed `accept` it ends at the next step.
             Without it what is raised goes to the caller.
-
-        Raises:
-          ValueError: a sampler chose an id that is no candidate, or `max_candidates` is below 1.
         """
         if max_candidates < 1:
-            raise ValueError(f"max_candidates={max_candidates} must be at least 1")
+            raise SettingError("max_candidates", max_candidates, "must be at least 1")
         named = range(state.step_B.shape[0]) if names is None else names
         self._reset(state, samplers, named, failed)
         state, inputs = self._look(params, state)
@@ -128,12 +220,12 @@ class HostLoop:
                 found += written
         if failed:
             inputs = _without(inputs, failed)
-        state, info = self._write(params, state, inputs)
+        state, is_committed_BL = self._write(params, state, inputs)
         follow = {slot: x for slot, x in samplers.items() if isinstance(x, Accepting)}
         asked = sorted({*read_back, *follow})
         if not asked:
             return state, []
-        is_committed_BL = np.asarray(info.is_committed_BL[jnp.asarray(asked, jnp.int32)])
+        is_committed_BL = np.asarray(is_committed_BL[jnp.asarray(asked, jnp.int32)])
         is_committed = dict(zip(asked, is_committed_BL, strict=True))
         commits = [
             (slot, written)
@@ -173,7 +265,7 @@ class HostLoop:
     ) -> tuple[StepInputs, list[tuple[int, Written]]]:
         """The inputs with the host samplers' choices at `places`, and what each would write."""
         size = min(max_candidates, self.program.network.vocab_size)
-        flat, num_positions = np.zeros(_PLACES, np.int32), inputs.masks.is_open_BL.shape[1]
+        flat, num_positions = np.zeros(_PLACES, np.int32), inputs.is_open_BL.shape[1]
         flat[: len(places)] = [place.slot * num_positions + place.index for place in places]
         is_real, is_hosted = np.arange(_PLACES) < len(places), np.zeros(_PLACES, bool)
         left = jax.device_get(self._survivors(params, state, inputs, flat, is_real, size=size))
@@ -222,7 +314,7 @@ def _call_hook(
 
 def _without(inputs: StepInputs, slots: Collection[int]) -> StepInputs:
     """The inputs with nothing to write in these rows, which end as those without finite logits."""
-    is_finite_B = inputs.is_finite_B.at[jnp.asarray(sorted(slots))].set(False)
+    is_finite_B = inputs.filled.is_finite_B.at[jnp.asarray(sorted(slots))].set(False)
     return inputs._replace(filled=inputs.filled._replace(is_finite_B=is_finite_B))
 
 
@@ -248,7 +340,7 @@ def _candidates(left: _Survivors, number: int, place: Place) -> Candidates:
 
 
 def _at(inputs: StepInputs, places_P: jax.Array, is_real_P: jax.Array) -> At:
-    num_positions = inputs.masks.is_open_BL.shape[1]
+    num_positions = inputs.is_open_BL.shape[1]
     row_P, index_P = places_P // num_positions, places_P % num_positions
     key_P = jax.vmap(jax.random.fold_in)(inputs.draw_key_B[row_P], index_P)
     return At(row_N=row_P, index_N=index_P, key_N=key_P, is_real_N=is_real_P)
@@ -270,7 +362,7 @@ def _survivors(
     chain = chain_now(state)
     prepared = chain.prepare(state.chain_state, inputs.context)
     final_PV = chain.apply(prepared, clean_PV, at)
-    drawn_P = inputs.proposal.tokens_BL.reshape(-1)[places_P]
+    drawn_P = inputs.filled.proposal.tokens_BL.reshape(-1)[places_P]
     read = read_back(final_PV, drawn_P, size=size)
     total_P1 = jax.nn.logsumexp(final_PV, axis=1, keepdims=True)
     host_key_P = jax.vmap(lambda key: jax.random.fold_in(key, _HOST_SALT))(at.key_N)
@@ -295,25 +387,70 @@ def _choose(
     """The inputs with other tokens proposed at the hosted places, scored like the device's own."""
     clean_PV = inputs.output.logits(program.network, params, places_P)
     logprob_P = drawing.log_prob(clean_PV, ids_P)
-    target_P = jnp.where(is_hosted_P, places_P, inputs.masks.is_open_BL.size)
-
-    def put(old_BL: jax.Array, new_P: jax.Array) -> jax.Array:
-        flat = old_BL.reshape(-1).at[target_P].set(new_P.astype(old_BL.dtype), mode="drop")
-        return flat.reshape(old_BL.shape)
-
-    old = inputs.proposal
-    proposal = old._replace(
-        tokens_BL=put(old.tokens_BL, ids_P),
-        logprob_BL=put(old.logprob_BL, logprob_P),
-        final_logprob_BL=put(old.final_logprob_BL, final_logprob_P),
-        confidence_BL=put(old.confidence_BL, rule.measure(clean_PV, logprob_P)),
-    )
+    old = inputs.filled.proposal
+    new = Proposal(ids_P, logprob_P, final_logprob_P, rule.measure(clean_PV, logprob_P))
+    new = jax.tree.map(lambda x, y: y.astype(x.dtype), old, new)
+    proposal = put(old, places_P, is_hosted_P, new)
     return inputs._replace(filled=inputs.filled._replace(proposal=proposal))
 
 
-@functools.cache
-def make_host_loop(
-    program: Program, *, compiler_options: tuple[tuple[str, Any], ...] = ()
-) -> HostLoop:
-    """The `HostLoop` of `program`, the same object for equal arguments."""
-    return HostLoop(program, compiler_options=dict(compiler_options))
+PATIENCE = 10.0
+"""Seconds that the candidates of one position may take to be matched."""
+
+
+def matching(pattern: str, decode: Callable[[Any], str]) -> HostSampler:
+    """A host sampler whose row writes a text that `pattern` matches from end to end.
+
+    Each position takes a candidate after which the text can still grow into a match, as
+    `Candidates.choose` does: by temperature and seed of the row. The last position takes one that
+    completes the match, and so does an id that stands for no text, such as one that ends a
+    generation. Nothing looks ahead: a pattern that needs more or fewer tokens than the row has
+    left ends in the error below. Given tokens at the start of the row are not part of the text.
+
+    A row with such a sampler needs ``order="left_to_right"`` and a step for every new token.
+    Where tokens are parts of characters, an unfinished character counts as U+FFFD.
+
+    Args:
+      pattern: of the module `regex`, which reads what `re` does.
+      decode: text of ids, as `Tokenizer.decode`.
+
+    Some patterns, such as ``(a|a)*[bc]``, take a time that doubles with every character; a position
+    gets `PATIENCE` seconds.
+    """
+    try:
+        compiled = regex.compile(pattern)
+    except regex.error as error:
+        raise SettingError("pattern", pattern, f"is no regular expression: {error}") from None
+
+    def choose(candidates: Candidates) -> int:
+        _check_order(candidates)
+        written = candidates.tokens[candidates.first : candidates.index]
+        before = decode(written)
+        is_last = not candidates.is_hole[candidates.index + 1 :].any()
+        end = time.monotonic() + PATIENCE
+
+        def fits(token: int) -> bool:
+            text = decode(np.append(written, token))
+            is_whole = is_last or text == before
+            left = max(end - time.monotonic(), 1e-3)
+            return compiled.fullmatch(text, partial=not is_whole, timeout=left) is not None
+
+        try:
+            return candidates.choose([fits(token) for token in candidates.ids])
+        except TimeoutError:
+            raise ValueError(
+                f"row {candidates.row}: pattern={pattern!r} takes more than {PATIENCE:g} s at "
+                f"position {candidates.index}; write one without repeats inside repeats"
+            ) from None
+
+    choose.__name__ = f"matching {pattern!r}"
+    return choose
+
+
+def _check_order(candidates: Candidates) -> None:
+    holes = np.flatnonzero(candidates.is_hole[: candidates.index])
+    if holes.size:
+        raise ValueError(
+            f"row {candidates.row}: position {candidates.index} has a hole on its left, at "
+            f"{holes[0]}; use order='left_to_right' and as many steps as new tokens"
+        )

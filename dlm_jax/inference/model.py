@@ -12,24 +12,22 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 import dlm_jax.config as configs
-from dlm_jax import checkpoint
-from dlm_jax.checkpoint.shipped import located
+from dlm_jax import store
 from dlm_jax.config import Config, MeshConfig, ObjectiveConfig, SampleConfig
-from dlm_jax.config.sample import PRESETS
+from dlm_jax.config.schema import PRESETS
 from dlm_jax.data import Tokenizer, check_fits, from_json
 from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
-from dlm_jax.distributed.rows import split_rows
-from dlm_jax.distributed.sharding import make_mesh, partition
-from dlm_jax.inference.host import HostLoop, make_host_loop
+from dlm_jax.distributed.partitions import make_mesh, partition
 from dlm_jax.inference.structure import Structures
-from dlm_jax.model import cpu
+from dlm_jax.model.lora import merged
 from dlm_jax.model.transformer import build
-from dlm_jax.published import ChatTemplate, is_published, read_published
+from dlm_jax.published import ChatTemplate, is_published, read_published, write_published
 from dlm_jax.randomness import check_settings, key_of
-from dlm_jax.sampling.advance import Advance, make_advance
+from dlm_jax.sampling.positions import chunk_size
 from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.propose.protocol import chunk_size
 from dlm_jax.sampling.rules import ModelFacts
+from dlm_jax.settings import SettingError
+from dlm_jax.store.weights import path_of_model
 from dlm_jax.types import Network, Params
 
 
@@ -74,28 +72,11 @@ class Model:
         check_settings()
 
     def preset(self, name: str) -> dict[str, Any]:
-        """The settings of a loop that comes with this model, or with every model.
-
-        Raises:
-          ValueError: there is none of that name.
-        """
+        """The settings of a loop that comes with this model, or with every model."""
         known = {**PRESETS, **self.presets}
         if name not in known:
-            raise ValueError(f"preset={name!r} is unknown; this model has {', '.join(known)}")
+            raise SettingError("preset", name, "is unknown", f"this model has {', '.join(known)}")
         return dict(known[name])
-
-    def advance(self, *, draw: str = "inverse_cdf", is_guided: bool = False) -> Advance:
-        """The compiled denoising loop of this model's network, made once for each program."""
-        program = self.program(draw, is_guided, rows=split_rows(self.params))
-        return make_advance(program, compiler_options=_compiler_options())
-
-    def host_loop(self, *, draw: str = "inverse_cdf", is_guided: bool = False) -> HostLoop:
-        """The same loop in single steps, for rows with a host sampler or read-back.
-
-        On several devices each runs all rows.
-        """
-        program = self.program(draw, is_guided)
-        return make_host_loop(program, compiler_options=_compiler_options())
 
     @property
     def heads(self) -> tuple[str, ...]:
@@ -122,12 +103,10 @@ class Model:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end a generation."""
         return tuple(dict.fromkeys((self.tokenizer.eos_id, *self.more_eos_ids)))
 
     @functools.cached_property
     def facts(self) -> ModelFacts:
-        """What rules may know of the model."""
         space_id = self.tokenizer.space_id
         return ModelFacts(
             vocab_size=self.network.vocab_size,
@@ -144,7 +123,6 @@ class Model:
 
     @functools.cached_property
     def structures(self) -> Structures:
-        """The automata that hold a row's text to a language."""
         return Structures(
             self.tokenizer, self.network.vocab_size, self.eos_ids, self.facts.banned_ids
         )
@@ -167,10 +145,6 @@ class Model:
             pad_id=self.tokenizer.pad_id,
             space_id=facts.space_id,
         )
-
-
-def _compiler_options() -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted(cpu.compiler_options(is_training=False).items()))
 
 
 DTYPES = ("float32", "bfloat16", "stored")
@@ -204,16 +178,16 @@ def load(
         dtype, or JAX has settings that change results; the line says what and the remedy.
     """
     check_settings()
-    path = located(path)
+    path = path_of_model(path)
     if dtype is not None and dtype not in DTYPES:
         advice = "; its range is too small for activations; use bfloat16" * (dtype == "float16")
-        raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}{advice}")
+        raise SettingError("dtype", dtype, f"is not one of {', '.join(DTYPES)}{advice}")
     if isinstance(mesh, MeshConfig):
         mesh = make_mesh(mesh)
     if is_published(path):
         return _published(path, mesh, None if dtype == "stored" else dtype, report)
     place = functools.partial(_placed, mesh=mesh, dtype=dtype or "float32")
-    params, meta = checkpoint.load_any(path, _abstract_params, place=place, report=report)
+    params, meta = store.load_any(path, _abstract_params, place=place, report=report)
     config = _config_of(meta)
     tokenizer = from_json(meta["tokenizer"])
     check_fits(tokenizer, config.model.vocab_size)
@@ -282,3 +256,36 @@ def _abstract_params(meta: dict[str, Any]) -> Params:
 
 def _config_of(meta: dict[str, Any]) -> Config:
     return configs.from_dict(meta["config"], where="checkpoint")
+
+
+def export(
+    model: Model,
+    path: str | os.PathLike[str],
+    *,
+    family: str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> list[str]:
+    """Writes a published directory (config.json, safetensors, tokenizer); the names of its files.
+
+    `dlm_jax.load` and the family's own programs read it. Numbers are stored as the model holds
+    them, with adapters merged into the matrices; heads beside the LM head are left out. What the
+    model recommends is in generation_config.json. The directory appears whole, in one move.
+
+    Args:
+      model: from `dlm_jax.load`: a published model, or a run that began with one.
+      path: a directory that does not exist.
+      family: as which it is written (`docs/published.md`); None: as what it was loaded, or else the
+        first family that says all of its settings.
+      max_shard_bytes: of one file of weights.
+    """
+    if model.config is None:
+        raise ValueError("the model is a network of your own, which no published family describes")
+    config = model.config
+    params = merged(model.params, config.model)
+    bare = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, lora_rank=0), sample=model.sample
+    )
+    return write_published(
+        path, bare, params, model.tokenizer, family=family or model.family or None,
+        chat=model.chat, more_eos_ids=model.more_eos_ids, max_shard_bytes=max_shard_bytes,
+    )  # fmt: skip

@@ -11,24 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dlm_jax.sampling.cache import CacheRule
-from dlm_jax.sampling.commit import CommitRule
-from dlm_jax.sampling.edits import EditRule
-from dlm_jax.sampling.propose import FillRule
-from dlm_jax.sampling.remask import RemaskRule, Renoise
-from dlm_jax.sampling.rules import BUILT_IN, ModelFacts, RuleTable
-from dlm_jax.sampling.transforms import LogitTransform
+from dlm_jax.sampling.rules import BUILT_IN, SLOTS, ModelFacts, RuleTable
 from dlm_jax.settings import Rule, nearest
 
-_KINDS: dict[str, tuple[type[Rule], str]] = {
-    "transforms": (LogitTransform, "chain"),
-    "commit": (CommitRule, "order"),
-    "fill": (FillRule, "fill"),
-    "remask": (RemaskRule, "remask"),
-    "edit": (EditRule, "edit_scoring"),
-    "cache": (CacheRule, "cache"),
-}
-"""Kinds of rules by their table: what they are, and the setting that names one."""
+_KINDS = {name: slot for name, slot in SLOTS.items() if slot.selector}
+"""The slots that rules of one's own may fill."""
 
 
 RESERVED = frozenset((
@@ -58,7 +45,6 @@ class OwnRules(NamedTuple):
 
     @property
     def has_rows(self) -> bool:
-        """Whether rows differ."""
         return bool(self.rows)
 
 
@@ -79,10 +65,6 @@ def own_rules(*layers: Mapping[str, Any], num_rows: int) -> OwnRules:
         ``edit`` and ``renoise`` may be rule objects, whose fields hold one value for all rows or
         one value a row.
       num_rows: how many rows there are.
-
-    Raises:
-      ValueError: a rule without its protocol, a name or setting that is taken or given twice, or
-        as many values as there are no rows.
     """
     found = [(layer, _objects(layer)) for layer in layers]
     classes = [cls for layer in layers for cls in classes_of(layer.get("rules"))]
@@ -119,8 +101,11 @@ def _plain(value: Any) -> Any:
 def _objects(layer: Mapping[str, Any]) -> list[tuple[str, Rule]]:
     """The rule objects among the settings of a layer, with their kinds."""
     found: list[tuple[str, Any]] = []
-    for kind, (base, selector) in _KINDS.items():
+    for kind, (base, selector, _) in SLOTS.items():
         value: Any = layer.get(kind)
+        if kind not in _KINDS:
+            found += [(kind, value)] if isinstance(value, base) else []
+            continue
         is_setting = kind not in ("transforms", "commit") and not isinstance(
             value, Rule | type | list | tuple
         )
@@ -135,8 +120,6 @@ def _objects(layer: Mapping[str, Any]) -> list[tuple[str, Rule]]:
             found.append((kind, given))
         if selector != kind and selector in layer:
             raise ValueError(f"{kind} and {selector} name a rule both; give one of them")
-    if isinstance(layer.get("renoise"), Renoise):
-        found.append(("renoise", layer["renoise"]))
     return found
 
 
@@ -152,7 +135,7 @@ def _settings(
     for kind, given in objects:
         fields = given.as_settings()
         for name in fields:
-            if name in layer and name != "renoise":
+            if name in layer and name != kind:
                 raise ValueError(f"{name} is given, and {kind} has it too; give it once")
             if name not in told or np.array_equal(fields[name], told[name]):
                 continue
@@ -167,8 +150,8 @@ def _settings(
             # A name may stand for several, such as the two temperatures.
             if name not in chain or kinds.count(type(given)) > 1:
                 chain.append(name)
-        elif kind != "renoise":
-            settings[_KINDS[kind][1]] = name_of(table, kind, type(given))
+        elif SLOTS[kind].selector:
+            settings[SLOTS[kind].selector] = name_of(table, kind, type(given))
             settings |= {"edit": True} if kind == "edit" else {}
     settings |= told
     if layer.get("transforms") is not None:
@@ -187,11 +170,7 @@ def _shown(value: Any) -> str:
 
 
 def classes_of(rules: Any) -> Sequence[type[Rule]]:
-    """The rule classes of a sequence, or those that a module defines.
-
-    Raises:
-      ValueError: one of them is no rule, or the module defines none.
-    """
+    """The rule classes of a sequence, or those that a module defines."""
     if isinstance(rules, ModuleType):
         values = [value for value in vars(rules).values() if isinstance(value, type)]
         found = [
@@ -214,11 +193,7 @@ def classes_of(rules: Any) -> Sequence[type[Rule]]:
 
 @functools.lru_cache(maxsize=64)
 def with_rules(classes: tuple[type[Rule], ...]) -> RuleTable:
-    """The table with these rules beside the built-in ones.
-
-    Raises:
-      ValueError: a rule without its protocol, or a name or setting that is taken.
-    """
+    """The table with these rules beside the built-in ones."""
     table = BUILT_IN
     for cls in classes:
         kind = _kind(cls)
@@ -247,14 +222,14 @@ def name_of(table: RuleTable, kind: str, cls: type[Rule]) -> str:
 
 
 def _kind(cls: type[Rule]) -> str:
-    kind = next((name for name, (base, _) in _KINDS.items() if issubclass(cls, base)), None)
+    kind = next((name for name, slot in _KINDS.items() if issubclass(cls, slot.base)), None)
     if kind is None or not _is_registered(cls):
-        bases = ", ".join(base.__name__ for base, _ in _KINDS.values())
+        bases = ", ".join(slot.base.__name__ for slot in _KINDS.values())
         raise ValueError(
             f"rule {cls.__name__} is of no kind; put it under dlm_jax.rule and subclass one of "
             f"{bases}"
         )
-    base = _KINDS[kind][0]
+    base = _KINDS[kind].base
     for name in base.required:  # type: ignore[attr-defined]
         if getattr(cls, name) is getattr(base, name):
             raise ValueError(f"rule {cls.__name__} lacks {name}(), which {base.__name__} requires")

@@ -54,9 +54,7 @@ class Reader:
         self._sample, self._stops = request.sample, tuple(stops)
         commit = self._sample.table.commit[self._sample.order]
         self._changes = self._sample.refines or commit.rewrites
-        is_free = request.tokens == self._mask_id
-        if request.is_draft is not None:
-            is_free = is_free | request.is_draft
+        is_free = request.is_open(self._mask_id)
         (free,) = np.nonzero(is_free)
         self.start = int(free[0]) if free.size else request.tokens.size
         self.is_infill = bool(free.size) and not is_free[self.start :].all()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dlm_jax.inference.results import Row
-from dlm_jax.inference.waiting import Ticket
+from dlm_jax.inference.scheduler import Ticket
+from dlm_jax.sampling.row import Counters
 
 
 class Step(NamedTuple):
@@ -21,35 +22,32 @@ class Step(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What has been done, in all turns so far.
+    """What has been done, in all turns so far; every counter is an attribute too.
 
     Attributes:
       rows: that have ended.
       tokens: that those have generated.
-      forwards: of the trunk, that all rows have asked for.
-      waves: of all rows' wavefront fills.
-      bootstrapped: positions of those that the LM head drew.
-      filled: candidates that all rows have drawn.
       steps: of rows.
       slot_steps: of all slots, whether a row took them or not.
       taken: of `steps`, those while others of their kind waited.
       offered: of `slot_steps`, likewise.
+      counters: what all rows have counted.
     """
 
     rows: int = 0
     tokens: int = 0
-    forwards: int = 0
-    waves: int = 0
-    bootstrapped: int = 0
-    filled: int = 0
     steps: int = 0
     slot_steps: int = 0
     taken: int = 0
     offered: int = 0
+    counters: Counters = Counters()
 
-    def plus(self, **more: int) -> Work:
-        """With these added."""
-        return self._replace(**{name: getattr(self, name) + n for name, n in more.items()})
+    def __getattr__(self, name: str) -> int:
+        return getattr(self.counters, name)
+
+    def plus(self, counters: Counters, **more: int) -> Work:
+        added = {name: getattr(self, name) + n for name, n in more.items()}
+        return self._replace(**added, counters=self.counters.plus(counters))
 
 
 class Report(NamedTuple):

@@ -1,7 +1,11 @@
-"""A row to generate: its canvas and settings, resolved and checked once before tracing."""
+"""What a request gives of a text, as the canvas that is then denoised.
+
+Given tokens are frozen, MASK marks the holes, and a draft's tokens may be rewritten.
+"""
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,19 +15,297 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dlm_jax.config import SampleConfig, resolve
-from dlm_jax.inference import prompts
+from dlm_jax.data import Tokenizer
 from dlm_jax.inference.candidates import HostSampler, shown
-from dlm_jax.inference.checks import check_canvas, check_draft, check_settings
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.own_rules import OwnRules, of_row, own_rules
+from dlm_jax.inference.structure import check_structure
+from dlm_jax.sampling.cache import CacheRule
+from dlm_jax.sampling.propose import FillRule
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import AUTO, ModelFacts, Rules, RuleTable
 from dlm_jax.sampling.transforms import LogitTransform
-from dlm_jax.settings import on_device
+from dlm_jax.settings import UNSET, SettingError
+
+HOLE = re.compile(r"<hole(?::(-?\d+))?>")
+"""The marker of a gap in a template: ``<hole:12>`` is 12 tokens, ``<hole>`` is ``gen_length``."""
+
+_TYPO = re.compile(r"<\s*hole\b", re.IGNORECASE)
+
+PROMPT_KEYS = ("prompt", "template", "tokens", "infill", "draft")
+
+
+class Given(NamedTuple):
+    """A canvas before the first step.
+
+    Attributes:
+      tokens: int32 ``[n]``, MASK at holes.
+      is_draft: True at tokens that stand there to be refined; None is nowhere.
+    """
+
+    tokens: np.ndarray
+    is_draft: np.ndarray | None
+
+
+def make_canvas(
+    tokenizer: Tokenizer, asked: Mapping[str, Any], *, gen_length: int, room: int
+) -> Given:
+    """The canvas of a request.
+
+    Args:
+      tokenizer: text to ids.
+      asked: one of ``prompt`` (text that the generated tokens follow), ``template`` (text with
+        `HOLE` markers) or ``tokens`` (ids); with ``infill`` true, MASK among the tokens is a hole
+        and nothing follows them. ``draft`` is text behind the prompt, to be refined.
+      gen_length: new tokens behind the prompt; 0 is as many as there is room for, or none behind a
+        draft. The length of a gap whose marker has no number.
+      room: tokens the row may hold.
+    """
+    kinds = [name for name in ("prompt", "template", "tokens") if asked.get(name) is not None]
+    if len(kinds) > 1:
+        raise ValueError(f"{' and '.join(kinds)} exclude each other; give one of them")
+    infill = asked.get("infill", False)
+    if not isinstance(infill, bool):
+        raise SettingError("infill", infill, "is not a bool", "use True or False")
+    if infill and kinds != ["tokens"]:
+        raise SettingError(
+            "infill", UNSET, "means nothing without tokens", "give tokens, or a template"
+        )
+    draft = asked.get("draft")
+    if draft is not None and (infill or kinds == ["template"]):
+        raise SettingError(
+            "draft", UNSET, "stands behind a prompt", "it goes with neither template nor infill"
+        )
+    if kinds == ["template"]:
+        text = _text("template", asked["template"])
+        given = _template(tokenizer, text, gen_length, room)
+        return _check_room(Given(given, None), room, "template")
+    if infill:
+        given = _ids(tokenizer, asked["tokens"])
+        if not (given == tokenizer.mask_id).any():
+            raise ValueError(
+                f"infill=True, and none of the tokens is MASK ({tokenizer.mask_id}); put it where "
+                "a token is wanted"
+            )
+        return _check_room(Given(given, None), room, "tokens")
+    if kinds == ["tokens"]:
+        given = _ids(tokenizer, asked["tokens"])
+        if (given == tokenizer.mask_id).any():
+            raise SettingError(
+                "tokens",
+                UNSET,
+                f"hold MASK ({tokenizer.mask_id})",
+                "set infill=True to have it filled, or leave it out",
+            )
+    else:
+        prompt = asked.get("prompt")
+        given = tokenizer.encode("" if prompt is None else _text("prompt", prompt))
+    if draft is not None:
+        return _with_draft(tokenizer, given, _text("draft", draft), gen_length, room)
+    return Given(_continued(tokenizer, given, gen_length, room), None)
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise SettingError(name, value, "is not a text", "put it in quotes")
+    return value
+
+
+def _ids(tokenizer: Tokenizer, tokens: Any) -> np.ndarray:
+    try:
+        ids = np.asarray(tokens)
+        is_fine = ids.ndim == 1 and ids.size > 0 and np.issubdtype(ids.dtype, np.integer)
+    except ValueError:
+        is_fine = False
+    if not is_fine:
+        raise SettingError("tokens", UNSET, "must be a list of ids that is not empty")
+    beyond = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
+    if beyond.size:
+        raise SettingError(
+            "tokens",
+            UNSET,
+            f"name id {beyond[0]}, outside the vocabulary of {tokenizer.vocab_size}",
+            f"use 0 to {tokenizer.vocab_size - 1}",
+        )
+    return ids.astype(np.int32)
+
+
+def _template(tokenizer: Tokenizer, text: str, gen_length: int, room: int) -> np.ndarray:
+    for marker in _TYPO.finditer(text):
+        if not HOLE.match(text, marker.start()):
+            near = text[marker.start() : marker.start() + 12]
+            raise ValueError(f"template: {near!r} is no gap; write <hole:8>, or <hole>")
+    parts, end = [], 0
+    for marker in HOLE.finditer(text):
+        length = gen_length if marker[1] is None else int(marker[1])
+        if length < 1:
+            remedy = "write <hole:8>, say" if marker[1] else "set gen_length, or write <hole:8>"
+            raise ValueError(f"template: {marker[0]} is a gap of {length} tokens; {remedy}")
+        if length > room:
+            raise ValueError(
+                f"template: {marker[0]} exceeds the canvas of {room}; shorten it or raise "
+                "max_length"
+            )
+        parts += [tokenizer.encode(text[end : marker.start()]), _holes(tokenizer, length)]
+        end = marker.end()
+    if not parts:
+        raise SettingError(
+            "template", UNSET, "has no <hole>", "write <hole:8> where 8 tokens are wanted"
+        )
+    return np.concatenate([*parts, tokenizer.encode(text[end:])])
+
+
+def _holes(tokenizer: Tokenizer, length: int) -> np.ndarray:
+    return np.full(length, tokenizer.mask_id, np.int32)
+
+
+def _check_room(given: Given, room: int, what: str) -> Given:
+    if given.tokens.size > room:
+        raise ValueError(
+            f"{what} of {given.tokens.size} tokens with its holes exceeds the canvas of {room}; "
+            "shorten it or raise max_length"
+        )
+    return given
+
+
+def _continued(
+    tokenizer: Tokenizer, given: np.ndarray, gen_length: int, max_length: int
+) -> np.ndarray:
+    """Ids of the prompt, then MASK at every token to generate."""
+    room = max_length - given.size
+    if room < 1:
+        raise SettingError(
+            "prompt",
+            UNSET,
+            f"of {given.size} tokens leaves no room on the canvas of {max_length}",
+            f"shorten it or raise max_length above {given.size}",
+        )
+    if gen_length > room:
+        raise SettingError(
+            "gen_length",
+            gen_length,
+            f"and a prompt of {given.size} tokens exceed the canvas of {max_length}",
+            f"use gen_length={room} at most or raise max_length",
+        )
+    return np.concatenate([given, _holes(tokenizer, gen_length or room)])
+
+
+def _with_draft(
+    tokenizer: Tokenizer, given: np.ndarray, text: str, gen_length: int, room: int
+) -> Given:
+    """Ids of the prompt, those of the draft, and as many holes as asked for."""
+    draft = tokenizer.encode(text)
+    if not draft.size:
+        raise SettingError("draft", UNSET, "is empty", "give text to refine, or leave it out")
+    tokens = np.concatenate([given, draft, _holes(tokenizer, min(gen_length, room + 1))])
+    is_draft = np.zeros(tokens.size, bool)
+    is_draft[given.size : given.size + draft.size] = True
+    return _check_room(Given(tokens, is_draft), room, "prompt and draft")
+
+
+def check_settings(model: Model, sample: SampleConfig) -> None:
+    """Raises ValueError for settings that only the model shows to be wrong."""
+    if model.network.scorer is not None:
+        raise ValueError("the model is a sequence scorer, which writes nothing; load another")
+    if sample.max_new_tokens and not (sample.edit and sample.length_target_mode != "none"):
+        raise SettingError(
+            "max_new_tokens",
+            sample.max_new_tokens,
+            "is the length that edits aim at, which needs edit=True and a length_target_mode",
+            f"without them use gen_length={sample.max_new_tokens} and max_new_tokens=0",
+        )
+    facts = model.facts
+    if facts.block_length:
+        _check_blocks(facts, sample)
+    for rule in sample.table.checks(sample):
+        rule.check_model(sample, facts)
+    sample.table.check_chain(sample, facts)
+
+
+def _check_blocks(facts: ModelFacts, sample: SampleConfig) -> None:
+    if facts.block_length % max(sample.block_length, 1) or sample.block_length < 1:
+        raise SettingError(
+            "block_length",
+            sample.block_length,
+            f"is not the {facts.block_length} that the model was trained with, nor a part of it",
+            "use 0 for the same",
+        )
+    if sample.edits:
+        raise SettingError(
+            "edit",
+            True,
+            "moves tokens out of their blocks, which a block-causal model cannot",
+            "use a bidirectional model",
+        )
+
+
+def check_draft(sample: SampleConfig, given: Given) -> None:
+    """Raises ValueError for a draft that nothing would refine."""
+    needs = 1 if sample.resample or sample.edits or sample.renoises else 2
+    if given.is_draft is not None and (not sample.refines or sample.steps < needs):
+        raise SettingError(
+            "draft",
+            UNSET,
+            "is refined by remasking, resampling, re-noise or edits, and nothing of it is "
+            "asked for",
+            "use remask=scheduled, schedule=all and steps=8, say",
+        )
+
+
+def _check_bans(draft: np.ndarray, sample: SampleConfig, facts: ModelFacts) -> None:
+    banned = np.intersect1d(draft, sample.table.banned(sample, facts))
+    if banned.size:
+        raise SettingError(
+            "draft",
+            UNSET,
+            f"holds the ids {', '.join(map(str, banned))}, which are banned (logit_bias of "
+            "-inf, ignore_eos, or ids that are no text)",
+            "take them out, or lift the ban",
+        )
+
+
+def check_canvas(request: Request, facts: ModelFacts, *, mask_id: int) -> None:
+    """Raises ValueError if the canvas does not go with the settings and the model.
+
+    There are fewer steps than blocks with holes or drafts, a draft holds what the row bans, the
+    model cannot see what is given behind a hole, or the fill or the cache rule refuses it.
+    """
+    check_structure(request.sample, request.tokens, mask_id=mask_id)
+    sample = request.sample
+    steps, block_length = sample.steps, sample.block_length
+    is_open = request.is_open(mask_id)
+    if request.is_draft is not None:
+        _check_bans(request.tokens[request.is_draft & (request.tokens != mask_id)], sample, facts)
+    (places,) = np.nonzero(is_open)
+    if not places.size:
+        return
+    if facts.block_length and not is_open[places[0] :].all():
+        raise SettingError(
+            "tokens",
+            UNSET,
+            "are given behind a hole, where a block-causal model does not see them",
+            "give them before it, or use a bidirectional model",
+        )
+    for rule in sample.table.of(sample):
+        if issubclass(rule, FillRule | CacheRule):
+            rule.check_canvas(sample, facts, is_open)
+    if block_length == 0:
+        return
+    unit = facts.block_length or 1
+    busy = np.unique((places - places[0] // unit * unit) // block_length).size
+    if steps < busy:
+        raise SettingError(
+            "steps",
+            steps,
+            f"is less than the {busy} blocks of block_length={block_length} that "
+            "have something to fill",
+            f"use steps={busy} or more",
+        )
+
 
 _LONGEST = 2**20
 _HOST = ("host_sampler", "read_back")
-_NOT_RULES = ("seed", "max_length", *_HOST, *prompts.KEYS)
+_NOT_RULES = ("seed", "max_length", *_HOST, *PROMPT_KEYS)
 
 
 @dataclass(frozen=True)
@@ -59,12 +341,17 @@ class Request:
         """Whether the row must be looked at from Python at every step."""
         return self.read_back or self.host_sampler is not None
 
+    def is_open(self, mask_id: int) -> np.ndarray:
+        """True at the holes and at the tokens of a draft."""
+        is_hole = self.tokens == mask_id
+        return is_hole if self.is_draft is None else is_hole | self.is_draft
+
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed} is outside [0, 2**32); use a smaller one")
+            raise SettingError("seed", self.seed, "is outside [0, 2**32)", "use a smaller one")
         if self.tokens.ndim != 1 or self.tokens.size == 0:
-            raise ValueError(
-                f"tokens have shape {self.tokens.shape}; give one row that is not empty"
+            raise SettingError(
+                "tokens", UNSET, f"have shape {self.tokens.shape}", "give one row that is not empty"
             )
         if self.is_draft is not None and self.is_draft.shape != self.tokens.shape:
             raise ValueError(
@@ -77,7 +364,7 @@ class Request:
                 "takes Candidates and returns one of their ids"
             )
         if not isinstance(self.read_back, bool):
-            raise ValueError(f"read_back={self.read_back!r} is not a bool; use True or False")
+            raise SettingError("read_back", self.read_back, "is not a bool", "use True or False")
         if not 0 <= self.capacity < 2**31:
             raise ValueError(
                 f"capacity={self.capacity} must be at least 0; use 0 for as many as it has"
@@ -95,15 +382,9 @@ class Static(NamedTuple):
 
 
 def static_of(request: Request) -> Static:
-    """What is compiled in for a request."""
     sample = request.sample
     rules = sample.table.static(sample)
     return Static(sample.table, rules, sample.draw, sample.guidance > 0, request.needs_host)
-
-
-def pack(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, Rules]:
-    """What `columns` makes, on the device."""
-    return on_device(columns(requests, facts))
 
 
 def columns(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, Rules]:
@@ -182,16 +463,12 @@ def make_requests(
 
     `num_rows` is the number of rows of all prompts, if others follow. `known` remembers settings
     that were resolved, for other prompts under the same `model` and `common`.
-
-    Raises:
-      ValueError: a setting is unknown or out of range, or the prompt does not fit or cannot be
-        encoded.
     """
     if not isinstance(prompt, str | Mapping):
-        raise ValueError(f"prompt={prompt!r} is neither a text nor a mapping; put it in quotes")
+        raise SettingError("prompt", prompt, "is neither a text nor a mapping", "put it in quotes")
     own = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
     asked = {"seed": 0, "max_length": None} | {**common, **own}
-    text = {name: asked[name] for name in prompts.KEYS if name in asked}
+    text = {name: asked[name] for name in PROMPT_KEYS if name in asked}
     seed = _integer("seed", asked["seed"]) + (0 if "seed" in own else first)
     room = _room(model, asked["max_length"])
     host = {name: asked[name] for name in _HOST if name in asked}
@@ -209,7 +486,7 @@ def make_requests(
             sample = _settings(model, rules, settings, needs_host=any(host.values()))
             if key is not None and known is not None:
                 known[key] = sample
-        given = prompts.make_canvas(model.tokenizer, text, gen_length=sample.gen_length, room=room)
+        given = make_canvas(model.tokenizer, text, gen_length=sample.gen_length, room=room)
         check_draft(sample, given)
         capacity = room if sample.inserts else 0
         request = Request(given.tokens, sample, seed + index, given.is_draft, **host,
@@ -236,9 +513,6 @@ def settings_of_call(
     """The settings of a call as they hold for its first row.
 
     `needs_host` is whether its rows have a host sampler or read-back.
-
-    Raises:
-      ValueError: a setting is unknown or out of range.
     """
     asked = {name: value for name, value in settings.items() if name not in _NOT_RULES}
     rules = own_rules(asked, num_rows=1)
@@ -256,16 +530,20 @@ def _settings(
     sample = resolve(recommended, settings, table=rules.table)
     if needs_host and not rules.table.fill[sample.fill].allows_host:
         if "fill" in settings:
-            raise ValueError(
-                f"fill={sample.fill!r} draws tokens in waves, where no host sampler or read-back "
-                "can look; use fill='parallel'"
+            raise SettingError(
+                "fill",
+                sample.fill,
+                "draws tokens in waves, where no host sampler or read-back can look",
+                "use fill='parallel'",
             )
         _warn_of_parallel(f"recommended {sample.fill!r}", stacklevel=6)
         sample = replace(sample, fill="parallel")
     if needs_host and getattr(sample, "confidence_of", "clean") != "clean":
-        raise ValueError(
-            f"confidence_of={sample.confidence_of!r} reads what no host sampler or read-back "
-            "leaves; use confidence_of='clean'"
+        raise SettingError(
+            "confidence_of",
+            sample.confidence_of,
+            "reads what no host sampler or read-back leaves",
+            "use confidence_of='clean'",
         )
     if isinstance(sample.structure, str) and sample.structure:
         sample = replace(sample, structure=model.structures.automaton(sample.structure))
@@ -303,7 +581,7 @@ def _warn_of_parallel(replaced: str, *, stacklevel: int) -> None:
 
 def _integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ValueError(f"{name}={value!r} is not an integer; use one")
+        raise SettingError(name, value, "is not an integer", "use one")
     return int(value)
 
 
@@ -311,5 +589,5 @@ def _room(model: Model, max_length: Any) -> int:
     if max_length is None:
         return model.max_length
     if not 1 <= _integer("max_length", max_length) <= _LONGEST:
-        raise ValueError(f"max_length={max_length} must be at least 1 and at most {_LONGEST}")
+        raise SettingError("max_length", max_length, f"must be at least 1 and at most {_LONGEST}")
     return int(max_length)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +57,6 @@ class Row:
 
     @property
     def num_generated(self) -> int:
-        """Tokens that were written in a step."""
         return int((self.committed >= 0).sum())
 
     def upto_eos(self, eos_ids: Sequence[int]) -> Row:
@@ -101,18 +100,6 @@ class Since:
         return row
 
 
-class Scores(NamedTuple):
-    """How each token came about, ``[R, L]`` each.
-
-    Attributes:
-      logprobs: float32, see `Generation`.
-      committed: int32, see `Generation`.
-    """
-
-    logprobs: np.ndarray
-    committed: np.ndarray
-
-
 @dataclass(frozen=True)
 class Generation:
     """Finished rows, in the order of their requests.
@@ -147,11 +134,6 @@ class Generation:
     def forwards(self) -> np.ndarray:
         """int32 ``[R]``, forwards of the trunk that each row asked for."""
         return self.counters.forwards
-
-    @property
-    def scores(self) -> Scores:
-        """Log-probability of each token, and the step that wrote it."""
-        return Scores(self.logprobs, self.committed)
 
 
 def assemble(rows: Sequence[Row], *, pad_id: int) -> Generation:

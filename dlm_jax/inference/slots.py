@@ -1,29 +1,268 @@
-"""Slots: rows of one compiled program that take another request when they have ended one."""
+"""The slots of a program: rows that run side by side, as arrays.
+
+Requests of one bucket run in the same programs; parameters as the steps beside a cache read them
+are laid out once for all slots of a model.
+"""
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax.distributed.rows import OwnRows, placement
+from dlm_jax import devices
+from dlm_jax.distributed.local_rows import OwnRows, placement, split_rows
+from dlm_jax.distributed.memory import require_room
 from dlm_jax.inference.candidates import Written, moved
 from dlm_jax.inference.host import HostLoop
-from dlm_jax.inference.kinds import Kind
-from dlm_jax.inference.layout import Layout, layout_of
-from dlm_jax.inference.memory import require_working_room
-from dlm_jax.inference.refill import begin, refill, rows_moved
-from dlm_jax.inference.request import Request
-from dlm_jax.inference.results import Row
-from dlm_jax.sampling.advance import Advance
-from dlm_jax.sampling.forward import Ready, with_cache
-from dlm_jax.sampling.row import Counters
-from dlm_jax.sampling.state import State
+from dlm_jax.inference.model import Model
+from dlm_jax.inference.request import Request, columns, static_of
+from dlm_jax.inference.results import Row, canvas_size
+from dlm_jax.model.kernels import cpu
+from dlm_jax.sampling.forward import with_cache
+from dlm_jax.sampling.loop import Advance
+from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.row import Counters, RowParams
+from dlm_jax.sampling.rules import ModelFacts, Rules
+from dlm_jax.sampling.state import State, start
 from dlm_jax.types import Params, Status
+
+Loop = Advance | HostLoop
+
+_LAST_USED = 64
+_loops: WeakValueDictionary[Hashable, Loop] = WeakValueDictionary()
+_last_used: OrderedDict[Hashable, Loop] = OrderedDict()
+
+
+def loop_of(model: Model, bucket: Bucket, num_slots: int) -> Loop:
+    """The loop for requests of a bucket in so many slots, one for each number that is compiled.
+
+    The same object for equal arguments, so that nothing compiles twice, as long as somebody holds
+    it or it is among the 64 last used of the process.
+    """
+    static = bucket.static
+    rows = None if static.needs_host else split_rows(model.params)
+    program = model.program(static.draw, static.is_guided, rows=rows)
+    key = (program, bucket.key, num_slots)
+    loop = _loops.get(key)
+    if loop is None:
+        make = HostLoop if static.needs_host else Advance
+        loop = make(program, compiler_options=cpu.compiler_options(is_training=False))
+        _loops[key] = loop
+    _last_used[key] = loop
+    _last_used.move_to_end(key)
+    while len(_last_used) > _LAST_USED:
+        _last_used.popitem(last=False)
+    return loop
+
+
+_REMEMBERED = 512
+
+
+class Bucket:
+    """Requests that agree in what is compiled in, in the canvas, and in the widths of their lists.
+
+    The parameters of any of them are packed to the same shapes, so that nothing compiles when a
+    slot takes another one: each is packed beside the widest of those that the bucket was made for.
+
+    Args:
+      requests: some that it is to hold, which agree in what is static. The longest list of any
+        setting, such as a bias, decides how wide it is.
+      facts: what their rules may know of the model.
+      canvas: positions.
+
+    Attributes:
+      static: what is compiled in.
+      canvas: positions.
+      key: equal for buckets that run in the same program.
+    """
+
+    def __init__(self, requests: Sequence[Request], facts: ModelFacts, canvas: int):
+        longest = max(request.room for request in requests)
+        if canvas < longest:
+            raise ValueError(
+                f"canvas={canvas} is less than the {longest} positions that a request may fill; "
+                f"use {canvas_size(longest)}"
+            )
+        self.static, self.canvas, self._facts = static_of(requests[0]), canvas, facts
+        self._shapes = self._pack_shapes(requests)
+        self._widest = self._widest_of(requests, self._shapes)
+        self._members = {request.sample for request in requests}
+        self._known: OrderedDict[Hashable, bool] = OrderedDict()
+        self.key: Hashable = (self.static, canvas, self._shapes)
+
+    def holds(self, request: Request) -> bool:
+        """Whether a request that agrees in what is static fits the canvas and the widths."""
+        if request.room > self.canvas:
+            return False
+        if request.sample in self._members:
+            return True
+        found = self._known.get(request.sample)
+        if found is None:
+            found = self._pack_shapes([request, *self._widest]) == self._shapes
+            self._known[request.sample] = found
+            if len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        return found
+
+    def pack(self, requests: Sequence[Request]) -> tuple[RowParams, Rules]:
+        """The parameters of requests that it holds: arrays of the host with one row for each.
+
+        For none of them those of some request, which idle slots may have.
+        """
+        packed = columns([*requests, *self._widest], self._facts)
+        return jax.tree.map(lambda leaf: np.asarray(leaf)[: max(1, len(requests))], packed)
+
+    def _pack_shapes(self, requests: Sequence[Request]) -> Hashable:
+        return _shapes(columns(requests, self._facts))
+
+    def _widest_of(self, requests: Sequence[Request], shapes: Hashable) -> list[Request]:
+        """Few of the requests that are packed to the same shapes as all of them."""
+        if len(requests) == 1 or self._pack_shapes(requests[:1]) == shapes:
+            return [requests[0]]
+        middle = len(requests) // 2
+        halves = [
+            (half, self._pack_shapes(half)) for half in (requests[:middle], requests[middle:])
+        ]
+        for half, found in halves:
+            if found == shapes:
+                return self._widest_of(half, shapes)
+        return [request for half, found in halves for request in self._widest_of(half, found)]
+
+
+def _shapes(packed: Any) -> Hashable:
+    """What the program of such arrays is compiled for, but for the number of rows."""
+    leaves, tree = jax.tree.flatten(packed)
+    return tree, tuple((leaf.shape[1:], np.dtype(leaf.dtype).name) for leaf in leaves)
+
+
+def slot_count(rows: int, batch_size: int, shares: int = 1) -> int:
+    """Static number of slots for `rows` waiting rows: a power of two, `batch_size` at most.
+
+    Rounded up to a multiple of `shares`, the parts into which devices split them.
+    """
+    slots = min(batch_size, 1 << (rows - 1).bit_length())
+    return -(-slots // shares) * shares
+
+
+class Layout:
+    """Parameters, and the same as `CachedTrunk.ready` lays them out.
+
+    Those of one network and one dict of parameters are one object, as long as somebody holds it.
+    """
+
+    def __init__(self, plain: Params, ready: Params):
+        self.plain, self.ready = plain, ready
+
+
+_layouts: WeakValueDictionary[Hashable, Layout] = WeakValueDictionary()
+
+
+def layout_of(program: Program, params: Params) -> Layout:
+    """How the steps of a program beside a cache read the parameters of its network."""
+    cached = program.network.cached
+    assert cached is not None, "the request was checked"
+    if cached.ready is None:
+        return Layout(params, params)
+    # The layout holds the parameters, so that no others have their place while it is there.
+    key = (cached.ready, id(params))
+    layout = _layouts.get(key)
+    if layout is None:
+        with devices.used(program.rows):
+            layout = Layout(params, params | _added(cached.ready)(params))
+        _layouts[key] = layout
+    return layout
+
+
+@functools.lru_cache(maxsize=64)
+def _added(ready: Callable[[Params], Params]) -> Callable[[Params], Params]:
+    """What `ready` adds to parameters or changes: the outputs of a program are new arrays, all."""
+
+    def added(params: Params) -> Params:
+        return {name: leaf for name, leaf in ready(params).items() if params.get(name) is not leaf}
+
+    return jax.jit(added)
+
+
+_LARGE = 1 << 15
+"""Positions of all slots from which on it is asked: less always fits."""
+
+
+def require_working_room(loop: Loop, params: Any, state: State) -> None:
+    """Raises MemoryError where a device lacks what a step needs beside its arguments.
+
+    A small state always fits.
+    """
+    rows, positions = state.canvas.tokens_BL.shape
+    if rows * positions < _LARGE:
+        return
+    require_room(
+        loop.working_bytes(params, state),
+        state.status_B.devices(),
+        f"a step of {rows} rows on a canvas of {positions}",
+        "lower max_length or batch_size",
+    )
+
+
+class Changes(NamedTuple):
+    """Compiled functions that change the rows of a state.
+
+    Attributes:
+      begin: ``(arguments) -> state``, `start` in one call, which takes a third of the time of its
+        operations one by one.
+      refill: ``(state, arguments, is_new_B) -> state`` with new rows where ``is_new_B``; donates
+        the state.
+      move: ``(state, index_B, is_held_B) -> state`` with the rows of these slots, in this order;
+        idle ones where not ``is_held_B``.
+    """
+
+    begin: Callable[[dict[str, Any]], State]
+    refill: Callable[[State, dict[str, Any], jax.Array], State]
+    move: Callable[[State, jax.Array, jax.Array], State]
+
+
+_of_loop: WeakKeyDictionary[Advance | HostLoop, Changes] = WeakKeyDictionary()
+
+
+def changes_of(loop: Advance | HostLoop) -> Changes:
+    """The functions for the rows of a loop, whose compiled programs live as long as the loop."""
+    if loop not in _of_loop:
+        _of_loop[loop] = _changes(loop.program.mask_id)
+    return _of_loop[loop]
+
+
+def _changes(mask_id: int) -> Changes:
+    # JAX keeps what it compiles as long as the function lives: these are new ones for each loop.
+    def begin(arguments: dict[str, Any]) -> State:
+        return start(**arguments, mask_id=mask_id)
+
+    def refill(state: State, arguments: dict[str, Any], is_new_B: jax.Array) -> State:
+        new, cache = start(**arguments, mask_id=mask_id), state.cache
+        if cache is not None:
+            # What is kept of the old rows is no longer read.
+            state = state._replace(cache=cache._replace(kept=(), bare=()))
+
+        def merge(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(is_new_B.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+        state = jax.tree.map(merge, new, state)
+        if cache is None or state.cache is None:
+            return state
+        return state._replace(cache=state.cache._replace(kept=cache.kept, bare=cache.bare))
+
+    def move(state: State, index_B: jax.Array, is_held_B: jax.Array) -> State:
+        state = jax.tree.map(lambda leaf: leaf[index_B], state)
+        status_B = jnp.where(is_held_B, state.status_B, Status.DONE)
+        return state._replace(status_B=status_B.astype(jnp.int32))
+
+    return Changes(jax.jit(begin), jax.jit(refill, donate_argnums=0), jax.jit(move))
 
 
 class Job(NamedTuple):
@@ -46,16 +285,12 @@ class Taken(NamedTuple):
     Attributes:
       ended: the slots whose rows have ended.
       steps: int32 ``[B]``, steps that each slot's row took.
-      counted: what the rows have counted, added up: those of `_TOLD`.
+      counted: what the rows have counted, added up.
     """
 
     ended: tuple[int, ...]
     steps: np.ndarray
-    counted: dict[str, int]
-
-
-_TOLD = ("forwards", "waves", "bootstrapped", "filled")
-"""What is told of rows while they run, of all that they count."""
+    counted: Counters
 
 
 class Slots:
@@ -67,28 +302,25 @@ class Slots:
     Args:
       loop: the compiled loop, or the one of single steps that host samplers and read-back need.
       params: parameters of its network.
-      kind: of the requests that it may run.
+      bucket: of the requests that it may run.
       num_slots: rows that run at once; the devices that split them must divide it. If the devices
         belong to several processes, each has an equal share of the slots, and all must call `put`
         and `advance` together.
       max_candidates: how many of a position's candidates come to the host at most.
-
-    Raises:
-      ValueError: a compiled loop for rows that need the host.
     """
 
     def __init__(
         self,
-        loop: Advance | HostLoop,
+        loop: Loop,
         params: Params,
-        kind: Kind,
+        bucket: Bucket,
         num_slots: int,
         *,
         max_candidates: int = 64,
     ):
-        if kind.static.needs_host and not isinstance(loop, HostLoop):
+        if bucket.static.needs_host and not isinstance(loop, HostLoop):
             raise ValueError("rows that need the host run in a HostLoop; make one")
-        self.loop, self.kind = loop, kind
+        self.loop, self.bucket = loop, bucket
         self._params, self._max_candidates = params, max_candidates
         self._own = OwnRows(placement(loop.program.rows, params), num_slots)
         self._num_slots, num_own = num_slots, self._own.count
@@ -99,7 +331,7 @@ class Slots:
         self._read_back: list[list[Written]] = [[] for _ in range(num_own)]
         self._failed: dict[int, Exception] = {}
         self._steps = np.zeros(num_own, np.int32)
-        self._counted = np.zeros((len(_TOLD), num_own), np.int32)
+        self._counted = np.zeros((len(Counters._fields), num_own), np.int32)
 
     @property
     def num_slots(self) -> int:
@@ -108,12 +340,10 @@ class Slots:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """The slots that have a request."""
         return tuple(slot for slot, job in enumerate(self._jobs) if job is not None)
 
     @property
     def free(self) -> tuple[int, ...]:
-        """The slots that have none."""
         return tuple(slot for slot, job in enumerate(self._jobs) if job is None)
 
     def put(self, new: Mapping[int, Job | None]) -> None:
@@ -123,10 +353,10 @@ class Slots:
             self._steps[slot] = self._counted[:, slot] = 0
             self._failed.pop(slot, None)
         arguments = self._arguments({slot: job for slot, job in new.items() if job is not None})
-        mask_id = self.loop.program.mask_id
+        changes = changes_of(self.loop)
         if self._state is None:
             # Of its own rows alone, and then placed with those of the others.
-            state = begin(arguments, mask_id=mask_id)
+            state = changes.begin(arguments)
             state = with_cache(self.loop.program, self._params, state)
             self._state = state = self._own.place(state)
             require_working_room(self.loop, self._params_read(state), state)
@@ -134,7 +364,7 @@ class Slots:
             is_new = np.zeros(len(self._jobs), bool)
             is_new[list(new)] = True
             arguments, is_new_B = self._own.passed((arguments, is_new))
-            self._state = refill(self._state, arguments, is_new_B, mask_id=mask_id)
+            self._state = changes.refill(self._state, arguments, is_new_B)
         now = time.perf_counter()
         for slot in new:
             self._began[slot] = now
@@ -156,32 +386,35 @@ class Slots:
         else:
             state = self._step_on_host(self.loop, state)
         self._state = state
-        counters = [getattr(state.counters, name) for name in _TOLD]
-        steps, counted, status = self._own.fetch((state.step_B, counters, state.status_B))
+        counted = (state.step_B, list(state.counters), state.status_B)
+        steps, counted, status = self._own.fetch(counted)
         taken, more = steps - self._steps, np.stack(counted) - self._counted
         self._steps, self._counted = np.array(steps), np.stack(counted)
         has_ended = (status != Status.RUNNING).tolist()
         ended = tuple(slot for slot in self.held if has_ended[slot])
-        return Taken(ended, taken, dict(zip(_TOLD, more.sum(1).tolist(), strict=True)))
+        return Taken(ended, taken, Counters(*more.sum(1).tolist()))
 
     def take_out(self, slots: Iterable[int]) -> None:
         """Forgets the requests of slots whose rows have ended."""
         for slot in slots:
             self._jobs[slot], self._read_back[slot] = None, []
 
-    def resized(self, loop: Advance | HostLoop, num_slots: int) -> Slots:
+    def resized(self, loop: Loop, num_slots: int) -> Slots:
         """The rows that run here in another number of slots, which holds them all.
 
         Do not use these slots again.
         """
-        made = Slots(loop, self._params, self.kind, num_slots, max_candidates=self._max_candidates)
+        made = Slots(
+            loop, self._params, self.bucket, num_slots, max_candidates=self._max_candidates
+        )
         made._layout = self._layout
         held = self.held
         index = np.zeros(num_slots, np.int32)
         index[: len(held)] = held
         if self._state is not None:
             is_held = np.arange(num_slots) < len(held)
-            state = rows_moved(self._state, jnp.asarray(index), jnp.asarray(is_held))
+            move = changes_of(self.loop).move
+            state = move(self._state, jnp.asarray(index), jnp.asarray(is_held))
             made._state = made._own.place(state)
         for place, slot in enumerate(held):
             made._jobs[place], made._began[place] = self._jobs[slot], self._began[slot]
@@ -193,19 +426,16 @@ class Slots:
         return made
 
     def num_committed(self) -> int:
-        """Tokens that the running rows have written."""
         if self._state is None:
             return 0
         return int((self._own.fetch(self._state.committed_BL)[list(self.held)] >= 0).sum())
 
     def job(self, slot: int) -> Job:
-        """What a slot runs."""
         job = self._jobs[slot]
         assert job is not None
         return job
 
     def rows(self, slots: Sequence[int]) -> dict[int, Row]:
-        """The rows of these slots as they stand now."""
         if not slots:
             return {}
         state = self._state
@@ -246,12 +476,11 @@ class Slots:
         if state.cache is None:
             return self._params
         self._layout = self._layout or layout_of(self.loop.program, self._params)
-        ready = self._layout.ready
-        return Ready(ready) if isinstance(self.loop, Advance) else ready
+        return self._layout.ready
 
     def _arguments(self, new: Mapping[int, Job]) -> dict[str, Any]:
         """Arguments of `start` with these at their slots, and idle ones besides: host arrays."""
-        num_slots, size = len(self._jobs), self.kind.canvas
+        num_slots, size = len(self._jobs), self.bucket.canvas
         tokens = np.full((num_slots, size), self.loop.program.pad_id, np.int32)
         is_frozen = np.ones((num_slots, size), bool)
         length = np.zeros(num_slots, np.int32)
@@ -262,7 +491,7 @@ class Slots:
             if request.is_draft is not None:
                 is_frozen[slot, :n] = ~request.is_draft
         # Idle slots have the parameters of some request, and no position.
-        packed = self.kind.pack([job.request for job in new.values()])
+        packed = self.bucket.pack([job.request for job in new.values()])
         index = {slot: place for place, slot in enumerate(new)}
         places = np.array([index.get(slot, 0) for slot in range(num_slots)])
         row, rules = jax.tree.map(lambda leaf: leaf[places], packed)

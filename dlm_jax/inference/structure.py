@@ -1,24 +1,232 @@
-"""Languages as automata over a model's tokens, and what is refused of requests that have one."""
+"""Regular expressions as automata over the characters of a finite alphabet.
+
+What Python's own parser makes of a pattern becomes a nondeterministic automaton (Thompson 1968),
+its subsets a deterministic one (Rabin and Scott 1959), whose equal states are merged (Moore 1956).
+"""
 
 from __future__ import annotations
 
 import importlib
 import json
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from dlm_jax.config import RowSettings
 from dlm_jax.data import ByteTokenizer, Tokenizer
-from dlm_jax.inference.regular import Characters, characters
 from dlm_jax.sampling.blocks import steps_needed
 from dlm_jax.sampling.commit.quotas import QuotaRule
-from dlm_jax.sampling.transforms.structure import MOST_CLASSES, MOST_STATES, Automaton
+from dlm_jax.sampling.transforms.automaton import MOST_CLASSES, MOST_STATES, Automaton
+from dlm_jax.settings import UNSET, SettingError
 
-if TYPE_CHECKING:
-    from dlm_jax.inference.request import Request
+MOST_NODES = 1 << 16
+"""Nodes of a pattern with its repeats written out, at most."""
+
+_CATEGORIES = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
+
+
+class Characters(NamedTuple):
+    """A deterministic automaton over classes of characters.
+
+    Attributes:
+      class_of: of each character of the alphabet.
+      next_SK: int32 ``[S, K]``, the state behind a character of a class; state 0 is dead.
+      is_final_S: bool ``[S]``.
+      start: state before the first character.
+    """
+
+    class_of: dict[str, int]
+    next_SK: np.ndarray
+    is_final_S: np.ndarray
+    start: int
+
+
+def characters(pattern: str, alphabet: Sequence[str], *, most_states: int) -> Characters:
+    """The automaton of the texts that a pattern matches from end to end.
+
+    Args:
+      pattern: of the module `re`, without anchors, look-around and back-references.
+      alphabet: the characters that texts may consist of.
+      most_states: that it may have.
+    """
+    parser: Any = importlib.import_module("re._parser")  # the only parser of Python's syntax
+    try:
+        parsed = parser.parse(pattern)
+        if parsed.state.flags & ~re.UNICODE:
+            raise ValueError("flags are not known; write what they mean into the pattern")
+        nodes = _Nodes(alphabet)
+        end = nodes.new()
+        start = nodes.sequence(list(parsed), end)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(str(error)) from None
+    return nodes.determinized(start, end, most_states)
+
+
+class _Nodes:
+    """A nondeterministic automaton that is built from its end to its begin."""
+
+    def __init__(self, alphabet: Sequence[str]):
+        self._alphabet = list(alphabet)
+        self._silent: list[list[int]] = []
+        self._moves: list[tuple[int, int] | None] = []
+        self._sets: dict[bytes, int] = {}
+        self._masks: list[np.ndarray] = []
+
+    def new(self) -> int:
+        if len(self._silent) >= MOST_NODES:
+            raise ValueError("the pattern is too large with its repeats written out")
+        self._silent.append([])
+        self._moves.append(None)
+        return len(self._silent) - 1
+
+    def sequence(self, items: list[tuple[Any, Any]], end: int) -> int:
+        """The first node of some items behind each other, the last of which leads to `end`."""
+        for op, given in reversed(items):
+            end = self._item(str(op), given, end)
+        return end
+
+    def determinized(self, start: int, end: int, most_states: int) -> Characters:
+        """The deterministic automaton, its equal states merged."""
+        masks = np.array(self._masks or [np.zeros(len(self._alphabet), bool)])
+        _, first, class_of = np.unique(masks, axis=1, return_index=True, return_inverse=True)
+        class_of = class_of.reshape(-1)
+        classes = [tuple(np.flatnonzero(mask[first])) for mask in masks]
+        numbers: dict[frozenset[int], int] = {frozenset(): 0}
+        subsets: list[frozenset[int]] = [frozenset()]
+
+        def number(nodes: frozenset[int]) -> int:
+            if nodes not in numbers:
+                if len(subsets) > most_states:
+                    raise ValueError(f"the pattern has more than {most_states} states")
+                numbers[nodes] = len(subsets)
+                subsets.append(nodes)
+            return numbers[nodes]
+
+        begin = number(self._closure([start]))
+        rows = [np.zeros(len(first), np.int32)]
+        for nodes in _growing(subsets):
+            reached: dict[int, list[int]] = {}
+            for node in nodes:
+                move = self._moves[node]
+                for kind in () if move is None else classes[move[0]]:
+                    reached.setdefault(kind, []).append(move[1])  # type: ignore[index]
+            row = np.zeros(len(first), np.int32)
+            for kind, targets in reached.items():
+                row[kind] = number(self._closure(targets))
+            rows.append(row)
+        is_final = np.array([end in nodes for nodes in subsets])
+        found = dict(zip(self._alphabet, class_of.tolist(), strict=True))
+        return _merged(Characters(found, np.array(rows), is_final, begin))
+
+    def _item(self, op: str, given: Any, end: int) -> int:
+        if op in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
+            return self._move(self._set(op, given), end)
+        if op == "SUBPATTERN":
+            _, add, remove, items = given
+            if add or remove:
+                raise ValueError("flags are not known; write what they mean into the pattern")
+            return self.sequence(list(items), end)
+        if op == "BRANCH":
+            node = self.new()
+            self._silent[node] = [self.sequence(list(items), end) for items in given[1]]
+            return node
+        if op in ("MAX_REPEAT", "MIN_REPEAT"):
+            low, high, items = given
+            return self._repeat(low, high, items, end)
+        raise ValueError(f"{op} is not known; use no anchors, look-around or back-references")
+
+    def _repeat(self, low: int, high: Any, items: Any, end: int) -> int:
+        if str(high) == "MAXREPEAT":
+            node = self.new()
+            self._silent[node] = [end, self.sequence(list(items), node)]
+            end = node
+        else:
+            last = end
+            for _ in range(high - low):
+                node = self.new()
+                self._silent[node] = [self.sequence(list(items), end), last]
+                end = node
+        for _ in range(low):
+            end = self.sequence(list(items), end)
+        return end
+
+    def _move(self, mask: np.ndarray, end: int) -> int:
+        node = self.new()
+        place = self._sets.setdefault(mask.tobytes(), len(self._masks))
+        if place == len(self._masks):
+            self._masks.append(mask)
+        self._moves[node] = place, end
+        return node
+
+    def _set(self, op: str, given: Any) -> np.ndarray:
+        """Which characters an item stands for."""
+        if op == "ANY":
+            return self._where(lambda c: c != "\n")
+        if op == "IN":
+            parts = [(str(kind), value) for kind, value in given]
+            is_not = parts[0][0] == "NEGATE"
+            masks = [self._member(kind, value) for kind, value in parts[is_not:]]
+            return np.any(masks, axis=0) != is_not
+        return self._where(lambda c: (ord(c) == given) == (op == "LITERAL"))
+
+    def _member(self, kind: str, value: Any) -> np.ndarray:
+        if kind == "LITERAL":
+            return self._where(lambda c: ord(c) == value)
+        if kind == "RANGE":
+            return self._where(lambda c: value[0] <= ord(c) <= value[1])
+        name = str(value).removeprefix("CATEGORY_")
+        is_not = name.startswith("NOT_")
+        compiled = re.compile(_CATEGORIES[name.removeprefix("NOT_")])
+        return self._where(lambda c: (compiled.fullmatch(c) is not None) != is_not)
+
+    def _where(self, is_in: Callable[[str], bool]) -> np.ndarray:
+        return np.fromiter(map(is_in, self._alphabet), bool, len(self._alphabet))
+
+    def _closure(self, nodes: list[int]) -> frozenset[int]:
+        """The nodes that are reached without a character."""
+        found, todo = set(nodes), list(nodes)
+        while todo:
+            for node in self._silent[todo.pop()]:
+                if node not in found:
+                    found.add(node)
+                    todo.append(node)
+        return frozenset(found)
+
+
+def _growing(subsets: list[frozenset[int]]):
+    """The subsets behind the first, those too that are added meanwhile."""
+    place = 1
+    while place < len(subsets):
+        yield subsets[place]
+        place += 1
+
+
+def _merged(found: Characters) -> Characters:
+    """The same language with as few states as there can be; the dead one stays the first."""
+    label = found.is_final_S.astype(np.int64)
+    while True:
+        told = np.column_stack([label, label[found.next_SK]])
+        _, first, finer = np.unique(told, axis=0, return_index=True, return_inverse=True)
+        finer = finer.reshape(-1)
+        if finer.max() == label.max():
+            break
+        label = finer
+    # Numbered so that what is as the dead state comes first.
+    order = np.argsort(np.where(np.arange(len(first)) == finer[0], -1, first), kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    label, first = place[finer], first[order]
+    return Characters(
+        found.class_of,
+        label[found.next_SK[first]].astype(np.int32),
+        found.is_final_S[first],
+        int(label[found.start]),
+    )
+
 
 LONGEST = 1 << 15
 """Characters of a pattern at most."""
@@ -50,14 +258,10 @@ class Structures:
         self._lock = threading.Lock()
 
     def automaton(self, pattern: str) -> Automaton:
-        """The automaton of a regular expression.
-
-        Raises:
-          ValueError: it is none that `dlm_jax.inference.regular` knows, none of its texts can be
-            written with these tokens, or it is too large.
-        """
         if len(pattern) > LONGEST:
-            raise ValueError(f"structure has {len(pattern)} characters; use {LONGEST} at most")
+            raise SettingError(
+                "structure", UNSET, f"has {len(pattern)} characters", f"use {LONGEST} at most"
+            )
         with self._lock:
             found = self._known.get(pattern)
             if found is None:
@@ -72,7 +276,7 @@ class Structures:
             letters = characters(pattern, self._alphabet, most_states=MOST_STATES - 2)
         except ValueError as error:
             why = " ".join(str(error).split())[:300]
-            raise ValueError(f"structure={pattern[:100]!r} cannot be used: {why}") from None
+            raise SettingError("structure", pattern[:100], f"cannot be used: {why}") from None
         num_states, over = len(letters.next_SK) + 1, len(letters.next_SK)
         table_SU = self._walked(letters, pattern)
         table_SV = np.zeros((num_states, self._vocab_size), np.int16)
@@ -83,8 +287,8 @@ class Structures:
             table_SV[is_final_S, eos_id] = over
         made = _in_classes(pattern, table_SV, is_final_S, letters.start)
         if made.fewest_S[made.start] > MOST_STATES:
-            raise ValueError(
-                f"structure={pattern[:100]!r} matches nothing that the model's tokens can write"
+            raise SettingError(
+                "structure", pattern[:100], "matches nothing that the model's tokens can write"
             )
         return made
 
@@ -92,9 +296,11 @@ class Structures:
         """The state behind each text of a token from each state, int16 ``[S, U]``."""
         num_states, num_classes = letters.next_SK.shape
         if num_states * len(self._texts) > _MOST_ENTRIES:
-            raise ValueError(
-                f"structure={pattern[:100]!r} has {num_states} states, too many for a vocabulary "
-                f"of {len(self._texts)} texts; use a shorter one"
+            raise SettingError(
+                "structure",
+                pattern[:100],
+                f"has {num_states} states, too many for a vocabulary of {len(self._texts)} texts",
+                "use a shorter one",
             )
         longest = max(map(len, self._texts))
         codes_UK = np.full((len(self._texts), longest), num_classes, np.int32)
@@ -128,11 +334,7 @@ def pieces(tokenizer: Tokenizer, left_out: set[int]) -> dict[str, list[int]]:
 
 
 def regex_of_schema(schema: Mapping[str, Any]) -> str:
-    """The regular expression of the texts that a JSON schema allows.
-
-    Raises:
-      ValueError: the schema is none, or has parts that no regular expression holds.
-    """
+    """The regular expression of the texts that a JSON schema allows."""
     try:
         return _core().json_schema.build_regex_from_schema(json.dumps(schema))
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -153,31 +355,35 @@ def _object(name: str, value: str) -> str:
     return rf"\{{(?:{pair}(?:, ?{pair})*)?\}}"
 
 
-def check_structure(request: Request, *, mask_id: int) -> None:
+def check_structure(sample: RowSettings, tokens: np.ndarray, *, mask_id: int) -> None:
     """Raises ValueError if a request may break its structure, or cannot complete it."""
-    sample = request.sample
     automaton = sample.structure
     if not isinstance(automaton, Automaton):
         return
     if not issubclass(sample.table.commit[sample.order], QuotaRule) or sample.schedule != "linear":
-        raise ValueError(
-            f"structure takes a token a step, which order={sample.order!r} with "
-            f"schedule={sample.schedule!r} does not; use order='left_to_right', say"
+        raise SettingError(
+            "structure",
+            UNSET,
+            f"takes a token a step, which order={sample.order!r} with "
+            f"schedule={sample.schedule!r} does not",
+            "use order='left_to_right', say",
+            others=["order"],
         )
-    (holes,) = np.nonzero(request.tokens == mask_id)
+    (holes,) = np.nonzero(tokens == mask_id)
     if not holes.size:
         return
     if sample.steps < (needed := steps_needed(holes, sample.block_length, holes[0])):
-        raise ValueError(
-            f"steps={sample.steps} is less than the {needed} that a structure takes, a token a "
-            f"step; use steps={needed}"
+        raise SettingError(
+            "steps",
+            sample.steps,
+            f"is less than the {needed} that a structure takes, a token a step",
+            f"use steps={needed}",
         )
-    _check_reach(automaton, request.tokens[holes[0] :], mask_id)
+    _check_reach(automaton, tokens[holes[0] :], mask_id)
 
 
-def is_broken(request: Request, tokens: np.ndarray) -> bool:
+def is_broken(automaton: Automaton | str | None, tokens: np.ndarray) -> bool:
     """Whether the tokens of a row that has ended, from its first hole on, break its structure."""
-    automaton = request.sample.structure
     return isinstance(automaton, Automaton) and not automaton.accepts(tokens)
 
 
@@ -187,15 +393,20 @@ def _check_reach(automaton: Automaton, tokens: np.ndarray, mask_id: int) -> None
     if not given.size:
         fewest = automaton.fewest_S[automaton.start]
         if fewest > tokens.size:
-            raise ValueError(
-                f"structure needs {fewest} new tokens at least, and gen_length={tokens.size}; "
-                "allow more"
+            raise SettingError(
+                "structure",
+                UNSET,
+                f"needs {fewest} new tokens at least, and gen_length={tokens.size}",
+                "allow more",
+                others=["gen_length"],
             )
         return
     for token in tokens.tolist():
         states = automaton.after(states, None if token == mask_id else token)
     if not (states & automaton.is_final_S).any():
-        raise ValueError("structure does not go with the text that is given and its gaps")
+        raise SettingError(
+            "structure", UNSET, "does not go with the text that is given and its gaps"
+        )
 
 
 def _in_classes(
@@ -214,8 +425,8 @@ def _in_classes(
     next_SC = whole[:, first]
     assert np.array_equal(next_SC[:, class_of], whole), "two marks collide"
     if next_SC.shape[1] > MOST_CLASSES:
-        raise ValueError(
-            f"structure={pattern[:100]!r} tells too many tokens apart; use a shorter one"
+        raise SettingError(
+            "structure", pattern[:100], "tells too many tokens apart", "use a shorter one"
         )
     return Automaton(pattern, class_of[:-1].astype(np.int16), next_SC, is_final_S, start)
 

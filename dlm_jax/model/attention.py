@@ -1,17 +1,151 @@
-"""Attention behind one function: who may attend to whom, and which kernel computes it."""
+"""The forms of attention off CPU: kernels that never hold all scores, and the plain formula."""
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from dlm_jax import devices
 from dlm_jax.devices import platform
-from dlm_jax.model import cpu, forms
+from dlm_jax.model.kernels import cpu
 from dlm_jax.types import Window, live_positions
+
+MaySee = Callable[[Any, Any], Any]
+"""``(query places, key places) -> True`` where a query may see a key, whatever the row's length.
+
+A module-level function, or a frozen dataclass with ``__call__``: it is compiled in, compared and
+hashed. It must work on NumPy and on JAX integers that broadcast, and let every query see a key.
+"""
+
+SAVED = "attention"
+"""What rematerialisation may keep by name: the output of attention, and what its kernel needs."""
+
+# Below it a TPU's own fusions are as good as the kernel, whose blocks have at least 128 positions.
+_LEAST_FOR_SPLASH = 256
+# Scores per device that the plain form holds at a time.
+_MAX_SCORES = 2**28
+
+
+def causal(query: Any, key: Any) -> Any:
+    """A position sees itself and those to its left."""
+    return key <= query
+
+
+@dataclass(frozen=True)
+class InBlocks:
+    """A position sees its own block of that many positions, and all blocks before it."""
+
+    length: int
+
+    def __call__(self, query: Any, key: Any) -> Any:
+        return key // self.length <= query // self.length
+
+
+@dataclass(frozen=True)
+class BesideClean:
+    """A noisy position sees the noisy ones of its own block, and the clean ones of those before."""
+
+    length: int
+    num_positions: int
+
+    def __call__(self, query: Any, key: Any) -> Any:
+        is_noisy = key < self.num_positions
+        is_own = key // self.length == query // self.length
+        is_before = (key - self.num_positions) // self.length < query // self.length
+        return (is_noisy & is_own) | (~is_noisy & is_before)
+
+
+def attention(
+    q_BLHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    length_B: jax.Array,
+    *,
+    may_see: MaySee | None = None,
+) -> jax.Array:
+    """Attention output ``[B, L, H, K]`` of queries to the keys that live and that they may see.
+
+    On a TPU by the splash kernel, on a GPU in half precision by cuDNN's, and otherwise by the plain
+    formula. The keys may be those of several streams of the rows, one behind the other; then
+    `may_see` tells them apart.
+    """
+    num_positions, platform = q_BLHK.shape[1], devices.platform()
+    # A row of length 0 sees its first key, which keeps it finite.
+    is_live_BL = live_positions(jnp.maximum(length_B, 1), num_positions)
+    is_live_BM = jnp.tile(is_live_BL, (1, k_BMGK.shape[1] // num_positions))
+    given = (q_BLHK, k_BMGK, v_BMGK, is_live_BM)
+    if platform == "tpu" and num_positions >= _LEAST_FOR_SPLASH:
+        # Where there is no TPU, importing Pallas would cost every program a third of a second.
+        from dlm_jax.model.kernels.splash import splash_attention
+
+        # It saves what it returns itself: a name out here would keep the same twice.
+        return splash_attention(*given, may_see=may_see, saved=SAVED)
+    is_half = q_BLHK.dtype in (jnp.bfloat16, jnp.float16)
+    if platform == "gpu" and is_half and q_BLHK.shape[-1] % 8 == 0 and may_see in (None, causal):
+        y_BLHK = cudnn_attention(q_BLHK, k_BMGK, v_BMGK, length_B, is_causal=may_see is not None)
+    else:
+        y_BLHK = plain_attention(*given, may_see=may_see)
+    return checkpoint_name(y_BLHK, SAVED)
+
+
+def cudnn_attention(
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    length_B: jax.Array,
+    *,
+    is_causal: bool,
+) -> jax.Array:
+    """`attention` by the fused kernel of cuDNN: half precision, head sizes of a multiple of 8."""
+    visible_B = jnp.maximum(length_B, 1)
+    return jax.nn.dot_product_attention(
+        q_BLHK,
+        k_BLGK,
+        v_BLGK,
+        query_seq_lengths=jnp.full_like(visible_B, q_BLHK.shape[1]),
+        key_value_seq_lengths=visible_B,
+        is_causal=is_causal,
+        implementation="cudnn",
+    )
+
+
+def plain_attention(
+    q_BLHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    is_live_BM: jax.Array,
+    *,
+    may_see: MaySee | None = None,
+) -> jax.Array:
+    """`attention` by its formula, for some queries at a time where all scores would not fit.
+
+    Those of one such slice are computed again in the backward pass.
+    """
+    num_rows, num_positions, num_heads, _ = q_BLHK.shape
+    key_M = jnp.arange(k_BMGK.shape[1])
+
+    def of_queries(piece: tuple[jax.Array, jax.Array]) -> jax.Array:
+        q_BNHK, query_N = piece
+        mask = is_live_BM[:, None, None, :]
+        if may_see is not None:
+            mask = mask & may_see(query_N[:, None], key_M[None])[None, None]
+        return jax.nn.dot_product_attention(q_BNHK, k_BMGK, v_BMGK, mask=mask)
+
+    mesh, query_L = devices.mesh_in_use(), jnp.arange(num_positions)
+    scores = num_rows * num_heads * num_positions * key_M.size // (mesh.size if mesh else 1)
+    slices = math.gcd(num_positions, 2 ** max(0, (scores // _MAX_SCORES).bit_length()))
+    if slices == 1:
+        return of_queries((q_BLHK, query_L))
+    q_SBNHK = jnp.moveaxis(q_BLHK.reshape(num_rows, slices, -1, *q_BLHK.shape[2:]), 1, 0)
+    y_SBNHK = jax.lax.map(jax.checkpoint(of_queries), (q_SBNHK, query_L.reshape(slices, -1)))
+    return jnp.moveaxis(y_SBNHK, 0, 1).reshape(q_BLHK.shape)
 
 
 def rotary_angles(num_positions: int, head_size: int, theta: float) -> tuple[jax.Array, jax.Array]:
@@ -45,13 +179,13 @@ def attend(
 
     Heads share the ``G`` key/value heads in consecutive groups. Outputs at positions beyond the
     length are finite and meaningless. The devices in use decide how it is computed: on a CPU in the
-    order of work that suits it, elsewhere see `dlm_jax.model.forms.attention`.
+    order of work that suits it, elsewhere see `dlm_jax.model.attention.attention`.
     """
     if platform() != "cpu":
-        may_see = forms.causal if is_causal else None
-        return forms.attention(q_BLHK, k_BLGK, v_BLGK, length_B, may_see=may_see)
+        may_see = causal if is_causal else None
+        return attention(q_BLHK, k_BLGK, v_BLGK, length_B, may_see=may_see)
     y_BLHK = cpu.attention(q_BLHK, k_BLGK, v_BLGK, length_B, is_causal=is_causal)
-    return checkpoint_name(y_BLHK, forms.SAVED)
+    return checkpoint_name(y_BLHK, SAVED)
 
 
 def attend_in_blocks(
@@ -64,13 +198,13 @@ def attend_in_blocks(
 ) -> jax.Array:
     """As `attend`, where a position sees its own block of the row and all blocks before it."""
     if platform() != "cpu":
-        may_see = forms.InBlocks(block_length)
-        return forms.attention(q_BLHK, k_BLGK, v_BLGK, length_B, may_see=may_see)
+        may_see = InBlocks(block_length)
+        return attention(q_BLHK, k_BLGK, v_BLGK, length_B, may_see=may_see)
     place_L = jnp.arange(q_BLHK.shape[1])
     is_seen_BLL = _sees(place_L[None], place_L[None], block_length)
     is_seen_BLL = is_seen_BLL & live_positions(length_B, place_L.size)[:, None, :]
     y_BLHK = cpu.attention_where(q_BLHK, k_BLGK, v_BLGK, is_seen_BLL)
-    return checkpoint_name(y_BLHK, forms.SAVED)
+    return checkpoint_name(y_BLHK, SAVED)
 
 
 def attend_beside_clean(
@@ -96,9 +230,9 @@ def attend_beside_clean(
     """
     half = length_B.shape[0]
     k_BMGK, v_BMGK = (jnp.concatenate([x[:half], x[half:]], axis=1) for x in (k_BLGK, v_BLGK))
-    may_see = forms.BesideClean(block_length, q_BLHK.shape[1])
+    may_see = BesideClean(block_length, q_BLHK.shape[1])
     if platform() != "cpu":
-        noisy_BLHK = forms.attention(q_BLHK[:half], k_BMGK, v_BMGK, length_B, may_see=may_see)
+        noisy_BLHK = attention(q_BLHK[:half], k_BMGK, v_BMGK, length_B, may_see=may_see)
     else:
         place_M = jnp.arange(k_BMGK.shape[1])
         is_live_BL = live_positions(length_B, q_BLHK.shape[1])
@@ -111,18 +245,6 @@ def attend_beside_clean(
     return jnp.concatenate([noisy_BLHK, clean_BLHK])
 
 
-class SeenKeys(NamedTuple):
-    """Which keys the positions of a window see, as `shared_bias` hides the others.
-
-    Attributes:
-      kept_bias: of the keys that are kept, ``[B, 1, N or 1, L]``.
-      own_bias: of the window's own, ``[B, 1, N or 1, W]``.
-    """
-
-    kept_bias: jax.Array
-    own_bias: jax.Array
-
-
 def seen_keys(
     window: Window,
     place_BW: jax.Array,
@@ -131,8 +253,11 @@ def seen_keys(
     *,
     block_length: int,
     num_shared: int,
-) -> SeenKeys:
-    """What the positions `place_BW` of a window see of a canvas and of themselves."""
+) -> tuple[jax.Array, jax.Array]:
+    """What the positions `place_BW` of a window see of a canvas, and of themselves.
+
+    Biases ``[B, 1, N or 1, L]`` and ``[B, 1, N or 1, W]``, as `shared_bias` hides what they do not.
+    """
     place_1L = jnp.arange(num_positions)[None]
     begin_B1, end_B1, length_B1 = window.begin_N[:, None], window.end_N[:, None], length_B[:, None]
 
@@ -143,23 +268,21 @@ def seen_keys(
     is_new_BW = (place_BW < length_B1) & is_own(place_BW)
     is_kept_BWL = is_kept_BL[:, None, :] & _sees(place_BW, place_1L, block_length)
     is_new_BWW = is_new_BW[:, None, :] & _sees(place_BW, place_BW, block_length)
-    return SeenKeys(
-        cpu.shared_bias(is_kept_BWL, num_shared), cpu.shared_bias(is_new_BWW, num_shared)
-    )
+    return cpu.shared_bias(is_kept_BWL, num_shared), cpu.shared_bias(is_new_BWW, num_shared)
 
 
 def attend_beside_kept(
     q_BWHK: jax.Array,
     kept_BGLK: tuple[jax.Array, jax.Array],
     own_BGWK: tuple[jax.Array, jax.Array],
-    seen: SeenKeys,
+    seen: tuple[jax.Array, jax.Array],
 ) -> jax.Array:
     """Attention output ``[B, W, H, K]`` of a window to keys and values that are kept, and its own.
 
     One softmax over both; neither is copied beside the other. Products are accumulated in float32.
     """
     q_BGNK = cpu.grouped(q_BWHK, own_BGWK[0].shape[1])
-    pairs = ((kept_BGLK, seen.kept_bias), (own_BGWK, seen.own_bias))
+    pairs = tuple(zip((kept_BGLK, own_BGWK), seen, strict=True))
     scores = [_product(q_BGNK, key, 3) + bias for (key, _), bias in pairs]
     top_BGN1 = functools.reduce(jnp.maximum, [jnp.max(s, axis=-1, keepdims=True) for s in scores])
     weights = [jnp.exp(s - top_BGN1) for s in scores]

@@ -20,47 +20,72 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from dlm_jax.config import ModelConfig
 from dlm_jax.devices import platform
-from dlm_jax.distributed.activations import on_own_rows
-from dlm_jax.model import cpu
+from dlm_jax.distributed.partitions import on_own_rows
 from dlm_jax.model.attention import (
     attend_beside_clean,
     attend_beside_kept,
     rotary_angles,
     seen_keys,
 )
-from dlm_jax.model.kept import Shifted, one_later, put_at, shifted
+from dlm_jax.model.kernels import cpu
+from dlm_jax.model.layers import rematerialised
 from dlm_jax.model.lora import stacks
-from dlm_jax.model.remat import rematerialised
 from dlm_jax.types import CachedTrunk, Params, Window
+
+# Rows whose pieces are put down one by one, in place; more of them go by one scatter.
+_FEW = 8
+
+
+def one_later(x_BLD: jax.Array, before_BD: jax.Array | None = None) -> jax.Array:
+    """Each vector one position later, behind `before_BD`; None: the first one, twice."""
+    first_BD = x_BLD[:, 0] if before_BD is None else before_BD.astype(x_BLD.dtype)
+    return jnp.concatenate([first_BD[:, None], x_BLD[:, :-1]], axis=1)
+
+
+def put_at(
+    axis: int, row_N: jax.Array | None, place_N: jax.Array
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """``(old, new) -> old`` with `new` put at its rows and places along that axis."""
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        if row_N is None:
+            return jax.vmap(lambda o, n, p: jax.lax.dynamic_update_slice_in_dim(o, n, p, axis - 1))(
+                old, new, place_N
+            )
+        if new.shape[0] > _FEW:
+            place_NW = place_N[:, None] + jnp.arange(new.shape[axis])[None]
+            where = (row_N[:, None], *[slice(None)] * (axis - 1), place_NW)
+            return old.at[where].set(jnp.moveaxis(new, axis, 1))
+        for n in range(new.shape[0]):
+            start = [jnp.zeros((), jnp.int32)] * old.ndim
+            start[0], start[axis] = row_N[n], place_N[n]
+            old = jax.lax.dynamic_update_slice(old, new[n : n + 1], start)
+        return old
+
+    return put
+
+
+def shifted(tokens_BL: jax.Array, start_id: int) -> jax.Array:
+    """What a causal network reads: each token one place to the right, behind `start_id`."""
+    return jnp.pad(tokens_BL, ((0, 0), (1, 0)), constant_values=start_id)[:, :-1]
+
 
 _UNROLLED = 16
 
 KeyValue = tuple[jax.Array, jax.Array]
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The parts of the network that a piece is made of.
+def cached_trunk(
+    config: ModelConfig,
+    embed: Callable[[Params, jax.Array], jax.Array],
+    block: Callable[[Any], Any],
+    norm: Callable[[Params, jax.Array], jax.Array],
+) -> CachedTrunk:
+    """The trunk of `config` in pieces.
 
-    Attributes:
-      embed: ``(params, ids) -> vectors`` in the compute dtype.
-      block: the module of one layer from its parameters.
-      norm: ``(params, x) -> x``, the final norm.
+    `embed` gives vectors in the compute dtype, `block` the module of one layer from its parameters.
     """
-
-    embed: Callable[[Params, jax.Array], jax.Array]
-    block: Callable[[Any], Any]
-    norm: Callable[[Params, jax.Array], jax.Array]
-
-
-def may_keep(config: ModelConfig) -> bool:
-    """Whether keys and values may be kept."""
-    return config.mode == "language_model"
-
-
-def cached_trunk(config: ModelConfig, parts: Parts) -> CachedTrunk:
-    """The pieces of the network of `config`."""
-    made = _Pieces(config, parts)
+    made = _Pieces(config, embed, block, norm)
     return CachedTrunk(
         made.block_length, made.init, made.whole, made.window, made.store,
         made.beside_clean if made.block_length > 1 else None, made.ready,
@@ -72,7 +97,9 @@ class _Pieces:
     """The functions of a `CachedTrunk`, which says what each does."""
 
     config: ModelConfig
-    parts: Parts
+    embed: Callable[[Params, jax.Array], jax.Array]
+    block: Callable[[Any], Any]
+    norm: Callable[[Params, jax.Array], jax.Array]
 
     @property
     def block_length(self) -> int:
@@ -119,7 +146,7 @@ class _Pieces:
         if not self.is_shifted:
             return kept
         said = jnp.zeros((num_rows, num_positions, config.width), jnp.dtype(config.compute_dtype))
-        return Shifted(kept, said)
+        return kept, said
 
     def whole(
         self, params: Params, tokens_NL: jax.Array, length_N: jax.Array
@@ -128,7 +155,7 @@ class _Pieces:
 
         def layer(x_NLD: jax.Array, block: Params, kept: Any) -> tuple[jax.Array, KeyValue]:
             del kept
-            module, made = self.parts.block(block), []
+            module, made = self.block(block), []
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
                 made.append((self._as_kept(k), self._as_kept(v)))
@@ -136,11 +163,11 @@ class _Pieces:
 
             return module.around(x_NLD, turns, attend), made[0]
 
-        x_NLD = self.parts.embed(params, self.read(tokens_NL))
+        x_NLD = self.embed(params, self.read(tokens_NL))
         x_NLD, piece = self._through(layer, x_NLD, params, None)
-        x_NLD = self.parts.norm(params, x_NLD)
+        x_NLD = self.norm(params, x_NLD)
         if self.is_shifted:
-            return one_later(x_NLD), Shifted(piece, x_NLD)
+            return one_later(x_NLD), (piece, x_NLD)
         return x_NLD, piece
 
     def window(
@@ -165,7 +192,7 @@ class _Pieces:
         )  # fmt: skip
 
         def layer(x_NWD: jax.Array, block: Params, kept: KeyValue) -> tuple[jax.Array, KeyValue]:
-            module, made = self.parts.block(block), []
+            module, made = self.block(block), []
             old = kept if row_N is None else on_own_rows(_rows_of, kept, row_N)
             old = self._seen(old[0], num_seen), self._seen(old[1], num_seen)
 
@@ -176,10 +203,10 @@ class _Pieces:
             return module.around(x_NWD, turns, attend), made[0]
 
         tokens_NW = jnp.take_along_axis(self.read(tokens_NL), place_NW, axis=1)
-        x_NWD = self.parts.embed(params, tokens_NW)
-        layers = kept.layers if self.is_shifted else kept
+        x_NWD = self.embed(params, tokens_NW)
+        layers, said_BLD = kept if self.is_shifted else (kept, None)
         x_NWD, piece = self._through(layer, x_NWD, params, layers)
-        x_NWD = self.parts.norm(params, x_NWD)
+        x_NWD = self.norm(params, x_NWD)
         if not self.is_shifted:
             return x_NWD, piece
         before_N = jnp.maximum(window.place_N - 1, 0)
@@ -190,15 +217,16 @@ class _Pieces:
 
         before_ND = jnp.where(
             (window.place_N > 0)[:, None],
-            on_own_rows(said, kept.said_BLD, rows_N, before_N),
+            on_own_rows(said, said_BLD, rows_N, before_N),
             x_NWD[:, 0],
         )
-        return one_later(x_NWD, before_ND), Shifted(piece, x_NWD)
+        return one_later(x_NWD, before_ND), (piece, x_NWD)
 
     def store(self, kept: Any, piece: Any, row_N: jax.Array | None, place_N: jax.Array) -> Any:
         if self.is_shifted:
-            layers = self._put(kept.layers, piece.layers, row_N, place_N)
-            return Shifted(layers, put_at(1, row_N, place_N)(kept.said_BLD, piece.said_BLD))
+            (layers, said_BLD), (new, new_BLD) = kept, piece
+            said_BLD = put_at(1, row_N, place_N)(said_BLD, new_BLD)
+            return self._put(layers, new, row_N, place_N), said_BLD
         return self._put(kept, piece, row_N, place_N)
 
     def _put(self, kept: Any, piece: Any, row_N: jax.Array | None, place_N: jax.Array) -> Any:
@@ -230,17 +258,17 @@ class _Pieces:
 
         def layer(x: jax.Array, block: Params, context: tuple[Any, ...]) -> jax.Array:
             length_B, turns = context
-            return self.parts.block(block).around(
+            return self.block(block).around(
                 x, turns,
                 lambda q, k, v: attend_beside_clean(q, k, v, length_B, block_length=block_length),
             )  # fmt: skip
 
         layer = rematerialised(layer, self.config.remat)
-        x = self.parts.embed(params, jnp.concatenate([shown_BL, clean_BL]))
+        x = self.embed(params, jnp.concatenate([shown_BL, clean_BL]))
         context = (length_B, self.angles(shown_BL.shape[1]))
         for blocks in stacks(params):
             x = cpu.run_blocks(layer, x, blocks, context)
-        x_BLD = self.parts.norm(params, x[: shown_BL.shape[0]])
+        x_BLD = self.norm(params, x[: shown_BL.shape[0]])
         return one_later(x_BLD) if self.is_shifted else x_BLD
 
     def ready(self, params: Params) -> Params:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from dlm_jax.config import ModelConfig
 from dlm_jax.devices import mesh_in_use
-from dlm_jax.distributed.activations import PLACES, fitting
+from dlm_jax.distributed.partitions import PLACES, fitting
 from dlm_jax.model.layers import Linear
 
 Kernels = tuple[jax.Array, jax.Array, jax.Array]
@@ -33,7 +33,6 @@ class SwiGlu(nnx.Module):
         self.down = Linear(inner, width, scale=0.0, bias=False, rngs=rngs)
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        """What it says of every token, ``[B, L, D]``."""
         return self.down(jax.nn.silu(self.gate(x_BLD)) * self.up(x_BLD))
 
 
@@ -85,10 +84,6 @@ def over_devices(kernels: Kernels, arrays: tuple[jax.Array, jax.Array, jax.Array
     Each device sorts the tokens of the devices that share its experts, and only those. Kernels are
     gathered over the axes that split rows, but for ``expert``, and stay split by experts and
     inside.
-
-    Args:
-      kernels: of all experts.
-      arrays: tokens, their experts ``[B, L, K]`` and the weights of those.
     """
     mesh = mesh_in_use()
     if mesh is None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
-from dlm_jax.distributed.activations import on_own_share
-from dlm_jax.model import cpu
+from dlm_jax.distributed.partitions import on_own_share
+from dlm_jax.model.attention import SAVED
+from dlm_jax.model.kernels import cpu
 from dlm_jax.types import Params
 
 
@@ -40,7 +45,6 @@ class Norm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalised vectors, in the shape and dtype of `x`."""
         axes = tuple(range(x.ndim - 1))
         scale = jnp.expand_dims(self.scale[...], axes)
         x32 = x.astype(jnp.float32)
@@ -63,3 +67,41 @@ def embed(params: Params, ids: jax.Array) -> jax.Array:
     if ids.ndim == 2:
         return on_own_share(look_up, params, (ids,), kind="tokens")
     return look_up(params, ids)
+
+
+_INPUT = "block_input"
+
+_POLICIES = jax.checkpoint_policies
+
+POLICIES: dict[str, Callable[..., Any]] = {
+    "block": _POLICIES.nothing_saveable,
+    "attention": _POLICIES.save_only_these_names(SAVED),
+    "dots": _POLICIES.save_from_both_policies(
+        _POLICIES.dots_with_no_batch_dims_saveable, _POLICIES.save_only_these_names(SAVED)
+    ),
+    "offload": _POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+"""What is kept beside the input of each block, by ``model.remat``; ``none`` keeps everything.
+
+``block``: nothing, which costs a second forward. ``attention``: what attention returns, so that
+its kernel runs once. ``dots``: that and every product with parameters, so that only what lies
+between them is computed again. ``offload``: nothing, and the inputs lie in the host's memory.
+"""
+
+
+def rematerialised(block: Callable[..., jax.Array], policy: str) -> Callable[..., jax.Array]:
+    """``block(x, parameters, context)`` whose backward pass follows that policy."""
+    if policy == "none":
+        return block
+
+    def named(x: jax.Array, parameters: Any, context: Any) -> jax.Array:
+        return block(checkpoint_name(x, _INPUT), parameters, context)
+
+    return jax.checkpoint(
+        named if policy == "offload" else block, prevent_cse=False, policy=POLICIES[policy]
+    )

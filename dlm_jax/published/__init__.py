@@ -1,7 +1,7 @@
 """Models of other projects: their directories read and written, and their loops as settings."""
 
 from dlm_jax.published.chat import ChatTemplate, TextTemplate, check_template
-from dlm_jax.published.loading import Published, is_published, read_published, read_shape
+from dlm_jax.published.directory import Published, is_published, read_published, read_shape
 from dlm_jax.published.writing import write_published
 
 __all__ = [

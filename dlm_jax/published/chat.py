@@ -32,12 +32,7 @@ Messages = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template with the tokenizer whose specials it writes.
-
-    Attributes:
-      source: the Jinja program.
-      tokenizer: of its model.
-    """
+    """A chat template with the tokenizer whose specials it writes."""
 
     source: str
     tokenizer: HubTokenizer
@@ -49,9 +44,6 @@ class ChatTemplate:
           messages: turns, each with ``role`` and ``content``.
           begins_answer: whether the header of the answer is written behind them.
           **more: further variables of the template, such as ``enable_thinking``.
-
-        Raises:
-          ValueError: a turn lacks a field, or the template refuses them or is broken.
         """
         for place, message in enumerate(messages):
             if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
@@ -78,26 +70,19 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class TextTemplate(ChatTemplate):
-    """A chat template that writes plain text, without specials, for any tokenizer.
-
-    Attributes:
-      text_tokenizer: which reads it.
-    """
+    """A chat template that writes plain text, without specials, for any tokenizer."""
 
     tokenizer: HubTokenizer = field(init=False, repr=False, compare=False)
     text_tokenizer: Tokenizer = field(kw_only=True)
 
     def ids(self, messages: Messages, *, begins_answer: bool = True, **more: Any) -> np.ndarray:
-        """The ids of `text`, int32 ``[n]``."""
         return self.text_tokenizer.encode(self.text(messages, begins_answer=begins_answer, **more))
 
     def specials(self) -> dict[str, str]:
-        """Nothing."""
         return dict.fromkeys(("bos_token", "eos_token", "pad_token", "mask_token"), "")
 
 
 def check_template(source: str, where: str) -> None:
-    """Raises ValueError for a template that is no Jinja program."""
     try:
         _SANDBOX.render(source, None)
     except ValueError as error:
@@ -116,12 +101,7 @@ class _Sandbox:
         atexit.register(self._stop)
 
     def render(self, source: str, values: Mapping[str, Any] | None) -> str:
-        """The text of a template; nothing for no values, when it is compiled alone.
-
-        Raises:
-          ValueError: the template fails, takes too long, or writes too much.
-          TypeError: a value is none that JSON can hold.
-        """
+        """The text of a template; nothing for no values, when it is compiled alone."""
         line = json.dumps({"source": source, "values": values})
         with self._lock:
             if self._process is None or self._process.poll() is not None:

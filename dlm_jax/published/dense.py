@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dlm_jax.config import ModelConfig
-from dlm_jax.published import presets
-from dlm_jax.published.family import Family, in_blocks, qwen_sources
-from dlm_jax.published.fields import Fields
-from dlm_jax.published.names import Source
+from dlm_jax.published import family
+from dlm_jax.published.family import Family, Fields, Source, in_blocks, qwen_sources
 
 # Where a config.json names none.
 _ROPE_THETA = 10000.0
@@ -68,9 +66,9 @@ def _llada_sources(model: ModelConfig) -> dict[str, Source]:
         blocks[f"attention/{path}/kernel"] = f"{name}.weight"
         blocks[f"attention/{path}/bias"] = f"{name}.bias"
     return {
-        "embedding": Source("model.transformer.wte.weight"),
-        "norm/scale": Source("model.transformer.ln_f.weight"),
-        "head/kernel": Source("model.transformer.ff_out.weight"),
+        "embedding": "model.transformer.wte.weight",
+        "norm/scale": "model.transformer.ln_f.weight",
+        "head/kernel": "model.transformer.ff_out.weight",
     } | in_blocks(blocks, {}, "model.transformer.blocks.{i}.")
 
 
@@ -99,25 +97,40 @@ def read_qwen(
     layers = fields.take("layer_types", list, ["full_attention"])
     if set(layers) != {"full_attention"}:
         raise fields.refuse("layer_types", layers, "is not implemented; only full_attention is")
-    heads = fields.take("num_attention_heads", int)
-    width = fields.take("hidden_size", int)
-    head_size = fields.take("head_dim", int, width // heads)
+    shape = read_shape(fields, epsilon=1e-6)
     return ModelConfig(
-        depth=fields.take("num_hidden_layers", int),
-        width=width,
-        heads=heads,
-        kv_heads=fields.take("num_key_value_heads", int, heads),
-        head_size=0 if head_size * heads == width else head_size,
+        head_size=read_head_size(fields, shape),
         mlp_width=fields.take("intermediate_size", int),
-        activation="swiglu",
-        norm_epsilon=fields.take("rms_norm_eps", float, 1e-6),
         qk_norm=qk_norm,
         qkv_bias=qkv_bias,
-        rope_theta=rope_theta(fields),
-        tied_head=fields.take("tie_word_embeddings", bool, False),
-        vocab_size=fields.take("vocab_size", int),
+        **shape,
         **settings,
     )
+
+
+def read_shape(fields: Fields, *, epsilon: float) -> dict[str, Any]:
+    """What every family but LLaDA says by the same fields; `write_shape` is the inverse.
+
+    `epsilon` is that of the norms where none is said.
+    """
+    heads = fields.take("num_attention_heads", int)
+    return {
+        "depth": fields.take("num_hidden_layers", int),
+        "width": fields.take("hidden_size", int),
+        "heads": heads,
+        "kv_heads": fields.take("num_key_value_heads", int, heads),
+        "activation": "swiglu",
+        "norm_epsilon": fields.take("rms_norm_eps", float, epsilon),
+        "rope_theta": rope_theta(fields),
+        "tied_head": fields.take("tie_word_embeddings", bool, False),
+        "vocab_size": fields.take("vocab_size", int),
+    }
+
+
+def read_head_size(fields: Fields, shape: dict[str, Any]) -> int:
+    """``head_dim``; 0 where it follows from width and heads."""
+    size = fields.take("head_dim", int, shape["width"] // shape["heads"])
+    return 0 if size * shape["heads"] == shape["width"] else size
 
 
 def write_shape(model: ModelConfig) -> dict[str, Any]:
@@ -190,7 +203,7 @@ LLADA = Family(
     sources=_llada_sources,
     max_length="max_sequence_length",
     mask_id=126336,
-    presets=presets.LLADA,
+    presets=family.LLADA,
     idle=("alibi_bias_max",),
 )
 DREAM = Family(
@@ -202,7 +215,7 @@ DREAM = Family(
     sources=qwen_sources,
     mask_id=151666,
     trained_length=2048,
-    presets=presets.DREAM,
+    presets=family.DREAM,
 )
 SDAR = Family(
     name="sdar",
@@ -212,7 +225,7 @@ SDAR = Family(
     write=_write_sdar,
     sources=qwen_sources,
     mask_id=151669,
-    presets=presets.SDAR,
+    presets=family.SDAR,
     idle=IDLE_OF_SDAR,
 )
 FAST_DLLM = Family(
@@ -223,7 +236,7 @@ FAST_DLLM = Family(
     write=_write_fast_dllm,
     sources=qwen_sources,
     mask_id=151665,
-    presets=presets.FAST_DLLM,
+    presets=family.FAST_DLLM,
     idle=("conplemenrary_mask",),  # of its training, and spelt so
 )
 QWEN2 = Family(
@@ -233,7 +246,7 @@ QWEN2 = Family(
     read=lambda fields: _read_causal(fields, qkv_bias=True),
     write=write_qwen,
     sources=qwen_sources,
-    presets=presets.CAUSAL,
+    presets=family.CAUSAL,
 )
 QWEN3 = Family(
     name="qwen3",
@@ -242,7 +255,7 @@ QWEN3 = Family(
     read=lambda fields: _read_causal(fields, qk_norm=True),
     write=write_qwen,
     sources=qwen_sources,
-    presets=presets.CAUSAL,
+    presets=family.CAUSAL,
 )
 LLAMA = Family(
     name="llama",
@@ -251,5 +264,5 @@ LLAMA = Family(
     read=_read_causal,
     write=write_qwen,
     sources=qwen_sources,
-    presets=presets.CAUSAL,
+    presets=family.CAUSAL,
 )

@@ -8,8 +8,7 @@ from typing import Any
 
 from dlm_jax.config import ModelConfig
 from dlm_jax.published import dense, mixtures
-from dlm_jax.published.family import Family
-from dlm_jax.published.fields import Fields
+from dlm_jax.published.family import Family, Fields
 from dlm_jax.settings import brief
 
 FAMILIES: dict[str, Family] = {
@@ -26,9 +25,6 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     """The family that a config.json is of.
 
     ``architectures`` decides; ``model_type`` only where it is absent, as families share one.
-
-    Raises:
-      ValueError: none is known.
     """
     named = config.get("architectures") or []
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
@@ -54,15 +50,7 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
 
 
 def family_for(model: ModelConfig, name: str | None = None) -> Family:
-    """The family whose config.json describes a model whole.
-
-    Args:
-      model: with ``mlp_width`` and ``vocab_size`` set.
-      name: of the family; None: the first that fits.
-
-    Raises:
-      ValueError: none does, or not the one that is asked for.
-    """
+    """The family whose config.json describes a model whole."""
     if name is not None and name not in FAMILIES:
         raise ValueError(f"family={name!r} is unknown; use one of {', '.join(FAMILIES)}")
     for family in [FAMILIES[name]] if name is not None else FAMILIES.values():

@@ -1,14 +1,178 @@
-"""What a family of published models is: its config, its tensors and its loops."""
+"""A JSON object of a model's directory whose every field is used, known to be idle, or refused.
+
+The loops of the published models' own programs, as settings; the first of each is the default.
+
+Each names the order of its program: the default ``random`` is for small models, whose surest tokens
+on an empty canvas are the commonest (docs/design.md). Greedy unless their program draws by default;
+of positions that tie the lower comes first. Every name is a key of ``Model.presets`` and a value of
+``sample.py --preset``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+
 from dlm_jax.config import ModelConfig
-from dlm_jax.published.fields import Fields
-from dlm_jax.published.names import Source
+from dlm_jax.distributed.partitions import path_name
+from dlm_jax.types import Params
+
+_MISSING = object()
+
+IDLE = frozenset({
+    "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id",
+    "bos_token", "chunk_size_feed_forward", "dtype", "embedding_dropout", "eos_token_id",
+    "eos_token", "flash_attention", "id2label", "init_cutoff_factor", "init_device", "init_fn",
+    "init_std", "initializer_range", "label2id", "mask_token_id", "max_window_layers",
+    "mlp_ratio", "model_type", "name_or_path", "output_attentions", "output_dropout",
+    "output_hidden_states", "output_router_logits", "pad_token_id", "precision",
+    "pretraining_tp", "problem_type", "residual_dropout", "return_dict", "router_aux_loss_coef",
+    "rope_full_precision", "sliding_window", "torch_dtype", "transformers_version", "use_cache",
+})  # fmt: skip
+"""Fields that change nothing of what a model computes, or that are read elsewhere."""
+
+
+class Fields:
+    """The fields of one file, taken one by one; `finish` refuses what nobody took."""
+
+    def __init__(self, values: Mapping[str, Any], where: str):
+        self._left = dict(values)
+        self.where = where
+
+    def refuse(self, name: str, value: Any, reason: str) -> ValueError:
+        return ValueError(f"{self.where}: {name}={value!r} {reason}")
+
+    def take(self, name: str, kind: type, default: Any = _MISSING) -> Any:
+        """The value of a field, of that type; a null is its default."""
+        value = self._left.pop(name, None)
+        if value is None:
+            if default is _MISSING:
+                raise ValueError(f"{self.where} has no field {name!r}, which this model needs")
+            return default
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise self.refuse(name, value, f"is no {kind.__name__}; the file is damaged")
+        return value
+
+    def must(self, **wanted: Any) -> None:
+        """Raises ValueError for a field whose value is none of those that are implemented.
+
+        An absent or null field passes. A tuple holds several values that are.
+        """
+        for name, values in wanted.items():
+            value = self._left.pop(name, None)
+            known = values if isinstance(values, tuple) else (values,)
+            if value is not None and value not in known:
+                raise self.refuse(
+                    name, value, f"is not implemented; only {' or '.join(map(repr, known))} is"
+                )
+
+    def finish(self, idle: Iterable[str] = ()) -> None:
+        """Raises ValueError for a field that nobody took, is not idle, and says something."""
+        for name, value in self._left.items():
+            if name in IDLE or name in idle or value in (None, False, 0, "", [], {}):
+                continue
+            raise self.refuse(
+                name, value,
+                "is unknown to dlm_jax and may matter; take it out of a copy of the file if it "
+                "changes nothing of what the model computes",
+            )  # fmt: skip
+
+
+def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The JSON object of these pairs; ValueError where Python would keep the last of two."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice[:100]!r} is given twice")
+    return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_twins)
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; download the whole directory") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); download it again") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object; download it again")
+    return found
+
+
+Source = str | tuple[str, tuple[int, int]]
+"""The tensor that a parameter comes from, by its name.
+
+In it ``{i}`` is the number of the block, ``{e}`` that of the expert. Where the tensor holds several
+parameters, the first row and one behind the last stand beside it.
+"""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor's part of one parameter.
+
+    Attributes:
+      tensor: name of the tensor.
+      rows: of it that are meant.
+      shape: of these rows, as they are stored.
+      place: index of the layer, or of layer and expert, in the parameter; () for all of it.
+      is_transposed: whether the tensor's two axes change places; linear maps are stored
+        ``[out, in]`` and kept ``[in, out]``.
+    """
+
+    tensor: str
+    rows: slice
+    shape: tuple[int, ...]
+    place: tuple[int, ...]
+    is_transposed: bool
+
+
+def pieces_of(
+    sources: Mapping[str, Source], abstract: Params, *, dense_layers: int
+) -> dict[str, list[Piece]]:
+    """The pieces of every parameter by its path (``blocks/mlp/up/kernel``)."""
+    found: dict[str, list[Piece]] = {}
+    for path, leaf in leaves(abstract):
+        if path not in sources:
+            raise ValueError(f"no tensor of this family holds {path}; leave out what needs it")
+        source = sources[path]
+        name, rows = (source, ()) if isinstance(source, str) else source
+        is_transposed = path.endswith("/kernel") or bool(re.search(r"/expert_\w+$", path))
+        depth = ("{i}" in name) + ("{e}" in name)
+        shape = leaf.shape[depth:][::-1] if is_transposed else leaf.shape[depth:]
+        first = dense_layers if path.startswith("blocks/") else 0
+        found[path] = []
+        for place in np.ndindex(*leaf.shape[:depth]):
+            layer, expert = (*place, 0, 0)[:2]
+            tensor = name.format(i=first + layer, e=expert)
+            found[path].append(
+                Piece(tensor, slice(*rows) if rows else slice(None), shape, place, is_transposed)
+            )
+    return found
+
+
+def tensor_shapes(pieces: Mapping[str, list[Piece]]) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor, which the pieces fill."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for piece in (piece for parts in pieces.values() for piece in parts):
+        rows = max(piece.rows.stop or piece.shape[0], shapes.get(piece.tensor, (0,))[0])
+        shapes[piece.tensor] = (rows, *piece.shape[1:])
+    return shapes
+
+
+def leaves(tree: Params) -> list[tuple[str, Any]]:
+    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,28 +229,96 @@ EXPERTS = {
 
 
 def qwen_sources(model: ModelConfig, *, more: Mapping[str, str] | None = None) -> dict[str, Source]:
-    """Tensors under the names of Qwen, Llama and their kin (``model.layers.0.mlp...``).
-
-    Args:
-      model: what is read.
-      more: further tensors of a block, and other names of those.
-    """
+    """Tensors under the names of Qwen, Llama and their kin (``model.layers.0.mlp...``)."""
     mlp = EXPERTS if model.experts else DENSE
-    ends = {
+    blocks = _QWEN | dict(more or {})
+    return in_blocks(blocks | mlp, blocks | DENSE, "model.layers.{i}.") | {
         "embedding": "model.embed_tokens.weight",
         "norm/scale": "model.norm.weight",
         "head/kernel": "lm_head.weight",
     }
-    return {path: Source(name) for path, name in ends.items()} | in_blocks(
-        _QWEN | mlp | dict(more or {}), _QWEN | dict(more or {}) | DENSE, "model.layers.{i}."
-    )
 
 
 def in_blocks(
     blocks: Mapping[str, str], dense_blocks: Mapping[str, str], prefix: str
 ) -> dict[str, Source]:
     """Sources of the blocks, and of the first ones where those are another kind."""
-    found = {f"blocks/{path}": Source(prefix + name) for path, name in blocks.items()}
-    return found | {
-        f"dense_blocks/{path}": Source(prefix + name) for path, name in dense_blocks.items()
-    }
+    found: dict[str, Source] = {f"blocks/{path}": prefix + name for path, name in blocks.items()}
+    return found | {f"dense_blocks/{path}": prefix + name for path, name in dense_blocks.items()}
+
+
+LLADA: dict[str, dict[str, Any]] = {
+    # generate.py of LLaDA (Nie et al. 2025), and its README.
+    "llada": {
+        "gen_length": 128, "steps": 128, "block_length": 32, "temperature": 0.0,
+        "order": "low_confidence", "schedule": "linear", "confidence": "sampled",
+        "ties": "lower",
+    },
+    # generate.py of Fast-dLLM (Wu et al. 2025): all holes as sure as the threshold.
+    "fast": {
+        "gen_length": 128, "steps": 128, "block_length": 32, "temperature": 0.0,
+        "order": "threshold", "threshold": 0.9, "confidence": "sampled", "ties": "lower",
+    },
+}  # fmt: skip
+
+DREAM: dict[str, dict[str, Any]] = {
+    # diffusion_generate of Dream (Ye et al. 2025), and its README.
+    "dream": {
+        "gen_length": 512, "steps": 512, "temperature": 0.2, "top_p": 0.95, "order": "entropy",
+        "schedule": "timesteps", "confidence_of": "filtered", "ties": "lower",
+    },
+    "greedy": {
+        "gen_length": 512, "steps": 512, "temperature": 0.0, "order": "entropy",
+        "schedule": "timesteps", "ties": "lower",
+    },
+}  # fmt: skip
+
+LLADA_MOE: dict[str, dict[str, Any]] = {"llada": LLADA["llada"]}
+
+SDAR: dict[str, dict[str, Any]] = {
+    # generate.py of SDAR (low_confidence_dynamic), greedy; blocks of 4, and 4 steps for each.
+    "sdar": {
+        "gen_length": 128, "steps": 132, "temperature": 0.0, "order": "threshold",
+        "threshold": 0.85, "threshold_above": True, "confidence": "sampled", "stop_at_eos": True,
+        "cache": "exact", "ties": "lower",
+    },
+    "static": {
+        "gen_length": 128, "steps": 132, "temperature": 0.0, "order": "low_confidence",
+        "confidence": "sampled", "stop_at_eos": True, "cache": "exact",
+        "ties": "lower",
+    },
+}  # fmt: skip
+
+LLADA2: dict[str, dict[str, Any]] = {
+    # generate of LLaDA2.0: 32 steps for a block of 32.
+    "llada2": {
+        "gen_length": 256, "steps": 288, "temperature": 0.0, "order": "threshold",
+        "threshold": 0.95, "threshold_above": True, "confidence": "sampled", "stop_at_eos": True,
+        "cache": "exact", "ties": "lower",
+    },
+    # generate of LLaDA2.1, which rewrites what it wrote: 32 steps of a block and 16 behind them.
+    "llada2.1": {
+        "gen_length": 256, "steps": 432, "temperature": 0.0, "order": "joint_threshold",
+        "threshold": 0.95, "threshold_above": True, "rewrite_threshold": 0.9, "rewrite_steps": 16,
+        "confidence": "sampled", "stop_at_eos": True, "cache": "exact",
+        "ties": "lower",
+    },
+}  # fmt: skip
+
+FAST_DLLM: dict[str, dict[str, Any]] = {
+    # generate of Fast-dLLM v2 (Wu et al. 2025) and its README: parts of 8 of blocks of 32, each of
+    # which begins with a token that the block before predicts.
+    "fast_dllm": {
+        "gen_length": 512, "steps": 544, "block_length": 8, "temperature": 0.0,
+        "order": "threshold", "threshold": 0.9, "threshold_above": True, "threshold_alone": 32,
+        "confidence": "sampled", "stop_at_eos": True, "cache": "exact",
+        "ties": "lower",
+    },
+}  # fmt: skip
+
+CAUSAL: dict[str, dict[str, Any]] = {
+    "greedy": {
+        "gen_length": 128, "steps": 128, "temperature": 0.0, "order": "left_to_right",
+        "stop_at_eos": True, "block_length": 1, "ties": "lower",
+    },
+}  # fmt: skip

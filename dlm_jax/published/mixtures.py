@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from dlm_jax.config import ModelConfig
-from dlm_jax.published import presets
+from dlm_jax.published import family
 from dlm_jax.published.dense import (
     ASKED_BY_SDAR,
     IDLE_OF_SDAR,
+    read_head_size,
     read_qwen,
-    rope_theta,
+    read_shape,
     write_qwen,
     write_shape,
 )
-from dlm_jax.published.family import DENSE, EXPERTS, Family, in_blocks, qwen_sources
-from dlm_jax.published.fields import Fields
-from dlm_jax.published.names import Source
+from dlm_jax.published.family import DENSE, EXPERTS, Family, Fields, Source, in_blocks, qwen_sources
 
 
 def _read_moe(fields: Fields) -> ModelConfig:
@@ -26,34 +25,25 @@ def _read_moe(fields: Fields) -> ModelConfig:
         router_topk_group=(1, -2, -1), routed_scaling_factor=(1, 1.0),
         norm_topk_prob=(False, True),
     )  # fmt: skip
-    depth = fields.take("num_hidden_layers", int)
+    shape = read_shape(fields, epsilon=1e-5)
+    depth = shape["depth"]
     frequency = fields.take("moe_layer_freq", list, []) or [1] * depth
     num_dense = next((i for i, kind in enumerate(frequency) if kind), depth)
     if len(frequency) != depth or not all(frequency[num_dense:]) or num_dense == depth:
         raise fields.refuse(
             "moe_layer_freq", frequency, "is not implemented; only plain layers first, then experts"
         )
-    heads = fields.take("num_attention_heads", int)
-    dense_width = fields.take("dense_intermediate_size", int, -1)
     biased = fields.take("moe_router_enable_expert_bias", bool, False)
     return ModelConfig(
-        depth=depth,
-        width=fields.take("hidden_size", int),
-        heads=heads,
-        kv_heads=fields.take("num_key_value_heads", int, heads),
-        mlp_width=max(dense_width, 0),
-        activation="swiglu",
-        norm_epsilon=fields.take("rms_norm_eps", float, 1e-5),
+        mlp_width=max(fields.take("dense_intermediate_size", int, -1), 0),
         qk_norm=fields.take("qk_layernorm", bool, False),
-        rope_theta=rope_theta(fields),
-        tied_head=fields.take("tie_word_embeddings", bool, False),
-        vocab_size=fields.take("vocab_size", int),
         experts=fields.take("num_experts", int),
         experts_per_token=fields.take("num_experts_per_tok", int),
         expert_width=fields.take("expert_intermediate_size", int),
         shared_width=max(fields.take("shared_expert_intermediate_size", int, 0), 0),
         dense_layers=num_dense,
         router_bias="weight" if biased else "none",
+        **shape,
     )
 
 
@@ -87,7 +77,7 @@ LLADA_MOE = Family(
     write=_write_moe,
     sources=_moe_sources,
     mask_id=156895,
-    presets=presets.LLADA_MOE,
+    presets=family.LLADA_MOE,
 )
 
 
@@ -119,7 +109,7 @@ SDAR_MOE = Family(
     write=_write_sdar_moe,
     sources=qwen_sources,
     mask_id=151669,
-    presets=presets.SDAR,
+    presets=family.SDAR,
     idle=IDLE_OF_SDAR,
 )
 
@@ -130,28 +120,20 @@ def _read_llada2(fields: Fields) -> ModelConfig:
         norm_head=False, score_function="sigmoid", norm_topk_prob=True, router_dtype="fp32",
         moe_router_enable_expert_bias=True, norm_softmax=False,
     )  # fmt: skip
-    heads, width = fields.take("num_attention_heads", int), fields.take("hidden_size", int)
-    head_size = fields.take("head_dim", int, width // heads)
+    shape = {"kv_heads": fields.take("num_key_value_heads", int)}
+    shape = read_shape(fields, epsilon=1e-5) | shape
+    head_size = read_head_size(fields, shape)
     share = fields.take("partial_rotary_factor", float, 0.5)
-    fields.must(rotary_dim=int(head_size * share))
+    fields.must(rotary_dim=int((head_size or shape["width"] // shape["heads"]) * share))
     expert_width = fields.take("moe_intermediate_size", int)
     num_shared = fields.take("num_shared_experts", int, 0)
     num_each = fields.take("num_experts_per_tok", int)
     fields.must(moe_shared_expert_intermediate_size=expert_width * num_shared)
     return ModelConfig(
-        depth=fields.take("num_hidden_layers", int),
-        width=width,
-        heads=heads,
-        kv_heads=fields.take("num_key_value_heads", int),
-        head_size=0 if head_size * heads == width else head_size,
+        head_size=head_size,
         mlp_width=fields.take("intermediate_size", int),
-        activation="swiglu",
-        norm_epsilon=fields.take("rms_norm_eps", float, 1e-5),
         qk_norm=fields.take("use_qk_norm", bool, True),
-        rope_theta=rope_theta(fields),
         rotary_share=share,
-        tied_head=fields.take("tie_word_embeddings", bool, False),
-        vocab_size=fields.take("vocab_size", int),
         attention_type="block_causal",
         block_length=fields.take("block_length", int, 32),
         experts=fields.take("num_experts", int),
@@ -165,6 +147,7 @@ def _read_llada2(fields: Fields) -> ModelConfig:
         router_bias="choice",
         router_normalised=num_each > 1,  # the score of a single expert stays as it is
         router_scale=fields.take("routed_scaling_factor", float, 2.5),
+        **shape,
     )
 
 
@@ -199,9 +182,9 @@ def _llada2_sources(model: ModelConfig) -> dict[str, Source]:
     experts = EXPERTS | {"mlp/router_bias": "mlp.gate.expert_bias"}
     experts |= {f"mlp/shared/{p}/kernel": f"mlp.shared_experts.{p}_proj.weight" for p in parts}
     found = in_blocks(own | experts, own | DENSE, prefix) | {
-        "embedding": Source("model.word_embeddings.weight"),
-        "norm/scale": Source("model.norm.weight"),
-        "head/kernel": Source("lm_head.weight"),
+        "embedding": "model.word_embeddings.weight",
+        "norm/scale": "model.norm.weight",
+        "head/kernel": "lm_head.weight",
     }
     # One matrix holds queries, keys and values, one below the other.
     size = model.size_of_head(model.width, model.heads)
@@ -210,8 +193,10 @@ def _llada2_sources(model: ModelConfig) -> dict[str, Source]:
             "value": (wide + narrow, wide + 2 * narrow)}  # fmt: skip
     for stack in ("blocks", "dense_blocks"):
         for part, span in rows.items():
-            fused = Source(prefix + "attention.query_key_value.weight", span)
-            found[f"{stack}/attention/{part}/kernel"] = fused
+            found[f"{stack}/attention/{part}/kernel"] = (
+                prefix + "attention.query_key_value.weight",
+                span,
+            )
     return found
 
 
@@ -223,5 +208,5 @@ LLADA2 = Family(
     write=_write_llada2,
     sources=_llada2_sources,
     mask_id=156895,
-    presets=presets.LLADA2,
+    presets=family.LLADA2,
 )

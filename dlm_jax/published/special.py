@@ -10,8 +10,7 @@ from typing import Any
 from dlm_jax.config import SampleConfig
 from dlm_jax.data import HubTokenizer, check_fits, qwen_json
 from dlm_jax.published.chat import ChatTemplate, check_template
-from dlm_jax.published.family import Family
-from dlm_jax.published.fields import read_json
+from dlm_jax.published.family import Family, read_json
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.settings import nearest
 
@@ -27,6 +26,9 @@ _SHARED = {
 }  # fmt: skip
 """Fields of `GENERATION` that are settings, which it may name otherwise."""
 
+_OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
+"""Fields of `GENERATION` that count only beside ``do_sample`` true."""
+
 _MASK_NAMES = ("<|mdm_mask|>", "<|mask|>", "<|MASK|>", "|<MASK>|", "[MASK]", "<mask>")
 
 
@@ -37,9 +39,6 @@ def read_tokenizer(
 
     Specials are what generation_config.json, config.json and tokenizer_config.json say, in this
     order; what none says is the family's.
-
-    Raises:
-      ValueError: there is no tokenizer, it has ids that the model lacks, or there is no MASK.
     """
     said = [_optional(directory / GENERATION), config]
     names = _optional(directory / "tokenizer_config.json")
@@ -85,19 +84,25 @@ def read_tokenizer(
 def read_settings(directory: Path, length: int) -> dict[str, Any]:
     """The settings that generation_config.json recommends; empty if there is none.
 
-    ``do_sample`` false is temperature 0. A text longer than the canvas of `length` tokens takes the
-    room that its prompt leaves.
-
-    Raises:
-      ValueError: a value is none of its setting.
+    Sampling follows Hugging Face: ``do_sample`` false means temperature 0, and is the default
+    beside a temperature, ``top_k``, ``top_p``, ``min_p`` or ``typical_p``; ``do_sample`` true means
+    temperature 1 unless the file gives one. A file with none of these fields leaves the temperature
+    to the family. A text longer than the canvas of `length` tokens takes the room that its prompt
+    leaves.
     """
     said = _optional(directory / GENERATION)
     own = said.get(OWN) or {}
     if not isinstance(own, dict):
         raise ValueError(f"{directory / GENERATION}: {OWN} is no object of settings; remove it")
     found = {name: said[field] for field, name in _SHARED.items() if said.get(field) is not None}
-    if said.get("do_sample") is False:
-        found["temperature"] = 0.0
+    does_sample = said.get("do_sample")
+    if not isinstance(does_sample, bool | None):
+        raise ValueError(
+            f"{directory / GENERATION}: do_sample={does_sample!r} is not a bool; use true or false"
+        )
+    is_greedy = not does_sample and (does_sample is not None or found.keys() & set(_OF_SAMPLING))
+    if does_sample:
+        found.setdefault("temperature", 1.0)
     if "repetition_penalty" in found:
         found["penalty_last_n"] = -1  # other programs penalise the whole text
     try:
@@ -108,18 +113,15 @@ def read_settings(directory: Path, length: int) -> dict[str, Any]:
             found[name] = BUILT_IN.settings[name].checked(value)
     except ValueError as error:
         raise ValueError(f"{directory / GENERATION}: {error}") from None
+    if is_greedy and "temperature" not in own:
+        found["temperature"] = 0.0
     if found.get("gen_length", 0) > length and "gen_length" not in own:
         found |= {"gen_length": 0, "steps": found.get("steps", length)}
     return found
 
 
 def settings_fields(sample: SampleConfig, implied: SampleConfig) -> dict[str, Any]:
-    """The fields of generation_config.json from which `read_settings` makes `sample` again.
-
-    Args:
-      sample: what the model recommends.
-      implied: what its family recommends, which is not written.
-    """
+    """The fields of generation_config.json from which `read_settings` makes `sample` again."""
     names = {name: field for field, name in _SHARED.items()}
     fields: dict[str, Any] = {}
     own: dict[str, Any] = {}
@@ -128,25 +130,22 @@ def settings_fields(sample: SampleConfig, implied: SampleConfig) -> dict[str, An
         is_scaled = name == "steps" and sample.gen_length != implied.gen_length
         if value == getattr(implied, name) and not is_scaled:
             continue
-        if name == "temperature" and value == 0:
-            fields["do_sample"] = False
-        elif name in names and (name, value) != ("gen_length", 0):
+        if name in names and (name, value) != ("gen_length", 0):
             fields[names[name]] = value
         else:
             own[name] = value
     if "repetition_penalty" in fields:
         own["penalty_last_n"] = sample.penalty_last_n
-    if "temperature" in fields:
-        fields["do_sample"] = True
+    if fields.keys() & set(_OF_SAMPLING):
+        does_sample = sample.temperature > 0
+        fields |= {"do_sample": does_sample, "temperature": sample.temperature}
+        if not does_sample:
+            del fields["temperature"]
     return fields | ({OWN: own} if own else {})
 
 
 def read_chat(directory: Path, tokenizer: HubTokenizer) -> ChatTemplate | None:
-    """The chat template of a directory, or None.
-
-    Raises:
-      ValueError: it is no Jinja program.
-    """
+    """The chat template of a directory, or None."""
     file = directory / TEMPLATE
     if file.exists():
         try:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,12 @@ import numpy as np
 from dlm_jax.config import Config
 from dlm_jax.data import HubTokenizer
 from dlm_jax.published.chat import ChatTemplate
+from dlm_jax.published.directory import implied_sample
 from dlm_jax.published.families import family_for
-from dlm_jax.published.family import Family
-from dlm_jax.published.loading import implied_sample
-from dlm_jax.published.names import Piece, leaves, pieces_of, shape_of
-from dlm_jax.published.shards import DTYPES, INDEX, SINGLE
+from dlm_jax.published.family import Family, Piece, leaves, pieces_of, tensor_shapes
 from dlm_jax.published.special import settings_fields, write_tokenizer
-from dlm_jax.storage import refused_unless_full
+from dlm_jax.published.tensors import DTYPES, INDEX, SINGLE
+from dlm_jax.store.files import refused_unless_full
 from dlm_jax.types import Params
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -53,8 +53,6 @@ def write_published(
       max_shard_bytes: of one file of weights.
 
     Raises:
-      ValueError: no family describes the model, its tokenizer is of another kind, or the directory
-        exists or cannot be written.
       OSError: the disk is full.
     """
     target = Path(path)
@@ -91,7 +89,6 @@ def write_published(
 def _config_fields(
     family: Family, config: Config, tokenizer: HubTokenizer, *, dtype: str
 ) -> dict[str, Any]:
-    """What config.json says."""
     fields = family.write(config.model) | {
         "architectures": [family.architectures[0]], "model_type": family.model_type,
         family.max_length: config.data.seq_len, "mask_token_id": tokenizer.mask_id,
@@ -107,54 +104,49 @@ def _write_weights(
     directory: Path, params: Params, pieces: Mapping[str, list[Piece]], max_bytes: int
 ) -> None:
     values = dict(leaves(params))
-    plan = _plan(values, pieces)
-    shards: list[list[str]] = [[]]
+    shapes = tensor_shapes(pieces)
+    parts: dict[str, list[tuple[Piece, Any]]] = {name: [] for name in shapes}
+    for path, own in pieces.items():
+        if values[path].dtype not in _NAMES:
+            raise ValueError(
+                f"parameter {path} is {values[path].dtype}; only {', '.join(DTYPES)} are written"
+            )
+        for piece in own:
+            parts[piece.tensor].append((piece, values[path]))
+    sizes = {
+        name: math.prod(shape) * parts[name][0][1].dtype.itemsize for name, shape in shapes.items()
+    }
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
     room = max_bytes
-    for name, (shape, dtype, _) in plan.items():
-        size = int(np.prod(shape)) * dtype.itemsize
-        if size > room and shards[-1]:
-            shards.append([])
+    for name, shape in shapes.items():
+        if sizes[name] > room and shards[-1]:
+            shards.append({})
             room = max_bytes
-        shards[-1].append(name)
-        room -= size
+        shards[-1][name] = shape
+        room -= sizes[name]
     if len(shards) == 1:
-        _write_file(directory / SINGLE, {name: plan[name] for name in plan}, values)
+        _write_file(directory / SINGLE, shapes, parts)
         return
     where = {}
-    for number, names in enumerate(shards, start=1):
+    for number, own in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(directory / file, {name: plan[name] for name in names}, values)
-        where |= dict.fromkeys(names, file)
-    total = sum(int(np.prod(s)) * d.itemsize for s, d, _ in plan.values())
-    index = {"metadata": {"total_size": total}, "weight_map": where}
+        _write_file(directory / file, own, parts)
+        where |= dict.fromkeys(own, file)
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
     (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-_Plan = dict[str, tuple[tuple[int, ...], np.dtype, list[tuple[str, Piece]]]]
-
-
-def _plan(values: Mapping[str, Any], pieces: Mapping[str, list[Piece]]) -> _Plan:
-    """Of each tensor its shape, its dtype, and the pieces that it is made of."""
-    plan: _Plan = {}
-    for path, parts in pieces.items():
-        dtype = np.dtype(values[path].dtype)
-        if dtype not in _NAMES:
-            raise ValueError(f"parameter {path} is {dtype}; only {', '.join(DTYPES)} are written")
-        for piece in parts:
-            shape = shape_of(piece, values[path].shape)
-            rows = piece.rows[1] if piece.rows else shape[0]
-            before = plan.get(piece.tensor, ((0,), dtype, []))
-            whole = (max(rows, before[0][0]), *shape[1:])
-            plan[piece.tensor] = (whole, dtype, [*before[2], (path, piece)])
-    return plan
-
-
-def _write_file(file: Path, plan: _Plan, values: Mapping[str, Any]) -> None:
+def _write_file(
+    file: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    parts: Mapping[str, list[tuple[Piece, Any]]],
+) -> None:
     """Writes a safetensors file, one tensor at a time."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, (shape, dtype, _) in plan.items():
-        size = int(np.prod(shape)) * dtype.itemsize
+    for name, shape in shapes.items():
+        dtype = np.dtype(parts[name][0][1].dtype)
+        size = math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape),
                         "data_offsets": [end, end + size]}  # fmt: skip
         end += size
@@ -162,20 +154,9 @@ def _write_file(file: Path, plan: _Plan, values: Mapping[str, Any]) -> None:
     text += b" " * (-len(text) % 8)
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
-        for shape, dtype, parts in plan.values():
-            for value in _values(shape, dtype, parts, values):
-                stream.write(np.ascontiguousarray(value).tobytes())
-
-
-def _values(
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    parts: list[tuple[str, Piece]],
-    values: Mapping[str, Any],
-) -> Iterator[np.ndarray]:
-    whole = np.empty(shape, dtype)
-    for path, piece in parts:
-        value = np.asarray(values[path][piece.place] if piece.place else values[path])
-        rows = slice(None) if piece.rows is None else slice(*piece.rows)
-        whole[rows] = value.T if piece.is_transposed else value
-    yield whole
+        for name, shape in shapes.items():
+            whole = np.empty(shape, parts[name][0][1].dtype)
+            for piece, value in parts[name]:
+                value = np.asarray(value[piece.place] if piece.place else value)
+                whole[piece.rows] = value.T if piece.is_transposed else value
+            stream.write(whole.tobytes())

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dlm_jax.sampling.largest import place_of_largest
 from dlm_jax.sampling.row import RowParams
 
 
@@ -59,12 +60,7 @@ def first_block(
 ) -> tuple[Block, jax.Array]:
     """The first block that has work, and ``[B]``, True where there is one.
 
-    Args:
-      is_work_BL: True where a block has something to do.
-      is_hole_BL: True at holes.
-      first_B: int32, the first unfrozen position, where blocks begin.
-      length_B: int32, positions of a block; 0 is all in one.
-      steps_B: int32, steps of the row.
+    Blocks of `length_B` positions begin at `first_B`, the first unfrozen one; 0 is all in one.
     """
     zeros_B = jnp.zeros_like(steps_B)
     count_B = _num_busy(is_work_BL, first_B, _size(length_B, is_work_BL))
@@ -93,7 +89,7 @@ def next_block(
     num_positions = is_work_BL.shape[1]
     is_later_BL = is_work_BL & (jnp.arange(num_positions)[None] >= block.end_B[:, None])
     is_any_B = jnp.any(is_later_BL, axis=1)
-    place_B = jnp.argmax(is_later_BL, axis=1)
+    place_B = place_of_largest(is_later_BL)
     begin_B = block.end_B + (place_B - block.end_B) // size_B * size_B
     index_B = block.index_B + 1
     following = block._replace(
@@ -122,7 +118,7 @@ def joined(block: Block, is_hole_BL: jax.Array, is_free_BL: jax.Array, row: RowP
     size_B = _size(row.block_length_B, is_hole_BL)
     is_open_BL = is_hole_BL & block.holds(num_positions)
     is_several_B = (row.open_blocks_B > 1) & jnp.any(is_open_BL, axis=1)
-    first_B = jnp.argmax(is_open_BL, axis=1)
+    first_B = place_of_largest(is_open_BL)
     begin_B = block.begin_B + (first_B - block.begin_B) // size_B * size_B
     begin_B = jnp.where(is_several_B, begin_B, block.begin_B)
     end_B = block.end_B

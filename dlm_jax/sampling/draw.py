@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.commit.protocol import TOLERANCE
+from dlm_jax.sampling.commit.commit_rule import TOLERANCE
+from dlm_jax.sampling.largest import place_of_largest
 
 METHODS = ("inverse_cdf", "gumbel")
 
@@ -76,7 +77,8 @@ def choose_with(
     """
     logits_NV = logits_NV.astype(jnp.float32)
     none_N = jnp.zeros(is_greedy_N.shape, jnp.int32)
-    best_N = jax.lax.cond(is_greedy_N.any(), argmax, lambda x: none_N, logits_NV)
+    # A new function: JAX keeps what it traces for a branch as long as the function lives.
+    best_N = jax.lax.cond(is_greedy_N.any(), lambda x: argmax(x), lambda x: none_N, logits_NV)
     drawn_N = jax.lax.cond(
         is_greedy_N.all(),
         lambda x, n: none_N,
@@ -135,11 +137,11 @@ def _pick(weight_NK: Array, uniform_N: Array) -> Array:
     The heaviest entry takes the end of the unit interval, so that the others are resolved
     relative to their own sum: a tail of mass 1e-9 keeps its proportions.
     """
-    heaviest_N = weight_NK.argmax(-1).astype(jnp.int32)
+    heaviest_N = place_of_largest(weight_NK)
     indices_1K = jnp.arange(weight_NK.shape[1], dtype=jnp.int32)[None]
     other_NK = jnp.where(indices_1K == heaviest_N[:, None], 0.0, weight_NK)
     upto_NK = jnp.cumsum(other_NK, axis=-1)
     total_N = upto_NK[:, -1] + weight_NK.max(-1)
     is_hit_NK = (upto_NK > (uniform_N * total_N)[:, None]) & (other_NK > 0)
-    first_N = is_hit_NK.argmax(-1).astype(jnp.int32)
+    first_N = place_of_largest(is_hit_NK)
     return jnp.where(is_hit_NK.any(-1), first_N, heaviest_N)

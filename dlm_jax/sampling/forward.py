@@ -1,41 +1,35 @@
-"""The forward of a step: of the whole canvas, or of what a cache rule has computed."""
+"""The forward of a step: of all rows, or of a window of each beside what is kept.
+
+Passes beside a cache run for some rows in groups of a fixed size: a row comes out the same in any
+of them, beside as many others as there always are, whoever they are and however many are due.
+Where rows are split over devices, a group holds as many of each, and all devices run it together:
+the layers of a model whose parameters are split are gathered one by one, as in any other forward.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.cache.groups import after, cut, in_groups
-from dlm_jax.sampling.cache.protocol import CacheContext, CachePlan, CacheState
-from dlm_jax.sampling.output import TrunkOutput
+from dlm_jax.sampling.cache.cache_policy import CacheContext, CachePlan, CacheRule, CacheState
+from dlm_jax.sampling.largest import place_of_largest
+from dlm_jax.sampling.positions import TrunkOutput, group_size
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.state import State
 from dlm_jax.types import CachedTrunk, Params, Window, live_positions
 
+Carry = TypeVar("Carry")
+Rows = TypeVar("Rows")
 
-class Pass(NamedTuple):
-    """What the forward of a step found, and what it cost.
-
-    Attributes:
-      output: what the trunk returned.
-      cache: what is kept after it; None without a cache.
-      forwards_B: int32, forwards of the trunk that the row asked for.
-      positions_B: int32, live positions that those computed; 0 without a cache.
-    """
-
-    output: TrunkOutput
-    cache: CacheState | None
-    forwards_B: jax.Array
-    positions_B: jax.Array
+_HUGE = 3e38
 
 
-class Ready(NamedTuple):
-    """Parameters that `CachedTrunk.ready` has laid out before the call that reads them."""
-
-    params: Params
+Pass = tuple[TrunkOutput, CacheState | None, jax.Array, jax.Array]
+"""What the trunk returned; what is kept after it; and of each row, int32 ``[B]``, the forwards that
+it asked for and, with a cache, the live positions that those computed."""
 
 
 class _Inputs(NamedTuple):
@@ -48,9 +42,6 @@ class _Inputs(NamedTuple):
     is_due_B: jax.Array
     settles_B: jax.Array
     size_B: jax.Array
-
-
-_Carried = tuple[Any, jax.Array]  # what is kept, and the hidden vectors of the windows
 
 
 def with_cache(program: Program, params: Params, state: State) -> State:
@@ -68,10 +59,8 @@ def with_cache(program: Program, params: Params, state: State) -> State:
     return state._replace(cache=state.cache._replace(kept=kept, bare=bare))
 
 
-def ready(program: Program, params: Params | Ready, state: State) -> Params:
+def ready(program: Program, params: Params, state: State) -> Params:
     """The parameters as the steps of a state read them: once for all, before the first."""
-    if isinstance(params, Ready):
-        return params.params
     if state.cache is None or (lay_out := _pieces(program).ready) is None:
         return params
     return lay_out(params)
@@ -83,18 +72,17 @@ def forward(program: Program, params: Params, state: State, is_open_BL: jax.Arra
         return _beside_kept(program, params, state, is_open_BL)
     canvas = state.canvas
     hidden_BLD, _ = program.network.trunk(params, canvas.tokens_BL, canvas.length_B, None)
-    ones_B = jnp.ones_like(canvas.length_B)
+    ones_B, none_B = jnp.ones_like(canvas.length_B), jnp.zeros_like(canvas.length_B)
     if not program.is_guided:
-        return Pass(TrunkOutput(hidden_BLD), None, ones_B, jnp.zeros_like(ones_B))
+        return TrunkOutput(hidden_BLD), None, ones_B, none_B
     bare_BL = _bare(program, state)
     bare_BLD = jax.lax.cond(
-        _any_guided(state),
+        jnp.any((state.row.guidance_B != 0) & state.is_running_B),
         lambda: program.network.trunk(params, bare_BL, canvas.length_B, None)[0],
         lambda: jnp.zeros_like(hidden_BLD),
     )
     forwards_B = ones_B + (state.row.guidance_B != 0)
-    output = TrunkOutput(hidden_BLD, bare_BLD, state.row.guidance_B)
-    return Pass(output, None, forwards_B, jnp.zeros_like(ones_B))
+    return TrunkOutput(hidden_BLD, bare_BLD, state.row.guidance_B), None, forwards_B, none_B
 
 
 def _bare(program: Program, state: State) -> jax.Array:
@@ -102,10 +90,6 @@ def _bare(program: Program, state: State) -> jax.Array:
     canvas = state.canvas
     is_given_BL = canvas.frozen_BL & live_positions(canvas.length_B, canvas.tokens_BL.shape[1])
     return jnp.where(is_given_BL, program.mask_id, canvas.tokens_BL)
-
-
-def _any_guided(state: State) -> jax.Array:
-    return jnp.any((state.row.guidance_B != 0) & state.is_running_B)
 
 
 def _pieces(program: Program) -> CachedTrunk:
@@ -120,7 +104,7 @@ def _beside_kept(program: Program, params: Params, state: State, is_open_BL: jax
     assert rule is not None and cache is not None
     num_positions = is_open_BL.shape[1]
     first_B = jnp.where(
-        jnp.any(is_open_BL, axis=1), jnp.argmax(is_open_BL, axis=1), state.block.begin_B
+        jnp.any(is_open_BL, axis=1), place_of_largest(is_open_BL), state.block.begin_B
     )
     first_B = jnp.minimum(first_B, num_positions - 1).astype(jnp.int32)
     context = CacheContext(
@@ -137,8 +121,7 @@ def _beside_kept(program: Program, params: Params, state: State, is_open_BL: jax
         plan.settles_B & runs_B,
         _smallest(sizes, state, plan, runs_B),
     )
-    run = _Windows(program, state, sizes)
-    kept, hidden_BWD = run(params, cache.kept, inputs)
+    kept, hidden_BWD = _windows(program, params, rule, sizes, cache.kept, inputs)
     output = TrunkOutput(hidden_BWD, at_BL=_places(inputs.place_B, sizes[0], num_positions))
     bare = cache.bare
     if program.is_guided:
@@ -149,7 +132,7 @@ def _beside_kept(program: Program, params: Params, state: State, is_open_BL: jax
             settles_B=inputs.settles_B & guided_B,
             size_B=jnp.where(guided_B, inputs.size_B, -1),
         )
-        bare, bare_BWD = run(params, cache.bare, inputs)
+        bare, bare_BWD = _windows(program, params, rule, sizes, cache.bare, inputs)
         output = output._replace(bare_BLD=bare_BWD, scale_B=state.row.guidance_B)
     cache = CacheState(
         kept,
@@ -158,7 +141,11 @@ def _beside_kept(program: Program, params: Params, state: State, is_open_BL: jax
         jnp.where(runs_B, jnp.where(plan.is_due_B, 1, cache.age_B + 1), cache.age_B),
         jnp.where(runs_B & plan.is_due_B, state.block.index_B, cache.block_B),
     )
-    return _counted(program, state, plan, output, cache, settled=sizes[0])
+    times_B = jnp.ones_like(state.canvas.length_B)
+    if program.is_guided:
+        times_B += state.row.guidance_B != 0
+    forwards_B = 1 + plan.settles_B.astype(jnp.int32)
+    return output, cache, forwards_B * times_B, _num_computed(state, plan, sizes[0]) * times_B
 
 
 def _smallest(
@@ -176,133 +163,202 @@ def _places(place_B: jax.Array, width: int, num_positions: int) -> jax.Array:
     return jnp.clip(offset_BL, 0, width - 1)
 
 
-def _counted(
-    program: Program, state: State, plan: CachePlan, output: TrunkOutput, cache: CacheState,
-    *, settled: int,
-) -> Pass:  # fmt: skip
+def _num_computed(state: State, plan: CachePlan, settled: int) -> jax.Array:
+    """Live positions of one canvas of each row that the step computes."""
     length_B = state.canvas.length_B
-    times_B = jnp.ones_like(length_B)
-    if program.is_guided:
-        times_B += state.row.guidance_B != 0
     window_B = jnp.maximum(jnp.minimum(plan.end_B, length_B) - plan.begin_B, 0)
     settled_B = plan.settles_B * jnp.minimum(plan.begin_B, settled)
-    positions_B = jnp.where(plan.is_due_B, length_B, window_B + settled_B)
-    forwards_B = 1 + plan.settles_B.astype(jnp.int32)
-    return Pass(output, cache, forwards_B * times_B, positions_B * times_B)
+    return jnp.where(plan.is_due_B, length_B, window_B + settled_B)
 
 
-class _Windows:
-    """The passes of a step over one canvas: ``(params, kept, inputs) -> (kept, hidden_BWD)``."""
+def _windows(
+    program: Program,
+    params: Params,
+    rule: CacheRule,
+    sizes: tuple[int, ...],
+    kept: Any,
+    inputs: _Inputs,
+) -> tuple[Any, jax.Array]:
+    """What is kept after the passes of a step over one canvas, and the vectors ``[B, W, D]``."""
+    tokens_BL, length_B, width = inputs.tokens_BL, inputs.length_B, sizes[0]
+    rows, num_positions = tokens_BL.shape
+    shape = jax.eval_shape(lambda: program.network.trunk(params, tokens_BL, length_B, None)[0])
+    hidden_BWD = jnp.zeros((rows, width, shape.shape[2]), shape.dtype)
+    kept, hidden_BWD = _refreshed(program, params, rule, kept, hidden_BWD, inputs)
+    if len(sizes) == 1:
+        return _all_rows(program, params, rule, kept, hidden_BWD, inputs)
+    for number, size in enumerate(sizes):
+        # A window that does not fit the size before begins further from the end of the canvas: it
+        # sees no kept position behind that.
+        is_any = rule.sees_behind or number == 0
+        num_seen = None if is_any else num_positions - sizes[number - 1]
 
-    def __init__(self, program: Program, state: State, sizes: tuple[int, ...]):
-        assert state.rules.cache is not None
-        self._program, self._rule, self._sizes = program, state.rules.cache, sizes
-        self._pieces = _pieces(program)
-
-    def __call__(self, params: Params, kept: Any, inputs: _Inputs) -> tuple[Any, jax.Array]:
-        rows, width = inputs.length_B.shape[0], self._sizes[0]
-        shape = jax.eval_shape(
-            lambda: self._program.network.trunk(params, inputs.tokens_BL, inputs.length_B, None)[0]
-        )
-        hidden_BWD = jnp.zeros((rows, width, shape.shape[2]), shape.dtype)
-        kept, hidden_BWD = self._in_groups(params, kept, hidden_BWD, inputs)
-        if len(self._sizes) > 1:
-            return kept, hidden_BWD
-        return self._all_rows(params, kept, hidden_BWD, inputs)
-
-    def _in_groups(
-        self, params: Params, kept: Any, hidden_BWD: jax.Array, inputs: _Inputs
-    ) -> tuple[Any, jax.Array]:
-        """What runs for some rows: the whole canvas, finished blocks, windows of several sizes."""
-        num_positions, width = inputs.tokens_BL.shape[1], self._sizes[0]
-        by_rows = self._program.by_rows
-
-        def whole(carry: _Carried, rows: _Inputs, row_N: jax.Array) -> tuple[Any, ...]:
-            del carry, row_N
-            hidden_NLD, piece = self._pieces.whole(params, rows.tokens_BL, rows.length_B)
-            return piece, hidden_NLD, rows.place_B
-
-        def put_whole(carry: _Carried, made: tuple[Any, ...], row_N: jax.Array) -> _Carried:
-            (kept, hidden_BWD), (piece, hidden_NLD, place_N) = carry, made
-            kept = self._pieces.store(kept, piece, row_N, jnp.zeros_like(place_N))
-            return kept, hidden_BWD.at[row_N].set(cut(hidden_NLD, place_N, width))
-
-        def settled(kept: Any, rows: _Inputs, row_N: jax.Array) -> tuple[Any, jax.Array]:
-            first_N = jnp.maximum(rows.plan.begin_B - width, 0)
-            window = Window(first_N, first_N, rows.plan.begin_B)
-            hidden_NWD, piece = self._pieces.window(
-                params, kept, row_N, rows.tokens_BL, rows.length_B, window, size=width
-            )
-            return piece, after(hidden_NWD, window.place_N)
-
-        def put_settled(kept: Any, made: tuple[Any, jax.Array], row_N: jax.Array) -> Any:
-            piece, place_N = made
-            return self._pieces.store(kept, piece, row_N, place_N)
-
-        kept, hidden_BWD = in_groups(
-            by_rows, inputs.is_due_B, num_positions, whole, put_whole, (kept, hidden_BWD), inputs
-        )
-        if self._rule.settles:
-            kept = in_groups(by_rows, inputs.settles_B, width, settled, put_settled, kept, inputs)
-        if len(self._sizes) > 1:
-            for number, size in enumerate(self._sizes):
-                compute = self._of_size(params, kept, size, self._num_seen(number, num_positions))
-                is_mine_B = inputs.size_B == number
-                hidden_BWD = in_groups(
-                    by_rows, is_mine_B, size, compute, self._put_cut, hidden_BWD, inputs
-                )
-        return kept, hidden_BWD
-
-    def _put_cut(
-        self, hidden_BWD: jax.Array, made: tuple[jax.Array, jax.Array], row_N: jax.Array
-    ) -> jax.Array:
-        return hidden_BWD.at[row_N].set(cut(*made, self._sizes[0]))
-
-    def _num_seen(self, number: int, num_positions: int) -> int | None:
-        """Kept positions that the windows of that size see the last of; None: any.
-
-        A window that does not fit the size before begins further from the end of the canvas.
-        """
-        if self._rule.sees_behind or number == 0:
-            return None
-        return num_positions - self._sizes[number - 1]
-
-    def _of_size(
-        self, params: Params, kept: Any, size: int, num_seen: int | None
-    ) -> Callable[[jax.Array, _Inputs, jax.Array], tuple[jax.Array, jax.Array]]:
-        """The window of some rows whose smallest size it is, and where in it their block stands."""
-
-        def one(
-            hidden_BWD: jax.Array, rows: _Inputs, row_N: jax.Array
+        def compute(
+            hidden_BWD: jax.Array,
+            rows: _Inputs,
+            row_N: jax.Array,
+            size: int = size,
+            num_seen: int | None = num_seen,
         ) -> tuple[jax.Array, jax.Array]:
-            del hidden_BWD
-            plan = rows.plan
-            first_N = jnp.minimum(plan.begin_B, rows.tokens_BL.shape[1] - size)
-            window = Window(first_N, plan.begin_B, plan.end_B)
-            hidden_NSD, _ = self._pieces.window(
+            first_N = jnp.minimum(rows.plan.begin_B, num_positions - size)
+            window = Window(first_N, rows.plan.begin_B, rows.plan.end_B)
+            hidden_NSD, _ = _pieces(program).window(
                 params, kept, row_N, rows.tokens_BL, rows.length_B, window, size=size,
                 num_seen=num_seen,
             )  # fmt: skip
             return hidden_NSD, rows.place_B - window.place_N
 
-        return one
+        def put(
+            hidden_BWD: jax.Array, made: tuple[jax.Array, jax.Array], row_N: jax.Array
+        ) -> jax.Array:
+            return hidden_BWD.at[row_N].set(cut(*made, width))
 
-    def _all_rows(
-        self, params: Params, kept: Any, hidden_BWD: jax.Array, inputs: _Inputs
-    ) -> tuple[Any, jax.Array]:
-        """The windows of all rows together; those of rows that were computed whole do not count."""
-        plan = inputs.plan
-        window = Window(inputs.place_B, plan.begin_B, plan.end_B)
+        is_mine_B = inputs.size_B == number
+        hidden_BWD = in_groups(program.by_rows, is_mine_B, size, compute, put, hidden_BWD, inputs)
+    return kept, hidden_BWD
 
-        def compute() -> tuple[jax.Array, Any]:
-            return self._pieces.window(
-                params, kept, None, inputs.tokens_BL, inputs.length_B, window, size=self._sizes[0]
-            )
 
-        if self._rule.keeps:
-            own_BWD, piece = compute()
-            kept = self._pieces.store(kept, piece, None, after(own_BWD, inputs.place_B))
-        else:
-            is_any = jnp.any(inputs.size_B >= 0)
-            own_BWD = jax.lax.cond(is_any, lambda: compute()[0], lambda: hidden_BWD)
-        return kept, jnp.where(inputs.is_due_B[:, None, None], hidden_BWD, own_BWD)
+def _refreshed(
+    program: Program,
+    params: Params,
+    rule: CacheRule,
+    kept: Any,
+    hidden_BWD: jax.Array,
+    inputs: _Inputs,
+) -> tuple[Any, jax.Array]:
+    """The same after the passes over whole rows, and over blocks that are finished now."""
+    pieces, by_rows = _pieces(program), program.by_rows
+    width, num_positions = hidden_BWD.shape[1], inputs.tokens_BL.shape[1]
+
+    def whole(carry: Any, rows: _Inputs, row_N: jax.Array) -> tuple[Any, ...]:
+        hidden_NLD, piece = pieces.whole(params, rows.tokens_BL, rows.length_B)
+        return piece, hidden_NLD, rows.place_B
+
+    def put_whole(carry: Any, made: tuple[Any, ...], row_N: jax.Array) -> tuple[Any, jax.Array]:
+        (kept, hidden_BWD), (piece, hidden_NLD, place_N) = carry, made
+        kept = pieces.store(kept, piece, row_N, jnp.zeros_like(place_N))
+        return kept, hidden_BWD.at[row_N].set(cut(hidden_NLD, place_N, width))
+
+    def settled(kept: Any, rows: _Inputs, row_N: jax.Array) -> tuple[Any, jax.Array]:
+        first_N = jnp.maximum(rows.plan.begin_B - width, 0)
+        window = Window(first_N, first_N, rows.plan.begin_B)
+        hidden_NWD, piece = pieces.window(
+            params, kept, row_N, rows.tokens_BL, rows.length_B, window, size=width
+        )
+        return piece, after(hidden_NWD, window.place_N)
+
+    def put_settled(kept: Any, made: tuple[Any, jax.Array], row_N: jax.Array) -> Any:
+        piece, place_N = made
+        return pieces.store(kept, piece, row_N, place_N)
+
+    carry = kept, hidden_BWD
+    kept, hidden_BWD = in_groups(
+        by_rows, inputs.is_due_B, num_positions, whole, put_whole, carry, inputs
+    )
+    if rule.settles:
+        kept = in_groups(by_rows, inputs.settles_B, width, settled, put_settled, kept, inputs)
+    return kept, hidden_BWD
+
+
+def _all_rows(
+    program: Program,
+    params: Params,
+    rule: CacheRule,
+    kept: Any,
+    hidden_BWD: jax.Array,
+    inputs: _Inputs,
+) -> tuple[Any, jax.Array]:
+    """The windows of all rows together; those of rows that were computed whole do not count."""
+    pieces, plan = _pieces(program), inputs.plan
+    window = Window(inputs.place_B, plan.begin_B, plan.end_B)
+
+    def compute() -> tuple[jax.Array, Any]:
+        return pieces.window(
+            params, kept, None, inputs.tokens_BL, inputs.length_B, window, size=hidden_BWD.shape[1]
+        )
+
+    if rule.keeps:
+        own_BWD, piece = compute()
+        kept = pieces.store(kept, piece, None, after(own_BWD, inputs.place_B))
+    else:
+        is_any = jnp.any(inputs.size_B >= 0)
+        own_BWD = jax.lax.cond(is_any, lambda: compute()[0], lambda: hidden_BWD)
+    return kept, jnp.where(inputs.is_due_B[:, None, None], hidden_BWD, own_BWD)
+
+
+def in_groups(
+    by_rows: Callable[[Callable[[Any, Any], Any]], Callable[[Any, Any], Any]],
+    is_due_B: jax.Array,
+    num_positions: int,
+    compute: Callable[[Carry, Rows, jax.Array], Any],
+    put: Callable[[Carry, Any, jax.Array], Carry],
+    carry: Carry,
+    rows: Rows,
+) -> Carry:
+    """`carry` with what is computed of the due rows put into it, group by group.
+
+    Nothing runs where no row of any device is due. A group that is not full holds its first row
+    several times.
+
+    For the rows of a group and their numbers, ``compute(carry, rows_N, row_N) -> made`` is the
+    pass, in which each device's part of `row_N` are numbers of its own rows; ``put(carry, made,
+    row_N) -> carry`` runs on each device with its own parts alone. `num_positions` is what a pass
+    computes of a row.
+    """
+
+    def ordered(_: Any, is_due_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+        num_rows = is_due_B.shape[0]
+        size, num_due = group_size(num_rows, num_positions), jnp.sum(is_due_B)
+        (row_B,) = jnp.nonzero(is_due_B, size=num_rows, fill_value=0)
+        place_P = jnp.arange(-(-num_rows // size) * size)
+        first_P = place_P // size * size
+        row_P = row_B[jnp.where(place_P < num_due, place_P, first_P) % num_rows]
+        return num_due[None], row_P.astype(jnp.int32).reshape(1, -1, size)
+
+    num_due_S, own_SGN = by_rows(ordered)((), is_due_B)
+    num_shares, _, size = own_SGN.shape
+    num_own = is_due_B.shape[0] // num_shares
+    most = jnp.max(num_due_S)
+
+    def one(state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
+        # Behind a barrier: of a single row the compiler would know the place, take the pass out of
+        # the loop, and run it where none is due.
+        (first, carry), mine = jax.lax.optimization_barrier((state, rows))
+        own_SN = jax.lax.dynamic_index_in_dim(own_SGN, first // size, 1, keepdims=False)
+        own_N = own_SN.reshape(-1)
+        row_N = (own_SN + num_own * jnp.arange(num_shares)[:, None]).reshape(-1)
+        given = by_rows(lambda _, own: rows_of(*own))((), (own_N, mine))
+        made = compute(carry, given, row_N)
+        return first + size, by_rows(put_if_due)(first, (carry, made, own_N, num_due_S))
+
+    def put_if_due(first: jax.Array, own: tuple[Carry, Any, jax.Array, jax.Array]) -> Carry:
+        carry, made, own_N, num_due_1 = own
+        if num_shares == 1:  # or the loop would have ended
+            return put(carry, made, own_N)
+        return jax.lax.cond(first < num_due_1[0], lambda: put(carry, made, own_N), lambda: carry)
+
+    start = (jnp.zeros((), most.dtype), carry)
+    return jax.lax.while_loop(lambda state: state[0] < most, one, start)[1]
+
+
+def after(hidden_NWD: jax.Array, place_N: jax.Array) -> jax.Array:
+    """The places, known only once the hidden vectors are.
+
+    What is put there then comes after everything that was read to compute them, and what is kept is
+    written where it lies; the compiler would copy it to write at any time. A barrier is gone before
+    the compiler decides that. Vectors that are as large belong to a row that ends as not finite.
+    """
+    is_huge_N = jnp.max(hidden_NWD.astype(jnp.float32), axis=(1, 2)) > _HUGE
+    return jnp.where(is_huge_N, 0, place_N)
+
+
+def rows_of(row_N: jax.Array, rows: Rows) -> Rows:
+    """Those rows of each array, by their numbers on this device."""
+    return jax.tree.map(lambda leaf: leaf[row_N], rows)
+
+
+def cut(x_NLD: jax.Array, place_N: jax.Array, size: int) -> jax.Array:
+    """`size` positions of each row from its place on."""
+    return jax.vmap(lambda x_LD, place: jax.lax.dynamic_slice_in_dim(x_LD, place, size))(
+        x_NLD, place_N
+    )

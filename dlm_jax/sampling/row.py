@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import jax
 import numpy as np
 
-from dlm_jax.settings import ABOVE_ZERO, FINITE, Rule, Setting, fact, per_row, rule
+from dlm_jax.settings import (
+    ABOVE_ZERO,
+    FINITE,
+    UNSET,
+    Rule,
+    Setting,
+    SettingError,
+    fact,
+    per_row,
+    rule,
+)
 
 STEPS = Setting("steps", 128, "denoising steps of one sample", low=1)
 BLOCK_LENGTH = Setting(
@@ -56,23 +66,8 @@ _CAPACITY = Setting("capacity", 0, "tokens that edits may grow a row to", low=0)
 class RowParams(Rule):
     """Per-row parameters of the loop itself, ``[B]`` each; what the defaults leave out is off.
 
-    Attributes:
-      steps_B: int32, steps allowed, at least 1, and at least one for each block with holes.
-      seed_B: uint32, what the row's keys are made of; never changes.
-      block_length_B: int32, positions of a block; 0 is all in one.
-      open_blocks_B: int32, blocks that may be worked on at once.
-      open_share_B: float32 in (0, 1], how much of the last of them is written when the next begins.
-      guidance_B: float32 scale of classifier-free guidance; 0 is none.
-      stops_at_eos_B: True for rows that are done when their text is whole: EOS stands among tokens
-        that will not change, and nothing given follows it. Holes behind it may stay.
-      resamples_B: True for rows whose unfrozen tokens are all open, as if they were holes.
-      capacity_B: int32, live positions that edits may grow a row to, at most ``L``; less than the
-        row has is as many as it has.
-      max_new_B: int32, unfrozen tokens that a row's length is steered towards; 0 is as many as it
-        has.
-      ties_B: int32, place in the choices of `TIES`.
-      block_unit: positions of a block of a block-causal model, at whose multiples the row's blocks
-        begin; 0: they begin at the first unfrozen position.
+    Of a block-causal model, a row's blocks begin at multiples of ``block_unit``; 0: at the first
+    unfrozen position.
     """
 
     steps_B: jax.Array = per_row(STEPS)
@@ -90,15 +85,20 @@ class RowParams(Rule):
 
     @classmethod
     def check(cls, row: Any) -> None:
-        """Refuses to wait for an EOS that is banned, and to open blocks beside what may change."""
         if row.open_blocks > 1 and row.refines:
-            raise ValueError(
-                f"open_blocks={row.open_blocks} leaves a block behind once it has no holes, and "
-                "remask, resample, re-noise or edit would still change it; use open_blocks=1"
+            raise SettingError(
+                "open_blocks",
+                row.open_blocks,
+                "leaves a block behind once it has no holes, and "
+                "remask, resample, re-noise or edit would still change it",
+                "use open_blocks=1",
             )
         if row.stop_at_eos and row.ignore_eos:
-            raise ValueError(
-                "stop_at_eos means nothing with ignore_eos, which bans EOS; set ignore_eos to false"
+            raise SettingError(
+                "stop_at_eos",
+                UNSET,
+                "means nothing with ignore_eos, which bans EOS",
+                "set ignore_eos to false",
             )
 
 
@@ -109,26 +109,26 @@ ROW_SETTINGS = tuple(s for s in RowParams.settings() if s not in (_SEED, _CAPACI
 class Counters(NamedTuple):
     """What the loop counts for each row: int32 ``[B]`` in its state, numbers in results.
 
-    Attributes:
-      forwards: of the trunk, that the row has asked for; those of a block are counted as one each.
-      positions: live positions that those forwards computed beside a cache; 0 without one, where
-        each computes the whole row.
-      waves: of the sampler head's fills; 0 where all candidates were drawn in parallel.
-      bootstrapped: positions of those fills that the LM head drew, as nothing near was filled.
-      filled: candidates drawn in all steps.
-      insertions: tokens that edits inserted.
-      deletions: tokens that they deleted.
-      lost: insertions left out for want of room, and tokens that insertions pushed out.
+    A counter is a line here and a keyword where it is counted: of `Counters` in a step, or of
+    `dlm_jax.sampling.propose.Filled.counts` in a fill. Results, reports and figures follow.
     """
 
-    forwards: Any = 0
-    positions: Any = 0
-    waves: Any = 0
-    bootstrapped: Any = 0
-    filled: Any = 0
-    insertions: Any = 0
-    deletions: Any = 0
-    lost: Any = 0
+    # Those of a block are counted as one each.
+    forwards: Annotated[Any, "Forwards of the model."] = 0
+    # Beside a cache alone: without one each forward computes the whole row.
+    positions: Annotated[Any, "Live positions that forwards computed beside a cache."] = 0
+    waves: Annotated[Any, "Waves of wavefront fills."] = 0
+    bootstrapped: Annotated[Any, "Positions that the LM head drew in wavefront fills."] = 0
+    filled: Annotated[Any, "Candidates that were drawn."] = 0
+    insertions: Annotated[Any, "Tokens that edits inserted."] = 0
+    deletions: Annotated[Any, "Tokens that edits deleted."] = 0
+    lost: Annotated[Any, "Insertions without room, and tokens that insertions pushed out."] = 0
+
+    @classmethod
+    def helps(cls) -> dict[str, str]:
+        """What each of them counts."""
+        hints = get_type_hints(cls, include_extras=True)
+        return {name: hints[name].__metadata__[0] for name in cls._fields}
 
     def plus(self, more: Counters) -> Counters:
         """With these added."""

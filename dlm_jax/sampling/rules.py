@@ -1,4 +1,4 @@
-"""The kinds of rules that fill the slots of a step, by name, and their packing from settings."""
+"""The rules of a step: their slots and tables, and what they may know of a model."""
 
 from __future__ import annotations
 
@@ -13,15 +13,52 @@ import jax
 
 from dlm_jax.sampling.cache import CACHE_RULES, CacheRule
 from dlm_jax.sampling.commit import COMMIT_RULES, CommitRule
+from dlm_jax.sampling.commit.ancestral import NoiseSchedule
 from dlm_jax.sampling.draw import METHODS
 from dlm_jax.sampling.edits import EDIT_RULES, EditRule
-from dlm_jax.sampling.facts import ModelFacts
 from dlm_jax.sampling.propose import FILL_RULES, FillRule
 from dlm_jax.sampling.remask import REMASK_RULES, RemaskRule, Renoise
 from dlm_jax.sampling.row import ROW_SETTINGS
 from dlm_jax.sampling.transforms import TRANSFORMS, Chain, LogitBias, LogitTransform, chain
-from dlm_jax.sampling.transforms.structure import Structure
-from dlm_jax.settings import Rule, Setting, brief, nearest, on_device, static_values
+from dlm_jax.sampling.transforms.automaton import Structure
+from dlm_jax.settings import (
+    UNSET,
+    Rule,
+    Setting,
+    SettingError,
+    brief,
+    nearest,
+    on_device,
+    static_values,
+)
+
+
+class ModelFacts(NamedTuple):
+    """What rules may know of a model.
+
+    Attributes:
+      vocab_size: number of logits.
+      banned_ids: ids never proposed: MASK, PAD, BOS, padding of the vocabulary.
+      eos_ids: ids that end a generation. When there are none, ``ignore_eos`` warns and is off.
+      space_id: the id of the space; -1 for a vocabulary without one.
+      noise: the noise schedule the model was trained with; None if it has none.
+      has_sampler: whether it has a sampler head.
+      has_critic: whether it has a critic head.
+      has_cache: whether its network offers the trunk in pieces.
+      is_causal: whether it is autoregressive.
+      block_length: positions of a block of a block-causal model; 0 for any other.
+    """
+
+    vocab_size: int
+    banned_ids: tuple[int, ...] = ()
+    eos_ids: tuple[int, ...] = ()
+    space_id: int = -1
+    noise: NoiseSchedule | None = None
+    has_sampler: bool = False
+    has_critic: bool = False
+    has_cache: bool = False
+    is_causal: bool = False
+    block_length: int = 0
 
 
 class Rules(NamedTuple):
@@ -72,9 +109,36 @@ GEN_LENGTH = Setting(
 )
 
 
+class Slot(NamedTuple):
+    """What may fill a part of the step.
+
+    Attributes:
+      base: class of its rules.
+      selector: the setting that names one; empty: there is one rule.
+      by_use: whether it stays empty for rows whose settings do not ask for the rule.
+    """
+
+    base: type[Rule]
+    selector: str = ""
+    by_use: bool = False
+
+
+SLOTS: Mapping[str, Slot] = {
+    "transforms": Slot(LogitTransform, "chain"),
+    "structure": Slot(Structure, by_use=True),
+    "commit": Slot(CommitRule, "order"),
+    "fill": Slot(FillRule, "fill"),
+    "remask": Slot(RemaskRule, "remask"),
+    "edit": Slot(EditRule, "edit_scoring", by_use=True),
+    "cache": Slot(CacheRule, "cache"),
+    "renoise": Slot(Renoise, by_use=True),
+}
+"""Every slot of a step, by the name of its table; `Rules` has those that are no transforms."""
+
+
 @dataclass(frozen=True, eq=False)
 class RuleTable:
-    """Rules by name, one table for each kind; every setting of a request follows from it."""
+    """Rules by name, one table for each slot; every setting of a request follows from it."""
 
     transforms: Mapping[str, tuple[type[LogitTransform], ...]]
     commit: Mapping[str, type[CommitRule]]
@@ -82,50 +146,13 @@ class RuleTable:
     remask: Mapping[str, type[RemaskRule]]
     edit: Mapping[str, type[EditRule]]
     cache: Mapping[str, type[CacheRule]]
-
-    def selectors(self) -> tuple[Setting, ...]:
-        """The settings that choose rules by name."""
-        return (
-            _choice("order", "random", self.commit,
-                "which holes a step commits. A quota: low_confidence (the surest; LLaDA's default, "
-                "which collapses to spaces and line ends when a small model begins on an empty "
-                "canvas: docs/design.md), entropy, margin, random, left_to_right, random_filled "
-                "(random, out of candidates for all holes). As many as are sure enough: threshold, "
-                "factor, entropy_bound; joint_threshold, which rewrites what it wrote, too. As the "
-                "noise process does: ancestral"),
-            _choice("fill", AUTO, (AUTO, *self.fill),
-                "how a step's candidates are drawn: each blind to the others (parallel), in waves "
-                "by the sampler head, which sees its neighbours (wavefront), or as a draft that a "
-                "block-causal model verifies token by token (speculative); auto is wavefront for "
-                "a model with a trained sampler head, with order=random_filled unless an order is "
-                "given, and parallel for any other"),
-            _choice("remask", "none", ("none", *self.remask),
-                "what becomes a hole again after a step: none; scheduled (a share of the tokens "
-                "most likely wrong), scheduled_threshold (all above a wrongness); remdm_cap, "
-                "remdm_rescale, remdm_conf"),
-            _choice("edit_scoring", "uncertainty", self.edit,
-                "edit: what speaks for an insertion: uncertainty (of the tokens beside the gap), "
-                "or lead (of the likeliest token over the one behind the gap), for models trained "
-                "to proofread; or likelihood: insertions, deletions and replacements are tried, "
-                "and the one that counts most is made"),
-            _choice("cache", "none", ("none", *self.cache),
-                "keys and values that are kept from step to step: none; exact (of finished blocks, "
-                "causal and block-causal models); prefix, dual (of all before the block, or before "
-                "and behind it: approximate, bidirectional models)"),
-            Setting("chain", tuple(self.transforms), "logit transforms, in the order they run",
-                parse=self._parsed_chain, hint=tuple[str, ...]),
-        )  # fmt: skip
+    renoise: Mapping[str, type[Renoise]]
+    structure: Mapping[str, type[Structure]]
 
     def rules(self) -> tuple[type[Rule], ...]:
         """All rules."""
-        transforms = (cls for classes in self.transforms.values() for cls in classes)
-        named = (self.commit, self.fill, self.remask, self.edit, self.cache)
-        return (
-            *transforms,
-            Structure,
-            *(cls for table in named for cls in table.values()),
-            Renoise,
-        )
+        entries = (entry for slot in SLOTS for entry in getattr(self, slot).values())
+        return tuple(cls for e in entries for cls in (e if isinstance(e, tuple) else (e,)))
 
     @functools.cached_property
     def settings(self) -> dict[str, Setting]:
@@ -134,9 +161,22 @@ class RuleTable:
         Raises:
           ValueError: two rules declare one differently.
         """
+        chosen = (
+            _choice("order", "random", "which holes a step commits", self.commit),
+            _choice("fill", AUTO, "how a step's candidates are drawn", self.fill, {
+                AUTO: "wavefront for a model with a trained sampler head, with order=random_filled "
+                "unless an order is given, and parallel for any other"}),
+            _choice("remask", "none", "what becomes a hole again after a step", self.remask,
+                    {"none": ""}),
+            _choice("edit_scoring", "uncertainty", "edit: what speaks for an insertion", self.edit),
+            _choice("cache", "none", "keys and values that are kept from step to step", self.cache,
+                    {"none": ""}),
+            Setting("chain", tuple(self.transforms), "logit transforms, in the order they run",
+                parse=self._parsed_chain, hint=tuple[str, ...]),
+        )  # fmt: skip
         found: dict[str, Setting] = {}
         own = (s for cls in self.rules() for s in cls.settings())
-        for setting in (GEN_LENGTH, *ROW_SETTINGS, *self.selectors(), DRAW, EDIT, *own, IGNORE_EOS):
+        for setting in (GEN_LENGTH, *ROW_SETTINGS, *chosen, DRAW, EDIT, *own, IGNORE_EOS):
             if found.setdefault(setting.name, setting) is not setting:
                 raise ValueError(
                     f"setting {setting.name!r} is declared twice, differently; share one Setting, "
@@ -144,47 +184,35 @@ class RuleTable:
                 )
         return found
 
-    def fills(self, row: Any) -> type[FillRule]:
-        """The fill of a row with these settings; `AUTO` is the parallel one of the table."""
-        return self.fill["parallel" if row.fill == AUTO else row.fill]
+    def named(self, slot: str, row: Any) -> Any:
+        """The class of rule that a row with these settings has in a slot; None for none.
 
-    def remasks(self, row: Any) -> type[RemaskRule] | None:
-        """The remask rule that a row with these settings names, if any."""
-        return None if row.remask == "none" else self.remask[row.remask]
-
-    def edits(self, row: Any) -> type[EditRule] | None:
-        """The edit rule of a row with these settings, if its length may change."""
-        edit = self.edit[row.edit_scoring]
-        return edit if edit.is_used(row) else None
-
-    def renoises(self, row: Any) -> type[Renoise] | None:
-        """Re-noise, if a row with these settings asks for it."""
-        return Renoise if Renoise.is_used(row) else None
-
-    def structures(self, row: Any) -> type[Structure] | None:
-        """What holds a row with these settings to a language, if it asks for one."""
-        return Structure if Structure.is_used(row) else None
-
-    def caches(self, row: Any) -> type[CacheRule] | None:
-        """The cache rule that a row with these settings names, if any."""
-        return None if row.cache == "none" else self.cache[row.cache]
+        `AUTO` is the parallel fill of the table.
+        """
+        known, (_, selector, by_use) = getattr(self, slot), SLOTS[slot]
+        name = getattr(row, selector) if selector else next(iter(known))
+        cls = known.get("parallel" if name == AUTO else name)
+        return None if cls is None or (by_use and not cls.is_used(row)) else cls
 
     def of(self, row: Any) -> tuple[type[Rule], ...]:
         """The rules that a row with these settings names, but for the transforms of its chain."""
-        found = (self.commit[row.order], self.fills(row), self.remasks(row), self.edits(row),
-                 self.renoises(row), self.caches(row), self.structures(row))  # fmt: skip
+        found = (self.named(slot, row) for slot in (*Rules._fields[1:], "structure"))
         return tuple(cls for cls in found if cls is not None)
+
+    def chained(self, row: Any) -> tuple[type[LogitTransform], ...]:
+        """The transforms of a row's chain."""
+        return tuple(cls for name in row.chain for cls in self.transforms[name])
 
     def checks(self, row: Any) -> tuple[type[Rule], ...]:
         """The rules whose `Rule.check` a row with these settings must pass."""
-        chained = (cls for name in row.chain for cls in self.transforms[name])
-        return (*self.of(row), *chained)
+        return (*self.of(row), *self.chained(row))
 
     def static(self, row: Any) -> tuple[Any, ...]:
         """What is compiled in for a row with these settings: equal rows may share a program."""
-        named = tuple((cls, static_values(cls, row)) for cls in self.of(row))
-        transforms = (cls for name in row.chain for cls in self.transforms[name])
-        kept = tuple((cls, static_values(cls, row)) for cls in transforms)
+        named, kept = (
+            tuple((cls, static_values(cls, row)) for cls in classes)
+            for classes in (self.of(row), self.chained(row))
+        )
         return (named, row.chain, kept, row.draw, row.guidance > 0)
 
     def pack(self, rows: Sequence[Any], facts: ModelFacts) -> Rules:
@@ -193,16 +221,12 @@ class RuleTable:
 
     def columns(self, rows: Sequence[Any], facts: ModelFacts) -> Rules:
         """The rules of rows that agree in what is static, with parameters in arrays of the host."""
-        first = rows[0]
-        optional = (
-            self.remasks(first), self.edits(first), self.renoises(first), self.caches(first)
-        )  # fmt: skip
-        return Rules(
-            self.chain_columns(rows, facts),
-            self.commit[first.order].columns(rows, facts),
-            self.fills(first).columns(rows, facts),
-            *(None if cls is None else cls.columns(rows, facts) for cls in optional),
-        )
+
+        def packed(slot: str) -> Any:
+            cls = self.named(slot, rows[0])
+            return None if cls is None else cls.columns(rows, facts)
+
+        return Rules(self.chain_columns(rows, facts), *map(packed, Rules._fields[1:]))
 
     def pack_chain(self, rows: Sequence[Any], facts: ModelFacts) -> Chain:
         """What `chain_columns` makes, on the device."""
@@ -214,18 +238,15 @@ class RuleTable:
         Bans (also those of ``ignore_eos`` and of a bias of -inf) come first whatever the order, so
         that no truncation can leave a row with banned candidates only. An id of ``banned_ids``
         that also ends generation stays allowed, unless the row ignores it. What does not fit
-        the row's structure is left out next.
-
-        Raises:
-          ValueError: what `check` refuses.
+        the row's structure is left out next. `check_chain` has checked the rows.
         """
-        bans = [self.check_chain(row, facts) for row in rows]
+        bans = [self.banned(row, facts) for row in rows]
         pairs = [[(token, -math.inf) for token in ban] for ban in bans]
         parts: list[tuple[str, Any]] = [("bans", LogitBias.of_pairs(pairs, facts.vocab_size))]
-        if self.structures(rows[0]) is not None:
-            parts.append(("structure", Structure.columns(rows, facts)))
-        for name in rows[0].chain:
-            parts.extend((name, cls.columns(rows, facts)) for cls in self.transforms[name])
+        first = self.named("structure", rows[0])
+        classes = [("structure", first)] if first else []
+        classes += [(name, cls) for name in rows[0].chain for cls in self.transforms[name]]
+        parts += [(name, cls.columns(rows, facts)) for name, cls in classes]
         return chain(*(t for _, t in parts), names=tuple(name for name, _ in parts))
 
     def in_use(self, row: Any) -> tuple[str, ...]:
@@ -238,29 +259,30 @@ class RuleTable:
             name for name in row.chain if any(t.is_used(row) for t in self.transforms[name])
         )
 
-    def check_chain(self, row: Any, facts: ModelFacts) -> list[int]:
-        """Ids that a row may not propose.
+    def banned(self, row: Any, facts: ModelFacts) -> list[int]:
+        """Ids that a row may not propose, ascending."""
+        eos = frozenset(facts.eos_ids)
+        ban = frozenset(facts.banned_ids) - eos
+        ban |= {token for token, bias in row.logit_bias if bias == -math.inf}
+        return sorted(ban | eos if row.ignore_eos else ban)
 
-        Raises:
-          ValueError: an id outside the vocabulary, a row that may draw nothing, or a setting whose
-            transform the chain lacks.
+    def check_chain(self, row: Any, facts: ModelFacts) -> None:
+        """Raises ValueError for a chain that a model of these facts does not allow.
+
+        That is an id outside the vocabulary, a row that may draw nothing, or a setting whose
+        transform the chain lacks.
         """
         self._check_complete(row)
-        eos = frozenset(facts.eos_ids)
-        banned = frozenset(facts.banned_ids) - eos
-        biases: tuple[tuple[int, float], ...] = tuple(row.logit_bias)
+        biased = [id_ for id_, _ in row.logit_bias]
         for what, ids in (
-            ("banned_ids", banned), ("eos_ids", eos), ("logit_bias", [id_ for id_, _ in biases]),
-            ("dry_breakers", row.dry_breakers),
+            ("banned_ids", frozenset(facts.banned_ids) - frozenset(facts.eos_ids)),
+            ("eos_ids", facts.eos_ids), ("logit_bias", biased), ("dry_breakers", row.dry_breakers),
         ):  # fmt: skip
             _check_ids(what, ids, facts.vocab_size)
-        if not eos and row.ignore_eos:
+        if not facts.eos_ids and row.ignore_eos:
             warnings.warn("ignore_eos is off: the vocabulary has no EOS token", stacklevel=3)
-        ban = banned | {token for token, bias in biases if bias == -math.inf}
-        ban |= eos if row.ignore_eos else frozenset()
-        if len(ban) >= facts.vocab_size:
+        if len(self.banned(row, facts)) >= facts.vocab_size:
             raise ValueError(f"all {facts.vocab_size} tokens are banned; allow at least one")
-        return sorted(ban)
 
     def _check_complete(self, row: Any) -> None:
         """Raises ValueError for a setting whose transform the chain lacks."""
@@ -271,40 +293,59 @@ class RuleTable:
                 value = getattr(row, setting.name)
                 is_asked = value != setting.default and any(cls.is_used(row) for cls in classes)
                 if is_asked:
-                    raise ValueError(
-                        f"{setting.name}={value!r} needs {name!r}, which the chain lacks; add it "
-                        f"to the chain or leave {setting.name} at its default"
+                    raise SettingError(
+                        setting.name,
+                        value,
+                        f"needs {name!r}, which the chain lacks",
+                        f"add it to the chain or leave {setting.name} at its default",
                     )
 
     def _parsed_chain(self, names: Any) -> tuple[str, ...]:
         is_list = isinstance(names, list | tuple)
         if not is_list or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"chain={brief(names)} is not a list of names; use ['top_k'], say")
+            raise SettingError("chain", names, "is not a list of names", "use ['top_k'], say")
         for name in names:
             if name not in self.transforms:
                 known = tuple(self.transforms)
-                raise ValueError(
-                    f"chain has unknown name {brief(name)}; {nearest(name[:60], known)}"
+                raise SettingError(
+                    "chain",
+                    UNSET,
+                    f"has unknown name {brief(name)}",
+                    f"{nearest(name[:60], known)}",
                 )
             if list(names).count(name) > 1:
-                raise ValueError(
-                    f"chain has {name!r} {list(names).count(name)} times; name it once"
+                raise SettingError(
+                    "chain", UNSET, f"has {name!r} {list(names).count(name)} times", "name it once"
                 )
         return tuple(names)
 
 
-BUILT_IN = RuleTable(TRANSFORMS, COMMIT_RULES, FILL_RULES, REMASK_RULES, EDIT_RULES, CACHE_RULES)
+BUILT_IN = RuleTable(
+    TRANSFORMS, COMMIT_RULES, FILL_RULES, REMASK_RULES, EDIT_RULES, CACHE_RULES,
+    {Renoise.name: Renoise}, {Structure.name: Structure},
+)  # fmt: skip
 """The rules of this package."""
 
 
-def _choice(name: str, default: str, known: Iterable[str], help: str) -> Setting:
-    return Setting(name, default, help, choices={choice: choice for choice in known})
+def _choice(
+    name: str,
+    default: str,
+    what: str,
+    rules: Mapping[str, type[Rule]],
+    others: Mapping[str, str] = {},
+) -> Setting:
+    """A setting that chooses among rules, whose help says what each of them does."""
+    said = {choice: vars(cls).get("about", "") for choice, cls in rules.items()}
+    told = "; ".join(f"{n} ({text})" if text else n for n, text in {**others, **said}.items())
+    return Setting(name, default, f"{what}: {told}", choices={n: n for n in (*others, *said)})
 
 
 def _check_ids(what: str, ids: Iterable[int], vocab_size: int) -> None:
     for token in ids:
         if not 0 <= token < vocab_size:
-            raise ValueError(
-                f"{what} names id {token}, outside the vocabulary of {vocab_size}; "
-                f"use 0 to {vocab_size - 1}"
+            raise SettingError(
+                what,
+                UNSET,
+                f"names id {token}, outside the vocabulary of {vocab_size}",
+                f"use 0 to {vocab_size - 1}",
             )

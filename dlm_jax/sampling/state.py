@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling.blocks import Block, first_block
-from dlm_jax.sampling.cache.protocol import CacheState, start_cache
-from dlm_jax.sampling.edits.state import EditState, start_edits
+from dlm_jax.sampling.cache.cache_policy import CacheState, start_cache
+from dlm_jax.sampling.edits.edit_rule import EditState, start_edits
+from dlm_jax.sampling.largest import place_of_largest
 from dlm_jax.sampling.row import Counters, RowParams
 from dlm_jax.sampling.rules import Rules
 from dlm_jax.types import Canvas, Status, live_positions
@@ -85,21 +86,21 @@ def start(
 ) -> State:
     """State before the first step: live MASK tokens are holes, other live tokens are frozen.
 
-    Args:
-      tokens_BL: int32; PAD from `length_B` on.
-      length_B: int32; 0 makes an idle slot.
-      row: parameters of ``B`` rows.
-      rules: rules whose parameters have ``B`` rows.
-      mask_id: the id of MASK.
-      frozen_BL: True at given tokens, where a draft leaves some free; MASK is never frozen.
+    With `frozen_BL` those tokens alone that it marks, where a draft leaves some free. A length of 0
+    makes an idle slot.
     """
     num_rows = tokens_BL.shape[0]
     zeros_B = jnp.zeros(num_rows, jnp.int32)
-    canvas = _canvas(tokens_BL, length_B, frozen_BL, mask_id=mask_id)
+    is_free_BL = live_positions(length_B, tokens_BL.shape[1])
+    if frozen_BL is None:
+        is_free_BL &= tokens_BL == mask_id
+    else:
+        is_free_BL &= (tokens_BL == mask_id) | ~frozen_BL
+    canvas = Canvas(tokens_BL, length_B, ~is_free_BL)
     is_hole_BL = ~canvas.frozen_BL & (tokens_BL == mask_id)
     refines_B = rules.refines(row.resamples_B)
-    is_work_BL = _work(canvas, refines_B, mask_id=mask_id)
-    first_B = jnp.argmin(canvas.frozen_BL, axis=1)
+    is_work_BL = work(canvas, refines_B, mask_id=mask_id)
+    first_B = place_of_largest(~canvas.frozen_BL)
     if row.block_unit:
         first_B = first_B // row.block_unit * row.block_unit
     block, is_any_B = first_block(is_work_BL, is_hole_BL, first_B, row.block_length_B, row.steps_B)
@@ -122,23 +123,6 @@ def start(
     return jax.tree.map(jnp.copy, state)
 
 
-def _canvas(
-    tokens_BL: jax.Array, length_B: jax.Array, frozen_BL: jax.Array | None, *, mask_id: int
-) -> Canvas:
-    is_live_BL = live_positions(length_B, tokens_BL.shape[1])
-    is_free_BL = is_live_BL & (tokens_BL == mask_id)
-    if frozen_BL is not None:
-        is_free_BL |= is_live_BL & ~frozen_BL
-    return Canvas(tokens_BL, length_B, ~is_free_BL)
-
-
-def work(state: State, *, mask_id: int) -> jax.Array:
+def work(canvas: Canvas, refines_B: jax.Array, *, mask_id: int) -> jax.Array:
     """True ``[B, L]`` at holes, and at unfrozen tokens of rows that refine them."""
-    refines_B = state.rules.refines(state.row.resamples_B)
-    return _work(state.canvas, refines_B, mask_id=mask_id)
-
-
-def _work(canvas: Canvas, refines_B: jax.Array, *, mask_id: int) -> jax.Array:
-    is_free_BL = ~canvas.frozen_BL
-    is_hole_BL = is_free_BL & (canvas.tokens_BL == mask_id)
-    return is_hole_BL | (is_free_BL & refines_B[:, None])
+    return ~canvas.frozen_BL & ((canvas.tokens_BL == mask_id) | refines_B[:, None])

@@ -13,50 +13,251 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dlm_jax.randomness import key_of
 from dlm_jax.sampling.blocks import choose, joined, next_block
-from dlm_jax.sampling.edits.apply import edited
-from dlm_jax.sampling.forward import forward
-from dlm_jax.sampling.inputs import (
-    RENOISE_SALT,
-    StepInputs,
-    StepMasks,
-    is_free,
-    is_stepping,
-    step_keys,
-    step_masks,
-    visible_context,
+from dlm_jax.sampling.cache.cache_policy import CacheState
+from dlm_jax.sampling.commit.commit_rule import CommitContext, preferences
+from dlm_jax.sampling.edits.edit_rule import EditContext
+from dlm_jax.sampling.edits.moves import (
+    Cells,
+    PositionMap,
+    moved,
+    moved_boundary,
+    moved_cells,
+    position_map_of,
 )
-from dlm_jax.sampling.output import TrunkOutput
+from dlm_jax.sampling.edits.scores import take_snapshot
+from dlm_jax.sampling.edits.trial import tried
+from dlm_jax.sampling.forward import forward
+from dlm_jax.sampling.largest import place_of_largest
+from dlm_jax.sampling.positions import TrunkOutput
 from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.propose.protocol import CandidateWriter, Filled, Reader, Wanted
-from dlm_jax.sampling.remask.apply import may_remask, remasked
-from dlm_jax.sampling.row import Counters
+from dlm_jax.sampling.propose.fill import CandidateWriter, Filled, Reader, Wanted
+from dlm_jax.sampling.remask.remask_rule import RemaskContext
+from dlm_jax.sampling.row import TIES, Counters
 from dlm_jax.sampling.state import EDITED, State, work
 from dlm_jax.sampling.transforms.chain import Chain
-from dlm_jax.sampling.transforms.protocol import Context
+from dlm_jax.sampling.transforms.transform import Context
 from dlm_jax.types import Canvas, Params, Status, live_positions
 
-_ENDS = (Status.NON_FINITE, Status.CANVAS_FULL, Status.DONE, Status.STEP_LIMIT)
+_LOWER = TIES.code("lower")
+RENOISE_SALT = 0x6E6F6973
 
 
-class StepInfo(NamedTuple):
-    """What a step did, at the positions that the canvas had before its edits.
+class StepInputs(NamedTuple):
+    """A step up to its proposal: what it saw, and what it would write.
 
     Attributes:
-      is_committed_BL: True where it committed a candidate.
+      is_open_BL: True at the positions that get a candidate.
+      is_read_BL: True at a draft's tokens that are scored as they stand, because they were never
+        proposed; None where no remask rule could read it.
+      commit: what the commit rule knows.
+      context: the visible tokens, for logit transforms.
+      output: what the trunk returned.
+      cache: what is kept after the forward; None without a cache.
+      forwards_B: int32, forwards that the row asked for so far.
+      positions_B: int32, live positions that those computed; 0 without a cache.
+      draw_key_B: the step's key of each row, for draws.
+      remask_key_B: likewise, for the remask rule.
+      filled: the candidates, and how the fill went.
     """
 
-    is_committed_BL: jax.Array
+    is_open_BL: jax.Array
+    is_read_BL: jax.Array | None
+    commit: CommitContext
+    context: Context
+    output: TrunkOutput
+    cache: CacheState | None
+    forwards_B: jax.Array
+    positions_B: jax.Array
+    draw_key_B: jax.Array
+    remask_key_B: jax.Array
+    filled: Filled
 
 
-def step(program: Program, params: Params, state: State) -> tuple[State, StepInfo]:
-    """The state after one step of every running row; other rows come back bit for bit.
+def step(program: Program, params: Params, state: State) -> tuple[State, jax.Array]:
+    """The state after one step of every running row, and where it committed, before its edits.
 
-    A row whose draft is to be edited is only looked at, the first time: its edits come before its
-    first step.
+    Other rows come back bit for bit. A row whose draft is to be edited is only looked at, the first
+    time: its edits come before its first step.
     """
     state = renoised(program, state)
     return write(program, params, state, look(program, params, state))
+
+
+def look(program: Program, params: Params, state: State) -> StepInputs:
+    """The forward of a step, and candidates for its open positions; the state stays as it is."""
+    draw_key_B, rule_key_B, remask_key_B = step_keys(state)
+    commit = commit_context(program, state, rule_key_B)
+    is_open_BL = open_positions(program, state, commit)
+    is_read_BL, is_scored_BL, own_BL = scored_positions(program, state, is_open_BL)
+    context = visible_context(program, state)
+    output, cache, forwards_B, positions_B = forward(program, params, state, is_open_BL)
+    # What was kept is not looked at again: it may be overwritten where it lies.
+    rows = state._replace(cache=None), output, is_open_BL, is_scored_BL, own_BL, context, draw_key_B
+    filled = _propose(program, params, (*rows, commit.preference_BL))
+    return StepInputs(
+        is_open_BL, is_read_BL, commit, context, output, cache, forwards_B, positions_B,
+        draw_key_B, remask_key_B, filled,
+    )  # fmt: skip
+
+
+def write(
+    program: Program, params: Params, state: State, inputs: StepInputs
+) -> tuple[State, jax.Array]:
+    """The state one step later, and where the commit rule took a candidate, before the edits."""
+    rules, is_finite_B, steps_B = state.rules, inputs.filled.is_finite_B, is_stepping(state)
+    goes_on_B = steps_B & is_finite_B & ~state.block.is_last_step_B
+    is_candidate_BL = inputs.is_open_BL & (state.canvas.tokens_BL == program.mask_id)
+    candidate_BL = jnp.where(is_candidate_BL, inputs.filled.proposal.tokens_BL, -1)
+    is_hole_BL = inputs.commit.is_hole_BL
+
+    # Commit.
+    state, is_committed_BL = committed(program, state, inputs, goes_on_B)
+    is_fresh_BL = is_committed_BL
+
+    # Edit.
+    if rules.edit is not None:
+        state, position_map = edited(program, params, state, inputs)
+        candidate_BL = moved(position_map, candidate_BL, -1)
+        is_hole_BL = moved(position_map, is_hole_BL, False)
+        is_fresh_BL = moved(position_map, is_committed_BL, False)
+    commit = inputs.commit._replace(is_hole_BL=is_hole_BL)
+
+    # Remask.
+    if rules.remask is not None:
+        is_free_BL = is_free(state)
+        tokens_BL = state.canvas.tokens_BL
+        context = RemaskContext(
+            step=commit,
+            is_open_BL=is_free_BL & (tokens_BL != program.mask_id) & goes_on_B[:, None],
+            is_fresh_BL=is_fresh_BL,
+            num_free_B=jnp.sum(is_free_BL, axis=1),
+            probability_BL=jnp.exp(state.logprob_BL),
+            wrong_BL=_wrongness(program, params, state, candidate_BL, goes_on_B),
+            key_B=inputs.remask_key_B,
+        )
+        state = remasked(program, state, context.is_open_BL & rules.remask.select(context))
+
+    # End: of the step, its block, its row.
+    still_B = jnp.zeros_like(steps_B)
+    if rules.commit.rewrites:
+        state, still_B = _settled(state, commit, is_fresh_BL, steps_B)
+    return _ended(program, state, steps_B, is_finite_B, still_B), is_committed_BL
+
+
+def is_stepping(state: State) -> jax.Array:
+    """True ``[B]`` for rows that take a step, instead of being looked at or being done."""
+    if state.edits is None:
+        return state.is_running_B
+    return state.is_running_B & ~state.edits.warms_B
+
+
+def is_free(state: State) -> jax.Array:
+    """True at the unfrozen positions of each row's block."""
+    canvas = state.canvas
+    return state.block.holds(canvas.tokens_BL.shape[1]) & ~canvas.frozen_BL
+
+
+def is_token(program: Program, state: State) -> jax.Array:
+    """True at live tokens, which are no holes."""
+    tokens_BL = state.canvas.tokens_BL
+    is_live_BL = live_positions(state.canvas.length_B, tokens_BL.shape[1])
+    return is_live_BL & (tokens_BL != program.mask_id)
+
+
+def commit_context(program: Program, state: State, key_B: jax.Array) -> CommitContext:
+    """What the commit rule knows when a step begins."""
+    tokens_BL, block, rules = state.canvas.tokens_BL, state.block, state.rules
+    is_visible_BL = is_token(program, state)
+    is_free_BL = is_free(state) & is_stepping(state)[:, None]
+    is_closed_BL = is_visible_BL & ~state.row.resamples_B[:, None]
+    written_BL = None
+    if rules.commit.rewrites:
+        written_BL = jnp.where(is_free_BL & is_visible_BL, tokens_BL, -1)
+    return CommitContext(
+        is_free_BL & ~is_closed_BL, block.first_holes_B, block.step_B, block.steps_B, key_B,
+        written_BL, preferences(key_B, state.row.ties_B == _LOWER, tokens_BL.shape[1]),
+    )  # fmt: skip
+
+
+def open_positions(program: Program, state: State, commit: CommitContext) -> jax.Array:
+    """True at the positions that get a candidate: at a block's last step, at all its holes."""
+    is_last_BL = state.block.is_last_step_B[:, None] & ~is_token(program, state)
+    is_open_BL = commit.is_hole_BL & (state.rules.commit.eligible(commit) | is_last_BL)
+    return is_open_BL if commit.written_BL is None else is_open_BL | (commit.written_BL >= 0)
+
+
+def scored_positions(
+    program: Program, state: State, is_open_BL: jax.Array
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+    """What else is read of the logits, for remasking and for edits; each None where nothing is.
+
+    Where a draft's tokens are read because they were never proposed; where logits tell of edits;
+    and the int32 tokens to be scored as they stand for either, -1 elsewhere.
+    """
+    rules, tokens_BL, is_visible_BL = state.rules, state.canvas.tokens_BL, is_token(program, state)
+    own_BL = is_read_BL = is_scored_BL = None
+    if rules.remask is not None:
+        is_free_BL = is_free(state) & is_stepping(state)[:, None]
+        is_draft_BL = is_free_BL & is_visible_BL & (state.committed_BL < 0) & ~is_open_BL
+        is_read_BL = is_draft_BL & rules.remask.is_active()[:, None]
+        is_read_BL &= ~state.block.is_last_step_B[:, None]
+        own_BL = jnp.where(is_read_BL, tokens_BL, -1)
+    if rules.edit is not None:
+        is_live_BL = live_positions(state.canvas.length_B, tokens_BL.shape[1])
+        is_scored_BL = beside(may_edit(state)) & is_live_BL
+        is_own_BL = is_scored_BL & is_visible_BL & ~is_open_BL
+        own_BL = jnp.where(is_own_BL, tokens_BL, -1 if own_BL is None else own_BL)
+    return is_read_BL, is_scored_BL, own_BL
+
+
+def may_edit(state: State) -> jax.Array:
+    """True where the edits after this step may happen."""
+    edit, edits, canvas = state.rules.edit, state.edits, state.canvas
+    assert edit is not None and edits is not None
+    is_row_B = edit.is_active() & state.is_running_B
+    is_row_B &= ~state.block.is_last_step_B | edits.warms_B
+    num_positions = canvas.tokens_BL.shape[1]
+    is_live_BL = live_positions(canvas.length_B, num_positions)
+    return state.block.holds(num_positions) & is_row_B[:, None] & is_live_BL
+
+
+def beside(is_true_BL: jax.Array) -> jax.Array:
+    """True at and on either side of a True."""
+    padded = jnp.pad(is_true_BL, ((0, 0), (1, 1)))
+    return is_true_BL | padded[:, :-2] | padded[:, 2:]
+
+
+def visible_context(program: Program, state: State) -> Context:
+    """What logit transforms may know of the canvas."""
+    return Context(
+        tokens_BL=state.canvas.tokens_BL,
+        order_BL=state.committed_BL,
+        is_visible_BL=is_token(program, state) & (state.committed_BL != EDITED),
+        length_B=state.canvas.length_B,
+    )
+
+
+def step_keys(state: State, *, salt: int | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Keys of each row for a step's draws and for the two rules: from its own seed and step.
+
+    With a salt, others.
+    """
+
+    def one_row(seed: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        key = jax.random.fold_in(key_of(seed), step)
+        key = key if salt is None else jax.random.fold_in(key, salt)
+        draw_key, rule_key, remask_key = jax.random.split(key, 3)
+        return draw_key, rule_key, remask_key
+
+    return jax.vmap(one_row)(state.row.seed_B, state.step_B)
+
+
+def chain_now(state: State) -> Chain:
+    """The chain with the parameters of the step that each row is about to take."""
+    share_B = state.step_B.astype(jnp.float32) / jnp.maximum(state.span_B - 1, 1)
+    return state.rules.chain.at_progress(jnp.minimum(share_B, 1.0))
 
 
 def renoised(program: Program, state: State) -> State:
@@ -92,127 +293,200 @@ def renoised(program: Program, state: State) -> State:
     )
 
 
-def look(program: Program, params: Params, state: State) -> StepInputs:
-    """The forward of a step, and candidates for its open positions; the state stays as it is."""
-    draw_key_B, rule_key_B, remask_key_B = step_keys(state)
-    masks, commit = step_masks(program, state, rule_key_B)
-    context = visible_context(state, masks.is_visible_BL)
-    found = forward(program, params, state, masks.is_open_BL)
-    # What was kept is not looked at again: it may be overwritten where it lies.
-    state = state._replace(cache=None)
-    filled = _propose(
-        program, params, state, found.output, masks, context, commit.preference_BL, draw_key_B
-    )
-    return StepInputs(
-        masks, commit, context, found, draw_key_B, remask_key_B, filled, is_stepping(state)
-    )
+def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
+    """The candidates, on each device for its own rows if they are split."""
+
+    def of_rows(params: Params, rows: tuple[Any, ...]) -> Filled:
+        state, output, is_open_BL, is_scored_BL, own_BL, context, key_B, preference_BL = rows
+        chain, commit, edit = chain_now(state), state.rules.commit, state.rules.edit
+        writer = CandidateWriter(
+            chain, chain.prepare(state.chain_state, context), key_B, own_BL, is_open_BL.shape[1],
+            commit.measure, program.draw, program.banned_ids, commit.weighed,
+        )  # fmt: skip
+        wanted = Wanted(
+            is_open_BL, is_token(program, state), context.tokens_BL, context.length_B,
+            is_scored_BL, edit is not None and edit.reads_likeliest, preference_BL,
+        )  # fmt: skip
+        # No more positions can be open than the trunk returned vectors for.
+        chunk = min(program.chunk, output.num_vectors)
+        reader = Reader(program.network, params, output, chunk)
+        return state.rules.fill.propose(reader, writer, wanted)
+
+    return program.by_rows(of_rows)(params, rows)
 
 
-def write(
-    program: Program, params: Params, state: State, inputs: StepInputs
-) -> tuple[State, StepInfo]:
-    """The state with what the commit rule takes of the proposal, one step later."""
-    proposal, rules = inputs.proposal, state.rules
-    state = state._replace(cache=inputs.forward.cache)
-    forwards_B, positions_B = _cost(state, inputs)
-    is_hole_BL = state.canvas.tokens_BL == program.mask_id
-    chosen_BL = rules.commit.select(inputs.commit, proposal)
-    chosen_BL |= is_hole_BL & state.block.is_last_step_B[:, None]
-    is_committed_BL = inputs.masks.is_open_BL & chosen_BL & inputs.is_finite_B[:, None]
-    info = StepInfo(is_committed_BL)
-    tokens_BL = jnp.where(is_committed_BL, proposal.tokens_BL, state.canvas.tokens_BL)
-    state = state._replace(
+def committed(
+    program: Program, state: State, inputs: StepInputs, goes_on_B: jax.Array
+) -> tuple[State, jax.Array]:
+    """The state with what the commit rule takes of the proposal, and where; rows do not end yet."""
+    rules, filled, tokens_BL = state.rules, inputs.filled, state.canvas.tokens_BL
+    chosen_BL = rules.commit.select(inputs.commit, filled.proposal)
+    chosen_BL |= (tokens_BL == program.mask_id) & state.block.is_last_step_B[:, None]
+    is_committed_BL = inputs.is_open_BL & chosen_BL & filled.is_finite_B[:, None]
+    is_scored_BL = is_committed_BL
+    if inputs.is_read_BL is not None:
+        is_scored_BL |= inputs.is_read_BL
+    forwards_B, positions_B = inputs.forwards_B + rules.fill.forwards, inputs.positions_B
+    if rules.remask is not None and rules.remask.reads_critic:
+        asks_B = goes_on_B & rules.remask.is_active()
+        forwards_B += asks_B
+        if rules.cache is not None:
+            positions_B += asks_B * state.canvas.length_B
+    counters = Counters(
+        forwards=state.is_running_B * forwards_B,
+        positions=state.is_running_B * positions_B,
+        filled=jnp.sum(inputs.is_open_BL, axis=1),
+        **filled.counts,
+    )
+    tokens_BL = jnp.where(is_committed_BL, filled.proposal.tokens_BL, tokens_BL)
+    return state._replace(
         canvas=state.canvas._replace(tokens_BL=tokens_BL),
-        logprob_BL=jnp.where(is_committed_BL, proposal.logprob_BL, state.logprob_BL),
+        logprob_BL=jnp.where(is_scored_BL, filled.proposal.logprob_BL, state.logprob_BL),
         committed_BL=jnp.where(is_committed_BL, state.step_B[:, None], state.committed_BL),
-        chain_state=rules.chain.update(state.chain_state, is_committed_BL, proposal),
+        chain_state=rules.chain.update(state.chain_state, is_committed_BL, filled.proposal),
+        cache=inputs.cache,
+        counters=state.counters.plus(counters),
+    ), is_committed_BL
+
+
+def edited(
+    program: Program, params: Params, state: State, inputs: StepInputs
+) -> tuple[State, PositionMap]:
+    """The state after the edits, and where they put everything.
+
+    A row's forward has been read where its next edits may happen.
+    """
+    rule, past, block, filled = state.rules.edit, state.edits, state.block, inputs.filled
+    assert rule is not None and past is not None and filled.total_BL is not None
+    may_edit_BL = may_edit(state) & filled.is_finite_B[:, None]
+    before = Cells(state.canvas.tokens_BL, state.canvas.frozen_BL, past.inserted_BL, past.mark_BL,
+                   state.canvas.length_B)  # fmt: skip
+    snapshot = take_snapshot(
+        program, params, inputs.output, filled.total_BL, filled.best_BL, before.tokens_BL,
+        beside(may_edit_BL) & is_token(program, state),
+    )  # fmt: skip
+    context = EditContext(
+        before, snapshot, may_edit_BL, state.step_B + is_stepping(state), state.row.steps_B,
+        past.capacity_B, past.target_B, program.mask_id, program.space_id,
+        inputs.commit.preference_BL,
+    )  # fmt: skip
+    trial_forwards_B = jnp.zeros_like(state.step_B)
+    if rule.num_trials:
+        found, trial_forwards_B = tried(program, params, context, rule)
+        context = context._replace(tried=found)
+    edits = rule.select(context)
+    position_map = position_map_of(edits, before, past.capacity_B)
+    inserted = edits.token_BL
+    if inserted is None:
+        inserted = rule.inserted_id(mask_id=program.mask_id, space_id=program.space_id)
+    after = moved_cells(position_map, before, inserted, pad_id=program.pad_id)
+    is_put_BL = position_map.is_new_BL & (after.tokens_BL != program.mask_id)
+    committed_BL = moved(position_map, state.committed_BL, -1)
+    moved_block = block._replace(
+        begin_B=moved_boundary(position_map, block.begin_B),
+        end_B=moved_boundary(position_map, block.end_B),
+    )
+    now, is_running_B = past.after(after, position_map), state.is_running_B
+    state = state._replace(
+        canvas=Canvas(after.tokens_BL, after.length_B, after.frozen_BL),
+        block=choose(is_running_B, moved_block, block),
+        logprob_BL=moved(position_map, state.logprob_BL, 0.0),
+        committed_BL=jnp.where(is_put_BL, EDITED, committed_BL),
+        # A row that has ended keeps its last marks.
+        edits=now._replace(mark_BL=jnp.where(is_running_B[:, None], now.mark_BL, past.mark_BL)),
         counters=state.counters.plus(
             Counters(
-                forwards=state.is_running_B * forwards_B,
-                positions=state.is_running_B * positions_B,
-                waves=inputs.filled.waves_B,
-                bootstrapped=inputs.filled.bootstrapped_B,
-                filled=jnp.sum(inputs.masks.is_open_BL, axis=1),
+                forwards=trial_forwards_B,
+                insertions=jnp.sum(position_map.is_new_BL, axis=1, dtype=jnp.int32),
+                deletions=jnp.sum(edits.delete_BL, axis=1, dtype=jnp.int32),
+                lost=(edits.refused_B + position_map.trimmed_B).astype(jnp.int32),
             )
         ),
     )
-    if rules.edit is not None:
-        state, inputs, is_committed_BL = edited(program, params, state, inputs, is_committed_BL)
-    if rules.remask is not None:
-        state = remasked(program, params, state, inputs, is_committed_BL)
-    if rules.commit.rewrites:
-        state, still_B = _settled(state, inputs, is_committed_BL)
-    else:
-        still_B = jnp.zeros_like(state.is_running_B)
-    return _ended(program, state, inputs, still_B), info
+    return state, position_map
+
+
+def remasked(program: Program, state: State, is_remasked_BL: jax.Array) -> State:
+    """The state with these tokens turned back into holes."""
+    tokens_BL = jnp.where(is_remasked_BL, program.mask_id, state.canvas.tokens_BL)
+    return state._replace(
+        canvas=state.canvas._replace(tokens_BL=tokens_BL),
+        logprob_BL=jnp.where(is_remasked_BL, 0.0, state.logprob_BL),
+        committed_BL=jnp.where(is_remasked_BL, -1, state.committed_BL),
+    )
+
+
+def _wrongness(
+    program: Program, params: Params, state: State, candidate_BL: jax.Array, goes_on_B: jax.Array
+) -> jax.Array | None:
+    """What the critic says of the canvas with the step's candidates in its holes."""
+    remask, critic = state.rules.remask, program.network.critic
+    if remask is None or not remask.reads_critic:
+        return None
+    assert critic is not None
+    tokens_BL = state.canvas.tokens_BL
+    is_filled_BL = (candidate_BL >= 0) & (tokens_BL == program.mask_id)
+    filled_BL = jnp.where(is_filled_BL, candidate_BL, tokens_BL)
+
+    def ask() -> jax.Array:
+        hidden_BLD, _ = program.network.trunk(params, filled_BL, state.canvas.length_B, None)
+        logit_P = critic(params, hidden_BLD.reshape(-1, hidden_BLD.shape[-1]))
+        return jax.nn.sigmoid(logit_P).reshape(filled_BL.shape)
+
+    nothing_BL = jnp.zeros(filled_BL.shape, jnp.float32)
+    return jax.lax.cond(jnp.any(goes_on_B & remask.is_active()), ask, lambda: nothing_BL)
 
 
 def _settled(
-    state: State, inputs: StepInputs, is_committed_BL: jax.Array
+    state: State, commit: CommitContext, is_committed_BL: jax.Array, steps_B: jax.Array
 ) -> tuple[State, jax.Array]:
     """The state with its steps without holes counted, and where a block is still rewritten."""
-    commit, rule = inputs.commit, state.rules.commit
     assert commit.written_BL is not None, "the rule rewrites"
     had_holes_B = jnp.any(commit.is_hole_BL, axis=1)
     changed_B = jnp.any(is_committed_BL & (commit.written_BL >= 0), axis=1)
-    settled_B = jnp.where(had_holes_B, 0, state.block.settled_B + inputs.is_stepping_B)
+    settled_B = jnp.where(had_holes_B, 0, state.block.settled_B + steps_B)
     state = state._replace(block=state.block._replace(settled_B=settled_B))
-    return state, (had_holes_B | changed_B) & (settled_B < rule.patience())
+    return state, (had_holes_B | changed_B) & (settled_B < state.rules.commit.patience())
 
 
-def _ended(program: Program, state: State, inputs: StepInputs, still_B: jax.Array) -> State:
+def _ended(
+    program: Program, state: State, steps_B: jax.Array, is_finite_B: jax.Array, still_B: jax.Array
+) -> State:
     """The state one step on: steps are counted, blocks follow each other, rows end.
 
     A block without holes waits where `still_B`, unless that was its last step.
     """
     canvas, block = state.canvas, state.block
-    steps_now_B, is_finite_B = inputs.is_stepping_B, inputs.is_finite_B
     is_hole_BL = (canvas.tokens_BL == program.mask_id) & ~canvas.frozen_BL
     left_B = jnp.sum(is_hole_BL & block.holds(is_hole_BL.shape[1]), axis=1)
     goes_on_B = state.rules.goes_on(state.row.resamples_B) | still_B
     goes_on_B &= ~block.is_last_step_B
-    is_over_B = steps_now_B & is_finite_B & (left_B == 0) & ~goes_on_B
+    is_over_B = steps_B & is_finite_B & (left_B == 0) & ~goes_on_B
+    refines_B = state.rules.refines(state.row.resamples_B)
+    is_work_BL = work(canvas, refines_B, mask_id=program.mask_id)
     following, has_more_B = next_block(
-        block, work(state, mask_id=program.mask_id), is_hole_BL, state.row.block_length_B,
-        state.row.steps_B,
-    )  # fmt: skip
-    again = block._replace(step_B=block.step_B + steps_now_B)
+        block, is_work_BL, is_hole_BL, state.row.block_length_B, state.row.steps_B
+    )
+    again = block._replace(step_B=block.step_B + steps_B)
     again = joined(again, is_hole_BL, ~canvas.frozen_BL, state.row)
     behind_B = jnp.where(is_over_B, block.end_B, again.begin_B)
-    is_whole_B = steps_now_B & is_finite_B & state.row.stops_at_eos_B
+    is_whole_B = steps_B & is_finite_B & state.row.stops_at_eos_B
     is_whole_B &= _has_eos(program, canvas, _stays(state, is_hole_BL, behind_B))
     is_done_B = (is_over_B & ~has_more_B) | is_whole_B
     is_full_B = state.counters.lost > 0
-    step_B = state.step_B + steps_now_B
-    status_B = jnp.select(
-        [
-            ~state.is_running_B, ~is_finite_B, is_done_B & is_full_B, is_done_B,
-            step_B >= state.row.steps_B,
-        ],
-        [state.status_B, *(jnp.full_like(step_B, s) for s in _ENDS)],
-        Status.RUNNING,
-    )  # fmt: skip
+    step_B = state.step_B + steps_B
+    status_B = jnp.full_like(step_B, Status.RUNNING)
+    for ends_B, status in (
+        (step_B >= state.row.steps_B, Status.STEP_LIMIT),
+        (is_done_B, Status.DONE),
+        (is_done_B & is_full_B, Status.CANVAS_FULL),
+        (~is_finite_B, Status.NON_FINITE),
+    ):
+        status_B = jnp.where(ends_B, status, status_B)
+    status_B = jnp.where(state.is_running_B, status_B, state.status_B)
     is_next_B = is_over_B & ~is_done_B
-    block = choose(is_next_B, following, choose(steps_now_B, again, block))
+    block = choose(is_next_B, following, choose(steps_B, again, block))
     return state._replace(step_B=step_B, block=block, status_B=status_B)
-
-
-def chain_now(state: State) -> Chain:
-    """The chain with the parameters of the step that each row is about to take."""
-    share_B = state.step_B.astype(jnp.float32) / jnp.maximum(state.span_B - 1, 1)
-    return state.rules.chain.at_progress(jnp.minimum(share_B, 1.0))
-
-
-def _cost(state: State, inputs: StepInputs) -> tuple[jax.Array, jax.Array]:
-    """Forwards that a step of each row asks for, and the positions that they compute."""
-    forwards_B, positions_B = inputs.forward.forwards_B, inputs.forward.positions_B
-    forwards_B += state.rules.fill.forwards
-    if state.rules.remask is not None and state.rules.remask.reads_critic:
-        asks_B = may_remask(state, inputs)
-        forwards_B += asks_B
-        if state.rules.cache is not None:
-            positions_B += asks_B * state.canvas.length_B
-    return forwards_B, positions_B
 
 
 def _stays(state: State, is_hole_BL: jax.Array, behind_B: jax.Array) -> jax.Array:
@@ -220,7 +494,7 @@ def _stays(state: State, is_hole_BL: jax.Array, behind_B: jax.Array) -> jax.Arra
 
     Where tokens may be rewritten, they stay once their block is behind the row.
     """
-    place_B = jnp.argmax(is_hole_BL, axis=1)
+    place_B = place_of_largest(is_hole_BL)
     first_hole_B = jnp.where(jnp.any(is_hole_BL, axis=1), place_B, state.canvas.length_B)
     changes_B = state.rules.refines(state.row.resamples_B) | state.rules.commit.rewrites
     return jnp.where(changes_B, behind_B, first_hole_B)
@@ -235,38 +509,3 @@ def _has_eos(program: Program, canvas: Canvas, end_B: jax.Array) -> jax.Array:
     is_before_BL = (place_1L > last_given_B1) & (place_1L < end_B[:, None])
     is_eos_BL = jnp.isin(canvas.tokens_BL, jnp.array(program.eos_ids, jnp.int32))
     return jnp.any(is_before_BL & is_eos_BL, axis=1)
-
-
-def _propose(
-    program: Program,
-    params: Params,
-    state: State,
-    output: TrunkOutput,
-    masks: StepMasks,
-    context: Context,
-    preference_BL: jax.Array | None,
-    key_B: jax.Array,
-) -> Filled:
-    """The candidates, on each device for its own rows if they are split."""
-    edit = state.rules.edit
-    keeps_best = edit is not None and edit.reads_likeliest
-
-    def of_rows(params: Params, rows: tuple[Any, ...]) -> Filled:
-        state, output, masks, context, preference_BL, key_B = rows
-        chain, commit = chain_now(state), state.rules.commit
-        writer = CandidateWriter(
-            chain, chain.prepare(state.chain_state, context), key_B, masks.own_BL,
-            masks.is_open_BL.shape[1], commit.measure, program.draw, program.banned_ids,
-            commit.weighed,
-        )  # fmt: skip
-        wanted = Wanted(
-            masks.is_open_BL, masks.is_visible_BL, context.tokens_BL, context.length_B,
-            masks.is_scored_BL, keeps_best, preference_BL,
-        )  # fmt: skip
-        # No more positions can be open than the trunk returned vectors for.
-        chunk = min(program.chunk, output.num_vectors)
-        reader = Reader(program.network, params, output, chunk)
-        return state.rules.fill.propose(reader, writer, wanted)
-
-    rows = state, output, masks, context, preference_BL, key_B
-    return program.by_rows(of_rows)(params, rows)

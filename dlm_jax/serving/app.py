@@ -1,47 +1,295 @@
-"""The routes of the server."""
+"""The application: its routes, the rows that they run, and figures for Prometheus."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Sequence,
+)
 from dataclasses import dataclass
 from http import HTTPStatus
 from importlib import resources
-from typing import Any, TypeVar
+from typing import Any
 
+import prometheus_client
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
 import dlm_jax
-from dlm_jax.inference.async_engine import AsyncEngine
-from dlm_jax.inference.engine import Engine
+from dlm_jax.inference.engine import AsyncEngine, Engine
 from dlm_jax.inference.model import Model
-from dlm_jax.serving.answers import Answer, Done
-from dlm_jax.serving.errors import ApiError, refused, stopping
+from dlm_jax.inference.reader import Piece, Reader
+from dlm_jax.inference.request import Request
+from dlm_jax.inference.results import Row
+from dlm_jax.inference.structure import is_broken
+from dlm_jax.sampling.row import Counters
 from dlm_jax.serving.http import (
+    LOGGER,
     Events,
     Json,
     check_key,
     error_response,
+    log_answer,
     parsed,
     read_body,
     while_connected,
 )
-from dlm_jax.serving.logs import LOGGER, log_answer
-from dlm_jax.serving.metrics import Metrics
-from dlm_jax.serving.plan import Limits, Plan
-from dlm_jax.serving.planner import SHORT, Planner
-from dlm_jax.serving.protocol import Chat, Completion, Infill, Sampled, Tokenize
-from dlm_jax.serving.service import Service
+from dlm_jax.serving.protocol import (
+    SHORT,
+    Answer,
+    ApiError,
+    Chat,
+    Completion,
+    Done,
+    Infill,
+    Limits,
+    Planner,
+    Sampled,
+    Tokenize,
+    refused,
+    stopping,
+)
+from dlm_jax.types import Status
 
-S = TypeVar("S", bound=Sampled)
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class Metrics:
+    def __init__(self, engine: Engine):
+        self._registry = prometheus_client.CollectorRegistry()
+        names = {"registry": self._registry, "namespace": "dlm_jax"}
+        self.requests = prometheus_client.Counter(
+            "requests", "Requests answered.", ("route", "status"), **names
+        )
+        self.seconds = prometheus_client.Histogram(
+            "request_seconds", "Time of an answer.", ("route",), buckets=_SECONDS, **names
+        )
+        self.first = prometheus_client.Histogram(
+            "first_event_seconds", "Time to the first event.", buckets=_SECONDS, **names
+        )
+        self.waited = prometheus_client.Histogram(
+            "waited_seconds", "Time of a row in the queue.", buckets=_SECONDS, **names
+        )
+        self.tokens = prometheus_client.Counter(
+            "tokens", "Tokens given and written.", ("kind",), **names
+        )
+        self._registry.register(_EngineFigures(engine))
+
+    def text(self) -> bytes:
+        return prometheus_client.generate_latest(self._registry)
+
+
+class _EngineFigures(prometheus_client.registry.Collector):
+    """What the engine is at, read when it is asked for."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    def collect(self) -> Iterable[Metric]:
+        report = self._engine.report()
+        gauges = {
+            "rows_running": ("Rows that run.", report.running),
+            "rows_waiting": ("Rows that wait for a slot.", report.waiting),
+            "slots": ("Rows that could run now.", report.slots),
+            "programs": ("Compiled programs that are kept.", len(report.programs)),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(f"dlm_jax_{name}", text, value)
+        counts = {"rows": "Rows that have ended.", "steps": "Steps of rows.", **Counters.helps()}
+        for name, text in counts.items():
+            value = getattr(report.work, name)
+            yield CounterMetricFamily(f"dlm_jax_{name}", text, value)
+
+
+Emit = Callable[[dict[str, Any]], Awaitable[None]]
+"""Sends an event, and waits while the one who reads them is slow."""
+
+_REMEDIES = {
+    Status.NON_FINITE: "the model's logits are not finite",
+    Status.CANCELLED: "the server stops",
+}
+
+
+class Service:
+    """One model, and the engine that runs it."""
+
+    def __init__(self, planner: Planner, engine: AsyncEngine, capacity: int):
+        self.planner, self.engine, self.capacity = planner, engine, capacity
+        self.num_rows = 0
+
+    @property
+    def model(self) -> Model:
+        return self.planner.model
+
+    @contextlib.contextmanager
+    def admitted(self, count: int):
+        """Room for so many rows, as long as the block lasts."""
+        if self.num_rows + count > self.capacity:
+            raise ApiError(
+                429,
+                f"{self.num_rows} rows run or wait, and {self.capacity} may; ask again later",
+                code="overloaded",
+            )
+        self.num_rows += count
+        try:
+            yield
+        finally:
+            self.num_rows -= count
+
+    async def whole(self, answer: Answer) -> list[Done]:
+        """All choices of an answer, once they are written."""
+        async with _Group() as group:
+            tasks = [group.create_task(self._done(answer, one)) for one in answer.requests]
+        return [task.result() for task in tasks]
+
+    async def stream(self, answer: Answer, emit: Emit) -> list[Done]:
+        """All choices of an answer, each of which is told of as it grows."""
+        outbox = Outbox()
+
+        async def run(index: int, request: Request) -> Done:
+            try:
+                return await self._told(answer, outbox, index, request)
+            finally:
+                outbox.leave()
+
+        async with _Group() as group:
+            tasks = []
+            for index, request in enumerate(answer.requests):
+                outbox.enter()
+                tasks.append(group.create_task(run(index, request)))
+            for event in answer.begin():
+                await emit(event)
+            async for event in outbox.events():
+                await emit(event)
+        done = [task.result() for task in tasks]
+        for event in answer.end(done):
+            await emit(event)
+        return done
+
+    async def _told(self, answer: Answer, outbox: Outbox, index: int, request: Request) -> Done:
+        """Puts the events of a choice into the outbox while it grows."""
+        is_first, replaces = True, index if answer.replaces else None
+        async with contextlib.aclosing(self._growing(answer, request)) as growing:
+            async for row, reader, pieces, done in growing:
+                if is_first:
+                    outbox.put(answer.echo(index, row))
+                    is_first = False
+                outbox.put(answer.grown(index, row, reader, pieces, done), replaces)
+                if done is not None:
+                    return done
+        raise AssertionError("a row that has ended is shown once more")
+
+    async def _done(self, answer: Answer, request: Request) -> Done:
+        if not answer.stops:
+            row = await self.engine.row(request)
+            _check(row)
+            return self._of(request, Reader(self.model, request), row)
+        async with contextlib.aclosing(self._growing(answer, request)) as growing:
+            async for *_, done in growing:
+                if done is not None:
+                    return done
+        raise AssertionError("a row that has ended is shown once more")
+
+    async def _growing(
+        self, answer: Answer, request: Request
+    ) -> AsyncGenerator[tuple[Row, Reader, list[Piece], Done | None], None]:
+        """A row as it grows, what has come of its text, and the choice once it has ended."""
+        reader = Reader(self.model, request, answer.stops)
+        rows = self.engine.watch(request, every_block=False)
+        async with contextlib.aclosing(rows):
+            async for row in rows:
+                _check(row)
+                pieces = reader.pieces(row)
+                is_over = bool(pieces) and pieces[-1].is_last
+                yield row, reader, pieces, self._of(request, reader, row) if is_over else None
+
+    def _of(self, request: Request, reader: Reader, row: Row) -> Done:
+        """A choice that has come to its end, though its row may still run behind that."""
+        text, places, is_stopped = reader.whole(row)
+        if is_broken(request.sample.structure, row.tokens[reader.start : places.stop]):
+            raise ApiError(500, "the text broke its structure", code="structure")
+        if not reader.is_infill:
+            return Done(text, row, places, is_stopped, prompt_tokens=reader.start)
+        filled = tuple(reader.filled(row))
+        infilled = self.model.tokenizer.decode(row.tokens)
+        written = sum(not row.is_frozen[place] for place in places)
+        return Done(
+            text, row, places, True, filled, infilled, prompt_tokens=row.tokens.size - written
+        )
+
+
+class Outbox:
+    """Events between those who write them and the one who sends them.
+
+    An event that replaces the one before it of the same choice takes its place, so that a slow
+    reader costs no more than what is to be read.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[tuple[int | None, dict[str, Any]]] = []
+        self._news = asyncio.Event()
+        self._writers = 0
+
+    def enter(self) -> None:
+        self._writers += 1
+
+    def leave(self) -> None:
+        self._writers -= 1
+        self._news.set()
+
+    def put(self, events: Sequence[dict[str, Any]], replaces: int | None = None) -> None:
+        """Lets events wait; they take the place of those that `replaces` the same choice."""
+        if replaces is not None:
+            self._events = [entry for entry in self._events if entry[0] != replaces]
+        self._events += [(replaces, event) for event in events]
+        self._news.set()
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """The events, until nobody writes any more."""
+        while True:
+            while self._events:
+                yield self._events.pop(0)[1]
+            if not self._writers:
+                return
+            self._news.clear()
+            await self._news.wait()
+
+
+class _Group(asyncio.TaskGroup):
+    """Tasks of which the first error is raised as it is."""
+
+    async def __aexit__(self, *exception: Any) -> bool | None:
+        try:
+            return await super().__aexit__(*exception)
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+
+def _check(row: Row) -> None:
+    if row.status is Status.FAILED:
+        raise ApiError(500, f"the row failed: {row.error}", code="failed")
+    if row.status in _REMEDIES:
+        status = 503 if row.status is Status.CANCELLED else 500
+        raise ApiError(status, _REMEDIES[row.status], code=row.status.name.lower())
+
 
 _GONE = 499
+_END_POINTS: dict[str, type[Sampled]] = {
+    "/v1/completions": Completion, "/v1/chat/completions": Chat, "/v1/infill": Infill,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,9 +334,10 @@ def make_app(
         Route("/metrics", server.kept(server.metrics_text)),
         Route("/v1/models", server.kept(server.models)),
         Route("/v1/models/{name:path}", server.kept(server.models)),
-        Route("/v1/completions", server.kept(server.completions), methods=["POST"]),
-        Route("/v1/chat/completions", server.kept(server.chat), methods=["POST"]),
-        Route("/v1/infill", server.kept(server.infill), methods=["POST"]),
+        *(
+            Route(path, server.kept(functools.partial(server.texts, fields)), methods=["POST"])
+            for path, fields in _END_POINTS.items()
+        ),
         Route("/tokenize", server.kept(server.tokenize), methods=["POST"]),
     ]
     return Starlette(
@@ -133,11 +382,11 @@ class _Server:
         self._is_warm = True
 
     def kept(
-        self, answer: Callable[[Request], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
+        self, answer: Callable[[HttpRequest], Awaitable[Response]]
+    ) -> Callable[[HttpRequest], Awaitable[Response]]:
         """A route that needs the key, counts, and answers errors with the protocol's object."""
 
-        async def route(request: Request) -> Response:
+        async def route(request: HttpRequest) -> Response:
             began = time.perf_counter()
             try:
                 check_key(request, self._options.key)
@@ -154,12 +403,10 @@ class _Server:
 
         return route
 
-    async def page(self, request: Request) -> Response:
-        """The page that shows a text being denoised."""
+    async def page(self, request: HttpRequest) -> Response:
         return Response(self._page, media_type="text/html")
 
-    async def health(self, request: Request) -> Response:
-        """200 while requests are answered."""
+    async def health(self, request: HttpRequest) -> Response:
         is_fine = self._async.is_running
         body: dict[str, Any] = {
             "status": "ok" if is_fine else "failed",
@@ -168,11 +415,10 @@ class _Server:
         body |= {"version": dlm_jax.__version__, "is_warm": self._is_warm}
         return Json(body, 200 if is_fine else 503)
 
-    async def metrics_text(self, request: Request) -> Response:
-        """Figures for Prometheus."""
+    async def metrics_text(self, request: HttpRequest) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
-    async def models(self, request: Request) -> Response:
+    async def models(self, request: HttpRequest) -> Response:
         """The model, alone or in a list."""
         name = request.path_params.get("name")
         told = {
@@ -185,30 +431,30 @@ class _Server:
             raise ApiError(404, f"model {name[:100]!r} is not here", "model", "model_not_found")
         return Json(told)
 
-    async def completions(self, request: Request) -> Response:
-        """``POST /v1/completions``."""
-        asked = parsed(Completion, await self._body(request))
-        return await self._answer(request, await _planned(self._service.planner.completion, asked))
+    async def texts(self, fields: type[Sampled], request: HttpRequest) -> Response:
+        asked = parsed(fields, await self._body(request))
+        make = self._service.planner.answer
+        if asked.response_format is None and "structure" not in (asked.model_extra or {}):
+            answer = make(asked)
+        else:  # an automaton may have to be made, and others go on meanwhile
+            answer = await asyncio.to_thread(make, asked)
+        path, began = request.url.path, time.perf_counter()
+        if asked.stream:
+            return self._events(answer, path, began)
+        with self._service.admitted(len(answer.requests)):
+            work = self._service.whole(answer)
+            done = await while_connected(request.receive, self._options.limits.seconds, work)
+        self._tell(path, answer, done, began)
+        return Json(answer.whole(done))
 
-    async def chat(self, request: Request) -> Response:
-        """``POST /v1/chat/completions``."""
-        asked = parsed(Chat, await self._body(request))
-        return await self._answer(request, await _planned(self._service.planner.chat, asked))
-
-    async def infill(self, request: Request) -> Response:
-        """``POST /v1/infill``."""
-        asked = parsed(Infill, await self._body(request))
-        return await self._answer(request, await _planned(self._service.planner.infill, asked))
-
-    async def tokenize(self, request: Request) -> Response:
-        """``POST /tokenize``."""
+    async def tokenize(self, request: HttpRequest) -> Response:
         asked = parsed(Tokenize, await self._body(request))
         planner = self._service.planner
         planner.check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise refused("give prompt, or messages", "prompt")
         if asked.messages is not None:
-            ids = planner.turns(asked.messages)
+            ids = planner.chat_ids(asked.messages)
         else:
             try:
                 ids = planner.model.tokenizer.encode(asked.prompt or "").tolist()
@@ -217,24 +463,12 @@ class _Server:
         longest = planner.model.max_length
         return Json({"tokens": ids, "count": len(ids), "max_model_len": longest})
 
-    async def _body(self, request: Request) -> bytes:
+    async def _body(self, request: HttpRequest) -> bytes:
         return await read_body(request, self._options.limits.body)
 
-    async def _answer(self, request: Request, plan: Plan) -> Response:
-        answer = Answer(plan, self._options.name, self._service.model.tokenizer)
-        seconds, began = self._options.limits.seconds, time.perf_counter()
-        path = request.url.path
-        if plan.is_stream:
-            return self._events(plan, answer, path, began)
-        with self._service.admitted(plan):
-            work = self._service.whole(plan)
-            done = await while_connected(request.receive, seconds, work)
-        self._tell(path, plan, answer, done, began)
-        return Json(answer.whole(done))
-
-    def _events(self, plan: Plan, answer: Answer, path: str, began: float) -> Response:
+    def _events(self, answer: Answer, path: str, began: float) -> Response:
         admission = contextlib.ExitStack()
-        admission.enter_context(self._service.admitted(plan))
+        admission.enter_context(self._service.admitted(len(answer.requests)))
         is_first = True
 
         async def run(emit: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
@@ -245,8 +479,8 @@ class _Server:
                     is_first = False
                 await emit(event)
 
-            done = await self._service.stream(plan, answer, told)
-            self._tell(path, plan, answer, done, began)
+            done = await self._service.stream(answer, told)
+            self._tell(path, answer, done, began)
 
         def ended(status: int) -> None:
             admission.close()
@@ -260,7 +494,7 @@ class _Server:
         self._metrics.seconds.labels(route).observe(time.perf_counter() - began)
         log_answer("answer", route=route, status=status, seconds=time.perf_counter() - began)
 
-    def _tell(self, path: str, plan: Plan, answer: Answer, done: list[Done], began: float) -> None:
+    def _tell(self, path: str, answer: Answer, done: list[Done], began: float) -> None:
         usage = answer.usage(done)
         for kind in ("prompt", "completion"):
             self._metrics.tokens.labels(kind).inc(usage[f"{kind}_tokens"])
@@ -268,23 +502,16 @@ class _Server:
             self._metrics.waited.observe(one.row.waited)
         texts: dict[str, Any] = {}
         if self._options.logs_texts:
-            given = [self._service.model.tokenizer.decode(r.tokens) for r in plan.requests]
+            given = [self._service.model.tokenizer.decode(r.tokens) for r in answer.requests]
             texts = {"prompts": given, "texts": [one.infilled or one.text for one in done]}
         waited = max(one.row.waited for one in done)
         log_answer(
             "done", id=answer.id, route=path, seconds=time.perf_counter() - began, waited=waited,
-            is_stream=plan.is_stream, choices=len(done), **usage, **texts,
+            is_stream=bool(answer.asked.stream), choices=len(done), **usage, **texts,
         )  # fmt: skip
 
 
-async def _planned(make: Callable[[S], Plan], asked: S) -> Plan:
-    """The plan of a request; where an automaton may have to be made, others go on meanwhile."""
-    if asked.response_format is None and "structure" not in (asked.model_extra or {}):
-        return make(asked)
-    return await asyncio.to_thread(make, asked)
-
-
-async def _unknown(request: Request, error: Exception) -> Response:
+async def _unknown(request: HttpRequest, error: Exception) -> Response:
     """The error object of a path or method that is not there, with the headers of the status."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:100]}: {error.detail}"
@@ -294,6 +521,6 @@ async def _unknown(request: Request, error: Exception) -> Response:
     return response
 
 
-async def _defect(request: Request, error: Exception) -> Response:
+async def _defect(request: HttpRequest, error: Exception) -> Response:
     """The error object of a defect, whose traceback is logged."""
     return error_response(ApiError(500, "the server has a defect; its log tells of it"))

@@ -1,4 +1,4 @@
-"""HTTP beside the routes: bodies of limited size, a key, events, clients that go away."""
+"""Logs: one JSON object per line on standard error; texts only where they are asked for."""
 
 from __future__ import annotations
 
@@ -7,16 +7,58 @@ import contextlib
 import hashlib
 import hmac
 import json
+import logging
 import re
-from collections.abc import Awaitable, Callable, Coroutine
+import signal
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import pydantic
+import uvicorn
+from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from dlm_jax.serving.errors import ApiError, of_fields, refused, stopping
+from dlm_jax.serving.protocol import ApiError, of_fields, refused, stopping
+
+LOGGER = logging.getLogger("dlm_jax.serving")
+
+
+class JsonLines(logging.Formatter):
+    """A record as one line of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        told: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created)),
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+        }
+        told |= getattr(record, "told", {})
+        if record.exc_info:
+            told["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(told)
+
+
+def start_logs() -> None:
+    """Sends what the server and uvicorn say to standard error, in lines of JSON."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines())
+    for name, least in ((LOGGER.name, logging.INFO), ("uvicorn.error", logging.WARNING)):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(least)
+
+
+def log_answer(event: str, **told: Any) -> None:
+    """Logs an answer; numbers of seconds to a tenth of a millisecond."""
+    if LOGGER.isEnabledFor(logging.INFO):
+        shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in told.items()}
+        LOGGER.info(event, extra={"told": shown})
+
 
 T = TypeVar("T")
 M = TypeVar("M", bound=pydantic.BaseModel)
@@ -33,17 +75,13 @@ def encoded(value: Any) -> bytes:
 
 
 class Json(Response):
-    """A response of JSON."""
-
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """The bytes."""
         return encoded(content)
 
 
 def error_response(error: ApiError) -> Json:
-    """The response of a request that is refused."""
     headers = {"retry-after": "1"} if error.status == 429 else {}
     if error.status == 415:
         headers["accept-encoding"] = "identity"
@@ -55,11 +93,6 @@ def error_response(error: ApiError) -> Json:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body of a request.
-
-    Raises:
-      ApiError: it is compressed, has more than `limit` bytes, or does not come.
-    """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise ApiError(
@@ -84,11 +117,6 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def parsed(kind: type[M], body: bytes) -> M:
-    """The fields of a body.
-
-    Raises:
-      ApiError: it is no JSON object, or a field is of another type.
-    """
     if _depth(body) > _DEEPEST:
         raise refused(f"the body is nested deeper than {_DEEPEST}; nest less", None)
 
@@ -127,12 +155,7 @@ def _depth(body: bytes) -> int:
 
 
 async def while_connected(receive: Receive, seconds: float, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when its client goes away or its time is up.
-
-    Raises:
-      ClientDisconnect: the client has gone.
-      ApiError: the time is up.
-    """
+    """The result of `work`, which is cancelled when its client goes away or its time is up."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_gone(receive))
     try:
@@ -179,8 +202,6 @@ class Events(Response):
         self._run, self._ended, self._seconds = run, ended, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events."""
-
         async def write(data: bytes, *, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
@@ -208,3 +229,76 @@ class Events(Response):
                     await write(b"", more=False)
         finally:
             self._ended(status)
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+_LAST_WORDS = 5.0
+"""Seconds in which clients are told that their requests were ended."""
+
+
+class Server(uvicorn.Server):
+    """A server on a socket; when it is stopped, it takes nothing new, and what runs may finish.
+
+    A signal stops it, or ``should_exit``; a second signal ends it at once.
+
+    Args:
+      app: what answers.
+      sock: from `listening`.
+      drain: seconds that what runs may take once it is stopped.
+      listens: called when clients are answered.
+    """
+
+    def __init__(
+        self,
+        app: Starlette,
+        sock: socket.socket,
+        *,
+        drain: float,
+        listens: Callable[[], None] = lambda: None,
+    ):
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, server_header=False, lifespan="on",
+            timeout_graceful_shutdown=max(1, round(drain)),
+        )  # fmt: skip
+        super().__init__(config)
+        self._sock, self._listens = sock, listens
+
+    def answer(self) -> None:
+        """Returns when it was stopped."""
+        asyncio.run(self.serve(sockets=[self._sock]))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if not self.should_exit:
+            self._listens()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Takes nothing new, and returns when all have their answer, an error if it must be."""
+        await super().shutdown(sockets)
+        tasks = set(self.server_state.tasks)
+        if tasks and not self.force_exit:
+            await asyncio.wait(tasks, timeout=_LAST_WORDS)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Takes the signals that stop the server, and does not raise them again afterwards."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def listening(host: str, port: int) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        return socket.create_server((host, port), family=found[0][0], backlog=2048)
+    except OSError as error:
+        raise ValueError(
+            f"--host {host} --port {port} cannot be had ({error.strerror or error}); use another"
+        ) from None

@@ -1,11 +1,100 @@
-"""What may be asked: the fields of the protocol, beside which every setting stands by its name."""
+"""The protocol: fields of requests, how they become rows to denoise, and objects of the answers.
+
+Each field is declared once, in the class of its end point or in `Sampled`, beside which every
+setting stands by its name (docs/settings.md); what it does is said in `Planner` or `Answer`.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import contextlib
+import math
+import secrets
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
 import pydantic
 from pydantic import Field
+
+from dlm_jax.data import Tokenizer
+from dlm_jax.inference.candidates import Written
+from dlm_jax.inference.model import Model
+from dlm_jax.inference.reader import Piece, Reader
+from dlm_jax.inference.request import Request, make_requests
+from dlm_jax.inference.results import Row
+from dlm_jax.inference.structure import regex_of_objects, regex_of_schema
+from dlm_jax.settings import SettingError, nearest
+
+_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+}
+
+
+class ApiError(Exception):
+    """A request that is not answered as it was asked.
+
+    Attributes:
+      status: of HTTP.
+      message: one line with the remedy.
+      param: the field that is at fault; None if it is none.
+      code: a word for programs; None: nothing beyond the status.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = _TYPES.get(HTTPStatus(self.status), kind)
+        return {
+            "error": {
+                "message": self.message, "type": kind, "param": self.param, "code": self.code,
+            }
+        }  # fmt: skip
+
+
+def refused(message: str, param: str | None) -> ApiError:
+    return ApiError(400, message, param)
+
+
+def stopping() -> ApiError:
+    """The error of a request that still ran when the server's time to stop was up."""
+    return ApiError(503, "the server stops; ask again once it is back", code="stopping")
+
+
+def of_fields(error: pydantic.ValidationError) -> ApiError:
+    """The refusal of what a model of pydantic found first."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    name, *rest = first["loc"] or ("",)
+    # Behind the name pydantic says which member of a union it tried, which is no place.
+    places = [f"[{part}]" for part in rest if isinstance(part, int)][:1]
+    field = f"{name}{''.join(places)}"
+    return refused(f"{field}: {first['msg']}", str(name) or None)
+
+
+def of_value(error: ValueError, other: str, **names: str) -> ApiError:
+    """The refusal of a request that the library would not make.
+
+    Args:
+      error: about a setting, or else about `other`.
+      other: the field that an error without a setting is about.
+      names: how the protocol calls some settings beside ``gen_length``.
+    """
+    line = " ".join(str(error).split()).replace("gen_length", "max_tokens")
+    if not isinstance(error, SettingError):
+        return refused(line, other)
+    names = {"gen_length": "max_tokens"} | names
+    name = error.others[0] if error.name == "structure" and error.others else error.name
+    return refused(line, names.get(name, name))
+
 
 MOST_STOPS = 16
 _LONGEST_STOP = 1024
@@ -21,24 +110,13 @@ class Fields(pydantic.BaseModel):
 
 
 class StreamOptions(Fields):
-    """What a stream tells beside the text.
-
-    Attributes:
-      include_usage: whether an event with the usage comes before the end.
-    """
+    """What a stream tells beside the text: the usage, in an event before the end."""
 
     include_usage: bool | None = None
 
 
 class JsonSchema(Fields):
-    """A schema with the name that the protocol wants it to have.
-
-    Attributes:
-      name: of it.
-      schema_: JSON schema.
-      description: of what it is for; not read.
-      strict: not read; the answer always follows the schema.
-    """
+    """A schema with what the protocol wants beside it, which is not read: it is always strict."""
 
     name: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
@@ -47,13 +125,7 @@ class JsonSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    """What the answer must look like.
-
-    Attributes:
-      type: which of the others tells.
-      json_schema: of ``type="json_schema"``.
-      regex: of ``type="regex"``, which the whole answer matches.
-    """
+    """What the answer must look like; a regular expression matches the whole of it."""
 
     type: Literal["text", "json_object", "json_schema", "regex"]
     json_schema: JsonSchema | None = None
@@ -64,6 +136,10 @@ class Sampled(pydantic.BaseModel):
     """What all requests for a text share; other names are settings (docs/settings.md).
 
     Attributes:
+      content: the field that holds what is given, of each end point.
+      prefix_of_id: how the ids of its answers begin.
+      object: what its answers are.
+      event: what the events of its streams are.
       model: name of the model; any request may leave it out.
       max_tokens: new tokens.
       max_length: tokens that a row may hold with its prompt.
@@ -79,6 +155,10 @@ class Sampled(pydantic.BaseModel):
     """
 
     model_config = pydantic.ConfigDict(strict=True, extra="allow", protected_namespaces=())
+    content: ClassVar[str]
+    prefix_of_id: ClassVar[str]
+    object: ClassVar[str]
+    event: ClassVar[str]
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -94,12 +174,16 @@ class Sampled(pydantic.BaseModel):
     user: str | None = None
 
     @property
-    def stops(self) -> tuple[str, ...]:
-        """The texts that end the answer.
+    def has_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-        Raises:
-          ValueError: there are too many, or one is empty or too long.
-        """
+    @property
+    def rivals(self) -> int | None:
+        """Of each token to tell of; None: tokens are not told of at all."""
+        return getattr(self, "logprobs", None)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
         found = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(found) > MOST_STOPS:
             raise ValueError(f"stop has {len(found)} texts; use {MOST_STOPS} at most")
@@ -119,6 +203,9 @@ class Completion(Sampled):
       logprobs: how many of each token's rivals to tell of; 0: of the token alone.
     """
 
+    content, prefix_of_id = "prompt", "cmpl"
+    object = event = "text_completion"
+
     prompt: str | Ids | list[str] | list[Ids] = ""
     suffix: str | None = None
     draft: str | None = None
@@ -127,33 +214,17 @@ class Completion(Sampled):
 
 
 class Part(Fields):
-    """A part of a turn.
-
-    Attributes:
-      type: of it; there are only texts.
-      text: it.
-    """
-
     type: Literal["text"]
     text: str
 
 
 class Message(Fields):
-    """A turn of a conversation.
-
-    Attributes:
-      role: whose turn it is.
-      content: what was said.
-      name: not read.
-    """
-
     role: str
     content: str | list[Part]
     name: str | None = None
 
     @property
     def text(self) -> str:
-        """What was said, its parts behind each other."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content)
@@ -170,11 +241,18 @@ class Chat(Sampled):
       top_logprobs: how many of its rivals to tell of.
     """
 
+    content, prefix_of_id = "messages", "chatcmpl"
+    object, event = "chat.completion", "chat.completion.chunk"
+
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     draft: str | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def rivals(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class Infill(Sampled):
@@ -187,6 +265,9 @@ class Infill(Sampled):
       logprobs: as of `Completion`.
     """
 
+    content = "prefix"
+    prefix_of_id = object = event = "infill"
+
     prefix: str | None = None
     suffix: str | None = None
     template: str | None = None
@@ -194,14 +275,490 @@ class Infill(Sampled):
 
 
 class Tokenize(Fields):
-    """Of ``/tokenize``.
-
-    Attributes:
-      model: name of the model.
-      prompt: a text.
-      messages: a conversation, in place of `prompt`.
-    """
+    """Of ``/tokenize``."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may ask for at most.
+
+    Attributes:
+      rows: of one request, over all its prompts.
+      waiting: rows that may wait for a slot.
+      body: bytes of a request.
+      seconds: that a request may take, with its waiting.
+      steps: of a row.
+    """
+
+    rows: int = 128
+    waiting: int = 1024
+    body: int = 1 << 20
+    seconds: float = 600.0
+    steps: int = 4096
+
+
+SHORT = 16
+"""New tokens of completions and infills by default."""
+
+_REMEMBERED = 1024
+
+
+class Planner:
+    """Makes plans for one model.
+
+    Args:
+      model: that runs them.
+      name: what requests may call it.
+      limits: of each request.
+      defaults: settings that count where a request gives none.
+      length: new tokens of completions and infills that give none.
+    """
+
+    def __init__(
+        self, model: Model, name: str, limits: Limits, defaults: Mapping[str, Any] | None = None,
+        length: int = SHORT,
+    ):  # fmt: skip
+        self.model, self.name, self.limits = model, name, limits
+        self._length = length
+        self._defaults = dict(defaults or {})
+        self._settings = model.sample.table.settings
+        self._known: dict[Any, Any] = {}
+
+    def answer(self, asked: Sampled) -> Answer:
+        self.check_model(asked.model)
+        if isinstance(asked, Completion):
+            return self._completion(asked)
+        if isinstance(asked, Chat):
+            return self._chat(asked)
+        assert isinstance(asked, Infill)
+        return self._infill(asked)
+
+    def _completion(self, asked: Completion) -> Answer:
+        prompts = _prompts(asked.prompt)
+        if asked.suffix is not None and asked.draft is not None:
+            raise refused("suffix and draft exclude each other; give one of them", "suffix")
+        if asked.echo and asked.suffix is not None:
+            raise refused("echo means nothing with a suffix; drop one", "echo")
+        length = asked.max_tokens
+        contents = []
+        for prompt in prompts:
+            ids = self._encoded(prompt, "prompt") if isinstance(prompt, str) else prompt
+            if length is None and asked.draft is None:
+                length = max(1, min(self._length, self._room(asked) - len(ids)))
+            if asked.suffix is not None:
+                contents.append(self._gap(ids, asked.suffix, length or self._length, "prompt"))
+            else:
+                contents.append({"tokens": ids} if len(ids) else {"prompt": ""})
+        if asked.draft is not None:
+            contents = [content | {"draft": asked.draft} for content in contents]
+        echoes = [p if isinstance(p, str) else self._text(p) for p in prompts if asked.echo]
+        return self._answer(asked, contents, length, echoes)
+
+    def _chat(self, asked: Chat) -> Answer:
+        asked_lengths = (asked.max_tokens, asked.max_completion_tokens)
+        lengths = {length for length in asked_lengths if length is not None}
+        if len(lengths) > 1:
+            raise refused(
+                "max_tokens and max_completion_tokens differ; give one of them", "max_tokens"
+            )
+        if asked.top_logprobs and not asked.logprobs:
+            raise refused("top_logprobs means nothing without logprobs=true", "top_logprobs")
+        content: dict[str, Any] = {"tokens": self.chat_ids(asked.messages)}
+        content |= {} if asked.draft is None else {"draft": asked.draft}
+        return self._answer(asked, [content], min(lengths, default=None))
+
+    def _infill(self, asked: Infill) -> Answer:
+        if (asked.template is None) == (asked.prefix is None and asked.suffix is None):
+            raise refused("give prefix and suffix, or a template with <hole:8>", "template")
+        if asked.template is not None:
+            content: dict[str, Any] = {"template": asked.template}
+        else:
+            prefix = self._encoded(asked.prefix or "", "prefix")
+            length = asked.max_tokens or self._length
+            content = self._gap(prefix, asked.suffix or "", length, "prefix")
+        return self._answer(asked, [content], asked.max_tokens)
+
+    def usual(self) -> Iterator[Request]:
+        """Requests of the length of each canvas, with and without a format, else by default."""
+        longest = self.model.max_length
+        lengths = {min(2**power, longest) for power in range(6, longest.bit_length() + 1)}
+        for length in sorted(lengths | {longest}):
+            for form in (None, ResponseFormat(type="json_object")):
+                asked = Completion.model_validate({"max_tokens": length, "response_format": form})
+                with contextlib.suppress(ApiError):  # the model, or a limit, does not allow it
+                    yield from self.answer(asked).requests
+
+    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a conversation, up to where the answer begins."""
+        if self.model.chat is None:
+            raise refused(
+                "the model has no chat template; ask /v1/completions, or give the server one",
+                "messages",
+            )
+        try:
+            said = [{"role": one.role, "content": one.text} for one in messages]
+            return self.model.chat.ids(said).tolist()
+        except ValueError as error:
+            raise refused(str(error), "messages") from None
+
+    def check_model(self, name: str | None) -> None:
+        """Raises `ApiError` for a model that is not here."""
+        if name is not None and name != self.name:
+            raise ApiError(
+                400, f"model {name[:100]!r} is not here; use {self.name!r}", "model",
+                "model_not_found",
+            )  # fmt: skip
+
+    def _answer(
+        self,
+        asked: Sampled,
+        contents: list[dict[str, Any]],
+        length: int | None,
+        echoes: Sequence[str] = (),
+    ) -> Answer:
+        for name in ("diffusing", "stream_options"):
+            if getattr(asked, name) and not asked.stream:
+                raise refused(f"{name} means nothing without stream=true", name)
+        if asked.read_back and asked.diffusing:
+            raise refused("read_back and diffusing do not go together; drop one", "read_back")
+        settings = self._own_settings(asked, length)
+        reads = bool(asked.rivals or asked.read_back)
+        if reads and "fill" not in settings:
+            settings["fill"] = "parallel"
+        structure = self._structure(asked)
+        if structure:
+            settings = self._token_a_step(asked, settings) | settings | structure
+        count = asked.n or 1
+        if count * len(contents) > self.limits.rows:
+            name = "n" if count > 1 else "prompt"
+            raise refused(
+                f"{count} rows of {len(contents)} prompts are more than {self.limits.rows}; "
+                "ask for them in several requests", name,
+            )  # fmt: skip
+        try:
+            stops = asked.stops
+        except ValueError as error:
+            raise refused(str(error), "stop") from None
+        if structure and stops:
+            raise refused("stop could cut a structure; drop it, or response_format", "stop")
+        seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
+        common = {"seed": seed, "max_length": self._room(asked), "read_back": reads}
+        requests: list[Request] = []
+        for place, content in enumerate(contents):
+            requests += self._rows(
+                asked.content, content | settings, common,
+                (place * count, count, len(contents) * count),
+            )  # fmt: skip
+        return Answer(
+            asked, self.name, self.model.tokenizer, requests, stops, seed,
+            [text for text in echoes for _ in range(count)],
+        )  # fmt: skip
+
+    def _rows(
+        self, given: str, own: dict[str, Any], common: dict[str, Any], place: tuple[int, int, int]
+    ) -> list[Request]:
+        content = "template" if "template" in own else given
+        if len(self._known) > _REMEMBERED:
+            self._known.clear()
+        try:
+            made = make_requests(self.model, own, common, *place, known=self._known)
+        except ValueError as error:
+            names = {"tokens": content, "prompt": content, "structure": "response_format"}
+            raise of_value(error, content, **names) from None
+        if made[0].sample.steps > self.limits.steps:
+            raise refused(
+                f"steps={made[0].sample.steps} is more than {self.limits.steps}; use fewer", "steps"
+            )
+        return made
+
+    def _own_settings(self, asked: Sampled, length: int | None) -> dict[str, Any]:
+        """The settings that a request gives by name, each checked alone."""
+        given = {name: value for name, value in (asked.model_extra or {}).items()
+                 if value is not None}  # fmt: skip
+        if length is not None:
+            if given.get("gen_length", length) != length:
+                raise refused(
+                    "gen_length is another name of max_tokens; give one of them", "gen_length"
+                )
+            given["gen_length"] = length
+        for name, value in given.items():
+            if name not in self._settings:
+                known = (*type(asked).model_fields, *self._settings)
+                raise refused(
+                    f"{name[:60]!r} is not a field; {nearest(name[:60], known, value)}", name[:60]
+                )
+            try:
+                self._settings[name].checked(value)
+            except ValueError as error:
+                raise of_value(error, name) from None
+        return self._defaults | given
+
+    def _token_a_step(self, asked: Sampled, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings that a structure can be held with, where the request gives none."""
+        model, size = self.model, asked.max_tokens or self._room(asked)
+        block = settings.get("block_length", model.sample.block_length)
+        block = block or model.network.block_length
+        steps = (size // block + 2) * block if block else size
+        needed = {"order": "left_to_right", "schedule": "linear", "ignore_eos": False}
+        return needed | {"steps": steps}
+
+    def _structure(self, asked: Sampled) -> dict[str, Any]:
+        """The settings that hold an answer to its format."""
+        form = asked.response_format
+        if form is None or form.type == "text":
+            return {}
+        if "structure" in (asked.model_extra or {}):
+            raise refused("structure is another name of response_format; give one", "structure")
+        missing = {"json_schema": form.json_schema, "regex": form.regex}
+        if missing.get(form.type, "") is None:
+            raise refused(f"response_format lacks {form.type}; give it", "response_format")
+        try:
+            if form.json_schema is not None:
+                pattern = regex_of_schema(form.json_schema.schema_)
+            else:
+                pattern = form.regex or regex_of_objects()
+            return {"structure": self.model.structures.automaton(pattern)}
+        except ValueError as error:
+            raise refused(str(error), "response_format") from None
+
+    def _room(self, asked: Sampled) -> int:
+        if asked.max_length is not None and asked.max_length > self.model.max_length:
+            raise refused(
+                f"max_length={asked.max_length} is more than {self.model.max_length}, the canvas "
+                "of the model", "max_length",
+            )  # fmt: skip
+        return asked.max_length or self.model.max_length
+
+    def _gap(self, ids: Sequence[int], suffix: str, length: int, name: str) -> dict[str, Any]:
+        """A canvas with one gap."""
+        mask_id = self.model.tokenizer.mask_id
+        if mask_id in ids:
+            raise refused(f"{name} holds MASK ({mask_id}); use a template", name)
+        behind = self._encoded(suffix, "suffix")
+        if length > self.model.max_length:
+            raise refused(f"max_tokens={length} is more than the canvas holds", "max_tokens")
+        tokens = np.concatenate([np.asarray(ids, np.int64), np.full(length, mask_id), behind])
+        return {"tokens": tokens, "infill": True}
+
+    def _encoded(self, text: str, name: str) -> Sequence[int]:
+        try:
+            return self.model.tokenizer.encode(text).tolist()
+        except ValueError as error:
+            raise refused(f"{name}: {error}", name) from None
+
+    def _text(self, ids: Sequence[int]) -> str:
+        try:
+            return self.model.tokenizer.decode(ids)
+        except (ValueError, IndexError) as error:
+            raise refused(f"prompt: {error}", "prompt") from None
+
+
+def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise refused("prompt is an empty list; give a text", "prompt")
+    if isinstance(prompt[0], int):
+        return [prompt]
+    if any(isinstance(one, list) and not one for one in prompt):
+        raise refused("prompt has an empty list of ids; give at least one", "prompt")
+    return prompt
+
+
+_LEAST = -9999.0
+
+
+class Done(NamedTuple):
+    """A choice that has been written; of an infill also the text of each gap, and the whole."""
+
+    text: str
+    row: Row
+    places: range
+    is_stopped: bool
+    filled: tuple[str, ...] = ()
+    infilled: str = ""
+    prompt_tokens: int = 0
+
+    @property
+    def finish_reason(self) -> str:
+        return "stop" if self.is_stopped else "length"
+
+
+@dataclass
+class Answer:
+    """What is run for a request, and the objects of its answer.
+
+    Attributes:
+      asked: the request.
+      model: its name.
+      tokenizer: of the model.
+      requests: one for each choice, those of a prompt side by side.
+      stops: texts that end a choice.
+      seed: of the first row.
+      echoes: what each choice begins with.
+      id: of the answer.
+      created: seconds since 1970.
+    """
+
+    asked: Sampled
+    model: str
+    tokenizer: Tokenizer
+    requests: Sequence[Request]
+    stops: tuple[str, ...]
+    seed: int
+    echoes: Sequence[str] = ()
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.id = self.id or f"{self.asked.prefix_of_id}-{uuid.uuid4().hex}"
+
+    def whole(self, done: Sequence[Done]) -> dict[str, Any]:
+        choices = [self._choice(index, one) for index, one in enumerate(done)]
+        return self._head(self.asked.object) | {"choices": choices, "usage": self.usage(done)}
+
+    def begin(self) -> list[dict[str, Any]]:
+        """The events before any text: the role of each choice of a chat."""
+        delta = {"role": "assistant", "content": ""}
+        choices = range(len(self.requests) if self._is_chat else 0)
+        return [self._event(index, delta, None, None) for index in choices]
+
+    def echo(self, index: int, row: Row) -> list[dict[str, Any]]:
+        """The event with what a choice begins with, if that is asked for."""
+        is_told = self.echoes and self.echoes[index] and not self.asked.diffusing
+        return [self._piece(index, self.echoes[index], row, range(0), None)] if is_told else []
+
+    def grown(
+        self, index: int, row: Row, reader: Reader, pieces: Sequence[Piece], done: Done | None
+    ) -> list[dict[str, Any]]:
+        """The events of a choice that has grown; those of a canvas replace the one before."""
+        reason = None if done is None else done.finish_reason
+        if self.asked.diffusing:
+            text = reader.shown(row) if done is None else done.text
+            return [self._canvas(index, row, text, reason)]
+        return [
+            self._piece(index, one.text, row, one.places, reason if one.is_last else None)
+            for one in pieces
+            if one.text or one.is_last
+        ]
+
+    def _piece(
+        self, index: int, text: str, row: Row, places: range, reason: str | None
+    ) -> dict[str, Any]:
+        logprobs = self._logprobs(row, places)
+        delta: Any = text if not self._is_chat else {"content": text} if text else {}
+        event = self._event(index, delta, reason, logprobs)
+        event["choices"][0] |= self._read_back(row, places)
+        return event
+
+    def _canvas(self, index: int, row: Row, text: str, reason: str | None) -> dict[str, Any]:
+        """An event with the whole canvas of a choice, in place of the one before.
+
+        With a `reason` it is the last one, whose text is the answer: what stands behind its end,
+        holes too, is no part of it.
+        """
+        delta: Any = text if not self._is_chat else {"content": text}
+        event = self._event(index, delta, reason, None)
+        holes = 0 if reason else int((row.tokens == self.tokenizer.mask_id).sum())
+        return event | {"diffusing": {"step": row.steps, "holes": holes}}
+
+    def end(self, done: Sequence[Done]) -> list[dict[str, Any]]:
+        told = self._head(self.asked.event) | {"choices": [], "usage": self.usage(done)}
+        return [told] if self.asked.has_usage else []
+
+    def usage(self, done: Sequence[Done]) -> dict[str, Any]:
+        """What an answer took; beyond the protocol, forwards of the model and the first seed."""
+        prompts = sum(one.prompt_tokens for one in done[:: self.asked.n or 1])
+        written = sum(len(one.places) for one in done)
+        return {
+            "prompt_tokens": prompts,
+            "completion_tokens": written,
+            "total_tokens": prompts + written,
+            "forwards": sum(int(one.row.counters.forwards) for one in done),
+            "seed": self.seed,
+        }
+
+    @property
+    def replaces(self) -> bool:
+        """Whether each event of a choice takes the place of the one before."""
+        return bool(self.asked.diffusing)
+
+    @property
+    def _is_chat(self) -> bool:
+        return isinstance(self.asked, Chat)
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _event(self, index: int, delta: Any, reason: str | None, logprobs: Any) -> dict[str, Any]:
+        choice = {"index": index, "finish_reason": reason, "logprobs": logprobs}
+        choice["delta" if self._is_chat else "text"] = delta
+        return self._head(self.asked.event) | {"choices": [choice]}
+
+    def _choice(self, index: int, done: Done) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "finish_reason": done.finish_reason,
+            "logprobs": self._logprobs(done.row, done.places),
+        } | self._read_back(done.row, done.places)
+        if self._is_chat:
+            return choice | {"message": {"role": "assistant", "content": done.text}}
+        if isinstance(self.asked, Infill):
+            return choice | {"text": done.infilled, "infills": list(done.filled)}
+        echo = self.echoes[index] if self.echoes else ""
+        return choice | {"text": echo + done.text}
+
+    def _read_back(self, row: Row, places: range) -> dict[str, Any]:
+        """How the tokens there came about, in the order in which they were written, if asked."""
+        if not self.asked.read_back:
+            return {}
+        return {"read_back": [self._record(one) for one in row.read_back if one.place in places]}
+
+    def _record(self, written: Written) -> dict[str, Any]:
+        """A position that was written: what its row's chain left there, the likeliest first."""
+        told = written.to_json(self.asked.read_back or 0)
+        texts = [self.tokenizer.decode([id_]) for id_ in told["ids"]]
+        return told | {"text": self.tokenizer.decode([written.token]), "texts": texts}
+
+    def _logprobs(self, row: Row, places: range) -> dict[str, Any] | None:
+        """The log-probability of each token that was written, and of its rivals if asked."""
+        if self.asked.rivals is None:
+            return None
+        written = [place for place in places if not row.is_frozen[place]]
+        rivals = {record.place: record.candidates for record in row.read_back}
+        told = []
+        for place in written:
+            top = []
+            if place in rivals and self.asked.rivals:
+                shown = rivals[place]
+                pairs = zip(shown.ids.tolist(), shown.logprobs.tolist(), strict=True)
+                top = [self._token(id_, p) for id_, p in list(pairs)[: self.asked.rivals]]
+            token = self._token(int(row.tokens[place]), float(row.logprobs[place]))
+            told.append(token | {"top_logprobs": top})
+        if self._is_chat:
+            return {"content": told, "refusal": None}
+        return self._table(told)
+
+    def _token(self, id_: int, logprob: float) -> dict[str, Any]:
+        text = self.tokenizer.decode([id_])
+        number = logprob if math.isfinite(logprob) else _LEAST
+        data = list(text.encode("utf-8", errors="replace"))
+        return {"token": text, "logprob": number, "bytes": data}
+
+    def _table(self, told: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Log-probabilities as ``/v1/completions`` tells them: a list for each thing."""
+        offsets, end = [], 0
+        for one in told:
+            offsets.append(end)
+            end += len(one["token"])
+        tops = [{top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in told]
+        return {
+            "tokens": [one["token"] for one in told],
+            "token_logprobs": [one["logprob"] for one in told],
+            "top_logprobs": tops if self.asked.rivals else None,
+            "text_offset": offsets,
+        }

@@ -3,11 +3,10 @@
 from dlm_jax.diffusion.losses import Loss
 from dlm_jax.diffusion.mixture import MixedExample, Mixture, NetworkObjective
 from dlm_jax.diffusion.objectives import Batch, Example
-from dlm_jax.training.api import train
-from dlm_jax.training.heads import Head, HeadInputs, Setup
-from dlm_jax.training.loop import Outcome, run_loop, say
+from dlm_jax.heads import Head, HeadInputs, Setup
+from dlm_jax.training.api import describe, train
 from dlm_jax.training.run import Run, prepare
-from dlm_jax.training.summary import describe
+from dlm_jax.training.train_loop import Outcome, run_loop, say
 
 __all__ = [
     "Batch", "Example", "Head", "HeadInputs", "Loss", "MixedExample", "Mixture",

@@ -13,9 +13,11 @@ from jax.sharding import Mesh
 
 import dlm_jax.config as configs
 from dlm_jax.config import Config
-from dlm_jax.distributed.sharding import batch_sharding
+from dlm_jax.distributed.partitions import batch_sharding
 from dlm_jax.randomness import settings
-from dlm_jax.training.optim import learning_rate
+from dlm_jax.training.metrics import METRICS, read_records
+from dlm_jax.training.optimisers import learning_rate
+from dlm_jax.training.run_directory import NAME
 
 _MAY_CHANGE = (
     "data.source",
@@ -35,6 +37,9 @@ _MAY_CHANGE = (
     "mesh.",
     "sample.",
 )
+
+# These may change only once a checkpoint holds what follows from them.
+_OF_THE_BEGINNING = ("data.source", "train.init_from")
 
 # Recommended settings that the canvases of the critic's training are filled with.
 _OF_THE_CRITIC = ("sample.sampler_min_neighbors_ratio", "sample.sampler_even_odd")
@@ -83,25 +88,26 @@ def check_model_fits(config: Config, mesh: Mesh) -> None:
         )
 
 
-def check_writable(out_dir: Path) -> None:
-    """Refuses a directory that could not be written, without making it yet."""
-    nearest = next(path for path in (out_dir, *out_dir.absolute().parents) if path.exists())
+def check_writable(setting: str, directory: Path) -> None:
+    """Refuses a local directory that could not be written, without making it yet."""
+    nearest = next(filter(os.path.exists, (directory, *directory.absolute().parents)))
     if not nearest.is_dir():
         raise ValueError(
-            f"train.out_dir={out_dir} cannot be a directory, because {nearest} is a file; "
+            f"{setting}={directory} cannot be a directory, because {nearest} is a file; "
             "name another one"
         )
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ValueError(f"train.out_dir={out_dir} is not writable; name another directory")
+        raise ValueError(f"{setting}={directory} is not writable; name another directory")
 
 
-def make_directory(out_dir: Path) -> None:
-    """Makes the directory of a run; refuses one that cannot be made."""
+def make_directory(setting: str, directory: Path) -> None:
+    """Makes a directory of a run; refuses one that cannot be made."""
     try:
-        out_dir.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"train.out_dir={out_dir} cannot be made ({error.strerror}); name another directory"
+            f"{setting}={directory} cannot be made ({error.strerror or error}); name another "
+            "directory"
         ) from None
 
 
@@ -114,11 +120,14 @@ def facts_of(config: Config) -> dict[str, Any]:
 
 
 def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Refuses to continue a run whose result would be neither the old one's nor the new one's.
+    """Refuses to continue a run with settings or data that would change its result.
 
     Args:
-      meta: that of this run, see `Run.meta`.
-      saved: that of the checkpoints in the directory.
+      meta: metadata of this run, see `Run.meta`.
+      saved: metadata of the checkpoints in the directory.
+
+    Raises:
+      ValueError: they differ; the line names the first difference and the remedy.
     """
     # Through JSON, which has lists alone.
     meta = json.loads(json.dumps(meta))
@@ -126,16 +135,17 @@ def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
     elsewhere = "or use another train.out_dir"
     if saved["corpus"]["sha256"] != meta["corpus"]["sha256"]:
         raise ValueError(
-            f"{out_dir} holds a run on another text than {meta['corpus']['name']}; give the text "
-            f"of that run to continue it, {elsewhere}"
+            f"{out_dir} holds a run on another text than {meta['corpus']['name']}; set data.source "
+            f"to the text of that run to continue it, {elsewhere}"
         )
     # Checkpoints of earlier versions have no draws.
     drawn = saved.get("randomness", meta["randomness"])
     if drawn["draws"] != meta["randomness"]["draws"]:
         version = "version of jax"
         raise ValueError(
-            f"{out_dir} holds a run with other draws: that of jax {drawn[version]}, and this is "
-            f"{meta['randomness'][version]}; use that version to continue it, {elsewhere}"
+            f"{out_dir} holds a run whose jax {drawn[version]} draws other random numbers than "
+            f"jax {meta['randomness'][version]} here; use jax {drawn[version]} to "
+            f"continue it, {elsewhere}"
         )
     here, there = _flat(meta["config"]), _flat(saved["config"])
     there |= {new: there.pop(old) for old, new in configs.MOVED.items() if old in there}
@@ -147,29 +157,66 @@ def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
     ]
     if here["train.steps"] < there["train.steps"]:
         raise ValueError(
-            f"{out_dir} holds a run with train.steps={there['train.steps']}, which may grow but "
-            f"not shrink, and this one has {here['train.steps']}; ask for as many at least to "
+            f"{out_dir} holds a run with train.steps={there['train.steps']}, and this run has "
+            f"{here['train.steps']}; raise train.steps to {there['train.steps']} or more to "
             f"continue it, {elsewhere}"
         )
     if differing:
         # The vocabulary follows from the tokenizer, so that is the one to name.
         key = min(differing, key=lambda key: key == "model.vocab_size")
         raise ValueError(
-            f"{out_dir} holds a run with {key}={there[key]!r}, and this one has "
-            f"{here.get(key)!r}; make it that of the run to continue it, {elsewhere}"
+            f"{out_dir} holds a run with {key}={there[key]!r}, and this run has "
+            f"{here.get(key)!r}; set {key}={there[key]!r} to continue it, {elsewhere}"
         )
     # A tokenizer that was read from a file may have changed there.
     if saved["tokenizer"] != meta["tokenizer"]:
         raise ValueError(
-            f"{out_dir} holds a run with another tokenizer; give that one to continue it, "
+            f"{out_dir} holds a run with another tokenizer; use that one to continue it, "
             f"{elsewhere}"
         )
     for part in saved.get("own", {}) | meta["own"]:
         if (before := saved.get("own", {}).get(part)) != meta["own"].get(part):
             raise ValueError(
                 f"{out_dir} holds a run whose own {part} is {before}, and here it is "
-                f"{meta['own'].get(part)}; give the same to continue it, {elsewhere}"
+                f"{meta['own'].get(part)}; pass the same to continue it, {elsewhere}"
             )
+
+
+def check_begins_anew(asked: Config, out_dir: Path) -> None:
+    """Refuses to begin a run in the directory of another one that saved no checkpoint.
+
+    A run of the same config begins anew there, and drops the metrics. The directory of a run
+    without metrics holds nothing to lose.
+
+    Args:
+      asked: config of the new run, before the data fills it in.
+      out_dir: ``train.out_dir``.
+
+    Raises:
+      ValueError: the metrics are of a run of another config, or cannot be read.
+    """
+    path, config_path = out_dir / METRICS, out_dir / NAME
+    if not read_records(path):
+        return
+    try:
+        there = _flat(configs.to_dict(configs.load(str(config_path))))
+    except ValueError as error:
+        why = f"its config is not known: {error}"
+    else:
+        here = _flat(configs.to_dict(asked))
+        # Without a checkpoint no sum of the text says that it is the same.
+        may_change = tuple(key for key in _MAY_CHANGE if key not in _OF_THE_BEGINNING)
+        differing = [
+            key for key in here if not key.startswith(may_change) and here[key] != there[key]
+        ]
+        if not differing:
+            return
+        key = differing[0]
+        why = f"{config_path} has {key}={there[key]!r}, and this run has {here[key]!r}"
+    raise ValueError(
+        f"train.out_dir={out_dir} holds metrics of another run without checkpoints ({why}); move "
+        f"{path} elsewhere, or use another train.out_dir"
+    )
 
 
 def growth(config: Config, saved: dict[str, Any], step: int) -> str:

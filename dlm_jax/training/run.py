@@ -1,4 +1,4 @@
-"""A training run resolved from its config: everything that can be refused is refused here."""
+"""What a run that begins with a published model takes from its directory: shape and tokenizer."""
 
 from __future__ import annotations
 
@@ -6,29 +6,38 @@ import contextlib
 import dataclasses
 import math
 import secrets
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import dlm_jax.config as configs
-from dlm_jax.checkpoint import Checkpoints
-from dlm_jax.checkpoint.files import complete_steps
-from dlm_jax.config import Config, ModelConfig
-from dlm_jax.data import Corpus
+from dlm_jax.config import Config, MeshConfig, ModelConfig
+from dlm_jax.config.schema import INIT
+from dlm_jax.data import CharacterTokenizer, Corpus, Tokenizer, from_json, load_corpus
+from dlm_jax.data.corpus import MakeTokenizer
 from dlm_jax.distributed.memory import require_room
+from dlm_jax.distributed.mesh import CHIPS, fsdp_for
+from dlm_jax.distributed.partitions import batch_sharding, make_mesh, path_name, share_of_batch
 from dlm_jax.distributed.processes import check_same_everywhere, on_first_process
-from dlm_jax.distributed.sharding import batch_sharding, make_mesh, share_of_batch
-from dlm_jax.metrics import METRICS, check_metrics
+from dlm_jax.heads import MAIN, Head, Setup, with_own_parameters
+from dlm_jax.model.lora import GROUP
 from dlm_jax.model.transformer import build
+from dlm_jax.published import is_published, read_published, read_shape
 from dlm_jax.randomness import check_settings, fingerprint, key_of
-from dlm_jax.storage import check_bucket, is_remote
-from dlm_jax.training.begin import begin_with
-from dlm_jax.training.best import Best
+from dlm_jax.store import Checkpoints, load_any, load_meta, not_finite
+from dlm_jax.store.checkpoint_files import complete_steps, remove, step_path
+from dlm_jax.store.files import check_bucket, is_remote, located
+from dlm_jax.store.weights import path_of_model
 from dlm_jax.training.checks import (
+    check_begins_anew,
     check_model_fits,
     check_parts,
     check_same_run,
@@ -37,23 +46,449 @@ from dlm_jax.training.checks import (
     growth,
     make_directory,
 )
-from dlm_jax.training.files import checkpoints_of, write_config
-from dlm_jax.training.heads import MAIN, Head, Setup, with_own_parameters
-from dlm_jax.training.lock import DirectoryLock
-from dlm_jax.training.optim import make_grouped_optimizer
-from dlm_jax.training.placing import mesh_config
-from dlm_jax.training.resolved import load_resolved
+from dlm_jax.training.metrics import METRICS, check_metrics, check_trackers
+from dlm_jax.training.optimisers import make_grouped_optimizer
+from dlm_jax.training.run_directory import DirectoryLock, checkpoints_of, write_config
 from dlm_jax.training.stages import Stage, stage_at
-from dlm_jax.training.step import (
+from dlm_jax.training.tasks import TASKS, MakeHead, MakeObjective, Task, make_heads
+from dlm_jax.training.train_step import (
     TrainState,
     abstract_state,
     check_adds_up,
     compile_eval_step,
     init_state,
 )
-from dlm_jax.training.tasks import TASKS, MakeHead, MakeObjective, Task, make_heads
-from dlm_jax.training.trackers import check_trackers
-from dlm_jax.types import Network
+from dlm_jax.types import Network, Params
+
+# Settings that parameters do not depend on: the config's own count.
+_FREE = (
+    "remat", "compute_dtype", "add_sampler_head", "sampler_context", "sampler_width",
+    "sampler_residual", "add_critic_head", "lora_rank", "lora_alpha", "lora_targets",
+)  # fmt: skip
+# What turns a causal model into a diffusion one: the config's own count there, too.
+_TURNED = ("attention_type", "block_length", "logit_alignment", "start_id")
+
+
+def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
+    """The config with ``[model]`` of the published directory in train.init_from, and its tokenizer.
+
+    Settings of ``[model]`` at their defaults are those of the directory; others must agree with it.
+    Whether and how a causal model is turned into a diffusion one is what the config says.
+
+    Returns:
+      The config as it is, and None, where train.init_from is no published directory.
+
+    Raises:
+      ValueError: the directory cannot be used, or the config asks for another model.
+    """
+    source = config.train.init_from
+    if not source or not is_published(source):
+        return config, None
+    theirs, tokenizer = read_shape(Path(source))
+    default, settings = ModelConfig(), {}
+    free = (*_FREE, *(_TURNED if theirs.attention_type == "causal" else ()))
+    for field in dataclasses.fields(ModelConfig):
+        ours, other = getattr(config.model, field.name), getattr(theirs, field.name)
+        settings[field.name] = ours if field.name in free else other
+        if field.name not in free and ours not in (other, getattr(default, field.name)):
+            raise ValueError(
+                f"train.init_from={source} has model.{field.name}={other!r}, and the config asks "
+                f"for {ours!r}; leave it out"
+            )
+    model = ModelConfig(**settings)
+    return dataclasses.replace(config, model=model), tokenizer
+
+
+_SHOWN = 8
+# The parameters with an axis of the vocabulary, and which it is.
+_AXES = {"embedding": 0, "head/kernel": 1}
+
+
+def tokenizer_of(
+    config: Config, *, report: Callable[[str], None]
+) -> str | Tokenizer | MakeTokenizer:
+    """What ``data.tokenizer`` asks for, as `load_corpus` takes it.
+
+    With ``init`` that is the tokenizer of ``train.init_from``, or of the run that is continued. A
+    character tokenizer gets the corpus's characters that it lacks, and they are reported.
+
+    Raises:
+      ValueError: there is no such model; or, while the tokenizer is made, characters are new that
+        ``data.new_characters`` refuses, or that nothing would train.
+    """
+    if config.data.tokenizer != INIT:
+        return config.data.tokenizer
+    with Checkpoints(checkpoints_of(config), keep=1) as saved:
+        if on_first_process(saved.steps):
+            return from_json(saved.read_meta(report=lambda line: None)["tokenizer"])
+    theirs = from_json(load_meta(path_of_model(config.train.init_from), report=report)["tokenizer"])
+    if not isinstance(theirs, CharacterTokenizer):
+        return theirs
+    return lambda text: _extended(theirs, text, config, report)
+
+
+def _extended(
+    theirs: CharacterTokenizer, text: str, config: Config, report: Callable[[str], None]
+) -> CharacterTokenizer:
+    known = set(theirs.characters)
+    new = {character: count for character, count in Counter(text).items() if character not in known}
+    if not new:
+        return theirs
+    often = sorted(new, key=lambda character: (-new[character], character))
+    shown = ", ".join(f"{c!a} (U+{ord(c):04X}, {new[c]:,} times)" for c in often[:_SHOWN])
+    more = f" and {len(new) - _SHOWN} more" if len(new) > _SHOWN else ""
+    what = (
+        f"{len(new)} characters of the text are" if len(new) > 1 else "1 character of the text is"
+    )
+    line = f"{what} new to train.init_from={config.train.init_from}: {shown}{more}"
+    if config.data.new_characters == "refuse":
+        raise ValueError(f"{line}; remove them, or use data.new_characters=add")
+    if not config.heads.train_main:
+        raise ValueError(
+            f"{line}; heads.train_main=False would never train them: remove them, or set it to true"
+        )
+    report(f"{line}; added, with fresh embeddings")
+    return CharacterTokenizer("".join(sorted(known | set(new))))
+
+
+def places_of(theirs: Tokenizer, ours: Tokenizer) -> np.ndarray | None:
+    """For each of their ids the id that stands for the same here, int32 ``[V]``.
+
+    None if that is no tokenizer of characters, or some of its characters are missing here.
+    """
+    if not isinstance(theirs, CharacterTokenizer) or not isinstance(ours, CharacterTokenizer):
+        return None
+    if not set(theirs.characters) <= set(ours.characters):
+        return None
+    here = {character: id_ for id_, character in enumerate(ours.characters)}
+    # The specials follow the characters in one order, see `dlm_jax.data.tokenizers`.
+    text = [here[character] for character in theirs.characters]
+    specials = [ours.num_text_ids + i for i in range(theirs.vocab_size - theirs.num_text_ids)]
+    return np.array([*text, *specials], np.int32)
+
+
+def moved(params: Params, fresh: Params, places: np.ndarray) -> Params:
+    """Trained parameters with their vectors of tokens at other ids, and fresh ones at new ids.
+
+    Args:
+      params: trained.
+      fresh: those of the new run, whose rows at new ids are kept.
+      places: from `places_of`.
+    """
+
+    def move(path: Any, given: Any) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        own: Any = fresh
+        for part in name.split("/") if name in _AXES else ():
+            own = own.get(part) if isinstance(own, dict) else None
+        if name not in _AXES or own is None:
+            return given
+        axis = _AXES[name]
+        fits = given.shape[axis] == places.size and given.shape[1 - axis] == own.shape[1 - axis]
+        if not fits:
+            return given  # whoever takes it refuses it
+        if not own.is_fully_addressable:
+            own = multihost_utils.process_allgather(own, tiled=True)
+        whole = np.array(own, np.float32)
+        whole[(slice(None),) * axis + (places,)] = np.asarray(given, np.float32)
+        return whole
+
+    return jax.tree_util.tree_map_with_path(move, params)
+
+
+def load_resolved(config: Config, *, report: Callable[[str], None]) -> tuple[Config, Corpus]:
+    """The config with what it adopts and the vocabulary of its corpus, and that corpus.
+
+    Raises:
+      ValueError: the corpus or its tokenizer is refused, or ``model.vocab_size`` is too small.
+    """
+    config, adopted_tokenizer = adopted(config)
+    tokenizer = adopted_tokenizer or tokenizer_of(config, report=report)
+    data = config.data
+    corpus = load_corpus(
+        data.source,
+        tokenizer=tokenizer,
+        seq_len=data.seq_len,
+        held_out=data.held_out,
+        cache_dir=data.cache_dir or None,
+        layout=data.layout,
+        tail=data.tail,
+        weights=data.weights,
+    )
+    return _with_vocabulary(config, corpus), corpus
+
+
+def _with_vocabulary(config: Config, corpus: Corpus) -> Config:
+    needed = corpus.tokenizer.vocab_size
+    size = config.model.vocab_size or needed
+    if size < needed:
+        raise ValueError(
+            f"model.vocab_size={size} is smaller than the tokenizer's {needed}; use 0 or {needed}"
+        )
+    start = config.model.start_id
+    if config.model.attention_type == "causal" and start < 0:
+        start = corpus.tokenizer.mask_id
+    model = dataclasses.replace(config.model, vocab_size=size, start_id=start)
+    return dataclasses.replace(config, model=model)
+
+
+def mesh_config(config: Config, devices: Sequence[Any]) -> MeshConfig:
+    """That of `config`, with ``mesh.fsdp`` chosen by the size of the model if it is 0.
+
+    Args:
+      config: with ``model.vocab_size`` set.
+      devices: of all processes.
+    """
+    mesh = config.mesh
+    memory = device_bytes(devices[0])
+    if mesh.fsdp > 0 or not memory:
+        return mesh
+    num_slices = len({getattr(device, "slice_index", 0) or 0 for device in devices})
+    inner = mesh.tensor * mesh.expert * mesh.context * num_slices
+    if mesh.data == -1:
+        split = max(1, len(devices) // inner)
+        fsdp = fsdp_for(state_bytes(config) / mesh.tensor, memory, split)
+    else:
+        # What `data` leaves must be `fsdp`, or the mesh would not hold all devices.
+        fsdp = max(1, len(devices) // (mesh.tensor * mesh.expert * mesh.context * mesh.data))
+    return dataclasses.replace(mesh, fsdp=fsdp)
+
+
+def state_bytes(config: Config) -> float:
+    """Bytes of the parameters of the config's model, and of what its optimiser keeps of them."""
+    shapes = jax.eval_shape(build(config.model).init, key_of(0))
+    num_parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+    copies = 3 + (config.optim.ema_decay > 0)
+    return 4.0 * copies * num_parameters
+
+
+def device_bytes(device: Any) -> float:
+    """Memory of an accelerator; 0 where it is not known, and for a CPU."""
+    if device.platform == "cpu":
+        return 0.0
+    if device.device_kind in CHIPS:
+        return CHIPS[device.device_kind].memory
+    return float((device.memory_stats() or {}).get("bytes_limit", 0))
+
+
+# Settings of a model that no shape of a parameter shows.
+_TRAINED_FOR = (
+    "heads", "kv_heads", "activation", "norm_epsilon", "rope_theta", "attention_type",
+    "logit_alignment", "rotary_share", "experts_per_token", "router_score", "router_groups",
+    "router_groups_kept", "router_bias", "router_normalised", "router_scale",
+)  # fmt: skip
+
+
+def begin_with(
+    source: str,
+    state: TrainState,
+    tokenizer: Tokenizer,
+    *,
+    model: ModelConfig,
+    report: Callable[[str], None],
+) -> TrainState:
+    """The fresh `state` with the parameters of a trained model; heads that it lacks stay fresh.
+
+    Args:
+      source: ``train.init_from``, a run or a weights file; empty leaves the state as it is.
+      state: fresh.
+      tokenizer: that of the new run: theirs, or theirs with more characters.
+      model: that of the new run.
+      report: takes one line about heads that begin fresh or are left out.
+
+    Raises:
+      ValueError: there is no model, or it has another tokenizer, shape, or setting that its
+        parameters were trained for, or a config that this version cannot read.
+    """
+    if not source:
+        return state
+    where = f"train.init_from={source}"
+    if is_published(source):
+        return _begin_published(source, state, report)
+    params, meta = load_any(source, report=report)
+    if (broken := not_finite(params)) is not None:
+        raise ValueError(f"{where}: its parameter {broken} is not finite; name another model")
+    if meta["tokenizer"] != tokenizer.to_json():
+        places = places_of(from_json(meta["tokenizer"]), tokenizer)
+        if places is None:
+            raise ValueError(f"{where} has another tokenizer; use data.tokenizer=init, which is it")
+        params = moved(params, state.params, places)
+    _check_settings(where, configs.from_dict(meta["config"], where=where).model, model)
+    fresh = [name for name in state.params if name not in params]
+    ignored = [name for name in params if name not in state.params]
+    for name in (*fresh, *ignored):
+        if not name.endswith("_head") and name != GROUP:
+            raise ValueError(f"{where} is a model of another kind: {name} is in one of the two")
+    if fresh:
+        report(f"{where} lacks {', '.join(fresh)}, which begin fresh")
+    if ignored:
+        report(f"{where} has {', '.join(ignored)}, which are left out")
+    own = {name: tree for name, tree in state.params.items() if name not in fresh}
+    return _with_params(state, _laid_out(where, own, {name: params[name] for name in own}))
+
+
+def _check_settings(where: str, theirs: ModelConfig, model: ModelConfig) -> None:
+    """Raises ValueError where they have another setting that no shape of a parameter shows."""
+    for name in _TRAINED_FOR:
+        given, ours = getattr(theirs, name), getattr(model, name)
+        if given != ours:
+            raise ValueError(
+                f"{where} has model.{name}={given!r}, and the config asks for {ours!r}; "
+                "make [model] that of its run"
+            )
+
+
+def _laid_out(where: str, own: Params, given: Params) -> Params:
+    """The given parameters, in the dtypes of our own and where those live."""
+
+    def take(path: Any, own: jax.Array, given: Any) -> jax.Array:
+        if given.shape != own.shape:
+            raise ValueError(
+                f"{where} has {path_name(path)} of shape {given.shape}, and the config asks for "
+                f"{own.shape}; make [model] that of the other run"
+            )
+        return jax.device_put(np.asarray(given, own.dtype), own.sharding)
+
+    for name in own:
+        if jax.tree.structure(given[name]) != jax.tree.structure(own[name]):
+            raise ValueError(f"{where} has another kind of {name}; make [model] that of its run")
+    return jax.tree_util.tree_map_with_path(take, own, given)
+
+
+def _with_params(state: TrainState, params: Params) -> TrainState:
+    """The fresh `state` with these parameters in place of its own, averages included."""
+    taken = state.params | params
+    ema = None if state.ema is None else jax.tree.map(jnp.copy, taken)
+    return state._replace(params=taken, ema=ema)
+
+
+def _begin_published(source: str, state: TrainState, report: Callable[[str], None]) -> TrainState:
+    """The fresh `state` with the parameters of a published directory, read where they live."""
+    own = {path_name(path): leaf.sharding
+           for path, leaf in jax.tree_util.tree_flatten_with_path(state.params)[0]}  # fmt: skip
+    found = read_published(source, dtype="float32", place=lambda path, shape: own.get(path))
+    given = found.params
+    fresh = [name for name in state.params if name not in given]
+    if "head" in fresh or set(given) - set(state.params):
+        raise ValueError(
+            f"train.init_from={source} has another kind of head; leave model.tied_head out"
+        )
+    if fresh:
+        report(f"train.init_from={source} lacks {', '.join(fresh)}, which begin fresh")
+    return _with_params(state, given)
+
+
+FOLDER = "best"
+"""Name of the directory of the best model, in ``train.checkpoint_dir`` if that is set, else in
+``train.out_dir``. It is a directory of checkpoints that holds one."""
+
+
+class Best:
+    """The parameters of the evaluation with the lowest figure, in ``best`` of a run's directory.
+
+    The best model that an earlier part of the run found counts as long as the evaluations are over
+    the same windows. A run that continues from before that evaluation takes the same steps again.
+    A new run removes the best model of a run of the same config that saved no checkpoint. Every
+    process of a run makes one and calls the same methods in the same order.
+
+    Args:
+      config: of the run.
+      meta: what the run saves beside its states, see `Run.meta`.
+      is_new: whether the run begins here.
+      check: see `Checkpoints`.
+
+    Raises:
+      ValueError: `FOLDER` is no directory, or holds the best model of another run.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        meta: dict[str, Any],
+        *,
+        is_new: bool,
+        check: Callable[[], None] = lambda: None,
+    ):
+        root = located(config.train.checkpoint_dir or config.train.out_dir) / FOLDER
+        self._checkpoints = Checkpoints(root, keep=1, check=check)
+        self._measured_on = [config.train.eval_windows, config.train.batch_size]
+        self._check = check
+        self._is_stale = False
+        try:
+            self.figure = self._read(meta, is_new)
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self) -> None:
+        """Removes the best model of an earlier run of the same config that saved no checkpoint."""
+        if self._is_stale:
+            on_first_process(lambda: self._remove_from(0))
+            self._is_stale = False
+
+    def offer(self, step: int, figure: float, params: Params, meta: dict[str, Any]) -> bool:
+        """Whether the figure of that step is the lowest; its parameters are then being written.
+
+        Args:
+          step: of the evaluation.
+          figure: lower is better; one that is not finite is never the best.
+          params: that were evaluated.
+          meta: what is saved beside them.
+        """
+        if not math.isfinite(figure) or (self.figure is not None and figure >= self.figure):
+            return False
+        self._checkpoints.wait()
+        on_first_process(lambda: self._remove_from(step))
+        best = {"best": {"figure": figure, "measured_on": self._measured_on}}
+        self._checkpoints.save(step, {"params": params}, meta | best)
+        self.figure = figure
+        return True
+
+    def wait(self) -> None:
+        """Waits until the save under way is complete."""
+        self._checkpoints.wait()
+
+    def close(self) -> None:
+        """Ends all threads; a save that `wait` has not waited for may be lost."""
+        self._checkpoints.abandon()
+
+    def _read(self, meta: dict[str, Any], is_new: bool) -> float | None:
+        """The figure of what is there; None if nothing is, or another measure was taken."""
+        # Every process reads: Orbax lets none go on before all have.
+        if not on_first_process(self._checkpoints.steps):
+            return None
+        try:
+            found = self._checkpoints.read_meta(report=lambda line: None)
+        except ValueError:
+            return None  # damaged: the next evaluation replaces it
+        if found.get("run", "") != meta["run"]:
+            self._check_may_go(meta, found, is_new)
+            self._is_stale = True
+            return None
+        best = found.get("best", {})
+        return best.get("figure") if best.get("measured_on") == self._measured_on else None
+
+    def _check_may_go(self, meta: dict[str, Any], found: dict[str, Any], is_new: bool) -> None:
+        """Raises ValueError unless this run begins anew what the other run did."""
+        try:
+            if not is_new:
+                raise ValueError(
+                    f"the model is of run {found.get('run')}, and this run is {meta['run']}"
+                )
+            check_same_run(meta, found)
+        except ValueError as error:
+            raise ValueError(
+                f"{self._checkpoints.directory} holds the best model of another run ({error}); "
+                "move the directory elsewhere, or use another train.out_dir"
+            ) from None
+
+    def _remove_from(self, step: int) -> None:
+        """Removes the best models of that step and of later ones."""
+        self._check()
+        for later in complete_steps(self._checkpoints.directory):
+            if later >= step:
+                remove(step_path(self._checkpoints.directory, later))
+
 
 MakeNetwork = Callable[[ModelConfig], Network]
 
@@ -162,7 +597,7 @@ def prepare(
         undo.callback(checkpoints.close)
         checkpoints.when_closed.callback(lock.release)
         places = {"train.out_dir": out_dir, "train.checkpoint_dir": checkpoints.directory}
-        if on_first_process(lambda: _acquire_those_there(lock, places) or checkpoints.steps()):
+        if on_first_process(lambda: _lock_those_there(lock, places) or checkpoints.steps()):
             theirs = checkpoints.read_meta(report=report)
             identity = theirs.get("run", "")
             meta = _meta(config, corpus, own, identity)
@@ -179,11 +614,15 @@ def prepare(
             _check_adds_up(setup, task, state)
         best = Best(config, meta, is_new=not saved, check=lock.check)
         checkpoints.when_closed.callback(best.close)
-        on_first_process(lambda: check_metrics(out_dir / METRICS, identity, is_new=not saved))
-        make_directory(out_dir)
+        if saved:
+            on_first_process(lambda: check_metrics(out_dir / METRICS, identity))
+        else:
+            on_first_process(lambda: check_begins_anew(asked, out_dir))
+        make_directory("train.out_dir", out_dir)
         step = int(state.step)
         if step < config.train.steps:
             on_first_process(lambda: _acquire(lock, places, is_new=not saved))
+            best.begin()
             on_first_process(lambda: write_config(asked, out_dir))
         undo.pop_all()
     return Run(setup, corpus, task, own, identity, state, saved, step, noise_key, checkpoints, best)
@@ -196,28 +635,46 @@ def _checked_mesh(config: Config) -> Mesh:
     mesh = make_mesh(config.mesh)
     share_of_batch(batch_sharding(mesh, config.train.batch_size), config.train.batch_size)
     check_parts(config, mesh)
-    check_writable(Path(config.train.out_dir))
+    check_writable("train.out_dir", Path(config.train.out_dir))
     check_trackers(config.train.trackers)
     where = checkpoints_of(config)
     on_first_process(lambda: check_bucket("train.checkpoint_dir", where))
+    if config.train.checkpoint_dir and not is_remote(where):
+        check_writable("train.checkpoint_dir", Path(located(where)))
     return mesh
 
 
-def _acquire_those_there(lock: DirectoryLock, places: dict[str, Path]) -> None:
-    """Locks the local directories that are there, so that what is read of them stays."""
+def _lock_those_there(lock: DirectoryLock, places: dict[str, Path]) -> None:
+    """Locks the existing local directories, so that no other run changes what is read there."""
     for setting, path in places.items():
         if not is_remote(path) and path.is_dir():
-            lock.acquire(path, setting)
+            lock.lock(path, setting)
 
 
 def _acquire(lock: DirectoryLock, places: dict[str, Path], *, is_new: bool) -> None:
-    """Makes and locks the directories; refuses a run that another one has begun meanwhile."""
+    """Makes the directories, and locks them, or claims those that cannot be locked.
+
+    Raises:
+      ValueError: another run has one, or has saved a checkpoint since this one looked.
+    """
+    checkpoints = places["train.checkpoint_dir"]
+
+    def check_still_new() -> None:
+        if is_new and complete_steps(checkpoints):
+            raise ValueError(
+                f"train.checkpoint_dir={checkpoints} holds checkpoints of a run that started at "
+                "the same time; start again"
+            )
+
     for setting, path in places.items():
-        path.mkdir(parents=True, exist_ok=True)
-        lock.acquire(path, setting)
-    path = places["train.checkpoint_dir"]
-    if is_new and complete_steps(path):
-        raise ValueError(f"{path} was trained in meanwhile; start again")
+        make_directory(setting, path)
+    unlocked = [path for setting, path in places.items() if not lock.lock(path, setting)]
+    # A claim ends the run that has the directory, so a run that is refused must not make one.
+    check_still_new()
+    for path in unlocked:
+        lock.claim(path)
+    if unlocked:
+        check_still_new()
 
 
 def _check_memory(state: TrainState, setup: Setup) -> None:

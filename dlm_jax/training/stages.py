@@ -16,33 +16,13 @@ import jax.numpy as jnp
 from dlm_jax.diffusion.losses import Loss, hidden_of
 from dlm_jax.diffusion.mixture import MixedExample, Mixture
 from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.heads import MAIN, Head, HeadInputs, Stage
 from dlm_jax.model.lora import GROUP
-from dlm_jax.training.heads import MAIN, Head, HeadInputs
 from dlm_jax.types import Network, Params
 
 _SALT = 0x68656164
 KEPT = "kept"
 """The group of parameters that never train and have no state."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """The groups of parameters that train: ``main`` and names of heads, in the order of both.
-
-    Attributes:
-      groups: the groups.
-      adapts: whether ``main`` is the adapters of the model alone.
-    """
-
-    groups: tuple[str, ...]
-    adapts: bool = False
-
-    def trains(self, group: str) -> bool:
-        """Whether that group does."""
-        return group in self.groups
-
-    def __str__(self) -> str:
-        return " + ".join(self.groups) or "nothing"
 
 
 def stage_at(step: int, heads: Sequence[Head], *, train_main: bool, adapts: bool = False) -> Stage:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from dlm_jax.diffusion import scoring
+from dlm_jax.diffusion import sequence_scores
 from dlm_jax.diffusion.corruption import SCHEDULES
-from dlm_jax.diffusion.likelihood import bound, causal_nll, half_width, ratio_and_error
+from dlm_jax.diffusion.likelihood import bound, causal_nll, half_width, plus_minus, ratio_and_error
 from dlm_jax.diffusion.mixture import Mixture, NetworkObjective
 from dlm_jax.diffusion.objectives import (
     Batch,
@@ -25,7 +25,7 @@ from dlm_jax.diffusion.objectives import (
     next_token,
     proofreading,
 )
-from dlm_jax.training.heads import HEADS, Head, Setup, corrupter_of
+from dlm_jax.heads import HEADS, Head, Setup, corrupter_of
 from dlm_jax.training.stages import Stage, StageLoss
 from dlm_jax.types import Network, Params
 
@@ -103,7 +103,7 @@ def sequence_scorer(
         mixture if objective is None else _own_mixture(setup, objective),
         heads,
         setup.mask_id,
-        measure=functools.partial(scoring.errors, network, how=corrupter_of(setup)),
+        measure=functools.partial(sequence_scores.errors, network, how=corrupter_of(setup)),
         summarize=_errors_of,
         figure="cross_entropy",
         unit="nats per text",
@@ -210,9 +210,10 @@ def _bound_of(nats_N: np.ndarray, free_N: np.ndarray) -> Evaluation:
     # A single window tells nothing of its error, and JSON has no NaN.
     errors = {"standard_error": error} if windows > 1 else {}
     figures = {"bound": mean} | errors | {"windows": windows}
-    return Evaluation(figures, f"bound {mean:.4f} +- {half_width(error, windows):.4f} nats/token")
+    interval = plus_minus(half_width(error, windows))
+    return Evaluation(figures, f"bound {mean:.4f}{interval} nats/token")
 
 
-def _errors_of(measured: scoring.Errors, free_N: np.ndarray) -> Evaluation:
-    figures = scoring.summary(measured, free_N)
-    return Evaluation(figures, scoring.error_line(figures))
+def _errors_of(measured: sequence_scores.Errors, free_N: np.ndarray) -> Evaluation:
+    figures = sequence_scores.summary(measured, free_N)
+    return Evaluation(figures, sequence_scores.error_line(figures))

@@ -1,15 +1,85 @@
-"""What a row looks like at one moment, and what changed since the moment before.
+"""Texts of tokens as one reads them: whole characters, also where one is spread over tokens.
+
+What a row looks like at one moment, and what changed since the moment before.
 
 Shape legend: ``n`` live positions of the row; PAD is in no frame.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from dlm_jax.data import Tokenizer
+from dlm_jax.inference.results import Row
+
+_BROKEN = "\ufffd"
+# A character has at most four bytes, so it spreads over at most four tokens.
+_MOST_TOKENS = 4
+
+
+class Piece(NamedTuple):
+    """The text of the neighbouring positions ``start`` to ``stop - 1``."""
+
+    start: int
+    stop: int
+    text: str
+
+
+class Pieces:
+    """Texts of ids, each decoded once.
+
+    Args:
+      decode: text of a sequence of ids; U+FFFD where their bytes are no whole character.
+      names: what to show for ids that stand for no text; the rest of these show as ``⟨id⟩``.
+    """
+
+    def __init__(self, decode: Callable[[Any], str], names: Mapping[int, str] | None = None):
+        self._decode = decode
+        self._names = dict(names or {})
+        self._known: dict[tuple[int, ...], str] = {}
+
+    def __call__(self, ids: Sequence[int]) -> str:
+        """Text of neighbouring `ids`; never empty."""
+        key = tuple(ids)
+        if key not in self._known:
+            text = self._decode(np.asarray(key, np.int32))
+            name = self._names.get(key[0]) if len(key) == 1 else None
+            self._known[key] = name or text or "".join(f"⟨{token}⟩" for token in key)
+        return self._known[key]
+
+    def is_part(self, token: int) -> bool:
+        """True if `token` alone is no whole text, but may be one together with its neighbours."""
+        return _BROKEN in self((token,))
+
+    def joined(self, ids: Sequence[int]) -> tuple[int, ...] | None:
+        """The fewest of the first `ids` that are whole characters together, or None.
+
+        The first one must be a part of a character.
+        """
+        for size in range(2, min(_MOST_TOKENS, len(ids)) + 1):
+            if _BROKEN not in self(ids[:size]):
+                return tuple(ids[:size])
+        return None
+
+    def split(self, tokens: np.ndarray, is_hole: np.ndarray) -> Iterator[Piece]:
+        """The pieces of a canvas from left to right; a hole is a piece of its own, with no text."""
+        ids, start = tokens.tolist(), 0
+        hole_at = [*np.flatnonzero(is_hole).tolist(), len(ids)]
+        for stop in hole_at:
+            while start < stop:
+                near = ids[start : min(stop, start + _MOST_TOKENS)]
+                whole = (self.joined(near) if self.is_part(near[0]) else None) or near[:1]
+                yield Piece(start, start + len(whole), self(whole))
+                start += len(whole)
+            if start < len(ids):
+                yield Piece(start, start + 1, "")
+            start = stop + 1
+
 
 _DTYPES = {
     "tokens": np.int32,
@@ -39,10 +109,6 @@ class Frame:
       origin: int32 ``[n]``, the place of each position in the row's previous frame, ascending, -1
         for an inserted one. None: nothing moved; the tail may have been cut.
       steps: steps the row may take in all, or None if that is unknown.
-
-    Raises:
-      ValueError: the arrays are not one-dimensional or differ in length, or a frozen position is a
-        hole.
     """
 
     row: int
@@ -108,7 +174,6 @@ class Changes(NamedTuple):
     origin: np.ndarray
 
     def count(self, kind: Kind) -> int:
-        """How many positions are of `kind`."""
         return int((self.kinds == kind).sum())
 
 
@@ -117,10 +182,6 @@ def changes(before: Frame | None, after: Frame) -> Changes:
 
     Without `before` the row began as holes around its given tokens and its draft: every token that
     a step committed is fresh, and nothing is inserted or deleted.
-
-    Raises:
-      ValueError: the frames are of two rows, `after` is the earlier one, or its origin does not fit
-        `before`.
     """
     if before is None:
         is_fresh = ~after.is_hole & (after.committed >= 0)
@@ -166,3 +227,29 @@ def _checked_origin(before: Frame, after: Frame) -> np.ndarray:
             "give the place of each position in the earlier frame, -1 for an inserted one"
         )
     return after.origin
+
+
+def frame_of(number: int, row: Row, *, mask_id: int, steps: int | None = None) -> Frame:
+    """The row as it stands; `steps` is how many it may take in all."""
+    return Frame(
+        row=number,
+        step=row.steps,
+        tokens=row.tokens,
+        is_frozen=row.is_frozen,
+        is_hole=(row.tokens == mask_id) & ~row.is_frozen,
+        committed=row.committed,
+        logprobs=row.logprobs,
+        status=row.status.name.lower(),
+        steps=steps,
+        origin=row.origin,
+    )
+
+
+def special_names(tokenizer: Tokenizer) -> dict[int, str]:
+    names = {
+        tokenizer.mask_id: "⟨mask⟩",
+        tokenizer.pad_id: "⟨pad⟩",
+        tokenizer.bos_id: "⟨bos⟩",
+        tokenizer.eos_id: "⟨eos⟩",
+    }
+    return {token: name for token, name in names.items() if token is not None}

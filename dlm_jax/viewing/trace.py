@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from dlm_jax.storage import replacing
-from dlm_jax.viewing.frames import Frame, Kind, changes
-from dlm_jax.viewing.pieces import Pieces
+from dlm_jax.store.files import replacing
+from dlm_jax.viewing.frames import Frame, Kind, Pieces, changes
 
 # A probability below exp(-20) reads as 0 anyway; also what becomes of -inf and NaN.
 _LEAST_LOGPROB = -20.0
@@ -39,10 +38,6 @@ def write_trace(
       decode: text of a sequence of ids; U+FFFD where their bytes are no whole character.
       title: heading of the page.
       names: what to show for ids that stand for no text, say ``{eos_id: "⟨eos⟩"}``.
-
-    Raises:
-      ValueError: there are no rows, a row has no frames, or two of its frames do not follow each
-        other (see `changes`).
     """
     pieces = Pieces(decode, names)
     data = trace_data(rows, pieces)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlm_jax.batch import Results, files, fingerprint
+from dlm_jax.batch import Results, fingerprint, result_file
 
 RUN = "a" * 64
 ORDER = ["b", 7, "line 3", "7", "ä\u2028\r", 0, "last"]
@@ -106,7 +106,7 @@ def test_running_finished_work_again_finds_all_done_and_changes_nothing(path, co
     for index in range(count):
         work(path, index=index, count=count)
     before = tree(path.parent)
-    written = [file.stat().st_ino for file in (path, files.run_path(path))]
+    written = [file.stat().st_ino for file in (path, result_file.run_path(path))]
     for again in (count, 1, 3):
         for index in range(again):
             with Results(path, fingerprint=RUN, index=index, count=again) as results:
@@ -114,7 +114,7 @@ def test_running_finished_work_again_finds_all_done_and_changes_nothing(path, co
                 assert tree(path.parent) == before
                 assert results.finish(ORDER)
     assert tree(path.parent) == before
-    assert [file.stat().st_ino for file in (path, files.run_path(path))] == written
+    assert [file.stat().st_ino for file in (path, result_file.run_path(path))] == written
 
 
 def test_finished_work_clears_what_its_own_kills_left_and_nothing_of_others(path):
@@ -123,9 +123,9 @@ def test_finished_work_clears_what_its_own_kills_left_and_nothing_of_others(path
     mine, theirs = (path.with_name(f"out.jsonl.part-00-of-0{count}") for count in (2, 3))
     for part, run in ((mine, RUN), (theirs, "b" * 64)):
         part.write_bytes(line("b"))
-        files.run_path(part).write_bytes(summed(json.dumps({"fingerprint": run})))
+        result_file.run_path(part).write_bytes(summed(json.dumps({"fingerprint": run})))
     path.with_name("out.jsonl.writing").write_bytes(b"half")
-    kept = {file.name: file.read_bytes() for file in (theirs, files.run_path(theirs))}
+    kept = {file.name: file.read_bytes() for file in (theirs, result_file.run_path(theirs))}
     assert work(path) == ([], True)
     assert tree(path.parent) == before | kept
 
@@ -177,16 +177,16 @@ def test_a_file_cut_at_any_byte_loses_no_whole_row_and_redoes_only_the_rest(
 
 CHILD = """
 import os, signal, sys
-from dlm_jax.batch import Results, files
+from dlm_jax.batch import Results, result_file
 assert not {"jax", "numpy"} & set(sys.modules)
 path, run, first, last = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-append = files.append
+append = result_file.append_line
 def half(writer, data):
     if f'"id": {last}' in data.decode():
         writer.write(data[: len(data) // 2])
         os.kill(os.getpid(), signal.SIGKILL)
     append(writer, data)
-files.append = half
+result_file.append_line = half
 results = Results(path, fingerprint=run)
 assert results.done == set(range(first)), results.done
 for i in range(first, 99):
@@ -225,7 +225,12 @@ def kill_at(monkeypatch, number):
 
         return call
 
-    for owner, name in ((os, "replace"), (os, "fsync"), (Path, "unlink"), (files, "append")):
+    for owner, name in (
+        (os, "replace"),
+        (os, "fsync"),
+        (Path, "unlink"),
+        (result_file, "append_line"),
+    ):
         monkeypatch.setattr(owner, name, breaking(getattr(owner, name)))
 
 
@@ -280,7 +285,7 @@ def test_a_write_that_fails_leaves_nothing_of_its_line(path):
         writer = results._writer
         assert writer is not None
         with pytest.raises(KeyboardInterrupt):
-            files.append(Full(writer), line(7))  # type: ignore[arg-type]
+            result_file.append_line(Full(writer), line(7))  # type: ignore[arg-type]
         assert path.read_bytes() == line("b")
         results.write(result(7))
         assert path.read_bytes() == line("b") + line(7)
@@ -303,7 +308,13 @@ def test_three_running_processes_each_write_their_own_part(path):
     assert is_finished(path.parent)
 
 
-STEPS = [(files, "load"), (files, "run_of"), (files, "replace"), (os, "replace"), (Path, "unlink")]
+STEPS = [
+    (result_file, "load_lines"),
+    (result_file, "run_of"),
+    (result_file, "replace_lines"),
+    (os, "replace"),
+    (Path, "unlink"),
+]
 
 
 @pytest.mark.parametrize("during", ["finish", "open"])
@@ -353,7 +364,7 @@ def snapshot_and_refusal(path, **kwargs):
 
 
 def test_a_process_that_begins_to_write_while_another_looks_is_no_stranger(path, monkeypatch):
-    look = files.run_of
+    look = result_file.run_of
 
     def looking(file):
         record = look(file)
@@ -364,8 +375,8 @@ def test_a_process_that_begins_to_write_while_another_looks_is_no_stranger(path,
 
     part = path.with_name("out.jsonl.part-01-of-02")
     part.touch()
-    monkeypatch.setattr(files, "run_of", looking)
-    assert files.load(part, RUN) == ({7: line(7)}, len(line(7)))
+    monkeypatch.setattr(result_file, "run_of", looking)
+    assert result_file.load_lines(part, RUN) == ({7: line(7)}, len(line(7)))
 
 
 STRANGER = "out.jsonl belongs to another run: remove it or choose another --output"
@@ -443,14 +454,14 @@ def test_every_flipped_bit_of_results_and_their_record_is_found_or_its_row_redon
     ids = ORDER[:3]
     work(path, order=ids)
     found = redone = 0
-    for file in (path, files.run_path(path)):
+    for file in (path, result_file.run_path(path)):
         whole = file.read_bytes()
         for bit in range(8 * len(whole)):
             damaged = bytearray(whole)
             damaged[bit // 8] ^= 1 << bit % 8
             file.write_bytes(damaged)
             try:
-                rows, end = files.load(path, RUN)
+                rows, end = result_file.load_lines(path, RUN)
             except ValueError:
                 found += 1
                 continue

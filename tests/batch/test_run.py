@@ -13,13 +13,13 @@ import toy
 import toy_model
 
 import dlm_jax
-from dlm_jax.batch import run
-from dlm_jax.batch.requests import read_requests, share
-from dlm_jax.batch.results import Results
-from dlm_jax.batch.run import describe_model, describe_settings, run_requests
+from dlm_jax.batch import runner
+from dlm_jax.batch.request_file import read_requests, share
+from dlm_jax.batch.result_file import Results
+from dlm_jax.batch.runner import describe_model, describe_settings, run_requests
 from dlm_jax.config import SampleConfig
 from dlm_jax.data.tokenizers import CharacterTokenizer
-from dlm_jax.distributed.rows import digest_of
+from dlm_jax.distributed.local_rows import digest_of
 from dlm_jax.inference import own_rules
 from dlm_jax.inference import request as requesting
 from dlm_jax.inference.request import only_chains_in_use
@@ -231,8 +231,8 @@ def test_every_setting_that_is_a_list_is_one_in_json_own_ones_too(tmp_path):
     }  # fmt: skip
     path = _write(tmp_path / "in.jsonl", [given, {"favoured": 3}])
     lines = read_requests(path, known=[*table.settings])
-    _, (request,), (refused,) = run._accepted(
-        MODEL, lines, 0, {"rules": [Favour]}, run._Hosts(MODEL, None, 8)
+    _, (request,), (refused,) = runner._accepted(
+        MODEL, lines, 0, {"rules": [Favour]}, runner._Hosts(MODEL, None, 8)
     )
     made = {name: getattr(request.sample, name) for name in given}
     assert made == given | dict.fromkeys(shared, (3,)) | {
@@ -256,8 +256,8 @@ def test_requests_of_the_same_settings_resolve_and_check_them_once(tmp_path, mon
         for n in range(60)
     ]
     path = _write(tmp_path / "in.jsonl", requests)
-    found, asked, refused = run._accepted(
-        MODEL, read_requests(path, known=KNOWN), 0, {}, run._Hosts(MODEL, None, 64)
+    found, asked, refused = runner._accepted(
+        MODEL, read_requests(path, known=KNOWN), 0, {}, runner._Hosts(MODEL, None, 64)
     )
     assert (len(found), len(asked), refused) == (60, 60, [])
     # 1 and 1.0 are not the same value, and neither is a seed or a prompt a setting.
@@ -556,7 +556,7 @@ def test_rows_that_are_read_back_resolve_their_settings_once(tmp_path, monkeypat
     )  # fmt: skip
     requests = [{"prompt": "A ", "read_back": n % 2} for n in range(40)]
     path = _write(tmp_path / "in.jsonl", requests)
-    hosts = run._Hosts(MODEL, None, 64)
-    _, asked, _ = run._accepted(MODEL, read_requests(path, known=KNOWN), 0, {}, hosts)
+    hosts = runner._Hosts(MODEL, None, 64)
+    _, asked, _ = runner._accepted(MODEL, read_requests(path, known=KNOWN), 0, {}, hosts)
     assert [one.needs_host for one in asked[:3]] == [False, True, False]
     assert len(asked) == 40 and len(resolved) == 2

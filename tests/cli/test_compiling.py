@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dlm_jax.cli import compiling
-from dlm_jax.cli.compiling import CompileClock, compile_clock
+from dlm_jax.cli import common
+from dlm_jax.cli.common import CompileClock, compile_clock
 
 
 def test_stretches_inside_others_count_once(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(compiling.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(common.time, "perf_counter", lambda: now[0])
     clock = CompileClock()
     for end, seconds in ((2.0, 1.0), (4.0, 1.0), (5.0, 4.5), (9.0, 1.0)):
         now[0] = end

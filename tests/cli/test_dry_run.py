@@ -8,7 +8,7 @@ import pytest
 import tiny_run
 
 from dlm_jax.cli import train
-from dlm_jax.distributed import topology
+from dlm_jax.distributed import mesh
 
 needs_tpu_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -54,9 +54,9 @@ def test_bad_plans_are_refused_in_one_line(tmp_path, capsys, more, changes, mess
 
 
 def test_a_topology_without_its_compiler_names_the_extra(monkeypatch):
-    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(mesh.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'dlm_jax\[tpu\]'"):
-        topology.topology_devices("v5e:4x4")
+        mesh.topology_devices("v5e:4x4")
 
 
 @needs_tpu_compiler
@@ -65,5 +65,5 @@ def test_a_topology_that_the_compiler_does_not_know_is_refused_in_one_line(name)
     with pytest.raises(
         ValueError, match=f"--topology={name} is not known to the TPU compiler"
     ) as e:
-        topology.topology_devices(name)
+        mesh.topology_devices(name)
     assert "\n" not in str(e.value)

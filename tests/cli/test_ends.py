@@ -17,10 +17,11 @@ import saved_model
 import toy_model
 
 import dlm_jax
-from dlm_jax.checkpoint import not_finite, save_weights
-from dlm_jax.cli import common, ends, evaluate, export, sample, shown
+from dlm_jax.cli import common, ends, evaluation, exporter, sample
+from dlm_jax.cli import common as shown
 from dlm_jax.cli.ends import End, NotFiniteError, program, refusals
-from dlm_jax.distributed import watch
+from dlm_jax.distributed import processes
+from dlm_jax.store import not_finite, save_weights
 
 ROOT = Path(__file__).parents[2]
 CLI = ROOT / "dlm_jax" / "cli"
@@ -28,7 +29,7 @@ CLI = ROOT / "dlm_jax" / "cli"
 
 @pytest.fixture(autouse=True)
 def _settings_stay(monkeypatch):
-    for module in (evaluate, export, sample):
+    for module in (evaluation, exporter, sample):
         monkeypatch.setattr(module, "start_jax", lambda *args: None)
 
 
@@ -87,7 +88,7 @@ def test_the_codes_differ_and_the_page_and_the_readme_list_them():
 
 
 def test_a_lost_process_has_the_code_that_the_watch_gives():
-    assert End.LOST == watch.EXIT_LOST
+    assert End.LOST == processes.EXIT_LOST
 
 
 def test_no_program_ends_with_a_bare_number():
@@ -129,7 +130,7 @@ def test_a_parameter_that_is_no_number_is_found_by_its_path(poisoned, name):
         (sample.main, []),
         (sample.main, ["--watch"]),
         (sample.main, ["--prompts", "IN", "--output", "OUT"]),
-        (evaluate.main, ["--continuation", "The cat sat."]),
+        (evaluation.main, ["--continuation", "The cat sat."]),
     ],
 )
 def test_a_model_that_is_not_finite_says_so_and_ends_with_1(
@@ -157,13 +158,13 @@ def test_finite_parameters_whose_logits_overflow_end_with_1_too(tmp_path, capsys
     assert sample.main([*run, *files]) == End.NOT_FINITE
     assert '"status": "non_finite"' in (tmp_path / "out.jsonl").read_text()
     capsys.readouterr()
-    assert evaluate.main([*run, "--continuation", "The cat sat."]) == End.NOT_FINITE
+    assert evaluation.main([*run, "--continuation", "The cat sat."]) == End.NOT_FINITE
     assert "what the model says of it is not finite" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_finite_cannot_be_exported(poisoned, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
-        export.main(
+        exporter.main(
             ["--checkpoint", str(poisoned["nan"]), "--out", str(tmp_path / "x.safetensors")]
         )
     assert ended.value.code == 2
@@ -175,7 +176,7 @@ def test_a_model_that_is_not_finite_cannot_be_exported(poisoned, tmp_path, capsy
 
 @pytest.mark.parametrize(
     ("run", "flags"),
-    [(export.main, ["--out", "OUT"]), (sample.main, ["--prompts", "IN", "--output", "OUT"])],
+    [(exporter.main, ["--out", "OUT"]), (sample.main, ["--prompts", "IN", "--output", "OUT"])],
 )
 def test_a_full_disk_ends_with_5_and_is_no_refusal(tmp_path, capsys, monkeypatch, run, flags):
     def full(descriptor):

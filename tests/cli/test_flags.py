@@ -2,22 +2,33 @@
 
 import pytest
 
-from dlm_jax.cli.flags import naming_flags, speeds
+from dlm_jax.cli.common import naming_flags, speeds
+from dlm_jax.settings import SettingError
 
 
 @pytest.mark.parametrize(
-    ("message", "said"),
+    ("refusal", "said"),
     [
-        ("top_p=2 is outside (0, 1]", "--top-p=2 is outside (0, 1]"),
-        ("seed=-1 is outside [0, 2**32)", "--seed=-1 is outside [0, 2**32)"),
-        ("--trace x: there is no such folder", "--trace x: there is no such folder"),
-        ("prompt of 9 tokens leaves no room", "prompt of 9 tokens leaves no room"),
-        ("checkpoint: model.width=3 is odd", "checkpoint: model.width=3 is odd"),
+        (SettingError("top_p", 2, "is outside (0, 1]"), "--top-p=2 is outside (0, 1]"),
+        (
+            SettingError("top_p", 2, "with top_k=3 of x.y=1", "use order='a=b' or temperature=0"),
+            "--top-p=2 with --top-k=3 of x.y=1; use --order='a=b' or --temperature=0",
+        ),
+        (
+            SettingError("seed", -1, "is outside [0, 2**32)"),
+            "--seed=-1 is outside [0, 2**32)",
+        ),
+        (
+            ValueError("--trace x: there is no such folder"),
+            "--trace x: there is no such folder",
+        ),
+        (ValueError("prompt of 9 tokens leaves no room"), "prompt of 9 tokens leaves no room"),
+        (ValueError("checkpoint: model.width=3 is odd"), "checkpoint: model.width=3 is odd"),
     ],
 )
-def test_a_refusal_that_begins_with_a_setting_names_its_flag(message, said):
+def test_a_refusal_of_a_setting_names_its_flag(refusal, said):
     with pytest.raises(ValueError, match=".") as error, naming_flags():
-        raise ValueError(message)
+        raise refusal
     assert str(error.value) == said
 
 

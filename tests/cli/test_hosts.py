@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import tiny_run
 
-from dlm_jax.distributed.watch import EXIT_LOST
-from dlm_jax.metrics import read_records
+from dlm_jax.distributed.processes import EXIT_LOST
+from dlm_jax.training.metrics import read_records
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from dlm_jax.cli.common import start_jax
 from dlm_jax.cli.ends import End
 from dlm_jax.config import sample_settings
 from dlm_jax.distributed import memory
-from dlm_jax.inference import memory as inference_memory
+from dlm_jax.inference import slots as inference_memory
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +189,7 @@ def test_the_draw_is_a_flag(run_dir, capsys):
         (["--mesh.data", "many"], "mesh.data='many' is not a whole number"),
         (["--mesh.data", "8", "--batch-size", "6"], "--batch-size 6 is not divisible by the 8"),
         (["--dtype", "float8"], "float8"),
+        (["--dtype", "float16"], "--dtype='float16' is not one of float32, bfloat16, stored; its"),
         (["--coordinator", "here:1"], "--coordinator means nothing without --distributed"),
         (["--report-every", "-1"], "--report-every -1.0 must be at least 0"),
         (["--report-json", "x"], "--report-json goes with --prompts and --report-every"),
@@ -409,7 +410,7 @@ def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, m
         ),
         (
             ["--prompts", "i", "--output", "o", "--read-back", "2", "--fill", "wavefront"],
-            "use fill='parallel'",
+            "use --fill='parallel'",
         ),
         (["--prompts", "i", "--output", "o"], "i does not exist"),
         (["--num-processes", "2"], "share --prompts"),
@@ -486,4 +487,4 @@ def test_read_back_of_a_model_that_recommends_waves_falls_back_with_a_plain_line
         sample.main([*flags, "--fill", "wavefront"])
     err = capsys.readouterr().err
     assert ended.value.code == 2
-    assert err.count("\n") == 1 and "use fill='parallel'" in err
+    assert err.count("\n") == 1 and "use --fill='parallel'" in err

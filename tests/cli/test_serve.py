@@ -12,7 +12,7 @@ import httpx
 import pytest
 import saved_model
 
-from dlm_jax.cli import serve
+from dlm_jax.cli import server
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +24,7 @@ def run_dir(tmp_path_factory):
 
 def _refused(capsys, *flags):
     with pytest.raises(SystemExit) as ended:
-        serve.main(list(flags))
+        server.main(list(flags))
     assert ended.value.code == 2
     (line,) = [one for one in capsys.readouterr().err.splitlines() if one.startswith("error:")]
     return line

@@ -13,7 +13,7 @@ import tiny_run
 
 import dlm_jax.config as configs
 from dlm_jax.cli import train
-from dlm_jax.metrics import read_records
+from dlm_jax.training.metrics import read_records
 from dlm_jax.training.run import prepare
 
 
@@ -252,11 +252,16 @@ def test_a_batch_that_the_devices_do_not_divide_is_refused_with_a_remedy(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_cannot_be_made_is_refused(tmp_path, capsys):
+@pytest.mark.parametrize("setting", ["train.out_dir", "train.checkpoint_dir"])
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path, capsys, setting):
     (tmp_path / "file").write_text("precious")
-    for out_dir in (tmp_path / "file", tmp_path / "file" / "run"):
-        line = _refusal(capsys, tmp_path / "run", "--train.out_dir", str(out_dir))
-        assert f"train.out_dir={out_dir} cannot be a directory" in line
+    for directory in (tmp_path / "file", tmp_path / "file" / "run"):
+        line = _refusal(capsys, tmp_path / "run", f"--{setting}", str(directory))
+        assert f"{setting}={directory} cannot be a directory" in line
+    if os.access("/proc", os.W_OK):  # nobody can make a directory there, and root may write it
+        (tmp_path / "run").mkdir()
+        line = _refusal(capsys, tmp_path / "run", f"--{setting}", "/proc/x")
+        assert f"{setting}=/proc/x cannot be made (No such file" in line
     assert (tmp_path / "file").read_text() == "precious"
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlm_jax.data.corpora import (
+from dlm_jax.data.text import (
     BUILTIN_CORPUS,
     PYTHON_SOURCE,
     Document,

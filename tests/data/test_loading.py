@@ -9,11 +9,12 @@ import json
 import numpy as np
 import pytest
 
-from dlm_jax.data import loading, token_files
-from dlm_jax.data.corpora import BUILTIN_CORPUS
-from dlm_jax.data.loading import load_corpus
+from dlm_jax.data import corpus as loading
+from dlm_jax.data import rows as token_files
+from dlm_jax.data.corpus import load_corpus
 from dlm_jax.data.pipeline import train_dataset, validation_windows
-from dlm_jax.data.token_files import open_tokens
+from dlm_jax.data.rows import open_tokens
+from dlm_jax.data.text import BUILTIN_CORPUS
 from dlm_jax.data.tokenizer_kinds import TOKENIZERS
 from dlm_jax.data.tokenizers import ByteTokenizer, CharacterTokenizer
 

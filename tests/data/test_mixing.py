@@ -6,7 +6,7 @@ import collections
 
 import pytest
 
-from dlm_jax.data.mixing import BLOCK, Mixture, quotas_of
+from dlm_jax.data.shards import BLOCK, Mixture, quotas_of
 
 
 @pytest.mark.parametrize("weights", [(1,), (1, 1, 1), (0.7, 0.2999, 0.0001), (5, 0, 2), (1e9, 1e6)])

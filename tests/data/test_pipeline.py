@@ -10,8 +10,7 @@ import pytest
 
 from dlm_jax.data import pipeline
 from dlm_jax.data.pipeline import train_batches, train_dataset, validation_windows
-from dlm_jax.data.rows import DocumentRows
-from dlm_jax.data.token_files import write_tokens
+from dlm_jax.data.rows import DocumentRows, write_tokens
 
 NUM_TOKENS = 1003
 SIZES = {"seq_len": 16, "batch_size": 8}

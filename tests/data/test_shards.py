@@ -16,11 +16,10 @@ import numpy as np
 import pytest
 
 from dlm_jax.data import shard, shards
-from dlm_jax.data.loading import load_corpus
+from dlm_jax.data.corpus import load_corpus
 from dlm_jax.data.pipeline import train_batches, train_dataset, validation_windows
-from dlm_jax.data.shard_index import read_index
-from dlm_jax.data.shards import DamagedShard
-from dlm_jax.data.token_files import write_tokens
+from dlm_jax.data.rows import write_tokens
+from dlm_jax.data.shards import DamagedShard, read_index
 from dlm_jax.data.tokenizers import ByteTokenizer
 
 TEXTS = [f"document {i} says " + "ab" * (i % 23) for i in range(60)]

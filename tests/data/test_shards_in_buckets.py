@@ -12,10 +12,10 @@ import tiny_run
 
 from dlm_jax.cli import train
 from dlm_jax.data import shard
-from dlm_jax.data.loading import load_corpus
+from dlm_jax.data.corpus import load_corpus
 from dlm_jax.data.pipeline import train_batches
 from dlm_jax.data.shards import DamagedShard
-from dlm_jax.storage import files_under, located
+from dlm_jax.store.files import files_under, located
 
 pytestmark = pytest.mark.filterwarnings("default")
 

@@ -9,9 +9,8 @@ import threading
 
 import pytest
 
-from dlm_jax.data import tinyshakespeare
-from dlm_jax.data.corpora import read_documents
-from dlm_jax.data.tinyshakespeare import ENVIRONMENT, NAME
+from dlm_jax.data import text
+from dlm_jax.data.text import SHAKESPEARE, SHAKESPEARE_PATH, read_documents
 
 PLAY = b"First Citizen:\nBefore we proceed any further, hear me speak.\n"
 
@@ -44,11 +43,11 @@ def server(monkeypatch, tmp_path):
     server = _Server()
     thread = threading.Thread(target=server.server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", ENVIRONMENT):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", SHAKESPEARE_PATH):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DLM_JAX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tinyshakespeare, "URL", server.url)
-    monkeypatch.setattr(tinyshakespeare, "SHA256", hashlib.sha256(PLAY).hexdigest())
+    monkeypatch.setattr(text, "_URL", server.url)
+    monkeypatch.setattr(text, "SHAKESPEARE_SHA256", hashlib.sha256(PLAY).hexdigest())
     yield server
     server.server.shutdown()
     thread.join()
@@ -61,48 +60,48 @@ def _files(tmp_path):
 
 def test_the_text_is_loaded_once_and_kept(server, tmp_path):
     for _ in range(2):
-        (document,) = read_documents([NAME])
-        assert (document.name, document.text) == (NAME, PLAY.decode())
+        (document,) = read_documents([SHAKESPEARE])
+        assert (document.name, document.text) == (SHAKESPEARE, PLAY.decode())
     assert server.asked == 1
-    assert _files(tmp_path) == [f"{NAME}.txt"]
+    assert _files(tmp_path) == [f"{SHAKESPEARE}.txt"]
 
 
 def test_a_damaged_copy_is_loaded_again(server, tmp_path):
-    tinyshakespeare.read()
-    (tmp_path / "cache" / f"{NAME}.txt").write_bytes(PLAY[:-1])
-    assert tinyshakespeare.read() == PLAY.decode()
+    text.read_shakespeare()
+    (tmp_path / "cache" / f"{SHAKESPEARE}.txt").write_bytes(PLAY[:-1])
+    assert text.read_shakespeare() == PLAY.decode()
     assert server.asked == 2
-    assert (tmp_path / "cache" / f"{NAME}.txt").read_bytes() == PLAY
+    assert (tmp_path / "cache" / f"{SHAKESPEARE}.txt").read_bytes() == PLAY
 
 
 def test_an_interrupted_write_leaves_nothing(server, tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tinyshakespeare.os, "replace", interrupt)
+    monkeypatch.setattr(text.os, "replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        tinyshakespeare.read()
+        text.read_shakespeare()
     assert _files(tmp_path) == []
 
 
 def test_a_file_that_the_environment_names_comes_first(server, tmp_path, monkeypatch):
     (tmp_path / "own.txt").write_bytes(PLAY)
-    monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "own.txt"))
-    assert tinyshakespeare.read() == PLAY.decode()
+    monkeypatch.setenv(SHAKESPEARE_PATH, str(tmp_path / "own.txt"))
+    assert text.read_shakespeare() == PLAY.decode()
     assert server.asked == 0
     assert _files(tmp_path) == []
 
 
 def test_a_folder_that_cannot_be_written_does_not_keep_the_text_away(server, tmp_path):
     (tmp_path / "cache").write_text("a file where the folder should be")
-    assert tinyshakespeare.read() == PLAY.decode()
+    assert text.read_shakespeare() == PLAY.decode()
 
 
 @pytest.mark.parametrize("body", [PLAY[:-1] + b"!", PLAY[:20]], ids=["other", "cut short"])
 def test_another_checksum_is_refused_and_nothing_is_kept(server, tmp_path, body):
     server.body = body
     with pytest.raises(ValueError, match="--data.source path/to/input.txt") as caught:
-        tinyshakespeare.read()
+        text.read_shakespeare()
     assert "\n" not in str(caught.value)
     assert _files(tmp_path) == []
 
@@ -111,31 +110,31 @@ def test_the_checksum_of_a_download_and_of_a_named_file_is_told(server, tmp_path
     server.body = bytes(len(PLAY))
     found = hashlib.sha256(server.body).hexdigest()[:12]
     wanted = hashlib.sha256(PLAY).hexdigest()[:12]
-    message = f"{len(PLAY)} bytes with the sha256 {found}.*, where {NAME} has {wanted}"
+    message = f"{len(PLAY)} bytes with the sha256 {found}.*, where {SHAKESPEARE} has {wanted}"
     with pytest.raises(ValueError, match=f"{server.url}: {message}"):
-        tinyshakespeare.read()
+        text.read_shakespeare()
     (tmp_path / "own.txt").write_bytes(server.body)
-    monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "own.txt"))
+    monkeypatch.setenv(SHAKESPEARE_PATH, str(tmp_path / "own.txt"))
     with pytest.raises(ValueError, match=f"own.txt: {message}"):
-        tinyshakespeare.read()
+        text.read_shakespeare()
 
 
 def test_without_a_network_the_remedy_is_named(server, monkeypatch, tmp_path):
     server.status = 404
     with pytest.raises(ValueError, match=f"cannot be loaded from {server.url} .*; name the file"):
-        tinyshakespeare.read()
+        text.read_shakespeare()
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound, but nobody listens
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/input.txt"
-        monkeypatch.setattr(tinyshakespeare, "URL", url)
+        monkeypatch.setattr(text, "_URL", url)
         with pytest.raises(ValueError, match=r"cannot be loaded .*--data\.source path/") as caught:
-            tinyshakespeare.read()
+            text.read_shakespeare()
         assert "\n" not in str(caught.value)
     assert _files(tmp_path) == []
 
 
 def test_a_named_file_that_is_missing_is_refused(server, monkeypatch, tmp_path):
-    monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "no.txt"))
+    monkeypatch.setenv(SHAKESPEARE_PATH, str(tmp_path / "no.txt"))
     with pytest.raises(ValueError, match=r"no\.txt cannot be read: No such file .*; correct or"):
-        tinyshakespeare.read()
+        text.read_shakespeare()
     assert server.asked == 0

@@ -19,7 +19,7 @@ from dlm_jax.diffusion.heads import (
     prepare_sampler_inputs,
     sampler_loss,
 )
-from dlm_jax.distributed.sharding import path_name
+from dlm_jax.distributed.partitions import path_name
 from dlm_jax.model.transformer import build
 from dlm_jax.types import Network
 

@@ -11,6 +11,7 @@ import pytest
 import toy
 from oracles import likelihood as oracle
 
+import dlm_jax.training.tasks as tasks
 from dlm_jax.diffusion.corruption import SCHEDULES
 from dlm_jax.diffusion.likelihood import (
     bound,
@@ -19,6 +20,7 @@ from dlm_jax.diffusion.likelihood import (
     causal_nll,
     causal_parts,
     half_width,
+    plus_minus,
     ratio_and_error,
 )
 from dlm_jax.diffusion.losses import cross_entropy
@@ -226,3 +228,9 @@ def test_the_95_percent_interval_covers_the_truth_95_times_in_100(num_rows):
     # Within four standard deviations of the count.
     assert abs(covered / 4000 - 0.95) < 4 * math.sqrt(0.95 * 0.05 / 4000)
     assert math.isnan(half_width(1.0, 1))
+
+
+def test_a_single_window_is_shown_without_an_interval():
+    line = tasks._bound_of(np.array([3.0, 0.0]), np.array([2, 0])).line
+    assert line == "bound 1.5000 nats/token"
+    assert plus_minus(0.25) == " +- 0.2500"

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from dlm_jax.diffusion.misprints import misprint
+from dlm_jax.diffusion.objectives import misprint
 
 ROWS, POSITIONS = 160, 40
 SHARES = np.array([0.0, 0.15, 0.45, 1.0], np.float32)

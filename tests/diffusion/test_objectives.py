@@ -9,12 +9,12 @@ import pytest
 import toy
 
 from dlm_jax.diffusion.corruption import SCHEDULES, LinearSchedule
-from dlm_jax.diffusion.misprints import Misprints
 from dlm_jax.diffusion.mixture import Mixture
 from dlm_jax.diffusion.objectives import (
     Batch,
     Denoising,
     Example,
+    Misprints,
     Normaliser,
     at_random_length,
     denoising,

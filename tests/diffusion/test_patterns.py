@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dlm_jax.diffusion import patterns
+from dlm_jax.diffusion import corruption
 
 ROWS, POSITIONS = 6, 40
 LENGTHS = np.array([40, 40, 40, 25, 1, 0])
@@ -17,10 +17,10 @@ IS_FREE = np.array([(PLACE[0] < n) & (PLACE[0] >= g) for n, g in zip(LENGTHS, GI
 FREE = IS_FREE.sum(1)
 RATIO = np.array([0.05, 0.5, 1.0, 0.33, 0.7, 0.5], np.float32)
 
-_sticky = jax.jit(functools.partial(patterns.select_sticky, alone=0.03, beside=0.5))
-_spans = jax.jit(patterns.select_spans, static_argnames="count")
+_sticky = jax.jit(functools.partial(corruption.select_sticky, alone=0.03, beside=0.5))
+_spans = jax.jit(corruption.select_spans, static_argnames="count")
 SELECTORS = {
-    "random": lambda key: patterns.select_random(key, jnp.asarray(RATIO), jnp.asarray(IS_FREE)),
+    "random": lambda key: corruption.select_random(key, jnp.asarray(RATIO), jnp.asarray(IS_FREE)),
     "sticky": lambda key: _sticky(key, jnp.asarray(RATIO), jnp.asarray(IS_FREE)),
     "span": lambda key: _spans(key, jnp.asarray(IS_FREE), count=2),
 }
@@ -79,7 +79,7 @@ def test_selected_positions_show_mask_random_or_their_own_and_the_others_nothing
     tokens = jnp.tile(jnp.arange(10), (200, 4))
     is_selected = jnp.tile(jnp.arange(40) % 2 == 0, (200, 1))
     shown = np.asarray(
-        patterns.show(
+        corruption.show(
             jax.random.key(0), tokens, is_selected,
             mask_share=0.7, random_share=0.2, mask_id=99, random_ids=(50, 51),
         )

@@ -9,9 +9,9 @@ import pytest
 import toy
 
 from dlm_jax.config import ObjectiveConfig
-from dlm_jax.diffusion import scoring
+from dlm_jax.diffusion import sequence_scores
 from dlm_jax.diffusion.objectives import Batch, Denoising
-from dlm_jax.diffusion.scoring import Corrupter, corrupt, scorer_loss, summary
+from dlm_jax.diffusion.sequence_scores import Corrupter, corrupt, scorer_loss, summary
 from dlm_jax.model.transformer import build
 
 ROWS, POSITIONS = 16, 24
@@ -135,7 +135,7 @@ def test_a_corrupter_takes_its_patterns_from_the_config():
 KNOWN = Corrupter(Denoising(("random",)), random_ids=tuple(range(8)))
 NETWORK = build(toy.config(mode="sequence_scorer"))
 PARAMS = toy.random_params(NETWORK)
-_score = jax.jit(functools.partial(scoring.score, NETWORK))
+_score = jax.jit(functools.partial(sequence_scores.score, NETWORK))
 
 
 @functools.cache
@@ -146,7 +146,7 @@ def _judged():
     def run(key, same_key):
         asked = corrupt(BATCH, key, KNOWN)
         loss = scorer_loss(NETWORK, PARAMS, asked, jnp.float32(7))
-        return asked, loss, scoring.errors(NETWORK, PARAMS, BATCH, same_key, KNOWN)
+        return asked, loss, sequence_scores.errors(NETWORK, PARAMS, BATCH, same_key, KNOWN)
 
     asked, loss, errors = jax.device_get(run(jax.random.key(1), jax.random.key(1)))
     logit = np.asarray(_score(PARAMS, asked.shown_BL, asked.length_B), np.float64)
@@ -174,7 +174,7 @@ def test_errors_and_their_summary_are_those_of_numpy():
     assert figures["constant_squared_error"] == pytest.approx(share.var())
     assert figures["cross_entropy"] == pytest.approx(float(loss.sum) / len(squared), rel=1e-5)
     assert figures["windows"] == len(squared) == (free > 0).sum()
-    assert f"{figures['squared_error']:.5f} +- " in scoring.error_line(figures)
+    assert f"{figures['squared_error']:.5f} +- " in sequence_scores.error_line(figures)
 
 
 def test_a_rows_score_depends_on_neither_its_neighbours_nor_its_padding():

@@ -8,9 +8,8 @@ from jax.sharding import PartitionSpec as P
 
 from dlm_jax import devices
 from dlm_jax.config import MeshConfig
-from dlm_jax.distributed.activations import PLACES, fitting, on_own_share, pin
 from dlm_jax.distributed.mesh import AXES
-from dlm_jax.distributed.sharding import make_mesh
+from dlm_jax.distributed.partitions import PLACES, fitting, make_mesh, on_own_share, pin
 
 CUBE = MeshConfig(data=2, fsdp=2, tensor=2)
 

@@ -8,7 +8,7 @@ import pytest
 
 from dlm_jax.config import MeshConfig
 from dlm_jax.distributed.mesh import arranged, fsdp_for, shape_of
-from dlm_jax.distributed.sharding import make_mesh, partition
+from dlm_jax.distributed.partitions import make_mesh, partition
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dlm_jax.config import MeshConfig, OptimConfig
-from dlm_jax.distributed.sharding import (
+from dlm_jax.distributed.partitions import (
     batch_sharding,
     make_mesh,
     partition,
@@ -18,8 +18,8 @@ from dlm_jax.distributed.sharding import (
     share_of_batch,
 )
 from dlm_jax.model.transformer import build
-from dlm_jax.training.optim import make_optimizer
-from dlm_jax.training.step import abstract_state
+from dlm_jax.training.optimisers import make_optimizer
+from dlm_jax.training.train_step import abstract_state
 
 CUBE = MeshConfig(data=2, fsdp=2, tensor=2)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import pytest
 
-from dlm_jax.distributed import watch
-from dlm_jax.distributed.watch import Watch
+from dlm_jax.distributed import processes
+from dlm_jax.distributed.processes import Watch
 
 
 class Service:
@@ -31,9 +31,9 @@ def three(monkeypatch):
     clock = [0.0]
     service = Service()
     monkeypatch.setattr(jax, "process_count", lambda: 3)
-    monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(watch.time, "monotonic_ns", lambda: int(clock[0] * 1e9))
-    monkeypatch.setattr(watch.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(processes.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(processes.time, "monotonic_ns", lambda: int(clock[0] * 1e9))
+    monkeypatch.setattr(processes.time, "sleep", lambda seconds: None)
     watches = []
     for process in range(3):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
@@ -92,7 +92,7 @@ def test_the_line_names_who_is_lost_and_what_to_do(three, monkeypatch, capsys):
     def ended(code):
         raise Ended(code)
 
-    monkeypatch.setattr(watch.os, "_exit", ended)
+    monkeypatch.setattr(processes.os, "_exit", ended)
     watches, service, _ = three
     with pytest.raises(Ended, match="75"):
         watches[0]._end("process 1 gave no sign of life for 25 s")

@@ -11,8 +11,7 @@ import toy_model
 
 from dlm_jax.diffusion.likelihood import bound_at, causal_nll
 from dlm_jax.diffusion.objectives import Batch
-from dlm_jax.harness.likelihood import Likelihoods, masks_of
-from dlm_jax.harness.pairs import Pair, pair_of, windows_of
+from dlm_jax.harness.lm import Likelihoods, Pair, masks_of, pair_of, windows_of
 from dlm_jax.model.transformer import build
 
 MODEL = toy_model.MODEL

@@ -11,9 +11,7 @@ import dlm_jax
 from dlm_jax.config import SampleConfig
 from dlm_jax.diffusion.likelihood import bound_at
 from dlm_jax.diffusion.objectives import Batch
-from dlm_jax.harness.likelihood import masks_of
-from dlm_jax.harness.lm import Evaluated
-from dlm_jax.harness.pairs import pair_of
+from dlm_jax.harness.lm import Evaluated, masks_of, pair_of
 from dlm_jax.harness.tasks.shipped import rows
 from dlm_jax.published import TextTemplate
 

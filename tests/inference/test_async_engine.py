@@ -7,8 +7,7 @@ import threading
 import pytest
 from engine_cases import MODEL, SLOTS, alone, request, same_row
 
-from dlm_jax.inference.async_engine import AsyncEngine
-from dlm_jax.inference.engine import Engine
+from dlm_jax.inference.engine import AsyncEngine, Engine
 from dlm_jax.inference.request import make_requests
 from dlm_jax.types import Status
 

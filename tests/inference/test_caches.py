@@ -10,7 +10,7 @@ import toy_model
 
 import dlm_jax
 from dlm_jax.config import MeshConfig, SampleConfig
-from dlm_jax.distributed.sharding import make_mesh, shardings
+from dlm_jax.distributed.partitions import make_mesh, shardings
 from dlm_jax.inference.generate import texts_of
 from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build

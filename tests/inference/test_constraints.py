@@ -6,8 +6,8 @@ import candidate_cases
 import numpy as np
 import pytest
 
-from dlm_jax.inference import constraints
-from dlm_jax.inference.constraints import matching
+from dlm_jax.inference import host
+from dlm_jax.inference.host import matching
 
 ALPHABET = "ab0123456789.-"
 END = len(ALPHABET)
@@ -88,7 +88,7 @@ def test_a_pattern_that_is_none_is_refused():
 
 
 def test_a_pattern_that_takes_for_ever_is_given_up_in_one_line(monkeypatch):
-    monkeypatch.setattr(constraints, "PATIENCE", 0.05)
+    monkeypatch.setattr(host, "PATIENCE", 0.05)
     tokens = np.zeros(41, np.int64)
     candidates = candidate_cases.make(
         EVEN, tokens=tokens, is_hole=np.arange(41) == 40, row=3, index=40

@@ -15,8 +15,7 @@ from dlm_jax.data import CharacterTokenizer
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import settings_of_call
 from dlm_jax.types import Network, Status
-from dlm_jax.viewing.frames import Kind, changes
-from dlm_jax.viewing.rows import frame_of
+from dlm_jax.viewing.frames import Kind, changes, frame_of
 
 TOKENIZER = toy_model.TOKENIZER
 SAMPLE = SampleConfig(

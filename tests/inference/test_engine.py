@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import dlm_jax
 from dlm_jax.inference.engine import Engine, EngineFullError
 from dlm_jax.inference.request import make_requests
+from dlm_jax.inference.scheduler import Ticket
 from dlm_jax.inference.slots import Slots
-from dlm_jax.inference.waiting import Ticket
 from dlm_jax.types import Status
 
 COUNT = 40

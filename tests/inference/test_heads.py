@@ -11,7 +11,7 @@ import toy_model
 
 import dlm_jax
 import dlm_jax.config as configs
-from dlm_jax.cli.shown import heads_line
+from dlm_jax.cli.common import heads_line
 from dlm_jax.config import Config, SampleConfig
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model, untrained_heads

@@ -7,9 +7,10 @@ import jax
 import numpy as np
 import toy
 
-from dlm_jax.inference.layout import layout_of
+from dlm_jax.inference.slots import layout_of
 from dlm_jax.model.transformer import build
-from dlm_jax.sampling.forward import Ready, ready
+from dlm_jax.sampling.cache.cache_policy import start_cache
+from dlm_jax.sampling.forward import ready
 
 
 def test_one_layout_is_shared_by_all_who_read_the_same_parameters():
@@ -48,5 +49,8 @@ def test_a_layout_goes_with_the_last_who_reads_it():
 
 
 def test_the_loop_takes_parameters_that_are_laid_out_as_they_are():
-    params = {"anything": 1}
-    assert ready(canvases.program(), Ready(params), None) is params
+    network = build(toy.config())
+    program, params = canvases.program(network), toy.random_params(network)
+    laid_out = layout_of(program, params).ready
+    state = canvases.make_state(canvases.mixed_rows())._replace(cache=start_cache(canvases.ROWS))
+    assert ready(program, laid_out, state) is laid_out

@@ -10,7 +10,7 @@ import toy
 import toy_model
 from oracles import likelihood as oracle
 
-from dlm_jax.inference.likelihood import score
+from dlm_jax.inference.scoring import score
 from dlm_jax.model.transformer import build
 
 MODEL = toy_model.MODEL

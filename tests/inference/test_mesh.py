@@ -9,11 +9,11 @@ import toy_model
 from jax.sharding import NamedSharding, PartitionSpec
 
 import dlm_jax
-from dlm_jax.checkpoint import save_weights
 from dlm_jax.config import MeshConfig
-from dlm_jax.distributed.sharding import make_mesh, partition, path_name
+from dlm_jax.distributed.partitions import make_mesh, partition, path_name
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.request import make_requests
+from dlm_jax.store import save_weights
 
 MESH = MeshConfig(data=2, fsdp=2, tensor=2)
 SHORT = {"chain": ("temperature",), "order": "left_to_right", "gen_length": 5, "steps": 5}
@@ -86,7 +86,7 @@ def test_texts_on_a_mesh_are_those_of_one_device_and_no_device_has_all_rows(run_
         for request in asked:
             engine.submit(request, is_watched=True)
         engine.step(0)
-        (state,) = [queue.slots._state for queue in engine._queues]
+        (state,) = [queue.slots._state for queue in engine.queues]
         for leaf in jax.tree.leaves(state):
             assert leaf.addressable_shards[0].data.shape[0] == 8 // shares
         rows = {ticket.number: row for ticket, row in engine}
@@ -115,7 +115,7 @@ def test_what_does_not_fit_is_refused_in_one_line(run_dir):
 
 
 def test_rows_of_a_mesh_are_fed_and_read_whole_by_a_lone_process():
-    from dlm_jax.distributed.rows import OwnRows
+    from dlm_jax.distributed.local_rows import OwnRows
 
     mesh = make_mesh(MeshConfig(data=4, tensor=2))
     own = OwnRows(NamedSharding(mesh, PartitionSpec(("data", "fsdp"))), 8)

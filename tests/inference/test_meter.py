@@ -6,8 +6,8 @@ import json
 import pytest
 from engine_cases import MODEL, SLOTS, request
 
+from dlm_jax.cli.sample_file import Meter
 from dlm_jax.inference.engine import Engine
-from dlm_jax.inference.meter import Meter
 
 
 def test_lines_tell_rates_since_the_last_one_and_what_runs_and_waits():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import toy_model
 
-from dlm_jax.inference.prompts import make_canvas
+from dlm_jax.inference.request import make_canvas
 
 TOKENIZER = toy_model.TOKENIZER
 MASK = TOKENIZER.mask_id

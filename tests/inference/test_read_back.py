@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import transform_cases as tc
 
-from dlm_jax.inference.read_back import read_back
+from dlm_jax.inference.host import read_back
 from dlm_jax.sampling.draw import draw
 
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from dlm_jax.inference.regular import characters
+from dlm_jax.inference.structure import characters
 
 ALPHABET = "ab1 \n-"
 

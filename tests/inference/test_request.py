@@ -10,9 +10,15 @@ import rule_cases
 import toy
 
 from dlm_jax.config import SampleConfig
-from dlm_jax.inference.checks import check_canvas
-from dlm_jax.inference.request import Request, columns, group, only_chains_in_use, pack
+from dlm_jax.inference.request import (
+    Request,
+    check_canvas,
+    columns,
+    group,
+    only_chains_in_use,
+)
 from dlm_jax.sampling.rules import ModelFacts
+from dlm_jax.settings import on_device
 
 TOKENS = np.array([1, 2, toy.MASK, toy.MASK], np.int32)
 FACTS = ModelFacts(toy.VOCAB_SIZE, toy.BANNED, (toy.EOS,))
@@ -86,7 +92,7 @@ def test_rows_that_agree_in_what_is_compiled_in_run_together():
 
 def test_columns_are_those_of_the_requests():
     requests = [_request(steps=3, seed=2**32 - 1), _request(steps=5, max_new_tokens=7, guidance=1)]
-    row, rules = pack(requests, FACTS)
+    row, rules = columns(requests, FACTS)
     assert row.steps_B.tolist() == [3, 5]
     assert row.seed_B.tolist() == [2**32 - 1, 0]
     assert row.max_new_B.tolist() == [0, 7]
@@ -107,7 +113,10 @@ def test_columns_are_those_of_the_requests():
 def test_columns_lie_on_the_host_and_are_what_is_packed_for_the_device(settings):
     requests = [_request(seed=7, **settings), _request(seed=2**32 - 1, steps=9)]
     requests[1] = replace(requests[1], sample=replace(requests[0].sample, steps=9))
-    host, device = columns(requests, rule_cases.FACTS), pack(requests, rule_cases.FACTS)
+    host, device = (
+        columns(requests, rule_cases.FACTS),
+        on_device(columns(requests, rule_cases.FACTS)),
+    )
     assert jax.tree.structure(host) == jax.tree.structure(device)
     assert len(jax.tree.leaves(host)) > 20
     for ours, theirs in zip(jax.tree.leaves(host), jax.tree.leaves(device), strict=True):

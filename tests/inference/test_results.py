@@ -62,8 +62,8 @@ def test_rows_stand_side_by_side_padded_to_a_canvas_that_holds_the_longest():
     for number, row in enumerate(rows):
         n = row.tokens.size
         np.testing.assert_array_equal(whole.tokens[number, :n], row.tokens)
-        np.testing.assert_array_equal(whole.scores.logprobs[number, :n], row.logprobs)
-        np.testing.assert_array_equal(whole.scores.committed[number, :n], row.committed)
+        np.testing.assert_array_equal(whole.logprobs[number, :n], row.logprobs)
+        np.testing.assert_array_equal(whole.committed[number, :n], row.committed)
         assert (whole.tokens[number, n:] == PAD).all()
         assert (whole.logprobs[number, n:] == 0).all()
         assert (whole.committed[number, n:] == -1).all()

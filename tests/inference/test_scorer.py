@@ -13,10 +13,10 @@ import toy_model
 
 import dlm_jax
 import dlm_jax.config as configs
-from dlm_jax.checkpoint import Checkpoints
-from dlm_jax.cli import evaluate
-from dlm_jax.inference.scorer import corrupted_share, held_out_errors
+from dlm_jax.cli import evaluation
+from dlm_jax.inference.scoring import corrupted_share, held_out_errors
 from dlm_jax.model.transformer import build
+from dlm_jax.store import Checkpoints
 
 TOKENIZER = toy_model.TOKENIZER
 NETWORK = build(toy.config(mode="sequence_scorer", vocab_size=TOKENIZER.vocab_size))
@@ -32,7 +32,7 @@ TEXTS = ["The cat sat.", "A", "rat ran", "tTahse.cat "]
 @pytest.fixture(autouse=True)
 def _settings_stay(monkeypatch):
     """The program sets up JAX for its process; here that process goes on."""
-    monkeypatch.setattr(evaluate, "start_jax", lambda *args: None)
+    monkeypatch.setattr(evaluation, "start_jax", lambda *args: None)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_another_model_and_another_batch_size_are_refused():
 
 
 def _said(run_dir, capsys, *flags):
-    assert evaluate.main(["--checkpoint", str(run_dir), *map(str, flags)]) == 0
+    assert evaluation.main(["--checkpoint", str(run_dir), *map(str, flags)]) == 0
     return capsys.readouterr().out
 
 
@@ -163,7 +163,7 @@ def test_bad_input_ends_with_code_2_and_one_line(run_dir, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "A ", "response": "rat"}\n')
     with pytest.raises(SystemExit) as ended:
-        evaluate.main(["--checkpoint", str(run_dir), *flags])
+        evaluation.main(["--checkpoint", str(run_dir), *flags])
     out, err = capsys.readouterr()
     assert (ended.value.code, out) == (2, "")
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]

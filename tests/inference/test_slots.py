@@ -1,6 +1,7 @@
 """Slots: requests of any number and length in, the same rows out."""
 
 import dataclasses
+import gc
 from collections import deque
 
 import canvases
@@ -13,10 +14,10 @@ from canvases import Row, holes
 
 from dlm_jax.config import SampleConfig
 from dlm_jax.inference.host import HostLoop
-from dlm_jax.inference.kinds import Kind, slot_count
 from dlm_jax.inference.request import Request
 from dlm_jax.inference.results import assemble
-from dlm_jax.inference.slots import Job, Slots
+from dlm_jax.inference.slots import Bucket, Job, Slots, slot_count
+from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.rules import ModelFacts
 from dlm_jax.types import Status
 
@@ -31,12 +32,12 @@ def _request(row):
     return Request(np.array(row.tokens, np.int32), sample, row.seed)
 
 
-def _kind(rows):
-    return Kind([_request(row) for row in rows], FACTS, 64)
+def _bucket(rows):
+    return Bucket([_request(row) for row in rows], FACTS, 64)
 
 
 def _slots(rows, num_slots):
-    return Slots(canvases.shared_advance(), toy.params(), _kind(rows), num_slots)
+    return Slots(canvases.shared_advance(), toy.params(), _bucket(rows), num_slots)
 
 
 def _generate(rows, batch_size=64):
@@ -90,7 +91,7 @@ def test_calls_tell_the_steps_that_rows_took_and_the_tokens_that_they_wrote():
     taken = slots.advance(3)
     steps = [min(3, row.steps, row.tokens.count(toy.MASK)) for row in ROWS]
     assert taken.steps.tolist() == steps + [0] * (8 - len(ROWS))
-    assert taken.counted["forwards"] == sum(steps)
+    assert taken.counted.forwards == sum(steps)
     assert slots.num_committed() == sum(
         row.num_generated for row in slots.rows(slots.held).values()
     )
@@ -158,6 +159,25 @@ def test_a_slot_takes_other_requests_without_compiling_whatever_their_number():
     assert len(compiled) == 1
 
 
+def test_what_puts_and_moves_rows_goes_with_its_loop():
+    def number_held():
+        gc.collect()
+        held = jax.devices()[0].client.live_executables()
+        names = [module.name for one in held for module in one.hlo_modules()]
+        return sum(name in ("jit_begin", "jit_refill", "jit_move") for name in names)
+
+    before = number_held()
+    # No other test has slots of these numbers.
+    loop, jobs = Advance(canvases.program()), [Job(0, _request(ROWS[0])), Job(1, _request(ROWS[1]))]
+    slots = Slots(loop, toy.params(), _bucket(ROWS), 3)
+    slots.put({0: jobs[0]})
+    slots.put({1: jobs[1]})
+    moved = slots.resized(loop, 5)
+    assert moved.held == (0, 1) and number_held() == before + 3
+    del loop, slots, moved
+    assert number_held() == before
+
+
 def test_slots_come_in_few_sizes():
     assert [slot_count(n, 64) for n in (1, 2, 3, 5, 64, 65, 1000)] == [1, 2, 4, 8, 64, 64, 64]
     assert [slot_count(n, 6) for n in (3, 5, 7)] == [4, 6, 6]
@@ -166,9 +186,9 @@ def test_slots_come_in_few_sizes():
 
 def test_what_the_slots_cannot_run_is_refused():
     asks = dataclasses.replace(_request(ROWS[0]), read_back=True)
-    kind = Kind([asks], FACTS, 64)
+    bucket = Bucket([asks], FACTS, 64)
     with pytest.raises(ValueError, match="rows that need the host run in a HostLoop"):
-        Slots(canvases.shared_advance(), toy.params(), kind, 2)
-    assert Slots(HostLoop(canvases.program()), toy.params(), kind, 2).num_slots == 2
+        Slots(canvases.shared_advance(), toy.params(), bucket, 2)
+    assert Slots(HostLoop(canvases.program()), toy.params(), bucket, 2).num_slots == 2
     with pytest.raises(ValueError, match="canvas=2 is less than the 3 positions"):
-        Kind([_request(Row(holes(2, 1)))], FACTS, 2)
+        Bucket([_request(Row(holes(2, 1)))], FACTS, 2)

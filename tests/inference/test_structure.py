@@ -14,11 +14,7 @@ import dlm_jax
 from dlm_jax.config import SampleConfig
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.structure import (
-    Structures,
-    regex_of_objects,
-    regex_of_schema,
-)
+from dlm_jax.inference.structure import Structures, regex_of_objects, regex_of_schema
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.blocks import steps_needed
 

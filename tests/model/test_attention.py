@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dlm_jax.model import attention, cpu, forms
-from dlm_jax.model.attention import attend, attend_beside_clean
-from dlm_jax.model.forms import InBlocks, causal, plain_attention
-from dlm_jax.model.splash import splash_attention
+from dlm_jax.model import attention
+from dlm_jax.model import attention as forms
+from dlm_jax.model.attention import InBlocks, attend, attend_beside_clean, causal, plain_attention
+from dlm_jax.model.kernels import cpu
+from dlm_jax.model.kernels.splash import splash_attention
 from dlm_jax.types import live_positions
 
 MASKS = {"bidirectional": None, "causal": causal, "blocks": InBlocks(40)}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from dlm_jax.model import cpu
+from dlm_jax.model.kernels import cpu
 
 
 def normal(seed, *shape):

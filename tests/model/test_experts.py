@@ -11,7 +11,7 @@ import pytest
 
 from dlm_jax import devices
 from dlm_jax.config import MeshConfig, ModelConfig
-from dlm_jax.distributed.sharding import make_mesh, shardings
+from dlm_jax.distributed.partitions import make_mesh, shardings
 from dlm_jax.model.experts import mixture
 from dlm_jax.model.transformer import build
 

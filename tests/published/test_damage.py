@@ -9,7 +9,7 @@ import published_cases as cases
 import pytest
 
 import dlm_jax
-from dlm_jax.published.shards import Shards
+from dlm_jax.published.tensors import Shards
 from dlm_jax.sampling.rules import BUILT_IN
 
 

@@ -18,10 +18,11 @@ from oracles.published import Oracle
 import dlm_jax
 from dlm_jax import devices
 from dlm_jax.config import MeshConfig
-from dlm_jax.distributed.sharding import make_mesh
+from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.inference.request import settings_of_call
 from dlm_jax.published.families import family_for
-from dlm_jax.published.shards import Shards
+from dlm_jax.published.special import read_settings
+from dlm_jax.published.tensors import Shards
 
 FAMILIES = list(cases.CONFIGS)
 LENGTHS = np.array([13, 7])
@@ -278,7 +279,7 @@ def test_a_directory_recommends_what_its_generation_config_says(tmp_path):
     """Over the family's first preset; what is given explicitly counts over both."""
     directory = _recommending(
         cases.write(tmp_path / "model", "llada"), temperature=0.7, top_p=0.9, top_k=20, steps=9,
-        repetition_penalty=1.05, max_new_tokens=12, dlm_jax={"order": "entropy"},
+        repetition_penalty=1.05, max_new_tokens=12, do_sample=True, dlm_jax={"order": "entropy"},
     )  # fmt: skip
     told = []
     model = dlm_jax.load(directory, report=told.append)
@@ -299,7 +300,26 @@ def test_a_directory_recommends_what_its_generation_config_says(tmp_path):
     assert (sample.temperature, sample.gen_length) == (0.0, 0)
 
 
-@pytest.mark.parametrize("field", ["temperature", "top_p", "top_k", "steps", "max_new_tokens"])
+@pytest.mark.parametrize(
+    ("fields", "temperature"),
+    [
+        ({"temperature": 0.7}, 0.0),
+        ({"top_p": 0.9}, 0.0),
+        ({"do_sample": None, "temperature": 0.7}, 0.0),
+        ({"do_sample": True, "top_p": 0.9}, 1.0),
+        ({"temperature": 0.7, "dlm_jax": {"temperature": 0.5}}, 0.5),
+        ({"max_new_tokens": 7, "eos_token_id": 1}, None),
+    ],
+)
+def test_sampling_is_off_unless_do_sample_is_true(tmp_path, fields, temperature):
+    """As Hugging Face reads the file; one that says nothing of sampling leaves it to the family."""
+    (tmp_path / "generation_config.json").write_text(json.dumps(fields))
+    assert read_settings(tmp_path, 9).get("temperature") == temperature
+
+
+@pytest.mark.parametrize(
+    "field", ["do_sample", "temperature", "top_p", "top_k", "steps", "max_new_tokens"]
+)
 def test_a_recommendation_that_is_no_value_is_refused_by_file_and_name(tmp_path, field):
     directory = _recommending(cases.write(tmp_path / "model", "llada"), **{field: "x"})
     name = {"max_new_tokens": "gen_length"}.get(field, field)
@@ -311,12 +331,13 @@ def test_a_recommendation_that_is_no_value_is_refused_by_file_and_name(tmp_path,
     "changes",
     [
         {},
+        {"top_p": 0.9},
         {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.2, "gen_length": 10, "steps": 7},
         {"temperature": 0.0, "order": "entropy", "gen_length": 0, "logit_bias": ((3, -math.inf),)},
         {"chain": ("temperature", "top_k"), "confidence_without": (3,), "stop_at_eos": True},
     ],
 )
-@pytest.mark.parametrize("name", ["llada", "sdar"])
+@pytest.mark.parametrize("name", ["llada", "dream", "sdar"])
 def test_what_a_model_recommends_is_written_and_read_again(tmp_path, name, changes):
     model = dlm_jax.load(cases.write(tmp_path / "model", name))
     model = dataclasses.replace(model, sample=dataclasses.replace(model.sample, **changes))

@@ -10,8 +10,8 @@ import rule_cases
 import toy
 from canvases import ROWS, Row, holes
 
-from dlm_jax.sampling.advance import Advance
-from dlm_jax.sampling.output import TrunkOutput
+from dlm_jax.sampling.loop import Advance
+from dlm_jax.sampling.positions import TrunkOutput
 from dlm_jax.sampling.rules import BUILT_IN
 
 NAME = "low_confidence-none"

@@ -11,7 +11,7 @@ import toy
 from canvases import FOREVER, ROWS
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dlm_jax.sampling.advance import make_advance
+from dlm_jax.sampling.loop import make_advance
 from dlm_jax.sampling.state import EDITED
 from dlm_jax.sampling.step import step
 from dlm_jax.types import Status

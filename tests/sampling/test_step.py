@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import re
 
 import canvases
@@ -16,10 +17,10 @@ from oracles import commit as oracle
 from oracles import mirostat
 
 from dlm_jax.model.transformer import build
-from dlm_jax.sampling.advance import Advance, make_advance
 from dlm_jax.sampling.commit import CommitRule
+from dlm_jax.sampling.loop import Advance, make_advance
 from dlm_jax.sampling.step import step
-from dlm_jax.sampling.transforms import MirostatV2, chain
+from dlm_jax.sampling.transforms import MirostatV2, TypicalP, chain
 from dlm_jax.settings import pytree
 from dlm_jax.types import Network, Status
 
@@ -52,6 +53,24 @@ def test_nothing_a_request_may_change_compiles_again():
     advance(toy.random_params(canvases.shared_network(), 5), canvases.make_state(rows), FOREVER)
     assert (len(advance.compiled), advance._jitted._cache_size()) == before
     assert advance.compiled[0] == f"rows={ROWS} canvas={POSITIONS}"
+
+
+def test_a_loop_that_is_compiled_again_leaves_nothing_in_the_caches_of_jax():
+    """It is traced and lowered: XLA keeps nothing in Python."""
+    state, every = canvases.make_state(canvases.mixed_rows()), functools.partial(jnp.full, (ROWS,))
+    rules = chain(
+        canvases.make_chain([0.0, 0.5] * (ROWS // 2)),
+        TypicalP(every(0.9), every(1)),
+        MirostatV2(every(2.0), every(0.1), every(True), every(1)),
+    )
+    state = state._replace(rules=state.rules._replace(chain=rules), chain_state=rules.init(ROWS))
+    held = []
+    for _ in range(2):
+        Advance(canvases.program())._jitted.lower(toy.params(), state, np.int32(1), np.int32(1))
+        gc.collect()
+        held.append(len(gc.get_objects()))
+    # The first fills the caches.
+    assert held[1] - held[0] < 10
 
 
 def test_state_that_comes_back_goes_in_again_without_compiling():

@@ -15,7 +15,7 @@ import toy_model
 from serving_cases import EOS, MODEL, post, serving
 
 import dlm_jax
-from dlm_jax.serving.plan import Limits
+from dlm_jax.serving.protocol import Limits
 
 BRACED = toy_model.of('The cat sat. A rat ran. {}[]":,-0123456789truefalsn')
 LONG = {"max_tokens": 24, "extra_body": {"steps": 24}}

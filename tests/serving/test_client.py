@@ -15,9 +15,8 @@ import pytest
 from serving_cases import MODEL, post, serving
 from starlette.requests import Request
 
-from dlm_jax.serving.errors import ApiError
 from dlm_jax.serving.http import check_key
-from dlm_jax.serving.plan import Limits
+from dlm_jax.serving.protocol import ApiError, Limits
 
 SAID = [{"role": "user", "content": "A "}]
 ENDLESS = {"steps": 4000, "resample": True, "order": "threshold", "threshold": 1.0}

@@ -16,14 +16,13 @@ import toy_model
 
 import dlm_jax
 import dlm_jax.config as configs
-from dlm_jax.checkpoint import load_weights, save_weights
 from dlm_jax.config import Config, DataConfig, MeshConfig
 from dlm_jax.data import CharacterTokenizer
-from dlm_jax.distributed.sharding import make_mesh, shardings
+from dlm_jax.distributed.partitions import make_mesh, shardings
 from dlm_jax.model.transformer import build
-from dlm_jax.training.begin import begin_with
-from dlm_jax.training.run import prepare
-from dlm_jax.training.step import TrainState
+from dlm_jax.store import load_weights, save_weights
+from dlm_jax.training.run import begin_with, prepare
+from dlm_jax.training.train_step import TrainState
 
 TOKENIZER = toy_model.TOKENIZER
 HEADS = {"add_sampler_head": True, "sampler_context": 2, "add_critic_head": True}

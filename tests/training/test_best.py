@@ -8,8 +8,8 @@ import tiny_run
 
 import dlm_jax
 import dlm_jax.config as configs
-from dlm_jax.checkpoint import load_params
-from dlm_jax.training.best import Best
+from dlm_jax.store import load_params
+from dlm_jax.training.run import Best
 
 META = {"config": {}}
 

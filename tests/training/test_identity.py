@@ -8,9 +8,11 @@ import shutil
 import pytest
 import tiny_run
 
-from dlm_jax.checkpoint import load_meta, load_params, manifest
-from dlm_jax.metrics import read_records
-from dlm_jax.training.files import config_of_run
+import dlm_jax.config as configs
+from dlm_jax.store import files, load_meta, load_params
+from dlm_jax.training.checks import check_begins_anew
+from dlm_jax.training.metrics import read_records
+from dlm_jax.training.run_directory import config_of_run
 
 SHORT = {"train__steps": 8, "train__keep_checkpoints": 1}
 
@@ -33,7 +35,7 @@ def _identities(out_dir):
     """Of the checkpoints, the best model and the lines of metrics."""
     found = {load_meta(out_dir, report=print)["run"], load_meta(out_dir / "best")["run"]}
     found |= {
-        manifest.read(path)["run"] for part in ("checkpoints", "best")
+        files.read_manifest(path)["run"] for part in ("checkpoints", "best")
         for path in (out_dir / part).iterdir()
     }  # fmt: skip
     return found | {record["run"] for record in read_records(out_dir / "metrics.jsonl")}
@@ -76,17 +78,19 @@ def test_a_checkpoint_of_another_run_is_neither_continued_nor_loaded(runs, ours)
 def test_a_checkpoint_of_another_run_in_the_place_of_the_own_is_not_continued(runs, ours):
     shutil.rmtree(ours / "checkpoints")
     shutil.copytree(runs[1] / "checkpoints", ours / "checkpoints")
-    told = rf"{ours}/best holds the best model of another run \(it is of run \w+, and this is \w+\)"
+    told = rf"{ours}/best holds the best model of another run \(the model is of run \w+, and this "
     _refused(ours, told)
     shutil.rmtree(ours / "best")
-    _refused(ours, r"metrics.jsonl is of another run \(\w+\) than the checkpoints \(\w+\); move")
+    _refused(
+        ours, r"metrics.jsonl holds metrics of run \w+, and the checkpoints are of run \w+; mo"
+    )
 
 
 def test_the_best_model_of_another_model_is_not_kept_as_that_of_a_new_run(ours):
     shutil.rmtree(ours / "checkpoints")
     told = (
-        r"best holds the best model of another run \(.*model.width=16, and this one has 32.*\); "
-        "move it elsewhere, or use another train.out_dir"
+        r"best holds the best model of another run \(.*model.width=16, and this run has 32.*\); "
+        "move the directory elsewhere, or use another train.out_dir"
     )
     _refused(ours, told, model__width=32)
 
@@ -99,6 +103,45 @@ def test_a_run_that_begins_anew_finds_a_best_model_of_its_own(ours):
     (after,) = _identities(ours)
     assert after != before
     assert json.dumps(load_meta(ours / "best")["best"]) == figure
+
+
+def test_a_run_that_began_anew_and_stopped_before_its_first_best_continues(ours, monkeypatch):
+    """The best model that it found is of a run that died before its first checkpoint."""
+    (before,) = _identities(ours)
+    shutil.rmtree(ours / "checkpoints")
+    with monkeypatch.context() as patch:
+        tiny_run.stop_after(2, patch)
+        assert tiny_run.run(ours, **SHORT).reason == "interrupted"
+    assert tiny_run.run(ours, **SHORT).reason == "finished"
+    assert before not in _identities(ours)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"model__width": 32},
+            r"config.toml has model.width=16, and this run has 32\); move .*/met",
+        ),
+        ({"train__init_from": "x"}, "config.toml has train.init_from='', and this run has 'x'"),
+        ({}, r"its config is not known: .*config.toml.*; move .*/metrics.jsonl elsewhere, or use"),
+    ],
+)
+def test_metrics_of_another_config_are_not_dropped_by_a_new_run(ours, changes, told):
+    for part in ("checkpoints", "best"):
+        shutil.rmtree(ours / part)
+    if not changes:
+        (ours / "config.toml").unlink()
+    asked = configs.load(None, tiny_run.flags(ours, **SHORT | {"train__log_every": 1} | changes))
+    with pytest.raises(ValueError, match=told) as error:
+        check_begins_anew(asked, ours)
+    assert "\n" not in str(error.value)
+
+
+def test_a_new_run_of_another_config_changes_nothing_where_metrics_lie(ours):
+    for part in ("checkpoints", "best"):
+        shutil.rmtree(ours / part)
+    _refused(ours, "holds metrics of another run without checkpoints", model__width=32)
 
 
 @pytest.mark.parametrize("kind", ["file", "link to nothing"])

@@ -12,11 +12,11 @@ import pytest
 import stage_cases as cases
 
 from dlm_jax.config import HeadsConfig, OptimConfig
-from dlm_jax.distributed.sharding import shardings
-from dlm_jax.training.heads import CRITIC, MAIN, SAMPLER
-from dlm_jax.training.optim import make_grouped_optimizer, make_optimizer
+from dlm_jax.distributed.partitions import shardings
+from dlm_jax.heads import CRITIC, MAIN, SAMPLER
+from dlm_jax.training.optimisers import make_grouped_optimizer, make_optimizer
 from dlm_jax.training.stages import Stage
-from dlm_jax.training.step import StepConfig, TrainState, make_train_step
+from dlm_jax.training.train_step import StepConfig, TrainState, make_train_step
 from dlm_jax.types import Network
 
 STEPS, MIDWAY = 100, 40

@@ -24,7 +24,7 @@ from dlm_jax.config import (
     OptimConfig,
     TrainConfig,
 )
-from dlm_jax.distributed.sharding import make_mesh
+from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.training.plan import Plan, plan
 
 ROOT = Path(__file__).parent.parent.parent
@@ -68,13 +68,13 @@ def test_a_plan_counts_the_state_that_each_device_holds():
 _BATTERY = """
 import jax, sys
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-from dlm_jax.distributed.topology import topology_devices
+from dlm_jax.distributed.mesh import topology_devices
 devices = topology_devices("v5e:4x4")
 import layout
 from dlm_jax.config import (
     Config, DataConfig, HeadsConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
 )
-from dlm_jax.distributed.sharding import make_mesh
+from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.training.plan import plan
 
 # No width of a kernel, nor its share of a chip, may equal the number of rows or positions.
@@ -135,8 +135,8 @@ def test_for_a_tpu_the_sampling_loop_keeps_each_chips_rows_apart():
     _for_tpu(
         "import canvases, toy\n"
         "from jax.sharding import NamedSharding, PartitionSpec as P\n"
-        "from dlm_jax.distributed.sharding import shardings\n"
-        "from dlm_jax.sampling.advance import Advance\n"
+        "from dlm_jax.distributed.partitions import shardings\n"
+        "from dlm_jax.sampling.loop import Advance\n"
         "from dlm_jax.sampling.program import Program\n"
         "mesh = make_mesh(MeshConfig(fsdp=16), devices)\n"
         "split, whole = NamedSharding(mesh, P(('data', 'fsdp'))), NamedSharding(mesh, P())\n"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
+from pathlib import Path
 
 import buckets
 import jax.numpy as jnp
@@ -12,33 +14,31 @@ import pytest
 import tiny_run
 
 import dlm_jax.config as configs
-from dlm_jax.checkpoint import Checkpoints
-from dlm_jax.storage import located
-from dlm_jax.training.lock import FILE, DirectoryLock
-from dlm_jax.training.loop import run_loop
+from dlm_jax.store import Checkpoints
+from dlm_jax.store.files import located
 from dlm_jax.training.run import prepare
+from dlm_jax.training.run_directory import FILE, DirectoryLock
+from dlm_jax.training.train_loop import run_loop
 
 
-def _acquire(directory) -> bool:
-    lock = DirectoryLock()
+def _locks(directory) -> bool:
     try:
-        lock.acquire(directory, "train.out_dir")
+        return DirectoryLock().lock(directory, "train.out_dir")
     except ValueError:
         return False
-    return lock.is_held
 
 
 def test_a_directory_is_one_process_s_until_it_lets_go(tmp_path):
     lock = DirectoryLock()
-    lock.acquire(tmp_path, "train.out_dir")
+    lock.lock(tmp_path, "train.out_dir")
     with pytest.raises(ValueError, match="is in use by another training; wait for its end, or use"):
-        DirectoryLock().acquire(tmp_path, "train.out_dir")
+        DirectoryLock().lock(tmp_path, "train.out_dir")
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
-        assert not pool.apply(_acquire, (tmp_path,))
+        assert not pool.apply(_locks, (tmp_path,))
         lock.release()
         lock.release()
-        assert pool.apply(_acquire, (tmp_path,))
+        assert pool.apply(_locks, (tmp_path,))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -52,12 +52,12 @@ def test_where_directories_cannot_be_locked_a_file_in_them_is(tmp_path, monkeypa
 
     monkeypatch.setattr(os, "open", files_alone)
     lock = DirectoryLock()
-    lock.acquire(tmp_path, "train.out_dir")
+    lock.lock(tmp_path, "train.out_dir")
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
     with pytest.raises(ValueError, match="is in use by another training"):
-        DirectoryLock().acquire(tmp_path, "train.out_dir")
+        DirectoryLock().lock(tmp_path, "train.out_dir")
     lock.release()
-    DirectoryLock().acquire(tmp_path, "train.out_dir")
+    DirectoryLock().lock(tmp_path, "train.out_dir")
 
 
 def _prepare(out_dir, **changes):
@@ -116,14 +116,14 @@ def test_in_a_bucket_who_claims_last_has_it_and_the_one_before_changes_nothing_m
     with buckets.bucket() as url:
         old, new = DirectoryLock(), DirectoryLock()
         root = located(f"{url}/run")
-        old.acquire(root, "train.checkpoint_dir")
+        old.claim(root)
         with (
             Checkpoints(root, keep=9, check=old.check) as ours,
             Checkpoints(root, keep=9, check=new.check) as theirs,
         ):
             _save(ours, 1)
             ours.save(2, {"x": jnp.ones(2)}, {})
-            new.acquire(root, "train.checkpoint_dir")
+            new.claim(root)
             with contextlib.suppress(OSError):
                 ours.wait()  # complete before the claim, or not at all
             before = ours.steps()
@@ -153,15 +153,45 @@ def test_a_save_that_is_overtaken_while_it_is_written_does_not_appear(tmp_path):
         assert checkpoints.steps() == []
 
 
-def test_where_nothing_can_be_locked_the_last_claim_counts(tmp_path, monkeypatch):
+@pytest.fixture
+def without_locks(monkeypatch):
     def no_locks(*_):
-        raise OSError(38, "Function not implemented")
+        raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", no_locks)
+
+
+def test_where_nothing_can_be_locked_the_last_claim_counts(tmp_path, without_locks, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     old, new = DirectoryLock(), DirectoryLock()
-    old.acquire(tmp_path, "train.out_dir")
+    assert not old.lock(tmp_path, "train.out_dir")
+    for path in (tmp_path, Path(".")):
+        old.claim(path)
     old.check()
-    new.acquire(tmp_path, "train.out_dir")
+    new.claim(tmp_path)
     new.check()
     with pytest.raises(OSError, match="taken over by another training"):
         old.check()
+    new.release()
+    with pytest.raises(OSError, match="taken over by another training"):
+        old.check()
+
+
+def test_where_nothing_can_be_locked_a_start_that_trains_nothing_leaves_the_claim_of_a_run(
+    tmp_path, without_locks, monkeypatch
+):
+    given = {"train__steps": 3, "train__eval_every": 0, "train__checkpoint_every": 0}
+    tiny_run.run(tmp_path, **given)
+    with _prepare(tmp_path, **given | {"train__steps": 4}).checkpoints as healthy:
+        with pytest.raises(ValueError, match="optim.learning_rate"):
+            _prepare(tmp_path, **given | {"optim__learning_rate": 1})
+        with _prepare(tmp_path, **given).checkpoints:
+            pass  # has taken all its steps
+        (tmp_path / "metrics.jsonl").write_text("{}\n")
+        with pytest.raises(ValueError, match="is not a record of metrics"):
+            _prepare(tmp_path, **given)
+        monkeypatch.setattr(Checkpoints, "steps", lambda self: [])  # another run saves later
+        (tmp_path / "metrics.jsonl").unlink()
+        with pytest.raises(ValueError, match="checkpoints of a run that started at the same time"):
+            _prepare(tmp_path, **given)
+        healthy._check()

@@ -11,11 +11,9 @@ import pytest
 import tiny_run
 
 import dlm_jax.config as configs
-from dlm_jax.training import loop as loop_module
-from dlm_jax.training.evaluation import held_out
-from dlm_jax.training.loop import _Loop
+from dlm_jax.training import train_loop as loop_module
 from dlm_jax.training.run import prepare
-from dlm_jax.training.stop import stop_on_signals
+from dlm_jax.training.train_loop import _Loop, held_out, stop_on_signals
 
 
 def _before_steps(act, patch: pytest.MonkeyPatch) -> None:
@@ -79,7 +77,7 @@ def test_compiling_evaluating_and_showing_samples_do_not_count_as_training_time(
         clock[0] += seconds
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dlm_jax.training.loop.time.perf_counter", lambda: clock[0])
+        patch.setattr("dlm_jax.training.train_loop.time.perf_counter", lambda: clock[0])
         _before_steps(lambda loop: wait(1.0), patch)
         for owner, name in ((_Loop, "_compile_train_step"), (loop_module, "held_out")):
             usual = getattr(owner, name)

@@ -10,9 +10,8 @@ from optax import contrib
 
 from dlm_jax import devices
 from dlm_jax.config import MeshConfig, OptimConfig
-from dlm_jax.distributed.sharding import make_mesh, path_name, shardings
-from dlm_jax.training.muon import orthogonalized
-from dlm_jax.training.optim import is_matrix, learning_rate, make_optimizer
+from dlm_jax.distributed.partitions import make_mesh, path_name, shardings
+from dlm_jax.training.optimisers import is_matrix, learning_rate, make_optimizer, orthogonalized
 
 CONFIG = OptimConfig(weight_decay=0.1)
 STEPS = 100

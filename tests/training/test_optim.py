@@ -12,10 +12,10 @@ import stage_cases as cases
 import toy
 
 from dlm_jax.config import HeadsConfig, OptimConfig
-from dlm_jax.distributed.sharding import path_name
+from dlm_jax.distributed.partitions import path_name
+from dlm_jax.heads import CRITIC, MAIN, SAMPLER
 from dlm_jax.model.transformer import build
-from dlm_jax.training.heads import CRITIC, MAIN, SAMPLER
-from dlm_jax.training.optim import (
+from dlm_jax.training.optimisers import (
     is_matrix,
     learning_rate,
     make_grouped_optimizer,

@@ -18,16 +18,16 @@ import tiny_run
 import toy
 
 import dlm_jax
-from dlm_jax.checkpoint import Checkpoints
-from dlm_jax.cli import evaluate, train
+from dlm_jax.cli import evaluation, train
 from dlm_jax.config import HeadsConfig, MeshConfig, ModelConfig
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.diffusion.mixture import Mixture
 from dlm_jax.diffusion.objectives import Batch
-from dlm_jax.distributed.sharding import make_mesh
-from dlm_jax.training.begin import begin_with
+from dlm_jax.distributed.partitions import make_mesh
+from dlm_jax.store import Checkpoints
+from dlm_jax.training.run import begin_with
 from dlm_jax.training.stages import Stage, StageLoss
-from dlm_jax.training.step import StepConfig, TrainState, make_train_step
+from dlm_jax.training.train_step import StepConfig, TrainState, make_train_step
 from dlm_jax.types import live_positions
 
 ROWS, POSITIONS = 8, 8
@@ -184,8 +184,8 @@ def test_the_program_says_what_it_measures_and_how_to_judge_and_samples_nothing(
 
 
 def test_evaluating_the_run_gives_the_error_of_its_last_evaluation(finished, capsys, monkeypatch):
-    monkeypatch.setattr(evaluate, "start_jax", lambda *args: None)
-    assert evaluate.main(["--checkpoint", str(finished[0]), "--json"]) == 0
+    monkeypatch.setattr(evaluation, "start_jax", lambda *args: None)
+    assert evaluation.main(["--checkpoint", str(finished[0]), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     last = tiny_run.records(finished[0])[-1]
     for name in ("squared_error", "constant_squared_error", "cross_entropy", "windows"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 
@@ -12,12 +13,10 @@ import tiny_run
 import dlm_jax.config as configs
 from dlm_jax.cli import train
 from dlm_jax.config import ModelConfig
-from dlm_jax.metrics import loss_curves, read_records
-from dlm_jax.training import meter
-from dlm_jax.training.flops import model_flops
-from dlm_jax.training.loop import _Loop
-from dlm_jax.training.profiling import Profile, parse_span
-from dlm_jax.training.trackers import open_tracker
+from dlm_jax.training import train_loop
+from dlm_jax.training.metrics import loss_curves, open_tracker, read_records
+from dlm_jax.training.plan import model_flops
+from dlm_jax.training.train_loop import Journal, Profile, _Loop, parse_span
 
 SHORT = {
     "train__steps": 6,
@@ -33,7 +32,7 @@ def finished(tmp_path_factory):
     """A run with a trace and TensorBoard, on a device that says what it can do."""
     out_dir = tmp_path_factory.mktemp("seen") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meter, "peak_flops", lambda device: 1e12)
+        patch.setattr(train_loop, "peak_flops", lambda device: 1e12)
         given = SHORT | {"train__trackers": "tensorboard"}
         with tiny_run.on_devices(1):
             run = tiny_run.prepare(
@@ -62,7 +61,7 @@ def test_every_line_tells_where_the_time_went(finished):
 
 def test_waiting_for_input_is_told_apart_from_waiting_for_the_device(tmp_path, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("dlm_jax.training.loop.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("dlm_jax.training.train_loop.time.perf_counter", lambda: clock[0])
 
     class Slow:
         def __init__(self, batches):
@@ -210,3 +209,22 @@ def test_the_work_of_a_model_is_that_of_its_matrices_and_its_attention():
     pairs = 12 * 2 * 8 * 16
     found = model_flops(params, config, num_rows=3, num_positions=16)
     assert found == 3 * 16 * (6 * products + pairs)
+
+
+def test_a_tracker_that_ctrl_c_interrupts_is_closed(finished, tmp_path, monkeypatch):
+    closed = []
+
+    class Interrupted:
+        def write(self, record):
+            raise KeyboardInterrupt
+
+        def close(self):
+            closed.append(self)
+
+    _, run = finished
+    monkeypatch.setattr("dlm_jax.training.train_loop.open_tracker", lambda *_, **__: Interrupted())
+    monkeypatch.setattr("dlm_jax.training.train_loop.METRICS", tmp_path / "metrics.jsonl")
+    journal = Journal(run, step=6, report=print)
+    with pytest.raises(KeyboardInterrupt), contextlib.closing(journal):
+        journal.write(kind="train", step=7)
+    assert len(closed) == 1

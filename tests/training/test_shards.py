@@ -7,7 +7,7 @@ import json
 import pytest
 import tiny_run
 
-from dlm_jax.cli import evaluate
+from dlm_jax.cli import evaluation
 from dlm_jax.data import shard
 
 
@@ -49,5 +49,5 @@ def test_a_run_on_mixed_shards_continues_and_is_evaluated(corpora, tmp_path, cap
             tmp_path / "run", **(given | {"data__source": ",".join(corpora.split(",")[::-1])})
         )
     capsys.readouterr()
-    assert evaluate.main(["--checkpoint", str(tmp_path / "run")]) == 0
+    assert evaluation.main(["--checkpoint", str(tmp_path / "run")]) == 0
     assert "held-out text of" in capsys.readouterr().out

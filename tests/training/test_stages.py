@@ -15,15 +15,15 @@ import stage_cases as cases
 import tiny_run
 import toy
 
-from dlm_jax.checkpoint import load_meta
 from dlm_jax.config import HeadsConfig, OptimConfig, SampleConfig
 from dlm_jax.diffusion.mixture import MixedExample
-from dlm_jax.distributed.sharding import path_name, shardings
+from dlm_jax.distributed.partitions import path_name, shardings
+from dlm_jax.heads import CRITIC, MAIN, SAMPLER
 from dlm_jax.sampling.propose import Parallel, Wavefront
-from dlm_jax.training.heads import CRITIC, MAIN, SAMPLER
-from dlm_jax.training.optim import make_grouped_optimizer
+from dlm_jax.store import load_meta
+from dlm_jax.training.optimisers import make_grouped_optimizer
 from dlm_jax.training.stages import Stage, StageLoss, stage_at
-from dlm_jax.training.step import StepConfig, TrainState, abstract_state, make_train_step
+from dlm_jax.training.train_step import StepConfig, TrainState, abstract_state, make_train_step
 from dlm_jax.types import Network
 
 ALL = (MAIN, SAMPLER, CRITIC)
@@ -292,8 +292,8 @@ def test_a_run_compiles_the_step_of_a_stage_exactly_where_it_begins(tmp_path, mo
             taken[int(state.step)] = self.stage
             return state._replace(step=state.step + 1), {"loss": jnp.zeros(())}
 
-    monkeypatch.setattr("dlm_jax.training.loop.make_train_step", Step)
-    monkeypatch.setattr("dlm_jax.training.loop._Loop.evaluate", lambda loop: None)
+    monkeypatch.setattr("dlm_jax.training.train_loop.make_train_step", Step)
+    monkeypatch.setattr("dlm_jax.training.train_loop._Loop.evaluate", lambda loop: None)
     changes = {
         "model__depth": 1, "model__add_sampler_head": "true", "model__add_critic_head": "true",
         "heads__start_sampler_iteration": 2, "heads__start_critic_iteration": 5,

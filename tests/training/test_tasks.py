@@ -13,7 +13,7 @@ import toy
 import dlm_jax.config as configs
 from dlm_jax.config import Config, ObjectiveConfig, TrainConfig
 from dlm_jax.diffusion.mixture import Mixture
-from dlm_jax.training.heads import Setup
+from dlm_jax.heads import Setup
 from dlm_jax.training.tasks import language_model, make_mixture
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))

@@ -9,8 +9,7 @@ import tiny_run
 import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.data import ByteTokenizer, CharacterTokenizer
-from dlm_jax.training.run import prepare
-from dlm_jax.training.vocabulary import places_of
+from dlm_jax.training.run import places_of, prepare
 
 SHORT = {"train__steps": 4, "train__eval_every": 0, "model__depth": 1}
 

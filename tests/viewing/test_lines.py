@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from viewing_cases import decode, frame, random_row
 
-from dlm_jax.viewing.frames import Frame, Kind, changes
-from dlm_jax.viewing.lines import Cell, cells, paint, wrap
-from dlm_jax.viewing.pieces import Pieces
+from dlm_jax.viewing.frames import Frame, Kind, Pieces, changes
+from dlm_jax.viewing.watch import Cell, cells, paint, wrap
 
 
 def signs(text: str, encoding: str = "utf-8") -> list[tuple[str, int]]:

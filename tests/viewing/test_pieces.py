@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from viewing_cases import EOS, decode
 
-from dlm_jax.viewing.pieces import Pieces
+from dlm_jax.viewing.frames import Pieces
 
 HOLE = -1
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from viewing_cases import BYTES, decode, frame, random_row
 
-from dlm_jax.viewing.frames import Frame, Kind, changes
-from dlm_jax.viewing.pieces import Pieces
+from dlm_jax.viewing.frames import Frame, Kind, Pieces, changes
 from dlm_jax.viewing.trace import trace_data, write_trace
 
 TITLE = "</title><script>throw 1</script> & {{data}} \ud800"

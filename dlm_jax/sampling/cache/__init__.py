@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from dlm_jax.sampling.cache.approximate import Dual, Prefix
+from dlm_jax.sampling.cache.cache_policy import CacheContext, CachePlan, CacheRule, CacheState
 from dlm_jax.sampling.cache.exact import Exact
-from dlm_jax.sampling.cache.protocol import CacheContext, CachePlan, CacheRule, CacheState
 
 CACHE_RULES: Mapping[str, type[CacheRule]] = {rule.name: rule for rule in (Exact, Prefix, Dual)}
 """Cache rules by the setting ``cache``, beside ``none``."""

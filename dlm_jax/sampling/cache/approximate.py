@@ -6,13 +6,13 @@ that of the canvas as it was when the whole row was computed last.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.cache.protocol import CacheContext, CachePlan, CacheRule
-from dlm_jax.settings import Setting, per_row, reads, rule, static
+from dlm_jax.sampling.cache.cache_policy import CacheContext, CachePlan, CacheRule
+from dlm_jax.settings import Setting, SettingError, per_row, reads, rule, static
 
 CACHE_REFRESH = Setting(
     "cache_refresh", 0,
@@ -29,39 +29,53 @@ CACHE_MARGIN = Setting(
 _SUFFIXES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 
 
-class _Approximate(CacheRule):
-    refresh_B: jax.Array
-    margin: int
-    block_length: int
-    open_blocks: int
+@rule
+class Dual(CacheRule):
+    """Computes the block alone, beside what is kept of all that stands before and behind it.
+
+    The whole row is computed when a block begins, and every ``refresh_B`` steps (Fast-dLLM, Wu et
+    al. 2025, section 3.2); with a margin, the positions near the block are computed with it
+    (dInfer, Ma et al. 2025, "vicinity refresh").
+    """
+
+    about = "of all before and behind the block; approximate, bidirectional models"
+    reaches_end: ClassVar[bool] = False
+
+    refresh_B: jax.Array = per_row(CACHE_REFRESH)
+    margin: int = static(CACHE_MARGIN)
+    block_length: int = reads("block_length", 0)
+    open_blocks: int = reads("open_blocks", 1)
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        """Refuses models that have an exact cache, and rows without blocks."""
         super().check_model(row, facts)
         if facts.is_causal or facts.block_length:
-            raise ValueError(
-                f"cache={cls.name!r} is for models whose positions all see one another; use "
-                "cache='exact', which is exact for this one"
+            raise SettingError(
+                "cache",
+                cls.name,
+                "is for models whose positions all see one another",
+                "use cache='exact', which is exact for this one",
             )
         if row.block_length == 0:
-            raise ValueError(
-                f"cache={cls.name!r} computes a block at a step, and block_length=0 is all in one; "
-                "use block_length=32, say"
+            raise SettingError(
+                "cache",
+                cls.name,
+                "computes a block at a step, and block_length=0 is all in one",
+                "use block_length=32, say",
             )
 
-    def width(self, num_positions: int) -> int:
-        """Positions of the open blocks with their margins."""
-        return min(self.block_length * self.open_blocks + 2 * self.margin, num_positions)
+    def sizes(self, num_positions: int) -> tuple[int, ...]:
+        return (min(self.block_length * self.open_blocks + 2 * self.margin, num_positions),)
 
-    def _plan(self, context: CacheContext, *, reaches_end: bool) -> CachePlan:
+    def plan(self, context: CacheContext) -> CachePlan:
+        """The block with its margins, or from there on."""
         begin_B = jnp.maximum(context.block.begin_B - self.margin, 0)
         end_B = jnp.minimum(context.block.end_B + self.margin, context.num_positions)
         is_old_B = (self.refresh_B > 0) & (context.age_B >= self.refresh_B)
         is_new_B = (context.age_B == 0) | (context.block_B != context.block.index_B)
         return CachePlan(
             begin_B=begin_B,
-            end_B=jnp.full_like(end_B, context.num_positions) if reaches_end else end_B,
+            end_B=jnp.full_like(end_B, context.num_positions) if self.reaches_end else end_B,
             is_due_B=is_new_B | is_old_B,
             settles_B=jnp.zeros_like(is_old_B),
             valid_B=context.valid_B,
@@ -69,64 +83,20 @@ class _Approximate(CacheRule):
 
 
 @rule
-class Dual(_Approximate):
-    """Computes the block alone, beside what is kept of all that stands before and behind it.
-
-    The whole row is computed when a block begins, and every ``refresh_B`` steps (Fast-dLLM, Wu et
-    al. 2025, section 3.2); with a margin, the positions near the block are computed with it
-    (dInfer, Ma et al. 2025, "vicinity refresh").
-
-    Attributes:
-      refresh_B: int32 steps between two refreshes; 0: none but when a block begins.
-      margin: positions on each side of the block that a step computes with it.
-      block_length: positions of a block.
-      open_blocks: blocks that may be worked on at once.
-    """
-
-    refresh_B: jax.Array = per_row(CACHE_REFRESH)
-    margin: int = static(CACHE_MARGIN)
-    block_length: int = reads("block_length", 0)
-    open_blocks: int = reads("open_blocks", 1)
-
-    def sizes(self, num_positions: int) -> tuple[int, ...]:
-        """The block with its margins."""
-        return (self.width(num_positions),)
-
-    def plan(self, context: CacheContext) -> CachePlan:
-        """The block with its margins."""
-        return self._plan(context, reaches_end=False)
-
-
-@rule
-class Prefix(_Approximate):
+class Prefix(Dual):
     """Computes the block and all that stands behind it, beside what is kept of what stands before.
 
-    The whole row is computed when a block begins, and every ``refresh_B`` steps (Fast-dLLM, Wu et
-    al. 2025, section 3.2).
-
-    Attributes:
-      refresh_B: int32 steps between two refreshes; 0: none but when a block begins.
-      margin: positions before the block that a step computes with it.
-      block_length: positions of a block.
-      open_blocks: blocks that may be worked on at once.
+    The whole row is computed when it is for `Dual`.
     """
 
-    refresh_B: jax.Array = per_row(CACHE_REFRESH)
-    margin: int = static(CACHE_MARGIN)
-    block_length: int = reads("block_length", 0)
-    open_blocks: int = reads("open_blocks", 1)
+    about = "of all before the block; likewise"
+    reaches_end = True
 
     @property
     def sees_behind(self) -> bool:
-        """False: what stands behind is computed with the block."""
         return False
 
     def sizes(self, num_positions: int) -> tuple[int, ...]:
-        """The block, and shares of the canvas."""
-        width = self.width(num_positions)
+        (width,) = super().sizes(num_positions)
         suffixes = {-(-num_positions * share // 16) for share in _SUFFIXES}
         return (width, *sorted(size for size in suffixes if size > width))
-
-    def plan(self, context: CacheContext) -> CachePlan:
-        """From the block, or its margin, on."""
-        return self._plan(context, reaches_end=True)

@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax.sampling.cache.protocol import CacheContext, CachePlan, CacheRule
-from dlm_jax.settings import fact, reads, rule
+from dlm_jax.sampling.cache.cache_policy import CacheContext, CachePlan, CacheRule
+from dlm_jax.settings import SettingError, fact, reads, rule
 
 
 @rule
@@ -24,33 +24,31 @@ class Exact(CacheRule):
     A causal model has blocks of one position. It reads the token before each position, so that the
     forward that predicts a token also computes all that is kept of what it has read: nothing is
     computed twice.
-
-    Attributes:
-      block_length: positions of a block of the model; 0 for a causal one.
-      open_blocks: blocks that may be worked on at once.
     """
+
+    about = "of finished blocks, causal and block-causal models"
 
     block_length: int = fact("block_length", 0)
     open_blocks: int = reads("open_blocks", 1)
 
     @property
     def keeps(self) -> bool:
-        """True for a causal model, whose steps read nothing but what is written."""
         return not self.block_length
 
     @property
     def settles(self) -> bool:
-        """True for a block-causal model, whose steps read holes."""
         return self.block_length > 0
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        """Refuses models that see what comes later, and rules that write outside the window."""
         super().check_model(row, facts)
         if not facts.is_causal and not facts.block_length:
-            raise ValueError(
-                "cache='exact' needs model.attention_type='causal' or 'block_causal', where "
-                "nothing sees what comes later; use cache='prefix' or 'dual'"
+            raise SettingError(
+                "cache",
+                "exact",
+                "needs model.attention_type='causal' or 'block_causal', where "
+                "nothing sees what comes later",
+                "use cache='prefix' or 'dual'",
             )
         if not facts.is_causal:
             return
@@ -60,23 +58,26 @@ class Exact(CacheRule):
             ("resample", (False,)), ("remask", ("none",)),
         ):  # fmt: skip
             if (value := getattr(row, name)) not in fine:
-                raise ValueError(
-                    f"{name}={value!r} may write another token than the next one, which "
-                    f"cache='exact' of a causal model is for; use {name}={fine[0]!r}"
+                raise SettingError(
+                    name,
+                    value,
+                    "may write another token than the next one, which cache='exact' of a causal "
+                    "model is for",
+                    f"use {name}={fine[0]!r}",
                 )
 
     @classmethod
     def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
-        """Refuses to write several tokens of a causal model at a step."""
         if facts.is_causal and row.steps < is_open.sum():
-            raise ValueError(
-                f"steps={row.steps} is less than the {is_open.sum()} tokens to write, and "
-                "cache='exact' of a causal model writes one a step; use "
-                f"steps={is_open.sum()} or more"
+            raise SettingError(
+                "steps",
+                row.steps,
+                f"is less than the {is_open.sum()} tokens to write, and "
+                "cache='exact' of a causal model writes one a step",
+                f"use steps={is_open.sum()} or more",
             )
 
     def sizes(self, num_positions: int) -> tuple[int, ...]:
-        """The blocks that are open."""
         return (min((self.block_length or 1) * self.open_blocks, num_positions),)
 
     def plan(self, context: CacheContext) -> CachePlan:

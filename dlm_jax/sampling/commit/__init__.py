@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 
 from dlm_jax.sampling.commit.ancestral import Ancestral
-from dlm_jax.sampling.commit.joint import JointThreshold
-from dlm_jax.sampling.commit.parallel import EntropyBound, Factor, Threshold
-from dlm_jax.sampling.commit.protocol import CommitContext, CommitRule, Proposal, most, uniform
+from dlm_jax.sampling.commit.commit_rule import CommitContext, CommitRule, Proposal, most, uniform
 from dlm_jax.sampling.commit.quotas import (
     LargeMargin,
     LeftToRight,
@@ -14,6 +12,7 @@ from dlm_jax.sampling.commit.quotas import (
     RandomFilled,
     RandomOrder,
 )
+from dlm_jax.sampling.commit.sure import EntropyBound, Factor, JointThreshold, Threshold
 
 COMMIT_RULES: Mapping[str, type[CommitRule]] = {
     rule.name: rule

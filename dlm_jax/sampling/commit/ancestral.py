@@ -11,7 +11,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.protocol import CommitContext, CommitRule, Proposal, uniform
+from dlm_jax.sampling.commit.commit_rule import CommitContext, CommitRule, Proposal, uniform
 from dlm_jax.settings import Setting, fact, per_row, reads, rule
 
 REMASK_ETA = Setting(
@@ -36,17 +36,16 @@ def visible_shares(schedule: NoiseSchedule, context: CommitContext) -> tuple[jax
     return 1.0 - schedule.masked_ratio(t_B), 1.0 - schedule.masked_ratio(s_B)
 
 
-def remask_probability(
-    remask: str, eta_B: jax.Array, alpha_t_B: jax.Array, alpha_s_B: jax.Array
-) -> jax.Array:
-    """Probability that a visible token is remasked, without the weights of ``remdm_conf``.
+SIGMAS = {
+    "remdm_cap": lambda eta_B, most_B: jnp.minimum(eta_B, most_B),
+    "remdm_rescale": lambda eta_B, most_B: eta_B * most_B,
+}
+"""Probability that a token is remasked, by the remask rule whose it is, where it is one for all."""
 
-    Wang et al. 2025 (ReMDM), section 4: ``sigma_max = min(1, (1 - alpha_s) / alpha_t)``.
-    """
-    most_B = jnp.minimum(1.0, (1.0 - alpha_s_B) / jnp.maximum(alpha_t_B, 1e-9))
-    if remask == "remdm_cap":
-        return jnp.minimum(eta_B, most_B)
-    return eta_B * most_B if remask == "remdm_rescale" else jnp.where(eta_B > 0, most_B, 0.0)
+
+def sigma_max(alpha_t_B: jax.Array, alpha_s_B: jax.Array) -> jax.Array:
+    """``min(1, (1 - alpha_s) / alpha_t)``, the most that may be remasked (ReMDM, section 4)."""
+    return jnp.minimum(1.0, (1.0 - alpha_s_B) / jnp.maximum(alpha_t_B, 1e-9))
 
 
 @rule
@@ -56,12 +55,9 @@ class Ancestral(CommitRule):
     ``(alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t)``, where sigma is what ReMDM remasks with, and
     0 without it and for ``remdm_conf``, whose weights are 0 at holes (Sahoo et al. 2024, MDLM,
     equation 7; Wang et al. 2025, ReMDM, equation 6).
-
-    Attributes:
-      eta_B: float32, strength of the remasking, in [0, 1].
-      schedule: the model's noise schedule.
-      remask: the remask rule of the rows.
     """
+
+    about = "as the noise process does"
 
     eta_B: jax.Array = per_row(REMASK_ETA)
     schedule: NoiseSchedule = fact("noise")
@@ -70,15 +66,12 @@ class Ancestral(CommitRule):
     def eligible(self, context: CommitContext) -> jax.Array:
         """The holes that the process unmasks now; only their logits are needed."""
         alpha_t_B, alpha_s_B = visible_shares(self.schedule, context)
-        has_sigma = self.remask in ("remdm_cap", "remdm_rescale")
-        sigma_B = (
-            remask_probability(self.remask, self.eta_B, alpha_t_B, alpha_s_B) if has_sigma else 0.0
-        )
+        sigma = SIGMAS.get(self.remask)
+        sigma_B = 0.0 if sigma is None else sigma(self.eta_B, sigma_max(alpha_t_B, alpha_s_B))
         hidden_B = jnp.maximum(1.0 - alpha_t_B, 1e-9)
         chance_B = (alpha_s_B - (1.0 - sigma_B) * alpha_t_B) / hidden_B
         drawn_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
         return context.is_hole_BL & (drawn_BL < chance_B[:, None])
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        """All that were eligible."""
         return context.is_hole_BL

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.commit.protocol import CommitContext, CommitRule, Proposal, most, uniform
-from dlm_jax.settings import Setting, brief, rule, static
+from dlm_jax.sampling.commit.commit_rule import CommitContext, CommitRule, Proposal, most, uniform
+from dlm_jax.settings import UNSET, Setting, SettingError, rule, static
 
 Quota = Callable[[CommitContext], jax.Array]
 """``(context) -> int32 [B]``: how many holes each row commits at this step."""
@@ -121,9 +121,9 @@ CONFIDENCE_OF = Setting(
 
 def _ids(value: Any) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ValueError(f"confidence_without={brief(value)} is no list of ids; use (), say")
+        raise SettingError("confidence_without", value, "is no list of ids", "use (), say")
     if not all(hasattr(id_, "__index__") and not isinstance(id_, bool) for id_ in value):
-        raise ValueError(f"confidence_without={brief(value)} has what is no id; use whole numbers")
+        raise SettingError("confidence_without", value, "has what is no id", "use whole numbers")
     return tuple(int(id_) for id_ in value)
 
 
@@ -133,6 +133,15 @@ CONFIDENCE_WITHOUT = Setting(
     "is one of them has none",
     parse=_ids, hint=tuple[int, ...],
 )  # fmt: skip
+
+
+class Confident(CommitRule):
+    """A rule whose confidence is chosen by a setting."""
+
+    confidence: Measure
+
+    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+        return self.confidence(logits_NV, logprob_N)
 
 
 class Weighed(CommitRule):
@@ -157,13 +166,14 @@ class Weighed(CommitRule):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        """Refuses ids outside the vocabulary."""
         super().check_model(row, facts)
         for id_ in row.confidence_without:
             if not 0 <= id_ < facts.vocab_size:
-                raise ValueError(
-                    f"confidence_without names id {id_}, outside the vocabulary of "
-                    f"{facts.vocab_size}; use 0 to {facts.vocab_size - 1}"
+                raise SettingError(
+                    "confidence_without",
+                    UNSET,
+                    f"names id {id_}, outside the vocabulary of {facts.vocab_size}",
+                    f"use 0 to {facts.vocab_size - 1}",
                 )
 
 
@@ -174,18 +184,18 @@ class QuotaRule(CommitRule):
 
     @classmethod
     def check(cls, row: Any) -> None:
-        """Refuses a quota of tokens that are all open at every step."""
         if row.resample and row.schedule != "all":
             loop = ", or --preset variable_length" if row.edit else ""
-            raise ValueError(
-                f"resample has no use for a quota of order={row.order!r}; use schedule='all', or "
-                f"order='threshold'{loop}"
+            raise SettingError(
+                "resample",
+                UNSET,
+                f"has no use for a quota of order={row.order!r}",
+                f"use schedule='all', or order='threshold'{loop}",
             )
 
 
 class _SurestFirst(Weighed, QuotaRule):
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        """The quota's holes of highest confidence, which all had to be proposed."""
         return most(
             proposal.confidence_BL, context.is_hole_BL, self.quota(context),
             context.preference_BL, self.scale,
@@ -193,27 +203,29 @@ class _SurestFirst(Weighed, QuotaRule):
 
 
 @rule
-class LowConfidence(_SurestFirst):
+class LowConfidence(Confident, _SurestFirst):
     """Commits each row's quota of most confident candidates and leaves the rest open.
 
     With the clean probability of the drawn token this is LLaDA's ``low_confidence`` remasking
     (Nie et al. 2025, algorithm 5).
     """
 
+    about = (
+        "a quota, the surest first: LLaDA's default, which collapses to spaces and line ends "
+        "when a small model begins on an empty canvas: docs/design.md"
+    )
+
     quota: Quota = static(SCHEDULE)
     source: str = static(CONFIDENCE_OF)
     without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
     confidence: Measure = static(CONFIDENCE)
-
-    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
-        """What `confidence` says."""
-        return self.confidence(logits_NV, logprob_N)
 
 
 @rule
 class LowEntropy(_SurestFirst):
     """Commits each row's quota of holes whose predictions have the lowest entropy."""
 
+    about = "a quota, of the lowest entropy"
     name = "entropy"
     scale = 1.0
     quota: Quota = static(SCHEDULE)
@@ -221,7 +233,6 @@ class LowEntropy(_SurestFirst):
     without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
 
     def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
-        """Minus the entropy."""
         return certainty(logits_NV, logprob_N)
 
 
@@ -229,6 +240,7 @@ class LowEntropy(_SurestFirst):
 class LargeMargin(_SurestFirst):
     """Commits each row's quota of holes whose two likeliest tokens are furthest apart."""
 
+    about = "a quota, of the greatest lead of one token over the next"
     name = "margin"
     scale = 1.0
     quota: Quota = static(SCHEDULE)
@@ -236,7 +248,6 @@ class LargeMargin(_SurestFirst):
     without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
 
     def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
-        """The lead of the likeliest."""
         return margin(logits_NV, logprob_N)
 
 
@@ -244,6 +255,7 @@ class LargeMargin(_SurestFirst):
 class RandomOrder(QuotaRule):
     """Commits a uniformly random quota of each row's holes, chosen before the logits are known."""
 
+    about = "a random quota"
     name = "random"
     quota: Quota = static(SCHEDULE)
 
@@ -253,7 +265,6 @@ class RandomOrder(QuotaRule):
         return most(score_BL, context.is_hole_BL, self.quota(context))
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        """All that were eligible."""
         return context.is_hole_BL
 
 
@@ -267,10 +278,11 @@ class RandomFilled(QuotaRule):
     are the same either way, and those of the others are thrown away.
     """
 
+    about = "a random quota out of candidates for all holes"
+
     quota: Quota = static(SCHEDULE)
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        """A random quota of the holes."""
         score_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
         return most(score_BL, context.is_hole_BL, self.quota(context))
 
@@ -278,6 +290,8 @@ class RandomFilled(QuotaRule):
 @rule
 class LeftToRight(QuotaRule):
     """Commits each row's quota of leftmost holes; only their logits are needed."""
+
+    about = "a quota, the leftmost first"
 
     quota: Quota = static(SCHEDULE)
 
@@ -287,5 +301,4 @@ class LeftToRight(QuotaRule):
         return context.is_hole_BL & (rank_BL <= self.quota(context)[:, None])
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        """All that were eligible."""
         return context.is_hole_BL

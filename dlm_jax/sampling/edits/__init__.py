@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 
-from dlm_jax.sampling.edits.likelihood import Likelihood
+from dlm_jax.sampling.edits.edit_rule import EditContext, EditRule, Snapshot, Tried
 from dlm_jax.sampling.edits.moves import Cells, Edits, PositionMap, delete_at, insert_at_gap
-from dlm_jax.sampling.edits.protocol import EditContext, EditRule, Tried
-from dlm_jax.sampling.edits.rules import Lead, Uncertainty
-from dlm_jax.sampling.edits.scores import Snapshot
+from dlm_jax.sampling.edits.trial import Likelihood
+from dlm_jax.sampling.edits.uncertainty import Lead, Uncertainty
 
 EDIT_RULES: Mapping[str, type[EditRule]] = {
     rule.name: rule for rule in (Uncertainty, Lead, Likelihood)

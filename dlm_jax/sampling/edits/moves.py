@@ -114,11 +114,7 @@ def position_map_of(edits: Edits, cells: Cells, capacity_B: jax.Array) -> Positi
     inserted too, and never a frozen one. A deletion marks what
     then stands in the place, an insertion if there is one; what is trimmed marks nothing.
 
-    Args:
-      edits: where to insert and what to delete.
-      cells: the canvas before.
-      capacity_B: int32, most live positions of each row, at least the row's length; never more
-        than ``L``.
+    `capacity_B` is at least the row's length, and at most ``L``.
     """
     num_positions = edits.delete_BL.shape[1]
     is_live_BL = live_positions(cells.length_B, num_positions)
@@ -155,12 +151,8 @@ def moved(
 ) -> jax.Array:
     """`x_BL` moved through the map.
 
-    Args:
-      position_map: the map.
-      x_BL: any array with a value per position.
-      fill: what insertions hold, for all rows, one of each, or ``[B, L]`` at the old positions of
-        what they are put in front of.
-      beyond: what stands from the new length on, likewise; None is `fill`.
+    Insertions hold `fill`: for all rows, one of each, or ``[B, L]`` at the old positions of what
+    they are put in front of. From the new length on stands `beyond`; None is `fill`.
     """
     fill_11 = jnp.asarray(fill, x_BL.dtype)
     if fill_11.ndim < 2:
@@ -178,11 +170,7 @@ def moved_cells(
 ) -> Cells:
     """The canvas after the edits of a map.
 
-    Args:
-      position_map: the map.
-      cells: the canvas before.
-      inserted: id at insertions, for all rows, int32 ``[B]``, or ``[B, L]`` as of `moved`.
-      pad_id: the id of PAD, which stands from the new length on.
+    `inserted` is the id at insertions, for all rows, int32 ``[B]``, or ``[B, L]`` as of `moved`.
     """
     return Cells(
         tokens_BL=moved(position_map, cells.tokens_BL, inserted, pad_id),

@@ -6,44 +6,77 @@ last commit (`docs/design.md`, readings of variable-length edits).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.edits.moves import Cells
-from dlm_jax.types import live_positions
+from dlm_jax.sampling.edits.edit_rule import EditContext, Snapshot
+from dlm_jax.sampling.positions import TrunkOutput, at_places, fold, put
+from dlm_jax.sampling.program import Program
+from dlm_jax.types import Params, live_positions
 
 LEAST = -100.0
 """Nats that an impossible token counts, so that texts which share one can be compared."""
 _FAR = 2**30
+_CHUNK = 2048
 
 
-class Snapshot(NamedTuple):
-    """What the last forward said of the canvas, at temperature 1; nothing at holes.
+def take_snapshot(
+    program: Program,
+    params: Params,
+    output: TrunkOutput,
+    total_BL: jax.Array,
+    best_BL: jax.Array | None,
+    tokens_BL: jax.Array,
+    is_wanted_BL: jax.Array,
+) -> Snapshot:
+    """What the step's forward says of the tokens that now stand on the canvas, at temperature 1.
 
-    Attributes:
-      own_BL: float32 log-probability of the token that stands at each position, in nats.
-      right_BL: float32 log-probability, at the same position, of the token to its right.
-      best_BL: float32 log-probability of the likeliest other token there (of any where one was
-        drawn), or that of the token itself where it may not be written; None where no rule reads
-        it.
-      is_due_BL: True where that is the token to its right; None likewise.
-      best_id_BL: int32 id of it, -1 where it may not be written; None likewise.
+    No logits are computed again: the log-normaliser of each position is known, and of its logits
+    two or three are read off the output matrix, if the network can (`Network.logits_of`). Each
+    device reads its own rows.
+
+    `total_BL` is the log-normaliser of each position, `best_BL` the likeliest id there: -1 where it
+    may not be written, and None where no rule asks.
     """
+    network = program.network
 
-    own_BL: jax.Array
-    right_BL: jax.Array
-    best_BL: jax.Array | None = None
-    is_due_BL: jax.Array | None = None
-    best_id_BL: jax.Array | None = None
+    def read(params: Params, rows: tuple[Any, ...]) -> Snapshot:
+        output, total_BL, best_BL, tokens_BL, is_wanted_BL = rows
+        # Right of a row's last position stands nothing; what is said of that is never read.
+        right_BL = right_of(tokens_BL)
+        asked = [tokens_BL, right_BL]
+        if best_BL is not None:
+            asked.append(jnp.where(best_BL < 0, tokens_BL, best_BL))
+        ids_BLK = jnp.stack(asked, axis=2)
+
+        def logprob(found_BLK: jax.Array, places_N: jax.Array, is_real_N: jax.Array) -> jax.Array:
+            ids_NK, logits_of = at_places(ids_BLK, places_N), network.logits_of
+            if logits_of is None:
+                logits_NV = output.logits(network, params, places_N)
+                logits_NK = jnp.take_along_axis(logits_NV, ids_NK, axis=1)
+            else:
+                logits_NK = output.read(lambda x_ND: logits_of(params, x_ND, ids_NK), places_N)
+            total_N1 = at_places(total_BL, places_N)[:, None]
+            return put(found_BLK, places_N, is_real_N, jnp.minimum(logits_NK - total_N1, 0.0))
+
+        chunk = program.chunk if network.logits_of is None else _CHUNK
+        none_BLK = jnp.zeros(ids_BLK.shape, jnp.float32)
+        found_BLK = fold(is_wanted_BL, chunk, logprob, none_BLK)
+        found_KBL = jnp.moveaxis(found_BLK, 2, 0)
+        if best_BL is None:
+            return Snapshot(*found_KBL)
+        return Snapshot(*found_KBL, is_due_BL=best_BL == right_BL, best_id_BL=best_BL)
+
+    return program.by_rows(read)(params, (output, total_BL, best_BL, tokens_BL, is_wanted_BL))
 
 
-def uncertainty(cells: Cells, snapshot: Snapshot, *, mask_id: int) -> jax.Array:
+def uncertainty(context: EditContext) -> jax.Array:
     """float32 ``[B, L]`` in [0, 1]: ``1 - p`` of each token; 0 at holes and frozen positions."""
-    is_own_BL = is_token(cells, mask_id=mask_id) & ~cells.frozen_BL
+    is_own_BL = is_token(context) & ~context.cells.frozen_BL
     # 1 - exp(x) is 0 in float32 where a token is nearly certain, and nothing would be above 0.
-    return jnp.where(is_own_BL, -jnp.expm1(snapshot.own_BL), 0.0)
+    return jnp.where(is_own_BL, -jnp.expm1(context.snapshot.own_BL), 0.0)
 
 
 def gap_scores(uncertainty_BL: jax.Array) -> jax.Array:
@@ -56,61 +89,56 @@ def gap_scores(uncertainty_BL: jax.Array) -> jax.Array:
     return jnp.pad(score_BG, ((0, 0), (1, 0)))
 
 
-def leads(cells: Cells, snapshot: Snapshot, *, mask_id: int) -> jax.Array:
+def leads(context: EditContext) -> jax.Array:
     """float32 ``[B, L]``: at g + 1 how far the likeliest token is ahead of the one that is there.
 
     ``max_v p(g + 1, v) - p(g + 1, x_g+1)``: what is missing in front of a token would stand in its
     place. 0 where the likeliest is the right neighbour, which speaks for a deletion, and at holes
     and frozen positions. At 0 it speaks for another first token: there is no gap. Unlike
     `gap_scores` it is silent where the model is merely unsure, and names one gap of the two beside
-    a misfit. For models that have learnt from misprinted text (`dlm_jax.diffusion.misprints`),
+    a misfit. For models that have learnt from misprinted text (`dlm_jax.diffusion.objectives`),
     whose predictions say what is due at a position.
     """
-    assert snapshot.best_BL is not None
-    lead_BL = jnp.exp(snapshot.best_BL) - jnp.exp(snapshot.own_BL)
-    is_asked_BL = may_be_led(cells, snapshot, mask_id=mask_id)
+    assert context.snapshot.best_BL is not None
+    lead_BL = jnp.exp(context.snapshot.best_BL) - jnp.exp(context.snapshot.own_BL)
+    is_asked_BL = may_be_led(context)
     return jnp.where(is_asked_BL, jnp.maximum(lead_BL, 0.0), 0.0)
 
 
-def may_be_led(cells: Cells, snapshot: Snapshot, *, mask_id: int) -> jax.Array:
+def may_be_led(context: EditContext) -> jax.Array:
     """True at tokens that were not given and whose likeliest rival is not the right neighbour."""
-    assert snapshot.is_due_BL is not None
-    is_token_BL = is_token(cells, mask_id=mask_id)
-    return is_token_BL & ~cells.frozen_BL & ~(right_of(is_token_BL) & snapshot.is_due_BL)
+    assert context.snapshot.is_due_BL is not None
+    is_token_BL = is_token(context)
+    goes_next_BL = right_of(is_token_BL) & context.snapshot.is_due_BL
+    return is_token_BL & ~context.cells.frozen_BL & ~goes_next_BL
 
 
-def deletion_scores(
-    cells: Cells,
-    snapshot: Snapshot,
-    margin_B: jax.Array,
-    lambda_B: jax.Array,
-    *,
-    mask_id: int,
-) -> jax.Array:
+def deletion_scores(context: EditContext, margin_B: jax.Array, lambda_B: jax.Array) -> jax.Array:
     """float32 ``[B, L]``: how much the model would have the tokens behind each one a place earlier.
 
     ``max(0, D1 - margin) + lambda max(0, D2 - margin)``, where D1 at i is ``p(i, x_i+1) - p(i,
     x_i)`` and D2 is the D1 of i + 1. A difference that names a hole, or what lies beyond the row,
     counts 0.
     """
-    is_token_BL = is_token(cells, mask_id=mask_id)
+    is_token_BL = is_token(context)
     is_pair_BL = is_token_BL & right_of(is_token_BL)
-    lead_BL = jnp.exp(snapshot.right_BL) - jnp.exp(snapshot.own_BL)
+    lead_BL = jnp.exp(context.snapshot.right_BL) - jnp.exp(context.snapshot.own_BL)
     gain_BL = jnp.where(is_pair_BL, jnp.maximum(lead_BL - margin_B[:, None], 0.0), 0.0)
     return gain_BL + lambda_B[:, None] * right_of(gain_BL)
 
 
-def fit_of_next(cells: Cells, snapshot: Snapshot, mask_id: int) -> jax.Array:
+def fit_of_next(context: EditContext) -> jax.Array:
     """float32 ``[B, L]`` in [-1, 1]: D1 of `deletion_scores`; -1 where it names a hole."""
-    is_token_BL = is_token(cells, mask_id=mask_id)
-    lead_BL = jnp.exp(snapshot.right_BL) - jnp.exp(snapshot.own_BL)
+    is_token_BL = is_token(context)
+    lead_BL = jnp.exp(context.snapshot.right_BL) - jnp.exp(context.snapshot.own_BL)
     return jnp.where(is_token_BL & right_of(is_token_BL), lead_BL, -1.0)
 
 
-def is_token(cells: Cells, *, mask_id: int) -> jax.Array:
+def is_token(context: EditContext) -> jax.Array:
     """True at live positions that are no holes; given ones never are."""
+    cells = context.cells
     is_live_BL = live_positions(cells.length_B, cells.tokens_BL.shape[1])
-    return is_live_BL & (cells.frozen_BL | (cells.tokens_BL != mask_id))
+    return is_live_BL & (cells.frozen_BL | (cells.tokens_BL != context.mask_id))
 
 
 def is_near(mark_BL: jax.Array, reach_B: jax.Array) -> jax.Array:

@@ -2,8 +2,14 @@
 
 from collections.abc import Mapping
 
-from dlm_jax.sampling.propose.parallel import Parallel
-from dlm_jax.sampling.propose.protocol import CandidateWriter, Filled, FillRule, Reader, Wanted
+from dlm_jax.sampling.propose.fill import (
+    CandidateWriter,
+    Filled,
+    FillRule,
+    Parallel,
+    Reader,
+    Wanted,
+)
 from dlm_jax.sampling.propose.speculative import Speculative
 from dlm_jax.sampling.propose.wavefront import Wavefront
 

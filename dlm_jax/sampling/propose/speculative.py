@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,28 +11,20 @@ import numpy as np
 
 from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling.blocks import steps_needed
-from dlm_jax.sampling.propose.parallel import Parallel
-from dlm_jax.sampling.propose.protocol import (
+from dlm_jax.sampling.positions import at_places, fold, put
+from dlm_jax.sampling.propose.fill import (
     CandidateWriter,
     Filled,
     FillRule,
+    Parallel,
     Reader,
     Wanted,
-    gather,
 )
-from dlm_jax.sampling.transforms.protocol import At, LogitTransform
-from dlm_jax.settings import rule
+from dlm_jax.sampling.transforms.transform import At, LogitTransform
+from dlm_jax.settings import UNSET, SettingError, rule
 
 _SALT = 0x73706563
-
-
-class _Verified(NamedTuple):
-    """Of each position whether its draft is accepted, another token, and how likely each is."""
-
-    is_accepted_P: jax.Array
-    other_P: jax.Array
-    logprob_P: jax.Array
-    other_logprob_P: jax.Array
+_Verified = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 @rule
@@ -52,29 +44,38 @@ class Speculative(FillRule):
     block writes all that is left.
     """
 
+    about = "as a draft that a block-causal model verifies token by token"
     forwards = 1
 
     @classmethod
     def check(cls, row: Any) -> None:
-        """Refuses what would write other tokens than the accepted, or read what is not written."""
         for name, fine in (
             ("order", "threshold"), ("remask", "none"), ("resample", False), ("guidance", 0.0),
             ("cache", "none"), ("threshold_alone", 0), ("threshold_least", 1),
         ):  # fmt: skip
             if getattr(row, name) != fine:
-                raise ValueError(
-                    f"{name}={getattr(row, name)!r} does not go with fill='speculative', which "
-                    f"verifies a draft of the whole row from the left on; use {name}={fine!r}"
+                raise SettingError(
+                    name,
+                    getattr(row, name),
+                    "does not go with fill='speculative', which verifies a draft of the whole row "
+                    "from the left on",
+                    f"use {name}={fine!r}",
                 )
         if row.threshold <= 0:
-            raise ValueError("threshold=0.0 takes what fill='speculative' rejected; use 0.9, say")
+            raise SettingError(
+                "threshold", 0.0, "takes what fill='speculative' rejected", "use 0.9, say"
+            )
         if row.threshold >= 1 and row.threshold_above:
-            raise ValueError(
-                f"threshold={row.threshold} with threshold_above takes nothing of what "
-                "fill='speculative' accepted; use threshold=0.9, say"
+            raise SettingError(
+                "threshold",
+                row.threshold,
+                "with threshold_above takes nothing of what fill='speculative' accepted",
+                "use threshold=0.9, say",
             )
         if row.edits or row.renoises:
-            raise ValueError("edit and re-noise do not go with fill='speculative'; leave them off")
+            raise SettingError(
+                "edit", UNSET, "and re-noise do not go with fill='speculative'", "leave them off"
+            )
         for name in row.chain:
             for cls_ in row.table.transforms[name]:
                 if cls_.prepare is not LogitTransform.prepare and cls_.is_used(row):
@@ -85,21 +86,24 @@ class Speculative(FillRule):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        """Refuses models that know no blocks."""
         if not facts.block_length:
-            raise ValueError(
-                "fill='speculative' needs model.attention_type='block_causal'; use fill='parallel'"
+            raise SettingError(
+                "fill",
+                "speculative",
+                "needs model.attention_type='block_causal'",
+                "use fill='parallel'",
             )
 
     @classmethod
     def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
-        """Refuses fewer steps than tokens: the last step of a block would write what is left."""
         (holes,) = np.nonzero(is_open)
         begin = holes[0] // facts.block_length * facts.block_length
         if row.steps < (needed := steps_needed(holes, row.block_length, begin)):
-            raise ValueError(
-                f"steps={row.steps} is less than the {needed} in which fill='speculative' verifies "
-                f"every token; use steps={needed}"
+            raise SettingError(
+                "steps",
+                row.steps,
+                f"is less than the {needed} in which fill='speculative' verifies every token",
+                f"use steps={needed}",
             )
 
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
@@ -119,18 +123,16 @@ class Speculative(FillRule):
         def true_logits(places_N: jax.Array) -> jax.Array:
             return network.readout(reader.params, hidden_PD[places_N])
 
-        found = _verified(reader, writer, is_open_BL, clean_BL, true_logits)
-        shape = is_open_BL.shape
-        is_accepted_BL = found.is_accepted_P.reshape(shape)
+        is_accepted_BL, other_BL, logprob_BL, other_logprob_BL = _verified(
+            reader, writer, is_open_BL, clean_BL, true_logits
+        )
         is_wrong_BL = is_open_BL & ~is_accepted_BL
         rank_BL = jnp.cumsum(is_wrong_BL, axis=1)
         is_first_BL = is_wrong_BL & (rank_BL == 1)
         is_taken_BL = is_open_BL & ((rank_BL == 0) | is_first_BL)
         proposal = draft._replace(
-            tokens_BL=jnp.where(is_first_BL, found.other_P.reshape(shape), draft.tokens_BL),
-            logprob_BL=jnp.where(
-                is_first_BL, found.other_logprob_P.reshape(shape), found.logprob_P.reshape(shape)
-            ),
+            tokens_BL=jnp.where(is_first_BL, other_BL, draft.tokens_BL),
+            logprob_BL=jnp.where(is_first_BL, other_logprob_BL, logprob_BL),
             confidence_BL=is_taken_BL.astype(jnp.float32),
         )
         return drafted._replace(proposal=proposal)
@@ -143,18 +145,16 @@ def _verified(
     draft_BL: jax.Array,
     true_logits: Callable[[jax.Array], jax.Array],
 ) -> _Verified:
-    """Whether each draft is accepted on its own, and what stands there if it is the first not."""
-    flat, num_open = gather(is_open_BL, reader.chunk)
-    size, num_positions = min(reader.chunk, is_open_BL.size), is_open_BL.shape[1]
+    """Whether each draft is accepted, another token, and how likely each of both is; ``[B, L]``.
 
-    def one_chunk(carry: tuple[jax.Array, _Verified]) -> tuple[jax.Array, _Verified]:
-        first, found = carry
-        places_N = jax.lax.dynamic_slice(flat, (first,), (size,))
-        is_real_N = first + jnp.arange(size) < num_open
-        row_N, index_N = places_N // num_positions, places_N % num_positions
+    The other token stands there if the draft is the first that is not accepted.
+    """
+
+    def verify(found: _Verified, places_N: jax.Array, is_real_N: jax.Array) -> _Verified:
+        row_N, index_N = places_N // writer.num_positions, places_N % writer.num_positions
         key_N = jax.vmap(jax.random.fold_in)(writer.key_B[row_N], index_N)
         at = At(row_N=row_N, index_N=index_N, key_N=key_N, is_real_N=is_real_N)
-        draft_N = draft_BL.reshape(-1)[places_N]
+        draft_N = at_places(draft_BL, places_N)
         true_NV = true_logits(places_N)
         p_NV, q_NV = (
             _probabilities(writer, logits_NV, at)
@@ -168,20 +168,17 @@ def _verified(
         # Where rounding leaves nothing of the rest, p and q are the same.
         is_any_N1 = jnp.any(rest_NV > 0, axis=1, keepdims=True)
         other_N = drawing.draw(jnp.log(jnp.where(is_any_N1, rest_NV, p_NV)), two[:, 1])
-        made = _Verified(
+        made = (
             uniform_N * q_N < p_N,
             other_N,
             drawing.log_prob(true_NV, draft_N),
             drawing.log_prob(true_NV, other_N),
         )
-        target_N = jnp.where(is_real_N, places_N, is_open_BL.size)
-        found = jax.tree.map(lambda old, new: old.at[target_N].set(new, mode="drop"), found, made)
-        return first + size, found
+        return put(found, places_N, is_real_N, made)
 
-    zeros_P = jnp.zeros(is_open_BL.size, jnp.float32)
-    none = _Verified(zeros_P > 0, zeros_P.astype(jnp.int32), zeros_P, zeros_P)
-    start = (jnp.zeros((), jnp.int32), none)
-    return jax.lax.while_loop(lambda carry: carry[0] < num_open, one_chunk, start)[1]
+    zeros_BL = jnp.zeros(is_open_BL.shape, jnp.float32)
+    none = (zeros_BL > 0, zeros_BL.astype(jnp.int32), zeros_BL, zeros_BL)
+    return fold(is_open_BL, reader.chunk, verify, none)
 
 
 def _probabilities(writer: CandidateWriter, logits_NV: jax.Array, at: At) -> jax.Array:

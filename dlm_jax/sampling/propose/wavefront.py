@@ -13,28 +13,128 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.devices import platform
-from dlm_jax.sampling.propose.protocol import (
+from dlm_jax.sampling.commit.commit_rule import most, reaches
+from dlm_jax.sampling.positions import at_places, fold, put, wave_chunk
+from dlm_jax.sampling.propose.fill import (
     CandidateWriter,
-    Drawn,
     Filled,
     FillRule,
     Reader,
     Wanted,
-    gather,
     no_candidates,
 )
-from dlm_jax.sampling.propose.waves import NEVER, bootstrap, by_density, distance
-from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, rule
+from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, per_row, rule
 from dlm_jax.types import Network, Params
 
+NEVER = 2**30
+"""Further than any position of a canvas."""
+
+
+def by_density(
+    ratio_B: jax.Array, power_B: jax.Array, is_seen_BL: jax.Array, length_B: jax.Array
+) -> jax.Array:
+    """``ratio d ** power``, d being the share of the row's positions that are not seen."""
+    density_B = 1.0 - is_seen_BL.sum(1) / jnp.maximum(length_B, 1)
+    return ratio_B * jnp.where(power_B == 0, 1.0, density_B**power_B)
+
+
+def bootstrap(
+    is_far_BL: jax.Array,
+    sureness_BL: jax.Array,
+    ratio_B: jax.Array,
+    is_spread_B: jax.Array,
+    preference_BL: jax.Array | None = None,
+) -> jax.Array:
+    """True at the positions where each row begins, ``[B, L]``: see `Wavefront`.
+
+    `is_far_BL` marks open positions of runs without a visible token at either end, `ratio_B` of
+    which begins, one at least; spread rows take the surest of equal windows instead of the surest
+    of all.
+    """
+    total_B = jnp.sum(is_far_BL, axis=1)
+    count_B = jnp.floor(ratio_B * total_B + 1e-3).astype(jnp.int32)
+    count_B = jnp.minimum(jnp.maximum(count_B, 1), total_B)
+    rank_BL = jnp.cumsum(is_far_BL, axis=1) - 1
+    window_BL = _share(rank_BL, count_B[:, None], total_B[:, None])
+    is_first_BL = jnp.where(
+        is_spread_B[:, None],
+        _surest_of_each(sureness_BL, is_far_BL, window_BL, preference_BL),
+        most(sureness_BL, is_far_BL, count_B, preference_BL, 1.0),
+    )
+    begins_BL = is_far_BL & ~jnp.pad(is_far_BL[:, :-1], ((0, 0), (1, 0)))
+    run_BL = jnp.cumsum(begins_BL, axis=1) - 1
+    is_begun_BL = _any_of_each(is_first_BL, is_far_BL, run_BL)
+    return is_first_BL | _surest_of_each(
+        sureness_BL, is_far_BL & ~is_begun_BL, run_BL, preference_BL
+    )
+
+
+def _share(rank: jax.Array, count: jax.Array, total: jax.Array) -> jax.Array:
+    """``floor(rank count / total)`` of numbers up to 2^20, whose product does not fit 32 bits."""
+    rank, count = rank.astype(jnp.uint32), count.astype(jnp.uint32)
+    total = jnp.maximum(total, 1).astype(jnp.uint32)
+    thousands = rank // 1024 * count
+    rest = thousands % total * 1024 + rank % 1024 * count
+    return (thousands // total * 1024 + rest // total).astype(jnp.int32)
+
+
+def _surest_of_each(
+    score_BL: jax.Array,
+    is_in_BL: jax.Array,
+    group_BL: jax.Array,
+    preference_BL: jax.Array | None,
+) -> jax.Array:
+    """True at each group's highest score among the positions that are in; ties as of `most`."""
+    place_BL = jnp.broadcast_to(jnp.arange(score_BL.shape[1]), score_BL.shape)
+    best_BL = _over_groups(jnp.where(is_in_BL, score_BL, -jnp.inf), is_in_BL, group_BL, "max")
+    if preference_BL is None:
+        is_best_BL = is_in_BL & (score_BL >= best_BL)
+    else:
+        is_best_BL = is_in_BL & reaches(score_BL, best_BL, 1.0)
+        liked_BL = jnp.where(is_best_BL, preference_BL, jnp.uint32(0))
+        is_best_BL &= liked_BL == _over_groups(liked_BL, is_in_BL, group_BL, "max")
+    first_BL = _over_groups(jnp.where(is_best_BL, place_BL, NEVER), is_in_BL, group_BL, "min")
+    return is_best_BL & (place_BL == first_BL)
+
+
+def _any_of_each(is_true_BL: jax.Array, is_in_BL: jax.Array, group_BL: jax.Array) -> jax.Array:
+    """True at the positions that are in and whose group holds a True."""
+    return is_in_BL & (_over_groups(is_true_BL.astype(jnp.int32), is_in_BL, group_BL, "max") > 0)
+
+
+def _over_groups(
+    value_BL: jax.Array, is_in_BL: jax.Array, group_BL: jax.Array, how: str
+) -> jax.Array:
+    """What the values of each position's group come to; groups are numbered within their row."""
+    num_rows, num_positions = value_BL.shape
+    key_BL = group_BL + num_positions * jnp.arange(num_rows)[:, None]
+    key_P = jnp.where(is_in_BL, key_BL, value_BL.size).reshape(-1)
+    reduce = jax.ops.segment_max if how == "max" else jax.ops.segment_min
+    found = reduce(value_BL.reshape(-1), key_P, value_BL.size + 1)
+    return found[key_P].reshape(value_BL.shape)
+
+
+def distance(
+    is_walked_BL: jax.Array, is_source_BL: jax.Array, is_one_sided_B: jax.Array | bool = False
+) -> jax.Array:
+    """Steps to the nearest source through walked positions; `NEVER` where none is reached.
+
+    In one-sided rows to the source on the left, if there is one.
+    """
+
+    def from_left(is_walked_BL: jax.Array, is_source_BL: jax.Array) -> jax.Array:
+        place_BL = jnp.broadcast_to(jnp.arange(is_walked_BL.shape[1]), is_walked_BL.shape)
+        wall_BL = jax.lax.cummax(jnp.where(is_walked_BL, -1, place_BL), axis=1)
+        is_source_BL = jnp.take_along_axis(is_source_BL, jnp.maximum(wall_BL, 0), axis=1)
+        return jnp.where(is_source_BL & (wall_BL >= 0), place_BL - wall_BL, NEVER)
+
+    left_BL = from_left(is_walked_BL, is_source_BL)
+    right_BL = from_left(is_walked_BL[:, ::-1], is_source_BL[:, ::-1])[:, ::-1]
+    is_from_left_BL = jnp.reshape(is_one_sided_B, (-1, 1)) & (left_BL < NEVER)
+    return jnp.where(is_from_left_BL, left_BL, jnp.minimum(left_BL, right_BL))
+
+
 _GIVEN = -1
-# Positions of one pass of the sampler head: a wave holds few, and each pass costs a whole chunk.
-_CPU_CHUNK = 128
-_ACCELERATOR_CHUNK = 1024
-# On a CPU, logits of one pass; a large vocabulary makes an empty place of a chunk expensive.
-_CPU_LOGITS = 2**20
-_LEAST = 16
 _FEW_TOKENS = 16
 
 
@@ -79,20 +179,9 @@ class Wavefront(FillRule):
     surest. These are drawn from the LM head, all others from the sampler head; both through the
     row's chain. A neighbour is seen if its wave is smaller: what other rows or chunks have done by
     then does not matter.
-
-    Attributes:
-      ratio_B: float32 in (0, 1], share of the positions without any filled neighbour that begin;
-        one at least.
-      density_power_B: float32 in [0, 16]; the share is multiplied by ``d ** power``, where d is the
-        share of the row that is not filled, open in this step or not. 0: it is the same throughout.
-      is_spread_B: True for rows that begin at the surest of equal windows, not of the row.
-      is_alternating_B: True for rows where odd positions of a wave wait for its even ones, so that
-        no two neighbours are filled blind to each other.
-      temperature_B: float32 above 0, of the sampler head's logits, before the chain.
-      is_one_sided_B: True for rows where a run between two filled tokens grows from its left end
-        alone. From both ends, the tokens of a wave are blind to each other, which matters the more
-        the shorter the run.
     """
+
+    about = "in waves by the sampler head, which sees its neighbours"
 
     ratio_B: jax.Array = per_row(SAMPLER_MIN_NEIGHBORS_RATIO)
     density_power_B: jax.Array = per_row(SAMPLER_RATIO_BY_DENSITY)
@@ -103,11 +192,12 @@ class Wavefront(FillRule):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        """Refuses a model without a sampler head."""
         if not facts.has_sampler:
-            raise ValueError(
-                "fill='wavefront' needs a sampler head, which this model lacks; use "
-                "fill='parallel', or train one with model.add_sampler_head"
+            raise SettingError(
+                "fill",
+                "wavefront",
+                "needs a sampler head, which this model lacks",
+                "use fill='parallel', or train one with model.add_sampler_head",
             )
 
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
@@ -118,10 +208,7 @@ class Wavefront(FillRule):
         is_read_BL = is_far_BL if own_BL is None else is_far_BL | (own_BL >= 0)
         if wanted.is_scored_BL is not None:
             is_read_BL |= wanted.is_scored_BL & is_open_BL
-        drawn, sureness_BL = _read(
-            reader, writer, is_read_BL,
-            keeps_total=wanted.is_scored_BL is not None, keeps_best=wanted.keeps_best,
-        )  # fmt: skip
+        found, sureness_BL = _read(reader, writer, is_read_BL, no_candidates(wanted))
         ratio_B = by_density(self.ratio_B, self.density_power_B, is_seen_BL, wanted.length_B)
         is_first_BL = jax.lax.cond(
             jnp.any(is_far_BL),
@@ -136,91 +223,67 @@ class Wavefront(FillRule):
         is_late_BL = self.is_alternating_B[:, None] & is_odd_1L
         level_BL = jnp.where(is_grown_BL, 2 * wave_BL + is_late_BL, NEVER)
         level_BL = jnp.where(is_first_BL, 0, jnp.where(is_seen_BL, _GIVEN, level_BL))
-        drawn = _grow(
-            reader, writer, drawn, level_BL, is_grown_BL, wanted.tokens_BL, self.temperature_B
+        found = _grow(
+            reader, writer, found, level_BL, is_grown_BL, wanted.tokens_BL, self.temperature_B
         )
         waves_B = jnp.max(jnp.where(is_grown_BL, wave_BL, 0), axis=1)
-        return drawn.filled(is_open_BL.shape, waves_B, jnp.sum(is_first_BL, axis=1))
-
-
-def _wave_chunk(vocab_size: int) -> int:
-    if platform() != "cpu":
-        return _ACCELERATOR_CHUNK
-    return max(_LEAST, min(_CPU_CHUNK, _CPU_LOGITS // vocab_size))
+        counts = {"waves": waves_B, "bootstrapped": jnp.sum(is_first_BL, axis=1)}
+        return found._replace(counts=counts)
 
 
 def _read(
-    reader: Reader,
-    writer: CandidateWriter,
-    is_read_BL: jax.Array,
-    *,
-    keeps_total: bool,
-    keeps_best: bool,
-) -> tuple[Drawn, jax.Array]:
+    reader: Reader, writer: CandidateWriter, is_read_BL: jax.Array, none: Filled
+) -> tuple[Filled, jax.Array]:
     """Candidates of the LM head, and its largest probability among the ids that are not banned."""
-    banned_ids, chunk = writer.banned_ids, min(reader.chunk, is_read_BL.size)
-    flat, num_read = gather(is_read_BL, chunk)
-    banned = jnp.array(banned_ids, jnp.int32)
+    banned = jnp.array(writer.banned_ids, jnp.int32)
 
-    def one_chunk(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        first, drawn, sureness_P = carry
-        places_N = jax.lax.dynamic_slice(flat, (first,), (chunk,))
-        is_real_N = first + jnp.arange(chunk) < num_read
+    def read(
+        carry: tuple[Filled, jax.Array], places_N: jax.Array, is_real_N: jax.Array
+    ) -> tuple[Filled, jax.Array]:
+        found, sureness_BL = carry
         clean_NV = reader.logits(places_N)
-        allowed_NV = clean_NV.at[:, banned].set(-jnp.inf) if banned_ids else clean_NV
+        allowed_NV = clean_NV.at[:, banned].set(-jnp.inf) if writer.banned_ids else clean_NV
         sureness_N = jnp.max(allowed_NV, axis=1) - jax.nn.logsumexp(allowed_NV, axis=1)
         # So that every run has a beginning; the row of a NaN ends as not finite anyway.
         sureness_N = jnp.where(jnp.isnan(sureness_N), -jnp.inf, sureness_N)
-        target_N = jnp.where(is_real_N, places_N, sureness_P.size)
-        sureness_P = sureness_P.at[target_N].set(sureness_N, mode="drop")
-        return first + chunk, writer.write(drawn, places_N, is_real_N, clean_NV), sureness_P
+        sureness_BL = put(sureness_BL, places_N, is_real_N, sureness_N)
+        return writer.write(found, places_N, is_real_N, clean_NV), sureness_BL
 
-    start = (
-        jnp.zeros((), jnp.int32),
-        no_candidates(is_read_BL.shape, keeps_total=keeps_total, keeps_best=keeps_best),
-        jnp.zeros(is_read_BL.size, jnp.float32),
-    )
-    _, drawn, sureness_P = jax.lax.while_loop(lambda carry: carry[0] < num_read, one_chunk, start)
-    return drawn, sureness_P.reshape(is_read_BL.shape)
+    unread_BL = jnp.zeros(is_read_BL.shape, jnp.float32)
+    return fold(is_read_BL, reader.chunk, read, (none, unread_BL))
 
 
 def _grow(
     reader: Reader,
     writer: CandidateWriter,
-    drawn: Drawn,
+    found: Filled,
     level_BL: jax.Array,
     is_grown_BL: jax.Array,
     tokens_BL: jax.Array,
     temperature_B: jax.Array,
-) -> Drawn:
-    """`drawn` with the sampler head's candidates, level by level."""
+) -> Filled:
+    """`found` with the sampler head's candidates, level by level."""
     network, reach = reader.network, reader.network.sampler_context
-    chunk = min(reader.chunk, level_BL.size, _wave_chunk(network.vocab_size))
-    num_positions = level_BL.shape[1]
-    order_BL = jnp.where(is_grown_BL, level_BL, NEVER)
-    sorted_P = jnp.argsort(order_BL.reshape(-1), stable=True).astype(jnp.int32)
-    sorted_P = jnp.pad(sorted_P, (0, chunk))
-    num_grown = jnp.sum(is_grown_BL)
-    level_P, given_P = level_BL.reshape(-1), tokens_BL.reshape(-1)
+    num_positions = writer.num_positions
 
-    def beside(drawn: Drawn, places_N: jax.Array, side: int) -> tuple[jax.Array, jax.Array]:
+    def beside(found: Filled, places_N: jax.Array, side: int) -> tuple[jax.Array, jax.Array]:
         """Tokens of the neighbours on one side, nearest first, and where there is one."""
         offset_1C = side * (1 + jnp.arange(reach))[None]
         index_NC = places_N[:, None] % num_positions + offset_1C
-        place_NC = jnp.clip(places_N[:, None] + offset_1C, 0, level_P.size - 1)
+        place_NC = jnp.clip(places_N[:, None] + offset_1C, 0, level_BL.size - 1)
         is_inside_NC = (index_NC >= 0) & (index_NC < num_positions)
-        level_NC = level_P[place_NC]
-        token_NC = jnp.where(level_NC == _GIVEN, given_P[place_NC], drawn.tokens_P[place_NC])
-        return token_NC, is_inside_NC & (level_NC < level_P[places_N][:, None])
+        level_NC = at_places(level_BL, place_NC)
+        token_NC = jnp.where(
+            level_NC == _GIVEN,
+            at_places(tokens_BL, place_NC),
+            at_places(found.proposal.tokens_BL, place_NC),
+        )
+        return token_NC, is_inside_NC & (level_NC < at_places(level_BL, places_N)[:, None])
 
-    head = _head(network, reader.params, size=level_P.size)
+    head = _head(network, reader.params, size=level_BL.size)
 
-    def one_chunk(carry: tuple[jax.Array, Drawn]) -> tuple[jax.Array, Drawn]:
-        first, drawn = carry
-        places_N = jax.lax.dynamic_slice(sorted_P, (first,), (chunk,))
-        is_rest_N = first + jnp.arange(chunk) < num_grown
-        is_real_N = is_rest_N & (level_P[places_N] == level_P[places_N[0]])
-        left, right = beside(drawn, places_N, -1), beside(drawn, places_N, 1)
+    def grow(found: Filled, places_N: jax.Array, is_real_N: jax.Array) -> Filled:
+        left, right = beside(found, places_N, -1), beside(found, places_N, 1)
         clean_NV = reader.output.read(head(left, right), places_N)
         divisor_N = temperature_B[places_N // num_positions]
         drawable_NV = jax.lax.cond(
@@ -229,11 +292,10 @@ def _grow(
             lambda x: x,
             clean_NV,
         )
-        drawn = writer.write(drawn, places_N, is_real_N, clean_NV, drawable_NV)
-        return first + jnp.sum(is_real_N), drawn
+        return writer.write(found, places_N, is_real_N, clean_NV, drawable_NV)
 
-    start = (jnp.zeros((), num_grown.dtype), drawn)
-    return jax.lax.while_loop(lambda carry: carry[0] < num_grown, one_chunk, start)[1]
+    chunk = min(reader.chunk, wave_chunk(network.vocab_size))
+    return fold(is_grown_BL, chunk, grow, found, level_BL=level_BL)
 
 
 _Neighbours = tuple[jax.Array, jax.Array]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from dlm_jax.sampling.remask.protocol import RemaskContext, RemaskRule
+from dlm_jax.sampling.remask.remask_rule import RemaskContext, RemaskRule
 from dlm_jax.sampling.remask.remdm import RemdmCap, RemdmConf, RemdmRescale
 from dlm_jax.sampling.remask.renoise import Renoise
 from dlm_jax.sampling.remask.scheduled import Scheduled, ScheduledThreshold

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.protocol import most, uniform
+from dlm_jax.sampling.commit.commit_rule import most, uniform
 from dlm_jax.sampling.schedules import SCHEDULES, ratio_at
-from dlm_jax.settings import Rule, Setting, per_row, rule, static
+from dlm_jax.settings import Rule, Setting, SettingError, per_row, rule, static
 
 RENOISE_TOKENS = ("space", "mask", "random")
 RENOISE = Setting(
@@ -36,14 +36,7 @@ RENOISE_SCHEDULE = Setting(
 
 @rule
 class Renoise(Rule):
-    """Overwrites a share of the block's unfrozen tokens, uniformly chosen.
-
-    Attributes:
-      start_B: float32 share before the first step, in [0, 1].
-      end_B: float32 share before the last step, in [0, 1].
-      kind_B: int32, place of what is written in `RENOISE_TOKENS`.
-      schedule: in between, one of `SCHEDULES`.
-    """
+    """Overwrites a share of the block's unfrozen tokens, uniformly chosen."""
 
     start_B: jax.Array = per_row(RENOISE_START)
     end_B: jax.Array = per_row(RENOISE_END)
@@ -52,12 +45,10 @@ class Renoise(Rule):
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
-        """Whether a share is not 0."""
         return max(row.renoise_start, row.renoise_end) > 0
 
     @classmethod
     def check(cls, row: Any) -> None:
-        """Refuses to leave what nothing rewrites."""
         if row.renoise != "mask" and not (row.resample or row.remasks):
             raise ValueError(
                 f"re-noise leaves {row.renoise} tokens that nothing rewrites; use renoise='mask', "
@@ -66,21 +57,21 @@ class Renoise(Rule):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        """Refuses a space that the vocabulary lacks, or that the row bans."""
         if row.renoise != "space":
             return
         if facts.space_id < 0:
-            raise ValueError(
-                "renoise='space' needs a token that is a space, which the tokenizer lacks; use "
-                "renoise='mask'"
+            raise SettingError(
+                "renoise",
+                "space",
+                "needs a token that is a space, which the tokenizer lacks",
+                "use renoise='mask'",
             )
         if (facts.space_id, -math.inf) in row.logit_bias:
-            raise ValueError(
-                "renoise='space' writes spaces, which logit_bias bans; use renoise='mask'"
+            raise SettingError(
+                "renoise", "space", "writes spaces, which logit_bias bans", "use renoise='mask'"
             )
 
     def is_active(self) -> jax.Array:
-        """True ``[B]`` where a share is not 0."""
         return (self.start_B > 0) | (self.end_B > 0)
 
     def ratio(self, step_B: jax.Array, steps_B: jax.Array) -> jax.Array:
@@ -100,15 +91,9 @@ class Renoise(Rule):
     ) -> tuple[jax.Array, jax.Array]:
         """The canvas before the forward of a step, and where it was overwritten.
 
-        Args:
-          tokens_BL: int32 canvas.
-          is_free_BL: True at the block's unfrozen positions, in rows that take the step.
-          ratio_B: float32, what `ratio` says of the step.
-          key_B: this step's key of each row, for re-noise alone.
-          mask_id: the id of MASK.
-          space_id: the id of the space.
-          is_text: makes what may be written at random, True ``[B, V]``; a row that may write
-            nothing gets MASK.
+        `is_free_BL` is True at the block's unfrozen positions, in rows that take the step;
+        `is_text` makes what may be written at random, True ``[B, V]``: a row that may write nothing
+        gets MASK.
         """
         is_token_BL = is_free_BL & (tokens_BL != mask_id)
         count_B = jnp.floor(ratio_B * jnp.sum(is_token_BL, axis=1) + 1e-3).astype(jnp.int32)

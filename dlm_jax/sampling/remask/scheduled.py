@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.protocol import exceeds, most, uniform
-from dlm_jax.sampling.remask.protocol import RemaskContext, RemaskRule
-from dlm_jax.settings import Setting, per_row, rule, static
+from dlm_jax.sampling.commit.commit_rule import exceeds, most, uniform
+from dlm_jax.sampling.remask.remask_rule import RemaskContext, RemaskRule
+from dlm_jax.settings import Setting, SettingError, per_row, rule, static
 
 REMASK_START = Setting(
     "remask_start", 0.95, "scheduled: where the remasked share begins, in [0, 1]",
@@ -40,13 +40,9 @@ class Scheduled(RemaskRule):
     positions. Wrongness is ``(1 - m) w + m u`` with randomness m and u uniform; w is what the
     critic says, or 1 less the token's probability when it was drawn (`docs/design.md`,
     "Refinement").
-
-    Attributes:
-      start_B: float32 ratio, in [0, 1].
-      end_B: float32 ratio, in [0, 1]; with `start_B` 0 the row is left alone.
-      randomness_B: float32 m, in [0, 1].
-      reads_critic: whether the critic says what is wrong.
     """
+
+    about = "a share of the tokens most likely wrong"
 
     start_B: jax.Array = per_row(REMASK_START)
     end_B: jax.Array = per_row(REMASK_END)
@@ -55,24 +51,22 @@ class Scheduled(RemaskRule):
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
-        """Whether a ratio is not 0."""
         return max(row.remask_start, row.remask_end) > 0
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        """Refuses to ask a critic that the model lacks."""
         if row.remask_by == "critic" and not facts.has_critic:
-            raise ValueError(
-                "remask_by='critic' needs a critic head, which this model lacks; use "
-                "remask_by='confidence', or train one with model.add_critic_head"
+            raise SettingError(
+                "remask_by",
+                "critic",
+                "needs a critic head, which this model lacks",
+                "use remask_by='confidence', or train one with model.add_critic_head",
             )
 
     def is_active(self) -> jax.Array:
-        """True where a ratio is not 0."""
         return (self.start_B > 0) | (self.end_B > 0)
 
     def select(self, context: RemaskContext) -> jax.Array:
-        """The worst tokens."""
         step = context.step
         share_B = (step.step_B + 1).astype(jnp.float32) / jnp.maximum(step.steps_B - 1, 1)
         ratio_B = self.start_B - (self.start_B - self.end_B) * jnp.minimum(share_B, 1.0)
@@ -94,6 +88,8 @@ class ScheduledThreshold(Scheduled):
 
     A block where there is none is finished.
     """
+
+    about = "all above a wrongness"
 
     def worst(self, wrong_BL: jax.Array, ratio_B: jax.Array, context: RemaskContext) -> jax.Array:
         """True where wrongness is above the threshold."""

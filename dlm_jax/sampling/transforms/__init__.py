@@ -6,8 +6,8 @@ from dlm_jax.sampling.transforms.bias import LogitBias
 from dlm_jax.sampling.transforms.chain import Chain, chain
 from dlm_jax.sampling.transforms.mirostat import MirostatV1, MirostatV2
 from dlm_jax.sampling.transforms.penalties import Dry, Penalties
-from dlm_jax.sampling.transforms.protocol import At, Context, LogitTransform
 from dlm_jax.sampling.transforms.temperature import DynamicTemperature, Temperature
+from dlm_jax.sampling.transforms.transform import At, Context, LogitTransform
 from dlm_jax.sampling.transforms.truncate import (
     MAX_CANDIDATES,
     MinP,

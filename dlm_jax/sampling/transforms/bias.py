@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dlm_jax.sampling.transforms.protocol import At, LogitTransform
-from dlm_jax.settings import INT_LIMIT, Setting, brief, per_row, rule
+from dlm_jax.sampling.transforms.transform import At, LogitTransform
+from dlm_jax.settings import INT_LIMIT, Setting, SettingError, per_row, rule
 
 _SMALLEST_BUCKET = 8
 
@@ -30,7 +30,7 @@ def check_id(name: str, value: Any) -> None:
     """Raises ValueError unless the value can be an id."""
     is_integer = not isinstance(value, bool) and hasattr(value, "__index__")
     if not is_integer or not 0 <= int(value) <= INT_LIMIT:
-        raise ValueError(f"{name}={brief(value)} is not an integer of 32 bits >= 0; use one")
+        raise SettingError(name, value, "is not an integer of 32 bits >= 0", "use one")
 
 
 def _pairs(bias: Any) -> tuple[tuple[int, float], ...]:
@@ -39,21 +39,20 @@ def _pairs(bias: Any) -> tuple[tuple[int, float], ...]:
         pairs = bias.items() if isinstance(bias, Mapping) else map(tuple, bias)
         return tuple(_checked_pair(pair) for pair in pairs)
     except TypeError:
-        raise ValueError(f"logit_bias={brief(bias)} is not a mapping; use {{12: -5.0}}") from None
+        raise SettingError("logit_bias", bias, "is not a mapping", "use {12: -5.0}") from None
 
 
 def _checked_pair(pair: tuple[Any, ...]) -> tuple[int, float]:
     if len(pair) != 2:
-        raise ValueError(f"logit_bias={brief(pair)} is not a pair; use (id, bias)")
+        raise SettingError("logit_bias", pair, "is not a pair", "use (id, bias)")
     token, bias = pair
     if isinstance(token, str) and token.isdecimal():
         token = int(token)  # keys of JSON objects are texts
     check_id("logit_bias", token)
     is_number = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
     if not is_number or not (bias == -math.inf or -1e9 <= bias <= 1e9):  # pyright: ignore[reportOperatorIssue]
-        raise ValueError(
-            f"logit_bias={brief(bias)} of id {token} is neither -inf nor within 1e9; use -inf to "
-            "ban"
+        raise SettingError(
+            "logit_bias", bias, f"of id {token} is neither -inf nor within 1e9", "use -inf to ban"
         )
     return int(token), float(bias)
 
@@ -78,7 +77,6 @@ class LogitBias(LogitTransform):
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
-        """Whether a bias is finite; -inf is a ban, which no chain leaves out."""
         return any(bias != -math.inf for _, bias in row.logit_bias)
 
     @classmethod
@@ -114,11 +112,9 @@ class LogitBias(LogitTransform):
         return none_BV.at[row_B1, self.ids_BK].max(self.bias_BK == -jnp.inf, mode="drop")
 
     def is_active(self) -> Array:
-        """True where a row has a bias other than 0."""
         return (self.bias_BK != 0).any(-1)
 
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
-        """Logits with the row's biases added."""
         rows_N1 = jnp.arange(logits_NV.shape[0])[:, None]
         bias_NK = self.bias_BK[at.row_N]
         # an entry of bias 0 is dropped: adding 0.0 would turn -0.0 into 0.0

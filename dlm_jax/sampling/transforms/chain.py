@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,35 +18,58 @@ from jax import Array
 
 from dlm_jax.pytree import pytree
 from dlm_jax.sampling import draw as drawing
-from dlm_jax.sampling.transforms.driving import (
-    any_wanted,
-    candidates,
-    is_reader,
-    is_touched,
-    no_candidates,
-    no_tokens,
-    run_all,
-)
-from dlm_jax.sampling.transforms.protocol import At, Context, LogitTransform
+from dlm_jax.sampling import vocab
+from dlm_jax.sampling.transforms.transform import At, Context, LogitTransform
 from dlm_jax.sampling.transforms.truncate import MAX_CANDIDATES
+
+
+def is_wanted(transform: Any, at: At) -> Array:
+    """Whether an active row has a real position in the chunk."""
+    return (transform.is_active()[at.row_N] & at.is_real_N).any()
+
+
+def any_wanted(transforms: Iterable[Any], at: At) -> Array:
+    """Whether any of them is."""
+    wanted = [is_wanted(t, at) for t in transforms]
+    return functools.reduce(jnp.logical_or, wanted, jnp.zeros((), bool))
+
+
+def candidates(logits_NV: Array, divisor_N: Array | None = None) -> tuple[Array, Array]:
+    """The largest logits and their ids, of the quotients where there is a divisor."""
+    return vocab.largest(logits_NV, min(MAX_CANDIDATES, logits_NV.shape[1]), divisor_N)
+
+
+def no_candidates(logits_NV: Array) -> tuple[Array, Array]:
+    """The same of no position."""
+    shape = (logits_NV.shape[0], min(MAX_CANDIDATES, logits_NV.shape[1]))
+    return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)
+
+
+def run_all(steps: list[tuple[Any, Any]], logits_NV: Array, at: At) -> Array:
+    """The logits after the transforms that some row of the chunk wants."""
+    if not steps:
+        return logits_NV
+    wanted = [is_wanted(t, at) for t, _ in steps]
+
+    def run(x_NV):
+        for is_wanted, (t, prepared) in zip(wanted, steps, strict=True):
+            x_NV = jax.lax.cond(
+                is_wanted,
+                lambda x, t=t, prepared=prepared: t.apply(prepared, x, at),
+                lambda x: x,
+                x_NV,
+            )
+        return x_NV
+
+    return jax.lax.cond(functools.reduce(jnp.logical_or, wanted), run, lambda x: x, logits_NV)
+
 
 _FEW_SALT = 0x666577
 
 
-class _Found(NamedTuple):
-    """What one pass over the vocabulary found at each position.
-
-    Attributes:
-      token_N: drawn token, of positions that are not few.
-      score_N: its log-probability where wanted, else 0.
-      few_NK: largest logits in descending order, of positions that are few.
-      ids_NK: their ids.
-    """
-
-    token_N: Array
-    score_N: Array
-    few_NK: Array
-    ids_NK: Array
+_Found = tuple[Array, Array, Array, Array]
+"""Drawn tokens and their log-probabilities, of positions that are not few; of those that are, the
+largest logits in descending order, and their ids."""
 
 
 @pytree
@@ -144,47 +168,36 @@ class Chain:
 
         The argmax of greedy rows, a draw from the rest. The log-probability (nats, after the whole
         chain) is 0 unless the chunk holds a row whose feedback controller reads it.
-
-        Args:
-          prepared: what `prepare` gave for this step.
-          logits_NV: clean logits of any float type.
-          at: where the positions stand; the draw consumes their keys.
-          method: see `dlm_jax.sampling.draw.draw`.
         """
         logits_NV = logits_NV.astype(jnp.float32)
         steps = list(zip(self.transforms, prepared, strict=True))
-        is_greedy_N = self.is_greedy(at)
         noise = few_noise = drawing.noise(at.key_N, method=method)
         if method == "gumbel":
             few_noise = jax.vmap(lambda key: jax.random.fold_in(key, _FEW_SALT))(at.key_N)
         cut = self._where_few()
-        no_N = jnp.zeros(at.row_N.shape, bool)
-        is_few_N = no_N if cut is None else self._is_few(cut, logits_NV.shape[1], at)
-        found = self._draw_from_all(
-            steps, logits_NV, at, noise, is_few_N, is_greedy_N=is_greedy_N, method=method
-        )
+        is_few_N = jnp.zeros(at.row_N.shape, bool)
+        if cut is not None:
+            is_few_N = self._is_few(cut, logits_NV.shape[1], at)
+        token_N, score_N, few_NK, ids_NK = self._draw(steps, logits_NV, at, noise, is_few_N, method)
         if cut is None:
-            return found.token_N, found.score_N
+            return token_N, score_N
 
-        def from_few(noise):
-            few_NK = self._finish(cut, steps, found.few_NK, at._replace(is_real_N=is_few_N))
-            place_N = drawing.draw_with(few_NK, noise, method=method)
-            return jnp.take_along_axis(found.ids_NK, place_N[:, None], axis=1)[:, 0]
+        def from_few(noise: Array) -> Array:
+            final_NK = self._finish(cut, steps, few_NK, at._replace(is_real_N=is_few_N))
+            place_N = drawing.draw_with(final_NK, noise, method=method)
+            return jnp.take_along_axis(ids_NK, place_N[:, None], axis=1)[:, 0]
 
-        of_few_N = jax.lax.cond(
-            is_few_N.any(), from_few, lambda noise: jnp.zeros_like(found.token_N), few_noise
-        )
-        return jnp.where(is_few_N, of_few_N, found.token_N), found.score_N
+        none_N = jnp.zeros_like(token_N)
+        of_few_N = jax.lax.cond(is_few_N.any(), from_few, lambda noise: none_N, few_noise)
+        return jnp.where(is_few_N, of_few_N, token_N), score_N
 
-    def _draw_from_all(
+    def _draw(
         self,
         steps: list[tuple[Any, Any]],
         logits_NV: Array,
         at: At,
         noise: Array,
         is_few_N: Array,
-        *,
-        is_greedy_N: Array,
         method: str,
     ) -> _Found:
         """Tokens of the rows that are not few, and the candidates of those that are.
@@ -193,67 +206,51 @@ class Chain:
         with few candidates everywhere and nothing else before the top-k, the logits are read where
         they lie. Otherwise a new array goes through the chain.
         """
-        cut = self._where_few()
+        cut, is_greedy_N = self._where_few(), self.is_greedy(at)
+        is_read = any_wanted([t for t in self.transforms if t.reads_final_logprob], at)
+        none = jnp.zeros(at.row_N.shape, jnp.int32), jnp.zeros(at.row_N.shape, jnp.float32)
 
-        def in_full(x_NV):
+        def in_full(x_NV: Array) -> _Found:
             # A new array: XLA would otherwise copy the logits before it knows which branch runs.
             # No two logits of its padding are equal: ties take passes of their own to settle.
             unlike_1V = -jnp.arange(x_NV.shape[1], dtype=jnp.float32)[None]
             x_NV = jnp.where(at.is_real_N[:, None], x_NV, unlike_1V)
-            return self._run_and_draw(
-                steps, x_NV, at, noise, is_few_N, is_greedy_N=is_greedy_N, method=method
-            )
+            x_NV = run_all(steps[:cut], x_NV, at)
+            few = jax.lax.cond(is_few_N.any(), candidates, no_candidates, x_NV)
+            rest = at._replace(is_real_N=at.is_real_N & ~is_few_N)
 
-        divisors = [(i, t.divisor()) for i, t in enumerate(self.transforms)]
-        divisors = [(i, divisor_B) for i, divisor_B in divisors if divisor_B is not None]
+            def draw(x_NV: Array) -> tuple[Array, Array]:
+                x_NV = run_all([] if cut is None else steps[cut:], x_NV, rest)
+                ids_N = drawing.choose_with(x_NV, noise, is_greedy_N | is_few_N, method=method)
+                # New functions: JAX keeps what it traces for a branch as long as that lives.
+                score = (lambda x, ids: drawing.log_prob(x, ids), lambda x, ids: none[1])
+                return ids_N, jax.lax.cond(is_read, *score, x_NV, ids_N)
+
+            return *jax.lax.cond(rest.is_real_N.any(), draw, lambda x: none, x_NV), *few
+
+        found = [(i, t.divisor()) for i, t in enumerate(self.transforms)]
+        divisors = [(i, divisor_B) for i, divisor_B in found if divisor_B is not None]
         if len(divisors) > 1:
             return in_full(logits_NV)
         divisor_N = divisors[0][1][at.row_N] if divisors else jnp.ones(at.row_N.shape)
-        none = no_tokens(at)
 
-        def divided(x_NV):
+        def divided(x_NV: Array) -> _Found:
             ids_N = drawing.choose_with(x_NV, noise, is_greedy_N, divisor_N, method=method)
-            return _Found(ids_N, none[1], *no_candidates(x_NV))
+            return ids_N, none[1], *no_candidates(x_NV)
 
-        def lean(x_NV):
+        def lean(x_NV: Array) -> _Found:
             is_scaled = divisors and cut is not None and divisors[0][0] < cut
-            return _Found(*none, *candidates(x_NV, divisor_N if is_scaled else None))
+            return *none, *candidates(x_NV, divisor_N if is_scaled else None)
 
-        touched = is_touched(self.transforms, at)
+        def is_touched(transforms: Iterable[Any]) -> Array:
+            return any_wanted([t for t in transforms if t.divisor() is None], at)
+
+        touched = is_touched(self.transforms)
         if cut is None:
             return jax.lax.cond(touched, in_full, divided, logits_NV)
-        is_lean = (is_few_N | ~at.is_real_N).all() & ~is_touched(self.transforms[:cut], at)
+        is_lean = (is_few_N | ~at.is_real_N).all() & ~is_touched(self.transforms[:cut])
         way = jnp.where(touched, jnp.where(is_lean, 2, 1), 0)
         return jax.lax.switch(way, (divided, in_full, lean), logits_NV)
-
-    def _run_and_draw(
-        self,
-        steps: list[tuple[Any, Any]],
-        logits_NV: Array,
-        at: At,
-        noise: Array,
-        is_few_N: Array,
-        *,
-        is_greedy_N: Array,
-        method: str,
-    ) -> _Found:
-        """As `_draw_from_all`, after every transform."""
-        is_read = any_wanted([t for t in self.transforms if is_reader(t)], at)
-        cut = self._where_few()
-        cut = len(steps) if cut is None else cut
-        logits_NV = run_all(steps[:cut], logits_NV, at)
-        few = jax.lax.cond(is_few_N.any(), candidates, no_candidates, logits_NV)
-        none = no_tokens(at)
-        rest = at._replace(is_real_N=at.is_real_N & ~is_few_N)
-
-        def draw(x_NV):
-            x_NV = run_all(steps[cut:], x_NV, rest)
-            ids_N = drawing.choose_with(x_NV, noise, is_greedy_N | is_few_N, method=method)
-            score_N = jax.lax.cond(is_read, drawing.log_prob, lambda x, ids: none[1], x_NV, ids_N)
-            return ids_N, score_N
-
-        drawn = jax.lax.cond(rest.is_real_N.any(), draw, lambda x: none, logits_NV)
-        return _Found(*drawn, *few)
 
     def _is_few(self, cut: int, vocab_size: int, at: At) -> Array:
         """True `[N]` for the real positions that go on with few candidates.
@@ -263,7 +260,7 @@ class Chain:
         top_k_N = self.transforms[cut].count()[at.row_N]
         is_few_N = (top_k_N > 0) & (top_k_N <= min(MAX_CANDIDATES, vocab_size))
         for t in self.transforms[cut + 1 :]:
-            if is_reader(t):
+            if t.reads_final_logprob:
                 is_few_N &= ~t.is_active()[at.row_N]
         return is_few_N & ~self.is_greedy(at) & at.is_real_N
 
@@ -272,7 +269,7 @@ class Chain:
         rank_1K = jnp.arange(few_NK.shape[1], dtype=jnp.int32)[None]
         top_k_N = self.transforms[cut].count()[at.row_N]
         few_NK = jnp.where(rank_1K < top_k_N[:, None], few_NK, -jnp.inf)
-        later = [step for step in steps[cut + 1 :] if not is_reader(step[0])]
+        later = [step for step in steps[cut + 1 :] if not step[0].reads_final_logprob]
         return run_all(later, few_NK, at)
 
     def _where_few(self) -> int | None:

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.transforms.protocol import At, Context, LogitTransform, is_greedy
+from dlm_jax.sampling.transforms.transform import At, Context, LogitTransform, is_greedy
 from dlm_jax.sampling.transforms.truncate import MIN_KEEP, keep_above, keep_largest
 from dlm_jax.settings import Setting, fact, per_row, rule
 
@@ -43,7 +43,6 @@ class _Controller(LogitTransform):
 
     @classmethod
     def yields(cls, row: Any) -> bool:
-        """Greedy rows take the argmax instead."""
         return is_greedy(row)
 
     def as_settings(self) -> dict[str, Any]:
@@ -59,7 +58,6 @@ class _Controller(LogitTransform):
         return state
 
     def is_active(self) -> Array:
-        """True where the row is steered."""
         return self.is_on_B
 
     def update(self, state: Array, is_committed_BL: Array, proposal: Any) -> Array:
@@ -88,7 +86,6 @@ class MirostatV1(_Controller):
     vocab_size: int = fact("vocab_size")
 
     def apply(self, prepared: Array, logits_NV: Array, at: At) -> Array:
-        """Logits with all but the k largest at -inf."""
         size = min(_NUM_FITTED, logits_NV.shape[1])
         top_NK, _ = vocab.largest(logits_NV, size)
         is_pair_NK = top_NK[:, 1:] > -jnp.inf
@@ -124,7 +121,6 @@ class MirostatV2(_Controller):
     min_keep_B: Array = per_row(MIN_KEEP)
 
     def apply(self, prepared: Array, logits_NV: Array, at: At) -> Array:
-        """Logits with the too surprising at -inf."""
         max_N, weight_NC = vocab.exp_columns(logits_NV)
         floor_N = max_N + jnp.log(weight_NC.sum(-1)) - prepared[at.row_N] * math.log(2.0)
         return keep_above(logits_NV, floor_N, self.min_keep_B[at.row_N], self.is_on_B[at.row_N])

@@ -5,7 +5,7 @@ Both are functions of the context of the step, not state: remasked tokens leave 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ import numpy as np
 from jax import Array
 
 from dlm_jax.sampling.transforms.bias import check_id, padded
-from dlm_jax.sampling.transforms.protocol import At, Context, LogitTransform
-from dlm_jax.settings import INT_LIMIT, Setting, brief, fact, per_row, rule
+from dlm_jax.sampling.transforms.transform import At, Context, LogitTransform
+from dlm_jax.settings import INT_LIMIT, Setting, SettingError, fact, per_row, rule
 
 REPETITION_PENALTY = Setting(
     "repetition_penalty", 1.0,
@@ -55,7 +55,7 @@ def _ids(value: Any) -> tuple[int, ...]:
     try:
         ids = tuple(value)
     except TypeError:
-        raise ValueError(f"dry_breakers={brief(value)} is not a list of ids; use [3, 4]") from None
+        raise SettingError("dry_breakers", value, "is not a list of ids", "use [3, 4]") from None
     for token in ids:
         check_id("dry_breakers", token)
     return tuple(int(token) for token in ids)
@@ -82,7 +82,6 @@ class Penalties(LogitTransform):
     vocab_size: int = fact("vocab_size")
 
     def is_active(self) -> Array:
-        """True where a penalty is set and looks back at all."""
         is_set_B = (self.repetition_B != 1) | (self.frequency_B != 0) | (self.presence_B != 0)
         return is_set_B & (self.last_n_B != 0)
 
@@ -103,7 +102,6 @@ class Penalties(LogitTransform):
         return jax.lax.cond(self.is_active().any(), count, nothing)
 
     def apply(self, prepared: Array, logits_NV: Array, at: At) -> Array:
-        """Logits with the tokens of the row penalised."""
         count_NV = prepared[at.row_N]
         repetition_N1 = self.repetition_B[at.row_N][:, None]
         scaled_NV = jnp.where(logits_NV > 0, logits_NV / repetition_N1, logits_NV * repetition_N1)
@@ -114,14 +112,6 @@ class Penalties(LogitTransform):
         # -inf stays -inf, whatever the signs
         is_touched_NV = (count_NV > 0) & (logits_NV > -jnp.inf)
         return jnp.where(is_touched_NV, penalised_NV, logits_NV)
-
-
-class _Runs(NamedTuple):
-    """Visible tokens of each row, and which of them DRY may not cross."""
-
-    tokens_BL: Array
-    is_visible_BL: Array
-    is_breaker_BL: Array
 
 
 @rule
@@ -142,16 +132,14 @@ class Dry(LogitTransform):
     breakers_BK: Array = per_row(DRY_BREAKERS, column=lambda rows: padded(rows, -1, np.int32))
 
     def is_active(self) -> Array:
-        """True where the multiplier is not 0 and the run may be looked at."""
         return (self.multiplier_B != 0) & (self.last_n_B != 0)
 
-    def prepare(self, state: Any, context: Context) -> _Runs:
-        """The canvas with its breakers marked."""
+    def prepare(self, state: Any, context: Context) -> tuple[Array, ...]:
+        """Visible tokens of each row, and which of them DRY may not cross."""
         is_breaker_BL = (context.tokens_BL[:, :, None] == self.breakers_BK[:, None, :]).any(-1)
-        return _Runs(context.tokens_BL, context.is_visible_BL, is_breaker_BL)
+        return context.tokens_BL, context.is_visible_BL, is_breaker_BL
 
-    def apply(self, prepared: _Runs, logits_NV: Array, at: At) -> Array:
-        """Logits with the continuations of repetitions lowered."""
+    def apply(self, prepared: tuple[Array, ...], logits_NV: Array, at: At) -> Array:
         length_NL, tokens_NL = self._match_lengths(prepared, at)
         allowed_N1 = self.allowed_length_B[at.row_N][:, None]
         is_active_N1 = self.is_active()[at.row_N][:, None]
@@ -169,14 +157,12 @@ class Dry(LogitTransform):
         # the longest match of a token has the largest penalty: the minimum is the one that counts
         return logits_NV.at[rows_N1, ids_NL].min(lowered_NL, mode="drop")
 
-    def _match_lengths(self, prepared: _Runs, at: At) -> tuple[Array, Array]:
+    def _match_lengths(self, prepared: tuple[Array, ...], at: At) -> tuple[Array, Array]:
         """For each place of the run: the match that ends before it, and the token there, `[N, L]`.
 
         0 outside the run and at breakers.
         """
-        tokens_NL = prepared.tokens_BL[at.row_N]
-        is_visible_NL = prepared.is_visible_BL[at.row_N]
-        is_breaker_NL = prepared.is_breaker_BL[at.row_N]
+        tokens_NL, is_visible_NL, is_breaker_NL = (x_BL[at.row_N] for x_BL in prepared)
         N, L = tokens_NL.shape
         place_1L = jnp.arange(L, dtype=jnp.int32)[None]
         index_N1 = at.index_N[:, None].astype(jnp.int32)

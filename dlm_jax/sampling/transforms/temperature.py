@@ -13,8 +13,8 @@ from jax import Array
 
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.draw import argmax
-from dlm_jax.sampling.transforms.protocol import At, LogitTransform, is_greedy, of_rows
-from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, rule
+from dlm_jax.sampling.transforms.transform import At, LogitTransform, is_greedy, of_rows
+from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, per_row, rule
 
 
 def _temperature(setting: Setting) -> Setting:
@@ -23,10 +23,12 @@ def _temperature(setting: Setting) -> Setting:
     def parse(value: Any) -> float:
         value = setting.checked(value)
         if 0 < value < 1e-6:
-            raise ValueError(f"{setting.name}={value} is too small for float32; use 0.0 for greedy")
+            raise SettingError(
+                setting.name, value, "is too small for float32", "use 0.0 for greedy"
+            )
         if -1 < value < 0:
-            raise ValueError(
-                f"{setting.name}={value} is negative; use -1 for the same temperature at every step"
+            raise SettingError(
+                setting.name, value, "is negative", "use -1 for the same temperature at every step"
             )
         return value
 
@@ -54,14 +56,25 @@ DYNATEMP_EXPONENT = Setting(
 )  # fmt: skip
 
 
-@rule
-class Temperature(LogitTransform):
-    """`x / T`. T = 1 is neutral; T = 0 makes the row greedy and leaves its logits alone.
+class _Moving(LogitTransform):
+    ignores_ids = True
+    temperature_B: Array
+    last_B: Array | None
 
-    Attributes:
-      temperature_B: float32 T, of the first step where `last_B` is another.
-      last_B: float32 T of the row's last step, approached evenly; None is the same all along.
-    """
+    def at_progress(self, progress_B: Array) -> Any:
+        """The temperature of a step, `T + (last - T) s / (S - 1)`."""
+        if self.last_B is None:
+            return self
+        moved_B = (self.last_B - self.temperature_B) * progress_B
+        return replace(self, temperature_B=self.temperature_B + moved_B)  # type: ignore[type-var]
+
+    def makes_greedy(self) -> Array:
+        return self.temperature_B == 0
+
+
+@rule
+class Temperature(_Moving):
+    """`x / T`. T = 1 is neutral; T = 0 makes the row greedy and leaves its logits alone."""
 
     temperature_B: Array = per_row(TEMPERATURE)
     last_B: Array | None = per_row(TEMPERATURE_END, default=None)
@@ -74,31 +87,18 @@ class Temperature(LogitTransform):
         plain: Any = [np.where(is_dynamic_B, np.float32(1), ends_B) for ends_B in (first_B, last_B)]
         return cls(*plain)
 
-    def at_progress(self, progress_B: Array) -> Temperature:
-        """The temperature of a step, `T + (last - T) s / (S - 1)`."""
-        return replace(self, temperature_B=_between(self.temperature_B, self.last_B, progress_B))
-
     def is_active(self) -> Array:
-        """True where T is neither 0 nor 1."""
         return (self.temperature_B != 0) & (self.temperature_B != 1)
 
-    def makes_greedy(self) -> Array:
-        """True where T is 0."""
-        return self.temperature_B == 0
-
-    ignores_ids = True
-
     def divisor(self) -> Array:
-        """What each row's logits are divided by, 1 where they are left alone."""
         return jnp.where(self.is_active(), self.temperature_B, 1.0)
 
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
-        """Logits divided by the row's temperature."""
         return vocab.divide(logits_NV, self.divisor()[at.row_N])
 
 
 @rule
-class DynamicTemperature(LogitTransform):
+class DynamicTemperature(_Moving):
     """`x / T'`, where T' follows the entropy of the candidates.
 
     `T' = lo + (hi - lo) * (H / ln n)**e` with `lo = max(0, T - delta)`, `hi = T + delta`, H the
@@ -112,7 +112,6 @@ class DynamicTemperature(LogitTransform):
     delta_B: Array = per_row(DYNATEMP_RANGE)
     exponent_B: Array = per_row(DYNATEMP_EXPONENT)
     last_B: Array | None = per_row(TEMPERATURE_END, default=None)
-    ignores_ids = True
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> DynamicTemperature:
@@ -128,20 +127,10 @@ class DynamicTemperature(LogitTransform):
         )
         return cls(*dynamic)
 
-    def at_progress(self, progress_B: Array) -> DynamicTemperature:
-        """The transform of a step, whose T goes to `last_B` as that of `Temperature` does."""
-        return replace(self, temperature_B=_between(self.temperature_B, self.last_B, progress_B))
-
     def is_active(self) -> Array:
-        """True unless the row is greedy or both T = 1 and delta = 0."""
         return (self.temperature_B != 0) & ((self.temperature_B != 1) | (self.delta_B != 0))
 
-    def makes_greedy(self) -> Array:
-        """True where T is 0."""
-        return self.temperature_B == 0
-
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
-        """Logits divided by the position's own temperature."""
         count_N, entropy_N = vocab.count_and_entropy(logits_NV)
         temperature_N, delta_N = self.temperature_B[at.row_N], self.delta_B[at.row_N]
         low_N = jnp.maximum(temperature_N - delta_N, 0.0)
@@ -157,10 +146,6 @@ class DynamicTemperature(LogitTransform):
         scaled_NV = vocab.divide(logits_NV, jnp.where(divisor_N < 1e-6, 1.0, divisor_N))
         scaled_NV = jnp.where(is_cold_N1 & ~is_best_NV, -jnp.inf, scaled_NV)
         return jnp.where(is_on_N[:, None], scaled_NV, logits_NV)
-
-
-def _between(first_B: Array, last_B: Array | None, progress_B: Array) -> Array:
-    return first_B if last_B is None else first_B + (last_B - first_B) * progress_B
 
 
 def _ends(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:

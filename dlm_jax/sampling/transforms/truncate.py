@@ -2,13 +2,23 @@
 
 Each keeps at least `min_keep` candidates of a position (all, when there are fewer); among equals
 the lowest ids stay. The semantics are those of llama.cpp's host samplers.
+
+Where to cut is searched for, exactly, without sorting the vocabulary. A truncation keeps a prefix
+of the vocabulary sorted by some value, largest first, lower ids first among equals. The value at
+which it ends is found by narrowing a bracket, one pass over the vocabulary per bound, until a
+single token is left inside: about fifteen passes. Bounds come from false position on the logarithm
+of what lies above the ends, and from bisection of the bit patterns of float32 where that is not to
+be trusted. More bounds per pass did not pay on CPU, where XLA loops over each accumulator by
+itself. Where whole rows are sorted fast, the largest values tell between which two of them the
+prefix should end, and one pass over the vocabulary with both as bounds confirms it or leaves the
+rest to the search: the cut is that of the search bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +26,281 @@ import numpy as np
 from jax import Array
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.transforms.cuts import keeps_prefix
-from dlm_jax.sampling.transforms.protocol import At, LogitTransform, is_steered
+from dlm_jax.sampling.transforms.transform import At, LogitTransform, is_steered
 from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, rule
+
+Elementwise = Callable[[Array], Array]
+
+_FEW = 128
+_NUM_MIDPOINT = 32
+_WIDE = 64.0
+_NUM_GUESSES = 18
+_NUM_LARGEST = 1024
+
+
+class _Search(NamedTuple):
+    """Bracket of the key of the cut, with what lies above each end.
+
+    `streak` counts how often in a row the upper end moved, negative for the lower; `turn` counts
+    the passes.
+    """
+
+    low_N: Array
+    high_N: Array
+    count_low_N: Array
+    count_high_N: Array
+    mass_low_N: Array
+    mass_high_N: Array
+    streak_N: Array
+    turn: Array
+
+    def is_open(self) -> Array:
+        return (self.high_N - self.low_N > 1) & (self.count_low_N - self.count_high_N > 1)
+
+
+def keeps_prefix(
+    logits_NV: Array,
+    *,
+    value: Elementwise,
+    weight: Elementwise | None,
+    top_N: Array,
+    mass_N: Array,
+    count_N: Array,
+) -> Array:
+    """True `[N, V]` where the mass before a token is < `mass_N` or their number < `count_N`.
+
+    Args:
+      logits_NV: float32.
+      value: elementwise function of a block of logits that orders them, largest first; -inf for
+        what is no candidate, which is never kept.
+      weight: elementwise mass of a logit, at least 0; None when only the count matters.
+      top_N: float32 that no value exceeds.
+      mass_N: mass that the tokens before a kept token stay below.
+      count_N: float32 number of tokens to keep whatever their mass, at least 1.
+    """
+    logits_NV = vocab.flushed(logits_NV)
+    value_NV = value(logits_NV)
+    is_candidate_NV = value_NV > -jnp.inf
+    V = logits_NV.shape[1]
+    if V <= _FEW:
+        before = _before_each(value_NV, None if weight is None else weight(logits_NV))
+        return is_candidate_NV & ((before[0] < mass_N[:, None]) | (before[1] < count_N[:, None]))
+    cut_N, last_id_N = _search(
+        logits_NV, value=value, weight=weight, top_N=top_N, mass_N=mass_N, count_N=count_N
+    )
+    is_tie_kept_NV = jnp.arange(V, dtype=jnp.int32)[None] <= last_id_N[:, None]
+    is_tie_kept_NV &= value_NV == cut_N[:, None]
+    return is_candidate_NV & ((value_NV > cut_N[:, None]) | is_tie_kept_NV)
+
+
+def _before_each(value_NK: Array, weight_NK: Array | None) -> tuple[Array, Array]:
+    """Mass and number of the tokens before each, for a few tokens.
+
+    As a matrix product: summing what a comparison selects is not vectorised on CPU.
+    """
+    K = value_NK.shape[1]
+    is_lower_1KK = jnp.tri(K, K, -1, dtype=bool)[None]
+    other_N1K, own_NK1 = value_NK[:, None, :], value_NK[:, :, None]
+    is_before_NKK = (other_N1K > own_NK1) | ((other_N1K == own_NK1) & is_lower_1KK)
+    ones_NK = jnp.ones(value_NK.shape, jnp.float32)
+    summed_NK2 = jnp.stack(
+        [jnp.zeros_like(ones_NK) if weight_NK is None else weight_NK, ones_NK], -1
+    )
+    before_NK2 = jnp.matmul(
+        is_before_NKK.astype(jnp.float32), summed_NK2, precision=jax.lax.Precision.HIGHEST
+    )
+    return before_NK2[..., 0], before_NK2[..., 1]
+
+
+def _search(
+    logits_NV: Array,
+    *,
+    value: Elementwise,
+    weight: Elementwise | None,
+    top_N: Array,
+    mass_N: Array,
+    count_N: Array,
+) -> tuple[Array, Array]:
+    """Value at which the prefix ends, and the last id kept among those that have it."""
+    V = logits_NV.shape[1]
+    all_key = _key(jnp.float32(-jnp.inf))
+    keeps_all_N = count_N >= V
+    # the lower end starts below -inf, where nothing is ever measured: a search may end at -inf
+    low_N = jnp.full(count_N.shape, all_key - 1, jnp.uint32)
+    high_N = jnp.where(keeps_all_N, all_key, _key(vocab.flushed(top_N)))
+    zero_N = jnp.zeros(count_N.shape, jnp.float32)
+    unknown_N = zero_N + (V + 2.0)
+    streak_N = jnp.zeros(count_N.shape, jnp.int32)
+    search = _Search(low_N, high_N, unknown_N, zero_N, unknown_N, zero_N, streak_N, jnp.int32(0))
+
+    def measured(s: _Search, key_N: Array, above: tuple[Array, Array]) -> _Search:
+        mass_above_N, count_above_N = above
+        is_open_N = s.is_open() & (key_N > s.low_N) & (key_N < s.high_N)
+        is_inside_N = (mass_above_N < mass_N) | (count_above_N < count_N)
+        lifts_N, lowers_N = is_open_N & ~is_inside_N, is_open_N & is_inside_N
+        return _Search(
+            jnp.where(lifts_N, key_N, s.low_N),
+            jnp.where(lowers_N, key_N, s.high_N),
+            jnp.where(lifts_N, count_above_N, s.count_low_N),
+            jnp.where(lowers_N, count_above_N, s.count_high_N),
+            jnp.where(lifts_N, mass_above_N, s.mass_low_N),
+            jnp.where(lowers_N, mass_above_N, s.mass_high_N),
+            jnp.where(is_inside_N, jnp.maximum(s.streak_N, 0) + 1, jnp.minimum(s.streak_N, 0) - 1),
+            s.turn + 1,
+        )
+
+    def narrow(s: _Search) -> _Search:
+        key_N = _next_bound(s, weight is None, mass_N, count_N)
+        (above,) = _above(logits_NV, [_float(key_N)], value=value, weight=weight)
+        return measured(s, key_N, above)
+
+    if vocab.sorts_whole_rows():
+        bounds = _expected_bounds(
+            logits_NV, value=value, weight=weight, mass_N=mass_N, count_N=count_N
+        )
+        for bound_N, above in zip(
+            bounds, _above(logits_NV, bounds, value=value, weight=weight), strict=True
+        ):
+            search = measured(search, _key(bound_N), above)
+    search = jax.lax.while_loop(lambda s: s.is_open().any(), narrow, search)
+    cut_N, last_id_N = _settle_ties(logits_NV, search, value=value, mass_N=mass_N, count_N=count_N)
+    keeps_all_N = search.high_N == all_key
+    return jnp.where(keeps_all_N, -jnp.inf, cut_N), last_id_N
+
+
+def _expected_bounds(
+    logits_NV: Array,
+    *,
+    value: Elementwise,
+    weight: Elementwise | None,
+    mass_N: Array,
+    count_N: Array,
+) -> list[Array]:
+    """The largest value behind the prefix and the least in it, were the largest values all.
+
+    Sums of some weights in another order than that of a pass: what they say has to be measured.
+    """
+    size = min(_NUM_LARGEST, logits_NV.shape[1])
+    value_NK, ids_NK = jax.lax.top_k(value(logits_NV), size)
+    before_NK = jnp.arange(size, dtype=jnp.float32)[None]
+    is_inside_NK = before_NK < count_N[:, None]
+    if weight is not None:
+        weight_NK = weight(jnp.take_along_axis(logits_NV, ids_NK, axis=1))
+        is_inside_NK |= jnp.cumsum(weight_NK, axis=1) - weight_NK < mass_N[:, None]
+    num_N1 = jnp.clip(is_inside_NK.sum(-1, keepdims=True), 1, size)
+    places = jnp.minimum(num_N1, size - 1), num_N1 - 1
+    found = [jnp.take_along_axis(value_NK, place_N1, axis=1)[:, 0] for place_N1 in places]
+    return [vocab.flushed(value_N) for value_N in found]
+
+
+def _next_bound(s: _Search, by_count: bool, mass_N: Array, count_N: Array) -> Array:
+    """Key inside each bracket at which to measure next.
+
+    False position between the logarithms of what lies above the ends, moved past the estimate by
+    half the deviation to expect of it, so that both ends close in; an end that stays loses half its
+    weight each time (the "Illinois" rule). The middle value where that is not to be trusted. The
+    middle key, which closes any bracket in 32 passes, for every fourth bound, for wide brackets,
+    and at last: no other rule is sure to end on many equal values.
+    """
+    low_N, high_N = _float(s.low_N), _float(s.high_N)
+    above_low_N, above_high_N, wanted_N = s.mass_low_N, s.mass_high_N, mass_N
+    if by_count:
+        above_low_N, above_high_N, wanted_N = s.count_low_N, s.count_high_N, count_N
+    half_N = s.low_N + jnp.maximum((s.high_N - s.low_N) >> 1, 1)
+    num_N = s.count_low_N - s.count_high_N
+    slack_N = jnp.exp2(-jnp.clip(jnp.abs(s.streak_N) - 1, 0, 3).astype(jnp.float32))
+    over_N = jnp.log(above_low_N / wanted_N) * jnp.where(s.streak_N > 0, slack_N, 1.0)
+    under_N = jnp.log(wanted_N / above_high_N) * jnp.where(s.streak_N < 0, slack_N, 1.0)
+    past_N = 0.5 / jnp.sqrt(jnp.maximum(num_N, 1.0))
+    part_N = over_N / (over_N + under_N) - jnp.sign(s.streak_N) * past_N
+    part_N = jnp.clip(part_N, 0.5 * past_N, 1.0 - 0.5 * past_N)
+    is_trusted_N = (above_high_N > 0) & (num_N > _NUM_MIDPOINT) & (over_N >= 0) & (under_N > 0)
+    guess_N = _key(low_N + (high_N - low_N) * jnp.where(is_trusted_N, part_N, 0.5))
+    is_fit_N = (high_N - low_N < _WIDE) & (s.turn % 4 != 3) & (s.turn < _NUM_GUESSES)
+    guess_N = jnp.clip(guess_N, s.low_N + 1, s.high_N - 1)
+    return jnp.where(is_fit_N, guess_N, half_N)
+
+
+def _settle_ties(
+    logits_NV: Array, s: _Search, *, value: Elementwise, mass_N: Array, count_N: Array
+) -> tuple[Array, Array]:
+    """The cut inside a bracket that holds one token, or any number of equal ones."""
+    V = logits_NV.shape[1]
+    ties_N = s.count_low_N - s.count_high_N
+    weight_N = (s.mass_low_N - s.mass_high_N) / jnp.maximum(ties_N, 1.0)
+    by_mass_N = jnp.ceil((mass_N - s.mass_high_N) / jnp.where(weight_N > 0, weight_N, 1.0))
+    kept_N = jnp.clip(jnp.maximum(by_mass_N, count_N - s.count_high_N), 1.0, ties_N)
+    is_single_N = ties_N <= 1
+    # one token in the bracket: everything above its lower end stays
+    value_N = _float(jnp.where(is_single_N, s.low_N, s.high_N))
+    is_split_N = ~is_single_N & (kept_N < ties_N) & (s.low_N >= _key(jnp.float32(-jnp.inf)))
+
+    def split(x):
+        if vocab.sorts_whole_rows():
+            return jnp.where(is_split_N, vocab.nth_id(value(x) == value_N[:, None], kept_N), V)
+
+        def narrow(_, bounds):
+            low_N, high_N = bounds
+            middle_N = (low_N + high_N) // 2
+            seen_N = _count_ties(x, value, value_N, middle_N)
+            return (
+                jnp.where(seen_N >= kept_N, low_N, middle_N),
+                jnp.where(seen_N >= kept_N, middle_N, high_N),
+            )
+
+        low_N = jnp.full(value_N.shape, -1, jnp.int32)
+        high_N = jnp.full(value_N.shape, V - 1, jnp.int32)
+        last_N = jax.lax.fori_loop(0, V.bit_length(), narrow, (low_N, high_N))[1]
+        return jnp.where(is_split_N, last_N, V)
+
+    last_N = jax.lax.cond(
+        is_split_N.any(), split, lambda x: jnp.full(value_N.shape, V, jnp.int32), logits_NV
+    )
+    return value_N, jnp.where(is_single_N, -1, last_N)
+
+
+def _above(
+    logits_NV: Array, bounds: list[Array], *, value: Elementwise, weight: Elementwise | None
+) -> list[tuple[Array, Array]]:
+    """Mass and number of the tokens whose value is above each bound, `[N]` of one pass."""
+
+    def fn(accs: Any, block_NC: Array, ids_1C: Array) -> Any:
+        value_NC = value(block_NC)
+        found = []
+        for (mass_NC, count_NC), bound_N in zip(accs, bounds, strict=True):
+            is_above_NC = value_NC > bound_N[:, None]
+            if weight is not None:
+                mass_NC = mass_NC + jnp.where(is_above_NC, weight(block_NC), 0.0)
+            found.append((mass_NC, count_NC + jnp.where(is_above_NC, 1.0, 0.0)))
+        return found
+
+    zero_NC = vocab.columns(logits_NV, 0.0)
+    no_mass = zero_NC[:, :0] if weight is None else zero_NC
+    found = vocab.accumulate(fn, [(no_mass, zero_NC)] * len(bounds), logits_NV)
+    return [(mass_NC.sum(-1), count_NC.sum(-1)) for mass_NC, count_NC in found]
+
+
+def _count_ties(logits_NV: Array, value: Elementwise, value_N: Array, last_N: Array) -> Array:
+    """Number of tokens at the cut with ids up to `last_N`."""
+
+    def fn(count_NC, block_NC, ids_1C):
+        is_tie_NC = (value(block_NC) == value_N[:, None]) & (ids_1C <= last_N[:, None])
+        return count_NC + jnp.where(is_tie_NC, 1.0, 0.0)
+
+    return vocab.accumulate(fn, vocab.columns(logits_NV, 0.0), logits_NV).sum(-1)
+
+
+def _key(value: Array) -> Array:
+    """uint32 that orders like the float32 it is made of."""
+    bits = jax.lax.bitcast_convert_type(value, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _float(key: Array) -> Array:
+    """Inverse of `_key`, with denormals as 0."""
+    bits = jnp.where(key >> 31 == 1, key & jnp.uint32((1 << 31) - 1), ~key)
+    return vocab.flushed(jax.lax.bitcast_convert_type(bits, jnp.float32))
+
 
 MAX_CANDIDATES = 64
 """Rows whose top-k is at most this go on with their candidates alone, not the vocabulary."""
@@ -56,7 +338,6 @@ class Truncation(LogitTransform):
 
     @classmethod
     def yields(cls, row: Any) -> bool:
-        """Mirostat replaces it."""
         return is_steered(row)
 
 
@@ -74,15 +355,12 @@ class TopK(Truncation):
         return replace(packed, k_B=np.clip(packed.k_B, 0, np.int32(facts.vocab_size)))
 
     def is_active(self) -> Array:
-        """True where k > 0."""
         return self.k_B > 0
 
     def count(self) -> Array:
-        """Candidates that each row keeps, 0 where it keeps all."""
         return jnp.where(self.k_B > 0, jnp.maximum(self.k_B, self.min_keep_B), 0)
 
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
-        """Logits with all but the largest at -inf."""
         count_N = self.count()[at.row_N]
         return keep_largest(logits_NV, jnp.where(count_N > 0, count_N, logits_NV.shape[1]))
 
@@ -101,7 +379,6 @@ class TopP(Truncation):
     )
 
     def is_active(self) -> Array:
-        """True where p < 1, or that of the sampler head is."""
         return (self.p_B < 1) | (self._grown_p() < 1)
 
     def _grown_p(self) -> Array:
@@ -109,7 +386,6 @@ class TopP(Truncation):
         return jnp.where(self.grown_p_B == 0, self.p_B, self.grown_p_B)
 
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
-        """Logits with all but the nucleus at -inf."""
         p_N = self.p_B[at.row_N]
         if at.is_grown_N is not None:
             p_N = jnp.where(at.is_grown_N, self._grown_p()[at.row_N], p_N)
@@ -138,12 +414,7 @@ class TypicalP(Truncation):
     p_B: Array = per_row(TYPICAL_P)
     min_keep_B: Array = per_row(MIN_KEEP)
 
-    def is_active(self) -> Array:
-        """True where q < 1."""
-        return self.p_B < 1
-
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
-        """Logits with all but the typical set at -inf."""
         max_N, weight_NC = vocab.exp_columns(logits_NV)
         log_total_N = jnp.log(weight_NC.sum(-1))
         _, entropy_N = vocab.count_and_entropy(logits_NV)
@@ -173,12 +444,7 @@ class MinP(Truncation):
     p_B: Array = per_row(MIN_P)
     min_keep_B: Array = per_row(MIN_KEEP)
 
-    def is_active(self) -> Array:
-        """True where m > 0."""
-        return self.p_B > 0
-
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
-        """Logits with all tokens below the fraction of the best at -inf."""
         fraction_N = jnp.where(self.is_active(), self.p_B, 1.0)[at.row_N]
         floor_N = logits_NV.max(-1) + jnp.log(fraction_N)
         return keep_above(logits_NV, floor_N, self.min_keep_B[at.row_N], self.is_active()[at.row_N])
@@ -195,11 +461,9 @@ class TopNSigma(Truncation):
     min_keep_B: Array = per_row(MIN_KEEP)
 
     def is_active(self) -> Array:
-        """True where n > 0."""
         return self.n_B > 0
 
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
-        """Logits with all tokens below n deviations from the best at -inf."""
         half_max_N, range_N = _half_range(logits_NV)
 
         def scaled(block):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.transforms.protocol import At, is_greedy, is_steered
+from dlm_jax.sampling.transforms.transform import At, is_greedy, is_steered
 from dlm_jax.sampling.transforms.truncate import MIN_KEEP, Truncation, masked
 from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, rule
 
@@ -39,15 +39,12 @@ class Xtc(Truncation):
 
     @classmethod
     def yields(cls, row: Any) -> bool:
-        """Mirostat replaces it, and greedy rows take the argmax."""
         return is_steered(row) or is_greedy(row)
 
     def is_active(self) -> Array:
-        """True where P > 0 and t <= 0.5."""
         return (self.probability_B > 0) & (self.threshold_B <= 0.5)
 
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
-        """Logits with the dropped choices at -inf."""
         max_N, weight_NC = vocab.exp_columns(logits_NV)
         floor_N = max_N + jnp.log(self.threshold_B[at.row_N] * weight_NC.sum(-1))
 

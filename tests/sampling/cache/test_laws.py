@@ -15,15 +15,14 @@ from canvases import FOREVER, POSITIONS, ROWS
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dlm_jax.config import MeshConfig, SampleConfig
-from dlm_jax.distributed.sharding import make_mesh, shardings
+from dlm_jax.distributed.partitions import make_mesh, shardings
 from dlm_jax.model import cached
 from dlm_jax.model.transformer import build
-from dlm_jax.sampling.advance import Advance, make_advance
 from dlm_jax.sampling.cache import Prefix
-from dlm_jax.sampling.facts import ModelFacts
 from dlm_jax.sampling.forward import with_cache
+from dlm_jax.sampling.loop import Advance, make_advance
 from dlm_jax.sampling.row import RowParams
-from dlm_jax.sampling.rules import BUILT_IN
+from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
 from dlm_jax.sampling.state import start
 from dlm_jax.types import Status
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent.parent.parent
 _BEGIN = """
 import sys
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-from dlm_jax.distributed.topology import topology_devices
+from dlm_jax.distributed.mesh import topology_devices
 devices = topology_devices("v5e:2x2")
 import math
 import re
@@ -21,7 +21,7 @@ import jax
 import layout
 from benchmarks.pods import sampling_step
 from dlm_jax.config import MeshConfig, ModelConfig, SampleConfig
-from dlm_jax.distributed.sharding import make_mesh, partition, path_name
+from dlm_jax.distributed.partitions import make_mesh, partition, path_name
 from dlm_jax.model.transformer import build
 
 BLOCK = 32

@@ -10,7 +10,7 @@ import pytest
 from oracles import commit as oracle
 
 from dlm_jax.sampling.commit import COMMIT_RULES, CommitContext, Proposal, RandomOrder, most
-from dlm_jax.sampling.commit.protocol import preferences
+from dlm_jax.sampling.commit.commit_rule import preferences
 from dlm_jax.sampling.commit.quotas import QUOTAS, QuotaRule, linear_quota
 
 MAX_HOLES, MAX_STEPS = 24, 30

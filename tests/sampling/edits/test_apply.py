@@ -13,16 +13,15 @@ from canvases import FOREVER, POSITIONS, ROWS, Row
 from oracles import edits as oracle
 
 from dlm_jax.config import SampleConfig
-from dlm_jax.config.sample import PRESETS
+from dlm_jax.config.schema import PRESETS
 from dlm_jax.sampling.commit import RandomOrder
 from dlm_jax.sampling.commit.quotas import whole_quota
 from dlm_jax.sampling.edits import Uncertainty
-from dlm_jax.sampling.edits.apply import take_snapshot
-from dlm_jax.sampling.edits.state import EditState
-from dlm_jax.sampling.inputs import beside
+from dlm_jax.sampling.edits.edit_rule import EditState
+from dlm_jax.sampling.edits.scores import take_snapshot
 from dlm_jax.sampling.remask import RemaskRule, Renoise
 from dlm_jax.sampling.state import EDITED
-from dlm_jax.sampling.step import look
+from dlm_jax.sampling.step import beside, look, may_edit
 from dlm_jax.settings import pytree
 from dlm_jax.types import Status
 
@@ -206,11 +205,10 @@ def test_the_snapshot_is_what_the_logits_say_of_the_tokens_after_the_commits(wit
     @jax.jit
     def snapshot(state):
         seen = look(program, params, state)
-        masks, filled = seen.masks, seen.filled
-        assert masks.may_edit_BL is not None
+        filled = seen.filled
         assert filled.total_BL is not None
-        tokens_BL = jnp.where(masks.is_open_BL, seen.proposal.tokens_BL, state.canvas.tokens_BL)
-        is_wanted_BL = beside(masks.may_edit_BL)
+        tokens_BL = jnp.where(seen.is_open_BL, filled.proposal.tokens_BL, state.canvas.tokens_BL)
+        is_wanted_BL = beside(may_edit(state))
         found = take_snapshot(
             program, params, seen.output, filled.total_BL, filled.best_BL, tokens_BL, is_wanted_BL
         )

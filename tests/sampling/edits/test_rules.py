@@ -25,8 +25,8 @@ from dlm_jax.sampling.edits import (
     Uncertainty,
 )
 from dlm_jax.sampling.edits.moves import moved_cells, position_map_of
-from dlm_jax.sampling.edits.rules import LENGTH_TARGETS, OVERFLOWS
 from dlm_jax.sampling.edits.scores import deletion_scores, gap_scores, leads, uncertainty
+from dlm_jax.sampling.edits.uncertainty import LENGTH_TARGETS, OVERFLOWS
 
 ROWS = 64
 
@@ -48,12 +48,16 @@ class Params(NamedTuple):
     steps_B: Any
 
 
-def _select(rule: type[Uncertainty], cells: Cells, snapshot: Snapshot, params: Params) -> Edits:
-    """What a rule of these numbers chooses."""
-    context = EditContext(
+def _context(cells: Cells, snapshot: Snapshot, params: Params) -> EditContext:
+    return EditContext(
         cells, snapshot, jnp.ones(cells.tokens_BL.shape, bool), params.step_B, params.steps_B,
         params.capacity_B, params.target_B, MASK, SPACE,
     )  # fmt: skip
+
+
+def _select(rule: type[Uncertainty], cells: Cells, snapshot: Snapshot, params: Params) -> Edits:
+    """What a rule of these numbers chooses."""
+    context = _context(cells, snapshot, params)
     trim, refuse = map(OVERFLOWS.index, ("trim", "refuse"))
     return rule(
         insert_start_B=params.insert_ratio_B,
@@ -263,9 +267,9 @@ def test_edits_are_those_of_one_at_a_time():
 
 @jax.jit
 def _scores(cells, snapshot, params):
-    uncertain_BL = uncertainty(cells, snapshot, mask_id=MASK)
+    uncertain_BL = uncertainty(_context(cells, snapshot, params))
     weights = (params.delete_margin_B, params.delete_lambda_B)
-    misfit_BL = deletion_scores(cells, snapshot, *weights, mask_id=MASK)
+    misfit_BL = deletion_scores(_context(cells, snapshot, params), *weights)
     return uncertain_BL, gap_scores(uncertain_BL), misfit_BL
 
 
@@ -336,7 +340,7 @@ def test_leads_are_those_of_the_likeliest_token_where_no_deletion_is_due():
     best = np.maximum(batch.snapshot.own_BL, np.log(rng.random(shape))).astype(np.float32)
     is_due = rng.random(shape) < 0.3
     snapshot = batch.snapshot._replace(best_BL=best, is_due_BL=is_due)
-    found = np.asarray(leads(batch.cells, snapshot, mask_id=MASK))
+    found = np.asarray(leads(_context(batch.cells, snapshot, batch.params)))
     seen = collections.Counter()
     for row in range(ROWS):
         cells = _row_of(batch.cells, row)
@@ -367,7 +371,7 @@ def test_a_row_that_goes_by_leads_inserts_at_the_greatest_ones():
     )  # fmt: skip
     edits = jax.jit(_select, static_argnums=0)(Lead, batch.cells, snapshot, params)
     # There is no gap in front of the first.
-    lead = np.array(leads(batch.cells, snapshot, mask_id=MASK))
+    lead = np.array(leads(_context(batch.cells, snapshot, batch.params)))
     lead[:, 0] = 0.0
     chosen = np.asarray(edits.insert_gap_BL)
     for row in range(ROWS):

@@ -10,7 +10,7 @@ import pytest
 import rule_cases
 import toy
 
-from dlm_jax.sampling.advance import make_advance
+from dlm_jax.sampling.loop import make_advance
 
 NAME = "random-none-wavefront-confidence"
 

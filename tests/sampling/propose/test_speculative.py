@@ -13,13 +13,12 @@ from canvases import FOREVER, Row, holes
 from scipy.stats import chi2
 
 from dlm_jax.config import SampleConfig
-from dlm_jax.inference.checks import check_canvas
-from dlm_jax.inference.request import Request
+from dlm_jax.inference.request import Request, check_canvas
 from dlm_jax.model.transformer import build
-from dlm_jax.sampling.advance import make_advance
 from dlm_jax.sampling.commit import Threshold
-from dlm_jax.sampling.facts import ModelFacts
+from dlm_jax.sampling.loop import make_advance
 from dlm_jax.sampling.propose import Speculative
+from dlm_jax.sampling.rules import ModelFacts
 from dlm_jax.types import Status
 
 UNIT, FIRST, ROWS = 4, 2, 4096

@@ -15,9 +15,9 @@ import toy
 from oracles import wavefront as oracle
 
 from dlm_jax.sampling.draw import draw
-from dlm_jax.sampling.output import TrunkOutput
+from dlm_jax.sampling.positions import TrunkOutput
 from dlm_jax.sampling.propose import CandidateWriter, Filled, Reader, Wanted, Wavefront
-from dlm_jax.sampling.propose.waves import by_density
+from dlm_jax.sampling.propose.wavefront import by_density
 from dlm_jax.sampling.transforms import Context, Temperature, TopP, chain
 from dlm_jax.types import Network
 
@@ -283,7 +283,10 @@ def _assert_row_is(ours: Filled, row: int, canvas: Canvas, done: oracle.Filled) 
     is_open_L = canvas.is_open_BL[row]
     want_L = np.where(is_open_L, done.canvas, 0)
     np.testing.assert_array_equal(ours.proposal.tokens_BL[row], want_L)
-    assert (ours.waves_B[row], ours.bootstrapped_B[row]) == (done.num_waves, len(done.seeds))
+    assert (ours.counts["waves"][row], ours.counts["bootstrapped"][row]) == (
+        done.num_waves,
+        len(done.seeds),
+    )
     for mine_BL, theirs in [
         (ours.proposal.logprob_BL, done.logprob),
         (ours.proposal.confidence_BL, done.confidence),
@@ -344,7 +347,7 @@ def test_row_is_filled_as_if_it_were_alone():
 def test_nothing_open_is_nothing_proposed():
     ours = _fill(_pictured(["", "v", "x" * POSITIONS, "vvxx"] * 2))
     assert ours.is_finite_B.all()
-    assert not any(x.any() for x in (*ours.proposal, ours.waves_B, ours.bootstrapped_B))
+    assert not any(x.any() for x in (*ours.proposal, *ours.counts.values()))
 
 
 def _same_rows(picture: str, seed: int = 0) -> Canvas:
@@ -373,7 +376,7 @@ def test_missing_neighbours_are_zero_vectors():
     pictures = ["ov", "xov", "vox", "vo", at_end, "vov", "xo", "xox"]
     canvas = _pictured(pictures)
     ours = _fill(canvas)
-    assert ours.bootstrapped_B.tolist() == [0] * 6 + [1] * 2
+    assert ours.counts["bootstrapped"].tolist() == [0] * 6 + [1] * 2
     for row, picture in enumerate(pictures[:6]):
         place = picture.index("o")
         around = [
@@ -416,7 +419,7 @@ def test_nan_condemns_its_own_row_alone(picture, is_spread):
         hidden_BLD[2, place, 5] = np.nan
         ours = _fill(canvas._replace(hidden_BLD=hidden_BLD))
         assert ours.is_finite_B.tolist() == [row != 2 for row in range(ROWS)]
-        assert 0 <= ours.waves_B[2] <= POSITIONS, "sums over rows must not overflow"
+        assert 0 <= ours.counts["waves"][2] <= POSITIONS, "sums over rows must not overflow"
         _assert_same_bits(*(jax.tree.map(lambda x: np.delete(x, 2, 0), f) for f in (ours, sound)))
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.inference.structure import Structures
-from dlm_jax.sampling.transforms import At, Context, structure
-from dlm_jax.sampling.transforms.structure import Automaton, Structure
+from dlm_jax.sampling.transforms import At, Context, automaton
+from dlm_jax.sampling.transforms.automaton import Automaton, Structure
 
 TOKENIZER = CharacterTokenizer.of("abc")
 MASK, EOS, PAD = TOKENIZER.mask_id, TOKENIZER.eos_id, TOKENIZER.pad_id
@@ -66,7 +66,7 @@ def left(request):
     """
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "scattered":
-            patch.setattr(structure, "_MOST_REDUCED", 0)
+            patch.setattr(automaton, "_MOST_REDUCED", 0)
         return _left()
 
 

@@ -1,0 +1,255 @@
+"""A file of requests, one JSON object per line; a bad line becomes an error of its own.
+
+Every line has an id that no other line has, so that results can be told apart whatever the file
+holds. A line without an id is ``line NUMBER``; no other line may take that name. A line of several
+samples has a result for each, which is identified by the id and the number of the sample.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+Id = str | int
+Key = Id | tuple[Id, int]
+"""What identifies a result: the id, and the number of the sample where a line has several."""
+
+_BOM = b"\xef\xbb\xbf"
+_CONTENTS = ("prompt", "template", "tokens")
+_TEXTS = ("prompt", "template", "draft")
+_INTEGERS = ("gen_length", "max_length", "n", "seed", "steps")
+_KEYS = ("id", *_CONTENTS, "draft", *_INTEGERS, "host_sampler", "read_back")
+_MOST_SAMPLES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a file of requests: either settings or the reason why it cannot be run.
+
+    `settings` is everything but the id and ``n``, as given, and empty beside an error. The id is
+    the given one also beside an error, unless that error is about the id or the line cannot be
+    read. A line with an error has one sample, which is that error.
+
+    Attributes:
+      number: in the file, from 1, blank lines included.
+      num_samples: rows of the line.
+      extra: rows of the lines before that are more than one a line.
+    """
+
+    number: int
+    id: Id
+    settings: dict[str, Any]
+    error: str | None = None
+    num_samples: int = 1
+    extra: int = 0
+
+    @property
+    def first(self) -> int:
+        """Place of its first row in the file, from 0; blank lines count as rows."""
+        return self.number - 1 + self.extra
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        if self.num_samples == 1:
+            return (self.id,)
+        return tuple((self.id, sample) for sample in range(self.num_samples))
+
+
+def read_requests(
+    path: str | os.PathLike[str], *, known: Collection[str], num_samples: int = 1
+) -> list[Line]:
+    """The lines of a file in their order, blank ones left out; all ids differ.
+
+    What a line asks for is in one of ``prompt``, ``template`` (texts) and ``tokens`` (integers), or
+    in none; ``draft`` is a text, ``gen_length``, ``max_length``, ``n`` (samples), ``seed`` and
+    ``steps`` are integers. Values of all other settings are left unchecked.
+
+    Args:
+      path: of a file in UTF-8, with or without a byte order mark.
+      known: names of the settings a request may have besides these, ``host_sampler`` and
+        ``read_back``.
+      num_samples: of a line without ``n``.
+    """
+    file = Path(path)
+    names = (*_KEYS, *sorted(set(known) - set(_KEYS)))
+    first: dict[Id, int] = {}
+    lines: list[Line] = []
+    extra = 0
+    for number, raw in enumerate(_content(file).split(b"\n"), 1):
+        if not raw.strip():
+            continue
+        line = _read(raw, number, f"{file.name} line {number}", names, first, num_samples)
+        lines.append(replace(line, extra=extra))
+        # A line that cannot be read counts as the others do, so that mending it moves none.
+        extra += (num_samples if line.error is not None else line.num_samples) - 1
+    return lines
+
+
+def share(lines: Sequence[Line], index: int, count: int) -> list[Line]:
+    """The lines of process `index` of `count`: those whose number leaves `index` modulo `count`."""
+    check_process(index, count)
+    return [line for line in lines if line.number % count == index]
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ValueError with `message` unless `condition` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def check_process(index: int, count: int) -> None:
+    """Raises ValueError unless there is a process `index` of `count`."""
+    for name, value in (("index", index), ("count", count)):
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        require(is_integer, f"{name}={value!r} of the processes is no integer; use one")
+    require(count >= 1, f"count={count} processes can do nothing; use at least 1")
+    require(
+        0 <= index < count,
+        f"index={index} is no process of count={count}; use 0 to {count - 1}",
+    )
+
+
+def _content(file: Path) -> bytes:
+    kind = "a file of requests, one JSON object per line"
+    require(os.path.exists(file), f"{file} does not exist; pass {kind}")
+    require(os.path.isfile(file), f"{file} is not a file; pass {kind}")
+    try:
+        return file.read_bytes().removeprefix(_BOM)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}; pass {kind}") from None
+
+
+def _read(
+    raw: bytes,
+    number: int,
+    where: str,
+    names: tuple[str, ...],
+    first: dict[Id, int],
+    num_samples: int,
+) -> Line:
+    """One line; `first` holds the number of each id so far, and gets this one's."""
+    own = f"line {number}"
+    try:
+        request = _parse(raw, where)
+        id_ = _id(request.pop("id", own), own, where, first)
+    except ValueError as error:
+        return Line(number, own, {}, str(error))
+    first[id_] = number
+    try:
+        _check(request, where, names)
+    except ValueError as error:
+        return Line(number, id_, {}, str(error))
+    return Line(number, id_, request, num_samples=request.pop("n", num_samples))
+
+
+def _parse(raw: bytes, where: str) -> dict[str, Any]:
+    try:
+        request = json.loads(raw.decode("utf-8"), object_pairs_hook=_object)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{where} is not UTF-8: byte {raw[error.start]:#04x} at column {error.start + 1} "
+            "(in bytes); save the file as UTF-8"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{where} is not JSON: {error.msg} at column {error.colno}; write one object per line"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON that can be read ({error}); correct it") from None
+    if not isinstance(request, dict):
+        raise ValueError(f'{where}: {_show(request)} is not an object; write {{"prompt": ...}}')
+    return request
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs; ValueError where Python would silently keep the last of two."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"{_show(twice)} is given twice")
+    return found
+
+
+def _id(given: Any, own: str, where: str, first: dict[Id, int]) -> Id:
+    """The id, if it is one that no other line has or may have."""
+    if isinstance(given, str):
+        _check_text(f"{where}: id", given)
+    elif type(given) is not int:
+        raise ValueError(f"{where}: id={_show(given)} is neither a text nor an integer; use one")
+    if given in first:
+        raise ValueError(
+            f"{where}: id={_show(given)} is that of line {first[given]} too; give each its own"
+        )
+    if isinstance(given, str) and given != own and re.fullmatch("line [1-9][0-9]*", given):
+        raise ValueError(f"{where}: id={_show(given)} is kept for that line; use another id")
+    return given
+
+
+def _check(request: dict[str, Any], where: str, names: tuple[str, ...]) -> None:
+    """Raises ValueError at the first setting that is unknown, at odds with another, or mistyped."""
+    for name, value in request.items():
+        if name not in names:
+            short = name if len(name) <= 60 else f"{name[:60]}..."
+            told = value if isinstance(value, str | int | float) else None
+            raise ValueError(f"{where}: {short!r} is not a setting; {_nearest(short, names, told)}")
+    contents = [name for name in _CONTENTS if name in request]
+    if len(contents) > 1:
+        raise ValueError(f"{where} has {' and '.join(contents)}; keep one of them")
+    for name in _TEXTS:
+        if name in request:
+            _check_kind(f"{where}: {name}", request[name], str, "a text", "write it in quotes")
+            _check_text(f"{where}: {name}", request[name])
+    for name in _INTEGERS:
+        if name in request:
+            _check_integer(f"{where}: {name}", request[name])
+    if not 1 <= request.get("n", 1) <= _MOST_SAMPLES:
+        raise ValueError(f"{where}: n={request['n']} samples must be 1 to {_MOST_SAMPLES}")
+    if "tokens" in request:
+        tokens = request["tokens"]
+        _check_kind(f"{where}: tokens", tokens, list, "a list", "write [1, 2, 3], say")
+        for index, token in enumerate(tokens):
+            _check_integer(f"{where}: tokens[{index}]", token)
+
+
+@lru_cache(maxsize=1024)
+def _nearest(name: str, known: tuple[str, ...], value: Any) -> str:
+    # Here, because what only keeps results needs no JAX.
+    from dlm_jax.settings import nearest
+
+    return nearest(name, known, value)
+
+
+def _check_integer(where: str, value: Any) -> None:
+    _check_kind(where, value, int, "an integer", "write one without quotes, such as 7")
+
+
+def _check_kind(where: str, value: Any, wanted: type, kind: str, remedy: str) -> None:
+    # JSON has no subclasses but the bool, which Python calls an integer.
+    if type(value) is not wanted:
+        raise ValueError(f"{where}={_show(value)} is not {kind}; {remedy}")
+
+
+def _check_text(where: str, text: str) -> None:
+    """Raises ValueError for a lone surrogate, which no file in UTF-8 can hold."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where} has a lone surrogate (U+{ord(text[error.start]):04X}) at position "
+            f"{error.start}, which is no character; remove it"
+        ) from None
+
+
+def _show(value: Any) -> str:
+    """The value as JSON writes it, cut to what fits an error."""
+    if isinstance(value, list | dict):
+        return "[...]" if isinstance(value, list) else "{...}"
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

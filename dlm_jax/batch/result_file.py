@@ -1,0 +1,342 @@
+"""One file of results on disk: its lines, the run it belongs to, its lock, and how it is replaced.
+
+Beside a file with lines lies ``FILE.run``, which holds the fingerprint of its run, and whether the
+results of all processes were once merged into the file. A file with lines but without it is a
+stranger's; an empty file belongs to no run. Lines and record have checksums (`checksums`).
+
+Results that grow line by line, survive any kill, and end in the requests' order.
+
+A single process writes ``out.jsonl``; process 1 of 3 writes ``out.jsonl.part-01-of-03`` beside it,
+and whichever finishes last merges the parts. They agree without talking to each other: the merged
+file appears under its name whole, and only then do the parts go. Who finds a part gone therefore
+finds its lines in the merged file, and two that merge at once write the same.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dlm_jax.batch.request_file import Key, check_process, require
+from dlm_jax.store.files import Damaged, refused_unless_full, replacing, with_crc, without_crc
+
+Rows = dict[Key, bytes]
+"""Lines by the key of their result."""
+
+
+def result_key(result: Any) -> Key | None:
+    """What identifies a result, by its ``id`` and its ``sample`` if it has one; None: no result."""
+    key = result.get("id") if isinstance(result, Mapping) else None
+    if not isinstance(key, str | int) or isinstance(key, bool):
+        return None
+    sample = result.get("sample")
+    return key if sample is None else (key, sample) if type(sample) is int else None
+
+
+def shown(key: Key) -> str:
+    return f"id={key[0]!r} sample={key[1]}" if isinstance(key, tuple) else f"id={key!r}"
+
+
+def line_of(result: Mapping[str, Any]) -> bytes:
+    """The line of a result, with its checksum and line end."""
+    # A lone surrogate becomes its JSON escape, so that no text can stop a run.
+    text = json.dumps(dict(result), ensure_ascii=False)
+    return with_crc(text.encode("utf-8", "backslashreplace")) + b"\n"
+
+
+def run_path(file: Path) -> Path:
+    """Where it is said of which run a file is."""
+    return file.with_name(f"{file.name}.run")
+
+
+def run_of(file: Path) -> dict[str, Any]:
+    """What is said beside a file; nothing if that is missing, unreadable or damaged."""
+    try:
+        record = json.loads(without_crc(run_path(file).read_bytes().removesuffix(b"\n")))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def owned(file: Path, fingerprint: str) -> bytes:
+    """What is in a file of this run; nothing if it is empty or there is none."""
+    # Twice, because another process may write its first line between the two readings. First the
+    # `.run`, then the file, because they are removed the other way round.
+    for _ in range(2):
+        is_ours = run_of(file).get("fingerprint") == fingerprint
+        try:
+            content = file.read_bytes()
+        except FileNotFoundError:
+            return b""
+        except OSError as error:
+            raise ValueError(
+                f"{file} cannot be read: {error.strerror}; choose another --output"
+            ) from None
+        if is_ours or not content:
+            return content
+    raise ValueError(f"{file} belongs to another run: remove it or choose another --output")
+
+
+def load_lines(file: Path, fingerprint: str) -> tuple[Rows, int]:
+    """Whole lines by key, the first where a key has two, and the byte where they end."""
+    content = owned(file, fingerprint)
+    *lines, _ = content.split(b"\n")
+    rows: Rows = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            key = result_key(json.loads(without_crc(line).decode("utf-8")))
+        except Damaged as error:
+            raise ValueError(
+                f"{file} line {number} is damaged: {error}; remove that line or the file"
+            ) from None
+        except (ValueError, RecursionError):
+            key = None
+        if key is None:
+            raise ValueError(f"{file} line {number} is no result; remove that line or the file")
+        rows.setdefault(key, line + b"\n")
+    return rows, content.rfind(b"\n") + 1
+
+
+def replace_lines(target: Path, content: bytes, temporary: Path) -> None:
+    """Writes `target` so that it is the old one or the new one, power cut or not.
+
+    Args:
+      target: the file to write.
+      content: all of it.
+      temporary: a path beside it that no other process writes at the same time.
+    """
+    with replacing(target, temporary) as file:
+        file.write(content)
+
+
+def append_line(writer: io.FileIO, line: bytes) -> None:
+    """Hands the line to the operating system, whole; on any error, Ctrl-C too, nothing of it."""
+    end = os.fstat(writer.fileno()).st_size
+    try:
+        rest = memoryview(line)
+        while rest:
+            rest = rest[writer.write(rest) :]
+    except BaseException:
+        # The next line must not continue half of this one.
+        writer.truncate(end)
+        raise
+
+
+def open_locked(file: Path) -> io.FileIO:
+    """The file, opened to append to, which no other process can open so until it is closed."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    writer = io.FileIO(file, "a")
+    try:
+        fcntl.flock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        # Any other error is that of a file system without locks, which is written without one.
+        if isinstance(error, BlockingIOError):
+            writer.close()
+            raise ValueError(
+                f"{file} is being written by another process; "
+                "wait for its end or choose another --output"
+            ) from None
+    return writer
+
+
+def fingerprint(
+    requests: str | os.PathLike[str], *, model: Mapping[str, Any], settings: Mapping[str, Any]
+) -> str:
+    """64 hex digits that are the same only for the same requests, model and settings.
+
+    Args:
+      requests: the file of requests; its bytes count, its name does not.
+      model: a description of the model, of what JSON can hold.
+      settings: whatever else the results depend on, of what JSON can hold; order does not count.
+    """
+    described = json.dumps([model, settings], sort_keys=True).encode()
+    content = hashlib.sha256(Path(requests).read_bytes()).digest()
+    return hashlib.sha256(content + described).hexdigest()
+
+
+class Results:
+    """The results of one process: those found on disk, and those it writes.
+
+    `done` holds the keys that need not be run again. A result survives the death of the process
+    once `write` has returned, and that of the machine once `close` has.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        fingerprint: str,
+        index: int = 0,
+        count: int = 1,
+    ) -> None:
+        """Opens the file of this process, and cuts off a line that a kill left half-written.
+
+        Args:
+          path: of the results of all processes.
+          fingerprint: of the run.
+          index: of this process.
+          count: of the processes that share the work.
+        """
+        check_process(index, count)
+        self.path = Path(os.path.realpath(path))
+        is_special = os.path.exists(path) and not os.path.isfile(path)
+        require(not is_special, f"{path} is not a file; choose another --output")
+        self.done: set[Key] = set()
+        self._fingerprint, self._count = fingerprint, count
+        self._file = self._part(index) if count > 1 else self.path
+        self._writer: io.FileIO | None = None
+        self._is_closed = False
+        is_merged = self._check_others()
+        # Running finished work again leaves nothing behind, hence no empty part.
+        if count == 1 or not is_merged:
+            self._open()
+        # After opening: a merge may just have taken the part away.
+        self.done |= self._load(self.path).keys()
+
+    def __enter__(self) -> Results:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def write(self, result: Mapping[str, Any]) -> None:
+        """Appends one result and adds its key to `done`; on any error nothing of it stays.
+
+        Args:
+          result: what JSON can hold, with an ``id``, and a ``sample`` if the id has several; not
+            done yet.
+        """
+        key = result_key(result)
+        if key is None:
+            raise ValueError(f"result {str(result)[:60]} has no id; give a text or an integer")
+        require(
+            key not in self.done,
+            f"the result of {shown(key)} is there already; write it once",
+        )
+        require(not self._is_closed, f"{self._file} is closed; open the results again")
+        line = line_of(result)
+        try:
+            append_line(self._writer or self._open(), line)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._file)) from None
+        self.done.add(key)
+
+    def finish(self, order: Sequence[Key]) -> bool:
+        """Whether `path` now holds all results in this order; False while some are missing.
+
+        Call it when this process has written all of its share; whichever process is last merges. It
+        closes the results when they are complete.
+
+        Args:
+          order: keys of all results, of every process.
+        """
+        rows: Rows = {}
+        parts = [self._part(index) for index in range(self._count)] if self._count > 1 else []
+        # The merged file last: what a merge takes away meanwhile is there by then.
+        for file in (*parts, self.path):
+            rows = self._load(file) | rows
+        lost = next(iter(self.done - rows.keys()), None)
+        if lost is not None:
+            raise ValueError(
+                f"{self._file} has lost the result of {shown(lost)} meanwhile; run again to redo it"
+            )
+        if not rows.keys() >= set(order):
+            return False
+        strange = next(iter(rows.keys() - set(order)), None)
+        if strange is not None:
+            raise ValueError(
+                f"{self.path} has a result of {shown(strange)}, which no request has; remove "
+                "its line"
+            )
+        content = b"".join(rows[key] for key in order)
+        self.close()
+        # The mark first: a merged file without it would be taken for a stranger's.
+        self._record(self.path, is_complete=True)
+        if not self.path.exists() or self.path.read_bytes() != content:
+            replace_lines(self.path, content, self._temporary)
+        self._tidy()
+        return True
+
+    def close(self) -> None:
+        """Nothing, once all that was written is on disk; a second call does nothing."""
+        self._is_closed = True
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            with writer:
+                os.fsync(writer.fileno())
+
+    @property
+    def _temporary(self) -> Path:
+        # Named after the file of this process, so that no other one writes the same.
+        return self._file.with_name(f"{self._file.name}.writing")
+
+    def _part(self, index: int) -> Path:
+        name = f"{self.path.name}.part-{index:02d}-of-{self._count:02d}"
+        return self.path.with_name(name)
+
+    def _parts(self) -> dict[Path, int]:
+        """Parts and their counts, those of other runs and those with only a ``.run`` too."""
+        pattern = re.compile(re.escape(self.path.name) + r"\.part-\d+-of-(\d+)")
+        names = os.listdir(self.path.parent) if self.path.parent.is_dir() else []
+        found = (pattern.fullmatch(name.removesuffix(".run")) for name in sorted(names))
+        return {self.path.with_name(match[0]): int(match[1]) for match in found if match}
+
+    def _check_others(self) -> bool:
+        """Whether the merged file is there; ValueError if a file is of another run or count."""
+        rows = self._load(self.path)
+        if rows and run_of(self.path).get("complete") is True:
+            return True
+        counts = {file: count for file, count in self._parts().items() if file.exists()}
+        if rows:
+            counts[self.path] = 1
+        for file, count in counts.items():
+            owned(file, self._fingerprint)
+            require(
+                count == self._count,
+                f"{file} is of a run with count={count} processes, not {self._count}; "
+                f"continue with {count}, or remove it or choose another --output",
+            )
+        return False
+
+    def _open(self) -> io.FileIO:
+        """The file of this process, locked, ending in a whole line."""
+        writer = None
+        try:
+            writer = open_locked(self._file)
+            rows, end = load_lines(self._file, self._fingerprint)
+            if end < os.fstat(writer.fileno()).st_size:
+                writer.truncate(end)
+            if not end:
+                self._record(self._file, is_complete=False)
+        except BaseException:
+            if writer is not None:
+                writer.close()
+            with refused_unless_full(self._file, "choose another --output"):
+                raise
+        self.done |= rows.keys()
+        self._writer = writer
+        return writer
+
+    def _load(self, file: Path) -> Rows:
+        return load_lines(file, self._fingerprint)[0]
+
+    def _record(self, file: Path, *, is_complete: bool) -> None:
+        """Says beside a file of which run it is, unless that is said already."""
+        record = {"fingerprint": self._fingerprint, "complete": is_complete}
+        if run_of(file) != record:
+            replace_lines(run_path(file), line_of(record), self._temporary)
+
+    def _tidy(self) -> None:
+        """Removes this run's parts; those of another run stay."""
+        for part in self._parts():
+            if run_of(part).get("fingerprint") == self._fingerprint:
+                part.unlink(missing_ok=True)
+                run_path(part).unlink(missing_ok=True)
+        self._temporary.unlink(missing_ok=True)

@@ -1,0 +1,353 @@
+"""A file of requests through a model, into a file of results.
+
+Requests are grouped by what is compiled in and by the canvas that holds them, a power of two, so
+that a few programs serve any lengths; inside a group a slot that ends takes the next request.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import dlm_jax.config as configs
+from dlm_jax.batch.request_file import Key, Line
+from dlm_jax.batch.result_file import result_key
+from dlm_jax.distributed.local_rows import digest_of, spans_processes, split_rows
+from dlm_jax.inference.candidates import HostSampler
+from dlm_jax.inference.engine import Engine
+from dlm_jax.inference.model import Model
+from dlm_jax.inference.own_rules import classes_of, with_rules
+from dlm_jax.inference.request import Request, make_requests, only_chains_in_use, static_of
+from dlm_jax.inference.results import Row, canvas_size
+from dlm_jax.store.files import source_digest
+from dlm_jax.types import Status
+
+_Listener = Callable[[Mapping[str, Any], int], Any]
+_HOST = ("host_sampler", "read_back")
+
+
+class Sink(Protocol):
+    """What takes the results of a run; `done` holds the keys of those that it has."""
+
+    done: set[Key]
+
+    def write(self, result: Mapping[str, Any]) -> None: ...
+
+
+class RunReport(NamedTuple):
+    """What a run did.
+
+    Attributes:
+      rows: finished now.
+      errors: requests that ended in an error now.
+      tokens: generated now, those of errors left out.
+      occupancy: share of the slots' steps that a row took while requests of the same program
+        waited; 1 if none did.
+      programs: canvases and slots of the programs that ran.
+    """
+
+    rows: int
+    errors: int
+    tokens: int
+    occupancy: float
+    programs: tuple[str, ...]
+
+
+class Plan(NamedTuple):
+    """What a run is going to do.
+
+    Attributes:
+      work: of each row that is not done, by its key: steps times positions; 0 if it is refused.
+      programs: canvases of the programs that will run.
+    """
+
+    work: dict[Key, float]
+    programs: tuple[str, ...]
+
+
+def describe_model(model: Model) -> dict[str, Any]:
+    """What tells this model from others, for a fingerprint.
+
+    Config, tokenizer, ids and settings, every number of its parameters, and the source of a network
+    of one's own.
+    """
+    tokenizer = model.tokenizer.to_json()
+    network: Any = ""
+    if model.config is None:
+        parts = vars(model.network).values()
+        network = sorted({own_source(part) for part in parts if callable(part)})
+    return {
+        "network": network,
+        "config": None if model.config is None else configs.to_dict(model.config),
+        "tokenizer": hashlib.sha256(json.dumps(tokenizer, sort_keys=True).encode()).hexdigest(),
+        "eos_ids": model.eos_ids,
+        "max_length": model.max_length,
+        "sample": describe_settings(vars(model.sample)),
+        "params": digest_of(model.params),
+    }
+
+
+def own_source(code: Any) -> str:
+    """The name of code of one's own with a digest of its source; the name alone if it has none."""
+    while isinstance(code, functools.partial):
+        code = code.func
+    code = code if hasattr(code, "__qualname__") else type(code)
+    return f"{code.__module__}.{code.__qualname__} {source_digest(code) or NO_SOURCE}"
+
+
+NO_SOURCE = "without source"
+"""Stands for the digest of code that has no file: that it changed goes unnoticed."""
+
+
+def run_requests(
+    model: Model,
+    lines: Sequence[Line],
+    results: Sink,
+    *,
+    seed: int = 0,
+    settings: Mapping[str, Any] | None = None,
+    batch_size: int = 64,
+    host_samplers: Callable[[str], HostSampler] | None = None,
+    max_candidates: int = 64,
+    on_plan: Callable[[Plan], Any] | None = None,
+    on_result: _Listener | None = None,
+    on_turn: Callable[[Engine], Any] | None = None,
+) -> RunReport:
+    """Writes the results of every line that `results` lacks, as soon as they are there.
+
+    A result is ``id``, ``text``, ``tokens``, ``length``, ``steps``, ``status``, ``seconds`` (in a
+    slot) and what was counted (``forwards``, ``waves``, and other `Counters` that are not 0); or
+    ``id`` and ``error``. A line of several samples has a result for each, with its number in
+    ``sample``, from 0. ``read_back`` is there where a line has it: see `Written.to_json`. The
+    tokens of a line depend on it alone: they are the same in any order, among any others, and after
+    a restart.
+
+    Args:
+      model: from `load`.
+      lines: of this process, those that are done too: they belong to the shapes of its programs. If
+        the devices of the model belong to several processes, all lines, of which each runs its
+        share.
+      results: where the results go.
+      seed: of the first row; sample i of a line that names none has the seed
+        ``seed + line.first + i``, of one that does its own and i.
+      settings: for lines that do not name them, of the same form as theirs.
+      batch_size: slots of a program at most.
+      host_samplers: what the ``host_sampler`` of a line names; it raises ValueError for names that
+        no line may use. Without it a line has none.
+      max_candidates: how many of a position's candidates host samplers and read-back see at most.
+      on_plan: told once, before anything is compiled, what will be done.
+      on_result: told each result once it is written, and how many tokens were generated for it.
+      on_turn: told the engine after each of its turns.
+    """
+    hosts = _Hosts(model, host_samplers, max_candidates)
+    found, asked, refused = _accepted(model, lines, seed, settings or {}, hosts)
+    errors = rows = tokens = 0
+    asked = only_chains_in_use(asked)
+    with Engine(
+        model, batch_size=batch_size, max_waiting=None, max_candidates=max_candidates
+    ) as engine:
+        # Those that are done too: the programs are the same when a run is continued.
+        engine.reserve(asked)
+        index, count = engine.share
+        own = {key for line in lines if line.number % count == index for key in line.keys}
+        own -= results.done
+        if on_plan is not None:
+            on_plan(_planned(found, refused, asked, own))
+        for result in (result for result in refused if result_key(result) in own):
+            _write(results, result, 0, on_result)
+            errors += 1
+        owners = {
+            engine.submit(request, number=row.number): row
+            for row, request in zip(found, asked, strict=True)
+            if row.key in own
+        }
+        while engine.is_busy:
+            for ticket, row in engine.step().finished.items():
+                result = _result(model, owners.pop(ticket), row)
+                is_error = "error" in result
+                new = 0 if is_error else row.num_generated
+                _write(results, result, new, on_result)
+                errors, rows, tokens = errors + is_error, rows + (not is_error), tokens + new
+            if on_turn is not None:
+                on_turn(engine)
+        report = engine.report()
+    return RunReport(rows, errors, tokens, report.occupancy, report.programs)
+
+
+class _Asked(NamedTuple):
+    """A row that can be run: a sample of a line, and how many candidates are read back of it."""
+
+    line: Line
+    sample: int
+    read_back: int
+
+    @property
+    def key(self) -> Key:
+        return self.line.keys[self.sample]
+
+    @property
+    def number(self) -> int:
+        """Place in the file, the same whatever else of it is run."""
+        return self.line.first + self.sample
+
+
+class _Hosts(NamedTuple):
+    """What the lines of a file may have of Python functions."""
+
+    model: Model
+    samplers: Callable[[str], HostSampler] | None
+    max_candidates: int
+
+    def of(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The host settings of a line as a request has them, but for `read_back`, a number."""
+        name, size = settings.get("host_sampler"), settings.get("read_back")
+        if size is True:
+            size = self.max_candidates
+        if size is not None and type(size) not in (bool, int):
+            raise ValueError(f"read_back={size!r} is not an integer; use the number of candidates")
+        if size and not 1 <= size <= self.max_candidates:
+            raise ValueError(
+                f"read_back={size} is outside [1, {self.max_candidates}], the candidates that the "
+                "host sees; use fewer or raise max_candidates"
+            )
+        if (name is not None or size) and spans_processes(split_rows(self.model.params)):
+            raise ValueError(
+                "host_sampler and read_back look at whole rows in one process; drop them, or run "
+                "the file in processes that do not share a mesh"
+            )
+        sampler = None if name is None else self._sampler(name)
+        return {"host_sampler": sampler, "read_back": int(size or 0)}
+
+    def _sampler(self, name: Any) -> HostSampler:
+        if not isinstance(name, str):
+            raise ValueError(
+                f'host_sampler={name!r} is not a text; write "module:function", or null for none'
+            )
+        if self.samplers is None:
+            raise ValueError(f"host_sampler={name!r} is not allowed; allow its module or drop it")
+        return self.samplers(name)
+
+
+def _accepted(
+    model: Model, lines: Sequence[Line], seed: int, settings: Mapping[str, Any], hosts: _Hosts
+) -> tuple[list[_Asked], list[Request], list[dict[str, Any]]]:
+    """The rows that can be run with their requests, and the results of the others."""
+    found: list[_Asked] = []
+    asked: list[Request] = []
+    refused: list[dict[str, Any]] = []
+    known: dict[Any, Any] = {}
+    declared = with_rules(tuple(classes_of(settings.get("rules")))).settings.values()
+    lists = {setting.name for setting in declared if setting.is_list}
+    for line in lines:
+        common = dict(settings) | {"seed": (seed + line.first) % 2**32}
+        try:
+            if line.error is not None:
+                raise ValueError(line.error)
+            own = _from_json(line.settings, lists)
+            host = hosts.of(common | own)
+            size = host["read_back"]
+            own |= host | {"read_back": size > 0}
+            asked += make_requests(model, own, common, num_samples=line.num_samples, known=known)
+        except ValueError as error:
+            refused += [_identified(line, k) | _error(line, error) for k in range(line.num_samples)]
+        else:
+            found += [_Asked(line, sample, size) for sample in range(line.num_samples)]
+    return found, asked, refused
+
+
+def _identified(line: Line, sample: int) -> dict[str, Any]:
+    return {"id": line.id} | ({"sample": sample} if line.num_samples > 1 else {})
+
+
+def _from_json(settings: Mapping[str, Any], lists: Collection[str]) -> dict[str, Any]:
+    """The settings with tuples for the lists of JSON; `lists` names what may be one."""
+    found = dict(settings)
+    for name, value in settings.items():
+        if not isinstance(value, list) or name in ("tokens", *_HOST):
+            continue
+        if name not in lists:
+            raise ValueError(f"{name} is a list; a request takes one value")
+        found[name] = tuple(tuple(one) if isinstance(one, list) else one for one in value)
+    return found
+
+
+def _error(line: Line, error: Exception) -> dict[str, str]:
+    where, said = f"line {line.number}", " ".join(str(error).split())
+    return {"error": said if where in said else f"{where}: {said}"}
+
+
+def _planned(
+    found: Sequence[_Asked],
+    refused: Sequence[Mapping[str, Any]],
+    asked: Sequence[Request],
+    own: set[Key],
+) -> Plan:
+    """The work of the rows in `own`: steps times canvas of each."""
+    keys = (result_key(result) for result in refused)
+    work = {key: 0.0 for key in keys if key is not None and key in own}
+    programs: dict[Any, str] = {}
+    for row, request in zip(found, asked, strict=True):
+        if row.key in own:
+            canvas = canvas_size(request.room, is_shared=True)
+            work[row.key] = float(request.sample.steps * canvas)
+            programs[static_of(request), canvas] = f"canvas={canvas}"
+    return Plan(work, tuple(programs.values()))
+
+
+def _result(model: Model, asked: _Asked, row: Row) -> dict[str, Any]:
+    named, status = _identified(asked.line, asked.sample), {"status": row.status.name.lower()}
+    error = row.error
+    if row.is_lost and error is not None:
+        raise error
+    if row.status is Status.NON_FINITE:
+        error = ValueError(f"the model's logits are not finite after {row.steps} steps")
+    if error is not None:
+        return named | _error(asked.line, error) | status
+    always = {
+        "forwards",
+        "waves",
+        *(("insertions", "deletions", "lost") if row.origin is not None else ()),
+    }
+    counted = {name: n for name, n in row.counters._asdict().items() if n or name in always}
+    if asked.read_back:
+        counted["read_back"] = [record.to_json(asked.read_back) for record in row.read_back]
+    return (
+        named
+        | {
+            "text": model.tokenizer.decode(row.tokens),
+            "tokens": row.tokens.tolist(),
+            "length": int(row.tokens.size),
+            "steps": row.steps,
+            **status,
+            "seconds": round(row.seconds, 3),
+        }
+        | counted
+    )
+
+
+def _write(
+    results: Sink,
+    result: Mapping[str, Any],
+    new: int,
+    on_result: _Listener | None,
+) -> None:
+    results.write(result)
+    if on_result is not None:
+        on_result(result, new)
+
+
+def describe_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings as JSON can hold them, for a fingerprint; own code by its source."""
+
+    def told(value: Any) -> str:
+        if callable(value):
+            return own_source(value)
+        return f"{type(value).__qualname__} {value!r}"
+
+    plain = dict(settings)
+    if plain.get("rules") is not None:
+        plain["rules"] = [*classes_of(plain["rules"])]
+    return json.loads(json.dumps(plain, default=told))

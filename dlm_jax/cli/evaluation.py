@@ -1,0 +1,265 @@
+"""Prints what texts cost: ``python -m dlm_jax.evaluate --checkpoint runs/quickstart``.
+
+Without texts it scores the held-out text of the model's own corpus, and apart from it the EOS that
+fill the rows behind documents. One line per source goes to
+standard output: nats per token and bits per character, each with its standard error over the
+windows or texts. A diffusion model's figures are bounds, an autoregressive model's exact, so that
+it can judge any text (``--checkpoint runs/judge --text samples.txt --split``).
+
+A sequence scorer says which share of the texts is corrupted; without texts, how far off it is on
+held-out text that was corrupted as in its training.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dlm_jax.cli.common import CHECKPOINT, SEED, Parser, load_model, start_jax, whole
+from dlm_jax.cli.ends import End, NotFiniteError, check_output, emit, program, refusals
+from dlm_jax.data import Corpus, load_corpus, validation_windows
+from dlm_jax.data.rows import Columns
+from dlm_jax.data.text import NAMED, read_jsonl
+from dlm_jax.diffusion.likelihood import half_width, plus_minus
+from dlm_jax.diffusion.sequence_scores import error_line, summary
+from dlm_jax.inference.model import Model
+from dlm_jax.inference.scoring import (
+    MOST_AT_ONCE,
+    Score,
+    corrupted_share,
+    held_out_errors,
+    score,
+    score_rows,
+)
+from dlm_jax.store.weights import SUFFIX
+
+Source = tuple[str, list[str], list[str] | None]
+"""Texts to score together: their name, the texts, and a prompt for each or None."""
+
+
+def make_parser() -> Parser:
+    parser = Parser(prog="python -m dlm_jax.evaluate", description=__doc__)
+    add = parser.add_argument
+    add("--checkpoint", metavar="PATH", help=CHECKPOINT)
+    add("--text", nargs="+", default=[], metavar="FILE", help="UTF-8 files to score")
+    split_help = "files hold several texts, with this line between them (---, as sample.py does)"
+    add("--split", nargs="?", const="---", metavar="LINE", help=split_help)
+    pairs_help = 'JSONL of {"prompt": ..., "response": ...}: responses given their prompts'
+    add("--pairs", nargs="+", default=[], metavar="FILE", help=pairs_help)
+    add("--continuation", metavar="TEXT", help="a text to score")
+    add("--prompt", metavar="TEXT", help="what --continuation continues")
+    add("--held-out", metavar="SOURCE", help="a corpus whose held-out part is scored; default: own")
+    add(
+        "--num-draws",
+        type=whole(1, MOST_AT_ONCE),
+        default=1,
+        metavar="N",
+        help="masks per window (1)",
+    )
+    add("--batch-size", type=whole(1, MOST_AT_ONCE), default=16, metavar="B",
+        help="windows that run at once (16)")  # fmt: skip
+    add("--seed", type=SEED, default=0, metavar="K", help="of the masks (0)")
+    add("--json", action="store_true", help="one JSON object a line instead of a sentence")
+    return parser
+
+
+@program
+def main(argv: Sequence[str] | None = None) -> int:
+    start_jax()
+    with refusals():
+        args = make_parser().parse_args(argv)
+        if args.prompt is not None and args.continuation is None:
+            raise ValueError("--prompt means nothing without --continuation; add that or drop it")
+        if args.split is not None and not args.text:
+            raise ValueError("--split means nothing without --text; add that or drop it")
+        check_output()
+        model = load_model(args.checkpoint)
+        drawn = {"num_draws": args.num_draws, "batch_size": args.batch_size, "seed": args.seed}
+        sources = list(_sources(args))
+        if model.network.scorer is not None:
+            _judge(model, args, sources)
+            return End.DONE
+        for name, texts, prompts in sources:
+            result = score(model, texts, prompts=prompts, **drawn)
+            emit(_line(name, result, as_json=args.json))
+        if not sources:
+            for name, result in _held_out(model, args, drawn):
+                emit(_line(name, result, as_json=args.json))
+    return End.DONE
+
+
+def _sources(args) -> Iterator[Source]:
+    for path in args.text:
+        text = _read(path)
+        texts = [text]
+        if args.split is not None:
+            texts = [t for t in f"\n{text}\n".split(f"\n{args.split}\n") if t.strip("\n")]
+            texts = [t.strip("\n") for t in texts]
+        yield path, texts, None
+    for path in args.pairs:
+        pairs = list(read_jsonl(path, _read(path)))
+        yield path, [pair.text for pair in pairs], [pair.prompt or "" for pair in pairs]
+    if args.continuation is not None:
+        prompts = None if args.prompt is None else [args.prompt]
+        yield "continuation", [args.continuation], prompts
+
+
+def _held_out(model: Model, args: Namespace, drawn: dict[str, int]) -> Iterator[tuple[str, Score]]:
+    """Scores of the windows of the held-out text that training never saw: text, and its tails."""
+    corpus, rows = _held_out_rows(model, args)
+    cost = score_rows(model, rows, **drawn)
+    place_L = np.arange(rows["tokens"].shape[1])[None]
+    is_free_NL = (place_L >= rows["given"][:, None]) & (place_L < rows["length"][:, None])
+    is_tail_NL = is_free_NL & (rows["tokens"] == model.tokenizer.eos_id)
+    tail_N, free_N = is_tail_NL.sum(axis=1), is_free_NL.sum(axis=1)
+    tokens_N = free_N - tail_N
+    # Characters are known for the whole text alone: each window gets its share by tokens.
+    characters_N = tokens_N * (corpus.num_val_characters / tokens_N.sum())
+    name = f"held-out text of {corpus.name}"
+    error_N = cost.text_variance_N**0.5
+    yield name, Score(cost.text_nats_N, tokens_N, characters_N, error_N, model.is_causal)
+    if tail_N.any():
+        nats_N = cost.nats_N - cost.text_nats_N
+        unknown_N = np.full(len(nats_N), 0.0 if model.is_causal else np.nan)
+        none_N = np.zeros_like(characters_N)
+        yield f"EOS behind the {name}", Score(nats_N, tail_N, none_N, unknown_N, model.is_causal)
+
+
+def _held_out_rows(model: Model, args: Namespace, **how: int) -> tuple[Corpus, Columns]:
+    """The held-out part of the corpus that was asked for, or of the model's own.
+
+    A weights file does not decide what is read: it may be a stranger's. Nothing decides what is
+    written but the environment (`dlm_jax.data.rows.default_cache_dir`).
+    """
+    assert model.config is not None, "a loaded model has its config"
+    data, is_own = model.config.data, args.held_out is None
+    if is_own and args.checkpoint is not None and Path(args.checkpoint).suffix == SUFFIX:
+        raise ValueError(
+            f"{args.checkpoint} is a file, which does not decide what is read; name its text: "
+            "--held-out SOURCE, or --text or --pairs"
+        )
+    if is_own and not model.corpus_sha256:
+        raise ValueError(
+            f"{args.checkpoint} says nothing of the text it was trained on; name one: "
+            "--held-out SOURCE, or --text or --pairs"
+        )
+    where = ""
+    if is_own and (relative := [s for s in data.source if not _is_placed(s)]):
+        where = f"data.source={','.join(relative)} of the run, in {Path.cwd()}"
+    try:
+        corpus = load_corpus(
+            data.source if is_own else args.held_out,
+            tokenizer=model.tokenizer,
+            held_out=data.held_out,
+            layout=data.layout,
+            tail=data.tail,
+            seq_len=data.seq_len,
+            weights=data.weights if is_own else (),
+        )
+    except ValueError as error:
+        hint = f" ({where}; --held-out names another)" if where else ""
+        raise ValueError(f"{error}{hint}") from None
+    if where:
+        print(where, file=sys.stderr)
+    if is_own and corpus.sha256 != model.corpus_sha256:
+        raise ValueError(
+            f"{corpus.name} is not the text that the model was trained on (another sha256), so "
+            "that its end was perhaps not held out; restore it, or name it by --held-out"
+        )
+    return corpus, validation_windows(
+        corpus.val_rows, seq_len=data.seq_len, pad_id=model.tokenizer.pad_id, **how
+    )
+
+
+def _is_placed(source: str) -> bool:
+    """Whether a source is the same one from every directory."""
+    return source in NAMED or "://" in source or Path(os.path.expanduser(source)).is_absolute()
+
+
+def _judge(model: Model, args: Namespace, sources: Sequence[Source]) -> None:
+    """Prints which share of each source a sequence scorer takes to be corrupted, or its error."""
+    if args.num_draws != 1:
+        raise ValueError(
+            f"--num-draws={args.num_draws} means nothing for a sequence scorer; drop it"
+        )
+    for name, texts, prompts in sources:
+        if prompts is not None:
+            raise ValueError(f"{name}: a sequence scorer judges whole texts; leave out the prompts")
+        share_N = corrupted_share(model, texts, batch_size=args.batch_size)
+        share, count = float(share_N.mean()), len(share_N)
+        _require_finite(name, share)
+        error = float(share_N.std(ddof=1)) / count**0.5 if count > 1 else None
+        record = {"corrupted_share": share, "corrupted_share_error": error, "texts": count}
+        line = f"corrupted share {share:.4f}"
+        line += "" if error is None else f" +- {half_width(error, count):.4f} ({count} texts)"
+        _print(name, "judged", record, line, as_json=args.json)
+    if not sources:
+        corpus, rows = _held_out_rows(model, args, multiple_of=args.batch_size)
+        found = held_out_errors(model, rows, batch_size=args.batch_size, seed=args.seed)
+        record = summary(found, rows["length"] - rows["given"])
+        _require_finite(corpus.name, *(v for v in record.values() if isinstance(v, float)))
+        name = f"held-out text of {corpus.name}"
+        _print(name, "error", record, error_line(record), as_json=args.json)
+
+
+def _print(name: str, kind: str, record: dict[str, Any], line: str, *, as_json: bool) -> None:
+    emit(json.dumps({"source": name, "kind": kind} | record) if as_json else f"{name}: {line}")
+
+
+def _line(name: str, result: Score, *, as_json: bool) -> str:
+    nats, nats_error = result.nats_per_token
+    tokens, characters = int(result.tokens.sum()), round(float(result.characters.sum()))
+    bits, bits_error = result.bits_per_character if characters else (math.nan, math.nan)
+    _require_finite(name, nats)
+    kind = "exact" if result.is_exact else "upper bound"
+    if as_json:
+        return json.dumps(
+            {
+                "source": name,
+                "kind": kind,
+                "nats_per_token": nats,
+                "nats_per_token_error": _or_none(nats_error),
+                "bits_per_character": _or_none(bits),
+                "bits_per_character_error": _or_none(bits_error),
+                "texts": len(result.nats),
+                "tokens": tokens,
+                "characters": characters,
+            }
+        )
+    nats_interval, bits_interval = result.interval(nats_error), result.interval(bits_error)
+    per_character = f", {bits:.4f}{plus_minus(bits_interval)} bits/character" if characters else ""
+    counts = f"{len(result.nats)} rows, {tokens:,} tokens"
+    counts += f", {characters:,} characters" if characters else ""
+    per_token = f"{nats:.4f}{plus_minus(nats_interval)} nats/token"
+    return f"{name}: {per_token}{per_character} ({kind}; {counts})"
+
+
+def _require_finite(name: str, *figures: float) -> None:
+    if not all(map(math.isfinite, figures)):
+        raise NotFiniteError(f"{name}: what the model says of it is not finite")
+
+
+def _or_none(number: float) -> float | None:
+    """JSON has no NaN."""
+    return None if math.isnan(number) else number
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; name a text file") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 at byte {error.start}; convert it") from None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

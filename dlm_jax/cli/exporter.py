@@ -1,0 +1,63 @@
+"""Writes a run's model into one file: ``python -m dlm_jax.export --checkpoint DIR --out FILE``.
+
+The file holds the parameters (their moving average, if the run kept one), the config and the
+tokenizer; `dlm_jax.load`, ``sample.py`` and ``python -m dlm_jax.evaluate`` take it like a run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import dlm_jax.config as configs
+from dlm_jax.cli.common import Parser, start_jax
+from dlm_jax.cli.ends import End, program, refusals
+from dlm_jax.store import load_params, save_weights
+
+
+def make_parser() -> Parser:
+    parser = Parser(prog="python -m dlm_jax.export", description=__doc__)
+    add = parser.add_argument
+    add("--checkpoint", required=True, metavar="DIR", help="a run")
+    add("--out", required=True, metavar="FILE", help="ends in .safetensors")
+    add("--dtype", default="float32", metavar="TYPE", help="float32 or float16 (float32)")
+    config_help = "what it says of [sample], data.source and train.out_dir replaces the run's own"
+    add("--config", metavar="FILE", help=config_help)
+    return parser
+
+
+def _replace(meta: dict[str, Any], path: str) -> None:
+    """Puts what the config file at `path` says of samples and of places into `meta`."""
+    given = configs.to_dict(configs.load(path))
+    said = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    meta["config"]["sample"] |= {key: given["sample"][key] for key in said.get("sample", {})}
+    for section, key in (("data", "source"), ("train", "out_dir"), ("train", "init_from")):
+        if key in said.get(section, {}):
+            meta["config"][section][key] = given[section][key]
+    meta["corpus"]["name"] = ", ".join(meta["config"]["data"]["source"])
+
+
+@program
+def main(argv: Sequence[str] | None = None) -> int:
+    start_jax()
+    with refusals():
+        args = make_parser().parse_args(argv)
+        params, meta = load_params(
+            args.checkpoint, report=lambda line: print(line, file=sys.stderr)
+        )
+        kept = {name: meta[name] for name in ("config", "tokenizer", "corpus")}
+        if args.config is not None:
+            _replace(kept, args.config)
+        kept |= {name: meta.get(name) for name in ("bound", "step")}
+        kept |= {"run": meta.get("run", "")}
+        size = save_weights(args.out, params, kept, dtype=args.dtype)
+    print(f"{args.out}: {size:,} bytes; {json.dumps(kept['corpus'])}", file=sys.stderr)
+    return End.DONE
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

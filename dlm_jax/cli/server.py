@@ -1,0 +1,226 @@
+"""Serves a model over HTTP: ``python -m dlm_jax.serve --checkpoint DIR --port 8000``.
+
+It speaks the OpenAI protocol (docs/serving.md): /v1/completions, /v1/chat/completions, /v1/infill,
+/v1/models, /tokenize, /health, /metrics, and a page at / that shows a text being denoised. It
+listens on this machine alone unless --host says otherwise; where the variable that --api-key-env
+names is set, clients must bring its value as their key. Needs the extra ``serve``:
+``pip install dlm_jax[serve]``.
+
+SIGTERM or Ctrl-C stops it: nothing new is taken, and what runs has --drain seconds to finish. Its
+address is the one line on standard output; logs go to standard error, one JSON object per line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import dlm_jax
+from dlm_jax.cli.common import (
+    CHECKPOINT,
+    COUNT,
+    PRESET,
+    Parser,
+    add_mesh_flags,
+    heads_line,
+    load_model,
+    mesh_of,
+    naming_flags,
+    start_jax,
+    whole,
+)
+from dlm_jax.cli.ends import End, check_output, emit, program, refusals
+from dlm_jax.config import parse_flags, sample_settings
+from dlm_jax.inference.engine import Engine
+from dlm_jax.inference.model import DTYPES, Model
+from dlm_jax.inference.request import settings_of_call
+from dlm_jax.published import TextTemplate, check_template
+from dlm_jax.settings import nearest
+from dlm_jax.store.weights import DEFAULT
+
+if TYPE_CHECKING:
+    from dlm_jax.serving.http import Server
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number") from None
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text[:40]} is not a time above 0")
+    return value
+
+
+def make_parser() -> Parser:
+    parser = Parser(prog="python -m dlm_jax.serve", description=__doc__)
+    add: Callable[..., object] = parser.add_argument
+    add("--checkpoint", metavar="PATH", help=CHECKPOINT)
+    add("--model-name", metavar="NAME", help="what clients call it; default: the checkpoint's name")
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (127.0.0.1)")
+    add("--port", type=whole(0, 65535), default=8000, help="to listen on (8000); 0: any")
+    add("--api-key-env", default="DLM_JAX_API_KEY", metavar="NAME",
+        help="variable of the environment that holds the key (DLM_JAX_API_KEY)")  # fmt: skip
+    add("--slots", type=COUNT, default=64, metavar="B", help="rows that run at once (64)")
+    add("--one-size", action="store_true",
+        help="run all rows in one program of that many slots: texts are the same bit for bit under "
+        "any load, and a lone one takes longer")  # fmt: skip
+    add("--steps-per-call", type=COUNT, default=2, metavar="N",
+        help="steps between two looks at what has come (2)")  # fmt: skip
+    add("--preset", metavar="NAME", help=PRESET)
+    add("--default", action="append", default=[], metavar="NAME=VALUE",
+        help="a setting that counts where a request gives none; repeat it for others")  # fmt: skip
+    add("--chat-template", metavar="FILE", help="Jinja program that writes conversations as text")
+    add("--max-waiting", type=COUNT, default=1024, metavar="N", help="rows that may wait (1024)")
+    add("--max-rows", type=COUNT, default=128, metavar="N", help="rows of one request (128)")
+    add("--max-steps", type=COUNT, default=4096, metavar="N", help="steps of a row (4096)")
+    add("--max-body", type=whole(1, 1 << 30), default=1 << 20, metavar="BYTES",
+        help="of a request (1048576)")  # fmt: skip
+    add("--max-seconds", type=seconds, default=600.0, metavar="S",
+        help="that an answer may take, waiting included (600)")  # fmt: skip
+    add("--drain", type=seconds, default=30.0, metavar="S",
+        help="that what runs may take once the server is stopped (30)")  # fmt: skip
+    add("--no-warm-up", action="store_true",
+        help="compile a program when a request first needs it; by default those of a lone request, "
+        "with and without a format, are compiled from the start on")  # fmt: skip
+    add("--log-texts", action="store_true", help="log prompts and texts as well")
+    add("--dtype", metavar="TYPE",
+        help=f"of the parameters: {', '.join(DTYPES)}; default: float32")  # fmt: skip
+    add("--version", action="version", version=f"dlm_jax {dlm_jax.__version__}")
+    add_mesh_flags(parser)
+    return parser
+
+
+@program
+def main(argv: Sequence[str] | None = None) -> int:
+    start_jax()
+    with contextlib.ExitStack() as undo:
+        _served(argv, undo).answer()
+    return End.DONE
+
+
+def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
+    """The server that the flags ask for; `undo` closes its socket."""
+    with refusals(), naming_flags():
+        check_output()
+        args, overrides = parse_flags(make_parser(), argv)
+        _check_extra()
+        from dlm_jax.serving.app import Options, make_app
+        from dlm_jax.serving.http import LOGGER, listening, start_logs
+        from dlm_jax.serving.http import Server as Listening
+        from dlm_jax.serving.protocol import Limits
+
+        key = _key(args.api_key_env)
+        mesh = mesh_of(overrides, is_distributed=False)
+        sock = undo.enter_context(contextlib.closing(listening(args.host, args.port)))
+        model = _with_template(load_model(args.checkpoint, mesh=mesh, dtype=args.dtype), args)
+        preset = model.preset(args.preset) if args.preset else {}
+        defaults = _defaults(model, preset, args.default)
+        limits = Limits(
+            rows=args.max_rows, waiting=args.max_waiting, body=args.max_body,
+            seconds=args.max_seconds, steps=args.max_steps,
+        )  # fmt: skip
+        heads = heads_line(model, settings_of_call(model, defaults))
+        options = Options(
+            name=args.model_name or _name_of(args.checkpoint or DEFAULT),
+            limits=limits, key=key, logs_texts=args.log_texts, warms_up=not args.no_warm_up,
+            defaults=defaults, length=_length(model, defaults, args.default),
+        )  # fmt: skip
+        if key is None and args.host not in _LOOPBACK:
+            print(f"warning: --host {args.host} without a key: everybody may ask; set "
+                  f"{args.api_key_env}", file=sys.stderr)  # fmt: skip
+        sizes = (args.slots,) if args.one_size else None
+        engine = Engine(model, batch_size=args.slots, sizes=sizes, max_waiting=None)
+        app = make_app(model, engine, options, slots=args.slots, steps_per_call=args.steps_per_call)
+    start_logs()
+    LOGGER.info(heads)
+    host, port = sock.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return Listening(app, sock, drain=args.drain, listens=lambda: emit(f"http://{shown}:{port}"))
+
+
+def _defaults(model: Model, settings: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
+    """The settings of a preset and of ``--default``, which overrides it, checked together."""
+    own: dict[str, str] = {}
+    for text in texts:
+        name, is_given, value = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if not is_given:
+            raise ValueError(f"--default {text} gives no value; write --default temperature=0.7")
+        if name in own:
+            raise ValueError(f"--default {name} is given twice; keep one")
+        known = tuple(model.sample.table.settings)
+        if name not in known:
+            raise ValueError(
+                f"--default {text}: {name!r} is not a setting; {nearest(name, known, value)}"
+            )
+        own[name] = value
+    if not own:
+        return settings
+    try:
+        settings = settings | sample_settings(own)
+        settings_of_call(model, settings)
+    except ValueError as error:
+        why = re.sub("^(command line: )?--", "", str(error))
+        raise ValueError(f"--default {' --default '.join(texts)}: {why}") from None
+    return settings
+
+
+def _length(model: Model, settings: dict[str, Any], texts: Sequence[str]) -> int | None:
+    """New tokens of a completion or infill that says nothing about them, if a flag does."""
+    if not any(re.match(r"\s*gen.length\s*=", text) for text in texts):
+        return None
+    return settings["gen_length"] or model.max_length
+
+
+def _name_of(checkpoint: str) -> str:
+    """What clients call a checkpoint: its directory, or its file without the ending."""
+    path = Path(checkpoint).resolve()
+    return path.name if path.is_dir() else path.stem
+
+
+def _check_extra() -> None:
+    try:
+        import prometheus_client  # noqa: F401
+        import pydantic  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"the server needs {error.name}; install it with: pip install 'dlm_jax[serve]'"
+        ) from None
+
+
+def _key(name: str) -> str | None:
+    key = os.environ.get(name)
+    if key is not None and not key.strip():
+        raise ValueError(f"--api-key-env: {name} is empty; put a key into it, or unset it")
+    return key
+
+
+def _with_template(model: Model, args: argparse.Namespace) -> Model:
+    """The model, with the chat template that was given."""
+    if args.chat_template is None:
+        return model
+    path = Path(args.chat_template)
+    try:
+        source = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--chat-template {path} cannot be read: {error}") from None
+    check_template(source, f"--chat-template {path}")
+    template = TextTemplate(source, text_tokenizer=model.tokenizer)
+    return dataclasses.replace(model, chat=template)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

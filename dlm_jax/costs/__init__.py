@@ -1,1 +1,0 @@
-"""What a compiled program costs, read from the text of its optimised operations."""

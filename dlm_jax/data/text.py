@@ -1,0 +1,345 @@
+"""Documents in JSON lines: texts, and pairs of a prompt and its response.
+
+The corpus of 40,000 lines of Shakespeare, from disk or from the network, and no other text.
+
+Its bytes are checked wherever they come from, so that figures taken on this name compare.
+
+Text to train on: corpora known by name, any UTF-8 files, and the split that holds some out.
+
+The built-in corpus is the language reference that ships with CPython (`pydoc_data.topics`), so
+that training needs no network. Many of its topics are copies of parts of longer ones: a fifth of
+the text occurs twice, and a bound on held-out text would partly measure memory. A topic is
+therefore left out when at least half of it stands in the longer topics that were kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import http.client
+import importlib
+import json
+import os
+import sysconfig
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dlm_jax.data.rows import default_cache_dir
+from dlm_jax.data.tokenizers import utf8
+from dlm_jax.store.files import replacing
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document of a corpus.
+
+    Attributes:
+      name: where it came from.
+      text: what is to be learnt.
+      prompt: what it answers, given to the model and never noised; None for plain text.
+    """
+
+    name: str
+    text: str
+    prompt: str | None = None
+
+
+def read_jsonl(name: str, content: str) -> Iterator[Document]:
+    """The lines of `content`, in their order; blank ones are passed over.
+
+    A line is an object ``{"prompt": TEXT, "response": TEXT}`` or ``{"text": TEXT}``. A prompt may
+    be empty, what is to be learnt may not.
+    """
+    for number, line in enumerate(content.split("\n"), 1):
+        if line.strip():
+            yield parse_line(f"{name} line {number}", line)
+
+
+def parse_line(where: str, line: str) -> Document:
+    """The document of one line; `where` is its name. Errors as of `read_jsonl`."""
+    try:
+        data = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{where} is not JSON: {error.msg} at column {error.colno}; write one object per line"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON that can be read ({error}); correct it") from None
+    fields = '{"prompt": ..., "response": ...} or {"text": ...}'
+    if not isinstance(data, dict):
+        raise ValueError(f"{where} is {_kind(data)}, not an object; write {fields}")
+    answer = "text" if data.keys() == {"text"} else "response"
+    if data.keys() not in ({"text"}, {"prompt", "response"}):
+        found = ", ".join(data)[:100] or "none"
+        raise ValueError(f"{where} has the fields {found}; write {fields}")
+    for field, value in data.items():
+        if not isinstance(value, str):
+            raise ValueError(f"{where}: {field} is {_kind(value)}; write a text in quotes")
+        try:
+            utf8(value)
+        except ValueError as error:
+            raise ValueError(f"{where}: {field}: {error}") from None
+    if not data[answer]:
+        raise ValueError(f"{where}: {answer} is empty; write one or delete the line")
+    return Document(where, data[answer], data.get("prompt"))
+
+
+def _kind(value: Any) -> str:
+    """What JSON calls `value`."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return {str: "a text", list: "a list", dict: "an object"}.get(type(value), "a number")
+
+
+SHAKESPEARE = "tinyshakespeare"
+_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+SHAKESPEARE_PATH = "DLM_JAX_TINYSHAKESPEARE"
+
+_NUM_BYTES = 1_115_394
+_TIMEOUT_SECONDS = 30.0
+_BY_PATH = "name the file by path instead: --data.source path/to/input.txt"
+
+
+def read_shakespeare() -> str:
+    """The text: the file that `$DLM_JAX_TINYSHAKESPEARE` names, else the cached, else downloaded.
+
+    A download is kept in the cache folder (`dlm_jax.data.rows.default_cache_dir`), where it appears
+    whole or not at all; a damaged copy there is loaded again.
+    """
+    named = os.environ.get(SHAKESPEARE_PATH)
+    if named:
+        try:
+            return _checked(
+                Path(os.path.expanduser(named)).read_bytes(), f"{SHAKESPEARE_PATH}={named}"
+            )
+        except OSError as error:
+            raise ValueError(
+                f"{SHAKESPEARE_PATH}={named} cannot be read: {error.strerror}; correct or unset it"
+            ) from None
+    cached = default_cache_dir() / f"{SHAKESPEARE}.txt"
+    with contextlib.suppress(OSError, ValueError):
+        return _checked(cached.read_bytes(), str(cached))
+    data = _download()
+    text = _checked(data, _URL)
+    _keep(cached, data)
+    return text
+
+
+def _checked(data: bytes, where: str) -> str:
+    found = hashlib.sha256(data).hexdigest()
+    if found != SHAKESPEARE_SHA256:
+        raise ValueError(
+            f"{where}: {len(data)} bytes with the sha256 {found[:12]}..., where {SHAKESPEARE} has "
+            f"{SHAKESPEARE_SHA256[:12]}...; {_BY_PATH}"
+        )
+    return data.decode("utf-8")
+
+
+def _download() -> bytes:
+    try:
+        with urllib.request.urlopen(_URL, timeout=_TIMEOUT_SECONDS) as response:
+            # One byte more shows that there is too much, however much there is.
+            return response.read(_NUM_BYTES + 1)
+    except (OSError, http.client.HTTPException) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise ValueError(
+            f"{SHAKESPEARE} cannot be loaded from {_URL} ({reason}); {_BY_PATH}"
+        ) from None
+
+
+def _keep(path: Path, data: bytes) -> None:
+    """Puts `data` at `path`, or does without where that cannot be written."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            file.write(data)
+
+
+BUILTIN_CORPUS = "python-reference"
+PYTHON_SOURCE = "python-source"
+
+Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+# Folders of the standard library whose files are not its source: tests, some of which are not even
+# UTF-8, what was installed, and the language reference, which is a corpus of its own.
+_NO_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
+
+# A paragraph that occurs in two topics counts as a copy from this length (characters) on.
+_MIN_COPIED = 40
+
+
+def read_documents(source: Source) -> tuple[Document, ...]:
+    """The documents of `source`, by name, each once and none of them empty.
+
+    Args:
+      source: `BUILTIN_CORPUS`, `PYTHON_SOURCE` (a document per file of the standard library, tests
+        left out), `tinyshakespeare.NAME` (downloaded if need be), a path or a glob (`**` spans
+        folders), or several of these. A path that exists is taken literally, even if
+        it looks like a glob. A file is one document, and one whose name ends in ``.jsonl`` a
+        document per line, in its order (see `read_jsonl`). A byte-order mark is removed;
+        everything else, line endings included, stays as it is.
+    """
+    patterns = names_of(source)
+    if not patterns:
+        raise ValueError(f"source names no files; give a path, a glob or {BUILTIN_CORPUS!r}")
+    named: dict[str, list[Document]] = {}
+    found: dict[Path, tuple[Path, bool]] = {}
+    for pattern in patterns:
+        if pattern in NAMED:
+            named[pattern] = NAMED[pattern]()
+            continue
+        is_named, matches = _match(pattern)
+        for path in matches:
+            shown, was_named = found.get(path.resolve(), (path, False))
+            found[path.resolve()] = shown, is_named or was_named
+    documents = [document for name in sorted(named) for document in named[name]]
+    for path, is_named in sorted(found.values()):
+        content = _read(path)
+        if path.suffix == ".jsonl":
+            texts = list(read_jsonl(str(path), content))
+        else:
+            texts = [Document(str(path), content)] if content else []
+        if texts:
+            documents += texts
+        elif is_named:
+            raise ValueError(f"{path} is empty; give a file with text in it")
+    if not documents:
+        raise ValueError(f"{describe(source)}: every file found is empty; give files with text")
+    return tuple(documents)
+
+
+def join_documents(documents: Sequence[Document]) -> str:
+    """The text of all documents in order, one blank line between two of them."""
+    parts = [document.text.rstrip("\r\n") for document in documents[:-1]]
+    return "\n\n".join([*parts, documents[-1].text])
+
+
+def split_text(text: str, held_out: float) -> tuple[str, str]:
+    """(training text, held-out text): the two together are `text`, held out is its end.
+
+    The cut is at a line start, the nearest one that holds out at least `held_out` but at most
+    twice as much; text without such a line start is cut at the character.
+    """
+    _check_share(held_out)
+    if len(text) < 2:
+        raise ValueError(f"a text of {len(text)} characters cannot be split; give more text")
+    wanted = min(max(1, round(len(text) * held_out)), len(text) - 1)
+    target = len(text) - wanted
+    line_start = text.rfind("\n", 0, target) + 1
+    cut = line_start if line_start >= max(1, target - wanted) else target
+    return text[:cut], text[cut:]
+
+
+def split_documents(
+    documents: Sequence[Document], held_out: float, *, name: str
+) -> tuple[Sequence[Document], Sequence[Document]]:
+    """(training documents, held-out documents): whole ones, the last `held_out` of their number."""
+    _check_share(held_out)
+    if len(documents) < 2:
+        raise ValueError(
+            f"{name} is one document, and whole documents are held out; "
+            "give more of them or use data.layout=windows"
+        )
+    wanted = min(max(1, round(len(documents) * held_out)), len(documents) - 1)
+    return documents[:-wanted], documents[-wanted:]
+
+
+def describe(source: Source) -> str:
+    """A short name of `source` for messages."""
+    patterns = names_of(source)
+    shown = ", ".join(patterns[:3])
+    return shown if len(patterns) <= 3 else f"{shown} and {len(patterns) - 3} more"
+
+
+def _check_share(held_out: float) -> None:
+    if not 0.0 < held_out < 1.0:
+        raise ValueError(f"held_out={held_out} is outside (0, 1); 0.05 holds out 5%")
+
+
+def names_of(source: Source) -> list[str]:
+    several = [source] if isinstance(source, str | os.PathLike) else source
+    return [os.fspath(pattern) for pattern in several]
+
+
+def _match(pattern: str) -> tuple[bool, list[Path]]:
+    """Whether `pattern` names one file, and the files that it stands for."""
+    path = Path(os.path.expanduser(pattern))
+    if path.is_dir():
+        raise ValueError(f"{pattern} is a folder; name its files, such as {path / '**' / '*.txt'}")
+    if path.exists():
+        return True, [path]
+    files = [Path(name) for name in glob.glob(str(path), recursive=True) if os.path.isfile(name)]
+    if not files:
+        problem = "matches no file" if set(pattern) & set("*?[") else "does not exist"
+        raise ValueError(
+            f"{pattern} {problem}; give a path, a glob or the built-in corpus {BUILTIN_CORPUS!r}"
+        )
+    return False, files
+
+
+def _read(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read: {error.strerror}; make it readable or leave it out"
+        ) from error
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"{path} is not UTF-8: byte 0x{data[error.start]:02x} at byte offset {error.start} "
+            f"(line {line}); convert the file to UTF-8 or leave it out"
+        ) from None
+    return text.removeprefix("\ufeff")
+
+
+def _builtin_documents() -> list[Document]:
+    """Topics of the language reference, sorted by name, copies left out (see the module)."""
+    try:
+        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    except ImportError as error:
+        raise ValueError(
+            f"the corpus {BUILTIN_CORPUS!r} needs pydoc_data, which this Python lacks; "
+            "install the complete standard library or give text files"
+        ) from error
+    seen: set[str] = set()
+    kept: list[Document] = []
+    for name in sorted(topics, key=lambda name: (-len(topics[name]), name)):
+        paragraphs = [part for part in topics[name].split("\n\n") if len(part) > _MIN_COPIED]
+        copied = sum(len(part) for part in paragraphs if part in seen)
+        if 2 * copied < sum(map(len, paragraphs)):
+            kept.append(Document(f"{BUILTIN_CORPUS}:{name}", topics[name].strip("\n") + "\n"))
+            seen.update(paragraphs)
+    return sorted(kept, key=lambda document: document.name)
+
+
+def _python_source() -> list[Document]:
+    """Modules of the standard library, sorted by path; tests and installed packages left out."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _NO_SOURCE]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    texts = [(path.relative_to(root), _read(path)) for path in sorted(paths)]
+    if not texts:
+        raise ValueError(
+            f"the corpus {PYTHON_SOURCE!r} needs the source of the standard library, which "
+            f"{root} lacks; install it or give text files"
+        )
+    return [Document(f"{PYTHON_SOURCE}:{path.as_posix()}", text) for path, text in texts if text]
+
+
+NAMED: dict[str, Callable[[], list[Document]]] = {
+    BUILTIN_CORPUS: _builtin_documents,
+    PYTHON_SOURCE: _python_source,
+    SHAKESPEARE: lambda: [Document(SHAKESPEARE, read_shakespeare())],
+}
+"""Corpora by name, which mean the same from every directory."""

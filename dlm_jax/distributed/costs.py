@@ -1,0 +1,675 @@
+"""The estimated time of a compiled program, read from the text that XLA prints of it.
+
+Operations are laid out in their order, collectives beside them. Loops count as often as they run.
+A collective that the compiler starts early costs only what is left of it where its result is waited
+for. A measuring stick to compare programs with, not a promise of what hardware does.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from dlm_jax.distributed.mesh import Chip
+
+SIZES: dict[str, float] = {
+    "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "bf16": 2,
+    "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "s4": 0.5, "u4": 0.5,
+}  # fmt: skip
+"""Bytes of a number of each type."""
+
+_SHAPE = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
+_HEAD = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{\s*$")
+_START = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = ")
+_NAME = re.compile(r"%([\w.\-]+)")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One array of a type; `in_memory` tells the main memory from faster ones."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    in_memory: bool = True
+
+    @property
+    def num_bytes(self) -> float:
+        return SIZES[self.dtype] * math.prod(self.dims)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation; operands are names, or the text in the brackets of what has none."""
+
+    name: str
+    kind: str
+    type: str
+    operands: tuple[str, ...]
+    attributes: str
+
+    @property
+    def shapes(self) -> list[Shape]:
+        return shapes_of(self.type)
+
+    def attribute(self, pattern: str) -> str | None:
+        found = re.search(pattern, self.attributes)
+        return found.group(1) if found else None
+
+    @property
+    def source(self) -> str:
+        return self.attribute(r'op_name="([^"]*)"') or self.kind
+
+
+@dataclass
+class Module:
+    """A program: its computations by name, each a list of operations in their order."""
+
+    computations: dict[str, list[Operation]] = field(default_factory=dict)
+    entry: str = ""
+
+    def called(self, operation: Operation, key: str = "calls") -> str | None:
+        """The computation that an operation names under `key`, if the program has it."""
+        name = operation.attribute(key + r"=%([\w.\-]+)")
+        return name if name in self.computations else None
+
+
+def shapes_of(text: str) -> list[Shape]:
+    """The arrays that a type names; what is no array (a token) is left out."""
+    found = []
+    for dtype, dims, layout in _SHAPE.findall(text):
+        if dtype in SIZES:
+            numbers = tuple(int(size) for size in dims.split(",") if size)
+            # S(1) and above are the memories beside the main one.
+            found.append(Shape(dtype, numbers, re.search(r"S\([1-9]", layout or "") is None))
+    return found
+
+
+def num_bytes(text: str) -> float:
+    return sum(shape.num_bytes for shape in shapes_of(text))
+
+
+def parse(text: str) -> Module:
+    """The program that ``compiled.as_text()`` prints."""
+    module, current = Module(), None
+    for line in _whole_lines(text):
+        head = _HEAD.match(line)
+        if head and "=" not in line.split("(")[0]:
+            current = module.computations.setdefault(head.group(2), [])
+            if head.group(1):
+                module.entry = head.group(2)
+            continue
+        start = _START.match(line)
+        if start and current is not None:
+            current.append(_operation(start.group(1), line[start.end() :]))
+        elif line.startswith("}"):
+            current = None
+    return module
+
+
+def _whole_lines(text: str) -> list[str]:
+    """Lines, with the breaks inside the metadata of custom calls mended."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        begins = line.startswith((" ", "}", "%", "ENTRY", "HloModule", "\t"))
+        goes_on = line.startswith(('"xprof', "}}")) or (line and not begins)
+        if lines and goes_on and lines[-1].startswith("  "):
+            lines[-1] += " " + line
+        else:
+            lines.append(line)
+    return lines
+
+
+def _operation(name: str, rest: str) -> Operation:
+    if rest.startswith("("):
+        end = _closing(rest, 0) + 1
+        type_, rest = rest[:end], rest[end:].lstrip()
+    else:
+        type_, _, rest = rest.partition(" ")
+    opening = rest.find("(")
+    kind, end = rest[:opening], _closing(rest, opening)
+    inside = rest[opening + 1 : end]
+    if kind in ("constant", "parameter"):
+        operands: tuple[str, ...] = (inside,)
+    else:
+        operands = tuple(_NAME.findall(inside))
+    return Operation(name, kind, type_, operands, rest[end + 1 :])
+
+
+def _closing(text: str, opening: int) -> int:
+    """Index of the bracket that closes the one at `opening`."""
+    depth = 0
+    for place in range(opening, len(text)):
+        if text[place] in "()":
+            depth += 1 if text[place] == "(" else -1
+            if depth == 0:
+                return place
+    return len(text) - 1
+
+
+def trip_count(module: Module, loop: Operation, parent: list[Operation]) -> int | None:
+    """How often the body of a ``while`` runs, if its bound is a constant."""
+    known = loop.attribute(r'known_trip_count"?:?\{"?n"?:?"?(\d+)')
+    if known:
+        return int(known)
+    name = module.called(loop, "condition")
+    if name is None:
+        return None
+    condition = module.computations[name]
+    constants = {
+        operation.name: int(operation.operands[0])
+        for operation in condition
+        if operation.kind == "constant" and re.fullmatch(r"-?\d+", operation.operands[0])
+    }
+    for operation in condition:
+        if operation.kind == "compare" and "direction=LT" in operation.attributes:
+            bounds = [constants[name] for name in operation.operands if name in constants]
+            if bounds:
+                return bounds[0]
+    if len(constants) == 1:
+        return next(iter(constants.values()))
+    return _carried_bound(condition, loop, parent)
+
+
+def _carried_bound(
+    condition: list[Operation], loop: Operation, parent: list[Operation]
+) -> int | None:
+    """The bound of a loop whose constant was moved into what the loop carries."""
+    here = {operation.name: operation for operation in parent}
+    start = here.get(loop.operands[0])
+    if start is None or start.kind != "tuple":
+        return None
+    places = {
+        operation.name: int(operation.attribute(r"index=(\d+)") or 0)
+        for operation in condition
+        if operation.kind == "get-tuple-element"
+    }
+    found = []
+    for operation in condition:
+        if operation.kind not in ("compare", "fusion"):
+            continue
+        for name in operation.operands:
+            if name in places and places[name] < len(start.operands):
+                source = here.get(start.operands[places[name]])
+                for _ in range(5):
+                    if source is None or source.kind not in (
+                        "copy",
+                        "bitcast",
+                        "copy-done",
+                        "copy-start",
+                    ):
+                        break
+                    source = here.get(source.operands[0])
+                if source is not None and source.kind == "constant":
+                    found += [int(x) for x in re.findall(r"^\d+$", source.operands[0])]
+    positive = [bound for bound in found if bound > 0]
+    return positive[0] if len(positive) == 1 else None
+
+
+Types = dict[str, str]
+"""Types of the operations of a computation, by name."""
+
+_FREE = frozenset({
+    "bitcast", "get-tuple-element", "tuple", "parameter", "constant", "after-all", "partition-id",
+    "copy-done", "optimization-barrier",
+})  # fmt: skip
+_SLICES = ("dynamic-slice", "slice", "gather")
+_SAME_PLACE = ("bitcast", "copy", "reshape", "convert")
+
+
+def products(module: Module, name: str, known: dict[str, float]) -> float:
+    """FLOP of all matrix products and convolutions inside a computation; `known` is its memory."""
+    if name in known:
+        return known[name]
+    body = module.computations[name]
+    types = {operation.name: operation.type for operation in body}
+    total = 0.0
+    for operation in body:
+        if operation.kind in ("dot", "convolution"):
+            total += product(operation, types)
+        if operation.kind in ("fusion", "call"):
+            inner = module.called(operation) or module.called(operation, "to_apply")
+            total += products(module, inner, known) if inner else 0.0
+    known[name] = total
+    return total
+
+
+def product(operation: Operation, types: Types) -> float:
+    """FLOP of one ``dot`` or ``convolution``: two for each multiplication."""
+    outputs = math.prod(operation.shapes[0].dims)
+    left, right = (_dims(types[name]) for name in operation.operands[:2])
+    if operation.kind == "dot":
+        axes = operation.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
+        return 2.0 * outputs * math.prod(left[int(axis)] for axis in axes.split(",") if axis)
+    found = re.search(r"dim_labels=([\w?]+)_([\w?]+)->([\w?]+)", operation.attributes)
+    assert found is not None
+    lhs, kernel, out = found.groups()
+    taps = math.prod(right) // right[kernel.index("o")]
+    return 2.0 * outputs * taps * _share_of_taps(operation, left, lhs, out)
+
+
+def _dims(text: str) -> tuple[int, ...]:
+    return shapes_of(text)[0].dims
+
+
+def _share_of_taps(operation: Operation, left: tuple[int, ...], lhs: str, out: str) -> float:
+    """The share of a convolution's window that meets numbers and not padding or holes.
+
+    XLA writes batched products as convolutions whose window mostly meets holes.
+    """
+    window = operation.attribute(r"window=\{([^}]*)\}")
+    sizes = _window(window, "size")
+    if not sizes:
+        return 1.0
+    count = len(sizes)
+    strides = _window(window, "stride") or [1] * count
+    dilations = _window(window, "lhs_dilate") or [1] * count
+    steps = _window(window, "rhs_dilate") or [1] * count
+    found = re.search(r"pad=([\d_x\-]+)", window or "")
+    pads = [int(part.split("_")[0]) for part in found.group(1).split("x")] if found else [0] * count
+    result, share = operation.shapes[0].dims, 1.0
+    for axis, size in enumerate(sizes):
+        have, outputs = left[lhs.index(str(axis))], result[out.index(str(axis))]
+        starts = [place * strides[axis] - pads[axis] for place in range(outputs)]
+        met = sum(
+            1
+            for start in starts
+            for tap in range(size)
+            if (at := start + tap * steps[axis]) >= 0
+            and at % dilations[axis] == 0
+            and at // dilations[axis] < have
+        )
+        share *= met / outputs / size
+    return share
+
+
+def _window(window: str | None, key: str) -> list[int]:
+    found = re.search(rf"(?<![a-z_]){key}=([\dx]+)", window or "")
+    return [int(size) for size in found.group(1).split("x")] if found else []
+
+
+def memory_bytes(operation: Operation, types: Types, module: Module) -> float:
+    """Bytes that an operation reads from and writes to the main memory.
+
+    Of an operand that is sliced the slices count, of one that is updated in place the updates.
+    """
+    if operation.kind in _FREE:
+        return 0.0
+    body = module.called(operation) if operation.kind == "fusion" else None
+    if body is not None:
+        return _fusion_bytes(operation, types, module.computations[body])
+    written = _in_memory(operation.type)
+    if operation.kind in _SLICES:
+        return 2 * written
+    if operation.kind == "dynamic-update-slice":
+        return 2 * _in_memory(types.get(operation.operands[1], ""))
+    if operation.kind == "copy-start":
+        return _in_memory(types.get(operation.operands[0], ""))
+    return written + sum(_in_memory(types[name]) for name in operation.operands if name in types)
+
+
+def _in_memory(text: str) -> float:
+    return sum(shape.num_bytes for shape in shapes_of(text) if shape.in_memory)
+
+
+def _fusion_bytes(operation: Operation, types: Types, body: list[Operation]) -> float:
+    by_name = {inner.name: inner for inner in body}
+    parameters = {int(x.operands[0] or 0): x for x in body if x.kind == "parameter"}
+    users = _users(body)
+    total, in_place = 0.0, 0.0
+    for place, name in enumerate(operation.operands):
+        size = _in_memory(types.get(name, ""))
+        if not size:
+            continue
+        parameter = parameters.get(place)
+        uses = _uses(parameter.name, users) if parameter else []
+        if uses and all(use.kind in _SLICES for use in uses):
+            total += min(size, sum(_bytes(use.shapes) for use in uses))
+        elif uses and all(_updates(use, parameter, by_name) for use in uses):
+            in_place += size
+        else:
+            total += size
+    written = _in_memory(operation.type)
+    updates = [inner for inner in body if inner.kind == "dynamic-update-slice"]
+    if updates and in_place:
+        written = max(0.0, written - in_place) + sum(
+            _bytes(by_name[inner.operands[1]].shapes)
+            for inner in updates
+            if inner.operands[1] in by_name
+        )
+    return total + written
+
+
+def _bytes(shapes: list[Shape]) -> float:
+    return sum(shape.num_bytes for shape in shapes)
+
+
+def _users(body: list[Operation]) -> dict[str, list[Operation]]:
+    users: dict[str, list[Operation]] = collections.defaultdict(list)
+    for operation in body:
+        if operation.kind not in ("parameter", "constant"):
+            for name in operation.operands:
+                users[name].append(operation)
+    return users
+
+
+def _uses(name: str, users: dict[str, list[Operation]]) -> list[Operation]:
+    """What reads a value, seen through operations that only look at it otherwise."""
+    found: list[Operation] = []
+    for user in users[name]:
+        found += (_uses(user.name, users) or [user]) if user.kind in _SAME_PLACE else [user]
+    return found
+
+
+def _updates(use: Operation, parameter: Operation | None, by_name: dict[str, Operation]) -> bool:
+    """Whether `use` writes a part of the parameter in place."""
+    if use.kind != "dynamic-update-slice" or not use.operands or parameter is None:
+        return False
+    name = use.operands[0]
+    for _ in range(6):
+        if name == parameter.name or name not in by_name:
+            break
+        if by_name[name].kind not in ("bitcast", "copy", "reshape"):
+            break
+        name = by_name[name].operands[0]
+    return name == parameter.name
+
+
+KINDS = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
+    "ragged-all-to-all",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Torus:
+    """Where the devices of a program stand: coordinates by number, and sizes of dimensions."""
+
+    chip: Chip
+    places: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+
+    def bandwidth(self, group: list[int]) -> float:
+        """Bytes/s into a chip of a group: the links of every dimension in which it is spread.
+
+        A dimension counts twice where the group goes all the way round.
+        """
+        places = [self.places[member] for member in group]
+        total = 0.0
+        for axis, size in enumerate(self.sizes):
+            spread = len({place[axis] for place in places})
+            if spread > 1:
+                goes_round = spread == size and 0 < self.chip.torus <= size
+                total += self.chip.link if goes_round else self.chip.link / 2
+        return total or self.chip.link
+
+
+def moved(kind: str, result_bytes: float, attributes: str, torus: Torus) -> tuple[float, float]:
+    """(bytes that a chip receives or sends, seconds) of a collective alone on its links.
+
+    An all-reduce counts as a reduce-scatter and an all-gather.
+    """
+    if kind == "collective-permute":
+        return result_bytes, result_bytes / (torus.chip.link / 2)
+    group = first_group(attributes, len(torus.places))
+    share, speed = (len(group) - 1) / len(group), torus.bandwidth(group)
+    if kind == "all-reduce":
+        size = 2 * result_bytes * share
+    elif kind == "reduce-scatter":
+        size = result_bytes * len(group) * share
+    else:
+        size = result_bytes * share
+    # An all-to-all crosses a torus in many hops; a quarter of the time stands for the mean.
+    return size, size / speed / (4 if "all-to-all" in kind else 1)
+
+
+def first_group(attributes: str, num_devices: int) -> list[int]:
+    """The devices that exchange with each other in the first group of a collective."""
+    mesh = re.search(
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([\d,]*)\))? \{([^}]*)\}", attributes
+    )
+    if mesh:
+        axes = [(name, int(size)) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh.group(1))]
+        sizes = [size for _, size in axes]
+        ids = _numbers(mesh.group(2)) if mesh.group(2) else list(range(math.prod(sizes)))
+        used = re.findall(r"'([^']+)'", mesh.group(3))
+        index = tuple(slice(None) if name in used else 0 for name, _ in axes)
+        return np.array(ids).reshape(sizes)[index].reshape(-1).tolist()
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
+    if iota:
+        sizes = _numbers(iota.group(2))
+        ids = np.arange(math.prod(sizes)).reshape(sizes)
+        if iota.group(3):
+            ids = ids.transpose(_numbers(iota.group(3)))
+        return ids.reshape(_numbers(iota.group(1)))[0].tolist()
+    plain = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
+    return _numbers(plain.group(1)) if plain else list(range(num_devices))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
+Mode = Literal["roof", "cycles"]
+"""What bounds an operation without products: its bytes at full bandwidth, or the compiler's cycles.
+
+The first is the better case, the second the compiler's own pessimistic figure for vector work.
+"""
+
+# The share of the peak that Pallas kernels for attention reach.
+_KERNEL_SHARE = 0.55
+# Products of a kernel by its name: two forward, five backward in one kernel, or four and three.
+_KERNEL_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
+_UNTIMED = frozenset({
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
+    "optimization-barrier", "copy-start", "copy-done", "iota",
+})  # fmt: skip
+
+
+@dataclass
+class Cost:
+    """What a program, or a part of it, costs one device.
+
+    Attributes:
+      seconds: estimated.
+      exposed: seconds of them that wait for collectives.
+      flops: of matrix products.
+      memory_bytes: to and from the main memory.
+      moved: bytes by kind of collective.
+      unknown_loops: loops whose bound is not known, which count once.
+    """
+
+    seconds: float = 0.0
+    exposed: float = 0.0
+    flops: float = 0.0
+    memory_bytes: float = 0.0
+    moved: dict[str, float] = field(default_factory=lambda: collections.defaultdict(float))
+    unknown_loops: int = 0
+
+    def add(self, other: Cost, times: int = 1) -> None:
+        for name in ("seconds", "exposed", "flops", "memory_bytes"):
+            setattr(self, name, getattr(self, name) + times * getattr(other, name))
+        for kind, size in other.moved.items():
+            self.moved[kind] += times * size
+        self.unknown_loops += other.unknown_loops
+
+
+def cost(text: str, torus: Torus, mode: Mode = "roof") -> Cost:
+    """What the program that ``compiled.as_text()`` prints costs each of its devices."""
+    module = parse(text)
+    return _Timeline(module, module.entry, torus, mode).read()
+
+
+class _Timeline:
+    """One computation, laid out in time: the device works while its links carry collectives.
+
+    Computations that it calls are read once: `known` and `products` keep what they cost.
+    """
+
+    def __init__(self, module: Module, name: str, torus: Torus, mode: Mode):
+        self.module, self.torus = module, torus
+        self.mode: Mode = mode
+        self.known: dict[str, Cost] = {}
+        self.products: dict[str, float] = {}
+        self.body = module.computations[name]
+        self.types = {operation.name: operation.type for operation in self.body}
+        self.cost = Cost()
+        self.links_free = 0.0
+        # When each collective ends, by the operation that started it.
+        self.started: dict[str, float] = {}
+        self.fused: dict[tuple[str, float], float] = {}
+        self.last_user = {
+            key: operation.name for operation in self.body for key, _ in self._fused_in(operation)
+        }
+
+    def _of(self, name: str) -> Cost:
+        if name not in self.known:
+            inner = _Timeline(self.module, name, self.torus, self.mode)
+            inner.known, inner.products = self.known, self.products
+            self.known[name] = inner.read()
+        return self.known[name]
+
+    def read(self) -> Cost:
+        for operation in self.body:
+            self._take(operation)
+        if self.started and self.links_free > self.cost.seconds:
+            self._wait(self.links_free)
+        return self.cost
+
+    def _take(self, operation: Operation) -> None:
+        kind = operation.kind
+        base = kind.removesuffix("-start").removesuffix("-done")
+        if kind == "while":
+            self._loop(operation)
+        elif kind == "conditional":
+            self._branches(operation)
+        elif kind == "call":
+            name = self.module.called(operation, "to_apply")
+            self.cost.add(self._of(name) if name else Cost())
+        elif kind in ("async-start", "async-done") or base in KINDS:
+            self._collective(operation, base)
+        elif kind == "custom-call" and "tpu_custom_call" in operation.attributes:
+            self._kernel(operation)
+        elif kind not in _UNTIMED:
+            self._compute(operation)
+
+    def _loop(self, operation: Operation) -> None:
+        times = trip_count(self.module, operation, self.body)
+        if times is None:
+            self.cost.unknown_loops += 1
+        body = self.module.called(operation, "body")
+        if body is not None:
+            self.cost.add(self._of(body), 1 if times is None else times)
+
+    def _branches(self, operation: Operation) -> None:
+        """The dearest branch counts."""
+        listed = operation.attribute(r"branch_computations=\{([^}]*)\}")
+        names = (
+            re.findall(r"%([\w.\-]+)", listed)
+            if listed
+            else re.findall(r"(?:true|false)_computation=%([\w.\-]+)", operation.attributes)
+        )
+        costs = [self._of(name) for name in names]
+        self.cost.add(max(costs, key=lambda cost: cost.seconds))
+
+    def _send(self, kind: str, size: float, attributes: str) -> float:
+        """When a collective ends that starts as soon as the links are free."""
+        size, seconds = moved(kind, size, attributes, self.torus)
+        self.cost.moved[kind] += size
+        self.links_free = max(self.cost.seconds, self.links_free) + seconds
+        return self.links_free
+
+    def _wait(self, until: float) -> None:
+        waited = max(0.0, until - self.cost.seconds)
+        self.cost.exposed += waited
+        self.cost.seconds += waited
+
+    def _collective(self, operation: Operation, base: str) -> None:
+        kind = operation.kind
+        if kind.endswith("-done"):
+            if operation.operands and operation.operands[0] in self.started:
+                self._wait(self.started.pop(operation.operands[0]))
+            return
+        if kind == "async-start":
+            name = self.module.called(operation)
+            inside = self.module.computations[name] if name else []
+            wrapped = [x for x in inside if any(one in x.kind for one in KINDS)]
+            if wrapped:
+                (first, *_), size = wrapped, num_bytes(wrapped[0].type)
+                self.started[operation.name] = self._send(first.kind, size, first.attributes)
+            return
+        size = num_bytes(operation.type)
+        if kind.endswith("-start"):
+            # The type holds what goes in and what comes out.
+            given = sum(num_bytes(self.types[x]) for x in operation.operands if x in self.types)
+            if base == "collective-permute":
+                size = given
+            elif base != "all-reduce":
+                size -= given
+            self.started[operation.name] = self._send(base, size, operation.attributes)
+            return
+        self._wait(self._send(base, size, operation.attributes))
+
+    def _fused_in(self, operation: Operation) -> list[tuple[tuple[str, float], Operation]]:
+        """Collectives inside a fusion, by their channel and size."""
+        name = self.module.called(operation) if operation.kind == "fusion" else None
+        inside = self.module.computations[name] if name else []
+        return [
+            ((x.attribute(r"channel_id=(\d+)") or x.name, num_bytes(x.type)), x)
+            for x in inside
+            if x.kind.removesuffix("-start") in KINDS
+        ]
+
+    def _compute(self, operation: Operation) -> None:
+        inside = self._fused_in(operation)
+        flops = 0.0
+        if operation.kind in ("dot", "convolution"):
+            flops = product(operation, self.types)
+        elif (name := self.module.called(operation)) is not None:
+            flops = products(self.module, name, self.products)
+        for key, collective in inside:
+            if key not in self.fused:
+                kind = collective.kind.removesuffix("-start")
+                self.fused[key] = self._send(kind, key[1], collective.attributes)
+        size = memory_bytes(operation, self.types, self.module)
+        chip = self.torus.chip
+        if self.mode == "roof":
+            seconds = size / chip.bandwidth
+        else:
+            seconds = int(operation.attribute(r'"estimated_cycles":"(\d+)"') or 0) / chip.clock
+        seconds = max(seconds, flops / chip.flops)
+        self.cost.flops += flops
+        self.cost.memory_bytes += size
+        self.cost.seconds += seconds
+        for key, _ in inside:
+            if self.last_user.get(key) == operation.name and key in self.fused:
+                self._wait(self.fused.pop(key))
+
+    def _kernel(self, operation: Operation) -> None:
+        """A kernel for attention, by its products; any other counts nothing."""
+        given = [shapes_of(self.types[name]) for name in operation.operands if name in self.types]
+        dims = [shapes[0].dims for shapes in given if shapes]
+        matrices = [size for size in dims if len(size) >= 3 and size[-1] >= 64]
+        if "splash" not in operation.name + operation.attributes or not matrices:
+            return
+        *heads, queries, width = matrices[0]
+        keys = max(size[-2] for size in matrices[1:])
+        which = next(
+            (x for x in ("fwd", "dkv") if x in operation.name + operation.attributes), "dq"
+        )
+        count = _KERNEL_PRODUCTS[which]
+        whole = [
+            x for x in operation.shapes if len(x.dims) >= 3 and x.dims[-2:] == (queries, width)
+        ]
+        if which == "dkv" and len(whole) >= 3:
+            count = 5
+        flops = 2.0 * count * queries * keys * width
+        for size in heads:
+            flops *= size
+        seconds = flops / (self.torus.chip.flops * _KERNEL_SHARE)
+        self.cost.flops += flops
+        self.cost.seconds += seconds

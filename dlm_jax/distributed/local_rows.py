@@ -1,0 +1,141 @@
+"""Where the rows of a batch lie: on one device, split over several, or over several processes."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dlm_jax.distributed.partitions import ROWS, share_of_batch
+from dlm_jax.types import Params
+
+
+def split_rows(params: Params) -> NamedSharding | None:
+    """How to split rows over the devices that hold `params`: the axes `data` and `fsdp`.
+
+    None for one device.
+    """
+    mesh = getattr(_sharding_of(params), "mesh", None)
+    if mesh is None or mesh.size == 1:
+        return None
+    axes = tuple(axis for axis in ROWS if axis in mesh.axis_names)
+    return NamedSharding(mesh, PartitionSpec(axes))
+
+
+def num_shares(rows: NamedSharding | None) -> int:
+    """Parts into which `split_rows` splits the rows, 1 if it does not."""
+    return 1 if rows is None else math.prod(rows.mesh.shape[axis] for axis in rows.spec[0])
+
+
+def spans_processes(rows: NamedSharding | None) -> bool:
+    """Whether the devices belong to several processes, which then take every step together."""
+    return rows is not None and bool(rows.mesh.is_multi_process)
+
+
+def placement(rows: NamedSharding | None, params: Params) -> jax.sharding.Sharding | None:
+    """Where the state goes: split as `rows` says, or to where the parameters are, whole.
+
+    Placed from the start, the state comes back from a call as it went in: no second compilation.
+    """
+    if rows is not None:
+        return rows
+    sharding = _sharding_of(params)
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    return sharding
+
+
+class OwnRows:
+    """The rows of a batch that this process feeds and reads: all of them, if there is no other.
+
+    Args:
+      home: where the rows are.
+      num_rows: of all processes.
+
+    Attributes:
+      share: which part of the rows it is, and of how many; processes that split only the
+        parameters between them have the same.
+      count: how many rows it has.
+    """
+
+    def __init__(self, home: jax.sharding.Sharding | None, num_rows: int):
+        self._home, self._num_rows = home, num_rows
+        self.share = (0, 1)
+        if isinstance(home, NamedSharding) and home.mesh.is_multi_process:
+            self.share = share_of_batch(home, num_rows)
+        self.count = num_rows // self.share[1]
+
+    def place(self, tree: Any) -> Any:
+        """Arrays on the devices, given the own rows of each."""
+        home = self._home
+        if self.share[1] == 1 or not isinstance(home, NamedSharding):
+            return jax.device_put(tree, home)
+
+        def place(leaf: np.ndarray) -> jax.Array:
+            shape = (self._num_rows, *leaf.shape[1:])
+            return jax.make_array_from_process_local_data(home, np.asarray(leaf), shape)
+
+        return jax.tree.map(place, tree)
+
+    def passed(self, tree: Any) -> Any:
+        """Arrays of the host as a compiled call takes them that has the rows among its arguments.
+
+        Those of a single device stay as they are: the call moves them in a twentieth of the time.
+        """
+        return self.place(tree) if isinstance(self._home, NamedSharding) else tree
+
+    def fetch(self, tree: Any) -> Any:
+        """The own rows of arrays on the devices, on the host."""
+        if self.share[1] == 1:
+            return jax.device_get(tree)
+        return jax.tree.map(self._fetch, tree)
+
+    def _fetch(self, leaf: jax.Array) -> np.ndarray:
+        parts = {shard.index[0].start or 0: shard for shard in leaf.addressable_shards}
+        return np.concatenate([np.asarray(parts[start].data) for start in sorted(parts)])
+
+
+def digest_of(params: Params) -> str:
+    """16 hex digits of every number of a pytree of arrays, wherever its parts are.
+
+    Each device reads its own part, and no copy is made: two sums of all bits, each bit pattern
+    times an odd number that follows from its place. One number that differs is always found.
+    """
+    leaves = jax.tree.leaves(params)
+    mesh = getattr(_sharding_of(params), "mesh", None)
+    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    sums = jax.jit(lambda leaves: jnp.stack([_sums(leaf) for leaf in leaves]),
+                   out_shardings=everywhere)(leaves)  # fmt: skip
+    told = "".join(f"{leaf.shape} {leaf.dtype}" for leaf in leaves).encode()
+    return hashlib.sha256(told + np.asarray(sums).astype("<u4").tobytes()).hexdigest()[:16]
+
+
+def _sums(leaf: jax.Array) -> jax.Array:
+    """Two sums of an array's bits, uint32 ``[2]``, the same however it is split."""
+    if leaf.dtype == jnp.bool_:
+        leaf = leaf.astype(jnp.uint8)
+    bits = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)
+    words = jax.lax.bitcast_convert_type(leaf, bits).astype(jnp.uint32)
+    place = jnp.zeros(words.shape, jnp.uint32)
+    for axis, size in enumerate(words.shape):
+        along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        place = place * jnp.uint32(size % 2**32) + along
+
+    # Spreads neighbouring places over all bits, as much as a sum needs.
+    mixed = place * jnp.uint32(0x9E3779B1)
+    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x85EBCA77)
+    return jnp.stack([
+        jnp.sum(words * (factor | 1), dtype=jnp.uint32)
+        for factor in (mixed, (mixed >> 16) | (mixed << 16))
+    ])  # fmt: skip
+
+
+def _sharding_of(params: Params) -> jax.sharding.Sharding | None:
+    """That of some parameter; None if there is none on a device."""
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params))
+    return next((sharding for sharding in shardings if sharding is not None), None)

@@ -1,0 +1,232 @@
+"""Where activations live: a partition for each kind by its name, beside those of the parameters.
+
+Left to itself the compiler carries the split of the parameters over to what is computed from them:
+with `fsdp` it splits hidden vectors by feature, every chip holds all rows, and each product ends in
+a sum over all chips. So every activation that a layer hands on is pinned to its place.
+
+Where arrays live: the device mesh, and a partition for every parameter by its path.
+
+``data`` splits the batch; ``fsdp`` splits the batch too, and the parameters with their optimiser
+state; ``tensor`` splits the matrices inside a layer, ``expert`` the experts of a layer that has
+some, and the batch elsewhere; ``context`` splits the positions of a row.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dlm_jax.config import MeshConfig
+from dlm_jax.devices import mesh_in_use
+from dlm_jax.distributed.mesh import arranged, shape_of
+from dlm_jax.types import Params
+
+ROWS = ("data", "fsdp", "expert")
+"""Axes that split the rows of a batch."""
+
+PLACES: dict[str, P] = {
+    # [B, L, D]: hidden vectors, what a layer adds to them, and their gradients.
+    "hidden": P(ROWS, "context", None),
+    # [B, L, H, K]: queries and the output of attention.
+    "queries": P(ROWS, "context", "tensor", None),
+    # [B, L, G, K]: keys and values; each query needs those of its whole row.
+    "keys": P(ROWS, None, "tensor", None),
+    # [B, L, F]: inside an MLP.
+    "inner": P(ROWS, "context", "tensor"),
+    # [B, L, ...]: what the loss reads and returns; the chips that share a row deal out its
+    # positions.
+    "losses": P(ROWS, ("context", "tensor")),
+    # [B, L]: tokens, whose rows of the embedding table are looked up where they lie.
+    "tokens": P(ROWS, "context"),
+    # [B, ...]: tokens, lengths and figures by row.
+    "rows": P(ROWS),
+}
+"""Partition of each kind of activation: the one place that says where they live."""
+
+
+def fitting(spec: P, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
+    """`spec` without the axes that the mesh lacks or that do not divide their dimension."""
+
+    def fit(axes: Any, size: int) -> Any:
+        names = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        names = tuple(name for name in names if mesh.shape.get(name, 1) > 1)
+        if not names or size % math.prod(mesh.shape[name] for name in names):
+            return None
+        return names[0] if len(names) == 1 else names
+
+    return P(*(fit(axes, size) for axes, size in zip(spec, shape, strict=False)))
+
+
+def pin(x: jax.Array, kind: str) -> jax.Array:
+    """`x`, and its gradient, in the place that `PLACES` names for this kind of activation."""
+    if kind not in PLACES:
+        raise ValueError(f"activation {kind!r} has no place; add it to PLACES")
+    mesh = mesh_in_use()
+    if mesh is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, fitting(PLACES[kind], x.shape, mesh))
+
+
+def on_own_rows(compute: Callable[..., Any], *rows: Any) -> Any:
+    """``compute(*rows)`` of pytrees of rows, on every device for its own of them.
+
+    Every leaf begins with the axis of the rows, or with as many parts as the rows have.
+    """
+    mesh = mesh_in_use()
+    if mesh is None:
+        return compute(*rows)
+    common = math.gcd(*(leaf.shape[0] for leaf in jax.tree.leaves(rows)))
+    spec = fitting(PLACES["rows"], (common,), mesh)
+    return jax.shard_map(compute, in_specs=spec, out_specs=spec, check_vma=False)(*rows)
+
+
+def on_own_share(
+    compute: Callable[..., jax.Array], params: Params, arrays: tuple[jax.Array, ...], *, kind: str
+) -> jax.Array:
+    """``compute(params, *arrays)`` on every device for its own share of the arrays.
+
+    The parameters that `compute` reads are gathered once, whatever loops it runs over them, and
+    their gradient is summed over the devices once, in their own type.
+
+    Args:
+      compute: treats what `kind` splits independently; its result is split as its arrays are.
+      params: any of them; those it does not read stay where they are.
+      arrays: with the same leading dimensions, those that `kind` splits.
+      kind: of the arrays and of the result, a name in `PLACES`.
+    """
+    mesh = mesh_in_use()
+    if mesh is None:
+        return compute(params, *arrays)
+    lead: tuple[int, ...] = min((tuple(x.shape) for x in arrays), key=len)
+    spec = _with_trivial(fitting(PLACES[kind], lead, mesh), mesh)
+    leaves, structure = jax.tree.flatten(params)
+    read = _leaves_read(compute, leaves, structure, arrays)
+
+    def of_share(given: list[jax.Array], *own: jax.Array) -> jax.Array:
+        merged = [*leaves]
+        for place, leaf in zip(read, given, strict=True):
+            merged[place] = leaf
+        return compute(jax.tree.unflatten(structure, merged), *own)
+
+    split = jax.shard_map(
+        of_share, in_specs=(P(), *[spec] * len(arrays)), out_specs=spec, check_vma=False
+    )
+    return split([leaves[place] for place in read], *arrays)
+
+
+def _with_trivial(spec: P, mesh: Mesh | AbstractMesh) -> P:
+    """`spec` with the axes of one device, over which gradients would be summed if it left them out.
+
+    Such sums move nothing, and stand in the way of what the compiler fuses.
+    """
+    first = spec[0] if spec else None
+    named = (first,) if isinstance(first, str) else tuple(first or ())
+    trivial = tuple(name for name, size in mesh.shape.items() if size == 1)
+    return P((*named, *trivial) or None, *spec[1:])
+
+
+def _leaves_read(
+    compute: Callable[..., jax.Array], leaves: list[Any], structure: Any, arrays: tuple[Any, ...]
+) -> list[int]:
+    """Indices of the leaves that `compute` reads."""
+
+    def flat(*inputs: jax.Array) -> jax.Array:
+        given, own = inputs[: len(leaves)], inputs[len(leaves) :]
+        return compute(jax.tree.unflatten(structure, given), *own)
+
+    jaxpr = jax.make_jaxpr(flat)(*leaves, *arrays).jaxpr
+    used = {id(x) for equation in jaxpr.eqns for x in equation.invars}
+    return [place for place, x in enumerate(jaxpr.invars[: len(leaves)]) if id(x) in used]
+
+
+RULES: tuple[tuple[str, P], ...] = (
+    (r"embedding$", P("tensor", "fsdp")),
+    (r"(^|/)head/kernel$", P("fsdp", "tensor")),
+    (r"blocks/.*/(query|key|value|up|gate)/kernel$", P(None, "fsdp", "tensor")),
+    (r"blocks/.*/(out|down)/kernel$", P(None, "tensor", "fsdp")),
+    (r"blocks/.*/(query|key|value)/bias$", P(None, "tensor")),
+    (r"blocks/.*/expert_(gate|up)$", P(None, "expert", "fsdp", "tensor")),
+    (r"blocks/.*/expert_down$", P(None, "expert", "tensor", "fsdp")),
+    # Small: every device holds all of them.
+    (r"blocks/.*/router(/kernel|_bias)$", P()),
+    (r"(^|/)adapters/", P()),
+    (r"(sampler|scorer)_head/inner/kernel$", P("fsdp", "tensor")),
+    (r"sampler_head/out/kernel$", P("tensor", "fsdp")),
+    (r"(critic|scorer)_head/out/kernel$", P()),
+    (r"(^|/)(norm|\w+_norm)/(scale|bias)$", P()),
+    # Other heads are small: every device holds all of them.
+    (r"(^|/)\w+_head/", P()),
+)
+"""Path pattern and partition, first match wins. Optimiser moments end in the same paths."""
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """Mesh over all devices of all processes, or those given.
+
+    Its axes are ``data``, ``fsdp`` and ``tensor``, and ``expert`` and ``context`` if they are used.
+    """
+    devices = jax.devices() if devices is None else devices
+    num_slices = len({getattr(device, "slice_index", 0) or 0 for device in devices})
+    shape = shape_of(config, len(devices), num_slices)
+    return Mesh(arranged(devices, shape), tuple(shape), (AxisType.Auto,) * len(shape))
+
+
+def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
+    """Sharding of ``[B, ...]`` arrays over the axes that split the batch."""
+    axes = tuple(axis for axis in ROWS if axis in mesh.shape)
+    shards = math.prod(mesh.shape[axis] for axis in axes)
+    if batch_size % shards:
+        raise ValueError(
+            f"train.batch_size={batch_size} is not divisible by the {shards} devices that split "
+            f"the batch; use {shards * max(1, round(batch_size / shards))}"
+        )
+    return NamedSharding(mesh, P(axes))
+
+
+def share_of_batch(sharding: NamedSharding, batch_size: int) -> tuple[int, int]:
+    """(index, count): this process feeds share `index` of the batch, cut into `count` equal ones.
+
+    Processes that split only parameters or matrices between them feed the same share.
+    """
+    spans = sharding.addressable_devices_indices_map((batch_size,)).values()
+    starts = {(span or (slice(None),))[0].indices(batch_size)[:2] for span in spans}
+    first, last = min(start for start, _ in starts), max(stop for _, stop in starts)
+    size = last - first
+    if sum(stop - start for start, stop in starts) != size or batch_size % size or first % size:
+        raise ValueError(
+            "mesh: the batch rows of this process are not one equal share of the batch; make "
+            "mesh.data * mesh.fsdp a multiple or a divisor of the number of processes"
+        )
+    return first // size, batch_size // size
+
+
+def partition(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
+    """Partition of the parameter at `path` (``a/b/c``).
+
+    An axis of the mesh that does not divide its dimension is left out: that dimension is
+    replicated.
+    """
+    for pattern, spec in RULES:
+        if re.search(pattern, path):
+            return fitting(spec, shape, mesh)
+    if len(shape) >= 2 and math.prod(shape) > 1 and mesh.size > 1:
+        raise ValueError(f"no sharding rule matches parameter {path!r} of shape {shape}; add one")
+    return P()
+
+
+def shardings(tree: Any, mesh: Mesh) -> Any:
+    """Sharding of every leaf of a training state, given as arrays or their shapes."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: NamedSharding(mesh, partition(path_name(path), leaf.shape, mesh)), tree
+    )
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """A pytree path as ``a/b/c``."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")

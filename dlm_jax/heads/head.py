@@ -1,0 +1,177 @@
+"""What a run has resolved before its network, objective and heads are made."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from dlm_jax.config import Config
+from dlm_jax.data import Tokenizer, text_ids
+from dlm_jax.diffusion.losses import Loss
+from dlm_jax.diffusion.mixture import MixedExample
+from dlm_jax.types import Network, Params
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a network, an objective or a head may be made from.
+
+    Attributes:
+      config: resolved: ``model.vocab_size`` is set.
+      tokenizer: of the corpus.
+      mesh: devices that split the rows of a batch.
+    """
+
+    config: Config
+    tokenizer: Tokenizer
+    mesh: Mesh
+
+    @property
+    def mask_id(self) -> int:
+        """The id of MASK."""
+        return self.tokenizer.mask_id
+
+    @property
+    def banned_ids(self) -> tuple[int, ...]:
+        """Ids that a hole is never filled with."""
+        return (*self.tokenizer.banned_ids, self.tokenizer.pad_id)
+
+    @property
+    def text_ids(self) -> tuple[int, ...]:
+        """Ids that stand for text: what a corruption may show instead of the true token."""
+        return text_ids(self.tokenizer)
+
+
+MAIN = "main"
+"""The group of the parameters that are no head's."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The groups of parameters that train: ``main`` and names of heads, in the order of both.
+
+    Attributes:
+      groups: the groups.
+      adapts: whether ``main`` is the adapters of the model alone.
+    """
+
+    groups: tuple[str, ...]
+    adapts: bool = False
+
+    def trains(self, group: str) -> bool:
+        """Whether that group does."""
+        return group in self.groups
+
+    def __str__(self) -> str:
+        return " + ".join(self.groups) or "nothing"
+
+
+class HeadInputs(NamedTuple):
+    """What the loss of a head is computed from.
+
+    Attributes:
+      network: the model.
+      params: all parameters; unless the head `trains_trunk`, only its own have a gradient.
+      example: the batch with the examples of the objectives.
+      noise: what the head drew.
+      hidden_BLD: what the trunk returned for ``example.shown_BL``; None if no head of the stage
+        reads it. Without gradient unless the head `trains_trunk`.
+      stage: what trains beside it.
+    """
+
+    network: Network
+    params: Params
+    example: MixedExample
+    noise: Any
+    hidden_BLD: jax.Array
+    stage: Stage
+
+
+def _no_noise(example: MixedExample, key: jax.Array) -> Any:
+    return ()
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head on the trunk. Optimiser groups, stages, metrics and checkpoints follow from it.
+
+    Attributes:
+      name: top-level name of its parameters, which ends in ``_head``.
+      loss: ``(inputs) -> Loss``, in nats or any other unit.
+      draw: ``(example, key) -> noise``, a pytree of everything random, and of totals, for the
+        whole batch before it is cut into microbatches: a leaf is ``[B, ...]`` or a scalar.
+      init: ``(key) -> params``; None: `Network.init` makes them.
+      metric: name of its loss in the metrics; empty: the name without ``_head``.
+      reads_hidden: whether its loss reads `HeadInputs.hidden_BLD`.
+      trains_trunk: whether its gradient flows into other parameters than its own. If not, the
+        model trains bit for bit as it would without the head.
+      joins_main: its parameters belong to the model's own optimiser group and train whenever that
+        does; `start`, `end` and `optimizer` do not apply.
+      start: first step at which it may train.
+      end: step at which the loss has its full weight, growing linearly from 0 at `start`; at or
+        before `start`: full weight from the start.
+      weight: full weight of its loss; None: 1 at every step, and no ``_alpha`` in the metrics.
+      optimizer: its gradient transformation, for the number of steps that it trains; None: AdamW
+        with the settings of ``[heads]``.
+      stream: number of its stream of noise; -1: made from the name.
+    """
+
+    name: str
+    loss: Callable[[HeadInputs], Loss]
+    draw: Callable[[MixedExample, jax.Array], Any] = _no_noise
+    init: Callable[[jax.Array], Params] | None = None
+    metric: str = ""
+    reads_hidden: bool = True
+    trains_trunk: bool = False
+    joins_main: bool = False
+    start: int = 0
+    end: int = 0
+    weight: float | None = None
+    optimizer: Callable[[int], optax.GradientTransformation] | None = None
+    stream: int = -1
+
+    def __post_init__(self) -> None:
+        if not self.name.endswith("_head") or "/" in self.name:
+            raise ValueError(f"a head is named {self.name!r}; end its name in '_head'")
+        if not self.metric:
+            object.__setattr__(self, "metric", self.name.removesuffix("_head"))
+        if self.stream < 0:
+            object.__setattr__(self, "stream", zlib.crc32(self.name.encode()))
+
+    @property
+    def group(self) -> str:
+        """The optimiser group of its parameters."""
+        return MAIN if self.joins_main else self.name
+
+    def trains_at(self, step: int) -> bool:
+        """Whether its loss has any weight at a step, counted from 0."""
+        # At the first step of a ramp the weight is 0; computed even so, the loss would change how
+        # the rest is rounded.
+        return step >= self.start + (self.end > self.start) and self.weight != 0
+
+    def weight_at(self, step: jax.Array) -> jax.Array:
+        """Weight of its loss at a step."""
+        full, step = 1.0 if self.weight is None else self.weight, step.astype(jnp.float32)
+        if self.end <= self.start:
+            return jnp.where(step >= self.start, full, 0.0)
+        return full * jnp.clip((step - self.start) / (self.end - self.start), 0.0, 1.0)
+
+
+def with_own_parameters(network: Network, heads: tuple[Head, ...]) -> Network:
+    """The network, whose `init` also makes the parameters of the heads that make their own."""
+    inits = {head.name: (head.stream, head.init) for head in heads if head.init is not None}
+    if not inits:
+        return network
+
+    def init(key: jax.Array) -> Params:
+        own = {name: make(jax.random.fold_in(key, at)) for name, (at, make) in inits.items()}
+        return network.init(key) | own
+
+    return replace(network, init=init)

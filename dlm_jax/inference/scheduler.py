@@ -1,0 +1,274 @@
+"""Which request gets which slot of which program: no device and no arrays.
+
+Requests that run in the same programs share a bucket and wait in its queue, the first in line by
+priority and then by number. A queue with work holds a program of as many slots as its requests
+need, and each slot takes the next of them once the one before has ended. Queues are served round
+robin. Few programs are kept: the one used longest ago goes, and where all are busy one queue drains
+to make room.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A request that was submitted.
+
+    Attributes:
+      number: of the request in its engine, above those of all that were submitted before.
+    """
+
+    number: int
+
+
+@dataclass(eq=False)
+class Entry:
+    """A request on its way: it waits where `slot` is None, and runs there otherwise."""
+
+    ticket: Ticket
+    request: Any
+    priority: int = 0
+    is_watched: bool = False
+    submitted: float = field(default_factory=time.perf_counter)
+    slot: int | None = None
+    is_cancelled: bool = False
+
+    @property
+    def waited(self) -> float:
+        return time.perf_counter() - self.submitted
+
+    def __lt__(self, other: Entry) -> bool:
+        ours, theirs = (-self.priority, self.ticket.number), (-other.priority, other.ticket.number)
+        return ours < theirs
+
+
+class Counts(NamedTuple):
+    """What there is to do in a queue.
+
+    Attributes:
+      waiting: requests that wait.
+      running: requests that run.
+      fills: slots that will take one that waits.
+      evicted: slots whose request was cancelled.
+    """
+
+    waiting: int = 0
+    running: int = 0
+    fills: int = 0
+    evicted: int = 0
+
+
+class Queue:
+    """The requests of one bucket.
+
+    Attributes:
+      bucket: of them; its ``key`` tells it from others.
+      sizes: how many slots there may be, ascending.
+      is_reserved: whether it was made for requests that were to come.
+      size: slots of the program that it holds; None: it holds none.
+      program: that it holds.
+      num_own: slots of this process among those.
+      slots: what runs the program; the engine's.
+      running: requests by their slot.
+      evicted: slots of cancelled requests, to be cleared when it is served next.
+      totals: what there was to do when it was served last, in all processes.
+      is_draining: whether none may begin, so that another queue can have the program.
+      since: when it got its program, in queues served.
+    """
+
+    def __init__(self, bucket: Any, sizes: Sequence[int], *, is_reserved: bool = False):
+        self.bucket, self.sizes, self.is_reserved = bucket, tuple(sizes), is_reserved
+        self.running: dict[int, Entry] = {}
+        self.evicted: set[int] = set()
+        self.totals = Counts()
+        self.since = self.num_waiting = 0
+        self._heap: list[Entry] = []
+        self.release()
+
+    def release(self) -> None:
+        """Gives its program and its slots up."""
+        self.size: int | None = None
+        self.program: Any = None
+        self.slots: Any = None
+        self.num_own, self.is_draining = 0, False
+        self.evicted.clear()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request runs or waits in this process."""
+        return bool(self.running or self.num_waiting)
+
+    @property
+    def size_wanted(self) -> int:
+        """Slots for all that run or wait, as far as there may be."""
+        wanted = len(self.running) + self.num_waiting
+        return next((size for size in self.sizes if size >= wanted), self.sizes[-1])
+
+    def counts(self) -> Counts:
+        """What there is to do in this process."""
+        free = self.sizes[-1] if self.size is None else self.num_own - len(self.running)
+        fills = 0 if self.is_draining else min(self.num_waiting, free)
+        return Counts(self.num_waiting, len(self.running), fills, len(self.evicted))
+
+    def push(self, entry: Entry) -> None:
+        heapq.heappush(self._heap, entry)
+        self.num_waiting += 1
+
+    def cancel(self, entry: Entry) -> None:
+        """Marks a request as cancelled; one that waits leaves the line."""
+        entry.is_cancelled = True
+        if entry.slot is not None:
+            return
+        self.num_waiting -= 1
+        # Those that were cancelled stay in the heap until it is their turn, or they are many.
+        if len(self._heap) > 2 * self.num_waiting + 16:
+            self._heap = [other for other in self._heap if not other.is_cancelled]
+            heapq.heapify(self._heap)
+
+    def evict(self, entry: Entry) -> None:
+        """Takes a cancelled request out of its slot, which is cleared later."""
+        assert entry.slot is not None
+        del self.running[entry.slot]
+        self.evicted.add(entry.slot)
+
+    def admit(self) -> dict[int, Entry | None]:
+        """The slots that change: each takes the next that waits, or None for an evicted one."""
+        free = [slot for slot in range(self.num_own) if slot not in self.running]
+        new = dict(zip([] if self.is_draining else free, self._pop(), strict=False))
+        for slot, entry in new.items():
+            entry.slot = slot
+        self.running |= new
+        changes = dict.fromkeys(self.evicted) | new
+        self.evicted.clear()
+        return changes
+
+    def compact(self) -> None:
+        """Numbers the slots of the running requests from 0, in their order."""
+        entries = [entry for _, entry in sorted(self.running.items())]
+        self.running = dict(enumerate(entries))
+        for slot, entry in self.running.items():
+            entry.slot = slot
+
+    def watched(self) -> list[int]:
+        return [slot for slot, entry in self.running.items() if entry.is_watched]
+
+    def _pop(self) -> Iterator[Entry]:
+        while self.num_waiting:
+            entry = heapq.heappop(self._heap)
+            if not entry.is_cancelled:
+                self.num_waiting -= 1
+                yield entry
+
+
+class Scheduler:
+    """The queues that have work, and the programs that they run in.
+
+    Args:
+      load: makes the program of a bucket with so many slots.
+      max_programs: programs that are kept.
+      num_processes: among which the slots of each program are split, equally. Several serve the
+        same queues in the same order, by what `agree` was given.
+      is_together: whether there are several.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[Any, int], Any],
+        *,
+        max_programs: int,
+        num_processes: int = 1,
+        is_together: bool = False,
+    ):
+        self._load, self._limit = load, max_programs
+        self._num_processes, self.is_together = num_processes, is_together
+        self._order: deque[Queue] = deque()
+        self._programs: OrderedDict[Hashable, tuple[Any, Any, int]] = OrderedDict()
+        self._served, self.is_busy = 0, False
+
+    @property
+    def programs(self) -> list[tuple[Any, int]]:
+        """Bucket and slots of each program that is kept, the one used last at the end."""
+        return [(bucket, size) for _, bucket, size in self._programs.values()]
+
+    def enter(self, queue: Queue) -> None:
+        """Serves a queue from now on, until it has no work."""
+        if queue not in self._order:
+            self._order.append(queue)
+            self.is_busy = True
+
+    def clear(self) -> None:
+        self._order.clear()
+        self._programs.clear()
+
+    def counts(self) -> list[Counts]:
+        """What there is to do in each queue of this process."""
+        return [queue.counts() for queue in self._order]
+
+    def agree(self, everywhere: Iterable[Iterable[int]]) -> None:
+        """Takes what there is to do in each queue, added up over all processes."""
+        for queue, counts in zip(self._order, everywhere, strict=True):
+            queue.totals = Counts(*counts)
+            if not queue.totals.running:
+                queue.release()
+        self.is_busy = any(any(queue.totals) for queue in self._order)
+
+    def next(self) -> Queue | None:
+        """The next queue that has work and a program, whose size may have changed."""
+        for _ in range(len(self._order)):
+            queue = self._order[0]
+            self._order.rotate(-1)
+            has_work = not self.is_together or any(queue.totals)
+            if has_work and self._has_program(queue):
+                self._served += 1
+                return queue
+        return None
+
+    def leave(self, queue: Queue) -> None:
+        """Lets a queue that runs nothing give its program up, and one without work leave.
+
+        Among several processes that happens when all of them `agree` that nothing runs.
+        """
+        if self.is_together:
+            return
+        if not queue.running:
+            queue.release()
+        if not queue.is_busy and queue in self._order:
+            self._order.remove(queue)
+
+    def _has_program(self, queue: Queue) -> bool:
+        now, wanted = queue.size, queue.size_wanted
+        if now is not None and (queue.is_draining or wanted == now):
+            return True
+        if now is not None and wanted < now and (queue.bucket.key, wanted) not in self._programs:
+            return True
+        program = self._program(queue, wanted)
+        if program is not None:
+            queue.since = self._served + 1 if now is None else queue.since
+            queue.program, queue.size = program, wanted
+            queue.num_own = wanted // self._num_processes
+        elif now is None and not any(other.is_draining for other in self._order):
+            # The one that has had its program for longest makes way.
+            busy = [other for other in self._order if other.size is not None]
+            min(busy, key=lambda other: other.since).is_draining = True
+        return program is not None or now is not None
+
+    def _program(self, queue: Queue, size: int) -> Any:
+        """The program of a queue; None if all that are kept are in use, and no more may be."""
+        key = (queue.bucket.key, size)
+        if key not in self._programs:
+            in_use = {(q.bucket.key, q.size) for q in self._order if q is not queue}
+            while len(self._programs) >= self._limit:
+                idle = next((held for held in self._programs if held not in in_use), None)
+                if idle is None:
+                    return None
+                del self._programs[idle]
+            self._programs[key] = self._load(queue.bucket, size), queue.bucket, size
+        self._programs.move_to_end(key)
+        return self._programs[key][0]

@@ -1,0 +1,347 @@
+"""What texts cost under a loaded model: nats per token, bits per character, with their errors.
+
+A diffusion model gives an upper bound, estimated from random masks; an autoregressive one the exact
+value, which makes it a judge of texts that others wrote.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dlm_jax.data import text_ids
+from dlm_jax.diffusion import sequence_scores
+from dlm_jax.diffusion.likelihood import (
+    Parts,
+    bound_parts,
+    causal_parts,
+    half_width,
+    ratio_and_error,
+)
+from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.inference.model import Model
+from dlm_jax.inference.results import canvas_size
+from dlm_jax.model.kernels import cpu
+from dlm_jax.randomness import key_of
+from dlm_jax.settings import SettingError
+from dlm_jax.types import Network, Params
+
+Window = tuple[np.ndarray, int]
+"""Ids of a row, and how many of them are given."""
+
+MOST_AT_ONCE = 1 << 16
+"""Rows of a batch, and draws of masks, at most."""
+
+
+class RowCosts(NamedTuple):
+    """Per row, float64: nats of its free tokens, and their variance over the draws of masks.
+
+    The same of its text alone, which is its free tokens but the EOS behind a document. Variances
+    are 0 where the likelihood is exact, and NaN for a single draw.
+    """
+
+    nats_N: np.ndarray
+    variance_N: np.ndarray
+    text_nats_N: np.ndarray
+    text_variance_N: np.ndarray
+
+
+@dataclass(frozen=True)
+class Score:
+    """Cost of N texts, given their prompts.
+
+    Attributes:
+      nats: float64 ``[N]``, of each text.
+      tokens: int ``[N]``, scored tokens: the prompt's do not count.
+      characters: int ``[N]``, characters of the text without the prompt.
+      draw_error: float64 ``[N]``, standard error of each text's nats from the draws of masks; 0
+        where the likelihood is exact, NaN for a text with a window that was drawn once.
+      is_exact: whether ``nats`` are exact; else an upper bound in expectation.
+      num_draws: masks that were drawn per window.
+    """
+
+    nats: np.ndarray
+    tokens: np.ndarray
+    characters: np.ndarray
+    draw_error: np.ndarray
+    is_exact: bool
+    num_draws: int = 0
+
+    @property
+    def nats_per_token(self) -> tuple[float, float]:
+        """Mean over all tokens, and its standard error.
+
+        The texts are taken as independent; of a single one the error is that of the draws.
+        """
+        return self._per(self.tokens, 1.0)
+
+    @property
+    def bits_per_character(self) -> tuple[float, float]:
+        """Mean over all characters, and its standard error, as for `nats_per_token`."""
+        return self._per(self.characters, math.log(2.0))
+
+    def interval(self, error: float) -> float:
+        """Half of the 95% interval (Student's t) of a figure with that standard error."""
+        return half_width(error, len(self.nats) if len(self.nats) > 1 else self.num_draws)
+
+    def _per(self, counts: np.ndarray, nats: float) -> tuple[float, float]:
+        ratio, error = ratio_and_error(self.nats / nats, counts)
+        if len(self.nats) == 1:
+            error = float(self.draw_error[0]) / nats / float(counts[0])
+        return ratio, error
+
+
+def score(
+    model: Model,
+    texts: Sequence[str],
+    *,
+    prompts: Sequence[str] | None = None,
+    num_draws: int = 1,
+    batch_size: int = 16,
+    seed: int = 0,
+) -> Score:
+    """What each text costs, given its prompt if there is one.
+
+    A text without a prompt that is longer than the model's canvas is cut into windows, each scored
+    without the one before it; such windows count as one text.
+
+    Args:
+      model: from `dlm_jax.load`, or your own.
+      texts: not empty.
+      prompts: one per text, shown as they are and not counted.
+      num_draws: masks drawn per window; a causal model needs none.
+      batch_size: windows that run at once.
+      seed: of the masks.
+
+    Raises:
+      ValueError: an empty text, one the tokenizer cannot hold, a prompt and text that exceed the
+        canvas together, a size below 1, or a sequence scorer instead of a language model.
+    """
+    if model.network.scorer is not None:
+        raise ValueError(
+            "the model is a sequence scorer, which has no likelihood; use dlm_jax.corrupted_share"
+        )
+    check_sizes(num_draws=num_draws, batch_size=batch_size, seed=seed)
+    if not texts:
+        raise ValueError("there are no texts to score; give at least one")
+    if prompts is not None and len(prompts) != len(texts):
+        raise ValueError(f"{len(prompts)} prompts do not match {len(texts)} texts; give one each")
+    given = prompts or [""] * len(texts)
+    windows, owners = _windows_of(texts, lambda index, text: _windows(model, given[index], text))
+    rows = _rows(model, windows)
+    cost = score_rows(model, rows, num_draws=num_draws, batch_size=batch_size, seed=seed)
+
+    def per_text(values: Sequence[float] | np.ndarray) -> np.ndarray:
+        return np.bincount(owners, np.asarray(values, np.float64), minlength=len(texts))
+
+    return Score(
+        nats=per_text(cost.nats_N),
+        tokens=per_text(rows["length"] - rows["given"]).astype(np.int64),
+        characters=np.array([len(text) for text in texts]),
+        draw_error=np.sqrt(per_text(cost.variance_N)),
+        is_exact=model.is_causal,
+        num_draws=num_draws,
+    )
+
+
+def score_rows(
+    model: Model,
+    rows: Mapping[str, np.ndarray],
+    *,
+    num_draws: int = 1,
+    batch_size: int = 16,
+    seed: int = 0,
+) -> RowCosts:
+    """Cost of rows of tokens.
+
+    Args:
+      model: from `dlm_jax.load`, or your own.
+      rows: ``tokens`` int ``[N, L]``, ``length`` ``[N]`` and, if there are prompts, ``given``
+        ``[N]``, as the data pipeline makes them.
+      num_draws: masks drawn per row; a causal model needs none.
+      batch_size: rows that run at once.
+      seed: of the masks, in [0, 2**32).
+    """
+    check_sizes(num_draws=num_draws, batch_size=batch_size, seed=seed)
+    given = rows.get("given", np.zeros_like(rows["length"]))
+    run = _compiled(
+        _parts, model.network, is_causal=model.is_causal, num_draws=num_draws,
+        mask_id=model.tokenizer.mask_id, eos_id=model.tokenizer.eos_id,
+    )  # fmt: skip
+    whole, text = jax.tree.map(
+        lambda parts_N: parts_N.astype(float),
+        _in_batches(run, model, {**rows, "given": given}, batch_size, seed),
+    )
+    return RowCosts(*whole, *text)
+
+
+def check_sizes(*, num_draws: int, batch_size: int, seed: int) -> None:
+    """Raises ValueError for a number of draws, a batch size or a seed that is out of range."""
+    for name, value in (("num_draws", num_draws), ("batch_size", batch_size)):
+        if value < 1:
+            raise SettingError(name, value, "must be at least 1")
+        if value > MOST_AT_ONCE:
+            raise SettingError(name, value, "is too large", f"use {MOST_AT_ONCE} at most")
+    if not 0 <= seed < 2**32:
+        raise SettingError("seed", seed, "is outside [0, 2**32)", "use a smaller one")
+
+
+def _parts(
+    network: Network, params: Params, batch: Batch, key: jax.Array, *,
+    is_causal: bool, num_draws: int, mask_id: int, eos_id: int,
+) -> Parts:  # fmt: skip
+    special = {"mask_id": mask_id, "eos_id": eos_id}
+    if is_causal:
+        return causal_parts(network, params, batch, **special)
+    return bound_parts(network, params, batch, key, num_draws=num_draws, **special)
+
+
+def _share(network: Network, params: Params, batch: Batch, key: jax.Array) -> jax.Array:
+    return jax.nn.sigmoid(sequence_scores.score(network, params, batch.tokens_BL, batch.length_B))
+
+
+@functools.lru_cache(maxsize=32)
+def _compiled(fn: Callable[..., Any], network: Network, **static: Any) -> Callable[..., Any]:
+    options = cpu.compiler_options(is_training=False)
+    return jax.jit(functools.partial(fn, network, **static), compiler_options=options)
+
+
+def _in_batches(
+    run: Callable[..., Any],
+    model: Model,
+    rows: Mapping[str, np.ndarray],
+    batch_size: int,
+    seed: int = 0,
+) -> Any:
+    """What `run` makes of the rows, batch by batch, each with a key of its own.
+
+    The last batch is filled up with its last row, so that one shape compiles.
+    """
+    columns = [np.asarray(rows[name], np.int32) for name in ("tokens", "length", "given")]
+    num_rows = len(rows["length"])
+    parts = []
+    for first in range(0, num_rows, batch_size):
+        index = np.minimum(np.arange(first, first + batch_size), num_rows - 1)
+        batch = Batch(*(jnp.asarray(column[index]) for column in columns))
+        key = jax.random.fold_in(key_of(seed), first)
+        parts.append(jax.device_get(run(model.params, batch, key)))
+    return jax.tree.map(lambda *cut: np.concatenate(cut)[:num_rows], *parts)
+
+
+def _windows_of(
+    texts: Sequence[str], cut: Callable[[int, str], Sequence[Window]]
+) -> tuple[list[Window], list[int]]:
+    """The windows of all texts, and the text that each belongs to."""
+    windows: list[Window] = []
+    owners: list[int] = []
+    for index, text in enumerate(texts):
+        try:
+            mine = cut(index, text)
+        except ValueError as error:
+            if len(texts) == 1:
+                raise
+            raise ValueError(f"text {index}: {error}") from None
+        windows += mine
+        owners += [index] * len(mine)
+    return windows, owners
+
+
+def _windows(model: Model, prompt: str, text: str) -> list[Window]:
+    """Rows of ids that hold a text, each with the number of its given tokens."""
+    given, ids = model.tokenizer.encode(prompt), model.tokenizer.encode(text)
+    if not ids.size:
+        raise ValueError("the text is empty; give one to score")
+    if given.size:
+        if given.size + ids.size > model.max_length:
+            raise ValueError(
+                f"prompt of {given.size} and text of {ids.size} tokens exceed the model's canvas "
+                f"of {model.max_length}; shorten one"
+            )
+        return [(np.concatenate([given, ids]), given.size)]
+    starts = range(0, ids.size, model.max_length)
+    return [(ids[start : start + model.max_length], 0) for start in starts]
+
+
+def _rows(model: Model, windows: Sequence[Window]) -> dict[str, np.ndarray]:
+    size = canvas_size(max(len(ids) for ids, _ in windows))
+    tokens = np.full((len(windows), size), model.tokenizer.pad_id, np.int32)
+    for row, (ids, _) in enumerate(windows):
+        tokens[row, : len(ids)] = ids
+    return {
+        "tokens": tokens,
+        "length": np.array([len(ids) for ids, _ in windows], np.int32),
+        "given": np.array([given for _, given in windows], np.int32),
+    }
+
+
+def corrupted_share(model: Model, texts: Sequence[str], *, batch_size: int = 16) -> np.ndarray:
+    """Share of each text that the scorer takes to be wrong tokens, float64 ``[N]`` in [0, 1].
+
+    A text that is longer than the scorer's canvas is cut into windows of equal length (within one
+    token), each judged alone; its share is their mean, weighted by their tokens.
+
+    Args:
+      model: a sequence scorer, from `dlm_jax.load`.
+      texts: not empty.
+      batch_size: windows that run at once.
+    """
+    _check_scorer(model)
+    if batch_size < 1:
+        raise SettingError("batch_size", batch_size, "must be at least 1")
+    if isinstance(texts, str):
+        raise SettingError("texts", texts, "is one text", "put it in a list")
+    if not len(texts):
+        raise ValueError("there are no texts to judge; give at least one")
+    windows, owners = _windows_of(texts, lambda _, text: _scorer_windows(model, text))
+    rows = _rows(model, windows)
+    share_N = _in_batches(_compiled(_share, model.network), model, rows, batch_size)
+    length_N = rows["length"]
+    tokens = np.bincount(owners, length_N, minlength=len(texts))
+    return np.bincount(owners, share_N.astype(float) * length_N, minlength=len(texts)) / tokens
+
+
+def held_out_errors(
+    model: Model, rows: Mapping[str, np.ndarray], *, batch_size: int = 16, seed: int = 0
+) -> sequence_scores.Errors:
+    """The scorer's errors on each of N rows of true text, corrupted as it was trained.
+
+    Args:
+      model: a sequence scorer, from `dlm_jax.load`.
+      rows: ``tokens`` int ``[N, L]``, ``length`` and ``given`` ``[N]``, as the data pipeline makes
+        them; N a multiple of `batch_size`, of which some may be empty.
+      batch_size: rows that run at once, and lend each other wrong tokens.
+      seed: of the corruption; 0 with the batch size of its training run does what that did.
+    """
+    _check_scorer(model)
+    if model.config is None:
+        raise ValueError("the scorer has no training config; load one with dlm_jax.load")
+    tokenizer = model.tokenizer
+    how = sequence_scores.Corrupter.of(model.config.objective, text_ids(tokenizer))
+    run = _compiled(sequence_scores.errors, model.network, how=how)
+    return _in_batches(run, model, rows, batch_size, seed)
+
+
+def _check_scorer(model: Model) -> None:
+    if model.network.scorer is None:
+        raise ValueError(
+            "the model is no sequence scorer; load one that was trained with "
+            "model.mode='sequence_scorer'"
+        )
+
+
+def _scorer_windows(model: Model, text: str) -> list[Window]:
+    """The tokens of a text in as few windows as the canvas allows, as equal as can be."""
+    if not isinstance(text, str):
+        raise ValueError(f"{text!r} is not a text; use a string")
+    ids = model.tokenizer.encode(text)
+    if not ids.size:
+        raise ValueError("the text is empty; give one to judge")
+    parts = np.array_split(ids, -(-ids.size // model.max_length))
+    return [(part, 0) for part in parts]

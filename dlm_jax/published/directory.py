@@ -1,0 +1,140 @@
+"""A published model read from its directory, as the hub lays it out; nothing in it is ever run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dlm_jax.config import Config, DataConfig, ModelConfig, SampleConfig
+from dlm_jax.data import HubTokenizer
+from dlm_jax.model.transformer import build
+from dlm_jax.published.chat import ChatTemplate
+from dlm_jax.published.families import family_of
+from dlm_jax.published.family import Family, Fields, pieces_of, read_json
+from dlm_jax.published.special import read_chat, read_settings, read_tokenizer
+from dlm_jax.published.tensors import Place, Shards, check_tensors, read_params
+from dlm_jax.randomness import key_of
+from dlm_jax.types import Params
+
+CONFIG = "config.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """What a published directory holds."""
+
+    family: Family
+    config: Config
+    params: Params
+    tokenizer: HubTokenizer
+    chat: ChatTemplate | None
+    presets: Mapping[str, Mapping[str, Any]]
+    more_eos_ids: tuple[int, ...]
+    settings: Mapping[str, Any]
+
+
+def is_published(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a directory with a config.json."""
+    return (Path(path) / CONFIG).is_file()
+
+
+def read_published(
+    path: str | os.PathLike[str], *, dtype: str | None = None, place: Place | None = None
+) -> Published:
+    """The model in a directory, read tensor by tensor.
+
+    Args:
+      path: with config.json, safetensors and a tokenizer.
+      dtype: of the parameters and of the computation, ``float32`` or ``bfloat16``; None: as stored.
+      place: where a parameter of a path and shape goes; None: to the default device.
+    """
+    directory = Path(path)
+    if dtype not in (None, "float32", "bfloat16"):
+        raise ValueError(f"dtype={dtype!r} is unknown; use 'float32' or 'bfloat16'")
+    family, model, longest = read_model(directory)
+    length = min(family.trained_length or longest, longest)
+    said = read_settings(directory, length)
+    shards = Shards(directory)
+    tokenizer, more_eos = read_tokenizer(
+        directory, family, read_json(directory / CONFIG), vocab_size=model.vocab_size
+    )
+    if model.attention_type == "causal":
+        begins = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+        model = dataclasses.replace(model, start_id=begins)
+    chat = read_chat(directory, tokenizer)
+    abstract = jax.eval_shape(build(model).init, key_of(0))
+    sources = family.sources(model)
+    pieces = pieces_of(sources, abstract, dense_layers=model.dense_layers)
+    redundant = (str(sources["head/kernel"]),) if model.tied_head else ()
+    check_tensors(shards, pieces, redundant=redundant, where=str(directory))
+    stored = shards.entries[pieces["embedding"][0].tensor].dtype.name
+    model = dataclasses.replace(
+        model, compute_dtype="bfloat16" if (dtype or stored) == "bfloat16" else "float32"
+    )
+    params = read_params(
+        shards, pieces, abstract, dtype=None if dtype is None else np.dtype(jax.numpy.dtype(dtype)),
+        place=place or (lambda path, shape: None),
+    )  # fmt: skip
+    presets = {name: _fitted(preset, model) for name, preset in family.presets.items()}
+    config = Config(
+        model=model, data=DataConfig(seq_len=length),
+        sample=_recommended(implied_sample(family, model, length), said),
+    )  # fmt: skip
+    return Published(family, config, params, tokenizer, chat, presets, more_eos, said)
+
+
+def read_shape(directory: Path) -> tuple[ModelConfig, HubTokenizer]:
+    """The Transformer of a directory and its tokenizer, without its weights."""
+    family, model, _ = read_model(directory)
+    said = read_json(directory / CONFIG)
+    return model, read_tokenizer(directory, family, said, vocab_size=model.vocab_size)[0]
+
+
+def read_model(directory: Path) -> tuple[Family, ModelConfig, int]:
+    """The family of a directory, its Transformer and the tokens of its longest row."""
+    where = directory / CONFIG
+    said = read_json(where)
+    family = family_of(said, str(where))
+    fields = Fields(said, str(where))
+    longest = fields.take(family.max_length, int, 4096)
+    try:
+        model = family.read(fields)
+    except ValueError as error:
+        text = str(error)
+        raise ValueError(text if text.startswith(str(where)) else f"{where}: {text}") from None
+    fields.finish(family.idle)
+    return family, model, longest
+
+
+def _fitted(preset: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """A preset whose blocks are those of the model, where it names them."""
+    settings, unit = dict(preset), model.block_length
+    if settings.get("threshold_alone"):
+        size = math.gcd(settings["block_length"], unit)
+        settings |= {"threshold_alone": unit, "block_length": size}
+    return settings
+
+
+def _recommended(implied: SampleConfig, said: Mapping[str, Any]) -> SampleConfig:
+    """The settings of a directory; another length alone keeps the tokens of a step."""
+    sample = dataclasses.replace(implied, **said)
+    if "gen_length" in said and "steps" not in said:
+        tokens = implied.gen_length or implied.steps
+        steps = -(-implied.steps * sample.gen_length // tokens)
+        sample = dataclasses.replace(sample, steps=max(steps, 1))
+    return sample
+
+
+def implied_sample(family: Family, model: ModelConfig, length: int) -> SampleConfig:
+    """What a model of a family recommends by itself: its first preset, on a canvas of `length`."""
+    settings = _fitted(next(iter(family.presets.values()), {}), model)
+    if settings.get("gen_length", 0) > length:
+        settings |= {"gen_length": length, "steps": length}
+    return SampleConfig(**settings)

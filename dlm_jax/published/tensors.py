@@ -1,0 +1,326 @@
+"""Weights of a published model straight from safetensors files into device arrays.
+
+Files are mapped into memory and read one tensor at a time; nothing is unpickled.
+
+A stacked parameter is made where it lives and its layers are written into it in place, so that the
+host holds no more than one tensor beside it and the pages of the files, which are given back.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.sharding import Sharding
+
+from dlm_jax.distributed.partitions import path_name
+from dlm_jax.published.family import Piece, read_json, tensor_shapes, without_twins
+from dlm_jax.types import Params
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+DTYPES: dict[str, np.dtype] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+"""Numbers that weights may be stored as, by their name in a file."""
+
+_LONGEST_HEADER = 100_000_000
+_MOST_AXES = 8
+
+
+class Entry(NamedTuple):
+    """Where a tensor lies: its first byte is at `start` of its file."""
+
+    file: Path
+    dtype: np.dtype
+    start: int
+    shape: tuple[int, ...]
+
+
+class Shards:
+    """The tensors of a directory by name; `read` gives one without copying it."""
+
+    def __init__(self, directory: Path):
+        self.entries: dict[str, Entry] = {}
+        for file, names in _files(directory).items():
+            found = _header(file)
+            for name in names or found:
+                if name not in found:
+                    raise ValueError(
+                        f"{file} lacks the tensor {name!r}, which {INDEX} says it holds; download "
+                        "both again"
+                    )
+                self.entries[name] = found[name]
+            surplus = sorted(set(found) - set(names or found))
+            if surplus:
+                raise ValueError(
+                    f"{file} holds the tensor {surplus[0]!r}, which {INDEX} does not name; "
+                    "download both again"
+                )
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor, a view of its file, whose pages are given back with it."""
+        file, dtype, start, shape = self.entries[name]
+        return np.memmap(file, dtype, "r", start, shape)
+
+
+def _files(directory: Path) -> dict[Path, list[str]]:
+    """The files and the tensors that each should hold; an empty list is whatever it holds."""
+    if not (directory / INDEX).exists():
+        if (directory / SINGLE).exists():
+            return {directory / SINGLE: []}
+        raise ValueError(
+            f"{directory} has neither {SINGLE} nor {INDEX}; name a directory with weights as "
+            "safetensors (other formats hold code, which is never run)"
+        )
+    index = read_json(directory / INDEX)
+    where = index.get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise ValueError(f"{directory / INDEX} has no field 'weight_map'; download it again")
+    files: dict[Path, list[str]] = {}
+    for name, file in where.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith("safetensors"):
+            raise ValueError(
+                f"{directory / INDEX}: weight_map names {file!r}, which is no safetensors file of "
+                "this directory"
+            )
+        files.setdefault(directory / file, []).append(name)
+    return files
+
+
+def _header(file: Path) -> dict[str, Entry]:
+    """Where the tensors of a file lie."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
+                raise ValueError("its header is longer than the file")
+            raw = json.loads(stream.read(length), object_pairs_hook=without_twins)
+            if not isinstance(raw, dict):
+                raise ValueError("its header is no object")
+    except FileNotFoundError:
+        raise ValueError(f"{file} does not exist; download the whole directory") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is no safetensors file ({error}); download it again") from None
+    raw.pop("__metadata__", None)
+    begin, end = 8 + length, 8 + length
+    found, places = {}, []
+    for name, said in raw.items():
+        found[name], last = _entry(file, name, said, begin)
+        places.append((found[name].start, last, name))
+    for first, last, name in sorted(places):
+        if first != end:
+            raise ValueError(
+                f"{file}: the tensor {name!r} begins at byte {first:,}, and the one before it ends "
+                f"at {end:,}; download it again"
+            )
+        end = last
+    if end != size:
+        what = "truncated" if size < end else "too long"
+        raise ValueError(f"{file} is {what}: {size:,} bytes of {end:,}; download it again")
+    return found
+
+
+def _entry(file: Path, name: str, said: Any, begin: int) -> tuple[Entry, int]:
+    """A tensor's place, and the byte behind it."""
+    try:
+        first, last = said["data_offsets"]
+        shape, kind = tuple(said["shape"]), said["dtype"]
+        numbers = (first, last, *shape)
+        if len(shape) > _MOST_AXES or any(type(n) is not int or n < 0 for n in numbers):
+            raise TypeError
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"{file}: its header does not describe {name!r}; download it again"
+        ) from None
+    if not isinstance(kind, str) or kind not in DTYPES:
+        raise ValueError(
+            f"{file}: the tensor {name!r} has dtype {str(kind)[:60]}; only {', '.join(DTYPES)} are "
+            "read"
+        )
+    if last - first != math.prod(shape) * DTYPES[kind].itemsize:
+        raise ValueError(f"{file}: the tensor {name!r} has another size than its shape {shape}")
+    return Entry(file, DTYPES[kind], begin + first, shape), begin + last
+
+
+# What XLA asks of memory on the CPU that it does not copy.
+_ALIGNMENT = 64
+_ROWS = 512
+_THREADS = min(8, os.cpu_count() or 1)
+
+Place = Callable[[str, tuple[int, ...]], Sharding | None]
+"""``(path, shape) -> sharding`` of a parameter; None is the default device."""
+
+
+def check_tensors(
+    shards: Shards,
+    pieces: Mapping[str, list[Piece]],
+    *,
+    redundant: tuple[str, ...] = (),
+    where: str,
+) -> None:
+    """Raises ValueError for a tensor that is missing, surplus, or of another shape.
+
+    Those that are `redundant` may be there and say nothing new.
+    """
+    wanted = tensor_shapes(pieces)
+    missing = sorted(set(wanted) - set(shards.entries))
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise ValueError(
+            f"{where} lacks the tensor {missing[0]!r}{more}, which config.json implies"
+        )
+    idle = ("rotary_emb.inv_freq",)
+    surplus = sorted(
+        name
+        for name in set(shards.entries) - set(wanted) - set(redundant)
+        if not name.endswith(idle)
+    )
+    if surplus:
+        more = f" (and {len(surplus) - 1} more)" if len(surplus) > 1 else ""
+        raise ValueError(
+            f"{where} holds the tensor {surplus[0]!r}{more}, which config.json rules out"
+        )
+    for name, shape in wanted.items():
+        if shards.entries[name].shape != shape:
+            raise ValueError(
+                f"{where}: the tensor {name!r} has shape {shards.entries[name].shape}, and "
+                f"config.json asks for {shape}"
+            )
+
+
+def read_params(
+    shards: Shards,
+    pieces: Mapping[str, list[Piece]],
+    abstract: Params,
+    *,
+    dtype: np.dtype | None,
+    place: Place,
+) -> Params:
+    """The parameters, in the dtype of their tensors or in `dtype`, where `place` puts them."""
+
+    def read(keys: Any, leaf: Any) -> jax.Array:
+        path = path_name(keys)
+        parts = pieces[path]
+        kind = _stored_dtype(shards, parts) if dtype is None else dtype
+        sharding = place(path, leaf.shape)
+        if sharding is None and jax.default_backend() == "cpu":
+            return _on_host(shards, parts, leaf.shape, kind)
+        if len(parts) == 1 and parts[0].place == ():
+            return _put(shards, parts[0], leaf.shape, kind, sharding)
+        return _stacked(shards, parts, leaf.shape, kind, sharding)
+
+    return jax.tree_util.tree_map_with_path(read, abstract)
+
+
+def _stored_dtype(shards: Shards, parts: list[Piece]) -> np.dtype:
+    """That of the tensors of a parameter, or float32, which holds all, where they differ."""
+    kinds = {shards.entries[piece.tensor].dtype for piece in parts}
+    return kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
+
+
+def _on_host(
+    shards: Shards, parts: list[Piece], shape: tuple[int, ...], dtype: np.dtype
+) -> jax.Array:
+    """A parameter on the CPU: its pieces are put where they stay, by some threads at once."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    whole = memory[first : first + size].view(dtype).reshape(shape)
+
+    def fill(piece: Piece) -> None:
+        stored = shards.read(piece.tensor)[piece.rows]
+        _copy(stored.astype(dtype, copy=False), whole[piece.place], piece.is_transposed)
+
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        for done in [pool.submit(fill, piece) for piece in parts]:
+            done.result()
+    # Nobody writes into this memory again, so that the array may be it.
+    return jax.device_put(whole)
+
+
+def _copy(stored: np.ndarray, target: np.ndarray, is_transposed: bool) -> None:
+    # Numbers of NumPy's own kinds are copied much faster than bfloat16.
+    bits = {2: np.uint16, 4: np.uint32}[stored.dtype.itemsize]
+    stored, target = stored.view(bits), target.view(bits)
+    if not is_transposed:
+        np.copyto(target, stored)
+        return
+    # What the backend transposes as it takes it in it does half as fast again as NumPy does in
+    # squares that fit a cache; some rows at a time, for which it needs no fresh memory.
+    (device,) = jax.local_devices(backend="cpu")[:1]
+    for row in range(0, stored.shape[0], _ROWS):
+        turned = jax.device_put(stored[row : row + _ROWS].T, device)
+        np.copyto(target[:, row : row + _ROWS], np.asarray(turned))
+
+
+def _stacked(
+    shards: Shards,
+    parts: list[Piece],
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    sharding: Sharding | None,
+) -> jax.Array:
+    depth = len(parts[0].place)
+    inner = None if sharding is None else _without_axes(sharding, depth, len(shape))
+    stack = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
+    for piece in parts:
+        part = _put(shards, piece, shape[depth:], dtype, inner)
+        stack = _writer(sharding)(stack, part, np.array(piece.place, np.int32))
+    return stack
+
+
+@functools.cache
+def _writer(sharding: Sharding | None) -> Callable[..., jax.Array]:
+    def write(stack: jax.Array, part: jax.Array, place: jax.Array) -> jax.Array:
+        start = (*place, *(0,) * part.ndim)
+        return jax.lax.dynamic_update_slice(
+            stack, part.reshape((1,) * len(place) + part.shape), start
+        )
+
+    return jax.jit(write, donate_argnums=0, out_shardings=sharding)
+
+
+def _put(
+    shards: Shards,
+    piece: Piece,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    sharding: Sharding | None,
+) -> jax.Array:
+    """One piece as a device array in the orientation of its parameter."""
+    stored = shards.read(piece.tensor)[piece.rows]
+    view = stored.T if piece.is_transposed else stored
+
+    def part(index: Any) -> np.ndarray:
+        return view[index].astype(dtype, copy=False)
+
+    if sharding is None:
+        made = jnp.array(part(...), copy=True)
+    else:
+        made = jax.make_array_from_callback(shape, sharding, part)
+    return made.block_until_ready()
+
+
+def _without_axes(sharding: Sharding, count: int, ndim: int) -> Sharding:
+    """The sharding of one entry of the first `count` axes."""
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return sharding
+    spec = tuple(sharding.spec) + (None,) * (ndim - len(sharding.spec))
+    return jax.sharding.NamedSharding(
+        sharding.mesh, jax.sharding.PartitionSpec(*spec[count:]), memory_kind=sharding.memory_kind
+    )

@@ -1,0 +1,147 @@
+"""What a cache rule is: it says which positions of a row a step computes, beside what is kept.
+
+A step computes a window of each row, of a static size, placed in each row where its block stands;
+keys and values of all other positions are those that were kept. Which of them may be out of date is
+the rule's business: an exact one keeps none that is, an approximate one refreshes them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dlm_jax.sampling.blocks import Block
+from dlm_jax.settings import Rule, SettingError
+
+
+class CacheState(NamedTuple):
+    """What is kept of the rows, and how old it is.
+
+    Attributes:
+      kept: keys and values of the canvas, as the network keeps them.
+      bare: those of the canvas with its given tokens masked; None in a program without guidance.
+      valid_B: int32, the positions before it are kept as their tokens are now.
+      age_B: int32, steps since the whole row was computed, that one included; 0: it never was.
+      block_B: int32, number of the block in which that was.
+    """
+
+    kept: Any
+    bare: Any
+    valid_B: jax.Array
+    age_B: jax.Array
+    block_B: jax.Array
+
+
+class CacheContext(NamedTuple):
+    """What a rule knows of the rows when a step begins.
+
+    Attributes:
+      block: the block that each row works on.
+      first_B: int32, its first position that the step may write; its begin where there is none.
+      valid_B: see `CacheState`.
+      age_B: likewise.
+      block_B: likewise.
+      num_positions: ``L``; static.
+    """
+
+    block: Block
+    first_B: jax.Array
+    valid_B: jax.Array
+    age_B: jax.Array
+    block_B: jax.Array
+    num_positions: int
+
+
+class CachePlan(NamedTuple):
+    """What a step computes of each row.
+
+    Attributes:
+      begin_B: int32, first position of the window.
+      end_B: int32, one behind its last; at most the widest of `CacheRule.sizes` from `begin_B`, or
+        the end of the canvas.
+      is_due_B: True where the whole row is computed instead, and kept.
+      settles_B: True where the first size of positions before `begin_B` is computed before, and
+        kept: their tokens are final now.
+      valid_B: int32, `CacheState.valid_B` after the step.
+    """
+
+    begin_B: jax.Array
+    end_B: jax.Array
+    is_due_B: jax.Array
+    settles_B: jax.Array
+    valid_B: jax.Array
+
+
+class CacheRule(Rule):
+    """Says what a step computes; `plan` and `sizes` are required."""
+
+    required: ClassVar[tuple[str, ...]] = ("plan", "sizes")
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the keys and values of a step's window stay; static."""
+        return False
+
+    @property
+    def settles(self) -> bool:
+        """Whether a plan ever settles what stands before a window; static."""
+        return False
+
+    @property
+    def sees_behind(self) -> bool:
+        """Whether a window sees what is kept behind it, where it ends before the row; static."""
+        return True
+
+    @classmethod
+    def is_used(cls, row: Any) -> bool:
+        """True: a row asks for a cache by its name."""
+        return True
+
+    @classmethod
+    def check(cls, row: Any) -> None:
+        """Refuses edits, which move what is kept."""
+        if row.edits:
+            raise SettingError(
+                "edit",
+                True,
+                f"moves tokens, and cache={cls.name!r} keeps what they were computed as",
+                "use cache='none'",
+            )
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        """Refuses a network without the trunk in pieces."""
+        if not facts.has_cache:
+            raise SettingError(
+                "cache",
+                cls.name,
+                "needs a network that offers its trunk in pieces "
+                "(Network.cached), which this one does not",
+                "use cache='none'",
+            )
+
+    @classmethod
+    def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
+        """Raises ValueError for a canvas that does not go with the cache; True where it is open."""
+
+    def sizes(self, num_positions: int) -> tuple[int, ...]:
+        """Static sizes of the windows, ascending, at most `num_positions`.
+
+        With one size a step runs all rows together; with several each row runs in the smallest that
+        holds its window, beside rows of the same size. The first is that of the block, whose hidden
+        vectors the step reads.
+        """
+        raise NotImplementedError
+
+    def plan(self, context: CacheContext) -> CachePlan:
+        """What the next step computes of each row."""
+        raise NotImplementedError
+
+
+def start_cache(num_rows: int) -> CacheState:
+    """Before the first step of new rows; what is kept comes from `dlm_jax.sampling.forward`."""
+    zeros_B = jnp.zeros(num_rows, jnp.int32)
+    return CacheState((), (), zeros_B, zeros_B, zeros_B)

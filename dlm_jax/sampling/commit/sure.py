@@ -1,0 +1,210 @@
+"""Commit rules without a quota: as many holes as are sure enough, and always at least one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.commit.commit_rule import (
+    CommitContext,
+    CommitRule,
+    Proposal,
+    exceeds,
+    most,
+    reaches,
+)
+from dlm_jax.sampling.commit.quotas import (
+    CONFIDENCE,
+    CONFIDENCE_OF,
+    CONFIDENCE_WITHOUT,
+    Confident,
+    Measure,
+    Weighed,
+    certainty,
+)
+from dlm_jax.settings import Setting, SettingError, per_row, rule, static
+
+THRESHOLD = Setting(
+    "threshold", 0.9, "order=threshold: confidence that commits, in [0, 1]", low=0.0, high=1.0
+)
+THRESHOLD_ABOVE = Setting(
+    "threshold_above", False, "order=threshold: confidence must be above the threshold, not at it"
+)
+THRESHOLD_LEAST = Setting(
+    "threshold_least", 1, "order=threshold: holes that commit at every step at least", low=1
+)
+THRESHOLD_ALONE = Setting(
+    "threshold_alone", 0,
+    "order=threshold: a hole at a multiple of this commits alone, before the others of its block "
+    "are looked at; 0: none does", low=0,
+)  # fmt: skip
+FACTOR = Setting(
+    "factor", 1.0,
+    "order=factor: n holes commit together if each is as sure as 1 - factor / (n + 1)",
+    low=0.0, high=1e6,
+)  # fmt: skip
+ENTROPY_BOUND = Setting(
+    "entropy_bound", 0.1, "order=entropy_bound: nats of entropy that may be committed blind, >= 0",
+    low=0.0, high=1e6,
+)  # fmt: skip
+
+REWRITE_THRESHOLD = Setting(
+    "rewrite_threshold", 0.9,
+    "order=joint_threshold: a written token of the block gives way to another of a confidence "
+    "above this, in [0, 1]", low=0.0, high=1.0, activates=False,
+)  # fmt: skip
+REWRITE_STEPS = Setting(
+    "rewrite_steps", 16,
+    "order=joint_threshold: steps that a block without holes takes at most while it is rewritten",
+    low=0, activates=False,
+)  # fmt: skip
+
+
+@rule
+class Threshold(Confident, Weighed):
+    """Commits every hole of confidence >= threshold (Wu et al. 2025, Fast-dLLM, section 3.3).
+
+    Or above it, as SDAR and LLaDA2 do. Holes at multiples of some number may commit alone, as the
+    first token of a block of Fast-dLLM v2 does, which the block before predicts.
+    """
+
+    about = "all that are sure enough"
+
+    threshold_B: jax.Array = per_row(THRESHOLD)
+    is_above_B: jax.Array = per_row(THRESHOLD_ABOVE)
+    least_B: jax.Array = per_row(THRESHOLD_LEAST)
+    alone_B: jax.Array = per_row(THRESHOLD_ALONE)
+    confidence: Measure = static(CONFIDENCE)
+    source: str = static(CONFIDENCE_OF)
+    without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
+
+    def eligible(self, context: CommitContext) -> jax.Array:
+        """The first hole that commits alone, or all holes where there is none."""
+        place_1L = jnp.arange(context.is_hole_BL.shape[1])[None]
+        unit_B1 = self.alone_B[:, None]
+        is_alone_BL = context.is_hole_BL & (unit_B1 > 0)
+        is_alone_BL &= place_1L % jnp.maximum(unit_B1, 1) == 0
+        is_first_BL = is_alone_BL & (jnp.cumsum(is_alone_BL, axis=1) == 1)
+        is_any_B1 = jnp.any(is_first_BL, axis=1, keepdims=True)
+        return jnp.where(is_any_B1, is_first_BL, context.is_hole_BL)
+
+    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        is_hole_BL = self.eligible(context)
+        is_sure_BL = passes(proposal.confidence_BL, self.threshold_B, self.is_above_B)
+        least_BL = most(proposal.confidence_BL, is_hole_BL, self.least_B, context.preference_BL)
+        return (is_hole_BL & is_sure_BL) | least_BL
+
+
+@rule
+class Factor(Confident):
+    """Commits the longest run of surest holes with ``c_n >= 1 - f / (n + 1)``.
+
+    Confidences in falling order, n from 1: the more are committed together, the surer each must be
+    (Fast-dLLM, section 3.3, theorem 1).
+    """
+
+    about = "all that are sure enough to go together"
+
+    factor_B: jax.Array = per_row(FACTOR)
+    confidence: Measure = static(CONFIDENCE)
+
+    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        score_BL = _falling(context, proposal)
+        number_1L = 1.0 + jnp.arange(score_BL.shape[1])[None]
+        needed_BL = 1.0 - self.factor_B[:, None] / (number_1L + 1.0)
+        run_BL = jnp.cumprod(reaches(score_BL, needed_BL, 1.0), axis=1)
+        return _surest(context, proposal, jnp.sum(run_BL, axis=1), self.scale)
+
+
+@rule
+class EntropyBound(CommitRule):
+    """Commits the holes of lowest entropy while the sum of those before is at most the bound.
+
+    That sum bounds what parallel choices can lose in joint entropy (Ben-Hamu et al. 2025,
+    EB-Sampler, equation 6).
+    """
+
+    about = "all that have little entropy together"
+    scale = 1.0
+
+    bound_B: jax.Array = per_row(ENTROPY_BOUND)
+
+    def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+        return certainty(logits_NV, logprob_N)
+
+    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        score_BL = _falling(context, proposal)
+        is_hole_BL = score_BL > -jnp.inf
+        entropy_BL = jnp.where(is_hole_BL, -score_BL, 0.0)
+        before_BL = jnp.cumsum(entropy_BL, axis=1) - entropy_BL
+        is_in_BL = is_hole_BL & ~exceeds(before_BL, self.bound_B[:, None], 1.0)
+        return _surest(context, proposal, jnp.sum(is_in_BL, axis=1), self.scale)
+
+
+@rule
+class JointThreshold(Confident):
+    """Commits sure holes, and rewrites tokens of the block where another one is sure enough.
+
+    A block goes on without holes until a step rewrites nothing, or for some steps (LLaDA2.1, Bie et
+    al. 2026, "token-to-token editing"). What was given is never rewritten, nor what stands in
+    blocks before.
+    """
+
+    about = "threshold, which rewrites what it wrote, too"
+    rewrites = True
+
+    threshold_B: jax.Array = per_row(THRESHOLD)
+    is_above_B: jax.Array = per_row(THRESHOLD_ABOVE)
+    least_B: jax.Array = per_row(THRESHOLD_LEAST)
+    rewrite_B: jax.Array = per_row(REWRITE_THRESHOLD)
+    patience_B: jax.Array = per_row(REWRITE_STEPS)
+    confidence: Measure = static(CONFIDENCE)
+
+    @classmethod
+    def check(cls, row: Any) -> None:
+        if row.open_blocks > 1:
+            raise SettingError(
+                "open_blocks",
+                row.open_blocks,
+                "leaves a block behind once it has no holes, and "
+                "order='joint_threshold' would still rewrite it",
+                "use open_blocks=1",
+            )
+
+    def patience(self) -> jax.Array:
+        return self.patience_B
+
+    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        surest_BL, written_BL = proposal.confidence_BL, context.written_BL
+        assert written_BL is not None, "the rule rewrites"
+        is_sure_BL = passes(surest_BL, self.threshold_B, self.is_above_B)
+        least_BL = most(surest_BL, context.is_hole_BL, self.least_B, context.preference_BL)
+        is_better_BL = exceeds(surest_BL, self.rewrite_B[:, None])
+        is_better_BL &= proposal.tokens_BL != written_BL
+        return (context.is_hole_BL & is_sure_BL) | least_BL | ((written_BL >= 0) & is_better_BL)
+
+
+def passes(confidence_BL: jax.Array, threshold_B: jax.Array, is_above_B: jax.Array) -> jax.Array:
+    """True where confidence is at the threshold or above it, or only above where rows say so."""
+    cut_B1 = threshold_B[:, None]
+    return jnp.where(
+        is_above_B[:, None], exceeds(confidence_BL, cut_B1), reaches(confidence_BL, cut_B1)
+    )
+
+
+def _surest(
+    context: CommitContext, proposal: Proposal, count_B: jax.Array, scale: float
+) -> jax.Array:
+    """That many of the surest holes; one at least."""
+    return most(
+        proposal.confidence_BL, context.is_hole_BL, jnp.maximum(count_B, 1),
+        context.preference_BL, scale,
+    )  # fmt: skip
+
+
+def _falling(context: CommitContext, proposal: Proposal) -> jax.Array:
+    """Confidences of the holes in falling order, -inf behind them."""
+    score_BL = jnp.where(context.is_hole_BL, proposal.confidence_BL, -jnp.inf)
+    return jnp.sort(score_BL, axis=1, descending=True)

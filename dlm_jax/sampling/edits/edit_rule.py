@@ -1,0 +1,187 @@
+"""What the edits of a row have come to."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.edits.moves import Cells, Edits, PositionMap, moved
+from dlm_jax.sampling.row import RowParams
+from dlm_jax.settings import Rule
+from dlm_jax.types import Canvas, live_positions
+
+
+class EditState(NamedTuple):
+    """What the edits of a row have come to.
+
+    Attributes:
+      inserted_BL: True at positions that an edit made, whatever has been written there since.
+      mark_BL: True at the marks of the last step's edits.
+      origin_BL: int32, where each position stood when `Advance` was called last; -1: it was not
+        there.
+      capacity_B: int32, most live positions.
+      target_B: int32, the length that rows are nudged towards.
+      warms_B: True for rows whose draft is looked at, and edited, before their first step.
+    """
+
+    inserted_BL: jax.Array
+    mark_BL: jax.Array
+    origin_BL: jax.Array
+    capacity_B: jax.Array
+    target_B: jax.Array
+    warms_B: jax.Array
+
+    def after(self, cells: Cells, position_map: PositionMap) -> EditState:
+        """With the edits of a map, which left `cells`."""
+        return self._replace(
+            inserted_BL=cells.inserted_BL,
+            mark_BL=cells.mark_BL,
+            origin_BL=moved(position_map, self.origin_BL, -1),
+            warms_B=jnp.zeros_like(self.warms_B),
+        )
+
+
+def start_edits(rule: EditRule, canvas: Canvas, row: RowParams, *, mask_id: int) -> EditState:
+    """Before the first step of rows with these parameters."""
+    tokens_BL, length_B, frozen_BL = canvas
+    num_positions = tokens_BL.shape[1]
+    is_free_BL = live_positions(length_B, num_positions) & ~frozen_BL
+    free_B = jnp.sum(is_free_BL, axis=1)
+    new_B = jnp.where(row.max_new_B > 0, row.max_new_B, free_B)
+    capacity_B = jnp.maximum(row.capacity_B, length_B)
+    has_draft_B = jnp.any(is_free_BL & (tokens_BL != mask_id), axis=1)
+    none_BL = jnp.zeros(tokens_BL.shape, bool)
+    return EditState(
+        inserted_BL=none_BL,
+        mark_BL=none_BL,
+        origin_BL=places(tokens_BL),
+        capacity_B=jnp.minimum(capacity_B, num_positions).astype(jnp.int32),
+        target_B=(length_B - free_B + new_B).astype(jnp.int32),
+        warms_B=rule.is_active() & has_draft_B,
+    )
+
+
+def places(x_BL: jax.Array) -> jax.Array:
+    """int32 ``[B, L]``: the number of each position."""
+    return jnp.broadcast_to(jnp.arange(x_BL.shape[1], dtype=jnp.int32), x_BL.shape)
+
+
+class Snapshot(NamedTuple):
+    """What the last forward said of the canvas, at temperature 1; nothing at holes.
+
+    Attributes:
+      own_BL: float32 log-probability of the token that stands at each position, in nats.
+      right_BL: float32 log-probability, at the same position, of the token to its right.
+      best_BL: float32 log-probability of the likeliest other token there (of any where one was
+        drawn), or that of the token itself where it may not be written; None where no rule reads
+        it.
+      is_due_BL: True where that is the token to its right; None likewise.
+      best_id_BL: int32 id of it, -1 where it may not be written; None likewise.
+    """
+
+    own_BL: jax.Array
+    right_BL: jax.Array
+    best_BL: jax.Array | None = None
+    is_due_BL: jax.Array | None = None
+    best_id_BL: jax.Array | None = None
+
+
+class Tried(NamedTuple):
+    """Edits that were tried, K of each row, and what the model says of the texts they make.
+
+    Attributes:
+      edits: with one more axis, ``[K, B, L]`` and ``[K, B]``.
+      is_real_KB: True for those that there are.
+      gain_KB: float32, how much likelier the text becomes, in nats: the sum over its tokens of
+        their log-probabilities, each where the others stand, less that of the text as it is; or
+        the log-probability of the tokens around the edit, together, less that of those that stood
+        there without it.
+    """
+
+    edits: Edits
+    is_real_KB: jax.Array
+    gain_KB: jax.Array
+
+
+class EditContext(NamedTuple):
+    """What an edit rule may know, after a step's commits.
+
+    Attributes:
+      cells: the canvas.
+      snapshot: what the last forward said of it.
+      is_open_BL: True where tokens may go, or be put in front of what is there; in rows that are
+        edited now, in the block.
+      step_B: int32, number of the step that comes next.
+      steps_B: int32, steps of the row.
+      capacity_B: int32, most live positions, from the row's length to ``L``.
+      target_B: int32, ``initial_length + max_new_tokens``, where the initial length is the number
+        of frozen tokens; more than the capacity is the capacity.
+      mask_id: the id of MASK.
+      space_id: the id of the space; -1 for a vocabulary without one.
+      preference_BL: uint32, which of positions that tie come first, see
+        `dlm_jax.sampling.commit.commit_rule.preferences`.
+      tried: what came of the rule's own candidates; None where it tries nothing.
+    """
+
+    cells: Cells
+    snapshot: Snapshot
+    is_open_BL: jax.Array
+    step_B: jax.Array
+    steps_B: jax.Array
+    capacity_B: jax.Array
+    target_B: jax.Array
+    mask_id: int
+    space_id: int
+    preference_BL: jax.Array | None = None
+    tried: Tried | None = None
+
+
+class EditRule(Rule):
+    """Chooses the edits between two steps; only `select` is required."""
+
+    required: ClassVar[tuple[str, ...]] = ("select",)
+
+    reads_likeliest: ClassVar[bool] = False
+    """Whether the rule reads ``best_BL``, ``is_due_BL`` and ``best_id_BL`` of the snapshot."""
+
+    num_trials: int = 0
+    """Edits of each row that `select` wants tried, K; static. Each text that is read for that is a
+    forward of the rows that have candidates: K, and the text as it is."""
+
+    num_hidden: int = 0
+    """Tokens on either side of an edit that are hidden while texts are compared, H; static. Then
+    ``2 K (2 H + 2)`` texts are read, and each candidate may insert, delete or replace at one place
+    alone; with 0, no token is hidden."""
+
+    @classmethod
+    def inserts(cls, row: Any) -> bool:
+        """Whether a row with these settings may gain tokens."""
+        return row.edit
+
+    @classmethod
+    def deletes(cls, row: Any) -> bool:
+        """Whether a row with these settings may lose tokens."""
+        return row.edit
+
+    @classmethod
+    def is_used(cls, row: Any) -> bool:
+        """Whether the length of a row with these settings may change."""
+        return cls.inserts(row) or cls.deletes(row)
+
+    def is_active(self) -> jax.Array:
+        """True ``[B]`` for rows whose length may change: by default, all of them."""
+        return jnp.ones(jax.tree.leaves(self)[0].shape[0], bool)
+
+    def inserted_id(self, *, mask_id: int, space_id: int) -> jax.Array | int:
+        """What is inserted, MASK or the space; for all rows, or int32 ``[B]``."""
+        return mask_id
+
+    def candidates(self, context: EditContext) -> tuple[Edits, jax.Array]:
+        """The edits to try, ``[K, B, L]``, and True ``[K, B]`` where there is one."""
+        raise NotImplementedError
+
+    def select(self, context: EditContext) -> Edits:
+        """The edits of each row, at old positions; none where they are not open."""
+        raise NotImplementedError

@@ -1,0 +1,317 @@
+"""What the model says of texts with an edit, beside what it says of the text as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.commit.commit_rule import exceeds, most
+from dlm_jax.sampling.draw import log_prob
+from dlm_jax.sampling.edits import scores
+from dlm_jax.sampling.edits.edit_rule import EditContext, EditRule, Tried
+from dlm_jax.sampling.edits.moves import Cells, Edits, moved_cells, position_map_of
+from dlm_jax.sampling.edits.scores import LEAST
+from dlm_jax.sampling.largest import place_of_largest
+from dlm_jax.sampling.positions import at_places, fold, put
+from dlm_jax.sampling.program import Program
+from dlm_jax.settings import Setting, SettingError, per_row, rule, static
+from dlm_jax.types import Params, live_positions
+
+
+def tried(
+    program: Program, params: Params, context: EditContext, rule: EditRule
+) -> tuple[Tried, jax.Array]:
+    """The candidates of a rule with their gains, and the texts that were read of each row for that.
+
+    Those of all rows are read at once, if any row has a candidate.
+    """
+    edits, is_real_KB = rule.candidates(context)
+    is_asking_B = jnp.any(is_real_KB, axis=0)
+    as_it_is = jax.tree.map(jnp.zeros_like, context.cells.tokens_BL)
+    none = Edits(as_it_is > 0, as_it_is > 0, as_it_is[:, 0], as_it_is)
+    all_of_them = jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]), none, edits)
+
+    def text(edits: Edits) -> Cells:
+        position_map = position_map_of(edits, context.cells, context.capacity_B)
+        assert edits.token_BL is not None
+        return moved_cells(position_map, context.cells, edits.token_BL, pad_id=program.pad_id)
+
+    def score() -> jax.Array:
+        texts = jax.vmap(text)(all_of_them)
+        if rule.num_hidden:
+            return _gain_of_spans(program, params, edits, texts, rule.num_hidden)
+        is_asked_KBL = _is_token(texts, program.mask_id)
+        score_KB = _likelihood(program, params, texts, texts.tokens_BL, is_asked_KBL)
+        return score_KB[1:] - score_KB[:1]
+
+    no_gain_KB = jnp.zeros(is_real_KB.shape, jnp.float32)
+    gain_KB = jax.lax.cond(jnp.any(is_asking_B), score, lambda: no_gain_KB)
+    num_trials = is_real_KB.shape[0]
+    num_texts = 2 * num_trials * _span(rule.num_hidden) if rule.num_hidden else num_trials + 1
+    return Tried(edits, is_real_KB, jnp.where(is_real_KB, gain_KB, -jnp.inf)), (
+        is_asking_B * num_texts
+    )
+
+
+def _span(num_hidden: int) -> int:
+    """Tokens of the longest span: those on either side, a new one, and the one behind it."""
+    return 2 * num_hidden + 2
+
+
+def _gain_of_spans(
+    program: Program, params: Params, edits: Edits, texts: Cells, num_hidden: int
+) -> jax.Array:
+    """float32 ``[K, B]``: how much likelier the tokens around each edit are than those it replaces.
+
+    Those of a span are read from left to right: each is predicted while it and what follows in its
+    span are hidden, so that their sum is the log-probability of the span together. Two texts for
+    each candidate and token: with the edit, and without.
+    """
+    is_there_KBL = edits.insert_gap_BL | edits.delete_BL
+    place_KB = place_of_largest(is_there_KBL)
+    # From the place of the edit on: the new token, and the one that was there unless it went.
+    num_new_KB = jnp.any(edits.insert_gap_BL, axis=2) + 1 - jnp.any(edits.delete_BL, axis=2)
+    number = place_KB.shape[0]
+
+    def beside(with_edit: jax.Array, without: jax.Array) -> jax.Array:
+        return jnp.concatenate([with_edit, without])
+
+    pairs = jax.tree.map(
+        lambda leaf: beside(leaf[1:], jnp.broadcast_to(leaf[:1], leaf[1:].shape)), texts
+    )
+    begin_KB = beside(place_KB - num_hidden, place_KB - num_hidden)
+    end_KB = beside(num_new_KB, jnp.ones_like(num_new_KB)) + beside(place_KB, place_KB) + num_hidden
+    index_11L = jnp.arange(is_there_KBL.shape[2])[None, None]
+    is_token_KBL = _is_token(pairs, program.mask_id) & (index_11L < end_KB[:, :, None])
+
+    def one(sum_KB: jax.Array, turn: jax.Array) -> tuple[jax.Array, None]:
+        at_KB1 = (begin_KB + turn)[:, :, None]
+        shown_KBL = jnp.where(
+            is_token_KBL & (index_11L >= at_KB1), program.mask_id, pairs.tokens_BL
+        )
+        is_asked_KBL = is_token_KBL & (index_11L == at_KB1)
+        return sum_KB + _likelihood(program, params, pairs, shown_KBL, is_asked_KBL), None
+
+    none_KB = jnp.zeros(begin_KB.shape, jnp.float32)
+    sum_KB, _ = jax.lax.scan(one, none_KB, jnp.arange(_span(num_hidden)))
+    return sum_KB[:number] - sum_KB[number:]
+
+
+def _is_token(texts: Cells, mask_id: int) -> jax.Array:
+    """True ``[K, B, L]`` at the tokens of texts, which are no holes."""
+    num_positions = texts.tokens_BL.shape[2]
+    is_live_KBL = jax.vmap(lambda length_B: live_positions(length_B, num_positions))(texts.length_B)
+    return is_live_KBL & (texts.tokens_BL != mask_id)
+
+
+def _likelihood(
+    program: Program,
+    params: Params,
+    texts: Cells,
+    shown_KBL: jax.Array,
+    is_asked_KBL: jax.Array,
+) -> jax.Array:
+    """float32 ``[K, B]``: the sum of the log-probabilities of the tokens that are asked for."""
+    num_texts, num_rows, num_positions = shown_KBL.shape
+    # Rows come first, so that each device keeps its own.
+    shown_TL, tokens_TL, is_asked_TL = (
+        jnp.moveaxis(x_KBL, 0, 1).reshape(-1, num_positions)
+        for x_KBL in (shown_KBL, texts.tokens_BL, is_asked_KBL)
+    )
+    hidden_TLD, _ = program.network.trunk(params, shown_TL, texts.length_B.T.reshape(-1), None)
+
+    def sums(params: Params, texts: tuple[jax.Array, ...]) -> jax.Array:
+        hidden_TLD, tokens_TL, is_asked_TL = texts
+
+        def score(sum_TL: jax.Array, places_N: jax.Array, is_real_N: jax.Array) -> jax.Array:
+            logits_NV = program.network.readout(params, at_places(hidden_TLD, places_N))
+            logprob_N = jnp.maximum(log_prob(logits_NV, at_places(tokens_TL, places_N)), LEAST)
+            return put(sum_TL, places_N, is_real_N, logprob_N)
+
+        none_TL = jnp.zeros(tokens_TL.shape, jnp.float32)
+        return fold(is_asked_TL, program.chunk, score, none_TL).sum(axis=1)
+
+    sum_T = program.by_rows(sums)(params, (hidden_TLD, tokens_TL, is_asked_TL))
+    return sum_T.reshape(num_rows, num_texts).T
+
+
+EDIT_TRIALS = Setting(
+    "edit_trials", 6,
+    "likelihood: edits that are tried before one is made; each costs a forward, or with "
+    "edit_hidden=H 2 (2 H + 2) of them",
+    low=1, high=64,
+)  # fmt: skip
+EDIT_GAIN = Setting(
+    "edit_gain", 0.0, "likelihood: nats that an edit must count for, >= 0",
+    low=0.0, high=1e6,
+)  # fmt: skip
+EDIT_HIDDEN = Setting(
+    "edit_hidden", 0,
+    "likelihood: tokens on either side of an edit that are hidden while texts are compared; 0 is "
+    "none, and compares whole texts",
+    low=0, high=16,
+)  # fmt: skip
+EDIT_LEAD_GAIN = Setting(
+    "edit_lead_gain", 0.25,
+    "likelihood: nats that an edit counts more for each nat by which its token is ahead of the one "
+    "that is there, >= 0",
+    low=0.0, high=1e6,
+)  # fmt: skip
+EDIT_TOKEN_GAIN = Setting(
+    "edit_token_gain", 0.0,
+    "likelihood: nats that a text gains by each token that it has more, or loses by each that goes",
+    low=-1e6, high=1e6,
+)  # fmt: skip
+EDIT_REPLACE_GAIN = Setting(
+    "edit_replace_gain", 0.0,
+    "likelihood: nats that an edit counts more (below 0: less) if it puts a token in the place of "
+    "another",
+    low=-1e6, high=1e6,
+)  # fmt: skip
+_NUM_KINDS = 3
+
+
+@rule
+class Likelihood(EditRule):
+    """Tries insertions, replacements and deletions, and makes the one that the model likes best.
+
+    A candidate is the likeliest token of a position, in front of the one that is there or in its
+    place, or a token that goes. A row may get a token in front of its first one; nothing that it
+    bans is written. Where the likeliest token is the one to the right, it is not put in the place
+    of the one that is there: one of the two went twice, or the one between them is stray. The lead
+    of a candidate is by how many nats the likeliest token, or the successor of the one that goes,
+    is ahead of the one that is there; it may be below 0. The candidates of a row with the highest
+    leads are tried, each alone, in one forward. An edit counts what the sum of the
+    log-probabilities of all tokens gains by it, and `lead_gain_B` times its lead: the one says
+    whether the text is more at ease with it, the other whether the text asked for it. The one that
+    counts most is made if it counts more than `gain_B`. So there is one edit of a row in a step at
+    most, and what is inserted is no hole. A row at its capacity gains no token. Guidance, where a
+    row has it, takes part in the leads alone. For models trained to proofread: of others the
+    likelihood of visible tokens says little.
+
+    With `num_hidden` the texts are compared where they differ alone: the tokens around the edit are
+    hidden, and read one after the other, as if the model wrote them between what stands on either
+    side. A misprint that was copied into the prediction of its own place is not believed there.
+    """
+
+    about = "insertions, deletions and replacements are tried, and the one that counts most is made"
+    reads_likeliest = True
+
+    gain_B: jax.Array = per_row(EDIT_GAIN)
+    lead_gain_B: jax.Array = per_row(EDIT_LEAD_GAIN)
+    token_gain_B: jax.Array = per_row(EDIT_TOKEN_GAIN)
+    replace_gain_B: jax.Array = per_row(EDIT_REPLACE_GAIN)
+    num_trials: int = static(EDIT_TRIALS)
+    num_hidden: int = static(EDIT_HIDDEN)
+
+    @classmethod
+    def check(cls, row: Any) -> None:
+        if row.edit and row.length_target_mode != "none":
+            raise SettingError(
+                "edit_scoring",
+                "likelihood",
+                f"has no length_target_mode={row.length_target_mode!r}",
+                "use edit_scoring='lead' for it",
+            )
+
+    def candidates(self, context: EditContext) -> tuple[Edits, jax.Array]:
+        """The best candidates of each row; of those that tie at a place deletions come first.
+
+        Nothing goes that is frozen, a hole, the last of its row, or a space that no edit inserted.
+        Of equal tokens that stand side by side the last one goes, which makes the same text.
+        """
+        cells, snapshot, mask_id = context.cells, context.snapshot, context.mask_id
+        assert snapshot.best_id_BL is not None
+        num_rows, num_positions = cells.tokens_BL.shape
+        is_open_BL = live_positions(cells.length_B, num_positions) & context.is_open_BL
+        lead_BL, misfit_BL = _leads(context)
+        is_new_BL = is_open_BL & (snapshot.best_id_BL >= 0)
+        is_new_BL &= snapshot.best_id_BL != cells.tokens_BL
+        is_kept_space_BL = (cells.tokens_BL == context.space_id) & ~cells.inserted_BL
+        may_go_BL = is_open_BL & ~cells.frozen_BL & (cells.tokens_BL != mask_id)
+        may_go_BL &= ~is_kept_space_BL
+        goes_BL = may_go_BL & jnp.isfinite(misfit_BL)
+        # Of equal tokens in a row the last one goes: the text is the same.
+        is_same_BL = cells.tokens_BL == scores.right_of(cells.tokens_BL)
+        goes_BL &= ~(is_same_BL & scores.right_of(goes_BL))
+        has_room_B1 = (cells.length_B < context.capacity_B)[:, None]
+        is_swap_BL = is_new_BL & may_go_BL & scores.may_be_led(context)
+        worth_BLK = jnp.stack([
+            jnp.where(goes_BL, misfit_BL, -jnp.inf),
+            jnp.where(is_new_BL & has_room_B1, lead_BL, -jnp.inf),
+            jnp.where(is_swap_BL, lead_BL + self.replace_gain_B[:, None], -jnp.inf),
+        ], axis=2)  # fmt: skip
+        assert context.preference_BL is not None
+        kinds_1K = jnp.arange(_NUM_KINDS)[None]
+        liked_BP = _liked(context.preference_BL[:, :, None], kinds_1K[None]).reshape(num_rows, -1)
+        worth_BP = worth_BLK.reshape(num_rows, -1)
+        number = min(self.num_trials, _NUM_KINDS * num_positions)
+        is_best_BP = most(
+            worth_BP, jnp.isfinite(worth_BP), jnp.full(num_rows, number), liked_BP, 1.0
+        )
+        from_end_1P = jnp.arange(worth_BP.shape[1], 0, -1)[None]
+        from_end_BK, place_BK = jax.lax.top_k(jnp.where(is_best_BP, from_end_1P, 0), number)
+        kind_KB1 = (place_BK % _NUM_KINDS).T[:, :, None]
+        is_there_KBL = (place_BK // _NUM_KINDS).T[:, :, None] == jnp.arange(num_positions)[
+            None, None
+        ]
+        is_real_KB = from_end_BK.T > 0
+        is_there_KBL &= is_real_KB[:, :, None]
+        return Edits(
+            is_there_KBL & (kind_KB1 != 0),
+            is_there_KBL & (kind_KB1 != 1),
+            jnp.zeros(is_real_KB.shape, jnp.int32),
+            jnp.broadcast_to(snapshot.best_id_BL, is_there_KBL.shape),
+        ), is_real_KB
+
+    def select(self, context: EditContext) -> Edits:
+        tried, length_B = context.tried, context.cells.length_B
+        assert tried is not None and context.preference_BL is not None
+        insert_KBL, delete_KBL = tried.edits.insert_gap_BL, tried.edits.delete_BL
+        lead_BL, misfit_BL = _leads(context)
+        own_KBL = jnp.where(insert_KBL, lead_BL, jnp.where(delete_KBL, misfit_BL, 0.0))
+        tokens_KB = jnp.sum(insert_KBL.astype(jnp.float32) - delete_KBL, axis=2)
+        is_replaced_KB = jnp.any(insert_KBL & delete_KBL, axis=2)
+        gain_KB = tried.gain_KB + self.lead_gain_B[None] * jnp.sum(own_KBL, axis=2)
+        gain_KB += self.token_gain_B[None] * tokens_KB
+        gain_KB += self.replace_gain_B[None] * is_replaced_KB
+        kind_KB = jnp.any(insert_KBL, axis=2) * (1 + jnp.any(delete_KBL, axis=2))
+        there_KBL = jnp.where(insert_KBL | delete_KBL, context.preference_BL[None], jnp.uint32(0))
+        liked_KB = _liked(jnp.max(there_KBL, axis=2), kind_KB)
+        # A gain is a sum over the tokens of the row.
+        best_BK = most(gain_KB.T, tried.is_real_KB.T, jnp.ones_like(length_B), liked_KB.T,
+                       length_B[:, None].astype(jnp.float32))  # fmt: skip
+        best_B = place_of_largest(best_BK)
+        is_taken_B = exceeds(jnp.max(gain_KB, axis=0), self.gain_B, length_B.astype(jnp.float32))
+        edits = jax.tree.map(
+            lambda x: jnp.take_along_axis(x, best_B.reshape(1, -1, *[1] * (x.ndim - 2)), 0)[0],
+            tried.edits,
+        )
+        return edits._replace(
+            insert_gap_BL=edits.insert_gap_BL & is_taken_B[:, None],
+            delete_BL=edits.delete_BL & is_taken_B[:, None],
+        )
+
+
+def _liked(preference: jax.Array, kind: jax.Array) -> jax.Array:
+    """uint32: which edits come first among those that tie; at one place by their kind."""
+    return (preference & ~jnp.uint32(3)) | (jnp.uint32(2) - kind.astype(jnp.uint32))
+
+
+def _leads(context: EditContext) -> tuple[jax.Array, jax.Array]:
+    """Nats by which another token is ahead of that of a place, and by which its successor is.
+
+    -inf where there is none: at holes, in front of one the latter, at given tokens the former.
+    """
+    cells, snapshot = context.cells, context.snapshot
+    assert snapshot.best_BL is not None
+    is_token_BL = scores.is_token(context)
+    is_pair_BL = is_token_BL & scores.right_of(is_token_BL)
+    own_BL, right_BL, best_BL = (
+        jnp.maximum(x_BL, scores.LEAST)
+        for x_BL in (snapshot.own_BL, snapshot.right_BL, snapshot.best_BL)
+    )
+    lead_BL = jnp.where(is_token_BL & ~cells.frozen_BL, best_BL - own_BL, -jnp.inf)
+    return lead_BL, jnp.where(is_pair_BL, right_BL - own_BL, -jnp.inf)

@@ -1,0 +1,242 @@
+"""Edit rules that spend a budget on the best scores, and steer a row's length if asked to."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.commit.commit_rule import exceeds, most
+from dlm_jax.sampling.edits import scores
+from dlm_jax.sampling.edits.edit_rule import EditContext, EditRule
+from dlm_jax.sampling.edits.moves import Edits
+from dlm_jax.sampling.schedules import SCHEDULES, ratio_at
+from dlm_jax.settings import UNSET, Setting, SettingError, per_row, rule, static
+from dlm_jax.types import live_positions
+
+_NUDGE = 3
+EDIT_TOKENS, OVERFLOWS = ("space", "mask"), ("trim", "refuse")
+LENGTH_TARGETS = ("none", "to_max_new", "exact")
+_EXACT = 2
+
+
+def _ratio(name: str, default: float, help: str) -> Setting:
+    return Setting(name, default, help, low=0.0, high=1.0)
+
+
+def _weight(name: str, default: float, help: str) -> Setting:
+    return Setting(name, default, help, low=0.0, high=1e6)
+
+
+INSERT_RATIO_START = _ratio(
+    "insert_ratio_start", 0.04,
+    "edit: insertions per token that was not given, before the first step, in [0, 1]",
+)  # fmt: skip
+INSERT_RATIO_END = _ratio("insert_ratio_end", 0.0, "edit: the same before the last step")
+DELETE_RATIO_START = _ratio("delete_ratio_start", 0.04, "edit: deletions, likewise")
+DELETE_RATIO_END = _ratio("delete_ratio_end", 0.0, "edit: the same before the last step")
+INSERT_MARGIN = _weight("insert_margin", 0.0, "edit: what the score of a gap must exceed, >= 0")
+DELETE_MARGIN = _weight(
+    "delete_margin", 0.02,
+    "edit: what the probability of the next token in a token's place must be ahead, >= 0",
+)  # fmt: skip
+DELETE_LAMBDA = _weight("delete_lambda", 0.3, "edit: weight of that lead one position on, >= 0")
+COOLDOWN_DISTANCE = Setting(
+    "cooldown_distance", 1,
+    "edit: how far from the last step's edits nothing is edited; 0 is off",
+    low=0, high=2**20 - 1,
+)  # fmt: skip
+OVERFLOW = Setting(
+    "overflow", "trim",
+    "edit: insertions beyond max_length push out the tail (trim), or stop (refuse)",
+    choices={name: name for name in OVERFLOWS},
+)  # fmt: skip
+LENGTH_TARGET_MODE = Setting(
+    "length_target_mode", "none",
+    "edit: to_max_new nudges the length towards max_new_tokens; exact reaches it, where the least "
+    "harmful tokens go or come",
+    choices={name: name for name in LENGTH_TARGETS},
+)  # fmt: skip
+EDIT_TOKEN = Setting(
+    "edit_token", "space",
+    "edit: what is inserted: the space, or mask, a hole that is then filled",
+    choices={name: name for name in EDIT_TOKENS},
+)  # fmt: skip
+EDIT_SCHEDULE = Setting(
+    "edit_schedule", "cosine",
+    "edit: how the ratios go from start to end over the steps: linear or cosine",
+    choices=SCHEDULES,
+)  # fmt: skip
+
+
+@rule
+class Uncertainty(EditRule):
+    """Inserts beside uncertain tokens, and deletes tokens whose successor fits in their place."""
+
+    about = "of the tokens beside the gap"
+
+    insert_start_B: jax.Array = per_row(INSERT_RATIO_START)
+    insert_end_B: jax.Array = per_row(INSERT_RATIO_END)
+    delete_start_B: jax.Array = per_row(DELETE_RATIO_START)
+    delete_end_B: jax.Array = per_row(DELETE_RATIO_END)
+    insert_margin_B: jax.Array = per_row(INSERT_MARGIN)
+    delete_margin_B: jax.Array = per_row(DELETE_MARGIN)
+    lambda_B: jax.Array = per_row(DELETE_LAMBDA)
+    cooldown_B: jax.Array = per_row(COOLDOWN_DISTANCE)
+    overflow_B: jax.Array = per_row(OVERFLOW)
+    target_mode_B: jax.Array = per_row(LENGTH_TARGET_MODE)
+    token_B: jax.Array = per_row(EDIT_TOKEN)
+    schedule: str = static(EDIT_SCHEDULE)
+
+    @classmethod
+    def inserts(cls, row: Any) -> bool:
+        """Whether a ratio or a target may add tokens."""
+        ratios = max(row.insert_ratio_start, row.insert_ratio_end)
+        return row.edit and (ratios > 0 or row.length_target_mode != "none")
+
+    @classmethod
+    def deletes(cls, row: Any) -> bool:
+        """Whether a ratio or a target may take tokens out."""
+        ratios = max(row.delete_ratio_start, row.delete_ratio_end)
+        return row.edit and (ratios > 0 or row.length_target_mode != "none")
+
+    @classmethod
+    def check(cls, row: Any) -> None:
+        inserts, deletes = cls.inserts(row), cls.deletes(row)
+        if inserts and row.edit_token == "space" and not (row.resample or row.remasks):
+            raise SettingError(
+                "edit",
+                UNSET,
+                "inserts spaces that nothing rewrites",
+                "use edit_token='mask', or the settings "
+                "that rewrite every token at every step: --preset variable_length, in Python "
+                "Model.preset('variable_length')",
+            )
+        for name, does in (("insert", inserts), ("delete", deletes)):
+            margin = getattr(row, f"{name}_margin")
+            if does and margin >= 1:
+                warnings.warn(
+                    f"{name}_margin={margin} lets nothing be {name.removesuffix('e')}ed: "
+                    "probabilities differ by 1 at most; use 0.02",
+                    stacklevel=3,
+                )
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        if not cls.inserts(row) or row.edit_token != "space":
+            return
+        if facts.space_id < 0:
+            raise SettingError(
+                "edit_token",
+                "space",
+                "needs a token that is a space, which the tokenizer lacks",
+                "use edit_token='mask'",
+            )
+        if (facts.space_id, -math.inf) in row.logit_bias:
+            raise SettingError(
+                "edit_token",
+                "space",
+                "inserts spaces, which logit_bias bans",
+                "use edit_token='mask'",
+            )
+
+    def is_active(self) -> jax.Array:
+        return (self.target_mode_B > 0) | (
+            (self.insert_start_B > 0) | (self.insert_end_B > 0)
+            | (self.delete_start_B > 0) | (self.delete_end_B > 0)
+        )  # fmt: skip
+
+    def inserted_id(self, *, mask_id: int, space_id: int) -> jax.Array:
+        """MASK or the space, as each row's settings say."""
+        return jnp.where(self.token_B == EDIT_TOKENS.index("mask"), mask_id, space_id)
+
+    def gap_scores(self, context: EditContext) -> jax.Array:
+        return scores.gap_scores(scores.uncertainty(context))
+
+    def budgets(
+        self, context: EditContext, num_free_B: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """How many insertions and deletions a row may have, and where it is nudged to grow."""
+        ratios = (
+            ratio_at(start_B, end_B, context.step_B, context.steps_B, schedule=self.schedule)
+            for start_B, end_B in (
+                (self.insert_start_B, self.insert_end_B),
+                (self.delete_start_B, self.delete_end_B),
+            )
+        )
+        num_insert_B, num_delete_B = (
+            jnp.floor(ratio_B * num_free_B + 1e-3).astype(jnp.int32) for ratio_B in ratios
+        )
+        surplus_B = context.cells.length_B - jnp.minimum(context.target_B, context.capacity_B)
+        left_B = jnp.maximum(context.steps_B - context.step_B, 1)
+        is_exact_B = self.target_mode_B == _EXACT
+        # An exact target is shared out over the edits that are left; it replaces the ratios.
+        share_B = jnp.sign(surplus_B) * -(-jnp.abs(surplus_B) // left_B)
+        nudge_B = jnp.where(is_exact_B, share_B, jnp.clip(surplus_B, -_NUDGE, _NUDGE))
+        nudge_B = jnp.where(self.target_mode_B > 0, nudge_B, 0)
+        num_insert_B = jnp.where(is_exact_B, 0, num_insert_B) + jnp.maximum(-nudge_B, 0)
+        num_delete_B = jnp.where(is_exact_B, 0, num_delete_B) + jnp.maximum(nudge_B, 0)
+        return num_insert_B, num_delete_B, nudge_B < 0
+
+    def select(self, context: EditContext) -> Edits:
+        """The edits of each row at this step, chosen on one snapshot: the best scores.
+
+        Only scores above 0 are chosen. A gap must have a live position on its right. What goes is
+        live, unfrozen, no hole, not the last of its row, and no space but at a position that an
+        edit inserted: neither given nor generated spaces go. Nothing is chosen within the cooldown
+        of a mark; a gap is where its token would go. Insertions and deletions know nothing of each
+        other, but that rows that do not trim insert no more than they have room for after the
+        deletions. Neither do rows that are nudged to grow: their insertions, all of them, are
+        capped at the free capacity, so that a row below its target loses nothing to get there.
+
+        Rows with an exact target take scores of 0 and less too, as many as the target asks of this
+        step, and know no cooldown: the tokens whose successor fits worst in their place go last.
+        """
+        cells, mask_id = context.cells, context.mask_id
+        is_row_BL = live_positions(cells.length_B, cells.tokens_BL.shape[1])
+        num_free_B = jnp.sum(is_row_BL & ~cells.frozen_BL, axis=1)
+        num_insert_B, num_delete_B, is_short_B = self.budgets(context, num_free_B)
+        is_live_BL = is_row_BL & context.is_open_BL
+        is_exact_B1 = (self.target_mode_B == _EXACT)[:, None]
+        is_cool_BL = ~scores.is_near(cells.mark_BL, self.cooldown_B) | is_exact_B1
+
+        misfit_BL = scores.deletion_scores(context, self.delete_margin_B, self.lambda_B)
+        is_kept_space_BL = (cells.tokens_BL == context.space_id) & ~cells.inserted_BL
+        may_go_BL = is_live_BL & ~cells.frozen_BL & (cells.tokens_BL != mask_id) & ~is_kept_space_BL
+        may_go_BL &= is_cool_BL
+        forced_BL = may_go_BL & is_exact_B1 & scores.right_of(is_row_BL)
+        is_misfit_BL = exceeds(misfit_BL, 0.0, 1.0)
+        worth_BL = jnp.where(is_misfit_BL, misfit_BL, scores.fit_of_next(context) - 2)
+        delete_BL = most(
+            jnp.where(is_exact_B1, worth_BL, misfit_BL), (may_go_BL & is_misfit_BL) | forced_BL,
+            num_delete_B, context.preference_BL, 1.0,
+        )  # fmt: skip
+
+        gap_BL = self.gap_scores(context) - self.insert_margin_B[:, None]
+        is_free_gap_BL = ~cells.frozen_BL | ~scores.left_of(cells.frozen_BL)
+        is_free_gap_BL = is_free_gap_BL.at[:, 0].set(False)  # no gap is in front of the row
+        may_grow_BL = exceeds(gap_BL, 0.0, 1.0) | (is_exact_B1 & is_free_gap_BL)
+        may_grow_BL &= is_live_BL & is_cool_BL
+        wanted_B = jnp.minimum(num_insert_B, jnp.sum(may_grow_BL, axis=1))
+        room_B = context.capacity_B - cells.length_B + jnp.sum(delete_BL, axis=1)
+        may_spill_B = (self.overflow_B == OVERFLOWS.index("trim")) & ~is_short_B
+        granted_B = jnp.where(may_spill_B, wanted_B, jnp.minimum(wanted_B, room_B))
+        insert_BL = most(gap_BL, may_grow_BL, granted_B, context.preference_BL, 1.0)
+        return Edits(insert_BL, delete_BL, wanted_B - granted_B)
+
+
+@rule
+class Lead(Uncertainty):
+    """Inserts where the likeliest token leads over the one that is there; deletes alike.
+
+    For models trained to proofread.
+    """
+
+    about = "of the likeliest token over the one behind the gap, for models trained to proofread"
+    reads_likeliest = True
+
+    def gap_scores(self, context: EditContext) -> jax.Array:
+        return scores.leads(context).at[:, 0].set(0.0)

@@ -1,0 +1,30 @@
+"""The place of the largest value of an array."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+_Pair = tuple[Array, Array]
+
+
+def place_of_largest(x: Array, axis: int = -1) -> Array:
+    """`jnp.argmax` of floats or booleans along an axis, int32.
+
+    JAX lowers its own `argmax` with a new function at each use, and a cache of JAX keeps what is
+    traced of each (jax 0.10.1): a process would grow with every program that it compiles.
+    """
+    axis %= x.ndim
+    place = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    lowest = np.array(False if x.dtype == bool else -np.inf, x.dtype)
+    return jax.lax.reduce((x, place), (lowest, np.int32(0)), _larger, (axis,))[1]
+
+
+def _larger(one: _Pair, other: _Pair) -> _Pair:
+    """The pair of the larger value, or of the lower place; NaN is the largest."""
+    (x, place), (other_x, other_place) = one, other
+    is_larger = (x > other_x) | (x != x)
+    is_first = is_larger | ((x == other_x) & (place < other_place))
+    return jax.lax.select(is_larger, x, other_x), jax.lax.select(is_first, place, other_place)

@@ -1,0 +1,101 @@
+"""The one compiled primitive of sampling: up to n steps of every row."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dlm_jax import devices
+from dlm_jax.sampling.edits.edit_rule import places
+from dlm_jax.sampling.forward import ready
+from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.state import State
+from dlm_jax.sampling.step import step
+from dlm_jax.types import Params
+
+_NEVER = 2**31 - 1
+
+
+class Advance:
+    """Compiled ``(params, state, num_steps) -> state``: up to `num_steps` steps of each row.
+
+    The loop ends early when no row runs, or as many rows have ended as wanted. Both numbers are
+    traced and `state` is donated. One program is compiled per shape and per kind of chain and rule;
+    ``compiled`` lists their shapes, and ``program`` is what they have in common.
+    """
+
+    def __init__(self, program: Program, *, compiler_options: Mapping[str, Any] | None = None):
+        self.compiled: list[str] = []
+        self.program = program
+        self._jitted = jax.jit(
+            self._advance,
+            donate_argnums=1,
+            compiler_options=dict(compiler_options) if compiler_options else None,
+        )
+
+    def __call__(
+        self,
+        params: Params,
+        state: State,
+        num_steps: int | np.int32 | jax.Array,
+        num_ends: int | np.int32 | jax.Array = _NEVER,
+    ) -> State:
+        """The state up to `num_steps` steps later; do not use the old one again.
+
+        It comes back sooner when `num_ends` of the rows that ran have ended.
+        """
+        return self._jitted(params, state, *map(_on_device, (num_steps, num_ends)))
+
+    def working_bytes(self, params: Params, state: State) -> int:
+        """Memory that a call needs on each device beside what it is given; compiles it."""
+        plan = self.compile(params, state).memory_analysis()
+        return int(getattr(plan, "temp_size_in_bytes", 0))
+
+    def compile(self, params: Params, state: State) -> jax.stages.Compiled:
+        """What a call would run; shapes with shardings may stand for the arrays."""
+        limit = jax.ShapeDtypeStruct((), np.int32)
+        return self._jitted.lower(params, state, limit, limit).compile()
+
+    def _advance(
+        self, params: Params, state: State, num_steps: jax.Array, num_ends: jax.Array
+    ) -> State:
+        rows, positions = state.canvas.tokens_BL.shape
+        # Runs when a new program is traced, and only then.
+        self.compiled.append(f"rows={rows} canvas={positions}")
+
+        ran_B = state.is_running_B
+        if state.edits is not None:
+            origin_BL = places(state.edits.origin_BL)
+            state = state._replace(edits=state.edits._replace(origin_BL=origin_BL))
+
+        def goes_on(carry: tuple[jax.Array, State]) -> jax.Array:
+            taken, state = carry
+            runs_B = state.is_running_B
+            ended = jnp.sum(ran_B & ~runs_B)
+            return (taken < num_steps) & (ended < num_ends) & jnp.any(runs_B)
+
+        def one_more(carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
+            taken, state = carry
+            return taken + 1, step(self.program, params, state)[0]
+
+        with devices.used(self.program.rows):
+            params = ready(self.program, params, state)
+            return jax.lax.while_loop(goes_on, one_more, (jnp.zeros((), jnp.int32), state))[1]
+
+
+def _on_device(limit: int | np.int32 | jax.Array) -> np.int32 | jax.Array:
+    # Explicit, so that it passes under `jax.transfer_guard("disallow")`.
+    return jax.device_put(np.int32(limit)) if isinstance(limit, int) else limit
+
+
+@functools.lru_cache(maxsize=64)
+def make_advance(
+    program: Program, *, compiler_options: tuple[tuple[str, Any], ...] = ()
+) -> Advance:
+    """The `Advance` of `program`, the same object for equal arguments among the last 64."""
+    return Advance(program, compiler_options=dict(compiler_options))

@@ -1,0 +1,147 @@
+"""Gathered positions: the one loop over chunks of them, and the clean logits at them.
+
+A *place* is the flat number ``row * L + index`` of a position of a ``[B, L]`` canvas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.devices import platform
+from dlm_jax.types import Network, Params
+
+T = TypeVar("T")
+
+
+def chunk_size(vocab_size: int) -> int:
+    """Positions per readout: as many as keep the logits in a CPU's cache, or fill an accelerator.
+
+    64 on CPU and 256 elsewhere at least.
+    """
+    if platform() == "cpu":
+        return max(64, 2**18 // vocab_size)
+    return max(256, 2**24 // vocab_size)
+
+
+def wave_chunk(vocab_size: int) -> int:
+    """Positions of one pass of the sampler head: a wave holds few, and costs a whole chunk.
+
+    On a CPU a large vocabulary makes an empty place of a chunk expensive.
+    """
+    return max(16, min(128, 2**20 // vocab_size)) if platform() == "cpu" else 1024
+
+
+def group_size(num_rows: int, num_positions: int) -> int:
+    """Rows that passes of so many positions run for: a CPU is busy with few."""
+    wanted = 256 if platform() == "cpu" else 8192
+    return max(1, min(wanted // num_positions, num_rows))
+
+
+def fold(
+    is_wanted_BL: jax.Array,
+    chunk: int,
+    body: Callable[[T, jax.Array, jax.Array], T],
+    carry: T,
+    *,
+    level_BL: jax.Array | None = None,
+) -> T:
+    """The last carry of ``carry = body(carry, places_N, is_real_N)`` over the wanted positions.
+
+    They come in order, `chunk` at a time, so that the cost follows their number; the padding of a
+    chunk is not real. With levels they come in order of those, and a chunk holds one level: what is
+    left of it is not real, and comes again.
+    """
+    size = is_wanted_BL.size
+    chunk, count = min(chunk, size), jnp.sum(is_wanted_BL)
+    if level_BL is None:
+        (flat_P,) = jnp.nonzero(is_wanted_BL.reshape(-1), size=size, fill_value=0)
+        flat_P = jnp.pad(flat_P, (0, -size % chunk)).astype(jnp.int32)
+    else:
+        level_P = jnp.where(is_wanted_BL, level_BL, jnp.iinfo(level_BL.dtype).max).reshape(-1)
+        flat_P = jnp.pad(jnp.argsort(level_P, stable=True).astype(jnp.int32), (0, chunk))
+
+    def one_chunk(state: tuple[jax.Array, T]) -> tuple[jax.Array, T]:
+        first, carry = state
+        places_N = jax.lax.dynamic_slice(flat_P, (first,), (chunk,))
+        is_real_N, taken = first + jnp.arange(chunk) < count, chunk
+        if level_BL is not None:
+            level_N = level_BL.reshape(-1)[places_N]
+            is_real_N &= level_N == level_N[0]
+            taken = jnp.sum(is_real_N)
+        return first + taken, body(carry, places_N, is_real_N)
+
+    start = (jnp.zeros((), count.dtype), carry)
+    return jax.lax.while_loop(lambda state: state[0] < count, one_chunk, start)[1]
+
+
+def put(old: Any, places_N: jax.Array, is_real_N: jax.Array, new: Any) -> Any:
+    """Arrays ``[B, L, ...]`` with values ``[N, ...]`` of each at the places that are real."""
+
+    def into(old_BL: jax.Array, new_N: jax.Array) -> jax.Array:
+        size = old_BL.shape[0] * old_BL.shape[1]
+        flat_P = old_BL.reshape(size, *old_BL.shape[2:])
+        target_N = jnp.where(is_real_N, places_N, size)
+        return flat_P.at[target_N].set(new_N, mode="drop").reshape(old_BL.shape)
+
+    return jax.tree.map(into, old, new)
+
+
+def at_places(x_BL: jax.Array, places_N: jax.Array) -> jax.Array:
+    """What stands at the places, ``[N, ...]``."""
+    return x_BL.reshape(x_BL.shape[0] * x_BL.shape[1], *x_BL.shape[2:])[places_N]
+
+
+class TrunkOutput(NamedTuple):
+    """What the trunk returned in a step.
+
+    Attributes:
+      hidden_BLD: for the canvas, or for a window of each row, ``[B, W, D]``.
+      bare_BLD: for the canvas with its given tokens masked; None in a program without guidance.
+      scale_B: float32 guidance of each row; None likewise.
+      at_BL: int32, where the hidden vector of each position of the canvas stands in its row's
+        window; it means nothing outside of it. None: the windows are the whole rows.
+    """
+
+    hidden_BLD: jax.Array
+    bare_BLD: jax.Array | None = None
+    scale_B: jax.Array | None = None
+    at_BL: jax.Array | None = None
+
+    @property
+    def num_vectors(self) -> int:
+        """Positions that have a hidden vector: those of all windows."""
+        return self.hidden_BLD.shape[0] * self.hidden_BLD.shape[1]
+
+    def logits(self, network: Network, params: Params, places_N: jax.Array) -> jax.Array:
+        """Clean logits ``[N, V]`` of the LM head at places ``row * L + index``."""
+        return self.read(lambda hidden_ND: network.readout(params, hidden_ND), places_N)
+
+    def read(self, head: Callable[[jax.Array], jax.Array], places_N: jax.Array) -> jax.Array:
+        """Clean logits ``[N, V]`` of a head, which maps hidden vectors ``[N, D]`` to logits.
+
+        ``u + (s + 1) (c - u)`` where the row's scale s is not 0, with c from the canvas and u from
+        the one without what was given (Nie et al. 2025, LLaDA, appendix; after Ho and Salimans
+        2022); ids that either calls impossible stay so. Where s is 0 the plain logits, bit for bit.
+        """
+        num_positions, width = self.hidden_BLD.shape[1:]
+        row_N = places_N // num_positions
+        if self.at_BL is not None:
+            row_N = places_N // self.at_BL.shape[1]
+            places_N = row_N * num_positions + self.at_BL.reshape(-1)[places_N]
+        plain_NV = head(self.hidden_BLD.reshape(-1, width)[places_N])
+        if self.bare_BLD is None or self.scale_B is None:
+            return plain_NV
+        bare_BLD, scale_N = self.bare_BLD, self.scale_B[row_N]
+
+        def guided(plain_NV: jax.Array) -> jax.Array:
+            bare_NV = head(bare_BLD.reshape(-1, width)[places_N])
+            led_NV = bare_NV + (scale_N + 1.0)[:, None] * (plain_NV - bare_NV)
+            is_possible_NV = jnp.isfinite(plain_NV) & jnp.isfinite(bare_NV)
+            led_NV = jnp.where(is_possible_NV, led_NV, plain_NV + bare_NV)
+            return jnp.where(scale_N[:, None] == 0, plain_NV, led_NV)
+
+        return jax.lax.cond(jnp.any(scale_N != 0), guided, lambda x: x, plain_NV)

@@ -1,0 +1,239 @@
+"""What a fill is: it finds a candidate for every open position of a step; and the simplest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dlm_jax.sampling import vocab
+from dlm_jax.sampling.commit.commit_rule import Proposal
+from dlm_jax.sampling.draw import argmax, log_prob
+from dlm_jax.sampling.positions import TrunkOutput, at_places, fold, put
+from dlm_jax.sampling.transforms.chain import Chain
+from dlm_jax.sampling.transforms.transform import At
+from dlm_jax.settings import Rule, rule
+from dlm_jax.types import Network, Params
+
+
+class Wanted(NamedTuple):
+    """Where a fill must find what, ``[B, L]``.
+
+    Attributes:
+      is_open_BL: True where a candidate is wanted; nothing that stands there is seen.
+      is_seen_BL: True at tokens that neighbours are drawn beside.
+      tokens_BL: int32 canvas.
+      length_B: int32 positions of each row.
+      is_scored_BL: True where ``total_BL`` is wanted, beside the positions that the writer scores
+        as they stand; None: nowhere.
+      keeps_best: whether ``best_BL`` is, too; static.
+      preference_BL: uint32, which of positions that tie come first, see
+        `dlm_jax.sampling.commit.commit_rule.preferences`.
+    """
+
+    is_open_BL: jax.Array
+    is_seen_BL: jax.Array
+    tokens_BL: jax.Array
+    length_B: jax.Array
+    is_scored_BL: jax.Array | None = None
+    keeps_best: bool = False
+    preference_BL: jax.Array | None = None
+
+
+class Reader(NamedTuple):
+    """What a fill may ask of the network.
+
+    Attributes:
+      network: the model as pure functions.
+      params: its parameters.
+      output: what the trunk returned in this step.
+      chunk: positions of one readout; static.
+    """
+
+    network: Network
+    params: Params
+    output: TrunkOutput
+    chunk: int
+
+    def logits(self, places_N: jax.Array) -> jax.Array:
+        """Clean logits ``[N, V]`` of the LM head at places ``row * L + index``."""
+        return self.output.logits(self.network, self.params, places_N)
+
+
+class Filled(NamedTuple):
+    """Candidates for the open positions, and how they were found.
+
+    Attributes:
+      proposal: the candidates.
+      is_finite_B: False for a row with a position whose clean logits hold a NaN or +inf, or are all
+        -inf.
+      counts: int32 ``[B]`` each, what the fill has counted, by names of `Counters`.
+      total_BL: float32, the LM head's log-normaliser where it was read; None if not wanted.
+      best_BL: int32, its likeliest id there, of others than the one that is scored there; -1 where
+        that is banned; likewise.
+    """
+
+    proposal: Proposal
+    is_finite_B: jax.Array
+    counts: Mapping[str, jax.Array] = {}
+    total_BL: jax.Array | None = None
+    best_BL: jax.Array | None = None
+
+
+class FillRule(Rule):
+    """Finds a candidate for every open position of a step; only `propose` is required."""
+
+    required: ClassVar[tuple[str, ...]] = ("propose",)
+
+    allows_host: ClassVar[bool] = False
+    """Whether host samplers and read-back may look between the candidates and the commit."""
+
+    forwards: ClassVar[int] = 0
+    """Forwards of the trunk that a step asks for beside its own."""
+
+    @classmethod
+    def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
+        """Raises ValueError for a canvas that does not go with the fill; True where it is open."""
+
+    def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
+        """The candidates; the proposal means nothing where nothing is wanted."""
+        raise NotImplementedError
+
+
+def no_candidates(wanted: Wanted) -> Filled:
+    """What is known before the first position is read."""
+    shape = wanted.is_open_BL.shape
+    zeros_BL, none_BL = jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)
+    return Filled(
+        Proposal(none_BL, zeros_BL, zeros_BL, zeros_BL),
+        jnp.ones(shape[0], jnp.bool_),
+        total_BL=None if wanted.is_scored_BL is None else zeros_BL,
+        best_BL=none_BL if wanted.keeps_best else None,
+    )
+
+
+@dataclass(frozen=True)
+class CandidateWriter:
+    """Draws candidates from clean logits and puts them where they belong.
+
+    Attributes:
+      chain: logit transforms between the clean logits and the draw.
+      prepared: what the chain prepared for this step.
+      key_B: this step's key of each row; a position draws with it and its place in the canvas.
+      own_BL: tokens to score instead of drawing; -1 elsewhere. None: nowhere.
+      num_positions: ``L``.
+      measure: confidence from clean logits and the candidate's log-probability.
+      method: how a token is drawn.
+      banned_ids: ids that are never the best; nor are those that the row bans.
+      weighed: `CommitRule.weighed`; None: confidence is read from the clean logits.
+    """
+
+    chain: Chain
+    prepared: Any
+    key_B: jax.Array
+    own_BL: jax.Array | None
+    num_positions: int
+    measure: Callable[[jax.Array, jax.Array], jax.Array]
+    method: str
+    banned_ids: tuple[int, ...] = ()
+    weighed: Callable[[jax.Array, Callable[[], jax.Array]], jax.Array | None] | None = None
+
+    def write(
+        self,
+        found: Filled,
+        places_N: jax.Array,
+        is_real_N: jax.Array,
+        clean_NV: jax.Array,
+        drawable_NV: jax.Array | None = None,
+    ) -> Filled:
+        """`found` with candidates at the places ``row * L + index`` that are real.
+
+        They are drawn from `drawable_NV` through the chain and scored under the clean logits. None
+        says that these are the LM head's, and drawn from.
+        """
+        row_N, index_N = places_N // self.num_positions, places_N % self.num_positions
+        key_N = jax.vmap(jax.random.fold_in)(self.key_B[row_N], index_N)
+        own_N = None if self.own_BL is None else at_places(self.own_BL, places_N)
+        is_drawn_N = is_real_N if own_N is None else is_real_N & (own_N < 0)
+        is_grown_N = None if drawable_NV is None else is_drawn_N
+        at = At(row_N, index_N, key_N, is_drawn_N, is_grown_N)
+        ids_N, final_N = self.chain.draw_and_score(
+            self.prepared, clean_NV if drawable_NV is None else drawable_NV, at, method=self.method
+        )
+        if own_N is not None:
+            ids_N = jnp.where(own_N >= 0, own_N, ids_N)
+        logprob_N = log_prob(clean_NV, ids_N)
+        is_fine_N = jnp.isfinite(logprob_N) | ~is_real_N
+        total_BL, best_BL = found.total_BL, found.best_BL
+        if total_BL is not None and drawable_NV is None:
+            # The sums are those of `log_prob`, and are made once.
+            max_N, weight_NC = vocab.exp_columns(clean_NV.astype(jnp.float32))
+            total_N = max_N + jnp.log(weight_NC.sum(-1))
+            total_BL = put(total_BL, places_N, is_real_N, total_N)
+            if best_BL is not None:
+                other_NV = clean_NV
+                if own_N is not None:
+                    ids_1V = jnp.arange(clean_NV.shape[1])[None]
+                    other_NV = jnp.where(ids_1V == own_N[:, None], -jnp.inf, clean_NV)
+                best_N = argmax(other_NV)
+                banned_1K = jnp.array(self.banned_ids, jnp.int32)[None]
+                is_banned_N = jnp.any(best_N[:, None] == banned_1K, axis=1)
+                is_banned_N |= self.chain.forbids(best_N, row_N)
+                best_N = jnp.where(is_banned_N, -1, best_N)
+                best_BL = put(best_BL, places_N, is_real_N, best_N)
+            # What stands there may be impossible; what is drawn may not.
+            is_fine_N |= ~is_drawn_N & jnp.isfinite(total_N)
+        sure_N = self._confidence(clean_NV, drawable_NV, ids_N, logprob_N, at)
+        proposal = Proposal(ids_N, logprob_N, final_N, sure_N)
+        return found._replace(
+            proposal=put(found.proposal, places_N, is_real_N, proposal),
+            is_finite_B=found.is_finite_B.at[row_N].min(is_fine_N),
+            total_BL=total_BL,
+            best_BL=best_BL,
+        )
+
+    def _confidence(
+        self,
+        clean_NV: jax.Array,
+        drawable_NV: jax.Array | None,
+        ids_N: jax.Array,
+        logprob_N: jax.Array,
+        at: At,
+    ) -> jax.Array:
+        """What `measure` says of the candidates, of the logits that the commit rule weighs."""
+
+        def filtered() -> jax.Array:
+            drawable = clean_NV if drawable_NV is None else drawable_NV
+            return self.chain.apply(self.prepared, drawable, at)
+
+        weighed_NV = None if self.weighed is None else self.weighed(clean_NV, filtered)
+        if weighed_NV is None:
+            return self.measure(clean_NV, logprob_N)
+        return self.measure(weighed_NV, log_prob(weighed_NV, ids_N))
+
+
+@rule
+class Parallel(FillRule):
+    """Draws a candidate for every open position from the LM head, blind to the others.
+
+    The open positions of all rows are gathered and run in chunks, so that the cost follows their
+    number and no ``[B, L, V]`` array exists. Each draws with a key of its row and its place in the
+    canvas.
+    """
+
+    about = "each blind to the others"
+    allows_host = True
+
+    def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
+        """The proposal, zero where not open."""
+        own_BL = writer.own_BL
+        is_read_BL = wanted.is_open_BL if own_BL is None else wanted.is_open_BL | (own_BL >= 0)
+
+        def draw(found: Filled, places_N: jax.Array, is_real_N: jax.Array) -> Filled:
+            return writer.write(found, places_N, is_real_N, reader.logits(places_N))
+
+        return fold(is_read_BL, reader.chunk, draw, no_candidates(wanted))

@@ -1,0 +1,76 @@
+"""What a remask rule is: it chooses the committed tokens that become holes again after a step.
+
+A rule is a frozen pytree like a commit rule. The loop asks it after every step of a block but the
+last, and offers it the block's unfrozen tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.commit.commit_rule import CommitContext
+from dlm_jax.settings import Rule, SettingError
+
+
+class RemaskContext(NamedTuple):
+    """The tokens that may be remasked, after a step's commits.
+
+    Attributes:
+      step: what the commit rule knew, from before its commits.
+      is_open_BL: True at the block's unfrozen tokens, in rows that go on.
+      is_fresh_BL: True at those that this step committed.
+      num_free_B: int32, the block's live unfrozen positions, holes included.
+      probability_BL: float32, of each token under the clean logits it was drawn from; of a draft's
+        token, which was never proposed, under those of the last forward.
+      wrong_BL: float32 probability that each token is wrong, as the critic says of the canvas with
+        its candidates in the holes; None where the rule does not ask it.
+      key_B: this step's key of each row, for the rule alone.
+    """
+
+    step: CommitContext
+    is_open_BL: jax.Array
+    is_fresh_BL: jax.Array
+    num_free_B: jax.Array
+    probability_BL: jax.Array
+    wrong_BL: jax.Array | None
+    key_B: jax.Array
+
+
+class RemaskRule(Rule):
+    """Chooses what goes back to MASK; only `select` is required."""
+
+    required: ClassVar[tuple[str, ...]] = ("select",)
+
+    reads_critic: bool = False
+    """Whether `select` reads ``context.wrong_BL``, which costs a forward; static."""
+
+    @classmethod
+    def is_used(cls, row: Any) -> bool:
+        """True: a row asks for a remask rule by its name."""
+        return True
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        """Refuses to ask a critic that the model lacks."""
+        if cls.reads_critic and not facts.has_critic:
+            raise SettingError(
+                "remask",
+                cls.name,
+                "needs a critic head, which this model lacks",
+                "train one with model.add_critic_head",
+            )
+
+    def is_active(self) -> jax.Array:
+        """True ``[B]`` for the rows that ask for it: by default, all of them."""
+        return jnp.ones(jax.tree.leaves(self)[0].shape[0], bool)
+
+    def goes_on(self) -> jax.Array:
+        """True ``[B]`` where a block without holes waits for its last step."""
+        return jnp.zeros_like(self.is_active())
+
+    def select(self, context: RemaskContext) -> jax.Array:
+        """True at the positions to remask, ``[B, L]``; those that are not open stay out."""
+        raise NotImplementedError

@@ -1,0 +1,313 @@
+"""Structure: a row's text is held to a regular language by an automaton over its tokens.
+
+A candidate stays if some way to fill the other holes makes the whole text a word of the language.
+Which ways there are is found with sets of states, from the left over what may stand before a
+position and from the right over what may stand behind it (Rabin and Scott 1959, subsets of a finite
+automaton), so that it holds for any order of commits, as long as a step commits one token. Sets are
+words of 32 states each, which reductions are quick with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dlm_jax.sampling.largest import place_of_largest
+from dlm_jax.sampling.transforms.transform import At, Context, LogitTransform
+from dlm_jax.settings import UNSET, Setting, SettingError, per_row, rule
+
+_PLACES = np.arange(32, dtype=np.uint32)
+
+
+def word_of(state_BS: Array, num_words: int) -> Array:
+    """The set of one state as words of 32, ``[B, S, W]``."""
+    bit_BS1 = jnp.uint32(1) << (state_BS[:, :, None] % 32).astype(jnp.uint32)
+    is_there_BSW = state_BS[:, :, None] // 32 == jnp.arange(num_words)[None, None]
+    return jnp.where(is_there_BSW, bit_BS1, jnp.uint32(0))
+
+
+def packed(is_in_BS: Array) -> Array:
+    """Sets of states as words of 32, ``[B, W]``."""
+    padded_BP = jnp.pad(is_in_BS, ((0, 0), (0, -is_in_BS.shape[1] % 32)))
+    bits_BW32 = padded_BP.reshape(padded_BP.shape[0], -1, 32).astype(jnp.uint32)
+    return jnp.sum(bits_BW32 << _PLACES[None, None], axis=2, dtype="uint32")
+
+
+def any_of(is_in_BS: Array, words_BSW: Array) -> Array:
+    """The union of the sets of those that are in, ``[B, W]``."""
+    kept_BSW = jnp.where(is_in_BS[:, :, None], words_BSW, jnp.uint32(0))
+    return jax.lax.reduce(kept_BSW, jnp.uint32(0), jax.lax.bitwise_or, (1,))
+
+
+def unpacked(words_BW: Array, num_states: int) -> Array:
+    """The sets that `packed` has made words of, bool ``[B, S]``."""
+    bits_BWK = (words_BW[:, :, None] >> _PLACES[None, None]) & jnp.uint32(1)
+    return bits_BWK.reshape(words_BW.shape[0], -1)[:, :num_states].astype(bool)
+
+
+# From sizes on that most schemas fit, so that one program holds them.
+_STATE_SIZES = tuple(2**power for power in range(7, 13))
+_CLASS_SIZES = tuple(2**power for power in range(6, 15))
+_AT_ONCE = 16
+_MOST_REDUCED = 512
+
+
+@dataclass(frozen=True, eq=False)
+class Automaton:
+    """A deterministic automaton over the ids of a vocabulary.
+
+    State 0 is dead, and class 0 is that of ids that fit nowhere. EOS leads from a final state to
+    one that only EOS leaves, and to itself.
+
+    Attributes:
+      pattern: regular expression that it stands for.
+      class_of_V: int16 ``[V]``, ids of the same class lead to the same states from everywhere.
+      next_SC: int16 ``[S, C]``, the state behind an id of a class.
+      is_final_S: bool ``[S]``, True where a text may end.
+      start: state before the first id.
+    """
+
+    pattern: str
+    class_of_V: np.ndarray
+    next_SC: np.ndarray
+    is_final_S: np.ndarray
+    start: int
+
+    def __repr__(self) -> str:
+        return f"Automaton({self.pattern!r})"
+
+    @cached_property
+    def leads_SS(self) -> np.ndarray:
+        """True where some id leads from a state to another, which is not dead."""
+        leads = np.zeros((len(self.next_SC),) * 2, bool)
+        leads[np.arange(len(leads))[:, None], self.next_SC] = True
+        leads[:, 0] = leads[0] = False
+        return leads
+
+    @cached_property
+    def fewest_S(self) -> np.ndarray:
+        """Ids that it takes at least from a state to the end of a text; a huge number: no way."""
+        fewest = np.where(self.is_final_S, 0, np.iinfo(np.int32).max)
+        for count in range(1, len(fewest) + 1):
+            is_new = (self.leads_SS & (fewest[None] == count - 1)).any(1) & (fewest > count)
+            if not is_new.any():
+                break
+            fewest[is_new] = count
+        return fewest
+
+    def after(self, states_S: np.ndarray, token: int | None) -> np.ndarray:
+        """The states behind an id, or behind any id for None."""
+        if token is None:
+            return np.any(self.leads_SS[states_S], axis=0, keepdims=False).reshape(-1)
+        found = np.zeros_like(states_S)
+        found[self.next_SC[states_S, self.class_of_V[token]]] = True
+        found[0] = False
+        return found
+
+    def accepts(self, tokens: Sequence[int] | np.ndarray) -> bool:
+        """Whether ids are a text of the language, with nothing or EOS behind it."""
+        state = self.start
+        for token in tokens:
+            state = int(self.next_SC[state, self.class_of_V[token]])
+        return bool(self.is_final_S[state])
+
+
+def _checked(value: Any) -> Any:
+    if not isinstance(value, str | Automaton):
+        raise SettingError("structure", value, "is not a regular expression", "write it as a text")
+    return value
+
+
+STRUCTURE = Setting(
+    "structure", "", "regular expression that the new text matches from end to end", parse=_checked
+)
+
+
+def _no_column(rows: Sequence[Any]) -> Any:
+    raise AssertionError("`Structure.columns` makes all columns")
+
+
+@rule
+class Structure(LogitTransform):
+    """Leaves the ids with which the row can still become a text of its language.
+
+    The text is what follows the given tokens at the begin of the row. It is exact where a step
+    commits one token a row, in any order; `dlm_jax.inference.structure` refuses other requests.
+
+    Attributes:
+      class_of_BV: int16, see `Automaton`.
+      next_BCS: int16, likewise, class by class, padded with the dead state.
+      leads_BSW: uint32, `Automaton.leads_SS` in words of 32 states.
+      is_final_BS: likewise.
+      start_B: int32; 0, the dead state, for rows without structure.
+    """
+
+    class_of_BV: Array = per_row(STRUCTURE, column=_no_column)
+    next_BCS: Array = per_row(STRUCTURE, column=_no_column)
+    leads_BSW: Array = per_row(STRUCTURE, column=_no_column)
+    is_final_BS: Array = per_row(STRUCTURE, column=_no_column)
+    start_B: Array = per_row(STRUCTURE, column=_no_column)
+
+    @classmethod
+    def is_used(cls, row: Any) -> bool:
+        return row.structure != ""
+
+    @classmethod
+    def check(cls, row: Any) -> None:
+        if not cls.is_used(row):
+            return
+        if row.refines:
+            raise SettingError(
+                "structure",
+                UNSET,
+                "goes with tokens that stay",
+                "use no edit, remask, resample or renoise",
+            )
+        if row.ignore_eos:
+            raise SettingError(
+                "structure", UNSET, "ends with EOS, which ignore_eos bans", "drop one of them"
+            )
+        if row.fill == "speculative":
+            raise SettingError("structure", UNSET, "takes a token a step", "use fill='parallel'")
+
+    @classmethod
+    def columns(cls, rows: Sequence[Any], facts: Any) -> Structure:
+        """The automata of the rows, padded to a size that few programs share."""
+        automata = [row.structure for row in rows]
+        states = _padded(max(len(a.next_SC) for a in automata), _STATE_SIZES)
+        classes = _padded(max(a.next_SC.shape[1] for a in automata), _CLASS_SIZES)
+        next_BCS = np.zeros((len(rows), classes, states), np.int16)
+        leads_BSS = np.zeros((len(rows), states, states), bool)
+        is_final_BS = np.zeros((len(rows), states), bool)
+        for place, a in enumerate(automata):
+            size, width = a.next_SC.shape
+            next_BCS[place, :width, :size] = a.next_SC.T
+            leads_BSS[place, :size, :size] = a.leads_SS
+            is_final_BS[place, :size] = a.is_final_S
+        words = np.packbits(leads_BSS, axis=2, bitorder="little")
+        padded = np.pad(words, ((0, 0), (0, 0), (0, -words.shape[2] % 4)))
+        columns: Any = (
+            np.stack([a.class_of_V for a in automata]),
+            next_BCS,
+            np.ascontiguousarray(padded).view(np.uint32),
+            is_final_BS,
+            np.array([a.start for a in automata], np.int32),
+        )
+        return cls(*columns)
+
+    def is_active(self) -> Array:
+        return self.start_B > 0
+
+    def prepare(self, state: Any, context: Context) -> tuple[Array, Array]:
+        """States that the text before each position may have led to, and from which it may end.
+
+        Those before it and those behind it, bool ``[B, L, S]`` each.
+        """
+        tokens_BL, order_BL, is_visible_BL, length_B = context
+        rows_B = jnp.arange(tokens_BL.shape[0])
+        place_1L = jnp.arange(tokens_BL.shape[1])[None]
+        is_given_BL = is_visible_BL & (order_BL < 0)
+        begin_B1 = place_of_largest(~is_given_BL)[:, None]
+        is_text_BL = (place_1L >= begin_B1) & (place_1L < length_B[:, None])
+        is_hole_BL = is_text_BL & ~is_visible_BL
+        tokens_BL = jnp.clip(tokens_BL, 0, self.class_of_BV.shape[1] - 1)
+        class_BL = jnp.take_along_axis(self.class_of_BV, tokens_BL, axis=1).astype(jnp.int32)
+        num_states = self.next_BCS.shape[2]
+
+        def next_BS(class_B: Array) -> Array:
+            return self.next_BCS[rows_B, class_B].astype(jnp.int32)
+
+        def told(before_BS: Array, class_B: Array) -> Array:
+            return jnp.zeros_like(before_BS).at[rows_B[:, None], next_BS(class_B)].max(before_BS)
+
+        def forth(before_BS: Array, at: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+            class_B, is_text_B, is_hole_B = at
+            # To scatter the states takes three times as long on CPU as to reduce their words, up to
+            # some number of states, whose square the words grow with.
+            if num_states <= _MOST_REDUCED:
+                words_BW = _by_row(
+                    is_hole_B,
+                    lambda: self.leads_BSW,
+                    lambda: word_of(next_BS(class_B), self.leads_BSW.shape[2]),
+                    lambda leads_BSW: any_of(before_BS, leads_BSW),
+                )
+            else:
+                words_BW = _by_row(
+                    is_hole_B,
+                    lambda: any_of(before_BS, self.leads_BSW),
+                    lambda: packed(told(before_BS, class_B)),
+                )
+            now_BS = unpacked(words_BW, num_states).at[:, 0].set(False)
+            return jnp.where(is_text_B[:, None], now_BS, before_BS), before_BS
+
+        def back(behind_BS: Array, at: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+            class_B, is_text_B, is_hole_B = at
+            now_BS = _by_row(
+                is_hole_B,
+                lambda: jnp.any((self.leads_BSW & packed(behind_BS)[:, None]) != 0, axis=2),
+                lambda: jnp.take_along_axis(behind_BS, next_BS(class_B), axis=1),
+            )
+            return jnp.where(is_text_B[:, None], now_BS, behind_BS), behind_BS
+
+        by_place = (class_BL.T, is_text_BL.T, is_hole_BL.T)
+        first_BS = jnp.arange(num_states)[None] == self.start_B[:, None]
+        first_BS = first_BS & self.is_active()[:, None]
+        _, before_LBS = jax.lax.scan(forth, first_BS, by_place)
+        _, behind_LBS = jax.lax.scan(back, self.is_final_BS, by_place, reverse=True)
+        return jnp.moveaxis(before_LBS, 0, 1), jnp.moveaxis(behind_LBS, 0, 1)
+
+    def apply(self, prepared: tuple[Array, Array], logits_NV: Array, at: At) -> Array:
+        before_NS, behind_NS = (states_BLS[at.row_N, at.index_N] for states_BLS in prepared)
+
+        def of_one() -> Array:
+            """Where each position has one state before it, as from left to right."""
+            state_N = place_of_largest(before_NS)
+            next_NC = self.next_BCS[at.row_N, :, state_N].astype(jnp.int32)
+            return jnp.take_along_axis(behind_NS, next_NC, axis=1)
+
+        def of_many() -> Array:
+            def one(at_one: tuple[Array, Array, Array]) -> Array:
+                row, before_S, behind_S = at_one
+                return jnp.any(behind_S[self.next_BCS[row]] & before_S[None], axis=1)
+
+            return jax.lax.map(one, (at.row_N, before_NS, behind_NS), batch_size=_AT_ONCE)
+
+        is_one = jnp.all((jnp.sum(before_NS, axis=1) <= 1) | ~at.is_real_N)
+        fits_NC = jax.lax.cond(is_one, of_one, of_many)
+        class_NV = self.class_of_BV[at.row_N].astype(jnp.int32)
+        fits_NV = jnp.take_along_axis(fits_NC, class_NV, axis=1)
+        is_held_N = self.is_active()[at.row_N] & at.is_real_N
+        return jnp.where(is_held_N[:, None] & ~fits_NV, -jnp.inf, logits_NV)
+
+
+def _padded(size: int, sizes: Sequence[int]) -> int:
+    return next(s for s in sizes if s >= size)
+
+
+Make = Callable[[], Array]
+
+
+def _by_row(
+    is_yes_B: Array, yes: Make, no: Make, then: Callable[[Array], Array] = lambda made: made
+) -> Array:
+    """What `then` makes of a choice for each row; a side that no row asks for is not computed."""
+
+    def both() -> Array:
+        made = yes()
+        return then(jnp.where(jnp.expand_dims(is_yes_B, range(1, made.ndim)), made, no()))
+
+    kind = jnp.where(is_yes_B.all(), 0, jnp.where(is_yes_B.any(), 2, 1))
+    return jax.lax.switch(kind, (lambda: then(yes()), lambda: then(no()), both))
+
+
+MOST_STATES = _STATE_SIZES[-1]
+"""States of an automaton at most."""
+MOST_CLASSES = _CLASS_SIZES[-1]
+"""Classes at most."""

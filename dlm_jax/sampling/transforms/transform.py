@@ -1,0 +1,134 @@
+"""What a logit transform is, and what it may know of the positions it works on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from jax import Array
+
+from dlm_jax.settings import Rule, neutral
+
+
+class At(NamedTuple):
+    """Where the N positions of a chunk of logits are.
+
+    Attributes:
+      row_N: int32 row of each position, in [0, B).
+      index_N: int32 place in the canvas, in [0, L).
+      key_N: typed key of each position, for its own draw.
+      is_real_N: False for the padding of a chunk, which activates no transform.
+      is_grown_N: True where the logits are those of the sampler head, which sees the neighbours;
+        None: nowhere.
+    """
+
+    row_N: Array
+    index_N: Array
+    key_N: Array
+    is_real_N: Array
+    is_grown_N: Array | None = None
+
+
+class Context(NamedTuple):
+    """What is visible of the canvas when a step begins.
+
+    Attributes:
+      tokens_BL: int32 canvas.
+      order_BL: int32, the step that committed each token; given tokens come first (-1), ties go by
+        position.
+      is_visible_BL: True where a token is visible: live, no hole, and not put there by an edit or
+        by re-noise, which is only a place to write.
+      length_B: int32 live positions of each row.
+    """
+
+    tokens_BL: Array
+    order_BL: Array
+    is_visible_BL: Array
+    length_B: Array
+
+
+class LogitTransform(Rule):
+    """A function of the logits of N positions, whose parameters are `[B]` leaves of a pytree.
+
+    A disabled row gets its logits back bit for bit, `-inf` stays `-inf`, and at least one
+    candidate of each position survives. Logits arrive as float32 without NaN or +inf.
+
+    Only `apply` is required. Everything else has a default that is safe: no state, no context, the
+    same at every step, and no fast path.
+    """
+
+    required: ClassVar[tuple[str, ...]] = ("apply",)
+
+    reads_final_logprob: ClassVar[bool] = False
+    """Whether `update` reads ``proposal.final_logprob_BL``."""
+
+    ignores_ids: ClassVar[bool] = False
+    """Whether equal logits are treated alike but for ties, so that it may run on candidates."""
+
+    @classmethod
+    def yields(cls, row: Any) -> bool:
+        """Whether another setting of the row replaces this transform, which is then neutral."""
+        return False
+
+    @classmethod
+    def columns(cls, rows: Sequence[Any], facts: Any) -> Any:
+        """The transform with the settings of each row, neutral where it yields."""
+        off = SimpleNamespace(**neutral(cls.settings()))
+        return super().columns([off if cls.yields(row) else row for row in rows], facts)
+
+    def init(self, num_rows: int) -> Any:
+        """State before the first step; `()` when there is none."""
+        return ()
+
+    def at_progress(self, progress_B: Array) -> Any:
+        """The transform of a step; `progress_B` is the share of a row's steps taken, in [0, 1]."""
+        return self
+
+    def prepare(self, state: Any, context: Context) -> Any:
+        """What the step needs once per row, such as a table of counts."""
+        return ()
+
+    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+        """The logits `[N, V]` after this transform; called once per chunk of a step."""
+        raise NotImplementedError
+
+    def update(self, state: Any, is_committed_BL: Array, proposal: Any) -> Any:
+        """State after a step's commit; `proposal.final_logprob_BL` says how likely each was."""
+        return state
+
+    def makes_greedy(self) -> Array | None:
+        """True `[B]` for rows that take the argmax; None if it makes none so."""
+        return None
+
+    def forbids(self, ids_N: Array, row_N: Array) -> Array | None:
+        """True `[N]` where that row never writes that id; None if it forbids none by its number."""
+        return None
+
+    def banned(self, vocab_size: int) -> Array | None:
+        """True `[B, V]` where `forbids` is; None if it forbids none."""
+        return None
+
+    def divisor(self) -> Array | None:
+        """What each row's logits are divided by, `[B]`, if that is all it does; else None."""
+        return None
+
+    def count(self) -> Array | None:
+        """Candidates that each row keeps, largest first, 0 for all, if that is all it does."""
+        return None
+
+
+def is_greedy(row: Any) -> bool:
+    """Whether a row with these settings takes the argmax at every step."""
+    return row.temperature == 0 and row.temperature_end in (0, -1)
+
+
+def is_steered(row: Any) -> bool:
+    """Whether mirostat replaces the truncations of a row with these settings."""
+    return row.mirostat > 0 and not is_greedy(row)
+
+
+def of_rows(values: Sequence[Any]) -> np.ndarray:
+    """float32 column."""
+    return np.asarray(values, np.float32)

@@ -1,0 +1,320 @@
+"""Where checkpoints lie on disk, and which of them can be used.
+
+Names with a suffix are no checkpoints: ``.writing`` and ``.deleted`` are leftovers of a killed
+process and go with the next save; ``.damaged`` was set aside and stays until a person removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.metadata
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dlm_jax.distributed.partitions import path_name
+from dlm_jax.store import files
+from dlm_jax.store.files import AnyPath, is_remote, located, remove_tree
+from dlm_jax.types import Params
+
+
+def not_finite(params: Params) -> str | None:
+    """Path of the first parameter that holds a NaN or an infinity; None if all are finite.
+
+    Reads every parameter once, where it lies (about 1 GB/s on a CPU). A process reads what its own
+    devices hold.
+    """
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            continue
+        parts = (
+            {str(shard.index): shard.data for shard in leaf.addressable_shards}.values()
+            if isinstance(leaf, jax.Array)
+            else [leaf]
+        )
+        if not all(_is_finite(part) for part in parts):
+            return path_name(path)
+    return None
+
+
+def _is_finite(part: jax.Array | np.ndarray) -> bool:
+    # NumPy looks at an array of the host in place; anything else would compile for each shape.
+    if isinstance(part, jax.Array) and any(d.platform != "cpu" for d in part.devices()):
+        return bool(jnp.isfinite(part).all())
+    return bool(np.isfinite(np.asarray(part)).all())
+
+
+FORMAT = 1
+Leaves = dict[str, list[Any]]
+"""Path of each array in the saved pytree -> [dtype, shape]."""
+
+Place = Callable[[str, jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]
+"""From the path of a parameter and what is stored to the dtype and sharding that it is to have."""
+
+_STEP_NAME = re.compile(r"step_(\d{8,})")
+_LEFTOVER_NAME = re.compile(r"step_\d{8,}\.(writing.*|deleted)")
+
+
+def checkpoint_root(directory: str | os.PathLike[str]) -> Path:
+    """The absolute path, or that of a URL; raises `ValueError` for a file or a dangling link."""
+    path = located(directory)
+    if is_remote(path):
+        return cast(Path, path)
+    path = Path(path)
+    if os.path.lexists(path) and not path.is_dir():
+        what = "a link to nothing" if path.is_symlink() and not path.exists() else "a file"
+        raise ValueError(f"{path} is {what}, not a checkpoint directory; pass a directory")
+    return path
+
+
+def step_path(root: Path, step: int) -> Path:
+    return root / f"step_{step:08d}"
+
+
+@contextlib.contextmanager
+def failures_of_writing(path: AnyPath) -> Iterator[None]:
+    """Turns what tensorstore raises where it cannot write, a `ValueError`, into `OSError`.
+
+    Its number is the operating system's if the message says it, or `errno.EIO`, as of a bucket
+    that refuses; its file name is `path`.
+    """
+    try:
+        yield
+    except ValueError as error:
+        said = re.search(r"os_error_code='(\d+)'", str(error))
+        if said is not None:
+            raise OSError(int(said[1]), os.strerror(int(said[1])), str(path)) from error
+        detail = " ".join(str(error).split())[:200]
+        raise OSError(errno.EIO, f"cannot be written ({detail})", str(path)) from error
+
+
+def facts_of(leaves: Leaves, meta: dict[str, Any]) -> dict[str, Any]:
+    """What the manifest of a checkpoint says besides its files: format, writer, identity, arrays.
+
+    The identity is ``run`` of the JSON beside the state; checkpoints without one share the empty
+    identity.
+    """
+    writers = ("jax", "orbax-checkpoint", "numpy")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in writers)
+    run = meta.get("run", "")
+    return {"format": FORMAT, "versions": versions, "run": run, "leaves": leaves}
+
+
+def complete_steps(root: Path) -> list[int]:
+    """Steps of the checkpoints that have a manifest, ascending."""
+    return [s for s in _listed_steps(root) if (step_path(root, s) / files.MANIFEST).exists()]
+
+
+def make_room(root: Path, step: int, checked: dict[int, bool]) -> bool:
+    """False if a complete checkpoint of ``step`` is there; else True, once one can be written.
+
+    Makes ``root``, removes leftovers, sets aside what ``checked`` or a missing manifest calls bad.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    usable = [s for s in complete_steps(root) if checked.get(s, True)]
+    if step in usable:
+        return False
+    if usable and step < usable[-1]:
+        raise ValueError(
+            f"step={step} is behind step {usable[-1]} in {root}; "
+            f"resume from the newest checkpoint or save to another directory"
+        )
+    if not is_remote(root):
+        for path in list(root.iterdir()):
+            if _LEFTOVER_NAME.fullmatch(path.name):
+                remove_tree(path)
+            elif (found := _STEP_NAME.fullmatch(path.name)) and int(found[1]) not in usable:
+                aside = path.with_name(f"{path.name}.damaged")
+                remove_tree(aside)
+                path.rename(aside)
+        return True
+    for unusable in set(_listed_steps(root)) - set(usable):
+        path = step_path(root, unusable)
+        if (path / files.MANIFEST).exists() and unusable != step:
+            (path / files.SET_ASIDE).write_text((path / files.MANIFEST).read_text())
+            (path / files.MANIFEST).unlink()
+        elif unusable == step or not (path / files.SET_ASIDE).exists():
+            remove(path)
+    return True
+
+
+def remove(path: Path) -> None:
+    """Deletes a checkpoint; in a bucket its manifest first, so that what is left is none."""
+    if not is_remote(path):
+        remove_tree(path)
+        return
+    for name in (files.MANIFEST, files.SET_ASIDE):
+        (path / name).unlink(missing_ok=True)
+    located(path).rmtree(missing_ok=True)
+
+
+def prune(root: Path, *, keep: int) -> None:
+    """Nothing, after all complete checkpoints but the ``keep`` newest are gone."""
+    for step in complete_steps(root)[:-keep]:
+        if is_remote(root):
+            remove(step_path(root, step))
+            continue
+        # Renamed first: a process killed halfway leaves no checkpoint with half its files.
+        path = step_path(root, step)
+        doomed = path.with_name(f"{path.name}.deleted")
+        remove_tree(doomed)
+        path.rename(doomed)
+        remove_tree(doomed)
+
+
+def newest_usable(
+    root: Path,
+    step: int | None,
+    leaves: Leaves | None,
+    report: Callable[[str], None],
+    checked: dict[int, bool],
+) -> int:
+    """The step to restore: ``step``, or the newest whose files are all as they were written.
+
+    ``checked`` remembers which steps were found sound or damaged, so that bytes are summed once and
+    damage is reported once. Raises `ValueError` if none is left, at the first that has other
+    ``leaves`` (if given) or another format, or if they are not all of one run.
+    """
+    # In a bucket, what lacks a manifest was never finished; on a disk it was damaged.
+    listed = complete_steps(root) if is_remote(root) else _listed_steps(root)
+    if not listed:
+        raise ValueError(_why_empty(root))
+    if step is not None and step not in listed:
+        raise ValueError(f"no checkpoint of step={step} in {root}; it holds steps {listed}")
+    if step is None:
+        _check_one_run(root, listed)
+    reasons: list[str] = []
+    for candidate in reversed(listed) if step is None else [step]:
+        if not checked.get(candidate, True):
+            continue
+        path = step_path(root, candidate)
+        try:
+            facts = files.read_manifest(path)
+            if facts["format"] != FORMAT:
+                raise ValueError(
+                    f"checkpoint {path} has format {facts['format']}, this program reads {FORMAT}; "
+                    f"use the program that wrote it (with {facts['versions']})"
+                )
+            if leaves is not None:
+                check_same_leaves(leaves, facts["leaves"], path)
+            if candidate not in checked:
+                files.check_manifest(path)
+        except files.Damaged as error:
+            checked[candidate] = False
+            reasons.append(str(error))
+            continue
+        checked[candidate] = True
+        for reason in reasons:
+            report(f"damaged checkpoint: {reason}; using step {candidate} instead")
+        return candidate
+    why = reasons[0] if reasons else "all were found damaged before"
+    remedy = "start again in another directory" if step is None else "try another step"
+    raise ValueError(f"no usable checkpoint in {root}: {why}; {remedy}")
+
+
+def _check_one_run(root: Path, steps: list[int]) -> None:
+    """Raises ValueError if checkpoints of several runs lie side by side."""
+    runs: dict[str, list[int]] = {}
+    for step in steps:
+        with contextlib.suppress(files.Damaged):
+            runs.setdefault(files.read_manifest(step_path(root, step)).get("run", ""), []).append(
+                step
+            )
+    if len(runs) > 1:
+        found = ", ".join(f"{of} of run {run or 'unnamed'}" for run, of in runs.items())
+        raise ValueError(
+            f"{root} holds checkpoints of several runs (steps {found}); move those of all but one "
+            "elsewhere"
+        )
+
+
+def check_same_leaves(wanted: Leaves, saved: Leaves, path: Path) -> None:
+    """Nothing if both name the same arrays; else `ValueError`, naming the first that differs."""
+    for name in list(wanted) + list(saved):
+        here, there = wanted.get(name), saved.get(name)
+        if here != there:
+            raise ValueError(
+                f"{name} is {spell(here)} in this run but {spell(there)} in checkpoint {path}; "
+                f"use the config the checkpoint was trained with or another directory"
+            )
+
+
+def spell(leaf: list[Any] | None) -> str:
+    """What an array is, in a message: ``float32[2,16]``, or that there is none."""
+    return "absent" if leaf is None else f"{leaf[0]}{leaf[1]}".replace(" ", "")
+
+
+def _listed_steps(root: Path) -> list[int]:
+    if not root.is_dir():
+        return []
+    remote = is_remote(root)
+    matches = (
+        _STEP_NAME.fullmatch(path.name) for path in root.iterdir() if remote or path.is_dir()
+    )
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def _why_empty(root: Path) -> str:
+    if not root.exists():
+        return f"checkpoint directory {root} does not exist; check the path"
+    if _STEP_NAME.fullmatch(root.name):
+        return f"{root} is a single checkpoint; pass the directory around it, {root.parent}"
+    names = [path.name for path in root.iterdir()]
+    if any(_LEFTOVER_NAME.fullmatch(name) for name in names):
+        return f"{root} holds only an unfinished checkpoint; train until one is complete"
+    if not names:
+        return f"checkpoint directory {root} is empty; train until a checkpoint is written"
+    return f"{root} is not a checkpoint directory (no step_* in it); check the path"
+
+
+def describe(tree: Any, what: str) -> Leaves:
+    """Path, dtype and shape of every array of a pytree, which errors call `what`."""
+    leaves: Leaves = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = path_name(path)
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise ValueError(f"{what} {name} is a {type(leaf).__name__}; make it a jax array")
+        leaves[name] = [str(leaf.dtype), list(leaf.shape)]
+    return leaves
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested dict that the names are the paths of; ValueError for names that clash."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *parents, last = name.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise ValueError(f"{name} lies inside another tensor")
+        if last in node:
+            raise ValueError(f"other tensors lie inside {name}")
+        node[last] = value
+    return tree
+
+
+def check_saveable(step: int, state: Any, meta: dict[str, Any]) -> None:
+    if step < 0:
+        raise ValueError(f"step={step} cannot be saved; steps count from 0")
+    try:
+        json.dumps(meta)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"meta is not JSON ({error}); use dicts, lists, strings, numbers"
+        ) from error
+    if jax.process_count() > 1:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+            if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+                raise ValueError(
+                    f"state {path_name(path)} lives in one process only; create the state under "
+                    "jit with shardings over the whole mesh"
+                )

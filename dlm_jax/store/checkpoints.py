@@ -1,0 +1,549 @@
+"""Checkpoints in buckets, where nothing can be renamed and every process writes its own files.
+
+The layout is that of a local checkpoint (see `store`) but for ``state/``, in which every array is a
+zarr array that tensorstore writes and reads: Orbax writes to no ``s3://``. Each process writes the
+parts of arrays that its devices hold, reads the files back, and leaves their sizes and CRC32s in
+``sums/PROCESS.json``. When process 0 has seen all of these it writes the manifest: the one object
+that makes a checkpoint.
+
+Checkpoints that are complete or absent, and never silently wrong.
+
+A checkpoint is one directory that appears by a single rename, once everything in it is on disk::
+
+    step_00000250/
+      state/         the pytree of arrays (Orbax, OCDBT)
+      meta/          the caller's JSON: config, tokenizer, data position, ...
+      manifest.json  format, library versions, the identity of the run, shape and dtype of every
+                     array, and the size and CRC32 of every file
+
+Orbax alone loads most bit-flipped files without noticing, so restoring checks the manifest first
+and falls back to the checkpoint before a damaged one. Everything that touches Orbax is in this
+file; it uses the asynchronous checkpointer without the manager, whose pruning knows no checksums.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import errno
+import json
+import logging
+import os
+import time
+import warnings
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from dlm_jax.distributed.partitions import path_name
+from dlm_jax.distributed.processes import on_first_process
+from dlm_jax.store import files
+from dlm_jax.store.checkpoint_files import (
+    Leaves,
+    Place,
+    check_same_leaves,
+    check_saveable,
+    checkpoint_root,
+    complete_steps,
+    describe,
+    facts_of,
+    failures_of_writing,
+    make_room,
+    nested,
+    newest_usable,
+    prune,
+    step_path,
+)
+from dlm_jax.store.files import AnyPath, is_remote, sync
+from dlm_jax.store.weights import SUFFIX, load_weights, path_of_model, read_meta
+
+_PATIENCE = 1800.0
+_POLL = 0.2
+
+
+Part = tuple[str, tuple[slice, ...], np.ndarray]
+"""A piece of an array on the host: the array's name, and where the piece belongs in it."""
+
+
+def on_host(state: Any) -> tuple[dict[str, Any], list[Part]]:
+    """Of a state zarr's metadata by array, and the parts that this process writes, copied.
+
+    Every piece of an array is written by one process: that of its first replica.
+    """
+    specs: dict[str, Any] = {}
+    found: list[tuple[str, Any, jax.Array]] = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        name, array = path_name(path), _plain(leaf)
+        specs[name] = {
+            "shape": list(array.shape),
+            "chunks": [max(1, size) for size in array.sharding.shard_shape(array.shape)],
+            "dtype": _zarr_type(array.dtype),
+            "compressor": None,
+            "fill_value": None,
+        }
+        for shard in array.addressable_shards:
+            if shard.replica_id == 0:
+                shard.data.copy_to_host_async()
+                found.append((name, shard.index, shard.data))
+    # Copies: on CPU an array may share its memory with a buffer that is about to be donated.
+    return specs, [(name, index, np.array(data)) for name, index, data in found]
+
+
+def _file_of(name: str, index: tuple[slice, ...], chunks: list[int]) -> str:
+    starts = [(part.start or 0) // size for part, size in zip(index, chunks, strict=True)]
+    return f"state/{name}/{'.'.join(map(str, starts)) or '0'}"
+
+
+def _plain(leaf: Any) -> jax.Array:
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else jax.numpy.asarray(leaf)
+
+
+def _zarr_type(dtype: Any) -> str:
+    return "bfloat16" if dtype == jax.numpy.bfloat16 else np.dtype(dtype).newbyteorder("<").str
+
+
+def _store_of(step: AnyPath, inside: str) -> dict[str, Any]:
+    """Where tensorstore finds a folder of a checkpoint.
+
+    It does not read the environment's endpoint, and it looks for credentials everywhere, aloud.
+    """
+    scheme, _, rest = str(step).partition("://")
+    name, _, path = rest.partition("/")
+    path = f"{path}/{inside}" if path else inside
+    if scheme == "gs":
+        return {"driver": "gcs", "bucket": name, "path": path}
+    spec: dict[str, Any] = {"driver": "s3", "bucket": name, "path": path}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    if endpoint:
+        spec |= {"endpoint": endpoint, "aws_region": region or "us-east-1"}
+    if "AWS_ACCESS_KEY_ID" in os.environ:
+        spec["aws_credentials"] = {"type": "environment"}
+    return spec
+
+
+def _opened(step: AnyPath, name: str, metadata: Any | None, *, create: bool) -> Any:
+    spec: dict[str, Any] = {"driver": "zarr", "kvstore": _store_of(step, f"state/{name}/")}
+    if metadata is not None:
+        spec["metadata"] = metadata
+    return ts.open(ts.Spec(spec), open=True, create=create)
+
+
+def _write_parts(step: AnyPath, specs: dict[str, Any], parts: list[Part]) -> None:
+    """Writes what this process holds, and the sums of its files as they can be read back."""
+    first = jax.process_index() == 0
+    wanted = set(specs) if first else {name for name, _, _ in parts}
+    opened = {name: _opened(step, name, specs[name], create=True) for name in wanted}
+    arrays = {name: future.result() for name, future in opened.items()}
+    writes = [arrays[name][index].write(value) for name, index, value in parts]
+    for write in writes:
+        write.result()
+    files = [_file_of(name, index, specs[name]["chunks"]) for name, index, _ in parts]
+    files += [f"state/{name}/.zarray" for name in specs] if first else []
+    files += ["meta/metadata"] if first else []
+    store = ts.KvStore.open(ts.KvStore.Spec(_store_of(step, ""))).result()
+    sums = {}
+    for name, read in [(name, store.read(name)) for name in files]:
+        value = read.result().value
+        sums[name] = (len(value), zlib.crc32(value))
+    (step / "sums").mkdir(parents=True, exist_ok=True)
+    (step / "sums" / f"{jax.process_index()}.json").write_text(json.dumps(sums))
+
+
+def _commit(step: AnyPath, facts: dict[str, Any], check: Callable[[], None]) -> None:
+    """Writes the manifest, once every process has left its sums and nothing speaks against it.
+
+    Raises:
+      OSError: one did not within half an hour.
+    """
+    sums: dict[str, tuple[int, int]] = {}
+    deadline = time.monotonic() + _PATIENCE
+    for process in range(jax.process_count()):
+        path = step / "sums" / f"{process}.json"
+        while not path.exists():
+            if time.monotonic() > deadline:
+                why = f"did not appear: process {process} has not saved its part"
+                raise OSError(errno.ETIMEDOUT, why, str(path))
+            time.sleep(_POLL)
+        sums |= json.loads(path.read_text())
+    check()
+    files.put_manifest(step, facts, sums)
+
+
+def read_arrays(step: AnyPath, abstract: Any, sharding_of: Callable[[Any], Any]) -> Any:
+    """The saved arrays, each laid out as `sharding_of` its abstract leaf says."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
+    opened = [_opened(step, path_name(path), None, create=False) for path, _ in leaves]
+    pending = []
+    for (_, leaf), future in zip(leaves, opened, strict=True):
+        store = future.result()
+        sharding = sharding_of(leaf)
+        reads = {
+            str(index): store[index].read()
+            for index in sharding.addressable_devices_indices_map(store.shape).values()
+        }
+        pending.append((leaf, store.shape, sharding, reads))
+    return jax.tree.unflatten(structure, [_assembled(*one) for one in pending])
+
+
+def _assembled(leaf: Any, shape: tuple[int, ...], sharding: Any, reads: dict[str, Any]) -> Any:
+    array = jax.make_array_from_callback(
+        shape, sharding, lambda index: np.asarray(reads[str(index)].result())
+    )
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    if is_key:
+        return jax.random.wrap_key_data(array, impl="threefry2x32")
+    return array.astype(leaf.dtype)
+
+
+def quiet_orbax() -> None:
+    """Lets Orbax tell of warnings alone."""
+    # Orbax narrates every save at INFO through absl, which an application may have turned on. What
+    # fails in its threads it logs with a traceback and raises where the save is waited for.
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    for name in ("absl", "asyncio"):
+        logger = logging.getLogger(name)
+        if _is_not_raised_too not in logger.filters:
+            logger.addFilter(_is_not_raised_too)
+
+
+def _is_not_raised_too(record: logging.LogRecord) -> bool:
+    if record.name == "asyncio":
+        return not record.exc_info or "Error writing" not in str(record.exc_info[1])
+    return record.levelno < logging.ERROR or "orbax" not in record.pathname
+
+
+Report = Callable[[str], None]
+
+
+class Restored(NamedTuple):
+    """What `Checkpoints.restore` gave back: the step saved, the arrays, the JSON beside them."""
+
+    step: int
+    state: Any
+    meta: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one training run, newest last; use it as a context manager.
+
+    A save under way when the program ends without `close` or `wait` is lost (not half-written).
+    Every process of a multi-process run makes one on the same shared directory and calls the same
+    methods in the same order. Process 0 checks, sums up, renames and prunes.
+
+    Args:
+      directory: where the ``step_*`` directories live; made by the first save.
+      keep: how many of the newest complete checkpoints to retain, at least 1. An older one goes
+        only after the newer one is complete on disk.
+      check: called on process 0 before anything in the directory is removed, and before a
+        checkpoint appears there; raises if another process has taken the directory over.
+
+    ``when_closed`` is a stack of what is called once all is closed.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int,
+        check: Callable[[], None] = lambda: None,
+    ):
+        if keep < 1:
+            raise ValueError(f"keep={keep} would leave no checkpoint to resume from; use 1 or more")
+        self.directory = checkpoint_root(directory)
+        self._keep = keep
+        self._check = check
+        self._checked: dict[int, bool] = {}
+        self._pending: concurrent.futures.Future[None] | None = None
+        self.when_closed = contextlib.ExitStack()
+        self._finisher = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        quiet_orbax()
+        self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, exc_type: object, *_: object) -> None:
+        self._close(together=exc_type is None)
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, ascending; without the one being written."""
+        return complete_steps(self.directory)
+
+    def save(self, step: int, state: Any, meta: dict[str, Any]) -> bool:
+        """True if a checkpoint of ``step`` was begun, False if a complete one is there already.
+
+        The arrays may be donated as soon as this returns; writing goes on in the background and
+        counts only when it is complete. Waits for the save before.
+
+        Args:
+          step: at least 0, and not behind the newest checkpoint.
+          state: any pytree of arrays, typed keys included; global arrays if there are several
+            processes.
+          meta: a JSON dict, equal on all processes; its ``run`` is the identity of the run.
+
+        Raises:
+          OSError: this save or the one before it failed, for example on a full disk.
+        """
+        leaves = describe(state, "state")
+        check_saveable(step, state, meta)
+        self.wait()
+        if not on_first_process(lambda: self._make_room(step)):
+            return False
+        self._checked.clear()
+        if is_remote(self.directory):
+            self._pending = self._finisher.submit(
+                self._finish_in_bucket, step, facts_of(leaves, meta), meta, *on_host(state)
+            )
+            return True
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
+        with failures_of_writing(step_path(self.directory, step)):
+            self._writer.save(self._written(step), args=args, force=True)
+        self._pending = self._finisher.submit(self._finish, step, facts_of(leaves, meta))
+        return True
+
+    def wait(self) -> None:
+        """Nothing, once the save under way is complete and visible to every process.
+
+        Raises:
+          OSError: it failed (`ValueError` on the other processes if it did so on process 0).
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            if jax.process_index() != 0:
+                pending.result()
+            on_first_process(pending.result)
+
+    def close(self) -> None:
+        self._close(together=True)
+
+    def abandon(self) -> None:
+        """Nothing, after all threads have ended; it does not wait for other processes."""
+        self._close(together=False)
+
+    def read_meta(self, *, step: int | None = None, report: Report | None = None) -> dict[str, Any]:
+        """The JSON of the checkpoint that `restore` would give; the same arguments and errors."""
+        self.wait()
+        return _read_meta(self._usable(step, None, report)[1])
+
+    def restore(
+        self, abstract_state: Any, *, step: int | None = None, report: Report | None = None
+    ) -> Restored:
+        """The newest usable checkpoint (or that of ``step``), laid out as ``abstract_state`` says.
+
+        A damaged checkpoint is reported and the one before it is used, unless ``step`` is given.
+
+        Args:
+          abstract_state: a pytree of ``jax.ShapeDtypeStruct`` or arrays. Their shardings need not
+            be those of the processes that saved; a leaf without one goes to the first local device.
+          step: exactly this checkpoint.
+          report: receives one line about each damaged checkpoint passed over, once, on
+            process 0; default `warnings.warn`.
+        """
+        self.wait()
+        leaves = describe(abstract_state, "abstract_state")
+        found, path = self._usable(step, leaves, report)
+        state = _read_arrays(path, abstract_state, partial=False)
+        return Restored(found, state, _read_meta(path))
+
+    def _usable(
+        self, step: int | None, leaves: Leaves | None, report: Report | None
+    ) -> tuple[int, Path]:
+        return _newest(self.directory, step, leaves, report, self._checked)
+
+    def _written(self, step: int) -> Path:
+        path = step_path(self.directory, step)
+        return path.with_name(f"{path.name}.writing")
+
+    def _make_room(self, step: int) -> bool:
+        self._check()
+        return make_room(self.directory, step, self._checked)
+
+    def _finish_in_bucket(
+        self,
+        step: int,
+        facts: dict[str, Any],
+        meta: dict[str, Any],
+        arrays: dict[str, Any],
+        parts: list[Part],
+    ) -> None:
+        """Writes a checkpoint: every process its own files, process 0 the manifest at last."""
+        path, is_first = step_path(self.directory, step), jax.process_index() == 0
+        if is_first:
+            (path / "meta").mkdir(parents=True, exist_ok=True)
+            (path / "meta" / "metadata").write_text(json.dumps(meta))
+        with failures_of_writing(path):
+            _write_parts(path, arrays, parts)
+            if is_first:
+                _commit(path, facts, self._check)
+        if is_first:
+            prune(self.directory, keep=self._keep)
+
+    def _finish(self, step: int, facts: dict[str, Any]) -> None:
+        # On process 0 Orbax returns only when every process has written its part.
+        with failures_of_writing(step_path(self.directory, step)):
+            self._writer.wait_until_finished()
+        if jax.process_index() == 0:
+            files.write_manifest(self._written(step), facts)
+            self._check()
+            self._written(step).rename(step_path(self.directory, step))
+            sync(self.directory)
+            prune(self.directory, keep=self._keep)
+
+    def _close(self, *, together: bool) -> None:
+        try:
+            if together:
+                self.wait()
+        finally:
+            # A process that leaves on an exception does not wait for others: they may never come.
+            self._finisher.shutdown()
+            self._writer.close()
+            self.when_closed.close()
+
+
+def _root_of(directory: str | os.PathLike[str]) -> Path:
+    """Where the checkpoints lie of a run, or of the directory that holds them."""
+    root = checkpoint_root(directory)
+    return root / "checkpoints" if (root / "checkpoints").is_dir() else root
+
+
+def _newest(
+    root: Path,
+    step: int | None,
+    leaves: Leaves | None,
+    report: Report | None,
+    checked: dict[int, bool],
+) -> tuple[int, Path]:
+    """The checkpoint to restore, as process 0 finds it; see `newest_usable`."""
+    quiet_orbax()
+    found = on_first_process(
+        lambda: newest_usable(root, step, leaves, report or warnings.warn, checked)
+    )
+    return found, step_path(root, found)
+
+
+def load_params(
+    directory: str | os.PathLike[str],
+    abstract_params: Callable[[dict[str, Any]], Any] | None = None,
+    *,
+    step: int | None = None,
+    place: Place | None = None,
+    report: Report | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """The parameters and the JSON of the newest usable checkpoint (or that of ``step``).
+
+    Only the parameters are read (their moving average where the state has one), not the
+    optimiser's moments. The mesh and the number of processes may differ from those that saved.
+
+    Args:
+      directory: the one given to `Checkpoints`, or the one that holds it as ``checkpoints``.
+      abstract_params: builds from the JSON the shapes, dtypes and shardings that are wanted; the
+        checkpoint must agree. Without it: the nested dict that was saved, on the first local
+        device.
+      step: exactly this checkpoint, without falling back.
+      place: where each parameter goes, and as what; only the parts of a device are read onto it.
+      report: receives one line about each damaged checkpoint passed over; default
+        `warnings.warn`.
+    """
+    path = _newest(_root_of(directory), step, None, report, {})[1]
+    meta = _read_meta(path)
+    leaves = files.read_manifest(path)["leaves"]
+    entry = "ema" if any(name.startswith("ema/") for name in leaves) else "params"
+    saved = {name: leaf for name, leaf in leaves.items() if name.startswith(f"{entry}/")}
+    if not saved:
+        raise ValueError(f"checkpoint {path} holds no params; pass one that train.py wrote")
+    if abstract_params is None:
+        wanted = nested({
+            name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
+            for name, (dtype, shape) in saved.items()
+        })  # fmt: skip
+    else:
+        wanted = {entry: abstract_params(meta)}
+        check_same_leaves(describe(wanted, "abstract_params"), saved, path)
+    if place is not None:
+        wanted = {entry: jax.tree_util.tree_map_with_path(
+            lambda path, leaf: place(path_name(path), leaf), wanted[entry]
+        )}  # fmt: skip
+    return _read_arrays(path, wanted, partial=True)[entry], meta
+
+
+def _read_arrays(path: Path, abstract: Any, *, partial: bool) -> Any:
+    def sharding_of(leaf: Any) -> jax.sharding.Sharding:
+        first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        return getattr(leaf, "sharding", None) or first_device
+
+    def restore_arg(leaf: Any) -> ocp.ArrayRestoreArgs:
+        return ocp.ArrayRestoreArgs(
+            sharding=sharding_of(leaf), global_shape=leaf.shape, dtype=leaf.dtype
+        )
+
+    if is_remote(path):
+        return read_arrays(path, abstract, sharding_of)
+    args = ocp.args.PyTreeRestore(
+        abstract, restore_args=jax.tree.map(restore_arg, abstract), partial_restore=partial
+    )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        arrays = reader.restore(path / "state", args=args)
+    # Typed keys come back with an equivalent sharding, and only an equal one avoids a recompile.
+    return jax.device_put(arrays, jax.tree.map(sharding_of, abstract))
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    return json.loads((path / "meta" / "metadata").read_text(encoding="utf-8"))
+
+
+def load_any(
+    path: str | os.PathLike[str] | None,
+    make_abstract: Callable[[dict[str, Any]], Any] | None = None,
+    *,
+    place: Place | None = None,
+    report: Callable[[str], None] | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """(parameters, JSON beside them) of a run, a weights file, or a model that ships.
+
+    Args:
+      path: what ``train.out_dir`` was, or the directory of its checkpoints; or a file that
+        ``python -m dlm_jax.export`` wrote; or a name, see `dlm_jax.store.weights`.
+      make_abstract: from the JSON to the parameters' shapes, as of `load_params`.
+      place: where each parameter goes, and as what; by default whole onto the first local device,
+        as it is stored, those of a file as float32.
+      report: takes one line if a damaged checkpoint was passed over.
+    """
+    found = path_of_model(path)
+
+    def abstract(meta: dict[str, Any]) -> Any:
+        assert make_abstract is not None
+        return make_abstract(_checked(meta, found))
+
+    wanted = None if make_abstract is None else abstract
+    if Path(found).suffix == SUFFIX:
+        params, meta = load_weights(found, wanted, place=place)
+    else:
+        params, meta = load_params(found, wanted, place=place, report=report)
+    return params, _checked(meta, found)
+
+
+def load_meta(
+    path: str | os.PathLike[str], *, report: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """The JSON beside the parameters that `load_any` would give of a path; the same errors."""
+    if Path(path).suffix == SUFFIX:
+        return _checked(read_meta(path), path)
+    return _checked(_read_meta(_newest(_root_of(path), None, None, report, {})[1]), path)
+
+
+def _checked(meta: dict[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
+    for name in ("config", "tokenizer"):
+        if not isinstance(meta.get(name), dict):
+            raise ValueError(f"{path} says nothing of its {name}; load a model that train.py made")
+    if not isinstance(meta["config"].get("model"), dict):
+        raise ValueError(f"{path} has a config without [model]; load a model that train.py made")
+    return meta

@@ -1,0 +1,382 @@
+"""Paths on local disks and in buckets (``gs://``, ``s3://``), and refusals that name what is amiss.
+
+A path is an `etils.epath.Path`: a `pathlib.Path` for a local one. What a bucket lacks is a rename:
+whatever must appear at once there appears with the one object that is written last.
+
+Checksums of what is kept, and digests of the code that it was made with.
+
+JSON lines carry their own checksum, so that a damaged one is found when it is read back: the last
+key of a line is ``crc``, the CRC32, in hex, of the line's JSON without that key.
+
+A record of every file in a directory, by which later damage is noticed.
+
+``manifest.json`` has two lines: a JSON object (``facts``: whatever the writer wants to keep beside
+the sums; ``files``: relative path -> [size in bytes, CRC32]) and the CRC32 of that line in hex.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import errno
+import glob
+import hashlib
+import inspect
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+import uuid
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from etils import epath
+
+_DRIVERS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
+_CHUNK = 1 << 20
+_STALE_SECONDS = 3600.0
+
+
+def is_remote(location: str | os.PathLike[str]) -> bool:
+    return "://" in os.fspath(location)
+
+
+AnyPath = Path | epath.Path
+"""A path on a disk or in a bucket."""
+
+
+def located(location: str | os.PathLike[str]) -> epath.Path:
+    """The path of a location: absolute, or a URL of a bucket whose driver is installed."""
+    text = os.fspath(location)
+    if not is_remote(text):
+        return epath.Path(os.path.abspath(os.path.expanduser(text)))
+    scheme = text.split("://", 1)[0]
+    if scheme not in _DRIVERS:
+        raise ValueError(f"{text} is a URL of an unknown kind; use gs://, s3:// or a local path")
+    driver, extra = _DRIVERS[scheme]
+    try:
+        __import__(driver)
+        import fsspec.config
+    except ImportError:
+        raise ValueError(
+            f"{text} needs {driver}, which is not installed; pip install 'dlm_jax[{extra}]'"
+        ) from None
+    # Others write into the same bucket: what a listing once said is not to be believed again.
+    fsspec.config.conf.setdefault(extra, {})["use_listings_cache"] = False
+    fsspec.config.conf.setdefault(scheme, {})["use_listings_cache"] = False
+    return epath.Path(text)
+
+
+@contextlib.contextmanager
+def reachable(what: str, location: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns the errors of a bucket or disk raised inside into one `ValueError` that names it."""
+    try:
+        yield
+    except PermissionError as error:
+        raise ValueError(
+            f"{what}={location} is not allowed ({_said(error)}); check who may read and write there"
+        ) from None
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{what}={location} is not there ({_said(error)}); check the bucket and the path"
+        ) from None
+    except ValueError:
+        raise
+    except Exception as error:
+        if is_full(error) or not (is_remote(location) or isinstance(error, OSError)):
+            raise
+        raise ValueError(
+            f"{what}={location} cannot be reached ({_said(error)}); check the network, the "
+            "credentials and the endpoint"
+        ) from None
+
+
+def check_bucket(what: str, location: str | os.PathLike[str]) -> None:
+    """Refuses a URL whose bucket is not there or may not be written; nothing for a local path.
+
+    One empty object is written beside what will be there, and deleted.
+    """
+    if not is_remote(location):
+        return
+    path = located(location)
+    probe = path / f".probe-{uuid.uuid4().hex}"
+    with reachable(what, location):
+        probe.write_bytes(b"")
+        probe.unlink()
+
+
+def files_under(directory: epath.Path) -> list[epath.Path]:
+    """All files under a directory or a prefix, sorted."""
+    found: list[epath.Path] = []
+    for path in directory.iterdir():
+        found += files_under(path) if path.is_dir() else [path]
+    return sorted(found)
+
+
+def size_and_crc(path: AnyPath) -> tuple[int, int]:
+    """(bytes, CRC32) of a file, read in parts."""
+    size = crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            size += len(chunk)
+            crc = zlib.crc32(chunk, crc)
+    return size, crc
+
+
+def copy_whole(source: epath.Path, target: epath.Path) -> None:
+    """Copies a file so that a local `target` is either absent or whole.
+
+    Raises:
+      OSError: `source` cannot be read, or `target` cannot be written; with the name of that one.
+    """
+    with source.open("rb") as read, replacing(target) as written:
+        while chunk := _read(read, source):
+            written.write(chunk)
+
+
+def _read(file: IO[bytes], path: AnyPath) -> bytes:
+    try:
+        return file.read(_CHUNK)
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str], temporary: Path | None = None) -> Iterator[IO[bytes]]:
+    """Opens a new file that replaces `path`, whole and on disk, when the block ends.
+
+    After an error, kill or power cut a local `path` holds either the old content or the new one. If
+    `path` is a link, the link stays and its target is replaced.
+
+    Args:
+      path: path of the file, or a URL.
+      temporary: path of the new file beside `path`, which no other caller uses; the caller removes
+        what a kill left there. By default a new name; what kills left is removed after an hour.
+
+    Raises:
+      OSError: the file cannot be written, with the name of `path`; or the block raises one that
+        names another file.
+    """
+    if is_remote(path):
+        with located(path).open("wb") as file:
+            yield file
+        return
+    target = Path(os.path.realpath(path))
+    temporary = temporary or target.with_name(f".{target.name}.{secrets.token_hex(4)}.writing")
+    try:
+        for leftover in _leftovers(target):
+            with contextlib.suppress(OSError):
+                if time.time() - leftover.stat().st_mtime > _STALE_SECONDS:
+                    leftover.unlink()
+        with temporary.open("wb+") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        sync(target.parent)
+    except OSError as error:
+        is_of_another = error.filename not in (None, *map(os.fspath, (temporary, target.parent)))
+        if error.errno is None or is_of_another:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def remove_leftovers(path: Path) -> None:
+    """Removes what killed writers of `path` left; for one who knows that no other writes it."""
+    for leftover in _leftovers(Path(os.path.realpath(path))):
+        leftover.unlink(missing_ok=True)
+
+
+def _leftovers(target: Path) -> list[Path]:
+    return list(target.parent.glob(f".{glob.escape(target.name)}.*.writing"))
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """Writes a file, or a directory's list of names, to disk.
+
+    Some file systems cannot sync a directory; there this does nothing.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        is_directory = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        if not is_directory or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def remove_tree(path: Path) -> None:
+    """Removes a local directory, file, or link (but not what it points to), if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether the disk has no room for what is written, or is broken: no other name would help."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+    return isinstance(error, OSError) and error.errno in full
+
+
+@contextlib.contextmanager
+def refused_unless_full(what: object, remedy: str) -> Iterator[None]:
+    """Turns the `OSError` of a failed write into a `ValueError` with the remedy.
+
+    The error of a full disk (`is_full`) stays an `OSError`: another name would not help.
+    """
+    try:
+        yield
+    except OSError as error:
+        if is_full(error):
+            raise OSError(error.errno, f"{error.strerror}; {remedy}", str(what)) from error
+        raise ValueError(f"{what} cannot be written: {error.strerror}; {remedy}") from error
+
+
+def _said(error: Any) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+_ENDING = re.compile(rb', "crc": "([0-9a-f]{8})"\}')
+_ENDING_BYTES = len(', "crc": "00000000"}')
+
+
+class Damaged(ValueError):
+    """A line that is not what was written."""
+
+
+def with_crc(line: bytes) -> bytes:
+    """The line of a JSON object that has a key, without line end, with its checksum."""
+    return b'%s, "crc": "%08x"}' % (line[:-1], zlib.crc32(line))
+
+
+def has_crc(line: bytes) -> bool:
+    """Whether the line ends like one of `with_crc`, right or wrong."""
+    return _ENDING.fullmatch(line[-_ENDING_BYTES:]) is not None
+
+
+def without_crc(line: bytes) -> bytes:
+    """The line that was given to `with_crc`.
+
+    Every single-bit flip is found, and every burst of up to 32 bits.
+    """
+    ending = _ENDING.fullmatch(line[-_ENDING_BYTES:])
+    if ending is None:
+        raise Damaged("it has no checksum")
+    plain = line[:-_ENDING_BYTES] + b"}"
+    if zlib.crc32(plain) != int(ending[1], 16):
+        raise Damaged("its checksum is wrong")
+    return plain
+
+
+def source_digest(code: object) -> str | None:
+    """16 hex digits of the file that a function, class or module is written in.
+
+    A module whole, as a function may call its others; modules that it imports do not count. None:
+    there is no file, since it was typed in or is compiled.
+    """
+    try:
+        file = inspect.getsourcefile(code)  # type: ignore[arg-type]
+        content = None if file is None else Path(file).read_bytes()
+    except (OSError, TypeError):
+        return None
+    return None if content is None else hashlib.sha256(content).hexdigest()[:16]
+
+
+_READERS = 32
+MANIFEST = "manifest.json"
+SET_ASIDE = "manifest.json.damaged"
+"""What the manifest of a damaged checkpoint in a bucket is called, where nothing can be renamed."""
+
+
+def write_manifest(directory: Path, facts: dict[str, Any]) -> None:
+    """Nothing, once ``directory``'s files and a manifest of them are on disk, power cut or not."""
+    files: dict[str, tuple[int, int]] = {}
+    folders = [directory]
+    for path in sorted(directory.rglob("*")):
+        if path.is_dir():
+            folders.append(path)
+        else:
+            files[path.relative_to(directory).as_posix()] = size_and_crc(path)
+            sync(path)
+    put_manifest(directory, facts, files)
+    for folder in folders:
+        sync(folder)
+
+
+def put_manifest(
+    directory: AnyPath, facts: dict[str, Any], files: dict[str, tuple[int, int]]
+) -> None:
+    """Writes the manifest of `files`, sizes and CRC32s by relative path."""
+    write_line(directory / MANIFEST, json.dumps({"facts": facts, "files": files}))
+
+
+def write_line(path: AnyPath, line: str) -> None:
+    """Writes a line, and its CRC32 in hex as a second one; the file appears whole."""
+    with replacing(path) as file:
+        file.write(_with_crc(line).encode())
+
+
+def read_line(path: AnyPath) -> str:
+    """The line that `write_line` wrote; raises `Damaged` if it is another."""
+    text = path.read_bytes().decode(errors="replace")
+    line = text.partition("\n")[0]
+    if text != _with_crc(line):
+        raise Damaged(f"{path} has a wrong checksum")
+    return line
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The facts that were given to `write`; raises `Damaged` if the manifest is not as written."""
+    return _manifest_read(directory)["facts"]
+
+
+def check_manifest(directory: Path) -> None:
+    """Nothing if all files are as written; else `Damaged`, naming the first that is not.
+
+    Every single-bit flip, every burst of up to 32 bits, and every missing or shortened file is
+    found; files added later are ignored. Reads all bytes (about 1-2 GB/s from memory).
+    """
+    files = _manifest_read(directory)["files"].items()
+    if not is_remote(directory):
+        for name, expected in files:
+            _verify_file(directory / name, *expected)
+        return
+    with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
+        for _ in pool.map(lambda file: _verify_file(directory / file[0], *file[1]), files):
+            pass
+
+
+def _verify_file(path: Path, size: int, crc: int) -> None:
+    try:
+        found = path.stat().st_size if not is_remote(path) else size
+        if found != size:
+            raise Damaged(f"{path} has {found} bytes instead of {size}")
+        if size_and_crc(path) != (size, crc):
+            raise Damaged(f"{path} has a wrong checksum")
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read ({error.strerror or error})") from error
+
+
+def _manifest_read(directory: Path) -> dict[str, Any]:
+    path = directory / MANIFEST
+    try:
+        return json.loads(read_line(path))
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read ({error.strerror or error})") from error
+
+
+def _with_crc(line: str) -> str:
+    return f"{line}\n{zlib.crc32(line.encode()):08x}\n"

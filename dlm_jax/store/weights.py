@@ -1,0 +1,205 @@
+"""A trained model in one file: its parameters and the JSON that describes it (safetensors).
+
+The names of the tensors are the paths of the parameters (``blocks/attention/query/kernel``); the
+header holds the JSON under ``dlm_jax`` and the CRC32 of the whole file, header included, under
+``crc32_of_file``: that of its bytes with eight zeros in place of its own digits. So no bit of the
+file can flip unseen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import safetensors.numpy
+from safetensors import SafetensorError, safe_open
+
+from dlm_jax.distributed.partitions import path_name
+from dlm_jax.store.checkpoint_files import Place, describe, nested, spell
+from dlm_jax.store.files import refused_unless_full, replacing
+
+SUFFIX = ".safetensors"
+DTYPES = ("float32", "float16")
+
+_KEY = "dlm_jax"
+_CHECKSUM = "crc32_of_file"
+_DIGITS = re.compile(rb'"crc32_of_file": ?"([0-9a-f]{8})"')
+_NO_DIGITS = "0" * 8
+_PART = 1 << 26
+_NUMPY_OF = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16)}
+
+
+def save_weights(
+    path: str | os.PathLike[str], params: Any, meta: dict[str, Any], *, dtype: str = "float32"
+) -> int:
+    """Number of bytes written; the file appears whole, in one move.
+
+    Args:
+      path: ends in ``.safetensors``.
+      params: nested dict of arrays.
+      meta: a JSON dict, as a checkpoint holds it.
+      dtype: one of `DTYPES`, for all tensors; float16 halves the file.
+
+    Raises:
+      OSError: the disk is full.
+    """
+    target = Path(path)
+    if target.suffix != SUFFIX:
+        raise ValueError(f"{target} does not end in {SUFFIX}; name it so")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
+    tensors = {}
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        name = path_name(keys)
+        value = np.asarray(leaf)
+        if not (np.abs(value) <= np.finfo(dtype).max).all():
+            raise ValueError(f"parameter {name} does not fit {dtype}; use float32")
+        tensors[name] = np.ascontiguousarray(value, dtype)
+    header = {_KEY: json.dumps(meta), _CHECKSUM: _NO_DIGITS}
+    content = bytearray(safetensors.numpy.save(tensors, metadata=header))
+    place = _place_of_digits(content)
+    content[place : place + 8] = f"{zlib.crc32(content):08x}".encode()
+    with refused_unless_full(target, "name another"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Not the library's own writer, which makes the file unreadable for others.
+        with replacing(target) as file:
+            file.write(content)
+    return target.stat().st_size
+
+
+def load_weights(
+    path: str | os.PathLike[str],
+    make_abstract: Callable[[dict[str, Any]], Any] | None = None,
+    *,
+    place: Place | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """The parameters and the JSON of a `save_weights` file.
+
+    Args:
+      path: of the file.
+      make_abstract: from the JSON to the parameters' shapes, which the file must have.
+      place: where each parameter goes, and as what; of a parameter that devices split each part is
+        read for itself. By default whole onto the default device, as float32.
+    """
+    with _opened(path) as (file, meta):
+        found = {name: _described(file, name) for name in file.keys()}  # noqa: SIM118
+        nested(found)
+        if make_abstract is not None:
+            _check_shapes(describe(make_abstract(meta), "params"), found)
+        return nested({name: _placed(file, name, place) for name in found}), meta
+
+
+def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
+    with _opened(path) as (_, meta):
+        return meta
+
+
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """A whole file, and the JSON that describes its model; errors inside name the file."""
+    try:
+        with safe_open(path, framework="np") as file:
+            header = file.metadata() or {}
+            if _KEY not in header:
+                raise ValueError("it was not written by dlm_jax: its header lacks that")
+            if header.get(_CHECKSUM) != f"{_checksum_of(Path(path)):08x}":
+                raise ValueError("it is damaged: its checksum is wrong")
+            meta = json.loads(header[_KEY])
+            if not isinstance(meta, dict):
+                raise ValueError("what describes it is no object")
+            yield file, meta
+    except FileNotFoundError:
+        raise ValueError(f"weights file {path} does not exist; name one") from None
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"weights file {path} cannot be read ({error}); copy it again") from None
+
+
+def _described(file: Any, name: str) -> list[Any]:
+    """Type and shape of a tensor of the file; ValueError for another type than `DTYPES`."""
+    content = file.get_slice(name)
+    kind = content.get_dtype()
+    if kind not in _NUMPY_OF:
+        raise ValueError(f"{name} is of type {kind}, and none of {', '.join(DTYPES)}")
+    return [str(_NUMPY_OF[kind]), list(content.get_shape())]
+
+
+def _check_shapes(wanted: Mapping[str, list[Any]], found: Mapping[str, list[Any]]) -> None:
+    """Raises ValueError unless both name the same parameters, each of the same shape."""
+    for name in (*wanted, *found):
+        ours, theirs = wanted.get(name), found.get(name)
+        if ours is None or theirs is None or ours[1] != theirs[1]:
+            raise ValueError(
+                f"its config asks for {name} as {spell(ours)}, and it is {spell(theirs)}"
+            )
+
+
+def _placed(file: Any, name: str, place: Place | None) -> jax.Array:
+    """A tensor of the file, each of its parts read for the devices that hold it."""
+    content = file.get_slice(name)
+    shape = tuple(content.get_shape())
+    if place is None:
+        return jax.numpy.asarray(file.get_tensor(name), np.float32)
+    wanted = place(name, jax.ShapeDtypeStruct(shape, _NUMPY_OF[content.get_dtype()]))
+    if not shape or wanted.sharding is None:
+        return jax.device_put(file.get_tensor(name).astype(wanted.dtype), wanted.sharding)
+    return jax.make_array_from_callback(
+        shape, wanted.sharding, lambda index: np.asarray(content[index]).astype(wanted.dtype)
+    )
+
+
+def _checksum_of(path: Path) -> int:
+    """CRC32 of a file, with zeros in place of the digits of its own."""
+    with path.open("rb") as file:
+        size = file.read(8)
+        head = bytearray(size + file.read(int.from_bytes(size, "little")))
+        place = _place_of_digits(head)
+        head[place : place + 8] = _NO_DIGITS.encode()
+        crc = zlib.crc32(head)
+        while part := file.read(_PART):
+            crc = zlib.crc32(part, crc)
+    return crc
+
+
+def _place_of_digits(content: bytes | bytearray) -> int:
+    """Where the digits of the checksum stand in the header of a file."""
+    found = _DIGITS.search(content, 0, 8 + int.from_bytes(content[:8], "little"))
+    if found is None:
+        raise ValueError("it is damaged: it has no checksum")
+    return found.start(1)
+
+
+SHIPPED: Mapping[str, Path] = {
+    path.stem: path
+    for path in sorted((Path(__file__).parent.parent / "shipped").glob(f"*{SUFFIX}"))
+}
+"""Their files by name: what ``--checkpoint NAME`` takes beside paths."""
+
+DEFAULT = "shakespeare"
+"""What is used where no model is named: a small Shakespeare in byte-pair tokens."""
+
+
+def path_of_model(path: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
+    """The path itself, or that of the model of this name; None is `DEFAULT`.
+
+    What stands at a path is meant before a name; a name alone can be neither.
+    """
+    if path is None:
+        return SHIPPED[DEFAULT]
+    if not isinstance(path, str) or Path(path).name != path or Path(path).exists():
+        return path
+    if path in SHIPPED:
+        return SHIPPED[path]
+    if Path(path).suffix == SUFFIX:
+        return path
+    raise ValueError(
+        f"checkpoint directory {path} does not exist; check the path, or name a model that ships "
+        f"with the package: {', '.join(SHIPPED)}"
+    )

@@ -1,0 +1,316 @@
+"""Figures of a run: a JSON-lines file that grows with it, and the picture of its losses."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from dlm_jax.config import TRACKERS
+from dlm_jax.store.files import Damaged, has_crc, remove_leftovers, replacing, with_crc, without_crc
+
+METRICS = "metrics.jsonl"
+PICTURE = "loss.png"
+
+
+class MetricsLog:
+    """Appends one JSON object per line, with its checksum; reopening drops the lines beyond a step.
+
+    A run that is killed has logged steps that it has not saved; on resuming they are taken
+    again, so their lines (and a half-written last one) are removed first. Lines that an earlier
+    version wrote without a checksum get theirs then.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, step: int):
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # What a kill left of this file, or of those beside it.
+        for name in (self._path.name, PICTURE, "config.toml"):
+            remove_leftovers(self._path.with_name(name))
+        kept = [record for record in read_records(self._path) if record["step"] <= step]
+        replace_text(self._path, "".join(map(_line, kept)))
+        self._file: TextIO = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
+
+    def write(self, **record: Any) -> None:
+        """Appends a record, which must have a ``step``, and hands it to the operating system.
+
+        Raises:
+          OSError: it cannot be written, because the disk is full, say; with the file's name.
+        """
+        try:
+            self._file.write(_line(record))
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
+
+    def close(self) -> None:
+        """Closes the file."""
+        # What could not be written is tried again, and was told of.
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Records of a metrics file in order, without a half-written last line; none if missing.
+
+    A file none of whose lines has a checksum is an earlier version's, and is taken as it is if its
+    records hold numbers.
+
+    Raises:
+      ValueError: a line is no record, or its checksum is wrong; the file is another program's, or
+        damaged.
+    """
+    try:
+        *lines, last = Path(path).read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    # A whole line whose end is gone: the end was damaged, for a line is written with it.
+    if any(has_crc(last[:end]) for end in (len(last), -1)):
+        lines.append(last)
+    is_old = not any(map(has_crc, lines))
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(_record(line, is_old=is_old))
+        except Damaged as error:
+            raise ValueError(
+                f"{path} line {number} is damaged: {error}; remove that line, or move the file away"
+            ) from None
+        except (ValueError, RecursionError):
+            raise ValueError(
+                f"{path} line {number} is not a record of metrics; move the file away"
+            ) from None
+    return records
+
+
+def check_metrics(path: Path, identity: str) -> None:
+    """Refuses a metrics file that the run of this identity cannot continue.
+
+    Raises:
+      ValueError: a line is of another run, or see `read_records`.
+    """
+    runs = {record.get("run", "") for record in read_records(path)}
+    if others := runs - {identity}:
+        raise ValueError(
+            f"{path} holds metrics of run {min(others) or 'unnamed'}, and the checkpoints are of "
+            f"run {identity or 'unnamed'}; move the metrics of the other run elsewhere"
+        )
+
+
+def _line(record: dict[str, Any]) -> str:
+    return with_crc(json.dumps(record).encode()).decode() + "\n"
+
+
+def _record(line: bytes, *, is_old: bool) -> dict[str, Any]:
+    """The record of a line; ValueError if it is none."""
+    record = json.loads(line if is_old else without_crc(line))
+    if not isinstance(record, dict) or not {"kind", "step"} <= record.keys():
+        raise ValueError
+    numbers = [value for name, value in record.items() if name != "kind"]
+    if not isinstance(record["kind"], str) or not isinstance(record["step"], int):
+        raise ValueError
+    if is_old and not all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers):
+        raise ValueError
+    return record
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes `text` so that the file is either the old one or the new one, never a part."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+class LossPicture:
+    """The picture of a run's losses, ``loss.png``, beside its metrics.
+
+    One that cannot be drawn costs the run nothing: it is told of, once.
+    """
+
+    def __init__(self, out_dir: Path, held_out: str, unit: str, *, report: Callable[[str], None]):
+        self._out_dir, self._held_out, self._unit = out_dir, held_out, unit
+        self._report: Callable[[str], None] | None = report
+
+    def draw(self) -> None:
+        """Draws what the metrics hold by now."""
+        try:
+            plot_losses(
+                read_records(self._out_dir / METRICS),
+                self._out_dir / PICTURE,
+                held_out=self._held_out,
+                unit=self._unit,
+            )
+        except Exception as error:  # whatever the drawing library may raise
+            if self._report is not None:
+                why = " ".join(str(error).split()) or type(error).__name__
+                self._report(f"warning: {PICTURE} cannot be drawn ({why}); the training goes on")
+            self._report = None
+
+
+def plot_losses(
+    records: list[dict[str, Any]],
+    path: str | os.PathLike[str],
+    *,
+    held_out: str = "bound",
+    unit: str = "nats per token",
+) -> None:
+    """Draws the training loss and each of its parts over the steps to a PNG.
+
+    Nothing is drawn without records of training.
+
+    Args:
+      records: of a metrics file.
+      path: of the picture.
+      held_out: figure of the evaluations that is drawn beside them.
+      unit: of all of them.
+    """
+    curves = loss_curves(records, held_out)
+    if not curves:
+        return
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for label, (steps, values) in curves.items():
+        style: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.5}
+        if label.startswith("held-out"):
+            style = {"marker": "o", "markersize": 3}
+            label = f"{label} (last {values[-1]:.3f})"
+        axes.plot(steps, values, label=label, **style)
+    axes.set(xlabel="step", ylabel=unit)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with replacing(path) as file:
+        figure.savefig(file, format="png")
+
+
+CLOCK = frozenset(
+    ("time", "tokens_per_second", "step_seconds", "input_seconds", "device_seconds",
+     "host_seconds", "flop_utilisation", "device_memory_bytes", "run")
+)  # fmt: skip
+"""What a record says of the machine and of the run's identity: it differs from run to run."""
+
+_NO_LOSSES = ("kind", "step", "param_norm", "learning_rate", *CLOCK)
+
+
+def _is_loss(name: str) -> bool:
+    """Whether that figure of a record of training is the loss or a part of it."""
+    is_other = name in _NO_LOSSES or name.startswith("grad_norm")
+    return not is_other and not name.endswith(("_alpha", "_learning_rate"))
+
+
+def loss_curves(
+    records: list[dict[str, Any]], held_out: str
+) -> dict[str, tuple[list[int], list[float]]]:
+    """(steps, values) by label: the training loss, each part of it, the held-out figure."""
+    curves: dict[str, tuple[list[int], list[float]]] = {}
+
+    def add(label: str, step: int, value: float) -> None:
+        steps, values = curves.setdefault(label, ([], []))
+        steps.append(step)
+        values.append(value)
+
+    for record in records:
+        if record["kind"] == "train":
+            for name in filter(_is_loss, record):
+                add("training loss" if name == "loss" else name, record["step"], record[name])
+    if not curves:
+        return {}
+    for record in records:
+        if record["kind"] == "evaluation":
+            add(f"held-out {held_out.replace('_', '-')}", record["step"], record[held_out])
+    order = {"training loss": curves.pop("training loss")}
+    return order | dict(sorted(curves.items()))
+
+
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+
+
+class Tracker(Protocol):
+    """Takes the records of a run as they are written to ``metrics.jsonl``."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Shows a record, which has a ``kind`` and a ``step``."""
+        ...
+
+    def close(self) -> None:
+        """Hands over what is left."""
+        ...
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuses trackers whose package is not installed.
+
+    Raises:
+      ValueError: the line names the tracker and the package.
+    """
+    for name in names:
+        if importlib.util.find_spec(_PACKAGES[name]) is None:
+            raise ValueError(
+                f"train.trackers={name} needs {_PACKAGES[name]}, which is not installed; "
+                f"pip install {_PACKAGES[name]}"
+            )
+
+
+def open_tracker(
+    name: str, out_dir: Path, config: dict[str, Any], *, identity: str, step: int
+) -> Tracker:
+    """A tracker of a run that goes on after `step`; what it has beyond it is dropped."""
+    return _OPEN[name](out_dir, config, identity, step)
+
+
+def scalars(record: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a record by ``KIND/NAME``, without step and time."""
+    return {
+        f"{record['kind']}/{name}": float(value)
+        for name, value in record.items()
+        if name not in ("kind", "step", "time") and isinstance(value, int | float)
+    }
+
+
+class _TensorBoard:
+    """Event files in ``tensorboard/`` of the run."""
+
+    def __init__(self, out_dir: Path, config: dict[str, Any], identity: str, step: int):
+        # Imported late: protobuf takes half a second, and no run without it should wait.
+        writer = importlib.import_module("tensorboardX").SummaryWriter
+        self._writer = writer(str(out_dir / "tensorboard"), purge_step=step + 1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        for name, value in scalars(record).items():
+            self._writer.add_scalar(name, value, record["step"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    """A run of Weights & Biases named after the directory; that of the identity there goes on."""
+
+    def __init__(self, out_dir: Path, config: dict[str, Any], identity: str, step: int):
+        name = hashlib.sha256(f"{out_dir.absolute()}{identity}".encode()).hexdigest()[:16]
+        self._run = importlib.import_module("wandb").init(
+            project="dlm_jax", name=out_dir.name, id=name, resume="allow", dir=str(out_dir),
+            config=config,
+        )  # fmt: skip
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._run.log(scalars(record), step=record["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+_OPEN: dict[str, Callable[[Path, dict[str, Any], str, int], Tracker]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _Wandb,
+}
+assert set(_OPEN) == set(TRACKERS) == set(_PACKAGES)

@@ -1,0 +1,347 @@
+"""Muon whose matrices are dealt out over the devices, so that each is orthogonalised once.
+
+Left to the compiler, the products of the Newton-Schulz iteration run on every device that holds a
+copy, or as products of split matrices with a sum over the devices in each. Here every device gets
+whole matrices of its own, in half precision on accelerators, and what comes out goes back to where
+the parameters are.
+
+The optimiser of a run: clipping, then Muon or AdamW under a warm-up and cosine schedule.
+
+The model and each of its heads are groups of their own, each with its clip, schedule and state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+from optax import contrib
+
+from dlm_jax import devices
+from dlm_jax.config import Config, HeadsConfig, OptimConfig
+from dlm_jax.distributed.partitions import partition, path_name
+from dlm_jax.heads import CRITIC, MAIN, SAMPLER, Head
+from dlm_jax.training.stages import KEPT, Stage, group_of
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic that an iteration applies to the singular values (Jordan et al. 2024)."""
+
+_STEPS = 5
+# Stacked kernels are [..., fan_in, fan_out]; the leading axes are a batch of matrices.
+_DIMENSIONS = contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+
+
+def orthogonalized_momentum(*, beta: float) -> optax.GradientTransformation:
+    """The direction of Muon's step, before weight decay and learning rate.
+
+    Nesterov momentum whose matrices are orthogonalised and scaled by ``sqrt(max(1, fan_out /
+    fan_in))``. On a single device it is optax's own, operation for operation; the state is the same
+    on any.
+    """
+    make = functools.partial(
+        contrib.scale_by_muon,
+        ns_coeffs=COEFFICIENTS,
+        beta=beta,
+        weight_dimension_numbers=_dimensions,
+    )
+    # Without a step, what is left of optax's is the momentum divided by its norm.
+    whole, momentum = make(ns_steps=_STEPS), make(ns_steps=0)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        mesh = devices.mesh_in_use()
+        if mesh is None:
+            updates, state = whole.update(updates, state, params)
+        else:
+            updates, state = momentum.update(updates, state, params)
+            updates = orthogonalized(updates, mesh)
+        return jax.tree.map(_scaled_by_shape, updates), state
+
+    return optax.GradientTransformation(whole.init, update)
+
+
+def _dimensions(updates: Any) -> Any:
+    return jax.tree.map(lambda _: _DIMENSIONS, updates)
+
+
+def _scaled_by_shape(update: jax.Array) -> jax.Array:
+    fan_in, fan_out = update.shape[-2:]
+    return jnp.sqrt(jnp.maximum(1, fan_out / fan_in)) * update
+
+
+def orthogonalized(updates: Any, mesh: AbstractMesh) -> Any:
+    """Every matrix of the tree after the Newton-Schulz iteration, each computed by one device.
+
+    Args:
+      updates: matrices ``[..., fan_in, fan_out]`` of norm 1 at most, stacked by layers and perhaps
+        experts, whose paths `dlm_jax.distributed.partitions.RULES` knows.
+      mesh: the devices in use.
+    """
+    flat, structure = jax.tree_util.tree_flatten_with_path(updates)
+    specs = [_whole_spec(partition(path_name(path), leaf.shape, mesh), leaf) for path, leaf in flat]
+    dtype = jnp.float32 if devices.platform() == "cpu" else jnp.bfloat16
+
+    def of_device(leaves: list[jax.Array]) -> list[jax.Array]:
+        # Equal shapes with equal splits travel together. A matrix and its transpose have the same
+        # iteration, so those that split their first axis over `tensor` are turned.
+        groups: dict[Any, list[int]] = defaultdict(list)
+        turned = [spec[-2] == "tensor" for spec in specs]
+        parts = [
+            (leaf.swapaxes(-1, -2) if turn else leaf).astype(dtype)
+            for leaf, turn in zip(leaves, turned, strict=True)
+        ]
+        for place, (part, spec, turn) in enumerate(zip(parts, specs, turned, strict=True)):
+            axes = (spec[-1], spec[-2]) if turn else (spec[-2], spec[-1])
+            stacked = tuple(axis for axis in spec[:-2] if axis)
+            groups[part.shape[-2:], axes, stacked].append(place)
+        for (_, axes, stacked), places in groups.items():
+            together = jnp.concatenate(
+                [parts[place].reshape(-1, *parts[place].shape[-2:]) for place in places]
+            )
+            together = _dealt(together, axes, stacked, mesh)
+            counts = [math.prod(parts[place].shape[:-2]) for place in places]
+            cuts = list(_running(counts))
+            for place, piece in zip(places, jnp.split(together, cuts[:-1]), strict=True):
+                parts[place] = piece.reshape(parts[place].shape)
+        return [
+            (part.swapaxes(-1, -2) if turn else part).astype(leaf.dtype)
+            for part, turn, leaf in zip(parts, turned, leaves, strict=True)
+        ]
+
+    split = jax.shard_map(of_device, in_specs=(specs,), out_specs=specs, check_vma=False)
+    return jax.tree.unflatten(structure, split([leaf for _, leaf in flat]))
+
+
+def _whole_spec(spec: P, leaf: jax.Array) -> P:
+    """`spec` with an entry for every dimension."""
+    return P(*spec, *[None] * (leaf.ndim - len(spec)))
+
+
+def _running(counts: list[int]) -> list[int]:
+    return [sum(counts[: place + 1]) for place in range(len(counts))]
+
+
+def _dealt(
+    x_NIO: jax.Array, axes: tuple[Any, Any], stacked: tuple[str, ...], mesh: AbstractMesh
+) -> jax.Array:
+    """The part of a device of the orthogonalised matrices, of its part of the matrices.
+
+    Args:
+      x_NIO: parts of N matrices; inside `jax.shard_map`.
+      axes: mesh axes that split the second and the third dimension, or None.
+      stacked: mesh axes over which the devices have different matrices.
+      mesh: the devices.
+    """
+    split = {dimension: axis for dimension, axis in zip((1, 2), axes, strict=True) if axis}
+    copies = tuple(name for name in mesh.axis_names if name not in (*split.values(), *stacked))
+    num, sharing = x_NIO.shape[0], mesh.size // math.prod(mesh.shape[name] for name in stacked)
+    x_NIO = jnp.pad(x_NIO, ((0, -num % sharing), (0, 0), (0, 0)))
+    share = x_NIO.shape[0] // math.prod(mesh.shape[name] for name in copies)
+    first = jax.lax.axis_index(copies) * share if copies else 0
+    x_NIO = jax.lax.dynamic_slice_in_dim(x_NIO, first, share)
+    for dimension, axis in split.items():
+        x_NIO = _exchanged(x_NIO, axis, 0, dimension)
+    x_NIO = _iterated(x_NIO)
+    for dimension, axis in reversed(split.items()):
+        x_NIO = _exchanged(x_NIO, axis, dimension, 0)
+    if copies:
+        x_NIO = jax.lax.all_gather(x_NIO, copies, tiled=True)
+    return x_NIO[:num]
+
+
+def _exchanged(x_NIO: jax.Array, axis: str, split: int, joined: int) -> jax.Array:
+    if devices.platform() == "cpu":
+        # XLA's CPU backend gives the parts it sends layouts of their own, and then refuses them.
+        x_NIO = jax.lax.optimization_barrier(x_NIO)
+    return jax.lax.all_to_all(x_NIO, axis, split, joined, tiled=True)
+
+
+def _iterated(x_NIO: jax.Array) -> jax.Array:
+    """The quintic Newton-Schulz iteration on whole matrices, on their shorter side."""
+    is_tall = x_NIO.shape[1] > x_NIO.shape[2]
+    x = x_NIO.swapaxes(1, 2) if is_tall else x_NIO
+    first, second, third = COEFFICIENTS
+    for _ in range(_STEPS):
+        gram = x @ x.swapaxes(1, 2)
+        x = first * x + (second * gram + third * (gram @ gram)) @ x
+    return x.swapaxes(1, 2) if is_tall else x
+
+
+# Checkpoints hold a group for each of them, empty where the model lacks the head.
+_ALWAYS = (SAMPLER, CRITIC)
+
+
+def learning_rate(peak: float, config: OptimConfig, *, num_steps: int) -> optax.Schedule:
+    """Learning rate by step: linear up to `peak`, then a cosine to ``final_ratio * peak``.
+
+    Step ``warmup_steps`` is the first at the peak. Neither end is reached in the run, so that no
+    step is wasted on a rate of 0: the first has ``peak / (warmup_steps + 1)``, and the cosine ends
+    where the step after the last would be.
+    """
+    return optax.warmup_cosine_decay_schedule(
+        init_value=peak / (config.warmup_steps + 1),
+        peak_value=peak,
+        warmup_steps=config.warmup_steps,
+        decay_steps=max(num_steps, config.warmup_steps + 1),
+        end_value=config.final_ratio * peak,
+    )
+
+
+def is_matrix(path: str) -> bool:
+    """Whether the parameter at `path` is a matrix inside a block: what Muon orthogonalises.
+
+    The matrices of experts are stacked by layers and experts, all others by layers.
+    """
+    return re.search(r"(^|/)(dense_)?blocks/.*/(kernel|expert_(gate|up|down))$", path) is not None
+
+
+def _over_paths(params: Any, value: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, _: value(path_name(path)), params)
+
+
+def make_optimizer(config: OptimConfig, *, num_steps: int) -> optax.GradientTransformation:
+    """Gradient transformation of a run of `num_steps` steps.
+
+    Gradients are scaled down to a global norm of ``clip``. ``muon`` (Jordan et al. 2024) updates
+    the matrices of the blocks, those of each expert too, and Adam the rest, each with its own
+    peak learning rate; ``adamw`` (Loshchilov and Hutter 2019) updates everything. Weight decay is
+    decoupled and applies to the matrices of the blocks alone.
+    """
+    rate = learning_rate(config.learning_rate, config, num_steps=num_steps)
+
+    def decays(params: Any) -> Any:
+        return _over_paths(params, is_matrix)
+
+    if config.name == "adamw":
+        update = optax.adamw(
+            rate, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=decays
+        )
+    else:
+        update = _muon(config, rate, num_steps=num_steps)
+    return optax.chain(optax.clip_by_global_norm(config.clip), update)
+
+
+def _muon(
+    config: OptimConfig, rate: optax.Schedule, *, num_steps: int
+) -> optax.GradientTransformation:
+    """As ``optax.contrib.muon``, with the matrices dealt out over the devices."""
+    adam_rate = learning_rate(config.adam_learning_rate, config, num_steps=num_steps)
+    matrices = optax.chain(
+        orthogonalized_momentum(beta=config.muon_momentum),
+        # Checkpoints hold an empty state in the place of optax's scale by shape.
+        optax.identity(),
+        optax.add_decayed_weights(config.weight_decay),
+        optax.scale_by_learning_rate(rate),
+    )
+    rest = optax.adamw(adam_rate, b1=config.b1, b2=config.b2, weight_decay=0.0, nesterov=True)
+    return optax.partition(
+        {"muon": matrices, "adam": rest},
+        lambda params: _over_paths(params, lambda path: "muon" if is_matrix(path) else "adam"),
+    )
+
+
+def make_grouped_optimizer(
+    optim: OptimConfig,
+    settings: HeadsConfig,
+    heads: Sequence[Head],
+    stage: Stage,
+    *,
+    num_steps: int,
+) -> optax.GradientTransformation:
+    """Gradient transformation of a stage of a run: a group for the model, and one for each head.
+
+    `make_optimizer` for the model itself and the heads that join it, which is all where there is no
+    other head; for each of those its own, by default gradients scaled down to a norm of
+    ``heads.clip`` and AdamW, under a warm-up and cosine that begin where the head begins to train.
+    With ``heads.train_main = false`` the model itself has no state, with adapters these alone
+    have. The state is the same in every stage; groups that do not train keep theirs, and their
+    parameters, as they are.
+    """
+    main = make_optimizer(optim, num_steps=num_steps)
+    own = [head for head in heads if head.group != MAIN]
+    if not own and not stage.adapts:
+        return main
+    # What is kept through the whole run has no state at all.
+    kept = optax.set_to_zero()
+    groups = {KEPT: kept} if stage.adapts else {}
+    groups |= {MAIN: main if settings.train_main else kept} | {
+        name: _head_optimizer(optim, settings, 1) for name in _ALWAYS
+    }
+    for head in own:
+        left = max(1, num_steps - head.start)
+        make = head.optimizer or functools.partial(_head_optimizer, optim, settings)
+        groups[head.name] = make(left)
+    transforms: dict[Hashable, optax.GradientTransformation] = {
+        name: group if stage.trains(name) or group is kept else _frozen(group)
+        for name, group in groups.items()
+    }
+    return optax.partition(
+        transforms,
+        lambda params: _over_paths(
+            params, lambda path: group_of(path.split("/")[0], heads, adapts=stage.adapts)
+        ),
+    )
+
+
+def learning_rates(
+    config: Config, heads: Sequence[Head], stage: Stage, step: int
+) -> dict[str, float]:
+    """The learning rates of a step, from 0, for its metrics.
+
+    ``learning_rate`` is that of the model itself, muon's matrices or all of adamw, and
+    ``adam_learning_rate`` that of what muon leaves to Adam; a head of its
+    own group has ``sampler_learning_rate``, say, unless it has an optimiser of one's own.
+    """
+    rates: dict[str, float] = {}
+    num_steps = config.train.steps
+    if stage.trains(MAIN):
+        main = learning_rate(config.optim.learning_rate, config.optim, num_steps=num_steps)
+        rates["learning_rate"] = float(np.asarray(main(step)))
+        if config.optim.name == "muon":
+            adam = learning_rate(config.optim.adam_learning_rate, config.optim, num_steps=num_steps)
+            rates["adam_learning_rate"] = float(np.asarray(adam(step)))
+    for head in heads:
+        if head.group != MAIN and stage.trains(head.group) and head.optimizer is None:
+            rate = _head_rate(config.optim, config.heads, max(1, num_steps - head.start))
+            first = head.start + (head.end > head.start)
+            rates[f"{head.metric}_learning_rate"] = float(np.asarray(rate(step - first)))
+    return rates
+
+
+def _head_rate(optim: OptimConfig, settings: HeadsConfig, num_steps: int) -> optax.Schedule:
+    warmup = dataclasses.replace(optim, warmup_steps=min(settings.warmup_steps, num_steps - 1))
+    return learning_rate(settings.learning_rate, warmup, num_steps=num_steps)
+
+
+def _head_optimizer(
+    optim: OptimConfig, settings: HeadsConfig, num_steps: int
+) -> optax.GradientTransformation:
+    def decays(params: Any) -> Any:
+        return _over_paths(params, lambda path: path.endswith("/kernel"))
+
+    return optax.chain(
+        optax.clip_by_global_norm(settings.clip),
+        optax.adamw(
+            _head_rate(optim, settings, num_steps),
+            b1=optim.b1, b2=optim.b2, weight_decay=settings.weight_decay, mask=decays,
+        ),
+    )  # fmt: skip
+
+
+def _frozen(group: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Leaves parameters and state as they are; the state is that of `group`."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return jax.tree.map(jnp.zeros_like, updates), state
+
+    return optax.GradientTransformation(group.init, update)

@@ -1,0 +1,274 @@
+"""One optimiser step and one evaluation, as pure functions compiled for a mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dlm_jax import devices
+from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.distributed.partitions import ROWS, batch_sharding, shardings
+from dlm_jax.model.kernels import cpu
+from dlm_jax.randomness import key_of
+from dlm_jax.training.stages import StageLoss
+from dlm_jax.types import Network, Params
+
+
+class TrainState(NamedTuple):
+    """What training carries from step to step, and all that a checkpoint must hold of it.
+
+    ``step`` is an int32 scalar: the number of steps taken, and the index of the next batch.
+    ``ema`` is the moving average of the parameters, or None where none is kept.
+    """
+
+    params: Params
+    opt_state: Any
+    step: jax.Array
+    ema: Params | None = None
+
+    @property
+    def best_params(self) -> Params:
+        """What is evaluated and sampled: the average if there is one."""
+        return self.params if self.ema is None else self.ema
+
+
+Metrics = dict[str, jax.Array]
+"""Figures of one step by name, float32 scalars.
+
+``loss`` is what is minimised, in nats per token (per row for a sequence scorer); beside it stand
+the parts that `StageLoss.metrics` names. ``grad_norm`` is the gradient's Euclidean norm before
+clipping, and ``grad_norm_NAME`` that of the parameters under a top-level name, such as ``blocks``.
+``param_norm`` is that of the new parameters: it alone shows whether they are still
+finite, for the loss was taken before the update.
+"""
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """What is compiled into a training step beside the network and the optimiser.
+
+    Attributes:
+      batch_size: rows of a batch over all devices.
+      accumulate: parts that the batch is cut into; they run one after the other.
+      ema_decay: of the average of the parameters, in [0, 1); 0 keeps none.
+    """
+
+    batch_size: int
+    accumulate: int = 1
+    ema_decay: float = 0.0
+
+
+def abstract_state(
+    network: Network,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    has_ema: bool = False,
+) -> TrainState:
+    """Shapes, dtypes and shardings of the training state; nothing is allocated."""
+    shapes = jax.eval_shape(lambda: _new_state(network, optimizer, key_of(0), has_ema))
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings(shapes, mesh),
+    )
+
+
+def _new_state(
+    network: Network, optimizer: optax.GradientTransformation, key: jax.Array, has_ema: bool
+) -> TrainState:
+    params = network.init(key)
+    ema = jax.tree.map(jnp.copy, params) if has_ema else None
+    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), ema)
+
+
+def init_state(
+    network: Network,
+    optimizer: optax.GradientTransformation,
+    key: jax.Array,
+    *,
+    mesh: Mesh,
+    has_ema: bool = False,
+) -> TrainState:
+    """A fresh training state, created where it lives: no device ever holds all of it."""
+    abstract = abstract_state(network, optimizer, mesh, has_ema=has_ema)
+    target = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    make = jax.jit(lambda key: _new_state(network, optimizer, key, has_ema), out_shardings=target)
+    return make(key)
+
+
+def make_train_step(
+    step_loss: StageLoss,
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    *,
+    mesh: Mesh,
+    config: StepConfig,
+) -> jax.stages.Wrapped:
+    """Compiled ``(state, batch, key) -> (state, metrics)`` of a stage; `state` is donated.
+
+    Groups of parameters that do not train have a gradient of zero; `optimizer` must leave them
+    where they are.
+
+    The noise of a step comes from ``fold_in(key, state.step)``: it depends on the run's key and
+    the step alone, so a resumed run draws what the uninterrupted one would have. It is drawn for
+    the whole batch before that is cut, so accumulating gives the gradient of the whole batch.
+    """
+
+    def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
+        with devices.used(mesh):
+            return step(state, batch, key)
+
+    def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
+        whole = step_loss.draw(batch, key, state.step)
+        trained, held = step_loss.split(state.params)
+
+        def part_loss(trained: Params, part: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+            return step_loss(held | trained, part, state.step)
+
+        (loss, means), grads = _add_up(
+            jax.value_and_grad(part_loss, has_aux=True), trained, whole, config.accumulate
+        )
+        grads = jax.tree.map(jnp.zeros_like, held) | grads
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {
+            "loss": loss,
+            "grad_norm": optax.tree.norm(grads),
+            "param_norm": optax.tree.norm(params),
+        }
+        metrics |= {f"grad_norm_{name}": optax.tree.norm(grads[name]) for name in sorted(trained)}
+        metrics |= step_loss.metrics(means, state.step)
+        ema = _averaged(state, params, config.ema_decay)
+        return TrainState(params, opt_state, state.step + 1, ema), metrics
+
+    state_sharding = shardings(state, mesh)
+    rows, everywhere = batch_sharding(mesh, config.batch_size), NamedSharding(mesh, P())
+    with devices.used(mesh):
+        compiler_options = cpu.compiler_options(is_training=True)
+    return jax.jit(
+        train_step,
+        donate_argnums=0,
+        in_shardings=(state_sharding, rows, everywhere),
+        out_shardings=(state_sharding, everywhere),
+        compiler_options=compiler_options,
+    )
+
+
+def _add_up(compute: Callable[..., Any], params: Params, whole: Any, num_parts: int) -> Any:
+    """``compute(params, part)`` summed over the parts of a batch, one part at a time.
+
+    Part p holds the rows p, p + num_parts, ...: every device has its share of each. Scalars are
+    totals, which are those of the whole batch in every part.
+    """
+    if num_parts == 1:
+        return compute(params, whole)
+
+    def cut(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(-1, num_parts, *x.shape[1:]), 1, 0)
+
+    leaves, structure = jax.tree.flatten(whole)
+    rows = [cut(leaf) for leaf in leaves if leaf.ndim]
+    zeros = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(compute, params, whole)
+    )
+
+    def one_part(sums: Any, part: list[jax.Array]) -> tuple[Any, None]:
+        rest = iter(part)
+        merged = [next(rest) if leaf.ndim else leaf for leaf in leaves]
+        found = compute(params, jax.tree.unflatten(structure, merged))
+        return jax.tree.map(jnp.add, sums, found), None
+
+    return jax.lax.scan(one_part, zeros, rows)[0]
+
+
+def check_adds_up(
+    step_loss: StageLoss, params: Params, *, mesh: Mesh, seq_len: int, token_ids: tuple[int, ...]
+) -> None:
+    """Refuses losses that are another number for a batch in two parts than for the whole.
+
+    They are computed once, for a few rows of `token_ids`. Losses of both signs may cancel, so the
+    difference is measured by the sizes of the parts.
+
+    Raises:
+      ValueError: a loss does not add up; the line names it and both numbers.
+    """
+    shards = math.prod(mesh.shape[axis] for axis in ROWS if axis in mesh.shape)
+    num_rows = next(
+        (n for n in range(2 * shards, 128 * shards, 2 * shards) if step_loss.mixture.fills(n, 2)),
+        2 * shards,
+    )  # fmt: skip
+    rows, everywhere = batch_sharding(mesh, num_rows), NamedSharding(mesh, P())
+    tokens_BL = np.resize(np.array(token_ids, np.int32), (num_rows, seq_len))
+    length_B, step = np.full(num_rows, seq_len, np.int32), jnp.int32(0)
+
+    def with_sizes(params: Params, part: Any) -> Any:
+        means = step_loss(params, part, step)[1]
+        return means, jax.tree.map(jnp.abs, means)
+
+    def losses(params: Params) -> list[Any]:
+        with devices.used(mesh):
+            batch = Batch(*map(jnp.asarray, (tokens_BL, length_B, np.zeros_like(length_B))))
+            batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, rows), batch)
+            whole = step_loss.draw(batch, key_of(0), step)
+            return [_add_up(with_sizes, params, whole, n) for n in (1, 2)]
+
+    with devices.used(mesh):
+        compiler_options = cpu.compiler_options(is_training=False)
+    run = jax.jit(losses, out_shardings=everywhere, compiler_options=compiler_options)
+    (one, _), (two, size) = jax.device_get(run(params))
+    for name in one:
+        atol = 1e-6 + 0.01 * np.nan_to_num(size[name], posinf=0.0)
+        if not np.isclose(two[name], one[name], rtol=0.0, atol=atol, equal_nan=True):
+            raise ValueError(
+                f"train.accumulate needs losses that add up over the parts of a batch, and "
+                f"{name!r} is {one[name]:.4g} for a batch and {two[name]:.4g} in two parts; "
+                "return the plain sum from `loss` and make its weight in `draw`, or use "
+                "train.accumulate=1"
+            )
+
+
+def _averaged(state: TrainState, params: Params, decay: float) -> Params | None:
+    """The moving average one step on; its decay rises to `decay` as ``(1 + s) / (10 + s)`` does.
+
+    Without that rise the random first parameters would stay in it for ``1 / (1 - decay)`` steps.
+    """
+    if state.ema is None:
+        return None
+    step = state.step.astype(jnp.float32)
+    now = jnp.minimum(decay, (1.0 + step) / (10.0 + step))
+    # Written as a difference, so that the average of what does not move does not move either.
+    return jax.tree.map(lambda old, new: old + (1.0 - now) * (new - old), state.ema, params)
+
+
+def compile_eval_step(
+    measure: Callable[[Params, Batch, jax.Array], Any],
+    params: Params,
+    *,
+    mesh: Mesh,
+    batch_size: int,
+) -> Callable[..., Any]:
+    """Compiled `measure` ``(params, batch, key)`` -> figures by row, which every device knows."""
+
+    def measured(params: Params, batch: Batch, key: jax.Array) -> Any:
+        with devices.used(mesh):
+            return measure(params, batch, key)
+
+    rows, everywhere = batch_sharding(mesh, batch_size), NamedSharding(mesh, P())
+    with devices.used(mesh):
+        compiler_options = cpu.compiler_options(is_training=False)
+    return jax.jit(
+        measured,
+        in_shardings=(shardings(params, mesh), rows, everywhere),
+        out_shardings=everywhere,
+        compiler_options=compiler_options,
+    )

@@ -1,0 +1,152 @@
+"""Costs from hand-written programs, against figures worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from dlm_jax.distributed.costs import Torus, cost, first_group, moved
+from dlm_jax.distributed.mesh import Chip
+
+# One FLOP, byte or cycle a second, so that figures are seconds.
+CHIP = Chip("unit", flops=1.0, clock=1.0, memory=0.0, bandwidth=1.0, link=2.0, torus=4)
+RING = Torus(CHIP, tuple((place, 0) for place in range(4)), (4, 1))
+
+
+def _main(body: str, before: str = "") -> str:
+    return f"HloModule m\n\n{before}\nENTRY %main (a: f32[4]) -> f32[4] {{\n{body}\n}}\n"
+
+
+def test_a_product_takes_two_flop_a_multiplication_or_its_bytes_if_they_take_longer():
+    text = _main(
+        "  %a = f32[8,16]{1,0} parameter(0)\n  %b = f32[16,2]{1,0} parameter(1)\n"
+        "  ROOT %c = f32[8,2]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    )
+    found = cost(text, RING)
+    assert found.flops == 2 * 8 * 16 * 2
+    assert found.memory_bytes == 4 * (8 * 16 + 16 * 2 + 8 * 2)
+    assert found.seconds == max(found.flops, found.memory_bytes)
+
+
+def test_what_lies_in_faster_memory_is_no_traffic_and_cycles_are_the_other_bound():
+    text = _main(
+        "  %a = f32[8]{0:S(1)} parameter(0)\n"
+        '  ROOT %c = f32[8]{0} negate(%a), backend_config={"estimated_cycles":"77"}'
+    )
+    assert cost(text, RING).seconds == 32
+    assert cost(text, RING, "cycles").seconds == 77
+
+
+def test_a_slice_counts_as_what_is_read_and_an_update_in_place_as_what_is_written():
+    text = _main(
+        "  %a = f32[100]{0} parameter(0)\n  %u = f32[4]{0} parameter(1)\n"
+        "  %i = s32[] parameter(2)\n"
+        "  %s = f32[4]{0} dynamic-slice(%a, %i), dynamic_slice_sizes={4}\n"
+        "  ROOT %d = f32[100]{0} dynamic-update-slice(%a, %u, %i)"
+    )
+    assert cost(text, RING).memory_bytes == 2 * 16 + 2 * 16
+
+
+def test_a_convolution_counts_only_the_taps_that_meet_numbers():
+    # A batched product as XLA writes it: a window as large as the batch, held apart by holes.
+    text = _main(
+        "  %a = f32[8,3,16]{2,1,0} parameter(0)\n  %b = f32[3,16,2]{2,1,0} parameter(1)\n"
+        "  ROOT %c = f32[8,3,2]{2,1,0} convolution(%a, %b), "
+        "window={size=3 stride=2 pad=2_2 lhs_dilate=3}, dim_labels=b0f_0io->b0f"
+    )
+    assert cost(text, RING).flops == pytest.approx(2 * 3 * 8 * 16 * 2)
+
+
+LOOP = """%condition (carry: (s32[], f32[4])) -> pred[] {
+  %carry = (s32[], f32[4]{0}) parameter(0)
+  %index = s32[] get-tuple-element(%carry), index=0
+  %bound = s32[] constant(5)
+  ROOT %less = pred[] compare(%index, %bound), direction=LT
+}
+
+%body (carry.1: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %carry.1 = (s32[], f32[4]{0}) parameter(0)
+  %x = f32[4]{0} get-tuple-element(%carry.1), index=1
+  %y = f32[4]{0} negate(%x)
+  ROOT %same = (s32[], f32[4]{0}) tuple(%carry.1, %y)
+}
+"""
+
+
+def test_a_loop_counts_as_often_as_it_runs_and_an_unknown_one_once_and_is_told():
+    body = (
+        "  %start = (s32[], f32[4]{0}) parameter(0)\n"
+        "  ROOT %loop = (s32[], f32[4]{0}) while(%start), condition=%condition, body=%body"
+    )
+    found = cost(_main(body, LOOP), RING)
+    assert (found.seconds, found.unknown_loops) == (5 * 32, 0)
+    unknown = LOOP.replace("constant(5)", "add(%index, %index)")
+    found = cost(_main(body, unknown), RING)
+    assert (found.seconds, found.unknown_loops) == (32, 1)
+
+
+def test_a_collective_that_runs_beside_work_costs_only_what_is_left_of_it():
+    start = (
+        "  %a = f32[4]{0} parameter(0)\n  %b = f32[5]{0} parameter(1)\n"
+        "  %g = (f32[4]{0}, f32[16]{0}) all-gather-start(%a), replica_groups={{0,1,2,3}}\n"
+    )
+    done = "  ROOT %d = f32[16]{0} all-gather-done(%g)"
+    alone = cost(_main(start + done), RING)
+    # 64 bytes, three quarters from others, over a ring of both directions: 48 / 2.
+    assert (alone.seconds, alone.exposed) == (24, 24)
+    work = "  %w = f32[2]{0} slice(%b), slice={[0:2]}\n"
+    beside = cost(_main(start + work + done), RING)
+    assert (beside.seconds, beside.exposed) == (24, 24 - 16)
+    assert beside.moved == {"all-gather": 48}
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "seconds"),
+    [("all-gather", 30, 15), ("all-reduce", 60, 30), ("reduce-scatter", 120, 60)],
+)
+def test_bytes_and_seconds_of_collectives_on_a_ring(kind, size, seconds):
+    assert moved(kind, 40.0, "replica_groups={{0,1,2,3}}", RING) == (size, seconds)
+
+
+def test_a_group_that_does_not_go_all_the_way_round_has_half_of_the_links():
+    assert moved("all-gather", 40.0, "replica_groups={{0,1}}", RING) == (20, 20)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "group"),
+    [
+        ("replica_groups={{1,3},{0,2}}", [1, 3]),
+        ("replica_groups=[2,2]<=[4]", [0, 1]),
+        ("replica_groups=[2,2]<=[2,2]T(1,0)", [0, 2]),
+        ("replica_groups=mesh['data'=2,'fsdp'=2] {'data'}", [0, 2]),
+        ("no groups", [0, 1, 2, 3]),
+    ],
+)
+def test_groups_are_read_in_every_notation(attributes, group):
+    assert first_group(attributes, 4) == group
+
+
+def test_the_dearest_branch_of_a_conditional_counts():
+    branches = "".join(
+        f"%branch{n} (p{n}: f32[{n}]) -> f32[{n}] {{\n  %p{n} = f32[{n}]{{0}} parameter(0)\n"
+        f"  ROOT %n{n} = f32[{n}]{{0}} negate(%p{n})\n}}\n\n"
+        for n in (3, 9)
+    )
+    text = _main(
+        "  %p = pred[] parameter(0)\n  %x = f32[3]{0} parameter(1)\n  %y = f32[9]{0} parameter(2)\n"
+        "  ROOT %c = f32[9]{0} conditional(%p, %x, %y), "
+        "branch_computations={%branch3, %branch9}",
+        branches,
+    )
+    assert cost(text, RING).seconds == 72
+
+
+def test_a_splash_kernel_counts_its_products_at_the_share_that_kernels_reach():
+    text = _main(
+        "  %q = bf16[2,4,128,64]{3,2,1,0} parameter(0)\n"
+        "  %k = bf16[2,4,256,64]{3,2,1,0} parameter(1)\n"
+        "  ROOT %splash_fwd.1 = bf16[2,4,128,64]{3,2,1,0} custom-call(%q, %k), "
+        'custom_call_target="tpu_custom_call"'
+    )
+    found = cost(text, RING)
+    assert found.flops == 2 * 2 * (2 * 4) * 128 * 256 * 64
+    assert found.seconds == pytest.approx(found.flops / 0.55)

@@ -1,0 +1,184 @@
+"""A model in one file: what comes back is what went in, or a refusal."""
+
+import dataclasses
+import json
+import re
+import zlib
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+import toy
+
+from dlm_jax.model.transformer import build
+from dlm_jax.store import load_any, load_meta, load_weights, save_weights
+
+META = {"config": {"model": {"depth": 2}}, "tokenizer": {"type": "byte"}, "note": "ä"}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("weights") / "toy.safetensors"
+    size = save_weights(path, toy.params(), META)
+    assert size == path.stat().st_size
+    return path
+
+
+def _leaves(tree, prefix=""):
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}/")
+        else:
+            yield prefix + name, np.asarray(value)
+
+
+def test_parameters_and_description_come_back_bit_for_bit(saved):
+    params, meta = load_weights(saved)
+    assert meta == META
+    expected, found = dict(_leaves(toy.params())), dict(_leaves(params))
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value)
+        assert found[name].dtype == np.float32
+
+
+def test_float16_halves_the_file_and_rounds_to_the_nearest(saved, tmp_path):
+    path = tmp_path / "half.safetensors"
+    tensor_bytes = sum(value.nbytes for _, value in _leaves(toy.params()))
+    saving = saved.stat().st_size - save_weights(path, toy.params(), META, dtype="float16")
+    assert saving >= 0.45 * tensor_bytes
+    found = dict(_leaves(load_weights(path)[0]))
+    for name, value in _leaves(toy.params()):
+        np.testing.assert_array_equal(found[name], value.astype(np.float16).astype(np.float32))
+        assert found[name].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("meta", "said"),
+    [
+        ({"tokenizer": {}}, "says nothing of its config"),
+        ({"config": {}, "tokenizer": 3}, "says nothing of its tokenizer"),
+        ({"config": {}, "tokenizer": {}}, r"has a config without \[model\]"),
+        ({"config": {"model": 3}, "tokenizer": {}}, r"has a config without \[model\]"),
+    ],
+)
+def test_a_file_that_does_not_say_what_it_holds_is_refused(tmp_path, meta, said):
+    save_weights(tmp_path / "odd.safetensors", toy.params(), meta)
+    with pytest.raises(ValueError, match=said):
+        load_any(tmp_path / "odd.safetensors")
+    with pytest.raises(ValueError, match=said):
+        load_meta(tmp_path / "odd.safetensors")
+
+
+def _header_bytes(data):
+    return 8 + int.from_bytes(data[:8], "little")
+
+
+def _bits(data):
+    """All bits of the header, and some of the tensors."""
+    header = _header_bytes(data)
+    rest = np.random.default_rng(0).integers(8 * header, 8 * len(data), 200)
+    return [*range(8 * header), *rest.tolist()]
+
+
+def test_every_flipped_bit_is_found(tmp_path):
+    path = tmp_path / "small.safetensors"
+    params = {"embed": {"table": np.arange(40.0)}, "scale": np.ones(3)}
+    save_weights(path, params, META)
+    whole = path.read_bytes()
+    for bit in _bits(whole):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"(?s)cannot be read .*copy it again") as error:
+            load_weights(path)
+        assert str(path) in str(error.value)
+
+
+def test_the_checksum_is_that_of_the_file_with_zeros_in_its_place(saved):
+    whole = saved.read_bytes()
+    (digits,) = re.findall(rb'"crc32_of_file":"([0-9a-f]{8})"', whole[: _header_bytes(whole)])
+    assert int(digits, 16) == zlib.crc32(whole.replace(digits, b"00000000", 1))
+
+
+def _foreign(path, tensors, **header):
+    """A file whose checksum is right, and whose tensors and header are others' work."""
+    header = {"dlm_jax": json.dumps(META), "crc32_of_file": "0" * 8} | header
+    content = safetensors.numpy.save(tensors, header)
+    crc = f"{zlib.crc32(content):08x}".encode()
+    place = content.index(b"crc32_of_file")
+    path.write_bytes(content[:place] + content[place:].replace(b"00000000", crc, 1))
+    return path
+
+
+X = np.zeros(3, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({"a": X, "a/b": X}, "a/b lies inside another tensor"),
+        ({"a/b": X, "a": X}, "lies inside another tensor"),
+        ({"a": np.zeros(3, np.int8)}, "a is of type I8, and none of float32, float16"),
+        ({"a": np.zeros(3, np.float64)}, "a is of type F64"),
+    ],
+)
+def test_tensors_that_are_no_parameters_are_refused_in_one_line(tmp_path, tensors, said):
+    path = _foreign(tmp_path / "odd.safetensors", tensors)
+    with pytest.raises(ValueError, match=said) as error:
+        load_weights(path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("meta", ["[]", "3", "{", "[" * 10_000])
+def test_what_describes_no_model_is_refused(tmp_path, meta):
+    path = _foreign(tmp_path / "odd.safetensors", {"a": X}, dlm_jax=meta)
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_weights(path)
+
+
+def test_parameters_must_be_those_of_the_config(saved):
+    def abstract(**changes):
+        network = build(dataclasses.replace(toy.config(), **changes))
+        return lambda meta: jax.eval_shape(network.init, jax.random.key(0))
+
+    load_weights(saved, abstract())
+    for changes in ({"depth": 1}, {"width": 32}, {"qkv_bias": True}, {"tied_head": False}):
+        with pytest.raises(ValueError, match="its config asks for .* as ") as error:
+            load_weights(saved, abstract(**changes))
+        assert "\n" not in str(error.value)
+
+
+def test_a_shortened_a_missing_and_a_foreign_file_are_refused_in_one_line(saved, tmp_path):
+    short = tmp_path / "short.safetensors"
+    short.write_bytes(saved.read_bytes()[:-7])
+    foreign = tmp_path / "foreign.safetensors"
+    safetensors.numpy.save_file({"x": np.zeros(3, np.float32)}, foreign)
+    missing = tmp_path / "missing.safetensors"
+    for path, said in ((short, "cannot be read"), (foreign, "not written by dlm_jax"),
+                       (missing, "does not exist")):  # fmt: skip
+        with pytest.raises(ValueError, match=said) as error:
+            load_weights(path)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "said"),
+    [
+        ("model.bin", "float32", "does not end in .safetensors"),
+        ("model.safetensors", "int8", "dtype='int8' is not one of float32, float16"),
+        ("file/model.safetensors", "float32", "cannot be written"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path, name, dtype, said):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ValueError, match=said):
+        save_weights(tmp_path / name, toy.params(), META, dtype=dtype)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_parameter_that_float16_cannot_hold_is_named(tmp_path):
+    params = {"norm": {"scale": np.array([1.0, 7e4], np.float32)}}
+    with pytest.raises(ValueError, match="norm/scale does not fit float16"):
+        save_weights(tmp_path / "x.safetensors", params, META, dtype="float16")
