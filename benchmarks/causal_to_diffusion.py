@@ -1,7 +1,7 @@
 """What a causal model is worth to the diffusion model that it is turned into.
 
     python -m benchmarks.causal_to_diffusion [--source tinyshakespeare] [--steps 400]
-    python -m benchmarks.causal_to_diffusion --show docs/causal_to_diffusion.csv
+    python -m benchmarks.causal_to_diffusion --show benchmarks/results/causal_to_diffusion.csv
 
 A tiny Qwen3-like model of characters is trained causally and exported as a published directory.
 Diffusion models then begin with that directory, with the shift of its predictions kept or dropped,
@@ -149,7 +149,9 @@ def main() -> None:
     parser.add_argument("--source", default="tinyshakespeare")
     parser.add_argument("--causal-steps", type=int, default=1500)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--csv", type=Path, default=Path("docs/causal_to_diffusion.csv"))
+    parser.add_argument(
+        "--csv", type=Path, default=Path("benchmarks/results/causal_to_diffusion.csv")
+    )
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of a CSV alone")
     args = parser.parse_args()
     if args.show is None:

@@ -1,7 +1,7 @@
 """Structural edits on a repair task: held-out text with one misprint a row, brought in as a draft.
 
     python -m benchmarks.edits tune --checkpoint runs/shakespeare_proofreader
-    python -m benchmarks.edits run --checkpoint runs/shakespeare_proofreader --csv docs/edits.csv
+    python -m benchmarks.edits run --checkpoint runs/shakespeare_proofreader --csv FILE
     python -m benchmarks.edits lengths --checkpoint runs/shakespeare_proofreader
     python -m benchmarks.edits quality --checkpoint runs/shakespeare_proofreader --judge RUN
     python -m benchmarks.edits picture --checkpoint runs/shakespeare_proofreader
@@ -261,15 +261,15 @@ def main() -> None:
     parser.add_argument("part", choices=["tune", "run", "table", "lengths", "quality", "picture"])
     parser.add_argument("--checkpoint", default="runs/shakespeare_proofreader")
     parser.add_argument("--judge", help="of quality: an autoregressive model")
-    parser.add_argument("--csv", default="docs/edits.csv")
-    parser.add_argument("--tuned", default="docs/edits_tuned.csv")
+    parser.add_argument("--csv", default="benchmarks/results/edits.csv")
+    parser.add_argument("--tuned", default="benchmarks/results/edits_tuned.csv")
     parser.add_argument("--arms", nargs="*", default=ARMS)
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--num-rows", type=int, default=128, help="of each seed (128)")
     parser.add_argument("--more", action="store_true", help="the kinds of damage beside the usual")
     parser.add_argument("--near", action="store_true", help="tune: no further than untouched first")
     parser.add_argument("--settings", default="{}", help="of lengths, quality, picture: JSON")
-    parser.add_argument("--out", default="docs/edits.png")
+    parser.add_argument("--out", default="benchmarks/results/edits.png")
     args = parser.parse_args()
     if args.part == "table":
         table(args.csv)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.head_rivals run --judge runs/shakespeare_judge
     python -m benchmarks.head_rivals table
-    python -m benchmarks.head_rivals refine --checkpoint shakespeare --csv docs/refined.csv
-    python -m benchmarks.head_rivals temperatures --checkpoint shakespeare --csv docs/refined.csv
+    python -m benchmarks.head_rivals refine --checkpoint shakespeare --csv FILE
+    python -m benchmarks.head_rivals temperatures --checkpoint shakespeare --csv FILE
 
 Texts of one model, judged as in `benchmarks/sampler_head.py`. A rule that commits as many
 tokens as are sure enough takes as many forwards as it takes: of a grid of settings, tried on a seed
@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("what", choices=["run", "refine", "temperatures", "table"])
     parser.add_argument("--judge", default="runs/shakespeare_judge")
     parser.add_argument("--checkpoint", default="runs/shakespeare_bpe_sampler")
-    parser.add_argument("--csv", default="docs/head_rivals.csv")
+    parser.add_argument("--csv", default="benchmarks/results/head_rivals.csv")
     args = parser.parse_args()
     start_jax()
     if args.what == "table":

@@ -228,7 +228,7 @@ def main() -> None:
     """Runs a part of the study."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=["run", "table", "cost"])
-    parser.add_argument("--csv", default="docs/joint.csv")
+    parser.add_argument("--csv", default="benchmarks/results/joint.csv")
     parser.add_argument("--texts", type=int, default=200_000, help="of each line (200000)")
     parser.add_argument("--repeats", type=int, default=5, help="of cost (5)")
     args = parser.parse_args()

@@ -1,6 +1,6 @@
 """What training and cached sampling need on pods of TPUs, by their compiler.
 
-Command: python -m benchmarks.pods --json docs/scaling.json [--only NAME ...] [--list]
+Command: python -m benchmarks.pods --json benchmarks/results/scaling.json [--only NAME ...] [--list]
 
 Prints a table of training steps (memory, collectives, time) and one of sampling steps with a cache
 (memory, and what the chips gather). Every row is compiled for devices that need not be there (the

@@ -1,7 +1,7 @@
 """Quality of a model's texts against the forwards they took, for every commit rule.
 
     python benchmarks/quality_forwards.py --judge runs/shakespeare_judge --results quality.jsonl \
-        --picture docs/quality_forwards.png
+        --picture benchmarks/results/quality_forwards.png
 
 Each row of the table is a rule with its setting, over three seeds: forwards per text, the judge's
 exact bits per character (mean and standard deviation over the seeds), the entropy of the generated

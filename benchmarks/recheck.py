@@ -33,6 +33,7 @@ from benchmarks.sampler_gain import measure as gains
 from dlm_jax.cli.common import start_jax
 from dlm_jax.data import join_documents, read_documents, split_text
 
+RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parent.parent / "docs"
 RUNS = Path("runs")
 TEXTS = 200_000
@@ -82,7 +83,7 @@ class Check:
 def tables() -> list[Table]:
     """All tables of the docs that hold figures."""
     found = []
-    for path in sorted(DOCS.glob("*.md")):
+    for path in [*sorted(RESULTS.glob("*.md")), *sorted(DOCS.glob("*.md"))]:
         heading, lines = "", path.read_text(encoding="utf-8").splitlines()
         for number, line in enumerate(lines):
             if line.startswith("## "):
@@ -167,7 +168,7 @@ def _parallel(steps: int) -> float:
 
 
 def _lines(file: str, **wanted: str) -> list[dict[str, str]]:
-    with (DOCS / file).open(encoding="utf-8", newline="") as opened:
+    with (RESULTS / file).open(encoding="utf-8", newline="") as opened:
         return [row for row in csv.DictReader(opened)
                 if all(row[key] == value for key, value in wanted.items())]  # fmt: skip
 
@@ -177,7 +178,7 @@ def _mean(column: str, file: str, **wanted: str) -> float:
 
 
 def _judges_agree() -> float:
-    found = second_judge.kinds(DOCS / "second_judge.csv")
+    found = second_judge.kinds(RESULTS / "second_judge.csv")
     mean = second_judge.means(second_judge.groups(found)["the model's"])
     return second_judge.agreement(mean["bits"], mean["share"])
 
@@ -205,16 +206,16 @@ def _off(arm: str, steps: int) -> float:
 _HEAD, _EDITS, _DATA = "sampler_head.md", "edits.md", "from the data of the table"
 _BPE = {"corpus": "bpe", "case": "wavefront"}
 CHECKS = [
-    Check(_HEAD, "Why the head must be shown what the trunk has not seen",
+    Check(_HEAD, "The value of neighbours",
           ("revealed 0.7, residual, seed 0",), "both",
           lambda: gains(dlm_jax.load(RUNS / "shakespeare_bpe_sampler"))["both"][0], 0.05,
           "the model on all held-out windows", "shakespeare_bpe_sampler"),
-    Check(_HEAD, "The model that ships", ("one run",), "both",
+    Check(_HEAD, "The shipped model", ("one run",), "both",
           lambda: gains(_shipped())["both"][0], 0.01, "the model on all held-out windows"),
-    Check(_HEAD, "The model that ships", ("all filled, critic remasks",), "judged bits/char",
+    Check(_HEAD, "The shipped model", ("all filled, critic remasks",), "judged bits/char",
           lambda: _mean("bits", "refined.csv", part="16 forwards",
                         case="all filled, critic remasks"), 0.0006, _DATA),
-    Check(_HEAD, "The model that ships", ("as recommended",), "token entropy",
+    Check(_HEAD, "The shipped model", ("as recommended",), "token entropy",
           lambda: float(np.mean([_entropy(_written(32, seed)) for seed in (1000, 2000, 3000)])),
           0.06, "the shipped model, the same 96 texts"),
     Check(_HEAD, "A second judge", ("waves", "8"), "estimated share wrong",
@@ -226,16 +227,16 @@ CHECKS = [
     Check(_HEAD, "Characters", ("waves", "16"), "judged bits/char",
           lambda: _mean("bits", "sampler_head.csv", part="forwards", steps="16",
                         corpus="characters", case="wavefront"), 0.0006, _DATA),
-    Check(_HEAD, "What to remask", ("critic", "waves", "9"), "judged bits/char",
+    Check(_HEAD, "Remasking", ("critic", "waves", "9"), "judged bits/char",
           lambda: _mean("bits", "sampler_head.csv", part="remasking", steps="5",
                         case="critic, wavefront"), 0.0006, _DATA),
-    Check(_HEAD, "What it costs", ("waves", "8"), "waves",
+    Check(_HEAD, "Cost", ("waves", "8"), "waves",
           lambda: float(_written(32, 1000, steps=8, chain=("temperature", "min_p"), order="random",
                                  temperature=1.0, temperature_end=0.3).counters.waves.mean()), 1.0,
           "the shipped model, 32 texts"),
-    Check(_HEAD, "What is true together", ("all filled, one-sided", "4"), "total variation",
+    Check(_HEAD, "Joint distribution", ("all filled, one-sided", "4"), "total variation",
           lambda: _off("all filled, one-sided", 4), 0.0015, f"{TEXTS} texts of other seeds"),
-    Check(_HEAD, "What is true together", ("waves", "2"), "total variation",
+    Check(_HEAD, "Joint distribution", ("waves", "2"), "total variation",
           lambda: _off("waves", 2), 0.0025, f"{TEXTS} texts of other seeds"),
     Check(_EDITS, "The task", ("untouched",), "distance", _untouched, 0.006,
           "the rows of the task, from the text"),
@@ -244,60 +245,60 @@ CHECKS = [
     Check(_EDITS, "The task", ("both-mask-lead",), "exact %",
           lambda: _repaired("both-mask-lead", str(RUNS / "shakespeare_proofreader"), "edits.csv"),
           5.0, "seed 0 of the task, 128 rows", "shakespeare_proofreader"),
-    Check(_EDITS, "Edits that are tried", ("likelihood",), "exact %",
+    Check(_EDITS, "Likelihood edits", ("likelihood",), "exact %",
           lambda: _repaired("likelihood", "proofreader", "edits_shipped.csv"),
           5.0, "seed 0 of the task, 128 rows"),
-    Check("generation.md", "What it does to the text", ("random", "steps=8"), "token entropy",
+    Check("generation.md", "Commit rules", ("random", "steps=8"), "token entropy",
           lambda: _parallel(8), 0.06, "the model, the same 48 texts", "shakespeare_bpe_sampler"),
     Check("training.md", "From a causal model to a diffusion model", ("both ways, same place",),
           "begun with the causal model",
           lambda: float(_lines("causal_to_diffusion.csv", kind="both ways, same place",
                                begins="causal")[-1]["nats"]), 0.0006, _DATA),
-    Check("training.md", "What the shipped model writes", ("held-out text",), "known words",
+    Check("training.md", "Text quality of the shipped model", ("held-out text",), "known words",
           lambda: _known([_text()[1][s : s + 256] for s in
                           np.linspace(0, len(_text()[1]) - 256, 64).astype(int)]), 0.0006,
           "the same pieces of text"),
-    Check("training.md", "What the shipped model writes",
+    Check("training.md", "Text quality of the shipped model",
           ("model, default settings (16 forwards, all filled in waves)",), "known words",
           lambda: _known(list(_written(64, 1000).texts)), 0.02,
           "the shipped model, the same 64 texts"),
-    Check("training.md", "What the shipped model writes",
+    Check("training.md", "Text quality of the shipped model",
           ("model, default settings (16 forwards, all filled in waves)",), "distinct 4-grams",
           lambda: distinct_share([t[:256] for t in _written(64, 1000).texts], 4), 0.02,
           "the shipped model, the same 64 texts"),
 ]  # fmt: skip
 
 UNCHECKED = {
-    ("published.md", "How close to the originals"):
+    ("published.md", "Parity with the reference programs"):
         "code of other projects: python -m benchmarks.published_parity --family NAME --code DIR",
     ("published.md", "Memory and loading"):
         "the compiler for TPUs: python -m benchmarks.published_memory",
     ("serving.md", "Routes"): "no figures; a test calls each route",
-    ("engine.md", "What it costs"): "a clock: python benchmarks/engine.py",
-    ("caches.md", "What it saves"): "a clock and PyTorch: python -m benchmarks.caches",
-    ("serving.md", "What it costs"): "a clock: python benchmarks/serving.py",
-    ("structure.md", "What it costs"): "a clock: python benchmarks/structure_masks.py",
+    ("engine.md", "Cost"): "a clock: python benchmarks/engine.py",
+    ("caches.md", "Savings"): "a clock and PyTorch: python -m benchmarks.caches",
+    ("serving.md", "Cost"): "a clock: python benchmarks/serving.py",
+    ("structure.md", "Cost"): "a clock: python benchmarks/structure_masks.py",
     ("scaling.md", "Figures"): "the compiler for TPUs: python -m benchmarks.pods",
     ("scaling.md", "Sampling with a cache"): "the compiler for TPUs: python -m benchmarks.pods",
     ("scaling.md", "The logit chain"):
         "the compiler for TPUs: python -m benchmarks.logit_chain",
-    ("exit_codes.md", "Attacks"): "minutes of one core: python benchmarks/attack.py",
+    ("attacks.md", "Attacks"): "minutes of one core: python benchmarks/attack.py",
     ("edits.md", "Lengths"): "python -m benchmarks.edits lengths, with a trained proofreader",
     ("edits.md", "Text from nothing"): "python -m benchmarks.edits quality, with two models",
-    ("edits.md", "What it costs"): "a clock: python -m benchmarks.edit_cost",
-    ("performance.md", "Training step and forward pass beside eager PyTorch"):
+    ("edits.md", "Cost"): "a clock: python -m benchmarks.edit_cost",
+    ("performance.md", "Training step and forward pass compared with eager PyTorch"):
         "a clock and PyTorch: python benchmarks/step_speed.py",
     ("performance.md", "Recipes for the quickstart"): "trainings: python benchmarks/recipes.py",
     ("performance.md", "Sampling settings of the quickstart"):
         "a training: python benchmarks/sampling_settings.py",
-    ("performance.md", "The logit algebra beside PyTorch"):
+    ("performance.md", "Logit transforms compared with PyTorch"):
         "a clock and PyTorch: python benchmarks/samplers.py",
-    ("performance.md", "Generation beside PyTorch"):
+    ("performance.md", "Generation compared with PyTorch"):
         "a clock and PyTorch: python benchmarks/generation_pair.py, occupancy.py",
-    ("sampler_head.md", "Beside rules that need no training, and its own settings"):
+    ("sampler_head.md", "Comparison with training-free rules"):
         "a judge: python -m benchmarks.head_rivals run",
     ("training.md", "Recipes at equal time"): "trainings: python benchmarks/recipes.py",
-    ("training.md", "Blocks beside both ways and left to right"):
+    ("training.md", "Block-causal, bidirectional and causal models"):
         "trainings: python benchmarks/recipes.py --config shakespeare_bpe_blocks",
 }  # fmt: skip
 """Tables that nothing here can check, by file and heading, and what makes them."""

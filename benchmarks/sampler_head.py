@@ -1,8 +1,8 @@
-"""The study of the sampler head and the critic: docs/sampler_head.md is written from its figures.
+"""The study of the sampler head and the critic: it makes benchmarks/results/sampler_head.md.
 
     python benchmarks/sampler_head.py --corpus bpe --judge runs/shakespeare_judge \
         --head runs/sampler_0 runs/sampler_1 runs/sampler_2 --described runs/described_0 ... \
-        --wide runs/bpe_wide --critic runs/heads --csv docs/sampler_head.csv
+        --wide runs/bpe_wide --critic runs/heads --csv benchmarks/results/sampler_head.csv
 
 Every measurement is one line of the CSV; those that are there are not made again, so a stopped
 study goes on. A line knows its model by name alone: delete those of one that was trained anew.

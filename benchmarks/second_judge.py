@@ -7,9 +7,9 @@
 The causal model (`configs/shakespeare_judge.toml`) says what a text costs, in bits per character;
 the scorer (`configs/shakespeare_scorer.toml`) says which share of its tokens is wrong. Judged are
 texts of the model that ships, by the settings that `benchmarks/head_rivals.py` found
-(`docs/refined.csv`), pieces of held-out text, the same pieces spoilt in known ways, and texts of
-n-gram samplers. `run` writes a line for each text; `show` judges them again and prints those that
-the judges place furthest apart.
+(`benchmarks/results/refined.csv`), pieces of held-out text, the same pieces spoilt in known ways,
+and texts of n-gram samplers. `run` writes a line for each text; `show` judges them again and prints
+those that the judges place furthest apart.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SPOILT = (0.1, 0.3)
 FLOOR = 0.05
 """What the scorer says of text that nothing is wrong with, about."""
 CONFIDENCE = "confidence, waves"
-"""The kind of docs/sampler_head.md, "What to remask", that collapses."""
+"""The kind of benchmarks/results/sampler_head.md, "Remasking", that collapses."""
 PAIRS = (
     ("waves", "4", "parallel", "4"),
     ("waves", "8", "parallel", "8"),
@@ -324,8 +324,8 @@ def main() -> None:
     parser.add_argument("--checkpoint", default="shakespeare")
     parser.add_argument("--judge", default="runs/shakespeare_judge")
     parser.add_argument("--scorer", default="runs/shakespeare_scorer")
-    parser.add_argument("--settings", type=Path, default=Path("docs/refined.csv"))
-    parser.add_argument("--csv", type=Path, default=Path("docs/second_judge.csv"))
+    parser.add_argument("--settings", type=Path, default=Path("benchmarks/results/refined.csv"))
+    parser.add_argument("--csv", type=Path, default=Path("benchmarks/results/second_judge.csv"))
     parser.add_argument("--number", type=int, default=3, help="texts that show prints of each")
     args = parser.parse_args()
     start_jax()

@@ -85,7 +85,7 @@ EDITS: dict[str, dict[str, Any]] = {
 CASES |= HEADS | EDITS
 
 OWN = "own-own"
-"""The rules and the transform that docs/generation.md defines outside the package."""
+"""The rules and the transform that docs/own_rules.md defines outside the package."""
 
 FEW = [f"{order}-{REMASKS[i % len(REMASKS)]}" for i, order in enumerate(ORDERS)]
 """Each order and each remask rule at least once."""
@@ -122,11 +122,11 @@ def rows(seed: int = 0, *, resamples: bool = False) -> list[Row]:
 
 @functools.cache
 def own() -> dict[str, Any]:
-    """The definitions of the example in docs/generation.md."""
-    text = (Path(__file__).parent.parent / "docs/generation.md").read_text(encoding="utf-8")
+    """The definitions of the example in docs/own_rules.md."""
+    text = (Path(__file__).parent.parent / "docs/own_rules.md").read_text(encoding="utf-8")
     (block,) = [b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "Softened" in b]
     scope: dict[str, Any] = {"__name__": "own_rules"}
-    exec(compile(block.split("model = dlm_jax.load")[0], "docs/generation.md", "exec"), scope)
+    exec(compile(block.split("model = dlm_jax.load")[0], "docs/own_rules.md", "exec"), scope)
     return scope
 
 

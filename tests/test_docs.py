@@ -20,14 +20,26 @@ from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
 from dlm_jax.store import Checkpoints
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+RESULTS = ROOT / "benchmarks" / "results"
+GENERATED = ("settings.md", "api_reference.md")
+PAGES = sorted(path.name for path in DOCS.glob("*.md") if path.name not in GENERATED)
+WORDS = 20_000
+
+
+def _text(page):
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+def _blocks(page):
+    return re.findall(r"```python\n(.*?)```", _text(page), flags=re.DOTALL)
+
+
 BLOCKS = [
-    block
-    for name in ("host_samplers.md", "generation.md")
-    for block in re.findall(
-        r"```python\n(.*?)```", (DOCS / name).read_text(encoding="utf-8"), flags=re.DOTALL
-    )
-]
+    block for page in ("host_samplers.md", "generation.md", "own_rules.md")
+    for block in _blocks(page)
+]  # fmt: skip
 NAMES = (
     "matching",
     "only_digits",
@@ -36,6 +48,7 @@ NAMES = (
     "dlm_jax.stream",
     "Softened",
     "NoRepeats",
+    "count_pairs",
 )
 
 
@@ -56,8 +69,47 @@ def _printed(name, model, capsys, monkeypatch):
     return capsys.readouterr().out, scope
 
 
-def test_every_block_is_run_below():
-    assert [sum(name in block for name in NAMES) for block in BLOCKS] == [1] * len(NAMES)
+def test_every_name_stands_for_one_block():
+    assert [sum(name in block for block in BLOCKS) for name in NAMES] == [1] * len(NAMES)
+
+
+def _prose(path):
+    """The words of a page of results but for its tables and commands."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return " ".join(line for line in lines if not line.startswith(("|", "    ")))
+
+
+def test_what_is_written_by_hand_is_short():
+    """Words as `wc -w` counts them: whole pages of docs/, and the prose around printed tables."""
+    by_hand = [*map(_text, PAGES), *map(_prose, RESULTS.glob("*.md"))]
+    assert sum(len(text.split()) for text in by_hand) <= WORDS
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_begins_with_what_it_is_for_and_a_snippet(page):
+    text = _text(page)
+    assert re.match(r"# .+\n\n[\w`]", text)
+    assert text.index("```python") < (text + "\n## ").index("\n## ")
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.md")), ids=lambda path: path.name)
+def test_every_table_of_results_has_its_command(path):
+    for section in path.read_text(encoding="utf-8").split("\n## ")[1:]:
+        if "| ---" in section:
+            assert "    python " in section or "`python " in section, section[:40]
+
+
+def test_every_page_is_on_the_site():
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    results = [f"results/{path.name}" for path in RESULTS.glob("*.md")]
+    for page in [*PAGES, *GENERATED, *results]:
+        assert f": {page}\n" in site, page
+
+
+@pytest.mark.parametrize("path", [*DOCS.glob("*.md"), *RESULTS.glob("*.md")], ids=lambda p: p.name)
+def test_every_link_leads_to_a_file(path):
+    for link in re.findall(r"\]\(((?!http)[^)#]+)[^)]*\)", path.read_text(encoding="utf-8")):
+        assert (path.parent / link).exists(), link
 
 
 @pytest.mark.slow
@@ -141,11 +193,19 @@ def quickstart(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
+def test_a_network_of_ones_own_writes_a_text(capsys):
+    (block,) = [block for block in BLOCKS if "count_pairs" in block]
+    exec(compile(block, "docs", "exec"), {})
+    text = capsys.readouterr().out.strip("\n")
+    assert text.startswith("the ")
+    assert len(text) == 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
 def test_every_block_runs_in_a_process_of_its_own(page, quickstart, tmp_path):
     (tmp_path / "configs").symlink_to(DOCS.parent / "configs")
-    text = (DOCS / page).read_text(encoding="utf-8")
-    for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+    for block in _blocks(page):
         env = os.environ | {"PYTHONPATH": str(DOCS.parent)}
         folder = quickstart if "runs/quickstart" in block else tmp_path
         done = subprocess.run(
@@ -160,8 +220,8 @@ def test_the_page_of_settings_is_what_the_rules_declare():
 
 
 def test_the_table_of_causal_models_that_are_turned_is_that_of_its_data():
-    path = DOCS / "causal_to_diffusion.csv"
-    text = (DOCS / "training.md").read_text(encoding="utf-8")
+    path = RESULTS / "causal_to_diffusion.csv"
+    text = (RESULTS / "training.md").read_text(encoding="utf-8")
     assert "\n".join(causal_to_diffusion.table(path)) in text
     with path.open(encoding="utf-8", newline="") as file:
         bound = {(row["kind"], row["begins"], row["step"]): float(row["nats"])

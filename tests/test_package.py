@@ -40,9 +40,15 @@ def test_names_that_type_checkers_see_are_those_of_all():
     assert sorted(seen) == dlm_jax.__all__
 
 
-def test_one_page_lists_every_name():
-    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    listed = set(re.findall(r"`(\w+)[`(]", page))
+def test_the_pages_of_the_interface_list_every_name():
+    page, reference = (
+        (ROOT / "docs" / name).read_text(encoding="utf-8")
+        for name in ("api.md", "api_reference.md")
+    )
+    listed = {
+        *re.findall(r"`(\w+)[`(]", page),
+        *re.findall(r"^::: dlm_jax[.\w]*\.(\w+)$", reference, flags=re.MULTILINE),
+    }
     assert set(dlm_jax.__all__) - listed == set()
 
 

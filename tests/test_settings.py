@@ -323,7 +323,7 @@ def test_a_setting_that_two_declare_differently_is_refused(name):
 def test_a_module_without_rules_is_refused_and_one_with_rules_gives_its_own():
     empty = types.ModuleType("nothing_here")
     empty.Leftmost = Leftmost  # from elsewhere
-    _refused("rules=nothing_here defines no rule; see docs/generation.md", rules=empty)
+    _refused("rules=nothing_here defines no rule; see docs/own_rules.md", rules=empty)
 
 
 def test_settings_of_ones_own_rules_are_checked_like_any():

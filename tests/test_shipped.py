@@ -49,9 +49,9 @@ def test_it_was_trained_by_the_config_that_anyone_can_rerun(name):
 
 
 @pytest.mark.slow
-def test_the_proofreader_repairs_by_its_defaults_as_the_readme_says():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    pairs = re.findall(r'proofreader --draft "(.*)"\n(.*)\n', readme)
+def test_the_proofreader_repairs_by_its_defaults_as_its_page_says():
+    page = (ROOT / "docs" / "edits.md").read_text(encoding="utf-8")
+    pairs = re.findall(r'proofreader --draft "(.*)"\n(.*)\n', page)
     assert len(pairs) == 2
     for draft, repaired in pairs:
         made = dlm_jax.generate(dlm_jax.load("proofreader"), [{"draft": draft}])

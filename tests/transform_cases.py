@@ -79,7 +79,7 @@ CASES: dict[str, Case] = {
         real(1.5), real(0.1), flags(on), whole(1), vocab_size=v
     ),
     "mirostat_v2": lambda on, v: tf.MirostatV2(real(1.5), real(0.1), flags(on), whole(1)),
-    # A user's own, from docs/generation.md.
+    # A user's own, from docs/own_rules.md.
     "softened": lambda on, v: rule_cases.own()["Softened"](real(0.2 if on else 0.0)),
 }
 

@@ -278,7 +278,7 @@ CHECKPOINT = (
 )
 
 PRESET = (
-    f"a loop by name: {', '.join(PRESETS)} (insertions and deletions, docs/generation.md), or one "
+    f"a loop by name: {', '.join(PRESETS)} (insertions and deletions, docs/edits.md), or one "
     "that comes with a published model, which says the order that its project uses "
     "(docs/published.md)"
 )

@@ -35,7 +35,7 @@ from dlm_jax.types import Network, Params
 class Model:
     """A network with its parameters, its tokenizer, and the sampling settings it recommends.
 
-    Make one of your own functions to sample from any network; see the example in the README.
+    Make one of your own functions to sample from any network; see the example in docs/own_rules.md.
 
     Attributes:
       network: the model as pure functions.

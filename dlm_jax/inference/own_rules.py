@@ -178,7 +178,7 @@ def classes_of(rules: Any) -> Sequence[type[Rule]]:
             if issubclass(cls, Rule) and cls.__module__ == rules.__name__ and _is_registered(cls)
         ]  # fmt: skip
         if not found:
-            raise ValueError(f"rules={rules.__name__} defines no rule; see docs/generation.md")
+            raise ValueError(f"rules={rules.__name__} defines no rule; see docs/own_rules.md")
         return found
     if rules is not None and not isinstance(rules, list | tuple):
         raise ValueError(f"rules is {_shown(rules)}; give a list of classes, or a module of them")

@@ -559,7 +559,7 @@ def _auto_fill(
     """The fill of a model without a recommended one, and the order that goes with it.
 
     Among orders that commit at random, the one that fills every hole first wrote the best texts at
-    every budget (docs/sampler_head.md, "Beside rules that need no training").
+    every budget (benchmarks/results/sampler_head.md, "Comparison with training-free rules").
     """
     if not model.fills_in_waves:
         return {"fill": "parallel"}

@@ -3,9 +3,9 @@
 The loops of the published models' own programs, as settings; the first of each is the default.
 
 Each names the order of its program: the default ``random`` is for small models, whose surest tokens
-on an empty canvas are the commonest (docs/design.md). Greedy unless their program draws by default;
-of positions that tie the lower comes first. Every name is a key of ``Model.presets`` and a value of
-``sample.py --preset``.
+on an empty canvas are the commonest (docs/readings.md). Greedy unless their program draws by
+default; of positions that tie the lower comes first. Every name is a key of ``Model.presets`` and a
+value of ``sample.py --preset``.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ class LowConfidence(Confident, _SurestFirst):
 
     about = (
         "a quota, the surest first: LLaDA's default, which collapses to spaces and line ends "
-        "when a small model begins on an empty canvas: docs/design.md"
+        "when a small model begins on an empty canvas: docs/readings.md"
     )
 
     quota: Quota = static(SCHEDULE)

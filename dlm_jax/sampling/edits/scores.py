@@ -1,7 +1,7 @@
 """What speaks for an insertion or a deletion: numbers of each position, from the last forward.
 
 Training-free; all that is known of the logits are two numbers of each position, gathered after the
-last commit (`docs/design.md`, readings of variable-length edits).
+last commit (`docs/readings.md`, readings of variable-length edits).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The waves are known before the first token is: once a row has a filled position, a hole's wave is
 its distance to the nearest one. So the holes are sorted once, and run in chunks that end where a
-wave does; the cost follows the holes (`docs/design.md`, readings of the sampler head).
+wave does; the cost follows the holes (`docs/readings.md`, readings of the sampler head).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Re-noise: before each forward some tokens are overwritten, for the model to write anew.
 
 Unlike remasking it may leave a space or a random token, which the model takes for text
-(`docs/design.md`, readings of variable-length edits).
+(`docs/readings.md`, readings of variable-length edits).
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Scheduled(RemaskRule):
 
     Before step i of N, from 1, ``r = start - (start - end) i / (N - 1)`` of the block's unfrozen
     positions. Wrongness is ``(1 - m) w + m u`` with randomness m and u uniform; w is what the
-    critic says, or 1 less the token's probability when it was drawn (`docs/design.md`,
+    critic says, or 1 less the token's probability when it was drawn (`docs/readings.md`,
     "Refinement").
     """
 

@@ -1,7 +1,7 @@
 """The one driver of logit transforms: a chain that runs only what some row asks for.
 
 The whole chain lives in the compiled graph on constant shapes,
-whichever rows are active, and every row has its own settings (`docs/design.md`, readings).
+whichever rows are active, and every row has its own settings (`docs/readings.md`, readings).
 """
 
 from __future__ import annotations
