@@ -3,7 +3,7 @@
 FROM python:3.12-slim
 
 WORKDIR /app
-COPY pyproject.toml README.md ./
+COPY pyproject.toml README.md LICENSE ./
 COPY dlm_jax dlm_jax
 COPY configs configs
 RUN pip install --no-cache-dir '.[serve]' && useradd --create-home server
