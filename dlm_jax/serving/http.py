@@ -44,10 +44,12 @@ class JsonLines(logging.Formatter):
 
 
 def start_logs() -> None:
-    """Sends what the server and uvicorn say to standard error, in lines of JSON."""
+    """Sends the logs of the server, the engine and uvicorn to standard error, in lines of JSON."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
-    for name, least in ((LOGGER.name, logging.INFO), ("uvicorn.error", logging.WARNING)):
+    names = {LOGGER.name: logging.INFO, "dlm_jax.inference": logging.WARNING,
+             "uvicorn.error": logging.WARNING}  # fmt: skip
+    for name, least in names.items():
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(least)
