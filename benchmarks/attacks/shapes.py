@@ -51,7 +51,7 @@ KINDS: tuple[Asked, ...] = (
 
 PROMPTS = ("", "", "", "ROMEO:\n", "The king", "Good morrow, " * 14)
 _THRESHOLDS = ("threshold", "factor", "entropy_bound", "joint_threshold")
-_CHUNK = 50
+_CHUNK = 1000
 _COUNT = 250
 _SLOTS = 24
 _CLIENTS = 32
@@ -136,7 +136,8 @@ class _server:
 
     def __init__(self, folder: Path):
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "dlm_jax.serve", "--port", "0", "--slots", str(_SLOTS)],
+            [sys.executable, "-m", "dlm_jax.serve", "--port", "0", "--slots", str(_SLOTS),
+             "--max-seconds", "3600"],
             env=environment(folder), cwd=ROOT, text=True, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )  # fmt: skip
@@ -157,7 +158,7 @@ def _of_server(url: str, asked: list[Asked]) -> list[str]:
         call = urllib.request.Request(
             f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(call, timeout=600) as answer:
+        with urllib.request.urlopen(call, timeout=3600) as answer:
             return request["prompt"] + json.load(answer)["choices"][0]["text"]
 
     with ThreadPoolExecutor(_CLIENTS) as pool:
