@@ -42,16 +42,20 @@ class Reader:
       model: whose row it is.
       request: of the row.
       stops: texts that end it.
+      keeps_stop: whether the text holds the stop that ends it.
 
     Attributes:
       start: place of the first token that was not given.
       is_infill: whether given tokens stand behind it.
     """
 
-    def __init__(self, model: Model, request: Request, stops: Sequence[str] = ()):
+    def __init__(
+        self, model: Model, request: Request, stops: Sequence[str] = (), *, keeps_stop: bool = False
+    ):
         self._tokenizer, self._eos_ids = model.tokenizer, model.eos_ids
         self._mask_id = model.tokenizer.mask_id
         self._sample, self._stops = request.sample, tuple(stops)
+        self._keeps_stop = keeps_stop
         commit = self._sample.table.commit[self._sample.order]
         self._changes = self._sample.refines or commit.rewrites
         is_free = request.is_open(self._mask_id)
@@ -156,9 +160,12 @@ class Reader:
         return list(range(end, settled + 1, length)) if length else []
 
     def _stop(self, text: str) -> int | None:
-        """Where the first stop of a text begins."""
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        return min(found, default=None)
+        """Where a text is cut: before its first stop, or behind it."""
+        found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
+        if not found:
+            return None
+        place, stop = min(found, key=lambda one: (one[0], len(one[1])))
+        return place + len(stop) if self._keeps_stop else place
 
     def _held_back(self, text: str) -> int:
         """How much of a text may be given out, though more of it follows."""

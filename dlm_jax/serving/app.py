@@ -207,7 +207,8 @@ class Service:
         self, answer: Answer, request: Request
     ) -> AsyncGenerator[tuple[Row, Reader, list[Piece], Done | None], None]:
         """A row as it grows, what has come of its text, and the choice once it has ended."""
-        reader = Reader(self.model, request, answer.stops)
+        keeps_stop = bool(answer.asked.include_stop_str_in_output)
+        reader = Reader(self.model, request, answer.stops, keeps_stop=keeps_stop)
         rows = self.engine.watch(request, every_block=False)
         async with contextlib.aclosing(rows):
             async for row in rows:
@@ -454,7 +455,7 @@ class _Server:
         if (asked.prompt is None) == (asked.messages is None):
             raise refused("give prompt, or messages", "prompt")
         if asked.messages is not None:
-            ids = planner.chat_ids(asked.messages)
+            ids = planner.chat_ids(asked.messages, asked)
         else:
             try:
                 ids = planner.model.tokenizer.encode(asked.prompt or "").tolist()

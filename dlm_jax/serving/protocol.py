@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import pydantic
@@ -27,6 +27,8 @@ from dlm_jax.inference.reader import Piece, Reader
 from dlm_jax.inference.request import Request, make_requests
 from dlm_jax.inference.results import Row
 from dlm_jax.inference.structure import regex_of_objects, regex_of_schema
+from dlm_jax.published.chat import RESERVED
+from dlm_jax.serving.peers import in_our_names
 from dlm_jax.settings import SettingError, nearest
 
 _TYPES = {
@@ -70,10 +72,11 @@ def stopping() -> ApiError:
     return ApiError(503, "the server stops; ask again once it is back", code="stopping")
 
 
-def of_fields(error: pydantic.ValidationError) -> ApiError:
-    """The refusal of what a model of pydantic found first."""
+def of_fields(error: pydantic.ValidationError, names: Mapping[str, str] = {}) -> ApiError:
+    """The refusal of what a model of pydantic found first; `names` are the client's, by ours."""
     first = error.errors(include_url=False, include_context=False)[0]
     name, *rest = first["loc"] or ("",)
+    name = names.get(str(name), name)
     # Behind the name pydantic says which member of a union it tried, which is no place.
     places = [f"[{part}]" for part in rest if isinstance(part, int)][:1]
     field = f"{name}{''.join(places)}"
@@ -132,8 +135,24 @@ class ResponseFormat(Fields):
     regex: str | None = None
 
 
+class Conversation(Fields):
+    """How turns become text, as the chat templates of vLLM and SGLang are used.
+
+    Attributes:
+      add_generation_prompt: whether the header of the answer follows the turns; true by default.
+      continue_final_message: whether the answer continues the last turn, which stays open.
+      chat_template_kwargs: variables of the chat template, such as ``enable_thinking``.
+    """
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
 class Sampled(pydantic.BaseModel):
     """What all requests for a text share; other names are settings (docs/settings.md).
+
+    Names of other servers (`peers`) are read as the fields that they stand for.
 
     Attributes:
       content: the field that holds what is given, of each end point.
@@ -146,6 +165,8 @@ class Sampled(pydantic.BaseModel):
       n: rows of each prompt.
       seed: of the first row; by default one that nobody knows before.
       stop: texts that end the answer, which does not hold them.
+      include_stop_str_in_output: whether the answer holds the stop that ended it.
+      return_token_ids: whether the answer has the ids of its tokens and of the prompt.
       stream: whether the answer comes in events.
       stream_options: of a stream.
       response_format: what the answer must look like.
@@ -166,12 +187,37 @@ class Sampled(pydantic.BaseModel):
     n: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=0, lt=2**32)
     stop: Stop | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     diffusing: bool | None = None
     read_back: int | None = Field(None, ge=1, le=64)
     user: str | None = None
+    _theirs: dict[str, str] = pydantic.PrivateAttr(default_factory=dict)
+
+    @pydantic.model_validator(mode="wrap")
+    @classmethod
+    def _of_peers(cls, given: Any, make: pydantic.ModelWrapValidatorHandler[Self]) -> Self:
+        """The request in the names of this server; errors have those that the client used."""
+        if not isinstance(given, Mapping):
+            return make(given)
+        try:
+            ours, theirs = in_our_names(given, cls.model_fields)
+        except SettingError as error:
+            raise refused(str(error), error.name) from None
+        try:
+            made = make(ours)
+        except pydantic.ValidationError as error:
+            raise of_fields(error, theirs) from None
+        made._theirs = theirs
+        return made
+
+    @property
+    def named(self) -> Mapping[str, str]:
+        """The names of other servers that the request used, by the fields they stand for."""
+        return self._theirs
 
     @property
     def has_usage(self) -> bool:
@@ -230,7 +276,7 @@ class Message(Fields):
         return "".join(part.text for part in self.content)
 
 
-class Chat(Sampled):
+class Chat(Sampled, Conversation):
     """Of ``/v1/chat/completions``.
 
     Attributes:
@@ -241,6 +287,7 @@ class Chat(Sampled):
       top_logprobs: how many of its rivals to tell of.
     """
 
+    model_config = Sampled.model_config
     content, prefix_of_id = "messages", "chatcmpl"
     object, event = "chat.completion", "chat.completion.chunk"
 
@@ -274,7 +321,7 @@ class Infill(Sampled):
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
-class Tokenize(Fields):
+class Tokenize(Conversation):
     """Of ``/tokenize``."""
 
     model: str | None = None
@@ -329,13 +376,17 @@ class Planner:
         self._known: dict[Any, Any] = {}
 
     def answer(self, asked: Sampled) -> Answer:
-        self.check_model(asked.model)
-        if isinstance(asked, Completion):
-            return self._completion(asked)
-        if isinstance(asked, Chat):
-            return self._chat(asked)
-        assert isinstance(asked, Infill)
-        return self._infill(asked)
+        try:
+            self.check_model(asked.model)
+            if isinstance(asked, Completion):
+                return self._completion(asked)
+            if isinstance(asked, Chat):
+                return self._chat(asked)
+            assert isinstance(asked, Infill)
+            return self._infill(asked)
+        except ApiError as error:
+            error.param = asked.named.get(error.param or "", error.param)
+            raise
 
     def _completion(self, asked: Completion) -> Answer:
         prompts = _prompts(asked.prompt)
@@ -367,7 +418,7 @@ class Planner:
             )
         if asked.top_logprobs and not asked.logprobs:
             raise refused("top_logprobs means nothing without logprobs=true", "top_logprobs")
-        content: dict[str, Any] = {"tokens": self.chat_ids(asked.messages)}
+        content: dict[str, Any] = {"tokens": self.chat_ids(asked.messages, asked)}
         content |= {} if asked.draft is None else {"draft": asked.draft}
         return self._answer(asked, [content], min(lengths, default=None))
 
@@ -392,16 +443,31 @@ class Planner:
                 with contextlib.suppress(ApiError):  # the model, or a limit, does not allow it
                     yield from self.answer(asked).requests
 
-    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+    def chat_ids(self, messages: Sequence[Message], asked: Conversation) -> list[int]:
         """Ids of a conversation, up to where the answer begins."""
         if self.model.chat is None:
             raise refused(
                 "the model has no chat template; ask /v1/completions, or give the server one",
                 "messages",
             )
+        continues = bool(asked.continue_final_message)
+        if continues and asked.add_generation_prompt:
+            raise refused(
+                "continue_final_message and add_generation_prompt exclude each other; "
+                "give one of them", "continue_final_message",
+            )  # fmt: skip
+        begins = not continues and asked.add_generation_prompt is not False
+        more = asked.chat_template_kwargs or {}
+        for name in sorted(RESERVED & more.keys()):
+            raise refused(
+                f"chat_template_kwargs gives {name}, which the server sets; drop it",
+                "chat_template_kwargs",
+            )
+        said = [{"role": one.role, "content": one.text} for one in messages]
         try:
-            said = [{"role": one.role, "content": one.text} for one in messages]
-            return self.model.chat.ids(said).tolist()
+            return self.model.chat.ids(
+                said, begins_answer=begins, continues=continues, **more
+            ).tolist()
         except ValueError as error:
             raise refused(str(error), "messages") from None
 
@@ -619,13 +685,15 @@ class Answer:
 
     def whole(self, done: Sequence[Done]) -> dict[str, Any]:
         choices = [self._choice(index, one) for index, one in enumerate(done)]
-        return self._head(self.asked.object) | {"choices": choices, "usage": self.usage(done)}
+        told = self._head(self.asked.object) | {"choices": choices, "usage": self.usage(done)}
+        return told | (self._prompt_ids(0) if self._is_chat else {})
 
     def begin(self) -> list[dict[str, Any]]:
         """The events before any text: the role of each choice of a chat."""
         delta = {"role": "assistant", "content": ""}
         choices = range(len(self.requests) if self._is_chat else 0)
-        return [self._event(index, delta, None, None) for index in choices]
+        ids = self._prompt_ids(0) if self._is_chat else {}
+        return [self._event(index, delta, None, None) | ids for index in choices]
 
     def echo(self, index: int, row: Row) -> list[dict[str, Any]]:
         """The event with what a choice begins with, if that is asked for."""
@@ -640,11 +708,14 @@ class Answer:
         if self.asked.diffusing:
             text = reader.shown(row) if done is None else done.text
             return [self._canvas(index, row, text, reason)]
-        return [
-            self._piece(index, one.text, row, one.places, reason if one.is_last else None)
-            for one in pieces
-            if one.text or one.is_last
-        ]
+        events = []
+        for one in pieces:
+            if one.text or one.is_last or self.asked.return_token_ids:
+                told = reason if one.is_last else None
+                events.append(self._piece(index, one.text, row, one.places, told))
+            if one.places.start == reader.start and events and not self._is_chat:
+                events[-1]["choices"][0] |= self._prompt_ids(index)
+        return events
 
     def _piece(
         self, index: int, text: str, row: Row, places: range, reason: str | None
@@ -652,8 +723,22 @@ class Answer:
         logprobs = self._logprobs(row, places)
         delta: Any = text if not self._is_chat else {"content": text} if text else {}
         event = self._event(index, delta, reason, logprobs)
-        event["choices"][0] |= self._read_back(row, places)
+        event["choices"][0] |= self._read_back(row, places) | self._ids(row, places)
         return event
+
+    def _ids(self, row: Row, places: range) -> dict[str, Any]:
+        """The ids of the tokens there, if asked."""
+        if not self.asked.return_token_ids:
+            return {}
+        return {"token_ids": row.tokens[places.start : places.stop].tolist()}
+
+    def _prompt_ids(self, index: int) -> dict[str, Any]:
+        """The ids of a choice's prompt, if asked: what stands before its first hole."""
+        if not self.asked.return_token_ids or isinstance(self.asked, Infill):
+            return {}
+        (free,) = np.nonzero(self.requests[index].is_open(self.tokenizer.mask_id))
+        tokens = self.requests[index].tokens
+        return {"prompt_token_ids": tokens[: free[0] if free.size else None].tolist()}
 
     def _canvas(self, index: int, row: Row, text: str, reason: str | None) -> dict[str, Any]:
         """An event with the whole canvas of a choice, in place of the one before.
@@ -705,9 +790,12 @@ class Answer:
             "finish_reason": done.finish_reason,
             "logprobs": self._logprobs(done.row, done.places),
         } | self._read_back(done.row, done.places)
+        is_infill = isinstance(self.asked, Infill)
+        choice |= self._ids(done.row, range(done.row.tokens.size) if is_infill else done.places)
+        choice |= {} if self._is_chat else self._prompt_ids(index)
         if self._is_chat:
             return choice | {"message": {"role": "assistant", "content": done.text}}
-        if isinstance(self.asked, Infill):
+        if is_infill:
             return choice | {"text": done.infilled, "infills": list(done.filled)}
         echo = self.echoes[index] if self.echoes else ""
         return choice | {"text": echo + done.text}
