@@ -1,10 +1,10 @@
 """Serves a model over HTTP: ``python -m dlm_jax.serve --checkpoint DIR --port 8000``.
 
-It speaks the OpenAI protocol (docs/serving.md): /v1/completions, /v1/chat/completions, /v1/infill,
-/v1/models, /tokenize, /health, /metrics, and a page at / that shows a text being denoised. It
-listens on this machine alone unless --host says otherwise; where the variable that --api-key-env
-names is set, clients must bring its value as their key. Needs the extra ``serve``:
-``pip install dlm_jax[serve]``.
+It speaks the OpenAI protocol (docs/serving.md): /v1/completions, /v1/chat/completions,
+/v1/responses, /v1/infill, /v1/models, /tokenize, /detokenize, /props, /health, /ping, /version,
+/metrics, and a page at / that shows a text being denoised. It listens on this machine alone unless
+--host says otherwise; where the variable that --api-key-env names is set, clients must bring its
+value as their key. Needs the extra ``serve``: ``pip install dlm_jax[serve]``.
 
 SIGTERM or Ctrl-C stops it: nothing new is taken, and what runs has --drain seconds to finish. Its
 address is the one line on standard output; logs go to standard error, one JSON object per line.

@@ -20,11 +20,12 @@ import numpy as np
 import pydantic
 from pydantic import Field
 
+from dlm_jax.config.schema import PRESETS
 from dlm_jax.data import Tokenizer
 from dlm_jax.inference.candidates import Written
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.reader import Piece, Reader
-from dlm_jax.inference.request import Request, make_requests
+from dlm_jax.inference.request import Request, make_requests, settings_of_call
 from dlm_jax.inference.results import Row
 from dlm_jax.inference.structure import regex_of_objects, regex_of_schema
 from dlm_jax.published.chat import RESERVED
@@ -302,6 +303,99 @@ class Chat(Sampled, Conversation):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
+class TurnPart(Fields):
+    """A text of a turn, as a client sends it or as an answer of this server had it."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class Turn(Fields):
+    """A turn of ``/v1/responses``, also one that an answer of this server had."""
+
+    type: Literal["message"] = "message"
+    role: str
+    content: str | list[TurnPart]
+    id: str | None = None
+    status: str | None = None
+
+
+class TextFormat(Fields):
+    """What a response must look like; as `ResponseFormat`, in the form of ``/v1/responses``."""
+
+    type: Literal["text", "json_object", "json_schema", "regex"]
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    regex: str | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Fields):
+    format: TextFormat | None = None
+
+
+class Responses(Sampled, Conversation):
+    """Of ``/v1/responses``; nothing of it is stored.
+
+    Attributes:
+      input: a text, or the turns so far.
+      instructions: the turn of the system before them.
+      max_output_tokens: the name of `max_tokens` there.
+      text: what the answer must look like.
+      metadata: what the answer repeats.
+      store: false; responses are never stored.
+      background: false.
+      truncation: ``disabled``; a prompt is never cut.
+    """
+
+    model_config = Sampled.model_config
+    content, prefix_of_id = "input", "resp"
+    object = event = "response"
+
+    input: str | list[Turn]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    text: TextOptions | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _has_format(self) -> Self:
+        form = None if self.text is None else self.text.format
+        if form is not None and self.response_format is not None:
+            raise refused("response_format is another name of text; give one of them", "text")
+        if form is not None:
+            schema = None if form.schema_ is None else JsonSchema(schema=form.schema_)
+            self.response_format = ResponseFormat(
+                type=form.type, json_schema=schema, regex=form.regex
+            )
+        return self
+
+    @property
+    def named(self) -> Mapping[str, str]:
+        ours = {"max_tokens": "max_output_tokens", "messages": "input"}
+        if self.text is not None:
+            ours["response_format"] = "text"
+        return ours | self._theirs
+
+    @property
+    def turns(self) -> list[Message]:
+        """The conversation, as `Chat` has it."""
+        given = [Turn(role="user", content=self.input)] if isinstance(self.input, str) else []
+        given = given or [turn for turn in self.input if isinstance(turn, Turn)]
+        turns = [] if self.instructions is None else [("system", self.instructions)]
+        for turn in given:
+            content = turn.content
+            text = content if isinstance(content, str) else "".join(one.text for one in content)
+            turns.append((turn.role, text))
+        return [Message(role=role, content=text) for role, text in turns]
+
+
 class Infill(Sampled):
     """Of ``/v1/infill``: a prefix and a suffix, or a template.
 
@@ -319,6 +413,13 @@ class Infill(Sampled):
     suffix: str | None = None
     template: str | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class Detokenize(Fields):
+    """Of ``/detokenize``."""
+
+    model: str | None = None
+    tokens: Ids
 
 
 class Tokenize(Conversation):
@@ -382,6 +483,8 @@ class Planner:
                 return self._completion(asked)
             if isinstance(asked, Chat):
                 return self._chat(asked)
+            if isinstance(asked, Responses):
+                return self._response(asked)
             assert isinstance(asked, Infill)
             return self._infill(asked)
         except ApiError as error:
@@ -406,21 +509,30 @@ class Planner:
                 contents.append({"tokens": ids} if len(ids) else {"prompt": ""})
         if asked.draft is not None:
             contents = [content | {"draft": asked.draft} for content in contents]
-        echoes = [p if isinstance(p, str) else self._text(p) for p in prompts if asked.echo]
+        echoes = [p if isinstance(p, str) else self.text(p) for p in prompts if asked.echo]
         return self._answer(asked, contents, length, echoes)
 
     def _chat(self, asked: Chat) -> Answer:
-        asked_lengths = (asked.max_tokens, asked.max_completion_tokens)
-        lengths = {length for length in asked_lengths if length is not None}
-        if len(lengths) > 1:
-            raise refused(
-                "max_tokens and max_completion_tokens differ; give one of them", "max_tokens"
-            )
+        length = _one_length(asked, "max_completion_tokens")
         if asked.top_logprobs and not asked.logprobs:
             raise refused("top_logprobs means nothing without logprobs=true", "top_logprobs")
         content: dict[str, Any] = {"tokens": self.chat_ids(asked.messages, asked)}
         content |= {} if asked.draft is None else {"draft": asked.draft}
-        return self._answer(asked, [content], min(lengths, default=None))
+        return self._answer(asked, [content], length)
+
+    def _response(self, asked: Responses) -> Answer:
+        for name in ("diffusing", "read_back", "return_token_ids"):
+            if getattr(asked, name):
+                raise refused(f"{name} is not told here; ask /v1/chat/completions", name)
+        if asked.n not in (None, 1):
+            raise refused(f"n={asked.n}: a response has one text; send several requests", "n")
+        length = _one_length(asked, "max_output_tokens")
+        if self.model.chat is None and isinstance(asked.input, str) and asked.instructions is None:
+            ids = self._encoded(asked.input, "input")
+            content: dict[str, Any] = {"tokens": ids} if len(ids) else {"prompt": ""}
+        else:
+            content = {"tokens": self.chat_ids(asked.turns, asked)}
+        return self._answer(asked, [content], length)
 
     def _infill(self, asked: Infill) -> Answer:
         if (asked.template is None) == (asked.prefix is None and asked.suffix is None):
@@ -519,7 +631,8 @@ class Planner:
                 asked.content, content | settings, common,
                 (place * count, count, len(contents) * count),
             )  # fmt: skip
-        return Answer(
+        kind = ResponseAnswer if isinstance(asked, Responses) else Answer
+        return kind(
             asked, self.name, self.model.tokenizer, requests, stops, seed,
             [text for text in echoes for _ in range(count)],
         )  # fmt: skip
@@ -616,11 +729,40 @@ class Planner:
         except ValueError as error:
             raise refused(f"{name}: {error}", name) from None
 
-    def _text(self, ids: Sequence[int]) -> str:
+    def text(self, ids: Sequence[int], name: str = "prompt") -> str:
+        """The text of ids that a client gave in the field `name`."""
         try:
             return self.model.tokenizer.decode(ids)
-        except (ValueError, IndexError) as error:
-            raise refused(f"prompt: {error}", "prompt") from None
+        except (ValueError, IndexError, OverflowError) as error:
+            raise refused(f"{name}: {error}", name) from None
+
+    def props(self, slots: int) -> dict[str, Any]:
+        """What ``/props`` tells of the model and its defaults."""
+        model = self.model
+        sample = settings_of_call(model, self._defaults)
+        shown = {name: getattr(sample, name, None) for name in self._settings}
+        plain = (bool, int, float, str, list, tuple, type(None))
+        return {
+            "model": self.name,
+            "family": model.family,
+            "heads": list(model.heads),
+            "max_model_len": model.max_length,
+            "vocab_size": model.tokenizer.vocab_size,
+            "total_slots": slots,
+            "presets": sorted({**PRESETS, **model.presets}),
+            "chat_template": None if model.chat is None else model.chat.source,
+            "default_generation_settings": {
+                name: value for name, value in shown.items() if isinstance(value, plain)
+            },
+        }
+
+
+def _one_length(asked: Sampled, other: str) -> int | None:
+    """New tokens by `max_tokens` or by the other name that an end point has for it."""
+    lengths = {asked.max_tokens, getattr(asked, other)} - {None}
+    if len(lengths) > 1:
+        raise refused(f"max_tokens and {other} differ; give one of them", "max_tokens")
+    return min(lengths, default=None)
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
@@ -668,8 +810,10 @@ class Answer:
       echoes: what each choice begins with.
       id: of the answer.
       created: seconds since 1970.
+      ends_with_done: whether ``[DONE]`` ends a stream of its events.
     """
 
+    ends_with_done: ClassVar[bool] = True
     asked: Sampled
     model: str
     tokenizer: Tokenizer
@@ -850,3 +994,98 @@ class Answer:
             "top_logprobs": tops if self.asked.rivals else None,
             "text_offset": offsets,
         }
+
+
+@dataclass
+class ResponseAnswer(Answer):
+    """The object and the events of ``/v1/responses``: one message of one text."""
+
+    ends_with_done = False
+    _count: int = 0
+
+    def whole(self, done: Sequence[Done]) -> dict[str, Any]:
+        (one,) = done
+        is_stopped = one.is_stopped
+        why = None if is_stopped else {"reason": "max_output_tokens"}
+        status = "completed" if is_stopped else "incomplete"
+        found = self.usage(done)
+        usage = {
+            "input_tokens": found["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": found["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": found["total_tokens"],
+            "forwards": found["forwards"],
+            "seed": found["seed"],
+        }
+        item = self._item(status, [self._part(one.text)])
+        return self._response(status, [item]) | {"usage": usage, "incomplete_details": why}
+
+    def begin(self) -> list[dict[str, Any]]:
+        told = self._response("in_progress", [])
+        return [
+            self._numbered("response.created", response=told),
+            self._numbered("response.in_progress", response=told),
+            self._numbered(
+                "response.output_item.added", output_index=0, item=self._item("in_progress", [])
+            ),
+            self._of_part("response.content_part.added", part=self._part("")),
+        ]
+
+    def grown(
+        self, index: int, row: Row, reader: Reader, pieces: Sequence[Piece], done: Done | None
+    ) -> list[dict[str, Any]]:
+        return [
+            self._of_part("response.output_text.delta", delta=one.text, logprobs=[])
+            for one in pieces
+            if one.text
+        ]
+
+    def end(self, done: Sequence[Done]) -> list[dict[str, Any]]:
+        told = self.whole(done)
+        (item,) = told["output"]
+        (part,) = item["content"]
+        return [
+            self._of_part("response.output_text.done", text=part["text"], logprobs=[]),
+            self._of_part("response.content_part.done", part=part),
+            self._numbered("response.output_item.done", output_index=0, item=item),
+            self._numbered(f"response.{told['status']}", response=told),
+        ]
+
+    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        asked = self.asked
+        assert isinstance(asked, Responses)
+        more = asked.model_extra or {}
+        form = None if asked.text is None else asked.text.format
+        shown = {"type": "text"} if form is None else form.model_dump(
+            by_alias=True, exclude_none=True
+        )  # fmt: skip
+        return {
+            "id": self.id, "object": self.asked.object, "created_at": self.created,
+            "status": status, "error": None, "incomplete_details": None,
+            "instructions": asked.instructions, "model": self.model, "output": output,
+            "max_output_tokens": asked.max_output_tokens or asked.max_tokens,
+            "temperature": more.get("temperature"), "top_p": more.get("top_p"),
+            "text": {"format": shown}, "tools": [], "tool_choice": "none",
+            "parallel_tool_calls": False, "previous_response_id": None, "store": False,
+            "background": False, "truncation": "disabled", "metadata": asked.metadata or {},
+            "user": asked.user, "usage": None,
+        }  # fmt: skip
+
+    @property
+    def _item_id(self) -> str:
+        return f"msg-{self.id.partition('-')[2]}"
+
+    def _item(self, status: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self._item_id, "type": "message", "role": "assistant"}
+        return head | {"status": status, "content": parts}
+
+    def _part(self, text: str) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def _of_part(self, kind: str, **more: Any) -> dict[str, Any]:
+        return self._numbered(kind, item_id=self._item_id, output_index=0, content_index=0, **more)
+
+    def _numbered(self, kind: str, **more: Any) -> dict[str, Any]:
+        self._count += 1
+        return {"type": kind, "sequence_number": self._count - 1} | more

@@ -9,7 +9,7 @@ from serving_cases import CHAT, MODEL, post, serving
 from dlm_jax.elsewhere import TABLE
 from dlm_jax.published import TextTemplate
 from dlm_jax.serving.peers import PEERS, table
-from dlm_jax.serving.protocol import Chat, Completion, Infill
+from dlm_jax.serving.protocol import Chat, Completion, Infill, Responses
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
 ASKED = {"prompt": "The ", "max_tokens": 10, "seed": 3, "temperature": 1.5}
@@ -119,7 +119,8 @@ def test_the_table_is_the_one_of_the_page_and_names_only_what_is_there():
 
 
 def test_fields_of_requests_are_in_the_page():
-    fields = {*Chat.model_fields, *Completion.model_fields} - {"messages", "prompt"}
+    fields = {*Chat.model_fields, *Completion.model_fields, *Responses.model_fields}
+    fields -= {"messages", "prompt"}
     assert [name for name in sorted(fields) if f"`{name}`" not in PAGE] == []
 
 
