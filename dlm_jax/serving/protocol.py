@@ -850,8 +850,7 @@ class Answer:
         """The events of a choice that has grown; those of a canvas replace the one before."""
         reason = None if done is None else done.finish_reason
         if self.asked.diffusing:
-            text = reader.shown(row) if done is None else done.text
-            return [self._canvas(index, row, text, reason)]
+            return [self._canvas(index, row, reader, done)]
         events = []
         for one in pieces:
             if one.text or one.is_last or self.asked.return_token_ids:
@@ -884,16 +883,24 @@ class Answer:
         tokens = self.requests[index].tokens
         return {"prompt_token_ids": tokens[: free[0] if free.size else None].tolist()}
 
-    def _canvas(self, index: int, row: Row, text: str, reason: str | None) -> dict[str, Any]:
+    def _canvas(self, index: int, row: Row, reader: Reader, done: Done | None) -> dict[str, Any]:
         """An event with the whole canvas of a choice, in place of the one before.
 
-        With a `reason` it is the last one, whose text is the answer: what stands behind its end,
-        holes too, is no part of it.
+        The last one has the text of the answer: what stands behind its end, holes too, is no part
+        of it.
         """
+        parts = reader.parts(row, None if done is None else done.places.stop)
+        holes = sum(len(text) for text, step in parts if step is None)
+        text = "".join(text for text, _ in parts)
+        if done is not None:
+            text, holes, rest = done.text, 0, len(done.text)
+            for place, (part, step) in enumerate(parts):
+                parts[place] = (part[:rest], step)
+                rest -= len(parts[place][0])
         delta: Any = text if not self._is_chat else {"content": text}
-        event = self._event(index, delta, reason, None)
-        holes = 0 if reason else int((row.tokens == self.tokenizer.mask_id).sum())
-        return event | {"diffusing": {"step": row.steps, "holes": holes}}
+        event = self._event(index, delta, None if done is None else done.finish_reason, None)
+        shown = [list(one) for one in parts if one[0]]
+        return event | {"diffusing": {"step": row.steps, "holes": holes, "parts": shown}}
 
     def end(self, done: Sequence[Done]) -> list[dict[str, Any]]:
         told = self._head(self.asked.event) | {"choices": [], "usage": self.usage(done)}
