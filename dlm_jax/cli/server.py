@@ -42,7 +42,7 @@ from dlm_jax.config import parse_flags, sample_settings
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import DTYPES, Model
 from dlm_jax.inference.request import settings_of_call
-from dlm_jax.published import TextTemplate, check_template
+from dlm_jax.published import TextTemplate, check_template, hub_id
 from dlm_jax.settings import nearest
 from dlm_jax.store.weights import DEFAULT
 
@@ -184,7 +184,10 @@ def _length(model: Model, settings: dict[str, Any], texts: Sequence[str]) -> int
 
 
 def _name_of(checkpoint: str) -> str:
-    """What clients call a checkpoint: its directory, or its file without the ending."""
+    """What clients call a checkpoint: its id, its directory, or its file without the ending."""
+    asked = hub_id(checkpoint)
+    if asked is not None:
+        return asked[0]
     path = Path(checkpoint).resolve()
     return path.name if path.is_dir() else path.stem
 
