@@ -198,7 +198,7 @@ class Service:
         if not answer.stops:
             row = await self.engine.row(request)
             _check(row)
-            return self._of(request, Reader(self.model, request), row)
+            return self._of(request, answer.reader(self.model, request), row)
         async with contextlib.aclosing(self._growing(answer, request)) as growing:
             async for *_, done in growing:
                 if done is not None:
@@ -209,8 +209,7 @@ class Service:
         self, answer: Answer, request: Request
     ) -> AsyncGenerator[tuple[Row, Reader, list[Piece], Done | None], None]:
         """A row as it grows, what has come of its text, and the choice once it has ended."""
-        keeps_stop = bool(answer.asked.include_stop_str_in_output)
-        reader = Reader(self.model, request, answer.stops, keeps_stop=keeps_stop)
+        reader = answer.reader(self.model, request)
         rows = self.engine.watch(request, every_block=False)
         async with contextlib.aclosing(rows):
             async for row in rows:

@@ -827,6 +827,11 @@ class Answer:
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.asked.prefix_of_id}-{uuid.uuid4().hex}"
 
+    def reader(self, model: Model, request: Request) -> Reader:
+        """Reads the text of a choice as it grows."""
+        keeps_stop = bool(self.asked.include_stop_str_in_output)
+        return Reader(model, request, self.stops, keeps_stop=keeps_stop)
+
     def whole(self, done: Sequence[Done]) -> dict[str, Any]:
         choices = [self._choice(index, one) for index, one in enumerate(done)]
         told = self._head(self.asked.object) | {"choices": choices, "usage": self.usage(done)}

@@ -1,6 +1,7 @@
 """Names of vLLM, SGLang and llama-server: read as ours, or refused by the name that was sent."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,16 @@ def test_schemas_are_those_of_the_response_format(name, schema):
     wanted = json.loads(schema) if isinstance(schema, str) else schema
     assert asked.response_format is not None and asked.response_format.json_schema is not None
     assert asked.response_format.json_schema.schema_ == wanted
+
+
+def test_a_choice_is_of_the_texts_as_they_are():
+    texts = ["The cat.", "A", "a rat", "A. c"]
+    asked = Completion.model_validate({"guided_choice": texts})
+    assert asked.response_format is not None and asked.response_format.regex is not None
+    pattern = asked.response_format.regex
+    assert all(re.fullmatch(pattern, text) for text in texts)
+    assert not re.fullmatch(pattern, "A! c") and not re.fullmatch(pattern, "The cat!")
+    assert MODEL.structures.automaton(pattern) is not None
 
 
 REFUSED = [
