@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dlm_jax.inference.scoring import Score as Score
     from dlm_jax.inference.scoring import corrupted_share as corrupted_share
     from dlm_jax.inference.scoring import score as score
+    from dlm_jax.published.hub import push_to_hub as push_to_hub
     from dlm_jax.sampling.cache import *  # noqa: F403
     from dlm_jax.sampling.commit import *  # noqa: F403
     from dlm_jax.sampling.edits import *  # noqa: F403
@@ -64,6 +65,7 @@ _HOME_OF = {
     **dict.fromkeys(("Model", "load"), "inference.model"),
     "export": "inference.model",
     **dict.fromkeys(("Request", "make_requests"), "inference.request"),
+    "push_to_hub": "published.hub",
     "Row": "inference.results",
     "corrupted_share": "inference.scoring",
     "Ticket": "inference.scheduler",

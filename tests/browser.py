@@ -126,8 +126,11 @@ class Browser:
         return done["result"].get("value")
 
     def press(self, key: str, *, modifiers: int = 0) -> None:
-        """Presses and lets go a key, by its name in `KeyboardEvent.key`; modifier 8 is shift."""
-        code = {"ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35, " ": 32, "Tab": 9}[key]
+        """Presses and lets go a key, by its name in `KeyboardEvent.key`; modifier 2 is Ctrl, 8 is
+        shift.
+        """
+        code = {"ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35, " ": 32, "Tab": 9,
+                "Enter": 13}[key]  # fmt: skip
         for kind in ("rawKeyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key.strip() or "Space",
                 windowsVirtualKeyCode=code, modifiers=modifiers)  # fmt: skip

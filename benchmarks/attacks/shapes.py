@@ -51,7 +51,7 @@ KINDS: tuple[Asked, ...] = (
 
 PROMPTS = ("", "", "", "ROMEO:\n", "The king", "Good morrow, " * 14)
 _THRESHOLDS = ("threshold", "factor", "entropy_bound", "joint_threshold")
-_CHUNK = 50
+_CHUNK = 2500
 _COUNT = 250
 _SLOTS = 24
 _CLIENTS = 32
@@ -76,6 +76,7 @@ def attack(folder: Path, count: int, seed: int, record: Path) -> dict[str, Tally
     with _server(folder) as url:
         while first < count:
             asked = [request(seed, n) for n in range(first, min(first + _CHUNK, count))]
+            asked.sort(key=_program)
             alone = [_texts(model, [one], 1)[0] for one in asked]
             found = {
                 "batch": _texts(model, asked, _SLOTS),
@@ -110,6 +111,13 @@ def request(seed: int, number: int) -> Asked:
     }
 
 
+def _program(asked: Asked) -> str:
+    """Alike for requests that run in one program; there are more programs than are kept."""
+    length = len(asked["prompt"]) + asked["gen_length"]
+    of_row = ("prompt", "seed", "gen_length", "steps")
+    return repr([sorted((k, v) for k, v in asked.items() if k not in of_row), length > 60, length])
+
+
 def _note(tallies: dict[str, Tally], chunk: dict[str, Any]) -> None:
     for way, lines in chunk["bad"].items():
         tallies[way].tried += chunk["tried"] - len(lines)
@@ -136,7 +144,8 @@ class _server:
 
     def __init__(self, folder: Path):
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "dlm_jax.serve", "--port", "0", "--slots", str(_SLOTS)],
+            [sys.executable, "-m", "dlm_jax.serve", "--port", "0", "--slots", str(_SLOTS),
+             "--max-seconds", "3600"],
             env=environment(folder), cwd=ROOT, text=True, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )  # fmt: skip
@@ -157,7 +166,7 @@ def _of_server(url: str, asked: list[Asked]) -> list[str]:
         call = urllib.request.Request(
             f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(call, timeout=600) as answer:
+        with urllib.request.urlopen(call, timeout=3600) as answer:
             return request["prompt"] + json.load(answer)["choices"][0]["text"]
 
     with ThreadPoolExecutor(_CLIENTS) as pool:

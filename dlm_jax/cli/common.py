@@ -274,7 +274,8 @@ def write_page(
 _HEARTBEAT = 50
 
 CHECKPOINT = (
-    f"a run, a weights file, or a model that ships: {', '.join(SHIPPED)}; default: {DEFAULT}"
+    "a run, a weights file, a published directory, an id of the hub (org/name or org/name@revision)"
+    f", or a model that ships: {', '.join(SHIPPED)}; default: {DEFAULT}"
 )
 
 PRESET = (

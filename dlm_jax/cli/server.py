@@ -1,10 +1,10 @@
 """Serves a model over HTTP: ``python -m dlm_jax.serve --checkpoint DIR --port 8000``.
 
-It speaks the OpenAI protocol (docs/serving.md): /v1/completions, /v1/chat/completions, /v1/infill,
-/v1/models, /tokenize, /health, /metrics, and a page at / that shows a text being denoised. It
-listens on this machine alone unless --host says otherwise; where the variable that --api-key-env
-names is set, clients must bring its value as their key. Needs the extra ``serve``:
-``pip install dlm_jax[serve]``.
+It speaks the OpenAI protocol (docs/serving.md): /v1/completions, /v1/chat/completions,
+/v1/responses, /v1/infill, /v1/models, /tokenize, /detokenize, /props, /health, /ping, /version,
+/metrics, and a page at / that shows a text being denoised. It listens on this machine alone unless
+--host says otherwise; where the variable that --api-key-env names is set, clients must bring its
+value as their key. Needs the extra ``serve``: ``pip install dlm_jax[serve]``.
 
 SIGTERM or Ctrl-C stops it: nothing new is taken, and what runs has --drain seconds to finish. Its
 address is the one line on standard output; logs go to standard error, one JSON object per line.
@@ -42,7 +42,7 @@ from dlm_jax.config import parse_flags, sample_settings
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import DTYPES, Model
 from dlm_jax.inference.request import settings_of_call
-from dlm_jax.published import TextTemplate, check_template
+from dlm_jax.published import TextTemplate, check_template, hub_id
 from dlm_jax.settings import nearest
 from dlm_jax.store.weights import DEFAULT
 
@@ -184,7 +184,10 @@ def _length(model: Model, settings: dict[str, Any], texts: Sequence[str]) -> int
 
 
 def _name_of(checkpoint: str) -> str:
-    """What clients call a checkpoint: its directory, or its file without the ending."""
+    """What clients call a checkpoint: its id, its directory, or its file without the ending."""
+    asked = hub_id(checkpoint)
+    if asked is not None:
+        return asked[0]
     path = Path(checkpoint).resolve()
     return path.name if path.is_dir() else path.stem
 

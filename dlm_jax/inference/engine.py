@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import logging
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,8 @@ from dlm_jax.inference.scheduler import Entry, Queue, Scheduler, Ticket
 from dlm_jax.inference.slots import Bucket, Job, Slots, loop_of, slot_count
 from dlm_jax.settings import SettingError
 from dlm_jax.types import Status
+
+_LOGGER = logging.getLogger(__name__)
 
 STEPS_PER_CALL = 8
 _IDLE_SHARE = 16
@@ -411,6 +414,8 @@ class Engine:
         is_shown_first = todo.fills + todo.evicted > 0 and self._fill(queue)
         if num_steps == 0 or not todo.running + todo.fills or is_shown_first:
             return
+        if not queue.running and not self._scheduler.is_together:
+            return  # what was to begin has been cancelled since it was counted
         waits = todo.waiting > todo.fills and not queue.is_draining
         if num_steps is None:
             num_steps = 1 if queue.watched() else STEPS_PER_CALL
@@ -624,6 +629,7 @@ class AsyncEngine:
                 turn = loop.run_in_executor(self._thread, self._until_told)
                 step = await asyncio.shield(turn)
             except Exception as error:
+                _LOGGER.exception("the engine has failed")
                 self._is_closing = True
                 await self._fail(error)
                 raise

@@ -21,7 +21,13 @@ from dlm_jax.distributed.partitions import make_mesh, partition
 from dlm_jax.inference.structure import Structures
 from dlm_jax.model.lora import merged
 from dlm_jax.model.transformer import build
-from dlm_jax.published import ChatTemplate, is_published, read_published, write_published
+from dlm_jax.published import (
+    ChatTemplate,
+    fetched,
+    is_published,
+    read_published,
+    write_published,
+)
 from dlm_jax.randomness import check_settings, key_of
 from dlm_jax.sampling.positions import chunk_size
 from dlm_jax.sampling.program import Program
@@ -164,7 +170,8 @@ def load(
       path: what ``train.out_dir`` was, or the directory of its checkpoints; a file that
         ``python -m dlm_jax.export`` wrote; or a directory as the hub lays it out, with config.json,
         safetensors and a tokenizer (docs/published.md); or the name of a model that ships with
-        the package. None is ``shakespeare``.
+        the package; or an id of the hub, ``org/name`` or ``org/name@revision``, which needs the
+        extra ``hub``. What exists at a path is meant before the hub. None is ``shakespeare``.
       mesh: devices that split its parameters and the rows that it samples, or how many there are
         along each axis. Each parameter is read in parts, straight onto its devices. None is one
         device.
@@ -184,6 +191,7 @@ def load(
         raise SettingError("dtype", dtype, f"is not one of {', '.join(DTYPES)}{advice}")
     if isinstance(mesh, MeshConfig):
         mesh = make_mesh(mesh)
+    path = fetched(path)
     if is_published(path):
         return _published(path, mesh, None if dtype == "stored" else dtype, report)
     place = functools.partial(_placed, mesh=mesh, dtype=dtype or "float32")

@@ -42,16 +42,20 @@ class Reader:
       model: whose row it is.
       request: of the row.
       stops: texts that end it.
+      keeps_stop: whether the text holds the stop that ends it.
 
     Attributes:
       start: place of the first token that was not given.
       is_infill: whether given tokens stand behind it.
     """
 
-    def __init__(self, model: Model, request: Request, stops: Sequence[str] = ()):
+    def __init__(
+        self, model: Model, request: Request, stops: Sequence[str] = (), *, keeps_stop: bool = False
+    ):
         self._tokenizer, self._eos_ids = model.tokenizer, model.eos_ids
         self._mask_id = model.tokenizer.mask_id
         self._sample, self._stops = request.sample, tuple(stops)
+        self._keeps_stop = keeps_stop
         commit = self._sample.table.commit[self._sample.order]
         self._changes = self._sample.refines or commit.rewrites
         is_free = request.is_open(self._mask_id)
@@ -125,16 +129,40 @@ class Reader:
         end = self._covering(tokens, tokens.size, cut)
         return text[:cut], range(self.start, end), is_ended or cut is not None
 
-    def shown(self, row: Row) -> str:
-        """The canvas from `start` on, with a sign for each hole."""
-        tokens = row.tokens[self.start :]
-        is_hole = tokens == self._mask_id
-        (edges,) = np.nonzero(np.diff(is_hole, prepend=not is_hole[:1], append=not is_hole[-1:]))
-        parts = []
-        for first, end in zip(edges[:-1], edges[1:], strict=True):
-            run = tokens[first:end]
-            parts.append(HOLE * run.size if is_hole[first] else self._tokenizer.decode(run))
-        return "".join(parts)
+    def parts(self, row: Row, end: int | None = None) -> list[tuple[str, int | None]]:
+        """The canvas from `start` on, in runs of one age, whose texts together are its text.
+
+        Each run has the step that wrote it, -1 where none did, and None for holes, each of which
+        is one `HOLE`. A character that several steps wrote belongs to the last of its tokens.
+        """
+        tokens, ages = row.tokens[self.start : end], row.committed[self.start : end]
+        ages = np.where(tokens == self._mask_id, -2, ages)
+        edges = np.flatnonzero(np.diff(ages, prepend=-3, append=-3)).tolist()
+        found: list[tuple[str, int | None]] = []
+        segment: list[tuple[int, int]] = []
+        for first, last in zip(edges[:-1], edges[1:], strict=True):
+            if ages[first] == -2:
+                found += self._ages(tokens, ages, segment)
+                found.append((HOLE * (last - first), None))
+                segment = []
+            else:
+                segment.append((first, last))
+        return found + self._ages(tokens, ages, segment)
+
+    def _ages(
+        self, tokens: np.ndarray, ages: np.ndarray, runs: Sequence[tuple[int, int]]
+    ) -> list[tuple[str, int | None]]:
+        """The runs between two holes, as texts that together are the text of all of them."""
+        if not runs:
+            return []
+        begin, end = runs[0][0], runs[-1][1]
+        whole = self._tokenizer.decode(tokens[begin:end])
+        texts = [self._tokenizer.decode(tokens[first:last]) for first, last in runs]
+        if "".join(texts) != whole:  # a decoder that strips spaces, or a character of two runs
+            upto = [self._tokenizer.decode(tokens[begin:last]) for _, last in runs[:-1]]
+            places = [0, *(len(text.rstrip(_UNFINISHED)) for text in upto), len(whole)]
+            texts = [whole[a:b] for a, b in zip(places[:-1], places[1:], strict=True)]
+        return [(text, int(ages[first])) for text, (first, _) in zip(texts, runs, strict=True)]
 
     def filled(self, row: Row) -> list[str]:
         """The texts that were written, one for each run of tokens that were not given."""
@@ -156,9 +184,12 @@ class Reader:
         return list(range(end, settled + 1, length)) if length else []
 
     def _stop(self, text: str) -> int | None:
-        """Where the first stop of a text begins."""
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        return min(found, default=None)
+        """Where a text is cut: before its first stop, or behind it."""
+        found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
+        if not found:
+            return None
+        place, stop = min(found, key=lambda one: (one[0], len(one[1])))
+        return place + len(stop) if self._keeps_stop else place
 
     def _held_back(self, text: str) -> int:
         """How much of a text may be given out, though more of it follows."""

@@ -2,6 +2,7 @@
 
 from dlm_jax.published.chat import ChatTemplate, TextTemplate, check_template
 from dlm_jax.published.directory import Published, is_published, read_published, read_shape
+from dlm_jax.published.hub import fetched, hub_id, push_to_hub
 from dlm_jax.published.writing import write_published
 
 __all__ = [
@@ -9,7 +10,10 @@ __all__ = [
     "Published",
     "TextTemplate",
     "check_template",
+    "fetched",
+    "hub_id",
     "is_published",
+    "push_to_hub",
     "read_published",
     "read_shape",
     "write_published",

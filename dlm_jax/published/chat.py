@@ -26,6 +26,13 @@ _PROGRAM = Path(__file__).with_name("sandbox.py")
 _SECONDS = 10.0
 _SECONDS_TO_START = 60.0
 
+_SPECIALS = ("bos_token", "eos_token", "pad_token", "mask_token")
+
+RESERVED = frozenset(
+    ("messages", "add_generation_prompt", "begins_answer", "continues", *_SPECIALS)
+)
+"""Variables of a template that are set here, and those that are arguments of `ChatTemplate.ids`."""
+
 Messages = Sequence[Mapping[str, str]]
 """Turns of a conversation: ``{"role": "user", "content": "..."}``."""
 
@@ -37,12 +44,17 @@ class ChatTemplate:
     source: str
     tokenizer: HubTokenizer
 
-    def text(self, messages: Messages, *, begins_answer: bool = True, **more: Any) -> str:
+    def text(
+        self, messages: Messages, *, begins_answer: bool = True, continues: bool = False,
+        **more: Any,
+    ) -> str:  # fmt: skip
         """The conversation as text, up to where the model's answer begins.
 
         Args:
           messages: turns, each with ``role`` and ``content``.
           begins_answer: whether the header of the answer is written behind them.
+          continues: whether the text ends with the content of the last turn, as
+            ``continue_final_message`` of Hugging Face: the answer continues that turn.
           **more: further variables of the template, such as ``enable_thinking``.
         """
         for place, message in enumerate(messages):
@@ -51,14 +63,15 @@ class ChatTemplate:
         values = {"messages": [dict(message) for message in messages],
                   "add_generation_prompt": begins_answer} | self.specials() | more  # fmt: skip
         try:
-            return _SANDBOX.render(self.source, values)
+            written = _SANDBOX.render(self.source, values)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"chat_template refuses the messages ({error})") from None
+        content = messages[-1]["content"] if messages else ""
+        return _upto(written, content) if continues else written
 
-    def ids(self, messages: Messages, *, begins_answer: bool = True, **more: Any) -> np.ndarray:
-        """The ids of `text`, int32 ``[n]``."""
-        written = self.text(messages, begins_answer=begins_answer, **more)
-        return self.tokenizer.encode_marked(written)
+    def ids(self, messages: Messages, **options: Any) -> np.ndarray:
+        """The ids of `text` with these options, int32 ``[n]``."""
+        return self.tokenizer.encode_marked(self.text(messages, **options))
 
     def specials(self) -> dict[str, str]:
         """What the template may write for BOS, EOS, PAD and MASK; empty where there is none."""
@@ -75,11 +88,25 @@ class TextTemplate(ChatTemplate):
     tokenizer: HubTokenizer = field(init=False, repr=False, compare=False)
     text_tokenizer: Tokenizer = field(kw_only=True)
 
-    def ids(self, messages: Messages, *, begins_answer: bool = True, **more: Any) -> np.ndarray:
-        return self.text_tokenizer.encode(self.text(messages, begins_answer=begins_answer, **more))
+    def ids(self, messages: Messages, **options: Any) -> np.ndarray:
+        return self.text_tokenizer.encode(self.text(messages, **options))
 
     def specials(self) -> dict[str, str]:
-        return dict.fromkeys(("bos_token", "eos_token", "pad_token", "mask_token"), "")
+        return dict.fromkeys(_SPECIALS, "")
+
+
+def _upto(written: str, content: str) -> str:
+    """A conversation up to the end of its last turn's content.
+
+    Templates may strip a content; its outer space is kept where the template keeps it.
+    """
+    core = content.strip()
+    place = written.rfind(core) if core else -1
+    if place < 0:
+        raise ValueError("the last of messages has no content that the template writes; drop it")
+    begun = content.lstrip()
+    kept = begun if written.startswith(begun, place) else core
+    return written[: place + len(kept)]
 
 
 def check_template(source: str, where: str) -> None:

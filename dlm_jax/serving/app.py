@@ -53,10 +53,12 @@ from dlm_jax.serving.protocol import (
     ApiError,
     Chat,
     Completion,
+    Detokenize,
     Done,
     Infill,
     Limits,
     Planner,
+    Responses,
     Sampled,
     Tokenize,
     refused,
@@ -196,7 +198,7 @@ class Service:
         if not answer.stops:
             row = await self.engine.row(request)
             _check(row)
-            return self._of(request, Reader(self.model, request), row)
+            return self._of(request, answer.reader(self.model, request), row)
         async with contextlib.aclosing(self._growing(answer, request)) as growing:
             async for *_, done in growing:
                 if done is not None:
@@ -207,7 +209,7 @@ class Service:
         self, answer: Answer, request: Request
     ) -> AsyncGenerator[tuple[Row, Reader, list[Piece], Done | None], None]:
         """A row as it grows, what has come of its text, and the choice once it has ended."""
-        reader = Reader(self.model, request, answer.stops)
+        reader = answer.reader(self.model, request)
         rows = self.engine.watch(request, every_block=False)
         async with contextlib.aclosing(rows):
             async for row in rows:
@@ -289,6 +291,7 @@ def _check(row: Row) -> None:
 _GONE = 499
 _END_POINTS: dict[str, type[Sampled]] = {
     "/v1/completions": Completion, "/v1/chat/completions": Chat, "/v1/infill": Infill,
+    "/v1/responses": Responses,
 }  # fmt: skip
 
 
@@ -331,6 +334,8 @@ def make_app(
     routes = [
         Route("/", server.page),
         Route("/health", server.health),
+        Route("/ping", server.health, methods=["GET", "POST"]),
+        Route("/version", server.version),
         Route("/metrics", server.kept(server.metrics_text)),
         Route("/v1/models", server.kept(server.models)),
         Route("/v1/models/{name:path}", server.kept(server.models)),
@@ -339,6 +344,8 @@ def make_app(
             for path, fields in _END_POINTS.items()
         ),
         Route("/tokenize", server.kept(server.tokenize), methods=["POST"]),
+        Route("/detokenize", server.kept(server.detokenize), methods=["POST"]),
+        Route("/props", server.kept(server.props)),
     ]
     return Starlette(
         routes=routes,
@@ -351,7 +358,7 @@ class _Server:
     """What the routes share."""
 
     def __init__(self, model: Model, engine: AsyncEngine, options: Options, slots: int):
-        self._options, self._async = options, engine
+        self._options, self._async, self._slots = options, engine, slots
         planner = Planner(
             model, options.name, options.limits, options.defaults, options.length or SHORT
         )
@@ -415,6 +422,13 @@ class _Server:
         body |= {"version": dlm_jax.__version__, "is_warm": self._is_warm}
         return Json(body, 200 if is_fine else 503)
 
+    async def version(self, request: HttpRequest) -> Response:
+        return Json({"version": dlm_jax.__version__})
+
+    async def props(self, request: HttpRequest) -> Response:
+        told = self._service.planner.props(self._slots)
+        return Json(told | {"version": dlm_jax.__version__})
+
     async def metrics_text(self, request: HttpRequest) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
@@ -454,7 +468,7 @@ class _Server:
         if (asked.prompt is None) == (asked.messages is None):
             raise refused("give prompt, or messages", "prompt")
         if asked.messages is not None:
-            ids = planner.chat_ids(asked.messages)
+            ids = planner.chat_ids(asked.messages, asked)
         else:
             try:
                 ids = planner.model.tokenizer.encode(asked.prompt or "").tolist()
@@ -462,6 +476,12 @@ class _Server:
                 raise refused(f"prompt: {error}", "prompt") from None
         longest = planner.model.max_length
         return Json({"tokens": ids, "count": len(ids), "max_model_len": longest})
+
+    async def detokenize(self, request: HttpRequest) -> Response:
+        asked = parsed(Detokenize, await self._body(request))
+        planner = self._service.planner
+        planner.check_model(asked.model)
+        return Json({"prompt": planner.text(asked.tokens, "tokens")})
 
     async def _body(self, request: HttpRequest) -> bytes:
         return await read_body(request, self._options.limits.body)
@@ -486,7 +506,9 @@ class _Server:
             admission.close()
             self._count(path, status, began)
 
-        return Events(run, ended, self._options.limits.seconds)
+        return Events(
+            run, ended, self._options.limits.seconds, ends_with_done=answer.ends_with_done
+        )
 
     def _count(self, path: str, status: int, began: float) -> None:
         route = path if not path.startswith("/v1/models/") else "/v1/models"

@@ -44,10 +44,12 @@ class JsonLines(logging.Formatter):
 
 
 def start_logs() -> None:
-    """Sends what the server and uvicorn say to standard error, in lines of JSON."""
+    """Sends the logs of the server, the engine and uvicorn to standard error, in lines of JSON."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
-    for name, least in ((LOGGER.name, logging.INFO), ("uvicorn.error", logging.WARNING)):
+    names = {LOGGER.name: logging.INFO, "dlm_jax.inference": logging.WARNING,
+             "uvicorn.error": logging.WARNING}  # fmt: skip
+    for name, least in names.items():
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(least)
@@ -186,10 +188,13 @@ async def _gone(receive: Receive) -> None:
 class Events(Response):
     """A response of server-sent events, which ends with ``[DONE]``, or with an error object.
 
+    An event with a ``type`` is named by it, as ``/v1/responses`` has them.
+
     Args:
       run: sends events by the function that it is given.
       ended: told how it ended: 200, 499 for a client that went away, or the status of an error.
       seconds: that it may take.
+      ends_with_done: whether ``[DONE]`` is sent at all.
     """
 
     def __init__(
@@ -197,21 +202,25 @@ class Events(Response):
         run: Callable[[Callable[[dict[str, Any]], Awaitable[None]]], Coroutine[Any, Any, None]],
         ended: Callable[[int], None],
         seconds: float,
+        *,
+        ends_with_done: bool = True,
     ):
         super().__init__(status_code=200)
         self._run, self._ended, self._seconds = run, ended, seconds
+        self._last = b"data: [DONE]\n\n" if ends_with_done else b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write(data: bytes, *, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         async def emit(event: dict[str, Any]) -> None:
-            await write(b"data: " + encoded(event) + b"\n\n")
+            name = b"event: %b\n" % event["type"].encode() if "type" in event else b""
+            await write(name + b"data: " + encoded(event) + b"\n\n")
 
         async def whole() -> None:
             await send({"type": "http.response.start", "status": 200, "headers": list(_EVENTS)})
             await self._run(emit)
-            await write(b"data: [DONE]\n\n", more=False)
+            await write(self._last, more=False)
 
         status = 499
         try:

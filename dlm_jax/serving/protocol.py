@@ -14,19 +14,22 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import pydantic
 from pydantic import Field
 
+from dlm_jax.config.schema import PRESETS
 from dlm_jax.data import Tokenizer
 from dlm_jax.inference.candidates import Written
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.reader import Piece, Reader
-from dlm_jax.inference.request import Request, make_requests
+from dlm_jax.inference.request import Request, make_requests, settings_of_call
 from dlm_jax.inference.results import Row
 from dlm_jax.inference.structure import regex_of_objects, regex_of_schema
+from dlm_jax.published.chat import RESERVED
+from dlm_jax.serving.peers import in_our_names
 from dlm_jax.settings import SettingError, nearest
 
 _TYPES = {
@@ -70,10 +73,11 @@ def stopping() -> ApiError:
     return ApiError(503, "the server stops; ask again once it is back", code="stopping")
 
 
-def of_fields(error: pydantic.ValidationError) -> ApiError:
-    """The refusal of what a model of pydantic found first."""
+def of_fields(error: pydantic.ValidationError, names: Mapping[str, str] = {}) -> ApiError:
+    """The refusal of what a model of pydantic found first; `names` are the client's, by ours."""
     first = error.errors(include_url=False, include_context=False)[0]
     name, *rest = first["loc"] or ("",)
+    name = names.get(str(name), name)
     # Behind the name pydantic says which member of a union it tried, which is no place.
     places = [f"[{part}]" for part in rest if isinstance(part, int)][:1]
     field = f"{name}{''.join(places)}"
@@ -132,8 +136,24 @@ class ResponseFormat(Fields):
     regex: str | None = None
 
 
+class Conversation(Fields):
+    """How turns become text, as the chat templates of vLLM and SGLang are used.
+
+    Attributes:
+      add_generation_prompt: whether the header of the answer follows the turns; true by default.
+      continue_final_message: whether the answer continues the last turn, which stays open.
+      chat_template_kwargs: variables of the chat template, such as ``enable_thinking``.
+    """
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
 class Sampled(pydantic.BaseModel):
     """What all requests for a text share; other names are settings (docs/settings.md).
+
+    Names of other servers (`peers`) are read as the fields that they stand for.
 
     Attributes:
       content: the field that holds what is given, of each end point.
@@ -146,6 +166,8 @@ class Sampled(pydantic.BaseModel):
       n: rows of each prompt.
       seed: of the first row; by default one that nobody knows before.
       stop: texts that end the answer, which does not hold them.
+      include_stop_str_in_output: whether the answer holds the stop that ended it.
+      return_token_ids: whether the answer has the ids of its tokens and of the prompt.
       stream: whether the answer comes in events.
       stream_options: of a stream.
       response_format: what the answer must look like.
@@ -166,12 +188,37 @@ class Sampled(pydantic.BaseModel):
     n: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=0, lt=2**32)
     stop: Stop | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     diffusing: bool | None = None
     read_back: int | None = Field(None, ge=1, le=64)
     user: str | None = None
+    _theirs: dict[str, str] = pydantic.PrivateAttr(default_factory=dict)
+
+    @pydantic.model_validator(mode="wrap")
+    @classmethod
+    def _of_peers(cls, given: Any, make: pydantic.ModelWrapValidatorHandler[Self]) -> Self:
+        """The request in the names of this server; errors have those that the client used."""
+        if not isinstance(given, Mapping):
+            return make(given)
+        try:
+            ours, theirs = in_our_names(given, cls.model_fields)
+        except SettingError as error:
+            raise refused(str(error), error.name) from None
+        try:
+            made = make(ours)
+        except pydantic.ValidationError as error:
+            raise of_fields(error, theirs) from None
+        made._theirs = theirs
+        return made
+
+    @property
+    def named(self) -> Mapping[str, str]:
+        """The names of other servers that the request used, by the fields they stand for."""
+        return self._theirs
 
     @property
     def has_usage(self) -> bool:
@@ -230,7 +277,7 @@ class Message(Fields):
         return "".join(part.text for part in self.content)
 
 
-class Chat(Sampled):
+class Chat(Sampled, Conversation):
     """Of ``/v1/chat/completions``.
 
     Attributes:
@@ -241,6 +288,7 @@ class Chat(Sampled):
       top_logprobs: how many of its rivals to tell of.
     """
 
+    model_config = Sampled.model_config
     content, prefix_of_id = "messages", "chatcmpl"
     object, event = "chat.completion", "chat.completion.chunk"
 
@@ -253,6 +301,99 @@ class Chat(Sampled):
     @property
     def rivals(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TurnPart(Fields):
+    """A text of a turn, as a client sends it or as an answer of this server had it."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class Turn(Fields):
+    """A turn of ``/v1/responses``, also one that an answer of this server had."""
+
+    type: Literal["message"] = "message"
+    role: str
+    content: str | list[TurnPart]
+    id: str | None = None
+    status: str | None = None
+
+
+class TextFormat(Fields):
+    """What a response must look like; as `ResponseFormat`, in the form of ``/v1/responses``."""
+
+    type: Literal["text", "json_object", "json_schema", "regex"]
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    regex: str | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Fields):
+    format: TextFormat | None = None
+
+
+class Responses(Sampled, Conversation):
+    """Of ``/v1/responses``; nothing of it is stored.
+
+    Attributes:
+      input: a text, or the turns so far.
+      instructions: the turn of the system before them.
+      max_output_tokens: the name of `max_tokens` there.
+      text: what the answer must look like.
+      metadata: what the answer repeats.
+      store: false; responses are never stored.
+      background: false.
+      truncation: ``disabled``; a prompt is never cut.
+    """
+
+    model_config = Sampled.model_config
+    content, prefix_of_id = "input", "resp"
+    object = event = "response"
+
+    input: str | list[Turn]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    text: TextOptions | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _has_format(self) -> Self:
+        form = None if self.text is None else self.text.format
+        if form is not None and self.response_format is not None:
+            raise refused("response_format is another name of text; give one of them", "text")
+        if form is not None:
+            schema = None if form.schema_ is None else JsonSchema(schema=form.schema_)
+            self.response_format = ResponseFormat(
+                type=form.type, json_schema=schema, regex=form.regex
+            )
+        return self
+
+    @property
+    def named(self) -> Mapping[str, str]:
+        ours = {"max_tokens": "max_output_tokens", "messages": "input"}
+        if self.text is not None:
+            ours["response_format"] = "text"
+        return ours | self._theirs
+
+    @property
+    def turns(self) -> list[Message]:
+        """The conversation, as `Chat` has it."""
+        given = [Turn(role="user", content=self.input)] if isinstance(self.input, str) else []
+        given = given or [turn for turn in self.input if isinstance(turn, Turn)]
+        turns = [] if self.instructions is None else [("system", self.instructions)]
+        for turn in given:
+            content = turn.content
+            text = content if isinstance(content, str) else "".join(one.text for one in content)
+            turns.append((turn.role, text))
+        return [Message(role=role, content=text) for role, text in turns]
 
 
 class Infill(Sampled):
@@ -274,7 +415,14 @@ class Infill(Sampled):
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
-class Tokenize(Fields):
+class Detokenize(Fields):
+    """Of ``/detokenize``."""
+
+    model: str | None = None
+    tokens: Ids
+
+
+class Tokenize(Conversation):
     """Of ``/tokenize``."""
 
     model: str | None = None
@@ -329,13 +477,19 @@ class Planner:
         self._known: dict[Any, Any] = {}
 
     def answer(self, asked: Sampled) -> Answer:
-        self.check_model(asked.model)
-        if isinstance(asked, Completion):
-            return self._completion(asked)
-        if isinstance(asked, Chat):
-            return self._chat(asked)
-        assert isinstance(asked, Infill)
-        return self._infill(asked)
+        try:
+            self.check_model(asked.model)
+            if isinstance(asked, Completion):
+                return self._completion(asked)
+            if isinstance(asked, Chat):
+                return self._chat(asked)
+            if isinstance(asked, Responses):
+                return self._response(asked)
+            assert isinstance(asked, Infill)
+            return self._infill(asked)
+        except ApiError as error:
+            error.param = asked.named.get(error.param or "", error.param)
+            raise
 
     def _completion(self, asked: Completion) -> Answer:
         prompts = _prompts(asked.prompt)
@@ -355,21 +509,30 @@ class Planner:
                 contents.append({"tokens": ids} if len(ids) else {"prompt": ""})
         if asked.draft is not None:
             contents = [content | {"draft": asked.draft} for content in contents]
-        echoes = [p if isinstance(p, str) else self._text(p) for p in prompts if asked.echo]
+        echoes = [p if isinstance(p, str) else self.text(p) for p in prompts if asked.echo]
         return self._answer(asked, contents, length, echoes)
 
     def _chat(self, asked: Chat) -> Answer:
-        asked_lengths = (asked.max_tokens, asked.max_completion_tokens)
-        lengths = {length for length in asked_lengths if length is not None}
-        if len(lengths) > 1:
-            raise refused(
-                "max_tokens and max_completion_tokens differ; give one of them", "max_tokens"
-            )
+        length = _one_length(asked, "max_completion_tokens")
         if asked.top_logprobs and not asked.logprobs:
             raise refused("top_logprobs means nothing without logprobs=true", "top_logprobs")
-        content: dict[str, Any] = {"tokens": self.chat_ids(asked.messages)}
+        content: dict[str, Any] = {"tokens": self.chat_ids(asked.messages, asked)}
         content |= {} if asked.draft is None else {"draft": asked.draft}
-        return self._answer(asked, [content], min(lengths, default=None))
+        return self._answer(asked, [content], length)
+
+    def _response(self, asked: Responses) -> Answer:
+        for name in ("diffusing", "read_back", "return_token_ids"):
+            if getattr(asked, name):
+                raise refused(f"{name} is not told here; ask /v1/chat/completions", name)
+        if asked.n not in (None, 1):
+            raise refused(f"n={asked.n}: a response has one text; send several requests", "n")
+        length = _one_length(asked, "max_output_tokens")
+        if self.model.chat is None and isinstance(asked.input, str) and asked.instructions is None:
+            ids = self._encoded(asked.input, "input")
+            content: dict[str, Any] = {"tokens": ids} if len(ids) else {"prompt": ""}
+        else:
+            content = {"tokens": self.chat_ids(asked.turns, asked)}
+        return self._answer(asked, [content], length)
 
     def _infill(self, asked: Infill) -> Answer:
         if (asked.template is None) == (asked.prefix is None and asked.suffix is None):
@@ -392,16 +555,31 @@ class Planner:
                 with contextlib.suppress(ApiError):  # the model, or a limit, does not allow it
                     yield from self.answer(asked).requests
 
-    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+    def chat_ids(self, messages: Sequence[Message], asked: Conversation) -> list[int]:
         """Ids of a conversation, up to where the answer begins."""
         if self.model.chat is None:
             raise refused(
                 "the model has no chat template; ask /v1/completions, or give the server one",
                 "messages",
             )
+        continues = bool(asked.continue_final_message)
+        if continues and asked.add_generation_prompt:
+            raise refused(
+                "continue_final_message and add_generation_prompt exclude each other; "
+                "give one of them", "continue_final_message",
+            )  # fmt: skip
+        begins = not continues and asked.add_generation_prompt is not False
+        more = asked.chat_template_kwargs or {}
+        for name in sorted(RESERVED & more.keys()):
+            raise refused(
+                f"chat_template_kwargs gives {name}, which the server sets; drop it",
+                "chat_template_kwargs",
+            )
+        said = [{"role": one.role, "content": one.text} for one in messages]
         try:
-            said = [{"role": one.role, "content": one.text} for one in messages]
-            return self.model.chat.ids(said).tolist()
+            return self.model.chat.ids(
+                said, begins_answer=begins, continues=continues, **more
+            ).tolist()
         except ValueError as error:
             raise refused(str(error), "messages") from None
 
@@ -453,7 +631,8 @@ class Planner:
                 asked.content, content | settings, common,
                 (place * count, count, len(contents) * count),
             )  # fmt: skip
-        return Answer(
+        kind = ResponseAnswer if isinstance(asked, Responses) else Answer
+        return kind(
             asked, self.name, self.model.tokenizer, requests, stops, seed,
             [text for text in echoes for _ in range(count)],
         )  # fmt: skip
@@ -550,11 +729,40 @@ class Planner:
         except ValueError as error:
             raise refused(f"{name}: {error}", name) from None
 
-    def _text(self, ids: Sequence[int]) -> str:
+    def text(self, ids: Sequence[int], name: str = "prompt") -> str:
+        """The text of ids that a client gave in the field `name`."""
         try:
             return self.model.tokenizer.decode(ids)
-        except (ValueError, IndexError) as error:
-            raise refused(f"prompt: {error}", "prompt") from None
+        except (ValueError, IndexError, OverflowError) as error:
+            raise refused(f"{name}: {error}", name) from None
+
+    def props(self, slots: int) -> dict[str, Any]:
+        """What ``/props`` tells of the model and its defaults."""
+        model = self.model
+        sample = settings_of_call(model, self._defaults)
+        shown = {name: getattr(sample, name, None) for name in self._settings}
+        plain = (bool, int, float, str, list, tuple, type(None))
+        return {
+            "model": self.name,
+            "family": model.family,
+            "heads": list(model.heads),
+            "max_model_len": model.max_length,
+            "vocab_size": model.tokenizer.vocab_size,
+            "total_slots": slots,
+            "presets": sorted({**PRESETS, **model.presets}),
+            "chat_template": None if model.chat is None else model.chat.source,
+            "default_generation_settings": {
+                name: value for name, value in shown.items() if isinstance(value, plain)
+            },
+        }
+
+
+def _one_length(asked: Sampled, other: str) -> int | None:
+    """New tokens by `max_tokens` or by the other name that an end point has for it."""
+    lengths = {asked.max_tokens, getattr(asked, other)} - {None}
+    if len(lengths) > 1:
+        raise refused(f"max_tokens and {other} differ; give one of them", "max_tokens")
+    return min(lengths, default=None)
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
@@ -602,8 +810,10 @@ class Answer:
       echoes: what each choice begins with.
       id: of the answer.
       created: seconds since 1970.
+      ends_with_done: whether ``[DONE]`` ends a stream of its events.
     """
 
+    ends_with_done: ClassVar[bool] = True
     asked: Sampled
     model: str
     tokenizer: Tokenizer
@@ -617,15 +827,22 @@ class Answer:
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.asked.prefix_of_id}-{uuid.uuid4().hex}"
 
+    def reader(self, model: Model, request: Request) -> Reader:
+        """Reads the text of a choice as it grows."""
+        keeps_stop = bool(self.asked.include_stop_str_in_output)
+        return Reader(model, request, self.stops, keeps_stop=keeps_stop)
+
     def whole(self, done: Sequence[Done]) -> dict[str, Any]:
         choices = [self._choice(index, one) for index, one in enumerate(done)]
-        return self._head(self.asked.object) | {"choices": choices, "usage": self.usage(done)}
+        told = self._head(self.asked.object) | {"choices": choices, "usage": self.usage(done)}
+        return told | (self._prompt_ids(0) if self._is_chat else {})
 
     def begin(self) -> list[dict[str, Any]]:
         """The events before any text: the role of each choice of a chat."""
         delta = {"role": "assistant", "content": ""}
         choices = range(len(self.requests) if self._is_chat else 0)
-        return [self._event(index, delta, None, None) for index in choices]
+        ids = self._prompt_ids(0) if self._is_chat else {}
+        return [self._event(index, delta, None, None) | ids for index in choices]
 
     def echo(self, index: int, row: Row) -> list[dict[str, Any]]:
         """The event with what a choice begins with, if that is asked for."""
@@ -638,13 +855,15 @@ class Answer:
         """The events of a choice that has grown; those of a canvas replace the one before."""
         reason = None if done is None else done.finish_reason
         if self.asked.diffusing:
-            text = reader.shown(row) if done is None else done.text
-            return [self._canvas(index, row, text, reason)]
-        return [
-            self._piece(index, one.text, row, one.places, reason if one.is_last else None)
-            for one in pieces
-            if one.text or one.is_last
-        ]
+            return [self._canvas(index, row, reader, done)]
+        events = []
+        for one in pieces:
+            if one.text or one.is_last or self.asked.return_token_ids:
+                told = reason if one.is_last else None
+                events.append(self._piece(index, one.text, row, one.places, told))
+            if one.places.start == reader.start and events and not self._is_chat:
+                events[-1]["choices"][0] |= self._prompt_ids(index)
+        return events
 
     def _piece(
         self, index: int, text: str, row: Row, places: range, reason: str | None
@@ -652,19 +871,41 @@ class Answer:
         logprobs = self._logprobs(row, places)
         delta: Any = text if not self._is_chat else {"content": text} if text else {}
         event = self._event(index, delta, reason, logprobs)
-        event["choices"][0] |= self._read_back(row, places)
+        event["choices"][0] |= self._read_back(row, places) | self._ids(row, places)
         return event
 
-    def _canvas(self, index: int, row: Row, text: str, reason: str | None) -> dict[str, Any]:
+    def _ids(self, row: Row, places: range) -> dict[str, Any]:
+        """The ids of the tokens there, if asked."""
+        if not self.asked.return_token_ids:
+            return {}
+        return {"token_ids": row.tokens[places.start : places.stop].tolist()}
+
+    def _prompt_ids(self, index: int) -> dict[str, Any]:
+        """The ids of a choice's prompt, if asked: what stands before its first hole."""
+        if not self.asked.return_token_ids or isinstance(self.asked, Infill):
+            return {}
+        (free,) = np.nonzero(self.requests[index].is_open(self.tokenizer.mask_id))
+        tokens = self.requests[index].tokens
+        return {"prompt_token_ids": tokens[: free[0] if free.size else None].tolist()}
+
+    def _canvas(self, index: int, row: Row, reader: Reader, done: Done | None) -> dict[str, Any]:
         """An event with the whole canvas of a choice, in place of the one before.
 
-        With a `reason` it is the last one, whose text is the answer: what stands behind its end,
-        holes too, is no part of it.
+        The last one has the text of the answer: what stands behind its end, holes too, is no part
+        of it.
         """
+        parts = reader.parts(row, None if done is None else done.places.stop)
+        holes = sum(len(text) for text, step in parts if step is None)
+        text = "".join(text for text, _ in parts)
+        if done is not None:
+            text, holes, rest = done.text, 0, len(done.text)
+            for place, (part, step) in enumerate(parts):
+                parts[place] = (part[:rest], step)
+                rest -= len(parts[place][0])
         delta: Any = text if not self._is_chat else {"content": text}
-        event = self._event(index, delta, reason, None)
-        holes = 0 if reason else int((row.tokens == self.tokenizer.mask_id).sum())
-        return event | {"diffusing": {"step": row.steps, "holes": holes}}
+        event = self._event(index, delta, None if done is None else done.finish_reason, None)
+        shown = [list(one) for one in parts if one[0]]
+        return event | {"diffusing": {"step": row.steps, "holes": holes, "parts": shown}}
 
     def end(self, done: Sequence[Done]) -> list[dict[str, Any]]:
         told = self._head(self.asked.event) | {"choices": [], "usage": self.usage(done)}
@@ -705,9 +946,12 @@ class Answer:
             "finish_reason": done.finish_reason,
             "logprobs": self._logprobs(done.row, done.places),
         } | self._read_back(done.row, done.places)
+        is_infill = isinstance(self.asked, Infill)
+        choice |= self._ids(done.row, range(done.row.tokens.size) if is_infill else done.places)
+        choice |= {} if self._is_chat else self._prompt_ids(index)
         if self._is_chat:
             return choice | {"message": {"role": "assistant", "content": done.text}}
-        if isinstance(self.asked, Infill):
+        if is_infill:
             return choice | {"text": done.infilled, "infills": list(done.filled)}
         echo = self.echoes[index] if self.echoes else ""
         return choice | {"text": echo + done.text}
@@ -762,3 +1006,98 @@ class Answer:
             "top_logprobs": tops if self.asked.rivals else None,
             "text_offset": offsets,
         }
+
+
+@dataclass
+class ResponseAnswer(Answer):
+    """The object and the events of ``/v1/responses``: one message of one text."""
+
+    ends_with_done = False
+    _count: int = 0
+
+    def whole(self, done: Sequence[Done]) -> dict[str, Any]:
+        (one,) = done
+        is_stopped = one.is_stopped
+        why = None if is_stopped else {"reason": "max_output_tokens"}
+        status = "completed" if is_stopped else "incomplete"
+        found = self.usage(done)
+        usage = {
+            "input_tokens": found["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": found["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": found["total_tokens"],
+            "forwards": found["forwards"],
+            "seed": found["seed"],
+        }
+        item = self._item(status, [self._part(one.text)])
+        return self._response(status, [item]) | {"usage": usage, "incomplete_details": why}
+
+    def begin(self) -> list[dict[str, Any]]:
+        told = self._response("in_progress", [])
+        return [
+            self._numbered("response.created", response=told),
+            self._numbered("response.in_progress", response=told),
+            self._numbered(
+                "response.output_item.added", output_index=0, item=self._item("in_progress", [])
+            ),
+            self._of_part("response.content_part.added", part=self._part("")),
+        ]
+
+    def grown(
+        self, index: int, row: Row, reader: Reader, pieces: Sequence[Piece], done: Done | None
+    ) -> list[dict[str, Any]]:
+        return [
+            self._of_part("response.output_text.delta", delta=one.text, logprobs=[])
+            for one in pieces
+            if one.text
+        ]
+
+    def end(self, done: Sequence[Done]) -> list[dict[str, Any]]:
+        told = self.whole(done)
+        (item,) = told["output"]
+        (part,) = item["content"]
+        return [
+            self._of_part("response.output_text.done", text=part["text"], logprobs=[]),
+            self._of_part("response.content_part.done", part=part),
+            self._numbered("response.output_item.done", output_index=0, item=item),
+            self._numbered(f"response.{told['status']}", response=told),
+        ]
+
+    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        asked = self.asked
+        assert isinstance(asked, Responses)
+        more = asked.model_extra or {}
+        form = None if asked.text is None else asked.text.format
+        shown = {"type": "text"} if form is None else form.model_dump(
+            by_alias=True, exclude_none=True
+        )  # fmt: skip
+        return {
+            "id": self.id, "object": self.asked.object, "created_at": self.created,
+            "status": status, "error": None, "incomplete_details": None,
+            "instructions": asked.instructions, "model": self.model, "output": output,
+            "max_output_tokens": asked.max_output_tokens or asked.max_tokens,
+            "temperature": more.get("temperature"), "top_p": more.get("top_p"),
+            "text": {"format": shown}, "tools": [], "tool_choice": "none",
+            "parallel_tool_calls": False, "previous_response_id": None, "store": False,
+            "background": False, "truncation": "disabled", "metadata": asked.metadata or {},
+            "user": asked.user, "usage": None,
+        }  # fmt: skip
+
+    @property
+    def _item_id(self) -> str:
+        return f"msg-{self.id.partition('-')[2]}"
+
+    def _item(self, status: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self._item_id, "type": "message", "role": "assistant"}
+        return head | {"status": status, "content": parts}
+
+    def _part(self, text: str) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def _of_part(self, kind: str, **more: Any) -> dict[str, Any]:
+        return self._numbered(kind, item_id=self._item_id, output_index=0, content_index=0, **more)
+
+    def _numbered(self, kind: str, **more: Any) -> dict[str, Any]:
+        self._count += 1
+        return {"type": kind, "sequence_number": self._count - 1} | more

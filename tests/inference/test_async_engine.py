@@ -140,7 +140,7 @@ def test_turns_go_on_without_the_event_loop_and_take_up_what_comes(monkeypatch):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_who_waits_for_room_is_told_of_the_end(fails, monkeypatch):
+def test_who_waits_for_room_is_told_of_the_end(fails, monkeypatch, caplog):
     """And an engine that has failed is closed all the same."""
     (long,) = make_requests(MODEL, "", {"gen_length": 30, "steps": 30})
     in_turn, let_go = threading.Event(), threading.Event()
@@ -175,6 +175,7 @@ def test_who_waits_for_room_is_told_of_the_end(fails, monkeypatch):
     told = asyncio.run(main())
     assert all(isinstance(one, ValueError | RuntimeError) for one in told)
     assert sum("device lost" in str(one) for one in told) == (1 if fails else 0)
+    assert ("device lost" in caplog.text) == fails, "a failed engine is logged"
 
 
 def test_closing_tells_those_who_wait():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import dlm_jax
 from dlm_jax.inference.engine import Engine, EngineFullError
 from dlm_jax.inference.request import make_requests
-from dlm_jax.inference.scheduler import Ticket
+from dlm_jax.inference.scheduler import Queue, Ticket
 from dlm_jax.inference.slots import Slots
 from dlm_jax.types import Status
 
@@ -406,3 +406,22 @@ def test_requests_may_come_from_other_threads_while_rows_run():
             found |= {t.number: row for t, row in engine.step().finished.items()}
     assert sorted(found) == list(range(30))
     assert all(same_row(row, alone(values[number])) for number, row in found.items())
+
+
+def test_a_request_cancelled_between_its_count_and_its_slot_disturbs_no_other(monkeypatch):
+    """A server cancels from another thread, at any moment of a call of `step`."""
+    counts, left = Queue.counts, []
+
+    def counted(queue):
+        found = counts(queue)
+        if left:
+            engine.cancel(left.pop())
+        return found
+
+    with Engine(MODEL, sizes=(SLOTS,)) as engine:
+        left.append(engine.submit(request(1)))
+        monkeypatch.setattr(Queue, "counts", counted)
+        rows = _all(engine)
+        assert rows[0].status is Status.CANCELLED
+        engine.submit(request(2))
+        assert same_row(_all(engine)[1], alone(2))

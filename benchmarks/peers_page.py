@@ -1,0 +1,24 @@
+"""Prints docs/peers.md: request fields of other servers and how they are read here.
+
+``python -m benchmarks.peers_page > docs/peers.md``
+"""
+
+from __future__ import annotations
+
+from dlm_jax.serving.peers import table
+
+_HEAD = """# Request fields of other servers
+
+The [server](serving.md) reads an alias as the field or setting beside it. A refusal names the field
+that the client sent. Fields of the same name and meaning are not listed. This page is printed by
+`python -m benchmarks.peers_page`.
+"""
+
+
+def page() -> str:
+    """The page, with the table of the server."""
+    return "\n".join([_HEAD, *table(), ""])
+
+
+if __name__ == "__main__":
+    print(page(), end="")

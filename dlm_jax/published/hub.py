@@ -1,0 +1,201 @@
+"""Models on the Hugging Face Hub: fetched into its cache, and directories pushed to it.
+
+`huggingface_hub` (the extra ``hub``) does the work, with its own cache, offline mode
+(``HF_HUB_OFFLINE``), endpoint (``HF_ENDPOINT``) and token (``hf auth login`` or ``HF_TOKEN``).
+Only data is fetched: JSON, safetensors, merges and chat templates. No program of a repository is
+read or run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from dlm_jax.published.directory import is_published
+from dlm_jax.settings import SettingError
+from dlm_jax.store.files import is_full
+from dlm_jax.store.weights import SUFFIX, read_meta
+
+_NAME = r"[A-Za-z0-9][\w.-]{0,95}"
+_HUB_ID = re.compile(rf"({_NAME}/{_NAME})(?:@([\w./-]+))?")
+_FILES = ["*.json", f"*{SUFFIX}", "*.jinja", "merges.txt"]
+_CARD = "README.md"
+WEIGHTS = "dlm_jax.safetensors"
+"""What a weights file is called on the hub."""
+
+
+def hub_id(path: str | os.PathLike[str] | None) -> tuple[str, str | None] | None:
+    """The repository and revision that ``org/name`` or ``org/name@revision`` names.
+
+    None for anything else: a path that exists, one inside a directory that does, or the name of
+    a weights file.
+    """
+    found = _HUB_ID.fullmatch(path) if isinstance(path, str) else None
+    if found is None or str(path).endswith(SUFFIX) or Path(found[1]).parent.exists():
+        return None
+    return None if Path(str(path)).exists() else (found[1], found[2])
+
+
+def fetched(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """The local path of a model: the path itself, or that of its copy in the hub's cache.
+
+    Raises:
+      SettingError: ``huggingface_hub`` is not installed, the model or its revision is not there,
+        or it cannot be reached and is not in the cache.
+    """
+    asked = hub_id(path)
+    if asked is None:
+        return path
+    name, revision = asked
+    hub = _hub(path)
+    try:
+        copy = hub.snapshot_download(
+            name, revision=revision, allow_patterns=_FILES, ignore_patterns=["*/*"],
+            library_name="dlm_jax",
+        )  # fmt: skip
+    except Exception as error:
+        raise _refusal(hub, str(path), error) from error
+    found = Path(copy)
+    if is_published(found):
+        return copy
+    weights = sorted(found.glob(f"*{SUFFIX}"))
+    if len(weights) == 1:
+        return weights[0]
+    raise SettingError(
+        "checkpoint", path, f"has neither a config.json nor one file of {SUFFIX}",
+        "name a repository with a model of a family in docs/published.md",
+    )  # fmt: skip
+
+
+def push_to_hub(
+    path: str | os.PathLike[str], repo_id: str, *, private: bool | None = None,
+    revision: str | None = None, license: str | None = None, message: str = "Upload a model",
+) -> str:  # fmt: skip
+    """Uploads a published directory or a weights file in one commit, and returns its URL.
+
+    The repository is made if it does not exist. A model card (`model_card`) is added where neither
+    the directory nor the repository has one.
+
+    Args:
+      path: of `dlm_jax.export`, or a file of ``python -m dlm_jax.export``.
+      repo_id: ``org/name``.
+      private: whether a repository that is made is private; None: the account's default.
+      revision: branch, which is made if it does not exist; None: ``main``.
+      license: an id of the hub, such as ``apache-2.0``, for a card that is added.
+      message: of the commit.
+
+    Raises:
+      SettingError: the path holds no model, or the hub refuses it.
+    """
+    source = Path(path)
+    if is_published(source):
+        names = (file for file in sorted(source.iterdir()) if file.is_file())
+        files = {file.name: file for file in names}
+    elif source.suffix == SUFFIX:
+        read_meta(source)
+        files = {WEIGHTS: source}
+    else:
+        raise SettingError(
+            "path", str(path), "is neither a published directory nor a weights file",
+            "write one: dlm_jax.export, or python -m dlm_jax.export",
+        )  # fmt: skip
+    hub = _hub(repo_id)
+    api = hub.HfApi(library_name="dlm_jax")
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        content: dict[str, Any] = {name: str(file) for name, file in files.items()}
+        if _CARD not in files and not api.file_exists(repo_id, _CARD, revision=revision):
+            content[_CARD] = model_card(source, repo_id, license=license).encode()
+        parts = [hub.CommitOperationAdd(name, one) for name, one in content.items()]
+        made = api.create_commit(repo_id, parts, commit_message=message, revision=revision)
+    except Exception as error:
+        raise _refusal(hub, repo_id, error) from error
+    return str(made.commit_url)
+
+
+def model_card(path: str | os.PathLike[str], repo_id: str, *, license: str | None = None) -> str:
+    """The model card of a published directory or weights file, as Markdown with its front matter.
+
+    It says how the model is loaded and leaves places for what only its author knows.
+    """
+    tags = ["diffusion", "masked-diffusion", "jax"]
+    head = ["---", "library_name: dlm_jax", "pipeline_tag: text-generation"]
+    head += [f"license: {license}"] if license else []
+    head += ["tags:", *(f"- {tag}" for tag in tags), "---"]
+    kind = "a published family's layout (config.json)" if is_published(path) else "one weights file"
+    return (
+        "\n".join(head)
+        + f"""
+
+# {repo_id.rpartition("/")[2]}
+
+A masked diffusion language model for dlm_jax, in {kind}. It writes a text by filling holes, a few
+at each step and in any order.
+
+## Use
+
+```python
+import dlm_jax
+
+model = dlm_jax.load("{repo_id}")
+print(dlm_jax.generate(model, ["Once upon a time"], seed=0).texts[0])
+```
+
+```sh
+dlm-sample --checkpoint {repo_id} --prompt "Once upon a time"
+dlm-serve --checkpoint {repo_id}
+```
+
+## Training data
+
+Not described yet.
+
+## Evaluation
+
+Not described yet.
+
+## Limits
+
+Not described yet.
+"""
+    )
+
+
+def _hub(path: object) -> ModuleType:
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise SettingError(
+            "checkpoint", path, "is not a local path, and the hub needs huggingface_hub",
+            "check the path, or install it: pip install 'dlm_jax[hub]'",
+        ) from None  # fmt: skip
+    return huggingface_hub
+
+
+def _refusal(hub: ModuleType, path: str, error: Exception) -> Exception:
+    """The one line for an error of the hub; a full disk stays what it is."""
+    if is_full(error):
+        return error
+    errors = hub.errors
+    name = path.partition("@")[0]
+    if isinstance(error, errors.GatedRepoError):
+        why, remedy = "is gated", "accept its terms on the hub, and log in: hf auth login"
+    elif isinstance(error, errors.RevisionNotFoundError):
+        why, remedy = "is a revision that is not there", f"name another, or {name} alone"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        why = "is neither a local path nor a model on the hub that you may read"
+        remedy = "check the name; for a private one log in: hf auth login"
+    elif isinstance(error, errors.HFValidationError):
+        why, remedy = "is neither a local path nor an id of the hub", "write org/name"
+    elif getattr(error, "response", None) is not None:
+        status = error.response.status_code  # type: ignore[attr-defined]
+        why, remedy = f"is refused by the hub with status {status}", "log in, or try again later"
+    else:
+        why = "is not a local path, and the hub cannot be reached, nor is it in its cache"
+        remedy = "check the path, the network, HF_ENDPOINT and HF_HUB_OFFLINE"
+    return SettingError("checkpoint", path, why, remedy)

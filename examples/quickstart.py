@@ -1,0 +1,36 @@
+# %% [markdown]
+# # Quickstart
+#
+# Load the model that ships with the package, sample from it, watch a text being denoised, and fill
+# a gap.
+
+# %%
+import dlm_jax
+
+model = dlm_jax.load()
+result = dlm_jax.generate(model, ["ROMEO:\n", "JULIET:\n"], gen_length=48, steps=16, seed=1)
+for text, forwards in zip(result.texts, result.counters.forwards, strict=True):
+    print(f"{text}\n[{forwards} forwards]\n")
+
+# %% [markdown]
+# Each prompt has its own settings and seed. A row depends on its own request alone, so the batch
+# around it does not change its text.
+
+# %%
+prompts = [
+    {"prompt": "ROMEO:\n", "temperature": 0.5, "seed": 7},
+    {"prompt": "ROMEO:\n", "temperature": 1.0, "top_p": 0.9, "seed": 7},
+]
+together = dlm_jax.generate(model, prompts, gen_length=32, steps=8)
+alone = dlm_jax.generate(model, prompts[:1], gen_length=32, steps=8)
+assert together.texts[0] == alone.texts[0]
+
+# %% [markdown]
+# `stream` yields the canvas while it is denoised. Holes are MASK tokens.
+
+# %%
+shown = {"gen_length": 16, "steps": 12, "seed": 3}
+for rows in dlm_jax.stream(model, ["The king"], every=4, **shown):
+    for row in rows.values():
+        holes = int((row.tokens == model.tokenizer.mask_id).sum())
+        print(f"step {row.steps:2d}: {holes:2d} holes")
