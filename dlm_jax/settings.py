@@ -29,6 +29,7 @@ from dlm_jax.pytree import T, pytree
 INT_LIMIT = 2**31 - 1
 FINITE = 3.0e38
 ABOVE_ZERO = math.nextafter(0.0, 1.0)
+BELOW_ONE = math.nextafter(1.0, 0.0)
 
 UNSET: Any = ...
 """In place of a value that a refusal is not about."""
@@ -73,7 +74,7 @@ class Setting:
       default: of the type that every value has.
       help: one line that says what it does, with its range.
       low: smallest value; `ABOVE_ZERO` for any that is positive.
-      high: largest value.
+      high: largest value; `BELOW_ONE` for any below 1.
       choices: the texts it may be, with what each stands for.
       remedy: end of the line that refuses a value.
       activates: whether a value other than the default asks for its rule.
@@ -125,10 +126,11 @@ class Setting:
             raise self._refused(value, "is not a number")
         low, high, number = self.low, self.high, typing.cast(float, value)
         if self.kind is int:
-            low, high = max(low, -INT_LIMIT), min(high, INT_LIMIT)
+            low, high = max(low, -INT_LIMIT), INT_LIMIT if high == FINITE else high
         if not low <= number <= high:  # NaN fails every comparison
             begin = "(0" if low == ABOVE_ZERO else f"[{low:.10g}"
-            raise self._refused(value, f"is outside {begin}, {high:.10g}]")
+            end = "1)" if high == BELOW_ONE else f"{high:.10g}]"
+            raise self._refused(value, f"is outside {begin}, {end}")
         return int(number) if self.kind is int else value
 
     def _refused(self, value: Any, why: str) -> SettingError:
@@ -140,7 +142,7 @@ class Setting:
             return value
         if callable(value) and all(map(callable, choices.values())):
             return next((name for name, found in choices.items() if found is value), value)
-        named = meant(self.name, value)
+        named = meant(self.name.rpartition(".")[2], value)
         advice = f"use {named}" if named else f"did you mean {closest(str(value)[:60], choices)!r}?"
         raise SettingError(self.name, value, f"is not one of {', '.join(choices)}", advice)
 

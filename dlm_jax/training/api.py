@@ -9,15 +9,12 @@ from typing import Any
 import jax
 
 import dlm_jax.config as configs
-from dlm_jax.config import Config
+from dlm_jax.config import Config, Trait
 from dlm_jax.heads import Head
 from dlm_jax.training.run import MakeNetwork, Run, prepare
 from dlm_jax.training.tasks import MakeHead, MakeObjective
 from dlm_jax.training.train_loop import Outcome, ShowSample, run_loop, say
 from dlm_jax.types import Network, Params
-
-# Set from the tokenizer, whose vocabulary is told anyway.
-_RESOLVED = ("vocab_size", "start_id")
 
 
 def describe(run: Run, report: Callable[[str], None] = say) -> None:
@@ -34,7 +31,9 @@ def describe(run: Run, report: Callable[[str], None] = say) -> None:
         + ", ".join(f"{name} {size:,}" for name, size in parts.items())
     )
     for section, values in configs.differing(run.config).items():
-        shown = [f"{k}={_shown(v)}" for k, v in values.items() if k not in _RESOLVED]
+        # What the tokenizer says is told anyway.
+        told = configs.keys(Trait.FOUND)
+        shown = [f"{k}={_shown(v)}" for k, v in values.items() if f"{section}.{k}" not in told]
         if shown:
             report(f"not the default: [{section}] {' '.join(shown)}")
     steps = run.config.train.steps

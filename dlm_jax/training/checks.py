@@ -12,34 +12,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 import dlm_jax.config as configs
-from dlm_jax.config import Config
+from dlm_jax.config import Config, Trait
 from dlm_jax.distributed.partitions import batch_sharding
 from dlm_jax.randomness import settings
 from dlm_jax.training.metrics import METRICS, read_records
 from dlm_jax.training.optimisers import learning_rate
 from dlm_jax.training.run_directory import NAME
-
-_MAY_CHANGE = (
-    "data.source",
-    "data.cache_dir",
-    "train.out_dir",
-    "train.init_from",
-    "train.checkpoint_dir",
-    "train.steps",  # upwards
-    "train.trackers",
-    "train.log_every",
-    "train.eval_every",
-    "train.eval_windows",
-    "train.sample_every",
-    "train.checkpoint_every",
-    "train.keep_checkpoints",
-    "model.remat",
-    "mesh.",
-    "sample.",
-)
-
-# These may change only once a checkpoint holds what follows from them.
-_OF_THE_BEGINNING = ("data.source", "train.init_from")
 
 # Recommended settings that the canvases of the critic's training are filled with.
 _OF_THE_CRITIC = ("sample.sampler_min_neighbors_ratio", "sample.sampler_even_odd")
@@ -113,8 +91,7 @@ def make_directory(setting: str, directory: Path) -> None:
 
 def facts_of(config: Config) -> dict[str, Any]:
     """What all processes of a run must agree on: the config without local paths, and jax."""
-    local = ("data.source", "data.cache_dir")
-    flat = _flat(configs.to_dict(config))
+    local, flat = configs.keys(Trait.LOCAL), _flat(configs.to_dict(config))
     facts = {key: value for key, value in flat.items() if key not in local}
     return facts | {"version of jax": jax.__version__} | settings()
 
@@ -149,12 +126,10 @@ def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
         )
     here, there = _flat(meta["config"]), _flat(saved["config"])
     there |= {new: there.pop(old) for old, new in configs.MOVED.items() if old in there}
+    # The rows of the critic's training are filled as is recommended.
     trained = _OF_THE_CRITIC if here["model.add_critic_head"] else ()
-    differing = [
-        key
-        for key in there
-        if (key in trained or not key.startswith(_MAY_CHANGE)) and here.get(key) != there[key]
-    ]
+    free = set(configs.keys(Trait.FREE)).difference(trained)
+    differing = [key for key in there if key not in free and here.get(key) != there[key]]
     if here["train.steps"] < there["train.steps"]:
         raise ValueError(
             f"{out_dir} holds a run with train.steps={there['train.steps']}, and this run has "
@@ -205,10 +180,8 @@ def check_begins_anew(asked: Config, out_dir: Path) -> None:
     else:
         here = _flat(configs.to_dict(asked))
         # Without a checkpoint no sum of the text says that it is the same.
-        may_change = tuple(key for key in _MAY_CHANGE if key not in _OF_THE_BEGINNING)
-        differing = [
-            key for key in here if not key.startswith(may_change) and here[key] != there[key]
-        ]
+        free = set(configs.keys(Trait.FREE)).difference(configs.keys(Trait.ONCE_SAVED))
+        differing = [key for key in here if key not in free and here[key] != there[key]]
         if not differing:
             return
         key = differing[0]

@@ -42,7 +42,7 @@ def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_posit
         math.prod(leaf.shape) * _share_met(path, leaf, config)
         for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
     )
-    inner = config.heads * config.size_of_head(config.width, config.heads)
+    inner = config.heads * config.size_of_head
     pairs = num_positions / 2 if config.attention_type == "causal" else num_positions
     per_token = 6 * in_products + 12 * config.depth * inner * pairs
     return float(num_rows * num_positions * per_token)
@@ -237,7 +237,7 @@ def _places(found: Plan) -> list[str]:
     """Where each kind of array lives: one line for each shape and partition of parameters."""
     model, train = found.config.model, found.config.train
     rows, positions = train.batch_size // train.accumulate, found.config.data.seq_len
-    size = model.size_of_head(model.width, model.heads)
+    size = model.size_of_head
     shapes = {
         "hidden": (rows, positions, model.width),
         "queries": (rows, positions, model.heads, size),

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import dlm_jax.config as configs
-from dlm_jax.config import Config, MeshConfig, ModelConfig
+from dlm_jax.config import Config, MeshConfig, ModelConfig, Trait
 from dlm_jax.config.schema import INIT
 from dlm_jax.data import CharacterTokenizer, Corpus, Tokenizer, from_json, load_corpus
 from dlm_jax.data.corpus import MakeTokenizer
@@ -60,14 +60,6 @@ from dlm_jax.training.train_step import (
 )
 from dlm_jax.types import Network, Params
 
-# Settings that parameters do not depend on: the config's own count.
-_FREE = (
-    "remat", "compute_dtype", "add_sampler_head", "sampler_context", "sampler_width",
-    "sampler_residual", "add_critic_head", "lora_rank", "lora_alpha", "lora_targets",
-)  # fmt: skip
-# What turns a causal model into a diffusion one: the config's own count there, too.
-_TURNED = ("attention_type", "block_length", "logit_alignment", "start_id")
-
 
 def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
     """The config with ``[model]`` of the published directory in train.init_from, and its tokenizer.
@@ -86,14 +78,14 @@ def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
         return config, None
     theirs, tokenizer = read_shape(Path(source))
     default, settings = ModelConfig(), {}
-    free = (*_FREE, *(_TURNED if theirs.attention_type == "causal" else ()))
-    for field in dataclasses.fields(ModelConfig):
-        ours, other = getattr(config.model, field.name), getattr(theirs, field.name)
-        settings[field.name] = ours if field.name in free else other
-        if field.name not in free and ours not in (other, getattr(default, field.name)):
+    own = Trait.OWN | (Trait.TURNED if theirs.attention_type == "causal" else Trait.NONE)
+    for name, traits in ModelConfig.traits.items():
+        ours, other = getattr(config.model, name), getattr(theirs, name)
+        settings[name] = ours if traits & own else other
+        if not traits & own and ours not in (other, getattr(default, name)):
             raise ValueError(
-                f"train.init_from={source} has model.{field.name}={other!r}, and the config asks "
-                f"for {ours!r}; leave it out"
+                f"train.init_from={source} has model.{name}={other!r}, and the config asks for "
+                f"{ours!r}; leave it out"
             )
     model = ModelConfig(**settings)
     return dataclasses.replace(config, model=model), tokenizer
@@ -271,14 +263,6 @@ def device_bytes(device: Any) -> float:
     return float((device.memory_stats() or {}).get("bytes_limit", 0))
 
 
-# Settings of a model that no shape of a parameter shows.
-_TRAINED_FOR = (
-    "heads", "kv_heads", "activation", "norm_epsilon", "rope_theta", "attention_type",
-    "logit_alignment", "rotary_share", "experts_per_token", "router_score", "router_groups",
-    "router_groups_kept", "router_bias", "router_normalised", "router_scale",
-)  # fmt: skip
-
-
 def begin_with(
     source: str,
     state: TrainState,
@@ -329,7 +313,8 @@ def begin_with(
 
 def _check_settings(where: str, theirs: ModelConfig, model: ModelConfig) -> None:
     """Raises ValueError where they have another setting that no shape of a parameter shows."""
-    for name in _TRAINED_FOR:
+    for key in configs.keys(Trait.UNSEEN):
+        name = key.removeprefix("model.")
         given, ours = getattr(theirs, name), getattr(model, name)
         if given != ours:
             raise ValueError(
