@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import enum
 import functools
 import math
 import numbers
@@ -300,6 +301,108 @@ def rule(cls: T) -> T:
     declared = (field.metadata.get("setting") for field in dataclasses.fields(made))
     made._settings = tuple({s.name: s for s in declared if s is not None}.values())
     return made
+
+
+class Trait(enum.Flag):
+    """What follows from a setting of a run beside its value; `keys` lists those that have one.
+
+    ``FREE``: a run may go on with another value. ``ONCE_SAVED``: it may only once a checkpoint
+    holds what follows from it. ``LOCAL``: of one machine; the processes of a run need not agree.
+    ``OWN``: no published model says it. ``TURNED``: nor does one that is turned from a causal into
+    a diffusion model. ``UNSEEN``: no shape of a parameter shows it, yet parameters are trained for
+    it. ``FOUND``: its default stands for what the corpus's tokenizer says. ``IDLE``: no parameter
+    of a published model depends on it.
+    """
+
+    NONE = 0
+    FREE = enum.auto()
+    ONCE_SAVED = enum.auto()
+    LOCAL = enum.auto()
+    OWN = enum.auto()
+    TURNED = enum.auto()
+    UNSEEN = enum.auto()
+    FOUND = enum.auto()
+    IDLE = enum.auto()
+
+
+def setting(default: Any, help: str, traits: Trait = Trait.NONE, **limits: Any) -> Any:
+    """A field of a section; `limits` are further attributes of its `Setting`."""
+    choices = limits.pop("choices", None)
+    if choices is not None:
+        limits["choices"] = {name: name for name in choices}
+    declared = Setting("", default, help, **limits)
+    return dataclasses.field(default=default, metadata={"setting": declared, "traits": traits})
+
+
+class Section:
+    """A section of a config: its values are checked when it is made.
+
+    Attributes:
+      declared: its settings by key.
+      traits: of each of them.
+      defaults: of each of them, as it is kept.
+    """
+
+    declared: ClassVar[Mapping[str, Setting]] = {}
+    traits: ClassVar[Mapping[str, Trait]] = {}
+    defaults: ClassVar[Mapping[str, Any]] = {}
+
+    def __post_init__(self) -> None:
+        for key, one in self.declared.items():
+            value = getattr(self, key)
+            # Most are the default itself, which has been checked.
+            if value is not self.defaults[key]:
+                object.__setattr__(self, key, one.checked(value))
+        self.check()
+
+    def check(self) -> None:
+        """Raises SettingError for values that do not go together."""
+
+
+def section(name: str, traits: Trait = Trait.NONE) -> Callable[[T], T]:
+    """Makes a dataclass the section of that name, all of whose keys have the `traits`, too."""
+
+    def make(cls: Any) -> Any:
+        found = {field.name: field.metadata for field in dataclasses.fields(cls)}
+        cls.declared = {
+            key: dataclasses.replace(meta["setting"], name=f"{name}.{key}")
+            for key, meta in found.items()
+        }
+        cls.traits = {key: meta["traits"] | traits for key, meta in found.items()}
+        cls.defaults = {key: one.default for key, one in cls.declared.items()}
+        return cls
+
+    return make
+
+
+def require(
+    condition: bool, name: str, value: Any, why: str, remedy: str = "", *others: str
+) -> None:
+    """Raises `SettingError` with the other arguments unless `condition` holds."""
+    if not condition:
+        raise SettingError(name, value, why, remedy, others)
+
+
+def names_of(
+    key: str, known: Sequence[str], *, least: int = 1, is_once: bool = True
+) -> Callable[[Any], tuple[str, ...]]:
+    """Makes a tuple of known names, at least so many, and each at most once."""
+
+    def parse(given: Any) -> tuple[str, ...]:
+        for name in given:
+            if name not in known:
+                raise SettingError(
+                    key, UNSET, f"has {name!r}, which is not one of {', '.join(known)}",
+                    f"did you mean {closest(name, known)!r}?",
+                )  # fmt: skip
+        is_repeated = is_once and len(set(given)) < len(given)
+        require(
+            len(given) >= least and not is_repeated, key, tuple(given), "names none or one twice",
+            "name each once",
+        )  # fmt: skip
+        return tuple(given)
+
+    return parse
 
 
 def neutral(settings: Sequence[Setting]) -> Mapping[str, Any]:

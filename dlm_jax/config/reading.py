@@ -106,12 +106,10 @@ def override(config: Config, overrides: Mapping[str, str]) -> Config:
 
 
 def _flat(nested: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Values by dotted key."""
     return {f"{s}.{name}": value for s, values in nested.items() for name, value in values.items()}
 
 
 def _build(flat: Mapping[str, Any]) -> Config:
-    """Config from values by dotted key, whose names are known."""
     known = declared()
     nested: dict[str, dict[str, Any]] = {name: {} for name in sections()}
     for key, value in flat.items():
@@ -173,7 +171,6 @@ def _check_known(
 
 
 def shipped() -> dict[str, Path]:
-    """The configs that come with the package, by name."""
     folder = Path(__file__).parent.parent / "shipped" / "configs"
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 

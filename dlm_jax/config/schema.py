@@ -1,19 +1,19 @@
 """What the sections of a config are made of.
 
 Every key is declared once, as a `Setting`: those of ``[sample]`` by the rules of
-`dlm_jax.sampling`, the others here.
+`dlm_jax.sampling`, ``[mesh]`` and ``[objective]`` beside the code that reads them, the rest here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dlm_jax.pytree import T
+from dlm_jax.diffusion.objectives import ObjectiveConfig
+from dlm_jax.distributed.mesh import MeshConfig
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, RuleTable
 from dlm_jax.sampling.transforms.transform import is_greedy
@@ -21,113 +21,16 @@ from dlm_jax.settings import (
     ABOVE_ZERO,
     BELOW_ONE,
     UNSET,
+    Section,
     Setting,
     SettingError,
-    closest,
+    Trait,
+    names_of,
     nearest,
+    require,
+    section,
+    setting,
 )
-
-
-class Trait(enum.Flag):
-    """What follows from a setting of a run beside its value; `keys` lists those that have one.
-
-    ``FREE``: a run may go on with another value. ``ONCE_SAVED``: it may only once a checkpoint
-    holds what follows from it. ``LOCAL``: of one machine; the processes of a run need not agree.
-    ``OWN``: no published model says it. ``TURNED``: nor does one that is turned from a causal into
-    a diffusion model. ``UNSEEN``: no shape of a parameter shows it, yet parameters are trained for
-    it. ``FOUND``: its default stands for what the corpus's tokenizer says. ``IDLE``: no parameter
-    of a published model depends on it.
-    """
-
-    NONE = 0
-    FREE = enum.auto()
-    ONCE_SAVED = enum.auto()
-    LOCAL = enum.auto()
-    OWN = enum.auto()
-    TURNED = enum.auto()
-    UNSEEN = enum.auto()
-    FOUND = enum.auto()
-    IDLE = enum.auto()
-
-
-def setting(default: Any, help: str, traits: Trait = Trait.NONE, **limits: Any) -> Any:
-    """A field of a section; `limits` are further attributes of its `Setting`."""
-    choices = limits.pop("choices", None)
-    if choices is not None:
-        limits["choices"] = {name: name for name in choices}
-    declared = Setting("", default, help, **limits)
-    return dataclasses.field(default=default, metadata={"setting": declared, "traits": traits})
-
-
-class Section:
-    """A section of a config: its values are checked when it is made.
-
-    Attributes:
-      declared: its settings by key.
-      traits: of each of them.
-      defaults: of each of them, as it is kept.
-    """
-
-    declared: ClassVar[Mapping[str, Setting]] = {}
-    traits: ClassVar[Mapping[str, Trait]] = {}
-    defaults: ClassVar[Mapping[str, Any]] = {}
-
-    def __post_init__(self) -> None:
-        for key, one in self.declared.items():
-            value = getattr(self, key)
-            # Most are the default itself, which has been checked.
-            if value is not self.defaults[key]:
-                object.__setattr__(self, key, one.checked(value))
-        self.check()
-
-    def check(self) -> None:
-        """Raises SettingError for values that do not go together."""
-
-
-def section(name: str, traits: Trait = Trait.NONE) -> Callable[[T], T]:
-    """Makes a dataclass the section of that name, all of whose keys have the `traits`, too."""
-
-    def make(cls: Any) -> Any:
-        found = {field.name: field.metadata for field in dataclasses.fields(cls)}
-        cls.declared = {
-            key: dataclasses.replace(meta["setting"], name=f"{name}.{key}")
-            for key, meta in found.items()
-        }
-        cls.traits = {key: meta["traits"] | traits for key, meta in found.items()}
-        cls.defaults = {key: one.default for key, one in cls.declared.items()}
-        return cls
-
-    return make
-
-
-def require(
-    condition: bool, name: str, value: Any, why: str, remedy: str = "", *others: str
-) -> None:
-    """Raises `SettingError` with the other arguments unless `condition` holds."""
-    if not condition:
-        raise SettingError(name, value, why, remedy, others)
-
-
-def _names(
-    key: str, known: Sequence[str], *, least: int = 1, is_once: bool = True
-) -> Callable[[Any], tuple[str, ...]]:
-    """Makes a tuple of known names, at least so many, and each at most once."""
-
-    def parse(given: Any) -> tuple[str, ...]:
-        for name in given:
-            if name not in known:
-                raise SettingError(
-                    key, UNSET, f"has {name!r}, which is not one of {', '.join(known)}",
-                    f"did you mean {closest(name, known)!r}?",
-                )  # fmt: skip
-        is_repeated = is_once and len(set(given)) < len(given)
-        require(
-            len(given) >= least and not is_repeated, key, tuple(given), "names none or one twice",
-            "name each once",
-        )  # fmt: skip
-        return tuple(given)
-
-    return parse
 
 
 @section("heads")
@@ -166,136 +69,6 @@ class HeadsConfig(Section):
     clip: float = setting(
         1.0, "gradient norm of a head above which its gradient is scaled down", low=ABOVE_ZERO
     )
-
-
-_MOST_DEVICES = 2**20
-
-
-@section("mesh", Trait.FREE)
-@dataclasses.dataclass(frozen=True)
-class MeshConfig(Section):
-    """How devices are arranged: the product of the axes is the number of devices."""
-
-    data: int = setting(
-        -1, "devices that split the batch; -1: all that the other axes leave", low=-1,
-        high=_MOST_DEVICES,
-    )  # fmt: skip
-    fsdp: int = setting(
-        0,
-        "devices that also split parameters and optimiser state; 0: as few as leave three quarters "
-        "of an accelerator's memory free",
-        low=0,
-        high=_MOST_DEVICES,
-    )
-    tensor: int = setting(
-        1, "devices that split the matrices of one layer", low=1, high=_MOST_DEVICES
-    )
-    expert: int = setting(
-        1, "devices that split experts, and the batch where there are none", low=1,
-        high=_MOST_DEVICES,
-    )  # fmt: skip
-    context: int = setting(
-        1, "devices that split the positions of a row, for very long rows", low=1,
-        high=_MOST_DEVICES,
-    )  # fmt: skip
-
-    def check(self) -> None:
-        require(self.data != 0, "mesh.data", self.data, "must be -1 or at least 1")
-
-
-PATTERNS = ("random", "sticky", "span")
-MISPRINTS = (
-    "missing", "wrong", "stray", "transposed", "missing_pair", "wrong_pair", "stray_pair"
-)  # fmt: skip
-USUAL_MISPRINTS = MISPRINTS[:3]
-
-
-@section("objective")
-@dataclasses.dataclass(frozen=True)
-class ObjectiveConfig(Section):
-    """What a bidirectional model is trained for; a causal one predicts the next token instead."""
-
-    schedule: str = setting(
-        "linear", "noise schedule of the ELBO: linear, cosine or polynomial",
-        choices=("linear", "cosine", "polynomial"),
-    )  # fmt: skip
-    schedule_power: float = setting(
-        2.0, "polynomial schedule: the share hidden at time t is t^power", low=ABOVE_ZERO, high=100
-    )
-    normaliser: str = setting(
-        "tokens",
-        "what the ELBO's weighted sum is divided by: tokens (all that are not given), rows (first "
-        "each row by its own tokens, then by the rows) or masked (the tokens that are hidden)",
-        choices=("tokens", "rows", "masked"),
-    )
-    time_weight: bool = setting(
-        True, "hidden tokens are weighted as the ELBO weights their time; false: all alike"
-    )
-    denoising_share: float = setting(
-        0.0, "share of each batch's rows, and of the loss, that is denoising instead of the ELBO",
-        low=0, high=1,
-    )  # fmt: skip
-    patterns: tuple[str, ...] = setting(
-        PATTERNS, "denoising: what selects the positions to restore, one a row",
-        hint=tuple[str, ...], parse=_names("objective.patterns", PATTERNS),
-    )  # fmt: skip
-    max_ratio: float = setting(
-        1.0, "denoising: random and sticky select a share that is uniform up to this one",
-        low=ABOVE_ZERO, high=1,
-    )  # fmt: skip
-    sticky_alone: float = setting(
-        0.03, "sticky: chance of a position without selected neighbour", low=1e-3, high=1
-    )
-    sticky_beside: float = setting(
-        0.3, "sticky: chance of a position beside a selected one", low=ABOVE_ZERO, high=1
-    )
-    span_count: int = setting(3, "span: spans of a row", low=1, high=2**16)
-    mask_share: float = setting(
-        0.8, "denoising: share of the selected positions that show MASK", low=0, high=1
-    )
-    random_share: float = setting(
-        0.1, "denoising: share that shows a random token; the rest its own", low=0, high=1
-    )
-    identity_targets: bool = setting(
-        False, "denoising: ask for every position, not only for the selected ones"
-    )
-    proofreading_share: float = setting(
-        0.0,
-        "share of each batch's rows, and of the loss, that is misprinted: tokens missing, "
-        "stray or wrong",
-        low=0,
-        high=1,
-    )
-    misprint_ratio: float = setting(
-        0.1, "proofreading: a row's share of misprints is uniform up to this one",
-        low=ABOVE_ZERO, high=1,
-    )  # fmt: skip
-    misprint_kinds: tuple[str, ...] = setting(
-        USUAL_MISPRINTS,
-        "proofreading: what happens to a misprinted token, each as often as it is named; missing, "
-        "wrong or stray, transposed with the next one, or the same to two: missing_pair, "
-        "wrong_pair, stray_pair",
-        hint=tuple[str, ...],
-        parse=_names("objective.misprint_kinds", MISPRINTS, is_once=False),
-    )
-    misprint_masked_rows: float = setting(
-        0.5, "proofreading: share of its rows that show MASK besides", low=0, high=1
-    )
-    random_length_share: float = setting(
-        0.0, "share of the batches that are cut to a random length; 0.01 is usual", low=0, high=1
-    )
-
-    def check(self) -> None:
-        for one, other in (
-            ("mask_share", "random_share"),
-            ("denoising_share", "proofreading_share"),
-        ):
-            first, second = getattr(self, one), getattr(self, other)
-            require(
-                first + second <= 1 + 1e-6, f"objective.{one}", first,
-                f"and objective.{other}={second} add up to more than 1", "lower one",
-                f"objective.{other}",
-            )  # fmt: skip
 
 
 @section("optim")
@@ -371,7 +144,7 @@ class TrainConfig(Section):
         "what else shows the metrics: tensorboard (event files in out_dir) and wandb, if installed",
         Trait.FREE,
         hint=tuple[str, ...],
-        parse=_names("train.trackers", TRACKERS, least=0),
+        parse=names_of("train.trackers", TRACKERS, least=0),
     )
     checkpoint_dir: str = setting(
         "", "where checkpoints go, a directory or a URL (gs://, s3://); empty: out_dir/checkpoints",
@@ -734,17 +507,14 @@ class ModelConfig(Section):
 
     @property
     def size_of_head(self) -> int:
-        """Numbers in one head of queries, keys or values."""
         return self.head_size or self.width // self.heads
 
     @property
     def rotary_size(self) -> int:
-        """Numbers of a head that RoPE turns."""
         return int(self.size_of_head * self.rotary_share)
 
     @property
     def inner_width(self) -> int:
-        """Inner size of an MLP."""
         is_gated = self.activation == "swiglu"
         return self.mlp_width or (8 * -(-self.width // 3) if is_gated else 4 * self.width)
 
@@ -944,5 +714,4 @@ def keys(trait: Trait) -> tuple[str, ...]:
 
 
 def sections() -> dict[str, Any]:
-    """Config sections by name, in their order."""
     return {field.name: field.default_factory for field in dataclasses.fields(Config)}
