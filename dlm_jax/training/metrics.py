@@ -70,9 +70,11 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     # A whole line whose end is gone: the end was damaged, for a line is written with it.
     if any(has_crc(last[:end]) for end in (len(last), -1)):
         lines.append(last)
-    records = []
+    is_ours, records = any(map(has_crc, lines)), []
     for number, line in enumerate(lines, 1):
         try:
+            if not is_ours:
+                raise ValueError
             records.append(_record(line))
         except Damaged as error:
             raise ValueError(
