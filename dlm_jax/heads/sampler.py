@@ -96,16 +96,16 @@ def prepare_sampler_inputs(
     vector_BLD = network.embed(jax.lax.stop_gradient(params), ids_BL)
     vector_BLD = jnp.where(is_seen_BL[:, :, None], vector_BLD, 0.0)
 
-    def moved(offset: int) -> jax.Array:
+    def beside(offset: int) -> jax.Array:
         index_1L = place_1L + offset
         is_inside_1L = (index_1L >= 0) & (index_1L < num_positions)
         return jnp.where(is_inside_1L[:, :, None], jnp.roll(vector_BLD, -offset, axis=1), 0.0)
 
     reach = range(1, network.sampler_context + 1)
     inputs = SamplerInputs(
-        left_BLCD=jnp.stack([moved(-offset) for offset in reach], axis=2),
+        left_BLCD=jnp.stack([beside(-offset) for offset in reach], axis=2),
         hidden_BLD=hidden_BLD,
-        right_BLCD=jnp.stack([moved(offset) for offset in reach], axis=2),
+        right_BLCD=jnp.stack([beside(offset) for offset in reach], axis=2),
     )
     return jax.lax.stop_gradient(inputs)
 

@@ -211,7 +211,7 @@ def places_of(theirs: Tokenizer, ours: Tokenizer) -> np.ndarray | None:
     return np.array([*text, *specials], np.int32)
 
 
-def moved(params: Params, fresh: Params, places: np.ndarray) -> Params:
+def renumbered(params: Params, fresh: Params, places: np.ndarray) -> Params:
     """Trained parameters with their vectors of tokens at other ids, and fresh ones at new ids.
 
     Args:
@@ -348,7 +348,7 @@ def begin_with(
         places = places_of(from_json(meta["tokenizer"]), tokenizer)
         if places is None:
             raise ValueError(f"{where} has another tokenizer; use data.tokenizer=init, which is it")
-        params = moved(params, state.params, places)
+        params = renumbered(params, state.params, places)
     _check_settings(where, configs.from_dict(meta["config"], where=where).model, model)
     fresh = [name for name in state.params if name not in params]
     ignored = [name for name in params if name not in state.params]

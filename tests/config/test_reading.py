@@ -206,6 +206,23 @@ def test_every_shipped_config_loads_and_says_what_it_costs(path):
     assert set(tomllib.loads(text)) <= set(configs.sections())
 
 
+def test_every_default_of_a_section_is_a_value_of_its_setting():
+    for key, setting in configs.declared().items():
+        assert setting.checked(setting.default) == setting.default, key
+
+
+@pytest.mark.parametrize(
+    ("trait", "keys"),
+    [
+        (configs.Trait.FOUND, {"model.vocab_size", "model.start_id"}),
+        (configs.Trait.LOCAL, {"data.source", "data.cache_dir"}),
+        (configs.Trait.ONCE_SAVED, {"data.source", "train.init_from"}),
+    ],
+)
+def test_what_follows_from_a_setting_is_said_where_it_is_declared(trait, keys):
+    assert set(configs.keys(trait)) == keys
+
+
 NUMBERS = [
     (key, setting.annotation)
     for key, setting in configs.declared().items()
