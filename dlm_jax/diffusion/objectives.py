@@ -332,7 +332,7 @@ def misprint(
       length_B: int32 live tokens of each row.
       is_free_BL: True at live tokens that may be misprinted.
       ratio_B: float32 in [0, 1].
-      kinds: of `dlm_jax.config.schema.MISPRINTS`, each as likely; one that is named twice is
+      kinds: of `MISPRINTS`, each as likely; one that is named twice is
         twice as likely.
     """
     num_positions = tokens_BL.shape[1]
@@ -449,7 +449,7 @@ def proofreading(
 
     A share of each row that is uniform on (0, max_ratio] is misprinted, in one of the kinds. A
     share `masked_rows` of the rows shows MASK besides, each at a share of its positions that is
-    uniform on (0, 1]. The targets are those of `dlm_jax.diffusion.objectives.Misprints`; a row that
+    uniform on (0, 1]. The targets are those of `Misprints`; a row that
     grows is cut at the canvas.
     """
     ratio_key, print_key, share_key, mask_key = jax.random.split(key, 4)

@@ -142,12 +142,18 @@ def errors(
     network: Network,
     params: Params,
     batch: Batch,
+    number_B: jax.Array,
     key: jax.Array,
+    *,
     how: ObjectiveConfig,
     random_ids: tuple[int, ...],
 ) -> Errors:
-    """A scorer's errors on the batch, corrupted; 0 for rows without a free position."""
-    rows = corrupt(batch, key, how, random_ids)
+    """A scorer's errors on the batch, corrupted; 0 for rows without a free position.
+
+    Rows lend each other wrong tokens, so those of a batch have noise together: that of the key and
+    of the first row's number.
+    """
+    rows = corrupt(batch, jax.random.fold_in(key, number_B[0]), how, random_ids)
     logit_B = score(network, params, rows.shown_BL, rows.length_B)
     squared_B = jnp.square(jax.nn.sigmoid(logit_B) - rows.share_B)
     found = Errors(squared_B, binary_cross_entropy(logit_B, rows.share_B), rows.share_B)

@@ -18,7 +18,7 @@ import numpy as np
 
 from dlm_jax.data import text_ids
 from dlm_jax.diffusion.likelihood import Costs, costs, half_width, ratio_and_error
-from dlm_jax.diffusion.objectives import Batch, ObjectiveConfig
+from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.heads import scorer
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.results import canvas_size
@@ -177,14 +177,6 @@ def _share(
     return jax.nn.sigmoid(scorer.score(network, params, batch.tokens_BL, batch.length_B))
 
 
-def _errors(
-    network: Network, params: Params, batch: Batch, number_B: jax.Array, key: jax.Array,
-    *, how: ObjectiveConfig, random_ids: tuple[int, ...],
-) -> scorer.Errors:  # fmt: skip
-    key = jax.random.fold_in(key, number_B[0])
-    return scorer.errors(network, params, batch, key, how, random_ids)
-
-
 @functools.lru_cache(maxsize=32)
 def _compiled(fn: Callable[..., Any], network: Network, **static: Any) -> Callable[..., Any]:
     options = cpu.compiler_options(is_training=False)
@@ -301,7 +293,10 @@ def held_out_errors(
     if model.config is None:
         raise ValueError("the scorer has no training config; load one with dlm_jax.load")
     run = _compiled(
-        _errors, model.network, how=model.config.objective, random_ids=text_ids(model.tokenizer)
+        scorer.errors,
+        model.network,
+        how=model.config.objective,
+        random_ids=text_ids(model.tokenizer),
     )
     return _in_batches(run, model, rows, batch_size, seed)
 

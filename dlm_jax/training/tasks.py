@@ -134,18 +134,14 @@ def sequence_scorer(
         raise ValueError("model.mode='sequence_scorer' needs a network with a scorer")
     corruption = setup.config.objective
     mixture = Mixture(random_length_share=corruption.random_length_share)
-
-    def measure(params: Params, batch: Batch, number_B: jax.Array, key: jax.Array) -> scorer.Errors:
-        # Rows lend each other wrong tokens, so those of a batch have a key together.
-        key = jax.random.fold_in(key, number_B[0])
-        return scorer.errors(network, params, batch, key, corruption, setup.text_ids)
-
     return Task(
         setup,
         network,
         mixture if objective is None else _own_mixture(setup, objective),
         heads,
-        measure=measure,
+        measure=functools.partial(
+            scorer.errors, network, how=corruption, random_ids=setup.text_ids
+        ),
         summarize=scorer.summary,
         line=scorer.error_line,
         figure="cross_entropy",

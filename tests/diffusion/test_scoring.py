@@ -136,9 +136,13 @@ def _judged():
 
     @jax.jit
     def run(key, same_key):
-        asked = corrupt(BATCH, key, *KNOWN)
+        asked = corrupt(BATCH, jax.random.fold_in(key, 6), *KNOWN)
         loss = scorer_loss(NETWORK, PARAMS, asked, jnp.float32(7))
-        return asked, loss, scorer.errors(NETWORK, PARAMS, BATCH, same_key, *KNOWN)
+        how, random_ids = KNOWN
+        errors = scorer.errors(
+            NETWORK, PARAMS, BATCH, 6 + jnp.arange(ROWS), same_key, how=how, random_ids=random_ids
+        )
+        return asked, loss, errors
 
     asked, loss, errors = jax.device_get(run(jax.random.key(1), jax.random.key(1)))
     logit = np.asarray(_score(PARAMS, asked.shown_BL, asked.length_B), np.float64)
