@@ -104,7 +104,8 @@ def main() -> None:
         with_mask, _ = reference_nats(own, reference, prompt, answer, bans_mask=False)
         rows = jnp.asarray(np.tile(tokens.astype(np.int32), (DRAWS, 1)))
         batch = Batch(rows, *(jnp.full(DRAWS, n) for n in (given + free, given)))
-        nats_B = at(model.network, model.params, batch, jnp.asarray(masks), mask_id=MASK)
+        nats_BN = at(model.network, model.params, batch, jnp.asarray(masks), mask_id=MASK)
+        nats_B = jnp.sum(nats_BN, axis=1)
         same = float(jnp.mean(nats_B))
         drawn = score_rows(
             model,
@@ -115,11 +116,11 @@ def main() -> None:
             },
             num_draws=2048, batch_size=1,
         )  # fmt: skip
-        error = float(np.sqrt(drawn.variance_N[0] + np.var(np.asarray(nats_B)) / DRAWS))
-        z = (float(drawn.nats_N[0]) - wanted) / max(error, 1e-4)
+        error = float(np.sqrt(drawn.variance_B[0] + np.var(np.asarray(nats_B)) / DRAWS))
+        z = (float(drawn.nats_B[0]) - wanted) / max(error, 1e-4)
         print(
             f"| {given} + {free} | {wanted:.5f} | {same:.5f} | {abs(same - wanted):.1e} | "
-            f"{float(drawn.nats_N[0]):.3f} ({z:+.1f} errors) | {with_mask - wanted:+.4f} |",
+            f"{float(drawn.nats_B[0]):.3f} ({z:+.1f} errors) | {with_mask - wanted:+.4f} |",
             flush=True,
         )
     print(f"vocabulary {VOCAB}, {DRAWS} masks")

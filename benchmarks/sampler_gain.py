@@ -23,9 +23,9 @@ import dlm_jax
 from dlm_jax.cli.common import start_jax
 from dlm_jax.data import load_corpus, validation_windows
 from dlm_jax.diffusion.corruption import mask_independently, stratified_times
-from dlm_jax.diffusion.heads import prepare_sampler_inputs
 from dlm_jax.diffusion.likelihood import ratio_and_error
 from dlm_jax.diffusion.losses import cross_entropy, cross_entropy_of
+from dlm_jax.heads.sampler import prepare_sampler_inputs
 from dlm_jax.inference.model import Model
 
 SHOWN: dict[str, tuple[int, ...]] = {"none": (), "left": (2,), "right": (1,), "both": (1, 2)}

@@ -19,15 +19,14 @@ import jax.numpy as jnp
 
 from dlm_jax.cli.common import start_jax
 from dlm_jax.config import Config, HeadsConfig, MeshConfig, ModelConfig, OptimConfig
-from dlm_jax.diffusion.corruption import LinearSchedule
-from dlm_jax.diffusion.mixture import Mixture
-from dlm_jax.diffusion.objectives import Batch, elbo
+from dlm_jax.diffusion.corruption import LINEAR
+from dlm_jax.diffusion.objectives import Batch, Mixture, elbo
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.heads import CRITIC, HEADS, MAIN, SAMPLER, Setup
 from dlm_jax.model.transformer import build
 from dlm_jax.training.optimisers import make_grouped_optimizer, make_optimizer
 from dlm_jax.training.stages import Stage, StageLoss
-from dlm_jax.training.train_step import StepConfig, init_state, make_train_step
+from dlm_jax.training.train_step import init_state, make_train_step
 
 VOCAB_SIZE, ROWS, POSITIONS = 512, 16, 128
 MASK = VOCAB_SIZE - 1
@@ -58,7 +57,7 @@ def make_step(name: str) -> tuple[Any, Any, float]:
     heads = tuple(head for make in HEADS if (head := make(setup)) is not None)
 
     def objective(batch: Batch, key: jax.Array) -> Any:
-        return elbo(batch, key, schedule=LinearSchedule(), mask_id=MASK)
+        return elbo(batch, key, schedule=LINEAR, mask_id=MASK)
 
     mixture = Mixture({"elbo": objective}, {"elbo": 1.0})
     loss = StageLoss(network=network, mixture=mixture, heads=heads, stage=stage, mask_id=MASK)
@@ -67,8 +66,8 @@ def make_step(name: str) -> tuple[Any, Any, float]:
         if has_heads
         else make_optimizer(optim, num_steps=1000)
     )
-    state = init_state(network, optimizer, jax.random.key(0), mesh=mesh)
-    step = make_train_step(loss, optimizer, state, mesh=mesh, config=StepConfig(MASK, ROWS))
+    state = init_state(network, optimizer, mesh, False, jax.random.key(0))
+    step = make_train_step(loss, optimizer, state, mesh=mesh, batch_size=ROWS)
     tokens_BL = jax.random.randint(jax.random.key(2), (ROWS, POSITIONS), 0, MASK)
     batch = Batch(tokens_BL, jnp.full(ROWS, POSITIONS), jnp.zeros(ROWS, jnp.int32))
     key = jax.random.key(1)

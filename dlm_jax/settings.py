@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import enum
 import functools
 import math
 import numbers
@@ -29,6 +30,7 @@ from dlm_jax.pytree import T, pytree
 INT_LIMIT = 2**31 - 1
 FINITE = 3.0e38
 ABOVE_ZERO = math.nextafter(0.0, 1.0)
+BELOW_ONE = math.nextafter(1.0, 0.0)
 
 UNSET: Any = ...
 """In place of a value that a refusal is not about."""
@@ -73,7 +75,7 @@ class Setting:
       default: of the type that every value has.
       help: one line that says what it does, with its range.
       low: smallest value; `ABOVE_ZERO` for any that is positive.
-      high: largest value.
+      high: largest value; `BELOW_ONE` for any below 1.
       choices: the texts it may be, with what each stands for.
       remedy: end of the line that refuses a value.
       activates: whether a value other than the default asks for its rule.
@@ -125,10 +127,11 @@ class Setting:
             raise self._refused(value, "is not a number")
         low, high, number = self.low, self.high, typing.cast(float, value)
         if self.kind is int:
-            low, high = max(low, -INT_LIMIT), min(high, INT_LIMIT)
+            low, high = max(low, -INT_LIMIT), INT_LIMIT if high == FINITE else high
         if not low <= number <= high:  # NaN fails every comparison
             begin = "(0" if low == ABOVE_ZERO else f"[{low:.10g}"
-            raise self._refused(value, f"is outside {begin}, {high:.10g}]")
+            end = "1)" if high == BELOW_ONE else f"{high:.10g}]"
+            raise self._refused(value, f"is outside {begin}, {end}")
         return int(number) if self.kind is int else value
 
     def _refused(self, value: Any, why: str) -> SettingError:
@@ -140,7 +143,7 @@ class Setting:
             return value
         if callable(value) and all(map(callable, choices.values())):
             return next((name for name, found in choices.items() if found is value), value)
-        named = meant(self.name, value)
+        named = meant(self.name.rpartition(".")[2], value)
         advice = f"use {named}" if named else f"did you mean {closest(str(value)[:60], choices)!r}?"
         raise SettingError(self.name, value, f"is not one of {', '.join(choices)}", advice)
 
@@ -298,6 +301,108 @@ def rule(cls: T) -> T:
     declared = (field.metadata.get("setting") for field in dataclasses.fields(made))
     made._settings = tuple({s.name: s for s in declared if s is not None}.values())
     return made
+
+
+class Trait(enum.Flag):
+    """What follows from a setting of a run beside its value; `keys` lists those that have one.
+
+    ``FREE``: a run may go on with another value. ``ONCE_SAVED``: it may only once a checkpoint
+    holds what follows from it. ``LOCAL``: of one machine; the processes of a run need not agree.
+    ``OWN``: no published model says it. ``TURNED``: nor does one that is turned from a causal into
+    a diffusion model. ``UNSEEN``: no shape of a parameter shows it, yet parameters are trained for
+    it. ``FOUND``: its default stands for what the corpus's tokenizer says. ``IDLE``: no parameter
+    of a published model depends on it.
+    """
+
+    NONE = 0
+    FREE = enum.auto()
+    ONCE_SAVED = enum.auto()
+    LOCAL = enum.auto()
+    OWN = enum.auto()
+    TURNED = enum.auto()
+    UNSEEN = enum.auto()
+    FOUND = enum.auto()
+    IDLE = enum.auto()
+
+
+def setting(default: Any, help: str, traits: Trait = Trait.NONE, **limits: Any) -> Any:
+    """A field of a section; `limits` are further attributes of its `Setting`."""
+    choices = limits.pop("choices", None)
+    if choices is not None:
+        limits["choices"] = {name: name for name in choices}
+    declared = Setting("", default, help, **limits)
+    return dataclasses.field(default=default, metadata={"setting": declared, "traits": traits})
+
+
+class Section:
+    """A section of a config: its values are checked when it is made.
+
+    Attributes:
+      declared: its settings by key.
+      traits: of each of them.
+      defaults: of each of them, as it is kept.
+    """
+
+    declared: ClassVar[Mapping[str, Setting]] = {}
+    traits: ClassVar[Mapping[str, Trait]] = {}
+    defaults: ClassVar[Mapping[str, Any]] = {}
+
+    def __post_init__(self) -> None:
+        for key, one in self.declared.items():
+            value = getattr(self, key)
+            # Most are the default itself, which has been checked.
+            if value is not self.defaults[key]:
+                object.__setattr__(self, key, one.checked(value))
+        self.check()
+
+    def check(self) -> None:
+        """Raises SettingError for values that do not go together."""
+
+
+def section(name: str, traits: Trait = Trait.NONE) -> Callable[[T], T]:
+    """Makes a dataclass the section of that name, all of whose keys have the `traits`, too."""
+
+    def make(cls: Any) -> Any:
+        found = {field.name: field.metadata for field in dataclasses.fields(cls)}
+        cls.declared = {
+            key: dataclasses.replace(meta["setting"], name=f"{name}.{key}")
+            for key, meta in found.items()
+        }
+        cls.traits = {key: meta["traits"] | traits for key, meta in found.items()}
+        cls.defaults = {key: one.default for key, one in cls.declared.items()}
+        return cls
+
+    return make
+
+
+def require(
+    condition: bool, name: str, value: Any, why: str, remedy: str = "", *others: str
+) -> None:
+    """Raises `SettingError` with the other arguments unless `condition` holds."""
+    if not condition:
+        raise SettingError(name, value, why, remedy, others)
+
+
+def names_of(
+    key: str, known: Sequence[str], *, least: int = 1, is_once: bool = True
+) -> Callable[[Any], tuple[str, ...]]:
+    """Makes a tuple of known names, at least so many, and each at most once."""
+
+    def parse(given: Any) -> tuple[str, ...]:
+        for name in given:
+            if name not in known:
+                raise SettingError(
+                    key, UNSET, f"has {name!r}, which is not one of {', '.join(known)}",
+                    f"did you mean {closest(name, known)!r}?",
+                )  # fmt: skip
+        is_repeated = is_once and len(set(given)) < len(given)
+        require(
+            len(given) >= least and not is_repeated, key, tuple(given), "names none or one twice",
+            "name each once",
+        )  # fmt: skip
+        return tuple(given)
+
+    return parse
 
 
 def neutral(settings: Sequence[Setting]) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from canvases import Row
 from jax.sharding import NamedSharding
 
 from dlm_jax.config import SampleConfig
-from dlm_jax.diffusion.corruption import LinearSchedule
+from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.sampling.loop import Advance, make_advance
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
@@ -32,7 +32,7 @@ def choices(name: str) -> tuple[str, ...]:
 
 ORDERS, REMASKS = choices("order"), choices("remask")
 SCHEDULES, CONFIDENCES = choices("schedule"), choices("confidence")
-FACTS = ModelFacts(toy.VOCAB_SIZE, toy.BANNED, (toy.EOS,), toy.SPACE, LinearSchedule(), True, True)
+FACTS = ModelFacts(toy.VOCAB_SIZE, toy.BANNED, (toy.EOS,), toy.SPACE, LINEAR, True, True)
 
 CASES: dict[str, dict[str, str]] = {
     f"{order}-{remask}": {

@@ -11,9 +11,8 @@ import toy
 from jax.sharding import Mesh
 
 from dlm_jax.config import Config, HeadsConfig, MeshConfig, SampleConfig, TrainConfig
-from dlm_jax.diffusion.corruption import LinearSchedule
-from dlm_jax.diffusion.mixture import Mixture
-from dlm_jax.diffusion.objectives import Batch, Denoising, denoising, elbo
+from dlm_jax.diffusion.corruption import LINEAR
+from dlm_jax.diffusion.objectives import Batch, Mixture, ObjectiveConfig, denoising, elbo
 from dlm_jax.distributed.partitions import make_mesh, path_name
 from dlm_jax.heads import CRITIC, HEADS, MAIN, SAMPLER, Head, Setup
 from dlm_jax.model.transformer import build
@@ -101,10 +100,10 @@ def batch(seed: int) -> Batch:
 def mixture(denoising_share: float = 0.0) -> Mixture:
     """The ELBO; with denoising, some supervised tokens are shown, and some of those wrongly."""
     parts = {
-        "elbo": functools.partial(elbo, schedule=LinearSchedule(), mask_id=toy.MASK),
+        "elbo": functools.partial(elbo, schedule=LINEAR, mask_id=toy.MASK),
         "denoising": functools.partial(
             denoising,
-            settings=Denoising(patterns=("random",), mask_share=0.5, random_share=0.3),
+            settings=ObjectiveConfig(patterns=("random",), mask_share=0.5, random_share=0.3),
             mask_id=toy.MASK,
             random_ids=(0, 1, 2),
         ),

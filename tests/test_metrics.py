@@ -74,14 +74,8 @@ def test_what_a_kill_left_of_a_line_is_passed_over(path):
         assert read_records(path) == RECORDS[:kept]
 
 
-def test_a_file_of_an_earlier_version_is_read_and_gets_its_checksums_when_it_grows(path):
-    old = "".join(json.dumps(record) + "\n" for record in RECORDS)
-    path.write_text(old)
-    assert read_records(path) == RECORDS
-    _write(path, [], step=5)
-    assert read_records(path) == RECORDS[:2]
-    assert path.read_bytes().count(b'"crc": ') == 2
-    # Beside lines with a checksum there is none without.
+def test_a_line_without_a_checksum_is_refused(path):
+    _write(path, RECORDS[:2])
     path.write_text(path.read_text() + json.dumps(RECORDS[2]) + "\n")
     with pytest.raises(ValueError, match="line 3 is damaged: it has no checksum; remove that"):
         read_records(path)

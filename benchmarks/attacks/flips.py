@@ -21,7 +21,7 @@ from dlm_jax.data.rows import is_intact
 from dlm_jax.store import load_params, load_weights, save_weights
 from dlm_jax.training.checks import check_same_run
 from dlm_jax.training.metrics import read_records
-from dlm_jax.training.run_directory import config_of_run
+from dlm_jax.training.run import config_of_run
 
 _FLIPS = 200
 Read = Callable[[], Any]

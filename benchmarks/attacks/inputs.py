@@ -183,8 +183,8 @@ def _bad_values(hint: Any) -> tuple[str, ...]:
 
 def _keys(folder: Path) -> Iterator[Case]:
     """Every key of a config with values that it cannot have."""
-    for key, hint in configs.key_types().items():
-        for value in _bad_values(hint):
+    for key, setting in configs.declared().items():
+        for value in _bad_values(setting.annotation):
             yield train.main, [*flags(folder, folder / "new"), f"--{key}={value}"]
     for section, key in (("model", "depth"), ("train", "steps"), ("model", "width")):
         for value in ("0", "-1"):

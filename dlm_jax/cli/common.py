@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import importlib
@@ -103,11 +102,10 @@ def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "mesh", "Splits rows and parameters over devices; one device if none of these is given."
     )
-    for field in dataclasses.fields(MeshConfig):
+    for name, setting in MeshConfig.declared.items():
         group.add_argument(
-            f"--mesh.{field.name}", metavar=field.name.upper(), default=argparse.SUPPRESS,
-            help=field.metadata["help"],
-        )  # fmt: skip
+            f"--mesh.{name}", metavar=name.upper(), default=argparse.SUPPRESS, help=setting.help
+        )
 
 
 def mesh_of(overrides: Mapping[str, str], *, is_distributed: bool) -> Mesh | None:

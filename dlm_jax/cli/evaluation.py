@@ -29,7 +29,7 @@ from dlm_jax.data import Corpus, load_corpus, validation_windows
 from dlm_jax.data.rows import Columns
 from dlm_jax.data.text import NAMED, read_jsonl
 from dlm_jax.diffusion.likelihood import half_width, plus_minus
-from dlm_jax.diffusion.sequence_scores import error_line, summary
+from dlm_jax.heads.scorer import error_line, summary
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.scoring import (
     MOST_AT_ONCE,
@@ -124,10 +124,10 @@ def _held_out(model: Model, args: Namespace, drawn: dict[str, int]) -> Iterator[
     # Characters are known for the whole text alone: each window gets its share by tokens.
     characters_N = tokens_N * (corpus.num_val_characters / tokens_N.sum())
     name = f"held-out text of {corpus.name}"
-    error_N = cost.text_variance_N**0.5
-    yield name, Score(cost.text_nats_N, tokens_N, characters_N, error_N, model.is_causal)
+    error_N = cost.text_variance_B**0.5
+    yield name, Score(cost.text_nats_B, tokens_N, characters_N, error_N, model.is_causal)
     if tail_N.any():
-        nats_N = cost.nats_N - cost.text_nats_N
+        nats_N = cost.nats_B - cost.text_nats_B
         unknown_N = np.full(len(nats_N), 0.0 if model.is_causal else np.nan)
         none_N = np.zeros_like(characters_N)
         yield f"EOS behind the {name}", Score(nats_N, tail_N, none_N, unknown_N, model.is_causal)

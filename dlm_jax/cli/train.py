@@ -32,8 +32,7 @@ from dlm_jax.training import Outcome, Run, describe, prepare, run_loop, say
 from dlm_jax.training.checks import check_model_fits, check_parts
 from dlm_jax.training.metrics import PICTURE
 from dlm_jax.training.plan import Plan, lines, plan
-from dlm_jax.training.run import load_resolved, mesh_config
-from dlm_jax.training.run_directory import config_of_run
+from dlm_jax.training.run import config_of_run, load_resolved, mesh_config
 from dlm_jax.training.train_loop import parse_span
 from dlm_jax.training.train_step import TrainState
 

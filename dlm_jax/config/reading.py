@@ -4,8 +4,6 @@ A config file holds one table per section (``[model]``, ``[data]``, ...); the sa
 are command-line flags (``--train.steps 100``). Unknown keys and ill-typed values are refused with
 one line that names the key, the value and the remedy.
 
-The flags of a config and of a request: one for each key, so that nothing is declared twice.
-
 A setting that is true or false is a flag without a value and its opposite, ``--edit`` and
 ``--no-edit``; ``--edit true`` and ``--edit=false`` mean the same.
 """
@@ -13,52 +11,20 @@ A setting that is true or false is a flag without a value and its opposite, ``--
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
-import functools
 import json
-import re
 import tomllib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from dlm_jax.config.schema import Config, RowSettings, SampleConfig
-from dlm_jax.elsewhere import meant, named_here
-
-# Values that runs were saved with, and their names of today.
-_OLDER = {"model.remat": {"true": "block", "false": "none"}}
-
-
-@functools.cache
-def sections() -> Mapping[str, type]:
-    """Config sections by name, in their order."""
-    return types.MappingProxyType(typing.get_type_hints(Config))
-
-
-@functools.cache
-def key_types() -> Mapping[str, Any]:
-    """Type of every key, by its dotted name."""
-    return types.MappingProxyType(
-        {
-            f"{section}.{name}": hint
-            for section, cls in sections().items()
-            for name, hint in hints_of(cls).items()
-        }
-    )
-
-
-@functools.cache
-def hints_of(cls: type) -> Mapping[str, Any]:
-    """Type of every field of a dataclass."""
-    hints = typing.get_type_hints(cls)
-    return types.MappingProxyType(
-        {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-    )
+from dlm_jax.config.schema import Config, RowSettings, SampleConfig, declared, sections
+from dlm_jax.elsewhere import named_here
+from dlm_jax.settings import Setting, SettingError
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
@@ -90,7 +56,7 @@ def from_dict(raw: Mapping[str, Any], *, where: str) -> Config:
             value = flat.pop(old)
             flat.setdefault(new, value)
     for key, value in flat.items():
-        _check_known(key, key_types(), where=where, what="key", value=value)
+        _check_known(key, declared(), where=where, what="key", value=value)
     try:
         return _build(flat)
     except ValueError as error:
@@ -122,48 +88,33 @@ def override(config: Config, overrides: Mapping[str, str]) -> Config:
     """
     if not overrides:
         return config
-    given: dict[str, Any] = {}
+    known, values = declared(), _flat(to_dict(config))
     for key, text in overrides.items():
-        _check_known(key, key_types(), where="command line", what="flag", value=text)
-        hint = key_types()[key]
+        _check_known(key, known, where="command line", what="flag", value=text)
         try:
-            given[key] = _typed(f"--{key}", _split(text, hint), hint, lenient=True)
+            values[key] = _from_text(f"--{key}", text, known[key])
         except ValueError as error:
             raise ValueError(f"command line: {error}") from None
-    nested = {name: dict(values) for name, values in to_dict(config).items()}
-    for key, value in given.items():
-        section, name = key.split(".", 1)
-        nested[section][name] = value
     try:
-        return _build(_flat(nested))
+        return _build(values)
     except ValueError as error:
-        raise ValueError(f"command line: {_blame(str(error), overrides)}") from None
-
-
-def _blame(message: str, overrides: Mapping[str, str]) -> str:
-    """The message behind the flags that it is about: those it names, or else all."""
-    named = [key for key in overrides if _names(message, key)]
-    flags = " ".join(f"--{key} {overrides[key]}" for key in named or overrides)
-    return f"{flags}: {message}"
-
-
-def _names(message: str, key: str) -> bool:
-    whole, last = re.escape(key), re.escape(key.split(".", 1)[1])
-    return re.search(rf"(?<![\w.]){whole}(?![\w.])|(?<![\w.]){last}=", message) is not None
+        about = {error.name, *error.others} if isinstance(error, SettingError) else set()
+        # A setting of a request goes by its own name, without that of the section.
+        named = [key for key in overrides if {key, key.removeprefix("sample.")} & about]
+        flags = " ".join(f"--{key} {overrides[key]}" for key in named or overrides)
+        raise ValueError(f"command line: {flags}: {error}") from None
 
 
 def _flat(nested: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Values by dotted key."""
     return {f"{s}.{name}": value for s, values in nested.items() for name, value in values.items()}
 
 
 def _build(flat: Mapping[str, Any]) -> Config:
-    """Config from values by dotted key, whose names are known."""
-    hints = key_types()
+    known = declared()
     nested: dict[str, dict[str, Any]] = {name: {} for name in sections()}
     for key, value in flat.items():
         section, name = key.split(".", 1)
-        nested[section][name] = _typed(key, value, hints[key], lenient=False)
+        nested[section][name] = _typed(key, value, known[key])
     return Config(**{name: cls(**nested[name]) for name, cls in sections().items()})
 
 
@@ -175,28 +126,28 @@ def sample_settings(
     Raises:
       ValueError: an unknown name, or a text that is no value of its type.
     """
-    hints = hints_of(kind)
     values = {}
     for name, text in texts.items():
-        _check_known(name, hints, where="command line", what="setting", value=text)
-        flag = "--" + name.replace("_", "-")
-        values[name] = _typed(flag, _split(text, hints[name]), hints[name], lenient=True)
+        _check_known(name, kind.declared, where="command line", what="setting", value=text)
+        values[name] = _from_text("--" + name.replace("_", "-"), text, kind.declared[name])
     return values
 
 
-def _typed(key: str, value: Any, hint: Any, *, lenient: bool) -> Any:
-    value = _OLDER.get(key, {}).get(str(value).lower(), value)
+def _from_text(flag: str, text: str, setting: Setting) -> Any:
+    return _typed(flag, _split(text, setting.annotation), setting, strict=False)
+
+
+def _typed(shown: str, value: Any, setting: Setting, *, strict: bool = True) -> Any:
+    """The value in the type of its setting, which errors call `shown`; its range is not checked."""
     try:
-        return msgspec.convert(value, hint, strict=not lenient)
+        return msgspec.convert(value, setting.annotation, strict=strict)
     except msgspec.ValidationError:
-        advice = ""
-        if typing.get_origin(hint) is Literal:
-            near = difflib.get_close_matches(str(value), typing.get_args(hint), n=1, cutoff=0.0)
-            named = meant(key.lstrip("-").rpartition(".")[2].replace("-", "_"), value)
-            advice = f"; use {named}" if named else f"; did you mean {near[0]!r}?"
-            if value == "float16":
-                advice = "; its range is too small for activations and gradients; use 'bfloat16'"
-        raise ValueError(f"{key}={value!r} is not {_describe(hint)}{advice}") from None
+        if setting.choices is None:
+            raise ValueError(f"{shown}={value!r} is not {_describe(setting.annotation)}") from None
+    try:
+        return setting.checked(value)
+    except SettingError as error:
+        raise ValueError(error.line(shown)) from None
 
 
 def _split(text: str, hint: Any) -> Any:
@@ -220,7 +171,6 @@ def _check_known(
 
 
 def shipped() -> dict[str, Path]:
-    """The configs that come with the package, by name."""
     folder = Path(__file__).parent.parent / "shipped" / "configs"
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
@@ -251,8 +201,6 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _describe(hint: Any) -> str:
-    if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(hint)))
     if typing.get_origin(hint) is tuple:
         kinds = {str: "texts", int: "whole numbers", float: "numbers"}
         kind = kinds[typing.get_args(hint)[0]]
@@ -267,14 +215,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds one flag per key, grouped by section, whose help tells what the key means."""
     for section, cls in sections().items():
         group = parser.add_argument_group(section, (cls.__doc__ or "").strip())
-        for field in dataclasses.fields(cls):
-            default = field.default
+        for name, setting in cls.declared.items():
+            default = cls.defaults[name]
             shown = ",".join(default) if isinstance(default, tuple) else default
-            _add(
-                group, f"{section}.{field.name}", hints_of(cls)[field.name],
-                metavar=field.name.upper(),
-                help=f"{field.metadata['help']} (default: {shown!r})",
-            )  # fmt: skip
+            _add(group, f"{section}.{name}", setting, name, f" (default: {shown!r})")
 
 
 def add_sample_flags(
@@ -284,18 +228,15 @@ def add_sample_flags(
     group = parser.add_argument_group(
         "sampling", "What is not given is what the checkpoint recommends."
     )
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        _add(
-            group, field.name.replace("_", "-"), hints_of(kind)[field.name],
-            metavar=field.name.split("_")[-1].upper(), help=field.metadata["help"],
-        )  # fmt: skip
+    for name, setting in kind.declared.items():
+        _add(group, name.replace("_", "-"), setting, name.split("_")[-1])
 
 
-def _add(group: Any, name: str, hint: Any, *, metavar: str, help: str) -> None:
+def _add(group: Any, name: str, setting: Setting, metavar: str, default: str = "") -> None:
     """One flag, and its opposite if it is true or false; a text is kept, and none if not given."""
-    help = help.replace("%", "%%")
-    kept: dict[str, Any] = {"default": argparse.SUPPRESS, "metavar": metavar}
-    if hint is not bool:
+    help = f"{setting.help}{default}".replace("%", "%%")
+    kept: dict[str, Any] = {"default": argparse.SUPPRESS, "metavar": metavar.upper()}
+    if setting.annotation is not bool:
         group.add_argument(f"--{name}", help=help, **kept)
         return
     group.add_argument(f"--{name}", nargs="?", const="true", help=help, **kept)
@@ -322,7 +263,7 @@ def parse_flags(
         advice = named_here(name, flags, value) if name.startswith("-") else ""
         advice = advice or f"did you mean {near[0]!r}?"
         raise ValueError(f"command line: unknown argument {name!r}; {advice}")
-    keys = key_types()
+    keys = declared()
     return args, {name: value for name, value in vars(args).items() if name in keys}
 
 

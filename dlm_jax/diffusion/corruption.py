@@ -1,92 +1,57 @@
-"""The forward process: when to corrupt how much, and which positions that hides.
+"""The forward process: when to corrupt how much, which positions that hits, and what they show.
 
-Corruption patterns of denoising: which positions are to be restored, and what they show.
-
-A pattern selects among the free positions of
-each row; a selected position then shows MASK, a random token or its own. The last two are what
-teaches a model about visible tokens: a pure MASK objective never asks about those.
+A pattern of denoising selects among the free positions of each row; a selected position then shows
+MASK, a random token or its own. The last two are what teaches a model about visible tokens: a pure
+MASK objective never asks about those.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
 
-class Schedule(Protocol):
+@dataclass(frozen=True)
+class Schedule:
     """How much is hidden at time ``t`` in (0, 1], and the weight of the cross-entropy there.
 
     ``alpha(t)``, the share still visible, falls from 1 to 0. The bound is the same for every
     schedule (Kingma et al. 2021, section 5.1); the variance of its estimate is not.
+
+    Attributes:
+      masked_ratio: ``1 - alpha(t)``, the probability that a token is MASK at time ``t``.
+      weight: ``-alpha'(t) / (1 - alpha(t))``.
     """
 
-    def masked_ratio(self, t: jax.Array) -> jax.Array:
-        """Probability ``1 - alpha(t)`` that a token is MASK at time ``t``."""
-        ...
-
-    def weight(self, t: jax.Array) -> jax.Array:
-        """``-alpha'(t) / (1 - alpha(t))``."""
-        ...
+    masked_ratio: Callable[[jax.Array], jax.Array]
+    weight: Callable[[jax.Array], jax.Array]
 
 
-@dataclass(frozen=True)
-class LinearSchedule:
-    """``alpha(t) = 1 - t``.
+LINEAR = Schedule(lambda t: t, lambda t: 1.0 / t)
+"""``alpha(t) = 1 - t``: Shi et al. 2024 (MD4), table 1; Sahoo et al. 2024 (MDLM), section 3."""
 
-    Shi et al. 2024 (MD4), table 1; Sahoo et al. 2024 (MDLM), section 3.
-    """
-
-    def masked_ratio(self, t: jax.Array) -> jax.Array:
-        """``t``."""
-        return t
-
-    def weight(self, t: jax.Array) -> jax.Array:
-        """``1 / t``."""
-        return 1.0 / t
+COSINE = Schedule(
+    # cos(pi/2 (1 - t)), written as a sine that is exact near 0.
+    lambda t: jnp.sin(0.5 * jnp.pi * t),
+    lambda t: 0.5 * jnp.pi / jnp.tan(0.5 * jnp.pi * t),
+)
+"""``alpha(t) = 1 - cos(pi/2 (1 - t))``: more of the time is spent with much hidden (MD4)."""
 
 
-@dataclass(frozen=True)
-class PolynomialSchedule:
-    """``alpha(t) = 1 - t^power``: above 1, more of the time is spent with little hidden.
-
-    Shi et al. 2024 (MD4), table 1.
-    """
-
-    power: float
-
-    def masked_ratio(self, t: jax.Array) -> jax.Array:
-        """``t^power``."""
-        return t**self.power
-
-    def weight(self, t: jax.Array) -> jax.Array:
-        """``power / t``."""
-        return self.power / t
-
-
-@dataclass(frozen=True)
-class CosineSchedule:
-    """``alpha(t) = 1 - cos(pi/2 (1 - t))``: more of the time is spent with much hidden.
-
-    Shi et al. 2024 (MD4), table 1.
-    """
-
-    def masked_ratio(self, t: jax.Array) -> jax.Array:
-        """``cos(pi/2 (1 - t))``, written as a sine that is exact near 0."""
-        return jnp.sin(0.5 * jnp.pi * t)
-
-    def weight(self, t: jax.Array) -> jax.Array:
-        """``pi/2 tan(pi/2 (1 - t))``."""
-        return 0.5 * jnp.pi / jnp.tan(0.5 * jnp.pi * t)
+@functools.cache
+def polynomial(power: float) -> Schedule:
+    """``alpha(t) = 1 - t^power``: above 1, more of the time is spent with little hidden (MD4)."""
+    return Schedule(lambda t: t**power, lambda t: power / t)
 
 
 SCHEDULES: dict[str, Callable[[float], Schedule]] = {
-    "linear": lambda power: LinearSchedule(),
-    "cosine": lambda power: CosineSchedule(),
-    "polynomial": PolynomialSchedule,
+    "linear": lambda power: LINEAR,
+    "cosine": lambda power: COSINE,
+    "polynomial": polynomial,
 }
 """Noise schedules by their name in a config; the polynomial one uses the power."""
 
@@ -122,9 +87,8 @@ def mask_exactly(key: jax.Array, count_B: jax.Array, is_free_BL: jax.Array) -> j
     return (rank_BL < count_B[:, None]) & is_free_BL
 
 
-def select_random(key: jax.Array, ratio_B: jax.Array, is_free_BL: jax.Array) -> jax.Array:
-    """True at selected positions, ``[B, L]``: each free one with its row's probability."""
-    return mask_independently(key, ratio_B, is_free_BL)
+PATTERNS = ("random", "sticky", "span")
+"""How the positions to restore may lie: each on its own, in clusters, in spans."""
 
 
 def select_sticky(

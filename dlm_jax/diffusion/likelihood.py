@@ -6,9 +6,9 @@ never counted.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,64 +20,122 @@ from dlm_jax.diffusion.losses import cross_entropy, hidden_of
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.types import Network, Params
 
+# Multiples of an irrational number are spread evenly over [0, 1): of the golden ratio over rows, of
+# the root of 2 over the blocks of one; in units of 2^-32, which wrap around exactly.
+_BETWEEN_ROWS, _BETWEEN_BLOCKS = 0x9E3779B9, 0x6A09E667
 
-class Bound(NamedTuple):
-    """Per row: the bound in nats for the whole row, and its variance over the draws of masks.
 
-    ``variance_B`` is that of the mean over the draws; it is NaN for a single draw.
+class Costs(NamedTuple):
+    """Per row: nats of its free tokens, and the variance of that over the draws of masks.
+
+    The same of its text alone, which is its free tokens but EOS. Variances are 0 where the
+    likelihood is exact, and NaN for a single draw.
     """
 
-    nats_B: jax.Array
-    variance_B: jax.Array
+    nats_B: Any
+    variance_B: Any
+    text_nats_B: Any
+    text_variance_B: Any
 
 
-class Parts(NamedTuple):
-    """The cost of whole rows, and what of it falls to their text: their tokens that are not EOS."""
+def costs(
+    network: Network,
+    params: Params,
+    batch: Batch,
+    number_B: jax.Array,
+    key: jax.Array,
+    *,
+    is_causal: bool,
+    mask_id: int,
+    eos_id: int,
+    num_draws: int = 1,
+) -> Costs:
+    """What each row costs: exactly under a causal model, else an unbiased estimate of its bound.
 
-    whole: Bound
-    text: Bound
+    The masks of a row follow from the key and the row's own number, whatever rows stand beside it.
+    Their counts are stratified over its draws and spread evenly over rows that are numbered in
+    turn, so that even one draw a row covers all noise levels; in a block-causal model, those of the
+    blocks are, which take the place of rows.
+
+    A row's bound is a sum over its positions: each one's cross-entropy wherever it is hidden. What
+    the text costs is what its positions add, the EOS behind it hidden as often as they are.
+
+    Args:
+      network: the model.
+      params: its parameters.
+      batch: the rows.
+      number_B: int32, of each row in whatever it belongs to.
+      key: of the masks; a causal model needs none.
+      is_causal: whether the model is.
+      mask_id: the id of MASK.
+      eos_id: the id that is no text.
+      num_draws: masks of a row.
+    """
+    is_text_BL = batch.tokens_BL != eos_id
+    if is_causal:
+        nll_BL = _causal_nll(network, params, batch, mask_id=mask_id)
+        none_B = jnp.zeros(nll_BL.shape[0], nll_BL.dtype)
+        text_B = jnp.sum(jnp.where(is_text_BL, nll_BL, 0.0), axis=1)
+        return Costs(jnp.sum(nll_BL, axis=1), none_B, text_B, none_B)
+    is_free_BNU = in_blocks(batch.is_free_BL(), network.block_length)
+    num_rows, num_blocks, _ = is_free_BNU.shape
+    key_B = jax.vmap(functools.partial(jax.random.fold_in, key))(number_B)
+    block_1N = jnp.arange(num_blocks, dtype=jnp.uint32)[None]
+    place_BN = (
+        jax.random.bits(key, (1, 1), jnp.uint32)
+        + number_B.astype(jnp.uint32)[:, None] * jnp.uint32(_BETWEEN_ROWS)
+        + block_1N * jnp.uint32(_BETWEEN_BLOCKS)
+    )
+    level_BN = place_BN.astype(jnp.float32) / 2.0**32
+    free_BN = jnp.sum(is_free_BNU, axis=2)
+
+    @jax.vmap
+    @functools.partial(jax.vmap, in_axes=(0, None, 0, 0))
+    def hidden(
+        block: jax.Array, key: jax.Array, count: jax.Array, is_free_U: jax.Array
+    ) -> jax.Array:
+        return mask_exactly(jax.random.fold_in(key, block), count[None], is_free_U[None])[0]
+
+    def one_draw(carry: None, draw: jax.Array) -> tuple[None, list[jax.Array]]:
+        share_BN = (level_BN + draw / num_draws) % 1.0
+        count_BN = jnp.minimum(1 + jnp.floor(share_BN * free_BN).astype(jnp.int32), free_BN)
+        drawn_B = jax.vmap(lambda key: jax.random.fold_in(key, draw))(key_B)
+        block_BN = jnp.broadcast_to(block_1N, (num_rows, num_blocks))
+        is_masked_BNU = hidden(block_BN, drawn_B, count_BN, is_free_BNU)
+        is_masked_BL = is_masked_BNU.reshape(num_rows, -1)[:, : batch.tokens_BL.shape[1]]
+        nll_BL = _hidden_nll(network, params, batch, is_masked_BL, mask_id=mask_id)
+        text_BL = jnp.where(is_text_BL, nll_BL, 0.0)
+        return carry, [
+            jnp.sum(_weighed(network, batch, is_masked_BL, part_BL), axis=1)
+            for part_BL in (nll_BL, text_BL)
+        ]
+
+    def mean(nats_SB: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if num_draws == 1:
+            return nats_SB[0], jnp.full(num_rows, jnp.nan)
+        return jnp.mean(nats_SB, axis=0), jnp.var(nats_SB, axis=0, ddof=1) / num_draws
+
+    _, (whole_SB, text_SB) = jax.lax.scan(one_draw, None, jnp.arange(num_draws))
+    return Costs(*mean(whole_SB), *mean(text_SB))
 
 
 def bound_at(
     network: Network, params: Params, batch: Batch, is_masked_BL: jax.Array, *, mask_id: int
 ) -> jax.Array:
-    """Bound in nats ``[B]`` at given masks: ``free / count`` times the cross-entropy they hide.
+    """Bound in nats of each block at given masks, ``[B, blocks]``; a row is one block of itself.
 
-    Averaged over counts uniform on 1..free and sets uniform of that count, this is the negative
-    ELBO of masked diffusion for every noise schedule, which is also the mean over all orders of
-    revealing one token at a time (Ou et al. 2024, theorem 2; LLaDA, Nie et al. 2025, equation 6).
-    Rows without a masked position get 0. Of a block-causal model, the sum of `block_bounds_at`.
+    It is ``free / count`` times the cross-entropy that the masks hide in the block. Averaged over
+    counts uniform on 1..free and sets uniform of that count, this is the negative ELBO of masked
+    diffusion for every noise schedule, which is also the mean over all orders of revealing one
+    token at a time (Ou et al. 2024, theorem 2; LLaDA, Nie et al. 2025, equation 6). That of a block
+    of a block-causal model stands behind the true tokens before it, all blocks in one call of the
+    trunk. A block without a masked position gets 0.
     """
     nll_BL = _hidden_nll(network, params, batch, is_masked_BL, mask_id=mask_id)
     return _weighed(network, batch, is_masked_BL, nll_BL)
 
 
 def _weighed(
-    network: Network, batch: Batch, is_masked_BL: jax.Array, nll_BL: jax.Array
-) -> jax.Array:
-    """Bound in nats ``[B]`` from the cross-entropy of what masks hide, or of some of it."""
-    if network.block_length:
-        return jnp.sum(_weighed_blocks(network, batch, is_masked_BL, nll_BL), axis=1)
-    count_B = jnp.maximum(jnp.sum(is_masked_BL, axis=1), 1)
-    num_free_B = jnp.sum(batch.is_free_BL(), axis=1)
-    return jnp.sum(nll_BL, axis=1) * num_free_B / count_B
-
-
-def block_bounds_at(
-    network: Network, params: Params, batch: Batch, is_masked_BL: jax.Array, *, mask_id: int
-) -> jax.Array:
-    """Bound in nats of each block of a block-causal model given those before it, ``[B, blocks]``.
-
-    At given masks, ``free / count`` times the cross-entropy that they hide in the block: averaged
-    over counts uniform on 1..free of the block and sets uniform of that count, the mean over all
-    orders of revealing the block's tokens one at a time, behind the true ones before it. All blocks
-    take one call of the trunk.
-    """
-    nll_BL = _hidden_nll(network, params, batch, is_masked_BL, mask_id=mask_id)
-    return _weighed_blocks(network, batch, is_masked_BL, nll_BL)
-
-
-def _weighed_blocks(
     network: Network, batch: Batch, is_masked_BL: jax.Array, nll_BL: jax.Array
 ) -> jax.Array:
     nll_BN, count_BN, free_BN = (
@@ -87,129 +145,37 @@ def _weighed_blocks(
     return nll_BN * free_BN / jnp.maximum(count_BN, 1)
 
 
-def in_blocks(x_BL: jax.Array, block_length: int) -> jax.Array:
-    """Rows cut into blocks, ``[B, blocks, block_length]``, with 0 or False behind their end."""
-    padded_BP = jnp.pad(x_BL, ((0, 0), (0, -x_BL.shape[1] % block_length)))
-    return padded_BP.reshape(x_BL.shape[0], -1, block_length)
-
-
-def _hidden_nll(
-    network: Network, params: Params, batch: Batch, is_masked_BL: jax.Array, *, mask_id: int
-) -> jax.Array:
-    """Cross-entropy of what masks hide, in nats; 0 elsewhere."""
-    shown_BL = jnp.where(is_masked_BL, mask_id, batch.tokens_BL)
-    hidden_BLD = hidden_of(network, params, shown_BL, batch.tokens_BL, batch.length_B)
-    nll_BL = cross_entropy(
-        network, params, hidden_BLD, batch.tokens_BL, mask_id=mask_id, is_read_BL=is_masked_BL
-    )
-    return jnp.where(is_masked_BL, nll_BL, 0.0)
-
-
-def bound(
-    network: Network,
-    params: Params,
-    batch: Batch,
-    key: jax.Array,
-    *,
-    mask_id: int,
-    num_draws: int = 1,
-) -> Bound:
-    """Unbiased estimate of each row's bound, from `num_draws` masks per row.
-
-    The masked counts are stratified over rows and draws, so that even one draw per row covers all
-    noise levels; in a block-causal model, those of the blocks are, which take the place of rows.
-    """
-    everywhere_BL = jnp.ones(batch.tokens_BL.shape, bool)
-    return _estimates(
-        network, params, batch, key, [everywhere_BL], mask_id=mask_id, num_draws=num_draws
-    )[0]
-
-
-def bound_parts(
-    network: Network,
-    params: Params,
-    batch: Batch,
-    key: jax.Array,
-    *,
-    mask_id: int,
-    eos_id: int,
-    num_draws: int = 1,
-) -> Parts:
-    """The estimate of `bound`, and the part of it that falls to tokens other than EOS.
-
-    A row's bound is a sum over its positions: each one's cross-entropy wherever it is hidden. What
-    the text costs is what its positions add, the EOS behind it hidden as often as they are.
-    """
-    counted = [jnp.ones(batch.tokens_BL.shape, bool), batch.tokens_BL != eos_id]
-    return Parts(
-        *_estimates(network, params, batch, key, counted, mask_id=mask_id, num_draws=num_draws)
-    )
-
-
-def _estimates(
-    network: Network,
-    params: Params,
-    batch: Batch,
-    key: jax.Array,
-    counted: Sequence[jax.Array],
-    *,
-    mask_id: int,
-    num_draws: int,
-) -> list[Bound]:
-    """The estimate of `bound` for the positions alone that each ``[B, L]`` of `counted` marks."""
-    is_free_BL = batch.is_free_BL()
-    shape, unit = is_free_BL.shape, network.block_length
-    if unit:
-        is_free_BL = in_blocks(is_free_BL, unit).reshape(-1, unit)
-    num_free_B = jnp.sum(is_free_BL, axis=1)
-    num_rows = is_free_BL.shape[0]
-    offset_key, mask_key = jax.random.split(key)
-    strata = jnp.arange(num_rows * num_draws).reshape(num_draws, num_rows)
-    spread = (jax.random.uniform(offset_key) + strata / strata.size) % 1.0
-
-    def one_draw(carry: None, piece: tuple[jax.Array, jax.Array]) -> tuple[None, list[jax.Array]]:
-        index, level_B = piece
-        count_B = 1 + jnp.floor(level_B * num_free_B).astype(jnp.int32)
-        is_masked_BL = mask_exactly(
-            jax.random.fold_in(mask_key, index), jnp.minimum(count_B, num_free_B), is_free_BL
-        )
-        is_masked_BL = is_masked_BL.reshape(shape[0], -1)[:, : shape[1]]
-        nll_BL = _hidden_nll(network, params, batch, is_masked_BL, mask_id=mask_id)
-        some = [jnp.where(is_counted_BL, nll_BL, 0.0) for is_counted_BL in counted]
-        return carry, [_weighed(network, batch, is_masked_BL, part_BL) for part_BL in some]
-
-    def mean(nats_SB: jax.Array) -> Bound:
-        if num_draws == 1:
-            return Bound(nats_SB[0], jnp.full(shape[0], jnp.nan))
-        return Bound(jnp.mean(nats_SB, axis=0), jnp.var(nats_SB, axis=0, ddof=1) / num_draws)
-
-    _, parts = jax.lax.scan(one_draw, None, (jnp.arange(num_draws), spread))
-    return [mean(nats_SB) for nats_SB in parts]
-
-
-def causal_parts(
-    network: Network, params: Params, batch: Batch, *, mask_id: int, eos_id: int
-) -> Parts:
-    """`causal_nll` of the rows, and the part of it that falls to tokens other than EOS."""
-    nll_BL = _causal_nll(network, params, batch, mask_id=mask_id)
-    none_B = jnp.zeros(nll_BL.shape[0], nll_BL.dtype)
-    is_text_BL = batch.tokens_BL != eos_id
-    return Parts(
-        Bound(jnp.sum(nll_BL, axis=1), none_B),
-        Bound(jnp.sum(jnp.where(is_text_BL, nll_BL, 0.0), axis=1), none_B),
-    )
-
-
 def causal_nll(network: Network, params: Params, batch: Batch, *, mask_id: int) -> jax.Array:
     """Exact negative log-likelihood in nats ``[B]`` of each row's free tokens, causal models."""
     return jnp.sum(_causal_nll(network, params, batch, mask_id=mask_id), axis=1)
 
 
 def _causal_nll(network: Network, params: Params, batch: Batch, *, mask_id: int) -> jax.Array:
-    """That of each token, ``[B, L]``; 0 at tokens that are given, and beyond the length."""
     hidden_BLD, _ = network.trunk(params, batch.tokens_BL, batch.length_B, None)
     nll_BL = cross_entropy(network, params, hidden_BLD, batch.tokens_BL, mask_id=mask_id)
     return jnp.where(batch.is_free_BL(), nll_BL, 0.0)
+
+
+def in_blocks(x_BL: jax.Array, block_length: int) -> jax.Array:
+    """Rows cut into blocks, ``[B, blocks, block_length]``, with 0 or False behind their end.
+
+    With a length of 0 a row is one block.
+    """
+    unit = block_length or x_BL.shape[1]
+    padded_BP = jnp.pad(x_BL, ((0, 0), (0, -x_BL.shape[1] % unit)))
+    return padded_BP.reshape(x_BL.shape[0], -1, unit)
+
+
+def _hidden_nll(
+    network: Network, params: Params, batch: Batch, is_masked_BL: jax.Array, *, mask_id: int
+) -> jax.Array:
+    """Cross-entropy of what masks hide, in nats ``[B, L]``; 0 elsewhere."""
+    shown_BL = jnp.where(is_masked_BL, mask_id, batch.tokens_BL)
+    hidden_BLD = hidden_of(network, params, shown_BL, batch.tokens_BL, batch.length_B)
+    nll_BL = cross_entropy(
+        network, params, hidden_BLD, batch.tokens_BL, mask_id=mask_id, is_read_BL=is_masked_BL
+    )
+    return jnp.where(is_masked_BL, nll_BL, 0.0)
 
 
 def ratio_and_error(nats_N: np.ndarray, tokens_N: np.ndarray) -> tuple[float, float]:

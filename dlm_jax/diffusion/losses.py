@@ -149,9 +149,9 @@ def at_read_positions(
     num_read = jnp.sum(is_read_BL)
 
     def in_front(x: jax.Array) -> jax.Array:
-        moved = _permuted(x.reshape(num, *x.shape[2:]), order_P)
-        moved = jnp.pad(moved, ((0, slices * size - num), *[(0, 0)] * (moved.ndim - 1)))
-        return moved.reshape(slices, size, *moved.shape[1:])
+        ordered = _permuted(x.reshape(num, *x.shape[2:]), order_P)
+        ordered = jnp.pad(ordered, ((0, slices * size - num), *[(0, 0)] * (ordered.ndim - 1)))
+        return ordered.reshape(slices, size, *ordered.shape[1:])
 
     def one_slice(first: jax.Array, *piece: jax.Array) -> jax.Array:
         return jax.lax.cond(

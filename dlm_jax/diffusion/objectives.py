@@ -1,29 +1,284 @@
-"""Rows whose tokens are missing, doubled, stray or wrong, and what should stand at each position.
-
-What the masks of denoising never teach: that text may have to move. `sampling/edits` reads from
-a model how likely the right neighbour is in a token's place, and how unlikely the token itself is;
-both mean something only to a model that has seen text that is a place off.
-
-Training objectives: what the network is shown of a batch, and what it must predict where.
+"""Training objectives: what the network is shown of a batch, and what it must predict where.
 
 An objective draws all of its noise for the whole batch before the network runs. So the noise does
 not depend on how the batch is cut into microbatches, and the weights are known before the first of
-them runs. For an objective that runs the network itself see `dlm_jax.diffusion.mixture`.
+them runs. One that runs the network itself is a `NetworkObjective`. A `Mixture` shares the rows of
+a batch between several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from dlm_jax.config import ObjectiveConfig
-from dlm_jax.config.schema import MISPRINTS, USUAL_MISPRINTS
-from dlm_jax.diffusion import corruption as patterns
-from dlm_jax.diffusion.corruption import Schedule, mask_independently, stratified_times
-from dlm_jax.types import live_positions
+from dlm_jax.diffusion import corruption
+from dlm_jax.diffusion.corruption import (
+    PATTERNS,
+    SCHEDULES,
+    Schedule,
+    mask_independently,
+    stratified_times,
+)
+from dlm_jax.diffusion.losses import Loss, cross_entropy
+from dlm_jax.settings import ABOVE_ZERO, Section, names_of, require, section, setting
+from dlm_jax.types import Network, Params, live_positions
+
+MISPRINTS = (
+    "missing", "wrong", "stray", "transposed", "missing_pair", "wrong_pair", "stray_pair"
+)  # fmt: skip
+USUAL_MISPRINTS = MISPRINTS[:3]
+
+
+@section("objective")
+@dataclass(frozen=True)
+class ObjectiveConfig(Section):
+    """What a bidirectional model is trained for; a causal one predicts the next token instead."""
+
+    schedule: str = setting(
+        "linear", "noise schedule of the ELBO: linear, cosine or polynomial",
+        choices=SCHEDULES,
+    )  # fmt: skip
+    schedule_power: float = setting(
+        2.0, "polynomial schedule: the share hidden at time t is t^power", low=ABOVE_ZERO, high=100
+    )
+    normaliser: str = setting(
+        "tokens",
+        "what the ELBO's weighted sum is divided by: tokens (all that are not given), rows (first "
+        "each row by its own tokens, then by the rows) or masked (the tokens that are hidden)",
+        choices=("tokens", "rows", "masked"),
+    )
+    time_weight: bool = setting(
+        True, "hidden tokens are weighted as the ELBO weights their time; false: all alike"
+    )
+    denoising_share: float = setting(
+        0.0, "share of each batch's rows, and of the loss, that is denoising instead of the ELBO",
+        low=0, high=1,
+    )  # fmt: skip
+    patterns: tuple[str, ...] = setting(
+        PATTERNS, "denoising: what selects the positions to restore, one a row",
+        hint=tuple[str, ...], parse=names_of("objective.patterns", PATTERNS),
+    )  # fmt: skip
+    max_ratio: float = setting(
+        1.0, "denoising: random and sticky select a share that is uniform up to this one",
+        low=ABOVE_ZERO, high=1,
+    )  # fmt: skip
+    sticky_alone: float = setting(
+        0.03, "sticky: chance of a position without selected neighbour", low=1e-3, high=1
+    )
+    sticky_beside: float = setting(
+        0.3, "sticky: chance of a position beside a selected one", low=ABOVE_ZERO, high=1
+    )
+    span_count: int = setting(3, "span: spans of a row", low=1, high=2**16)
+    mask_share: float = setting(
+        0.8, "denoising: share of the selected positions that show MASK", low=0, high=1
+    )
+    random_share: float = setting(
+        0.1, "denoising: share that shows a random token; the rest its own", low=0, high=1
+    )
+    identity_targets: bool = setting(
+        False, "denoising: ask for every position, not only for the selected ones"
+    )
+    proofreading_share: float = setting(
+        0.0,
+        "share of each batch's rows, and of the loss, that is misprinted: tokens missing, "
+        "stray or wrong",
+        low=0,
+        high=1,
+    )
+    misprint_ratio: float = setting(
+        0.1, "proofreading: a row's share of misprints is uniform up to this one",
+        low=ABOVE_ZERO, high=1,
+    )  # fmt: skip
+    misprint_kinds: tuple[str, ...] = setting(
+        USUAL_MISPRINTS,
+        "proofreading: what happens to a misprinted token, each as often as it is named; missing, "
+        "wrong or stray, transposed with the next one, or the same to two: missing_pair, "
+        "wrong_pair, stray_pair",
+        hint=tuple[str, ...],
+        parse=names_of("objective.misprint_kinds", MISPRINTS, is_once=False),
+    )
+    misprint_masked_rows: float = setting(
+        0.5, "proofreading: share of its rows that show MASK besides", low=0, high=1
+    )
+    random_length_share: float = setting(
+        0.0, "share of the batches that are cut to a random length; 0.01 is usual", low=0, high=1
+    )
+
+    def check(self) -> None:
+        for one, other in (
+            ("mask_share", "random_share"),
+            ("denoising_share", "proofreading_share"),
+        ):
+            first, second = getattr(self, one), getattr(self, other)
+            require(
+                first + second <= 1 + 1e-6, f"objective.{one}", first,
+                f"and objective.{other}={second} add up to more than 1", "lower one",
+                f"objective.{other}",
+            )  # fmt: skip
+
+
+class Batch(NamedTuple):
+    """Rows to train on.
+
+    Attributes:
+      tokens_BL: int32 clean tokens.
+      length_B: int32 live tokens of each row.
+      given_B: int32 leading tokens that are given, such as a prompt: shown as they are and not
+        predicted.
+    """
+
+    tokens_BL: jax.Array
+    length_B: jax.Array
+    given_B: jax.Array
+
+    def is_free_BL(self) -> jax.Array:
+        place_1L = jnp.arange(self.tokens_BL.shape[1])[None]
+        return (place_1L < self.length_B[:, None]) & (place_1L >= self.given_B[:, None])
+
+
+class Example(NamedTuple):
+    """What the network sees of a batch, and which tokens it must predict.
+
+    Attributes:
+      shown_BL: int32 canvas that the trunk reads.
+      weight_BL: float32 weight of each position's cross-entropy; 0 where nothing is predicted.
+      total: float32 scalar that the weighted sum is divided by.
+      truth: the rows to predict, where they are not those of the batch.
+    """
+
+    shown_BL: jax.Array
+    weight_BL: jax.Array
+    total: jax.Array
+    truth: Batch | None = None
+
+
+Objective = Callable[[Batch, jax.Array], Example]
+"""``(batch, key) -> Example``; rows that belong to another objective have length 0."""
+
+
+_SMALLEST_TIME = 1e-3
+
+
+def elbo(
+    batch: Batch,
+    key: jax.Array,
+    *,
+    schedule: Schedule,
+    mask_id: int,
+    block_length: int = 0,
+    over: str = "tokens",
+    is_weighted: bool = True,
+) -> Example:
+    """One-sample estimate of the continuous-time negative ELBO of masked diffusion, per token.
+
+    ``E_t [ -alpha'(t) / (1 - alpha(t)) * sum of the hidden tokens' cross-entropy ]``, with one
+    low-discrepancy time per row (Shi et al. 2024, equation 6; Sahoo et al. 2024, equation 11), or
+    per block of a block-causal model, whose bound is the sum over its blocks, each given the clean
+    ones before it (Arriola et al. 2025, Block diffusion, equation 6). Times below 1e-3 are not
+    drawn; what they hold of the bound is at most 1.6e-3 of it. The last two arguments ask for other
+    losses.
+
+    Args:
+      batch: whose free tokens may be hidden.
+      key: of the times and the masks.
+      schedule: of the noise.
+      mask_id: the id of MASK.
+      block_length: of a block-causal model, else 0.
+      over: ``tokens``: the sum is divided by all tokens that are not given (pre-training of LLaDA,
+        Nie et al. 2025, algorithm 1); ``rows``: each row by its own, then the mean over rows
+        (algorithm 2, its instruction tuning); ``masked``: by the tokens that are hidden (Dream).
+      is_weighted: whether tokens are weighted as the ELBO weights their time; LLaDA2 and Fast-dLLM
+        v2 train all alike.
+    """
+    time_key, mask_key = jax.random.split(key)
+    is_free_BL = batch.is_free_BL()
+    num_rows, num_positions = is_free_BL.shape
+    if block_length:
+        num_blocks = -(-num_positions // block_length)
+        t_P = stratified_times(time_key, num_rows * num_blocks, smallest=_SMALLEST_TIME)
+        # A row's blocks lie far apart in the strata, so that each row covers all times, too.
+        t_BN = t_P.reshape(num_blocks, num_rows).T
+        t = jnp.repeat(t_BN, block_length, axis=1)[:, :num_positions]
+    else:
+        t = stratified_times(time_key, num_rows, smallest=_SMALLEST_TIME)
+    is_masked_BL = mask_independently(mask_key, schedule.masked_ratio(t), is_free_BL)
+    weight = schedule.weight(t) if is_weighted else jnp.ones_like(t)
+    return elbo_at(batch, is_masked_BL, weight, mask_id=mask_id, over=over)
+
+
+def elbo_at(
+    batch: Batch,
+    is_masked_BL: jax.Array,
+    weight: jax.Array,
+    *,
+    mask_id: int,
+    over: str = "tokens",
+) -> Example:
+    """The example of given masks: ``weight`` times the cross-entropy of what they hide.
+
+    One weight a row, ``[B]``, or a position, ``[B, L]``. `over` is as in `elbo`.
+    """
+    weight_BL = weight if weight.ndim == 2 else weight[:, None]
+    weight_BL = jnp.where(is_masked_BL, weight_BL, 0.0)
+    free_B = jnp.sum(batch.is_free_BL(), axis=1)
+    total = jnp.sum(free_B)
+    if over == "rows":
+        weight_BL /= jnp.maximum(free_B, 1)[:, None]
+        total = jnp.sum(free_B > 0)
+    elif over == "masked":
+        total = jnp.sum(is_masked_BL)
+    shown_BL = jnp.where(is_masked_BL, mask_id, batch.tokens_BL)
+    return Example(shown_BL, weight_BL, total.astype(jnp.float32))
+
+
+def denoising(
+    batch: Batch,
+    key: jax.Array,
+    *,
+    settings: ObjectiveConfig,
+    mask_id: int,
+    random_ids: tuple[int, ...],
+) -> Example:
+    """Plain cross-entropy at the positions that a corruption pattern selects.
+
+    Each row takes one of the patterns, uniformly. ``random`` and ``sticky`` select a share of the
+    row that is uniform on (0, max_ratio]. With identity targets every free position is predicted,
+    selected or not.
+    """
+    is_free_BL = batch.is_free_BL()
+    num_rows = is_free_BL.shape[0]
+    choice_key, ratio_key, show_key, *keys = jax.random.split(key, 3 + len(settings.patterns))
+    ratio_B = settings.max_ratio * (1.0 - jax.random.uniform(ratio_key, (num_rows,)))
+    select = {
+        "random": lambda key: mask_independently(key, ratio_B, is_free_BL),
+        "sticky": lambda key: corruption.select_sticky(
+            key, ratio_B, is_free_BL,
+            alone=settings.sticky_alone, beside=settings.sticky_beside,
+        ),
+        "span": lambda key: corruption.select_spans(key, is_free_BL, count=settings.span_count),
+    }  # fmt: skip
+    choice_B = jax.random.randint(choice_key, (num_rows,), 0, len(settings.patterns))
+    is_selected_BL = jnp.zeros_like(is_free_BL)
+    for number, (name, pattern_key) in enumerate(zip(settings.patterns, keys, strict=True)):
+        is_selected_BL |= select[name](pattern_key) & (choice_B == number)[:, None]
+    shown_BL = corruption.show(
+        show_key,
+        batch.tokens_BL,
+        is_selected_BL,
+        mask_share=settings.mask_share,
+        random_share=settings.random_share,
+        mask_id=mask_id,
+        random_ids=random_ids,
+    )
+    is_predicted_BL = is_free_BL if settings.identity_targets else is_selected_BL
+    weight_BL = is_predicted_BL.astype(jnp.float32)
+    return Example(shown_BL, weight_BL, jnp.sum(weight_BL))
 
 
 class Misprints(NamedTuple):
@@ -77,7 +332,7 @@ def misprint(
       length_B: int32 live tokens of each row.
       is_free_BL: True at live tokens that may be misprinted.
       ratio_B: float32 in [0, 1].
-      kinds: of `dlm_jax.config.schema.MISPRINTS`, each as likely; one that is named twice is
+      kinds: of `MISPRINTS`, each as likely; one that is named twice is
         twice as likely.
     """
     num_positions = tokens_BL.shape[1]
@@ -181,188 +436,6 @@ def _after(x_BL: jax.Array, first: int | bool) -> jax.Array:
     return jnp.pad(x_BL[:, :-1], ((0, 0), (1, 0)), constant_values=first)
 
 
-_SMALLEST_TIME = 1e-3
-
-
-class Batch(NamedTuple):
-    """Rows to train on.
-
-    Attributes:
-      tokens_BL: int32 clean tokens.
-      length_B: int32 live tokens of each row.
-      given_B: int32 leading tokens that are given, such as a prompt: shown as they are and not
-        predicted.
-    """
-
-    tokens_BL: jax.Array
-    length_B: jax.Array
-    given_B: jax.Array
-
-    def is_free_BL(self) -> jax.Array:
-        """True at live tokens that are not given."""
-        place_1L = jnp.arange(self.tokens_BL.shape[1])[None]
-        return (place_1L < self.length_B[:, None]) & (place_1L >= self.given_B[:, None])
-
-
-class Example(NamedTuple):
-    """What the network sees of a batch, and which tokens it must predict.
-
-    Attributes:
-      shown_BL: int32 canvas that the trunk reads.
-      weight_BL: float32 weight of each position's cross-entropy; 0 where nothing is predicted.
-      total: float32 scalar that the weighted sum is divided by.
-      truth: the rows to predict, where they are not those of the batch.
-    """
-
-    shown_BL: jax.Array
-    weight_BL: jax.Array
-    total: jax.Array
-    truth: Batch | None = None
-
-
-Objective = Callable[[Batch, jax.Array], Example]
-"""``(batch, key) -> Example``; rows that belong to another objective have length 0."""
-
-
-class Normaliser(NamedTuple):
-    """How the losses of hidden tokens become one; the defaults give the bound per token.
-
-    Attributes:
-      over: ``tokens``: the sum is divided by all tokens that are not given (pre-training of LLaDA,
-        Nie et al. 2025, algorithm 1); ``rows``: each row by its own, then the mean over rows
-        (algorithm 2, its instruction tuning); ``masked``: by the tokens that are hidden (Dream).
-      is_weighted: whether tokens are weighted as the ELBO weights their time; LLaDA2 and Fast-dLLM
-        v2 train all alike.
-    """
-
-    over: str = "tokens"
-    is_weighted: bool = True
-
-
-BOUND = Normaliser()
-
-
-def elbo(
-    batch: Batch,
-    key: jax.Array,
-    *,
-    schedule: Schedule,
-    mask_id: int,
-    block_length: int = 0,
-    normaliser: Normaliser = BOUND,
-) -> Example:
-    """One-sample estimate of the continuous-time negative ELBO of masked diffusion, per token.
-
-    ``E_t [ -alpha'(t) / (1 - alpha(t)) * sum of the hidden tokens' cross-entropy ]``, with one
-    low-discrepancy time per row (Shi et al. 2024, equation 6; Sahoo et al. 2024, equation 11), or
-    per block of a block-causal model, whose bound is the sum over its blocks, each given the clean
-    ones before it (Arriola et al. 2025, Block diffusion, equation 6). Times below 1e-3 are not
-    drawn; what they hold of the bound is at most 1.6e-3 of it. With another `normaliser` it is what
-    that says instead.
-    """
-    time_key, mask_key = jax.random.split(key)
-    is_free_BL = batch.is_free_BL()
-    num_rows, num_positions = is_free_BL.shape
-    if block_length:
-        num_blocks = -(-num_positions // block_length)
-        t_P = stratified_times(time_key, num_rows * num_blocks, smallest=_SMALLEST_TIME)
-        # A row's blocks lie far apart in the strata, so that each row covers all times, too.
-        t_BN = t_P.reshape(num_blocks, num_rows).T
-        t = jnp.repeat(t_BN, block_length, axis=1)[:, :num_positions]
-    else:
-        t = stratified_times(time_key, num_rows, smallest=_SMALLEST_TIME)
-    is_masked_BL = mask_independently(mask_key, schedule.masked_ratio(t), is_free_BL)
-    weight = schedule.weight(t) if normaliser.is_weighted else jnp.ones_like(t)
-    return elbo_at(batch, is_masked_BL, weight, mask_id=mask_id, over=normaliser.over)
-
-
-def elbo_at(
-    batch: Batch,
-    is_masked_BL: jax.Array,
-    weight: jax.Array,
-    *,
-    mask_id: int,
-    over: str = BOUND.over,
-) -> Example:
-    """The example of given masks: ``weight`` times the cross-entropy of what they hide.
-
-    One weight a row, ``[B]``, or a position, ``[B, L]``. `over` is as in `Normaliser`.
-    """
-    weight_BL = weight if weight.ndim == 2 else weight[:, None]
-    weight_BL = jnp.where(is_masked_BL, weight_BL, 0.0)
-    free_B = jnp.sum(batch.is_free_BL(), axis=1)
-    total = jnp.sum(free_B)
-    if over == "rows":
-        weight_BL /= jnp.maximum(free_B, 1)[:, None]
-        total = jnp.sum(free_B > 0)
-    elif over == "masked":
-        total = jnp.sum(is_masked_BL)
-    shown_BL = jnp.where(is_masked_BL, mask_id, batch.tokens_BL)
-    return Example(shown_BL, weight_BL, total.astype(jnp.float32))
-
-
-class Denoising(NamedTuple):
-    """How denoising corrupts; the names are those of the config's ``objective`` section."""
-
-    patterns: tuple[str, ...] = ("random", "sticky", "span")
-    max_ratio: float = 1.0
-    sticky_alone: float = 0.03
-    sticky_beside: float = 0.3
-    span_count: int = 3
-    mask_share: float = 0.8
-    random_share: float = 0.1
-    identity_targets: bool = False
-
-
-def denoising_settings(config: ObjectiveConfig) -> Denoising:
-    """Those of a config."""
-    return Denoising(**{name: getattr(config, name) for name in Denoising._fields})
-
-
-def denoising(
-    batch: Batch,
-    key: jax.Array,
-    *,
-    settings: Denoising,
-    mask_id: int,
-    random_ids: tuple[int, ...],
-) -> Example:
-    """Plain cross-entropy at the positions that a corruption pattern selects.
-
-    Each row takes one of the patterns, uniformly. ``random`` and ``sticky`` select a share of the
-    row that is uniform on (0, max_ratio]. With identity targets every free position is predicted,
-    selected or not.
-    """
-    is_free_BL = batch.is_free_BL()
-    num_rows = is_free_BL.shape[0]
-    choice_key, ratio_key, show_key, *keys = jax.random.split(key, 3 + len(settings.patterns))
-    ratio_B = settings.max_ratio * (1.0 - jax.random.uniform(ratio_key, (num_rows,)))
-    select = {
-        "random": lambda key: patterns.select_random(key, ratio_B, is_free_BL),
-        "sticky": lambda key: patterns.select_sticky(
-            key, ratio_B, is_free_BL,
-            alone=settings.sticky_alone, beside=settings.sticky_beside,
-        ),
-        "span": lambda key: patterns.select_spans(key, is_free_BL, count=settings.span_count),
-    }  # fmt: skip
-    choice_B = jax.random.randint(choice_key, (num_rows,), 0, len(settings.patterns))
-    is_selected_BL = jnp.zeros_like(is_free_BL)
-    for number, (name, pattern_key) in enumerate(zip(settings.patterns, keys, strict=True)):
-        is_selected_BL |= select[name](pattern_key) & (choice_B == number)[:, None]
-    shown_BL = patterns.show(
-        show_key,
-        batch.tokens_BL,
-        is_selected_BL,
-        mask_share=settings.mask_share,
-        random_share=settings.random_share,
-        mask_id=mask_id,
-        random_ids=random_ids,
-    )
-    is_predicted_BL = is_free_BL if settings.identity_targets else is_selected_BL
-    weight_BL = is_predicted_BL.astype(jnp.float32)
-    return Example(shown_BL, weight_BL, jnp.sum(weight_BL))
-
-
 def proofreading(
     batch: Batch,
     key: jax.Array,
@@ -376,7 +449,7 @@ def proofreading(
 
     A share of each row that is uniform on (0, max_ratio] is misprinted, in one of the kinds. A
     share `masked_rows` of the rows shows MASK besides, each at a share of its positions that is
-    uniform on (0, 1]. The targets are those of `dlm_jax.diffusion.objectives.Misprints`; a row that
+    uniform on (0, 1]. The targets are those of `Misprints`; a row that
     grows is cut at the canvas.
     """
     ratio_key, print_key, share_key, mask_key = jax.random.split(key, 4)
@@ -415,3 +488,181 @@ def at_random_length(batch: Batch, key: jax.Array, *, share: float) -> Batch:
         num_positions,
     )
     return batch._replace(length_B=jnp.minimum(batch.length_B, limit))
+
+
+@dataclass(frozen=True)
+class NetworkObjective:
+    """An objective that runs the network itself, as often and on whatever it needs.
+
+    Attributes:
+      draw: ``(batch, key) -> noise``, a pytree of everything random, drawn for the whole batch
+        before it is cut into microbatches: every leaf is ``[B, ...]`` or, like the total that a
+        loss is divided by, a scalar. Rows of other objectives have length 0.
+      loss: ``(network, params, noise) -> Loss``, differentiated for all parameters that train.
+    """
+
+    draw: Callable[[Batch, jax.Array], Any]
+    loss: Callable[[Network, Params, Any], Loss]
+
+
+class MixedExample(NamedTuple):
+    """A batch with the examples of a mixture: each row belongs to one objective.
+
+    Attributes:
+      batch: the rows to predict.
+      shown_BL: int32 canvas that the trunk reads.
+      weights: by objective, float32 ``[B, L]`` as in `Example`; 0 in the rows of the others.
+      totals: by objective, float32 scalar as in `Example`.
+      noise: what each `NetworkObjective` drew.
+    """
+
+    batch: Batch
+    shown_BL: jax.Array
+    weights: dict[str, jax.Array]
+    totals: dict[str, jax.Array]
+    noise: dict[str, Any]
+
+    def is_supervised_BL(self) -> jax.Array:
+        """True where some objective asks the LM head for the token."""
+        weights = [weight_BL > 0 for weight_BL in self.weights.values()]
+        return jnp.any(jnp.stack(weights or [jnp.zeros(self.shown_BL.shape, bool)]), axis=0)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Objectives that share every batch: each has its rows, and its share of the loss.
+
+    Attributes:
+      objectives: by name.
+      shares: by name, share of the rows (rounded) and of the loss; they add up to 1.
+      random_length_share: share of the batches that are cut, see `at_random_length`.
+    """
+
+    objectives: Mapping[str, Objective | NetworkObjective] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
+    random_length_share: float = 0.0
+
+    @property
+    def reads_trunk(self) -> bool:
+        """Whether an objective is answered from the trunk's pass over the shown canvas."""
+        return any(not isinstance(one, NetworkObjective) for one in self.objectives.values())
+
+    def example(self, batch: Batch, key: jax.Array) -> MixedExample:
+        """The batch's example, with noise from `key` alone."""
+        length_key, *keys = jax.random.split(key, 1 + len(self.objectives))
+        if self.random_length_share > 0:
+            batch = at_random_length(batch, length_key, share=self.random_length_share)
+        mixed = MixedExample(batch, batch.tokens_BL, {}, {}, {})
+        owner_B = self._owners(batch.tokens_BL.shape[0])
+        for number, (name, objective) in enumerate(self.objectives.items()):
+            is_own_B = owner_B == number
+            own = batch._replace(length_B=jnp.where(is_own_B, batch.length_B, 0))
+            if isinstance(objective, NetworkObjective):
+                mixed.noise[name] = objective.draw(own, keys[number])
+            else:
+                mixed = _with_rows(mixed, name, is_own_B, objective(own, keys[number]))
+        return mixed
+
+    def losses(
+        self,
+        network: Network,
+        params: Params,
+        example: MixedExample,
+        hidden_BLD: jax.Array | None,
+        *,
+        mask_id: int,
+    ) -> dict[str, Loss]:
+        """By objective, its loss over the example.
+
+        `hidden_BLD` is what the trunk returned for ``example.shown_BL``, if the mixture
+        `reads_trunk`. MASK is never a prediction.
+        """
+        found = {}
+        if hidden_BLD is not None:
+            targets_BL = example.batch.tokens_BL
+            nll_BL = cross_entropy(
+                network, params, hidden_BLD, targets_BL,
+                mask_id=mask_id, is_read_BL=example.is_supervised_BL(),
+            )  # fmt: skip
+            for name, weight_BL in example.weights.items():
+                # Where nothing is predicted, the text may hold a MASK, which costs infinity.
+                weighted_BL = jnp.where(weight_BL > 0, weight_BL * nll_BL, 0.0)
+                found[name] = Loss(jnp.sum(weighted_BL), example.totals[name])
+        for name, objective in self.objectives.items():
+            if isinstance(objective, NetworkObjective):
+                found[name] = objective.loss(network, params, example.noise[name])
+        return {name: found[name] for name in self.objectives}
+
+    def without_rows(self, num_rows: int) -> list[str]:
+        """Names of the objectives whose shares round to no row of a batch."""
+        counts = np.bincount(self._owners(num_rows), minlength=len(self.objectives))
+        return [name for name, count in zip(self.objectives, counts, strict=True) if not count]
+
+    def fills(self, num_rows: int, num_parts: int) -> bool:
+        """Whether every objective has a row in each part of a batch, rows dealt out in turn."""
+        owner_B, names = self._owners(num_rows), range(len(self.objectives))
+        return all(set(names) <= set(owner_B[part::num_parts]) for part in range(num_parts))
+
+    def _owners(self, num_rows: int) -> np.ndarray:
+        """Number of the objective that each row belongs to, interleaved."""
+        middle = (np.arange(num_rows) + 0.5) / num_rows
+        # Rows are dealt in an order that spreads every objective over the batch (golden ratio).
+        spread = np.argsort(np.argsort((np.arange(num_rows) * 0.618034) % 1.0))
+        bounds = np.cumsum(list(self.shares.values()))[:-1]
+        return np.searchsorted(bounds, middle[spread], side="right")
+
+
+def _with_rows(mixed: MixedExample, name: str, is_own_B: np.ndarray, example: Any) -> MixedExample:
+    """`mixed`, with the example of one objective in that objective's rows."""
+
+    def choose(own: jax.Array, other: jax.Array) -> jax.Array:
+        return jnp.where(is_own_B.reshape(-1, *[1] * (own.ndim - 1)), own, other)
+
+    batch = mixed.batch
+    if example.truth is not None:
+        batch = Batch(*map(choose, example.truth, batch))
+    return mixed._replace(
+        batch=batch,
+        shown_BL=choose(example.shown_BL, mixed.shown_BL),
+        weights=mixed.weights | {name: example.weight_BL},
+        totals=mixed.totals | {name: example.total},
+    )
+
+
+def mixture_of(
+    config: ObjectiveConfig, *, mask_id: int, random_ids: tuple[int, ...], block_length: int = 0
+) -> Mixture:
+    """The objectives as a config mixes them; those without a share are left out.
+
+    Args:
+      config: the section.
+      mask_id: the id of MASK.
+      random_ids: ids that a corruption may show instead of the true token.
+      block_length: of a block-causal model, else 0.
+    """
+    table: dict[str, tuple[float, Objective]] = {
+        "elbo": (
+            1.0 - config.denoising_share - config.proofreading_share,
+            functools.partial(
+                elbo, schedule=SCHEDULES[config.schedule](config.schedule_power), mask_id=mask_id,
+                block_length=block_length, over=config.normaliser, is_weighted=config.time_weight,
+            ),
+        ),
+        "denoising": (
+            config.denoising_share,
+            functools.partial(denoising, settings=config, mask_id=mask_id, random_ids=random_ids),
+        ),
+        "proofreading": (
+            config.proofreading_share,
+            functools.partial(
+                proofreading, max_ratio=config.misprint_ratio, mask_id=mask_id,
+                kinds=config.misprint_kinds, masked_rows=config.misprint_masked_rows,
+            ),
+        ),
+    }  # fmt: skip
+    used = {name: found for name, found in table.items() if found[0] > 1e-6}
+    return Mixture(
+        {name: objective for name, (_, objective) in used.items()},
+        {name: share for name, (share, _) in used.items()},
+        random_length_share=config.random_length_share,
+    )

@@ -16,7 +16,41 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils, topologies
 
-from dlm_jax.config import MeshConfig
+from dlm_jax.settings import Section, Trait, require, section, setting
+
+_MOST_DEVICES = 2**20
+
+
+@section("mesh", Trait.FREE)
+@dataclass(frozen=True)
+class MeshConfig(Section):
+    """How devices are arranged: the product of the axes is the number of devices."""
+
+    data: int = setting(
+        -1, "devices that split the batch; -1: all that the other axes leave", low=-1,
+        high=_MOST_DEVICES,
+    )  # fmt: skip
+    fsdp: int = setting(
+        0,
+        "devices that also split parameters and optimiser state; 0: as few as leave three quarters "
+        "of an accelerator's memory free",
+        low=0,
+        high=_MOST_DEVICES,
+    )
+    tensor: int = setting(
+        1, "devices that split the matrices of one layer", low=1, high=_MOST_DEVICES
+    )
+    expert: int = setting(
+        1, "devices that split experts, and the batch where there are none", low=1,
+        high=_MOST_DEVICES,
+    )  # fmt: skip
+    context: int = setting(
+        1, "devices that split the positions of a row, for very long rows", low=1,
+        high=_MOST_DEVICES,
+    )  # fmt: skip
+
+    def check(self) -> None:
+        require(self.data != 0, "mesh.data", self.data, "must be -1 or at least 1")
 
 
 @dataclass(frozen=True)

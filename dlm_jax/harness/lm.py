@@ -367,7 +367,7 @@ def _costs(network: Network, mask_id: int, is_causal: bool) -> Callable[..., jax
         batch = Batch(tokens, length, given)
         if is_causal:
             return causal_nll(network, params, batch, mask_id=mask_id)
-        return bound_at(network, params, batch, masked, mask_id=mask_id)
+        return jax.numpy.sum(bound_at(network, params, batch, masked, mask_id=mask_id), axis=1)
 
     return jax.jit(run, compiler_options=cpu.compiler_options(is_training=False))
 

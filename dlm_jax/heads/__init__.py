@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dlm_jax.heads.critic import CRITIC, critic_head
 from dlm_jax.heads.head import MAIN, Head, HeadInputs, Setup, Stage, with_own_parameters
 from dlm_jax.heads.sampler import SAMPLER, sampler_head
-from dlm_jax.heads.scorer import SCORER, corrupter_of, scorer_head
+from dlm_jax.heads.scorer import SCORER, scorer_head
 
 HEADS: tuple[Callable[[Setup], Head | None], ...] = (sampler_head, critic_head, scorer_head)
 """Every head by the function that makes its record, or None where the config has no such head.
@@ -17,5 +17,5 @@ A stage trains them, and adds up their losses, in this order.
 
 __all__ = [
     "CRITIC", "HEADS", "MAIN", "SAMPLER", "SCORER", "Head", "HeadInputs", "Setup", "Stage",
-    "corrupter_of", "critic_head", "sampler_head", "scorer_head", "with_own_parameters",
+    "critic_head", "sampler_head", "scorer_head", "with_own_parameters",
 ]  # fmt: skip

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from dlm_jax.diffusion.heads import critic_loss, critic_positions, critic_targets
 from dlm_jax.diffusion.losses import Loss
-from dlm_jax.diffusion.mixture import MixedExample
+from dlm_jax.diffusion.objectives import MixedExample
 from dlm_jax.distributed.partitions import ROWS
 from dlm_jax.heads.head import Head, HeadInputs, Setup
 from dlm_jax.heads.sampler import SAMPLER
@@ -26,6 +24,8 @@ from dlm_jax.sampling.transforms import Chain, Context, LogitBias
 from dlm_jax.types import Network, Params, live_positions
 
 CRITIC = "critic_head"
+RECOMMENDED = ("sample.sampler_min_neighbors_ratio", "sample.sampler_even_odd")
+"""Settings of requests that its canvases are filled with."""
 
 
 def critic_head(setup: Setup) -> Head | None:
@@ -36,21 +36,37 @@ def critic_head(setup: Setup) -> Head | None:
     """
     if not setup.config.model.add_critic_head:
         return None
-    settings = setup.config.heads
-    positions = functools.partial(
-        _positions, mask_id=setup.mask_id, masked_only=settings.critic_masked_only
-    )
-    filler = Filler(
-        mask_id=setup.mask_id,
-        banned_ids=setup.banned_ids,
-        min_neighbors_ratio=setup.config.sample.sampler_min_neighbors_ratio,
-        is_alternating=setup.config.sample.sampler_even_odd,
-        mesh=setup.mesh,
-    )
+    settings, mask_id = setup.config.heads, setup.mask_id
+
+    def positions(example: MixedExample) -> tuple[jax.Array, jax.Array]:
+        return critic_positions(
+            example.shown_BL, example.batch.length_B, example.is_supervised_BL(),
+            mask_id=mask_id, masked_only=settings.critic_masked_only,
+        )  # fmt: skip
+
+    def draw(example: MixedExample, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(uint32 seeds ``[B]`` of the draws that fill the canvas, number of judged positions)."""
+        _, is_judged_BL = positions(example)
+        seed_B = jax.random.bits(key, (example.shown_BL.shape[0],), jnp.uint32)
+        return seed_B, jnp.sum(is_judged_BL).astype(jnp.float32)
+
+    def loss(inputs: HeadInputs) -> Loss:
+        batch, shown_BL, (seed_B, num_judged) = (
+            inputs.example.batch, inputs.example.shown_BL, inputs.noise
+        )  # fmt: skip
+        is_hole_BL, is_judged_BL = positions(inputs.example)
+        candidates_BL = filled(
+            setup, inputs.network, inputs.stage.trains(SAMPLER),
+            jax.lax.stop_gradient(inputs.params), jax.lax.stop_gradient(inputs.hidden_BLD),
+            shown_BL, batch.length_B, is_hole_BL, seed_B,
+        )  # fmt: skip
+        targets = critic_targets(shown_BL, batch.tokens_BL, candidates_BL, is_hole_BL, is_judged_BL)
+        return critic_loss(inputs.network, inputs.params, targets, batch.length_B, num_judged)
+
     return Head(
         name=CRITIC,
-        draw=functools.partial(_draw, positions=positions),
-        loss=functools.partial(_loss, positions=positions, filler=filler),
+        draw=draw,
+        loss=loss,
         trains_trunk=True,
         start=settings.start_critic_iteration,
         end=settings.end_critic_iteration,
@@ -59,102 +75,118 @@ def critic_head(setup: Setup) -> Head | None:
     )
 
 
-def _positions(
-    example: MixedExample, *, mask_id: int, masked_only: bool
-) -> tuple[jax.Array, jax.Array]:
-    return critic_positions(
-        example.shown_BL, example.batch.length_B, example.is_supervised_BL(),
-        mask_id=mask_id, masked_only=masked_only,
-    )  # fmt: skip
-
-
-def _draw(example: MixedExample, key: jax.Array, *, positions: Any) -> tuple[jax.Array, jax.Array]:
-    """(uint32 seeds ``[B]`` of the draws that fill the canvas, number of judged positions)."""
-    _, is_judged_BL = positions(example)
-    seed_B = jax.random.bits(key, (example.shown_BL.shape[0],), jnp.uint32)
-    return seed_B, jnp.sum(is_judged_BL).astype(jnp.float32)
-
-
-def _loss(inputs: HeadInputs, *, positions: Any, filler: Filler) -> Loss:
-    network, params, example = inputs.network, inputs.params, inputs.example
-    batch, shown_BL, (seed_B, num_judged) = example.batch, example.shown_BL, inputs.noise
-    is_hole_BL, is_judged_BL = positions(example)
-    candidates_BL = filler(
-        network, jax.lax.stop_gradient(params), jax.lax.stop_gradient(inputs.hidden_BLD),
-        shown_BL, batch.length_B, is_hole_BL, seed_B,
-        in_waves=inputs.stage.trains(SAMPLER),
-    )  # fmt: skip
-    targets = critic_targets(shown_BL, batch.tokens_BL, candidates_BL, is_hole_BL, is_judged_BL)
-    return critic_loss(network, params, targets, batch.length_B, num_judged)
-
-
-@dataclass(frozen=True)
-class Filler:
-    """Fills the holes of a batch once, as sampling does: training's only use of sampling.
+class CriticTargets(NamedTuple):
+    """What the critic must predict.
 
     Attributes:
-      mask_id: the id of MASK.
-      banned_ids: ids that no hole is filled with.
-      min_neighbors_ratio: share of a row's holes that begin a wavefront where none has a filled
-        neighbour.
-      is_alternating: whether odd positions of a wave wait for its even ones.
-      mesh: devices that split the rows of a batch; each fills its own.
+      filled_BL: int32 canvas, its holes filled.
+      is_wrong_BL: True where the filled token is not the true one.
+      is_judged_BL: True at the positions that count.
     """
 
-    mask_id: int
-    banned_ids: tuple[int, ...]
-    min_neighbors_ratio: float
-    is_alternating: bool
-    mesh: Mesh
+    filled_BL: jax.Array
+    is_wrong_BL: jax.Array
+    is_judged_BL: jax.Array
 
-    def __call__(
-        self, network: Network, params: Params, *rows: jax.Array, in_waves: bool
-    ) -> jax.Array:
-        """Tokens ``[B, L]`` for the holes, in waves with the sampler head or else in parallel.
 
-        `rows` are hidden vectors, shown tokens, lengths, holes, and one seed a row.
-        """
-        fill = functools.partial(self._fill_rows, network, in_waves)
-        if self.mesh.size > 1:
-            split_rows = P(tuple(axis for axis in ROWS if axis in self.mesh.axis_names))
-            fill = jax.shard_map(
-                fill,
-                mesh=self.mesh,
-                in_specs=(P(), *[split_rows] * len(rows)),
-                out_specs=split_rows,
-                check_vma=False,
-            )
-        return fill(params, *rows)
+def critic_positions(
+    shown_BL: jax.Array,
+    length_B: jax.Array,
+    is_supervised_BL: jax.Array,
+    *,
+    mask_id: int,
+    masked_only: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """(holes that are filled, positions that the critic judges), True ``[B, L]`` each.
 
-    def _fill_rows(
-        self, network: Network, in_waves: bool, params: Params, *rows: jax.Array
-    ) -> jax.Array:
-        hidden_BLD, shown_BL, length_B, is_hole_BL, seed_B = rows
-        num_rows, num_positions = shown_BL.shape
-        is_visible_BL = live_positions(length_B, num_positions) & (shown_BL != self.mask_id)
-        context = Context(shown_BL, jnp.zeros_like(shown_BL), is_visible_BL, length_B)
-        chain = _bans(self.banned_ids, num_rows)
-        key_B = jax.vmap(key_of)(seed_B)
-        writer = CandidateWriter(
-            chain, chain.prepare(chain.init(num_rows), context), key_B, None, num_positions,
-            sampled, "inverse_cdf", self.banned_ids,
-        )  # fmt: skip
-        chunk = chunk_size(network.vocab_size)
-        reader = Reader(network, params, TrunkOutput(hidden_BLD), chunk)
-        preference_BL = preferences(key_B, jnp.zeros(num_rows, bool), num_positions)
-        wanted = Wanted(is_hole_BL, is_visible_BL, shown_BL, length_B, preference_BL=preference_BL)
-        return self._rule(in_waves, num_rows).propose(reader, writer, wanted).proposal.tokens_BL
+    It judges the supervised holes, and unless `masked_only` the live positions that
+    are not supervised, where the text is right.
+    """
+    is_live_BL = jnp.arange(shown_BL.shape[1])[None] < length_B[:, None]
+    is_hole_BL = (shown_BL == mask_id) & is_supervised_BL
+    is_plain_BL = is_live_BL & ~is_supervised_BL & (shown_BL != mask_id)
+    return is_hole_BL, is_hole_BL if masked_only else is_hole_BL | is_plain_BL
 
-    def _rule(self, in_waves: bool, num_rows: int) -> FillRule:
-        if not in_waves:
-            return Parallel()
-        never_B, one_B = jnp.zeros(num_rows, bool), jnp.ones(num_rows)
-        is_alternating_B = jnp.full(num_rows, self.is_alternating)
-        return Wavefront(
-            ratio_B=one_B * self.min_neighbors_ratio, density_power_B=0 * one_B,
-            is_spread_B=never_B, is_alternating_B=is_alternating_B, temperature_B=one_B,
-            is_one_sided_B=never_B,
-        )  # fmt: skip
+
+def critic_targets(
+    shown_BL: jax.Array,
+    tokens_BL: jax.Array,
+    candidates_BL: jax.Array,
+    is_hole_BL: jax.Array,
+    is_judged_BL: jax.Array,
+) -> CriticTargets:
+    """The canvas with the candidates in its holes, and where that went wrong."""
+    filled_BL = jnp.where(is_hole_BL, candidates_BL, shown_BL)
+    is_wrong_BL = is_hole_BL & (filled_BL != tokens_BL)
+    return jax.lax.stop_gradient(CriticTargets(filled_BL, is_wrong_BL, is_judged_BL))
+
+
+def critic_loss(
+    network: Network, params: Params, targets: CriticTargets, length_B: jax.Array, total: jax.Array
+) -> Loss:
+    """Binary cross-entropy (nats) over the judged positions, after a trunk pass of its own.
+
+    Gradients flow into the trunk. `total` is the number of judged positions of the whole batch.
+    """
+    assert network.critic is not None
+    hidden_BLD, _ = network.trunk(params, targets.filled_BL, length_B, None)
+    logit_P = network.critic(params, hidden_BLD.reshape(-1, hidden_BLD.shape[-1]))
+    logit_BL = logit_P.reshape(targets.filled_BL.shape)
+    # -log sigmoid(x) where wrong, -log sigmoid(-x) where right.
+    loss_BL = jax.nn.softplus(jnp.where(targets.is_wrong_BL, -logit_BL, logit_BL))
+    return Loss(jnp.sum(jnp.where(targets.is_judged_BL, loss_BL, 0.0)), total)
+
+
+def filled(
+    setup: Setup, network: Network, in_waves: bool, params: Params, *rows: jax.Array
+) -> jax.Array:
+    """Tokens ``[B, L]`` for the holes of a batch, filled once as sampling does.
+
+    In waves with the sampler head, or else in parallel; each device fills its own rows. `rows` are
+    hidden vectors, shown tokens, lengths, holes, and one seed a row.
+    """
+    fill = functools.partial(_fill_rows, setup, network, in_waves)
+    mesh: Mesh = setup.mesh
+    if mesh.size > 1:
+        split_rows = P(tuple(axis for axis in ROWS if axis in mesh.axis_names))
+        fill = jax.shard_map(
+            fill,
+            mesh=mesh,
+            in_specs=(P(), *[split_rows] * len(rows)),
+            out_specs=split_rows,
+            check_vma=False,
+        )
+    return fill(params, *rows)
+
+
+def _fill_rows(
+    setup: Setup, network: Network, in_waves: bool, params: Params, *rows: jax.Array
+) -> jax.Array:
+    hidden_BLD, shown_BL, length_B, is_hole_BL, seed_B = rows
+    num_rows, num_positions = shown_BL.shape
+    is_visible_BL = live_positions(length_B, num_positions) & (shown_BL != setup.mask_id)
+    context = Context(shown_BL, jnp.zeros_like(shown_BL), is_visible_BL, length_B)
+    chain = _bans(setup.banned_ids, num_rows)
+    key_B = jax.vmap(key_of)(seed_B)
+    writer = CandidateWriter(
+        chain, chain.prepare(chain.init(num_rows), context), key_B, None, num_positions,
+        sampled, "inverse_cdf", setup.banned_ids,
+    )  # fmt: skip
+    reader = Reader(network, params, TrunkOutput(hidden_BLD), chunk_size(network.vocab_size))
+    preference_BL = preferences(key_B, jnp.zeros(num_rows, bool), num_positions)
+    wanted = Wanted(is_hole_BL, is_visible_BL, shown_BL, length_B, preference_BL=preference_BL)
+    rule = _waves(setup, num_rows) if in_waves else Parallel()
+    return rule.propose(reader, writer, wanted).proposal.tokens_BL
+
+
+def _waves(setup: Setup, num_rows: int) -> FillRule:
+    recommended = setup.config.sample
+    never_B, one_B = jnp.zeros(num_rows, bool), jnp.ones(num_rows)
+    return Wavefront(
+        ratio_B=one_B * recommended.sampler_min_neighbors_ratio, density_power_B=0 * one_B,
+        is_spread_B=never_B, is_alternating_B=jnp.full(num_rows, recommended.sampler_even_odd),
+        temperature_B=one_B, is_one_sided_B=never_B,
+    )  # fmt: skip
 
 
 def _bans(ids: tuple[int, ...], num_rows: int) -> Chain:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from dlm_jax.config import Config
 from dlm_jax.data import Tokenizer, text_ids
 from dlm_jax.diffusion.losses import Loss
-from dlm_jax.diffusion.mixture import MixedExample
+from dlm_jax.diffusion.objectives import MixedExample
 from dlm_jax.types import Network, Params
 
 
@@ -35,7 +35,6 @@ class Setup:
 
     @property
     def mask_id(self) -> int:
-        """The id of MASK."""
         return self.tokenizer.mask_id
 
     @property
@@ -66,7 +65,6 @@ class Stage:
     adapts: bool = False
 
     def trains(self, group: str) -> bool:
-        """Whether that group does."""
         return group in self.groups
 
     def __str__(self) -> str:
@@ -147,7 +145,6 @@ class Head:
 
     @property
     def group(self) -> str:
-        """The optimiser group of its parameters."""
         return MAIN if self.joins_main else self.name
 
     def trains_at(self, step: int) -> bool:
@@ -157,7 +154,6 @@ class Head:
         return step >= self.start + (self.end > self.start) and self.weight != 0
 
     def weight_at(self, step: jax.Array) -> jax.Array:
-        """Weight of its loss at a step."""
         full, step = 1.0 if self.weight is None else self.weight, step.astype(jnp.float32)
         if self.end <= self.start:
             return jnp.where(step >= self.start, full, 0.0)

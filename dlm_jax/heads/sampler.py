@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.diffusion.heads import prepare_sampler_inputs, sampler_loss
-from dlm_jax.diffusion.losses import Loss
-from dlm_jax.diffusion.mixture import MixedExample
+from dlm_jax.diffusion.losses import Loss, cross_entropy_of
+from dlm_jax.diffusion.objectives import MixedExample
 from dlm_jax.heads.head import Head, HeadInputs, Setup
+from dlm_jax.types import Network, Params
 
 SAMPLER = "sampler_head"
 
@@ -22,31 +22,118 @@ def sampler_head(setup: Setup) -> Head | None:
     """
     if not setup.config.model.add_sampler_head:
         return None
-    settings = setup.config.heads
+    settings, mask_id = setup.config.heads, setup.mask_id
+
+    def draw(example: MixedExample, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(where a hole shows its true token to its neighbours, number of supervised positions)."""
+        chance_BL = jax.random.uniform(key, example.shown_BL.shape)
+        num_supervised = jnp.sum(example.is_supervised_BL()).astype(jnp.float32)
+        return chance_BL < settings.sampler_reveal, num_supervised
+
+    def loss(inputs: HeadInputs) -> Loss:
+        example, (is_revealed_BL, num_supervised) = inputs.example, inputs.noise
+        network, params, tokens_BL = inputs.network, inputs.params, example.batch.tokens_BL
+        read = prepare_sampler_inputs(
+            network, params, example.shown_BL, tokens_BL, inputs.hidden_BLD,
+            example.batch.length_B, is_revealed_BL, mask_id=mask_id,
+        )  # fmt: skip
+        return sampler_loss(
+            network, params, read, tokens_BL, example.is_supervised_BL(), num_supervised,
+            mask_id=mask_id,
+        )  # fmt: skip
+
     return Head(
-        name=SAMPLER,
-        draw=functools.partial(_draw, reveal=settings.sampler_reveal),
-        loss=functools.partial(_loss, mask_id=setup.mask_id),
-        start=settings.start_sampler_iteration,
-        stream=0,
+        name=SAMPLER, draw=draw, loss=loss, start=settings.start_sampler_iteration, stream=0
     )
 
 
-def _draw(example: MixedExample, key: jax.Array, *, reveal: float) -> tuple[jax.Array, jax.Array]:
-    """(where a hole shows its true token to its neighbours, number of supervised positions)."""
-    chance_BL = jax.random.uniform(key, example.shown_BL.shape)
-    num_supervised = jnp.sum(example.is_supervised_BL()).astype(jnp.float32)
-    return chance_BL < reveal, num_supervised
+class SamplerInputs(NamedTuple):
+    """What the sampler head sees at each position; no gradient flows into any of it.
+
+    Attributes:
+      left_BLCD: embeddings of the ``C`` positions to the left, nearest first; zero vectors where
+        there is no neighbour.
+      hidden_BLD: the trunk's hidden vectors.
+      right_BLCD: as `left_BLCD`, to the right.
+    """
+
+    left_BLCD: jax.Array
+    hidden_BLD: jax.Array
+    right_BLCD: jax.Array
 
 
-def _loss(inputs: HeadInputs, *, mask_id: int) -> Loss:
-    example, (is_revealed_BL, num_supervised) = inputs.example, inputs.noise
-    network, params = inputs.network, inputs.params
-    read = prepare_sampler_inputs(
-        network, params, example.shown_BL, example.batch.tokens_BL, inputs.hidden_BLD,
-        example.batch.length_B, is_revealed_BL, mask_id=mask_id,
-    )  # fmt: skip
-    return sampler_loss(
-        network, params, read, example.batch.tokens_BL, example.is_supervised_BL(),
-        num_supervised, mask_id=mask_id,
-    )  # fmt: skip
+def prepare_sampler_inputs(
+    network: Network,
+    params: Params,
+    shown_BL: jax.Array,
+    tokens_BL: jax.Array,
+    hidden_BLD: jax.Array,
+    length_B: jax.Array,
+    is_revealed_BL: jax.Array,
+    *,
+    mask_id: int,
+) -> SamplerInputs:
+    """Inputs of the sampler head at every position of a batch.
+
+    Neighbours come from what the trunk was shown. MASK, PAD and positions outside the row are none,
+    unless they are revealed: then the true token is the neighbour, as when a wave has filled it.
+
+    Args:
+      network: with a sampler head.
+      params: its parameters.
+      shown_BL: int32 canvas that the trunk read.
+      tokens_BL: int32 true tokens.
+      hidden_BLD: what the trunk returned.
+      length_B: int32 live tokens.
+      is_revealed_BL: True where a hole shows its true token to its neighbours.
+      mask_id: the id of MASK.
+    """
+    num_positions = shown_BL.shape[1]
+    place_1L = jnp.arange(num_positions)[None]
+    is_hole_BL = shown_BL == mask_id
+    is_seen_BL = (~is_hole_BL | is_revealed_BL) & (place_1L < length_B[:, None])
+    ids_BL = jnp.where(is_hole_BL, tokens_BL, shown_BL)
+    vector_BLD = network.embed(jax.lax.stop_gradient(params), ids_BL)
+    vector_BLD = jnp.where(is_seen_BL[:, :, None], vector_BLD, 0.0)
+
+    def beside(offset: int) -> jax.Array:
+        index_1L = place_1L + offset
+        is_inside_1L = (index_1L >= 0) & (index_1L < num_positions)
+        return jnp.where(is_inside_1L[:, :, None], jnp.roll(vector_BLD, -offset, axis=1), 0.0)
+
+    reach = range(1, network.sampler_context + 1)
+    inputs = SamplerInputs(
+        left_BLCD=jnp.stack([beside(-offset) for offset in reach], axis=2),
+        hidden_BLD=hidden_BLD,
+        right_BLCD=jnp.stack([beside(offset) for offset in reach], axis=2),
+    )
+    return jax.lax.stop_gradient(inputs)
+
+
+def sampler_loss(
+    network: Network,
+    params: Params,
+    inputs: SamplerInputs,
+    targets_BL: jax.Array,
+    is_supervised_BL: jax.Array,
+    total: jax.Array,
+    *,
+    mask_id: int,
+) -> Loss:
+    """Mean cross-entropy (nats) of the sampler head over the supervised positions, unweighted.
+
+    Only the head's own parameters get a gradient: the LM head that reads its features is stopped.
+    `total` is the number of supervised positions of the whole batch.
+    """
+    assert network.sampler_readout is not None
+    params = jax.lax.stop_gradient(params) | {SAMPLER: params[SAMPLER]}
+    nll_BL = cross_entropy_of(
+        network.sampler_readout,
+        params,
+        tuple(inputs),
+        targets_BL,
+        vocab_size=network.vocab_size,
+        mask_id=mask_id,
+        is_read_BL=is_supervised_BL,
+    )
+    return Loss(jnp.sum(jnp.where(is_supervised_BL, nll_BL, 0.0)), total)

@@ -1,23 +1,25 @@
-"""The head of a sequence scorer: which share of a text is corrupted."""
+"""The head of a sequence scorer: which share of a text is corrupted.
+
+The texts that it will judge have no holes, so a corrupted token is a wrong one, never MASK.
+"""
 
 from __future__ import annotations
 
-import functools
+import math
+from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from dlm_jax.diffusion.likelihood import half_width, plus_minus, ratio_and_error
 from dlm_jax.diffusion.losses import Loss
-from dlm_jax.diffusion.mixture import MixedExample
-from dlm_jax.diffusion.sequence_scores import CorruptedRows, Corrupter, corrupt, scorer_loss
-from dlm_jax.heads.head import Head, HeadInputs, Setup
+from dlm_jax.diffusion.objectives import Batch, MixedExample, ObjectiveConfig, denoising
+from dlm_jax.heads.head import Head, Setup
+from dlm_jax.types import Network, Params
 
 SCORER = "scorer_head"
-
-
-def corrupter_of(setup: Setup) -> Corrupter:
-    """How the texts of a scorer are corrupted."""
-    return Corrupter.of(setup.config.objective, setup.text_ids)
 
 
 def scorer_head(setup: Setup) -> Head | None:
@@ -27,25 +29,165 @@ def scorer_head(setup: Setup) -> Head | None:
     """
     if setup.config.model.mode != "sequence_scorer":
         return None
+
+    def draw(example: MixedExample, key: jax.Array) -> tuple[CorruptedRows, jax.Array]:
+        """(corrupted rows with their shares, number of rows that count)."""
+        rows = corrupt(example.batch, key, setup.config.objective, setup.text_ids)
+        return rows, jnp.sum(rows.weight_B)
+
     return Head(
         name=SCORER,
         metric="cross_entropy",
-        draw=functools.partial(_draw, corrupter=corrupter_of(setup)),
-        loss=_loss,
+        draw=draw,
+        loss=lambda inputs: scorer_loss(inputs.network, inputs.params, *inputs.noise),
         reads_hidden=False,
         trains_trunk=True,
         joins_main=True,
     )
 
 
-def _draw(
-    example: MixedExample, key: jax.Array, *, corrupter: Corrupter
-) -> tuple[CorruptedRows, jax.Array]:
-    """(corrupted rows with their shares, number of rows that count)."""
-    rows = corrupt(example.batch, key, corrupter)
-    return rows, jnp.sum(rows.weight_B)
+class CorruptedRows(NamedTuple):
+    """Rows for a scorer, with the true shares.
+
+    Attributes:
+      shown_BL: int32 canvas that the trunk reads.
+      length_B: int32 live tokens.
+      share_B: float32 in [0, 1], which share of a row's free positions shows a wrong token.
+      weight_B: float32, 1 for rows with a free position; the others do not count.
+    """
+
+    shown_BL: jax.Array
+    length_B: jax.Array
+    share_B: jax.Array
+    weight_B: jax.Array
 
 
-def _loss(inputs: HeadInputs) -> Loss:
-    rows, num_rows = inputs.noise
-    return scorer_loss(inputs.network, inputs.params, rows, num_rows)
+def corrupt(
+    batch: Batch, key: jax.Array, how: ObjectiveConfig, random_ids: tuple[int, ...]
+) -> CorruptedRows:
+    """The batch with wrong tokens at some of its free positions, and their share.
+
+    Each row takes one of the corruption patterns, with a share that is uniform up to ``max_ratio``
+    for ``random`` and ``sticky``. The tokens there are drawn evenly from `random_ids` in half of
+    the rows. In the others they come from random places in other rows, as frequent as in true text,
+    so that only what stands around them gives them away; one that is not among `random_ids` (EOS,
+    say) is replaced by one that is. A token that happens to be the true one is not wrong.
+    """
+    pattern_key, kind_key, row_key, place_key = jax.random.split(key, 4)
+    num_rows, num_positions = batch.tokens_BL.shape
+    task = denoising(
+        batch, pattern_key, mask_id=random_ids[0], random_ids=random_ids,
+        settings=replace(how, mask_share=0.0, random_share=1.0, identity_targets=False),
+    )  # fmt: skip
+    # A batch of a single row takes from itself.
+    step_BL = jax.random.randint(row_key, (num_rows, num_positions), 1, max(2, num_rows))
+    other_BL = (jnp.arange(num_rows)[:, None] + step_BL) % num_rows
+    uniform_BL = jax.random.uniform(place_key, (num_rows, num_positions))
+    place_BL = jnp.floor(uniform_BL * batch.length_B[other_BL]).astype(jnp.int32)
+    taken_BL = batch.tokens_BL[other_BL, place_BL]
+    may_show = np.zeros(max(random_ids) + 1, bool)
+    may_show[list(random_ids)] = True
+    is_usable_BL = jnp.asarray(may_show).at[taken_BL].get(mode="fill", fill_value=False)
+    takes_B = jax.random.bernoulli(kind_key, 0.5, (num_rows,))
+    is_taken_BL = (task.weight_BL > 0) & takes_B[:, None] & is_usable_BL
+    shown_BL = jnp.where(is_taken_BL, taken_BL, task.shown_BL)
+    num_wrong_B = jnp.sum(shown_BL != batch.tokens_BL, axis=1)
+    num_free_B = jnp.sum(batch.is_free_BL(), axis=1)
+    return CorruptedRows(
+        shown_BL=shown_BL,
+        length_B=batch.length_B,
+        share_B=num_wrong_B / jnp.maximum(num_free_B, 1),
+        weight_B=(num_free_B > 0).astype(jnp.float32),
+    )
+
+
+def score(network: Network, params: Params, shown_BL: jax.Array, length_B: jax.Array) -> jax.Array:
+    """Logit ``[B]``, float32, of the share of each row that a scorer takes to be corrupted."""
+    assert network.scorer is not None
+    hidden_BLD, _ = network.trunk(params, shown_BL, length_B, None)
+    return network.scorer(params, hidden_BLD, length_B)
+
+
+def scorer_loss(network: Network, params: Params, rows: CorruptedRows, total: jax.Array) -> Loss:
+    """Binary cross-entropy (nats) of the rows with the share as its target.
+
+    It is least where the sigmoid of the logit is the mean of the share, as the squared error is,
+    but does not fade where the scorer is sure and wrong. `total` is the number of rows of the whole
+    batch that count.
+    """
+    logit_B = score(network, params, rows.shown_BL, rows.length_B)
+    return Loss(jnp.sum(rows.weight_B * binary_cross_entropy(logit_B, rows.share_B)), total)
+
+
+def binary_cross_entropy(logit_B: jax.Array, share_B: jax.Array) -> jax.Array:
+    """``-s log p - (1 - s) log(1 - p)`` in nats ``[B]``, ``p`` the sigmoid of the logit."""
+    return jax.nn.softplus(logit_B) - share_B * logit_B
+
+
+class Errors(NamedTuple):
+    """Errors of a scorer, by row: float ``[B]``.
+
+    Attributes:
+      squared_B: square of the difference between the predicted share and the true one.
+      cross_entropy_B: what it was trained on, in nats.
+      share_B: the true share.
+    """
+
+    squared_B: jax.Array
+    cross_entropy_B: jax.Array
+    share_B: jax.Array
+
+
+def errors(
+    network: Network,
+    params: Params,
+    batch: Batch,
+    number_B: jax.Array,
+    key: jax.Array,
+    *,
+    how: ObjectiveConfig,
+    random_ids: tuple[int, ...],
+) -> Errors:
+    """A scorer's errors on the batch, corrupted; 0 for rows without a free position.
+
+    Rows lend each other wrong tokens, so those of a batch have noise together: that of the key and
+    of the first row's number.
+    """
+    rows = corrupt(batch, jax.random.fold_in(key, number_B[0]), how, random_ids)
+    logit_B = score(network, params, rows.shown_BL, rows.length_B)
+    squared_B = jnp.square(jax.nn.sigmoid(logit_B) - rows.share_B)
+    found = Errors(squared_B, binary_cross_entropy(logit_B, rows.share_B), rows.share_B)
+    return jax.tree.map(lambda error_B: rows.weight_B * error_B, found)
+
+
+def summary(found: Errors, free_N: np.ndarray) -> dict[str, float]:
+    """Means over the rows that count, as a run's metrics name them.
+
+    ``squared_error`` with its ``standard_error`` (none of a single row),
+    ``constant_squared_error``, which is that of the best answer that does not look at the text,
+    and ``cross_entropy``.
+
+    Args:
+      found: arrays of N rows.
+      free_N: free positions of each row; not all 0.
+    """
+    squared_N, entropy_N, share_N = (np.asarray(x, np.float64)[free_N > 0] for x in found)
+    mean, error = ratio_and_error(squared_N, np.ones(len(squared_N)))
+    errors = {"standard_error": error} if len(squared_N) > 1 else {}
+    return {
+        "squared_error": mean,
+        **errors,
+        "constant_squared_error": float(share_N.var()),
+        "cross_entropy": float(entropy_N.mean()),
+        "windows": len(squared_N),
+    }
+
+
+def error_line(figures: dict[str, float]) -> str:
+    """A `summary` as text, with the 95% interval of the error."""
+    interval = half_width(figures.get("standard_error", math.nan), int(figures["windows"]))
+    return (
+        f"squared error {figures['squared_error']:.5f}{plus_minus(interval, 5)} of the corrupted "
+        "share "
+        f"({figures['constant_squared_error']:.5f} for the best constant)"
+    )

@@ -10,22 +10,16 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.data import text_ids
-from dlm_jax.diffusion import sequence_scores
-from dlm_jax.diffusion.likelihood import (
-    Parts,
-    bound_parts,
-    causal_parts,
-    half_width,
-    ratio_and_error,
-)
+from dlm_jax.diffusion.likelihood import Costs, costs, half_width, ratio_and_error
 from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.heads import scorer
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.results import canvas_size
 from dlm_jax.model.kernels import cpu
@@ -38,19 +32,6 @@ Window = tuple[np.ndarray, int]
 
 MOST_AT_ONCE = 1 << 16
 """Rows of a batch, and draws of masks, at most."""
-
-
-class RowCosts(NamedTuple):
-    """Per row, float64: nats of its free tokens, and their variance over the draws of masks.
-
-    The same of its text alone, which is its free tokens but the EOS behind a document. Variances
-    are 0 where the likelihood is exact, and NaN for a single draw.
-    """
-
-    nats_N: np.ndarray
-    variance_N: np.ndarray
-    text_nats_N: np.ndarray
-    text_variance_N: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -142,10 +123,10 @@ def score(
         return np.bincount(owners, np.asarray(values, np.float64), minlength=len(texts))
 
     return Score(
-        nats=per_text(cost.nats_N),
+        nats=per_text(cost.nats_B),
         tokens=per_text(rows["length"] - rows["given"]).astype(np.int64),
         characters=np.array([len(text) for text in texts]),
-        draw_error=np.sqrt(per_text(cost.variance_N)),
+        draw_error=np.sqrt(per_text(cost.variance_B)),
         is_exact=model.is_causal,
         num_draws=num_draws,
     )
@@ -158,8 +139,8 @@ def score_rows(
     num_draws: int = 1,
     batch_size: int = 16,
     seed: int = 0,
-) -> RowCosts:
-    """Cost of rows of tokens.
+) -> Costs:
+    """Cost of N rows of tokens, float64 ``[N]`` each, whatever rows run beside each other.
 
     Args:
       model: from `dlm_jax.load`, or your own.
@@ -172,14 +153,11 @@ def score_rows(
     check_sizes(num_draws=num_draws, batch_size=batch_size, seed=seed)
     given = rows.get("given", np.zeros_like(rows["length"]))
     run = _compiled(
-        _parts, model.network, is_causal=model.is_causal, num_draws=num_draws,
+        costs, model.network, is_causal=model.is_causal, num_draws=num_draws,
         mask_id=model.tokenizer.mask_id, eos_id=model.tokenizer.eos_id,
     )  # fmt: skip
-    whole, text = jax.tree.map(
-        lambda parts_N: parts_N.astype(float),
-        _in_batches(run, model, {**rows, "given": given}, batch_size, seed),
-    )
-    return RowCosts(*whole, *text)
+    found = _in_batches(run, model, {**rows, "given": given}, batch_size, seed)
+    return jax.tree.map(lambda column_N: column_N.astype(float), found)
 
 
 def check_sizes(*, num_draws: int, batch_size: int, seed: int) -> None:
@@ -193,18 +171,10 @@ def check_sizes(*, num_draws: int, batch_size: int, seed: int) -> None:
         raise SettingError("seed", seed, "is outside [0, 2**32)", "use a smaller one")
 
 
-def _parts(
-    network: Network, params: Params, batch: Batch, key: jax.Array, *,
-    is_causal: bool, num_draws: int, mask_id: int, eos_id: int,
-) -> Parts:  # fmt: skip
-    special = {"mask_id": mask_id, "eos_id": eos_id}
-    if is_causal:
-        return causal_parts(network, params, batch, **special)
-    return bound_parts(network, params, batch, key, num_draws=num_draws, **special)
-
-
-def _share(network: Network, params: Params, batch: Batch, key: jax.Array) -> jax.Array:
-    return jax.nn.sigmoid(sequence_scores.score(network, params, batch.tokens_BL, batch.length_B))
+def _share(
+    network: Network, params: Params, batch: Batch, number_B: jax.Array, key: jax.Array
+) -> jax.Array:
+    return jax.nn.sigmoid(scorer.score(network, params, batch.tokens_BL, batch.length_B))
 
 
 @functools.lru_cache(maxsize=32)
@@ -220,7 +190,7 @@ def _in_batches(
     batch_size: int,
     seed: int = 0,
 ) -> Any:
-    """What `run` makes of the rows, batch by batch, each with a key of its own.
+    """What `run` makes of the rows, of their numbers and of the key of `seed`, batch by batch.
 
     The last batch is filled up with its last row, so that one shape compiles.
     """
@@ -230,8 +200,8 @@ def _in_batches(
     for first in range(0, num_rows, batch_size):
         index = np.minimum(np.arange(first, first + batch_size), num_rows - 1)
         batch = Batch(*(jnp.asarray(column[index]) for column in columns))
-        key = jax.random.fold_in(key_of(seed), first)
-        parts.append(jax.device_get(run(model.params, batch, key)))
+        number_B = jnp.arange(first, first + batch_size, dtype=jnp.int32)
+        parts.append(jax.device_get(run(model.params, batch, number_B, key_of(seed))))
     return jax.tree.map(lambda *cut: np.concatenate(cut)[:num_rows], *parts)
 
 
@@ -309,7 +279,7 @@ def corrupted_share(model: Model, texts: Sequence[str], *, batch_size: int = 16)
 
 def held_out_errors(
     model: Model, rows: Mapping[str, np.ndarray], *, batch_size: int = 16, seed: int = 0
-) -> sequence_scores.Errors:
+) -> scorer.Errors:
     """The scorer's errors on each of N rows of true text, corrupted as it was trained.
 
     Args:
@@ -322,9 +292,12 @@ def held_out_errors(
     _check_scorer(model)
     if model.config is None:
         raise ValueError("the scorer has no training config; load one with dlm_jax.load")
-    tokenizer = model.tokenizer
-    how = sequence_scores.Corrupter.of(model.config.objective, text_ids(tokenizer))
-    run = _compiled(sequence_scores.errors, model.network, how=how)
+    run = _compiled(
+        scorer.errors,
+        model.network,
+        how=model.config.objective,
+        random_ids=text_ids(model.tokenizer),
+    )
     return _in_batches(run, model, rows, batch_size, seed)
 
 

@@ -115,7 +115,7 @@ class _Pieces:
 
     @property
     def head_size(self) -> int:
-        return self.config.size_of_head(self.config.width, self.config.heads)
+        return self.config.size_of_head
 
     def read(self, tokens_NL: jax.Array) -> jax.Array:
         """The tokens that the network reads: a causal one each a place to the right."""
@@ -128,7 +128,7 @@ class _Pieces:
 
     def angles(self, num_positions: int) -> tuple[jax.Array, jax.Array]:
         config = self.config
-        size = config.rotary_size(config.width, config.heads)
+        size = config.rotary_size
         return rotary_angles(num_positions, size, config.rope_theta)
 
     def init(self, params: Params, num_rows: int, num_positions: int) -> Any:

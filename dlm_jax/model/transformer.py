@@ -131,7 +131,7 @@ class Attention(nnx.Module):
     """Multi-head attention over ``length`` positions with RoPE and optional QK-norm."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.head_size = config.size_of_head(config.width, config.heads)
+        self.head_size = config.size_of_head
         self.is_causal = config.attention_type == "causal"
         self.block_length = config.block_length
         all_heads = config.heads * self.head_size
@@ -291,7 +291,7 @@ def build(config: ModelConfig) -> Network:
     ) -> tuple[jax.Array, None]:
         if is_causal:
             tokens_BL = shifted(tokens_BL, config.start_id)
-        size = config.rotary_size(config.width, config.heads)
+        size = config.rotary_size
         angles = rotary_angles(tokens_BL.shape[1], size, config.rope_theta)
         x_BLD = vectors_of(params, tokens_BL)
         for blocks in stacks(params):

@@ -146,7 +146,7 @@ def write_shape(model: ModelConfig) -> dict[str, Any]:
 
 def write_qwen(model: ModelConfig) -> dict[str, Any]:
     """The fields of config.json that Qwen, Llama and their kin have."""
-    head_size = model.size_of_head(model.width, model.heads)
+    head_size = model.size_of_head
     written = write_shape(model) | {
         "intermediate_size": model.mlp_width, "use_sliding_window": False,
     }  # fmt: skip

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from dlm_jax.config import ModelConfig
+from dlm_jax.config import ModelConfig, Trait, keys
 from dlm_jax.published import dense, mixtures
 from dlm_jax.published.family import Family, Fields
 from dlm_jax.settings import brief
@@ -73,9 +73,7 @@ def comparable(model: ModelConfig) -> dict[str, Any]:
     """The settings of a model that its parameters depend on, in one form for each meaning."""
     said = dict(vars(model))
     said["kv_heads"] = model.kv_heads or model.heads
-    said["head_size"] = model.size_of_head(model.width, model.heads)
-    for name in ("compute_dtype", "remat", "start_id", "add_sampler_head", "add_critic_head",
-                 "sampler_context", "sampler_width", "sampler_residual", "lora_alpha",
-                 "lora_targets"):  # fmt: skip
-        said.pop(name, None)
+    said["head_size"] = model.size_of_head
+    for key in keys(Trait.IDLE):
+        del said[key.removeprefix("model.")]
     return said

@@ -152,7 +152,7 @@ def _read_llada2(fields: Fields) -> ModelConfig:
 
 
 def _write_llada2(model: ModelConfig) -> dict[str, Any]:
-    head_size = model.size_of_head(model.width, model.heads)
+    head_size = model.size_of_head
     return write_shape(model) | {
         "block_length": model.block_length, "embedding_dropout": 0.0,
         "first_k_dense_replace": model.dense_layers, "head_dim": head_size,
@@ -162,7 +162,7 @@ def _write_llada2(model: ModelConfig) -> dict[str, Any]:
         "num_experts_per_tok": model.experts_per_token,
         "num_shared_experts": model.shared_width // max(model.expert_width, 1) or None,
         "output_dropout": 0.0, "partial_rotary_factor": model.rotary_share,
-        "rotary_dim": model.rotary_size(model.width, model.heads),
+        "rotary_dim": model.rotary_size,
         "routed_scaling_factor": model.router_scale, "router_dtype": "fp32",
         "score_function": "sigmoid", "topk_group": model.router_groups_kept, "use_bias": False,
         "use_qk_norm": model.qk_norm, "use_qkv_bias": False, "use_sliding_window": False,
@@ -187,7 +187,7 @@ def _llada2_sources(model: ModelConfig) -> dict[str, Source]:
         "head/kernel": "lm_head.weight",
     }
     # One matrix holds queries, keys and values, one below the other.
-    size = model.size_of_head(model.width, model.heads)
+    size = model.size_of_head
     wide, narrow = model.heads * size, (model.kv_heads or model.heads) * size
     rows = {"query": (0, wide), "key": (wide, wide + narrow),
             "value": (wide + narrow, wide + 2 * narrow)}  # fmt: skip

@@ -19,6 +19,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
+import fcntl
 import glob
 import hashlib
 import inspect
@@ -380,3 +381,92 @@ def _manifest_read(directory: Path) -> dict[str, Any]:
 
 def _with_crc(line: str) -> str:
     return f"{line}\n{zlib.crc32(line.encode()):08x}\n"
+
+
+LOCK = ".lock"
+"""A file beside what a process has reserved for itself."""
+
+
+class DirectoryLock:
+    """Reserves directories for one process until it releases them or ends.
+
+    `lock` locks the directory itself, or the file `LOCK` in it where the file system locks files
+    only, as network file systems do. A bucket, and a file system without locks, has neither:
+    there the process writes a claim to that file. The process that claims last has the directory,
+    and `check` raises in the process that claimed before, if that still runs.
+    """
+
+    def __init__(self) -> None:
+        self._descriptors: dict[int, tuple[int, int]] = {}
+        self._claims: dict[AnyPath, str] = {}
+
+    def lock(self, directory: AnyPath, setting: str) -> bool:
+        """Locks a directory, and changes nothing else there; a locked directory stays locked.
+
+        Args:
+          directory: an existing directory, or a path in a bucket.
+          setting: name of the setting that gives it, for the message.
+
+        Returns:
+          False where nothing can be locked.
+
+        Raises:
+          ValueError: another process has locked it.
+        """
+        if is_remote(directory):
+            return False
+        found = os.stat(directory)
+        place = (found.st_dev, found.st_ino)
+        if place in self._descriptors.values():
+            return True
+        for path, how in ((directory, os.O_RDONLY), (directory / LOCK, os.O_RDWR | os.O_CREAT)):
+            with contextlib.suppress(OSError):
+                descriptor = os.open(path, how, 0o644)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    os.close(descriptor)
+                    raise ValueError(
+                        f"{setting}={directory} is in use by another training; wait for its end, "
+                        f"or use another {setting}"
+                    ) from None
+                except OSError:
+                    os.close(descriptor)
+                    raise
+                self._descriptors[descriptor] = place
+                return True
+        return False
+
+    def claim(self, directory: AnyPath) -> None:
+        """Claims an existing directory, or a path in a bucket, where nothing can be locked."""
+        if not is_remote(directory):
+            directory = Path(os.path.realpath(directory))
+        path = directory / LOCK
+        if path not in self._claims:
+            claim = secrets.token_hex(8)
+            path.write_text(claim)
+            self._claims[path] = claim
+
+    def check(self) -> None:
+        """Raises OSError if another process has claimed a directory since."""
+        for path, claim in self._claims.items():
+            if _claim_in(path) != claim:
+                raise OSError(errno.EBUSY, "taken over by another training", str(path.parent))
+
+    def release(self) -> None:
+        """Releases all directories; a second call does nothing."""
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[0])
+        while self._claims:
+            path, claim = self._claims.popitem()
+            with contextlib.suppress(OSError):
+                if _claim_in(path) == claim:
+                    path.unlink()
+
+
+def _claim_in(path: AnyPath) -> str:
+    """The claim in a file; empty if a process that claimed later has released it."""
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return ""

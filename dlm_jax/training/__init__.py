@@ -1,12 +1,10 @@
 """Training: tasks, heads, stages, the optimiser, the step, the run and its loop."""
 
 from dlm_jax.diffusion.losses import Loss
-from dlm_jax.diffusion.mixture import MixedExample, Mixture, NetworkObjective
-from dlm_jax.diffusion.objectives import Batch, Example
+from dlm_jax.diffusion.objectives import Batch, Example, MixedExample, Mixture, NetworkObjective
 from dlm_jax.heads import Head, HeadInputs, Setup
-from dlm_jax.training.api import describe, train
 from dlm_jax.training.run import Run, prepare
-from dlm_jax.training.train_loop import Outcome, run_loop, say
+from dlm_jax.training.train_loop import Outcome, describe, run_loop, say, train
 
 __all__ = [
     "Batch", "Example", "Head", "HeadInputs", "Loss", "MixedExample", "Mixture",

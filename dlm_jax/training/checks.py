@@ -12,37 +12,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 import dlm_jax.config as configs
-from dlm_jax.config import Config
+from dlm_jax.config import Config, Trait
 from dlm_jax.distributed.partitions import batch_sharding
+from dlm_jax.heads.critic import RECOMMENDED
 from dlm_jax.randomness import settings
 from dlm_jax.training.metrics import METRICS, read_records
 from dlm_jax.training.optimisers import learning_rate
-from dlm_jax.training.run_directory import NAME
 
-_MAY_CHANGE = (
-    "data.source",
-    "data.cache_dir",
-    "train.out_dir",
-    "train.init_from",
-    "train.checkpoint_dir",
-    "train.steps",  # upwards
-    "train.trackers",
-    "train.log_every",
-    "train.eval_every",
-    "train.eval_windows",
-    "train.sample_every",
-    "train.checkpoint_every",
-    "train.keep_checkpoints",
-    "model.remat",
-    "mesh.",
-    "sample.",
-)
-
-# These may change only once a checkpoint holds what follows from them.
-_OF_THE_BEGINNING = ("data.source", "train.init_from")
-
-# Recommended settings that the canvases of the critic's training are filled with.
-_OF_THE_CRITIC = ("sample.sampler_min_neighbors_ratio", "sample.sampler_even_odd")
+CONFIG = "config.toml"
+"""What a run was asked for, in its directory."""
 
 
 def check_parts(config: Config, mesh: Mesh) -> None:
@@ -101,7 +79,6 @@ def check_writable(setting: str, directory: Path) -> None:
 
 
 def make_directory(setting: str, directory: Path) -> None:
-    """Makes a directory of a run; refuses one that cannot be made."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -113,8 +90,7 @@ def make_directory(setting: str, directory: Path) -> None:
 
 def facts_of(config: Config) -> dict[str, Any]:
     """What all processes of a run must agree on: the config without local paths, and jax."""
-    local = ("data.source", "data.cache_dir")
-    flat = _flat(configs.to_dict(config))
+    local, flat = configs.keys(Trait.LOCAL), _flat(configs.to_dict(config))
     facts = {key: value for key, value in flat.items() if key not in local}
     return facts | {"version of jax": jax.__version__} | settings()
 
@@ -123,63 +99,53 @@ def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
     """Refuses to continue a run with settings or data that would change its result.
 
     Args:
-      meta: metadata of this run, see `Run.meta`.
+      meta: metadata of this run, see `Run`.
       saved: metadata of the checkpoints in the directory.
 
     Raises:
       ValueError: they differ; the line names the first difference and the remedy.
     """
-    # Through JSON, which has lists alone.
-    meta = json.loads(json.dumps(meta))
-    out_dir = f"train.out_dir={meta['config']['train']['out_dir']}"
-    elsewhere = "or use another train.out_dir"
+    if found := _difference(json.loads(json.dumps(meta)), saved):  # JSON has lists alone
+        what, remedy = found
+        raise ValueError(
+            f"train.out_dir={meta['config']['train']['out_dir']} holds a run {what}; {remedy} to "
+            "continue it, or use another train.out_dir"
+        )
+
+
+def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] | None:
+    """(what the other run is, remedy) of the first difference, as parts of a line."""
     if saved["corpus"]["sha256"] != meta["corpus"]["sha256"]:
-        raise ValueError(
-            f"{out_dir} holds a run on another text than {meta['corpus']['name']}; set data.source "
-            f"to the text of that run to continue it, {elsewhere}"
-        )
-    # Checkpoints of earlier versions have no draws.
-    drawn = saved.get("randomness", meta["randomness"])
-    if drawn["draws"] != meta["randomness"]["draws"]:
-        version = "version of jax"
-        raise ValueError(
-            f"{out_dir} holds a run whose jax {drawn[version]} draws other random numbers than "
-            f"jax {meta['randomness'][version]} here; use jax {drawn[version]} to "
-            f"continue it, {elsewhere}"
-        )
+        text = f"on another text than {meta['corpus']['name']}"
+        return text, "set data.source to the text of that run"
+    drawn, draws = saved["randomness"], meta["randomness"]
+    if drawn["draws"] != draws["draws"]:
+        there, here = (found["version of jax"] for found in (drawn, draws))
+        what = f"whose jax {there} draws other random numbers than jax {here} here"
+        return what, f"use jax {there}"
     here, there = _flat(meta["config"]), _flat(saved["config"])
     there |= {new: there.pop(old) for old, new in configs.MOVED.items() if old in there}
-    trained = _OF_THE_CRITIC if here["model.add_critic_head"] else ()
-    differing = [
-        key
-        for key in there
-        if (key in trained or not key.startswith(_MAY_CHANGE)) and here.get(key) != there[key]
-    ]
-    if here["train.steps"] < there["train.steps"]:
-        raise ValueError(
-            f"{out_dir} holds a run with train.steps={there['train.steps']}, and this run has "
-            f"{here['train.steps']}; raise train.steps to {there['train.steps']} or more to "
-            f"continue it, {elsewhere}"
-        )
+    # The rows of the critic's training are filled as is recommended.
+    trained = RECOMMENDED if here["model.add_critic_head"] else ()
+    free = set(configs.keys(Trait.FREE)).difference(trained)
+    differing = [key for key in there if key not in free and here.get(key) != there[key]]
+    steps, most = here["train.steps"], there["train.steps"]
+    if steps < most:
+        what = f"with train.steps={most}, and this run has {steps}"
+        return what, f"raise train.steps to {most} or more"
     if differing:
         # The vocabulary follows from the tokenizer, so that is the one to name.
         key = min(differing, key=lambda key: key == "model.vocab_size")
-        raise ValueError(
-            f"{out_dir} holds a run with {key}={there[key]!r}, and this run has "
-            f"{here.get(key)!r}; set {key}={there[key]!r} to continue it, {elsewhere}"
-        )
+        what = f"with {key}={there[key]!r}, and this run has {here.get(key)!r}"
+        return what, f"set {key}={there[key]!r}"
     # A tokenizer that was read from a file may have changed there.
     if saved["tokenizer"] != meta["tokenizer"]:
-        raise ValueError(
-            f"{out_dir} holds a run with another tokenizer; use that one to continue it, "
-            f"{elsewhere}"
-        )
-    for part in saved.get("own", {}) | meta["own"]:
-        if (before := saved.get("own", {}).get(part)) != meta["own"].get(part):
-            raise ValueError(
-                f"{out_dir} holds a run whose own {part} is {before}, and here it is "
-                f"{meta['own'].get(part)}; pass the same to continue it, {elsewhere}"
-            )
+        return "with another tokenizer", "use that one"
+    for part in saved["own"] | meta["own"]:
+        before, now = saved["own"].get(part), meta["own"].get(part)
+        if before != now:
+            return f"whose own {part} is {before}, and here it is {now}", "pass the same"
+    return None
 
 
 def check_begins_anew(asked: Config, out_dir: Path) -> None:
@@ -195,7 +161,7 @@ def check_begins_anew(asked: Config, out_dir: Path) -> None:
     Raises:
       ValueError: the metrics are of a run of another config, or cannot be read.
     """
-    path, config_path = out_dir / METRICS, out_dir / NAME
+    path, config_path = out_dir / METRICS, out_dir / CONFIG
     if not read_records(path):
         return
     try:
@@ -205,10 +171,8 @@ def check_begins_anew(asked: Config, out_dir: Path) -> None:
     else:
         here = _flat(configs.to_dict(asked))
         # Without a checkpoint no sum of the text says that it is the same.
-        may_change = tuple(key for key in _MAY_CHANGE if key not in _OF_THE_BEGINNING)
-        differing = [
-            key for key in here if not key.startswith(may_change) and here[key] != there[key]
-        ]
+        free = set(configs.keys(Trait.FREE)).difference(configs.keys(Trait.ONCE_SAVED))
+        differing = [key for key in here if key not in free and here[key] != there[key]]
         if not differing:
             return
         key = differing[0]
@@ -224,7 +188,7 @@ def growth(config: Config, saved: dict[str, Any], step: int) -> str:
 
     Args:
       config: of the run from now on.
-      saved: the JSON of the checkpoint that it goes on from, see `Run.meta`.
+      saved: the JSON of the checkpoint that it goes on from, see `Run`.
       step: of that checkpoint.
     """
     before, after = saved["config"]["train"]["steps"], config.train.steps

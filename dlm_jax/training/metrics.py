@@ -8,11 +8,13 @@ import importlib
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
-from dlm_jax.config import TRACKERS
+import jax
+
 from dlm_jax.store.files import Damaged, has_crc, remove_leftovers, replacing, with_crc, without_crc
 
 METRICS = "metrics.jsonl"
@@ -23,8 +25,7 @@ class MetricsLog:
     """Appends one JSON object per line, with its checksum; reopening drops the lines beyond a step.
 
     A run that is killed has logged steps that it has not saved; on resuming they are taken
-    again, so their lines (and a half-written last one) are removed first. Lines that an earlier
-    version wrote without a checksum get theirs then.
+    again, so their lines (and a half-written last one) are removed first.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, step: int):
@@ -50,7 +51,6 @@ class MetricsLog:
             raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def close(self) -> None:
-        """Closes the file."""
         # What could not be written is tried again, and was told of.
         with contextlib.suppress(OSError):
             self._file.close()
@@ -58,9 +58,6 @@ class MetricsLog:
 
 def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Records of a metrics file in order, without a half-written last line; none if missing.
-
-    A file none of whose lines has a checksum is an earlier version's, and is taken as it is if its
-    records hold numbers.
 
     Raises:
       ValueError: a line is no record, or its checksum is wrong; the file is another program's, or
@@ -73,11 +70,12 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     # A whole line whose end is gone: the end was damaged, for a line is written with it.
     if any(has_crc(last[:end]) for end in (len(last), -1)):
         lines.append(last)
-    is_old = not any(map(has_crc, lines))
-    records = []
+    is_ours, records = any(map(has_crc, lines)), []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(_record(line, is_old=is_old))
+            if not is_ours:
+                raise ValueError
+            records.append(_record(line))
         except Damaged as error:
             raise ValueError(
                 f"{path} line {number} is damaged: {error}; remove that line, or move the file away"
@@ -107,15 +105,11 @@ def _line(record: dict[str, Any]) -> str:
     return with_crc(json.dumps(record).encode()).decode() + "\n"
 
 
-def _record(line: bytes, *, is_old: bool) -> dict[str, Any]:
-    """The record of a line; ValueError if it is none."""
-    record = json.loads(line if is_old else without_crc(line))
+def _record(line: bytes) -> dict[str, Any]:
+    record = json.loads(without_crc(line))
     if not isinstance(record, dict) or not {"kind", "step"} <= record.keys():
         raise ValueError
-    numbers = [value for name, value in record.items() if name != "kind"]
     if not isinstance(record["kind"], str) or not isinstance(record["step"], int):
-        raise ValueError
-    if is_old and not all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers):
         raise ValueError
     return record
 
@@ -124,32 +118,6 @@ def replace_text(path: Path, text: str) -> None:
     """Writes `text` so that the file is either the old one or the new one, never a part."""
     with replacing(path) as file:
         file.write(text.encode())
-
-
-class LossPicture:
-    """The picture of a run's losses, ``loss.png``, beside its metrics.
-
-    One that cannot be drawn costs the run nothing: it is told of, once.
-    """
-
-    def __init__(self, out_dir: Path, held_out: str, unit: str, *, report: Callable[[str], None]):
-        self._out_dir, self._held_out, self._unit = out_dir, held_out, unit
-        self._report: Callable[[str], None] | None = report
-
-    def draw(self) -> None:
-        """Draws what the metrics hold by now."""
-        try:
-            plot_losses(
-                read_records(self._out_dir / METRICS),
-                self._out_dir / PICTURE,
-                held_out=self._held_out,
-                unit=self._unit,
-            )
-        except Exception as error:  # whatever the drawing library may raise
-            if self._report is not None:
-                why = " ".join(str(error).split()) or type(error).__name__
-                self._report(f"warning: {PICTURE} cannot be drawn ({why}); the training goes on")
-            self._report = None
 
 
 def plot_losses(
@@ -201,7 +169,6 @@ _NO_LOSSES = ("kind", "step", "param_norm", "learning_rate", *CLOCK)
 
 
 def _is_loss(name: str) -> bool:
-    """Whether that figure of a record of training is the loss or a part of it."""
     is_other = name in _NO_LOSSES or name.startswith("grad_norm")
     return not is_other and not name.endswith(("_alpha", "_learning_rate"))
 
@@ -233,18 +200,6 @@ def loss_curves(
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
-class Tracker(Protocol):
-    """Takes the records of a run as they are written to ``metrics.jsonl``."""
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Shows a record, which has a ``kind`` and a ``step``."""
-        ...
-
-    def close(self) -> None:
-        """Hands over what is left."""
-        ...
-
-
 def check_trackers(names: Sequence[str]) -> None:
     """Refuses trackers whose package is not installed.
 
@@ -257,13 +212,6 @@ def check_trackers(names: Sequence[str]) -> None:
                 f"train.trackers={name} needs {_PACKAGES[name]}, which is not installed; "
                 f"pip install {_PACKAGES[name]}"
             )
-
-
-def open_tracker(
-    name: str, out_dir: Path, config: dict[str, Any], *, identity: str, step: int
-) -> Tracker:
-    """A tracker of a run that goes on after `step`; what it has beyond it is dropped."""
-    return _OPEN[name](out_dir, config, identity, step)
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
@@ -309,8 +257,87 @@ class _Wandb:
         self._run.finish()
 
 
-_OPEN: dict[str, Callable[[Path, dict[str, Any], str, int], Tracker]] = {
+_TRACKERS: dict[str, Callable[[Path, dict[str, Any], str, int], Any]] = {
     "tensorboard": _TensorBoard,
     "wandb": _Wandb,
 }
-assert set(_OPEN) == set(TRACKERS) == set(_PACKAGES)
+"""By name: ``(out_dir, config, identity, step) -> tracker`` of a run that goes on after `step`.
+
+What it has beyond that is dropped. It takes the records of a run: ``write(record)``, ``close()``.
+"""
+
+
+class Journal:
+    """Records of a run, in ``metrics.jsonl`` and wherever else; on the first process alone.
+
+    Neither a tracker nor a picture that fails ends the run: that is reported, once.
+
+    Args:
+      out_dir: of the run.
+      config: of the run, as plain values.
+      identity: of the run.
+      figure: of its evaluations, that is drawn beside the training loss.
+      unit: of both.
+      step: the last step that is saved; what was recorded beyond it is dropped.
+      report: takes a line about what fails.
+    """
+
+    def __init__(
+        self,
+        out_dir: Path,
+        config: dict[str, Any],
+        identity: str,
+        *,
+        figure: str,
+        unit: str,
+        step: int,
+        report: Callable[[str], None],
+    ):
+        self._out_dir, self._identity, self._report = out_dir, identity, report
+        self._figure, self._unit = figure, unit
+        self._is_on = self._draws = jax.process_index() == 0
+        self._trackers: list[Any] = []
+        if self._is_on:
+            self._log = MetricsLog(out_dir / METRICS, step=step)
+            for name in config["train"]["trackers"]:
+                with self._reporting(f"{name} fails"):
+                    self._trackers.append(_TRACKERS[name](out_dir, config, identity, step))
+
+    def write(self, **record: Any) -> None:
+        if self._is_on:
+            record |= {"time": round(time.time(), 3), "run": self._identity}
+            self._log.write(**record)
+            for tracker in list(self._trackers):
+                self._guarded(tracker, lambda tracker=tracker: tracker.write(record))
+
+    def draw(self) -> None:
+        """Draws ``loss.png``: the losses of a run, by what the metrics hold by now."""
+        if self._draws:
+            self._draws = False
+            with self._reporting(f"{PICTURE} cannot be drawn"):  # whatever the library may raise
+                records, path = read_records(self._out_dir / METRICS), self._out_dir / PICTURE
+                plot_losses(records, path, held_out=self._figure, unit=self._unit)
+                self._draws = True
+
+    def close(self) -> None:
+        if self._is_on:
+            self._log.close()
+            for tracker in list(self._trackers):
+                self._guarded(tracker, tracker.close)
+
+    def _guarded(self, tracker: Any, act: Callable[[], Any]) -> None:
+        """Calls `act` of a tracker; a tracker that fails is reported and left out from then on."""
+        with self._reporting(f"{type(tracker).__name__} fails"):
+            try:
+                act()
+            except Exception:  # Ctrl-C is none: the tracker is still closed
+                self._trackers.remove(tracker)
+                raise
+
+    @contextlib.contextmanager
+    def _reporting(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            why = " ".join(str(error).split())[:200] or type(error).__name__
+            self._report(f"warning: {what} ({why}); the training goes on")

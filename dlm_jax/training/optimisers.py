@@ -1,13 +1,12 @@
-"""Muon whose matrices are dealt out over the devices, so that each is orthogonalised once.
-
-Left to the compiler, the products of the Newton-Schulz iteration run on every device that holds a
-copy, or as products of split matrices with a sum over the devices in each. Here every device gets
-whole matrices of its own, in half precision on accelerators, and what comes out goes back to where
-the parameters are.
-
-The optimiser of a run: clipping, then Muon or AdamW under a warm-up and cosine schedule.
+"""The optimiser of a run: clipping, then Muon or AdamW under a warm-up and cosine schedule.
 
 The model and each of its heads are groups of their own, each with its clip, schedule and state.
+
+Muon's matrices are dealt out over the devices, so that each is orthogonalised once. Left to the
+compiler, the products of the Newton-Schulz iteration run on every device that holds a copy, or as
+products of split matrices with a sum over the devices in each. Here every device gets whole
+matrices of its own, in half precision on accelerators, and what comes out goes back to where the
+parameters are.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from optax import contrib
 from dlm_jax import devices
 from dlm_jax.config import Config, HeadsConfig, OptimConfig
 from dlm_jax.distributed.partitions import partition, path_name
-from dlm_jax.heads import CRITIC, MAIN, SAMPLER, Head
+from dlm_jax.heads import MAIN, Head
 from dlm_jax.training.stages import KEPT, Stage, group_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -53,7 +52,7 @@ def orthogonalized_momentum(*, beta: float) -> optax.GradientTransformation:
         contrib.scale_by_muon,
         ns_coeffs=COEFFICIENTS,
         beta=beta,
-        weight_dimension_numbers=_dimensions,
+        weight_dimension_numbers=lambda updates: jax.tree.map(lambda _: _DIMENSIONS, updates),
     )
     # Without a step, what is left of optax's is the momentum divided by its norm.
     whole, momentum = make(ns_steps=_STEPS), make(ns_steps=0)
@@ -70,10 +69,6 @@ def orthogonalized_momentum(*, beta: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(whole.init, update)
 
 
-def _dimensions(updates: Any) -> Any:
-    return jax.tree.map(lambda _: _DIMENSIONS, updates)
-
-
 def _scaled_by_shape(update: jax.Array) -> jax.Array:
     fan_in, fan_out = update.shape[-2:]
     return jnp.sqrt(jnp.maximum(1, fan_out / fan_in)) * update
@@ -88,7 +83,12 @@ def orthogonalized(updates: Any, mesh: AbstractMesh) -> Any:
       mesh: the devices in use.
     """
     flat, structure = jax.tree_util.tree_flatten_with_path(updates)
-    specs = [_whole_spec(partition(path_name(path), leaf.shape, mesh), leaf) for path, leaf in flat]
+    found = [partition(path_name(path), leaf.shape, mesh) for path, leaf in flat]
+    # With an entry for every dimension.
+    specs = [
+        P(*spec, *[None] * (leaf.ndim - len(spec)))
+        for spec, (_, leaf) in zip(found, flat, strict=True)
+    ]
     dtype = jnp.float32 if devices.platform() == "cpu" else jnp.bfloat16
 
     def of_device(leaves: list[jax.Array]) -> list[jax.Array]:
@@ -110,8 +110,8 @@ def orthogonalized(updates: Any, mesh: AbstractMesh) -> Any:
             )
             together = _dealt(together, axes, stacked, mesh)
             counts = [math.prod(parts[place].shape[:-2]) for place in places]
-            cuts = list(_running(counts))
-            for place, piece in zip(places, jnp.split(together, cuts[:-1]), strict=True):
+            cuts = np.cumsum(counts)[:-1].tolist()
+            for place, piece in zip(places, jnp.split(together, cuts), strict=True):
                 parts[place] = piece.reshape(parts[place].shape)
         return [
             (part.swapaxes(-1, -2) if turn else part).astype(leaf.dtype)
@@ -120,15 +120,6 @@ def orthogonalized(updates: Any, mesh: AbstractMesh) -> Any:
 
     split = jax.shard_map(of_device, in_specs=(specs,), out_specs=specs, check_vma=False)
     return jax.tree.unflatten(structure, split([leaf for _, leaf in flat]))
-
-
-def _whole_spec(spec: P, leaf: jax.Array) -> P:
-    """`spec` with an entry for every dimension."""
-    return P(*spec, *[None] * (leaf.ndim - len(spec)))
-
-
-def _running(counts: list[int]) -> list[int]:
-    return [sum(counts[: place + 1]) for place in range(len(counts))]
 
 
 def _dealt(
@@ -175,10 +166,6 @@ def _iterated(x_NIO: jax.Array) -> jax.Array:
         gram = x @ x.swapaxes(1, 2)
         x = first * x + (second * gram + third * (gram @ gram)) @ x
     return x.swapaxes(1, 2) if is_tall else x
-
-
-# Checkpoints hold a group for each of them, empty where the model lacks the head.
-_ALWAYS = (SAMPLER, CRITIC)
 
 
 def learning_rate(peak: float, config: OptimConfig, *, num_steps: int) -> optax.Schedule:
@@ -238,7 +225,7 @@ def _muon(
     adam_rate = learning_rate(config.adam_learning_rate, config, num_steps=num_steps)
     matrices = optax.chain(
         orthogonalized_momentum(beta=config.muon_momentum),
-        # Checkpoints hold an empty state in the place of optax's scale by shape.
+        # In the place of optax's scale by shape, so that the state is optax's own.
         optax.identity(),
         optax.add_decayed_weights(config.weight_decay),
         optax.scale_by_learning_rate(rate),
@@ -274,9 +261,7 @@ def make_grouped_optimizer(
     # What is kept through the whole run has no state at all.
     kept = optax.set_to_zero()
     groups = {KEPT: kept} if stage.adapts else {}
-    groups |= {MAIN: main if settings.train_main else kept} | {
-        name: _head_optimizer(optim, settings, 1) for name in _ALWAYS
-    }
+    groups[MAIN] = main if settings.train_main else kept
     for head in own:
         left = max(1, num_steps - head.start)
         make = head.optimizer or functools.partial(_head_optimizer, optim, settings)

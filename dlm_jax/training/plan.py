@@ -20,8 +20,8 @@ from dlm_jax.distributed.mesh import CHIPS, Chip
 from dlm_jax.distributed.partitions import PLACES, batch_sharding, fitting, path_name
 from dlm_jax.heads.head import Setup
 from dlm_jax.randomness import key_of
-from dlm_jax.training.run import make_task, optimizer_of, stage_of
-from dlm_jax.training.train_step import StepConfig, TrainState, abstract_state, make_train_step
+from dlm_jax.training.tasks import make_task
+from dlm_jax.training.train_step import TrainState, make_train_step
 from dlm_jax.types import Params
 
 
@@ -42,7 +42,7 @@ def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_posit
         math.prod(leaf.shape) * _share_met(path, leaf, config)
         for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
     )
-    inner = config.heads * config.size_of_head(config.width, config.heads)
+    inner = config.heads * config.size_of_head
     pairs = num_positions / 2 if config.attention_type == "causal" else num_positions
     per_token = 6 * in_products + 12 * config.depth * inner * pairs
     return float(num_rows * num_positions * per_token)
@@ -86,7 +86,6 @@ class Plan:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers that train, or are held."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state.params))
 
     def utilisation(self, found: Cost) -> float:
@@ -124,14 +123,11 @@ def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan
     """
     ids = tokenizer or cast(Tokenizer, _Ids(config.model.vocab_size))
     setup = Setup(config, ids, mesh)
-    task = make_task(setup, None, None, ())
-    stage = stage_of(config, task, config.train.steps)
-    optimizer = optimizer_of(config, task, stage)
-    state = abstract_state(task.network, optimizer, mesh, has_ema=config.optim.ema_decay > 0)
-    train = config.train
+    task, train = make_task(setup), config.train
+    stage, state = task.stage(train.steps), task.abstract_state()
     step = make_train_step(
-        task.loss(stage), optimizer, state, mesh=mesh,
-        config=StepConfig(train.batch_size, train.accumulate, config.optim.ema_decay),
+        task.loss(stage), task.optimizer(stage), state, mesh=mesh, batch_size=train.batch_size,
+        accumulate=train.accumulate, ema_decay=config.optim.ema_decay,
     )  # fmt: skip
     rows = batch_sharding(mesh, train.batch_size)
     columns: list[Any] = [
@@ -182,7 +178,6 @@ def _compiled(compile_: Callable[[], Any]) -> Any:
 
 
 def _share(leaf: Any) -> int:
-    """Bytes of an array on one device."""
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
@@ -199,7 +194,6 @@ _UNKNOWN = Chip("", 1e12, 1e9, 0.0, 1e12, 1e11, 0)
 
 
 def lines(found: Plan) -> list[str]:
-    """The plan as text."""
     device = found.mesh.devices.flat[0]
     kind = f"{device.device_kind}{f' ({found.chip.name})' if found.chip else ''}"
     mesh = " ".join(f"{axis}={size}" for axis, size in found.mesh.shape.items())
@@ -237,7 +231,7 @@ def _places(found: Plan) -> list[str]:
     """Where each kind of array lives: one line for each shape and partition of parameters."""
     model, train = found.config.model, found.config.train
     rows, positions = train.batch_size // train.accumulate, found.config.data.seq_len
-    size = model.size_of_head(model.width, model.heads)
+    size = model.size_of_head
     shapes = {
         "hidden": (rows, positions, model.width),
         "queries": (rows, positions, model.heads, size),

@@ -14,12 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import dlm_jax.config as configs
-from dlm_jax.config import Config, MeshConfig, ModelConfig
+from dlm_jax.config import Config, MeshConfig, ModelConfig, Trait
 from dlm_jax.config.schema import INIT
 from dlm_jax.data import CharacterTokenizer, Corpus, Tokenizer, from_json, load_corpus
 from dlm_jax.data.corpus import MakeTokenizer
@@ -27,16 +26,17 @@ from dlm_jax.distributed.memory import require_room
 from dlm_jax.distributed.mesh import CHIPS, fsdp_for
 from dlm_jax.distributed.partitions import batch_sharding, make_mesh, path_name, share_of_batch
 from dlm_jax.distributed.processes import check_same_everywhere, on_first_process
-from dlm_jax.heads import MAIN, Head, Setup, with_own_parameters
+from dlm_jax.heads import MAIN, Head, Setup
 from dlm_jax.model.lora import GROUP
 from dlm_jax.model.transformer import build
 from dlm_jax.published import is_published, read_published, read_shape
 from dlm_jax.randomness import check_settings, fingerprint, key_of
 from dlm_jax.store import Checkpoints, load_any, load_meta, not_finite
 from dlm_jax.store.checkpoint_files import complete_steps, remove, step_path
-from dlm_jax.store.files import check_bucket, is_remote, located
+from dlm_jax.store.files import DirectoryLock, check_bucket, is_remote, located
 from dlm_jax.store.weights import path_of_model
 from dlm_jax.training.checks import (
+    CONFIG,
     check_begins_anew,
     check_model_fits,
     check_parts,
@@ -46,27 +46,71 @@ from dlm_jax.training.checks import (
     growth,
     make_directory,
 )
-from dlm_jax.training.metrics import METRICS, check_metrics, check_trackers
-from dlm_jax.training.optimisers import make_grouped_optimizer
-from dlm_jax.training.run_directory import DirectoryLock, checkpoints_of, write_config
-from dlm_jax.training.stages import Stage, stage_at
-from dlm_jax.training.tasks import TASKS, MakeHead, MakeObjective, Task, make_heads
+from dlm_jax.training.metrics import METRICS, check_metrics, check_trackers, replace_text
+from dlm_jax.training.stages import Stage
+from dlm_jax.training.tasks import MakeHead, MakeNetwork, MakeObjective, Task, make_task
 from dlm_jax.training.train_step import (
     TrainState,
-    abstract_state,
     check_adds_up,
-    compile_eval_step,
-    init_state,
 )
 from dlm_jax.types import Network, Params
 
-# Settings that parameters do not depend on: the config's own count.
-_FREE = (
-    "remat", "compute_dtype", "add_sampler_head", "sampler_context", "sampler_width",
-    "sampler_residual", "add_critic_head", "lora_rank", "lora_alpha", "lora_targets",
-)  # fmt: skip
-# What turns a causal model into a diffusion one: the config's own count there, too.
-_TURNED = ("attention_type", "block_length", "logit_alignment", "start_id")
+
+def checkpoints_of(config: Config) -> str:
+    """Where the checkpoints of a run lie: a directory, or a URL."""
+    return config.train.checkpoint_dir or str(Path(config.train.out_dir) / "checkpoints")
+
+
+def write_config(config: Config, out_dir: Path) -> None:
+    """Writes ``config.toml``, which people and ``--config`` read; one that is the same stays.
+
+    To go on, a run reads its checkpoints, whose checksums tell damage.
+    """
+    header = (
+        "What this run was asked for.\n"
+        "To go on: python train.py --resume DIRECTORY\n"
+        "To train the same anew: python train.py --config THIS_FILE --train.out_dir ELSEWHERE"
+    )
+    text, path = configs.to_toml(config, header=header), out_dir / CONFIG
+    try:
+        is_there = path.read_text(encoding="utf-8") == text
+    except (OSError, ValueError):
+        is_there = False
+    if not is_there:
+        replace_text(path, text)
+
+
+def _checkpoints_beside(out_dir: Path) -> str:
+    """The ``train.checkpoint_dir`` of the run in `out_dir`; empty if it is not set or not known."""
+    try:
+        return configs.load(str(out_dir / CONFIG)).train.checkpoint_dir
+    except ValueError:
+        return ""
+
+
+def config_of_run(out_dir: Path) -> Config:
+    """What the run in `out_dir` was asked for when it saved last, to be continued there.
+
+    Its checkpoints lie there, or where its ``config.toml`` says (``train.checkpoint_dir``).
+
+    Raises:
+      ValueError: nothing usable is there.
+    """
+    try:
+        meta = load_meta(_checkpoints_beside(out_dir) or out_dir, report=lambda line: None)
+    except ValueError as error:
+        started = out_dir / CONFIG
+        advice = f"; start it again with --config {started}" if started.is_file() else ""
+        raise ValueError(f"--resume {out_dir}: {error}{advice}") from None
+    config = configs.from_dict(meta["config"], where=f"--resume {out_dir}")
+    train = dataclasses.replace(config.train, out_dir=str(out_dir))
+    # What follows from the text is not asked for.
+    tokenizer, model = from_json(meta["tokenizer"]), config.model
+    if model.vocab_size == tokenizer.vocab_size:
+        model = dataclasses.replace(model, vocab_size=0)
+    if model.start_id == tokenizer.mask_id:
+        model = dataclasses.replace(model, start_id=-1)
+    return dataclasses.replace(config, train=train, model=model)
 
 
 def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
@@ -86,14 +130,14 @@ def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
         return config, None
     theirs, tokenizer = read_shape(Path(source))
     default, settings = ModelConfig(), {}
-    free = (*_FREE, *(_TURNED if theirs.attention_type == "causal" else ()))
-    for field in dataclasses.fields(ModelConfig):
-        ours, other = getattr(config.model, field.name), getattr(theirs, field.name)
-        settings[field.name] = ours if field.name in free else other
-        if field.name not in free and ours not in (other, getattr(default, field.name)):
+    own = Trait.OWN | (Trait.TURNED if theirs.attention_type == "causal" else Trait.NONE)
+    for name, traits in ModelConfig.traits.items():
+        ours, other = getattr(config.model, name), getattr(theirs, name)
+        settings[name] = ours if traits & own else other
+        if not traits & own and ours not in (other, getattr(default, name)):
             raise ValueError(
-                f"train.init_from={source} has model.{field.name}={other!r}, and the config asks "
-                f"for {ours!r}; leave it out"
+                f"train.init_from={source} has model.{name}={other!r}, and the config asks for "
+                f"{ours!r}; leave it out"
             )
     model = ModelConfig(**settings)
     return dataclasses.replace(config, model=model), tokenizer
@@ -167,7 +211,7 @@ def places_of(theirs: Tokenizer, ours: Tokenizer) -> np.ndarray | None:
     return np.array([*text, *specials], np.int32)
 
 
-def moved(params: Params, fresh: Params, places: np.ndarray) -> Params:
+def renumbered(params: Params, fresh: Params, places: np.ndarray) -> Params:
     """Trained parameters with their vectors of tokens at other ids, and fresh ones at new ids.
 
     Args:
@@ -271,14 +315,6 @@ def device_bytes(device: Any) -> float:
     return float((device.memory_stats() or {}).get("bytes_limit", 0))
 
 
-# Settings of a model that no shape of a parameter shows.
-_TRAINED_FOR = (
-    "heads", "kv_heads", "activation", "norm_epsilon", "rope_theta", "attention_type",
-    "logit_alignment", "rotary_share", "experts_per_token", "router_score", "router_groups",
-    "router_groups_kept", "router_bias", "router_normalised", "router_scale",
-)  # fmt: skip
-
-
 def begin_with(
     source: str,
     state: TrainState,
@@ -312,7 +348,7 @@ def begin_with(
         places = places_of(from_json(meta["tokenizer"]), tokenizer)
         if places is None:
             raise ValueError(f"{where} has another tokenizer; use data.tokenizer=init, which is it")
-        params = moved(params, state.params, places)
+        params = renumbered(params, state.params, places)
     _check_settings(where, configs.from_dict(meta["config"], where=where).model, model)
     fresh = [name for name in state.params if name not in params]
     ignored = [name for name in params if name not in state.params]
@@ -328,8 +364,8 @@ def begin_with(
 
 
 def _check_settings(where: str, theirs: ModelConfig, model: ModelConfig) -> None:
-    """Raises ValueError where they have another setting that no shape of a parameter shows."""
-    for name in _TRAINED_FOR:
+    for key in configs.keys(Trait.UNSEEN):
+        name = key.removeprefix("model.")
         given, ours = getattr(theirs, name), getattr(model, name)
         if given != ours:
             raise ValueError(
@@ -363,7 +399,6 @@ def _with_params(state: TrainState, params: Params) -> TrainState:
 
 
 def _begin_published(source: str, state: TrainState, report: Callable[[str], None]) -> TrainState:
-    """The fresh `state` with the parameters of a published directory, read where they live."""
     own = {path_name(path): leaf.sharding
            for path, leaf in jax.tree_util.tree_flatten_with_path(state.params)[0]}  # fmt: skip
     found = read_published(source, dtype="float32", place=lambda path, shape: own.get(path))
@@ -393,7 +428,7 @@ class Best:
 
     Args:
       config: of the run.
-      meta: what the run saves beside its states, see `Run.meta`.
+      meta: what the run saves beside its states, see `Run`.
       is_new: whether the run begins here.
       check: see `Checkpoints`.
 
@@ -445,7 +480,6 @@ class Best:
         return True
 
     def wait(self) -> None:
-        """Waits until the save under way is complete."""
         self._checkpoints.wait()
 
     def close(self) -> None:
@@ -483,14 +517,10 @@ class Best:
             ) from None
 
     def _remove_from(self, step: int) -> None:
-        """Removes the best models of that step and of later ones."""
         self._check()
         for later in complete_steps(self._checkpoints.directory):
             if later >= step:
                 remove(step_path(self._checkpoints.directory, later))
-
-
-MakeNetwork = Callable[[ModelConfig], Network]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -498,16 +528,16 @@ class Run:
     """A run ready to go: the resolved config and what was made from it.
 
     ``state`` is fresh, or the newest checkpoint's, and ``saved`` the JSON beside it (empty if
-    fresh). ``identity`` is drawn when a run begins; its checkpoints, best model and metrics carry
-    it (empty for a run whose checkpoints have none). ``own`` names what is not the config's:
-    its network, objective and heads. ``noise_key`` is what the noise of every step is folded from.
+    fresh). ``meta`` is saved beside every state: what the run is, with an identity that is drawn
+    when it begins and that its best model and metrics carry too, what is not the config's (its own
+    network, objective and heads), and what its randomness depends on. ``noise_key`` is what the
+    noise of every step is folded from.
     """
 
     setup: Setup
     corpus: Corpus
     task: Task
-    own: dict[str, Any]
-    identity: str
+    meta: dict[str, Any]
     state: TrainState
     saved: dict[str, Any]
     first_step: int
@@ -517,44 +547,19 @@ class Run:
 
     @property
     def config(self) -> Config:
-        """The resolved config."""
         return self.setup.config
 
     @property
     def network(self) -> Network:
-        """The model."""
         return self.task.network
 
     @property
-    def mesh(self) -> jax.sharding.Mesh:
-        """The devices."""
+    def mesh(self) -> Mesh:
         return self.setup.mesh
 
     @property
     def out_dir(self) -> Path:
-        """Where the run writes."""
         return Path(self.config.train.out_dir)
-
-    def stage(self, step: int) -> Stage:
-        """What trains at a step, from 0."""
-        return stage_of(self.config, self.task, step)
-
-    def optimizer(self, stage: Stage) -> optax.GradientTransformation:
-        """The optimiser of a stage; its state is that of every other stage."""
-        return optimizer_of(self.config, self.task, stage)
-
-    def eval_step(self) -> Callable[..., Any]:
-        """Compiled `Task.measure`."""
-        return compile_eval_step(
-            self.task.measure,
-            self.state.params,
-            mesh=self.mesh,
-            batch_size=self.config.train.batch_size,
-        )
-
-    def meta(self) -> dict[str, Any]:
-        """What is saved beside the state."""
-        return _meta(self.config, self.corpus, self.own, self.identity)
 
 
 def prepare(
@@ -578,9 +583,7 @@ def prepare(
       ValueError: bad data, a batch or mesh that does not fit the devices, a directory that holds
         another run or something else.
     """
-    mesh = _checked_mesh(config)
-    out_dir, where = Path(config.train.out_dir), checkpoints_of(config)
-    asked = config
+    asked, mesh = config, _checked_mesh(config)
     config, corpus = load_resolved(config, report=report)
     check_same_everywhere({"data.source": corpus.sha256})
     if network is None:
@@ -588,34 +591,33 @@ def prepare(
         mesh = make_mesh(mesh_config(config, list(mesh.devices.flat)))
     setup = Setup(config, corpus.tokenizer, mesh)
     task = make_task(setup, network, objective, heads)
-    own = _names_of(network, objective, heads)
+    meta = {
+        "run": "",
+        "config": configs.to_dict(config),
+        "tokenizer": corpus.tokenizer.to_json(),
+        "corpus": {"name": corpus.name, "sha256": corpus.sha256},
+        "own": _names_of(network, objective, heads),
+        "randomness": fingerprint(),
+    }
     init_key, noise_key = jax.random.split(key_of(config.train.seed))
-    lock = DirectoryLock()
+    out_dir, lock = Path(config.train.out_dir), DirectoryLock()
     with contextlib.ExitStack() as undo:
-        keep = config.train.keep_checkpoints
-        checkpoints = Checkpoints(where, keep=keep, check=lock.check)
+        checkpoints = Checkpoints(
+            checkpoints_of(config), keep=config.train.keep_checkpoints, check=lock.check
+        )
         undo.callback(checkpoints.close)
         checkpoints.when_closed.callback(lock.release)
         places = {"train.out_dir": out_dir, "train.checkpoint_dir": checkpoints.directory}
         if on_first_process(lambda: _lock_those_there(lock, places) or checkpoints.steps()):
-            theirs = checkpoints.read_meta(report=report)
-            identity = theirs.get("run", "")
-            meta = _meta(config, corpus, own, identity)
-            check_same_run(meta, theirs)
-            found, state, saved = checkpoints.restore(_abstract_state(setup, task), report=report)
-            if line := growth(config, saved, found):
-                report(line)
+            state, saved = _continued(task, meta, checkpoints, report=report)
         else:
-            identity = on_first_process(lambda: secrets.token_hex(8))
-            meta = _meta(config, corpus, own, identity)
-            _check_memory(_abstract_state(setup, task), setup)
-            state, saved = _fresh_state(setup, task, init_key, report=report), {}
+            state, saved = _begun(task, meta, init_key, report=report), {}
         if config.train.accumulate > 1 and (objective is not None or heads):
             _check_adds_up(setup, task, state)
         best = Best(config, meta, is_new=not saved, check=lock.check)
         checkpoints.when_closed.callback(best.close)
         if saved:
-            on_first_process(lambda: check_metrics(out_dir / METRICS, identity))
+            on_first_process(lambda: check_metrics(out_dir / METRICS, meta["run"]))
         else:
             on_first_process(lambda: check_begins_anew(asked, out_dir))
         make_directory("train.out_dir", out_dir)
@@ -625,7 +627,40 @@ def prepare(
             best.begin()
             on_first_process(lambda: write_config(asked, out_dir))
         undo.pop_all()
-    return Run(setup, corpus, task, own, identity, state, saved, step, noise_key, checkpoints, best)
+    return Run(setup, corpus, task, meta, state, saved, step, noise_key, checkpoints, best)
+
+
+def _continued(
+    task: Task, meta: dict[str, Any], checkpoints: Checkpoints, *, report: Callable[[str], None]
+) -> tuple[TrainState, dict[str, Any]]:
+    """(the newest state, the JSON beside it) of the run that is there, whose identity it takes."""
+    theirs = checkpoints.read_meta(report=report)
+    check_same_run(meta, theirs)
+    meta["run"] = theirs["run"]
+    step, state, saved = checkpoints.restore(task.abstract_state(), report=report)
+    if line := growth(task.setup.config, saved, step):
+        report(line)
+    return state, saved
+
+
+def _begun(
+    task: Task, meta: dict[str, Any], key: jax.Array, *, report: Callable[[str], None]
+) -> TrainState:
+    """The state before the first step of a new run, whose identity it draws."""
+    meta["run"] = on_first_process(lambda: secrets.token_hex(8))
+    config, mesh = task.setup.config, task.setup.mesh
+    shares = [
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(task.abstract_state())
+    ]
+    require_room(
+        sum(shares), mesh.devices.flat, "the state of the training",
+        "make [model] smaller, or split it over more devices with mesh.fsdp",
+    )  # fmt: skip
+    return begin_with(
+        config.train.init_from, task.fresh_state(key), task.setup.tokenizer, model=config.model,
+        report=report,
+    )  # fmt: skip
 
 
 def _checked_mesh(config: Config) -> Mesh:
@@ -677,18 +712,6 @@ def _acquire(lock: DirectoryLock, places: dict[str, Path], *, is_new: bool) -> N
         check_still_new()
 
 
-def _check_memory(state: TrainState, setup: Setup) -> None:
-    """Raises MemoryError for a state that is larger than what the devices have left."""
-    shares = [
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(state)
-    ]
-    require_room(
-        sum(shares), setup.mesh.devices.flat, "the state of the training",
-        "make [model] smaller, or split it over more devices with mesh.fsdp",
-    )  # fmt: skip
-
-
 def _check_adds_up(setup: Setup, task: Task, state: TrainState) -> None:
     """Refuses own losses that cannot be computed in parts, of any stage of the run."""
     groups = dict.fromkeys((MAIN, *(head.group for head in task.heads)))
@@ -701,20 +724,6 @@ def _check_adds_up(setup: Setup, task: Task, state: TrainState) -> None:
     )  # fmt: skip
 
 
-def make_task(
-    setup: Setup,
-    network: Network | MakeNetwork | None,
-    objective: MakeObjective | None,
-    heads: Sequence[Head | MakeHead],
-) -> Task:
-    """What a run trains; for the arguments see `prepare`."""
-    if not isinstance(network, Network):
-        network = (network or build)(setup.config.model)
-    records = make_heads(setup, heads)
-    network = with_own_parameters(network, records)
-    return TASKS[setup.config.model.mode](setup, network, objective, records)
-
-
 def _names_of(network: Any, objective: Any, heads: Sequence[Any]) -> dict[str, Any]:
     """Names, for checkpoints, of what is not the config's."""
 
@@ -725,45 +734,3 @@ def _names_of(network: Any, objective: Any, heads: Sequence[Any]) -> dict[str, A
     return {part: found for part, found in own.items() if found} | (
         {"heads": [name(head) for head in heads]} if heads else {}
     )
-
-
-def stage_of(config: Config, task: Task, step: int) -> Stage:
-    """What trains at a step, from 0."""
-    adapts = config.model.lora_rank > 0
-    return stage_at(step, task.heads, train_main=config.heads.train_main, adapts=adapts)
-
-
-def optimizer_of(config: Config, task: Task, stage: Stage) -> optax.GradientTransformation:
-    """The optimiser of a stage; its state is that of every other stage."""
-    return make_grouped_optimizer(
-        config.optim, config.heads, task.heads, stage, num_steps=config.train.steps
-    )
-
-
-def _abstract_state(setup: Setup, task: Task) -> TrainState:
-    optimizer = optimizer_of(setup.config, task, stage_of(setup.config, task, 0))
-    has_ema = setup.config.optim.ema_decay > 0
-    return abstract_state(task.network, optimizer, setup.mesh, has_ema=has_ema)
-
-
-def _fresh_state(
-    setup: Setup, task: Task, key: jax.Array, *, report: Callable[[str], None]
-) -> TrainState:
-    config = setup.config
-    optimizer = optimizer_of(config, task, stage_of(config, task, 0))
-    has_ema = config.optim.ema_decay > 0
-    state = init_state(task.network, optimizer, key, mesh=setup.mesh, has_ema=has_ema)
-    source = config.train.init_from
-    return begin_with(source, state, setup.tokenizer, model=config.model, report=report)
-
-
-def _meta(config: Config, corpus: Corpus, own: dict[str, Any], identity: str) -> dict[str, Any]:
-    """What is saved beside the state: what the run is, and what its randomness depends on."""
-    return {
-        "run": identity,
-        "config": configs.to_dict(config),
-        "tokenizer": corpus.tokenizer.to_json(),
-        "corpus": {"name": corpus.name, "sha256": corpus.sha256},
-        "own": own,
-        "randomness": fingerprint(),
-    }

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.diffusion.losses import Loss, hidden_of
-from dlm_jax.diffusion.mixture import MixedExample, Mixture
-from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.diffusion.objectives import Batch, MixedExample, Mixture
 from dlm_jax.heads import MAIN, Head, HeadInputs, Stage
 from dlm_jax.model.lora import GROUP
 from dlm_jax.types import Network, Params
@@ -70,7 +69,6 @@ class StageLoss:
 
     @property
     def trained_heads(self) -> list[Head]:
-        """The heads whose loss counts in this stage."""
         return [head for head in self.heads if self.stage.trains(head.group)]
 
     def split(self, params: Params) -> tuple[Params, Params]:

@@ -6,38 +6,33 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
+import optax
+from jax.sharding import Mesh
 
-from dlm_jax.diffusion import sequence_scores
-from dlm_jax.diffusion.corruption import SCHEDULES
-from dlm_jax.diffusion.likelihood import bound, causal_nll, half_width, plus_minus, ratio_and_error
-from dlm_jax.diffusion.mixture import Mixture, NetworkObjective
+from dlm_jax.config import ModelConfig
+from dlm_jax.diffusion.likelihood import costs, half_width, plus_minus, ratio_and_error
 from dlm_jax.diffusion.objectives import (
     Batch,
-    Normaliser,
+    Mixture,
+    NetworkObjective,
     Objective,
-    denoising,
-    denoising_settings,
-    elbo,
+    mixture_of,
     next_token,
-    proofreading,
 )
-from dlm_jax.heads import HEADS, Head, Setup, corrupter_of
-from dlm_jax.training.stages import Stage, StageLoss
+from dlm_jax.heads import HEADS, Head, Setup, scorer, with_own_parameters
+from dlm_jax.model.transformer import build
+from dlm_jax.training.optimisers import make_grouped_optimizer
+from dlm_jax.training.stages import Stage, StageLoss, stage_at
+from dlm_jax.training.train_step import TrainState, abstract_state, init_state
 from dlm_jax.types import Network, Params
 
+MakeNetwork = Callable[[ModelConfig], Network]
 MakeObjective = Callable[[Setup], Objective | NetworkObjective | Mixture]
 MakeHead = Callable[[Setup], Head | None]
-
-
-class Evaluation(NamedTuple):
-    """The result of an evaluation: figures for the metrics, and a line for the log."""
-
-    figures: dict[str, float]
-    line: str
 
 
 @dataclass(frozen=True)
@@ -45,32 +40,72 @@ class Task:
     """What a run trains a model for, and how it is evaluated.
 
     Attributes:
+      setup: what it is made from.
       network: the model, whose `init` makes the parameters of all heads.
       mixture: objectives of the model itself.
       heads: in the order in which their losses are added up.
-      mask_id: the id of MASK.
-      measure: ``(params, batch, key)`` -> figures of held-out rows, a pytree of ``[B]``.
-      summarize: ``(measured, free_N) -> Evaluation`` of N rows, given their free positions.
+      measure: ``(params, batch, number_B, key)`` -> figures of held-out rows of these numbers, a
+        pytree of ``[B]``.
+      summarize: ``(measured, free_N) -> figures`` of N rows, given their free positions.
+      line: ``(figures) -> text`` for the log.
       figure: the figure of an evaluation that is drawn beside the training loss.
       unit: of that figure and of the loss.
       writes_text: whether samples can be shown.
       next_command: what to do with the trained model; ``{out_dir}`` is its directory.
     """
 
+    setup: Setup
     network: Network
     mixture: Mixture
     heads: tuple[Head, ...]
-    mask_id: int
-    measure: Callable[[Params, Batch, jax.Array], Any]
-    summarize: Callable[[Any, np.ndarray], Evaluation]
+    measure: Callable[[Params, Batch, jax.Array, jax.Array], Any]
+    summarize: Callable[[Any, np.ndarray], dict[str, float]]
+    line: Callable[[dict[str, float]], str]
     figure: str = "bound"
     unit: str = "nats per token"
     writes_text: bool = True
     next_command: str = "sample more with: python sample.py --checkpoint {out_dir}"
 
+    def stage(self, step: int) -> Stage:
+        """What trains at a step, from 0."""
+        config = self.setup.config
+        return stage_at(
+            step, self.heads, train_main=config.heads.train_main, adapts=config.model.lora_rank > 0
+        )
+
     def loss(self, stage: Stage) -> StageLoss:
-        """The loss of a stage."""
-        return StageLoss(self.network, self.mixture, self.heads, stage, self.mask_id)
+        return StageLoss(self.network, self.mixture, self.heads, stage, self.setup.mask_id)
+
+    def optimizer(self, stage: Stage) -> optax.GradientTransformation:
+        """The optimiser of a stage; its state is that of every other stage."""
+        config = self.setup.config
+        return make_grouped_optimizer(
+            config.optim, config.heads, self.heads, stage, num_steps=config.train.steps
+        )
+
+    def abstract_state(self) -> TrainState:
+        return abstract_state(*self._state_of())
+
+    def fresh_state(self, key: jax.Array) -> TrainState:
+        return init_state(*self._state_of(), key)
+
+    def _state_of(self) -> tuple[Network, optax.GradientTransformation, Mesh, bool]:
+        has_ema = self.setup.config.optim.ema_decay > 0
+        return self.network, self.optimizer(self.stage(0)), self.setup.mesh, has_ema
+
+
+def make_task(
+    setup: Setup,
+    network: Network | MakeNetwork | None = None,
+    objective: MakeObjective | None = None,
+    heads: Sequence[Head | MakeHead] = (),
+) -> Task:
+    """What a run trains; for the arguments see `dlm_jax.training.train`."""
+    if not isinstance(network, Network):
+        network = (network or build)(setup.config.model)
+    records = make_heads(setup, heads)
+    network = with_own_parameters(network, records)
+    return TASKS[setup.config.model.mode](setup, network, objective, records)
 
 
 def language_model(
@@ -80,15 +115,15 @@ def language_model(
 
     A causal model has an exact likelihood instead of a bound, and predicts the next token.
     """
-    is_causal = setup.config.model.attention_type == "causal"
-
-    def measure(params: Params, batch: Batch, key: jax.Array) -> jax.Array:
-        if is_causal:
-            return causal_nll(network, params, batch, mask_id=setup.mask_id)
-        return bound(network, params, batch, key, mask_id=setup.mask_id).nats_B
-
+    cost = functools.partial(
+        costs, network, is_causal=setup.config.model.attention_type == "causal",
+        mask_id=setup.mask_id, eos_id=setup.tokenizer.eos_id,
+    )  # fmt: skip
     mixture = make_mixture(setup) if objective is None else _own_mixture(setup, objective)
-    return Task(network, mixture, heads, setup.mask_id, measure, _bound_of)
+    return Task(
+        setup, network, mixture, heads, lambda *rows: cost(*rows).nats_B, _bound_of,
+        _bound_line,
+    )  # fmt: skip
 
 
 def sequence_scorer(
@@ -97,14 +132,18 @@ def sequence_scorer(
     """Trains for the loss of the scorer's head, unless for an `objective`; writes no text."""
     if network.scorer is None:
         raise ValueError("model.mode='sequence_scorer' needs a network with a scorer")
-    mixture = Mixture(random_length_share=setup.config.objective.random_length_share)
+    corruption = setup.config.objective
+    mixture = Mixture(random_length_share=corruption.random_length_share)
     return Task(
+        setup,
         network,
         mixture if objective is None else _own_mixture(setup, objective),
         heads,
-        setup.mask_id,
-        measure=functools.partial(sequence_scores.errors, network, how=corrupter_of(setup)),
-        summarize=_errors_of,
+        measure=functools.partial(
+            scorer.errors, network, how=corruption, random_ids=setup.text_ids
+        ),
+        summarize=scorer.summary,
+        line=scorer.error_line,
         figure="cross_entropy",
         unit="nats per text",
         writes_text=False,
@@ -150,41 +189,14 @@ def make_mixture(setup: Setup) -> Mixture:
     Raises:
       ValueError: the share of an objective rounds to no row of a batch.
     """
-    config, mask_id = setup.config.objective, setup.mask_id
-    if setup.config.model.attention_type == "causal":
+    config = setup.config
+    if config.model.attention_type == "causal":
         return Mixture({"next_token": lambda batch, key: next_token(batch)}, {"next_token": 1.0})
-    schedule = SCHEDULES[config.schedule](config.schedule_power)
-    objectives: dict[str, Objective] = {
-        "elbo": functools.partial(
-            elbo, schedule=schedule, mask_id=mask_id,
-            block_length=setup.config.model.block_length,
-            normaliser=Normaliser(config.normaliser, config.time_weight),
-        ),
-        "denoising": functools.partial(
-            denoising, settings=denoising_settings(config), mask_id=mask_id,
-            random_ids=setup.text_ids,
-        ),
-        "proofreading": functools.partial(
-            proofreading, max_ratio=config.misprint_ratio, mask_id=mask_id,
-            kinds=config.misprint_kinds, masked_rows=config.misprint_masked_rows,
-        ),
-    }  # fmt: skip
-    shares = {
-        "elbo": 1.0 - config.denoising_share - config.proofreading_share,
-        "denoising": config.denoising_share,
-        "proofreading": config.proofreading_share,
-    }
-    used = [name for name, share in shares.items() if share > 1e-6]
-    mixture = Mixture(
-        {name: objectives[name] for name in used},
-        {name: shares[name] for name in used},
-        random_length_share=config.random_length_share,
-    )
-    _check_rows(mixture, setup.config.train.batch_size)
-    return mixture
-
-
-def _check_rows(mixture: Mixture, num_rows: int) -> None:
+    mixture = mixture_of(
+        config.objective, mask_id=setup.mask_id, random_ids=setup.text_ids,
+        block_length=config.model.block_length,
+    )  # fmt: skip
+    num_rows = config.train.batch_size
     for name in mixture.without_rows(num_rows):
         share = mixture.shares[name]
         what = f"objective.{name}_share={share}" if name != "elbo" else f"the ELBO's share {share}"
@@ -193,6 +205,7 @@ def _check_rows(mixture: Mixture, num_rows: int) -> None:
             f"would be trained; raise the share to {1 / num_rows:.4g}, or train.batch_size to "
             f"{math.ceil(1 / share)}"
         )
+    return mixture
 
 
 def _own_mixture(setup: Setup, make: MakeObjective) -> Mixture:
@@ -204,16 +217,15 @@ def _own_mixture(setup: Setup, make: MakeObjective) -> Mixture:
     return Mixture({"objective": made}, {"objective": 1.0}, random_length_share=share)
 
 
-def _bound_of(nats_N: np.ndarray, free_N: np.ndarray) -> Evaluation:
+def _bound_of(nats_N: np.ndarray, free_N: np.ndarray) -> dict[str, float]:
     mean, error = ratio_and_error(nats_N.astype(np.float64), free_N)
     windows = int((free_N > 0).sum())
     # A single window tells nothing of its error, and JSON has no NaN.
-    errors = {"standard_error": error} if windows > 1 else {}
-    figures = {"bound": mean} | errors | {"windows": windows}
-    interval = plus_minus(half_width(error, windows))
-    return Evaluation(figures, f"bound {mean:.4f}{interval} nats/token")
+    return (
+        {"bound": mean} | ({"standard_error": error} if windows > 1 else {}) | {"windows": windows}
+    )
 
 
-def _errors_of(measured: sequence_scores.Errors, free_N: np.ndarray) -> Evaluation:
-    figures = sequence_scores.summary(measured, free_N)
-    return Evaluation(figures, sequence_scores.error_line(figures))
+def _bound_line(figures: dict[str, float]) -> str:
+    half = half_width(figures.get("standard_error", math.nan), int(figures["windows"]))
+    return f"bound {figures['bound']:.4f}{plus_minus(half)} nats/token"

@@ -1,4 +1,4 @@
-"""Where the time of a run goes: into the devices, into waiting for input, into the host."""
+"""The loop of a run: its steps, and what is due between them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,91 +20,365 @@ from jax.experimental import multihost_utils
 from tqdm import tqdm
 
 import dlm_jax.config as configs
+from dlm_jax.config import Config, Trait
 from dlm_jax.data import train_batches, validation_windows
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed.memory import require_working_room
 from dlm_jax.distributed.mesh import CHIPS
 from dlm_jax.distributed.partitions import batch_sharding, share_of_batch
+from dlm_jax.heads import Head
 from dlm_jax.progress import Progress
 from dlm_jax.randomness import key_of
 from dlm_jax.store import Checkpoints
-from dlm_jax.training.metrics import METRICS, LossPicture, MetricsLog, open_tracker
+from dlm_jax.training.metrics import Journal
 from dlm_jax.training.optimisers import learning_rates
 from dlm_jax.training.plan import model_flops
-from dlm_jax.training.run import Run
-from dlm_jax.training.train_step import Metrics, StepConfig, TrainState, make_train_step
-from dlm_jax.types import Params
+from dlm_jax.training.run import Run, prepare
+from dlm_jax.training.tasks import MakeHead, MakeNetwork, MakeObjective
+from dlm_jax.training.train_step import (
+    Metrics,
+    TrainState,
+    compile_eval_step,
+    make_train_step,
+)
+from dlm_jax.types import Network, Params
 
-# Products in bfloat16 of one GPU, dense, FLOP/s: the vendor's data sheets.
-_GPUS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2.25e15}
+# Steps that may wait on the device: enough to keep it busy, few enough to stop soon on request.
+_MAX_AHEAD = 2
+
+ShowSample = Callable[[Run, TrainState, int], None]
+"""``(run, state, step)``: shows what the model writes by then."""
 
 
-def peak_flops(device: Any) -> float | None:
-    """FLOP/s of a device at best, in bfloat16; None if they are not known, as those of a CPU."""
-    if device.device_kind in CHIPS:
-        return CHIPS[device.device_kind].flops
-    return next((peak for name, peak in _GPUS.items() if name in device.device_kind), None)
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
 
-
-class Meter:
-    """Figures of the clock for the metrics of a run, since it was last asked.
-
-    Args:
-      run: whose steps it times.
+    ``run`` is what was trained and ``params`` what came out: ``dlm_jax.Model(run.network, params,
+    run.corpus.tokenizer, max_length=run.config.data.seq_len)`` samples from it.
+    ``reason`` is ``finished``, ``interrupted`` (by `signal_number`; saved, and the same command
+    continues) or ``non_finite`` (a loss, gradient or parameter was NaN or infinite; nothing was
+    saved after the last good checkpoint). ``bound`` is the last evaluation in nats per token; None
+    without one, and for a sequence scorer.
     """
 
-    def __init__(self, run: Run):
-        config, devices = run.config, list(run.mesh.devices.flat)
-        self._tokens = config.train.batch_size * config.data.seq_len
-        self._flops = model_flops(
-            run.state.params,
-            config.model,
-            num_rows=config.train.batch_size,
-            num_positions=config.data.seq_len,
+    reason: Literal["finished", "interrupted", "non_finite"]
+    step: int
+    bound: float | None
+    state: TrainState
+    run: Run
+    signal_number: int = 0
+
+    @property
+    def params(self) -> Params:
+        """The trained parameters, or their moving average if there is one."""
+        return self.state.best_params
+
+
+def say(line: str) -> None:
+    """Prints a line on standard error, above the progress bar; on the first process alone."""
+    if jax.process_index() == 0:
+        tqdm.write(line, file=sys.stderr)
+
+
+def train(
+    config: Config | str | PathLike[str],
+    *,
+    network: Network | MakeNetwork | None = None,
+    objective: MakeObjective | None = None,
+    heads: Sequence[Head | MakeHead] = (),
+    show_sample: ShowSample | None = None,
+    report: Callable[[str], None] = say,
+) -> Outcome:
+    """Trains what `config` describes, to its last step; called again, it continues.
+
+    The run lives in ``train.out_dir``: checkpoints, ``metrics.jsonl`` and ``loss.png``. Its own
+    network, objective and heads are named in the checkpoints, and must be given again to continue.
+
+    Args:
+      config: a `Config`, or the path of a TOML file.
+      network: your own model instead of the Transformer of ``[model]``: a `Network`, or a function
+        of the `ModelConfig` whose ``vocab_size`` is the corpus's. On several devices its matrices
+        need paths that `dlm_jax.distributed.partitions.RULES` knows.
+      objective: your own instead of those of ``[objective]``: a function of the `Setup` (resolved
+        config, tokenizer, mesh) that returns ``(batch, key) -> Example``, a `NetworkObjective`,
+        which runs the network itself, or a `Mixture` of several.
+      heads: your own beside those of the config: `Head` records, or functions of the `Setup` that
+        make them.
+      show_sample: called with the run, the state and the step every ``train.sample_every`` steps.
+      report: takes one line of text at a time.
+
+    Returns:
+      How the run ended, with its trained parameters.
+
+    Raises:
+      ValueError: what was given does not fit together; the line names it and the remedy.
+    """
+    if not isinstance(config, Config):
+        config = configs.load(str(config))
+    run = prepare(config, network=network, objective=objective, heads=heads, report=report)
+    with run.checkpoints:
+        describe(run, report)
+        return run_loop(run, show_sample=show_sample)
+
+
+def describe(run: Run, report: Callable[[str], None] = say) -> None:
+    corpus, mesh = run.corpus, dict(run.mesh.shape)
+    report(
+        f"{corpus.name}: {corpus.num_train_tokens:,} tokens to train on, "
+        f"{corpus.num_val_tokens:,} held out, vocabulary {corpus.tokenizer.vocab_size}"
+    )
+    kind = run.mesh.devices.flat[0].platform
+    parts = parameters_by_part(run.state.params)
+    report(
+        f"model of {sum(parts.values()):,} parameters on {kind}, mesh {mesh}: "
+        + ", ".join(f"{name} {size:,}" for name, size in parts.items())
+    )
+    for section, values in configs.differing(run.config).items():
+        # What the tokenizer says is told anyway.
+        told = configs.keys(Trait.FOUND)
+        shown = [f"{k}={_shown(v)}" for k, v in values.items() if f"{section}.{k}" not in told]
+        if shown:
+            report(f"not the default: [{section}] {' '.join(shown)}")
+    steps = run.config.train.steps
+    if run.first_step == steps:
+        report(f"{run.out_dir} has taken all its {steps} steps already; nothing is left to train")
+    elif run.first_step:
+        report(f"continuing {run.out_dir} from step {run.first_step} of {steps}")
+
+
+def parameters_by_part(params: Params) -> dict[str, int]:
+    """Numbers of parameters by part, the parts of all blocks together: ``blocks/mlp``."""
+    sizes: dict[str, int] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        names = [str(getattr(key, "key", key)) for key in path]
+        part = "/".join(names[:2] if names[0] == "blocks" else names[:1])
+        sizes[part] = sizes.get(part, 0) + leaf.size
+    return sizes
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def run_loop(
+    run: Run, *, show_sample: ShowSample | None = None, profile: tuple[int, int] | None = None
+) -> Outcome:
+    """Trains `run` to its last step, or until a signal or a non-finite figure stops it.
+
+    What it saved is complete on disk when it returns. A run that has taken all its steps is
+    returned as it is.
+
+    Args:
+      run: from `prepare`.
+      show_sample: called every ``train.sample_every`` steps, in a run of several processes by all
+        of them.
+      profile: the first and the last step, from 1, of a trace in ``profile/`` of the run.
+    """
+    num_steps = run.config.train.steps
+    if run.first_step >= num_steps:
+        return Outcome("finished", run.first_step, run.saved.get("bound"), run.state, run)
+    reason: Literal["finished", "interrupted", "non_finite"] = "finished"
+    signal_number = 0
+    with stop_on_signals(run.checkpoints) as stop, contextlib.closing(_Loop(run, profile)) as loop:
+        try:
+            while loop.step < num_steps:
+                loop.take_step()
+                loop.do_what_is_due(is_last=loop.step == num_steps, show_sample=show_sample)
+                # Only now, so that what was due at this step is not lost on resuming.
+                signal_number = stop.at(loop.step) if loop.step < num_steps else 0
+                if signal_number:
+                    where = f"after step {loop.step}"
+                    say(f"stopping {where} and saving; a second Ctrl-C would not wait")
+                    loop.checkpoint()
+                    reason = "interrupted"
+                    break
+        except _NonFiniteError:
+            reason, signal_number = "non_finite", 0
+        run.checkpoints.wait()
+        run.best.wait()
+    return Outcome(reason, loop.step, loop.bound, loop.state, run, signal_number)
+
+
+class _NonFiniteError(Exception):
+    pass
+
+
+class _Loop:
+    def __init__(self, run: Run, profile: tuple[int, int] | None = None):
+        config = run.config
+        self._run = run
+        self._train = config.train
+        self.state = run.state
+        self.step = run.first_step
+        self.bound: float | None = run.saved.get("bound")
+        # Figures of the steps since the last line of metrics; a checkpoint carries them over.
+        self._unlogged: list[dict[str, float]] = list(run.saved.get("unlogged", []))
+        self._ahead: list[Metrics] = []
+        self._rows = batch_sharding(run.mesh, self._train.batch_size)
+        self._share, self._shares = share_of_batch(self._rows, self._train.batch_size)
+        self._eval_step = compile_eval_step(
+            run.task.measure, run.state.params, mesh=run.mesh, batch_size=self._train.batch_size
         )
-        peak = peak_flops(devices[0])
-        self._peak = None if peak is None else peak * len(devices)
-        self._spent = {"input": 0.0, "device": 0.0}
-        self._steps = 0
+        self._compile_train_step()
+        self._batches = train_batches(
+            run.corpus.train_rows,
+            seq_len=config.data.seq_len,
+            batch_size=self._train.batch_size,
+            seed=self._train.seed,
+            process_index=self._share,
+            process_count=self._shares,
+            start_step=run.first_step,
+        )
+        self._journal = Journal(
+            run.out_dir, configs.to_dict(config), run.meta["run"], figure=run.task.figure,
+            unit=run.task.unit, step=self.step, report=say,
+        )  # fmt: skip
+        self._meter = Meter(run)
+        self._profile = Profile(profile, run.out_dir / "profile")
+        self._idle = 0.0
+        self._bar = Progress(
+            "train", self._train.steps, "step", done=self.step, idle=lambda: self._idle,
+            is_shown=jax.process_index() == 0,
+        )  # fmt: skip
+        self._since = time.perf_counter()
+
+    def _compile_train_step(self) -> None:
+        """Compiles the step of the stage that the next step belongs to."""
+        run = self._run
+        self._stage = run.task.stage(self.step)
+        step = make_train_step(
+            run.task.loss(self._stage), run.task.optimizer(self._stage), self.state, mesh=run.mesh,
+            batch_size=self._train.batch_size, accumulate=self._train.accumulate,
+            ema_decay=run.config.optim.ema_decay,
+        )  # fmt: skip
+        rows, seq_len = self._train.batch_size, run.config.data.seq_len
+        columns: list[Any] = [
+            jax.ShapeDtypeStruct(shape, np.int32, sharding=self._rows)
+            for shape in ((rows, seq_len), (rows,), (rows,))
+        ]
+        start = time.perf_counter()
+        # Ahead of time, so that neither the rate nor the time left counts the compiler.
+        self._train_step = step.lower(self.state, Batch(*columns), run.noise_key).compile()
+        require_working_room(self._train_step, run.mesh.devices.flat, "a training step",
+                             "lower train.batch_size, or raise train.accumulate")  # fmt: skip
+        what = f" of {self._stage}" if any(not one.joins_main for one in run.task.heads) else ""
+        say(f"training step{what} compiled in {time.perf_counter() - start:.1f} s")
+
+    def close(self) -> None:
+        self._bar.close()
+        self._profile.stop()
+        self._journal.close()
+        self._batches.close()
+
+    def take_step(self) -> None:
+        """Dispatches one step; waits only for one that lies too far back."""
+        if self._run.task.stage(self.step) != self._stage:
+            with self._off_the_clock():
+                self._compile_train_step()
+        self._profile.before(self.step + 1)
+        with self._meter.waiting_for("input"):
+            local = next(self._batches)
+        batch = Batch(*(self._place(local[name]) for name in ("tokens", "length", "given")))
+        self.state, metrics = self._train_step(self.state, batch, self._run.noise_key)
+        self.step += 1
+        self._ahead.append(metrics)
+        if len(self._ahead) > _MAX_AHEAD:
+            with self._meter.waiting_for("device"):
+                jax.block_until_ready(self._ahead[-1 - _MAX_AHEAD])
+        self._bar.update()
+        self._profile.after(self.step, self._settle, say)
+
+    def do_what_is_due(self, *, is_last: bool, show_sample: ShowSample | None) -> None:
+
+        def is_due(every: int) -> bool:
+            return is_last or (every > 0 and self.step % every == 0)
+
+        if is_due(self._train.log_every):
+            self.log()
+        if is_due(self._train.eval_every):
+            self.evaluate()
+        if show_sample is not None and is_due(self._train.sample_every) and not is_last:
+            with self._off_the_clock():
+                show_sample(self._run, self.state, self.step)
+        if is_due(self._train.checkpoint_every):
+            self.checkpoint()
+
+    def log(self) -> None:
+        """Records the mean of the metrics since the last line."""
+        self._settle()
+        seconds = time.perf_counter() - self._since
+        clock, self._since = self._meter.figures(seconds), time.perf_counter()
+        means = {
+            name: float(np.mean([figures[name] for figures in self._unlogged]))
+            for name in self._unlogged[0]
+        }
+        self._unlogged = []
+        rates = learning_rates(self._run.config, self._run.task.heads, self._stage, self.step - 1)
+        self._journal.write(kind="train", step=self.step, **means, **rates, **clock)
+        note = f"loss {means['loss']:.3f}, {clock['tokens_per_second']:,.0f} tokens/s"
+        self._bar.update(0, note=note)
+
+    def _settle(self) -> None:
+        """Waits for the steps under way; raises if one of them was not finite."""
+        first = self.step - len(self._ahead) + 1
+        with self._meter.waiting_for("device"):
+            fetched, self._ahead = jax.device_get(self._ahead), []
+        for step, metrics in enumerate(fetched, first):
+            if not np.isfinite(list(metrics.values())).all():
+                names = sorted(metrics, key=lambda name: (name != "loss", name))
+                figures = ", ".join(f"{name} {metrics[name]}" for name in names)
+                say(
+                    f"step {step} is not finite: {figures}; stopped, and the last checkpoint "
+                    "before it is kept; lower the learning rate or optim.clip"
+                )
+                raise _NonFiniteError
+            self._unlogged.append({name: float(x) for name, x in metrics.items()})
+
+    def evaluate(self) -> None:
+        """Records how it does on held-out text, over the same windows and noise every time."""
+        task = self._run.task
+        with self._off_the_clock():
+            params, part = self.state.best_params, (self._share, self._shares)
+            figures = task.summarize(
+                *held_out(self._run, self._eval_step, params, part=part, place=self._place)
+            )
+            self.bound = figures.get("bound")
+            self._journal.write(kind="evaluation", step=self.step, **figures)
+            self._journal.draw()
+            is_best = self._keep_best(figures[task.figure])
+        best = ", the best so far" if is_best else ""
+        say(f"step {self.step}: held-out {task.line(figures)}{best}")
+
+    def _keep_best(self, figure: float) -> bool:
+        """Whether this evaluation is the best so far; the model is then kept."""
+        # One save at a time: several processes must not meet in two of them at once.
+        self._run.checkpoints.wait()
+        meta = self._run.meta | {"step": self.step, "bound": self.bound}
+        return self._run.best.offer(self.step, figure, self.state.best_params, meta)
+
+    def checkpoint(self) -> None:
+        """Saves the state, unless a step since the last look was not finite."""
+        with self._off_the_clock():
+            self._run.best.wait()
+            meta = self._run.meta | {
+                "step": self.step, "bound": self.bound, "unlogged": list(self._unlogged)
+            }  # fmt: skip
+            self._run.checkpoints.save(self.step, self.state, meta)
+
+    def _place(self, local: np.ndarray) -> jax.Array:
+        """The global array of which this process has these rows."""
+        return jax.make_array_from_process_local_data(self._rows, local)
 
     @contextlib.contextmanager
-    def waiting_for(self, what: str) -> Iterator[None]:
-        """Counts the time inside as waiting: for ``input``, once a step, or for the ``device``."""
-        self._steps += what == "input"
+    def _off_the_clock(self) -> Iterator[None]:
+        """Keeps the time spent inside out of the training rate."""
+        self._settle()
         start = time.perf_counter()
         yield
-        self._spent[what] += time.perf_counter() - start
-
-    def figures(self, seconds: float) -> dict[str, float]:
-        """Figures of the steps since the last call, which took `seconds`; times are of one step.
-
-        ``step_seconds`` is the sum of ``input_seconds`` (waiting for rows), ``device_seconds``
-        (waiting for the devices: what they still compute while the host has nothing to do) and
-        ``host_seconds`` (everything else). ``flop_utilisation`` is the share of the devices' peak
-        that the model's own work is (see `model_flops`), where the peak is known;
-        ``device_memory_bytes`` the most that was in use on this process's fullest device, where
-        the backend tells.
-        """
-        spent, self._spent = self._spent, dict.fromkeys(self._spent, 0.0)
-        steps, self._steps = self._steps, 0
-        found = {
-            "tokens_per_second": steps * self._tokens / seconds,
-            "step_seconds": seconds / steps,
-            "input_seconds": spent["input"] / steps,
-            "device_seconds": spent["device"] / steps,
-            "host_seconds": max(0.0, seconds - sum(spent.values())) / steps,
-        }
-        if self._peak is not None:
-            found["flop_utilisation"] = steps * self._flops / seconds / self._peak
-        in_use = [_peak_memory(device) for device in jax.local_devices()]
-        if any(in_use):
-            found["device_memory_bytes"] = float(max(in_use))
-        return found
-
-
-def _peak_memory(device: Any) -> int:
-    stats = device.memory_stats() or {}
-    return int(stats.get("peak_bytes_in_use", stats.get("bytes_in_use", 0)))
+        spent = time.perf_counter() - start
+        self._since += spent
+        self._idle += spent
 
 
 def held_out(
@@ -112,16 +387,16 @@ def held_out(
     params: Params,
     *,
     part: tuple[int, int],
-    place: Callable[[dict[str, np.ndarray]], Batch],
+    place: Callable[[np.ndarray], jax.Array],
 ) -> tuple[Any, np.ndarray]:
     """(what `Task.measure` finds in each window, its free tokens).
 
     Args:
       run: whose held-out text it is.
-      eval_step: from `Run.eval_step`.
+      eval_step: compiled `Task.measure`.
       params: to be evaluated.
       part: which share of a batch is this process's, and how many shares there are.
-      place: makes the global batch of which this process has these rows.
+      place: makes the global array of which this process has these rows.
     """
     batch_size, (share, shares) = run.config.train.batch_size, part
     windows = validation_windows(
@@ -135,75 +410,12 @@ def held_out(
     parts = []
     for first in range(0, len(windows["length"]), batch_size):
         rows = slice(first + share * mine, first + (share + 1) * mine)
-        batch = place({name: column[rows] for name, column in windows.items()})
-        key = jax.random.fold_in(key_of(0), first)
-        parts.append(eval_step(params, batch, key))
+        batch = Batch(*(place(windows[name][rows]) for name in ("tokens", "length", "given")))
+        number_B = place(np.arange(rows.start, rows.stop, dtype=np.int32))
+        parts.append(eval_step(params, batch, number_B, key_of(0)))
     free_N = windows["length"] - windows["given"]
     columns = jax.tree.map(lambda *cut: np.concatenate(cut), *jax.device_get(parts))
     return columns, free_N
-
-
-class Journal:
-    """Records of a run, in ``metrics.jsonl`` and wherever else; on the first process alone.
-
-    Args:
-      run: whose records they are.
-      step: the last step that is saved; what was recorded beyond it is dropped.
-      report: takes a line about a tracker or a picture that fails, once: neither ends a run.
-    """
-
-    def __init__(self, run: Run, *, step: int, report: Callable[[str], None]):
-        self._report = report
-        self._is_on = jax.process_index() == 0
-        self._identity = run.identity
-        if self._is_on:
-            self._log = MetricsLog(run.out_dir / METRICS, step=step)
-            self._picture = LossPicture(run.out_dir, run.task.figure, run.task.unit, report=report)
-            names, config = run.config.train.trackers, configs.to_dict(run.config)
-            self._trackers: list[Any] = []
-            for name in names:
-                with self._reporting(name):
-                    self._trackers.append(
-                        open_tracker(name, run.out_dir, config, identity=run.identity, step=step)
-                    )
-
-    def write(self, **record: Any) -> None:
-        """Writes a record, which has a ``kind`` and a ``step``."""
-        if self._is_on:
-            record |= {"time": round(time.time(), 3), "run": self._identity}
-            self._log.write(**record)
-            for tracker in list(self._trackers):
-                self._guarded(tracker, lambda tracker=tracker: tracker.write(record))
-
-    def draw(self) -> None:
-        """Draws ``loss.png``."""
-        if self._is_on:
-            self._picture.draw()
-
-    def close(self) -> None:
-        """Closes the files."""
-        if self._is_on:
-            self._log.close()
-            for tracker in list(self._trackers):
-                self._guarded(tracker, tracker.close)
-
-    def _guarded(self, tracker: Any, act: Callable[[], Any]) -> None:
-        """Calls `act` of a tracker; a tracker that fails is reported and left out from then on."""
-        with self._reporting(type(tracker).__name__):
-            try:
-                act()
-            except Exception:  # Ctrl-C is none: the tracker is still closed
-                self._trackers.remove(tracker)
-                raise
-
-    @contextlib.contextmanager
-    def _reporting(self, name: str) -> Iterator[None]:
-        """Reports what the library of a tracker raises inside; it ends no run."""
-        try:
-            yield
-        except Exception as error:
-            why = " ".join(str(error).split())[:200] or type(error).__name__
-            self._report(f"warning: {name} fails ({why}); the training goes on")
 
 
 class StopRequest:
@@ -302,7 +514,6 @@ class Profile:
         self._span, self._directory, self._is_on = span, directory, False
 
     def before(self, step: int) -> None:
-        """Begins at the first step of the span, or later in it after a restart."""
         if self._span is not None and not self._is_on and self._span[0] <= step <= self._span[1]:
             jax.profiler.start_trace(str(self._directory))
             self._is_on = True
@@ -316,278 +527,78 @@ class Profile:
         report(f"step {step}: the trace is in {self._directory}")
 
     def stop(self) -> None:
-        """Ends a trace that is under way."""
         if self._is_on:
             jax.profiler.stop_trace()
             self._is_on = False
 
 
-# Steps that may wait on the device: enough to keep it busy, few enough to stop soon on request.
-_MAX_AHEAD = 2
-
-ShowSample = Callable[[Run, TrainState, int], None]
-"""``(run, state, step)``: shows what the model writes by then."""
+# Products in bfloat16 of one GPU, dense, FLOP/s: the vendor's data sheets.
+_GPUS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2.25e15}
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended.
-
-    ``run`` is what was trained and ``params`` what came out: ``dlm_jax.Model(run.network, params,
-    run.corpus.tokenizer, max_length=run.config.data.seq_len)`` samples from it.
-    ``reason`` is ``finished``, ``interrupted`` (by `signal_number`; saved, and the same command
-    continues) or ``non_finite`` (a loss, gradient or parameter was NaN or infinite; nothing was
-    saved after the last good checkpoint). ``bound`` is the last evaluation in nats per token; None
-    without one, and for a sequence scorer.
-    """
-
-    reason: Literal["finished", "interrupted", "non_finite"]
-    step: int
-    bound: float | None
-    state: TrainState
-    run: Run
-    signal_number: int = 0
-
-    @property
-    def params(self) -> Params:
-        """The trained parameters, or their moving average if there is one."""
-        return self.state.best_params
+def peak_flops(device: Any) -> float | None:
+    """FLOP/s of a device at best, in bfloat16; None if they are not known, as those of a CPU."""
+    if device.device_kind in CHIPS:
+        return CHIPS[device.device_kind].flops
+    return next((peak for name, peak in _GPUS.items() if name in device.device_kind), None)
 
 
-class _NonFiniteError(Exception):
-    pass
-
-
-def say(line: str) -> None:
-    """Prints a line on standard error, above the progress bar; on the first process alone."""
-    if jax.process_index() == 0:
-        tqdm.write(line, file=sys.stderr)
-
-
-def run_loop(
-    run: Run, *, show_sample: ShowSample | None = None, profile: tuple[int, int] | None = None
-) -> Outcome:
-    """Trains `run` to its last step, or until a signal or a non-finite figure stops it.
-
-    What it saved is complete on disk when it returns. A run that has taken all its steps is
-    returned as it is.
+class Meter:
+    """Figures of the clock for the metrics of a run, since it was last asked.
 
     Args:
-      run: from `prepare`.
-      show_sample: called every ``train.sample_every`` steps, in a run of several processes by all
-        of them.
-      profile: the first and the last step, from 1, of a trace in ``profile/`` of the run.
+      run: whose steps it times.
     """
-    if run.first_step >= run.config.train.steps:
-        return Outcome("finished", run.first_step, run.saved.get("bound"), run.state, run)
-    with stop_on_signals(run.checkpoints) as stop, contextlib.closing(_Loop(run, profile)) as loop:
-        outcome = _take_steps(loop, stop, run.config.train.steps, show_sample)
-        run.checkpoints.wait()
-        loop.wait_for_best()
-    return outcome
 
-
-def _take_steps(
-    loop: _Loop, stop: StopRequest, num_steps: int, show_sample: ShowSample | None
-) -> Outcome:
-    try:
-        while loop.step < num_steps:
-            loop.take_step()
-            loop.do_what_is_due(is_last=loop.step == num_steps, show_sample=show_sample)
-            # Only now, so that what was due at this step is not lost on resuming.
-            signal_number = stop.at(loop.step)
-            if signal_number and loop.step < num_steps:
-                say(f"stopping after step {loop.step} and saving; a second Ctrl-C would not wait")
-                loop.checkpoint()
-                return loop.outcome("interrupted", signal_number)
-    except _NonFiniteError:
-        return loop.outcome("non_finite")
-    return loop.outcome("finished")
-
-
-class _Loop:
-    """State of the loop on this host: batches in, metrics out."""
-
-    def __init__(self, run: Run, profile: tuple[int, int] | None = None):
-        config = run.config
-        self._run = run
-        self._train = config.train
-        self.state = run.state
-        self.step = run.first_step
-        self.bound: float | None = run.saved.get("bound")
-        # Figures of the steps since the last line of metrics; a checkpoint carries them over.
-        self._unlogged: list[dict[str, float]] = list(run.saved.get("unlogged", []))
-        self._ahead: list[Metrics] = []
-        self._rows = batch_sharding(run.mesh, self._train.batch_size)
-        self._share, self._shares = share_of_batch(self._rows, self._train.batch_size)
-        self._eval_step = run.eval_step()
-        self._compile_train_step()
-        self._batches = train_batches(
-            run.corpus.train_rows,
-            seq_len=config.data.seq_len,
-            batch_size=self._train.batch_size,
-            seed=self._train.seed,
-            process_index=self._share,
-            process_count=self._shares,
-            start_step=run.first_step,
+    def __init__(self, run: Run):
+        config, devices = run.config, list(run.mesh.devices.flat)
+        self._tokens = config.train.batch_size * config.data.seq_len
+        self._flops = model_flops(
+            run.state.params,
+            config.model,
+            num_rows=config.train.batch_size,
+            num_positions=config.data.seq_len,
         )
-        self._journal = Journal(run, step=self.step, report=say)
-        self._meter = Meter(run)
-        self._profile = Profile(profile, run.out_dir / "profile")
-        self._best = run.best
-        self._idle = 0.0
-        self._bar = Progress(
-            "train", self._train.steps, "step", done=self.step, idle=lambda: self._idle,
-            is_shown=jax.process_index() == 0,
-        )  # fmt: skip
-        self._since = time.perf_counter()
-
-    def _compile_train_step(self) -> None:
-        """Compiles the step of the stage that the next step belongs to."""
-        run = self._run
-        config = StepConfig(
-            batch_size=self._train.batch_size,
-            accumulate=self._train.accumulate,
-            ema_decay=run.config.optim.ema_decay,
-        )
-        self._stage = run.stage(self.step)
-        loss, optimizer = run.task.loss(self._stage), run.optimizer(self._stage)
-        step = make_train_step(loss, optimizer, self.state, mesh=run.mesh, config=config)
-        rows, seq_len = self._train.batch_size, run.config.data.seq_len
-        columns: list[Any] = [
-            jax.ShapeDtypeStruct(shape, np.int32, sharding=self._rows)
-            for shape in ((rows, seq_len), (rows,), (rows,))
-        ]
-        start = time.perf_counter()
-        # Ahead of time, so that neither the rate nor the time left counts the compiler.
-        self._train_step = step.lower(self.state, Batch(*columns), run.noise_key).compile()
-        require_working_room(self._train_step, run.mesh.devices.flat, "a training step",
-                             "lower train.batch_size, or raise train.accumulate")  # fmt: skip
-        what = f" of {self._stage}" if any(not one.joins_main for one in run.task.heads) else ""
-        say(f"training step{what} compiled in {time.perf_counter() - start:.1f} s")
-
-    def close(self) -> None:
-        """Ends the bar, the log and the reading ahead."""
-        self._bar.close()
-        self._profile.stop()
-        self._journal.close()
-        self._batches.close()
-
-    def wait_for_best(self) -> None:
-        """Nothing, once the best model is complete on disk."""
-        self._best.wait()
-
-    def take_step(self) -> None:
-        """Dispatches one step; waits only for one that lies too far back."""
-        if self._run.stage(self.step) != self._stage:
-            with self._off_the_clock():
-                self._compile_train_step()
-        self._profile.before(self.step + 1)
-        with self._meter.waiting_for("input"):
-            local = next(self._batches)
-        batch = self._batch(local)
-        self.state, metrics = self._train_step(self.state, batch, self._run.noise_key)
-        self.step += 1
-        self._ahead.append(metrics)
-        if len(self._ahead) > _MAX_AHEAD:
-            with self._meter.waiting_for("device"):
-                jax.block_until_ready(self._ahead[-1 - _MAX_AHEAD])
-        self._bar.update()
-        self._profile.after(self.step, self._settle, say)
-
-    def outcome(
-        self, reason: Literal["finished", "interrupted", "non_finite"], signal_number: int = 0
-    ) -> Outcome:
-        """How the run ends here."""
-        return Outcome(reason, self.step, self.bound, self.state, self._run, signal_number)
-
-    def do_what_is_due(self, *, is_last: bool, show_sample: ShowSample | None) -> None:
-        """Logs, evaluates, shows a sample and checkpoints, as far as due after this step."""
-
-        def is_due(every: int) -> bool:
-            return is_last or (every > 0 and self.step % every == 0)
-
-        if is_due(self._train.log_every):
-            self.log()
-        if is_due(self._train.eval_every):
-            self.evaluate()
-        if show_sample is not None and is_due(self._train.sample_every) and not is_last:
-            with self._off_the_clock():
-                show_sample(self._run, self.state, self.step)
-        if is_due(self._train.checkpoint_every):
-            self.checkpoint()
-
-    def log(self) -> None:
-        """Records the mean of the metrics since the last line."""
-        self._settle()
-        seconds = time.perf_counter() - self._since
-        clock, self._since = self._meter.figures(seconds), time.perf_counter()
-        means = {
-            name: float(np.mean([figures[name] for figures in self._unlogged]))
-            for name in self._unlogged[0]
-        }
-        self._unlogged = []
-        rates = learning_rates(self._run.config, self._run.task.heads, self._stage, self.step - 1)
-        self._journal.write(kind="train", step=self.step, **means, **rates, **clock)
-        note = f"loss {means['loss']:.3f}, {clock['tokens_per_second']:,.0f} tokens/s"
-        self._bar.update(0, note=note)
-
-    def _settle(self) -> None:
-        """Waits for the steps under way; raises if one of them was not finite."""
-        first = self.step - len(self._ahead) + 1
-        with self._meter.waiting_for("device"):
-            fetched, self._ahead = jax.device_get(self._ahead), []
-        for step, metrics in enumerate(fetched, first):
-            if not np.isfinite(list(metrics.values())).all():
-                names = sorted(metrics, key=lambda name: (name != "loss", name))
-                figures = ", ".join(f"{name} {metrics[name]}" for name in names)
-                say(
-                    f"step {step} is not finite: {figures}; stopped, and the last checkpoint "
-                    "before it is kept; lower the learning rate or optim.clip"
-                )
-                raise _NonFiniteError
-            self._unlogged.append({name: float(x) for name, x in metrics.items()})
-
-    def evaluate(self) -> None:
-        """Records how it does on held-out text, over the same windows and noise every time."""
-        task = self._run.task
-        with self._off_the_clock():
-            params, part = self.state.best_params, (self._share, self._shares)
-            measured = held_out(self._run, self._eval_step, params, part=part, place=self._batch)
-            figures, line = task.summarize(*measured)
-            self.bound = figures.get("bound")
-            self._journal.write(kind="evaluation", step=self.step, **figures)
-            self._journal.draw()
-            is_best = self._keep_best(figures[task.figure])
-        say(f"step {self.step}: held-out {line}{', the best so far' if is_best else ''}")
-
-    def _keep_best(self, figure: float) -> bool:
-        """Whether this evaluation is the best so far; the model is then kept."""
-        # One save at a time: several processes must not meet in two of them at once.
-        self._run.checkpoints.wait()
-        meta = self._run.meta() | {"step": self.step, "bound": self.bound}
-        return self._best.offer(self.step, figure, self.state.best_params, meta)
-
-    def checkpoint(self) -> None:
-        """Saves the state, unless a step since the last look was not finite."""
-        with self._off_the_clock():
-            self._best.wait()
-            meta = self._run.meta() | {
-                "step": self.step, "bound": self.bound, "unlogged": list(self._unlogged)
-            }  # fmt: skip
-            self._run.checkpoints.save(self.step, self.state, meta)
-
-    def _batch(self, local: dict[str, np.ndarray]) -> Batch:
-        """The global batch of which this process has these rows."""
-        place = jax.make_array_from_process_local_data
-        return Batch(*(place(self._rows, local[name]) for name in ("tokens", "length", "given")))
+        peak = peak_flops(devices[0])
+        self._peak = None if peak is None else peak * len(devices)
+        self._spent = {"input": 0.0, "device": 0.0}
+        self._steps = 0
 
     @contextlib.contextmanager
-    def _off_the_clock(self) -> Iterator[None]:
-        """Keeps the time spent inside out of the training rate."""
-        self._settle()
+    def waiting_for(self, what: str) -> Iterator[None]:
+        """Counts the time inside as waiting: for ``input``, once a step, or for the ``device``."""
+        self._steps += what == "input"
         start = time.perf_counter()
         yield
-        spent = time.perf_counter() - start
-        self._since += spent
-        self._idle += spent
+        self._spent[what] += time.perf_counter() - start
+
+    def figures(self, seconds: float) -> dict[str, float]:
+        """Figures of the steps since the last call, which took `seconds`; times are of one step.
+
+        ``step_seconds`` is the sum of ``input_seconds`` (waiting for rows), ``device_seconds``
+        (waiting for the devices: what they still compute while the host has nothing to do) and
+        ``host_seconds`` (everything else). ``flop_utilisation`` is the share of the devices' peak
+        that the model's own work is (see `model_flops`), where the peak is known;
+        ``device_memory_bytes`` the most that was in use on this process's fullest device, where
+        the backend tells.
+        """
+        spent, self._spent = self._spent, dict.fromkeys(self._spent, 0.0)
+        steps, self._steps = self._steps, 0
+        found = {
+            "tokens_per_second": steps * self._tokens / seconds,
+            "step_seconds": seconds / steps,
+            "input_seconds": spent["input"] / steps,
+            "device_seconds": spent["device"] / steps,
+            "host_seconds": max(0.0, seconds - sum(spent.values())) / steps,
+        }
+        if self._peak is not None:
+            found["flop_utilisation"] = steps * self._flops / seconds / self._peak
+        in_use = [_peak_memory(device) for device in jax.local_devices()]
+        if any(in_use):
+            found["device_memory_bytes"] = float(max(in_use))
+        return found
+
+
+def _peak_memory(device: Any) -> int:
+    stats = device.memory_stats() or {}
+    return int(stats.get("peak_bytes_in_use", stats.get("bytes_in_use", 0)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -52,27 +51,8 @@ finite, for the loss was taken before the update.
 """
 
 
-@dataclass(frozen=True)
-class StepConfig:
-    """What is compiled into a training step beside the network and the optimiser.
-
-    Attributes:
-      batch_size: rows of a batch over all devices.
-      accumulate: parts that the batch is cut into; they run one after the other.
-      ema_decay: of the average of the parameters, in [0, 1); 0 keeps none.
-    """
-
-    batch_size: int
-    accumulate: int = 1
-    ema_decay: float = 0.0
-
-
 def abstract_state(
-    network: Network,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-    *,
-    has_ema: bool = False,
+    network: Network, optimizer: optax.GradientTransformation, mesh: Mesh, has_ema: bool = False
 ) -> TrainState:
     """Shapes, dtypes and shardings of the training state; nothing is allocated."""
     shapes = jax.eval_shape(lambda: _new_state(network, optimizer, key_of(0), has_ema))
@@ -94,13 +74,12 @@ def _new_state(
 def init_state(
     network: Network,
     optimizer: optax.GradientTransformation,
-    key: jax.Array,
-    *,
     mesh: Mesh,
-    has_ema: bool = False,
+    has_ema: bool,
+    key: jax.Array,
 ) -> TrainState:
     """A fresh training state, created where it lives: no device ever holds all of it."""
-    abstract = abstract_state(network, optimizer, mesh, has_ema=has_ema)
+    abstract = abstract_state(network, optimizer, mesh, has_ema)
     target = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     make = jax.jit(lambda key: _new_state(network, optimizer, key, has_ema), out_shardings=target)
     return make(key)
@@ -112,7 +91,9 @@ def make_train_step(
     state: TrainState,
     *,
     mesh: Mesh,
-    config: StepConfig,
+    batch_size: int,
+    accumulate: int = 1,
+    ema_decay: float = 0.0,
 ) -> jax.stages.Wrapped:
     """Compiled ``(state, batch, key) -> (state, metrics)`` of a stage; `state` is donated.
 
@@ -122,6 +103,15 @@ def make_train_step(
     The noise of a step comes from ``fold_in(key, state.step)``: it depends on the run's key and
     the step alone, so a resumed run draws what the uninterrupted one would have. It is drawn for
     the whole batch before that is cut, so accumulating gives the gradient of the whole batch.
+
+    Args:
+      step_loss: of the stage.
+      optimizer: of the stage.
+      state: that it will be called with, or shapes.
+      mesh: the devices.
+      batch_size: rows of a batch over all devices.
+      accumulate: parts that the batch is cut into; they run one after the other.
+      ema_decay: of the average of the parameters, in [0, 1); 0 keeps none.
     """
 
     def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
@@ -136,7 +126,7 @@ def make_train_step(
             return step_loss(held | trained, part, state.step)
 
         (loss, means), grads = _add_up(
-            jax.value_and_grad(part_loss, has_aux=True), trained, whole, config.accumulate
+            jax.value_and_grad(part_loss, has_aux=True), trained, whole, accumulate
         )
         grads = jax.tree.map(jnp.zeros_like, held) | grads
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -148,11 +138,11 @@ def make_train_step(
         }
         metrics |= {f"grad_norm_{name}": optax.tree.norm(grads[name]) for name in sorted(trained)}
         metrics |= step_loss.metrics(means, state.step)
-        ema = _averaged(state, params, config.ema_decay)
+        ema = _averaged(state, params, ema_decay)
         return TrainState(params, opt_state, state.step + 1, ema), metrics
 
     state_sharding = shardings(state, mesh)
-    rows, everywhere = batch_sharding(mesh, config.batch_size), NamedSharding(mesh, P())
+    rows, everywhere = batch_sharding(mesh, batch_size), NamedSharding(mesh, P())
     with devices.used(mesh):
         compiler_options = cpu.compiler_options(is_training=True)
     return jax.jit(
@@ -251,24 +241,24 @@ def _averaged(state: TrainState, params: Params, decay: float) -> Params | None:
 
 
 def compile_eval_step(
-    measure: Callable[[Params, Batch, jax.Array], Any],
+    measure: Callable[[Params, Batch, jax.Array, jax.Array], Any],
     params: Params,
     *,
     mesh: Mesh,
     batch_size: int,
 ) -> Callable[..., Any]:
-    """Compiled `measure` ``(params, batch, key)`` -> figures by row, which every device knows."""
+    """Compiled `Task.measure`: figures by row, which every device knows."""
 
-    def measured(params: Params, batch: Batch, key: jax.Array) -> Any:
+    def measured(params: Params, batch: Batch, number_B: jax.Array, key: jax.Array) -> Any:
         with devices.used(mesh):
-            return measure(params, batch, key)
+            return measure(params, batch, number_B, key)
 
     rows, everywhere = batch_sharding(mesh, batch_size), NamedSharding(mesh, P())
     with devices.used(mesh):
         compiler_options = cpu.compiler_options(is_training=False)
     return jax.jit(
         measured,
-        in_shardings=(shardings(params, mesh), rows, everywhere),
+        in_shardings=(shardings(params, mesh), rows, rows, everywhere),
         out_shardings=everywhere,
         compiler_options=compiler_options,
     )

@@ -193,7 +193,7 @@ def test_text_and_the_eos_behind_it_are_scored_apart(tmp_path, monkeypatch, caps
     corpus = load_corpus(str(path), tokenizer=tokenizer, held_out=0.25, layout="documents",
                          tail=tail, seq_len=size)  # fmt: skip
     rows = validation_windows(corpus.val_rows, seq_len=size, pad_id=tokenizer.pad_id)
-    whole = score_rows(toy_model.MODEL, rows).nats_N.sum()
+    whole = score_rows(toy_model.MODEL, rows).nats_B.sum()
     parts = [r["nats_per_token"] * r["tokens"] for r in (text, behind)]
     assert sum(parts) == pytest.approx(whole, rel=1e-5)
 

@@ -1,7 +1,6 @@
 """Flags of a config: one for each key, and one without a value for what is true or false."""
 
 import argparse
-import dataclasses
 
 import pytest
 
@@ -19,9 +18,9 @@ def test_help_explains_every_field():
     configs.add_flags(parser)
     text = " ".join(parser.format_help().split())
     for section, cls in configs.sections().items():
-        for field in dataclasses.fields(cls):
-            assert f"--{section}.{field.name}" in text
-            assert len(field.metadata["help"]) > 10, field.name
+        for name, setting in cls.declared.items():
+            assert f"--{section}.{name}" in text
+            assert len(setting.help) > 10, name
 
 
 def test_unknown_flags_name_the_nearest():
@@ -50,8 +49,8 @@ def test_every_key_that_is_true_or_false_has_an_opposite_and_no_other_has():
     parser = argparse.ArgumentParser()
     configs.add_flags(parser)
     options = {option for action in parser._actions for option in action.option_strings}
-    for key, hint in configs.key_types().items():
-        assert (f"--no-{key}" in options) == (hint is bool), key
+    for key, setting in configs.declared().items():
+        assert (f"--no-{key}" in options) == (setting.annotation is bool), key
 
 
 def test_a_flag_of_a_number_still_wants_one():

@@ -39,7 +39,7 @@ def test_flags_override_the_file_which_overrides_the_defaults(tmp_path):
         ('[train]\nsteps = "3"', {}, "train.steps='3' is not a whole number"),
         ("[train]\nsteps = 3.5", {}, "train.steps=3.5 is not a whole number"),
         ('[optim]\nname = "adan"', {}, "optim.name='adan' is not one of muon, adamw"),
-        ("[train]\nsteps = 0", {}, "train.steps=0 must be at least 1"),
+        ("[train]\nsteps = 0", {}, "train.steps=0 is outside [1, 2147483647]; use 1000, say"),
         ("[model]\nwidth = 30\nheads = 4", {}, "model.width=30 is not an even multiple"),
         ("[model]\nheads = 4\nkv_heads = 3", {}, "does not divide model.heads=4"),
         ("[train]\nsteps = [", {}, "is not valid TOML"),
@@ -80,14 +80,14 @@ BEGUN = {"train.init_from": "runs/other"}
          "model.add_critic_head=True needs model.attention_type='bidirectional'"),
         ({"model.mode": "sequence_scorer", "model.attention_type": "causal"},
          "model.mode='sequence_scorer' needs model.attention_type='bidirectional'"),
-        (SAMPLER | {"model.sampler_context": "0"}, "model.sampler_context=0 must be at least 1"),
-        (SAMPLER | {"model.sampler_width": "-1"}, "model.sampler_width=-1 must be at least 0"),
-        ({"heads.sampler_reveal": "-0.1"}, "heads.sampler_reveal=-0.1 is not in [0, 1]; use 0.5"),
-        ({"heads.sampler_reveal": "1.01"}, "heads.sampler_reveal=1.01 is not in [0, 1]; use 0.5"),
-        ({"heads.critic_alpha": "-1"}, "heads.critic_alpha=-1.0 must be at least 0"),
-        ({"heads.start_sampler_iteration": "-1"}, "heads.start_sampler_iteration=-1 must be"),
-        ({"heads.end_critic_iteration": "-1"}, "heads.end_critic_iteration=-1 must be at least 0"),
-        ({"heads.clip": "0"}, "heads.clip=0.0 must be > 0"),
+        (SAMPLER | {"model.sampler_context": "0"}, "model.sampler_context=0 is outside [1, 64]"),
+        (SAMPLER | {"model.sampler_width": "-1"}, "model.sampler_width=-1 is outside [0, 1048576]"),
+        ({"heads.sampler_reveal": "-0.1"}, "heads.sampler_reveal=-0.1 is outside [0, 1]; use 0.5"),
+        ({"heads.sampler_reveal": "1.01"}, "heads.sampler_reveal=1.01 is outside [0, 1]; use 0.5"),
+        ({"heads.critic_alpha": "-1"}, "heads.critic_alpha=-1.0 is outside [0, 3e+38]"),
+        ({"heads.start_sampler_iteration": "-1"}, "heads.start_sampler_iteration=-1 is outside"),
+        ({"heads.end_critic_iteration": "-1"}, "heads.end_critic_iteration=-1 is outside [0, "),
+        ({"heads.clip": "0"}, "heads.clip=0.0 is outside (0, 3e+38]; use 1.0, say"),
         ({"heads.learning_rate": "nan"}, "heads.learning_rate=nan"),
         (SAMPLER | {"heads.train_main": "false"},
          "heads.train_main=False keeps the model as it is, and it is fresh; name the one to keep "
@@ -167,7 +167,7 @@ def test_every_config_of_the_checkout_is_shipped():
     [
         ({"train.steps": "2"}, "command line: --train.steps 2: optim.warmup_steps=3 leaves"),
         ({"train.steps": "2", "model.depth": "1"}, "command line: --train.steps 2: optim.warm"),
-        ({"model.depth": "0"}, "command line: --model.depth 0: model.depth=0 must be at least 1"),
+        ({"model.depth": "0"}, "command line: --model.depth 0: model.depth=0 is outside [1, 4096]"),
         ({"sample.top_p": "2"}, "command line: --sample.top_p 2: top_p=2.0 is outside"),
         ({"sample.order": "randon"}, "command line: --sample.order='randon' is not one of"),
         ({"model.attention_type": "causal"}, "command line: --model.attention_type causal: model"),
@@ -206,10 +206,27 @@ def test_every_shipped_config_loads_and_says_what_it_costs(path):
     assert set(tomllib.loads(text)) <= set(configs.sections())
 
 
+def test_every_default_of_a_section_is_a_value_of_its_setting():
+    for key, setting in configs.declared().items():
+        assert setting.checked(setting.default) == setting.default, key
+
+
+@pytest.mark.parametrize(
+    ("trait", "keys"),
+    [
+        (configs.Trait.FOUND, {"model.vocab_size", "model.start_id"}),
+        (configs.Trait.LOCAL, {"data.source", "data.cache_dir"}),
+        (configs.Trait.ONCE_SAVED, {"data.source", "train.init_from"}),
+    ],
+)
+def test_what_follows_from_a_setting_is_said_where_it_is_declared(trait, keys):
+    assert set(configs.keys(trait)) == keys
+
+
 NUMBERS = [
-    (key, hint)
-    for key, hint in configs.key_types().items()
-    if hint in (int, float) and not key.startswith("sample.")
+    (key, setting.annotation)
+    for key, setting in configs.declared().items()
+    if setting.annotation in (int, float) and not key.startswith("sample.")
 ]
 """The numbers of a run; those of `sample.` have tests of their own, as settings of a request."""
 

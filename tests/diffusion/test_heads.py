@@ -10,16 +10,9 @@ import numpy as np
 import pytest
 import toy
 
-from dlm_jax.diffusion.heads import (
-    SAMPLER_HEAD,
-    SamplerInputs,
-    critic_loss,
-    critic_positions,
-    critic_targets,
-    prepare_sampler_inputs,
-    sampler_loss,
-)
 from dlm_jax.distributed.partitions import path_name
+from dlm_jax.heads.critic import critic_loss, critic_positions, critic_targets
+from dlm_jax.heads.sampler import SAMPLER, SamplerInputs, prepare_sampler_inputs, sampler_loss
 from dlm_jax.model.transformer import build
 from dlm_jax.types import Network
 
@@ -169,9 +162,9 @@ def test_the_loss_of_the_sampler_head_has_a_gradient_in_the_head_alone(tied):
         ).sum
 
     gradients = _by_path(jax.jit(jax.grad(loss))(_params(network)))
-    assert any(path.startswith(SAMPLER_HEAD) for path in gradients)
+    assert any(path.startswith(SAMPLER) for path in gradients)
     for path, gradient in gradients.items():
-        if path.startswith(SAMPLER_HEAD):
+        if path.startswith(SAMPLER):
             assert np.isfinite(gradient).all() and np.abs(gradient).max() > 1e-3, path
         else:
             np.testing.assert_array_equal(gradient, np.zeros_like(gradient), err_msg=path)
@@ -234,7 +227,7 @@ def test_the_loss_of_the_critic_is_the_binary_cross_entropy_of_the_filled_text()
     nats_BL = -np.where(is_wrong, np.log(chance_BL), np.log(1 - chance_BL))
     np.testing.assert_allclose(value, nats_BL[is_asked].sum() / 7, rtol=1e-5)
     for path, leaf in _by_path(gradient).items():
-        if path.startswith(SAMPLER_HEAD):
+        if path.startswith(SAMPLER):
             np.testing.assert_array_equal(leaf, np.zeros_like(leaf), err_msg=path)
         else:
             # The critic's second pass trains the trunk, by design.

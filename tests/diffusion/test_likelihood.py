@@ -14,11 +14,9 @@ from oracles import likelihood as oracle
 import dlm_jax.training.tasks as tasks
 from dlm_jax.diffusion.corruption import SCHEDULES
 from dlm_jax.diffusion.likelihood import (
-    bound,
     bound_at,
-    bound_parts,
     causal_nll,
-    causal_parts,
+    costs,
     half_width,
     plus_minus,
     ratio_and_error,
@@ -30,9 +28,14 @@ from dlm_jax.model.transformer import build
 LENGTH = 4
 CANVAS = 6
 _bound_at = jax.jit(functools.partial(bound_at, toy.network(), mask_id=toy.MASK))
-_bound = jax.jit(
-    functools.partial(bound, toy.network(), mask_id=toy.MASK), static_argnames="num_draws"
-)
+_costs = functools.partial(costs, is_causal=False, mask_id=toy.MASK, eos_id=toy.EOS)
+_drawn = jax.jit(functools.partial(_costs, toy.network()), static_argnames="num_draws")
+
+
+def _bound(params, batch, key, *, num_draws):
+    return _drawn(params, batch, jnp.arange(len(batch.length_B)), key, num_draws=num_draws)
+
+
 ROWS = ([0, 3, 7, 2], [5, 5, 5, 5], [1, 0, 11, 4])
 
 
@@ -72,7 +75,7 @@ def test_bound_averaged_over_counts_and_sets_equals_enumeration_of_all_orders(to
     count = masks.sum(1)
     per_set = np.array([1 / (LENGTH * math.comb(LENGTH, k)) for k in count])
     assert per_set.sum() == pytest.approx(1)
-    nats = _bound_at(toy.params(), _repeat(tokens, len(masks)), jnp.asarray(masks))
+    nats = _bound_at(toy.params(), _repeat(tokens, len(masks)), jnp.asarray(masks))[:, 0]
     exact = oracle.elbo_by_orders(_oracle_logits, tokens, mask_id=toy.MASK)
     assert float(np.dot(per_set, np.asarray(nats))) == pytest.approx(exact, rel=1e-5)
 
@@ -122,7 +125,7 @@ def test_padding_and_neighbours_do_not_change_a_rows_bound():
     other = tokens_BL.at[:, LENGTH:].set(3).at[0, :LENGTH].set(6)
     changed = _bound_at(toy.params(), Batch(other, length_B, none_B), masks)
     np.testing.assert_array_equal(together[1:], changed[1:])
-    assert float(together[0]) != float(changed[0])
+    assert float(together[0, 0]) != float(changed[0, 0])
 
 
 @pytest.mark.parametrize("tokens", ROWS[:2])
@@ -132,7 +135,7 @@ def test_bound_given_a_prompt_equals_enumeration_of_the_orders_of_the_rest(token
     count = np.array([mask.sum() for mask in free])
     per_set = np.array([1 / (3 * math.comb(3, k)) for k in count])
     assert per_set.sum() == pytest.approx(1)
-    nats = _bound_at(toy.params(), _repeat(tokens, len(free), given=1), jnp.asarray(free))
+    nats = _bound_at(toy.params(), _repeat(tokens, len(free), given=1), jnp.asarray(free))[:, 0]
     assert float(np.dot(per_set, np.asarray(nats))) == pytest.approx(exact, rel=1e-5)
     drawn = np.asarray(
         _bound(toy.params(), _repeat(tokens, 512, given=1), jax.random.key(3), num_draws=1).nats_B
@@ -164,22 +167,31 @@ def test_the_part_of_the_text_is_what_its_tokens_cost_over_all_orders():
         for name, places in (("whole", range(4)), ("text", range(2)))
     }
     rows = Batch(jnp.repeat(_row(tokens), 64, 0), jnp.full(64, LENGTH), jnp.zeros(64, jnp.int32))
-    run = functools.partial(bound_parts, toy.network(), mask_id=toy.MASK, eos_id=toy.EOS)
-    found = jax.jit(run, static_argnames="num_draws")(
-        toy.params(), rows, jax.random.key(0), num_draws=64
-    )
-    for name, part in found._asdict().items():
-        error = float(np.sqrt(np.sum(part.variance_B)) / 64)
-        assert float(jnp.mean(part.nats_B)) == pytest.approx(expected[name], abs=4 * error)
-    alone = _bound(toy.params(), rows, jax.random.key(0), num_draws=64)
-    np.testing.assert_array_equal(found.whole.nats_B, alone.nats_B)
+    found = _bound(toy.params(), rows, jax.random.key(0), num_draws=64)
+    for name, nats_B, variance_B in (
+        ("whole", found.nats_B, found.variance_B),
+        ("text", found.text_nats_B, found.text_variance_B),
+    ):
+        error = float(np.sqrt(np.sum(variance_B)) / 64)
+        assert float(jnp.mean(nats_B)) == pytest.approx(expected[name], abs=4 * error)
 
 
 def test_without_eos_the_text_is_the_whole():
     batch = Batch(jnp.asarray([[0, 3, 7, 2]] * 3), jnp.full(3, 4), jnp.arange(3))
-    special = {"mask_id": toy.MASK, "eos_id": toy.EOS}
-    parts = bound_parts(toy.network(), toy.params(), batch, jax.random.key(1), **special)
-    np.testing.assert_array_equal(parts.whole.nats_B, parts.text.nats_B)
+    found = _bound(toy.params(), batch, jax.random.key(1), num_draws=1)
+    np.testing.assert_array_equal(found.nats_B, found.text_nats_B)
+
+
+def test_a_rows_masks_are_those_of_its_number_whatever_stands_beside_it():
+    rows = Batch(jnp.asarray([[0, 3, 7, 2]] * 6), jnp.full(6, 4), jnp.zeros(6, jnp.int32))
+    whole = _bound(toy.params(), rows, jax.random.key(2), num_draws=3)
+    assert len(set(np.asarray(whole.nats_B).tolist())) > 1
+    for number_B in ([4, 1], [5], [2, 0, 3]):
+        some = jax.tree.map(lambda column, at=number_B: column[jnp.array(at)], rows)
+        found = _drawn(toy.params(), some, jnp.array(number_B), jax.random.key(2), num_draws=3)
+        at = np.array(number_B)
+        np.testing.assert_allclose(found.nats_B, np.asarray(whole.nats_B)[at], rtol=1e-6)
+        np.testing.assert_allclose(found.variance_B, np.asarray(whole.variance_B)[at], rtol=1e-4)
 
 
 def test_the_parts_of_a_causal_model_are_those_of_the_chain_rule():
@@ -187,13 +199,17 @@ def test_the_parts_of_a_causal_model_are_those_of_the_chain_rule():
     params = toy.random_params(network)
     tokens = jnp.asarray([[0, 3, toy.EOS, toy.EOS]])
     batch = Batch(tokens, jnp.full(1, 4), jnp.zeros(1, jnp.int32))
-    parts = causal_parts(network, params, batch, mask_id=toy.MASK, eos_id=toy.EOS)
+    found = costs(
+        network, params, batch, jnp.arange(1), jax.random.key(0), is_causal=True,
+        mask_id=toy.MASK, eos_id=toy.EOS,
+    )  # fmt: skip
     short = Batch(tokens, jnp.full(1, 2), jnp.zeros(1, jnp.int32))
     before_B = causal_nll(network, params, short, mask_id=toy.MASK)
     whole_B = causal_nll(network, params, batch, mask_id=toy.MASK)
-    np.testing.assert_allclose(parts.text.nats_B, before_B, rtol=1e-5)
-    np.testing.assert_allclose(parts.whole.nats_B, whole_B, rtol=1e-6)
-    assert float(parts.whole.nats_B[0]) > float(parts.text.nats_B[0])
+    np.testing.assert_allclose(found.text_nats_B, before_B, rtol=1e-5)
+    np.testing.assert_allclose(found.nats_B, whole_B, rtol=1e-6)
+    assert float(found.nats_B[0]) > float(found.text_nats_B[0])
+    assert not found.variance_B.any() and not found.text_variance_B.any()
 
 
 def test_a_causal_models_likelihood_is_a_distribution_over_all_rows():
@@ -231,6 +247,6 @@ def test_the_95_percent_interval_covers_the_truth_95_times_in_100(num_rows):
 
 
 def test_a_single_window_is_shown_without_an_interval():
-    line = tasks._bound_of(np.array([3.0, 0.0]), np.array([2, 0])).line
+    line = tasks._bound_line(tasks._bound_of(np.array([3.0, 0.0]), np.array([2, 0])))
     assert line == "bound 1.5000 nats/token"
     assert plus_minus(0.25) == " +- 0.2500"

@@ -6,10 +6,9 @@ import numpy as np
 import toy
 
 from dlm_jax.diffusion import losses
-from dlm_jax.diffusion.corruption import LinearSchedule
+from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.losses import cross_entropy
-from dlm_jax.diffusion.mixture import Mixture
-from dlm_jax.diffusion.objectives import Batch, elbo
+from dlm_jax.diffusion.objectives import Batch, Mixture, elbo
 
 
 def _hidden(num_rows, num_positions):
@@ -49,7 +48,7 @@ def test_slicing_the_positions_changes_neither_loss_nor_gradient(monkeypatch):
     assert "scan" in text
 
 
-_ELBO = functools.partial(elbo, schedule=LinearSchedule(), mask_id=toy.MASK)
+_ELBO = functools.partial(elbo, schedule=LINEAR, mask_id=toy.MASK)
 _MIXTURE = Mixture({"elbo": _ELBO}, {"elbo": 1.0})
 
 

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import toy
 
-from dlm_jax.diffusion.corruption import SCHEDULES, LinearSchedule
-from dlm_jax.diffusion.mixture import Mixture
+from dlm_jax.diffusion.corruption import LINEAR, SCHEDULES
 from dlm_jax.diffusion.objectives import (
     Batch,
-    Denoising,
     Example,
     Misprints,
-    Normaliser,
+    Mixture,
+    ObjectiveConfig,
     at_random_length,
     denoising,
     elbo,
@@ -39,7 +38,7 @@ def _elbo(schedule="linear"):
 
 def _denoising(**changes):
     return functools.partial(
-        denoising, settings=Denoising(**changes), mask_id=toy.MASK, random_ids=RANDOM_IDS
+        denoising, settings=ObjectiveConfig(**changes), mask_id=toy.MASK, random_ids=RANDOM_IDS
     )
 
 
@@ -69,7 +68,7 @@ def test_given_and_dead_tokens_are_shown_as_they_are_and_never_asked_for(name):
 @pytest.mark.parametrize("is_weighted", [True, False])
 @pytest.mark.parametrize("over", ["tokens", "rows", "masked"])
 def test_a_loss_is_divided_by_what_its_normaliser_says(over, is_weighted):
-    example = _elbo()(BATCH, jax.random.key(3), normaliser=Normaliser(over, is_weighted))
+    example = _elbo()(BATCH, jax.random.key(3), over=over, is_weighted=is_weighted)
     plain = _elbo()(BATCH, jax.random.key(3))
     np.testing.assert_array_equal(example.shown_BL, plain.shown_BL)
     cost = np.random.default_rng(0).random((ROWS, POSITIONS))
@@ -159,16 +158,16 @@ def test_every_named_pattern_is_used_and_no_other(monkeypatch):
     import dlm_jax.diffusion.objectives as module
 
     used = []
-    for name in ("random", "sticky"):
+    for name in ("sticky", "spans"):
         full = f"select_{name}"
-        original = getattr(module.patterns, full)
+        original = getattr(module.corruption, full)
         monkeypatch.setattr(
-            module.patterns, full,
+            module.corruption, full,
             lambda *args, name=name, original=original, **kwargs: (
                 used.append(name), original(*args, **kwargs))[1],
         )  # fmt: skip
-    _denoising(patterns=("sticky", "span"))(BATCH, jax.random.key(0))
-    assert used == ["sticky"]
+    _denoising(patterns=("random", "span"))(BATCH, jax.random.key(0))
+    assert used == ["spans"]
 
 
 def _mixture(share=0.25, **fields):
@@ -268,6 +267,5 @@ def test_cut_batches_are_asked_for_nothing_beyond_their_length():
 
 
 def test_the_linear_schedule_is_the_default_of_the_config():
-    from dlm_jax.config import ObjectiveConfig
 
-    assert isinstance(SCHEDULES[ObjectiveConfig().schedule](2.0), LinearSchedule)
+    assert SCHEDULES[ObjectiveConfig().schedule](2.0) is LINEAR

@@ -20,7 +20,9 @@ RATIO = np.array([0.05, 0.5, 1.0, 0.33, 0.7, 0.5], np.float32)
 _sticky = jax.jit(functools.partial(corruption.select_sticky, alone=0.03, beside=0.5))
 _spans = jax.jit(corruption.select_spans, static_argnames="count")
 SELECTORS = {
-    "random": lambda key: corruption.select_random(key, jnp.asarray(RATIO), jnp.asarray(IS_FREE)),
+    "random": lambda key: corruption.mask_independently(
+        key, jnp.asarray(RATIO), jnp.asarray(IS_FREE)
+    ),
     "sticky": lambda key: _sticky(key, jnp.asarray(RATIO), jnp.asarray(IS_FREE)),
     "span": lambda key: _spans(key, jnp.asarray(IS_FREE), count=2),
 }

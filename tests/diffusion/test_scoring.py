@@ -9,15 +9,15 @@ import pytest
 import toy
 
 from dlm_jax.config import ObjectiveConfig
-from dlm_jax.diffusion import sequence_scores
-from dlm_jax.diffusion.objectives import Batch, Denoising
-from dlm_jax.diffusion.sequence_scores import Corrupter, corrupt, scorer_loss, summary
+from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.heads import scorer
+from dlm_jax.heads.scorer import corrupt, scorer_loss, summary
 from dlm_jax.model.transformer import build
 
 ROWS, POSITIONS = 16, 24
-MIXED = Corrupter(Denoising(), random_ids=tuple(range(8)))
+MIXED = ObjectiveConfig(), tuple(range(8))
 # A vocabulary of its own, with more words than the rows of a batch.
-PLAIN = Corrupter(Denoising(("random",), max_ratio=0.6), random_ids=tuple(range(20)))
+PLAIN = ObjectiveConfig(patterns=("random",), max_ratio=0.6), tuple(range(20))
 DRAWS = 20
 
 
@@ -40,12 +40,12 @@ def _plain_batch(tokens_B1) -> Batch:
 
 BATCH = _mixed_batch()
 IS_FREE = np.asarray(BATCH.is_free_BL())
-_corrupt = jax.jit(corrupt, static_argnums=2)
+_corrupt = jax.jit(corrupt, static_argnums=(2, 3))
 
 
-def _asked(batch: Batch, how: Corrupter):
+def _asked(batch: Batch, how):
     """Several draws, one above the other."""
-    draws = [_corrupt(batch, key, how) for key in jax.random.split(jax.random.key(3), DRAWS)]
+    draws = [_corrupt(batch, key, *how) for key in jax.random.split(jax.random.key(3), DRAWS)]
     return jax.tree.map(lambda *columns: np.stack(columns), *jax.device_get(draws))
 
 
@@ -73,12 +73,12 @@ def test_given_and_dead_tokens_are_shown_as_they_are():
 def test_a_wrong_token_is_never_mask_nor_pad_nor_any_other_special():
     asked, is_wrong = _mixed()
     assert is_wrong.sum() > 500
-    assert set(asked.shown_BL[is_wrong]) <= set(MIXED.random_ids)
+    assert set(asked.shown_BL[is_wrong]) <= set(MIXED[1])
 
 
 def test_noise_is_that_of_the_key():
     first, second, other = (
-        _corrupt(BATCH, jax.random.key(seed), MIXED).shown_BL for seed in (1, 1, 2)
+        _corrupt(BATCH, jax.random.key(seed), *MIXED).shown_BL for seed in (1, 1, 2)
     )
     np.testing.assert_array_equal(first, second)
     assert (first != other).any()
@@ -124,18 +124,10 @@ def test_no_row_lends_to_itself_unless_it_is_alone():
     assert share(np.arange(ROWS)[:, None], 1) < 0.05
 
 
-def test_a_corrupter_takes_its_patterns_from_the_config():
-    config = ObjectiveConfig(patterns=("span",), span_count=5, max_ratio=0.4)
-    how = Corrupter.of(config, (0, 2, 3, 5))
-    assert how.random_ids == (0, 2, 3, 5)
-    corruption = how.corruption
-    assert (corruption.patterns, corruption.span_count, corruption.max_ratio) == (("span",), 5, 0.4)
-
-
-KNOWN = Corrupter(Denoising(("random",)), random_ids=tuple(range(8)))
+KNOWN = ObjectiveConfig(patterns=("random",)), tuple(range(8))
 NETWORK = build(toy.config(mode="sequence_scorer"))
 PARAMS = toy.random_params(NETWORK)
-_score = jax.jit(functools.partial(sequence_scores.score, NETWORK))
+_score = jax.jit(functools.partial(scorer.score, NETWORK))
 
 
 @functools.cache
@@ -144,9 +136,13 @@ def _judged():
 
     @jax.jit
     def run(key, same_key):
-        asked = corrupt(BATCH, key, KNOWN)
+        asked = corrupt(BATCH, jax.random.fold_in(key, 6), *KNOWN)
         loss = scorer_loss(NETWORK, PARAMS, asked, jnp.float32(7))
-        return asked, loss, sequence_scores.errors(NETWORK, PARAMS, BATCH, same_key, KNOWN)
+        how, random_ids = KNOWN
+        errors = scorer.errors(
+            NETWORK, PARAMS, BATCH, 6 + jnp.arange(ROWS), same_key, how=how, random_ids=random_ids
+        )
+        return asked, loss, errors
 
     asked, loss, errors = jax.device_get(run(jax.random.key(1), jax.random.key(1)))
     logit = np.asarray(_score(PARAMS, asked.shown_BL, asked.length_B), np.float64)
@@ -174,7 +170,7 @@ def test_errors_and_their_summary_are_those_of_numpy():
     assert figures["constant_squared_error"] == pytest.approx(share.var())
     assert figures["cross_entropy"] == pytest.approx(float(loss.sum) / len(squared), rel=1e-5)
     assert figures["windows"] == len(squared) == (free > 0).sum()
-    assert f"{figures['squared_error']:.5f} +- " in sequence_scores.error_line(figures)
+    assert f"{figures['squared_error']:.5f} +- " in scorer.error_line(figures)
 
 
 def test_a_rows_score_depends_on_neither_its_neighbours_nor_its_padding():

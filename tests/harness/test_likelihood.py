@@ -54,7 +54,7 @@ def test_costs_are_those_of_a_plain_loop():
         batch = Batch(tokens, jnp.array([pair.ids.size]), jnp.array([pair.given]))
         costs = [
             bound_at(MODEL.network, MODEL.params, batch, jnp.asarray(mask)[None],
-                     mask_id=MODEL.tokenizer.mask_id)[0]
+                     mask_id=MODEL.tokenizer.mask_id)[0, 0]
             for mask in masks_of(pair, 6, 0)
         ]  # fmt: skip
         np.testing.assert_allclose(nats, np.mean(costs), rtol=1e-4)
@@ -95,7 +95,7 @@ def test_the_mean_over_all_masks_is_the_bound():
             mask = np.isin(np.arange(pair.ids.size), chosen)[None]
             cost = bound_at(MODEL.network, MODEL.params, batch, jnp.asarray(mask),
                             mask_id=MODEL.tokenizer.mask_id)  # fmt: skip
-            exact += float(cost[0]) / len(sets) / 3
+            exact += float(cost[0, 0]) / len(sets) / 3
     found = Likelihoods(MODEL, num_draws=512).nats([pair])[0]
     assert abs(found - exact) < 0.05 * exact
 

@@ -130,7 +130,7 @@ def test_scores_of_a_shipped_task_are_those_of_a_plain_loop():
         batch = Batch(pair.ids[None], np.array([pair.ids.size]), np.array([pair.given]))
         costs = [
             float(bound_at(model.network, model.params, batch, mask[None],
-                           mask_id=model.tokenizer.mask_id)[0])
+                           mask_id=model.tokenizer.mask_id)[0, 0])
             for mask in masks_of(pair, 4, 0)
         ]  # fmt: skip
         np.testing.assert_allclose(-loglikelihood, np.mean(costs), rtol=1e-4)

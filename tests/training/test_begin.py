@@ -185,7 +185,7 @@ def test_a_run_of_the_heads_alone_begins_with_the_model_that_it_names(tmp_path):
 
     other = prepared("other", train__seed=1)
     source = tmp_path / "other.safetensors"
-    save_weights(source, other.state.params, other.meta())
+    save_weights(source, other.state.params, other.meta)
     lines: list[str] = []
     run = prepared(
         "heads",
@@ -197,7 +197,7 @@ def test_a_run_of_the_heads_alone_begins_with_the_model_that_it_names(tmp_path):
     heads = {"sampler_head": run.state.params["sampler_head"]}
     tiny_run.assert_same(run.state.params, other.state.params | heads)
     assert len(lines) == 1 and "lacks sampler_head" in lines[0]
-    assert str(run.stage(0)) == "sampler_head"
+    assert str(run.task.stage(0)) == "sampler_head"
 
 
 SINCE_HEADS = (

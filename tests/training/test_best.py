@@ -91,7 +91,7 @@ def falling_then_rising(monkeypatch):
 
     def bound_of(nats_N, free_N):
         found = of(nats_N, free_N)
-        return found._replace(figures=found.figures | {"bound": next(figures)})
+        return found | {"bound": next(figures)}
 
     monkeypatch.setattr(tasks, "_bound_of", bound_of)
 

@@ -12,7 +12,7 @@ import dlm_jax.config as configs
 from dlm_jax.store import files, load_meta, load_params
 from dlm_jax.training.checks import check_begins_anew
 from dlm_jax.training.metrics import read_records
-from dlm_jax.training.run_directory import config_of_run
+from dlm_jax.training.run import config_of_run
 
 SHORT = {"train__steps": 8, "train__keep_checkpoints": 1}
 

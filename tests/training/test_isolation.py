@@ -16,7 +16,7 @@ from dlm_jax.distributed.partitions import shardings
 from dlm_jax.heads import CRITIC, MAIN, SAMPLER
 from dlm_jax.training.optimisers import make_grouped_optimizer, make_optimizer
 from dlm_jax.training.stages import Stage
-from dlm_jax.training.train_step import StepConfig, TrainState, make_train_step
+from dlm_jax.training.train_step import TrainState, make_train_step
 from dlm_jax.types import Network
 
 STEPS, MIDWAY = 100, 40
@@ -37,9 +37,9 @@ def _step(
     heads: HeadsConfig | None = None,
 ):
     mesh = cases.mesh()
-    config = StepConfig(cases.ROWS, ema_decay=0.9)
+    config = {"batch_size": cases.ROWS, "ema_decay": 0.9}
     loss = cases.staged(network, cases.mixture(), mesh, groups, heads)
-    return make_train_step(loss, optimizer, state, mesh=mesh, config=config)
+    return make_train_step(loss, optimizer, state, mesh=mesh, **config)
 
 
 def _begun(params: Any, optimizer: optax.GradientTransformation) -> TrainState:

@@ -15,9 +15,8 @@ import tiny_run
 
 import dlm_jax.config as configs
 from dlm_jax.store import Checkpoints
-from dlm_jax.store.files import located
+from dlm_jax.store.files import LOCK, DirectoryLock, located
 from dlm_jax.training.run import prepare
-from dlm_jax.training.run_directory import FILE, DirectoryLock
 from dlm_jax.training.train_loop import run_loop
 
 
@@ -53,7 +52,7 @@ def test_where_directories_cannot_be_locked_a_file_in_them_is(tmp_path, monkeypa
     monkeypatch.setattr(os, "open", files_alone)
     lock = DirectoryLock()
     lock.lock(tmp_path, "train.out_dir")
-    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
     with pytest.raises(ValueError, match="is in use by another training"):
         DirectoryLock().lock(tmp_path, "train.out_dir")
     lock.release()
@@ -136,7 +135,7 @@ def test_in_a_bucket_who_claims_last_has_it_and_the_one_before_changes_nothing_m
         old.release()
         new.check()
         new.release()
-        assert not (root / FILE).exists()
+        assert not (root / LOCK).exists()
 
 
 def test_a_save_that_is_overtaken_while_it_is_written_does_not_appear(tmp_path):

@@ -115,7 +115,7 @@ def test_the_same_parameters_are_always_given_the_same_bound(prepared):
 def test_rows_that_fill_the_last_batch_do_not_count(prepared):
     nats_N, length_N = held_out(
         prepared._run, prepared._eval_step, prepared.state.best_params,
-        part=(prepared._share, prepared._shares), place=prepared._batch,
+        part=(prepared._share, prepared._shares), place=prepared._place,
     )  # fmt: skip
     assert len(nats_N) == len(length_N) == 8
     assert (length_N > 0).sum() == 4

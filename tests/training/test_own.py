@@ -133,7 +133,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_own_parts_train_and_are_sampled(folder):
     outcome = _whole(folder)
     run = outcome.run
-    assert (outcome.reason, str(run.stage(0)), str(run.stage(2))) == (
+    assert (outcome.reason, str(run.task.stage(0)), str(run.task.stage(2))) == (
         "finished", "main", "main + left_head",
     )  # fmt: skip
     fresh = run.network.init(jax.random.key(0))
@@ -215,7 +215,7 @@ def test_a_head_leaves_the_model_alone_bit_for_bit_unless_it_says_that_it_trains
 
 def test_a_head_joins_the_group_of_the_model_where_its_record_says_so(folder):
     outcome = _train(folder / "joined", heads=[left_head(joins_main=True, trains_trunk=True)])
-    assert str(outcome.run.stage(0)) == "main"
+    assert str(outcome.run.task.stage(0)) == "main"
     fresh = outcome.run.network.init(jax.random.split(jax.random.key(0))[0])
     for name, leaf in outcome.state.params.items():
         moved = jax.tree.map(lambda new, old: np.abs(new - old).max() > 1e-4, leaf, fresh[name])

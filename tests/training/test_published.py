@@ -15,7 +15,7 @@ import pytest
 import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.config import ModelConfig
-from dlm_jax.diffusion.corruption import LinearSchedule
+from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.objectives import elbo
 from dlm_jax.model.lora import merged
 from dlm_jax.model.transformer import build
@@ -76,7 +76,7 @@ def test_prompts_are_shown_as_they_are_and_the_eos_behind_a_response_is_trained(
     seen = []
 
     def objective(setup):
-        plain = functools.partial(elbo, schedule=LinearSchedule(), mask_id=setup.mask_id)
+        plain = functools.partial(elbo, schedule=LINEAR, mask_id=setup.mask_id)
 
         def noted(batch, key):
             example = plain(batch, key)

@@ -21,13 +21,12 @@ import dlm_jax
 from dlm_jax.cli import evaluation, train
 from dlm_jax.config import HeadsConfig, MeshConfig, ModelConfig
 from dlm_jax.data import CharacterTokenizer
-from dlm_jax.diffusion.mixture import Mixture
-from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.diffusion.objectives import Batch, Mixture
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.store import Checkpoints
 from dlm_jax.training.run import begin_with
 from dlm_jax.training.stages import Stage, StageLoss
-from dlm_jax.training.train_step import StepConfig, TrainState, make_train_step
+from dlm_jax.training.train_step import TrainState, make_train_step
 from dlm_jax.types import live_positions
 
 ROWS, POSITIONS = 8, 8
@@ -66,8 +65,8 @@ def _descended(parts: int, devices: int = 1):
     params = jax.tree.map(jnp.asarray, PARAMS)
     state = TrainState(params, optax.sgd(0.1).init(params), jnp.int32(3))
     mesh = make_mesh(MeshConfig(), jax.devices()[:devices])
-    config = StepConfig(ROWS, accumulate=parts)
-    step = make_train_step(LOSS, optax.sgd(0.1), state, mesh=mesh, config=config)
+    config = {"batch_size": ROWS, "accumulate": parts}
+    step = make_train_step(LOSS, optax.sgd(0.1), state, mesh=mesh, **config)
     return jax.device_get(step(state, BATCH, jax.random.key(5)))
 
 

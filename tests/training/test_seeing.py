@@ -13,10 +13,10 @@ import tiny_run
 import dlm_jax.config as configs
 from dlm_jax.cli import train
 from dlm_jax.config import ModelConfig
-from dlm_jax.training import train_loop
-from dlm_jax.training.metrics import loss_curves, open_tracker, read_records
+from dlm_jax.training import metrics, train_loop
+from dlm_jax.training.metrics import Journal, loss_curves, read_records
 from dlm_jax.training.plan import model_flops
-from dlm_jax.training.train_loop import Journal, Profile, _Loop, parse_span
+from dlm_jax.training.train_loop import Profile, _Loop, parse_span
 
 SHORT = {
     "train__steps": 6,
@@ -173,7 +173,7 @@ def test_weights_and_biases_is_given_the_records_where_it_is_asked_for(tmp_path,
     module.init = lambda **given: log.append(("init", given["name"], given["id"])) or Run()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
     for identity in ("a", "a", "b"):
-        tracker = open_tracker("wandb", tmp_path / "run", {"a": 1}, identity=identity, step=0)
+        tracker = metrics._TRACKERS["wandb"](tmp_path / "run", {"a": 1}, identity, 0)
         tracker.write({"kind": "train", "step": 3, "time": 1.0, "loss": 2.5})
         tracker.close()
     assert log[1:3] == [(3, {"train/loss": 2.5}), ("finish",)]
@@ -191,8 +191,9 @@ def test_a_tracker_that_is_unknown_or_not_installed_is_refused(tmp_path, capsys,
         assert not (tmp_path / "run").exists()
         return capsys.readouterr().err
 
-    assert "train.trackers='tensorbord' is unknown; did you mean 'tensorboard'?" in refused(
-        "tensorbord"
+    assert (
+        "train.trackers has 'tensorbord', which is not one of tensorboard, wandb; did you"
+        in refused("tensorbord")
     )
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "train.trackers=wandb needs wandb, which is not installed" in refused("wandb")
@@ -222,9 +223,10 @@ def test_a_tracker_that_ctrl_c_interrupts_is_closed(finished, tmp_path, monkeypa
             closed.append(self)
 
     _, run = finished
-    monkeypatch.setattr("dlm_jax.training.train_loop.open_tracker", lambda *_, **__: Interrupted())
-    monkeypatch.setattr("dlm_jax.training.train_loop.METRICS", tmp_path / "metrics.jsonl")
-    journal = Journal(run, step=6, report=print)
+    monkeypatch.setitem(metrics._TRACKERS, "tensorboard", lambda *_: Interrupted())
+    journal = Journal(
+        tmp_path, configs.to_dict(run.config), "", figure="bound", unit="", step=6, report=print
+    )
     with pytest.raises(KeyboardInterrupt), contextlib.closing(journal):
         journal.write(kind="train", step=7)
     assert len(closed) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,16 @@ import stage_cases as cases
 import tiny_run
 import toy
 
-from dlm_jax.config import HeadsConfig, OptimConfig, SampleConfig
-from dlm_jax.diffusion.mixture import MixedExample
+from dlm_jax.config import Config, HeadsConfig, OptimConfig, SampleConfig
+from dlm_jax.diffusion.objectives import MixedExample
 from dlm_jax.distributed.partitions import path_name, shardings
-from dlm_jax.heads import CRITIC, MAIN, SAMPLER
+from dlm_jax.heads import CRITIC, MAIN, SAMPLER, Setup
+from dlm_jax.heads.critic import _waves
 from dlm_jax.sampling.propose import Parallel, Wavefront
 from dlm_jax.store import load_meta
 from dlm_jax.training.optimisers import make_grouped_optimizer
 from dlm_jax.training.stages import Stage, StageLoss, stage_at
-from dlm_jax.training.train_step import StepConfig, TrainState, abstract_state, make_train_step
+from dlm_jax.training.train_step import TrainState, abstract_state, make_train_step
 from dlm_jax.types import Network
 
 ALL = (MAIN, SAMPLER, CRITIC)
@@ -158,9 +159,8 @@ def test_the_critic_learns_from_waves_once_the_sampler_head_trains(groups, monke
 def test_the_waves_that_the_critic_learns_from_are_those_that_sampling_recommends():
     sample = SampleConfig(sampler_even_odd=True, sampler_min_neighbors_ratio=0.25)
     for given in (sample, SampleConfig()):
-        _, critic = cases.records(HeadsConfig(), sample=given)
-        assert isinstance(critic.loss, functools.partial)
-        waves = critic.loss.keywords["filler"]._rule(True, 3)
+        setup = Setup(Config(sample=given), cast(Any, cases.Tokenizer()), cases.mesh())
+        waves = _waves(setup, 3)
         np.testing.assert_array_equal(waves.is_alternating_B, [given.sampler_even_odd] * 3)
         np.testing.assert_allclose(waves.ratio_B, [given.sampler_min_neighbors_ratio] * 3)
 
@@ -241,11 +241,11 @@ def test_the_critic_sees_the_text_with_its_supervised_holes_filled():
 def test_a_step_of_all_heads_follows_the_gradient_of_the_whole_on_any_mesh_in_any_parts(
     mesh, parts
 ):
-    optimizer, config = optax.sgd(0.1), StepConfig(cases.ROWS, accumulate=parts)
+    optimizer, config = optax.sgd(0.1), {"batch_size": cases.ROWS, "accumulate": parts}
     params, place = jax.tree.map(np.copy, cases.params()), cases.mesh(mesh)
     state = TrainState(params, optimizer.init(params), np.int32(5))
     state = jax.device_put(state, shardings(state, place))
-    step = make_train_step(_loss(mesh=mesh), optimizer, state, mesh=place, config=config)
+    step = make_train_step(_loss(mesh=mesh), optimizer, state, mesh=place, **config)
     state, metrics = jax.device_get(step(state, cases.batch(0), KEY()))
     shares = {"elbo": 0.75, "denoising": 0.25, "sampler": 1.0, "critic": 0.4}
     look = _look(**shares)

@@ -15,14 +15,12 @@ import toy
 from stage_cases import staged
 
 from dlm_jax.config import MeshConfig, OptimConfig
-from dlm_jax.diffusion.corruption import LinearSchedule
-from dlm_jax.diffusion.likelihood import bound
-from dlm_jax.diffusion.mixture import Mixture
-from dlm_jax.diffusion.objectives import Batch, Denoising, Example, denoising, elbo
+from dlm_jax.diffusion.corruption import LINEAR
+from dlm_jax.diffusion.likelihood import costs
+from dlm_jax.diffusion.objectives import Batch, Example, Mixture, ObjectiveConfig, denoising, elbo
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.training.optimisers import make_optimizer
 from dlm_jax.training.train_step import (
-    StepConfig,
     TrainState,
     abstract_state,
     check_adds_up,
@@ -56,10 +54,10 @@ def _batch(seed: int) -> Batch:
 def _mixture() -> Mixture:
     """Both objectives, with noise of every kind."""
     parts = {
-        "elbo": functools.partial(elbo, schedule=LinearSchedule(), mask_id=toy.MASK),
+        "elbo": functools.partial(elbo, schedule=LINEAR, mask_id=toy.MASK),
         "denoising": functools.partial(
             denoising,
-            settings=Denoising(patterns=("random",)),
+            settings=ObjectiveConfig(patterns=("random",)),
             mask_id=toy.MASK,
             random_ids=(0, 1, 2),
         ),
@@ -70,7 +68,7 @@ def _mixture() -> Mixture:
 @functools.cache
 def _host_state() -> TrainState:
     """A new state, except that no projection is zero, so that every parameter has a gradient."""
-    state = init_state(toy.network(), OPTIMIZER, jax.random.key(0), mesh=_mesh("one"), has_ema=True)
+    state = init_state(toy.network(), OPTIMIZER, _mesh("one"), True, jax.random.key(0))
     return jax.device_get(state._replace(params=toy.params()))
 
 
@@ -83,9 +81,9 @@ def _state(mesh) -> TrainState:
 @functools.cache
 def _compiled(name: str):
     mesh = _mesh(name)
-    config = StepConfig(ROWS, ema_decay=0.15)
+    config = {"batch_size": ROWS, "ema_decay": 0.15}
     loss = staged(toy.network(), _mixture(), mesh)
-    return make_train_step(loss, OPTIMIZER, _state(mesh), mesh=mesh, config=config)
+    return make_train_step(loss, OPTIMIZER, _state(mesh), mesh=mesh, **config)
 
 
 @functools.cache
@@ -106,9 +104,9 @@ def test_eight_devices_train_like_one(name):
 @functools.cache
 def _descended(name: str, parts: int):
     """One step of plain gradient descent, the batch cut into parts."""
-    config, mesh = StepConfig(ROWS, accumulate=parts), _mesh(name)
+    config, mesh = {"batch_size": ROWS, "accumulate": parts}, _mesh(name)
     loss = staged(toy.network(), _mixture(), mesh)
-    step = make_train_step(loss, optax.sgd(0.1), _plain_state(), mesh=mesh, config=config)
+    step = make_train_step(loss, optax.sgd(0.1), _plain_state(), mesh=mesh, **config)
     state, metrics = step(_plain_state(), _batch(0), jax.random.key(5))
     return jax.device_get((state, [metrics]))
 
@@ -209,10 +207,10 @@ def _flat_network() -> Network:
 def _plain_step(network: Network, task):
     """A step of plain gradient descent on one device, which compiles fast."""
     mixture = Mixture({"noise": task}, {"noise": 1.0})
-    config = StepConfig(ROWS)
+    config = {"batch_size": ROWS}
     mesh = _mesh("one")
     loss = staged(network, mixture, mesh)
-    return make_train_step(loss, optax.sgd(0.1), _plain_state(), mesh=mesh, config=config)
+    return make_train_step(loss, optax.sgd(0.1), _plain_state(), mesh=mesh, **config)
 
 
 def _plain_state(*, step: int = 0, scale: float = 1.0) -> TrainState:
@@ -271,9 +269,11 @@ def test_eight_devices_evaluate_like_one_and_every_device_knows_every_row():
     for name in ("one", "cube"):
         mesh = _mesh(name)
         state = _state(mesh)
-        measure = functools.partial(bound, toy.network(), mask_id=toy.MASK)
+        measure = functools.partial(
+            costs, toy.network(), is_causal=False, mask_id=toy.MASK, eos_id=toy.EOS
+        )
         evaluate = compile_eval_step(measure, state.params, mesh=mesh, batch_size=ROWS)
-        nats_B = evaluate(state.params, batch, jax.random.key(2)).nats_B
+        nats_B = evaluate(state.params, batch, np.arange(ROWS), jax.random.key(2)).nats_B
         assert nats_B.is_fully_replicated
         results.append(np.asarray(nats_B))
     np.testing.assert_allclose(*results, rtol=2e-5)

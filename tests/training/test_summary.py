@@ -7,8 +7,8 @@ import numpy as np
 import tiny_run
 
 import dlm_jax.config as configs
-from dlm_jax.training.api import describe, parameters_by_part
 from dlm_jax.training.run import prepare
+from dlm_jax.training.train_loop import describe, parameters_by_part
 
 
 def test_the_blocks_are_counted_together_and_every_other_part_by_itself():

@@ -23,7 +23,7 @@ REMASK_ETA = Setting(
 class NoiseSchedule(Protocol):
     """The noise schedule of the model's training; hashable."""
 
-    def masked_ratio(self, t: jax.Array) -> jax.Array:
+    def masked_ratio(self, t: jax.Array, /) -> jax.Array:
         """``1 - alpha(t)`` for t in [0, 1]."""
         ...
 
