@@ -1,4 +1,4 @@
-"""What the command line does with a published model: its loops by name, and turns of a chat."""
+"""What the programs share: flags, devices, modules of one's own, and chats."""
 
 from __future__ import annotations
 

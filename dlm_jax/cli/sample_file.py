@@ -1,4 +1,4 @@
-"""How an engine is doing: a line every few seconds, and the same as JSON."""
+"""Samples a file of requests: ``sample.py --prompts FILE --output FILE``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sharded corpus says of itself: its tokenizer, its shards, and their checksums.
+"""Sharded corpora, read by index, and their mixtures by weight.
 
 A sharded corpus is a directory or bucket prefix::
 
@@ -10,16 +10,12 @@ A shard is an ArrayRecord file. Its first record is JSON that names the tokenize
 `fingerprint`); the others hold `record_tokens` ids each, little-endian, of its documents one behind
 the other, each ended by EOS; the last record may be shorter.
 
-Tokens of a sharded corpus, read by index: one long row of ids that no memory holds.
+The ids of all shards form one long row that no memory holds. A reader reads the records that it
+needs, which ArrayRecord checks by their own checksums. Files in buckets are copied into the cache
+and checked when they are first read. The number of open files is bounded, and memory with it.
 
-The ids of all shards stand one behind the other. What a reader needs of them it reads from the
-records it needs, which ArrayRecord checks by their own checksums; files in buckets are copied into
-the cache, checked, when they are first read. Open files, and with them memory, are bounded.
-
-Corpora mixed by weight: which of them each row of the endless stream of rows comes from.
-
-Rows come in blocks of `BLOCK`; in each block every corpus has the same number of rows, in an order
-that is drawn for the block. So the row at any place is known without those before it.
+A mixture deals rows in blocks of `BLOCK`. In each block every corpus has the same number of rows,
+in an order that is drawn for the block, so the row at any place is known without those before it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""Documents in JSON lines: texts, and pairs of a prompt and its response.
+"""Text to train on: UTF-8 files, JSON lines, built-in corpora, and the split that holds some out.
 
-The corpus of 40,000 lines of Shakespeare, from disk or from the network, and no other text.
-
-Its bytes are checked wherever they come from, so that figures taken on this name compare.
-
-Text to train on: corpora known by name, any UTF-8 files, and the split that holds some out.
-
-The built-in corpus is the language reference that ships with CPython (`pydoc_data.topics`), so
+``tinyshakespeare`` is checked by its digest wherever it comes from, so figures on it compare.
+``python-reference`` is the language reference that ships with CPython (`pydoc_data.topics`), so
 that training needs no network. Many of its topics are copies of parts of longer ones: a fifth of
 the text occurs twice, and a bound on held-out text would partly measure memory. A topic is
 therefore left out when at least half of it stands in the longer topics that were kept.

@@ -1,4 +1,4 @@
-"""What an accelerator can do at best: the vendors' figures, by the kind that JAX reports."""
+"""Meshes: devices along named axes, the vendors' figures of chips, and topologies by name."""
 
 from __future__ import annotations
 

@@ -1,14 +1,12 @@
-"""Where activations live: a partition for each kind by its name, beside those of the parameters.
-
-Left to itself the compiler carries the split of the parameters over to what is computed from them:
-with `fsdp` it splits hidden vectors by feature, every chip holds all rows, and each product ends in
-a sum over all chips. So every activation that a layer hands on is pinned to its place.
-
-Where arrays live: the device mesh, and a partition for every parameter by its path.
+"""How arrays lie on a mesh: a partition for each parameter by its path, and for each activation.
 
 ``data`` splits the batch; ``fsdp`` splits the batch too, and the parameters with their optimiser
 state; ``tensor`` splits the matrices inside a layer, ``expert`` the experts of a layer that has
 some, and the batch elsewhere; ``context`` splits the positions of a row.
+
+By default the compiler carries the split of the parameters over to what is computed from them. With
+``fsdp`` it splits hidden vectors by feature, every chip holds all rows, and each product ends in a
+sum over all chips. So every activation that a layer returns is pinned to its place.
 """
 
 from __future__ import annotations

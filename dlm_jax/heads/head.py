@@ -1,4 +1,4 @@
-"""What a run has resolved before its network, objective and heads are made."""
+"""Heads: the record that declares one, and what a run resolves before it is made."""
 
 from __future__ import annotations
 

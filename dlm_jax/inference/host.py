@@ -1,12 +1,9 @@
-"""What the final logits say about each drawn token, for the caller to read back.
+"""Host samplers and read-back: the loop of single steps.
 
-Per position the sampled token, its probability, how many candidates survived the chain, and the
-largest of them with their logits.
-
-Rows whose tokens a Python function chooses, one step at a time beside rows that do not.
-
-The chain runs on the device for all rows; of a row that names a host sampler only the candidates
-that survive it come to the host, and what the other rows draw never leaves the device.
+The chain runs on the device for all rows. Of a row with a host sampler, a Python function, only the
+candidates that survive the chain are copied to the host; the draws of other rows stay on the
+device. Read-back returns, for each position, the sampled token, its probability, the number of
+candidates that survived the chain, and the largest of them with their logits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a request gives of a text, as the canvas that is then denoised.
+"""Requests: prompts and settings, checked once and packed into arrays.
 
-Given tokens are frozen, MASK marks the holes, and a draft's tokens may be rewritten.
+Given tokens are frozen, MASK marks the holes, and the tokens of a draft may be rewritten.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Regular expressions as automata over the characters of a finite alphabet.
+"""Structures: regular expressions and JSON schemas as automata over the tokens of a model.
 
-What Python's own parser makes of a pattern becomes a nondeterministic automaton (Thompson 1968),
-its subsets a deterministic one (Rabin and Scott 1959), whose equal states are merged (Moore 1956).
+Python's parser reads a pattern, which becomes a nondeterministic automaton over characters
+(Thompson 1968), its subsets a deterministic one (Rabin and Scott 1959), whose equal states are
+merged (Moore 1956).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A JSON object of a model's directory whose every field is used, known to be idle, or refused.
+"""A family of published models: fields of its config, names of its tensors, and its presets.
 
-The loops of the published models' own programs, as settings; the first of each is the default.
-
-Each names the order of its program: the default ``random`` is for small models, whose surest tokens
-on an empty canvas are the commonest (docs/readings.md). Greedy unless their program draws by
-default; of positions that tie the lower comes first. Every name is a key of ``Model.presets`` and a
-value of ``sample.py --preset``.
+Every field of a config.json is used, known to be idle, or refused. Presets are the loops of the
+models' own programs, as settings; the first of each is the default. Each names the order of its
+program: the default ``random`` is for small models, whose surest tokens on an empty canvas are the
+commonest (docs/readings.md). Presets are greedy unless their program draws by default, and of
+positions that tie the lower one comes first. Every name is a key of ``Model.presets`` and a value
+of ``sample.py --preset``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Logs: one JSON object per line on standard error; texts only where they are asked for."""
+"""HTTP: request bodies, errors, event streams, logs in JSON lines, and the server's socket."""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""Checkpoints in buckets, where nothing can be renamed and every process writes its own files.
-
-The layout is that of a local checkpoint (see `store`) but for ``state/``, in which every array is a
-zarr array that tensorstore writes and reads: Orbax writes to no ``s3://``. Each process writes the
-parts of arrays that its devices hold, reads the files back, and leaves their sizes and CRC32s in
-``sums/PROCESS.json``. When process 0 has seen all of these it writes the manifest: the one object
-that makes a checkpoint.
-
-Checkpoints that are complete or absent, and never silently wrong.
+"""Checkpoints that are complete or absent, and never silently wrong.
 
 A checkpoint is one directory that appears by a single rename, once everything in it is on disk::
 
@@ -19,6 +11,12 @@ A checkpoint is one directory that appears by a single rename, once everything i
 Orbax alone loads most bit-flipped files without noticing, so restoring checks the manifest first
 and falls back to the checkpoint before a damaged one. Everything that touches Orbax is in this
 file; it uses the asynchronous checkpointer without the manager, whose pruning knows no checksums.
+
+In a bucket nothing can be renamed, and every process writes its own files. There ``state/`` holds a
+zarr array for each array, written and read by tensorstore: Orbax writes to no ``s3://``. Each
+process writes the parts of arrays that its devices hold, reads the files back, and leaves their
+sizes and CRC32s in ``sums/PROCESS.json``. When process 0 has all of these it writes the manifest:
+the one object that makes a checkpoint.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
-"""Paths on local disks and in buckets (``gs://``, ``s3://``), and refusals that name what is amiss.
+"""Files on local disks and in buckets (``gs://``, ``s3://``): atomic writes, checksums and locks.
 
 A path is an `etils.epath.Path`: a `pathlib.Path` for a local one. What a bucket lacks is a rename:
 whatever must appear at once there appears with the one object that is written last.
 
-Checksums of what is kept, and digests of the code that it was made with.
-
 JSON lines carry their own checksum, so that a damaged one is found when it is read back: the last
 key of a line is ``crc``, the CRC32, in hex, of the line's JSON without that key.
 
-A record of every file in a directory, by which later damage is noticed.
-
-``manifest.json`` has two lines: a JSON object (``facts``: whatever the writer wants to keep beside
-the sums; ``files``: relative path -> [size in bytes, CRC32]) and the CRC32 of that line in hex.
+``manifest.json`` records every file of a directory, so that later damage is noticed. It has two
+lines: a JSON object (``facts``: whatever the writer keeps beside the sums; ``files``: relative path
+-> [size in bytes, CRC32]) and the CRC32 of that line in hex.
 """
 
 from __future__ import annotations

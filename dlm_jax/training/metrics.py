@@ -1,4 +1,4 @@
-"""Figures of a run: a JSON-lines file that grows with it, and the picture of its losses."""
+"""Metrics of a run: a file of JSON lines, the picture of its losses, and trackers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The work that a model needs, however a program goes about it."""
+"""The plan of a run before it trains: memory, operations and time of its step, for any devices."""
 
 from __future__ import annotations
 

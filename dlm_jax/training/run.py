@@ -1,4 +1,4 @@
-"""What a run that begins with a published model takes from its directory: shape and tokenizer."""
+"""A run: what its config resolves to, where it begins or continues, and its first state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The canvas as lines of terminal cells: one visible sign for every character, then wrapped."""
+"""Watching a canvas in a terminal: lines of cells, with one visible sign for every character."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the edits of a row have come to."""
+"""Edit rules: which tokens a step inserts and deletes, and what the edits of a row carry along."""
 
 from __future__ import annotations
 
