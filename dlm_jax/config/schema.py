@@ -425,8 +425,9 @@ class TrainConfig:
     eval_windows: int = field(256, "held-out windows of one evaluation, at most")
     sample_every: int = field(0, "steps between samples shown while training; 0: only at the end")
     trackers: tuple[str, ...] = field(
-        ("tensorboard",),
-        "what else shows the metrics: tensorboard (event files in out_dir) and wandb, if installed",
+        (),
+        "what else shows the metrics: tensorboard (event files in out_dir) and wandb; each needs "
+        "the extra of its name",
     )
     checkpoint_dir: str = field(
         "", "where checkpoints go, a directory or a URL (gs://, s3://); empty: out_dir/checkpoints"

@@ -147,9 +147,16 @@ class LossPicture:
             )
         except Exception as error:  # whatever the drawing library may raise
             if self._report is not None:
-                why = " ".join(str(error).split()) or type(error).__name__
-                self._report(f"warning: {PICTURE} cannot be drawn ({why}); the training goes on")
+                self._report(_no_picture(error))
             self._report = None
+
+
+def _no_picture(error: Exception) -> str:
+    """The line about a picture that an error prevents."""
+    if isinstance(error, ModuleNotFoundError) and error.name == "matplotlib":
+        return f"no {PICTURE}: matplotlib is not installed; pip install 'dlm_jax[plots]'"
+    why = " ".join(str(error).split()) or type(error).__name__
+    return f"warning: {PICTURE} cannot be drawn ({why}); the training goes on"
 
 
 def plot_losses(
@@ -161,7 +168,7 @@ def plot_losses(
 ) -> None:
     """Draws the training loss and each of its parts over the steps to a PNG.
 
-    Nothing is drawn without records of training.
+    Nothing is drawn without records of training. It needs matplotlib, of the extra ``plots``.
 
     Args:
       records: of a metrics file.
@@ -249,13 +256,13 @@ def check_trackers(names: Sequence[str]) -> None:
     """Refuses trackers whose package is not installed.
 
     Raises:
-      ValueError: the line names the tracker and the package.
+      ValueError: the line names the tracker, the package and the extra that installs it.
     """
     for name in names:
         if importlib.util.find_spec(_PACKAGES[name]) is None:
             raise ValueError(
                 f"train.trackers={name} needs {_PACKAGES[name]}, which is not installed; "
-                f"pip install {_PACKAGES[name]}"
+                f"pip install 'dlm_jax[{name}]'"
             )
 
 
