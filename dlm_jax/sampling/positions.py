@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.devices import platform
+from dlm_jax.sampling.returned import logits
 from dlm_jax.types import Network, Params
 
 T = TypeVar("T")
@@ -118,7 +119,7 @@ class TrunkOutput(NamedTuple):
 
     def logits(self, network: Network, params: Params, places_N: jax.Array) -> jax.Array:
         """Clean logits ``[N, V]`` of the LM head at places ``row * L + index``."""
-        return self.read(lambda hidden_ND: network.readout(params, hidden_ND), places_N)
+        return self.read(lambda hidden_ND: logits(network, params, hidden_ND), places_N)
 
     def read(self, head: Callable[[jax.Array], jax.Array], places_N: jax.Array) -> jax.Array:
         """Clean logits ``[N, V]`` of a head, which maps hidden vectors ``[N, D]`` to logits.

@@ -20,6 +20,7 @@ from dlm_jax.sampling.propose.fill import (
     Reader,
     Wanted,
 )
+from dlm_jax.sampling.returned import logits
 from dlm_jax.sampling.transforms.transform import At, LogitTransform
 from dlm_jax.settings import UNSET, SettingError, rule
 
@@ -121,7 +122,7 @@ class Speculative(FillRule):
         hidden_PD = hidden_BLD.reshape(-1, hidden_BLD.shape[-1])
 
         def true_logits(places_N: jax.Array) -> jax.Array:
-            return network.readout(reader.params, hidden_PD[places_N])
+            return logits(network, reader.params, hidden_PD[places_N])
 
         is_accepted_BL, other_BL, logprob_BL, other_logprob_BL = _verified(
             reader, writer, is_open_BL, clean_BL, true_logits

@@ -23,6 +23,7 @@ from dlm_jax.sampling.propose.fill import (
     Wanted,
     no_candidates,
 )
+from dlm_jax.sampling.returned import returned
 from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, per_row, rule
 from dlm_jax.types import Network, Params
 
@@ -284,7 +285,10 @@ def _grow(
 
     def grow(found: Filled, places_N: jax.Array, is_real_N: jax.Array) -> Filled:
         left, right = beside(found, places_N, -1), beside(found, places_N, 1)
-        clean_NV = reader.output.read(head(left, right), places_N)
+        clean_NV = returned(
+            reader.output.read(head(left, right), places_N), network, "sampler_readout", "N, V",
+            (places_N.shape[0], network.vocab_size), jnp.float32,
+        )  # fmt: skip
         divisor_N = temperature_B[places_N // num_positions]
         drawable_NV = jax.lax.cond(
             jnp.any(divisor_N != 1.0),
