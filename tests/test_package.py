@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import dlm_jax
+from dlm_jax.config import TRACKERS
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -74,6 +75,19 @@ def test_the_marker_of_types_ships_with_the_data():
 
 def test_the_version_is_that_of_the_project():
     assert dlm_jax.__version__ == PROJECT["project"]["version"]
+
+
+def test_every_dependency_has_one_lower_bound_that_ci_installs():
+    for line in PROJECT["project"]["dependencies"]:
+        # What `.ci/smoke lowest` reads; a pin or an upper bound would keep other packages out.
+        assert re.fullmatch(r"[\w.-]+(\[\w+\])?>=[\d.]+(,!=[\d.]+)*", line)
+
+
+def test_trackers_and_pictures_are_extras_of_their_names():
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert {"plots", *TRACKERS} <= extras.keys()
+    required = " ".join(PROJECT["project"]["dependencies"])
+    assert "matplotlib" not in required and "tensorboard" not in required
 
 
 @pytest.mark.parametrize(("program", "target"), PROJECT["project"]["scripts"].items())

@@ -51,7 +51,7 @@ KINDS: tuple[Asked, ...] = (
 
 PROMPTS = ("", "", "", "ROMEO:\n", "The king", "Good morrow, " * 14)
 _THRESHOLDS = ("threshold", "factor", "entropy_bound", "joint_threshold")
-_CHUNK = 2500
+_CHUNK = 360
 _COUNT = 250
 _SLOTS = 24
 _CLIENTS = 32
@@ -76,7 +76,6 @@ def attack(folder: Path, count: int, seed: int, record: Path) -> dict[str, Tally
     with _server(folder) as url:
         while first < count:
             asked = [request(seed, n) for n in range(first, min(first + _CHUNK, count))]
-            asked.sort(key=_program)
             alone = [_texts(model, [one], 1)[0] for one in asked]
             found = {
                 "batch": _texts(model, asked, _SLOTS),
@@ -100,8 +99,9 @@ def attack(folder: Path, count: int, seed: int, record: Path) -> dict[str, Tally
 def request(seed: int, number: int) -> Asked:
     """The request of that number."""
     rng = random.Random(f"{seed} {number}")
+    # A chunk has one kind of settings: there are more programs than are kept.
     return {
-        **rng.choice(KINDS),
+        **KINDS[number // _CHUNK % len(KINDS)],
         "prompt": rng.choice(PROMPTS),
         "seed": rng.randrange(2**32),
         "gen_length": rng.randint(6, 24),
@@ -109,13 +109,6 @@ def request(seed: int, number: int) -> Asked:
         "temperature": rng.choice((0.0, 0.7, 1.0)),
         "top_p": rng.choice((1.0, 0.9)),
     }
-
-
-def _program(asked: Asked) -> str:
-    """Alike for requests that run in one program; there are more programs than are kept."""
-    length = len(asked["prompt"]) + asked["gen_length"]
-    of_row = ("prompt", "seed", "gen_length", "steps")
-    return repr([sorted((k, v) for k, v in asked.items() if k not in of_row), length > 60, length])
 
 
 def _note(tallies: dict[str, Tally], chunk: dict[str, Any]) -> None:

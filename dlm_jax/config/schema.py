@@ -140,8 +140,9 @@ class TrainConfig(Section):
         0, "steps between samples shown while training; 0: only at the end", Trait.FREE, low=0
     )
     trackers: tuple[str, ...] = setting(
-        ("tensorboard",),
-        "what else shows the metrics: tensorboard (event files in out_dir) and wandb, if installed",
+        (),
+        "what else shows the metrics: tensorboard (event files in out_dir) and wandb; each needs "
+        "the extra of its name",
         Trait.FREE,
         hint=tuple[str, ...],
         parse=names_of("train.trackers", TRACKERS, least=0),

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from dlm_jax.sampling.cache.cache_policy import CacheContext, CachePlan, CacheRule, CacheState
 from dlm_jax.sampling.largest import place_of_largest
-from dlm_jax.sampling.positions import TrunkOutput, group_size
+from dlm_jax.sampling.positions import TrunkOutput, group_size, hidden
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.state import State
 from dlm_jax.types import CachedTrunk, Params, Window, live_positions
@@ -71,14 +71,14 @@ def forward(program: Program, params: Params, state: State, is_open_BL: jax.Arra
     if state.rules.cache is not None:
         return _beside_kept(program, params, state, is_open_BL)
     canvas = state.canvas
-    hidden_BLD, _ = program.network.trunk(params, canvas.tokens_BL, canvas.length_B, None)
+    hidden_BLD = hidden(program.network, params, canvas.tokens_BL, canvas.length_B)
     ones_B, none_B = jnp.ones_like(canvas.length_B), jnp.zeros_like(canvas.length_B)
     if not program.is_guided:
         return TrunkOutput(hidden_BLD), None, ones_B, none_B
     bare_BL = _bare(program, state)
     bare_BLD = jax.lax.cond(
         jnp.any((state.row.guidance_B != 0) & state.is_running_B),
-        lambda: program.network.trunk(params, bare_BL, canvas.length_B, None)[0],
+        lambda: hidden(program.network, params, bare_BL, canvas.length_B),
         lambda: jnp.zeros_like(hidden_BLD),
     )
     forwards_B = ones_B + (state.row.guidance_B != 0)
@@ -182,7 +182,7 @@ def _windows(
     """What is kept after the passes of a step over one canvas, and the vectors ``[B, W, D]``."""
     tokens_BL, length_B, width = inputs.tokens_BL, inputs.length_B, sizes[0]
     rows, num_positions = tokens_BL.shape
-    shape = jax.eval_shape(lambda: program.network.trunk(params, tokens_BL, length_B, None)[0])
+    shape = jax.eval_shape(lambda: hidden(program.network, params, tokens_BL, length_B))
     hidden_BWD = jnp.zeros((rows, width, shape.shape[2]), shape.dtype)
     kept, hidden_BWD = _refreshed(program, params, rule, kept, hidden_BWD, inputs)
     if len(sizes) == 1:

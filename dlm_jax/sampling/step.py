@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.blocks import choose, joined, next_block
 from dlm_jax.sampling.cache.cache_policy import CacheState
-from dlm_jax.sampling.commit.commit_rule import CommitContext, preferences
+from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, preferences
 from dlm_jax.sampling.edits.edit_rule import EditContext
 from dlm_jax.sampling.edits.moves import (
     Cells,
@@ -30,9 +30,9 @@ from dlm_jax.sampling.edits.scores import take_snapshot
 from dlm_jax.sampling.edits.trial import tried
 from dlm_jax.sampling.forward import forward
 from dlm_jax.sampling.largest import place_of_largest
-from dlm_jax.sampling.positions import TrunkOutput
+from dlm_jax.sampling.positions import TrunkOutput, hidden, returned
 from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.propose.fill import CandidateWriter, Filled, Reader, Wanted
+from dlm_jax.sampling.propose.fill import CandidateWriter, Filled, FillRule, Reader, Wanted
 from dlm_jax.sampling.remask.remask_rule import RemaskContext
 from dlm_jax.sampling.row import TIES, Counters
 from dlm_jax.sampling.state import EDITED, State, work
@@ -137,7 +137,10 @@ def write(
             wrong_BL=_wrongness(program, params, state, candidate_BL, goes_on_B),
             key_B=inputs.remask_key_B,
         )
-        state = remasked(program, state, context.is_open_BL & rules.remask.select(context))
+        chosen_BL = returned(
+            rules.remask.select(context), rules.remask, "select", "B, L", tokens_BL.shape, bool
+        )
+        state = remasked(program, state, context.is_open_BL & chosen_BL)
 
     # End: of the step, its block, its row.
     still_B = jnp.zeros_like(steps_B)
@@ -184,7 +187,9 @@ def commit_context(program: Program, state: State, key_B: jax.Array) -> CommitCo
 def open_positions(program: Program, state: State, commit: CommitContext) -> jax.Array:
     """True at the positions that get a candidate: at a block's last step, at all its holes."""
     is_last_BL = state.block.is_last_step_B[:, None] & ~is_token(program, state)
-    is_open_BL = commit.is_hole_BL & (state.rules.commit.eligible(commit) | is_last_BL)
+    rule, shape = state.rules.commit, is_last_BL.shape
+    may_BL = returned(rule.eligible(commit), rule, "eligible", "B, L", shape, bool)
+    is_open_BL = commit.is_hole_BL & (may_BL | is_last_BL)
     return is_open_BL if commit.written_BL is None else is_open_BL | (commit.written_BL >= 0)
 
 
@@ -299,9 +304,14 @@ def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
     def of_rows(params: Params, rows: tuple[Any, ...]) -> Filled:
         state, output, is_open_BL, is_scored_BL, own_BL, context, key_B, preference_BL = rows
         chain, commit, edit = chain_now(state), state.rules.commit, state.rules.edit
+
+        def measure(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
+            sure_N = commit.measure(logits_NV, logprob_N)
+            return returned(sure_N, commit, "measure", "N", logprob_N.shape, jnp.float32)
+
         writer = CandidateWriter(
             chain, chain.prepare(state.chain_state, context), key_B, own_BL, is_open_BL.shape[1],
-            commit.measure, program.draw, program.banned_ids, commit.weighed,
+            measure, program.draw, program.banned_ids, commit.weighed,
         )  # fmt: skip
         wanted = Wanted(
             is_open_BL, is_token(program, state), context.tokens_BL, context.length_B,
@@ -310,9 +320,19 @@ def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
         # No more positions can be open than the trunk returned vectors for.
         chunk = min(program.chunk, output.num_vectors)
         reader = Reader(program.network, params, output, chunk)
-        return state.rules.fill.propose(reader, writer, wanted)
+        filled = state.rules.fill.propose(reader, writer, wanted)
+        return _checked(state.rules.fill, filled, is_open_BL.shape)
 
     return program.by_rows(of_rows)(params, rows)
+
+
+def _checked(fill: FillRule, filled: Filled, shape: tuple[int, ...]) -> Filled:
+    """What a fill returned; its errors name it."""
+    kinds = Proposal(jnp.int32, *[jnp.float32] * 3)
+    for name, value, kind in zip(Proposal._fields, filled.proposal, kinds, strict=True):
+        returned(value, fill, f"propose(...).proposal.{name}", "B, L", shape, kind)
+    returned(filled.is_finite_B, fill, "propose(...).is_finite_B", "B", shape[:1], bool)
+    return filled
 
 
 def committed(
@@ -320,7 +340,10 @@ def committed(
 ) -> tuple[State, jax.Array]:
     """The state with what the commit rule takes of the proposal, and where; rows do not end yet."""
     rules, filled, tokens_BL = state.rules, inputs.filled, state.canvas.tokens_BL
-    chosen_BL = rules.commit.select(inputs.commit, filled.proposal)
+    chosen_BL = returned(
+        rules.commit.select(inputs.commit, filled.proposal), rules.commit, "select", "B, L",
+        tokens_BL.shape, bool,
+    )  # fmt: skip
     chosen_BL |= (tokens_BL == program.mask_id) & state.block.is_last_step_B[:, None]
     is_committed_BL = inputs.is_open_BL & chosen_BL & filled.is_finite_B[:, None]
     is_scored_BL = is_committed_BL
@@ -375,6 +398,9 @@ def edited(
         found, trial_forwards_B = tried(program, params, context, rule)
         context = context._replace(tried=found)
     edits = rule.select(context)
+    for name in ("insert_gap_BL", "delete_BL"):
+        value = getattr(edits, name)
+        returned(value, rule, f"select(...).{name}", "B, L", may_edit_BL.shape, bool)
     position_map = position_map_of(edits, before, past.capacity_B)
     inserted = edits.token_BL
     if inserted is None:
@@ -429,8 +455,11 @@ def _wrongness(
     filled_BL = jnp.where(is_filled_BL, candidate_BL, tokens_BL)
 
     def ask() -> jax.Array:
-        hidden_BLD, _ = program.network.trunk(params, filled_BL, state.canvas.length_B, None)
-        logit_P = critic(params, hidden_BLD.reshape(-1, hidden_BLD.shape[-1]))
+        hidden_BLD = hidden(program.network, params, filled_BL, state.canvas.length_B)
+        logit_P = returned(
+            critic(params, hidden_BLD.reshape(-1, hidden_BLD.shape[-1])), program.network,
+            "critic", "N", (filled_BL.size,), jnp.float32,
+        )  # fmt: skip
         return jax.nn.sigmoid(logit_P).reshape(filled_BL.shape)
 
     nothing_BL = jnp.zeros(filled_BL.shape, jnp.float32)

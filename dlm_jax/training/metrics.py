@@ -129,7 +129,7 @@ def plot_losses(
 ) -> None:
     """Draws the training loss and each of its parts over the steps to a PNG.
 
-    Nothing is drawn without records of training.
+    Nothing is drawn without records of training. It needs matplotlib, of the extra ``plots``.
 
     Args:
       records: of a metrics file.
@@ -204,13 +204,13 @@ def check_trackers(names: Sequence[str]) -> None:
     """Refuses trackers whose package is not installed.
 
     Raises:
-      ValueError: the line names the tracker and the package.
+      ValueError: the line names the tracker, the package and the extra that installs it.
     """
     for name in names:
         if importlib.util.find_spec(_PACKAGES[name]) is None:
             raise ValueError(
                 f"train.trackers={name} needs {_PACKAGES[name]}, which is not installed; "
-                f"pip install {_PACKAGES[name]}"
+                f"pip install 'dlm_jax[{name}]'"
             )
 
 
@@ -314,6 +314,11 @@ class Journal:
         """Draws ``loss.png``: the losses of a run, by what the metrics hold by now."""
         if self._draws:
             self._draws = False
+            if importlib.util.find_spec("matplotlib") is None:
+                self._report(
+                    f"no {PICTURE}: matplotlib is not installed; pip install 'dlm_jax[plots]'"
+                )
+                return
             with self._reporting(f"{PICTURE} cannot be drawn"):  # whatever the library may raise
                 records, path = read_records(self._out_dir / METRICS), self._out_dir / PICTURE
                 plot_losses(records, path, held_out=self._figure, unit=self._unit)

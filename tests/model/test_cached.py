@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -185,4 +186,4 @@ def test_many_rows_are_stored_as_a_few_are():
     for row in range(12):
         one = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], piece)
         kept = cached.store(kept, one, rows[row : row + 1], jnp.zeros(1, jnp.int32))
-    jax.tree.map(np.testing.assert_array_equal, many, kept)
+    chex.assert_trees_all_equal(many, kept)

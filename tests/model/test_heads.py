@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -113,7 +114,7 @@ def test_a_model_begins_with_the_same_parameters_with_heads_and_without():
     plain, with_heads = _fresh()[1], _fresh(**HEADS)[1]
     assert with_heads.keys() - plain.keys() == {"sampler_head", "critic_head"}
     main = {name: with_heads[name] for name in plain}
-    jax.tree.map(np.testing.assert_array_equal, main, plain)
+    chex.assert_trees_all_equal(main, plain)
 
 
 def test_a_fresh_residual_head_begins_as_the_lm_head_says_whatever_it_sees():

@@ -6,6 +6,7 @@ import gc
 import re
 
 import canvases
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -302,8 +303,8 @@ def test_finished_and_idle_rows_come_back_bit_for_bit():
     is_done = before.status_B == Status.DONE
     assert is_done[[0, 3, 7]].all()
     assert not is_done.all()
-    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-        np.testing.assert_array_equal(old[is_done], new[is_done])
+    old, new = (jax.tree.map(lambda leaf: leaf[is_done], tree) for tree in (before, after))
+    chex.assert_trees_all_equal(old, new)
 
 
 def test_row_without_holes_is_done_at_once():

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,10 +55,8 @@ def _plain(leaf: jax.Array) -> np.ndarray:
 
 
 def _assert_same(left: Any, right: Any) -> None:
-    assert jax.tree.structure(left) == jax.tree.structure(right)
-    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(_plain(a), _plain(b))
+    chex.assert_trees_all_equal_dtypes(left, right)
+    chex.assert_trees_all_equal(jax.tree.map(_plain, left), jax.tree.map(_plain, right))
 
 
 def _files(directory: Path) -> list[Path]:

@@ -268,3 +268,24 @@ def test_a_picture_that_cannot_be_drawn_costs_the_run_nothing_else(tmp_path, cap
     found = [record["step"] for record in tiny_run.records(tmp_path) if record["kind"] == "train"]
     assert found == list(range(3, 25, 3))
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+class _WithoutMatplotlib:
+    """An import finder of an environment where matplotlib is not installed."""
+
+    @staticmethod
+    def find_spec(name, path, target=None):
+        if name == "matplotlib":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_a_run_without_matplotlib_says_once_how_to_get_the_picture(tmp_path, capsys):
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+            patch.delitem(sys.modules, name)
+        patch.setattr(sys, "meta_path", [_WithoutMatplotlib, *sys.meta_path])
+        assert tiny_run.run(tmp_path).reason == "finished"
+    err = capsys.readouterr().err
+    assert err.count("loss.png") == 1
+    assert "matplotlib is not installed; pip install 'dlm_jax[plots]'" in err
+    assert not (tmp_path / "loss.png").exists()

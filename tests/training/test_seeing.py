@@ -196,7 +196,13 @@ def test_a_tracker_that_is_unknown_or_not_installed_is_refused(tmp_path, capsys,
         in refused("tensorbord")
     )
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "train.trackers=wandb needs wandb, which is not installed" in refused("wandb")
+    assert (
+        "train.trackers=wandb needs wandb, which is not installed; pip install 'dlm_jax[wandb]'"
+        in refused("wandb")
+    )
+    assert "needs tensorboardX, which is not installed; pip install 'dlm_jax[tensorboard]'" in (
+        refused("tensorboard")
+    )
 
 
 def test_the_work_of_a_model_is_that_of_its_matrices_and_its_attention():

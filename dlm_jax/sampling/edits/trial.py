@@ -14,7 +14,7 @@ from dlm_jax.sampling.edits.edit_rule import EditContext, EditRule, Tried
 from dlm_jax.sampling.edits.moves import Cells, Edits, moved_cells, position_map_of
 from dlm_jax.sampling.edits.scores import LEAST
 from dlm_jax.sampling.largest import place_of_largest
-from dlm_jax.sampling.positions import at_places, fold, put
+from dlm_jax.sampling.positions import at_places, fold, hidden, logits, put
 from dlm_jax.sampling.program import Program
 from dlm_jax.settings import Setting, SettingError, per_row, rule, static
 from dlm_jax.types import Params, live_positions
@@ -120,13 +120,13 @@ def _likelihood(
         jnp.moveaxis(x_KBL, 0, 1).reshape(-1, num_positions)
         for x_KBL in (shown_KBL, texts.tokens_BL, is_asked_KBL)
     )
-    hidden_TLD, _ = program.network.trunk(params, shown_TL, texts.length_B.T.reshape(-1), None)
+    hidden_TLD = hidden(program.network, params, shown_TL, texts.length_B.T.reshape(-1))
 
     def sums(params: Params, texts: tuple[jax.Array, ...]) -> jax.Array:
         hidden_TLD, tokens_TL, is_asked_TL = texts
 
         def score(sum_TL: jax.Array, places_N: jax.Array, is_real_N: jax.Array) -> jax.Array:
-            logits_NV = program.network.readout(params, at_places(hidden_TLD, places_N))
+            logits_NV = logits(program.network, params, at_places(hidden_TLD, places_N))
             logprob_N = jnp.maximum(log_prob(logits_NV, at_places(tokens_TL, places_N)), LEAST)
             return put(sum_TL, places_N, is_real_N, logprob_N)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling.blocks import steps_needed
-from dlm_jax.sampling.positions import at_places, fold, put
+from dlm_jax.sampling.positions import at_places, fold, logits, put
 from dlm_jax.sampling.propose.fill import (
     CandidateWriter,
     Filled,
@@ -121,7 +121,7 @@ class Speculative(FillRule):
         hidden_PD = hidden_BLD.reshape(-1, hidden_BLD.shape[-1])
 
         def true_logits(places_N: jax.Array) -> jax.Array:
-            return network.readout(reader.params, hidden_PD[places_N])
+            return logits(network, reader.params, hidden_PD[places_N])
 
         is_accepted_BL, other_BL, logprob_BL, other_logprob_BL = _verified(
             reader, writer, is_open_BL, clean_BL, true_logits

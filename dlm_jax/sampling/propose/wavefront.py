@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling.commit.commit_rule import most, reaches
-from dlm_jax.sampling.positions import at_places, fold, put, wave_chunk
+from dlm_jax.sampling.positions import at_places, fold, put, returned, wave_chunk
 from dlm_jax.sampling.propose.fill import (
     CandidateWriter,
     Filled,
@@ -284,7 +284,10 @@ def _grow(
 
     def grow(found: Filled, places_N: jax.Array, is_real_N: jax.Array) -> Filled:
         left, right = beside(found, places_N, -1), beside(found, places_N, 1)
-        clean_NV = reader.output.read(head(left, right), places_N)
+        clean_NV = returned(
+            reader.output.read(head(left, right), places_N), network, "sampler_readout", "N, V",
+            (places_N.shape[0], network.vocab_size), jnp.float32,
+        )  # fmt: skip
         divisor_N = temperature_B[places_N // num_positions]
         drawable_NV = jax.lax.cond(
             jnp.any(divisor_N != 1.0),

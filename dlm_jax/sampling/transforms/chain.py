@@ -19,6 +19,7 @@ from jax import Array
 from dlm_jax.pytree import pytree
 from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling import vocab
+from dlm_jax.sampling.positions import returned
 from dlm_jax.sampling.transforms.transform import At, Context, LogitTransform
 from dlm_jax.sampling.transforms.truncate import MAX_CANDIDATES
 
@@ -45,6 +46,12 @@ def no_candidates(logits_NV: Array) -> tuple[Array, Array]:
     return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)
 
 
+def applied(transform: Any, prepared: Any, logits_NV: Array, at: At) -> Array:
+    """The logits after one transform."""
+    made_NV = transform.apply(prepared, logits_NV, at)
+    return returned(made_NV, transform, "apply", "N, V", logits_NV.shape, jnp.float32)
+
+
 def run_all(steps: list[tuple[Any, Any]], logits_NV: Array, at: At) -> Array:
     """The logits after the transforms that some row of the chunk wants."""
     if not steps:
@@ -55,7 +62,7 @@ def run_all(steps: list[tuple[Any, Any]], logits_NV: Array, at: At) -> Array:
         for is_wanted, (t, prepared) in zip(wanted, steps, strict=True):
             x_NV = jax.lax.cond(
                 is_wanted,
-                lambda x, t=t, prepared=prepared: t.apply(prepared, x, at),
+                lambda x, t=t, prepared=prepared: applied(t, prepared, x, at),
                 lambda x: x,
                 x_NV,
             )

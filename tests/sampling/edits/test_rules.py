@@ -8,6 +8,7 @@ import functools
 import math
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -443,5 +444,7 @@ def test_rows_of_other_modes_do_not_notice_those_with_an_exact_target():
     is_exact = np.arange(ROWS) % 3 == 0
     modes = np.where(is_exact, EXACT, batch.params.target_mode_B).astype(np.int32)
     mixed = _edited(*batch._replace(params=batch.params._replace(target_mode_B=modes)))
-    for a, b in zip(jax.tree.leaves(mixed), jax.tree.leaves(_edited(*batch)), strict=True):
-        np.testing.assert_array_equal(a[~is_exact], b[~is_exact])
+    ours, theirs = (
+        jax.tree.map(lambda leaf: leaf[~is_exact], edited) for edited in (mixed, _edited(*batch))
+    )
+    chex.assert_trees_all_equal(ours, theirs)

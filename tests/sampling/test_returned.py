@@ -1,0 +1,115 @@
+"""What a network or a rule of one's own returns is checked where it enters, with its name."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+import toy
+import toy_model
+
+import dlm_jax
+from dlm_jax import Setting, per_row, rule
+from dlm_jax.sampling.positions import hidden, logits, returned
+
+FORGETS = Setting("forgets", 0.0, "asks for the rule", low=0.0, high=1.0)
+HALVES = Setting("halves", 0.0, "asks for the transform", low=0.0, high=1.0)
+
+
+@rule
+class OnePerRow(dlm_jax.CommitRule):
+    """Forgets the axis of positions."""
+
+    def select(self, context, proposal):
+        """True for rows instead of positions."""
+        return jnp.any(context.is_hole_BL, axis=1)
+
+
+@rule
+class Scores(dlm_jax.CommitRule):
+    """Returns numbers instead of a choice."""
+
+    def select(self, context, proposal):
+        """The confidence itself."""
+        return proposal.confidence_BL
+
+
+@rule
+class Ranks(dlm_jax.CommitRule):
+    """Measures in whole numbers."""
+
+    def measure(self, logits_NV, logprob_N):
+        """int32."""
+        return logprob_N.astype(jnp.int32)
+
+    def select(self, context, proposal):
+        """All holes."""
+        return context.is_hole_BL
+
+
+@rule
+class Nothing(dlm_jax.RemaskRule):
+    """Forgets to return."""
+
+    forgets_B: jax.Array = per_row(FORGETS)
+
+    def select(self, context):
+        """None."""
+
+
+@rule
+class Halved(dlm_jax.LogitTransform):
+    """Returns another dtype."""
+
+    halves_B: jax.Array = per_row(HALVES)
+
+    def apply(self, prepared, logits_NV, at):
+        """In half precision."""
+        return logits_NV.astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"commit": OnePerRow()}, r"OnePerRow.select returned bool \[\d+\]; return bool \[B, L\]"),
+        ({"commit": Scores()}, r"Scores.select returned float32 \[\d+, \d+\]; return bool"),
+        ({"commit": Ranks()}, r"Ranks.measure returned int32 \[\d+\]; return float32 \[N\]"),
+        ({"remask": Nothing(1.0)}, r"Nothing.select returned a NoneType; return bool \[B, L\]"),
+        (
+            {"transforms": [Halved(1.0)]},
+            r"Halved.apply returned bfloat16 .*; return float32 \[N, V\]",
+        ),
+    ],
+)
+def test_a_rule_that_returns_something_else_is_named(settings, said):
+    with pytest.raises(ValueError, match=said):
+        dlm_jax.generate(toy_model.MODEL, ["A "], gen_length=8, steps=4, **settings)
+
+
+def _network(**changed):
+    return dataclasses.replace(toy.network(), **changed)
+
+
+def test_a_network_that_returns_something_else_is_named():
+    tokens_BL, length_B = jnp.zeros((2, 6), jnp.int32), jnp.full(2, 6)
+    flat = _network(trunk=lambda params, tokens, length, cache: (jnp.zeros((2, 16)), cache))
+    with pytest.raises(ValueError, match=r"Network.trunk returned float32 \[2, 16\]; return float"):
+        hidden(flat, {}, tokens_BL, length_B)
+    narrow = _network(readout=lambda params, hidden_ND: hidden_ND.astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"readout returned bfloat16 \[3, 16\].* here \[3, 12\]"):
+        logits(narrow, {}, jnp.zeros((3, 16)))
+
+
+def test_the_checks_leave_no_trace_in_a_program():
+    def checked(x_NV):
+        return returned(x_NV, toy, "f", "N, V", (2, None), float) * 2
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def program(x_NV):
+        return checked(x_NV)
+
+    x_NV = jnp.ones((2, 3))
+    assert str(jax.make_jaxpr(checked)(x_NV)) == str(jax.make_jaxpr(lambda x: x * 2)(x_NV))
+    chex.assert_trees_all_equal(program(x_NV), program(x_NV / 1), 2 * x_NV)
