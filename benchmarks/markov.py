@@ -106,7 +106,7 @@ class Fill:
     Attributes:
       is_parallel: all blind to each other; otherwise in waves, from one seed in each run of holes
         that no visible token touches.
-      is_alternating: odd positions of a wave wait for the even ones.
+      is_alternating: whether even positions of a wave are filled before the odd ones.
       is_one_sided: a run between two filled tokens grows from its left end alone.
       fills_all: all holes are filled, whichever of them are committed.
     """

@@ -1,6 +1,6 @@
 """dlm_jax: train masked diffusion language models, sample from them, and take them apart.
 
-The public names are imported on first use, so that the rooms of the library can be imported without
+The public names are imported on first use, so that the subpackages can be imported without
 the model's and the checkpoints' dependencies. docs/api.md lists them.
 """
 

@@ -171,7 +171,7 @@ def named_here(name: str, known: Iterable[str], value: Any = None) -> str:
     Args:
       name: as it was given: with dashes, underscores, or the name of a section before a dot.
       known: what it could be named; the advice is written like these.
-      value: that was given to it.
+      value: the value given.
     """
     here = TABLE.get(_plain(name))
     if here is None:

@@ -42,10 +42,10 @@ class SettingError(ValueError):
     """A setting that is refused. Its line is ``name=value why; remedy``.
 
     Attributes:
-      name: of the setting.
-      value: that was given; `UNSET` where the line shows none.
+      name: name of the setting.
+      value: the value given; `UNSET` where the line shows none.
       why: what is wrong with it.
-      remedy: what to give instead; empty if `why` says it.
+      remedy: the value to give instead; empty if `why` names it.
       others: names of further settings that the refusal is about.
     """
 
@@ -73,12 +73,12 @@ class Setting:
     Attributes:
       name: its key in requests and, with dashes, its flag.
       default: of the type that every value has.
-      help: one line that says what it does, with its range.
+      help: one line on its effect, with its range.
       low: smallest value; `ABOVE_ZERO` for any that is positive.
       high: largest value; `BELOW_ONE` for any below 1.
-      choices: the texts it may be, with what each stands for.
+      choices: the texts that it accepts, each with its meaning.
       remedy: end of the line that refuses a value.
-      activates: whether a value other than the default asks for its rule.
+      activates: whether a value other than the default activates its rule.
       parse: makes the kept value of a given one in place of the checks here, or refuses it.
       hint: type of a value, where it is not that of `default`.
     """
@@ -215,7 +215,7 @@ class Rule:
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
-        """Whether a row with these settings asks for it: by default, if one is not neutral."""
+        """Whether a row with these settings uses it: by default, if one is not neutral."""
         return any(getattr(row, s.name) != s.default for s in cls._settings if s.activates)
 
     @classmethod
@@ -292,7 +292,7 @@ def static_values(cls: type, row: Any) -> tuple[Any, ...]:
 
 @dataclass_transform(frozen_default=True)
 def rule(cls: T) -> T:
-    """Makes a class a rule: a `pytree` with a name, which knows the settings that it declares."""
+    """Makes a class a rule: a `pytree` with a name, which has the settings that it declares."""
     if "pack" in vars(cls):
         raise TypeError(f"{cls.__name__} overrides pack; override columns, which pack is made of")
     if "name" not in vars(cls):

@@ -1,4 +1,4 @@
-"""Types that cross rooms: the network as functions, and how a row ended.
+"""Types shared by the subpackages: the network as functions, and how a row ended.
 
 Shape legend, used as suffixes of names and in docstrings everywhere:
 
@@ -64,7 +64,7 @@ class CachedTrunk:
       store: ``(kept, piece, row_N, place_N) -> kept`` with a piece put at its rows (None: all in
         order) and first positions. Rows that stand several times hold the same there. Each device
         calls it for its own rows.
-      beside_clean: ``(params, shown_BL, clean_BL, length_B) -> hidden_BLD``: what the trunk says of
+      beside_clean: ``(params, shown_BL, clean_BL, length_B) -> hidden_BLD``: the trunk's output for
         every block of `shown_BL` behind the clean tokens of the blocks before it, all blocks in one
         call, for training and likelihood; in other blocks with ``block_length=n``. None where
         ``block_length`` is below 2.
@@ -85,8 +85,8 @@ class CachedTrunk:
 class Network:
     """A language model as pure functions over a plain dict of parameters.
 
-    This record is all that training and sampling know of a model; anyone's own functions with
-    these signatures work. It is hashable, so it can be a static argument of ``jax.jit``: build it
+    Training and sampling use a model through this record alone; any functions with these
+    signatures work. It is hashable, so it can be a static argument of ``jax.jit``: build it
     once and keep it, because two records of different function objects compile twice.
 
     Attributes:
@@ -108,13 +108,13 @@ class Network:
         the sum of what the neighbours add. They save most of its work where few tokens serve many
         positions; None: `sampler_readout` alone is used.
       critic: ``(params, hidden_ND) -> logit_N``, float32: how likely the token at a position is
-        wrong, from what the trunk says of the filled canvas. None without a critic head.
+        wrong, from the trunk's output for the filled canvas. None without a critic head.
       logits_of: ``(params, hidden_ND, ids_NK) -> logits_NK``, float32: columns of `readout`. They
         save edits a second readout; None: that is made.
       scorer: ``(params, hidden_BLD, length_B) -> logit_B``, float32: which share of a row's tokens
         is corrupted. None but for a sequence scorer.
       cached: the trunk in pieces, for keys and values that are kept; None: there is no cache, and
-        every position sees all others, or a causal one sees what it likes.
+        every position sees all others, or those that its causal mask admits.
     """
 
     init: Callable[[jax.Array], Params]

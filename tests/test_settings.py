@@ -18,7 +18,7 @@ import pytest
 import toy_model
 
 import dlm_jax
-from dlm_jax.sampling.commit import CommitRule, Threshold
+from dlm_jax.sampling.commit import COMMIT_RULES, CommitRule, Threshold
 from dlm_jax.sampling.remask import RemaskRule
 from dlm_jax.sampling.transforms import LogitTransform, Temperature
 from dlm_jax.settings import ABOVE_ZERO, INT_LIMIT, Rule, Setting, per_row, pytree, rule, static
@@ -333,10 +333,8 @@ def test_settings_of_ones_own_rules_are_checked_like_any():
              rules=[Leftmost], own_cuont=2)  # fmt: skip
     with pytest.raises(ValueError, match="^own_count=2 is not a sampling setting; "):
         dlm_jax.generate(toy_model.MODEL, ["The "], own_count=2)
-    _refused("order='leftmost' is not one of low_confidence, random, left_to_right, entropy, "
-             "margin, threshold, factor, entropy_bound, ancestral, random_filled, "
-             "joint_threshold; did you mean 'left_to_right'?",
-             order="leftmost")  # fmt: skip
+    _refused(f"order='leftmost' is not one of {', '.join(COMMIT_RULES)}; "
+             "did you mean 'left_to_right'?", order="leftmost")  # fmt: skip
 
 
 def test_a_rule_of_ones_own_is_obeyed_in_each_row_by_name_and_as_an_object():

@@ -178,7 +178,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _id(given: Any, own: str, where: str, first: dict[Id, int]) -> Id:
-    """The id, if it is one that no other line has or may have."""
+    """The id, if it is unique across lines."""
     if isinstance(given, str):
         _check_text(f"{where}: id", given)
     elif type(given) is not int:

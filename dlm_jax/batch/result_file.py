@@ -4,7 +4,7 @@ Beside a file with lines lies ``FILE.run``, which holds the fingerprint of its r
 results of all processes were once merged into the file. A file with lines but without it is a
 stranger's; an empty file belongs to no run. Lines and record have checksums (`checksums`).
 
-Results that grow line by line, survive any kill, and end in the requests' order.
+An append-only file of results, safe to interrupt, finally sorted in the order of the requests.
 
 A single process writes ``out.jsonl``; process 1 of 3 writes ``out.jsonl.part-01-of-03`` beside it,
 and whichever finishes last merges the parts. They agree without talking to each other: the merged

@@ -69,7 +69,7 @@ class Plan(NamedTuple):
 
 
 def describe_model(model: Model) -> dict[str, Any]:
-    """What tells this model from others, for a fingerprint.
+    """The identity of this model, for a fingerprint.
 
     Config, tokenizer, ids and settings, every number of its parameters, and the source of a network
     of one's own.
@@ -121,7 +121,7 @@ def run_requests(
     A result is ``id``, ``text``, ``tokens``, ``length``, ``steps``, ``status``, ``seconds`` (in a
     slot) and what was counted (``forwards``, ``waves``, and other `Counters` that are not 0); or
     ``id`` and ``error``. A line of several samples has a result for each, with its number in
-    ``sample``, from 0. ``read_back`` is there where a line has it: see `Written.to_json`. The
+    ``sample``, from 0. ``read_back`` is present if the line requests it: see `Written.to_json`. The
     tokens of a line depend on it alone: they are the same in any order, among any others, and after
     a restart.
 

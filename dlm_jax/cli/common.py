@@ -1,4 +1,4 @@
-"""What the programs share: flags, devices, modules of one's own, and chats."""
+"""Shared parts of the programs: flags, devices, the user's modules, and chats."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def turn_ids(model: dlm_jax.Model, text: str) -> list[int]:
 
 
 def answers(model: dlm_jax.Model, result: dlm_jax.Texts, start: int) -> list[str]:
-    """What stands behind the first `start` tokens of each row, as text."""
+    """The text behind the first `start` tokens of each row."""
     rows = zip(result.tokens, result.lengths, strict=True)
     return [model.tokenizer.decode(tokens[start:length]) for tokens, length in rows]
 
 
 def asked(model: dlm_jax.Model, args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags ask for, as a prompt of `dlm_jax.generate`."""
+    """The prompt of the flags, as one of `dlm_jax.generate`."""
     if args.chat:
         return {"tokens": turn_ids(model, args.prompt)}
     texts = {name: getattr(args, name) for name in ("prompt", "template", "draft")}
@@ -70,7 +70,7 @@ def asked(model: dlm_jax.Model, args: argparse.Namespace) -> dict[str, Any]:
 class CompileClock:
     """Seconds of wall-clock time in which JAX traced, lowered or compiled since it was made.
 
-    JAX tells of each such stretch when it ends; one inside another counts once.
+    JAX reports each such stretch when it ends; nested stretches count once.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def mesh_of(overrides: Mapping[str, str], *, is_distributed: bool) -> Mesh | None:
-    """The mesh that flags ask for; None for the first device alone."""
+    """The mesh of the flags; None for the first device alone."""
     asked = {name: text for name, text in overrides.items() if name.startswith("mesh.")}
     if not asked and not is_distributed:
         return None
@@ -127,10 +127,10 @@ def check_batch(params: Params, batch_size: int) -> None:
 
 
 def share_of_host(params: Params) -> tuple[int, int, bool]:
-    """Which share of the rows this process has, of how many, and whether it tells the results.
+    """Which share of the rows this process has, of how many, and whether it prints the results.
 
     Processes that split only the parameters between them have the same share, and the first of
-    them tells.
+    them prints.
     """
     rows = split_rows(params)
     index, count = OwnRows(rows, num_shares(rows)).share
@@ -178,7 +178,7 @@ def import_module(module: str, where: str) -> ModuleType:
 
 
 def allowed_samplers(modules: Collection[str]) -> Callable[[str], HostSampler]:
-    """What finds ``MODULE:FUNCTION`` in these modules, and refuses any other with a ValueError."""
+    """A function that finds ``MODULE:FUNCTION`` in these modules; a ValueError for any other."""
 
     @functools.cache
     def find(name: str) -> HostSampler:
@@ -254,7 +254,7 @@ def check_page(name: str) -> None:
 def write_page(
     model: dlm_jax.Model, prompt: dict[str, Any], frames: dict[int, list[Frame]], path: str
 ) -> bool:
-    """Whether the page that plays the denoising could be written; says so either way."""
+    """Whether the page that plays the denoising could be written; prints a line either way."""
     title = prompt.get("prompt") or prompt.get("template") or "unprompted"
     decode, names = model.tokenizer.decode, special_names(model.tokenizer)
     try:
@@ -323,7 +323,7 @@ INDEX = whole(0, 2**20)
 
 
 def add_host_flags(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """Adds the flags that join several processes into one run; `more` is told of them in help."""
+    """Adds the flags that join several processes into one run; `more` is added to their help."""
     group = parser.add_argument_group(
         "hosts",
         "Start the same command on every host. On TPU pods and Slurm --distributed is enough. "
@@ -348,9 +348,9 @@ def _show_warning(
 
 
 def start_jax(args: argparse.Namespace | None = None) -> None:
-    """Sets JAX up for a program: joins the other hosts if asked to, and caches compilations.
+    """Sets JAX up for a program: joins the other hosts if flags say so, and caches compilations.
 
-    From then on what the library warns of is one line on standard error.
+    From then on a warning of the library is one line on standard error.
 
     The cache is in ``$JAX_COMPILATION_CACHE_DIR`` or the user's cache directory; with it the second
     start of a program takes a third of the first's time (`benchmarks/compile_cache.py`).
@@ -370,7 +370,7 @@ def start_jax(args: argparse.Namespace | None = None) -> None:
 
 
 def join_hosts(args: argparse.Namespace) -> None:
-    """Joins the other processes, if the flags of `add_host_flags` ask for it."""
+    """Joins the other processes, if a flag of `add_host_flags` is set."""
     if not args.distributed:
         return
     keep_output_for_texts()

@@ -53,11 +53,11 @@ class End(enum.IntEnum):
 
 
 class NotFiniteError(Exception):
-    """What a model holds or computes is NaN or infinite; the line says what."""
+    """Parameters or outputs are NaN or infinite; the message says which."""
 
 
 def program(main: Main) -> Main:
-    """Makes `main` end in one of `End`, whatever it raises, with its output written or told of."""
+    """Makes `main` end in one of `End`, whatever it raises; unwritten output is an error."""
 
     @functools.wraps(main)
     def guarded(argv: Sequence[str] | None = None) -> int:

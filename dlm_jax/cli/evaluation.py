@@ -55,7 +55,7 @@ def make_parser() -> Parser:
     pairs_help = 'JSONL of {"prompt": ..., "response": ...}: responses given their prompts'
     add("--pairs", nargs="+", default=[], metavar="FILE", help=pairs_help)
     add("--continuation", metavar="TEXT", help="a text to score")
-    add("--prompt", metavar="TEXT", help="what --continuation continues")
+    add("--prompt", metavar="TEXT", help="text before --continuation")
     add("--held-out", metavar="SOURCE", help="a corpus whose held-out part is scored; default: own")
     add(
         "--num-draws",
@@ -66,7 +66,7 @@ def make_parser() -> Parser:
     )
     add("--batch-size", type=whole(1, MOST_AT_ONCE), default=16, metavar="B",
         help="windows that run at once (16)")  # fmt: skip
-    add("--seed", type=SEED, default=0, metavar="K", help="of the masks (0)")
+    add("--seed", type=SEED, default=0, metavar="K", help="random seed of the masks (0)")
     add("--json", action="store_true", help="one JSON object a line instead of a sentence")
     return parser
 

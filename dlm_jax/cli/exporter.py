@@ -25,13 +25,13 @@ def make_parser() -> Parser:
     add("--checkpoint", required=True, metavar="DIR", help="a run")
     add("--out", required=True, metavar="FILE", help="ends in .safetensors")
     add("--dtype", default="float32", metavar="TYPE", help="float32 or float16 (float32)")
-    config_help = "what it says of [sample], data.source and train.out_dir replaces the run's own"
+    config_help = "its [sample], data.source and train.out_dir replace the run's own"
     add("--config", metavar="FILE", help=config_help)
     return parser
 
 
 def _replace(meta: dict[str, Any], path: str) -> None:
-    """Puts what the config file at `path` says of samples and of places into `meta`."""
+    """Copies the settings of samples and paths from the config file at `path` into `meta`."""
     given = configs.to_dict(configs.load(path))
     said = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     meta["config"]["sample"] |= {key: given["sample"][key] for key in said.get("sample", {})}

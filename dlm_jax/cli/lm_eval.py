@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def register() -> None:
-    """Lets lm-evaluation-harness know the models of `GROUP` and the tasks that ship with these."""
+    """Registers the models of `GROUP` and their tasks with lm-evaluation-harness."""
     registry: Any = importlib.import_module("lm_eval.api.registry").model_registry
     importlib.import_module("lm_eval.models")
     if "dlm_jax" not in registry:  # a checkout that is not installed has no entry points

@@ -107,7 +107,7 @@ def time_line(
     batch_size: int,
     **common: Any,
 ) -> str:
-    """What of a step's time is the trunk's, for the rows that most run in one program.
+    """The trunk's share of a step's time, for the program that runs the most rows.
 
     Their first steps are run several times, in turn with the trunk alone.
     """
@@ -185,21 +185,21 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     add("--host-sampler", metavar="MODULE:FUNCTION",
         help="chooses tokens; of requests that name none; docs/host_samplers.md")  # fmt: skip
     add("--allow-host-sampler", metavar="MODULE", action="append", default=[],
-        help="whose functions requests of --prompts may name; may be repeated")  # fmt: skip
+        help="module whose functions requests of --prompts may name; may be repeated")  # fmt: skip
     add("--rules", metavar="MODULE", help="rules of your own, whose settings are flags as well")
     add("--read-back", type=COUNT, metavar="K",
         help="print, or write to --output, each token with its K best candidates")  # fmt: skip
     add("--max-candidates", type=COUNT, default=64, metavar="N",
-        help="of a position that a host sampler or --read-back sees at most (64)")  # fmt: skip
+        help="most candidates of a position for host samplers and --read-back (64)")  # fmt: skip
     add("--watch", action="store_true", help="show the canvas while it is denoised")
     add("--trace", metavar="FILE", help="write a page that plays the denoising")
     add("--prompts", metavar="FILE", help="requests, one JSON object per line; needs --output")
     add("--output", metavar="FILE", help="results of --prompts, one JSON object per line")
     add("--report-every", type=float, default=10.0, metavar="S",
-        help="seconds between two lines on how --prompts is doing (10); 0: none")  # fmt: skip
+        help="seconds between two lines on the progress of --prompts (10); 0: none")  # fmt: skip
     add("--report-json", metavar="FILE", help="appends the same figures, one JSON object per line")
     add("--dtype", metavar="TYPE",
-        help=f"of the parameters: {', '.join(DTYPES)}; default: float32")  # fmt: skip
+        help=f"dtype of the parameters: {', '.join(DTYPES)}; default: float32")  # fmt: skip
     add("--time-steps", action="store_true",
         help="measure afterwards how much of a step the trunk takes")  # fmt: skip
     add("--report-chain", action="store_true", help="print where each part of the chain runs")
@@ -375,7 +375,7 @@ def _own_rules(argv: Sequence[str]) -> list[type]:
 
 
 def _counted(result: dlm_jax.Texts) -> str:
-    """What was counted, as far as there is any of it."""
+    """The counters that are not 0."""
     total = {name: int(column.sum()) for name, column in result.counters._asdict().items()}
     return "".join(f"{n} {name}, " for name, n in total.items() if n)
 

@@ -44,7 +44,7 @@ from dlm_jax.store.files import source_digest
 
 
 class Meter:
-    """Tells how an engine is doing; call `tick` as often as you like."""
+    """Reports the progress of an engine; call `tick` as often as you like."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ def _run(
     lines: list[Line],
     results: Results | _NoResults,
 ) -> int:
-    """Runs the lines that have no result yet, merges the results, and says what was done."""
+    """Runs the lines that have no result yet, merges the results, and prints a summary."""
     index, count, tells = _share(model, args)
     own = share(lines, index, count)
     began, compiled = time.perf_counter(), compile_clock().seconds
@@ -258,7 +258,7 @@ def _shown(
 
 @contextlib.contextmanager
 def _meter(args: argparse.Namespace, *, tells: bool) -> Iterator[Callable[[Engine], None]]:
-    """What tells how the engine is doing after each of its turns, as the flags ask."""
+    """The function that reports progress after each turn of the engine, by the flags."""
     made: list[Meter] = []
     with contextlib.ExitStack() as stack:
         records = None
@@ -286,7 +286,7 @@ def _above(line: str) -> None:
 
 
 def _end(output: Path) -> End:
-    """What the finished results say of all requests, those that were done before too."""
+    """The exit code for the finished results of all requests, those done before too."""
     # Not `splitlines`, which also parts at characters that a JSON text may hold as they are.
     rows = [json.loads(row) for row in output.read_bytes().split(b"\n") if row]
     if any(row.get("status") == "non_finite" for row in rows):

@@ -66,9 +66,9 @@ def make_parser() -> Parser:
     parser = Parser(prog="python -m dlm_jax.serve", description=__doc__)
     add: Callable[..., object] = parser.add_argument
     add("--checkpoint", metavar="PATH", help=CHECKPOINT)
-    add("--model-name", metavar="NAME", help="what clients call it; default: the checkpoint's name")
-    add("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (127.0.0.1)")
-    add("--port", type=whole(0, 65535), default=8000, help="to listen on (8000); 0: any")
+    add("--model-name", metavar="NAME", help="its name for clients; default: the checkpoint's name")
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (127.0.0.1)")
+    add("--port", type=whole(0, 65535), default=8000, help="port to listen on (8000); 0: any")
     add("--api-key-env", default="DLM_JAX_API_KEY", metavar="NAME",
         help="variable of the environment that holds the key (DLM_JAX_API_KEY)")  # fmt: skip
     add("--slots", type=COUNT, default=64, metavar="B", help="rows that run at once (64)")
@@ -76,26 +76,26 @@ def make_parser() -> Parser:
         help="run all rows in one program of that many slots: texts are the same bit for bit under "
         "any load, and a lone one takes longer")  # fmt: skip
     add("--steps-per-call", type=COUNT, default=2, metavar="N",
-        help="steps between two looks at what has come (2)")  # fmt: skip
+        help="steps between two checks for new requests (2)")  # fmt: skip
     add("--preset", metavar="NAME", help=PRESET)
     add("--default", action="append", default=[], metavar="NAME=VALUE",
-        help="a setting that counts where a request gives none; repeat it for others")  # fmt: skip
+        help="a setting that applies where a request gives none; repeat it for others")  # fmt: skip
     add("--chat-template", metavar="FILE", help="Jinja program that writes conversations as text")
     add("--max-waiting", type=COUNT, default=1024, metavar="N", help="rows that may wait (1024)")
     add("--max-rows", type=COUNT, default=128, metavar="N", help="rows of one request (128)")
     add("--max-steps", type=COUNT, default=4096, metavar="N", help="steps of a row (4096)")
     add("--max-body", type=whole(1, 1 << 30), default=1 << 20, metavar="BYTES",
-        help="of a request (1048576)")  # fmt: skip
+        help="most bytes of a request (1048576)")  # fmt: skip
     add("--max-seconds", type=seconds, default=600.0, metavar="S",
-        help="that an answer may take, waiting included (600)")  # fmt: skip
+        help="longest time of an answer, waiting included (600)")  # fmt: skip
     add("--drain", type=seconds, default=30.0, metavar="S",
-        help="that what runs may take once the server is stopped (30)")  # fmt: skip
+        help="seconds for running requests to finish once the server is stopped (30)")  # fmt: skip
     add("--no-warm-up", action="store_true",
         help="compile a program when a request first needs it; by default those of a lone request, "
         "with and without a format, are compiled from the start on")  # fmt: skip
     add("--log-texts", action="store_true", help="log prompts and texts as well")
     add("--dtype", metavar="TYPE",
-        help=f"of the parameters: {', '.join(DTYPES)}; default: float32")  # fmt: skip
+        help=f"dtype of the parameters: {', '.join(DTYPES)}; default: float32")  # fmt: skip
     add("--version", action="version", version=f"dlm_jax {dlm_jax.__version__}")
     add_mesh_flags(parser)
     return parser
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
-    """The server that the flags ask for; `undo` closes its socket."""
+    """The server of the flags; `undo` closes its socket."""
     with refusals(), naming_flags():
         check_output()
         args, overrides = parse_flags(make_parser(), argv)
@@ -177,14 +177,14 @@ def _defaults(model: Model, settings: dict[str, Any], texts: Sequence[str]) -> d
 
 
 def _length(model: Model, settings: dict[str, Any], texts: Sequence[str]) -> int | None:
-    """New tokens of a completion or infill that says nothing about them, if a flag does."""
+    """New tokens of a completion or infill that gives none, if a flag gives them."""
     if not any(re.match(r"\s*gen.length\s*=", text) for text in texts):
         return None
     return settings["gen_length"] or model.max_length
 
 
 def _name_of(checkpoint: str) -> str:
-    """What clients call a checkpoint: its id, its directory, or its file without the ending."""
+    """Name of a checkpoint for clients: its id, its directory, or its file without the ending."""
     asked = hub_id(checkpoint)
     if asked is not None:
         return asked[0]

@@ -130,8 +130,8 @@ def _texts(run: Run, state: TrainState, *, num_samples: int, seed: int = 0) -> t
     """Texts of the model as it stands, on the first process; none on the others.
 
     With several processes, all must call it: each samples its share of the rows with the part of
-    the parameters that it trains. None and a line that says why, if they cannot be made: a look at
-    a run must not end it.
+    the parameters that it trains. Empty, with a line that gives the reason, if they cannot be made:
+    a sample must not end a run.
     """
     try:
         model = Model(

@@ -84,7 +84,7 @@ class OptimConfig(Section):
         0.02, "peak learning rate (muon's matrices, or all of adamw)", low=ABOVE_ZERO
     )
     adam_learning_rate: float = setting(
-        3e-3, "muon: peak learning rate of what Adam trains", low=ABOVE_ZERO
+        3e-3, "muon: peak learning rate of the parameters that Adam trains", low=ABOVE_ZERO
     )
     final_ratio: float = setting(
         0.0, "last learning rate of the cosine, as a fraction of the peak", low=0, high=1
@@ -98,7 +98,7 @@ class OptimConfig(Section):
         1.0, "global gradient norm above which gradients are scaled down", low=ABOVE_ZERO
     )
     ema_decay: float = setting(
-        0.0, "decay of a moving average of the parameters, which is then what is sampled; 0: none",
+        0.0, "decay of a moving average of the parameters, which is then sampled; 0: none",
         low=0, high=BELOW_ONE,
     )  # fmt: skip
 
@@ -141,7 +141,7 @@ class TrainConfig(Section):
     )
     trackers: tuple[str, ...] = setting(
         (),
-        "what else shows the metrics: tensorboard (event files in out_dir) and wandb; each needs "
+        "further metric trackers: tensorboard (event files in out_dir) and wandb; each needs "
         "the extra of its name",
         Trait.FREE,
         hint=tuple[str, ...],
@@ -205,7 +205,7 @@ class DataConfig(Section):
         choices=("windows", "documents"),
     )  # fmt: skip
     tail: str = setting(
-        "eos", "documents: what fills a row; eos is trained, so that a model learns where to stop",
+        "eos", "documents: filling of a row; eos is trained, so that a model learns where to stop",
         choices=("eos", "pad"),
     )  # fmt: skip
     seq_len: int = setting(128, "tokens of one training row (L)", low=2, high=2**20)
@@ -405,7 +405,7 @@ class ModelConfig(Section):
     router_bias: str = setting(
         "none",
         "a bias of each expert on its score: none; choice, for choosing alone; or weight, also in "
-        "the weight of what the expert says",
+        "the weight of the expert's output",
         Trait.UNSEEN,
         choices=("none", "choice", "weight"),
     )
@@ -484,7 +484,7 @@ class ModelConfig(Section):
     )
     remat: str = setting(
         "none",
-        "what the backward pass computes again to save memory: none; block (everything), "
+        "parts that the backward pass computes again to save memory: none; block (everything), "
         "attention (all but what attention returns), dots (all but matrix products) or offload "
         "(everything, and the inputs of blocks lie in the host's memory)",
         _HEAD | Trait.FREE,

@@ -40,7 +40,7 @@ from dlm_jax.store.files import is_remote
 
 @dataclass(frozen=True)
 class Corpus:
-    """What training needs to know of its text.
+    """The properties of its text that training needs.
 
     Attributes:
       name: the source, for messages.

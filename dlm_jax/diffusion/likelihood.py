@@ -68,7 +68,7 @@ def costs(
       key: of the masks; a causal model needs none.
       is_causal: whether the model is.
       mask_id: the id of MASK.
-      eos_id: the id that is no text.
+      eos_id: the id of EOS, which is not text.
       num_draws: masks of a row.
     """
     is_text_BL = batch.tokens_BL != eos_id
@@ -201,5 +201,5 @@ def half_width(error: float, count: int) -> float:
 
 
 def plus_minus(half: float, digits: int = 4) -> str:
-    """Half of an interval as text behind a figure; empty if it is NaN."""
+    """The half-width of an interval as text, such as ``' +- 0.0500'``; empty for NaN."""
     return "" if math.isnan(half) else f" +- {half:.{digits}f}"

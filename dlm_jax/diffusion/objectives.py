@@ -54,7 +54,7 @@ class ObjectiveConfig(Section):
         choices=("tokens", "rows", "masked"),
     )
     time_weight: bool = setting(
-        True, "hidden tokens are weighted as the ELBO weights their time; false: all alike"
+        True, "hidden tokens are weighted by time as in the ELBO; false: equal weights"
     )
     denoising_share: float = setting(
         0.0, "share of each batch's rows, and of the loss, that is denoising instead of the ELBO",
@@ -79,7 +79,11 @@ class ObjectiveConfig(Section):
         0.8, "denoising: share of the selected positions that show MASK", low=0, high=1
     )
     random_share: float = setting(
-        0.1, "denoising: share that shows a random token; the rest its own", low=0, high=1
+        0.1,
+        "denoising: share of the selected tokens that show a random token; the others stay as they "
+        "are",
+        low=0,
+        high=1,
     )
     identity_targets: bool = setting(
         False, "denoising: ask for every position, not only for the selected ones"
@@ -97,9 +101,9 @@ class ObjectiveConfig(Section):
     )  # fmt: skip
     misprint_kinds: tuple[str, ...] = setting(
         USUAL_MISPRINTS,
-        "proofreading: what happens to a misprinted token, each as often as it is named; missing, "
-        "wrong or stray, transposed with the next one, or the same to two: missing_pair, "
-        "wrong_pair, stray_pair",
+        "proofreading: kinds of misprints; repeat a name to make it more frequent: missing, wrong, "
+        "stray, transposed (with the next token), and of two tokens missing_pair, wrong_pair, "
+        "stray_pair",
         hint=tuple[str, ...],
         parse=names_of("objective.misprint_kinds", MISPRINTS, is_once=False),
     )
@@ -193,8 +197,8 @@ def elbo(
       over: ``tokens``: the sum is divided by all tokens that are not given (pre-training of LLaDA,
         Nie et al. 2025, algorithm 1); ``rows``: each row by its own, then the mean over rows
         (algorithm 2, its instruction tuning); ``masked``: by the tokens that are hidden (Dream).
-      is_weighted: whether tokens are weighted as the ELBO weights their time; LLaDA2 and Fast-dLLM
-        v2 train all alike.
+      is_weighted: whether tokens are weighted by time as in the ELBO; LLaDA2 and Fast-dLLM v2
+        weight them equally.
     """
     time_key, mask_key = jax.random.split(key)
     is_free_BL = batch.is_free_BL()

@@ -1,4 +1,4 @@
-"""What one position offers to a host sampler, and what is read back once it is written.
+"""Candidates of a position for a host sampler, and the record that is read back after the commit.
 
 The chain runs on the device, and the caller sees the candidates that it left, with their logits.
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 
 class Candidates(NamedTuple):
-    """What the device part of the chain left for one position, most likely first.
+    """Candidates that the device part of the chain left at one position, most likely first.
 
     Attributes:
       row: the row's place in the result, or in the batch of a loop of your own.
@@ -26,7 +26,7 @@ class Candidates(NamedTuple):
       ids: int32 ``[n]`` candidates.
       logits: float32 ``[n]``, after the chain.
       logprobs: float32 ``[n]``, of each among all survivors, in nats.
-      num_survivors: how many there were; more than ``n`` when some are not shown.
+      num_survivors: number of survivors; more than ``n`` if some are not shown.
       is_greedy: whether the row's temperature is 0.
       uniform: a number in [0, 1) from the row's seed, for this position and step alone.
     """
@@ -69,10 +69,10 @@ class Written(NamedTuple):
     """A committed position as read back.
 
     Attributes:
-      candidates: what there was to choose from.
-      token: which was written.
-      probability: of the token after the whole chain.
-      place: of the position in the row as it is returned; edits may have moved it since it was
+      candidates: the candidates at the position.
+      token: id of the token that was written.
+      probability: probability of the token after the whole chain.
+      place: place of the position in the row as returned; edits may have moved it since it was
         ``candidates.index``. -1: they deleted it.
     """
 

@@ -63,7 +63,7 @@ class Engine:
       max_waiting: requests that may wait; None for any number.
       max_programs: compiled programs that are kept. The one used longest ago goes; where all are
         busy, one stops taking requests until another kind has had its turn.
-      max_candidates: how many of a position's candidates host samplers and read-back see at most.
+      max_candidates: most candidates of a position that host samplers and read-back get.
     """
 
     def __init__(
@@ -155,10 +155,10 @@ class Engine:
     def reserve(self, requests: Sequence[Request], *, on_one_canvas: bool = False) -> None:
         """Makes programs of just as many slots as these requests need, which are still to come.
 
-        A caller that knows all of them has fewer and smaller programs.
+        If all requests are known in advance, there are fewer and smaller programs.
 
         Args:
-          requests: as they will be submitted.
+          requests: the requests that will be submitted.
           on_one_canvas: whether those that agree in what is static share one that holds the
             longest, instead of each running in the shortest that holds it.
         """
@@ -197,10 +197,10 @@ class Engine:
 
         Args:
           request: from `make_requests`.
-          priority: those of a higher one are served first among those that wait in their queue.
+          priority: of the requests in a queue, those of higher priority are served first.
           is_watched: whether `step` shows its row while it runs.
-          number: of the ticket, which host samplers and errors call the row; above those of all
-            that were submitted before. By default the next.
+          number: number of the ticket, by which host samplers and errors name the row; above those
+            of all earlier tickets. By default the next.
 
         Raises:
           ValueError: the engine is closed, the request has fewer steps than blocks, or no canvas
@@ -254,8 +254,8 @@ class Engine:
         It returns at once when there is nothing to do.
 
         Args:
-          num_steps: of each row at most, as long as fewer than a sixteenth of the slots end while
-            others wait; 0 only fills free slots. By default 8, or 1 if a row is watched.
+          num_steps: most steps of each row, as long as fewer than a sixteenth of the slots end
+            while others wait; 0 only fills free slots. By default 8, or 1 if a row is watched.
         """
         if num_steps is not None and num_steps < 0:
             raise SettingError("num_steps", num_steps, "must be at least 0")
@@ -335,7 +335,7 @@ class Engine:
         return self._add(Queue(Bucket([request], self._facts, canvas), sizes))
 
     def _add(self, queue: Queue) -> Queue:
-        """The queue, or the one that is there for the same bucket."""
+        """The existing queue of the bucket, or this one, added."""
         queues = self._queues.setdefault(queue.bucket.static, [])
         same = next((other for other in queues if other.bucket.key == queue.bucket.key), None)
         if same is not None:
@@ -498,10 +498,10 @@ def _check_counts(name: str, values: Sequence[int]) -> None:
 class AsyncEngine:
     """An `Engine` that runs in a thread of its own, whenever there is something to do.
 
-    Use it as an asynchronous context manager. What its methods raise leaves other requests alone.
+    Use it as an asynchronous context manager. An exception of a method affects no other request.
 
     Args:
-      engine: which nobody else steps; leaving the context closes it.
+      engine: the engine, which only this object may step; leaving the context closes it.
       steps_per_call: steps between two looks at what has arrived. A request that finds a free slot
         waits for as many at most.
     """
@@ -536,7 +536,7 @@ class AsyncEngine:
         If the caller is cancelled, so is the request.
 
         Raises:
-          ValueError: as `Engine.submit`, but for a full line.
+          ValueError: as `Engine.submit`, except for a full queue.
         """
         async with self._submitted(request, priority, is_watched=False) as told:
             return _row(await told.get())
@@ -549,8 +549,8 @@ class AsyncEngine:
         If the caller stops reading, the request is cancelled.
 
         Args:
-          request: as of `row`.
-          priority: as of `row`.
+          request: as in `row`.
+          priority: as in `row`.
           every_block: whether a canvas is shown when the row has finished a block, instead of after
             every step.
         """
@@ -656,7 +656,7 @@ class AsyncEngine:
                 return step
 
     async def _fail(self, error: Exception) -> None:
-        """Tells everybody who waits, for a row or for room."""
+        """Notifies all waiters, for a row or for room in the queue."""
         for told in self._told.values():
             told.put_nowait(error)
         self._told.clear()

@@ -29,7 +29,7 @@ class Texts(Generation):
     Rows end with the first EOS that they generated, which stands for no text.
 
     Attributes:
-      texts: of each row, the prompt and what continues it.
+      texts: of each row, the prompt and its continuation.
       programs: shapes of the programs that had to be compiled.
     """
 
@@ -66,25 +66,25 @@ def generate(
         gap; ``draft`` is text behind the prompt, to be refined. See
         `dlm_jax.inference.request.make_canvas`.
       num_samples: rows of each prompt, next to each other in the result.
-      seed: of the first row.
+      seed: random seed of the first row.
       max_length: tokens a row may hold with its prompt; the model's own if not given.
       batch_size: rows that run at once.
       host_sampler: Python function that chooses the tokens of all rows, each out of the
         `dlm_jax.inference.candidates.Candidates` that the row's chain leaves.
-      read_back: whether ``Texts.read_back`` tells of every token its probability and rivals.
-      max_candidates: how many of a position's candidates host samplers and read-back see at most.
-      on_commits: told how many tokens were written since the last call.
+      read_back: whether ``Texts.read_back`` has the probability and candidates of every token.
+      max_candidates: most candidates of a position that host samplers and read-back get.
+      on_commits: called with the number of tokens written since the last call.
       **settings: fields of `SampleConfig` for all rows (``temperature=0.7``, ``top_k=40``,
         ``steps=64``, ``order="low_confidence"``, ...); or rules as objects, whose fields hold one
         value for all rows or one value a row (``commit=Threshold(0.9)``,
         ``transforms=[Temperature(0.7), TopP(0.9)]``, ``fill``, ``remask``, ``edit``, ``renoise``).
         ``rules=[...]`` adds rules of your own, which are then settings like the built-in ones.
-        What a mapping gives counts first, then these, then what the model recommends.
+        Settings of a mapping come first, then these, then those that the model recommends.
 
     Raises:
       ValueError: a setting is unknown or out of range, or a prompt does not fit or cannot be
-        encoded; the line names the prompt if there are several. Or a host sampler chose what is
-        no candidate; the line names row and position.
+        encoded; the line names the prompt if there are several. Or a host sampler did not
+        choose a candidate; the line names row and position.
     """
     if not isinstance(max_candidates, int) or max_candidates < 1:
         raise SettingError("max_candidates", max_candidates, "must be at least 1, a whole number")
@@ -220,10 +220,10 @@ def _engine_for(
 
 
 def chain_report(model: Model, *, host_sampler: HostSampler | None = None, **settings: Any) -> str:
-    """Which part of the chain of a row with these settings runs where, one line a part.
+    """Where each part of the chain of a row with these settings runs, one line for each.
 
     Args:
-      model: whose recommended settings count where none is given.
+      model: its recommended settings apply where none is given.
       host_sampler: the row's, if it has one.
       **settings: as for `generate`.
     """

@@ -46,7 +46,7 @@ class ReadBack(NamedTuple):
 
     Attributes:
       token_N: int32 ids.
-      probability_N: of the token under the softmax of the final logits.
+      probability_N: probability of the token under the softmax of the final logits.
       num_candidates_N: int32, finite logits; more than K means that `top_*` shows a part.
       top_ids_NK: int32, the K largest candidates, largest first; V where there are fewer.
       top_logits_NK: their logits; -inf where there are fewer.
@@ -188,14 +188,14 @@ class HostLoop:
         """The state one step later (do not use the old one again), and what was read back.
 
         Args:
-          params: of the program's network.
+          params: parameters of the program's network.
           state: on one device, or whole on each.
           samplers: host sampler of each row that has one. Before a row's first step its `reset` is
             called, and after a step its `accept`, if it has them.
           read_back: rows whose commits are returned, row by row and from left to right, at the
             positions that they had before the step's edits.
-          max_candidates: how many of a position's candidates come to the host at most.
-          names: what to call each row to host samplers and in errors, if not by its place.
+          max_candidates: most candidates of a position that are copied to the host.
+          names: number of each row for host samplers and errors; None: its place.
           failed: takes what a row's sampler raised; the row then ends without having written
             anything, and other rows go on; after a failed `accept` it ends at the next step.
             Without it what is raised goes to the caller.
@@ -316,7 +316,7 @@ def _without(inputs: StepInputs, slots: Collection[int]) -> StepInputs:
 
 
 def _candidates(left: _Survivors, number: int, place: Place) -> Candidates:
-    """What survived at the place of that number."""
+    """The survivors at the place of that number."""
     read = left.read
     num_survivors = int(read.num_candidates_N[number])
     size = min(num_survivors, read.top_ids_NK.shape[1])
@@ -408,7 +408,7 @@ def matching(pattern: str, decode: Callable[[Any], str]) -> HostSampler:
     Where tokens are parts of characters, an unfinished character counts as U+FFFD.
 
     Args:
-      pattern: of the module `regex`, which reads what `re` does.
+      pattern: regular expression of the module `regex`, which accepts the syntax of `re`.
       decode: text of ids, as `Tokenizer.decode`.
 
     Some patterns, such as ``(a|a)*[bc]``, take a time that doubles with every character; a position

@@ -57,7 +57,7 @@ class Model:
       chat: the chat template of an instruction-tuned model; None: it has none.
       family: the kind of published model that it is; empty for any other.
       untrained: heads of the network that no step has trained yet, of ``sampler`` and ``critic``.
-      corpus_sha256: of the text that it was trained on (`dlm_jax.data.Corpus`); empty if unknown.
+      corpus_sha256: checksum of its training text (`dlm_jax.data.Corpus`); empty if unknown.
     """
 
     network: Network
@@ -137,7 +137,7 @@ class Model:
         self, draw: str = "inverse_cdf", is_guided: bool = False, *,
         rows: NamedSharding | None = None,
     ) -> Program:  # fmt: skip
-        """What is compiled into its denoising loop; see `Program` for the arguments."""
+        """The compiled-in part of its denoising loop; see `Program` for the arguments."""
         facts = self.facts
         return Program(
             network=self.network,
@@ -154,7 +154,7 @@ class Model:
 
 
 DTYPES = ("float32", "bfloat16", "stored")
-"""What the parameters of a model may be loaded as."""
+"""The dtypes in which parameters can be loaded."""
 
 
 def load(
@@ -175,14 +175,14 @@ def load(
       mesh: devices that split its parameters and the rows that it samples, or how many there are
         along each axis. Each parameter is read in parts, straight onto its devices. None is one
         device.
-      dtype: of the parameters, one of `DTYPES`, and of the computation of a published model; None
-        is float32, and for a published model as its weights are stored.
-      report: takes one line if a damaged checkpoint was passed over, and one with the settings
-        that a published directory recommends.
+      dtype: type of the parameters, one of `DTYPES`, and of the computation of a published model;
+        None is float32, and for a published model as its weights are stored.
+      report: called with one line if a damaged checkpoint was skipped, and with one that lists
+        the settings that a published directory recommends.
 
     Raises:
       ValueError: nothing usable is there, the mesh does not fit the devices, there is no such
-        dtype, or JAX has settings that change results; the line says what and the remedy.
+        dtype, or JAX has settings that change results; the message names the fault and the remedy.
     """
     check_settings()
     path = path_of_model(path)
@@ -282,9 +282,9 @@ def export(
     Args:
       model: from `dlm_jax.load`: a published model, or a run that began with one.
       path: a directory that does not exist.
-      family: as which it is written (`docs/published.md`); None: as what it was loaded, or else the
-        first family that says all of its settings.
-      max_shard_bytes: of one file of weights.
+      family: family to write it as (`docs/published.md`); None: the one that it was loaded from, or
+        else the first that can express all of its settings.
+      max_shard_bytes: most bytes of one file of weights.
     """
     if model.config is None:
         raise ValueError("the model is a network of your own, which no published family describes")

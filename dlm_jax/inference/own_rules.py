@@ -29,7 +29,7 @@ RESERVED = frozenset((
 
 
 class OwnRules(NamedTuple):
-    """What a call asks for, with its rules as settings.
+    """The settings of a call, with its rules as settings.
 
     Attributes:
       table: all rules, one's own too.
@@ -64,7 +64,7 @@ def own_rules(*layers: Mapping[str, Any], num_rows: int) -> OwnRules:
         own (or a module of them), and ``transforms`` (a list), ``commit``, ``fill``, ``remask``,
         ``edit`` and ``renoise`` may be rule objects, whose fields hold one value for all rows or
         one value a row.
-      num_rows: how many rows there are.
+      num_rows: number of rows.
     """
     found = [(layer, _objects(layer)) for layer in layers]
     classes = [cls for layer in layers for cls in classes_of(layer.get("rules"))]

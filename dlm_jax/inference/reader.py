@@ -1,4 +1,4 @@
-"""What of a row will not change any more, as text: cut at stops, and given out piece by piece."""
+"""The settled text of a row, cut at stops and returned piece by piece."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from dlm_jax.inference.results import Row
 from dlm_jax.types import Status
 
 HOLE = "\N{LIGHT SHADE}"
-"""What stands for a hole where a canvas is shown."""
+"""The text of a hole where a canvas is shown."""
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class Piece(NamedTuple):
-    """What a row has come to.
+    """New text of a row.
 
     Attributes:
-      text: that has not been given out before.
-      places: of the tokens in the row that it consists of, those of earlier pieces not included.
+      text: text that was not returned before.
+      places: places of its tokens in the row, without those of earlier pieces.
       is_last: whether nothing follows.
     """
 
@@ -39,8 +39,8 @@ class Reader:
     of rows that remask or resample the blocks behind which they are; of rows that edit, nothing.
 
     Args:
-      model: whose row it is.
-      request: of the row.
+      model: the model of the row.
+      request: the request of the row.
       stops: texts that end it.
       keeps_stop: whether the text holds the stop that ends it.
 

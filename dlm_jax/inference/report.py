@@ -1,4 +1,4 @@
-"""What an engine gives back: rows of a turn, and figures of all that it has done."""
+"""Results of an engine: rows of a turn, and totals of all turns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dlm_jax.sampling.row import Counters
 
 
 class Step(NamedTuple):
-    """What a turn brought.
+    """The rows of a turn.
 
     Attributes:
       finished: rows that have ended, cut behind their first EOS.
@@ -22,16 +22,16 @@ class Step(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What has been done, in all turns so far; every counter is an attribute too.
+    """Totals of all turns so far; every counter is an attribute too.
 
     Attributes:
-      rows: that have ended.
-      tokens: that those have generated.
-      steps: of rows.
-      slot_steps: of all slots, whether a row took them or not.
-      taken: of `steps`, those while others of their kind waited.
-      offered: of `slot_steps`, likewise.
-      counters: what all rows have counted.
+      rows: rows that have ended.
+      tokens: tokens that these rows generated.
+      steps: steps of rows.
+      slot_steps: steps of slots, busy or idle.
+      taken: those of `steps` during which other requests of the same kind waited.
+      offered: those of `slot_steps`, likewise.
+      counters: counters, summed over all rows.
     """
 
     rows: int = 0
@@ -51,15 +51,15 @@ class Work(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What an engine has done so far, and what it is at.
+    """Totals of an engine, and its current load.
 
     Attributes:
-      work: what has been done.
-      waiting: requests that wait.
+      work: totals so far.
+      waiting: requests in the queues.
       running: rows that run.
       slots: rows that could run now, in all programs that do.
       programs: slots and canvas of each program that is kept.
-      compiled: of those that had to be compiled.
+      compiled: the same of every program that had to be compiled.
     """
 
     work: Work

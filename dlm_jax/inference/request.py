@@ -316,11 +316,11 @@ class Request:
       tokens: int ``[n]``, the whole canvas: given tokens, a draft's, and MASK at the holes.
       sample: its settings; at least one step for each block with holes. ``fill="auto"`` is the
         parallel fill: `make_requests` and `generate` resolve it by the model's heads.
-      seed: of the row's randomness, in [0, 2**32).
+      seed: random seed of the row, in [0, 2**32).
       is_draft: True at tokens that stand there to be refined; None is nowhere.
       host_sampler: chooses the row's tokens among the candidates that its chain leaves.
       read_back: whether it is kept how each token came about.
-      capacity: tokens that edits may grow it to; 0, or less than it has, is as many as it has.
+      capacity: most tokens of the row after edits; 0, or less than it has: as many as it has.
     """
 
     tokens: np.ndarray
@@ -372,7 +372,7 @@ class Request:
 
 
 class Static(NamedTuple):
-    """What is compiled in: rows that agree in it run together."""
+    """The compiled-in part: rows that agree in it run together."""
 
     table: RuleTable
     rules: tuple[Any, ...]
@@ -394,7 +394,7 @@ def columns(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, 
     of them on the device first takes most of the time in which a slot gets another request.
 
     A row ends with its text, as what would follow EOS is cut off; edits may still move that, and
-    such a row ends there if it is asked to.
+    such a row ends there only with ``stop_at_eos``.
     """
     samples = [request.sample for request in requests]
     rows = [
@@ -416,7 +416,7 @@ def group(requests: Sequence[Request]) -> dict[Static, list[int]]:
 
 
 def only_chains_in_use(requests: Sequence[Request]) -> list[Request]:
-    """The requests with those parts of their chain that any of the same chain asks for.
+    """The requests, each with the parts of its chain that a request of the same chain uses.
 
     The others change nothing, and a shorter chain compiles faster. What reads ids behind a cut to
     few candidates stays: without it the rest of the chain would run on those alone and draw other

@@ -27,17 +27,17 @@ class Row:
         logits it was drawn from; 0 at given tokens and holes.
       committed: int32 ``[n]``, the step that wrote each token, from 0; -1 at given tokens, holes,
         tokens of a draft, and those that an edit or re-noise put there.
-      steps: taken so far.
+      steps: steps taken so far.
       block: number of the block it works on, from 0, among those that have work.
-      status: how it stands.
-      counters: what has been counted for it.
+      status: its `Status`.
+      counters: its counters.
       origin: int32 ``[n]``, where each position stood when the loop was called last, or in a
         canvas that was shown before; -1: it was not there. None without edits.
-      read_back: what was read back of it, in the order of the commits.
-      error: what its host sampler or its program raised; None where nothing was.
+      read_back: its tokens as read back, in the order of the commits.
+      error: exception of its host sampler or its program; None without one.
       is_lost: whether the program raised it, and took what the row had with it.
       waited: seconds before it came into a slot.
-      seconds: that it has spent in one.
+      seconds: seconds that it has spent in a slot.
     """
 
     tokens: np.ndarray
@@ -108,16 +108,16 @@ class Generation:
       tokens: int32 ``[R, L]``, PAD from each row's length on.
       lengths: int32 ``[R]``, live tokens, the given ones included.
       steps: int32 ``[R]``, steps taken.
-      counters: what was counted of each row, int32 ``[R]`` each.
+      counters: counters of each row, int32 ``[R]`` each.
       status: ``[R]``, how each row ended.
       logprobs: float32 ``[R, L]``, log-probability in nats of each generated token under the clean
         logits it was drawn from; 0 at given tokens. At tokens of a draft that stayed, that under
         the forward before the last.
       committed: int32 ``[R, L]``, the step that wrote each token, from 0; -1 at given tokens, those
         of a draft, and those that an edit put there.
-      read_back: what was read back of each row, in the order of the commits; empty where nothing
-        was asked.
-      seconds: float64 ``[R]``, that each row spent in a slot.
+      read_back: tokens of each row as read back, in the order of the commits; empty where this
+        was not requested.
+      seconds: float64 ``[R]``, seconds that each row spent in a slot.
     """
 
     tokens: np.ndarray
@@ -132,7 +132,7 @@ class Generation:
 
     @property
     def forwards(self) -> np.ndarray:
-        """int32 ``[R]``, forwards of the trunk that each row asked for."""
+        """int32 ``[R]``, forwards of the trunk for each row."""
         return self.counters.forwards
 
 

@@ -1,4 +1,4 @@
-"""Which request gets which slot of which program: no device and no arrays.
+"""Assigns requests to slots of programs; uses no device and no arrays.
 
 Requests that run in the same programs share a bucket and wait in its queue, the first in line by
 priority and then by number. A queue with work holds a program of as many slots as its requests
@@ -22,7 +22,7 @@ class Ticket:
     """A request that was submitted.
 
     Attributes:
-      number: of the request in its engine, above those of all that were submitted before.
+      number: number of the request in its engine, above those of all earlier requests.
     """
 
     number: int
@@ -50,7 +50,7 @@ class Entry:
 
 
 class Counts(NamedTuple):
-    """What there is to do in a queue.
+    """The work of a queue.
 
     Attributes:
       waiting: requests that wait.
@@ -69,13 +69,13 @@ class Queue:
     """The requests of one bucket.
 
     Attributes:
-      bucket: of them; its ``key`` tells it from others.
-      sizes: how many slots there may be, ascending.
-      is_reserved: whether it was made for requests that were to come.
+      bucket: their bucket; its ``key`` is unique.
+      sizes: possible numbers of slots, ascending.
+      is_reserved: whether it was made by `Engine.reserve`.
       size: slots of the program that it holds; None: it holds none.
-      program: that it holds.
+      program: the program that it holds.
       num_own: slots of this process among those.
-      slots: what runs the program; the engine's.
+      slots: the engine's slots, which run the program.
       running: requests by their slot.
       evicted: slots of cancelled requests, to be cleared when it is served next.
       totals: what there was to do when it was served last, in all processes.

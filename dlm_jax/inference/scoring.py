@@ -1,4 +1,4 @@
-"""What texts cost under a loaded model: nats per token, bits per character, with their errors.
+"""Scores of texts under a loaded model: nats per token, bits per character, with their errors.
 
 A diffusion model gives an upper bound, estimated from random masks; an autoregressive one the exact
 value, which makes it a judge of texts that others wrote.
@@ -88,7 +88,7 @@ def score(
     batch_size: int = 16,
     seed: int = 0,
 ) -> Score:
-    """What each text costs, given its prompt if there is one.
+    """The score of each text, given its prompt if there is one.
 
     A text without a prompt that is longer than the model's canvas is cut into windows, each scored
     without the one before it; such windows count as one text.
@@ -99,7 +99,7 @@ def score(
       prompts: one per text, shown as they are and not counted.
       num_draws: masks drawn per window; a causal model needs none.
       batch_size: windows that run at once.
-      seed: of the masks.
+      seed: random seed of the masks.
 
     Raises:
       ValueError: an empty text, one the tokenizer cannot hold, a prompt and text that exceed the
@@ -148,7 +148,7 @@ def score_rows(
         ``[N]``, as the data pipeline makes them.
       num_draws: masks drawn per row; a causal model needs none.
       batch_size: rows that run at once.
-      seed: of the masks, in [0, 2**32).
+      seed: random seed of the masks, in [0, 2**32).
     """
     check_sizes(num_draws=num_draws, batch_size=batch_size, seed=seed)
     given = rows.get("given", np.zeros_like(rows["length"]))
@@ -287,7 +287,8 @@ def held_out_errors(
       rows: ``tokens`` int ``[N, L]``, ``length`` and ``given`` ``[N]``, as the data pipeline makes
         them; N a multiple of `batch_size`, of which some may be empty.
       batch_size: rows that run at once, and lend each other wrong tokens.
-      seed: of the corruption; 0 with the batch size of its training run does what that did.
+      seed: random seed of the corruption; 0 with the batch size of the training run repeats that
+        run's corruption.
     """
     _check_scorer(model)
     if model.config is None:

@@ -73,13 +73,13 @@ class Bucket:
     slot takes another one: each is packed beside the widest of those that the bucket was made for.
 
     Args:
-      requests: some that it is to hold, which agree in what is static. The longest list of any
-        setting, such as a bias, decides how wide it is.
-      facts: what their rules may know of the model.
+      requests: examples of its requests, which agree in all static settings. The longest list of
+        a setting, such as a bias, sets the width.
+      facts: properties of the model, for the rules.
       canvas: positions.
 
     Attributes:
-      static: what is compiled in.
+      static: the settings that are compiled in.
       canvas: positions.
       key: equal for buckets that run in the same program.
     """
@@ -192,11 +192,11 @@ def _added(ready: Callable[[Params], Params]) -> Callable[[Params], Params]:
 
 
 _LARGE = 1 << 15
-"""Positions of all slots from which on it is asked: less always fits."""
+"""Positions of all slots from which on memory is checked: fewer always fit."""
 
 
 def require_working_room(loop: Loop, params: Any, state: State) -> None:
-    """Raises MemoryError where a device lacks what a step needs beside its arguments.
+    """Raises MemoryError if a device has too little free memory for the temporaries of a step.
 
     A small state always fits.
     """
@@ -266,11 +266,11 @@ def _changes(mask_id: int) -> Changes:
 
 
 class Job(NamedTuple):
-    """What a slot runs.
+    """The request that a slot runs.
 
     Attributes:
-      name: what to call it, to host samplers and in errors.
-      request: it.
+      name: its number, for host samplers and errors.
+      request: the request.
       waited: seconds before it came into a slot.
     """
 
@@ -280,12 +280,12 @@ class Job(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a call of the loop did.
+    """The outcome of one call of the loop.
 
     Attributes:
       ended: the slots whose rows have ended.
       steps: int32 ``[B]``, steps that each slot's row took.
-      counted: what the rows have counted, added up.
+      counted: counters, summed over the rows.
     """
 
     ended: tuple[int, ...]
@@ -302,11 +302,11 @@ class Slots:
     Args:
       loop: the compiled loop, or the one of single steps that host samplers and read-back need.
       params: parameters of its network.
-      bucket: of the requests that it may run.
+      bucket: bucket of the requests that it may run.
       num_slots: rows that run at once; the devices that split them must divide it. If the devices
         belong to several processes, each has an equal share of the slots, and all must call `put`
         and `advance` together.
-      max_candidates: how many of a position's candidates come to the host at most.
+      max_candidates: most candidates of a position that are copied to the host.
     """
 
     def __init__(

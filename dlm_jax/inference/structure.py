@@ -34,7 +34,7 @@ class Characters(NamedTuple):
     """A deterministic automaton over classes of characters.
 
     Attributes:
-      class_of: of each character of the alphabet.
+      class_of: class of each character of the alphabet.
       next_SK: int32 ``[S, K]``, the state behind a character of a class; state 0 is dead.
       is_final_S: bool ``[S]``.
       start: state before the first character.
@@ -50,9 +50,9 @@ def characters(pattern: str, alphabet: Sequence[str], *, most_states: int) -> Ch
     """The automaton of the texts that a pattern matches from end to end.
 
     Args:
-      pattern: of the module `re`, without anchors, look-around and back-references.
+      pattern: regular expression of `re`, without anchors, look-around and back-references.
       alphabet: the characters that texts may consist of.
-      most_states: that it may have.
+      most_states: most states of the automaton.
     """
     parser: Any = importlib.import_module("re._parser")  # the only parser of Python's syntax
     try:
@@ -241,10 +241,10 @@ class Structures:
     """The automata of a model's vocabulary, made once for each pattern.
 
     Args:
-      tokenizer: whose ids are the letters.
-      vocab_size: of the network.
-      eos_ids: that end a text.
-      banned_ids: that are never written.
+      tokenizer: its ids are the letters.
+      vocab_size: number of the network's logits.
+      eos_ids: ids that end a text.
+      banned_ids: ids that are never written.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""The networks; the only room that knows flax."""
+"""The networks; the only subpackage that imports flax."""

@@ -94,7 +94,7 @@ def cached_trunk(
 
 @dataclass(frozen=True)
 class _Pieces:
-    """The functions of a `CachedTrunk`, which says what each does."""
+    """The functions of a `CachedTrunk`, which documents them."""
 
     config: ModelConfig
     embed: Callable[[Params, jax.Array], jax.Array]

@@ -2,8 +2,8 @@
 
 Every token reaches the experts it was sent to (no capacity), so that what a row gets does not
 depend on the rows beside it. Over several devices the axis ``expert`` of the mesh splits the
-experts and ``tensor`` the inside of each: a device computes what its own experts say of the tokens
-of all devices that share them, and the devices add up.
+experts and ``tensor`` the inside of each: a device computes the outputs of its own experts for the
+tokens of all devices that share them, and the outputs are added up.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Experts(nnx.Module):
         self.shared = SwiGlu(width, config.shared_width, rngs=rngs) if config.shared_width else None
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        """What a token's experts say of it, weighted and summed, ``[B, L, D]``."""
+        """Weighted sum of the outputs of each token's experts, ``[B, L, D]``."""
         x_ND = x_BLD.reshape(-1, x_BLD.shape[-1])
         kernel_DE = self.router.kernel[...].astype(jnp.float32)
         logits_NE = jnp.matmul(
@@ -167,7 +167,7 @@ def mixture(
     *,
     first: jax.Array | None = None,
 ) -> jax.Array:
-    """Weighted sum of what each token's experts say, ``[N, D]`` in the dtype of `x_ND`.
+    """Weighted sum of the outputs of each token's experts, ``[N, D]`` in `x_ND`'s dtype.
 
     Tokens are sorted by expert, so that each kernel is one grouped matrix product
     (`jax.lax.ragged_dot`) over runs of tokens.

@@ -21,7 +21,7 @@ _STACKS = ("dense_blocks", "blocks")
 
 
 def with_adapters(key: jax.Array, params: Params, config: ModelConfig) -> Params:
-    """The parameters, with fresh adapters where the config asks for them."""
+    """The parameters, with fresh adapters if the config has any."""
     if not config.lora_rank:
         return params
     made: dict[str, Any] = {}

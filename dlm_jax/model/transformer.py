@@ -1,6 +1,6 @@
 """The Transformer, built with Flax NNX and handed out as pure functions.
 
-NNX is used to declare and initialise parameters; it never leaves this room. `build` returns a
+NNX is used to declare and initialise parameters; it is not used outside `model/`. `build` returns a
 `dlm_jax.types.Network` over a plain nested dict of float32 arrays whose layers are stacked along a
 leading axis and run by one `jax.lax.scan`.
 """
@@ -257,8 +257,8 @@ class Transformer(nnx.Module):
 def build(config: ModelConfig) -> Network:
     """The network of `config` as pure functions; equal configs give the same `Network`.
 
-    A causal network reads its input one place to the right, behind ``start_id``: what it returns
-    at a position knows the tokens before that position alone, and predicts the one there.
+    A causal network reads its input one place to the right, behind ``start_id``: its output at
+    a position depends on the tokens before that position alone, and predicts the one there.
     """
     if config.vocab_size < 1:
         raise ValueError("model.vocab_size=0 is unresolved; set it to the tokenizer's vocabulary")

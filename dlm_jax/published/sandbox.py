@@ -24,7 +24,7 @@ _SECONDS = 120  # if nobody is left who would kill it
 
 
 def main() -> None:
-    """Answers line by line, until there is none."""
+    """Serves one request per line until the end of input."""
     try:
         import resource
 

@@ -47,7 +47,7 @@ def write_published(
       config: of the model, whose recommended settings go to generation_config.json.
       params: its parameters; heads beside the LM head are left out, as no family has them.
       tokenizer: a `HubTokenizer`.
-      family: as which it is written; None: the first that says all of its settings.
+      family: family to write it as; None: the first that can express all of its settings.
       chat: its chat template.
       more_eos_ids: ids that end a generation beside that of the tokenizer.
       max_shard_bytes: of one file of weights.

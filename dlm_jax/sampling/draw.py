@@ -21,7 +21,7 @@ METHODS = ("inverse_cdf", "gumbel")
 def argmax(logits_NV: Array) -> Array:
     """Ids `[N]` (int32) of the largest logits: the lowest on ties, 0 where all are -inf.
 
-    Logits that float rounding alone tells apart are ties (`TOLERANCE`).
+    Logits that differ only by rounding are ties (`TOLERANCE`).
     """
     return vocab.argmax(logits_NV.astype(jnp.float32), TOLERANCE)
 

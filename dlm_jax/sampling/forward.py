@@ -28,8 +28,8 @@ _HUGE = 3e38
 
 
 Pass = tuple[TrunkOutput, CacheState | None, jax.Array, jax.Array]
-"""What the trunk returned; what is kept after it; and of each row, int32 ``[B]``, the forwards that
-it asked for and, with a cache, the live positions that those computed."""
+"""The output of the trunk; the cache after it; and of each row, int32 ``[B]``, its forwards and,
+with a cache, the live positions that those computed."""
 
 
 class _Inputs(NamedTuple):

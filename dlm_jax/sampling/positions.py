@@ -92,12 +92,12 @@ def put(old: Any, places_N: jax.Array, is_real_N: jax.Array, new: Any) -> Any:
 
 
 def at_places(x_BL: jax.Array, places_N: jax.Array) -> jax.Array:
-    """What stands at the places, ``[N, ...]``."""
+    """The values at the places, ``[N, ...]``."""
     return x_BL.reshape(x_BL.shape[0] * x_BL.shape[1], *x_BL.shape[2:])[places_N]
 
 
 class TrunkOutput(NamedTuple):
-    """What the trunk returned in a step.
+    """The output of the trunk in a step.
 
     Attributes:
       hidden_BLD: for the canvas, or for a window of each row, ``[B, W, D]``.
@@ -158,7 +158,7 @@ def returned(
     """`value`, if it is an array of that shape and dtype.
 
     Args:
-      value: what the method returned.
+      value: the result of the method.
       by: the rule or network whose method it is.
       method: its name.
       axes: their letters, for the message.

@@ -1,4 +1,4 @@
-"""What is compiled into the denoising loop beside its rules."""
+"""The part of the denoising loop, beside its rules, that is compiled in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dlm_jax.types import Network, Params
 
 @dataclass(frozen=True)
 class Program:
-    """What is compiled in.
+    """The compiled-in part of a loop.
 
     Attributes:
       network: the model as pure functions.
@@ -25,8 +25,8 @@ class Program:
         against launches.
       rows: how the rows of the state are split over devices, which then read out and draw for
         their own rows alone; None: not at all. The number of slots must divide evenly.
-      draw: how a token is drawn, of `dlm_jax.sampling.draw.METHODS`.
-      is_guided: whether rows may ask for guidance; otherwise their scale is not looked at.
+      draw: method of the draw, one of `dlm_jax.sampling.draw.METHODS`.
+      is_guided: whether rows may use guidance; otherwise their scale is ignored.
       eos_ids: ids that end a generation.
       banned_ids: ids that a fill cannot begin with, whatever a row's chain allows, and re-noise
         never writes.

@@ -1,4 +1,4 @@
-"""What a request asks of the loop itself, and what the loop counts: records with a value a row."""
+"""Per-row settings of the loop, and its counters: records with one value per row."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ MAX_NEW_TOKENS = Setting(
 )  # fmt: skip
 TIES = Setting(
     "ties", "key",
-    "which of positions that tie within float rounding comes first: one that the seed chooses "
-    "(key), or the lower (lower), as in published loops",
+    "order of positions that tie within float rounding: chosen by the seed "
+    "(key), or the lower position first (lower), as in published loops",
     choices={"key": "key", "lower": "lower"},
 )  # fmt: skip
-_SEED = Setting("seed", 0, "of the row's randomness", low=0, high=FINITE)
-_CAPACITY = Setting("capacity", 0, "tokens that edits may grow a row to", low=0)
+_SEED = Setting("seed", 0, "random seed of the row", low=0, high=FINITE)
+_CAPACITY = Setting("capacity", 0, "most tokens of a row after edits", low=0)
 
 
 @rule
@@ -107,7 +107,7 @@ ROW_SETTINGS = tuple(s for s in RowParams.settings() if s not in (_SEED, _CAPACI
 
 
 class Counters(NamedTuple):
-    """What the loop counts for each row: int32 ``[B]`` in its state, numbers in results.
+    """Counters of each row: int32 ``[B]`` in its state, numbers in results.
 
     A counter is a line here and a keyword where it is counted: of `Counters` in a step, or of
     `dlm_jax.sampling.propose.Filled.counts` in a fill. Results, reports and figures follow.
@@ -126,7 +126,7 @@ class Counters(NamedTuple):
 
     @classmethod
     def helps(cls) -> dict[str, str]:
-        """What each of them counts."""
+        """The help of each counter."""
         hints = get_type_hints(cls, include_extras=True)
         return {name: hints[name].__metadata__[0] for name in cls._fields}
 

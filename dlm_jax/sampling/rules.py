@@ -1,4 +1,4 @@
-"""The rules of a step: their slots and tables, and what they may know of a model."""
+"""The rules of a step: their slots and tables, and the model's facts for them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from dlm_jax.settings import (
 
 
 class ModelFacts(NamedTuple):
-    """What rules may know of a model.
+    """Properties of a model for rules, for fields declared with `fact`.
 
     Attributes:
       vocab_size: number of logits.
@@ -62,16 +62,16 @@ class ModelFacts(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """What fills the slots of a step, with the parameters of each row.
+    """The rules in the slots of a step, with the parameters of each row.
 
     Attributes:
       chain: logit transforms.
       commit: commit rule.
-      fill: how candidates are drawn.
+      fill: fill rule, which draws candidates.
       remask: remask rule; None for none.
-      edit: what is inserted and deleted; None for nothing.
-      renoise: what is overwritten before each forward; None for nothing.
-      cache: which positions a forward computes, beside what is kept; None for all.
+      edit: edit rule; None for none.
+      renoise: re-noise before each forward; None for none.
+      cache: cache rule; None: each forward computes all positions.
     """
 
     chain: Chain
@@ -97,7 +97,7 @@ class Rules(NamedTuple):
 
 AUTO = "auto"
 """The fill that follows from the model's heads."""
-IGNORE_EOS = Setting("ignore_eos", False, "bans every id that ends a generation")
+IGNORE_EOS = Setting("ignore_eos", False, "ban every id that ends a generation")
 EDIT = Setting("edit", False, "insert and delete tokens between the steps; lengths change")
 DRAW = Setting(
     "draw", "inverse_cdf",
@@ -110,12 +110,12 @@ GEN_LENGTH = Setting(
 
 
 class Slot(NamedTuple):
-    """What may fill a part of the step.
+    """A slot of the step.
 
     Attributes:
       base: class of its rules.
       selector: the setting that names one; empty: there is one rule.
-      by_use: whether it stays empty for rows whose settings do not ask for the rule.
+      by_use: whether it stays empty for rows whose settings do not use the rule.
     """
 
     base: type[Rule]
@@ -334,7 +334,7 @@ def _choice(
     rules: Mapping[str, type[Rule]],
     others: Mapping[str, str] = {},
 ) -> Setting:
-    """A setting that chooses among rules, whose help says what each of them does."""
+    """A setting that chooses among rules, whose help describes each of them."""
     said = {choice: vars(cls).get("about", "") for choice, cls in rules.items()}
     told = "; ".join(f"{n} ({text})" if text else n for n, text in {**others, **said}.items())
     return Setting(name, default, f"{what}: {told}", choices={n: n for n in (*others, *said)})

@@ -24,7 +24,7 @@ EDITED = -2
 
 
 class State(NamedTuple):
-    """What `advance` carries.
+    """The state of `advance`.
 
     Attributes:
       canvas: tokens, lengths, frozen positions.
@@ -34,12 +34,12 @@ class State(NamedTuple):
       committed_BL: int32, the step that committed each token, from 0; -1 at given tokens, holes,
         and tokens of a draft; `EDITED` where an edit or re-noise put a token.
       row: per-row parameters of the loop itself.
-      rules: what fills the slots of the step, with per-row parameters.
-      chain_state: what the logit transforms carry.
+      rules: the rules of the step, with per-row parameters.
+      chain_state: state of the logit transforms.
       block: the block that each row works on.
-      edits: what the edits have come to; None without an edit rule.
+      edits: state of the edits; None without an edit rule.
       cache: keys and values that are kept; None without a cache rule.
-      counters: what has been counted.
+      counters: counters of each row.
       step_B: int32, steps taken.
       status_B: int32, a `Status`.
     """

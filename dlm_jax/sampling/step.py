@@ -51,11 +51,11 @@ class StepInputs(NamedTuple):
       is_open_BL: True at the positions that get a candidate.
       is_read_BL: True at a draft's tokens that are scored as they stand, because they were never
         proposed; None where no remask rule could read it.
-      commit: what the commit rule knows.
+      commit: the context of the commit rule.
       context: the visible tokens, for logit transforms.
-      output: what the trunk returned.
+      output: the output of the trunk.
       cache: what is kept after the forward; None without a cache.
-      forwards_B: int32, forwards that the row asked for so far.
+      forwards_B: int32, forwards of the row so far.
       positions_B: int32, live positions that those computed; 0 without a cache.
       draw_key_B: the step's key of each row, for draws.
       remask_key_B: likewise, for the remask rule.
@@ -170,7 +170,7 @@ def is_token(program: Program, state: State) -> jax.Array:
 
 
 def commit_context(program: Program, state: State, key_B: jax.Array) -> CommitContext:
-    """What the commit rule knows when a step begins."""
+    """The context of the commit rule at the start of a step."""
     tokens_BL, block, rules = state.canvas.tokens_BL, state.block, state.rules
     is_visible_BL = is_token(program, state)
     is_free_BL = is_free(state) & is_stepping(state)[:, None]
@@ -196,10 +196,10 @@ def open_positions(program: Program, state: State, commit: CommitContext) -> jax
 def scored_positions(
     program: Program, state: State, is_open_BL: jax.Array
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """What else is read of the logits, for remasking and for edits; each None where nothing is.
+    """Further reads of the logits, for remasking and for edits; each None where there are none.
 
-    Where a draft's tokens are read because they were never proposed; where logits tell of edits;
-    and the int32 tokens to be scored as they stand for either, -1 elsewhere.
+    True at a draft's tokens that are read because they were never proposed; True where edits read
+    logits; and the int32 tokens to be scored as they stand for either, -1 elsewhere.
     """
     rules, tokens_BL, is_visible_BL = state.rules, state.canvas.tokens_BL, is_token(program, state)
     own_BL = is_read_BL = is_scored_BL = None
@@ -235,7 +235,7 @@ def beside(is_true_BL: jax.Array) -> jax.Array:
 
 
 def visible_context(program: Program, state: State) -> Context:
-    """What logit transforms may know of the canvas."""
+    """The view of the canvas for logit transforms."""
     return Context(
         tokens_BL=state.canvas.tokens_BL,
         order_BL=state.committed_BL,
@@ -445,7 +445,7 @@ def remasked(program: Program, state: State, is_remasked_BL: jax.Array) -> State
 def _wrongness(
     program: Program, params: Params, state: State, candidate_BL: jax.Array, goes_on_B: jax.Array
 ) -> jax.Array | None:
-    """What the critic says of the canvas with the step's candidates in its holes."""
+    """Output of the critic for the canvas with the step's candidates in its holes."""
     remask, critic = state.rules.remask, program.network.critic
     if remask is None or not remask.reads_critic:
         return None

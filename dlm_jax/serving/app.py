@@ -95,7 +95,7 @@ class Metrics:
 
 
 class _EngineFigures(prometheus_client.registry.Collector):
-    """What the engine is at, read when it is asked for."""
+    """Figures of the engine, read at each scrape."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -158,7 +158,7 @@ class Service:
         return [task.result() for task in tasks]
 
     async def stream(self, answer: Answer, emit: Emit) -> list[Done]:
-        """All choices of an answer, each of which is told of as it grows."""
+        """All choices of an answer, with events as each of them grows."""
         outbox = Outbox()
 
         async def run(index: int, request: Request) -> Done:
@@ -297,13 +297,13 @@ _END_POINTS: dict[str, type[Sampled]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """How a server answers.
+    """Options of a server.
 
     Attributes:
-      name: of the model.
-      limits: of requests.
-      key: that requests must bring; None: none.
-      defaults: settings that count where a request gives none.
+      name: name of the model.
+      limits: limits of requests.
+      key: key that requests must bring; None: none.
+      defaults: settings that apply where a request gives none.
       length: new tokens of a completion or infill that gives none; None: 16.
       logs_texts: whether prompts and texts are logged.
       warms_up: whether the programs of usual requests are compiled from the start on.
@@ -324,11 +324,11 @@ def make_app(
     """The application; it steps the engine while it lives, and closes it at its end.
 
     Args:
-      model: of the engine.
-      engine: which nobody else steps.
-      options: how it answers.
+      model: model of the engine.
+      engine: the engine, which only the application may step.
+      options: options of the server.
       slots: rows that the engine runs at once.
-      steps_per_call: as of `AsyncEngine`.
+      steps_per_call: as in `AsyncEngine`.
     """
     server = _Server(model, AsyncEngine(engine, steps_per_call=steps_per_call), options, slots)
     routes = [
@@ -355,7 +355,7 @@ def make_app(
 
 
 class _Server:
-    """What the routes share."""
+    """State shared by the routes."""
 
     def __init__(self, model: Model, engine: AsyncEngine, options: Options, slots: int):
         self._options, self._async, self._slots = options, engine, slots

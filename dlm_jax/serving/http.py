@@ -148,7 +148,7 @@ def check_key(request: Request, key: str | None) -> None:
 
 
 def _depth(body: bytes) -> int:
-    """How deeply lists and objects are nested, texts left out."""
+    """Nesting depth of lists and objects outside strings."""
     depth = deepest = 0
     for found in _BRACKETS.finditer(body):
         depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(found[0], 0)
@@ -191,9 +191,10 @@ class Events(Response):
     An event with a ``type`` is named by it, as ``/v1/responses`` has them.
 
     Args:
-      run: sends events by the function that it is given.
-      ended: told how it ended: 200, 499 for a client that went away, or the status of an error.
-      seconds: that it may take.
+      run: sends events through the given function.
+      ended: called with the status at the end: 200, 499 for a client that went away, or that of
+        an error.
+      seconds: the longest that it may take.
       ends_with_done: whether ``[DONE]`` is sent at all.
     """
 
@@ -252,10 +253,10 @@ class Server(uvicorn.Server):
     A signal stops it, or ``should_exit``; a second signal ends it at once.
 
     Args:
-      app: what answers.
+      app: the ASGI application that answers.
       sock: from `listening`.
-      drain: seconds that what runs may take once it is stopped.
-      listens: called when clients are answered.
+      drain: seconds for running requests to finish once it is stopped.
+      listens: called when the server begins to answer clients.
     """
 
     def __init__(

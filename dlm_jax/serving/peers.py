@@ -190,7 +190,7 @@ def in_our_names(given: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[F
 
     Args:
       given: the request.
-      fields: of the end point; they are never read as names of peers.
+      fields: fields of the end point; they are never read as names of peers.
 
     Raises:
       SettingError: a name or value has no counterpart, or two names of one field disagree.

@@ -1,7 +1,7 @@
 """The protocol: fields of requests, how they become rows to denoise, and objects of the answers.
 
 Each field is declared once, in the class of its end point or in `Sampled`, beside which every
-setting stands by its name (docs/settings.md); what it does is said in `Planner` or `Answer`.
+setting stands by its name (docs/settings.md); `Planner` and `Answer` implement it.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """A request that is not answered as it was asked.
+    """A request that is refused, or that failed.
 
     Attributes:
-      status: of HTTP.
+      status: HTTP status.
       message: one line with the remedy.
-      param: the field that is at fault; None if it is none.
-      code: a word for programs; None: nothing beyond the status.
+      param: the field at fault; None without one.
+      code: a machine-readable word; None: nothing beyond the status.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ def stopping() -> ApiError:
 
 
 def of_fields(error: pydantic.ValidationError, names: Mapping[str, str] = {}) -> ApiError:
-    """The refusal of what a model of pydantic found first; `names` are the client's, by ours."""
+    """Converts the first error of pydantic to an ApiError; `names` are the client's, by ours."""
     first = error.errors(include_url=False, include_context=False)[0]
     name, *rest = first["loc"] or ("",)
     name = names.get(str(name), name)
@@ -90,7 +90,7 @@ def of_value(error: ValueError, other: str, **names: str) -> ApiError:
     Args:
       error: about a setting, or else about `other`.
       other: the field that an error without a setting is about.
-      names: how the protocol calls some settings beside ``gen_length``.
+      names: names of the protocol for settings other than ``gen_length``.
     """
     line = " ".join(str(error).split()).replace("gen_length", "max_tokens")
     if not isinstance(error, SettingError):
@@ -108,19 +108,19 @@ Stop = str | list[str]
 
 
 class Fields(pydantic.BaseModel):
-    """An object whose fields have the types that they say, with no others beside them."""
+    """An object with strictly typed fields and no others."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
 
 class StreamOptions(Fields):
-    """What a stream tells beside the text: the usage, in an event before the end."""
+    """Options of a stream: whether an event before the end has the usage."""
 
     include_usage: bool | None = None
 
 
 class JsonSchema(Fields):
-    """A schema with what the protocol wants beside it, which is not read: it is always strict."""
+    """A schema; other fields of the protocol are ignored, and it is always strict."""
 
     name: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
@@ -129,7 +129,7 @@ class JsonSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    """What the answer must look like; a regular expression matches the whole of it."""
+    """The format of the answer; a regular expression matches the whole answer."""
 
     type: Literal["text", "json_object", "json_schema", "regex"]
     json_schema: JsonSchema | None = None
@@ -137,7 +137,7 @@ class ResponseFormat(Fields):
 
 
 class Conversation(Fields):
-    """How turns become text, as the chat templates of vLLM and SGLang are used.
+    """Options of the chat template, as in vLLM and SGLang.
 
     Attributes:
       add_generation_prompt: whether the header of the answer follows the turns; true by default.
@@ -151,29 +151,29 @@ class Conversation(Fields):
 
 
 class Sampled(pydantic.BaseModel):
-    """What all requests for a text share; other names are settings (docs/settings.md).
+    """Fields of all requests for a text; other names are settings (docs/settings.md).
 
     Names of other servers (`peers`) are read as the fields that they stand for.
 
     Attributes:
       content: the field that holds what is given, of each end point.
-      prefix_of_id: how the ids of its answers begin.
-      object: what its answers are.
-      event: what the events of its streams are.
+      prefix_of_id: prefix of the ids of its answers.
+      object: ``object`` of its answers.
+      event: ``object`` of the events of its streams.
       model: name of the model; any request may leave it out.
       max_tokens: new tokens.
       max_length: tokens that a row may hold with its prompt.
       n: rows of each prompt.
-      seed: of the first row; by default one that nobody knows before.
+      seed: random seed of the first row; by default an unpredictable one.
       stop: texts that end the answer, which does not hold them.
       include_stop_str_in_output: whether the answer holds the stop that ended it.
       return_token_ids: whether the answer has the ids of its tokens and of the prompt.
       stream: whether the answer comes in events.
-      stream_options: of a stream.
-      response_format: what the answer must look like.
+      stream_options: options of a stream.
+      response_format: format of the answer.
       diffusing: whether a stream shows the whole canvas as it is denoised.
-      read_back: how many of each position's candidates to tell of, with their logits.
-      user: who asks; not read.
+      read_back: number of each position's candidates to return, with their logits.
+      user: ignored.
     """
 
     model_config = pydantic.ConfigDict(strict=True, extra="allow", protected_namespaces=())
@@ -226,7 +226,7 @@ class Sampled(pydantic.BaseModel):
 
     @property
     def rivals(self) -> int | None:
-        """Of each token to tell of; None: tokens are not told of at all."""
+        """Number of rivals of each token to return; None: no log-probabilities are returned."""
         return getattr(self, "logprobs", None)
 
     @property
@@ -240,14 +240,14 @@ class Sampled(pydantic.BaseModel):
 
 
 class Completion(Sampled):
-    """Of ``/v1/completions``.
+    """A request to ``/v1/completions``.
 
     Attributes:
       prompt: a text, several, ids, or several lists of ids.
       suffix: text behind what is written.
       draft: text behind the prompt, to be refined.
       echo: whether the answer begins with the prompt.
-      logprobs: how many of each token's rivals to tell of; 0: of the token alone.
+      logprobs: number of rivals of each token to return; 0: the token alone.
     """
 
     content, prefix_of_id = "prompt", "cmpl"
@@ -278,14 +278,14 @@ class Message(Fields):
 
 
 class Chat(Sampled, Conversation):
-    """Of ``/v1/chat/completions``.
+    """A request to ``/v1/chat/completions``.
 
     Attributes:
       messages: the turns so far.
       max_completion_tokens: the newer name of `max_tokens`.
-      draft: of the answer, to be refined.
-      logprobs: whether to tell how likely each token was.
-      top_logprobs: how many of its rivals to tell of.
+      draft: draft of the answer, to be refined.
+      logprobs: whether to return the log-probability of each token.
+      top_logprobs: number of its rivals to return.
     """
 
     model_config = Sampled.model_config
@@ -323,7 +323,7 @@ class Turn(Fields):
 
 
 class TextFormat(Fields):
-    """What a response must look like; as `ResponseFormat`, in the form of ``/v1/responses``."""
+    """The format of a response; as `ResponseFormat`, in the form of ``/v1/responses``."""
 
     type: Literal["text", "json_object", "json_schema", "regex"]
     schema_: dict[str, Any] | None = Field(None, alias="schema")
@@ -338,14 +338,14 @@ class TextOptions(Fields):
 
 
 class Responses(Sampled, Conversation):
-    """Of ``/v1/responses``; nothing of it is stored.
+    """A request to ``/v1/responses``; nothing of it is stored.
 
     Attributes:
       input: a text, or the turns so far.
       instructions: the turn of the system before them.
       max_output_tokens: the name of `max_tokens` there.
-      text: what the answer must look like.
-      metadata: what the answer repeats.
+      text: format of the answer.
+      metadata: repeated in the answer.
       store: false; responses are never stored.
       background: false.
       truncation: ``disabled``; a prompt is never cut.
@@ -397,13 +397,13 @@ class Responses(Sampled, Conversation):
 
 
 class Infill(Sampled):
-    """Of ``/v1/infill``: a prefix and a suffix, or a template.
+    """A request to ``/v1/infill``: a prefix and a suffix, or a template.
 
     Attributes:
       prefix: text before the gap.
       suffix: text behind it.
       template: text with gaps, each written ``<hole:8>``, or ``<hole>`` for `max_tokens`.
-      logprobs: as of `Completion`.
+      logprobs: as in `Completion`.
     """
 
     content = "prefix"
@@ -416,14 +416,14 @@ class Infill(Sampled):
 
 
 class Detokenize(Fields):
-    """Of ``/detokenize``."""
+    """A request to ``/detokenize``."""
 
     model: str | None = None
     tokens: Ids
 
 
 class Tokenize(Conversation):
-    """Of ``/tokenize``."""
+    """A request to ``/tokenize``."""
 
     model: str | None = None
     prompt: str | None = None
@@ -432,14 +432,14 @@ class Tokenize(Conversation):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may ask for at most.
+    """Limits of a request.
 
     Attributes:
-      rows: of one request, over all its prompts.
+      rows: most rows of one request, over all its prompts.
       waiting: rows that may wait for a slot.
-      body: bytes of a request.
-      seconds: that a request may take, with its waiting.
-      steps: of a row.
+      body: most bytes of a request.
+      seconds: longest time of a request, with its waiting.
+      steps: most steps of a row.
     """
 
     rows: int = 128
@@ -459,10 +459,10 @@ class Planner:
     """Makes plans for one model.
 
     Args:
-      model: that runs them.
-      name: what requests may call it.
-      limits: of each request.
-      defaults: settings that count where a request gives none.
+      model: the model that runs them.
+      name: its name in requests.
+      limits: limits of each request.
+      defaults: settings that apply where a request gives none.
       length: new tokens of completions and infills that give none.
     """
 
@@ -737,7 +737,7 @@ class Planner:
             raise refused(f"{name}: {error}", name) from None
 
     def props(self, slots: int) -> dict[str, Any]:
-        """What ``/props`` tells of the model and its defaults."""
+        """The body of ``/props``: the model and its defaults."""
         model = self.model
         sample = settings_of_call(model, self._defaults)
         shown = {name: getattr(sample, name, None) for name in self._settings}
@@ -798,17 +798,17 @@ class Done(NamedTuple):
 
 @dataclass
 class Answer:
-    """What is run for a request, and the objects of its answer.
+    """The rows to run for a request, and the objects of its answer.
 
     Attributes:
       asked: the request.
       model: its name.
-      tokenizer: of the model.
+      tokenizer: tokenizer of the model.
       requests: one for each choice, those of a prompt side by side.
       stops: texts that end a choice.
-      seed: of the first row.
-      echoes: what each choice begins with.
-      id: of the answer.
+      seed: random seed of the first row.
+      echoes: text that each choice begins with.
+      id: id of the answer.
       created: seconds since 1970.
       ends_with_done: whether ``[DONE]`` ends a stream of its events.
     """
@@ -845,7 +845,7 @@ class Answer:
         return [self._event(index, delta, None, None) | ids for index in choices]
 
     def echo(self, index: int, row: Row) -> list[dict[str, Any]]:
-        """The event with what a choice begins with, if that is asked for."""
+        """The event with the text that a choice begins with, if it was requested."""
         is_told = self.echoes and self.echoes[index] and not self.asked.diffusing
         return [self._piece(index, self.echoes[index], row, range(0), None)] if is_told else []
 
@@ -912,7 +912,7 @@ class Answer:
         return [told] if self.asked.has_usage else []
 
     def usage(self, done: Sequence[Done]) -> dict[str, Any]:
-        """What an answer took; beyond the protocol, forwards of the model and the first seed."""
+        """Usage of an answer; beyond the protocol, forwards of the model and the first seed."""
         prompts = sum(one.prompt_tokens for one in done[:: self.asked.n or 1])
         written = sum(len(one.places) for one in done)
         return {
@@ -957,19 +957,19 @@ class Answer:
         return choice | {"text": echo + done.text}
 
     def _read_back(self, row: Row, places: range) -> dict[str, Any]:
-        """How the tokens there came about, in the order in which they were written, if asked."""
+        """Candidates of the tokens there, in the order of their commits, if requested."""
         if not self.asked.read_back:
             return {}
         return {"read_back": [self._record(one) for one in row.read_back if one.place in places]}
 
     def _record(self, written: Written) -> dict[str, Any]:
-        """A position that was written: what its row's chain left there, the likeliest first."""
+        """A position that was written, with its row chain's survivors, the likeliest first."""
         told = written.to_json(self.asked.read_back or 0)
         texts = [self.tokenizer.decode([id_]) for id_ in told["ids"]]
         return told | {"text": self.tokenizer.decode([written.token]), "texts": texts}
 
     def _logprobs(self, row: Row, places: range) -> dict[str, Any] | None:
-        """The log-probability of each token that was written, and of its rivals if asked."""
+        """The log-probability of each token that was written, and of its rivals if requested."""
         if self.asked.rivals is None:
             return None
         written = [place for place in places if not row.is_frozen[place]]
@@ -994,7 +994,7 @@ class Answer:
         return {"token": text, "logprob": number, "bytes": data}
 
     def _table(self, told: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Log-probabilities as ``/v1/completions`` tells them: a list for each thing."""
+        """Log-probabilities in the form of ``/v1/completions``: parallel lists."""
         offsets, end = [], 0
         for one in told:
             offsets.append(end)

@@ -71,7 +71,7 @@ Part = tuple[str, tuple[slice, ...], np.ndarray]
 
 
 def on_host(state: Any) -> tuple[dict[str, Any], list[Part]]:
-    """Of a state zarr's metadata by array, and the parts that this process writes, copied.
+    """Zarr metadata of each array, and copies of the shards that this process writes.
 
     Every piece of an array is written by one process: that of its first replica.
     """
@@ -177,7 +177,7 @@ def _commit(step: AnyPath, facts: dict[str, Any], check: Callable[[], None]) -> 
 
 
 def read_arrays(step: AnyPath, abstract: Any, sharding_of: Callable[[Any], Any]) -> Any:
-    """The saved arrays, each laid out as `sharding_of` its abstract leaf says."""
+    """The saved arrays, each laid out by `sharding_of` its abstract leaf."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
     opened = [_opened(step, path_name(path), None, create=False) for path, _ in leaves]
     pending = []
@@ -335,7 +335,7 @@ class Checkpoints:
     def restore(
         self, abstract_state: Any, *, step: int | None = None, report: Report | None = None
     ) -> Restored:
-        """The newest usable checkpoint (or that of ``step``), laid out as ``abstract_state`` says.
+        """The newest usable checkpoint (or that of ``step``), laid out like ``abstract_state``.
 
         A damaged checkpoint is reported and the one before it is used, unless ``step`` is given.
 

@@ -79,7 +79,7 @@ def orthogonalized(updates: Any, mesh: AbstractMesh) -> Any:
 
     Args:
       updates: matrices ``[..., fan_in, fan_out]`` of norm 1 at most, stacked by layers and perhaps
-        experts, whose paths `dlm_jax.distributed.partitions.RULES` knows.
+        experts, whose paths `dlm_jax.distributed.partitions.RULES` matches.
       mesh: the devices in use.
     """
     flat, structure = jax.tree_util.tree_flatten_with_path(updates)

@@ -117,7 +117,7 @@ def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
     """The config with ``[model]`` of the published directory in train.init_from, and its tokenizer.
 
     Settings of ``[model]`` at their defaults are those of the directory; others must agree with it.
-    Whether and how a causal model is turned into a diffusion one is what the config says.
+    The config sets whether and how a causal model is turned into a diffusion one.
 
     Returns:
       The config as it is, and None, where train.init_from is no published directory.
@@ -330,7 +330,7 @@ def begin_with(
       state: fresh.
       tokenizer: that of the new run: theirs, or theirs with more characters.
       model: that of the new run.
-      report: takes one line about heads that begin fresh or are left out.
+      report: called with one-line messages about heads that begin fresh or are left out.
 
     Raises:
       ValueError: there is no model, or it has another tokenizer, shape, or setting that its
@@ -570,14 +570,14 @@ def prepare(
     heads: Sequence[Head | MakeHead] = (),
     report: Callable[[str], None],
 ) -> Run:
-    """The run that `config` asks for, continued where its directory holds checkpoints.
+    """The run of `config`, continued where its directory holds checkpoints.
 
     Args:
       config: as loaded; ``model.vocab_size`` 0 becomes the tokenizer's.
       network: instead of the Transformer of the config, see `dlm_jax.training.train`.
       objective: instead of the config's, see there.
-      heads: beside the config's, see there.
-      report: takes one line of text, such as that a damaged checkpoint was passed over.
+      heads: additional heads, see `dlm_jax.training.train`.
+      report: called with one-line messages, such as that a damaged checkpoint was skipped.
 
     Raises:
       ValueError: bad data, a batch or mesh that does not fit the devices, a directory that holds

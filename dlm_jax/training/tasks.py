@@ -161,7 +161,7 @@ TASKS: dict[str, Callable[..., Task]] = {
 
 
 def make_heads(setup: Setup, own: Sequence[Head | MakeHead]) -> tuple[Head, ...]:
-    """The heads that the config asks for, then one's own.
+    """The heads of the config, then those of the caller.
 
     Raises:
       ValueError: two have the same name or metric, or nothing is left that trains.

@@ -99,14 +99,14 @@ def train(
       config: a `Config`, or the path of a TOML file.
       network: your own model instead of the Transformer of ``[model]``: a `Network`, or a function
         of the `ModelConfig` whose ``vocab_size`` is the corpus's. On several devices its matrices
-        need paths that `dlm_jax.distributed.partitions.RULES` knows.
+        need paths that `dlm_jax.distributed.partitions.RULES` matches.
       objective: your own instead of those of ``[objective]``: a function of the `Setup` (resolved
         config, tokenizer, mesh) that returns ``(batch, key) -> Example``, a `NetworkObjective`,
         which runs the network itself, or a `Mixture` of several.
       heads: your own beside those of the config: `Head` records, or functions of the `Setup` that
         make them.
       show_sample: called with the run, the state and the step every ``train.sample_every`` steps.
-      report: takes one line of text at a time.
+      report: called with one-line messages.
 
     Returns:
       How the run ended, with its trained parameters.

@@ -151,8 +151,8 @@ class Watch:
     Args:
       decode: text of a sequence of ids; U+FFFD where their bytes are no whole character.
       stream: where to write.
-      width: columns; None asks the terminal each time.
-      height: lines of the terminal, which what is drawn in place never exceeds; None asks it.
+      width: columns; None: those of the terminal, read each time.
+      height: most lines to draw in place; None: those of the terminal.
       use_colour: None is yes on a terminal unless the environment has NO_COLOR.
       rows_shown: rows to draw at most, the first of those given.
       names: what to show for ids that stand for no text, say ``{eos_id: "⟨eos⟩"}``.

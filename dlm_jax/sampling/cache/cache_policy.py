@@ -1,4 +1,4 @@
-"""What a cache rule is: it says which positions of a row a step computes, beside what is kept.
+"""Cache rules: which positions of a row a step computes, beside the kept keys and values.
 
 A step computes a window of each row, of a static size, placed in each row where its block stands;
 keys and values of all other positions are those that were kept. Which of them may be out of date is
@@ -18,7 +18,7 @@ from dlm_jax.settings import Rule, SettingError
 
 
 class CacheState(NamedTuple):
-    """What is kept of the rows, and how old it is.
+    """Kept keys and values of the rows, and their age.
 
     Attributes:
       kept: keys and values of the canvas, as the network keeps them.
@@ -36,7 +36,7 @@ class CacheState(NamedTuple):
 
 
 class CacheContext(NamedTuple):
-    """What a rule knows of the rows when a step begins.
+    """The rows at the start of a step, for a rule.
 
     Attributes:
       block: the block that each row works on.
@@ -56,7 +56,7 @@ class CacheContext(NamedTuple):
 
 
 class CachePlan(NamedTuple):
-    """What a step computes of each row.
+    """The positions that a step computes of each row.
 
     Attributes:
       begin_B: int32, first position of the window.
@@ -87,7 +87,7 @@ class CacheRule(Rule):
 
     @property
     def settles(self) -> bool:
-        """Whether a plan ever settles what stands before a window; static."""
+        """Whether a plan ever finalises positions before a window; static."""
         return False
 
     @property
@@ -131,8 +131,8 @@ class CacheRule(Rule):
         """Static sizes of the windows, ascending, at most `num_positions`.
 
         With one size a step runs all rows together; with several each row runs in the smallest that
-        holds its window, beside rows of the same size. The first is that of the block, whose hidden
-        vectors the step reads.
+        holds its window, beside rows of the same size. The first window is the block; the step
+        reads its hidden vectors.
         """
         raise NotImplementedError
 

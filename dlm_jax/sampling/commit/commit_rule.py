@@ -1,8 +1,8 @@
 """Commit rules: which of the proposed tokens are written into the canvas at a step.
 
-A rule is a frozen pytree: what it may compile in is metadata, what a request may tune is a ``[B]``
-leaf. It works on the whole batch and reads no row but the one it decides about. Scores that float
-rounding alone tells apart are ties: another program would order them otherwise (`TOLERANCE`).
+A rule is a frozen pytree: compiled-in values are metadata, settings of requests are ``[B]`` leaves.
+It works on the whole batch and reads no row but the one it decides about. Scores that differ only
+by rounding are ties, because their order may differ between programs (`TOLERANCE`).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from dlm_jax.settings import Rule
 
 
 class CommitContext(NamedTuple):
-    """What a rule may know of the block that each row works on, when a step begins.
+    """The block that each row works on, at the start of a step.
 
     Attributes:
-      is_hole_BL: True at what the block may have written, in rows that still run: its holes, and in
-        rows that resample all that was not given.
+      is_hole_BL: True at positions of the block that may be written, in rows that still run: its
+        holes, and in rows that resample all positions that were not given.
       first_holes_B: int32, holes of the block before its first step.
       step_B: int32, steps taken in the block.
       steps_B: int32, steps the block may take in all, at least 1.
       key_B: this step's key of each row, for the rule alone.
       written_BL: int32 tokens of the block that are written and were not given, -1 elsewhere; None
         unless the rule `rewrites`.
-      preference_BL: uint32, which of positions that tie are taken, see `preferences`.
+      preference_BL: uint32, the order of positions that tie, see `preferences`.
     """
 
     is_hole_BL: jax.Array
@@ -49,7 +49,7 @@ class Proposal(NamedTuple):
       logprob_BL: float32 log-probability of the candidate under the clean logits.
       final_logprob_BL: float32, the same under the logits it was drawn from, after all transforms;
         0 where no row's transforms read it.
-      confidence_BL: float32, what the rule's `measure` said; higher is surer.
+      confidence_BL: float32, the result of the rule's `measure`; higher is surer.
     """
 
     tokens_BL: jax.Array
@@ -66,7 +66,7 @@ class CommitRule(Rule):
     Attributes:
       rewrites: whether `select` may name written tokens of the block too, which then get
         candidates. A block then ends when a step that began without holes rewrites nothing, or
-        after as many of those as `patience` says.
+        after `patience` such steps.
       scale: least magnitude of what `measure` adds or subtracts, for `TOLERANCE`.
     """
 

@@ -145,7 +145,7 @@ class Confident(CommitRule):
 
 
 class Weighed(CommitRule):
-    """A rule whose confidence is read from logits that are asked for by two settings.
+    """A rule whose confidence is read from logits that two settings choose.
 
     Attributes:
       source: clean logits, or filtered ones (Dream, Ye et al. 2025).
@@ -178,7 +178,7 @@ class Weighed(CommitRule):
 
 
 class QuotaRule(CommitRule):
-    """A commit rule that writes as many holes as its quota says."""
+    """A commit rule that fills a quota of holes."""
 
     quota: Quota
 
@@ -272,7 +272,7 @@ class RandomOrder(QuotaRule):
 class RandomFilled(QuotaRule):
     """Has every hole filled, and commits the quota of them that `RandomOrder` would choose.
 
-    Which of them knows nothing of the tokens: where the fill draws from the joint distribution of
+    The choice does not depend on the tokens: where the fill draws from the joint distribution of
     all holes, what is committed has the joint distribution of its own, which a fill of the quota
     alone has not, with gaps that nobody has looked into between its positions. Blind candidates
     are the same either way, and those of the others are thrown away.

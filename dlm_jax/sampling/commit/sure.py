@@ -187,7 +187,7 @@ class JointThreshold(Confident):
 
 
 def passes(confidence_BL: jax.Array, threshold_B: jax.Array, is_above_B: jax.Array) -> jax.Array:
-    """True where confidence is at the threshold or above it, or only above where rows say so."""
+    """True where confidence is at the threshold or above it; where `is_above_B`, only above."""
     cut_B1 = threshold_B[:, None]
     return jnp.where(
         is_above_B[:, None], exceeds(confidence_BL, cut_B1), reaches(confidence_BL, cut_B1)

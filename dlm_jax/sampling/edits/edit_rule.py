@@ -14,7 +14,7 @@ from dlm_jax.types import Canvas, live_positions
 
 
 class EditState(NamedTuple):
-    """What the edits of a row have come to.
+    """The state of a row's edits.
 
     Attributes:
       inserted_BL: True at positions that an edit made, whatever has been written there since.
@@ -69,7 +69,7 @@ def places(x_BL: jax.Array) -> jax.Array:
 
 
 class Snapshot(NamedTuple):
-    """What the last forward said of the canvas, at temperature 1; nothing at holes.
+    """Predictions of the last forward at temperature 1; undefined at holes.
 
     Attributes:
       own_BL: float32 log-probability of the token that stands at each position, in nats.
@@ -89,7 +89,7 @@ class Snapshot(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """Edits that were tried, K of each row, and what the model says of the texts they make.
+    """Edits that were tried, K of each row, and the likelihood gain of each.
 
     Attributes:
       edits: with one more axis, ``[K, B, L]`` and ``[K, B]``.
@@ -106,13 +106,13 @@ class Tried(NamedTuple):
 
 
 class EditContext(NamedTuple):
-    """What an edit rule may know, after a step's commits.
+    """The canvas after a step's commits, for an edit rule.
 
     Attributes:
       cells: the canvas.
-      snapshot: what the last forward said of it.
-      is_open_BL: True where tokens may go, or be put in front of what is there; in rows that are
-        edited now, in the block.
+      snapshot: predictions of the last forward for it.
+      is_open_BL: True where tokens may be deleted, or inserted in front; in the block, of rows that
+        are edited now.
       step_B: int32, number of the step that comes next.
       steps_B: int32, steps of the row.
       capacity_B: int32, most live positions, from the row's length to ``L``.
@@ -120,9 +120,9 @@ class EditContext(NamedTuple):
         of frozen tokens; more than the capacity is the capacity.
       mask_id: the id of MASK.
       space_id: the id of the space; -1 for a vocabulary without one.
-      preference_BL: uint32, which of positions that tie come first, see
+      preference_BL: uint32, the order of positions that tie, see
         `dlm_jax.sampling.commit.commit_rule.preferences`.
-      tried: what came of the rule's own candidates; None where it tries nothing.
+      tried: outcome of the edits that the rule tried; None if it tries none.
     """
 
     cells: Cells
@@ -147,7 +147,7 @@ class EditRule(Rule):
     """Whether the rule reads ``best_BL``, ``is_due_BL`` and ``best_id_BL`` of the snapshot."""
 
     num_trials: int = 0
-    """Edits of each row that `select` wants tried, K; static. Each text that is read for that is a
+    """Edits of each row to try for `select`, K; static. Each text that is read for that is a
     forward of the rows that have candidates: K, and the text as it is."""
 
     num_hidden: int = 0

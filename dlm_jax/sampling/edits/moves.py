@@ -50,7 +50,7 @@ def delete_at(
 
 
 class Cells(NamedTuple):
-    """What stands at each position, as far as edits look at it or change it.
+    """The arrays of the canvas that edits read or change.
 
     Attributes:
       tokens_BL: int32; MASK at holes, PAD from the row's length on.
@@ -71,11 +71,11 @@ class Edits(NamedTuple):
     """The edits of a step, at old positions.
 
     Attributes:
-      insert_gap_BL: True at g + 1 where a token goes between g and g + 1, at 0 where one goes in
+      insert_gap_BL: True at g + 1 to insert a token between g and g + 1, at 0 to insert one in
         front of the row; live positions only.
-      delete_BL: True at what goes; live and unfrozen positions only.
+      delete_BL: True at tokens to delete; live and unfrozen positions only.
       refused_B: int32, insertions left out because the row's capacity has no room for them.
-      token_BL: int32, what goes into each gap; None: what the rule inserts everywhere.
+      token_BL: int32, the token to insert into each gap; None: the one token that the rule inserts.
     """
 
     insert_gap_BL: jax.Array
@@ -85,10 +85,10 @@ class Edits(NamedTuple):
 
 
 class PositionMap(NamedTuple):
-    """Where everything goes.
+    """The new place of each token.
 
     Attributes:
-      edits: what is carried out.
+      edits: the edits to carry out.
       source_BL: int32, the old position of what stands at each new one; at an insertion, that of
         what the token was put in front of. It never falls from one live position to the next;
         beyond the new length it means nothing.

@@ -1,4 +1,4 @@
-"""What speaks for an insertion or a deletion: numbers of each position, from the last forward.
+"""Scores of insertions and deletions at each position, from the last forward.
 
 Training-free; all that is known of the logits are two numbers of each position, gathered after the
 last commit (`docs/readings.md`, readings of variable-length edits).
@@ -31,14 +31,14 @@ def take_snapshot(
     tokens_BL: jax.Array,
     is_wanted_BL: jax.Array,
 ) -> Snapshot:
-    """What the step's forward says of the tokens that now stand on the canvas, at temperature 1.
+    """Predictions of the step's forward for the tokens now on the canvas, at temperature 1.
 
     No logits are computed again: the log-normaliser of each position is known, and of its logits
     two or three are read off the output matrix, if the network can (`Network.logits_of`). Each
     device reads its own rows.
 
     `total_BL` is the log-normaliser of each position, `best_BL` the likeliest id there: -1 where it
-    may not be written, and None where no rule asks.
+    may not be written, and None where no rule reads it.
     """
     network = program.network
 
@@ -97,7 +97,7 @@ def leads(context: EditContext) -> jax.Array:
     and frozen positions. At 0 it speaks for another first token: there is no gap. Unlike
     `gap_scores` it is silent where the model is merely unsure, and names one gap of the two beside
     a misfit. For models that have learnt from misprinted text (`dlm_jax.diffusion.objectives`),
-    whose predictions say what is due at a position.
+    which predict the token that is due at a position.
     """
     assert context.snapshot.best_BL is not None
     lead_BL = jnp.exp(context.snapshot.best_BL) - jnp.exp(context.snapshot.own_BL)
@@ -151,10 +151,10 @@ def is_near(mark_BL: jax.Array, reach_B: jax.Array) -> jax.Array:
 
 
 def right_of(x_BL: jax.Array) -> jax.Array:
-    """What stands right of each position; 0 or False at the last."""
+    """The value right of each position; 0 or False at the last."""
     return jnp.pad(x_BL[:, 1:], ((0, 0), (0, 1)))
 
 
 def left_of(x_BL: jax.Array) -> jax.Array:
-    """What stands left of each position; 0 or False at the first."""
+    """The value left of each position; 0 or False at the first."""
     return jnp.pad(x_BL[:, :-1], ((0, 0), (1, 0)))

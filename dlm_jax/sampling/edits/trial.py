@@ -1,4 +1,4 @@
-"""What the model says of texts with an edit, beside what it says of the text as it is."""
+"""Likelihoods of texts with an edit, compared with that of the text as it is."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _likelihood(
     shown_KBL: jax.Array,
     is_asked_KBL: jax.Array,
 ) -> jax.Array:
-    """float32 ``[K, B]``: the sum of the log-probabilities of the tokens that are asked for."""
+    """float32 ``[K, B]``: the sum of the log-probabilities of the requested tokens."""
     num_texts, num_rows, num_positions = shown_KBL.shape
     # Rows come first, so that each device keeps its own.
     shown_TL, tokens_TL, is_asked_TL = (
@@ -175,7 +175,7 @@ _NUM_KINDS = 3
 
 @rule
 class Likelihood(EditRule):
-    """Tries insertions, replacements and deletions, and makes the one that the model likes best.
+    """Tries insertions, replacements and deletions, and makes the one of the highest score.
 
     A candidate is the likeliest token of a position, in front of the one that is there or in its
     place, or a token that goes. A row may get a token in front of its first one; nothing that it

@@ -1,4 +1,4 @@
-"""Edit rules that spend a budget on the best scores, and steer a row's length if asked to."""
+"""Edit rules that spend a budget on the best scores, and can steer a row's length."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ INSERT_RATIO_START = _ratio(
 INSERT_RATIO_END = _ratio("insert_ratio_end", 0.0, "edit: the same before the last step")
 DELETE_RATIO_START = _ratio("delete_ratio_start", 0.04, "edit: deletions, likewise")
 DELETE_RATIO_END = _ratio("delete_ratio_end", 0.0, "edit: the same before the last step")
-INSERT_MARGIN = _weight("insert_margin", 0.0, "edit: what the score of a gap must exceed, >= 0")
+INSERT_MARGIN = _weight("insert_margin", 0.0, "edit: least score of an insertion, exclusive, >= 0")
 DELETE_MARGIN = _weight(
     "delete_margin", 0.02,
-    "edit: what the probability of the next token in a token's place must be ahead, >= 0",
+    "edit: least lead of the next token's probability in a token's place, exclusive, >= 0",
 )  # fmt: skip
 DELETE_LAMBDA = _weight("delete_lambda", 0.3, "edit: weight of that lead one position on, >= 0")
 COOLDOWN_DISTANCE = Setting(
     "cooldown_distance", 1,
-    "edit: how far from the last step's edits nothing is edited; 0 is off",
+    "edit: distance from the last step's edits within which nothing is edited; 0 is off",
     low=0, high=2**20 - 1,
 )  # fmt: skip
 OVERFLOW = Setting(
@@ -67,7 +67,7 @@ EDIT_TOKEN = Setting(
 )  # fmt: skip
 EDIT_SCHEDULE = Setting(
     "edit_schedule", "cosine",
-    "edit: how the ratios go from start to end over the steps: linear or cosine",
+    "edit: course of the ratios from start to end over the steps: linear or cosine",
     choices=SCHEDULES,
 )  # fmt: skip
 
@@ -150,7 +150,7 @@ class Uncertainty(EditRule):
         )  # fmt: skip
 
     def inserted_id(self, *, mask_id: int, space_id: int) -> jax.Array:
-        """MASK or the space, as each row's settings say."""
+        """MASK or the space, by each row's settings."""
         return jnp.where(self.token_B == EDIT_TOKENS.index("mask"), mask_id, space_id)
 
     def gap_scores(self, context: EditContext) -> jax.Array:
@@ -187,13 +187,13 @@ class Uncertainty(EditRule):
         Only scores above 0 are chosen. A gap must have a live position on its right. What goes is
         live, unfrozen, no hole, not the last of its row, and no space but at a position that an
         edit inserted: neither given nor generated spaces go. Nothing is chosen within the cooldown
-        of a mark; a gap is where its token would go. Insertions and deletions know nothing of each
-        other, but that rows that do not trim insert no more than they have room for after the
+        of a mark; a gap is where its token would go. Insertions and deletions are chosen
+        independently, but rows that do not trim insert no more than they have room for after the
         deletions. Neither do rows that are nudged to grow: their insertions, all of them, are
         capped at the free capacity, so that a row below its target loses nothing to get there.
 
-        Rows with an exact target take scores of 0 and less too, as many as the target asks of this
-        step, and know no cooldown: the tokens whose successor fits worst in their place go last.
+        Rows with an exact target take scores of 0 and less too, as many as the target needs in this
+        step, without a cooldown: the tokens whose successor fits worst in their place go last.
         """
         cells, mask_id = context.cells, context.mask_id
         is_row_BL = live_positions(cells.length_B, cells.tokens_BL.shape[1])

@@ -1,4 +1,4 @@
-"""What a fill is: it finds a candidate for every open position of a step; and the simplest."""
+"""Fill rules, which find a candidate for every open position of a step; and the simplest one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Wanted(NamedTuple):
       is_scored_BL: True where ``total_BL`` is wanted, beside the positions that the writer scores
         as they stand; None: nowhere.
       keeps_best: whether ``best_BL`` is, too; static.
-      preference_BL: uint32, which of positions that tie come first, see
+      preference_BL: uint32, the order of positions that tie, see
         `dlm_jax.sampling.commit.commit_rule.preferences`.
     """
 
@@ -45,12 +45,12 @@ class Wanted(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """What a fill may ask of the network.
+    """The network and its output, for a fill.
 
     Attributes:
       network: the model as pure functions.
       params: its parameters.
-      output: what the trunk returned in this step.
+      output: the output of the trunk in this step.
       chunk: positions of one readout; static.
     """
 
@@ -93,7 +93,7 @@ class FillRule(Rule):
     """Whether host samplers and read-back may look between the candidates and the commit."""
 
     forwards: ClassVar[int] = 0
-    """Forwards of the trunk that a step asks for beside its own."""
+    """Additional forwards of the trunk in a step."""
 
     @classmethod
     def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
@@ -122,12 +122,12 @@ class CandidateWriter:
 
     Attributes:
       chain: logit transforms between the clean logits and the draw.
-      prepared: what the chain prepared for this step.
+      prepared: results of `Chain.prepare` for this step.
       key_B: this step's key of each row; a position draws with it and its place in the canvas.
       own_BL: tokens to score instead of drawing; -1 elsewhere. None: nowhere.
       num_positions: ``L``.
       measure: confidence from clean logits and the candidate's log-probability.
-      method: how a token is drawn.
+      method: method of the draw.
       banned_ids: ids that are never the best; nor are those that the row bans.
       weighed: `CommitRule.weighed`; None: confidence is read from the clean logits.
     """
@@ -152,8 +152,8 @@ class CandidateWriter:
     ) -> Filled:
         """`found` with candidates at the places ``row * L + index`` that are real.
 
-        They are drawn from `drawable_NV` through the chain and scored under the clean logits. None
-        says that these are the LM head's, and drawn from.
+        They are drawn from `drawable_NV` through the chain and scored under the clean logits. None:
+        the clean logits are those of the LM head, and drawn from.
         """
         row_N, index_N = places_N // self.num_positions, places_N % self.num_positions
         key_N = jax.vmap(jax.random.fold_in)(self.key_B[row_N], index_N)
@@ -204,7 +204,7 @@ class CandidateWriter:
         logprob_N: jax.Array,
         at: At,
     ) -> jax.Array:
-        """What `measure` says of the candidates, of the logits that the commit rule weighs."""
+        """`measure` of the candidates, from the logits that the commit rule weighs."""
 
         def filtered() -> jax.Array:
             drawable = clean_NV if drawable_NV is None else drawable_NV

@@ -31,9 +31,9 @@ _Verified = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 class Speculative(FillRule):
     """Drafts the open positions in parallel, and keeps what one token a time would have written.
 
-    The draft x of a position comes from q, what the model says of the block with its holes; one
-    more forward with blocks of one token gives p, what it says of every open position behind the
-    drafts before it. From the left on, x is accepted with probability ``min(1, p(x) / q(x))``; at
+    The draft x of a position comes from q, the prediction for the block with its holes; one
+    more forward with blocks of one token gives p, that of every open position behind the drafts
+    before it. From the left on, x is accepted with probability ``min(1, p(x) / q(x))``; at
     the first that is not, a token is drawn from ``max(p - q, 0)``, and the rest waits for the next
     step (Leviathan et al. 2023, Speculative decoding, algorithm 1). p and q are those after the
     row's chain. So whatever is drafted, texts have the distribution of p, one token after the

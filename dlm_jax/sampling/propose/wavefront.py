@@ -156,7 +156,8 @@ SAMPLER_SPREAD_SEEDS = Setting(
 SAMPLER_EVEN_ODD = Setting(
     "sampler_even_odd",
     False,
-    "wavefront, also of the critic's training: odd positions of a wave wait for the even ones",
+    "wavefront, also of the critic's training: fill the even positions of a wave before the odd "
+    "ones",
 )
 SAMPLER_ONE_SIDED = Setting(
     "sampler_one_sided", False,

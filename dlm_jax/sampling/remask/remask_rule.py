@@ -1,4 +1,4 @@
-"""What a remask rule is: it chooses the committed tokens that become holes again after a step.
+"""Remask rules: they choose the committed tokens that become holes again after a step.
 
 A rule is a frozen pytree like a commit rule. The loop asks it after every step of a block but the
 last, and offers it the block's unfrozen tokens.
@@ -19,14 +19,14 @@ class RemaskContext(NamedTuple):
     """The tokens that may be remasked, after a step's commits.
 
     Attributes:
-      step: what the commit rule knew, from before its commits.
+      step: the context of the commit rule, from before its commits.
       is_open_BL: True at the block's unfrozen tokens, in rows that go on.
       is_fresh_BL: True at those that this step committed.
       num_free_B: int32, the block's live unfrozen positions, holes included.
-      probability_BL: float32, of each token under the clean logits it was drawn from; of a draft's
-        token, which was never proposed, under those of the last forward.
-      wrong_BL: float32 probability that each token is wrong, as the critic says of the canvas with
-        its candidates in the holes; None where the rule does not ask it.
+      probability_BL: float32, probability of each token under the clean logits it was drawn from;
+        of a draft's token, which was never proposed, under those of the last forward.
+      wrong_BL: float32 probability that each token is wrong, by the critic on the canvas with its
+        candidates in the holes; None if the rule does not read it.
       key_B: this step's key of each row, for the rule alone.
     """
 
@@ -40,7 +40,7 @@ class RemaskContext(NamedTuple):
 
 
 class RemaskRule(Rule):
-    """Chooses what goes back to MASK; only `select` is required."""
+    """Chooses the tokens that become MASK again; only `select` is required."""
 
     required: ClassVar[tuple[str, ...]] = ("select",)
 
@@ -54,7 +54,7 @@ class RemaskRule(Rule):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        """Refuses to ask a critic that the model lacks."""
+        """Refuses a rule that reads a critic if the model has none."""
         if cls.reads_critic and not facts.has_critic:
             raise SettingError(
                 "remask",
@@ -64,7 +64,7 @@ class RemaskRule(Rule):
             )
 
     def is_active(self) -> jax.Array:
-        """True ``[B]`` for the rows that ask for it: by default, all of them."""
+        """True ``[B]`` for the rows that use it: by default, all of them."""
         return jnp.ones(jax.tree.leaves(self)[0].shape[0], bool)
 
     def goes_on(self) -> jax.Array:

@@ -26,7 +26,7 @@ REMASK_RANDOMNESS = Setting(
 )  # fmt: skip
 REMASK_BY = Setting(
     "remask_by", "confidence",
-    "scheduled: what tells how wrong a token is: its own probability when it was drawn "
+    "scheduled: measure of how wrong a token is: its own probability when it was drawn "
     "(confidence), or the critic head on the filled text (critic), which costs a forward",
     choices={"confidence": False, "critic": True},
 )  # fmt: skip
@@ -37,8 +37,8 @@ class Scheduled(RemaskRule):
     """Remasks the tokens most likely wrong, fewer from step to step.
 
     Before step i of N, from 1, ``r = start - (start - end) i / (N - 1)`` of the block's unfrozen
-    positions. Wrongness is ``(1 - m) w + m u`` with randomness m and u uniform; w is what the
-    critic says, or 1 less the token's probability when it was drawn (`docs/readings.md`,
+    positions. Wrongness is ``(1 - m) w + m u`` with randomness m and u uniform; w is the output
+    of the critic, or 1 less the token's probability when it was drawn (`docs/readings.md`,
     "Refinement").
     """
 

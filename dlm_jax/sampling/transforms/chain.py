@@ -1,4 +1,4 @@
-"""The one driver of logit transforms: a chain that runs only what some row asks for.
+"""The one driver of logit transforms: a chain that runs only the transforms that some row uses.
 
 The whole chain lives in the compiled graph on constant shapes,
 whichever rows are active, and every row has its own settings (`docs/readings.md`, readings).
@@ -53,7 +53,7 @@ def applied(transform: Any, prepared: Any, logits_NV: Array, at: At) -> Array:
 
 
 def run_all(steps: list[tuple[Any, Any]], logits_NV: Array, at: At) -> Array:
-    """The logits after the transforms that some row of the chunk wants."""
+    """The logits after the transforms that some row of the chunk uses."""
     if not steps:
         return logits_NV
     wanted = [is_wanted(t, at) for t, _ in steps]

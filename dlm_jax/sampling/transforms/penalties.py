@@ -22,31 +22,31 @@ REPETITION_PENALTY = Setting(
     low=1e-6, high=1e6, remedy="use 1.0 to turn it off",
 )  # fmt: skip
 FREQUENCY_PENALTY = Setting(
-    "frequency_penalty", 0.0, "taken off a logit per occurrence; 0 is off",
+    "frequency_penalty", 0.0, "subtracted from a token's logit per occurrence; 0 is off",
     remedy="use 0.0 to turn it off",
 )  # fmt: skip
 PRESENCE_PENALTY = Setting(
-    "presence_penalty", 0.0, "taken off the logit of a seen token; 0 is off",
+    "presence_penalty", 0.0, "subtracted from the logit of a token that was seen; 0 is off",
     remedy="use 0.0 to turn it off",
 )  # fmt: skip
 PENALTY_LAST_N = Setting(
-    "penalty_last_n", 64, "newest tokens of the row that penalties look at; -1 is all, 0 is off",
+    "penalty_last_n", 64, "newest tokens of the row that penalties count; -1 is all, 0 is off",
     low=-1, remedy="use -1 for all tokens of the row or 0 to turn it off", activates=False,
 )  # fmt: skip
 DRY_MULTIPLIER = Setting(
-    "dry_multiplier", 0.0, "weight of the penalty on repeated runs, >= 0; 0 is off",
+    "dry_multiplier", 0.0, "weight of the penalty on repetitions, >= 0; 0 is off",
     low=0.0, remedy="use 0.0 to turn it off",
 )  # fmt: skip
 DRY_BASE = Setting(
-    "dry_base", 1.75, "growth of that penalty with the length of the run, >= 1",
+    "dry_base", 1.75, "base of the penalty's growth with the length of the repetition, >= 1",
     low=1.0, high=1e6, activates=False,
 )  # fmt: skip
 DRY_ALLOWED_LENGTH = Setting(
-    "dry_allowed_length", 2, "repeated tokens that go unpunished, >= 1",
+    "dry_allowed_length", 2, "longest repetition without a penalty, >= 1",
     low=1, remedy="use 2", activates=False,
 )  # fmt: skip
 DRY_LAST_N = Setting(
-    "dry_last_n", -1, "newest tokens DRY looks at; -1 is the whole run and 0 is off",
+    "dry_last_n", -1, "newest tokens that DRY searches; -1 is the whole run and 0 is off",
     low=-1, high=INT_LIMIT, remedy="use -1 for the whole run or 0 to turn it off", activates=False,
 )  # fmt: skip
 
@@ -62,7 +62,7 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 
 DRY_BREAKERS = Setting(
-    "dry_breakers", (), "ids no repetition may cross", parse=_ids, activates=False,
+    "dry_breakers", (), "ids that no repetition crosses", parse=_ids, activates=False,
     hint=tuple[int, ...],
 )  # fmt: skip
 

@@ -37,7 +37,7 @@ def _temperature(setting: Setting) -> Setting:
 
 TEMPERATURE = _temperature(Setting(
     "temperature", 1.0,
-    "of the draw: 0 takes the likeliest token, otherwise in [1e-6, 1e6]; 1 is neutral",
+    "temperature of the draw: 0 takes the likeliest token, otherwise in [1e-6, 1e6]; 1 is neutral",
     low=0.0, high=1e6, remedy="use 0.0 for greedy or 1.0 for none",
 ))  # fmt: skip
 TEMPERATURE_END = _temperature(Setting(

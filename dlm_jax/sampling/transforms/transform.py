@@ -1,4 +1,4 @@
-"""What a logit transform is, and what it may know of the positions it works on."""
+"""Logit transforms, and the context of the positions that they work on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class At(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What is visible of the canvas when a step begins.
+    """The visible canvas at the start of a step.
 
     Attributes:
       tokens_BL: int32 canvas.
@@ -95,7 +95,7 @@ class LogitTransform(Rule):
         raise NotImplementedError
 
     def update(self, state: Any, is_committed_BL: Array, proposal: Any) -> Any:
-        """State after a step's commit; `proposal.final_logprob_BL` says how likely each was."""
+        """State after a step's commit; the log-probabilities are `proposal.final_logprob_BL`."""
         return state
 
     def makes_greedy(self) -> Array | None:
