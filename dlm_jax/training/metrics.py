@@ -314,7 +314,9 @@ class Journal:
         """Draws ``loss.png``: the losses of a run, by what the metrics hold by now."""
         if self._draws:
             self._draws = False
-            if importlib.util.find_spec("matplotlib") is None:
+            try:
+                importlib.import_module("matplotlib")
+            except ModuleNotFoundError:
                 self._report(
                     f"no {PICTURE}: matplotlib is not installed; pip install 'dlm_jax[plots]'"
                 )
