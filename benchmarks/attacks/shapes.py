@@ -51,7 +51,6 @@ KINDS: tuple[Asked, ...] = (
 
 PROMPTS = ("", "", "", "ROMEO:\n", "The king", "Good morrow, " * 14)
 _THRESHOLDS = ("threshold", "factor", "entropy_bound", "joint_threshold")
-_CHUNK = 360
 _COUNT = 250
 _SLOTS = 24
 _CLIENTS = 32
@@ -75,7 +74,10 @@ def attack(folder: Path, count: int, seed: int, record: Path) -> dict[str, Tally
         return tallies
     with _server(folder) as url:
         while first < count:
-            asked = [request(seed, n) for n in range(first, min(first + _CHUNK, count))]
+            # One kind after the other: there are more programs than are kept.
+            kind = first * len(KINDS) // count
+            last = -(-(kind + 1) * count // len(KINDS))
+            asked = [request(seed, n, KINDS[kind]) for n in range(first, last)]
             alone = [_texts(model, [one], 1)[0] for one in asked]
             found = {
                 "batch": _texts(model, asked, _SLOTS),
@@ -96,12 +98,11 @@ def attack(folder: Path, count: int, seed: int, record: Path) -> dict[str, Tally
     return tallies
 
 
-def request(seed: int, number: int) -> Asked:
-    """The request of that number."""
+def request(seed: int, number: int, kind: Asked) -> Asked:
+    """The request of that number, with these settings."""
     rng = random.Random(f"{seed} {number}")
-    # A chunk has one kind of settings: there are more programs than are kept.
     return {
-        **KINDS[number // _CHUNK % len(KINDS)],
+        **kind,
         "prompt": rng.choice(PROMPTS),
         "seed": rng.randrange(2**32),
         "gen_length": rng.randint(6, 24),
