@@ -116,8 +116,8 @@ class TrainConfig(Section):
     )
     init_from: str = setting(
         "",
-        "run, weights file or model that ships, whose parameters the model begins with; empty: "
-        "fresh ones",
+        "run, weights file, published directory, id on the hub or shipped model, whose parameters "
+        "the model starts from; empty: fresh ones",
         Trait.FREE | Trait.ONCE_SAVED,
     )
     steps: int = setting(1000, "optimiser steps", Trait.FREE, low=1)  # upwards

@@ -39,8 +39,12 @@ def hub_id(path: str | os.PathLike[str] | None) -> tuple[str, str | None] | None
     return None if Path(str(path)).exists() else (found[1], found[2])
 
 
-def fetched(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+def fetched(path: str | os.PathLike[str], setting: str = "checkpoint") -> str | os.PathLike[str]:
     """The local path of a model: the path itself, or that of its copy in the hub's cache.
+
+    Args:
+      path: of a model, or its id on the hub.
+      setting: that names it, for the message of an error.
 
     Raises:
       SettingError: ``huggingface_hub`` is not installed, the model or its revision is not there,
@@ -50,14 +54,14 @@ def fetched(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     if asked is None:
         return path
     name, revision = asked
-    hub = _hub(path)
+    hub = _hub(path, setting)
     try:
         copy = hub.snapshot_download(
             name, revision=revision, allow_patterns=_FILES, ignore_patterns=["*/*"],
             library_name="dlm_jax",
         )  # fmt: skip
     except Exception as error:
-        raise _refusal(hub, str(path), error) from error
+        raise _refusal(hub, str(path), setting, error) from error
     found = Path(copy)
     if is_published(found):
         return copy
@@ -102,7 +106,7 @@ def push_to_hub(
             "path", str(path), "is neither a published directory nor a weights file",
             "write one: dlm_jax.export, or python -m dlm_jax.export",
         )  # fmt: skip
-    hub = _hub(repo_id)
+    hub = _hub(repo_id, "repo_id")
     api = hub.HfApi(library_name="dlm_jax")
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)
@@ -114,7 +118,7 @@ def push_to_hub(
         parts = [hub.CommitOperationAdd(name, one) for name, one in content.items()]
         made = api.create_commit(repo_id, parts, commit_message=message, revision=revision)
     except Exception as error:
-        raise _refusal(hub, repo_id, error) from error
+        raise _refusal(hub, repo_id, "repo_id", error) from error
     return str(made.commit_url)
 
 
@@ -166,18 +170,18 @@ Not described yet.
     )
 
 
-def _hub(path: object) -> ModuleType:
+def _hub(path: object, setting: str = "checkpoint") -> ModuleType:
     try:
         import huggingface_hub
     except ImportError:
         raise SettingError(
-            "checkpoint", path, "is not a local path, and the hub needs huggingface_hub",
+            setting, path, "is not a local path, and the hub needs huggingface_hub",
             "check the path, or install it: pip install 'dlm_jax[hub]'",
         ) from None  # fmt: skip
     return huggingface_hub
 
 
-def _refusal(hub: ModuleType, path: str, error: Exception) -> Exception:
+def _refusal(hub: ModuleType, path: str, setting: str, error: Exception) -> Exception:
     """The one line for an error of the hub; a full disk stays what it is."""
     if is_full(error):
         return error
@@ -198,4 +202,4 @@ def _refusal(hub: ModuleType, path: str, error: Exception) -> Exception:
     else:
         why = "is not a local path, and the hub cannot be reached, nor is it in its cache"
         remedy = "check the path, the network, HF_ENDPOINT and HF_HUB_OFFLINE"
-    return SettingError("checkpoint", path, why, remedy)
+    return SettingError(setting, path, why, remedy)

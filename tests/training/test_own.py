@@ -227,7 +227,9 @@ def test_a_loss_that_is_no_pair_of_scalars_is_refused_with_its_name(tmp_path):
         return Loss(jnp.zeros(inputs.example.shown_BL.shape[0]), jnp.ones(()))
 
     head = dataclasses.replace(left_head(), loss=of_each_row)
-    with pytest.raises(ValueError, match=r"left_head\.loss\(\.\.\.\)\.sum returned float32 \[\d+\]"):
+    with pytest.raises(
+        ValueError, match=r"left_head\.loss\(\.\.\.\)\.sum returned float32 \[\d+\]"
+    ):
         _train(tmp_path, heads=[head])
 
 
