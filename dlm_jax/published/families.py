@@ -1,4 +1,4 @@
-"""The known families, and the one that a config.json is of: architecture before model_type."""
+"""The known families, and the family of a config.json."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
-    """The family that a config.json is of.
+    """The family of a config.json.
 
-    ``architectures`` decides; ``model_type`` only where it is absent, as families share one.
+    ``architectures`` selects it; ``model_type``, which families share, is used only if that is
+    absent.
     """
     named = config.get("architectures") or []
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
@@ -50,7 +51,7 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
 
 
 def family_for(model: ModelConfig, name: str | None = None) -> Family:
-    """The family whose config.json describes a model whole."""
+    """The family whose config.json can describe all settings of a model."""
     if name is not None and name not in FAMILIES:
         raise ValueError(f"family={name!r} is unknown; use one of {', '.join(FAMILIES)}")
     for family in [FAMILIES[name]] if name is not None else FAMILIES.values():
@@ -70,7 +71,7 @@ def family_for(model: ModelConfig, name: str | None = None) -> Family:
 
 
 def comparable(model: ModelConfig) -> dict[str, Any]:
-    """The settings of a model that its parameters depend on, in one form for each meaning."""
+    """The settings that the parameters of a model depend on, in canonical form."""
     said = dict(vars(model))
     said["kv_heads"] = model.kv_heads or model.heads
     said["head_size"] = model.size_of_head
