@@ -344,7 +344,8 @@ class Checkpoints:
           abstract_state: a pytree of ``jax.ShapeDtypeStruct`` or arrays. Their shardings need not
             be those of the processes that saved; a leaf without one goes to the first local device.
           step: exactly this checkpoint.
-          report: receives one line for each damaged checkpoint that is skipped, on process 0; default `warnings.warn`.
+          report: receives one line for each damaged checkpoint that is skipped, on process 0;
+            default `warnings.warn`.
         """
         self.wait()
         leaves = describe(abstract_state, "abstract_state")
