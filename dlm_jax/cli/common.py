@@ -253,9 +253,7 @@ def check_page(name: str) -> None:
 def write_page(
     model: dlm_jax.Model, prompt: dict[str, Any], frames: dict[int, list[Frame]], path: str
 ) -> bool:
-    """Writes the page that replays the denoising; prints a line and returns whether it
-    succeeded.
-    """
+    """Writes the page of the denoising; prints a line and returns whether it succeeded."""
     title = prompt.get("prompt") or prompt.get("template") or "unprompted"
     decode, names = model.tokenizer.decode, special_names(model.tokenizer)
     try:

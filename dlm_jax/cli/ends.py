@@ -199,9 +199,7 @@ class _Forgiving(io.RawIOBase):
 
 @contextlib.contextmanager
 def _steady_streams() -> Iterator[None]:
-    """Makes the standard streams tolerate any text and a closed reader; restores them at the
-    end.
-    """
+    """Makes the standard streams tolerate any text and closed readers inside the context."""
     # Otherwise a file opened later could get the descriptor of a closed stream, and its messages.
     for number in range(3):
         try:

@@ -184,9 +184,7 @@ def _is_placed(source: str) -> bool:
 
 
 def _judge(model: Model, args: Namespace, sources: Sequence[Source]) -> None:
-    """Prints the corrupted share of each source by a sequence scorer, or the error of the
-    scorer.
-    """
+    """Prints the corrupted share of each source, or the error of the sequence scorer."""
     if args.num_draws != 1:
         raise ValueError(
             f"--num-draws={args.num_draws} means nothing for a sequence scorer; drop it"

@@ -150,9 +150,7 @@ def _texts(run: Run, state: TrainState, *, num_samples: int, seed: int = 0) -> t
 
 
 def finish(outcome: Outcome) -> int:
-    """Reports the end of the run, prints samples of a finished language model, and returns the exit
-    code.
-    """
+    """Reports the end of the run, prints samples, and returns the exit code."""
     run = outcome.run
     if outcome.reason == "non_finite":
         return End.NOT_FINITE

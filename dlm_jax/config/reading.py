@@ -138,9 +138,7 @@ def _from_text(flag: str, text: str, setting: Setting) -> Any:
 
 
 def _typed(shown: str, value: Any, setting: Setting, *, strict: bool = True) -> Any:
-    """The value converted to the type of its setting, named `shown` in errors; without a range
-    check.
-    """
+    """The value converted to the type of its setting, without a range check."""
     try:
         return msgspec.convert(value, setting.annotation, strict=strict)
     except msgspec.ValidationError:
@@ -153,9 +151,7 @@ def _typed(shown: str, value: Any, setting: Setting, *, strict: bool = True) -> 
 
 
 def _split(text: str, hint: Any) -> Any:
-    """The text of a flag, as a list if the setting is one: ``a,b`` or, for pairs,
-    ``12:-5,30:2``.
-    """
+    """The text of a flag; a list if the setting is one: ``a,b``, or pairs ``12:-5,30:2``."""
     items = [item.strip() for item in text.split(",") if item.strip()]
     if typing.get_origin(hint) is tuple:
         return items

@@ -278,8 +278,7 @@ def _permutation(size: int, seed: int) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _epoch_bits(seed: int, epoch: int, part: int) -> tuple[int, int]:
-    """Two random 32-bit numbers of an epoch: the seed of its shuffle, and the offset of its
-    windows.
+    """Two random 32-bit numbers of an epoch: the seed of its shuffle, and its offset.
 
     They are hashed, because with `seed + epoch` the second epoch of one run would equal the first
     of another.

@@ -237,9 +237,7 @@ def write_shard(job: Job, number: int) -> dict[str, Shard | None]:
 
 
 def make_shards(job: Job, *, workers: int) -> Index:
-    """Writes the corpus with `workers` processes and returns its index, which is the last file
-    written.
-    """
+    """Writes the corpus with `workers` processes and returns its index, written last."""
     tasks = [(job, number) for number in range(job.num_shards)]
     if workers == 1:
         made = [write_shard(*task) for task in tasks]

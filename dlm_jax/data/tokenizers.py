@@ -59,9 +59,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of `text`, int32 `[n]`, without specials; ValueError for text that it cannot
-        encode.
-        """
+        """Ids of `text`, int32 `[n]`, without specials; ValueError for text without ids."""
         ...
 
     def decode(self, ids: Any) -> str:
@@ -84,9 +82,7 @@ def text_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def checked_ids(ids: Any, vocab_size: int) -> np.ndarray:
-    """`ids` as an integer array `[n]`; ValueError for other shapes or ids outside the
-    vocabulary.
-    """
+    """`ids` as an integer array `[n]`; ValueError for wrong shapes or unknown ids."""
     array = np.asarray(ids)
     if array.size == 0:
         return np.zeros(0, np.int64)

@@ -47,9 +47,7 @@ def require_room(num_bytes: float, devices: Iterable[Any], what: str, remedy: st
 def require_working_room(
     program: jax.stages.Compiled, devices: Iterable[Any], what: str, remedy: str
 ) -> None:
-    """Raises MemoryError if a device lacks the memory that a program needs besides its
-    arguments.
-    """
+    """Raises MemoryError if a device lacks memory for the temporaries of a program."""
     plan = program.memory_analysis()
     require_room(getattr(plan, "temp_size_in_bytes", 0), devices, what, remedy)
 

@@ -88,9 +88,7 @@ def _fitted(model: Model, given: np.ndarray, rest: np.ndarray) -> Pair:
 
 
 def windows_of(model: Model, text: str) -> list[Pair]:
-    """A text as windows that score each token once; the last one has as much context as
-    possible.
-    """
+    """Windows of a text that score each token once; the last has the most context."""
     ids = model.tokenizer.encode(text).astype(np.int32)
     if not ids.size:
         raise ValueError("the text is empty; give one to score")

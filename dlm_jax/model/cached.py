@@ -289,9 +289,7 @@ class _Pieces:
         params: Params,
         kept: Any,
     ) -> tuple[jax.Array, Any]:
-        """`x` after all layers, and the keys and values of each layer, in the layout of the
-        cache.
-        """
+        """`x` after all layers, and the keys and values of each, in the cache layout."""
         if self.is_unrolled:
             layers, found = self.ready(params)["layers"], []
             for at, block in enumerate(layers):

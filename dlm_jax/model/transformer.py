@@ -54,8 +54,7 @@ class SamplerHead(nnx.Module):
         return self._features(self.inner(together), hidden_ND)
 
     def sides(self, vector_VD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The contribution of each vector to the first layer, per neighbour: left and right ``[V,
-        C, H]``.
+        """Contributions of vectors to the first layer, per neighbour: left and right ``[V, C, H]``.
 
         The layer is linear, so these tables save most of its work if few tokens serve many
         positions.

@@ -109,8 +109,7 @@ def read_qwen(
 
 
 def read_shape(fields: Fields, *, epsilon: float) -> dict[str, Any]:
-    """The settings that every family but LLaDA stores in the same fields; `write_shape` is the
-    inverse.
+    """The settings that all families but LLaDA store alike; inverse of `write_shape`.
 
     `epsilon` is that of the norms where none is said.
     """

@@ -64,9 +64,7 @@ _LEFTOVER_NAME = re.compile(r"step_\d{8,}\.(writing.*|deleted)")
 
 
 def checkpoint_root(directory: str | os.PathLike[str]) -> Path:
-    """The absolute path, or the path of a URL; raises `ValueError` for a file or a dangling
-    link.
-    """
+    """The absolute path or URL; raises `ValueError` for a file or a dangling link."""
     path = located(directory)
     if is_remote(path):
         return cast(Path, path)
@@ -114,8 +112,7 @@ def complete_steps(root: Path) -> list[int]:
 
 
 def make_room(root: Path, step: int, checked: dict[int, bool]) -> bool:
-    """False if a complete checkpoint of ``step`` exists; else prepares to write it and returns
-    True.
+    """Prepares to write ``step`` and returns True; False if it is complete already.
 
     Creates ``root``, removes leftovers, and sets aside damaged checkpoints.
     """
@@ -148,9 +145,7 @@ def make_room(root: Path, step: int, checked: dict[int, bool]) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Deletes a checkpoint; in a bucket its manifest first, so that the rest is not a
-    checkpoint.
-    """
+    """Deletes a checkpoint; in a bucket its manifest is deleted first."""
     if not is_remote(path):
         remove_tree(path)
         return

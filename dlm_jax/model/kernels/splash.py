@@ -122,9 +122,7 @@ def _kernel(
 
 
 def _block(num_positions: int) -> int:
-    """The largest block, a multiple of the lanes and at most `_MAX_BLOCK`, that divides the
-    positions.
-    """
+    """The largest multiple of the lanes, at most `_MAX_BLOCK`, that divides the positions."""
     lanes = num_positions // _LANES
     return _LANES * max(n for n in range(1, _MAX_BLOCK // _LANES + 1) if lanes % n == 0)
 
