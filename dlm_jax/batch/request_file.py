@@ -107,11 +107,11 @@ def check_process(index: int, count: int) -> None:
     """Raises ValueError unless there is a process `index` of `count`."""
     for name, value in (("index", index), ("count", count)):
         is_integer = isinstance(value, int) and not isinstance(value, bool)
-        require(is_integer, f"{name}={value!r} of the processes is no integer; use one")
-    require(count >= 1, f"count={count} processes can do nothing; use at least 1")
+        require(is_integer, f"{name}={value!r} of the processes is not an integer; use one")
+    require(count >= 1, f"count={count} processes are too few; use at least 1")
     require(
         0 <= index < count,
-        f"index={index} is no process of count={count}; use 0 to {count - 1}",
+        f"index={index} is not a process of count={count}; use 0 to {count - 1}",
     )
 
 
@@ -161,7 +161,7 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
             f"{where} is not JSON: {error.msg} at column {error.colno}; write one object per line"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON that can be read ({error}); correct it") from None
+        raise ValueError(f"{where} is not readable JSON ({error}); correct it") from None
     if not isinstance(request, dict):
         raise ValueError(f'{where}: {_show(request)} is not an object; write {{"prompt": ...}}')
     return request
@@ -188,7 +188,7 @@ def _id(given: Any, own: str, where: str, first: dict[Id, int]) -> Id:
             f"{where}: id={_show(given)} is that of line {first[given]} too; give each its own"
         )
     if isinstance(given, str) and given != own and re.fullmatch("line [1-9][0-9]*", given):
-        raise ValueError(f"{where}: id={_show(given)} is kept for that line; use another id")
+        raise ValueError(f"{where}: id={_show(given)} is reserved for that line; use another id")
     return given
 
 
@@ -243,7 +243,7 @@ def _check_text(where: str, text: str) -> None:
     except UnicodeEncodeError as error:
         raise ValueError(
             f"{where} has a lone surrogate (U+{ord(text[error.start]):04X}) at position "
-            f"{error.start}, which is no character; remove it"
+            f"{error.start}, which is not a character; remove it"
         ) from None
 
 

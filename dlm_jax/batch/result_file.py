@@ -99,7 +99,7 @@ def load_lines(file: Path, fingerprint: str) -> tuple[Rows, int]:
         except (ValueError, RecursionError):
             key = None
         if key is None:
-            raise ValueError(f"{file} line {number} is no result; remove that line or the file")
+            raise ValueError(f"{file} line {number} is not a result; remove that line or the file")
         rows.setdefault(key, line + b"\n")
     return rows, content.rfind(b"\n") + 1
 
@@ -141,7 +141,7 @@ def open_locked(file: Path) -> io.FileIO:
             writer.close()
             raise ValueError(
                 f"{file} is being written by another process; "
-                "wait for its end or choose another --output"
+                "wait until it ends or choose another --output"
             ) from None
     return writer
 
@@ -218,7 +218,7 @@ class Results:
             raise ValueError(f"result {str(result)[:60]} has no id; give a text or an integer")
         require(
             key not in self.done,
-            f"the result of {shown(key)} is there already; write it once",
+            f"the result of {shown(key)} exists already; write it once",
         )
         require(not self._is_closed, f"{self._file} is closed; open the results again")
         line = line_of(result)
@@ -245,7 +245,7 @@ class Results:
         lost = next(iter(self.done - rows.keys()), None)
         if lost is not None:
             raise ValueError(
-                f"{self._file} has lost the result of {shown(lost)} meanwhile; run again to redo it"
+                f"{self._file} has lost the result of {shown(lost)}; run again to repeat it"
             )
         if not rows.keys() >= set(order):
             return False

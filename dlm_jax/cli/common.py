@@ -184,7 +184,7 @@ def allowed_samplers(modules: Collection[str]) -> Callable[[str], HostSampler]:
         module, where = name.partition(":")[0], f"host_sampler={name!r}"
         if ":" in name and module not in modules:
             raise ValueError(
-                f"{where} is of a module that is not allowed; add --allow-host-sampler {module}"
+                f"{where} is in a module that is not allowed; add --allow-host-sampler {module}"
             )
         return import_sampler(name, where)
 
@@ -201,7 +201,7 @@ def import_sampler(name: str, where: str) -> HostSampler:
         raise ValueError(f"{where}: {module} has no {function!r}; {nearest(function, known)}")
     sampler: HostSampler = getattr(found, function)
     if not callable(sampler):
-        raise ValueError(f"{where} is {shown(sampler)}, which cannot be called; name a function")
+        raise ValueError(f"{where} is {shown(sampler)}, which is not callable; give a function")
     return sampler
 
 
@@ -237,9 +237,9 @@ def check_page(name: str) -> None:
     """Raises ValueError if the page will not be writable after sampling."""
     path = Path(name)
     if not path.parent.is_dir():
-        raise ValueError(f"--trace {name}: there is no such folder; make it first")
+        raise ValueError(f"--trace {name}: the folder does not exist; create it first")
     if path.is_dir():
-        raise ValueError(f"--trace {name} is a folder; name a file in it")
+        raise ValueError(f"--trace {name} is a folder; give a file in it")
     try:
         # Permissions do not cover everything, for example a read-only file system.
         with tempfile.TemporaryFile(dir=path.parent):
@@ -411,5 +411,5 @@ def _refuse_lone_host_flags(args: argparse.Namespace | None) -> None:
         if args is not None and getattr(args, name) is not None and not args.distributed:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(
-                f"command line: {flag} means nothing without --distributed; add that or drop it"
+                f"command line: {flag} has no effect without --distributed; add that or drop it"
             )

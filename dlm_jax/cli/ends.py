@@ -163,10 +163,10 @@ def end_of(error: Exception) -> End:
     if isinstance(error, OSError) and error.errno is not None:
         _to_nowhere(sys.stdout)
         where = f"{error.filename}: " if error.filename else ""
-        say_error(f"{where}{error.strerror}; what was saved before stays")
+        say_error(f"{where}{error.strerror}; saved files are kept")
         return End.UNWRITTEN
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-        detail = str(error).strip().split("\n")[0][:200] or "an array could not be made"
+        detail = str(error).strip().split("\n")[0][:200] or "an array could not be allocated"
         say_error(f"out of memory: {detail}; use smaller batches, canvases or models")
         return End.NO_MEMORY
     traceback.print_exception(error)

@@ -76,9 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with refusals():
         args = make_parser().parse_args(argv)
         if args.prompt is not None and args.continuation is None:
-            raise ValueError("--prompt means nothing without --continuation; add that or drop it")
+            raise ValueError("--prompt has no effect without --continuation; add that or drop it")
         if args.split is not None and not args.text:
-            raise ValueError("--split means nothing without --text; add that or drop it")
+            raise ValueError("--split has no effect without --text; add that or drop it")
         check_output()
         model = load_model(args.checkpoint)
         drawn = {"num_draws": args.num_draws, "batch_size": args.batch_size, "seed": args.seed}
@@ -138,7 +138,7 @@ def _held_out_rows(model: Model, args: Namespace, **how: int) -> tuple[Corpus, C
     A weights file may come from anyone, so it does not determine which files are read. Only the
     environment determines where files are written (`dlm_jax.data.rows.default_cache_dir`).
     """
-    assert model.config is not None, "a loaded model has its config"
+    assert model.config is not None, "a loaded model has a config"
     data, is_own = model.config.data, args.held_out is None
     if is_own and args.checkpoint is not None and Path(args.checkpoint).suffix == SUFFIX:
         raise ValueError(
@@ -147,7 +147,7 @@ def _held_out_rows(model: Model, args: Namespace, **how: int) -> tuple[Corpus, C
         )
     if is_own and not model.corpus_sha256:
         raise ValueError(
-            f"{args.checkpoint} says nothing of the text it was trained on; name one: "
+            f"{args.checkpoint} does not name its training text; give one: "
             "--held-out SOURCE, or --text or --pairs"
         )
     where = ""
@@ -187,7 +187,7 @@ def _judge(model: Model, args: Namespace, sources: Sequence[Source]) -> None:
     """Prints the corrupted share of each source, or the error of the sequence scorer."""
     if args.num_draws != 1:
         raise ValueError(
-            f"--num-draws={args.num_draws} means nothing for a sequence scorer; drop it"
+            f"--num-draws={args.num_draws} has no effect on a sequence scorer; drop it"
         )
     for name, texts, prompts in sources:
         if prompts is not None:
@@ -243,7 +243,7 @@ def _line(name: str, result: Score, *, as_json: bool) -> str:
 
 def _require_finite(name: str, *figures: float) -> None:
     if not all(map(math.isfinite, figures)):
-        raise NotFiniteError(f"{name}: what the model says of it is not finite")
+        raise NotFiniteError(f"{name}: its score is not finite")
 
 
 def _or_none(number: float) -> float | None:

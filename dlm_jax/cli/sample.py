@@ -207,7 +207,7 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     add_host_flags(
         parser,
         "With --distributed the hosts form one mesh. Without it, --num-processes and --process-id "
-        "share the requests of --prompts between programs that know nothing of each other.",
+        "share the requests of --prompts between independent programs.",
     )
     add_mesh_flags(parser)
     add_sample_flags(parser, kind)
@@ -234,7 +234,7 @@ def _check_modes(args: argparse.Namespace) -> None:
     if args.prompts is not None:
         for name in ("prompt", "template", "draft"):
             if getattr(args, name) is not None:
-                raise ValueError(f"--{name} means nothing with --prompts; say it in the requests")
+                raise ValueError(f"--{name} has no effect with --prompts; set it in the requests")
         for name in ("watch", "trace"):
             if getattr(args, name):
                 raise ValueError(
@@ -242,7 +242,7 @@ def _check_modes(args: argparse.Namespace) -> None:
                     "--prompt and --seed of one request, whose text is the same alone"
                 )
         if args.time_steps:
-            raise ValueError("--time-steps means nothing with --prompts; drop one")
+            raise ValueError("--time-steps has no effect with --prompts; drop one")
     if args.allow_host_sampler and args.prompts is None:
         raise ValueError(
             "--allow-host-sampler is for the requests of --prompts; use --host-sampler"
@@ -253,7 +253,7 @@ def _check_modes(args: argparse.Namespace) -> None:
     if args.prompts is None and is_shared and not args.distributed:
         raise ValueError("--num-processes and --process-id share --prompts; give that too")
     if args.coordinator is not None and not args.distributed:
-        raise ValueError("--coordinator means nothing without --distributed; add that or drop it")
+        raise ValueError("--coordinator has no effect without --distributed; add that or drop it")
     if not 0 <= args.report_every < math.inf:
         raise ValueError(f"--report-every {args.report_every} must be at least 0")
     if args.report_json is not None and (args.prompts is None or not args.report_every):

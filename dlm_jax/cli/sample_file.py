@@ -80,7 +80,7 @@ class Meter:
                 # Failures of reports must not end the work.
                 self._records = None
                 self._write(
-                    f"warning: figures cannot be recorded: {error.strerror}; they are left out"
+                    f"warning: metrics cannot be recorded: {error.strerror}; they are dropped"
                 )
 
     def _figures(self, report: Report, seconds: float, since: float) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[s
         ]}  # fmt: skip
         for name in (*described.get("rules", ()), *described["modules"]):
             if name.endswith(NO_SOURCE):
-                print(f"{name}: results do not notice if it changes", file=sys.stderr)
+                print(f"{name}: changes of it are not detected", file=sys.stderr)
         mark = fingerprint(args.prompts, model=describe_model(model), settings=described)
         index, count, tells = _share(model, args)
         results = None
@@ -195,7 +195,7 @@ def _run(
     try:
         report = _shown(model, args, settings, lines if args.distributed else own, results)
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
+        print("stopped; the same command resumes from here", file=sys.stderr)
         return End.INTERRUPTED
     if not isinstance(results, Results):
         return End.DONE

@@ -141,7 +141,7 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
             defaults=defaults, length=_length(model, defaults, args.default),
         )  # fmt: skip
         if key is None and args.host not in _LOOPBACK:
-            print(f"warning: --host {args.host} without a key: everybody may ask; set "
+            print(f"warning: --host {args.host} without a key: anyone can send requests; set "
                   f"{args.api_key_env}", file=sys.stderr)  # fmt: skip
         sizes = (args.slots,) if args.one_size else None
         engine = Engine(model, batch_size=args.slots, sizes=sizes, max_waiting=None)

@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             emit("\n".join(lines(dry_run(config, args.topology))))
             return End.DONE
         if args.topology:
-            raise ValueError("command line: --topology means nothing without --dry-run; add that")
+            raise ValueError("command line: --topology has no effect without --dry-run; add that")
         profile = None if args.profile is None else parse_span(args.profile)
         start_jax(args)
     with processes.together(end_of):
@@ -112,9 +112,9 @@ def _config(args: argparse.Namespace, overrides: dict[str, str]) -> Config:
     if args.resume is None:
         return configs.load(args.config, overrides)
     if args.config is not None:
-        raise ValueError("--resume and --config exclude each other; a run knows its config")
+        raise ValueError("--resume and --config exclude each other; a run has its config")
     if "train.out_dir" in overrides:
-        raise ValueError("--train.out_dir means nothing with --resume, which names it; drop it")
+        raise ValueError("--train.out_dir has no effect with --resume, which sets it; drop it")
     return configs.override(config_of_run(Path(args.resume)), overrides)
 
 
@@ -144,7 +144,7 @@ def _texts(run: Run, state: TrainState, *, num_samples: int, seed: int = 0) -> t
         )
         texts = generate(model, num_samples=num_samples, seed=seed).texts
     except (ValueError, MemoryError, jax.errors.JaxRuntimeError) as error:
-        say(f"warning: there are no samples: {' '.join(str(error).split())[:200]}")
+        say(f"warning: sampling failed: {' '.join(str(error).split())[:200]}")
         return ()
     return texts if jax.process_index() == 0 else ()
 

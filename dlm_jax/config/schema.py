@@ -531,7 +531,7 @@ class ModelConfig(Section):
             value, is_default = getattr(self, key), getattr(self, key) == one.default
             require(
                 is_default or not key.startswith(("expert", "shared", "dense", "router")),
-                one.name, value, "means nothing with model.experts=0", f"use {one.default!r}",
+                one.name, value, "has no effect with model.experts=0", f"use {one.default!r}",
                 "model.experts",
             )  # fmt: skip
         self._check_heads()
@@ -552,7 +552,7 @@ class ModelConfig(Section):
         require(
             self.rotary_size >= 2 and self.rotary_size % 2 == 0, "model.rotary_share",
             self.rotary_share,
-            f"turns {self.rotary_size} numbers of a head, which is no even number",
+            f"turns {self.rotary_size} numbers of a head, which is not even",
             "use 1.0 or 0.5", "model.width", "model.heads", "model.head_size",
         )  # fmt: skip
         require(
@@ -664,7 +664,7 @@ class Config:
         is_fresh = self.train.init_from == ""
         require(
             self.data.tokenizer != INIT or not is_fresh, "data.tokenizer", self.data.tokenizer,
-            "is that of train.init_from, which is empty", "name a model there", "train.init_from",
+            "needs train.init_from, which is empty", "name a model there", "train.init_from",
         )  # fmt: skip
         require(
             self.heads.train_main or not is_fresh, "heads.train_main", False,

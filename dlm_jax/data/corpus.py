@@ -82,8 +82,8 @@ def roots_of(source: Source) -> list[str]:
     if found and len(found) < len(names):
         other = next(name for name in names if name not in found)
         raise ValueError(
-            f"data.source={other} is no sharded corpus, and {found[0]} is one; "
-            "make shards of it with python -m dlm_jax.data.shard"
+            f"data.source={other} is not a sharded corpus, and {found[0]} is one; "
+            "convert it to shards with python -m dlm_jax.data.shard"
         )
     return found
 

@@ -76,9 +76,9 @@ def open_tokens(path: str | os.PathLike[str]) -> np.ndarray:
     except FileNotFoundError:
         raise ValueError(f"the token file {os.fspath(path)} does not exist; {remedy}") from None
     except Exception as error:  # NumPy's header reader raises various errors for a damaged header
-        raise ValueError(f"{os.fspath(path)} is not a whole token file; {remedy}") from error
+        raise ValueError(f"{os.fspath(path)} is not a complete token file; {remedy}") from error
     if not is_whole:
-        raise ValueError(f"{os.fspath(path)} is not a whole token file; {remedy}")
+        raise ValueError(f"{os.fspath(path)} is not a complete token file; {remedy}")
     return tokens
 
 

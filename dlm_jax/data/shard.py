@@ -284,7 +284,7 @@ def prepare_out(out: str) -> None:
     path = located(out)
     with reachable("--out", out):
         if (path / INDEX_NAME).exists():
-            raise ValueError(f"--out={out} holds a corpus already; name another directory")
+            raise ValueError(f"--out={out} holds a corpus already; choose another directory")
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -311,7 +311,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         print(
-            f"error: {where}{error.strerror or error}; make room, and start again", file=sys.stderr
+            f"error: {where}{error.strerror or error}; free some space, and start again",
+            file=sys.stderr,
         )
         return 5
     tokens = {part: sum(s.tokens for s in getattr(index, part)) for part in PARTS}

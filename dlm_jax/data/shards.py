@@ -218,7 +218,7 @@ class TokenShards(Mapped):
         try:
             header = json.loads(reader.read(0, 1)[0])
         except (RuntimeError, IndexError, ValueError):
-            raise DamagedShard(f"{path} is no shard of a corpus; copy it again") from None
+            raise DamagedShard(f"{path} is not a shard of a corpus; copy it again") from None
         if header.get("tokenizer") != self.tokenizer_sha256:
             raise DamagedShard(
                 f"{path} is a shard of another tokenizer than its index names; "
@@ -236,7 +236,7 @@ class TokenShards(Mapped):
             copy.parent.mkdir(parents=True, exist_ok=True)
             if shutil.disk_usage(copy.parent).free < facts.num_bytes:
                 raise ValueError(
-                    f"data.cache_dir={copy.parent} has no room for {path} ({facts.num_bytes} "
+                    f"data.cache_dir={copy.parent} has no space for {path} ({facts.num_bytes} "
                     "bytes); name a larger disk, or mount the bucket and give the mounted path"
                 )
             with reachable("data.source", path):
@@ -310,7 +310,7 @@ def quotas_of(weights: tuple[float, ...]) -> tuple[int, ...]:
     if not all(np.isfinite(weight) and weight >= 0 for weight in weights):
         raise ValueError(f"data.weights={list(weights)} must be numbers of at least 0")
     if not sum(weights) > 0:
-        raise ValueError(f"data.weights={list(weights)} sum to nothing; raise one of them")
+        raise ValueError(f"data.weights={list(weights)} sum to 0; raise one of them")
     exact = np.array(weights, np.float64) / sum(weights) * BLOCK
     quotas = np.floor(exact).astype(int)
     order = np.argsort(quotas - exact, kind="stable")

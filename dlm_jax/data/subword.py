@@ -76,7 +76,7 @@ class SubwordTokenizer:
         """The tokenizer in the file `path`; ValueError if it cannot be read or is broken."""
         file = Path(os.path.expanduser(path))
         if file.is_dir():
-            raise ValueError(f"{path} is a folder; name its file, {Path(path) / 'tokenizer.json'}")
+            raise ValueError(f"{path} is a folder; give its file, {Path(path) / 'tokenizer.json'}")
         try:
             content = file.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -106,7 +106,7 @@ class SubwordTokenizer:
         num_tokens = max(self._vocabulary.values()) + 1
         # Checked before anything is allocated per id.
         if num_tokens > MOST_IDS:
-            raise ValueError(f"it has the id {num_tokens - 1}, and {MOST_IDS} ids are the most")
+            raise ValueError(f"it has the id {num_tokens - 1}, and {MOST_IDS} ids are the limit")
         missing = [role for role in SPECIALS if role not in inner]
         self.vocab_size = num_tokens + len(missing)
         self._specials = {role: self._vocabulary[name] for role, name in inner.items()}
@@ -163,7 +163,7 @@ class SubwordTokenizer:
         except Exception as error:
             raise ValueError(
                 f"this tokenizer cannot encode the text ({error}); "
-                "remove what it lacks, or train a model with the byte tokenizer"
+                "remove the unknown characters, or train a model with the byte tokenizer"
             ) from None
 
     def decode(self, ids: Any) -> str:

@@ -64,7 +64,7 @@ def parse_line(where: str, line: str) -> Document:
             f"{where} is not JSON: {error.msg} at column {error.colno}; write one object per line"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON that can be read ({error}); correct it") from None
+        raise ValueError(f"{where} is not readable JSON ({error}); correct it") from None
     fields = '{"prompt": ..., "response": ...} or {"text": ...}'
     if not isinstance(data, dict):
         raise ValueError(f"{where} is {_kind(data)}, not an object; write {fields}")

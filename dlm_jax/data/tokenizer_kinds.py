@@ -58,7 +58,7 @@ def from_json(data: Any) -> Tokenizer:
         if set(data) != {"type", field} or not isinstance(data[field], str):
             raise ValueError(
                 f"a {kind} tokenizer is stored as {{'type': '{kind}', '{field}': TEXT}}, "
-                f"found the fields {sorted(data)}; the file is damaged or of another program"
+                f"found the fields {sorted(data)}; the file is damaged or from another program"
             )
         return made(data[field])
     if kind == "byte":
@@ -72,7 +72,7 @@ def from_json(data: Any) -> Tokenizer:
     if set(data) != _OF_HUB or not isinstance(data["tokenizer_json"], str):
         raise ValueError(
             f"a hub tokenizer is stored with the fields {sorted(_OF_HUB)}, found {sorted(data)}; "
-            "the file is damaged or of another program"
+            "the file is damaged or from another program"
         )
     ids = {name: value for name, value in data.items() if name.endswith("_id")}
     return HubTokenizer(data["tokenizer_json"], **ids)

@@ -88,7 +88,7 @@ def checked_ids(ids: Any, vocab_size: int) -> np.ndarray:
         return np.zeros(0, np.int64)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(
-            f"ids have shape {array.shape} and type {array.dtype}; decode takes one row of integers"
+            f"ids have shape {array.shape} and type {array.dtype}; decode a row of integers"
         )
     bad = np.flatnonzero((array < 0) | (array >= vocab_size))
     if bad.size:
@@ -106,7 +106,7 @@ def utf8(text: str) -> bytes:
     except UnicodeEncodeError as error:
         raise ValueError(
             f"the text has a lone surrogate (U+{ord(text[error.start]):04X}) at position "
-            f"{error.start}, which is no character; remove it or repair the text's encoding"
+            f"{error.start}, which is not a character; remove it or repair the text's encoding"
         ) from None
 
 

@@ -213,7 +213,7 @@ def topology_devices(name: str) -> list[Any]:
     found = _NAME.fullmatch(name)
     if found is None:
         raise ValueError(
-            f"--topology={name} is no topology; write the kind and the shape, such as v5e:4x4, "
+            f"--topology={name} is not a topology; write the kind and the shape, such as v5e:4x4, "
             "v5p:8x8x8 or, for two slices, v5p:4x4x4*2"
         )
     if importlib.util.find_spec("libtpu") is None:
@@ -231,7 +231,7 @@ def topology_devices(name: str) -> list[Any]:
     except Exception as error:  # noqa: BLE001 - libtpu has no error of its own
         reason = " ".join(str(error).split()).removeprefix("INVALID_ARGUMENT: ")
         raise ValueError(
-            f"--topology={name} is not known to the TPU compiler ({reason}); use such as v5e:4x4, "
+            f"--topology={name} is not known to the TPU compiler ({reason}); use v5e:4x4, "
             "v5e:16x16, v5p:4x4x4 or v5p:8x8x8"
         ) from None
     return list(topology.devices)

@@ -63,7 +63,7 @@ def fitting(spec: P, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
 def pin(x: jax.Array, kind: str) -> jax.Array:
     """`x`, and its gradient, with the partition that `PLACES` has for this kind of activation."""
     if kind not in PLACES:
-        raise ValueError(f"activation {kind!r} has no place; add it to PLACES")
+        raise ValueError(f"activation {kind!r} has no partition; add it to PLACES")
     mesh = mesh_in_use()
     if mesh is None:
         return x

@@ -193,7 +193,7 @@ class Watch:
         if sign != before:
             self._seen[process] = (sign, now)
         elif now - since > PATIENCE:
-            return f"process {process} gave no sign of life for {PATIENCE:.0f} s"
+            return f"process {process} sent no heartbeat for {PATIENCE:.0f} s"
         return ""
 
     def _end(self, verdict: str) -> None:

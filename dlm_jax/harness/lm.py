@@ -284,7 +284,7 @@ class Likelihoods:
     def __init__(self, model: Model, *, num_draws: int = 32, batch_size: int = ROWS, seed: int = 0):
         if model.network.scorer is not None:
             raise ValueError(
-                "the model is a sequence scorer, which has no likelihood; load another"
+                "the model is a sequence scorer, which has no likelihood; load a language model"
             )
         if not 1 <= num_draws <= 1 << 16:
             raise ValueError(f"num_draws={num_draws} is outside [1, 65536]; use 32, say")
@@ -478,7 +478,7 @@ class Evaluated:
             except ValueError as error:
                 raise ValueError(f"request {place}: {error}") from None
         for name, value in {n: v for one in asked for n, v in one.unread.items()}.items():
-            told = f"{name}={value!r} means nothing to a diffusion model; it is not read"
+            told = f"{name}={value!r} has no effect on a diffusion model; it is ignored"
             print(told, file=sys.stderr)
         found = texts(
             self.model, asked, common=self._settings, slots=ROWS, batch_size=self._batch_size,

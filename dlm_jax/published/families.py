@@ -29,7 +29,9 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     """
     named = config.get("architectures") or []
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-        raise ValueError(f"{where}: architectures={brief(named)} is no list of names; correct it")
+        raise ValueError(
+            f"{where}: architectures={brief(named)} is not a list of names; correct it"
+        )
     known = {name: family for family in FAMILIES.values() for name in family.architectures}
     for name in named:
         if name in known:
@@ -45,7 +47,7 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
         )
     near = difflib.get_close_matches(named[0][:60], known, n=1, cutoff=0.0)
     raise ValueError(
-        f"{where}: architectures={brief(named)} is no family that dlm_jax knows; the nearest is "
+        f"{where}: architectures={brief(named)} is not a supported family; the nearest is "
         f"{near[0]!r}, all are in docs/published.md"
     )
 
@@ -65,7 +67,7 @@ def family_for(model: ModelConfig, name: str | None = None) -> Family:
         "model: no published family has this combination of settings; docs/published.md lists what "
         "each has"
         if name is None
-        else f"family={name!r} cannot say all of the model's settings; docs/published.md lists "
+        else f"family={name!r} cannot express all settings of the model; docs/published.md lists "
         "what each has"
     )
 

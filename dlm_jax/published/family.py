@@ -105,7 +105,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error}); download it again") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no JSON object; download it again")
+        raise ValueError(f"{path} is not a JSON object; download it again")
     return found
 
 

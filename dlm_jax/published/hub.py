@@ -186,7 +186,7 @@ def _refusal(hub: ModuleType, path: str, error: Exception) -> Exception:
     if isinstance(error, errors.GatedRepoError):
         why, remedy = "is gated", "accept its terms on the hub, and log in: hf auth login"
     elif isinstance(error, errors.RevisionNotFoundError):
-        why, remedy = "is a revision that is not there", f"name another, or {name} alone"
+        why, remedy = "is not an existing revision", f"name another, or {name} alone"
     elif isinstance(error, errors.RepositoryNotFoundError):
         why = "is neither a local path nor a model on the hub that you may read"
         remedy = "check the name; for a private one log in: hf auth login"
@@ -196,6 +196,6 @@ def _refusal(hub: ModuleType, path: str, error: Exception) -> Exception:
         status = error.response.status_code  # type: ignore[attr-defined]
         why, remedy = f"is refused by the hub with status {status}", "log in, or try again later"
     else:
-        why = "is not a local path, and the hub cannot be reached, nor is it in its cache"
+        why = "is not a local path, and the hub cannot be reached and has no cached copy"
         remedy = "check the path, the network, HF_ENDPOINT and HF_HUB_OFFLINE"
     return SettingError("checkpoint", path, why, remedy)

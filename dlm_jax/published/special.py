@@ -93,7 +93,7 @@ def read_settings(directory: Path, length: int) -> dict[str, Any]:
     said = _optional(directory / GENERATION)
     own = said.get(OWN) or {}
     if not isinstance(own, dict):
-        raise ValueError(f"{directory / GENERATION}: {OWN} is no object of settings; remove it")
+        raise ValueError(f"{directory / GENERATION}: {OWN} is not an object of settings; remove it")
     found = {name: said[field] for field, name in _SHARED.items() if said.get(field) is not None}
     does_sample = said.get("do_sample")
     if not isinstance(does_sample, bool | None):
@@ -173,7 +173,7 @@ def _inside(ids: tuple[int, ...], vocab_size: int, role: str, directory: Path) -
         if not 0 <= id_ < vocab_size:
             raise ValueError(
                 f"{directory / 'config.json'}: {role}_token_id={id_} is outside the vocabulary of "
-                f"{vocab_size}; the tokenizer is that of another model"
+                f"{vocab_size}; the tokenizer belongs to another model"
             )
     return ids
 

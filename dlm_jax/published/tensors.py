@@ -111,11 +111,11 @@ def _header(file: Path) -> dict[str, Entry]:
                 raise ValueError("its header is longer than the file")
             raw = json.loads(stream.read(length), object_pairs_hook=without_twins)
             if not isinstance(raw, dict):
-                raise ValueError("its header is no object")
+                raise ValueError("its header is not an object")
     except FileNotFoundError:
         raise ValueError(f"{file} does not exist; download the whole directory") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is no safetensors file ({error}); download it again") from None
+        raise ValueError(f"{file} is not a safetensors file ({error}); download it again") from None
     raw.pop("__metadata__", None)
     begin, end = 8 + length, 8 + length
     found, places = {}, []
@@ -193,7 +193,7 @@ def check_tensors(
     if surplus:
         more = f" (and {len(surplus) - 1} more)" if len(surplus) > 1 else ""
         raise ValueError(
-            f"{where} holds the tensor {surplus[0]!r}{more}, which config.json rules out"
+            f"{where} holds the tensor {surplus[0]!r}{more}, which config.json excludes"
         )
     for name, shape in wanted.items():
         if shards.entries[name].shape != shape:

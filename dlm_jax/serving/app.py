@@ -142,7 +142,7 @@ class Service:
         if self.num_rows + count > self.capacity:
             raise ApiError(
                 429,
-                f"{self.num_rows} rows run or wait, and {self.capacity} may; ask again later",
+                f"{self.num_rows} rows run or wait, and {self.capacity} may; try again later",
                 code="overloaded",
             )
         self.num_rows += count
@@ -192,7 +192,7 @@ class Service:
                 outbox.put(answer.grown(index, row, reader, pieces, done), replaces)
                 if done is not None:
                     return done
-        raise AssertionError("a row that has ended is shown once more")
+        raise AssertionError("an event of a finished row")
 
     async def _done(self, answer: Answer, request: Request) -> Done:
         if not answer.stops:
@@ -203,7 +203,7 @@ class Service:
             async for *_, done in growing:
                 if done is not None:
                     return done
-        raise AssertionError("a row that has ended is shown once more")
+        raise AssertionError("an event of a finished row")
 
     async def _growing(
         self, answer: Answer, request: Request
@@ -442,7 +442,7 @@ class _Server:
         if name is None:
             return Json({"object": "list", "data": [told]})
         if name != self._options.name:
-            raise ApiError(404, f"model {name[:100]!r} is not here", "model", "model_not_found")
+            raise ApiError(404, f"model {name[:100]!r} is not served", "model", "model_not_found")
         return Json(told)
 
     async def texts(self, fields: type[Sampled], request: HttpRequest) -> Response:
@@ -545,4 +545,4 @@ async def _unknown(request: HttpRequest, error: Exception) -> Response:
 
 async def _defect(request: HttpRequest, error: Exception) -> Response:
     """The error object of a defect; its traceback is logged."""
-    return error_response(ApiError(500, "the server has a defect; its log tells of it"))
+    return error_response(ApiError(500, "internal server error; see the log of the server"))

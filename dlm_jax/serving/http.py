@@ -98,7 +98,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise ApiError(
-            415, f"content-encoding={encoding[:40]!r} is not read; send the body without one",
+            415, f"content-encoding={encoding[:40]!r} is not supported; send the body without it",
             code="unsupported_encoding",
         )  # fmt: skip
     too_large = ApiError(413, f"the body has more than {limit} bytes; send less", code="too_large")
@@ -114,13 +114,13 @@ async def read_body(request: Request, limit: int) -> bytes:
                     raise too_large
                 parts.append(part)
     except TimeoutError:
-        raise ApiError(408, "the body did not come; send it at once") from None
+        raise ApiError(408, "the body did not arrive in time; send it at once") from None
     return b"".join(parts)
 
 
 def parsed(kind: type[M], body: bytes) -> M:
     if _depth(body) > _DEEPEST:
-        raise refused(f"the body is nested deeper than {_DEEPEST}; nest less", None)
+        raise refused(f"the body is nested deeper than {_DEEPEST}; use fewer levels", None)
 
     def constant(name: str) -> Any:
         raise ValueError(f"{name} is no JSON")
@@ -130,7 +130,7 @@ def parsed(kind: type[M], body: bytes) -> M:
     except ValueError as error:
         raise refused(f"the body is not JSON: {error}", None) from None
     if not isinstance(value, dict):
-        raise refused('the body is no object; write {"prompt": ...}', None)
+        raise refused('the body is not an object; write {"prompt": ...}', None)
     try:
         return kind.model_validate(value)
     except pydantic.ValidationError as error:
@@ -310,5 +310,5 @@ def listening(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=found[0][0], backlog=2048)
     except OSError as error:
         raise ValueError(
-            f"--host {host} --port {port} cannot be had ({error.strerror or error}); use another"
+            f"--host {host} --port {port} is not available ({error.strerror or error}); use another"
         ) from None

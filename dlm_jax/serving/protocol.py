@@ -70,7 +70,7 @@ def refused(message: str, param: str | None) -> ApiError:
 
 def stopping() -> ApiError:
     """The error of a request that was running at the end of the grace period."""
-    return ApiError(503, "the server stops; ask again once it is back", code="stopping")
+    return ApiError(503, "the server is shutting down; try again later", code="stopping")
 
 
 def of_fields(error: pydantic.ValidationError, names: Mapping[str, str] = {}) -> ApiError:
@@ -496,7 +496,7 @@ class Planner:
         if asked.suffix is not None and asked.draft is not None:
             raise refused("suffix and draft exclude each other; give one of them", "suffix")
         if asked.echo and asked.suffix is not None:
-            raise refused("echo means nothing with a suffix; drop one", "echo")
+            raise refused("echo has no effect with a suffix; drop one", "echo")
         length = asked.max_tokens
         contents = []
         for prompt in prompts:
@@ -515,7 +515,7 @@ class Planner:
     def _chat(self, asked: Chat) -> Answer:
         length = _one_length(asked, "max_completion_tokens")
         if asked.top_logprobs and not asked.logprobs:
-            raise refused("top_logprobs means nothing without logprobs=true", "top_logprobs")
+            raise refused("top_logprobs has no effect without logprobs=true", "top_logprobs")
         content: dict[str, Any] = {"tokens": self.chat_ids(asked.messages, asked)}
         content |= {} if asked.draft is None else {"draft": asked.draft}
         return self._answer(asked, [content], length)
@@ -523,7 +523,7 @@ class Planner:
     def _response(self, asked: Responses) -> Answer:
         for name in ("diffusing", "read_back", "return_token_ids"):
             if getattr(asked, name):
-                raise refused(f"{name} is not told here; ask /v1/chat/completions", name)
+                raise refused(f"{name} is not available here; use /v1/chat/completions", name)
         if asked.n not in (None, 1):
             raise refused(f"n={asked.n}: a response has one text; send several requests", "n")
         length = _one_length(asked, "max_output_tokens")
@@ -559,7 +559,7 @@ class Planner:
         """Ids of a conversation, up to the start of the answer."""
         if self.model.chat is None:
             raise refused(
-                "the model has no chat template; ask /v1/completions, or give the server one",
+                "the model has no chat template; use /v1/completions, or pass one to the server",
                 "messages",
             )
         continues = bool(asked.continue_final_message)
@@ -587,7 +587,7 @@ class Planner:
         """Raises `ApiError` for an unknown model."""
         if name is not None and name != self.name:
             raise ApiError(
-                400, f"model {name[:100]!r} is not here; use {self.name!r}", "model",
+                400, f"model {name[:100]!r} is not served; use {self.name!r}", "model",
                 "model_not_found",
             )  # fmt: skip
 
@@ -600,9 +600,9 @@ class Planner:
     ) -> Answer:
         for name in ("diffusing", "stream_options"):
             if getattr(asked, name) and not asked.stream:
-                raise refused(f"{name} means nothing without stream=true", name)
+                raise refused(f"{name} has no effect without stream=true", name)
         if asked.read_back and asked.diffusing:
-            raise refused("read_back and diffusing do not go together; drop one", "read_back")
+            raise refused("read_back and diffusing exclude each other; drop one", "read_back")
         settings = self._own_settings(asked, length)
         reads = bool(asked.rivals or asked.read_back)
         if reads and "fill" not in settings:
@@ -615,7 +615,7 @@ class Planner:
             name = "n" if count > 1 else "prompt"
             raise refused(
                 f"{count} rows of {len(contents)} prompts are more than {self.limits.rows}; "
-                "ask for them in several requests", name,
+                "send several requests", name,
             )  # fmt: skip
         try:
             stops = asked.stops

@@ -186,7 +186,7 @@ def newest_usable(
     if not listed:
         raise ValueError(_why_empty(root))
     if step is not None and step not in listed:
-        raise ValueError(f"no checkpoint of step={step} in {root}; it holds steps {listed}")
+        raise ValueError(f"no checkpoint of step={step} in {root}; existing steps are {listed}")
     if step is None:
         _check_one_run(root, listed)
     reasons: list[str] = []

@@ -541,7 +541,9 @@ def load_meta(
 def _checked(meta: dict[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
     for name in ("config", "tokenizer"):
         if not isinstance(meta.get(name), dict):
-            raise ValueError(f"{path} says nothing of its {name}; load a model that train.py made")
+            raise ValueError(
+                f"{path} does not describe its {name}; load a model that train.py made"
+            )
     if not isinstance(meta["config"].get("model"), dict):
         raise ValueError(f"{path} has a config without [model]; load a model that train.py made")
     return meta

@@ -80,7 +80,7 @@ def reachable(what: str, location: str | os.PathLike[str]) -> Iterator[None]:
         ) from None
     except FileNotFoundError as error:
         raise ValueError(
-            f"{what}={location} is not there ({_said(error)}); check the bucket and the path"
+            f"{what}={location} does not exist ({_said(error)}); check the bucket and the path"
         ) from None
     except ValueError:
         raise

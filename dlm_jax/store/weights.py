@@ -109,15 +109,15 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[Any, dict[str, Any]]
         with safe_open(path, framework="np") as file:
             header = file.metadata() or {}
             if _KEY not in header:
-                raise ValueError("it was not written by dlm_jax: its header lacks that")
+                raise ValueError("it was not written by dlm_jax: its header has no metadata")
             if header.get(_CHECKSUM) != f"{_checksum_of(Path(path)):08x}":
                 raise ValueError("it is damaged: its checksum is wrong")
             meta = json.loads(header[_KEY])
             if not isinstance(meta, dict):
-                raise ValueError("what describes it is no object")
+                raise ValueError("its metadata is not an object")
             yield file, meta
     except FileNotFoundError:
-        raise ValueError(f"weights file {path} does not exist; name one") from None
+        raise ValueError(f"weights file {path} does not exist; check the path") from None
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise ValueError(f"weights file {path} cannot be read ({error}); copy it again") from None
 

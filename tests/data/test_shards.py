@@ -264,7 +264,7 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path):
         ([low, low], {"weights": (1, 1e-9)}, "1e-09 is less than one row of 10000"),
         ([low, low], {"weights": (1,)}, "data.weights has 1 numbers for 2 corpora"),
         (text, {"weights": (1,)}, "data.weights mixes sharded corpora"),
-        ([low, text], {}, "text.jsonl is no sharded corpus"),
+        ([low, text], {}, "text.jsonl is not a sharded corpus"),
         (low, {"layout": "documents"}, "data.layout='documents' is not for sharded corpora"),
         (low, {"seq_len": 10**6}, "fewer than one window of seq_len=1000000"),
         ("ftp://host/x", {}, "URL of an unknown kind; use gs://, s3://"),
