@@ -392,8 +392,8 @@ def load_model(path: str | None, *, mesh: Any = None, dtype: str | None = None) 
     broken = not_finite(model.params)
     if broken is not None:
         raise NotFiniteError(
-            f"{path or DEFAULT}: the parameter {broken} is not finite, so that the "
-            "model can say nothing; load an earlier checkpoint, or train again"
+            f"{path or DEFAULT}: the parameter {broken} is not finite, so the model "
+            "is unusable; load an earlier checkpoint, or train again"
         )
     return model
 

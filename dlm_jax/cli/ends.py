@@ -114,7 +114,7 @@ def emit(text: str) -> None:
     """Writes the text as a line to standard output and flushes it.
 
     Raises:
-      OSError: it cannot be written, because the disk is full, say.
+      OSError: it cannot be written, for example on a full disk.
     """
     with _output():
         print(text, flush=True)

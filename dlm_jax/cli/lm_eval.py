@@ -71,7 +71,7 @@ def _add_own_tasks(manager: Any) -> None:
         paths = paths if isinstance(paths, list | tuple) else [paths]
         for path in paths:
             if not os.path.isdir(path):
-                raise ValueError(f"--include_path {path} is no folder; name one with tasks")
+                raise ValueError(f"--include_path {path} is not a folder; give one with tasks")
         given.arguments["include_path"] = [own, *paths]
         plain(*given.args, **given.kwargs)
 

@@ -116,8 +116,8 @@ def time_line(
     members = [requests[place] for place in max(groups, key=len)][:batch_size]
     if members[0].sample.cache != "none":
         raise ValueError(
-            f"cache={members[0].sample.cache!r} lets steps compute parts of rows, which no forward "
-            "of the trunk alone stands for; use cache='none'"
+            f"cache={members[0].sample.cache!r} computes parts of rows, which a forward of the "
+            "trunk alone does not measure; use cache='none'"
         )
     split = split_rows(model.params)
     if spans_processes(split):

@@ -71,7 +71,7 @@ MakeTokenizer = Callable[[str], Tokenizer]
 TokenizerOf = str | Tokenizer | MakeTokenizer
 """A kind of tokenizer, a tokenizer, or a function that creates one for a text."""
 
-# Shards have a tokenizer of their own: what asks for that one, the last being a config's default.
+# Shards have their own tokenizer; these values select it (the last one is the default).
 _OWN = ("corpus", "character")
 
 

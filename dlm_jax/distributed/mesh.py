@@ -27,7 +27,7 @@ class MeshConfig(Section):
     """The arrangement of devices; the product of the axes is their number."""
 
     data: int = setting(
-        -1, "devices that split the batch; -1: all that the other axes leave", low=-1,
+        -1, "devices that split the batch; -1: all remaining devices", low=-1,
         high=_MOST_DEVICES,
     )  # fmt: skip
     fsdp: int = setting(
@@ -41,7 +41,7 @@ class MeshConfig(Section):
         1, "devices that split the matrices of one layer", low=1, high=_MOST_DEVICES
     )
     expert: int = setting(
-        1, "devices that split experts, and the batch where there are none", low=1,
+        1, "devices that split experts, or the batch in layers without experts", low=1,
         high=_MOST_DEVICES,
     )  # fmt: skip
     context: int = setting(

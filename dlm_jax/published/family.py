@@ -144,7 +144,9 @@ def pieces_of(
     found: dict[str, list[Piece]] = {}
     for path, leaf in leaves(abstract):
         if path not in sources:
-            raise ValueError(f"no tensor of this family holds {path}; leave out what needs it")
+            raise ValueError(
+                f"this family has no tensor for {path}; disable the feature that needs it"
+            )
         source = sources[path]
         name, rows = (source, ()) if isinstance(source, str) else source
         is_transposed = path.endswith("/kernel") or bool(re.search(r"/expert_\w+$", path))

@@ -167,7 +167,7 @@ async def while_connected(receive: Receive, seconds: float, work: Coroutine[Any,
         if gone.done():
             raise ClientDisconnect
         raise ApiError(
-            504, f"the answer took more than {seconds:g} s; ask for less", code="timeout"
+            504, f"the answer took more than {seconds:g} s; request less", code="timeout"
         )
     finally:
         for one in (task, gone):
