@@ -47,8 +47,8 @@ def train_dataset(
 ) -> grain.MapDataset:
     """A dataset whose element s is this process's part of the global batch of step s.
 
-    An element is `{"tokens": int32 [b, seq_len], "length": int32 [b], "given": int32 [b]}`, b rows
-    being `batch_size / process_count`: process p holds rows `[p*b, (p+1)*b)` of the global batch.
+    An element is `{"tokens": int32 [b, seq_len], "length": int32 [b], "given": int32 [b]}`, where
+    b is `batch_size / process_count`. Process p holds rows `[p*b, (p+1)*b)` of the global batch.
     The first `given` tokens of a row are a prompt.
 
     Args:

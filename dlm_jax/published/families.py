@@ -42,8 +42,8 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
         if len(found) == 1:
             return found[0]
         raise ValueError(
-            f"{where}: architectures is absent and model_type={kind!r} does not tell the family; "
-            f"add one of {', '.join(known)}"
+            f"{where}: architectures is absent and model_type={kind!r} does not identify the "
+            f"family; add one of {', '.join(known)}"
         )
     near = difflib.get_close_matches(named[0][:60], known, n=1, cutoff=0.0)
     raise ValueError(
