@@ -137,7 +137,7 @@ def test_a_run_that_is_not_finite_exits_with_1(tmp_path, capsys):
         (["--model.attention_type", "causal"], "use left_to_right"),
         (["--resume", "nowhere"], "--train.out_dir has no effect with --resume"),
         (["--resume", "r", "--config", "c"], "--resume and --config exclude each other"),
-        (["--data.tokenizer", "init"], "data.tokenizer='init' is that of train.init_from, which"),
+        (["--data.tokenizer", "init"], "data.tokenizer='init' needs train.init_from, which"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(tmp_path, capsys, more, message):
