@@ -531,7 +531,7 @@ def test_a_file_that_vanishes_while_it_is_written_is_told(path):
     with Results(path, fingerprint=RUN) as results:
         results.write(result("b"))
         path.unlink()
-        with pytest.raises(ValueError, match="out.jsonl has lost the result of id='b' meanwhile;"):
+        with pytest.raises(ValueError, match="out.jsonl has lost the result of id='b';"):
             results.finish(["b"])
 
 
