@@ -83,7 +83,7 @@ def test_an_id_is_fetched_once_and_read_from_the_cache_then(directory, client, t
         assert [line.split(";")[0] for line in refused] == [
             "checkpoint: checkpoint='org/none' is neither a local path nor a model on the hub that "
             "you may read",
-            "checkpoint: checkpoint='org/m@none' is a revision that is not there",
+            "checkpoint: checkpoint='org/m@none' is not an existing revision",
             "checkpoint: checkpoint='org/gated' is gated",
             "checkpoint: checkpoint='org/empty' has neither a config.json nor one file of "
             ".safetensors",
