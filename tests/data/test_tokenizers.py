@@ -118,7 +118,7 @@ def test_tokenizers_with_other_characters_differ():
         (lambda: ByteTokenizer().encode("ab\udcff"), r"lone surrogate \(U\+DCFF\) at position 2"),
         (lambda: ByteTokenizer().decode([1, 260]), r"id 260 at position 1 is outside .* 260; "),
         (lambda: SMALL.decode([-1]), r"id -1 at position 0 is outside"),
-        (lambda: SMALL.decode([[1, 2]]), r"shape \(1, 2\).*one row of integers"),
+        (lambda: SMALL.decode([[1, 2]]), r"shape \(1, 2\).*decode a row of integers"),
         (lambda: SMALL.decode([0.5]), r"float64; decode a row of integers"),
         (lambda: CharacterTokenizer.of(""), "characters is empty"),
         (lambda: CharacterTokenizer("ba"), "not distinct and ascending"),
