@@ -139,6 +139,7 @@ def samples(name: str, count: int, seed: int = 0) -> list[SampleConfig]:
             threshold=float(rng.uniform(0.1, 0.4)),
             factor=float(rng.uniform(1.0, 2.0)),
             entropy_bound=float(rng.uniform(0.5, 4.0)),
+            **_arena(np.random.default_rng([300 + seed, index]), index),
             remask_start=float(rng.uniform(0.3, 0.9)),
             remask_end=float(rng.uniform(0.0, 0.3)),
             remask_randomness=float(rng.uniform(0.0, 0.5)),
@@ -153,6 +154,30 @@ def samples(name: str, count: int, seed: int = 0) -> list[SampleConfig]:
         )
         for index in range(count)
     ]
+
+
+def _arena(rng: np.random.Generator, index: int) -> dict[str, Any]:
+    """Settings of the published decoders."""
+    return {
+        "klass_divergence": float(rng.uniform(0.01, 1.0)),
+        "klass_steps": index % 3,
+        "credit_weight": float(rng.uniform(0.0, 2.0)),
+        "credit_decay": float(rng.uniform(0.0, 1.0)),
+        "credit_power": float(rng.uniform(0.0, 1.0)),
+        "dilated_base": 2 + index % 3,
+        "frechet_margin": float(rng.uniform(-0.8, 0.3)),
+        "hierarchy_floor": float(rng.uniform(0.0, 0.3)),
+        "leap_threshold": float(rng.uniform(0.1, 0.3)),
+        "leap_radius": index % 4,
+        "position_decay": float(rng.uniform(0.0, 0.5)),
+        "information_limit": (10.0, 0.3)[index % 2],
+        "common_ids": ((1, 0.3), (4, 0.1)),
+        "prophet_gap": float(rng.uniform(0.3, 2.0)),
+        "slow_threshold": float(rng.uniform(0.1, 0.3)),
+        "slow_steps": 1 + index % 4,
+        "slow_spread": float(rng.uniform(0.0, 3.0)),
+        "verify_threshold": (0.0, 0.2, 0.4)[index % 3],
+    }
 
 
 def _limits(name: str) -> dict[str, Any]:
