@@ -43,13 +43,15 @@ class Hierarchical(Confident):
 
 
 def _most_of_run(x_BL: jax.Array, is_in_BL: jax.Array) -> jax.Array:
-    """The largest value of the run of True that holds each position."""
+    """The largest value, of those from 0, of the run of True that holds each position."""
 
     def later(one: tuple[jax.Array, jax.Array], two: tuple[jax.Array, jax.Array]):
         return jnp.where(two[1], two[0], jnp.maximum(one[0], two[0])), one[1] | two[1]
 
     left_BL, right_BL = (
-        jax.lax.associative_scan(later, (x_BL, ~is_in_BL), reverse=reverse, axis=1)[0]
+        jax.lax.associative_scan(
+            later, (jnp.where(is_in_BL, x_BL, 0), ~is_in_BL), reverse=reverse, axis=1
+        )[0]
         for reverse in (False, True)
     )
     return jnp.maximum(left_BL, right_BL)
