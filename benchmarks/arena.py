@@ -1,4 +1,4 @@
-"""Every decoder on sources whose joint distribution is known: how far off, and for how many forwards.
+"""Every decoder on sources whose joint is known: how far off, and for how many forwards.
 
     python -m benchmarks.arena run [--quick]
     python -m benchmarks.arena table

@@ -207,10 +207,11 @@ def scored_positions(
     own_BL = is_read_BL = is_scored_BL = None
     if rules.remask is not None:
         is_free_BL = is_free(state) & is_stepping(state)[:, None]
-        is_draft_BL = is_free_BL & is_visible_BL & ~is_open_BL
+        is_wanted_BL = is_free_BL & is_visible_BL
         if not rules.remask.rereads:
-            is_draft_BL &= state.committed_BL < 0
-        is_read_BL = is_draft_BL & rules.remask.is_active()[:, None]
+            is_wanted_BL = is_wanted_BL & (state.committed_BL < 0)
+        is_wanted_BL = is_wanted_BL & ~is_open_BL
+        is_read_BL = is_wanted_BL & rules.remask.is_active()[:, None]
         is_read_BL &= ~state.block.is_last_step_B[:, None]
         own_BL = jnp.where(is_read_BL, tokens_BL, -1)
     if rules.edit is not None:
