@@ -49,12 +49,13 @@ from dlm_jax.types import Network, Params
 RESULTS = "benchmarks/results/arena.csv"
 PICTURE = "docs/arena.png"
 SEEDS, TUNING_SEED = (0, 1, 2), 1_000
-TEXTS, QUICK_TEXTS = 4096, 256
+TEXTS, QUICK_TEXTS = 1024, 256
+"""Texts of a setting and seed, in parts of `QUICK_TEXTS`."""
 LONGEST, LARGEST, MOST = 8, 8, 256
 MASK, PAD, VOCAB = LARGEST, LARGEST + 1, LARGEST + 2
 LIMIT = 3 * LONGEST
 """Steps of decoders that decide themselves how much a step commits."""
-BUDGETS = (2, 3, 4)
+BUDGETS, SLACK = (2, 3, 4), 0.05
 MISS = -18.0
 """Log-weight of a text for each visible token that it does not fit."""
 
@@ -334,32 +335,35 @@ class Written(NamedTuple):
 def write(setup: Setup, grid: list[Settings], number: int, seed: int) -> Written:
     """That many texts for each of the settings, which run side by side."""
     samples = [SampleConfig(chain=("temperature",), **settings) for settings in grid]
-    ones = [SimpleNamespace(**vars(sample), seed=0, capacity=0) for sample in samples]
     kinds: dict[Any, list[int]] = {}
     for index, sample in enumerate(samples):
         kinds.setdefault(BUILT_IN.static(sample), []).append(index)
     found: list[Any] = [None] * len(grid)
     for indices in kinds.values():
-        which = np.repeat(np.arange(len(indices)), number)
+        which = np.repeat(np.arange(len(indices)), QUICK_TEXTS)
+        ones = [SimpleNamespace(**vars(samples[i]), seed=0, capacity=0) for i in indices]
         packed = (
-            RowParams.pack([ones[i] for i in indices], setup.facts),
+            RowParams.pack(ones, setup.facts),
             BUILT_IN.pack([samples[i] for i in indices], setup.facts),
         )
         row, rules = jax.tree.map(lambda x, which=which: x[which], packed)
-        first = seed * 2**20
-        seed_B = first + np.tile(np.arange(number), len(indices))
-        row = dataclasses.replace(row, seed_B=jnp.asarray(seed_B, jnp.uint32))
-        is_live_L = np.arange(setup.canvas) < setup.length
-        tokens_L = np.where(is_live_L, setup.mask_id, PAD)
-        state = start(
-            jnp.asarray(np.tile(tokens_L, (which.size, 1)), jnp.int32),
-            jnp.full(which.size, setup.length), row, rules, mask_id=setup.mask_id,
-        )  # fmt: skip
-        state = setup.advance(setup.params, state, 10 * LIMIT)
-        tokens = np.asarray(state.canvas.tokens_BL)[:, : setup.length]
-        arrays = tokens, np.asarray(state.counters.forwards), np.asarray(state.counters.filled)
+        tokens_L = np.where(np.arange(setup.canvas) < setup.length, setup.mask_id, PAD)
+        tokens_BL = jnp.asarray(np.tile(tokens_L, (which.size, 1)), jnp.int32)
+        parts = []
+        for first in range(seed * 2**20, seed * 2**20 + number, QUICK_TEXTS):
+            seed_B = np.tile(np.arange(first, first + QUICK_TEXTS, dtype=np.uint32), len(indices))
+            state = start(
+                tokens_BL, jnp.full(which.size, setup.length),
+                dataclasses.replace(row, seed_B=jnp.asarray(seed_B)), rules, mask_id=setup.mask_id,
+            )  # fmt: skip
+            state = setup.advance(setup.params, state, LIMIT)
+            tokens_BL_now = np.asarray(state.canvas.tokens_BL)[:, : setup.length]
+            counters = state.counters
+            arrays = tokens_BL_now, np.asarray(counters.forwards), np.asarray(counters.filled)
+            parts.append([x.reshape(len(indices), QUICK_TEXTS, *x.shape[1:]) for x in arrays])
+        together = [np.concatenate(x, axis=1) for x in zip(*parts, strict=True)]
         for place, index in enumerate(indices):
-            found[index] = [x[place * number : (place + 1) * number] for x in arrays]
+            found[index] = [x[place] for x in together]
     return Written(*(np.stack(x) for x in zip(*found, strict=True)))
 
 
@@ -439,16 +443,235 @@ def read(path: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def chosen(
+    lines: list[dict[str, str]], source: str, decoder: str, budget: float
+) -> list[dict[str, str]]:
+    """The lines of the setting that is best within so many forwards on the tuning seed."""
+    own = [line for line in lines if (line["source"], line["decoder"]) == (source, decoder)]
+    fits = [
+        (float(line["total_variation"]), line["setting"])
+        for line in own
+        if line["seed"] == "tuning" and float(line["forwards"]) <= budget + SLACK
+    ]
+    return [line for line in own if fits and line["setting"] == min(fits)[1]]
+
+
+def excess(line: dict[str, str]) -> float:
+    """Total variation above that of as many texts of the source itself."""
+    return float(line["total_variation"]) - float(line["noise"])
+
+
+def interval(values: list[float]) -> float:
+    """Half the 95% interval of the mean of the three seeds."""
+    return half_width(statistics.stdev(values) / len(values) ** 0.5, len(values))
+
+
+def table(lines: list[dict[str, str]]) -> None:
+    """Prints each decoder within each budget: means over all sources, as Markdown."""
+    print("| decoder | " + " | ".join(f"{budget} forwards" for budget in BUDGETS) + " | valid |")
+    print("| --- " * (len(BUDGETS) + 2) + "|")
+    for decoder in DECODERS:
+        cells, valid = [], ""
+        for budget in BUDGETS:
+            found = [chosen(lines, source, decoder, budget) for source in sources()]
+            if not all(found):
+                cells.append("-")
+                continue
+            cells.append(_mean(found, excess))
+            if budget == BUDGETS[1]:
+                names = [x for x, source in zip(found, sources(), strict=True)
+                         if source in STRUCTURED]  # fmt: skip
+                valid = _mean(names, lambda line: float(line["valid"]))
+        print(f"| `{decoder}` | {' | '.join(cells)} | {valid or '-'} |")
+    for decoder in HEAD:
+        found = [chosen(lines, "markov", decoder, budget) for budget in BUDGETS]
+        cells = [_mean([own], excess) if own else "-" for own in found]
+        rivals = [
+            min((_all(own, excess) for name in DECODERS
+                 if (own := chosen(lines, "markov", name, budget))), default=math.nan)
+            for budget in BUDGETS
+        ]  # fmt: skip
+        print(f"| `{decoder}`, markov alone | {' | '.join(cells)} | - |")
+        print(f"| best other, markov alone | {' | '.join(f'{x:.3f}' for x in rivals)} | - |")
+
+
+def _all(own: list[dict[str, str]], value: Callable[[dict[str, str]], float]) -> float:
+    """A value of the three seeds together."""
+    return next(value(line) for line in own if line["seed"] == "all")
+
+
+def _mean(found: list[list[dict[str, str]]], value: Callable[[dict[str, str]], float]) -> str:
+    """The mean over sources, of all seeds together, and the interval of that of each."""
+    mean = statistics.mean(_all(own, value) for own in found)
+    by_seed = [
+        statistics.mean(value(line) for own in found for line in own if line["seed"] == str(seed))
+        for seed in SEEDS
+    ]
+    return f"{mean:.3f} ± {interval(by_seed):.3f}"
+
+
+class Claim(NamedTuple):
+    """What a decoder promises beside another one.
+
+    Attributes:
+      decoder: with settings of its authors.
+      settings: those.
+      rival: what it is compared with.
+      rival_settings: its settings.
+      is_faster: whether it promises fewer forwards at equal validity; else higher validity.
+    """
+
+    decoder: str
+    settings: Settings
+    rival: str
+    rival_settings: Settings
+    is_faster: bool = True
+
+
+CLAIMS = (
+    Claim("entropy_bound", {"entropy_bound": 0.1}, "low_confidence", {"steps": 8}),
+    Claim("klass", {"threshold": 0.9, "klass_divergence": 0.01, "klass_steps": 2},
+          "low_confidence", {"steps": 8}),
+    Claim("prophet", {"prophet_gap": 7.5}, "low_confidence", {"steps": 8}),
+    Claim("slow_fast", {"threshold": 0.9, "slow_threshold": 0.3}, "low_confidence", {"steps": 8}),
+    Claim("wino", {"threshold": 0.6, "verify_threshold": 0.9}, "low_confidence", {"steps": 8}),
+    Claim("wino", {"threshold": 0.6, "verify_threshold": 0.9}, "threshold", {"threshold": 0.6},
+          is_faster=False),
+    Claim("credit", {"threshold": 0.9, "credit_weight": 0.7}, "threshold", {"threshold": 0.9}),
+    Claim("local_leap", {"threshold": 0.9, "leap_threshold": 0.75}, "threshold",
+          {"threshold": 0.9}),
+    Claim("hierarchical", {"threshold": 0.9, "hierarchy_floor": 0.0}, "threshold",
+          {"threshold": 0.9}),
+    Claim("frechet", {"frechet_margin": 0.25}, "factor", {"factor": 0.75}),
+    Claim("dilated", {"dilated_base": 2, "block_length": 0}, "low_confidence", {"steps": 3},
+          is_faster=False),
+    Claim("position_aware", {"steps": 3, "position_decay": 0.25}, "low_confidence", {"steps": 3},
+          is_faster=False),
+)  # fmt: skip
+EQUAL = 0.02
+"""Share of valid texts by which two decoders may differ and count as equal."""
+
+
+def verdict(claim: Claim, more_forwards: float, more_valid: float) -> str:
+    """What became of a claim."""
+    if claim.is_faster:
+        if more_forwards >= -0.005:
+            return "not fewer forwards"
+        is_equal = more_valid >= -EQUAL
+        return "fewer forwards, as valid" if is_equal else "fewer forwards, less valid"
+    return "more valid" if more_valid > EQUAL else "not more valid"
+
+
+def claims(lines: list[dict[str, str]]) -> None:
+    """Prints what each decoder promises and does, over the structured sources, as Markdown."""
+    print("| decoder | beside | forwards | valid | found |")
+    print("| --- " * 5 + "|")
+    for claim in CLAIMS:
+        ours, theirs = (
+            _of_settings(lines, *which)
+            for which in ((claim.decoder, claim.settings), (claim.rival, claim.rival_settings))
+        )
+        change = {}
+        for column in ("forwards", "valid"):
+            mean, rival = (statistics.mean(float(line[column]) for line in found)
+                           for found in (ours, theirs))  # fmt: skip
+            change[column] = f"{rival:.2f} to {mean:.2f}", mean - rival
+        said = verdict(claim, change["forwards"][1], change["valid"][1])
+        beside = " ".join(f"{k}={v}" for k, v in claim.rival_settings.items())
+        print(f"| `{claim.decoder}` | `{claim.rival}` {beside} | {change['forwards'][0]} | "
+              f"{change['valid'][0]} | {said} |")  # fmt: skip
+
+
+def _of_settings(
+    lines: list[dict[str, str]], decoder: str, settings: Settings
+) -> list[dict[str, str]]:
+    """The test lines of a decoder's setting on the structured sources."""
+    grid = DECODERS[decoder]
+    (full,) = [one for one in grid if settings.items() <= one.items()]
+    name = name_of(full, grid)
+    return [
+        line
+        for line in lines
+        if (line["decoder"], line["setting"]) == (decoder, name)
+        and line["source"] in STRUCTURED
+        and line["seed"] == "all"
+    ]
+
+
+def frontier(
+    lines: list[dict[str, str]], source: str, decoder: str
+) -> list[tuple[float, float, float]]:
+    """Forwards, total variation and its interval of settings that none beats on the tuning seed."""
+    own = [line for line in lines if (line["source"], line["decoder"]) == (source, decoder)]
+    tried = [
+        (float(line["forwards"]), float(line["total_variation"]), line["setting"])
+        for line in own
+        if line["seed"] == "tuning"
+    ]
+    kept, best = [], math.inf
+    for _, distance, setting in sorted(tried):
+        if distance < best - 1e-9:
+            kept.append(setting)
+            best = distance
+    points = []
+    for setting in kept:
+        mine = [line for line in own if line["setting"] == setting]
+        by_seed = [excess(line) for line in mine if line["seed"] in map(str, SEEDS)]
+        forwards = _all(mine, lambda line: float(line["forwards"]))
+        points.append((forwards, _all(mine, excess), interval(by_seed)))
+    return sorted(points)
+
+
+def picture(lines: list[dict[str, str]], path: str) -> None:
+    """Draws the frontiers of every decoder, a panel for each source."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = [*DECODERS, *HEAD]
+    colors = plt.get_cmap("tab20")
+    figure, panels = plt.subplots(2, 4, figsize=(13, 6.2), sharex=True, sharey=True)
+    for panel, source in zip(panels.flat, sources(), strict=True):
+        for number, decoder in enumerate(names):
+            points = frontier(lines, source, decoder)
+            if not points:
+                continue
+            x, y, width = zip(*points, strict=True)
+            panel.errorbar(
+                x, y, width, label=decoder, color=colors(number % 20), linewidth=1, markersize=3,
+                marker="osv^"[number // 6], elinewidth=0.6,
+            )  # fmt: skip
+        panel.set_title(source, fontsize=9)
+        panel.grid(alpha=0.3)
+        panel.set_xlim(0.8, LONGEST + 0.4)
+    for panel in panels[1]:
+        panel.set_xlabel("forwards")
+    for panel in panels[:, 0]:
+        panel.set_ylabel("total variation above noise")
+    handles, labels = panels.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="center right", fontsize=8)
+    figure.tight_layout(rect=(0, 0, 0.87, 1))
+    figure.savefig(path, dpi=90)
+
+
 def main() -> None:
     """Runs a part of the study."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=["run", "table", "claims", "picture"])
     parser.add_argument("--csv", default=RESULTS)
+    parser.add_argument("--picture", default=PICTURE)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_TEXTS} texts of each line")
     args = parser.parse_args()
     if args.part == "run":
         start_jax()
         run(args.csv, QUICK_TEXTS if args.quick else TEXTS)
+        return
+    lines = read(args.csv)
+    if args.part == "picture":
+        picture(lines, args.picture)
+    else:
+        {"table": table, "claims": claims}[args.part](lines)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from dlm_jax.sampling.blocks import Block, first_block
 from dlm_jax.sampling.cache.cache_policy import CacheState, start_cache
-from dlm_jax.sampling.commit.commit_rule import Memory
+from dlm_jax.sampling.commit.commit_rule import RuleMemory
 from dlm_jax.sampling.edits.edit_rule import EditState, start_edits
 from dlm_jax.sampling.largest import place_of_largest
 from dlm_jax.sampling.row import Counters, RowParams
@@ -58,7 +58,7 @@ class State(NamedTuple):
     counters: Counters
     step_B: jax.Array
     status_B: jax.Array
-    memory: Memory = Memory()
+    memory: RuleMemory = RuleMemory()
 
     @property
     def is_running_B(self) -> jax.Array:

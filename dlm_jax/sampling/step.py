@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.blocks import choose, joined, next_block
 from dlm_jax.sampling.cache.cache_policy import CacheState
-from dlm_jax.sampling.commit.commit_rule import CommitContext, Memory, Proposal, preferences
+from dlm_jax.sampling.commit.commit_rule import CommitContext, RuleMemory, Proposal, preferences
 from dlm_jax.sampling.edits.edit_rule import EditContext
 from dlm_jax.sampling.edits.moves import (
     Cells,
@@ -395,7 +395,7 @@ def _where_rows(is_first_B: jax.Array, first: Any, other: Any) -> Any:
     return jax.tree.map(one, first, other)
 
 
-def _moved_memory(state: State, position_map: PositionMap) -> Memory:
+def _moved_memory(state: State, position_map: PositionMap) -> RuleMemory:
     """What the commit rule keeps of each position, at its new place."""
 
     def one(x: jax.Array, fresh: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ from dlm_jax.sampling.commit.ancestral import Ancestral
 from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
     CommitRule,
-    Memory,
+    RuleMemory,
     Proposal,
     most,
     uniform,
@@ -58,7 +58,7 @@ __all__ = [
     "LocalLeap",
     "LowConfidence",
     "LowEntropy",
-    "Memory",
+    "RuleMemory",
     "PositionAware",
     "Prophet",
     "Proposal",

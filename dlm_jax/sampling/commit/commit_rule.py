@@ -17,7 +17,7 @@ from dlm_jax.devices import platform
 from dlm_jax.settings import Rule
 
 
-class Memory(NamedTuple):
+class RuleMemory(NamedTuple):
     """Values that a rule keeps from one step to the next; never of all ids.
 
     Attributes:
@@ -52,7 +52,7 @@ class CommitContext(NamedTuple):
     key_B: jax.Array
     written_BL: jax.Array | None = None
     preference_BL: jax.Array | None = None
-    memory: Memory = Memory()
+    memory: RuleMemory = RuleMemory()
 
 
 class Proposal(NamedTuple):
@@ -100,9 +100,9 @@ class CommitRule(Rule):
         """Confidence of each candidate, float32 ``[N]``, from clean logits and its log-prob."""
         return jnp.exp(logprob_N)
 
-    def start_memory(self, num_rows: int, num_positions: int) -> Memory:
+    def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
         """What it keeps before the first step; by default nothing."""
-        return Memory()
+        return RuleMemory()
 
     def observe(
         self,
@@ -115,7 +115,7 @@ class CommitRule(Rule):
         """What it keeps of N positions of these rows once their logits are read, and `measure`.
 
         `kept` is that of before, with leaves ``[N, ...]``; `ids_N` are the candidates. It is called
-        in place of `measure` where the rule has a `Memory` of places.
+        in place of `measure` where the rule has a `RuleMemory` of places.
         """
         return kept, self.measure(logits_NV, logprob_N)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
     CommitRule,
-    Memory,
+    RuleMemory,
     Proposal,
     most,
     reaches,
@@ -60,9 +60,9 @@ class Credit(CommitRule):
     power_B: jax.Array = per_row(CREDIT_POWER)
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
 
-    def start_memory(self, num_rows: int, num_positions: int) -> Memory:
+    def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
         shape = (num_rows, num_positions, KEPT)
-        return Memory(Credits(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32)))
+        return RuleMemory(Credits(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32)))
 
     def observe(
         self,

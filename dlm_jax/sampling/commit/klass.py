@@ -11,7 +11,7 @@ from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
     CommitRule,
-    Memory,
+    RuleMemory,
     Proposal,
     exceeds,
     most,
@@ -63,10 +63,10 @@ class Klass(CommitRule):
     steps_B: jax.Array = per_row(KLASS_STEPS)
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
 
-    def start_memory(self, num_rows: int, num_positions: int) -> Memory:
+    def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
         shape = (num_rows, num_positions, LEADING)
         ids, steps = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape[:2], jnp.int32)
-        return Memory(Seen(ids, jnp.full(shape, -jnp.inf, jnp.float32), steps))
+        return RuleMemory(Seen(ids, jnp.full(shape, -jnp.inf, jnp.float32), steps))
 
     def observe(
         self,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
-    Memory,
+    RuleMemory,
     Proposal,
     most,
     reaches,
@@ -41,8 +41,8 @@ class Prophet(Confident):
     gap_B: jax.Array = per_row(PROPHET_GAP)
     confidence: Measure = static(CONFIDENCE)
 
-    def start_memory(self, num_rows: int, num_positions: int) -> Memory:
-        return Memory(jnp.zeros((num_rows, num_positions), jnp.float32))
+    def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
+        return RuleMemory(jnp.zeros((num_rows, num_positions), jnp.float32))
 
     def observe(
         self,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.commit_rule import CommitContext, Memory, Proposal, most, reaches
+from dlm_jax.sampling.commit.commit_rule import CommitContext, RuleMemory, Proposal, most, reaches
 from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
 from dlm_jax.sampling.commit.sure import THRESHOLD
 from dlm_jax.sampling.largest import place_of_largest
@@ -55,22 +55,22 @@ class SlowFast(Confident):
     spread_B: jax.Array = per_row(SLOW_SPREAD)
     confidence: Measure = static(CONFIDENCE)
 
-    def start_memory(self, num_rows: int, num_positions: int) -> Memory:
-        zeros_B = jnp.zeros(num_rows, jnp.int32)
-        return Memory(rows=Cycle(zeros_B, zeros_B, zeros_B, zeros_B))
+    def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
+        return RuleMemory(rows=Cycle(*(jnp.zeros(num_rows, jnp.int32) for _ in Cycle._fields)))
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         scope_BL, sure_BL = self._scope(context), proposal.confidence_BL
         is_sure_BL = scope_BL & reaches(sure_BL, self.threshold_B[:, None])
-        one_B = jnp.ones_like(context.step_B)
-        return is_sure_BL | most(sure_BL, scope_BL, one_B, context.preference_BL)
+        return is_sure_BL | most(
+            sure_BL, scope_BL, jnp.ones_like(context.step_B), context.preference_BL
+        )
 
     def remember(
         self, context: CommitContext, proposal: Proposal, is_committed_BL: jax.Array
     ) -> Any:
         cycle, place_1L = _begun(context), jnp.arange(is_committed_BL.shape[1])[None]
         is_far_BL = self._scope(context) & reaches(proposal.confidence_BL, self.reach_B[:, None])
-        seen_B = jnp.max(jnp.where(is_far_BL, place_1L + 1, cycle.begin_B[:, None] + 1), axis=1)
+        seen_B = jnp.max(jnp.where(is_far_BL, place_1L, cycle.begin_B[:, None]), axis=1) + 1
         slow_B = cycle.slow_B + 1
         # Two numbers deviate from their mean by half their distance.
         is_stable_B = (slow_B > 1) & (jnp.abs(seen_B - cycle.seen_B) < 2.0 * self.spread_B)
@@ -91,13 +91,15 @@ class SlowFast(Confident):
         """The holes of the span, or of all behind it while it is sought; all if there are none."""
         cycle, is_hole_BL = _begun(context), context.is_hole_BL
         place_1L = jnp.arange(is_hole_BL.shape[1])[None]
-        end_B = jnp.where(cycle.end_B == 0, is_hole_BL.shape[1], cycle.end_B)
-        scope_BL = is_hole_BL & (place_1L >= cycle.begin_B[:, None]) & (place_1L < end_B[:, None])
+        begin_B1, end_B1 = cycle.begin_B[:, None], cycle.end_B[:, None]
+        scope_BL = is_hole_BL & (place_1L >= begin_B1) & ((place_1L < end_B1) | (end_B1 == 0))
         return jnp.where(jnp.any(scope_BL, axis=1, keepdims=True), scope_BL, is_hole_BL)
 
 
 def _begun(context: CommitContext) -> Cycle:
     """Where each row is; at the first step of a block, at its first hole."""
-    first_B, is_new_B = place_of_largest(context.is_hole_BL), context.step_B == 0
+    first_B = place_of_largest(context.is_hole_BL)
     fresh = Cycle(first_B, 0 * first_B, 0 * first_B, 0 * first_B)
-    return jax.tree.map(lambda x, y: jnp.where(is_new_B, x, y), fresh, context.memory.rows)
+    return jax.tree.map(
+        lambda x, y: jnp.where(context.step_B == 0, x, y), fresh, context.memory.rows
+    )

@@ -7,7 +7,7 @@ import pytest
 from oracles import decoders as oracle
 
 from dlm_jax.config import SampleConfig
-from dlm_jax.sampling.commit import COMMIT_RULES, CommitContext, Memory, Proposal
+from dlm_jax.sampling.commit import COMMIT_RULES, CommitContext, RuleMemory, Proposal
 from dlm_jax.sampling.commit.commit_rule import preferences
 from dlm_jax.sampling.commit.quotas import linear_quota
 from dlm_jax.sampling.positions import put
@@ -41,7 +41,7 @@ def _context(is_hole, step=0, memory=None, first=None):
     first_B = jnp.sum(is_hole_BL, axis=1) if first is None else jnp.asarray(first)
     return CommitContext(
         is_hole_BL, first_B, jnp.broadcast_to(jnp.asarray(step, jnp.int32), ROWS), STEPS * ones_B,
-        KEYS, None, preferences(KEYS, ones_B > 0, LENGTH), memory or Memory(),
+        KEYS, None, preferences(KEYS, ones_B > 0, LENGTH), memory or RuleMemory(),
     )  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def test_all_are_committed_once_the_mean_gap_is_large():
     ranked = np.sort(logits, axis=-1)
     gaps = ranked[..., -1] - ranked[..., -2]
     np.testing.assert_allclose(kept, gaps, rtol=1e-5)
-    context = _context(IS_HOLE, step, Memory(kept))
+    context = _context(IS_HOLE, step, RuleMemory(kept))
     chosen = np.asarray(_select(rule, context, TOKENS, sure))
     _same(chosen, lambda row, holes: oracle.prophet(
         np.asarray(sure)[row].tolist(), gaps[row].tolist(), holes, 3 * float(SHARE[row]),
@@ -169,7 +169,7 @@ def test_what_is_stable_and_sure_is_committed():
     for logits in _logits(5, rng):
         kept, sure = _observe(rule, kept, logits)
         history.append(_softmax(logits))
-        chosen = np.asarray(_select(rule, _context(IS_HOLE, 1, Memory(kept)), TOKENS, sure))
+        chosen = np.asarray(_select(rule, _context(IS_HOLE, 1, RuleMemory(kept)), TOKENS, sure))
         _same(chosen, lambda row, holes: oracle.klass(
             [p[row].tolist() for p in history], holes, float(SHARE[row]) / 2, float(bound[row]),
             int(FEW[row]),
@@ -217,7 +217,7 @@ def test_cycles_of_slow_and_fast_steps():
             assert set(np.flatnonzero(chosen[row]).tolist()) == want, (step, row)
         zeros = jnp.zeros_like(sure)
         proposal = Proposal(jnp.asarray(TOKENS), zeros, zeros, jnp.asarray(sure))
-        memory = Memory(rows=remember(context, proposal, jnp.asarray(chosen)))
+        memory = RuleMemory(rows=remember(context, proposal, jnp.asarray(chosen)))
         left &= ~chosen
     assert not left.any()
 
