@@ -52,7 +52,7 @@ class Advance:
         return self._jitted(params, state, *map(_on_device, (num_steps, num_ends)))
 
     def working_bytes(self, params: Params, state: State) -> int:
-        """RuleMemory that a call needs on each device beside what it is given; compiles it."""
+        """Memory that a call needs on each device beside what it is given; compiles it."""
         plan = self.compile(params, state).memory_analysis()
         return int(getattr(plan, "temp_size_in_bytes", 0))
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.blocks import choose, joined, next_block
 from dlm_jax.sampling.cache.cache_policy import CacheState
-from dlm_jax.sampling.commit.commit_rule import CommitContext, RuleMemory, Proposal, preferences
+from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, RuleMemory, preferences
 from dlm_jax.sampling.edits.edit_rule import EditContext
 from dlm_jax.sampling.edits.moves import (
     Cells,

@@ -6,8 +6,8 @@ from dlm_jax.sampling.commit.ancestral import Ancestral
 from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
     CommitRule,
-    RuleMemory,
     Proposal,
+    RuleMemory,
     most,
     uniform,
 )

@@ -34,6 +34,7 @@ class Hierarchical(Confident):
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         sure_BL, is_hole_BL = proposal.confidence_BL, context.is_hole_BL
         is_best_BL = is_hole_BL & reaches(sure_BL, _most_of_run(sure_BL, is_hole_BL))
+        assert context.preference_BL is not None, "the loop gives it"
         preference_BL = jnp.where(is_best_BL, context.preference_BL, jnp.uint32(0))
         is_best_BL &= preference_BL == _most_of_run(preference_BL, is_hole_BL)
         is_best_BL &= reaches(sure_BL, self.floor_B[:, None])

@@ -11,8 +11,8 @@ from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
     CommitRule,
-    RuleMemory,
     Proposal,
+    RuleMemory,
     exceeds,
     most,
     reaches,

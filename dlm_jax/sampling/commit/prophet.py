@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
-    RuleMemory,
     Proposal,
+    RuleMemory,
     most,
     reaches,
 )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.commit_rule import CommitContext, RuleMemory, Proposal, most, reaches
+from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, RuleMemory, most, reaches
 from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
 from dlm_jax.sampling.commit.sure import THRESHOLD
 from dlm_jax.sampling.largest import place_of_largest
@@ -71,12 +71,11 @@ class SlowFast(Confident):
         cycle, place_1L = _begun(context), jnp.arange(is_committed_BL.shape[1])[None]
         is_far_BL = self._scope(context) & reaches(proposal.confidence_BL, self.reach_B[:, None])
         seen_B = jnp.max(jnp.where(is_far_BL, place_1L, cycle.begin_B[:, None]), axis=1) + 1
-        slow_B = cycle.slow_B + 1
+        slow_B, is_slow_B = cycle.slow_B + 1, cycle.end_B == 0
         # Two numbers deviate from their mean by half their distance.
         is_stable_B = (slow_B > 1) & (jnp.abs(seen_B - cycle.seen_B) < 2.0 * self.spread_B)
         mean_B = jnp.where(slow_B > 1, (seen_B + cycle.seen_B) // 2, seen_B)
         found_B = jnp.where(is_stable_B, seen_B, jnp.where(slow_B >= self.steps_B, mean_B, 0))
-        is_slow_B = cycle.end_B == 0
         end_B = jnp.where(is_slow_B, found_B, cycle.end_B)
         is_left_BL = context.is_hole_BL & ~is_committed_BL & (place_1L >= cycle.begin_B[:, None])
         is_over_B = (end_B > 0) & ~jnp.any(is_left_BL & (place_1L < end_B[:, None]), axis=1)

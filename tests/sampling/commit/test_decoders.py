@@ -7,7 +7,7 @@ import pytest
 from oracles import decoders as oracle
 
 from dlm_jax.config import SampleConfig
-from dlm_jax.sampling.commit import COMMIT_RULES, CommitContext, RuleMemory, Proposal
+from dlm_jax.sampling.commit import COMMIT_RULES, CommitContext, Proposal, RuleMemory
 from dlm_jax.sampling.commit.commit_rule import preferences
 from dlm_jax.sampling.commit.quotas import linear_quota
 from dlm_jax.sampling.positions import put
