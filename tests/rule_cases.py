@@ -58,6 +58,7 @@ HEADS: dict[str, dict[str, str]] = {
         ("threshold", "scheduled", "linear", "parallel", "critic"),
         ("entropy_bound", "scheduled", "all", "wavefront", "confidence"),
         ("random_filled", "none", "linear", "wavefront", "confidence"),
+        ("klass", "wino", "linear", "wavefront", "confidence"),
     )
 }  # fmt: skip
 """What a model with a sampler head and a critic can do."""
@@ -78,6 +79,8 @@ EDITS: dict[str, dict[str, Any]] = {
         ("threshold", "scheduled_threshold", "linear", "parallel", 0.1, "cosine", "uncertainty"),
         ("entropy_bound", "none", "all", "parallel", 0.0, "cosine", "uncertainty"),
         ("left_to_right", "none", "all", "parallel", 0.0, "cosine", "likelihood"),
+        ("klass", "none", "all", "parallel", 0.1, "cosine", "uncertainty"),
+        ("slow_fast", "wino", "all", "parallel", 0.0, "linear", "uncertainty"),
     )
 }  # fmt: skip
 """Rows whose length changes, with every other setting of edits and re-noise."""
@@ -91,6 +94,12 @@ FEW = [f"{order}-{REMASKS[i % len(REMASKS)]}" for i, order in enumerate(ORDERS)]
 """Each order and each remask rule at least once."""
 
 FEW += [*list(HEADS)[:2], *list(EDITS)[:3]]
+
+QUICK = [
+    name for name in FEW
+    if name.split("-")[0] not in {"local_leap", "position_aware", "prophet", "credit"}
+]  # fmt: skip
+"""Those of the default suite: what it leaves out has no ability that none of the others has."""
 
 
 def rows(seed: int = 0, *, resamples: bool = False) -> list[Row]:
