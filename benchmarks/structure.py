@@ -1,7 +1,7 @@
 """The size of the package, what a change touches, and how far its inputs travel.
 
 ``python benchmarks/structure.py [REVISION ...]`` prints one column for each revision and one for
-the working tree; trips are those of the working tree alone.
+the working tree, and the lines of each decoder; trips are those of the working tree alone.
 
 For each kind of change it takes one that is in the package already and counts the files that name
 it, beside the table of its kind and the public names of its room (both the same ``__init__.py``).
@@ -147,6 +147,29 @@ class Tree:
             if word in text and pattern.search(ast.unparse(_bare(text)))
         ]
 
+    def decoders(self) -> dict[str, tuple[int, str]]:
+        """Lines of code of each commit and remask rule, and its module.
+
+        Those of the module where it is alone in it, and otherwise of the class.
+        """
+        found = {}
+        for room in ("commit", "remask"):
+            for name in self.files:
+                if not name.startswith(f"{PACKAGE}.sampling.{room}."):
+                    continue
+                bare = _bare(self.text[name])
+                rules = [
+                    node
+                    for node in bare.body
+                    if isinstance(node, ast.ClassDef)
+                    and any(ast.unparse(d) == "rule" for d in node.decorator_list)
+                ]
+                for node in rules:
+                    counted = bare if len(rules) == 1 else node
+                    lines = len(ast.unparse(counted).splitlines())
+                    found[node.name] = lines, name.removeprefix(f"{PACKAGE}.sampling.")
+        return found
+
     def figures(self) -> dict[str, str]:
         functions = self.functions()
         longest = max(self.text, key=lambda name: len(self.text[name].splitlines()))
@@ -270,6 +293,9 @@ def main(argv: list[str] | None = None) -> None:
     print(" ".join([" " * width, *(f"{name:>12}" for name in columns)]))
     for row in columns["here"]:
         print(" ".join([f"{row:{width}}", *(f"{column[row]:>12}" for column in columns.values())]))
+    print("lines of code of each decoder:")
+    for name, (lines, module) in sorted(here.decoders().items(), key=lambda item: item[1]):
+        print(f"  {name:20} {lines:4}  {module}")
     if args.names:
         print("one importer:", ", ".join(here.single_importers()))
         print("circles:", here.circles())

@@ -58,6 +58,7 @@ HEADS: dict[str, dict[str, str]] = {
         ("threshold", "scheduled", "linear", "parallel", "critic"),
         ("entropy_bound", "scheduled", "all", "wavefront", "confidence"),
         ("random_filled", "none", "linear", "wavefront", "confidence"),
+        ("klass", "wino", "linear", "wavefront", "confidence"),
     )
 }  # fmt: skip
 """What a model with a sampler head and a critic can do."""
@@ -78,6 +79,8 @@ EDITS: dict[str, dict[str, Any]] = {
         ("threshold", "scheduled_threshold", "linear", "parallel", 0.1, "cosine", "uncertainty"),
         ("entropy_bound", "none", "all", "parallel", 0.0, "cosine", "uncertainty"),
         ("left_to_right", "none", "all", "parallel", 0.0, "cosine", "likelihood"),
+        ("klass", "none", "all", "parallel", 0.1, "cosine", "uncertainty"),
+        ("slow_fast", "wino", "all", "parallel", 0.0, "linear", "uncertainty"),
     )
 }  # fmt: skip
 """Rows whose length changes, with every other setting of edits and re-noise."""
@@ -91,6 +94,12 @@ FEW = [f"{order}-{REMASKS[i % len(REMASKS)]}" for i, order in enumerate(ORDERS)]
 """Each order and each remask rule at least once."""
 
 FEW += [*list(HEADS)[:2], *list(EDITS)[:3]]
+
+QUICK = [
+    name for name in FEW
+    if name.split("-")[0] not in {"local_leap", "position_aware", "prophet", "credit"}
+]  # fmt: skip
+"""Those of the default suite: what it leaves out has no ability that none of the others has."""
 
 
 def rows(seed: int = 0, *, resamples: bool = False) -> list[Row]:
@@ -139,6 +148,7 @@ def samples(name: str, count: int, seed: int = 0) -> list[SampleConfig]:
             threshold=float(rng.uniform(0.1, 0.4)),
             factor=float(rng.uniform(1.0, 2.0)),
             entropy_bound=float(rng.uniform(0.5, 4.0)),
+            **_arena(np.random.default_rng([300 + seed, index]), index),
             remask_start=float(rng.uniform(0.3, 0.9)),
             remask_end=float(rng.uniform(0.0, 0.3)),
             remask_randomness=float(rng.uniform(0.0, 0.5)),
@@ -153,6 +163,30 @@ def samples(name: str, count: int, seed: int = 0) -> list[SampleConfig]:
         )
         for index in range(count)
     ]
+
+
+def _arena(rng: np.random.Generator, index: int) -> dict[str, Any]:
+    """Settings of the published decoders."""
+    return {
+        "klass_divergence": float(rng.uniform(0.01, 1.0)),
+        "klass_steps": index % 3,
+        "credit_weight": float(rng.uniform(0.0, 2.0)),
+        "credit_decay": float(rng.uniform(0.0, 1.0)),
+        "credit_power": float(rng.uniform(0.0, 1.0)),
+        "dilated_base": 2 + index % 3,
+        "frechet_margin": float(rng.uniform(-0.8, 0.3)),
+        "hierarchy_floor": float(rng.uniform(0.0, 0.3)),
+        "leap_threshold": float(rng.uniform(0.1, 0.3)),
+        "leap_radius": index % 4,
+        "position_decay": float(rng.uniform(0.0, 0.5)),
+        "information_limit": (10.0, 0.3)[index % 2],
+        "common_ids": ((1, 0.3), (4, 0.1)),
+        "prophet_gap": float(rng.uniform(0.3, 2.0)),
+        "slow_threshold": float(rng.uniform(0.1, 0.3)),
+        "slow_steps": 1 + index % 4,
+        "slow_spread": float(rng.uniform(0.0, 3.0)),
+        "verify_threshold": (0.0, 0.2, 0.4)[index % 3],
+    }
 
 
 def _limits(name: str) -> dict[str, Any]:

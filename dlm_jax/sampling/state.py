@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from dlm_jax.sampling.blocks import Block, first_block
 from dlm_jax.sampling.cache.cache_policy import CacheState, start_cache
+from dlm_jax.sampling.commit.commit_rule import RuleMemory
 from dlm_jax.sampling.edits.edit_rule import EditState, start_edits
 from dlm_jax.sampling.largest import place_of_largest
 from dlm_jax.sampling.row import Counters, RowParams
@@ -42,6 +43,7 @@ class State(NamedTuple):
       counters: counters of each row.
       step_B: int32, steps taken.
       status_B: int32, a `Status`.
+      memory: what the commit rule keeps from step to step.
     """
 
     canvas: Canvas
@@ -56,6 +58,7 @@ class State(NamedTuple):
     counters: Counters
     step_B: jax.Array
     status_B: jax.Array
+    memory: RuleMemory = RuleMemory()
 
     @property
     def is_running_B(self) -> jax.Array:
@@ -118,6 +121,7 @@ def start(
         counters=Counters(*[zeros_B for _ in Counters._fields]),
         step_B=zeros_B,
         status_B=jnp.where(is_any_B, Status.RUNNING, Status.DONE).astype(jnp.int32),
+        memory=rules.commit.start_memory(*tokens_BL.shape),
     )
     # `advance` donates the state: its buffers must be its own, and each be there once.
     return jax.tree.map(jnp.copy, state)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.blocks import choose, joined, next_block
 from dlm_jax.sampling.cache.cache_policy import CacheState
-from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, preferences
+from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, RuleMemory, preferences
 from dlm_jax.sampling.edits.edit_rule import EditContext
 from dlm_jax.sampling.edits.moves import (
     Cells,
@@ -49,8 +49,8 @@ class StepInputs(NamedTuple):
 
     Attributes:
       is_open_BL: True at the positions that get a candidate.
-      is_read_BL: True at a draft's tokens that are scored as they stand, because they were never
-        proposed; None where no remask rule could read it.
+      is_read_BL: True at tokens that are scored as they stand for the remask rule: a draft's, which
+        were never proposed, and all of the block if it `rereads`; None without one.
       commit: the context of the commit rule.
       context: the visible tokens, for logit transforms.
       output: the output of the trunk.
@@ -181,6 +181,7 @@ def commit_context(program: Program, state: State, key_B: jax.Array) -> CommitCo
     return CommitContext(
         is_free_BL & ~is_closed_BL, block.first_holes_B, block.step_B, block.steps_B, key_B,
         written_BL, preferences(key_B, state.row.ties_B == _LOWER, tokens_BL.shape[1]),
+        state.memory,
     )  # fmt: skip
 
 
@@ -198,15 +199,19 @@ def scored_positions(
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
     """Further reads of the logits, for remasking and for edits; each None where there are none.
 
-    True at a draft's tokens that are read because they were never proposed; True where edits read
+    True at tokens that a remask rule wants scored: a draft's, which were never proposed, and all of
+    the block if it `rereads`; True where edits read
     logits; and the int32 tokens to be scored as they stand for either, -1 elsewhere.
     """
     rules, tokens_BL, is_visible_BL = state.rules, state.canvas.tokens_BL, is_token(program, state)
     own_BL = is_read_BL = is_scored_BL = None
     if rules.remask is not None:
         is_free_BL = is_free(state) & is_stepping(state)[:, None]
-        is_draft_BL = is_free_BL & is_visible_BL & (state.committed_BL < 0) & ~is_open_BL
-        is_read_BL = is_draft_BL & rules.remask.is_active()[:, None]
+        is_wanted_BL = is_free_BL & is_visible_BL
+        if not rules.remask.rereads:
+            is_wanted_BL = is_wanted_BL & (state.committed_BL < 0)
+        is_wanted_BL = is_wanted_BL & ~is_open_BL
+        is_read_BL = is_wanted_BL & rules.remask.is_active()[:, None]
         is_read_BL &= ~state.block.is_last_step_B[:, None]
         own_BL = jnp.where(is_read_BL, tokens_BL, -1)
     if rules.edit is not None:
@@ -304,6 +309,7 @@ def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
     def of_rows(params: Params, rows: tuple[Any, ...]) -> Filled:
         state, output, is_open_BL, is_scored_BL, own_BL, context, key_B, preference_BL = rows
         chain, commit, edit = chain_now(state), state.rules.commit, state.rules.edit
+        kept = state.memory.places
 
         def measure(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
             sure_N = commit.measure(logits_NV, logprob_N)
@@ -312,10 +318,12 @@ def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
         writer = CandidateWriter(
             chain, chain.prepare(state.chain_state, context), key_B, own_BL, is_open_BL.shape[1],
             measure, program.draw, program.banned_ids, commit.weighed,
+            None if kept is None else commit.observe, kept,
         )  # fmt: skip
         wanted = Wanted(
             is_open_BL, is_token(program, state), context.tokens_BL, context.length_B,
             is_scored_BL, edit is not None and edit.reads_likeliest, preference_BL,
+            kept,
         )  # fmt: skip
         # No more positions can be open than the trunk returned vectors for.
         chunk = min(program.chunk, output.num_vectors)
@@ -340,12 +348,17 @@ def committed(
 ) -> tuple[State, jax.Array]:
     """The state with what the commit rule takes of the proposal, and where; rows do not end yet."""
     rules, filled, tokens_BL = state.rules, inputs.filled, state.canvas.tokens_BL
+    memory = state.memory._replace(places=filled.kept)
+    context = inputs.commit._replace(memory=memory)
     chosen_BL = returned(
-        rules.commit.select(inputs.commit, filled.proposal), rules.commit, "select", "B, L",
+        rules.commit.select(context, filled.proposal), rules.commit, "select", "B, L",
         tokens_BL.shape, bool,
     )  # fmt: skip
     chosen_BL |= (tokens_BL == program.mask_id) & state.block.is_last_step_B[:, None]
     is_committed_BL = inputs.is_open_BL & chosen_BL & filled.is_finite_B[:, None]
+    if memory.rows is not None:
+        rows = rules.commit.remember(context, filled.proposal, is_committed_BL)
+        memory = memory._replace(rows=_where_rows(is_stepping(state), rows, memory.rows))
     is_scored_BL = is_committed_BL
     if inputs.is_read_BL is not None:
         is_scored_BL |= inputs.is_read_BL
@@ -369,7 +382,29 @@ def committed(
         chain_state=rules.chain.update(state.chain_state, is_committed_BL, filled.proposal),
         cache=inputs.cache,
         counters=state.counters.plus(counters),
+        memory=memory,
     ), is_committed_BL
+
+
+def _where_rows(is_first_B: jax.Array, first: Any, other: Any) -> Any:
+    """Arrays ``[B, ...]`` of either, row by row."""
+
+    def one(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.where(is_first_B.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+
+    return jax.tree.map(one, first, other)
+
+
+def _moved_memory(state: State, position_map: PositionMap) -> RuleMemory:
+    """What the commit rule keeps of each position, at its new place."""
+
+    def one(x: jax.Array, fresh: jax.Array) -> jax.Array:
+        shape = (*x.shape[:2], -1)
+        move = jax.vmap(moved, in_axes=(None, 2, 2), out_axes=2)
+        return move(position_map, x.reshape(shape), fresh.reshape(shape)).reshape(x.shape)
+
+    fresh = state.rules.commit.start_memory(*state.canvas.tokens_BL.shape).places
+    return state.memory._replace(places=jax.tree.map(one, state.memory.places, fresh))
 
 
 def edited(
@@ -418,6 +453,7 @@ def edited(
         block=choose(is_running_B, moved_block, block),
         logprob_BL=moved(position_map, state.logprob_BL, 0.0),
         committed_BL=jnp.where(is_put_BL, EDITED, committed_BL),
+        memory=_moved_memory(state, position_map),
         # A row that has ended keeps its last marks.
         edits=now._replace(mark_BL=jnp.where(is_running_B[:, None], now.mark_BL, past.mark_BL)),
         counters=state.counters.plus(

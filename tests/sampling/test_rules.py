@@ -17,7 +17,7 @@ from dlm_jax.sampling.step import step
 from dlm_jax.types import Status
 
 PARAMS = [
-    pytest.param(name, marks=() if name in rule_cases.FEW else pytest.mark.slow)
+    pytest.param(name, marks=() if name in rule_cases.QUICK else pytest.mark.slow)
     for name in rule_cases.CASES
 ] + [rule_cases.OWN]
 _step = jax.jit(step, static_argnums=0)

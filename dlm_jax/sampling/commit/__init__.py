@@ -3,7 +3,22 @@
 from collections.abc import Mapping
 
 from dlm_jax.sampling.commit.ancestral import Ancestral
-from dlm_jax.sampling.commit.commit_rule import CommitContext, CommitRule, Proposal, most, uniform
+from dlm_jax.sampling.commit.commit_rule import (
+    CommitContext,
+    CommitRule,
+    Proposal,
+    RuleMemory,
+    most,
+    uniform,
+)
+from dlm_jax.sampling.commit.credit import Credit
+from dlm_jax.sampling.commit.dilated import Dilated
+from dlm_jax.sampling.commit.frechet import Frechet
+from dlm_jax.sampling.commit.hierarchical import Hierarchical
+from dlm_jax.sampling.commit.klass import Klass
+from dlm_jax.sampling.commit.local_leap import LocalLeap
+from dlm_jax.sampling.commit.position_aware import PositionAware
+from dlm_jax.sampling.commit.prophet import Prophet
 from dlm_jax.sampling.commit.quotas import (
     LargeMargin,
     LeftToRight,
@@ -12,6 +27,7 @@ from dlm_jax.sampling.commit.quotas import (
     RandomFilled,
     RandomOrder,
 )
+from dlm_jax.sampling.commit.slow_fast import SlowFast
 from dlm_jax.sampling.commit.sure import EntropyBound, Factor, JointThreshold, Threshold
 
 COMMIT_RULES: Mapping[str, type[CommitRule]] = {
@@ -19,25 +35,36 @@ COMMIT_RULES: Mapping[str, type[CommitRule]] = {
     for rule in (
         LowConfidence, RandomOrder, LeftToRight, LowEntropy, LargeMargin, Threshold, Factor,
         EntropyBound, Ancestral, RandomFilled, JointThreshold,
+        Frechet, LocalLeap, Hierarchical, Dilated, PositionAware, Prophet, Klass, Credit, SlowFast,
     )
 }  # fmt: skip
 """Commit rules by the setting ``order``."""
 
 __all__ = [
-    "COMMIT_RULES",
     "Ancestral",
+    "COMMIT_RULES",
     "CommitContext",
     "CommitRule",
+    "Credit",
+    "Dilated",
     "EntropyBound",
     "Factor",
+    "Frechet",
+    "Hierarchical",
     "JointThreshold",
+    "Klass",
     "LargeMargin",
     "LeftToRight",
+    "LocalLeap",
     "LowConfidence",
     "LowEntropy",
+    "RuleMemory",
+    "PositionAware",
+    "Prophet",
     "Proposal",
     "RandomFilled",
     "RandomOrder",
+    "SlowFast",
     "Threshold",
     "most",
     "uniform",

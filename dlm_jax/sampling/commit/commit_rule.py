@@ -8,13 +8,25 @@ by rounding are ties, because their order may differ between programs (`TOLERANC
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from dlm_jax.devices import platform
 from dlm_jax.settings import Rule
+
+
+class RuleMemory(NamedTuple):
+    """Values that a rule keeps from one step to the next; never of all ids.
+
+    Attributes:
+      places: arrays ``[B, L, ...]``, of each position; they change where logits are read.
+      rows: arrays ``[B, ...]``, of each row; they change at the end of each of its steps.
+    """
+
+    places: Any = None
+    rows: Any = None
 
 
 class CommitContext(NamedTuple):
@@ -30,6 +42,7 @@ class CommitContext(NamedTuple):
       written_BL: int32 tokens of the block that are written and were not given, -1 elsewhere; None
         unless the rule `rewrites`.
       preference_BL: uint32, the order of positions that tie, see `preferences`.
+      memory: what the rule keeps; in `CommitRule.select` what it has observed in this step, too.
     """
 
     is_hole_BL: jax.Array
@@ -39,6 +52,7 @@ class CommitContext(NamedTuple):
     key_B: jax.Array
     written_BL: jax.Array | None = None
     preference_BL: jax.Array | None = None
+    memory: RuleMemory = RuleMemory()
 
 
 class Proposal(NamedTuple):
@@ -85,6 +99,31 @@ class CommitRule(Rule):
     def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
         """Confidence of each candidate, float32 ``[N]``, from clean logits and its log-prob."""
         return jnp.exp(logprob_N)
+
+    def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
+        """What it keeps before the first step; by default nothing."""
+        return RuleMemory()
+
+    def observe(
+        self,
+        kept: Any,
+        row_N: jax.Array,
+        logits_NV: jax.Array,
+        ids_N: jax.Array,
+        logprob_N: jax.Array,
+    ) -> tuple[Any, jax.Array]:
+        """What it keeps of N positions of these rows once their logits are read, and `measure`.
+
+        `kept` is that of before, with leaves ``[N, ...]``; `ids_N` are the candidates. It is called
+        in place of `measure` where the rule has a `RuleMemory` of places.
+        """
+        return kept, self.measure(logits_NV, logprob_N)
+
+    def remember(
+        self, context: CommitContext, proposal: Proposal, is_committed_BL: jax.Array
+    ) -> Any:
+        """What it keeps of the rows after a step's commits; by default what it had."""
+        return context.memory.rows
 
     def weighed(self, logits_NV: jax.Array, filtered: Callable[[], jax.Array]) -> jax.Array | None:
         """Logits that `measure` reads in place of the clean ones, ``[N, V]``; None: the clean ones.

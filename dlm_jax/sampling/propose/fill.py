@@ -33,6 +33,7 @@ class Wanted(NamedTuple):
       keeps_best: whether ``best_BL`` is, too; static.
       preference_BL: uint32, the order of positions that tie, see
         `dlm_jax.sampling.commit.commit_rule.preferences`.
+      kept: what the commit rule keeps of each position; None: nothing.
     """
 
     is_open_BL: jax.Array
@@ -42,6 +43,7 @@ class Wanted(NamedTuple):
     is_scored_BL: jax.Array | None = None
     keeps_best: bool = False
     preference_BL: jax.Array | None = None
+    kept: Any = None
 
 
 class Reader(NamedTuple):
@@ -75,6 +77,7 @@ class Filled(NamedTuple):
       total_BL: float32, the LM head's log-normaliser where it was read; None if not wanted.
       best_BL: int32, its likeliest id there, of others than the one that is scored there; -1 where
         that is banned; likewise.
+      kept: what the commit rule keeps of each position after this step's reads.
     """
 
     proposal: Proposal
@@ -82,6 +85,7 @@ class Filled(NamedTuple):
     counts: Mapping[str, jax.Array] = {}
     total_BL: jax.Array | None = None
     best_BL: jax.Array | None = None
+    kept: Any = None
 
 
 class FillRule(Rule):
@@ -113,6 +117,7 @@ def no_candidates(wanted: Wanted) -> Filled:
         jnp.ones(shape[0], jnp.bool_),
         total_BL=None if wanted.is_scored_BL is None else zeros_BL,
         best_BL=none_BL if wanted.keeps_best else None,
+        kept=wanted.kept,
     )
 
 
@@ -130,6 +135,8 @@ class CandidateWriter:
       method: method of the draw.
       banned_ids: ids that are never the best; nor are those that the row bans.
       weighed: `CommitRule.weighed`; None: confidence is read from the clean logits.
+      observe: `CommitRule.observe`, in place of `measure`; None for a rule that keeps nothing.
+      kept: what the rule keeps of each position before this step.
     """
 
     chain: Chain
@@ -141,6 +148,8 @@ class CandidateWriter:
     method: str
     banned_ids: tuple[int, ...] = ()
     weighed: Callable[[jax.Array, Callable[[], jax.Array]], jax.Array | None] | None = None
+    observe: Callable[..., tuple[Any, jax.Array]] | None = None
+    kept: Any = None
 
     def write(
         self,
@@ -187,24 +196,29 @@ class CandidateWriter:
                 best_BL = put(best_BL, places_N, is_real_N, best_N)
             # What stands there may be impossible; what is drawn may not.
             is_fine_N |= ~is_drawn_N & jnp.isfinite(total_N)
-        sure_N = self._confidence(clean_NV, drawable_NV, ids_N, logprob_N, at)
+        kept, sure_N = self._observed(places_N, clean_NV, drawable_NV, ids_N, logprob_N, at)
         proposal = Proposal(ids_N, logprob_N, final_N, sure_N)
         return found._replace(
             proposal=put(found.proposal, places_N, is_real_N, proposal),
             is_finite_B=found.is_finite_B.at[row_N].min(is_fine_N),
             total_BL=total_BL,
             best_BL=best_BL,
+            kept=put(found.kept, places_N, is_real_N, kept),
         )
 
-    def _confidence(
+    def _observed(
         self,
+        places_N: jax.Array,
         clean_NV: jax.Array,
         drawable_NV: jax.Array | None,
         ids_N: jax.Array,
         logprob_N: jax.Array,
         at: At,
-    ) -> jax.Array:
-        """`measure` of the candidates, from the logits that the commit rule weighs."""
+    ) -> tuple[Any, jax.Array]:
+        """What is kept of the places, and `measure` of the candidates.
+
+        Both follow from the logits that the commit rule weighs.
+        """
 
         def filtered() -> jax.Array:
             drawable = clean_NV if drawable_NV is None else drawable_NV
@@ -212,8 +226,13 @@ class CandidateWriter:
 
         weighed_NV = None if self.weighed is None else self.weighed(clean_NV, filtered)
         if weighed_NV is None:
-            return self.measure(clean_NV, logprob_N)
-        return self.measure(weighed_NV, log_prob(weighed_NV, ids_N))
+            weighed_NV = clean_NV
+        else:
+            logprob_N = log_prob(weighed_NV, ids_N)
+        if self.observe is None:
+            return None, self.measure(weighed_NV, logprob_N)
+        kept = jax.tree.map(lambda x_BL: at_places(x_BL, places_N), self.kept)
+        return self.observe(kept, at.row_N, weighed_NV, ids_N, logprob_N)
 
 
 @rule

@@ -6,10 +6,11 @@ from dlm_jax.sampling.remask.remask_rule import RemaskContext, RemaskRule
 from dlm_jax.sampling.remask.remdm import RemdmCap, RemdmConf, RemdmRescale
 from dlm_jax.sampling.remask.renoise import Renoise
 from dlm_jax.sampling.remask.scheduled import Scheduled, ScheduledThreshold
+from dlm_jax.sampling.remask.wino import Wino
 
 REMASK_RULES: Mapping[str, type[RemaskRule]] = {
     rule.name: rule
-    for rule in (Scheduled, ScheduledThreshold, RemdmCap, RemdmRescale, RemdmConf)
+    for rule in (Scheduled, ScheduledThreshold, RemdmCap, RemdmRescale, RemdmConf, Wino)
 }  # fmt: skip
 """Remask rules by the setting ``remask``, beside ``none``."""
 
@@ -23,4 +24,5 @@ __all__ = [
     "Renoise",
     "Scheduled",
     "ScheduledThreshold",
+    "Wino",
 ]

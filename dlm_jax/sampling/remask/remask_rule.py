@@ -24,7 +24,8 @@ class RemaskContext(NamedTuple):
       is_fresh_BL: True at those that this step committed.
       num_free_B: int32, the block's live unfrozen positions, holes included.
       probability_BL: float32, probability of each token under the clean logits it was drawn from;
-        of a draft's token, which was never proposed, under those of the last forward.
+        of a draft's token, which was never proposed, under those of the last forward, and so of
+        every token that this step did not commit if the rule `rereads`.
       wrong_BL: float32 probability that each token is wrong, by the critic on the canvas with its
         candidates in the holes; None if the rule does not read it.
       key_B: this step's key of each row, for the rule alone.
@@ -43,6 +44,9 @@ class RemaskRule(Rule):
     """Chooses the tokens that become MASK again; only `select` is required."""
 
     required: ClassVar[tuple[str, ...]] = ("select",)
+
+    rereads: ClassVar[bool] = False
+    """Whether each forward scores the block's tokens again, as they stand."""
 
     reads_critic: bool = False
     """Whether `select` reads ``context.wrong_BL``, which costs a forward; static."""

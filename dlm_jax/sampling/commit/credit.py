@@ -1,0 +1,98 @@
+"""CreditDecoding: confidence that grows while a position keeps its prediction."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.commit.commit_rule import (
+    CommitContext,
+    CommitRule,
+    Proposal,
+    RuleMemory,
+    most,
+    reaches,
+)
+from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST
+from dlm_jax.sampling.draw import argmax
+from dlm_jax.sampling.largest import place_of_largest
+from dlm_jax.settings import Setting, per_row, rule
+
+CREDIT_WEIGHT = Setting(
+    "credit_weight", 0.7, "order=credit: weight of the credit beside the logits, >= 0; 0 is off",
+    low=0.0, high=1e3,
+)  # fmt: skip
+CREDIT_DECAY = Setting(
+    "credit_decay", 0.8, "order=credit: share of the credit that stays in a step, in [0, 1]",
+    low=0.0, high=1.0,
+)  # fmt: skip
+CREDIT_POWER = Setting(
+    "credit_power", 0.2, "order=credit: power of the probability that is credited, >= 0",
+    low=0.0, high=1e3,
+)  # fmt: skip
+KEPT = 4
+"""Ids of each position whose credit is kept: the least gives way to a new one."""
+
+
+class Credits(NamedTuple):
+    """Credit of some ids, ``[..., K]`` each; an id of -1 has none."""
+
+    ids: jax.Array
+    credit: jax.Array
+
+
+@rule
+class Credit(CommitRule):
+    """Commits holes of confidence >= threshold under ``softmax(x + alpha ln(1 + C))``.
+
+    Or the surest. Confidence is the largest of those probabilities. The likeliest id v of each step
+    gains: ``C <- beta C + [v] p(v)^gamma`` (Wang et al. 2025, CreditDecoding, section 4). The
+    credit of 4 likeliest ids of each position is kept. Candidates are drawn without credit.
+    """
+
+    about = "all that are sure enough, where a prediction that lasts is surer"
+
+    threshold_B: jax.Array = per_row(THRESHOLD)
+    weight_B: jax.Array = per_row(CREDIT_WEIGHT)
+    decay_B: jax.Array = per_row(CREDIT_DECAY)
+    power_B: jax.Array = per_row(CREDIT_POWER)
+    least_B: jax.Array = per_row(THRESHOLD_LEAST)
+
+    def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
+        shape = (num_rows, num_positions, KEPT)
+        return RuleMemory(Credits(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32)))
+
+    def observe(
+        self,
+        kept: Any,
+        row_N: jax.Array,
+        logits_NV: jax.Array,
+        ids_N: jax.Array,
+        logprob_N: jax.Array,
+    ) -> tuple[Any, jax.Array]:
+        logprob_NV = jax.nn.log_softmax(logits_NV.astype(jnp.float32))
+        best_id_N1 = argmax(logprob_NV)[:, None]
+        best_N1 = jnp.take_along_axis(logprob_NV, best_id_N1, axis=1)
+        credit_NK = self.decay_B[row_N][:, None] * kept.credit
+        # In the slot of the id, or else in that of least credit.
+        is_own_NK = kept.ids == best_id_N1
+        rank_NK = jnp.where(is_own_NK, -jnp.inf, credit_NK)
+        is_slot_NK = jnp.arange(KEPT)[None] == place_of_largest(-rank_NK)[:, None]
+        gain_N1 = jnp.exp(self.power_B[row_N][:, None] * best_N1)
+        own_NK = jnp.where(is_own_NK, credit_NK, 0.0) + gain_N1
+        credits = Credits(
+            jnp.where(is_slot_NK, best_id_N1, kept.ids), jnp.where(is_slot_NK, own_NK, credit_NK)
+        )
+        # exp(alpha ln(1 + C)) times the probability of each, over their sum.
+        factor_NK = (1.0 + credits.credit) ** self.weight_B[row_N][:, None]
+        share_NK = jnp.exp(jnp.take_along_axis(logprob_NV, jnp.maximum(credits.ids, 0), axis=1))
+        more_NK = jnp.where(credits.ids >= 0, share_NK * (factor_NK - 1.0), 0.0)
+        most_N = jnp.where(credits.ids >= 0, share_NK * factor_NK, 0.0).max(axis=1)
+        return credits, jnp.maximum(most_N, jnp.exp(best_N1[:, 0])) / (1.0 + more_NK.sum(axis=1))
+
+    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        sure_BL, is_hole_BL = proposal.confidence_BL, context.is_hole_BL
+        is_sure_BL = is_hole_BL & reaches(sure_BL, self.threshold_B[:, None])
+        return is_sure_BL | most(sure_BL, is_hole_BL, self.least_B, context.preference_BL)

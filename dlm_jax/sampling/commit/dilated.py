@@ -1,0 +1,44 @@
+"""DUS: positions that are far apart first, then those between them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.commit.commit_rule import CommitContext, CommitRule, Proposal
+from dlm_jax.settings import Setting, per_row, rule
+
+DILATED_BASE = Setting(
+    "dilated_base", 2, "order=dilated: a round divides the distance of its positions by this",
+    low=2, high=2**15,
+)  # fmt: skip
+_ROUNDS = 24
+"""Powers of 2 that float32 holds with all whole numbers between them."""
+
+
+@rule
+class Dilated(CommitRule):
+    """Commits, in round t, the holes whose place is a multiple of ``s_t = a^(R - t)``.
+
+    ``R = ceil(log_a G)`` for a block of G holes, and t from 1, so a block takes R rounds
+    (Luxembourg et al. 2025, DUS, section 3). Only the logits of the round are needed. Places count
+    from the start of the canvas.
+    """
+
+    about = "a grid that gets finer from step to step, whatever is sure"
+
+    base_B: jax.Array = per_row(DILATED_BASE)
+
+    def eligible(self, context: CommitContext) -> jax.Array:
+        """The holes of this round's grid; all of them where the rounds are over."""
+        step_B, holes_B1 = context.step_B, context.first_holes_B[:, None]
+        base_B1 = self.base_B.astype(jnp.float32)[:, None]
+        power_BR = base_B1 ** jnp.arange(_ROUNDS)[None]
+        rounds_B = jnp.sum(power_BR < holes_B1, axis=1)
+        left_B1 = jnp.maximum(rounds_B - 1 - step_B, 0)[:, None]
+        spacing_B1 = jnp.round(jnp.take_along_axis(power_BR, left_B1, axis=1)).astype(jnp.int32)
+        place_1L = jnp.arange(context.is_hole_BL.shape[1])[None]
+        return context.is_hole_BL & (place_1L % jnp.maximum(spacing_B1, 1) == 0)
+
+    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        return context.is_hole_BL

@@ -1,0 +1,42 @@
+"""Frechet profile: as many holes as surely are right together, by all their confidences."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, exceeds, most
+from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
+from dlm_jax.settings import Setting, per_row, rule, static
+
+FRECHET_MARGIN = Setting(
+    "frechet_margin", 0.25,
+    "order=frechet: lead of the bound on the joint probability over that of any other text; -1 and "
+    "below commit more than the bound allows", low=-1e6, high=1.0,
+)  # fmt: skip
+
+
+@rule
+class Frechet(Confident):
+    """Commits the longest run of surest holes with ``L_n - U_n > delta``; one at least.
+
+    ``L_n = max(0, sum of c_j up to n, less n - 1)`` bounds the joint probability of the n
+    candidates from below (Frechet), ``U_n = 1 - c_n`` that of any other choice from above.
+    Confidences c are in falling order (Kasa et al. 2026, Fast-dLLM++, section 3). For equal
+    confidences it is `Factor` with a factor of ``1 - delta``.
+    """
+
+    about = "all whose confidences bound their joint probability well"
+
+    margin_B: jax.Array = per_row(FRECHET_MARGIN)
+    confidence: Measure = static(CONFIDENCE)
+
+    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        is_hole_BL = context.is_hole_BL
+        sure_BL = jnp.where(is_hole_BL, proposal.confidence_BL, -jnp.inf)
+        sure_BL = jnp.sort(sure_BL, axis=1, descending=True)
+        doubt_BL = jnp.where(sure_BL > -jnp.inf, 1.0 - sure_BL, jnp.inf)
+        lead_BL = jnp.maximum(1.0 - jnp.cumsum(doubt_BL, axis=1), 0.0) - doubt_BL
+        count_B = jnp.sum(exceeds(lead_BL, self.margin_B[:, None], 1.0), axis=1)
+        count_B = jnp.maximum(count_B, 1)
+        return most(proposal.confidence_BL, is_hole_BL, count_B, context.preference_BL)

@@ -1,0 +1,58 @@
+"""Hierarchical decoding: the surest hole of each run, so that runs are divided."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, most, reaches
+from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
+from dlm_jax.sampling.commit.sure import THRESHOLD
+from dlm_jax.settings import Setting, per_row, rule, static
+
+HIERARCHY_FLOOR = Setting(
+    "hierarchy_floor", 0.0,
+    "order=hierarchical: confidence that the surest hole of a run needs, in [0, 1]; 0: none",
+    low=0.0, high=1.0,
+)  # fmt: skip
+
+
+@rule
+class Hierarchical(Confident):
+    """Commits holes of confidence >= threshold, and the surest one of each run of holes.
+
+    That divides each run in two, so as few as ``log2`` of its length steps may do (Ma et al. 2025,
+    dInfer, section 4.2). Below a floor only the surest of all commits.
+    """
+
+    about = "the surest hole of each run of holes, and all that are sure enough"
+
+    threshold_B: jax.Array = per_row(THRESHOLD)
+    floor_B: jax.Array = per_row(HIERARCHY_FLOOR)
+    confidence: Measure = static(CONFIDENCE)
+
+    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        sure_BL, is_hole_BL = proposal.confidence_BL, context.is_hole_BL
+        is_best_BL = is_hole_BL & reaches(sure_BL, _most_of_run(sure_BL, is_hole_BL))
+        assert context.preference_BL is not None, "the loop gives it"
+        preference_BL = jnp.where(is_best_BL, context.preference_BL, jnp.uint32(0))
+        is_best_BL &= preference_BL == _most_of_run(preference_BL, is_hole_BL)
+        is_best_BL &= reaches(sure_BL, self.floor_B[:, None])
+        is_sure_BL = is_hole_BL & reaches(sure_BL, self.threshold_B[:, None])
+        one_B = jnp.ones_like(context.step_B)
+        return is_best_BL | is_sure_BL | most(sure_BL, is_hole_BL, one_B, context.preference_BL)
+
+
+def _most_of_run(x_BL: jax.Array, is_in_BL: jax.Array) -> jax.Array:
+    """The largest value, of those from 0, of the run of True that holds each position."""
+
+    def later(one: tuple[jax.Array, jax.Array], two: tuple[jax.Array, jax.Array]):
+        return jnp.where(two[1], two[0], jnp.maximum(one[0], two[0])), one[1] | two[1]
+
+    left_BL, right_BL = (
+        jax.lax.associative_scan(
+            later, (jnp.where(is_in_BL, x_BL, 0), ~is_in_BL), reverse=reverse, axis=1
+        )[0]
+        for reverse in (False, True)
+    )
+    return jnp.maximum(left_BL, right_BL)

@@ -1,0 +1,112 @@
+"""KLASS: what is sure and has been predicted alike for some steps."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling import vocab
+from dlm_jax.sampling.commit.commit_rule import (
+    CommitContext,
+    CommitRule,
+    Proposal,
+    RuleMemory,
+    exceeds,
+    most,
+    reaches,
+)
+from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST
+from dlm_jax.settings import Setting, per_row, rule
+
+KLASS_DIVERGENCE = Setting(
+    "klass_divergence", 0.01,
+    "order=klass: nats by which a stable prediction moves less in a step, >= 0",
+    low=0.0, high=1e6,
+)  # fmt: skip
+KLASS_STEPS = Setting(
+    "klass_steps", 2, "order=klass: steps in a row that a prediction must have been stable", low=0
+)
+LEADING = 32
+"""Ids of each position whose log-probabilities are kept."""
+_LEAST = 1e-6
+
+
+class Seen(NamedTuple):
+    """The last prediction of each position.
+
+    Attributes:
+      ids: int32 ``[..., K]``, its likeliest ids; -1 where there are fewer, or none was made.
+      logprobs: float32 ``[..., K]``, theirs.
+      steps: int32 ``[...]``, predictions in a row that moved less than the bound.
+    """
+
+    ids: jax.Array
+    logprobs: jax.Array
+    steps: jax.Array
+
+
+@rule
+class Klass(CommitRule):
+    """Commits the holes with ``max p > tau`` and ``KL(p_t, p_{t-1}) < epsilon`` for n steps.
+
+    Where there is none, the surest (Kim et al. 2025, KLASS, algorithm 1 and equation 5). The
+    divergence is over the 32 likeliest ids of the step before and all others as one event: exact
+    for vocabularies up to that size, and a lower bound for larger ones.
+    """
+
+    about = "all that are sure and stable from step to step"
+
+    threshold_B: jax.Array = per_row(THRESHOLD)
+    divergence_B: jax.Array = per_row(KLASS_DIVERGENCE)
+    steps_B: jax.Array = per_row(KLASS_STEPS)
+    least_B: jax.Array = per_row(THRESHOLD_LEAST)
+
+    def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
+        shape = (num_rows, num_positions, LEADING)
+        ids, steps = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape[:2], jnp.int32)
+        return RuleMemory(Seen(ids, jnp.full(shape, -jnp.inf, jnp.float32), steps))
+
+    def observe(
+        self,
+        kept: Any,
+        row_N: jax.Array,
+        logits_NV: jax.Array,
+        ids_N: jax.Array,
+        logprob_N: jax.Array,
+    ) -> tuple[Any, jax.Array]:
+        logprob_NV = jax.nn.log_softmax(logits_NV.astype(jnp.float32))
+        now_NK = jnp.take_along_axis(logprob_NV, jnp.maximum(kept.ids, 0), axis=1)
+        moved_N = _divergence(jnp.where(kept.ids >= 0, now_NK, -jnp.inf), kept.logprobs)
+        bound_N = self.divergence_B[row_N]
+        is_stable_N = (kept.ids[:, 0] >= 0) & ~reaches(moved_N, bound_N, 1.0)
+        best_NK, best_ids_NK = vocab.largest(logprob_NV, min(LEADING, logits_NV.shape[1]))
+        padding = (0, 0), (0, LEADING - best_NK.shape[1])
+        seen = Seen(
+            jnp.pad(best_ids_NK, padding, constant_values=-1),
+            jnp.pad(best_NK, padding, constant_values=-jnp.inf),
+            jnp.where(is_stable_N, kept.steps + 1, 0),
+        )
+        return seen, jnp.exp(best_NK[:, 0])
+
+    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        seen, is_hole_BL = context.memory.places, context.is_hole_BL
+        is_ready_BL = is_hole_BL & (seen.steps >= self.steps_B[:, None])
+        is_ready_BL &= exceeds(proposal.confidence_BL, self.threshold_B[:, None])
+        surest_BL = most(
+            proposal.confidence_BL, is_hole_BL, self.least_B, context.preference_BL
+        )  # fmt: skip
+        return jnp.where(jnp.any(is_ready_BL, axis=1, keepdims=True), is_ready_BL, surest_BL)
+
+
+def _divergence(now_NK: jax.Array, before_NK: jax.Array) -> jax.Array:
+    """KL of log-probabilities of some ids, and of all others as one event, in nats."""
+
+    def term(now: jax.Array, before: jax.Array) -> jax.Array:
+        return jnp.where(now > -jnp.inf, jnp.exp(now) * (now - before), 0.0)
+
+    rest_N, rest_before_N = (
+        jnp.log(jnp.maximum(1.0 - jnp.exp(x).sum(axis=1), _LEAST)) for x in (now_NK, before_NK)
+    )
+    return term(now_NK, before_NK).sum(axis=1) + term(rest_N, rest_before_N)

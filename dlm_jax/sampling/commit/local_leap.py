@@ -1,0 +1,52 @@
+"""LocalLeap: near a sure hole, less sure ones are sure enough."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, most, reaches
+from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
+from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST
+from dlm_jax.settings import Setting, per_row, rule, static
+
+LEAP_THRESHOLD = Setting(
+    "leap_threshold", 0.75,
+    "order=local_leap: confidence that commits near a hole of the threshold's, in [0, 1]",
+    low=0.0, high=1.0,
+)  # fmt: skip
+LEAP_RADIUS = Setting(
+    "leap_radius", 4, "order=local_leap: positions on either side that are near", low=0
+)
+
+
+@rule
+class LocalLeap(Confident):
+    """Commits holes of confidence >= tau, and those >= tau' within W positions of one.
+
+    Or the surest. The holes of confidence >= tau are anchors, next to which the prediction is
+    nearly determined (Kong et al. 2025, LocalLeap, algorithm 1).
+    """
+
+    about = "all that are sure enough, and less sure ones beside them"
+
+    threshold_B: jax.Array = per_row(THRESHOLD)
+    relaxed_B: jax.Array = per_row(LEAP_THRESHOLD)
+    radius_B: jax.Array = per_row(LEAP_RADIUS)
+    least_B: jax.Array = per_row(THRESHOLD_LEAST)
+    confidence: Measure = static(CONFIDENCE)
+
+    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        sure_BL, is_hole_BL = proposal.confidence_BL, context.is_hole_BL
+        is_anchor_BL = is_hole_BL & reaches(sure_BL, self.threshold_B[:, None])
+        num_positions = is_hole_BL.shape[1]
+        upto_BL = jnp.pad(jnp.cumsum(is_anchor_BL, axis=1), ((0, 0), (1, 0)))
+        place_1L = jnp.arange(num_positions)[None]
+        radius_B1 = jnp.minimum(self.radius_B, num_positions)[:, None]
+        first_BL = jnp.maximum(place_1L - radius_B1, 0)
+        end_BL = jnp.minimum(place_1L + radius_B1 + 1, num_positions)
+        anchors_BL = jnp.take_along_axis(upto_BL, end_BL, axis=1)
+        anchors_BL -= jnp.take_along_axis(upto_BL, first_BL, axis=1)
+        is_near_BL = is_hole_BL & (anchors_BL > 0) & reaches(sure_BL, self.relaxed_B[:, None])
+        least_BL = most(sure_BL, is_hole_BL, self.least_B, context.preference_BL)
+        return is_anchor_BL | is_near_BL | least_BL

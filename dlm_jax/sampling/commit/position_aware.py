@@ -1,0 +1,87 @@
+"""PC-sampler: earlier positions first, and tokens that are common anyway last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, most
+from dlm_jax.sampling.commit.quotas import CONFIDENCE, SCHEDULE, Confident, Measure, Quota
+from dlm_jax.sampling.largest import place_of_largest
+from dlm_jax.settings import UNSET, Setting, SettingError, fact, per_row, rule, static
+
+POSITION_DECAY = Setting(
+    "position_decay", 0.25, "order=position_aware: weight exp(-decay i) of the i-th position, >= 0",
+    low=0.0, high=1e3,
+)  # fmt: skip
+INFORMATION_LIMIT = Setting(
+    "information_limit", 10.0, "order=position_aware: most that a token's -p ln f counts, > 0",
+    low=1e-6, high=1e6,
+)  # fmt: skip
+_LEAST = 1e-10
+
+
+def _shares(value: Any) -> tuple[tuple[int, float], ...]:
+    """The pairs of a mapping or of a sequence of pairs."""
+    try:
+        pairs = value.items() if isinstance(value, Mapping) else value
+        found = tuple((int(id_), float(share)) for id_, share in pairs)
+    except (TypeError, ValueError):
+        raise SettingError("common_ids", value, "is not a mapping", "use {12: 0.05}") from None
+    if any(share < 0 for _, share in found) or not sum(share for _, share in found) <= 1:
+        raise SettingError("common_ids", value, "has shares below 0 or above 1 in all", "use {}")
+    return found
+
+
+COMMON_IDS = Setting(
+    "common_ids", (),
+    "order=position_aware: shares of ids in the texts of the corpus: 12:0.05,30:0.2; all other ids "
+    "share the rest evenly",
+    parse=_shares, hint=Mapping[int, float] | tuple[tuple[int, float], ...],
+)  # fmt: skip
+
+
+@rule
+class PositionAware(Confident):
+    """Commits a quota of holes of highest ``exp(-lambda i) min(-p ln f, alpha)``.
+
+    With i the number of the position, p the probability of its candidate and f the share of that
+    token in a corpus (Huang et al. 2025, PC-Sampler, equations 5 to 7).
+    """
+
+    about = "a quota, by position, probability and how rare the token is"
+
+    decay_B: jax.Array = per_row(POSITION_DECAY)
+    limit_B: jax.Array = per_row(INFORMATION_LIMIT)
+    common: tuple[tuple[int, float], ...] = static(COMMON_IDS)
+    quota: Quota = static(SCHEDULE)
+    confidence: Measure = static(CONFIDENCE)
+    vocab_size: int = fact("vocab_size", 0)
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        """Refuses a share of an id outside the vocabulary."""
+        for id_, _ in row.common_ids:
+            if not 0 <= id_ < facts.vocab_size:
+                raise SettingError(
+                    "common_ids",
+                    UNSET,
+                    f"names id {id_}, outside the vocabulary of {facts.vocab_size}",
+                    f"use 0 to {facts.vocab_size - 1}",
+                )
+
+    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        is_hole_BL = context.is_hole_BL
+        rest = 1.0 - sum(share for _, share in self.common)
+        share_BL = rest / max(self.vocab_size - len(self.common), 1)
+        for id_, share in self.common:
+            share_BL = jnp.where(proposal.tokens_BL == id_, share, share_BL)
+        rare_BL = -jnp.log(jnp.maximum(share_BL, _LEAST))
+        counts_BL = jnp.minimum(proposal.confidence_BL * rare_BL, self.limit_B[:, None])
+        first_B1 = place_of_largest(is_hole_BL)[:, None]
+        place_BL = jnp.arange(is_hole_BL.shape[1])[None] - first_B1
+        score_BL = jnp.log(counts_BL) - self.decay_B[:, None] * place_BL
+        return most(score_BL, is_hole_BL, self.quota(context), context.preference_BL, 1.0)

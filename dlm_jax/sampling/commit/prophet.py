@@ -1,0 +1,68 @@
+"""Prophet: all that is left at once, as soon as its predictions are clear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling import vocab
+from dlm_jax.sampling.commit.commit_rule import (
+    CommitContext,
+    Proposal,
+    RuleMemory,
+    most,
+    reaches,
+)
+from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure, linear_quota
+from dlm_jax.settings import Setting, per_row, rule, static
+
+PROPHET_GAP = Setting(
+    "prophet_gap", 7.5,
+    "order=prophet: mean lead in logits of the likeliest token over the next that commits all "
+    "holes in the first third of the steps; two thirds of it in the second, one in the last, >= 0",
+    low=0.0, high=1e6,
+)  # fmt: skip
+_MOST = 30.0
+"""A lead counts as this much at most: the next token may be impossible."""
+
+
+@rule
+class Prophet(Confident):
+    """Commits a quota of the surest holes, or all where their mean gap reaches ``tau(progress)``.
+
+    The gap of a hole is that of its two largest logits, and tau falls in three stages (Li et al.
+    2025, Prophet, equations 4 and 5: 7.5, 5.0 and 2.5). The mean is over the holes of the block.
+    """
+
+    about = "a quota, the surest first, and all at once when they are clear"
+
+    gap_B: jax.Array = per_row(PROPHET_GAP)
+    confidence: Measure = static(CONFIDENCE)
+
+    def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
+        return RuleMemory(jnp.zeros((num_rows, num_positions), jnp.float32))
+
+    def observe(
+        self,
+        kept: Any,
+        row_N: jax.Array,
+        logits_NV: jax.Array,
+        ids_N: jax.Array,
+        logprob_N: jax.Array,
+    ) -> tuple[Any, jax.Array]:
+        best_NK, _ = vocab.largest(logits_NV.astype(jnp.float32), min(2, logits_NV.shape[1]))
+        gap_N = jnp.minimum(best_NK[:, 0] - best_NK[:, -1], _MOST)
+        return gap_N, self.measure(logits_NV, logprob_N)
+
+    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        is_hole_BL = context.is_hole_BL
+        gap_B = jnp.sum(jnp.where(is_hole_BL, context.memory.places, 0.0), axis=1)
+        gap_B /= jnp.maximum(jnp.sum(is_hole_BL, axis=1), 1)
+        stage_B = jnp.minimum(3 * context.step_B // context.steps_B, 2)
+        is_clear_B = reaches(gap_B, self.gap_B * (3 - stage_B) / 3.0, _MOST)
+        surest_BL = most(
+            proposal.confidence_BL, is_hole_BL, linear_quota(context), context.preference_BL
+        )
+        return surest_BL | (is_hole_BL & is_clear_B[:, None])

@@ -1,0 +1,104 @@
+"""SlowFast: slow steps find how far predictions reach, fast ones fill that span."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, RuleMemory, most, reaches
+from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
+from dlm_jax.sampling.commit.sure import THRESHOLD
+from dlm_jax.sampling.largest import place_of_largest
+from dlm_jax.settings import Setting, per_row, rule, static
+
+SLOW_THRESHOLD = Setting(
+    "slow_threshold", 0.3,
+    "order=slow_fast: the span reaches to the last hole of this confidence, in [0, 1]",
+    low=0.0, high=1.0,
+)  # fmt: skip
+SLOW_STEPS = Setting("slow_steps", 6, "order=slow_fast: slow steps before a span at most", low=1)
+SLOW_SPREAD = Setting(
+    "slow_spread", 1.0,
+    "order=slow_fast: a span is found when two ends in a row deviate by less, in positions, >= 0",
+    low=0.0, high=1e6,
+)  # fmt: skip
+
+
+class Cycle(NamedTuple):
+    """Where each row is: the span, the end that the last slow step saw, and slow steps taken.
+
+    ``end_B`` is 0 while the span is sought. All int32 ``[B]``.
+    """
+
+    begin_B: jax.Array
+    end_B: jax.Array
+    seen_B: jax.Array
+    slow_B: jax.Array
+
+
+@rule
+class SlowFast(Confident):
+    """Commits holes of confidence >= threshold within a span that slow steps have found.
+
+    A slow step commits those behind the span before, or the surest one, and takes the last hole
+    of confidence >= tau' for the end. When two ends deviate by less than sigma, or after K steps,
+    fast steps fill the span in the same way (Wei et al. 2025, SlowFast, algorithm 1).
+    """
+
+    about = "all that are sure enough in a span that grows as predictions settle"
+
+    threshold_B: jax.Array = per_row(THRESHOLD)
+    reach_B: jax.Array = per_row(SLOW_THRESHOLD)
+    steps_B: jax.Array = per_row(SLOW_STEPS)
+    spread_B: jax.Array = per_row(SLOW_SPREAD)
+    confidence: Measure = static(CONFIDENCE)
+
+    def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
+        return RuleMemory(rows=Cycle(*(jnp.zeros(num_rows, jnp.int32) for _ in Cycle._fields)))
+
+    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        scope_BL, sure_BL = self._scope(context), proposal.confidence_BL
+        is_sure_BL = scope_BL & reaches(sure_BL, self.threshold_B[:, None])
+        return is_sure_BL | most(
+            sure_BL, scope_BL, jnp.ones_like(context.step_B), context.preference_BL
+        )
+
+    def remember(
+        self, context: CommitContext, proposal: Proposal, is_committed_BL: jax.Array
+    ) -> Any:
+        cycle, place_1L = _begun(context), jnp.arange(is_committed_BL.shape[1])[None]
+        is_far_BL = self._scope(context) & reaches(proposal.confidence_BL, self.reach_B[:, None])
+        seen_B = jnp.max(jnp.where(is_far_BL, place_1L, cycle.begin_B[:, None]), axis=1) + 1
+        slow_B, is_slow_B = cycle.slow_B + 1, cycle.end_B == 0
+        # Two numbers deviate from their mean by half their distance.
+        is_stable_B = (slow_B > 1) & (jnp.abs(seen_B - cycle.seen_B) < 2.0 * self.spread_B)
+        mean_B = jnp.where(slow_B > 1, (seen_B + cycle.seen_B) // 2, seen_B)
+        found_B = jnp.where(is_stable_B, seen_B, jnp.where(slow_B >= self.steps_B, mean_B, 0))
+        end_B = jnp.where(is_slow_B, found_B, cycle.end_B)
+        is_left_BL = context.is_hole_BL & ~is_committed_BL & (place_1L >= cycle.begin_B[:, None])
+        is_over_B = (end_B > 0) & ~jnp.any(is_left_BL & (place_1L < end_B[:, None]), axis=1)
+        return Cycle(
+            jnp.where(is_over_B, end_B, cycle.begin_B),
+            jnp.where(is_over_B, 0, end_B),
+            jnp.where(is_slow_B, seen_B, cycle.seen_B),
+            jnp.where(is_over_B, 0, jnp.where(is_slow_B, slow_B, cycle.slow_B)),
+        )
+
+    def _scope(self, context: CommitContext) -> jax.Array:
+        """The holes of the span, or of all behind it while it is sought; all if there are none."""
+        cycle, is_hole_BL = _begun(context), context.is_hole_BL
+        place_1L = jnp.arange(is_hole_BL.shape[1])[None]
+        begin_B1, end_B1 = cycle.begin_B[:, None], cycle.end_B[:, None]
+        scope_BL = is_hole_BL & (place_1L >= begin_B1) & ((place_1L < end_B1) | (end_B1 == 0))
+        return jnp.where(jnp.any(scope_BL, axis=1, keepdims=True), scope_BL, is_hole_BL)
+
+
+def _begun(context: CommitContext) -> Cycle:
+    """Where each row is; at the first step of a block, at its first hole."""
+    first_B = place_of_largest(context.is_hole_BL)
+    fresh = Cycle(first_B, 0 * first_B, 0 * first_B, 0 * first_B)
+    return jax.tree.map(
+        lambda x, y: jnp.where(context.step_B == 0, x, y), fresh, context.memory.rows
+    )

@@ -1,0 +1,46 @@
+"""WINO: drafts are verified by later forwards, and those that fail become holes again."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.commit.commit_rule import most, reaches
+from dlm_jax.sampling.remask.remask_rule import RemaskContext, RemaskRule
+from dlm_jax.settings import Setting, per_row, rule
+
+VERIFY_THRESHOLD = Setting(
+    "verify_threshold", 0.9,
+    "remask=wino: probability that a token must keep in later forwards, in [0, 1]; 0 is off",
+    low=0.0, high=1.0,
+)  # fmt: skip
+
+
+@rule
+class Wino(RemaskRule):
+    """Remasks tokens whose probability under this step's forward is below ``tau_2``.
+
+    Fewer than the step has committed, the least likely first, so that holes always become fewer
+    (Hong et al. 2025, WINO, algorithm 1). ``order="threshold"`` with a lower ``tau_1`` drafts. The
+    paper reads the probability from a second copy of the block in which each position sees all but
+    itself; here it is that of the forward itself, where a network may see the token.
+    """
+
+    about = "tokens that later forwards find unlikely, fewer than a step commits"
+    rereads = True
+
+    threshold_B: jax.Array = per_row(VERIFY_THRESHOLD)
+
+    @classmethod
+    def is_used(cls, row: object) -> bool:
+        return getattr(row, VERIFY_THRESHOLD.name) > 0
+
+    def is_active(self) -> jax.Array:
+        return self.threshold_B > 0
+
+    def select(self, context: RemaskContext) -> jax.Array:
+        is_doubted_BL = context.is_open_BL & ~context.is_fresh_BL
+        is_doubted_BL &= ~reaches(context.probability_BL, self.threshold_B[:, None])
+        room_B = jnp.maximum(jnp.sum(context.is_fresh_BL, axis=1) - 1, 0)
+        preference_BL = context.step.preference_BL
+        return most(-context.probability_BL, is_doubted_BL, room_B, preference_BL)
