@@ -33,6 +33,7 @@ class Wanted(NamedTuple):
       keeps_best: whether ``best_BL`` is, too; static.
       preference_BL: uint32, the order of positions that tie, see
         `dlm_jax.sampling.commit.commit_rule.preferences`.
+      is_given_BL: True at tokens that were given; None where the caller does not know.
     """
 
     is_open_BL: jax.Array
@@ -42,6 +43,7 @@ class Wanted(NamedTuple):
     is_scored_BL: jax.Array | None = None
     keeps_best: bool = False
     preference_BL: jax.Array | None = None
+    is_given_BL: jax.Array | None = None
 
 
 class Reader(NamedTuple):
@@ -94,6 +96,17 @@ class FillRule(Rule):
 
     forwards: ClassVar[int] = 0
     """Additional forwards of the trunk in a step."""
+
+    holds_structure: ClassVar[bool] = False
+    """Whether its candidates match the structure of a row, and no transform needs to see to it."""
+
+    drawn: ClassVar[str] = "in waves"
+    """How it draws tokens where it does not allow the host, for errors."""
+
+    @classmethod
+    def is_used(cls, row: Any) -> bool:
+        """Whether it draws for a row with these settings, or the parallel fill does."""
+        return True
 
     @classmethod
     def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
@@ -195,6 +208,15 @@ class CandidateWriter:
             total_BL=total_BL,
             best_BL=best_BL,
         )
+
+    def scored(self, clean_NV: jax.Array, ids_NK: jax.Array, at: At) -> tuple[jax.Array, jax.Array]:
+        """Log-probability and confidence of several candidates of each position, ``[N, K]``."""
+
+        def of_one(ids_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+            logprob_N = log_prob(clean_NV, ids_N)
+            return logprob_N, self._confidence(clean_NV, None, ids_N, logprob_N, at)
+
+        return jax.vmap(of_one, in_axes=1, out_axes=1)(ids_NK)
 
     def _confidence(
         self,

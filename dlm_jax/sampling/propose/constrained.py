@@ -1,0 +1,435 @@
+"""Candidates of a row with a structure, drawn together: all of them are part of one match.
+
+A structure is an automaton over the tokens (`dlm_jax.inference.structure`). Messages from the right
+say how much probability the positions behind a place have from each of its states; from the left a
+match is drawn, or the likeliest one found (Rabiner 1989, section III; Suresh et al. 2025, DINGO).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dlm_jax.sampling.commit.commit_rule import Proposal
+from dlm_jax.sampling.largest import place_of_largest
+from dlm_jax.sampling.positions import fold, put
+from dlm_jax.sampling.propose.fill import (
+    CandidateWriter,
+    Filled,
+    FillRule,
+    Reader,
+    Wanted,
+    no_candidates,
+)
+from dlm_jax.sampling.transforms.automaton import STRUCTURE, Arcs, held
+from dlm_jax.sampling.transforms.transform import At
+from dlm_jax.settings import UNSET, SettingError, per_row, rule
+from dlm_jax.types import live_positions
+
+_CUT = 1e4
+"""Nats that an id which the chain cuts is below those that it leaves."""
+_MOST_MEMBERS = 1 << 22
+_MOST_ARCS = 1 << 20
+_CLASS, _MEMBER, _ARC, _LABEL = 0x636C, 0x6D65, 0x6172, 0x6C61
+
+
+class _Seen(NamedTuple):
+    """What the readout of a position leaves for the draw of a match.
+
+    Attributes:
+      label: float32 log-weight of each label, ``[..., K]``.
+      weight: float32 log-weight of each class of ids, ``[..., C]``; likewise the others.
+      ids: int32, an id of the class, drawn by its weight or the likeliest one.
+      logprob: float32, the id's log-probability under the clean logits.
+      confidence: float32, what the commit rule measures of it.
+    """
+
+    label: jax.Array
+    weight: jax.Array
+    ids: jax.Array
+    logprob: jax.Array
+    confidence: jax.Array
+
+
+@rule
+class Constrained(FillRule):
+    """Draws the open positions of a row together, out of the ways to match its structure.
+
+    The match is drawn from the product of the positions' distributions, after the row's chain,
+    conditioned on the automaton: the text behind the given tokens at the begin of the row with its
+    given gaps, and EOS behind the end of the match. A row of temperature 0 gets the likeliest
+    match. Any part of the candidates may be committed, as the rest completes it.
+
+    The independent draw of every position is kept where it matches by itself, which changes no
+    distribution: under a structure that every text matches it is that of `Parallel`, bit for bit.
+    An id that a truncation of the chain cuts is drawn where no match does without one. Holes that a
+    step does not look at, as those of later blocks, weigh nothing: some token has to fit. Rows
+    without structure are drawn by `Parallel`.
+
+    Attributes:
+      class_of_BV: int16, see `Automaton`.
+      next_BSD: int32, the state behind each arc of a state, see `Arcs`; the dead one pads.
+      label_BSD: int32, its label; likewise.
+      is_member_BKC: bool, classes of each label.
+      ids_BMJ: int32, ids in blocks of one class.
+      class_BM: int32, the class of each block.
+      is_final_BS: bool, True where a text may end.
+      start_B: int32 state before the text.
+    """
+
+    about = "those of a row with a structure together, as a match; others in parallel"
+    holds_structure = True
+    drawn = "together"
+
+    class_of_BV: jax.Array = per_row(STRUCTURE)
+    next_BSD: jax.Array = per_row(STRUCTURE)
+    label_BSD: jax.Array = per_row(STRUCTURE)
+    is_member_BKC: jax.Array = per_row(STRUCTURE)
+    ids_BMJ: jax.Array = per_row(STRUCTURE)
+    class_BM: jax.Array = per_row(STRUCTURE)
+    is_final_BS: jax.Array = per_row(STRUCTURE)
+    start_B: jax.Array = per_row(STRUCTURE)
+
+    @classmethod
+    def is_used(cls, row: Any) -> bool:
+        return row.structure != ""
+
+    @classmethod
+    def check(cls, row: Any) -> None:
+        why = "changes tokens of a match that fill='constrained' has drawn together"
+        for name in ("edit", "resample"):
+            if getattr(row, name):
+                raise SettingError(name, True, why, f"use {name}=False")
+        if row.renoises:
+            raise SettingError("renoise_start", UNSET, why, "leave re-noise off")
+        if row.table.commit[row.order].rewrites:
+            raise SettingError("order", row.order, why, "use order='threshold', say")
+        if row.ignore_eos:
+            raise SettingError(
+                "structure", UNSET, "ends with EOS, which ignore_eos bans", "drop one of them"
+            )
+        for used in row.table.chained(row):
+            if used.reads_final_logprob and used.is_used(row):
+                name = next(s.name for s in used.settings() if s.activates)
+                raise SettingError(
+                    name,
+                    getattr(row, name),
+                    "follows draws of single tokens, and fill='constrained' draws them together",
+                    f"leave {name} at its default",
+                )
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        arcs = held(row).arcs
+        if arcs.is_member_KC.size > _MOST_MEMBERS or arcs.next_SD.size > _MOST_ARCS:
+            labels, classes = arcs.is_member_KC.shape
+            raise SettingError(
+                "structure",
+                UNSET,
+                f"has {labels} sets of {classes} classes of ids, too many for fill='constrained'",
+                "use fill='parallel', or a shorter one",
+                others=["fill"],
+            )
+
+    @classmethod
+    def columns(cls, rows: Sequence[Any], facts: Any) -> Constrained:
+        """The automata of the rows, padded to a size that few programs share."""
+        automata = [held(row) for row in rows]
+        arcs = [automaton.arcs for automaton in automata]
+        states = _power(arcs, lambda a: a.next_SD.shape[0], 32)
+        degree = _power(arcs, lambda a: a.next_SD.shape[1], 4)
+        labels = _power(arcs, lambda a: a.is_member_KC.shape[0], 32)
+        classes = _power(arcs, lambda a: a.is_member_KC.shape[1], 32)
+        blocks = max(len(a.class_M) for a in arcs)
+        # A quarter more than there are at most: they are as many as the vocabulary asks for.
+        step = max(16, 1 << max(0, blocks.bit_length() - 3))
+        blocks = -(-blocks // step) * step
+        columns: Any = (
+            np.stack([automaton.class_of_V for automaton in automata]),
+            _stacked([a.next_SD for a in arcs], (states, degree), 0),
+            _stacked([a.label_SD for a in arcs], (states, degree), 0),
+            _stacked([a.is_member_KC for a in arcs], (labels, classes), False),
+            _stacked([a.ids_MJ for a in arcs], (blocks, arcs[0].ids_MJ.shape[1]), -1),
+            _stacked([a.class_M for a in arcs], (blocks,), 0),
+            _stacked([automaton.is_final_S for automaton in automata], (states,), False),
+            np.array([automaton.start for automaton in automata], np.int32),
+        )
+        return cls(*columns)
+
+    def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
+        """The candidates; their confidence and log-probability are those of clean logits."""
+        own_BL = writer.own_BL
+        is_read_BL = wanted.is_open_BL if own_BL is None else wanted.is_open_BL | (own_BL >= 0)
+
+        def draw(
+            carry: tuple[Filled, _Seen], places_N: jax.Array, is_real_N: jax.Array
+        ) -> tuple[Filled, _Seen]:
+            found, seen = carry
+            clean_NV = reader.logits(places_N)
+            now = self._seen(writer, places_N, is_real_N, clean_NV)
+            return (
+                writer.write(found, places_N, is_real_N, clean_NV),
+                put(seen, places_N, is_real_N, now),
+            )
+
+        _, num_labels, num_classes = self.is_member_BKC.shape
+        shape = wanted.is_open_BL.shape
+        each_BLC = jnp.zeros((*shape, num_classes), jnp.float32)
+        none = _Seen(
+            jnp.zeros((*shape, num_labels), jnp.float32), each_BLC,
+            jnp.zeros(each_BLC.shape, jnp.int32), each_BLC, each_BLC,
+        )  # fmt: skip
+        start = no_candidates(wanted), none
+        found, seen = fold(is_read_BL, reader.chunk, draw, start)
+        return found._replace(proposal=self._matching(writer, wanted, found.proposal, seen))
+
+    def _seen(
+        self,
+        writer: CandidateWriter,
+        places_N: jax.Array,
+        is_real_N: jax.Array,
+        clean_NV: jax.Array,
+    ) -> _Seen:
+        """What the positions of a chunk leave, ``[N, ...]``."""
+        row_N, index_N = places_N // writer.num_positions, places_N % writer.num_positions
+        key_N = _keys(writer.key_B[row_N], index_N)
+        at = At(row_N, index_N, key_N, is_real_N)
+        clean_NV = clean_NV.astype(jnp.float32)
+        final_NV = writer.chain.apply(writer.prepared, clean_NV, at)
+        is_greedy_N = writer.chain.is_greedy(at)
+        ids_NMJ = self.ids_BMJ[row_N]
+        is_id_NMJ = ids_NMJ >= 0
+
+        def of_ids(logits_NV: jax.Array) -> jax.Array:
+            """The logits of each id below the largest of them; -inf where there is none."""
+            flat_NI = jnp.maximum(ids_NMJ, 0).reshape(row_N.size, -1)
+            logits_NI = jnp.take_along_axis(logits_NV, flat_NI, axis=1, mode="promise_in_bounds")
+            logits_NMJ = jnp.where(is_id_NMJ, logits_NI.reshape(ids_NMJ.shape), -jnp.inf)
+            peak_N = jnp.max(logits_NMJ, axis=(1, 2))
+            return logits_NMJ - _finite(peak_N)[:, None, None]
+
+        def by_class(logits_NMJ: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return _by_class(
+                logits_NMJ, self.class_BM[row_N], key_N, is_greedy_N, self.is_member_BKC.shape[2]
+            )
+
+        left_NMJ = of_ids(final_NV)
+        weight_NC, place_NC = by_class(left_NMJ)
+        is_class_NC = jnp.any(self.is_member_BKC, axis=1)[row_N]
+        is_cut = jnp.any(is_class_NC & (weight_NC == -jnp.inf) & is_real_N[:, None])
+
+        def with_cut() -> tuple[jax.Array, jax.Array]:
+            below_NMJ = jnp.maximum(of_ids(clean_NV), -_CUT) - _CUT
+            is_cut_NMJ = is_id_NMJ & ~(left_NMJ > -jnp.inf)
+            return by_class(jnp.where(is_cut_NMJ, below_NMJ, left_NMJ))
+
+        weight_NC, place_NC = jax.lax.cond(is_cut, with_cut, lambda: (weight_NC, place_NC))
+        ids_NC = jnp.take_along_axis(ids_NMJ.reshape(row_N.size, -1), place_NC, axis=1)
+        ids_NC = jnp.maximum(ids_NC, 0)
+        member_NKC = self.is_member_BKC[row_N]
+        each_NKC = jnp.where(member_NKC, weight_NC[:, None, :], -jnp.inf)
+        label_NK = _total(each_NKC, is_greedy_N[:, None])
+        logprob_NC, confidence_NC = writer.scored(clean_NV, ids_NC, at)
+        return _Seen(label_NK, weight_NC, ids_NC, logprob_NC, confidence_NC)
+
+    def _matching(
+        self, writer: CandidateWriter, wanted: Wanted, drawn: Proposal, seen: _Seen
+    ) -> Proposal:
+        """The candidates where they match, and a match that is drawn together where not."""
+        is_open_BL = wanted.is_open_BL
+        num_rows, num_positions = is_open_BL.shape
+        rows_B, place_1L = jnp.arange(num_rows), jnp.arange(num_positions)[None]
+        assert wanted.is_given_BL is not None
+        begin_B1 = place_of_largest(~wanted.is_given_BL)[:, None]
+        is_text_BL = (place_1L >= begin_B1) & live_positions(wanted.length_B, num_positions)
+        is_open_BL &= is_text_BL
+        is_wild_BL = is_text_BL & ~is_open_BL & ~wanted.is_seen_BL
+        key_BL = jax.vmap(_keys)(writer.key_B, jnp.broadcast_to(place_1L, is_open_BL.shape))
+        at = At(rows_B, rows_B, writer.key_B, rows_B >= 0)
+        is_greedy_B = writer.chain.is_greedy(at)
+
+        # A token that stands leads on where a label has its class, an unseen hole everywhere.
+        token_BL = jnp.where(is_open_BL, drawn.tokens_BL, wanted.tokens_BL)
+        token_BL = jnp.clip(token_BL, 0, self.class_of_BV.shape[1] - 1)
+        class_BL = jnp.take_along_axis(self.class_of_BV, token_BL, axis=1).astype(jnp.int32)
+        has_BKL = jnp.take_along_axis(self.is_member_BKC, class_BL[:, None, :], axis=2)
+        is_label_B1K = jnp.any(self.is_member_BKC, axis=2)[:, None, :]
+        stands_BLK = jnp.where(is_wild_BL[:, :, None], is_label_B1K, has_BKL.swapaxes(1, 2))
+        label_BLK = jnp.where(
+            is_open_BL[:, :, None], seen.label, jnp.where(stands_BLK, 0.0, -jnp.inf)
+        )
+        takes_best_BL = ~is_open_BL | is_greedy_B[:, None]
+        num_states, degree = self.next_BSD.shape[1:]
+        flat_next_BI, flat_label_BI = (
+            x.reshape(num_rows, -1) for x in (self.next_BSD, self.label_BSD)
+        )
+
+        def back(behind_BS: jax.Array, at_one: Any) -> tuple[jax.Array, jax.Array]:
+            label_BK, takes_best_B, is_text_B = at_one
+            each_BI = jnp.take_along_axis(label_BK, flat_label_BI, axis=1)
+            each_BI += jnp.take_along_axis(behind_BS, flat_next_BI, axis=1)
+            now_BS = _total(each_BI.reshape(num_rows, num_states, degree), takes_best_B[:, None])
+            now_BS -= _finite(jnp.max(now_BS, axis=1))[:, None]
+            return jnp.where(is_text_B[:, None], now_BS, behind_BS), behind_BS
+
+        by_place = label_BLK.swapaxes(0, 1), takes_best_BL.T, is_text_BL.T
+        end_BS = jnp.where(self.is_final_BS, 0.0, -jnp.inf)
+        _, behind_LBS = jax.lax.scan(back, end_BS, by_place, reverse=True)
+
+        wait_PD = _waits(_salted(key_BL.reshape(-1), _ARC), degree)
+        wait_BLD = wait_PD.reshape(num_rows, num_positions, degree)
+        wait_BLD = jnp.where(takes_best_BL[:, :, None], 0.0, wait_BLD)
+
+        def forth(states: _States, at_one: Any) -> tuple[_States, jax.Array]:
+            label_BK, behind_BS, wait_BD, class_B, is_text_B, is_open_B, is_wild_B = at_one
+            arc_BD, next_BD = (
+                self.label_BSD[rows_B, states.drawn_B],
+                self.next_BSD[rows_B, states.drawn_B],
+            )
+            weight_BD = jnp.take_along_axis(label_BK, arc_BD, axis=1)
+            weight_BD += jnp.take_along_axis(behind_BS, next_BD, axis=1)
+            chosen_B1 = place_of_largest(weight_BD - wait_BD)[:, None]
+            arc_B, drawn_B = (
+                jnp.take_along_axis(x, chosen_B1, axis=1)[:, 0] for x in (arc_BD, next_BD)
+            )
+            # The same for the candidates that were drawn apart, up to the first unseen hole.
+            arc_BD, next_BD = (
+                self.label_BSD[rows_B, states.own_B],
+                self.next_BSD[rows_B, states.own_B],
+            )
+            leads_BD = self.is_member_BKC[rows_B[:, None], arc_BD, class_B[:, None]]
+            own_B = jnp.max(jnp.where(leads_BD, next_BD, 0), axis=1)
+            fits_B = behind_BS[rows_B, own_B] > -jnp.inf
+            is_known_B = states.is_known_B & ~(is_text_B & is_wild_B)
+            fits_B = jnp.where(is_known_B, fits_B, ~is_open_B) | ~is_text_B
+            now = _States(
+                jnp.where(is_text_B, drawn_B, states.drawn_B),
+                jnp.where(is_text_B, own_B, states.own_B), states.fits_B & fits_B, is_known_B,
+            )  # fmt: skip
+            return now, arc_B
+
+        at_each = (
+            by_place[0], behind_LBS, wait_BLD.swapaxes(0, 1), class_BL.T, is_text_BL.T,
+            is_open_BL.T, is_wild_BL.T,
+        )  # fmt: skip
+        is_row_B = rows_B >= 0
+        begin = _States(self.start_B, self.start_B, is_row_B, is_row_B)
+        end, arc_LB = jax.lax.scan(forth, begin, at_each)
+
+        has_BLC = jnp.take_along_axis(self.is_member_BKC, arc_LB.T[:, :, None], axis=1)
+        wait_PC = _waits(_salted(key_BL.reshape(-1), _LABEL), has_BLC.shape[2])
+        wait_BLC = jnp.where(takes_best_BL[:, :, None], 0.0, wait_PC.reshape(has_BLC.shape))
+        score_BLC = jnp.where(has_BLC, seen.weight - wait_BLC, -jnp.inf)
+        class_BL1 = place_of_largest(score_BLC)[:, :, None]
+        ids_BL, logprob_BL, confidence_BL = (
+            jnp.take_along_axis(x, class_BL1, axis=2)[:, :, 0]
+            for x in (seen.ids, seen.logprob, seen.confidence)
+        )
+        is_new_BL = is_open_BL & ~end.fits_B[:, None]
+        return drawn._replace(
+            tokens_BL=jnp.where(is_new_BL, ids_BL, drawn.tokens_BL),
+            logprob_BL=jnp.where(is_new_BL, logprob_BL, drawn.logprob_BL),
+            confidence_BL=jnp.where(is_new_BL, confidence_BL, drawn.confidence_BL),
+        )
+
+
+class _States(NamedTuple):
+    """States of the walks from the left, ``[B]``.
+
+    Attributes:
+      drawn_B: int32, of the match that is drawn.
+      own_B: int32, of the candidates as they are.
+      fits_B: True while those are part of a match.
+      is_known_B: True up to the first hole that the step does not look at.
+    """
+
+    drawn_B: jax.Array
+    own_B: jax.Array
+    fits_B: jax.Array
+    is_known_B: jax.Array
+
+
+def _by_class(
+    logits_NMJ: jax.Array,
+    class_NM: jax.Array,
+    key_N: jax.Array,
+    is_greedy_N: jax.Array,
+    num_classes: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The log-weight of each class of ids, and the place ``block * J + member`` of one of them.
+
+    It is drawn by the weights in the class, or the likeliest of a greedy row; ``[N, C]``.
+    """
+    num_places, num_blocks, size = logits_NMJ.shape
+    place_N1 = jnp.arange(num_places)[:, None]
+    is_greedy_N1 = is_greedy_N[:, None]
+
+    def most(score_NM: jax.Array) -> jax.Array:
+        none_NC = jnp.full((num_places, num_classes), -jnp.inf)
+        return none_NC.at[place_N1, class_NM].max(score_NM)
+
+    block_NM = _total(logits_NMJ, is_greedy_N1)
+    peak_NC = most(block_NM)
+    share_NM = jnp.exp(block_NM - _finite(jnp.take_along_axis(peak_NC, class_NM, axis=1)))
+    sum_NC = jnp.zeros(peak_NC.shape).at[place_N1, class_NM].add(share_NM)
+    weight_NC = jnp.where(is_greedy_N1, peak_NC, peak_NC + jnp.log(sum_NC))
+    wait_NM = _waits(_salted(key_N, _CLASS), num_blocks)
+    score_NM = block_NM - jnp.where(is_greedy_N1, 0.0, wait_NM)
+    is_most_NM = score_NM == jnp.take_along_axis(most(score_NM), class_NM, axis=1)
+    number_1M = jnp.arange(num_blocks)[None]
+    first_NC = (
+        jnp.full(peak_NC.shape, num_blocks - 1)
+        .at[place_N1, class_NM]
+        .min(jnp.where(is_most_NM, number_1M, num_blocks - 1))
+    )
+    member_NCJ = jnp.take_along_axis(logits_NMJ, first_NC[:, :, None], axis=1)
+    wait_NJ = _waits(_salted(key_N, _MEMBER), size)
+    wait_NJ = jnp.where(is_greedy_N1, 0.0, wait_NJ)
+    return weight_NC, first_NC * size + place_of_largest(member_NCJ - wait_NJ[:, None])
+
+
+def _total(each: jax.Array, takes_best: jax.Array) -> jax.Array:
+    """Log of the sum of exponentials over the last axis, or their largest; -inf of none."""
+    peak = jnp.max(each, axis=-1)
+    total = jnp.sum(jnp.exp(each - _finite(peak)[..., None]), axis=-1)
+    return jnp.where(takes_best, peak, peak + jnp.log(total))
+
+
+def _finite(peak: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(peak), peak, 0.0)
+
+
+def _keys(key: jax.Array, index_N: jax.Array) -> jax.Array:
+    """A key for each position of one row, or of as many rows as there are positions."""
+    return jax.vmap(jax.random.fold_in, (None if key.ndim == 0 else 0, 0))(key, index_N)
+
+
+def _salted(key_N: jax.Array, salt: int) -> jax.Array:
+    return jax.vmap(lambda key: jax.random.fold_in(key, salt))(key_N)
+
+
+def _waits(key_N: jax.Array, size: int) -> jax.Array:
+    """Logarithms of exponential times: the first of weights ``w`` is i with chance ``w_i / sum``.
+
+    From 64 bits each, as small weights win by small times.
+    """
+    bits_NK2 = jax.vmap(lambda key: jax.random.bits(key, (size, 2)))(key_N).astype(jnp.float32)
+    uniform_NK = bits_NK2[..., 0] * 2.0**-32 + bits_NK2[..., 1] * 2.0**-64
+    return jnp.log(-jnp.log1p(-jnp.minimum(uniform_NK, 1.0 - 2.0**-24)))
+
+
+def _power(arcs: Sequence[Arcs], size: Any, least: int) -> int:
+    """The least power of two that no size exceeds."""
+    return max(least, 1 << (max(map(size, arcs)) - 1).bit_length())
+
+
+def _stacked(arrays: Sequence[np.ndarray], shape: tuple[int, ...], fill: Any) -> np.ndarray:
+    """The arrays as one, each padded to the shape."""
+    made = np.full((len(arrays), *shape), fill, arrays[0].dtype)
+    for place, array in enumerate(arrays):
+        made[(place, *map(slice, array.shape))] = array
+    return made
