@@ -72,10 +72,10 @@ class Constrained(FillRule):
 
     Attributes:
       class_of_BV: int16, see `Automaton`.
-      next_BSD: int32, the state behind each arc of a state, see `Arcs`; the dead one pads.
-      label_BSD: int32, its label; likewise.
-      is_member_BKC: bool, classes of each label.
-      ids_BMJ: int32, ids in blocks of one class.
+      next_BDS: int32, the state behind each arc of a state, see `Arcs`; the dead one pads.
+      label_BDS: int32, its label; likewise.
+      is_member_BCK: bool, classes of each label.
+      ids_BJM: int32, ids in blocks of one class.
       class_BM: int32, the class of each block.
       is_final_BS: bool, True where a text may end.
       start_B: int32 state before the text.
@@ -86,10 +86,10 @@ class Constrained(FillRule):
     drawn = "together"
 
     class_of_BV: jax.Array = per_row(STRUCTURE)
-    next_BSD: jax.Array = per_row(STRUCTURE)
-    label_BSD: jax.Array = per_row(STRUCTURE)
-    is_member_BKC: jax.Array = per_row(STRUCTURE)
-    ids_BMJ: jax.Array = per_row(STRUCTURE)
+    next_BDS: jax.Array = per_row(STRUCTURE)
+    label_BDS: jax.Array = per_row(STRUCTURE)
+    is_member_BCK: jax.Array = per_row(STRUCTURE)
+    ids_BJM: jax.Array = per_row(STRUCTURE)
     class_BM: jax.Array = per_row(STRUCTURE)
     is_final_BS: jax.Array = per_row(STRUCTURE)
     start_B: jax.Array = per_row(STRUCTURE)
@@ -125,8 +125,8 @@ class Constrained(FillRule):
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
         arcs = held(row).arcs
-        if arcs.is_member_KC.size > _MOST_MEMBERS or arcs.next_SD.size > _MOST_ARCS:
-            labels, classes = arcs.is_member_KC.shape
+        if arcs.is_member_CK.size > _MOST_MEMBERS or arcs.next_DS.size > _MOST_ARCS:
+            classes, labels = arcs.is_member_CK.shape
             raise SettingError(
                 "structure",
                 UNSET,
@@ -140,20 +140,20 @@ class Constrained(FillRule):
         """The automata of the rows, padded to a size that few programs share."""
         automata = [held(row) for row in rows]
         arcs = [automaton.arcs for automaton in automata]
-        states = _power(arcs, lambda a: a.next_SD.shape[0], 32)
-        degree = _power(arcs, lambda a: a.next_SD.shape[1], 4)
-        labels = _power(arcs, lambda a: a.is_member_KC.shape[0], 32)
-        classes = _power(arcs, lambda a: a.is_member_KC.shape[1], 32)
+        degree = _power(arcs, lambda a: a.next_DS.shape[0], 4)
+        states = _power(arcs, lambda a: a.next_DS.shape[1], 32)
+        classes = _power(arcs, lambda a: a.is_member_CK.shape[0], 32)
+        labels = _power(arcs, lambda a: a.is_member_CK.shape[1], 32)
         blocks = max(len(a.class_M) for a in arcs)
         # A quarter more than there are at most: they are as many as the vocabulary asks for.
         step = max(16, 1 << max(0, blocks.bit_length() - 3))
         blocks = -(-blocks // step) * step
         columns: Any = (
             np.stack([automaton.class_of_V for automaton in automata]),
-            _stacked([a.next_SD for a in arcs], (states, degree), 0),
-            _stacked([a.label_SD for a in arcs], (states, degree), 0),
-            _stacked([a.is_member_KC for a in arcs], (labels, classes), False),
-            _stacked([a.ids_MJ for a in arcs], (blocks, arcs[0].ids_MJ.shape[1]), -1),
+            _stacked([a.next_DS for a in arcs], (degree, states), 0),
+            _stacked([a.label_DS for a in arcs], (degree, states), 0),
+            _stacked([a.is_member_CK for a in arcs], (classes, labels), False),
+            _stacked([a.ids_JM for a in arcs], (len(arcs[0].ids_JM), blocks), -1),
             _stacked([a.class_M for a in arcs], (blocks,), 0),
             _stacked([automaton.is_final_S for automaton in automata], (states,), False),
             np.array([automaton.start for automaton in automata], np.int32),
@@ -176,7 +176,7 @@ class Constrained(FillRule):
                 put(seen, places_N, is_real_N, now),
             )
 
-        _, num_labels, num_classes = self.is_member_BKC.shape
+        _, num_classes, num_labels = self.is_member_BCK.shape
         shape = wanted.is_open_BL.shape
         each_BLC = jnp.zeros((*shape, num_classes), jnp.float32)
         none = _Seen(
@@ -201,38 +201,37 @@ class Constrained(FillRule):
         clean_NV = clean_NV.astype(jnp.float32)
         final_NV = writer.chain.apply(writer.prepared, clean_NV, at)
         is_greedy_N = writer.chain.is_greedy(at)
-        ids_NMJ = self.ids_BMJ[row_N]
-        is_id_NMJ = ids_NMJ >= 0
+        ids_NJM = self.ids_BJM[row_N]
+        is_id_NJM = ids_NJM >= 0
 
         def of_ids(logits_NV: jax.Array) -> jax.Array:
             """The logits of each id below the largest of them; -inf where there is none."""
-            flat_NI = jnp.maximum(ids_NMJ, 0).reshape(row_N.size, -1)
+            flat_NI = jnp.maximum(ids_NJM, 0).reshape(row_N.size, -1)
             logits_NI = jnp.take_along_axis(logits_NV, flat_NI, axis=1, mode="promise_in_bounds")
-            logits_NMJ = jnp.where(is_id_NMJ, logits_NI.reshape(ids_NMJ.shape), -jnp.inf)
-            peak_N = jnp.max(logits_NMJ, axis=(1, 2))
-            return logits_NMJ - _finite(peak_N)[:, None, None]
+            logits_NJM = jnp.where(is_id_NJM, logits_NI.reshape(ids_NJM.shape), -jnp.inf)
+            peak_N = jnp.max(logits_NJM, axis=(1, 2))
+            return logits_NJM - _finite(peak_N)[:, None, None]
 
-        def by_class(logits_NMJ: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def by_class(logits_NJM: jax.Array) -> tuple[jax.Array, jax.Array]:
             return _by_class(
-                logits_NMJ, self.class_BM[row_N], key_N, is_greedy_N, self.is_member_BKC.shape[2]
+                logits_NJM, self.class_BM[row_N], key_N, is_greedy_N, self.is_member_BCK.shape[1]
             )
 
-        left_NMJ = of_ids(final_NV)
-        weight_NC, place_NC = by_class(left_NMJ)
-        is_class_NC = jnp.any(self.is_member_BKC, axis=1)[row_N]
+        left_NJM = of_ids(final_NV)
+        weight_NC, place_NC = by_class(left_NJM)
+        is_class_NC = jnp.any(self.is_member_BCK, axis=2)[row_N]
         is_cut = jnp.any(is_class_NC & (weight_NC == -jnp.inf) & is_real_N[:, None])
 
         def with_cut() -> tuple[jax.Array, jax.Array]:
-            below_NMJ = jnp.maximum(of_ids(clean_NV), -_CUT) - _CUT
-            is_cut_NMJ = is_id_NMJ & ~(left_NMJ > -jnp.inf)
-            return by_class(jnp.where(is_cut_NMJ, below_NMJ, left_NMJ))
+            below_NJM = jnp.maximum(of_ids(clean_NV), -_CUT) - _CUT
+            is_cut_NJM = is_id_NJM & ~(left_NJM > -jnp.inf)
+            return by_class(jnp.where(is_cut_NJM, below_NJM, left_NJM))
 
         weight_NC, place_NC = jax.lax.cond(is_cut, with_cut, lambda: (weight_NC, place_NC))
-        ids_NC = jnp.take_along_axis(ids_NMJ.reshape(row_N.size, -1), place_NC, axis=1)
+        ids_NC = jnp.take_along_axis(ids_NJM.reshape(row_N.size, -1), place_NC, axis=1)
         ids_NC = jnp.maximum(ids_NC, 0)
-        member_NKC = self.is_member_BKC[row_N]
-        each_NKC = jnp.where(member_NKC, weight_NC[:, None, :], -jnp.inf)
-        label_NK = _total(each_NKC, is_greedy_N[:, None])
+        each_NCK = jnp.where(self.is_member_BCK[row_N], weight_NC[:, :, None], -jnp.inf)
+        label_NK = _total(each_NCK, is_greedy_N[:, None])
         logprob_NC, confidence_NC = writer.scored(clean_NV, ids_NC, at)
         return _Seen(label_NK, weight_NC, ids_NC, logprob_NC, confidence_NC)
 
@@ -256,23 +255,23 @@ class Constrained(FillRule):
         token_BL = jnp.where(is_open_BL, drawn.tokens_BL, wanted.tokens_BL)
         token_BL = jnp.clip(token_BL, 0, self.class_of_BV.shape[1] - 1)
         class_BL = jnp.take_along_axis(self.class_of_BV, token_BL, axis=1).astype(jnp.int32)
-        has_BKL = jnp.take_along_axis(self.is_member_BKC, class_BL[:, None, :], axis=2)
-        is_label_B1K = jnp.any(self.is_member_BKC, axis=2)[:, None, :]
-        stands_BLK = jnp.where(is_wild_BL[:, :, None], is_label_B1K, has_BKL.swapaxes(1, 2))
+        has_BLK = jnp.take_along_axis(self.is_member_BCK, class_BL[:, :, None], axis=1)
+        is_label_B1K = jnp.any(self.is_member_BCK, axis=1, keepdims=True)
+        stands_BLK = jnp.where(is_wild_BL[:, :, None], is_label_B1K, has_BLK)
         label_BLK = jnp.where(
             is_open_BL[:, :, None], seen.label, jnp.where(stands_BLK, 0.0, -jnp.inf)
         )
         takes_best_BL = ~is_open_BL | is_greedy_B[:, None]
-        num_states, degree = self.next_BSD.shape[1:]
+        degree, num_states = self.next_BDS.shape[1:]
         flat_next_BI, flat_label_BI = (
-            x.reshape(num_rows, -1) for x in (self.next_BSD, self.label_BSD)
+            x.reshape(num_rows, -1) for x in (self.next_BDS, self.label_BDS)
         )
 
         def back(behind_BS: jax.Array, at_one: Any) -> tuple[jax.Array, jax.Array]:
             label_BK, takes_best_B, is_text_B = at_one
             each_BI = jnp.take_along_axis(label_BK, flat_label_BI, axis=1)
             each_BI += jnp.take_along_axis(behind_BS, flat_next_BI, axis=1)
-            now_BS = _total(each_BI.reshape(num_rows, num_states, degree), takes_best_B[:, None])
+            now_BS = _total(each_BI.reshape(num_rows, degree, num_states), takes_best_B[:, None])
             now_BS -= _finite(jnp.max(now_BS, axis=1))[:, None]
             return jnp.where(is_text_B[:, None], now_BS, behind_BS), behind_BS
 
@@ -284,12 +283,13 @@ class Constrained(FillRule):
         wait_BLD = wait_PD.reshape(num_rows, num_positions, degree)
         wait_BLD = jnp.where(takes_best_BL[:, :, None], 0.0, wait_BLD)
 
+        def leaving(state_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """The labels of the arcs of each row's state, and where they lead, ``[B, D]``."""
+            return self.label_BDS[rows_B, :, state_B], self.next_BDS[rows_B, :, state_B]
+
         def forth(states: _States, at_one: Any) -> tuple[_States, jax.Array]:
             label_BK, behind_BS, wait_BD, class_B, is_text_B, is_open_B, is_wild_B = at_one
-            arc_BD, next_BD = (
-                self.label_BSD[rows_B, states.drawn_B],
-                self.next_BSD[rows_B, states.drawn_B],
-            )
+            arc_BD, next_BD = leaving(states.drawn_B)
             weight_BD = jnp.take_along_axis(label_BK, arc_BD, axis=1)
             weight_BD += jnp.take_along_axis(behind_BS, next_BD, axis=1)
             chosen_B1 = place_of_largest(weight_BD - wait_BD)[:, None]
@@ -297,11 +297,8 @@ class Constrained(FillRule):
                 jnp.take_along_axis(x, chosen_B1, axis=1)[:, 0] for x in (arc_BD, next_BD)
             )
             # The same for the candidates that were drawn apart, up to the first unseen hole.
-            arc_BD, next_BD = (
-                self.label_BSD[rows_B, states.own_B],
-                self.next_BSD[rows_B, states.own_B],
-            )
-            leads_BD = self.is_member_BKC[rows_B[:, None], arc_BD, class_B[:, None]]
+            arc_BD, next_BD = leaving(states.own_B)
+            leads_BD = self.is_member_BCK[rows_B[:, None], class_B[:, None], arc_BD]
             own_B = jnp.max(jnp.where(leads_BD, next_BD, 0), axis=1)
             fits_B = behind_BS[rows_B, own_B] > -jnp.inf
             is_known_B = states.is_known_B & ~(is_text_B & is_wild_B)
@@ -320,7 +317,8 @@ class Constrained(FillRule):
         begin = _States(self.start_B, self.start_B, is_row_B, is_row_B)
         end, arc_LB = jax.lax.scan(forth, begin, at_each)
 
-        has_BLC = jnp.take_along_axis(self.is_member_BKC, arc_LB.T[:, :, None], axis=1)
+        has_BCL = jnp.take_along_axis(self.is_member_BCK, arc_LB.T[:, None, :], axis=2)
+        has_BLC = has_BCL.swapaxes(1, 2)
         wait_PC = _waits(_salted(key_BL.reshape(-1), _LABEL), has_BLC.shape[2])
         wait_BLC = jnp.where(takes_best_BL[:, :, None], 0.0, wait_PC.reshape(has_BLC.shape))
         score_BLC = jnp.where(has_BLC, seen.weight - wait_BLC, -jnp.inf)
@@ -354,17 +352,17 @@ class _States(NamedTuple):
 
 
 def _by_class(
-    logits_NMJ: jax.Array,
+    logits_NJM: jax.Array,
     class_NM: jax.Array,
     key_N: jax.Array,
     is_greedy_N: jax.Array,
     num_classes: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The log-weight of each class of ids, and the place ``block * J + member`` of one of them.
+    """The log-weight of each class of ids, and the place ``member * M + block`` of one of them.
 
     It is drawn by the weights in the class, or the likeliest of a greedy row; ``[N, C]``.
     """
-    num_places, num_blocks, size = logits_NMJ.shape
+    num_places, size, num_blocks = logits_NJM.shape
     place_N1 = jnp.arange(num_places)[:, None]
     is_greedy_N1 = is_greedy_N[:, None]
 
@@ -372,7 +370,7 @@ def _by_class(
         none_NC = jnp.full((num_places, num_classes), -jnp.inf)
         return none_NC.at[place_N1, class_NM].max(score_NM)
 
-    block_NM = _total(logits_NMJ, is_greedy_N1)
+    block_NM = _total(logits_NJM, is_greedy_N1)
     peak_NC = most(block_NM)
     share_NM = jnp.exp(block_NM - _finite(jnp.take_along_axis(peak_NC, class_NM, axis=1)))
     sum_NC = jnp.zeros(peak_NC.shape).at[place_N1, class_NM].add(share_NM)
@@ -386,17 +384,23 @@ def _by_class(
         .at[place_N1, class_NM]
         .min(jnp.where(is_most_NM, number_1M, num_blocks - 1))
     )
-    member_NCJ = jnp.take_along_axis(logits_NMJ, first_NC[:, :, None], axis=1)
+    score_NJC = jnp.take_along_axis(logits_NJM, first_NC[:, None, :], axis=2)
     wait_NJ = _waits(_salted(key_N, _MEMBER), size)
-    wait_NJ = jnp.where(is_greedy_N1, 0.0, wait_NJ)
-    return weight_NC, first_NC * size + place_of_largest(member_NCJ - wait_NJ[:, None])
+    score_NJC -= jnp.where(is_greedy_N1, 0.0, wait_NJ)[:, :, None]
+    is_most_NJC = score_NJC == jnp.max(score_NJC, axis=1, keepdims=True)
+    each_1J1 = jnp.arange(size)[None, :, None]
+    member_NC = jnp.min(jnp.where(is_most_NJC, each_1J1, size - 1), axis=1)
+    return weight_NC, member_NC * num_blocks + first_NC
 
 
-def _total(each: jax.Array, takes_best: jax.Array) -> jax.Array:
-    """Log of the sum of exponentials over the last axis, or their largest; -inf of none."""
-    peak = jnp.max(each, axis=-1)
-    total = jnp.sum(jnp.exp(each - _finite(peak)[..., None]), axis=-1)
-    return jnp.where(takes_best, peak, peak + jnp.log(total))
+def _total(each_NKX: jax.Array, takes_best_NX: jax.Array) -> jax.Array:
+    """Log of the sum of exponentials over the middle axis, or their largest; -inf of none.
+
+    A CPU reduces outer axes many numbers at a time, and the last one by one.
+    """
+    peak_NX = jnp.max(each_NKX, axis=1)
+    total_NX = jnp.sum(jnp.exp(each_NKX - _finite(peak_NX)[:, None]), axis=1)
+    return jnp.where(takes_best_NX, peak_NX, peak_NX + jnp.log(total_NX))
 
 
 def _finite(peak: jax.Array) -> jax.Array:

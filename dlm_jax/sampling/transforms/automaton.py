@@ -65,18 +65,18 @@ class Arcs(NamedTuple):
     """An automaton as arcs, which join all classes of ids that lead from one state to another.
 
     Attributes:
-      next_SD: int32 ``[S, D]``, the state behind each arc of a state; 0 pads.
-      label_SD: int32, which classes take it; 0, those of none, pads.
-      is_member_KC: bool ``[K, C]``, the classes of each label.
-      ids_MJ: int32 ``[M, J]``, the ids of all classes but that of ids that fit nowhere, ascending
+      next_DS: int32 ``[D, S]``, the state behind each arc of a state; 0 pads.
+      label_DS: int32, which classes take it; 0, those of none, pads.
+      is_member_CK: bool ``[C, K]``, the classes of each label.
+      ids_JM: int32 ``[J, M]``, the ids of all classes but that of ids that fit nowhere, ascending
         in each, in blocks of one class; -1 pads.
       class_M: int32, the class of each block.
     """
 
-    next_SD: np.ndarray
-    label_SD: np.ndarray
-    is_member_KC: np.ndarray
-    ids_MJ: np.ndarray
+    next_DS: np.ndarray
+    label_DS: np.ndarray
+    is_member_CK: np.ndarray
+    ids_JM: np.ndarray
     class_M: np.ndarray
 
 
@@ -149,11 +149,12 @@ class Automaton:
             padded = np.pad(ids, (0, -ids.size % _BLOCK), constant_values=-1)
             blocks.append(padded.reshape(-1, _BLOCK))
             classes_of += [class_] * len(blocks[-1])
+        is_member_KC = np.frombuffer(b"".join(labels), bool).reshape(-1, num_classes)
         return Arcs(
-            pairs_SD2[..., 0],
-            pairs_SD2[..., 1],
-            np.frombuffer(b"".join(labels), bool).reshape(-1, num_classes),
-            np.concatenate(blocks).astype(np.int32),
+            pairs_SD2[..., 0].T,
+            pairs_SD2[..., 1].T,
+            is_member_KC.T,
+            np.concatenate(blocks).T.astype(np.int32),
             np.array(classes_of, np.int32),
         )
 
