@@ -49,7 +49,7 @@ from dlm_jax.types import Network, Params
 LETTERS = CharacterTokenizer.of("abc")
 MASK, EOS = LETTERS.mask_id, LETTERS.eos_id
 KNOWN = Structures(LETTERS, LETTERS.vocab_size, (EOS,), LETTERS.banned_ids)
-ROWS = 5_000
+ROWS = 1_000
 """Texts of one call."""
 
 
@@ -132,7 +132,7 @@ def law(
 
 def is_match(pattern: str, ids: np.ndarray) -> bool:
     """Whether ids are a text of the pattern with nothing but EOS behind it."""
-    text = "".join("$" if id_ == EOS else LETTERS.decode([id_]) for id_ in ids.tolist())
+    text = "".join("$" if id_ == EOS else LETTERS.characters[id_] for id_ in ids.tolist())
     text = text.rstrip("$")
     return "$" not in text and re.fullmatch(pattern, text) is not None
 
@@ -156,10 +156,10 @@ def p_value(drawn_NL: np.ndarray, law: dict[tuple[int, ...], float]) -> float:
 
 
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "one step": (r"(ab|ba)*c?", "________", {"steps": 1}),
-    "three steps": (r"(ab|ba)*c?", "________", {"steps": 3}),
-    "eight steps": (r"a*b+(a|c)*", "b_____c_", {"steps": 8}),
-    "given between": (r"[ab]+c[^b]*", "ba__c_a_", {"steps": 2, "temperature": 0.7}),
+    "one step": (r"(ab|ba)*c?", "a______", {"steps": 1}),
+    "three steps": (r"(ab|ba)*c?", "a______", {"steps": 3}),
+    "six steps": (r"a*b+(a|c)*", "b____c_", {"steps": 6}),
+    "given between": (r"[ab]+c[^b]*", "b__c_a_", {"steps": 2, "temperature": 0.7}),
 }
 """Patterns, canvases and settings whose texts are counted."""
 
@@ -167,8 +167,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 def logits_of(case: str) -> np.ndarray:
     """Logits of a case; some ids have less than 1e-30 of the probability."""
     rng = np.random.default_rng(sum(map(ord, case)))
-    logits_LV = rng.normal(size=(8, LETTERS.vocab_size)) * 1.5
-    logits_LV[0, :2] -= 75
+    logits_LV = rng.normal(size=(7, LETTERS.vocab_size)) * 1.5
+    logits_LV[1, :2] -= 75
     logits_LV[3] += rng.choice([0, -90], LETTERS.vocab_size)
     return logits_LV.astype(np.float32)
 

@@ -142,8 +142,8 @@ class Constrained(FillRule):
         arcs = [automaton.arcs for automaton in automata]
         degree = _power(arcs, lambda a: a.next_DS.shape[0], 4)
         states = _power(arcs, lambda a: a.next_DS.shape[1], 32)
-        classes = _power(arcs, lambda a: a.is_member_CK.shape[0], 32)
-        labels = _power(arcs, lambda a: a.is_member_CK.shape[1], 32)
+        classes = _power(arcs, lambda a: a.is_member_CK.shape[0], 16)
+        labels = _power(arcs, lambda a: a.is_member_CK.shape[1], 16)
         blocks = max(len(a.class_M) for a in arcs)
         # A quarter more than there are at most: they are as many as the vocabulary asks for.
         step = max(16, 1 << max(0, blocks.bit_length() - 3))

@@ -40,7 +40,7 @@ def _texts(prompts, **settings):
     return result.texts, result
 
 
-TEXTS = 3 * constrained.ROWS
+TEXTS = 8 * constrained.ROWS
 
 
 def _draws(case, logits_LV, number=TEXTS, **settings):
@@ -65,7 +65,7 @@ def test_texts_have_the_law_of_independent_positions_that_match(case):
 
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_what_the_chain_cuts_is_written_only_where_no_match_does_without(top_k):
-    logits_LV = np.random.default_rng(5).normal(size=(8, constrained.LETTERS.vocab_size))
+    logits_LV = np.random.default_rng(5).normal(size=(7, constrained.LETTERS.vocab_size))
     ids = [0, 1, 2, constrained.EOS]
     text_LK = logits_LV[:, ids]
     logits_LV[:] = -1e4
@@ -78,10 +78,10 @@ def test_what_the_chain_cuts_is_written_only_where_no_match_does_without(top_k):
     assert constrained.p_value(drawn_NL, _law("one step", logits_LV)) < 1e-3
 
 
-@pytest.mark.parametrize("case", ["one step", "eight steps", "given between"])
+@pytest.mark.parametrize("case", ["one step", "six steps", "given between"])
 def test_a_greedy_row_gets_the_likeliest_match(case):
-    for seed in range(5):
-        logits_LV = 3 * np.random.default_rng(seed).normal(size=(8, constrained.LETTERS.vocab_size))
+    for seed in range(3):
+        logits_LV = 3 * np.random.default_rng(seed).normal(size=(7, constrained.LETTERS.vocab_size))
         drawn_NL = _draws(case, logits_LV, 1, temperature=0.0)
         weights = _law(case, logits_LV, temperature=1.0)
         best = max(weights, key=weights.__getitem__)
