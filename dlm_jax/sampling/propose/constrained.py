@@ -101,8 +101,8 @@ class Constrained(FillRule):
     @classmethod
     def check(cls, row: Any) -> None:
         why = "changes tokens of a match that fill='constrained' has drawn together"
-        for name in ("edit", "resample"):
-            if getattr(row, name):
+        for name, is_used in (("edit", row.edits), ("resample", row.resample)):
+            if is_used:
                 raise SettingError(name, True, why, f"use {name}=False")
         if row.renoises:
             raise SettingError("renoise_start", UNSET, why, "leave re-noise off")
@@ -207,7 +207,7 @@ class Constrained(FillRule):
         def of_ids(logits_NV: jax.Array) -> jax.Array:
             """The logits of each id below the largest of them; -inf where there is none."""
             flat_NI = jnp.maximum(ids_NJM, 0).reshape(row_N.size, -1)
-            logits_NI = jnp.take_along_axis(logits_NV, flat_NI, axis=1, mode="promise_in_bounds")
+            logits_NI = _take(logits_NV, flat_NI, axis=1)
             logits_NJM = jnp.where(is_id_NJM, logits_NI.reshape(ids_NJM.shape), -jnp.inf)
             peak_N = jnp.max(logits_NJM, axis=(1, 2))
             return logits_NJM - _finite(peak_N)[:, None, None]
@@ -228,7 +228,7 @@ class Constrained(FillRule):
             return by_class(jnp.where(is_cut_NJM, below_NJM, left_NJM))
 
         weight_NC, place_NC = jax.lax.cond(is_cut, with_cut, lambda: (weight_NC, place_NC))
-        ids_NC = jnp.take_along_axis(ids_NJM.reshape(row_N.size, -1), place_NC, axis=1)
+        ids_NC = _take(ids_NJM.reshape(row_N.size, -1), place_NC, axis=1)
         ids_NC = jnp.maximum(ids_NC, 0)
         each_NCK = jnp.where(self.is_member_BCK[row_N], weight_NC[:, :, None], -jnp.inf)
         label_NK = _total(each_NCK, is_greedy_N[:, None])
@@ -239,100 +239,132 @@ class Constrained(FillRule):
         self, writer: CandidateWriter, wanted: Wanted, drawn: Proposal, seen: _Seen
     ) -> Proposal:
         """The candidates where they match, and a match that is drawn together where not."""
-        is_open_BL = wanted.is_open_BL
-        num_rows, num_positions = is_open_BL.shape
-        rows_B, place_1L = jnp.arange(num_rows), jnp.arange(num_positions)[None]
-        assert wanted.is_given_BL is not None
-        begin_B1 = place_of_largest(~wanted.is_given_BL)[:, None]
-        is_text_BL = (place_1L >= begin_B1) & live_positions(wanted.length_B, num_positions)
-        is_open_BL &= is_text_BL
-        is_wild_BL = is_text_BL & ~is_open_BL & ~wanted.is_seen_BL
-        key_BL = jax.vmap(_keys)(writer.key_B, jnp.broadcast_to(place_1L, is_open_BL.shape))
-        at = At(rows_B, rows_B, writer.key_B, rows_B >= 0)
-        is_greedy_B = writer.chain.is_greedy(at)
+        places = self._places(writer, wanted, drawn, seen)
+        num_rows, num_positions = places.is_open_BL.shape
+        place_BL = jnp.broadcast_to(jnp.arange(num_positions)[None], (num_rows, num_positions))
+        key_P = jax.vmap(_keys)(writer.key_B, place_BL).reshape(-1)
 
+        def waits(salt: int, size: int) -> jax.Array:
+            wait_PX = _waits(_salted(key_P, salt), size)
+            wait_BLX = wait_PX.reshape(num_rows, num_positions, size)
+            return jnp.where(places.takes_best_BL[:, :, None], 0.0, wait_BLX)
+
+        behind_LBS = self._messages(places)
+        fits_B, arc_BL = self._walked(places, behind_LBS, waits(_ARC, self.next_BDS.shape[1]))
+        has_BCL = _take(self.is_member_BCK, arc_BL[:, None, :], axis=2)
+        has_BLC = has_BCL.swapaxes(1, 2)
+        score_BLC = seen.weight - waits(_LABEL, has_BLC.shape[2])
+        class_BL1 = place_of_largest(jnp.where(has_BLC, score_BLC, -jnp.inf))[:, :, None]
+        ids_BL, logprob_BL, confidence_BL = (
+            _take(x, class_BL1, axis=2)[:, :, 0] for x in (seen.ids, seen.logprob, seen.confidence)
+        )
+        is_new_BL = places.is_open_BL & ~fits_B[:, None]
+        return drawn._replace(
+            tokens_BL=jnp.where(is_new_BL, ids_BL, drawn.tokens_BL),
+            logprob_BL=jnp.where(is_new_BL, logprob_BL, drawn.logprob_BL),
+            confidence_BL=jnp.where(is_new_BL, confidence_BL, drawn.confidence_BL),
+        )
+
+    def _places(
+        self, writer: CandidateWriter, wanted: Wanted, drawn: Proposal, seen: _Seen
+    ) -> _Places:
+        """What stands where, with the candidates at the open positions."""
+        num_rows, num_positions = wanted.is_open_BL.shape
+        assert wanted.is_given_BL is not None, "the step tells what was given"
+        begin_B1 = place_of_largest(~wanted.is_given_BL)[:, None]
+        is_text_BL = jnp.arange(num_positions)[None] >= begin_B1
+        is_text_BL &= live_positions(wanted.length_B, num_positions)
+        is_open_BL = wanted.is_open_BL & is_text_BL
+        is_wild_BL = is_text_BL & ~is_open_BL & ~wanted.is_seen_BL
         # A token that stands leads on where a label has its class, an unseen hole everywhere.
         token_BL = jnp.where(is_open_BL, drawn.tokens_BL, wanted.tokens_BL)
         token_BL = jnp.clip(token_BL, 0, self.class_of_BV.shape[1] - 1)
-        class_BL = jnp.take_along_axis(self.class_of_BV, token_BL, axis=1).astype(jnp.int32)
-        has_BLK = jnp.take_along_axis(self.is_member_BCK, class_BL[:, :, None], axis=1)
+        class_BL = _take(self.class_of_BV, token_BL, axis=1).astype(jnp.int32)
+        has_BLK = _take(self.is_member_BCK, class_BL[:, :, None], axis=1)
         is_label_B1K = jnp.any(self.is_member_BCK, axis=1, keepdims=True)
         stands_BLK = jnp.where(is_wild_BL[:, :, None], is_label_B1K, has_BLK)
-        label_BLK = jnp.where(
-            is_open_BL[:, :, None], seen.label, jnp.where(stands_BLK, 0.0, -jnp.inf)
-        )
-        takes_best_BL = ~is_open_BL | is_greedy_B[:, None]
-        degree, num_states = self.next_BDS.shape[1:]
-        flat_next_BI, flat_label_BI = (
-            x.reshape(num_rows, -1) for x in (self.next_BDS, self.label_BDS)
-        )
+        rows_B = jnp.arange(num_rows)
+        is_greedy_B = writer.chain.is_greedy(At(rows_B, rows_B, writer.key_B, rows_B >= 0))
+        return _Places(
+            is_open_BL, is_text_BL, is_wild_BL, ~is_open_BL | is_greedy_B[:, None], class_BL,
+            jnp.where(is_open_BL[:, :, None], seen.label, jnp.where(stands_BLK, 0.0, -jnp.inf)),
+        )  # fmt: skip
+
+    def _messages(self, places: _Places) -> jax.Array:
+        """Log-weight of the ways from each state behind each position to the end, ``[L, B, S]``.
+
+        Up to a constant of each row and position.
+        """
+        num_rows, degree, num_states = self.next_BDS.shape
+        next_BI, arc_BI = (x.reshape(num_rows, -1) for x in (self.next_BDS, self.label_BDS))
 
         def back(behind_BS: jax.Array, at_one: Any) -> tuple[jax.Array, jax.Array]:
             label_BK, takes_best_B, is_text_B = at_one
-            each_BI = jnp.take_along_axis(label_BK, flat_label_BI, axis=1)
-            each_BI += jnp.take_along_axis(behind_BS, flat_next_BI, axis=1)
+            each_BI = _take(label_BK, arc_BI, axis=1) + _take(behind_BS, next_BI, axis=1)
             now_BS = _total(each_BI.reshape(num_rows, degree, num_states), takes_best_B[:, None])
             now_BS -= _finite(jnp.max(now_BS, axis=1))[:, None]
             return jnp.where(is_text_B[:, None], now_BS, behind_BS), behind_BS
 
-        by_place = label_BLK.swapaxes(0, 1), takes_best_BL.T, is_text_BL.T
+        by_place = places.label_BLK.swapaxes(0, 1), places.takes_best_BL.T, places.is_text_BL.T
         end_BS = jnp.where(self.is_final_BS, 0.0, -jnp.inf)
-        _, behind_LBS = jax.lax.scan(back, end_BS, by_place, reverse=True)
+        return jax.lax.scan(back, end_BS, by_place, reverse=True)[1]
 
-        wait_PD = _waits(_salted(key_BL.reshape(-1), _ARC), degree)
-        wait_BLD = wait_PD.reshape(num_rows, num_positions, degree)
-        wait_BLD = jnp.where(takes_best_BL[:, :, None], 0.0, wait_BLD)
+    def _walked(
+        self, places: _Places, behind_LBS: jax.Array, wait_BLD: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Whether the candidates of a row match as they are ``[B]``, and the labels of a match."""
+        rows_B = jnp.arange(self.start_B.size)
 
         def leaving(state_B: jax.Array) -> tuple[jax.Array, jax.Array]:
             """The labels of the arcs of each row's state, and where they lead, ``[B, D]``."""
             return self.label_BDS[rows_B, :, state_B], self.next_BDS[rows_B, :, state_B]
 
         def forth(states: _States, at_one: Any) -> tuple[_States, jax.Array]:
-            label_BK, behind_BS, wait_BD, class_B, is_text_B, is_open_B, is_wild_B = at_one
+            behind_BS, wait_BD, label_BK, class_B, is_text_B, is_open_B, is_wild_B = at_one
             arc_BD, next_BD = leaving(states.drawn_B)
-            weight_BD = jnp.take_along_axis(label_BK, arc_BD, axis=1)
-            weight_BD += jnp.take_along_axis(behind_BS, next_BD, axis=1)
+            weight_BD = _take(label_BK, arc_BD, axis=1) + _take(behind_BS, next_BD, axis=1)
             chosen_B1 = place_of_largest(weight_BD - wait_BD)[:, None]
-            arc_B, drawn_B = (
-                jnp.take_along_axis(x, chosen_B1, axis=1)[:, 0] for x in (arc_BD, next_BD)
-            )
-            # The same for the candidates that were drawn apart, up to the first unseen hole.
+            arc_B, drawn_B = (_take(x, chosen_B1, axis=1)[:, 0] for x in (arc_BD, next_BD))
+            # The same for the candidates as they are, up to the first unseen hole.
             arc_BD, next_BD = leaving(states.own_B)
             leads_BD = self.is_member_BCK[rows_B[:, None], class_B[:, None], arc_BD]
             own_B = jnp.max(jnp.where(leads_BD, next_BD, 0), axis=1)
-            fits_B = behind_BS[rows_B, own_B] > -jnp.inf
-            is_known_B = states.is_known_B & ~(is_text_B & is_wild_B)
-            fits_B = jnp.where(is_known_B, fits_B, ~is_open_B) | ~is_text_B
+            is_known_B = states.is_known_B & ~is_wild_B
+            fits_B = jnp.where(is_known_B, behind_BS[rows_B, own_B] > -jnp.inf, ~is_open_B)
             now = _States(
                 jnp.where(is_text_B, drawn_B, states.drawn_B),
-                jnp.where(is_text_B, own_B, states.own_B), states.fits_B & fits_B, is_known_B,
+                jnp.where(is_text_B, own_B, states.own_B),
+                states.fits_B & (fits_B | ~is_text_B), is_known_B,
             )  # fmt: skip
             return now, arc_B
 
-        at_each = (
-            by_place[0], behind_LBS, wait_BLD.swapaxes(0, 1), class_BL.T, is_text_BL.T,
-            is_open_BL.T, is_wild_BL.T,
+        by_place = (
+            behind_LBS, wait_BLD.swapaxes(0, 1), places.label_BLK.swapaxes(0, 1),
+            places.class_BL.T, places.is_text_BL.T, places.is_open_BL.T, places.is_wild_BL.T,
         )  # fmt: skip
-        is_row_B = rows_B >= 0
-        begin = _States(self.start_B, self.start_B, is_row_B, is_row_B)
-        end, arc_LB = jax.lax.scan(forth, begin, at_each)
+        begin = _States(self.start_B, self.start_B, rows_B >= 0, rows_B >= 0)
+        end, arc_LB = jax.lax.scan(forth, begin, by_place)
+        return end.fits_B, arc_LB.T
 
-        has_BCL = jnp.take_along_axis(self.is_member_BCK, arc_LB.T[:, None, :], axis=2)
-        has_BLC = has_BCL.swapaxes(1, 2)
-        wait_PC = _waits(_salted(key_BL.reshape(-1), _LABEL), has_BLC.shape[2])
-        wait_BLC = jnp.where(takes_best_BL[:, :, None], 0.0, wait_PC.reshape(has_BLC.shape))
-        score_BLC = jnp.where(has_BLC, seen.weight - wait_BLC, -jnp.inf)
-        class_BL1 = place_of_largest(score_BLC)[:, :, None]
-        ids_BL, logprob_BL, confidence_BL = (
-            jnp.take_along_axis(x, class_BL1, axis=2)[:, :, 0]
-            for x in (seen.ids, seen.logprob, seen.confidence)
-        )
-        is_new_BL = is_open_BL & ~end.fits_B[:, None]
-        return drawn._replace(
-            tokens_BL=jnp.where(is_new_BL, ids_BL, drawn.tokens_BL),
-            logprob_BL=jnp.where(is_new_BL, logprob_BL, drawn.logprob_BL),
-            confidence_BL=jnp.where(is_new_BL, confidence_BL, drawn.confidence_BL),
-        )
+
+class _Places(NamedTuple):
+    """A canvas as the walks over the automaton see it, ``[B, L]``.
+
+    Attributes:
+      is_open_BL: True where a candidate is drawn.
+      is_text_BL: True where the text is that matches.
+      is_wild_BL: True at its holes that the step does not look at.
+      takes_best_BL: True where the likeliest way counts instead of all of them.
+      class_BL: int32, the class of each token or candidate.
+      label_BLK: float32 log-weight of each label; 0 or -inf where a token stands.
+    """
+
+    is_open_BL: jax.Array
+    is_text_BL: jax.Array
+    is_wild_BL: jax.Array
+    takes_best_BL: jax.Array
+    class_BL: jax.Array
+    label_BLK: jax.Array
 
 
 class _States(NamedTuple):
@@ -368,23 +400,23 @@ def _by_class(
 
     def most(score_NM: jax.Array) -> jax.Array:
         none_NC = jnp.full((num_places, num_classes), -jnp.inf)
-        return none_NC.at[place_N1, class_NM].max(score_NM)
+        return none_NC.at[place_N1, class_NM].max(score_NM, mode="promise_in_bounds")
 
     block_NM = _total(logits_NJM, is_greedy_N1)
     peak_NC = most(block_NM)
-    share_NM = jnp.exp(block_NM - _finite(jnp.take_along_axis(peak_NC, class_NM, axis=1)))
-    sum_NC = jnp.zeros(peak_NC.shape).at[place_N1, class_NM].add(share_NM)
+    share_NM = jnp.exp(block_NM - _finite(_take(peak_NC, class_NM, axis=1)))
+    sum_NC = jnp.zeros(peak_NC.shape).at[place_N1, class_NM].add(share_NM, mode="promise_in_bounds")
     weight_NC = jnp.where(is_greedy_N1, peak_NC, peak_NC + jnp.log(sum_NC))
     wait_NM = _waits(_salted(key_N, _CLASS), num_blocks)
     score_NM = block_NM - jnp.where(is_greedy_N1, 0.0, wait_NM)
-    is_most_NM = score_NM == jnp.take_along_axis(most(score_NM), class_NM, axis=1)
+    is_most_NM = score_NM == _take(most(score_NM), class_NM, axis=1)
     number_1M = jnp.arange(num_blocks)[None]
     first_NC = (
         jnp.full(peak_NC.shape, num_blocks - 1)
         .at[place_N1, class_NM]
         .min(jnp.where(is_most_NM, number_1M, num_blocks - 1))
     )
-    score_NJC = jnp.take_along_axis(logits_NJM, first_NC[:, None, :], axis=2)
+    score_NJC = _take(logits_NJM, first_NC[:, None, :], axis=2)
     wait_NJ = _waits(_salted(key_N, _MEMBER), size)
     score_NJC -= jnp.where(is_greedy_N1, 0.0, wait_NJ)[:, :, None]
     is_most_NJC = score_NJC == jnp.max(score_NJC, axis=1, keepdims=True)
@@ -401,6 +433,11 @@ def _total(each_NKX: jax.Array, takes_best_NX: jax.Array) -> jax.Array:
     peak_NX = jnp.max(each_NKX, axis=1)
     total_NX = jnp.sum(jnp.exp(each_NKX - _finite(peak_NX)[:, None]), axis=1)
     return jnp.where(takes_best_NX, peak_NX, peak_NX + jnp.log(total_NX))
+
+
+def _take(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
+    """The entries along an axis; to check their places takes as long as to read them."""
+    return jnp.take_along_axis(x, index, axis=axis, mode="promise_in_bounds")
 
 
 def _finite(peak: jax.Array) -> jax.Array:
