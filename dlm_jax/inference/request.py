@@ -270,8 +270,8 @@ def check_canvas(request: Request, facts: ModelFacts, *, mask_id: int) -> None:
     There are fewer steps than blocks with holes or drafts, a draft holds what the row bans, the
     model cannot see what is given behind a hole, or the fill or the cache rule refuses it.
     """
-    check_structure(request.sample, request.tokens, mask_id=mask_id)
     sample = request.sample
+    check_structure(sample, request.tokens, is_draft=request.is_draft, mask_id=mask_id)
     steps, block_length = sample.steps, sample.block_length
     is_open = request.is_open(mask_id)
     if request.is_draft is not None:
@@ -533,7 +533,8 @@ def _settings(
             raise SettingError(
                 "fill",
                 sample.fill,
-                "draws tokens in waves, where no host sampler or read-back can look",
+                f"draws tokens {rules.table.fill[sample.fill].drawn}, where no host sampler or "
+                "read-back can look",
                 "use fill='parallel'",
             )
         _warn_of_parallel(f"recommended {sample.fill!r}", stacklevel=6)

@@ -21,7 +21,7 @@ from dlm_jax.config import RowSettings
 from dlm_jax.data import ByteTokenizer, Tokenizer
 from dlm_jax.sampling.blocks import steps_needed
 from dlm_jax.sampling.commit.quotas import QuotaRule
-from dlm_jax.sampling.transforms.automaton import MOST_CLASSES, MOST_STATES, Automaton
+from dlm_jax.sampling.transforms.automaton import MOST_CLASSES, MOST_STATES, Automaton, held
 from dlm_jax.settings import UNSET, SettingError
 
 MOST_NODES = 1 << 16
@@ -356,10 +356,21 @@ def _object(name: str, value: str) -> str:
     return rf"\{{(?:{pair}(?:, ?{pair})*)?\}}"
 
 
-def check_structure(sample: RowSettings, tokens: np.ndarray, *, mask_id: int) -> None:
+def check_structure(
+    sample: RowSettings, tokens: np.ndarray, *, is_draft: np.ndarray | None, mask_id: int
+) -> None:
     """Raises ValueError if a request may break its structure, or cannot complete it."""
     automaton = sample.structure
     if not isinstance(automaton, Automaton):
+        return
+    (holes,) = np.nonzero(tokens == mask_id)
+    if sample.table.named("fill", sample).holds_structure:
+        if is_draft is not None:
+            raise SettingError(
+                "draft", UNSET, "need not match the structure", "leave one of them out"
+            )
+        if holes.size:
+            _check_reach(held(sample), tokens[holes[0] :], mask_id)
         return
     if not issubclass(sample.table.commit[sample.order], QuotaRule) or sample.schedule != "linear":
         raise SettingError(
@@ -370,7 +381,6 @@ def check_structure(sample: RowSettings, tokens: np.ndarray, *, mask_id: int) ->
             "use order='left_to_right', say",
             others=["order"],
         )
-    (holes,) = np.nonzero(tokens == mask_id)
     if not holes.size:
         return
     if sample.steps < (needed := steps_needed(holes, sample.block_length, holes[0])):

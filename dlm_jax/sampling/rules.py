@@ -187,11 +187,16 @@ class RuleTable:
     def named(self, slot: str, row: Any) -> Any:
         """The class of rule that a row with these settings has in a slot; None for none.
 
-        `AUTO` is the parallel fill of the table.
+        `AUTO` is the parallel fill of the table, and so is a fill that the row does not use. The
+        structure's slot is empty where the fill holds the row to it.
         """
-        known, (_, selector, by_use) = getattr(self, slot), SLOTS[slot]
+        known, (base, selector, by_use) = getattr(self, slot), SLOTS[slot]
         name = getattr(row, selector) if selector else next(iter(known))
         cls = known.get("parallel" if name == AUTO else name)
+        if base is FillRule and not cls.is_used(row):
+            return known["parallel"]
+        if base is Structure and self.named("fill", row).holds_structure:
+            return None
         return None if cls is None or (by_use and not cls.is_used(row)) else cls
 
     def of(self, row: Any) -> tuple[type[Rule], ...]:

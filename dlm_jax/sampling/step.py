@@ -324,6 +324,7 @@ def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
             is_open_BL, is_token(program, state), context.tokens_BL, context.length_B,
             is_scored_BL, edit is not None and edit.reads_likeliest, preference_BL,
             kept,
+            state.canvas.frozen_BL,
         )  # fmt: skip
         # No more positions can be open than the trunk returned vectors for.
         chunk = min(program.chunk, output.num_vectors)

@@ -609,7 +609,7 @@ class Planner:
             settings["fill"] = "parallel"
         structure = self._structure(asked)
         if structure:
-            settings = self._token_a_step(asked, settings) | settings | structure
+            settings = self._holding(asked, settings) | settings | structure
         count = asked.n or 1
         if count * len(contents) > self.limits.rows:
             name = "n" if count > 1 else "prompt"
@@ -676,9 +676,12 @@ class Planner:
                 raise of_value(error, name) from None
         return self._defaults | given
 
-    def _token_a_step(self, asked: Sampled, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def _holding(self, asked: Sampled, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Default settings of a request with a structure."""
         model, size = self.model, asked.max_tokens or self._room(asked)
+        fill = model.sample.table.fill.get(settings.get("fill", model.sample.fill))
+        if fill is not None and fill.holds_structure:
+            return {"order": "random_filled", "schedule": "linear", "ignore_eos": False}
         block = settings.get("block_length", model.sample.block_length)
         block = block or model.network.block_length
         steps = (size // block + 2) * block if block else size

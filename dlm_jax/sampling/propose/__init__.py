@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from dlm_jax.sampling.propose.constrained import Constrained
 from dlm_jax.sampling.propose.fill import (
     CandidateWriter,
     Filled,
@@ -14,13 +15,14 @@ from dlm_jax.sampling.propose.speculative import Speculative
 from dlm_jax.sampling.propose.wavefront import Wavefront
 
 FILL_RULES: Mapping[str, type[FillRule]] = {
-    rule.name: rule for rule in (Parallel, Wavefront, Speculative)
+    rule.name: rule for rule in (Parallel, Wavefront, Speculative, Constrained)
 }
 """Fills by the setting ``fill``."""
 
 __all__ = [
     "FILL_RULES",
     "CandidateWriter",
+    "Constrained",
     "FillRule",
     "Filled",
     "Parallel",

@@ -34,6 +34,7 @@ class Wanted(NamedTuple):
       preference_BL: uint32, the order of positions that tie, see
         `dlm_jax.sampling.commit.commit_rule.preferences`.
       kept: what the commit rule keeps of each position; None: nothing.
+      is_given_BL: True at tokens that were given; None where the caller does not know.
     """
 
     is_open_BL: jax.Array
@@ -44,6 +45,7 @@ class Wanted(NamedTuple):
     keeps_best: bool = False
     preference_BL: jax.Array | None = None
     kept: Any = None
+    is_given_BL: jax.Array | None = None
 
 
 class Reader(NamedTuple):
@@ -98,6 +100,17 @@ class FillRule(Rule):
 
     forwards: ClassVar[int] = 0
     """Additional forwards of the trunk in a step."""
+
+    holds_structure: ClassVar[bool] = False
+    """Whether its candidates match the structure of a row, and no transform needs to see to it."""
+
+    drawn: ClassVar[str] = "in waves"
+    """How it draws tokens where it does not allow the host, for errors."""
+
+    @classmethod
+    def is_used(cls, row: Any) -> bool:
+        """Whether it draws for a row with these settings, or the parallel fill does."""
+        return True
 
     @classmethod
     def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
@@ -205,6 +218,17 @@ class CandidateWriter:
             best_BL=best_BL,
             kept=put(found.kept, places_N, is_real_N, kept),
         )
+
+    def scored(self, clean_NV: jax.Array, ids_NK: jax.Array, at: At) -> tuple[jax.Array, jax.Array]:
+        """Log-probability and confidence of several candidates of each position, ``[N, K]``."""
+        places_N = at.row_N * self.num_positions + at.index_N
+
+        def of_one(ids_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+            logprob_N = log_prob(clean_NV, ids_N)
+            _, sure_N = self._observed(places_N, clean_NV, None, ids_N, logprob_N, at)
+            return logprob_N, sure_N
+
+        return jax.vmap(of_one, in_axes=1, out_axes=1)(ids_NK)
 
     def _observed(
         self,

@@ -9,10 +9,12 @@ words of 32 states each, which reductions are quick with.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +61,28 @@ _AT_ONCE = 16
 _MOST_REDUCED = 512
 
 
+class Arcs(NamedTuple):
+    """An automaton as arcs, which join all classes of ids that lead from one state to another.
+
+    Attributes:
+      next_DS: int32 ``[D, S]``, the state behind each arc of a state; 0 pads.
+      label_DS: int32, which classes take it; 0, those of none, pads.
+      is_member_CK: bool ``[C, K]``, the classes of each label.
+      ids_JM: int32 ``[J, M]``, the ids of all classes but that of ids that fit nowhere, ascending
+        in each, in blocks of one class; -1 pads.
+      class_M: int32, the class of each block.
+    """
+
+    next_DS: np.ndarray
+    label_DS: np.ndarray
+    is_member_CK: np.ndarray
+    ids_JM: np.ndarray
+    class_M: np.ndarray
+
+
+_BLOCK = 32
+
+
 @dataclass(frozen=True, eq=False)
 class Automaton:
     """A deterministic automaton over the ids of a vocabulary.
@@ -102,6 +126,46 @@ class Automaton:
             fewest[is_new] = count
         return fewest
 
+    @cached_property
+    def arcs(self) -> Arcs:
+        """Its arcs and the ids of its classes."""
+        num_classes = self.next_SC.shape[1]
+        labels: dict[bytes, int] = {bytes(num_classes): 0}
+        arcs: list[list[tuple[int, int]]] = []
+        for next_C in self.next_SC:
+            classes = {int(state): next_C == state for state in np.unique(next_C) if state}
+            arcs.append(
+                [
+                    (state, labels.setdefault(is_in_C.tobytes(), len(labels)))
+                    for state, is_in_C in classes.items()
+                ]
+            )
+        pairs_SD2 = np.zeros((len(arcs), max(1, *map(len, arcs)), 2), np.int32)
+        for state, found in enumerate(arcs):
+            pairs_SD2[state, : len(found)] = np.reshape(found, (-1, 2))
+        blocks, classes_of = [np.full((1, _BLOCK), -1)], [0]
+        for class_ in range(1, num_classes):
+            (ids,) = np.nonzero(self.class_of_V == class_)
+            padded = np.pad(ids, (0, -ids.size % _BLOCK), constant_values=-1)
+            blocks.append(padded.reshape(-1, _BLOCK))
+            classes_of += [class_] * len(blocks[-1])
+        is_member_KC = np.frombuffer(b"".join(labels), bool).reshape(-1, num_classes)
+        return Arcs(
+            pairs_SD2[..., 0].T,
+            pairs_SD2[..., 1].T,
+            is_member_KC.T,
+            np.concatenate(blocks).T.astype(np.int32),
+            np.array(classes_of, np.int32),
+        )
+
+    def without(self, ids: frozenset[int]) -> Automaton:
+        """The same with ids that fit nowhere."""
+        class_of_V = self.class_of_V.copy()
+        class_of_V[sorted(ids)] = 0
+        next_SC = self.next_SC.copy()
+        next_SC[:, ~np.isin(np.arange(next_SC.shape[1]), class_of_V)] = 0
+        return dataclasses.replace(self, class_of_V=class_of_V, next_SC=next_SC)
+
     def after(self, states_S: np.ndarray, token: int | None) -> np.ndarray:
         """The states behind an id, or behind any id for None."""
         if token is None:
@@ -117,6 +181,15 @@ class Automaton:
         for token in tokens:
             state = int(self.next_SC[state, self.class_of_V[token]])
         return bool(self.is_final_S[state])
+
+
+_without = lru_cache(maxsize=64)(Automaton.without)
+
+
+def held(row: Any) -> Automaton:
+    """The automaton of a row with a structure, without the ids that its biases ban."""
+    banned = frozenset(token for token, bias in row.logit_bias if bias == -math.inf)
+    return _without(row.structure, banned) if banned else row.structure
 
 
 def _checked(value: Any) -> Any:

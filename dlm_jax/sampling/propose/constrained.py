@@ -1,0 +1,476 @@
+"""Candidates of a row with a structure, drawn together: all of them are part of one match.
+
+A structure is an automaton over the tokens (`dlm_jax.inference.structure`). Messages from the right
+say how much probability the positions behind a place have from each of its states; from the left a
+match is drawn, or the likeliest one found (Rabiner 1989, section III; Suresh et al. 2025, DINGO).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dlm_jax.sampling.commit.commit_rule import Proposal
+from dlm_jax.sampling.largest import place_of_largest
+from dlm_jax.sampling.positions import fold, put
+from dlm_jax.sampling.propose.fill import (
+    CandidateWriter,
+    Filled,
+    FillRule,
+    Reader,
+    Wanted,
+    no_candidates,
+)
+from dlm_jax.sampling.transforms.automaton import STRUCTURE, Arcs, held
+from dlm_jax.sampling.transforms.transform import At
+from dlm_jax.settings import UNSET, SettingError, per_row, rule
+from dlm_jax.types import live_positions
+
+_CUT = 1e4
+"""Nats that an id which the chain cuts is below those that it leaves."""
+_MOST_MEMBERS = 1 << 22
+_MOST_ARCS = 1 << 20
+_CLASS, _MEMBER, _ARC, _LABEL = 0x636C, 0x6D65, 0x6172, 0x6C61
+
+
+class _Seen(NamedTuple):
+    """What the readout of a position leaves for the draw of a match.
+
+    Attributes:
+      label: float32 log-weight of each label, ``[..., K]``.
+      weight: float32 log-weight of each class of ids, ``[..., C]``; likewise the others.
+      ids: int32, an id of the class, drawn by its weight or the likeliest one.
+      logprob: float32, the id's log-probability under the clean logits.
+      confidence: float32, what the commit rule measures of it.
+    """
+
+    label: jax.Array
+    weight: jax.Array
+    ids: jax.Array
+    logprob: jax.Array
+    confidence: jax.Array
+
+
+@rule
+class Constrained(FillRule):
+    """Draws the open positions of a row together, out of the ways to match its structure.
+
+    The match is drawn from the product of the positions' distributions, after the row's chain,
+    conditioned on the automaton: the text behind the given tokens at the begin of the row with its
+    given gaps, and EOS behind the end of the match. A row of temperature 0 gets the likeliest
+    match. Any part of the candidates may be committed, as the rest completes it.
+
+    The independent draw of every position is kept where it matches by itself, which changes no
+    distribution: under a structure that every text matches it is that of `Parallel`, bit for bit.
+    An id that a truncation of the chain cuts is drawn where no match does without one. Holes that a
+    step does not look at, as those of later blocks, weigh nothing: some token has to fit. Rows
+    without structure are drawn by `Parallel`.
+
+    Attributes:
+      class_of_BV: int16, see `Automaton`.
+      next_BDS: int32, the state behind each arc of a state, see `Arcs`; the dead one pads.
+      label_BDS: int32, its label; likewise.
+      is_member_BCK: bool, classes of each label.
+      ids_BJM: int32, ids in blocks of one class.
+      class_BM: int32, the class of each block.
+      is_final_BS: bool, True where a text may end.
+      start_B: int32 state before the text.
+    """
+
+    about = "those of a row with a structure together, as a match; others in parallel"
+    holds_structure = True
+    drawn = "together"
+
+    class_of_BV: jax.Array = per_row(STRUCTURE)
+    next_BDS: jax.Array = per_row(STRUCTURE)
+    label_BDS: jax.Array = per_row(STRUCTURE)
+    is_member_BCK: jax.Array = per_row(STRUCTURE)
+    ids_BJM: jax.Array = per_row(STRUCTURE)
+    class_BM: jax.Array = per_row(STRUCTURE)
+    is_final_BS: jax.Array = per_row(STRUCTURE)
+    start_B: jax.Array = per_row(STRUCTURE)
+
+    @classmethod
+    def is_used(cls, row: Any) -> bool:
+        return row.structure != ""
+
+    @classmethod
+    def check(cls, row: Any) -> None:
+        why = "changes tokens of a match that fill='constrained' has drawn together"
+        for name, is_used in (("edit", row.edits), ("resample", row.resample)):
+            if is_used:
+                raise SettingError(name, True, why, f"use {name}=False")
+        if row.renoises:
+            raise SettingError("renoise_start", UNSET, why, "leave re-noise off")
+        if row.table.commit[row.order].rewrites:
+            raise SettingError("order", row.order, why, "use order='threshold', say")
+        if row.ignore_eos:
+            raise SettingError(
+                "structure", UNSET, "ends with EOS, which ignore_eos bans", "drop one of them"
+            )
+        for used in row.table.chained(row):
+            if used.reads_final_logprob and used.is_used(row):
+                name = next(s.name for s in used.settings() if s.activates)
+                raise SettingError(
+                    name,
+                    getattr(row, name),
+                    "follows draws of single tokens, and fill='constrained' draws them together",
+                    f"leave {name} at its default",
+                )
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        arcs = held(row).arcs
+        if arcs.is_member_CK.size > _MOST_MEMBERS or arcs.next_DS.size > _MOST_ARCS:
+            classes, labels = arcs.is_member_CK.shape
+            raise SettingError(
+                "structure",
+                UNSET,
+                f"has {labels} sets of {classes} classes of ids, too many for fill='constrained'",
+                "use fill='parallel', or a shorter one",
+                others=["fill"],
+            )
+
+    @classmethod
+    def columns(cls, rows: Sequence[Any], facts: Any) -> Constrained:
+        """The automata of the rows, padded to a size that few programs share."""
+        automata = [held(row) for row in rows]
+        arcs = [automaton.arcs for automaton in automata]
+        degree = _power(arcs, lambda a: a.next_DS.shape[0], 4)
+        states = _power(arcs, lambda a: a.next_DS.shape[1], 32)
+        classes = _power(arcs, lambda a: a.is_member_CK.shape[0], 16)
+        labels = _power(arcs, lambda a: a.is_member_CK.shape[1], 16)
+        blocks = max(len(a.class_M) for a in arcs)
+        # A quarter more than there are at most: they are as many as the vocabulary asks for.
+        step = max(16, 1 << max(0, blocks.bit_length() - 3))
+        blocks = -(-blocks // step) * step
+        columns: Any = (
+            np.stack([automaton.class_of_V for automaton in automata]),
+            _stacked([a.next_DS for a in arcs], (degree, states), 0),
+            _stacked([a.label_DS for a in arcs], (degree, states), 0),
+            _stacked([a.is_member_CK for a in arcs], (classes, labels), False),
+            _stacked([a.ids_JM for a in arcs], (len(arcs[0].ids_JM), blocks), -1),
+            _stacked([a.class_M for a in arcs], (blocks,), 0),
+            _stacked([automaton.is_final_S for automaton in automata], (states,), False),
+            np.array([automaton.start for automaton in automata], np.int32),
+        )
+        return cls(*columns)
+
+    def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
+        """The candidates; their confidence and log-probability are those of clean logits."""
+        own_BL = writer.own_BL
+        is_read_BL = wanted.is_open_BL if own_BL is None else wanted.is_open_BL | (own_BL >= 0)
+
+        def draw(
+            carry: tuple[Filled, _Seen], places_N: jax.Array, is_real_N: jax.Array
+        ) -> tuple[Filled, _Seen]:
+            found, seen = carry
+            clean_NV = reader.logits(places_N)
+            now = self._seen(writer, places_N, is_real_N, clean_NV)
+            return (
+                writer.write(found, places_N, is_real_N, clean_NV),
+                put(seen, places_N, is_real_N, now),
+            )
+
+        _, num_classes, num_labels = self.is_member_BCK.shape
+        shape = wanted.is_open_BL.shape
+        each_BLC = jnp.zeros((*shape, num_classes), jnp.float32)
+        none = _Seen(
+            jnp.zeros((*shape, num_labels), jnp.float32), each_BLC,
+            jnp.zeros(each_BLC.shape, jnp.int32), each_BLC, each_BLC,
+        )  # fmt: skip
+        start = no_candidates(wanted), none
+        found, seen = fold(is_read_BL, reader.chunk, draw, start)
+        return found._replace(proposal=self._matching(writer, wanted, found.proposal, seen))
+
+    def _seen(
+        self,
+        writer: CandidateWriter,
+        places_N: jax.Array,
+        is_real_N: jax.Array,
+        clean_NV: jax.Array,
+    ) -> _Seen:
+        """What the positions of a chunk leave, ``[N, ...]``."""
+        row_N, index_N = places_N // writer.num_positions, places_N % writer.num_positions
+        key_N = _keys(writer.key_B[row_N], index_N)
+        at = At(row_N, index_N, key_N, is_real_N)
+        clean_NV = clean_NV.astype(jnp.float32)
+        final_NV = writer.chain.apply(writer.prepared, clean_NV, at)
+        is_greedy_N = writer.chain.is_greedy(at)
+        ids_NJM = self.ids_BJM[row_N]
+        is_id_NJM = ids_NJM >= 0
+
+        def of_ids(logits_NV: jax.Array) -> jax.Array:
+            """The logits of each id below the largest of them; -inf where there is none."""
+            flat_NI = jnp.maximum(ids_NJM, 0).reshape(row_N.size, -1)
+            logits_NI = _take(logits_NV, flat_NI, axis=1)
+            logits_NJM = jnp.where(is_id_NJM, logits_NI.reshape(ids_NJM.shape), -jnp.inf)
+            peak_N = jnp.max(logits_NJM, axis=(1, 2))
+            return logits_NJM - _finite(peak_N)[:, None, None]
+
+        def by_class(logits_NJM: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return _by_class(
+                logits_NJM, self.class_BM[row_N], key_N, is_greedy_N, self.is_member_BCK.shape[1]
+            )
+
+        left_NJM = of_ids(final_NV)
+        weight_NC, place_NC = by_class(left_NJM)
+        is_class_NC = jnp.any(self.is_member_BCK, axis=2)[row_N]
+        is_cut = jnp.any(is_class_NC & (weight_NC == -jnp.inf) & is_real_N[:, None])
+
+        def with_cut() -> tuple[jax.Array, jax.Array]:
+            below_NJM = jnp.maximum(of_ids(clean_NV), -_CUT) - _CUT
+            is_cut_NJM = is_id_NJM & ~(left_NJM > -jnp.inf)
+            return by_class(jnp.where(is_cut_NJM, below_NJM, left_NJM))
+
+        weight_NC, place_NC = jax.lax.cond(is_cut, with_cut, lambda: (weight_NC, place_NC))
+        ids_NC = _take(ids_NJM.reshape(row_N.size, -1), place_NC, axis=1)
+        ids_NC = jnp.maximum(ids_NC, 0)
+        each_NCK = jnp.where(self.is_member_BCK[row_N], weight_NC[:, :, None], -jnp.inf)
+        label_NK = _total(each_NCK, is_greedy_N[:, None])
+        logprob_NC, confidence_NC = writer.scored(clean_NV, ids_NC, at)
+        return _Seen(label_NK, weight_NC, ids_NC, logprob_NC, confidence_NC)
+
+    def _matching(
+        self, writer: CandidateWriter, wanted: Wanted, drawn: Proposal, seen: _Seen
+    ) -> Proposal:
+        """The candidates where they match, and a match that is drawn together where not."""
+        places = self._places(writer, wanted, drawn, seen)
+        num_rows, num_positions = places.is_open_BL.shape
+        place_BL = jnp.broadcast_to(jnp.arange(num_positions)[None], (num_rows, num_positions))
+        key_P = jax.vmap(_keys)(writer.key_B, place_BL).reshape(-1)
+
+        def waits(salt: int, size: int) -> jax.Array:
+            wait_PX = _waits(_salted(key_P, salt), size)
+            wait_BLX = wait_PX.reshape(num_rows, num_positions, size)
+            return jnp.where(places.takes_best_BL[:, :, None], 0.0, wait_BLX)
+
+        behind_LBS = self._messages(places)
+        fits_B, arc_BL = self._walked(places, behind_LBS, waits(_ARC, self.next_BDS.shape[1]))
+        has_BCL = _take(self.is_member_BCK, arc_BL[:, None, :], axis=2)
+        has_BLC = has_BCL.swapaxes(1, 2)
+        score_BLC = seen.weight - waits(_LABEL, has_BLC.shape[2])
+        class_BL1 = place_of_largest(jnp.where(has_BLC, score_BLC, -jnp.inf))[:, :, None]
+        ids_BL, logprob_BL, confidence_BL = (
+            _take(x, class_BL1, axis=2)[:, :, 0] for x in (seen.ids, seen.logprob, seen.confidence)
+        )
+        is_new_BL = places.is_open_BL & ~fits_B[:, None]
+        return drawn._replace(
+            tokens_BL=jnp.where(is_new_BL, ids_BL, drawn.tokens_BL),
+            logprob_BL=jnp.where(is_new_BL, logprob_BL, drawn.logprob_BL),
+            confidence_BL=jnp.where(is_new_BL, confidence_BL, drawn.confidence_BL),
+        )
+
+    def _places(
+        self, writer: CandidateWriter, wanted: Wanted, drawn: Proposal, seen: _Seen
+    ) -> _Places:
+        """What stands where, with the candidates at the open positions."""
+        num_rows, num_positions = wanted.is_open_BL.shape
+        assert wanted.is_given_BL is not None, "the step tells what was given"
+        begin_B1 = place_of_largest(~wanted.is_given_BL)[:, None]
+        is_text_BL = jnp.arange(num_positions)[None] >= begin_B1
+        is_text_BL &= live_positions(wanted.length_B, num_positions)
+        is_open_BL = wanted.is_open_BL & is_text_BL
+        is_wild_BL = is_text_BL & ~is_open_BL & ~wanted.is_seen_BL
+        # A token that stands leads on where a label has its class, an unseen hole everywhere.
+        token_BL = jnp.where(is_open_BL, drawn.tokens_BL, wanted.tokens_BL)
+        token_BL = jnp.clip(token_BL, 0, self.class_of_BV.shape[1] - 1)
+        class_BL = _take(self.class_of_BV, token_BL, axis=1).astype(jnp.int32)
+        has_BLK = _take(self.is_member_BCK, class_BL[:, :, None], axis=1)
+        is_label_B1K = jnp.any(self.is_member_BCK, axis=1, keepdims=True)
+        stands_BLK = jnp.where(is_wild_BL[:, :, None], is_label_B1K, has_BLK)
+        rows_B = jnp.arange(num_rows)
+        is_greedy_B = writer.chain.is_greedy(At(rows_B, rows_B, writer.key_B, rows_B >= 0))
+        return _Places(
+            is_open_BL, is_text_BL, is_wild_BL, ~is_open_BL | is_greedy_B[:, None], class_BL,
+            jnp.where(is_open_BL[:, :, None], seen.label, jnp.where(stands_BLK, 0.0, -jnp.inf)),
+        )  # fmt: skip
+
+    def _messages(self, places: _Places) -> jax.Array:
+        """Log-weight of the ways from each state behind each position to the end, ``[L, B, S]``.
+
+        Up to a constant of each row and position.
+        """
+        num_rows, degree, num_states = self.next_BDS.shape
+        next_BI, arc_BI = (x.reshape(num_rows, -1) for x in (self.next_BDS, self.label_BDS))
+
+        def back(behind_BS: jax.Array, at_one: Any) -> tuple[jax.Array, jax.Array]:
+            label_BK, takes_best_B, is_text_B = at_one
+            each_BI = _take(label_BK, arc_BI, axis=1) + _take(behind_BS, next_BI, axis=1)
+            now_BS = _total(each_BI.reshape(num_rows, degree, num_states), takes_best_B[:, None])
+            now_BS -= _finite(jnp.max(now_BS, axis=1))[:, None]
+            return jnp.where(is_text_B[:, None], now_BS, behind_BS), behind_BS
+
+        by_place = places.label_BLK.swapaxes(0, 1), places.takes_best_BL.T, places.is_text_BL.T
+        end_BS = jnp.where(self.is_final_BS, 0.0, -jnp.inf)
+        return jax.lax.scan(back, end_BS, by_place, reverse=True)[1]
+
+    def _walked(
+        self, places: _Places, behind_LBS: jax.Array, wait_BLD: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Whether the candidates of a row match as they are ``[B]``, and the labels of a match."""
+        rows_B = jnp.arange(self.start_B.size)
+
+        def leaving(state_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """The labels of the arcs of each row's state, and where they lead, ``[B, D]``."""
+            return self.label_BDS[rows_B, :, state_B], self.next_BDS[rows_B, :, state_B]
+
+        def forth(states: _States, at_one: Any) -> tuple[_States, jax.Array]:
+            behind_BS, wait_BD, label_BK, class_B, is_text_B, is_open_B, is_wild_B = at_one
+            arc_BD, next_BD = leaving(states.drawn_B)
+            weight_BD = _take(label_BK, arc_BD, axis=1) + _take(behind_BS, next_BD, axis=1)
+            chosen_B1 = place_of_largest(weight_BD - wait_BD)[:, None]
+            arc_B, drawn_B = (_take(x, chosen_B1, axis=1)[:, 0] for x in (arc_BD, next_BD))
+            # The same for the candidates as they are, up to the first unseen hole.
+            arc_BD, next_BD = leaving(states.own_B)
+            leads_BD = self.is_member_BCK[rows_B[:, None], class_B[:, None], arc_BD]
+            own_B = jnp.max(jnp.where(leads_BD, next_BD, 0), axis=1)
+            is_known_B = states.is_known_B & ~is_wild_B
+            fits_B = jnp.where(is_known_B, behind_BS[rows_B, own_B] > -jnp.inf, ~is_open_B)
+            now = _States(
+                jnp.where(is_text_B, drawn_B, states.drawn_B),
+                jnp.where(is_text_B, own_B, states.own_B),
+                states.fits_B & (fits_B | ~is_text_B), is_known_B,
+            )  # fmt: skip
+            return now, arc_B
+
+        by_place = (
+            behind_LBS, wait_BLD.swapaxes(0, 1), places.label_BLK.swapaxes(0, 1),
+            places.class_BL.T, places.is_text_BL.T, places.is_open_BL.T, places.is_wild_BL.T,
+        )  # fmt: skip
+        begin = _States(self.start_B, self.start_B, rows_B >= 0, rows_B >= 0)
+        end, arc_LB = jax.lax.scan(forth, begin, by_place)
+        return end.fits_B, arc_LB.T
+
+
+class _Places(NamedTuple):
+    """A canvas as the walks over the automaton see it, ``[B, L]``.
+
+    Attributes:
+      is_open_BL: True where a candidate is drawn.
+      is_text_BL: True where the text is that matches.
+      is_wild_BL: True at its holes that the step does not look at.
+      takes_best_BL: True where the likeliest way counts instead of all of them.
+      class_BL: int32, the class of each token or candidate.
+      label_BLK: float32 log-weight of each label; 0 or -inf where a token stands.
+    """
+
+    is_open_BL: jax.Array
+    is_text_BL: jax.Array
+    is_wild_BL: jax.Array
+    takes_best_BL: jax.Array
+    class_BL: jax.Array
+    label_BLK: jax.Array
+
+
+class _States(NamedTuple):
+    """States of the walks from the left, ``[B]``.
+
+    Attributes:
+      drawn_B: int32, of the match that is drawn.
+      own_B: int32, of the candidates as they are.
+      fits_B: True while those are part of a match.
+      is_known_B: True up to the first hole that the step does not look at.
+    """
+
+    drawn_B: jax.Array
+    own_B: jax.Array
+    fits_B: jax.Array
+    is_known_B: jax.Array
+
+
+def _by_class(
+    logits_NJM: jax.Array,
+    class_NM: jax.Array,
+    key_N: jax.Array,
+    is_greedy_N: jax.Array,
+    num_classes: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The log-weight of each class of ids, and the place ``member * M + block`` of one of them.
+
+    It is drawn by the weights in the class, or the likeliest of a greedy row; ``[N, C]``.
+    """
+    num_places, size, num_blocks = logits_NJM.shape
+    place_N1 = jnp.arange(num_places)[:, None]
+    is_greedy_N1 = is_greedy_N[:, None]
+
+    def most(score_NM: jax.Array) -> jax.Array:
+        none_NC = jnp.full((num_places, num_classes), -jnp.inf)
+        return none_NC.at[place_N1, class_NM].max(score_NM, mode="promise_in_bounds")
+
+    block_NM = _total(logits_NJM, is_greedy_N1)
+    peak_NC = most(block_NM)
+    share_NM = jnp.exp(block_NM - _finite(_take(peak_NC, class_NM, axis=1)))
+    sum_NC = jnp.zeros(peak_NC.shape).at[place_N1, class_NM].add(share_NM, mode="promise_in_bounds")
+    weight_NC = jnp.where(is_greedy_N1, peak_NC, peak_NC + jnp.log(sum_NC))
+    wait_NM = _waits(_salted(key_N, _CLASS), num_blocks)
+    score_NM = block_NM - jnp.where(is_greedy_N1, 0.0, wait_NM)
+    is_most_NM = score_NM == _take(most(score_NM), class_NM, axis=1)
+    number_1M = jnp.arange(num_blocks)[None]
+    first_NC = (
+        jnp.full(peak_NC.shape, num_blocks - 1)
+        .at[place_N1, class_NM]
+        .min(jnp.where(is_most_NM, number_1M, num_blocks - 1))
+    )
+    score_NJC = _take(logits_NJM, first_NC[:, None, :], axis=2)
+    wait_NJ = _waits(_salted(key_N, _MEMBER), size)
+    score_NJC -= jnp.where(is_greedy_N1, 0.0, wait_NJ)[:, :, None]
+    is_most_NJC = score_NJC == jnp.max(score_NJC, axis=1, keepdims=True)
+    each_1J1 = jnp.arange(size)[None, :, None]
+    member_NC = jnp.min(jnp.where(is_most_NJC, each_1J1, size - 1), axis=1)
+    return weight_NC, member_NC * num_blocks + first_NC
+
+
+def _total(each_NKX: jax.Array, takes_best_NX: jax.Array) -> jax.Array:
+    """Log of the sum of exponentials over the middle axis, or their largest; -inf of none.
+
+    A CPU reduces outer axes many numbers at a time, and the last one by one.
+    """
+    peak_NX = jnp.max(each_NKX, axis=1)
+    total_NX = jnp.sum(jnp.exp(each_NKX - _finite(peak_NX)[:, None]), axis=1)
+    return jnp.where(takes_best_NX, peak_NX, peak_NX + jnp.log(total_NX))
+
+
+def _take(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
+    """The entries along an axis; to check their places takes as long as to read them."""
+    return jnp.take_along_axis(x, index, axis=axis, mode="promise_in_bounds")
+
+
+def _finite(peak: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(peak), peak, 0.0)
+
+
+def _keys(key: jax.Array, index_N: jax.Array) -> jax.Array:
+    """A key for each position of one row, or of as many rows as there are positions."""
+    return jax.vmap(jax.random.fold_in, (None if key.ndim == 0 else 0, 0))(key, index_N)
+
+
+def _salted(key_N: jax.Array, salt: int) -> jax.Array:
+    return jax.vmap(lambda key: jax.random.fold_in(key, salt))(key_N)
+
+
+def _waits(key_N: jax.Array, size: int) -> jax.Array:
+    """Logarithms of exponential times: the first of weights ``w`` is i with chance ``w_i / sum``.
+
+    From 64 bits each, as small weights win by small times.
+    """
+    bits_NK2 = jax.vmap(lambda key: jax.random.bits(key, (size, 2)))(key_N).astype(jnp.float32)
+    uniform_NK = bits_NK2[..., 0] * 2.0**-32 + bits_NK2[..., 1] * 2.0**-64
+    return jnp.log(-jnp.log1p(-jnp.minimum(uniform_NK, 1.0 - 2.0**-24)))
+
+
+def _power(arcs: Sequence[Arcs], size: Any, least: int) -> int:
+    """The least power of two that no size exceeds."""
+    return max(least, 1 << (max(map(size, arcs)) - 1).bit_length())
+
+
+def _stacked(arrays: Sequence[np.ndarray], shape: tuple[int, ...], fill: Any) -> np.ndarray:
+    """The arrays as one, each padded to the shape."""
+    made = np.full((len(arrays), *shape), fill, arrays[0].dtype)
+    for place, array in enumerate(arrays):
+        made[(place, *map(slice, array.shape))] = array
+    return made

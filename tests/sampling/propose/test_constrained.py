@@ -1,0 +1,189 @@
+"""The constrained fill: matches that are drawn together have the law of the model, conditioned."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import toy
+
+import dlm_jax
+from benchmarks import constrained
+from dlm_jax.config import SampleConfig
+from dlm_jax.data import CharacterTokenizer
+from dlm_jax.inference.model import Model
+from dlm_jax.inference.structure import regex_of_objects, regex_of_schema
+from dlm_jax.model.transformer import build
+
+TOKENIZER = CharacterTokenizer.of('abcxyz0123456789{}[]":,. -\n')
+NETWORK = build(toy.config(vocab_size=TOKENIZER.vocab_size))
+MODEL = Model(
+    NETWORK, toy.random_params(NETWORK), TOKENIZER, max_length=64,
+    sample=SampleConfig(chain=("temperature", "top_k"), steps=24, order="random_filled"),
+)  # fmt: skip
+EOS = TOKENIZER.eos_id
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yz"]}},
+    "required": ["a", "b"],
+}
+PATTERNS = [
+    r"[abc]{2,5}x(y|zz)*", r"[0-9]{3}-[0-9]{2}", r"(a|b)*c", regex_of_schema(SCHEMA),
+    regex_of_objects(),
+]  # fmt: skip
+
+
+def _texts(prompts, **settings):
+    result = dlm_jax.generate(
+        MODEL, prompts, **{"gen_length": 24, "steps": 8, "fill": "constrained"} | settings
+    )
+    return result.texts, result
+
+
+TEXTS = 5 * constrained.ROWS
+
+
+def _draws(case, logits_LV, number=TEXTS, **settings):
+    pattern, canvas, own = constrained.CASES[case]
+    return constrained.draws(pattern, canvas, logits_LV, number, **own | settings)
+
+
+def _law(case, logits_LV, **settings):
+    pattern, canvas, own = constrained.CASES[case]
+    settings = {"temperature": own.get("temperature", 1.0)} | settings
+    return constrained.law(pattern, canvas, logits_LV, **settings)
+
+
+@pytest.mark.parametrize("case", constrained.CASES)
+def test_texts_have_the_law_of_independent_positions_that_match(case):
+    logits_LV = constrained.logits_of(case)
+    drawn_NL = _draws(case, logits_LV)
+    assert constrained.p_value(drawn_NL, _law(case, logits_LV)) > 1e-3
+    # The test would tell: texts of another temperature are none of this law.
+    assert constrained.p_value(drawn_NL, _law(case, logits_LV, temperature=1.5)) < 1e-3
+
+
+@pytest.mark.parametrize("top_k", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_what_the_chain_cuts_is_written_only_where_no_match_does_without(top_k):
+    logits_LV = np.random.default_rng(5).normal(size=(7, constrained.LETTERS.vocab_size))
+    ids = [0, 1, 2, constrained.EOS]
+    text_LK = logits_LV[:, ids]
+    logits_LV[:] = -1e4
+    logits_LV[:, ids] = text_LK
+    cut_LV = logits_LV.copy()
+    is_left_LK = text_LK >= np.sort(text_LK, axis=1)[:, [-top_k]]
+    cut_LV[:, ids] = np.where(is_left_LK, text_LK, text_LK - 1e4)
+    drawn_NL = _draws("one step", logits_LV, top_k=top_k)
+    assert constrained.p_value(drawn_NL, _law("one step", cut_LV)) > 1e-3
+    assert constrained.p_value(drawn_NL, _law("one step", logits_LV)) < 1e-3
+
+
+@pytest.mark.parametrize("case", ["one step", "six steps", "given between"])
+def test_a_greedy_row_gets_the_likeliest_match(case):
+    for seed in range(3):
+        logits_LV = 3 * np.random.default_rng(seed).normal(size=(7, constrained.LETTERS.vocab_size))
+        drawn_NL = _draws(case, logits_LV, 1, temperature=0.0)
+        weights = _law(case, logits_LV, temperature=1.0)
+        best = max(weights, key=weights.__getitem__)
+        assert {tuple(text) for text in drawn_NL.tolist()} == {best}
+
+
+def test_a_structure_that_everything_matches_changes_no_bit():
+    """Without EOS, behind which nothing but EOS matches."""
+    logits_LV = constrained.logits_of("one step")
+    logits_LV[:, constrained.EOS] = -1e4
+    _, canvas, settings = constrained.CASES["three steps"]
+    made = constrained.draws("(.|\n)*", canvas, logits_LV, 1, **settings)
+    plain = constrained.draws("", canvas, logits_LV, 1, **settings)
+    np.testing.assert_array_equal(made, plain)
+    assert len(np.unique(made, axis=0)) > 50
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"order": "random_filled"},
+        pytest.param({"order": "random"}, marks=pytest.mark.slow),
+        pytest.param({"order": "threshold", "block_length": 7}, marks=pytest.mark.slow),
+        pytest.param({"order": "low_confidence"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"order": "random_filled", "schedule": "all", "remask": "scheduled"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["random", "gaps", "blocks", "confidence", "remasked"],
+)  # fmt: skip
+def test_every_text_matches_in_any_number_of_steps(settings):
+    rng = np.random.default_rng(0)
+    prompts = [
+        {
+            "prompt": "ab", "structure": PATTERNS[row % 5], "steps": int(rng.integers(7, 65)),
+            "temperature": float(rng.choice([0.0, 0.5, 1.0, 2.0])),
+            "top_k": int(rng.choice([0, 1, 5])), "seed": row,
+        }
+        for row in range(60)
+    ]  # fmt: skip
+    if "block_length" not in settings:
+        prompts = [one | {"steps": max(1, one["steps"] - 6)} for one in prompts]
+    texts, result = _texts(prompts, batch_size=20, gen_length=40, **settings)
+    for text, one in zip(texts, prompts, strict=True):
+        assert re.fullmatch(one["structure"], text[2:]), (one, text)
+        if one["structure"] in PATTERNS[3:]:
+            assert isinstance(json.loads(text[2:]), dict)
+    assert {status.name for status in result.status} == {"DONE"}
+    steps = np.array([one["steps"] for one in prompts])
+    assert (result.forwards <= steps).all()
+    # A match that ends early ends the row, and EOS is no text.
+    assert (result.lengths < 42).any() and (result.forwards < steps).any()
+
+
+@pytest.mark.slow
+def test_given_text_between_holes_is_part_of_the_match():
+    template = '{"a": <hole:2>, "b": "<hole:2>"}'
+    one = {"template": template, "structure": r'[0-9]{2}, "b": "(x|yz)"\}'}
+    texts, result = _texts([one] * 4, steps=1, gen_length=0)
+    for text in texts:
+        assert re.fullmatch(r'\{"a": [0-9]{2}, "b": "yz"\}', text)
+    assert len(set(texts)) > 1 and (result.forwards == 1).all()
+
+
+def test_rows_without_structure_are_those_of_the_parallel_fill_whatever_runs_beside():
+    some = {"gen_length": 40, "batch_size": 20}
+    plain = [{"prompt": "ab", "seed": seed} for seed in range(5)]
+    held = [one | {"structure": pattern} for one, pattern in zip(plain, PATTERNS, strict=True)]
+    mixed = [one for pair in zip(plain, held, strict=True) for one in pair]
+    together, _ = _texts(mixed, **some)
+    assert together[::2] == _texts(plain, **some, fill="parallel")[0]
+    assert together[1::2] == _texts(held, **some)[0]
+
+
+@pytest.mark.slow
+def test_a_row_is_the_same_whatever_patterns_run_beside_it():
+    held = [{"prompt": "ab", "seed": 7, "structure": pattern} for pattern in PATTERNS[:4:3]]
+    together, _ = _texts(held, gen_length=40)
+    assert together == tuple(_texts([one], gen_length=40)[0][0] for one in held)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"structure": "a{30}"}, "structure needs 30 new tokens"),
+        ({"structure": "a+", "ignore_eos": True}, "ignore_eos"),
+        ({"structure": "a+", "resample": True, "schedule": "all"}, "resample=True changes"),
+        ({"structure": "a+", "edit": True, "insert_ratio_start": 0.1}, "edit=True changes"),
+        ({"structure": "a+", "order": "joint_threshold"}, "order='joint_threshold' changes"),
+        ({"structure": "a+", "renoise_start": 0.1}, "renoise_start changes"),
+        ({"structure": "a+", "mirostat": 2, "chain": ("temperature", "mirostat")}, "mirostat=2"),
+        ({"structure": "a+b", "logit_bias": {TOKENIZER.encode("b")[0]: -np.inf},
+          "chain": ("bias",)}, "structure needs"),
+        ({"structure": "a+", "read_back": True}, "draws tokens together"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_held_is_refused(settings, told):
+    with pytest.raises(ValueError, match=told):
+        _texts(["ab"], **settings)
+
+
+def test_a_given_text_that_no_match_contains_is_refused():
+    with pytest.raises(ValueError, match="does not go with the text"):
+        _texts([{"template": "a<hole:2>b"}], steps=2, structure="c+", gen_length=0)
