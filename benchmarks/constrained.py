@@ -179,7 +179,7 @@ def count_laws(number: int) -> None:
     print("| --- " * 6 + "|")
     for case, (pattern, canvas, settings) in CASES.items():
         logits_LV = logits_of(case)
-        drawn_NL = draws(pattern, canvas, logits_LV, number, **settings)
+        drawn_NL = draws(pattern, canvas, logits_LV, number, rows=10_000, **settings)
         expected = law(pattern, canvas, logits_LV, temperature=settings.get("temperature", 1.0))
         print(
             f"| {case} | `{pattern}` | `{canvas}` | {len(drawn_NL)} | {len(expected)} | "

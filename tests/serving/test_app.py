@@ -387,10 +387,11 @@ def test_refusals_call_settings_as_the_protocol_does_and_leave_words_alone(
 
 def test_answers_have_the_format_that_is_asked_for(client):
     form = {"type": "regex", "regex": "(cat|rat)( sat)?"}
-    for seed in range(4):
+    for seed in range(6):
+        together = {"fill": "constrained", "steps": 2} if seed > 3 else {}
         made = client.completions.create(
             model="toy", prompt="The ", max_tokens=10, seed=seed,
-            extra_body={"response_format": form, "temperature": 1.5},
+            extra_body={"response_format": form, "temperature": 1.5} | together,
         )  # fmt: skip
         assert re.fullmatch(form["regex"], made.choices[0].text)
         assert made.choices[0].finish_reason == "stop"
