@@ -79,8 +79,8 @@ def generate(
       host_sampler: Python function that chooses the tokens of all rows, each out of the
         `dlm_jax.inference.candidates.Candidates` that the row's chain leaves.
       read_back: whether ``Texts.read_back`` has the probability and candidates of every token.
-      trace: whether ``Texts.trace`` has every draw of every row (`dlm_jax.Trace`), 25 bytes for each
-        position of the canvas and step. All rows must then run in one program.
+      trace: whether ``Texts.trace`` has every draw of every row (`dlm_jax.Trace`), 25 bytes for
+        each position of the canvas and step. All rows must then run in one program.
       max_candidates: most candidates of a position that host samplers and read-back get.
       on_commits: called with the number of tokens written since the last call.
       **settings: fields of `SampleConfig` for all rows (``temperature=0.7``, ``top_k=40``,
@@ -213,9 +213,11 @@ def all_requests(
     traced = [request for request in requests if request.trace]
     if len(group(traced)) > 1:
         raise SettingError(
-            "trace", True, "needs rows that run in one program, and these differ in static settings",
+            "trace",
+            True,
+            "needs rows that run in one program, and these differ in static settings",
             "sample them in several calls",
-        )  # fmt: skip
+        )
     if not requests:
         raise ValueError("there is nothing to generate; give at least one prompt")
     return only_chains_in_use(requests)

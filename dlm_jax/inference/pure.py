@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from dlm_jax import devices
 from dlm_jax.distributed.local_rows import split_rows
@@ -20,6 +21,7 @@ from dlm_jax.inference.request import (
     check_trace,
     columns,
     only_chains_in_use,
+    room_of,
     settings_of_call,
 )
 from dlm_jax.sampling.forward import ready, with_cache
@@ -173,9 +175,10 @@ class Sampler:
                 "tokens", UNSET, f"have {shape[1]} positions, and a row may grow to "
                 f"{self.request.capacity}", "pad them, or give sampler() a lower max_length",
             )  # fmt: skip
-        if any(isinstance(x, jax.core.Tracer) for x in (tokens, lengths, is_draft)):
+        if any(isinstance(x, Tracer) for x in (tokens, lengths, is_draft)):
             return
-        for number, (row, length) in enumerate(zip(np.asarray(tokens), np.asarray(lengths))):
+        whole = zip(np.asarray(tokens), np.asarray(lengths), strict=True)
+        for number, (row, length) in enumerate(whole):
             if not 0 < length <= shape[1]:
                 raise ValueError(f"row {number} has length {length}; use 1 to {shape[1]}")
             own = None if is_draft is None else np.asarray(is_draft)[number, :length]
@@ -207,7 +210,8 @@ def sampler(
     if trace:
         check_trace(sample)
     tokens = np.full(1, model.tokenizer.mask_id, np.int32)
-    capacity = (max_length or model.max_length) if sample.inserts else 0
+    room = room_of(model, max_length)
+    capacity = room if sample.inserts else 0
     (request,) = only_chains_in_use([Request(tokens, sample, capacity=capacity, trace=trace)])
     program = model.program(
         sample.draw, sample.guidance > 0, num_traced=sample.steps if trace else 0
@@ -239,7 +243,7 @@ def replay(
     """
     network = model.network if isinstance(model, Model) else model
     _check_trace(model, network, trace)
-    is_concrete = not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params))
+    is_concrete = not any(isinstance(x, Tracer) for x in jax.tree.leaves(params))
     rows = split_rows(params) if is_concrete else None
     program = Program(
         network=network, mask_id=trace.mask_id, chunk=trace.chunk, rows=rows,

@@ -488,7 +488,7 @@ def make_requests(
     asked = {"seed": 0, "max_length": None} | {**common, **own}
     text = {name: asked[name] for name in PROMPT_KEYS if name in asked}
     seed = _integer("seed", asked["seed"]) + (0 if "seed" in own else first)
-    room = _room(model, asked["max_length"])
+    room = room_of(model, asked["max_length"])
     host = {name: asked[name] for name in _HOST if name in asked}
     if "trace" in own:
         raise SettingError("trace", own["trace"], "is of all rows or none", "give it to the call")
@@ -608,7 +608,7 @@ def _integer(name: str, value: Any) -> int:
     return int(value)
 
 
-def _room(model: Model, max_length: Any) -> int:
+def room_of(model: Model, max_length: Any) -> int:
     if max_length is None:
         return model.max_length
     if not 1 <= _integer("max_length", max_length) <= _LONGEST:

@@ -51,7 +51,9 @@ class Records(NamedTuple):
         """The records with those of one step, ``[B, L]`` and ``[B]``, where ``steps_B`` is True."""
         row_B, num_steps = jnp.arange(step_B.shape[0]), self.choice_BS.shape[1]
         place_B = jnp.where(steps_B, step_B, num_steps)
-        put = (old.at[row_B, place_B].set(one, mode="drop") for old, one in zip(self, new))
+        put = (
+            old.at[row_B, place_B].set(one, mode="drop") for old, one in zip(self, new, strict=True)
+        )
         return Records(*put)
 
 

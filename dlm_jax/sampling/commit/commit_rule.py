@@ -108,8 +108,8 @@ class CommitRule(Rule):
     def log_chance(self, context: CommitContext, is_chosen_BL: jax.Array) -> jax.Array:
         """Log-probability ``[B]`` in nats of having chosen these, given all that `select` reads.
 
-        Only ``context.key_B`` counts as chance: without it 0, which is `certain`. Ties do not count.
-        Traces need it.
+        Only ``context.key_B`` counts as chance: without it 0, which is `certain`. Ties do not
+        count. Traces need it.
         """
         raise NotImplementedError
 

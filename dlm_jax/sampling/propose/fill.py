@@ -241,7 +241,8 @@ class CandidateWriter:
             policy_N = self.policy(clean_NV if drawable_NV is None else drawable_NV, ids_N, at)
             entropy_N = vocab.count_and_entropy(clean_NV.astype(jnp.float32))[1]
             pair = drawn.logprob_BL, drawn.entropy_BL
-            drawn = Drawn(*put(pair, places_N, is_real_N, (policy_N, entropy_N)), drawn.level_BL)
+            policy_BL, entropy_BL = put(pair, places_N, is_real_N, (policy_N, entropy_N))
+            drawn = drawn._replace(logprob_BL=policy_BL, entropy_BL=entropy_BL)
         sure_N = self._confidence(clean_NV, drawable_NV, ids_N, logprob_N, at)
         proposal = Proposal(ids_N, logprob_N, final_N, sure_N)
         return found._replace(
