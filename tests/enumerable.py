@@ -22,7 +22,7 @@ TEMPERATURE = 0.7
 
 def _init(key: jax.Array) -> Params:
     del key
-    table = np.random.default_rng(0).standard_normal((3**LENGTH, LENGTH, V))
+    table = 0.5 * np.random.default_rng(0).standard_normal((3**LENGTH, LENGTH, V))
     return {"table": jnp.asarray(table, jnp.float32), "beside": jnp.asarray(table[0], jnp.float32)}
 
 

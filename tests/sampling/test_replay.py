@@ -30,7 +30,7 @@ def _traced(name):
     slots = list(zip(rule_cases.rows(), rule_cases.samples(name, canvases.ROWS), strict=True))
     params = rule_cases.params(name)
     state = rule_cases.make_state(name, slots)
-    records = start_records(state.canvas.tokens_BL, STEPS)
+    records = jax.tree.map(jnp.copy, start_records(state.canvas.tokens_BL, STEPS))
     state = make_advance(traced)(params, state._replace(records=records), canvases.FOREVER)
     return traced, params, state, slots
 
@@ -92,12 +92,12 @@ def test_rows_are_the_same_with_a_trace_and_the_trace_holds_what_they_hold():
 def _all_traces(order, fill="parallel"):
     """Every trace of the model, each once, out of many samples."""
     result = dlm_jax.generate(
-        MODEL, [""], num_samples=1024, batch_size=1024, order=order, fill=fill, steps=2,
+        MODEL, [""], num_samples=2048, batch_size=2048, order=order, fill=fill, steps=2,
         gen_length=LENGTH, temperature=enumerable.TEMPERATURE, ignore_eos=True, trace=True,
         logit_bias=tuple((i, float("-inf")) for i in range(2, enumerable.V)),
     )  # fmt: skip
     trace = result.trace
-    shown = np.concatenate([trace.tokens, trace.is_written], axis=2).reshape(1024, -1)
+    shown = np.concatenate([trace.tokens, trace.is_written], axis=2).reshape(2048, -1)
     _, first = np.unique(shown, axis=0, return_index=True)
     texts = [tuple(result.tokens[i, :LENGTH].tolist()) for i in first]
     return trace.rows(np.sort(first)), [texts[i] for i in np.argsort(first)], result
@@ -123,7 +123,7 @@ def test_the_sum_over_all_traces_is_the_probability_of_a_text_in_random_order():
         wanted = float(enumerable.probability(PARAMS, text, (MASK,) * LENGTH))
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
         share = np.mean([tuple(row[:LENGTH]) == text for row in result.tokens.tolist()])
-        assert abs(share - wanted) < 4 * np.sqrt(wanted / 1024)
+        assert abs(share - wanted) < 4 * np.sqrt(wanted / 2048)
 
 
 def test_the_sum_over_all_draws_is_the_probability_of_a_text_where_the_surest_stay():
