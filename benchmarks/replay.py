@@ -146,15 +146,17 @@ def print_differences(least: int) -> None:
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="0: no first table")
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--writings", type=int, default=100_000)
+    parser.add_argument("--writings", type=int, default=100_000, help="0: no second")
     args = parser.parse_args()
     start_jax()
-    print_times(args.rounds, args.depth, args.width)
-    print()
-    print_differences(args.writings)
+    if args.rounds:
+        print_times(args.rounds, args.depth, args.width)
+        print()
+    if args.writings:
+        print_differences(args.writings)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from dlm_jax.inference.request import (
     room_of,
     settings_of_call,
 )
+from dlm_jax.model.kernels import cpu
 from dlm_jax.sampling.forward import ready, with_cache
 from dlm_jax.sampling.loop import advanced
 from dlm_jax.sampling.program import Program
@@ -83,6 +85,11 @@ class Sampler:
     model: Model
     program: Program
     request: Request
+
+    @property
+    def compiler_options(self) -> Mapping[str, Any]:
+        """Those of the engine: with them in ``jax.jit``, log-probabilities are its bit for bit."""
+        return cpu.compiler_options(is_training=False)
 
     def init(self, tokens: Any, lengths: Any, seeds: Any, is_draft: Any | None = None) -> State:
         """The state before the first step.
@@ -226,8 +233,9 @@ def replay(
 
     At the parameters that sampled it they are ``trace.logprobs`` where ``trace.is_written``, and 0
     elsewhere: bit for bit in float32 on CPU in as many rows as were sampled at once, and to 1e-5
-    otherwise. Differentiable in `params`, and compiled once per shape. Each step is one forward of
-    all rows, which is computed again for the gradient: memory does not grow with the steps.
+    otherwise, as in a ``jax.jit`` without `Sampler.compiler_options`. Differentiable in `params`,
+    and compiled once per shape. Each step is one forward of all rows, which is computed again for
+    the gradient: memory does not grow with the steps.
 
     Args:
       model: the model that sampled it, or another with its vocabulary; or a network.
@@ -243,19 +251,26 @@ def replay(
     """
     network = model.network if isinstance(model, Model) else model
     _check_trace(model, network, trace)
-    is_concrete = not any(isinstance(x, Tracer) for x in jax.tree.leaves(params))
-    rows = split_rows(params) if is_concrete else None
+    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((params, trace)))
+    rows = None if is_traced else split_rows(params)
     program = Program(
         network=network, mask_id=trace.mask_id, chunk=trace.chunk, rows=rows,
         is_guided=trace.is_guided,
     )  # fmt: skip
-    return _replay(program, every_draw, params, trace)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _replay(program: Program, every_draw: bool, params: Params, trace: Trace) -> jax.Array:
-    with devices.used(program.rows):
+    if is_traced:
         return replayed(program, params, trace, every_draw=every_draw)
+    return _compiled(program, every_draw)(params, trace)
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(program: Program, every_draw: bool) -> Callable[[Params, Trace], jax.Array]:
+    """`replayed`, compiled as the engine's loop is."""
+
+    def run(params: Params, trace: Trace) -> jax.Array:
+        with devices.used(program.rows):
+            return replayed(program, params, trace, every_draw=every_draw)
+
+    return jax.jit(run, compiler_options=cpu.compiler_options(is_training=False))
 
 
 def _check_trace(model: Model | Network, network: Network, trace: Trace) -> None:

@@ -73,7 +73,8 @@ def _check_texts(case: str) -> None:
     def sample(params, tokens, lengths, seeds):
         return sampler.finish(sampler.run(params, sampler.init(tokens, lengths, seeds), 100))
 
-    found = jax.jit(sample)(model().params, *rows())
+    sample = jax.jit(sample, compiler_options=dict(sampler.compiler_options))
+    found = sample(model().params, *rows())
     np.testing.assert_array_equal(found.lengths, wanted.lengths)
     for name in ("tokens", "committed", "logprobs"):
         np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name), err_msg=name)
