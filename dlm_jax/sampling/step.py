@@ -122,14 +122,14 @@ def write(
     is_hole_BL = inputs.commit.is_hole_BL
 
     # Commit.
-    is_last_B, step_B = state.block.is_last_step_B, state.step_B
+    step_B = state.step_B
     state, is_committed_BL = committed(program, state, inputs, goes_on_B)
     is_fresh_BL = is_committed_BL
     choice_B = None
     if state.records is not None:
         # The last step writes every hole, whatever the rule chooses.
         chance_B = rules.commit.log_chance(inputs.commit, is_committed_BL)
-        choice_B = jnp.where(is_last_B, 0.0, chance_B)
+        choice_B = jnp.where(state.block.is_last_step_B, 0.0, chance_B)
 
     # Edit.
     if rules.edit is not None:

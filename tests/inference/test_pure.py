@@ -32,14 +32,9 @@ CASES = {
         "temperature": 0.8, "guidance": 0.5,
     },
     "ancestral": {"fill": "parallel", "order": "ancestral", "remask": "remdm_cap"},
-    "blocks": {"fill": "wavefront", "order": "left_to_right", "block_length": 8, "min_p": 0.05},
     "refine": {
         "fill": "wavefront", "order": "random_filled", "schedule": "all", "remask": "scheduled",
         "remask_by": "critic", "temperature": 0.0,
-    },
-    "renoise": {
-        "fill": "parallel", "order": "threshold", "remask": "scheduled_threshold",
-        "renoise": "mask", "renoise_start": 0.3,
     },
 }  # fmt: skip
 """Every fill and edit, and orders, remask rules and transforms among them."""
@@ -135,6 +130,7 @@ def test_a_scan_of_steps_is_a_run():
     _equal(jax.jit(by_scan)(enumerable.PARAMS, SEEDS), jax.jit(sampled)(enumerable.PARAMS, SEEDS))
 
 
+@pytest.mark.slow
 def test_rows_are_the_same_under_vmap_over_seeds_and_over_parameters():
     wanted = jax.jit(sampled)(enumerable.PARAMS, SEEDS).tokens
     each = jax.jit(jax.vmap(lambda seed: sampled(enumerable.PARAMS, seed[None]).tokens[0]))
@@ -158,7 +154,7 @@ def test_rows_are_the_same_under_shard_map():
     np.testing.assert_array_equal(jax.jit(split)(enumerable.PARAMS, SEEDS), wanted)
 
 
-@pytest.mark.parametrize("sample", [by_scan, sampled])
+@pytest.mark.parametrize("sample", [by_scan, pytest.param(sampled, marks=pytest.mark.slow)])
 def test_log_probabilities_have_the_derivatives_of_replay(sample):
     weight = jnp.arange(1.0, 17.0)
 
@@ -178,6 +174,7 @@ def test_log_probabilities_have_the_derivatives_of_replay(sample):
     np.testing.assert_allclose(found["table"], wanted["table"], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_forward_mode_is_reverse_mode():
     direction = jax.tree.map(jnp.cos, enumerable.PARAMS)
 
@@ -190,6 +187,7 @@ def test_forward_mode_is_reverse_mode():
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_in_two_parts_has_the_derivatives_of_both():
     def own(params, half):
         state = tiny().run(params, begun(SEEDS), 1)

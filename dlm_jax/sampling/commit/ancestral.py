@@ -71,8 +71,9 @@ class Ancestral(CommitRule):
 
     def eligible(self, context: CommitContext) -> jax.Array:
         """The holes that the process unmasks now; only their logits are needed."""
+        chance_B = self._chance(context)
         drawn_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
-        return context.is_hole_BL & (drawn_BL < self._chance(context)[:, None])
+        return context.is_hole_BL & (drawn_BL < chance_B[:, None])
 
     def _chance(self, context: CommitContext) -> jax.Array:
         alpha_t_B, alpha_s_B = visible_shares(self.schedule, context)
