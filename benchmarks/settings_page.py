@@ -22,7 +22,7 @@ beside the rules that read them.
 """
 _NAMES = """## Names of other projects
 
-A refusal of such a name says what it is called here, with its value. The projects are LLaDA, Dream,
+Errors about such names give the name here, with its value. The projects are LLaDA, Dream,
 Fast-dLLM, SDAR, LLaDA2, dInfer, MDLM and ReMDM, Hugging Face, vLLM, SGLang and llama.cpp.
 """
 _KINDS = {
@@ -41,7 +41,7 @@ def page() -> str:
         shown |= {s.name for s in new}
         if new:
             rows = "\n".join(map(_row, new))
-            parts.append(f"## {title}\n\n| setting | default | values | what it does |\n"
+            parts.append(f"## {title}\n\n| setting | default | values | effect |\n"
                          f"| --- | --- | --- | --- |\n{rows}\n")  # fmt: skip
     return "\n".join([*parts, _elsewhere()])
 

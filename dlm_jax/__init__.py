@@ -1,4 +1,4 @@
-"""dlm_jax: train masked diffusion language models, sample from them, and take them apart.
+"""dlm_jax: masked diffusion language models in JAX.
 
 The public names are imported on first use, so that the subpackages can be imported without
 the model's and the checkpoints' dependencies. docs/api.md lists them.
@@ -84,7 +84,7 @@ _HOME_OF = {
 _ROOMS = tuple(
     f"sampling.{kind}" for kind in ("cache", "commit", "edits", "propose", "remask", "transforms")
 )
-"""Rooms of rules, all of whose public names are public here."""
+"""Subpackages of rules; their public names are exported here."""
 
 
 def __getattr__(name: str) -> Any:

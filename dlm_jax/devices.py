@@ -1,7 +1,7 @@
-"""Which devices the program that is being traced is for.
+"""The target devices of the program that is being traced.
 
-A program may be compiled for devices that are not there, so what is traced must not follow those of
-this process. Functions that compile name their devices with `used` around what they trace.
+A program may be compiled for absent devices, so tracing must not depend on the devices of this
+process. Functions that compile set the target devices with `used`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ _NAMES = {"cuda": "gpu", "rocm": "gpu"}
 
 @contextlib.contextmanager
 def used(place: Mesh | Sharding | None) -> Iterator[None]:
-    """What is traced inside is for these devices; None changes nothing.
+    """Sets the target devices for tracing inside the context; None has no effect.
 
-    They are part of what JAX compares before it takes a trace that it has made, so that no trace
-    for other devices is taken. A single device of the kind that this process computes on needs no
-    name: its programs stay what they are without one.
+    They are part of the key of JAX's trace cache, so a trace for other devices is never reused. A
+    single device of the default kind is not added to the key.
     """
     mesh = _mesh_of(place)
     if mesh is None or (mesh.size == 1 and _platform_of(mesh) == jax.default_backend()):
@@ -33,7 +32,7 @@ def used(place: Mesh | Sharding | None) -> Iterator[None]:
 
 
 def platform() -> str:
-    """``cpu``, ``gpu`` or ``tpu``: that of the devices in use, or else of this process."""
+    """``cpu``, ``gpu`` or ``tpu``: the platform of the target devices, or of this process."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.abstract_device is None:
         return jax.default_backend()
@@ -41,10 +40,7 @@ def platform() -> str:
 
 
 def mesh_in_use() -> AbstractMesh | None:
-    """The mesh of the devices in use; None for a single device, and where each runs on its own.
-
-    The latter is the inside of ``jax.shard_map``.
-    """
+    """The mesh of the target devices; None for a single device and inside ``jax.shard_map``."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1 or mesh.manual_axes:
         return None

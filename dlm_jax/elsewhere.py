@@ -1,4 +1,4 @@
-"""What settings of other projects are named here: one table, which every refusal of a name reads.
+"""Names of settings in other projects; errors about unknown names use this table.
 
 The projects are LLaDA, Dream, Fast-dLLM, SDAR, LLaDA2, dInfer, MDLM and ReMDM, Hugging Face, vLLM,
 SGLang and llama.cpp.
@@ -14,13 +14,13 @@ Given = Mapping[str, Any]
 
 
 class Here(NamedTuple):
-    """What stands for a name of others.
+    """The counterpart of a name in another project.
 
     Attributes:
-      names: settings that it may be called; the first that is known where it is looked up counts.
-        None: it has no counterpart.
-      values: what some of its values stand for.
-      note: what is different.
+      names: candidate settings; the first one that exists in the context is used. None: it has no
+        counterpart.
+      values: counterparts of some of its values.
+      note: the difference.
     """
 
     names: tuple[str, ...] = ()
@@ -98,12 +98,12 @@ _RENAMED: dict[tuple[str, ...], str] = {
     ("delete_lambda",): "lam",
     ("dynatemp_range", "temperature"): "temp_ext",
 }
-"""Settings by what they may be called, and their other names, which mean the same."""
+"""Settings by canonical names, and synonyms."""
 
 TABLE: dict[str, Here] = {
     name: Here(ours) for ours, theirs in _RENAMED.items() for name in theirs.split()
 } | {
-    # How positions are chosen.
+    # Choice of positions.
     "remasking": Here(("order",), ORDERS),
     "remasking_strategy": Here(("order",), ORDERS),
     "alg": Here(("order",), ORDERS),
@@ -138,7 +138,7 @@ TABLE: dict[str, Here] = {
     ),  # fmt: skip
     "add_gumbel_noise": _GUMBEL,
     "diffusion_add_gumbel_noise": _GUMBEL,
-    # Ends of texts, and what they look like.
+    # Ends and formats of texts.
     "confidence_eos_eot_inf": Here(("confidence_without",), note="it takes the ids"),
     "structured_outputs": _STRUCTURED,
     "guided_decoding": _STRUCTURED,
@@ -156,22 +156,22 @@ TABLE: dict[str, Here] = {
     "dual_cache": Here(("cache",), {_TRUE: {"cache": "dual"}, "false": {"cache": "none"}}),
     "use_block_cache": Here(("cache",), {_TRUE: {"cache": "dual"}, "false": {"cache": "none"}}),
 }
-"""Names that are no setting here. Some are known in one place and not in another."""
+"""Names without a setting here. Some are known only in certain contexts."""
 
 VALUES: dict[str, Mapping[str, Given]] = {
     "order": ORDERS, "remask": ORDERS | _REMASKS,
     "cache": {_TRUE: {"cache": "prefix"}, "false": {"cache": "none"}},
 }  # fmt: skip
-"""What values of others stand for, where they are given to a setting of ours."""
+"""Counterparts of values from other projects, by setting."""
 
 
 def named_here(name: str, known: Iterable[str], value: Any = None) -> str:
-    """What another project's setting is named here; empty if it is none that is known.
+    """Advice with the name here for a setting of another project; empty if it is unknown.
 
     Args:
-      name: as it was given: with dashes, underscores, or the name of a section before a dot.
-      known: what it could be named; the advice is written like these.
-      value: the value given.
+      name: as given: with dashes, underscores, or a section before a dot.
+      known: existing names; the advice uses their form.
+      value: the given value.
     """
     here = TABLE.get(_plain(name))
     if here is None:
@@ -193,13 +193,13 @@ def named_here(name: str, known: Iterable[str], value: Any = None) -> str:
 
 
 def meant(name: str, value: Any) -> str:
-    """What a value of others stands for that was given to a setting of ours; empty if nothing."""
+    """Advice for a value from another project; empty if it is unknown."""
     asked = VALUES.get(name, {}).get(_plain_value(value))
     return "" if asked is None else written(asked)
 
 
 def written(asked: Given, shown: Mapping[str, str] = {}) -> str:
-    """Settings as one writes them, by the names of `shown` where there are any."""
+    """Settings in the notation of users, with the names of `shown` if there are any."""
     parts = []
     for name, value in asked.items():
         called = shown.get(name, name)

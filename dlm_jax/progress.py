@@ -1,4 +1,4 @@
-"""How far a program is: a bar on a terminal, elsewhere a line every ten seconds."""
+"""Progress reports: a bar on a terminal, elsewhere a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 EVERY = 10.0
-"""Seconds between two lines where there is no terminal."""
+"""Seconds between two lines without a terminal."""
 
 
 class Progress:
-    """Progress through pieces of work that need not be alike; a context manager.
+    """Progress through pieces of work of different sizes; a context manager.
 
-    The time left is what is left of the work at the mean pace so far, with time that was spent on
-    something else, such as compiling, left out.
+    The remaining time is estimated from the mean rate so far, without time for other things, such
+    as compilation.
 
     Args:
-      name: of what is done: ``train``.
-      total: pieces in all; None if that is unknown.
-      unit: one piece: ``step``.
-      done: pieces that were done before.
-      work: of all pieces that are still to be done, in any unit; by default each counts 1.
-      idle: seconds so far that went into anything else.
+      name: of the task, such as ``train``.
+      total: number of pieces; None if it is unknown.
+      unit: one piece, such as ``step``.
+      done: pieces that were finished before.
+      work: of all remaining pieces, in any unit; by default 1 each.
+      idle: seconds so far that were spent on other things.
       stream: where to write; None is standard error.
       is_shown: False writes nothing.
     """
@@ -53,7 +53,7 @@ class Progress:
         self._bar: tqdm[Any] | None = None
         self._ended = threading.Event()
         if is_shown and getattr(self._stream, "isatty", lambda: False)():
-            # It waits, so that a refusal stands alone.
+            # Delayed, so that an error is printed without a bar.
             self._bar = tqdm(
                 total=total, initial=done, desc=name, unit=unit, file=self._stream, delay=1,
                 dynamic_ncols=True, mininterval=0.5,
@@ -61,7 +61,7 @@ class Progress:
                 if total is not None else "{desc}: {n_fmt} {unit}s [{elapsed}{postfix}]",
             )  # fmt: skip
         elif is_shown:
-            # A thread, because a compiler or a long step leaves nobody else to write a line.
+            # A thread, because a compilation or a long step blocks this one.
             threading.Thread(target=self._tell, name="progress", daemon=True).start()
 
     def __enter__(self) -> Progress:
@@ -77,8 +77,8 @@ class Progress:
 
         Args:
           pieces: how many.
-          work: that was in them; by default 1 in each.
-          note: what to say besides, from now on.
+          work: of these pieces; by default 1 each.
+          note: text to show from now on.
         """
         self._done += pieces
         self._worked += pieces if work is None else work
@@ -88,18 +88,18 @@ class Progress:
             self._bar.update(pieces)
 
     def seconds_left(self) -> float | None:
-        """Seconds until all is done at the mean pace so far; None while that is unknown."""
+        """Estimated remaining seconds; None while unknown."""
         if self._work is None or self._worked <= 0:
             return None
         return self.seconds() * max(0.0, self._work - self._worked) / self._worked
 
     def seconds(self) -> float:
-        """Seconds since the start that went into the work."""
+        """Seconds of work since the start."""
         idle = self._idle() - self._idle_before
         return max(0.0, time.perf_counter() - self._start - idle)
 
     def line(self) -> str:
-        """All of it in one line."""
+        """The progress in one line."""
         done = f"{self._done:,}" + ("" if self._total is None else f" of {self._total:,}")
         return ", ".join([f"{self._name}: {done} {self._unit}s", *self._extras()])
 
@@ -120,11 +120,11 @@ class Progress:
                 self._stream.write(f"{self.line()}\n")
                 self._stream.flush()
             except (OSError, ValueError):
-                return  # nobody reads any more
+                return  # the reader is gone
 
 
 def spell(seconds: float) -> str:
-    """A duration as people say it: ``45 s``, ``3 min 10 s``, ``2 h 5 min``."""
+    """A readable duration: ``45 s``, ``3 min 10 s``, ``2 h 5 min``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -13,14 +13,14 @@ T = TypeVar("T", bound=type)
 
 @dataclass_transform(frozen_default=True)
 def pytree(cls: T) -> T:
-    """Makes a class a frozen dataclass and a pytree whose structure no other class shares.
+    """Makes a class a frozen dataclass and a pytree with a unique tree structure.
 
-    jaxlib compares the structures of two `register_dataclass` classes as equal when they have as
-    many data fields and no metadata, and `jax.jit` then may run one's program for the other. So
-    every class carries itself as metadata, in a field ``identity``.
+    jaxlib compares the structures of two `register_dataclass` classes as equal if they have the
+    same number of data fields and no metadata, and `jax.jit` may then run the wrong program. So
+    every class has itself as metadata, in a field ``identity``.
 
-    Fields are leaves, but for those of `static` and `fact`, and others with ``"static": True`` in
-    their metadata, which are compiled in.
+    Fields are leaves, except static ones: those of `static` and `fact`, and others with ``"static":
+      True`` in their metadata.
     """
     cls.__annotations__ = {**vars(cls).get("__annotations__", {}), "identity": type}
     cls.identity = dataclasses.field(

@@ -1,4 +1,4 @@
-"""Keys that are the same whatever JAX is set to, and the settings of JAX that results depend on."""
+"""Keys that do not depend on JAX settings, and the JAX settings that results depend on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REQUIRED: dict[str, Any] = {
     "jax_enable_x64": False,
     "jax_numpy_dtype_promotion": "standard",
 }
-"""Settings of JAX under which the same keys give other draws, or the same program other types."""
+"""JAX settings that change draws from the same keys, or dtypes of the same program."""
 
 
 def key_of(seed: int | jax.Array) -> jax.Array:
@@ -27,13 +27,13 @@ def key_of(seed: int | jax.Array) -> jax.Array:
 
 
 def settings() -> dict[str, Any]:
-    """The settings of JAX that results depend on, as they are now."""
+    """The current JAX settings that results depend on."""
     found = {name: getattr(jax.config, name) for name in _REQUIRED}
     return {name: getattr(value, "value", value) for name, value in found.items()}
 
 
 def check_settings() -> None:
-    """Refuses settings of JAX under which results are not those of its defaults.
+    """Raises if JAX settings would change results.
 
     Raises:
       ValueError: a setting has another value; the line names it and its environment variable.
@@ -48,7 +48,7 @@ def check_settings() -> None:
 
 @functools.cache
 def fingerprint() -> dict[str, Any]:
-    """What tells the randomness of this version of JAX from that of another: some draws."""
+    """Sample draws, which identify the random numbers of this version of JAX."""
     one, two = jax.random.split(key_of(7))
     bits = jax.random.bits(one, (2,)).tolist()
     return {"draws": [*bits, float(jax.random.uniform(two))], "version of jax": jax.__version__}

@@ -1,4 +1,4 @@
-"""How a rule declares its settings: each one once, beside the code that reads it.
+"""Declarations of rules and their settings.
 
 A rule is a class under `rule`: a frozen dataclass that is a pytree. Its fields are the parameters
 of the rows that use it, made with `per_row` (an array with one value a row), `static` (compiled in)
@@ -33,20 +33,20 @@ ABOVE_ZERO = math.nextafter(0.0, 1.0)
 BELOW_ONE = math.nextafter(1.0, 0.0)
 
 UNSET: Any = ...
-"""In place of a value that a refusal is not about."""
+"""Marks an error that does not concern a value."""
 
 _DTYPES = {bool: np.bool_, int: np.int32, float: np.float32, str: np.int32}
 
 
 class SettingError(ValueError):
-    """A setting that is refused. Its line is ``name=value why; remedy``.
+    """An invalid setting. The message is ``name=value why; remedy``.
 
     Attributes:
       name: name of the setting.
-      value: the value given; `UNSET` where the line shows none.
-      why: what is wrong with it.
-      remedy: the value to give instead; empty if `why` names it.
-      others: names of further settings that the refusal is about.
+      value: the given value; `UNSET` if the message shows none.
+      why: the problem.
+      remedy: what to do instead; empty if `why` has it.
+      others: names of further settings that are involved.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class SettingError(ValueError):
         return self.line()
 
     def line(self, name: str = "") -> str:
-        """The line, with another name of the setting, such as its flag."""
+        """The message with another name for the setting, such as its flag."""
         shown = "" if self.value is UNSET else f"={brief(self.value)}"
         remedy = f"; {self.remedy}" if self.remedy else ""
         return f"{name or self.name}{shown} {self.why}{remedy}"
@@ -77,10 +77,10 @@ class Setting:
       low: smallest value; `ABOVE_ZERO` for any that is positive.
       high: largest value; `BELOW_ONE` for any below 1.
       choices: the texts that it accepts, each with its meaning.
-      remedy: end of the line that refuses a value.
+      remedy: end of the error message for a value.
       activates: whether a value other than the default activates its rule.
-      parse: makes the kept value of a given one in place of the checks here, or refuses it.
-      hint: type of a value, where it is not that of `default`.
+      parse: converts and validates a given value, instead of the checks here.
+      hint: type of a value, if it differs from that of `default`.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Setting:
 
     @property
     def annotation(self) -> Any:
-        """Type of its values, for readers of texts: `hint`, the choices, or that of the default."""
+        """Type of its values, for parsing: `hint`, the choices, or the type of the default."""
         if self.hint is None and self.choices is not None:
             return Literal[tuple(self.choices)]
         return self.kind if self.hint is None else self.hint
@@ -107,11 +107,11 @@ class Setting:
 
     @property
     def is_list(self) -> bool:
-        """Whether one value of it is a list, kept as a tuple; `parse` makes that."""
+        """Whether a value is a list, stored as a tuple; `parse` converts it."""
         return isinstance(self.default, tuple)
 
     def checked(self, value: Any) -> Any:
-        """The value as it is kept; raises `SettingError` for another type or out of range."""
+        """The value as stored; raises `SettingError` for a wrong type or range."""
         if self.parse is not None:
             return self.parse(value)
         if self.choices is not None:
@@ -148,19 +148,19 @@ class Setting:
         raise SettingError(self.name, value, f"is not one of {', '.join(choices)}", advice)
 
     def resolved(self, value: Any) -> Any:
-        """What a value stands for: that of a choice, or the value itself."""
+        """The meaning of a value: that of a choice, or the value itself."""
         return self.choices.get(value, value) if self.choices is not None else value
 
     def named(self, value: Any) -> Any:
-        """The choice that stands for a value, or the value itself if none does."""
+        """The choice with this meaning, or the value itself if there is none."""
         return next((name for name, found in (self.choices or {}).items() if found == value), value)
 
     def column(self, values: Sequence[Any]) -> np.ndarray:
-        """The values as an array with one entry a row, as `code` writes each."""
+        """The values as an array with one entry per row, each encoded by `code`."""
         return np.array([self.code(v) for v in values], _DTYPES[self.kind])
 
     def code(self, value: Any) -> Any:
-        """A value as arrays hold it: a choice as its number, anything else as it is."""
+        """A value in the encoding of arrays: a choice as its index, others unchanged."""
         return value if self.choices is None else list(self.choices).index(value)
 
 
@@ -170,13 +170,13 @@ def per_row(
     default: Any = dataclasses.MISSING,
     column: Callable[[Sequence[Any]], Any] | None = None,
 ) -> Any:
-    """A field with one value a row.
+    """A field with one value per row.
 
     Args:
-      setting: which one.
-      default: of the field, if not that of the setting.
-      column: makes the array of the rows' values, if not the setting itself; best one of NumPy,
-        as every array that is put on a device costs host time.
+      setting: the setting.
+      default: of the field, if it differs from that of the setting.
+      column: converts the values of the rows to an array, instead of the setting; preferably
+        to a NumPy array, because transfers to a device cost host time.
     """
     default = setting.default if default is dataclasses.MISSING else default
     metadata = {"setting": setting, "column": column or setting.column}
@@ -190,20 +190,20 @@ def static(setting: Setting) -> Any:
 
 
 def fact(name: str, default: Any = None) -> Any:
-    """A field that is compiled in and known of the model: that attribute of its facts."""
+    """A static field with a property of the model: this attribute of its facts."""
     return dataclasses.field(default=default, metadata={"fact": name, "static": True})
 
 
 def reads(name: str, default: Any) -> Any:
-    """A field that is compiled in: another rule's setting of that name."""
+    """A static field: the setting of this name of another rule."""
     return dataclasses.field(default=default, metadata={"reads": name, "static": True})
 
 
 class Rule:
-    """What every kind of rule has; a rule of one's own may override any of it.
+    """The base class of all rules; custom rules may override any member.
 
     Attributes:
-      name: what selects it in settings; the class's own in snake case if not given.
+      name: its name in settings; by default the class name in snake case.
     """
 
     name: ClassVar[str] = ""
@@ -220,7 +220,7 @@ class Rule:
 
     @classmethod
     def check(cls, row: Any) -> None:
-        """Raises ValueError for settings of a row that do not go together."""
+        """Raises ValueError for contradictory settings of a row."""
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
@@ -231,7 +231,7 @@ class Rule:
         """Raises ValueError for settings of a row whose writings cannot be traced and replayed."""
 
     def activating(self) -> Iterator[tuple[Any, Any]]:
-        """Its per-row fields whose settings ask for the rule, and their neutral values."""
+        """Its per-row fields whose settings activate the rule, and their neutral values."""
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             setting = field.metadata.get("setting")
             if setting is None or setting.is_list:
@@ -240,7 +240,7 @@ class Rule:
                 yield getattr(self, field.name), setting.code(setting.default)
 
     def is_active(self) -> jax.Array:
-        """True ``[B]`` for the rows that ask for it: those where a setting is not neutral."""
+        """True ``[B]`` for the rows that use it: those with a setting that is not neutral."""
         asks = [value != off for value, off in self.activating()]
         return functools.reduce(jnp.logical_or, asks)
 
@@ -257,9 +257,9 @@ class Rule:
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Any:
-        """The rule with the settings of each row in arrays of the host.
+        """The rule with the settings of the rows in host arrays.
 
-        Those that are static are the first row's.
+        Static settings are those of the first row.
         """
         values = {}
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
@@ -277,17 +277,17 @@ class Rule:
 
     @classmethod
     def pack(cls, rows: Sequence[Any], facts: Any) -> Any:
-        """What `columns` makes, on the device: arrays that compiled functions may close over."""
+        """The result of `columns` on the device; compiled functions may close over its arrays."""
         return on_device(cls.columns(rows, facts))
 
 
 def on_device(packed: Any) -> Any:
-    """A pytree of arrays of the host as arrays of the device."""
+    """A pytree of host arrays as device arrays."""
     return jax.tree.map(jnp.asarray, packed)
 
 
 def static_values(cls: type, row: Any) -> tuple[Any, ...]:
-    """The settings of a row that are compiled into its rule."""
+    """The static settings of the rule of a row."""
     found = [field.metadata for field in dataclasses.fields(cls) if field.metadata.get("static")]
     names = [meta["setting"].name for meta in found if "setting" in meta]
     names += [meta["reads"] for meta in found if "reads" in meta]
@@ -296,7 +296,7 @@ def static_values(cls: type, row: Any) -> tuple[Any, ...]:
 
 @dataclass_transform(frozen_default=True)
 def rule(cls: T) -> T:
-    """Makes a class a rule: a `pytree` with a name, which has the settings that it declares."""
+    """Makes a class a rule: a named `pytree` with the settings that it declares."""
     if "pack" in vars(cls):
         raise TypeError(f"{cls.__name__} overrides pack; override columns, which pack is made of")
     if "name" not in vars(cls):
@@ -308,14 +308,13 @@ def rule(cls: T) -> T:
 
 
 class Trait(enum.Flag):
-    """What follows from a setting of a run beside its value; `keys` lists those that have one.
+    """Traits of a setting of a run; `keys` lists the settings that have one.
 
-    ``FREE``: a run may go on with another value. ``ONCE_SAVED``: it may only once a checkpoint
-    holds what follows from it. ``LOCAL``: of one machine; the processes of a run need not agree.
-    ``OWN``: no published model says it. ``TURNED``: nor does one that is turned from a causal into
-    a diffusion model. ``UNSEEN``: no shape of a parameter shows it, yet parameters are trained for
-    it. ``FOUND``: its default stands for what the corpus's tokenizer says. ``IDLE``: no parameter
-    of a published model depends on it.
+    ``FREE``: a resumed run may change it. ``ONCE_SAVED``: it may change after the first checkpoint.
+      ``LOCAL``: it may differ between the processes of a run. ``OWN``: published models do not
+      define it. ``TURNED``: nor do causal models that become diffusion models. ``UNSEEN``:
+      parameters depend on it, but not their shapes. ``FOUND``: the tokenizer of the corpus replaces
+      its default. ``IDLE``: no parameter of a published model depends on it.
     """
 
     NONE = 0
@@ -339,12 +338,12 @@ def setting(default: Any, help: str, traits: Trait = Trait.NONE, **limits: Any) 
 
 
 class Section:
-    """A section of a config: its values are checked when it is made.
+    """A section of a config; its values are validated on construction.
 
     Attributes:
       declared: its settings by key.
-      traits: of each of them.
-      defaults: of each of them, as it is kept.
+      traits: of each setting.
+      defaults: of each setting, as stored.
     """
 
     declared: ClassVar[Mapping[str, Setting]] = {}
@@ -354,17 +353,17 @@ class Section:
     def __post_init__(self) -> None:
         for key, one in self.declared.items():
             value = getattr(self, key)
-            # Most are the default itself, which has been checked.
+            # Most values are the default, which is valid.
             if value is not self.defaults[key]:
                 object.__setattr__(self, key, one.checked(value))
         self.check()
 
     def check(self) -> None:
-        """Raises SettingError for values that do not go together."""
+        """Raises SettingError for contradictory values."""
 
 
 def section(name: str, traits: Trait = Trait.NONE) -> Callable[[T], T]:
-    """Makes a dataclass the section of that name, all of whose keys have the `traits`, too."""
+    """Makes a dataclass the section of this name; all its keys also have `traits`."""
 
     def make(cls: Any) -> Any:
         found = {field.name: field.metadata for field in dataclasses.fields(cls)}
@@ -390,7 +389,7 @@ def require(
 def names_of(
     key: str, known: Sequence[str], *, least: int = 1, is_once: bool = True
 ) -> Callable[[Any], tuple[str, ...]]:
-    """Makes a tuple of known names, at least so many, and each at most once."""
+    """Parses a tuple of known names without duplicates, with a minimum length."""
 
     def parse(given: Any) -> tuple[str, ...]:
         for name in given:
@@ -414,7 +413,7 @@ def neutral(settings: Sequence[Setting]) -> Mapping[str, Any]:
 
 
 def brief(value: Any) -> str:
-    """A value as an error shows it, cut to what fits a line."""
+    """A value for an error message, shortened to fit a line."""
     try:
         text = " ".join(repr(value).split())
     except ValueError:  # Python refuses to write integers of over 4,300 digits
@@ -429,7 +428,7 @@ def closest(name: str, known: Any) -> str:
 
 
 def nearest(name: str, known: Sequence[str], value: Any = None) -> str:
-    """Advice for a name that is misspelt, or another project's with that value."""
+    """Advice for a misspelt name, or for one of another project with this value."""
     named = named_here(str(name), known, value)
     if named:
         return named

@@ -33,8 +33,8 @@ class Window(NamedTuple):
     Attributes:
       place_N: its first position; it lies on the canvas as a whole.
       begin_N: the first position whose keys and values are those of the window.
-      end_N: one behind the last of them. Those of all other positions are the kept ones, also where
-        the window covers them.
+      end_N: the end of these positions. All other keys and values are the cached ones, even inside
+        the window.
     """
 
     place_N: jax.Array
@@ -44,15 +44,15 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class CachedTrunk:
-    """The trunk in pieces, for decoding with kept keys and values (`dlm_jax.sampling.cache`).
+    """The trunk for decoding with cached keys and values (`dlm_jax.sampling.cache`).
 
-    What is kept of the rows (*kept*) and what a call adds to it (a *piece*) are pytrees that only
-    these functions look into; every leaf of both begins with the axis of the rows. Hidden vectors
-    are those that `Network.trunk` returns, to float tolerance, wherever what is kept is up to date.
+    The cache of the rows (*kept*) and the update from a call (a *piece*) are opaque pytrees; the
+    first axis of every leaf is that of the rows. Hidden vectors are those that `Network.trunk`
+    returns, to float tolerance, if the cache is up to date.
 
     Attributes:
-      block_length: positions that see one another, from the begin of the row on, in blocks that
-        also see all blocks before: 1 is a causal model. 0: every position sees all others.
+      block_length: positions of a block, from the start of the row; a position sees its block and
+        all earlier ones. 1 is a causal model. 0: every position sees all others.
       init: ``(params, num_rows, num_positions) -> kept``, of nothing.
       whole: ``(params, tokens_NL, length_N) -> (hidden_NLD, piece)``: the trunk of whole rows.
       window: ``(params, kept, row_N, tokens_NL, length_N, window, size=W) -> (hidden_NWD, piece)``:
@@ -62,14 +62,14 @@ class CachedTrunk:
         that is not seen, is invisible. With ``num_seen=n``, none of the kept positions from n on is
         visible either, wherever the windows are.
       store: ``(kept, piece, row_N, place_N) -> kept`` with a piece put at its rows (None: all in
-        order) and first positions. Rows that stand several times hold the same there. Each device
-        calls it for its own rows.
-      beside_clean: ``(params, shown_BL, clean_BL, length_B) -> hidden_BLD``: the trunk's output for
-        every block of `shown_BL` behind the clean tokens of the blocks before it, all blocks in one
-        call, for training and likelihood; in other blocks with ``block_length=n``. None where
+        order) and first positions. Duplicate rows have equal pieces. Each device calls it for its
+        own rows.
+      beside_clean: ``(params, shown_BL, clean_BL, length_B) -> hidden_BLD``: the output for every
+        block of `shown_BL` after the clean tokens of earlier blocks, all blocks in one call, for
+        training and likelihood; in other blocks with ``block_length=n``. None where
         ``block_length`` is below 2.
-      ready: ``(params) -> params``, with what the others read laid out for them, which the loop has
-        done once, before its steps; what is laid out already comes back as it is. None: nothing is.
+      ready: ``(params) -> params`` in the layout of the other functions, called once before the
+        steps of the loop; idempotent. None: no conversion.
     """
 
     block_length: int
@@ -102,19 +102,18 @@ class Network:
         sampler head. ``left`` and ``right`` are the embeddings of the ``C`` positions on that side,
         nearest first, and zero vectors where there is no neighbour. None without such a head.
       sampler_context: ``C``; 0 without a sampler head.
-      sampler_sides: ``(params, vectors_VD) -> (left_VCH, right_VCH)``, what each vector adds to the
-        sampler head's first layer as a neighbour, and
+      sampler_sides: ``(params, vectors_VD) -> (left_VCH, right_VCH)``, the contribution of each
+        vector to the sampler head's first layer as a neighbour, and
       sampler_from_sides: ``(params, sides_NH, hidden_ND) -> logits_NV``, the rest of the head, from
-        the sum of what the neighbours add. They save most of its work where few tokens serve many
-        positions; None: `sampler_readout` alone is used.
-      critic: ``(params, hidden_ND) -> logit_N``, float32: how likely the token at a position is
-        wrong, from the trunk's output for the filled canvas. None without a critic head.
+        the summed contributions of the neighbours. They save most of its work if few tokens serve
+        many positions; None: only `sampler_readout` is used.
+      critic: ``(params, hidden_ND) -> logit_N``, float32: the logit that the token at a position is
+        wrong, from the hidden vectors of the filled canvas. None without a critic head.
       logits_of: ``(params, hidden_ND, ids_NK) -> logits_NK``, float32: columns of `readout`. They
-        save edits a second readout; None: that is made.
-      scorer: ``(params, hidden_BLD, length_B) -> logit_B``, float32: which share of a row's tokens
-        is corrupted. None but for a sequence scorer.
-      cached: the trunk in pieces, for keys and values that are kept; None: there is no cache, and
-        every position sees all others, or those that its causal mask admits.
+        save edits a second readout; None: the readout is computed.
+      scorer: ``(params, hidden_BLD, length_B) -> logit_B``, float32: the logit of the share of
+        corrupted tokens. None except for a sequence scorer.
+      cached: the trunk for decoding with a cache; None: there is no cache.
     """
 
     init: Callable[[jax.Array], Params]
@@ -153,15 +152,14 @@ class Canvas(NamedTuple):
 
 
 class Status(IntEnum):
-    """How a row stands. Inside the compiled loop nothing raises; this number tells the caller.
+    """The status of a row. Compiled code does not raise; errors are reported here.
 
     ``RUNNING`` has steps and holes left. ``DONE`` has no holes left. ``STEP_LIMIT`` ran out of
-    steps with holes left. ``CANVAS_FULL`` is done as well, but some edits found no room in its
-    capacity: they were left out, or pushed tokens out. ``NON_FINITE`` met a NaN or an infinity
-    where the network's logits must be finite, and stopped before writing.
+    steps with holes left. ``CANVAS_FULL`` is done as well, but edits exceeded its capacity: they
+    were dropped, or tokens at the end were. ``NON_FINITE`` stopped at logits with NaN or infinity.
 
-    The loop itself never gives the last two: ``CANCELLED`` was called off before it had ended, and
-    ``FAILED`` met an error of a host sampler or of its program.
+    The last two come from outside the loop: ``CANCELLED`` was cancelled, and ``FAILED`` had an
+      error in a host sampler or in its program.
     """
 
     RUNNING = 0
@@ -174,5 +172,5 @@ class Status(IntEnum):
 
 
 def live_positions(length_B: jax.Array, num_positions: int) -> jax.Array:
-    """True where a position lies before its row's length, ``[B, L]``."""
+    """True at live positions, ``[B, L]``."""
     return jnp.arange(num_positions)[None, :] < length_B[:, None]

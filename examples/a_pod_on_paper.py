@@ -2,8 +2,8 @@
 # # A pod on paper
 #
 # `train.py --dry-run` compiles a training step for a slice of TPUs without the hardware and prints
-# what a chip holds, computes and sends. It needs the compiler for TPUs (`dlm_jax[tpu]`), on any
-# machine.
+# the memory, work and communication of a chip. It needs the TPU compiler (`dlm_jax[tpu]`) and no
+# TPU.
 
 # %%
 import importlib.util

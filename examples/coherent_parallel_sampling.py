@@ -2,7 +2,7 @@
 # # Coherent parallel sampling, measured
 #
 # A diffusion language model that commits many tokens in one step draws them independently: each
-# fits the text that was there, but not its new neighbours. The wavefront fills holes from their
+# fits the visible text, but not its new neighbours. The wavefront fills holes from their
 # neighbours outwards with a small sampler head, so that every token is drawn given the one beside
 # it. Both fills below take the same number of forwards of the model.
 

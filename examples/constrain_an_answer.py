@@ -1,9 +1,8 @@
 # %% [markdown]
 # # Constrain an answer
 #
-# `structure` is a regular expression that the new text of a row matches from end to end. It is
-# compiled to an automaton over tokens that travels with the row, so rows with different patterns
-# share a batch.
+# `structure` is a regular expression that the whole new text of a row matches. It is compiled to an
+# automaton over tokens, a parameter of the row, so rows with different patterns can share a batch.
 
 # %%
 import re

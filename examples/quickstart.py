@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Quickstart
 #
-# Load the model that ships with the package, sample from it, watch a text being denoised, and fill
+# Load the shipped model, sample from it, watch a text while it is denoised, and fill
 # a gap.
 
 # %%

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Repair a draft
 #
-# Structural edits insert and delete tokens between the steps, so that a text may grow or shrink
-# while it is denoised. The proofreader that ships with the package was trained on damaged text.
+# Edits insert and delete tokens between the steps, so a text can grow or shrink
+# while it is denoised. The shipped model `proofreader` was trained on damaged text.
 
 # %%
 import dlm_jax

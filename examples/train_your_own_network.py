@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Train your own network
 #
-# A network is a record of pure functions over a dict of parameters. Here is one without attention:
+# A network is a record of pure functions over a dict of parameters. This one has no attention:
 # each position sees the sum of a window around it.
 
 # %%

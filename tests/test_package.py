@@ -53,6 +53,11 @@ def test_the_pages_of_the_interface_list_every_name():
     assert set(dlm_jax.__all__) - listed == set()
 
 
+def test_sampling_imports_nothing_that_writes_a_temporary_file():
+    command = ["bash", "-c", f"ulimit -f 0; {sys.executable} -c 'import dlm_jax.cli.sample'"]
+    subprocess.run(command, cwd=ROOT, check=True, stderr=subprocess.PIPE)
+
+
 def test_an_unknown_name_is_refused_by_the_package():
     with pytest.raises(AttributeError, match="module 'dlm_jax' has no attribute 'generat'"):
         _ = dlm_jax.generat

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import itertools
 import json
 import os
 import random
@@ -120,9 +121,11 @@ def _calls(model: Model, rng: random.Random) -> Iterator[tuple[str, bytes]]:
 
 
 def _engines(model: Model, rng: random.Random) -> Iterator[tuple[str, bytes]]:
-    """Engines that are closed at their end, in the midst of their rows, or before the first."""
-    while True:
-        case = _case(rng, kinds=12)
+    """Engines that are closed at their end, in the midst of their rows, or before the first.
+
+    Cases come in turn, so that all programs are compiled in the first tenth of the tries.
+    """
+    for case in itertools.cycle([_case(rng, kinds=12) for _ in range(20)]):
         requests = make_requests(model, "The ", _with_sampler(case), num_samples=rng.choice((1, 3)))
         key = json.dumps([case, len(requests)])
         run: Callable[..., list[np.ndarray]] = rng.choice((_to_its_end, _asynchronous, _left))

@@ -51,10 +51,10 @@ def flags(folder: Path, out_dir: Path, **changes: object) -> list[str]:
     return [part for name, value in given.items() for part in (f"--{name}", value)]
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """That of the programs that an attack starts: own caches, CPU alone, quick to compile."""
+def environment(folder: Path, compiler: str = _QUICK) -> dict[str, str]:
+    """That of the programs that an attack starts: own caches, CPU alone, flags of the compiler."""
     return os.environ | {
-        "XLA_FLAGS": _QUICK,
+        "XLA_FLAGS": compiler,
         "JAX_PLATFORMS": "cpu",
         # XLA logs pages about every program that it reads, and nobody may empty the pipe.
         "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -64,17 +64,22 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def start(folder: Path, script: str, *arguments: str) -> subprocess.Popen[str]:
+def start(
+    folder: Path, script: str, *arguments: str, compiler: str = _QUICK
+) -> subprocess.Popen[str]:
     """Starts ``train.py`` or ``sample.py``."""
     return subprocess.Popen(
-        [sys.executable, str(ROOT / script), *arguments], env=environment(folder), text=True,
+        [sys.executable, str(ROOT / script), *arguments],
+        env=environment(folder, compiler), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, errors="replace",
     )  # fmt: skip
 
 
-def finish(folder: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def finish(
+    folder: Path, script: str, *arguments: str, compiler: str = _QUICK
+) -> subprocess.CompletedProcess[str]:
     """Runs it to its end; RuntimeError if that is not exit code 0."""
-    child = start(folder, script, *arguments)
+    child = start(folder, script, *arguments, compiler=compiler)
     out, err = child.communicate()
     if child.returncode != 0:
         raise RuntimeError(f"{script} {' '.join(arguments)}: {child.returncode}\n{err}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -119,6 +120,11 @@ def _note(tallies: dict[str, Tally], chunk: dict[str, Any]) -> None:
             tallies[way].note(line.startswith(("draw", "threshold")), line)
 
 
+def _compiler() -> str:
+    """Flags of the compiler of this process: good code is quicker here than quick compiles."""
+    return os.environ.get("XLA_FLAGS", "")
+
+
 def _texts(model: dlm_jax.Model, asked: list[Asked], slots: int) -> list[str]:
     return list(dlm_jax.generate(model, asked, batch_size=slots).texts)
 
@@ -127,7 +133,7 @@ def _of_file(folder: Path, asked: list[Asked], number: int) -> list[str]:
     requests, results = folder / f"in{number}.jsonl", folder / f"out{number}.jsonl"
     requests.write_text("".join(json.dumps(one) + "\n" for one in asked))
     files = ("--prompts", str(requests), "--output", str(results), "--batch-size", str(_SLOTS))
-    finish(folder, "sample.py", *files)
+    finish(folder, "sample.py", *files, compiler=_compiler())
     rows = map(json.loads, results.read_text().splitlines())
     texts = {row["id"]: row["text"] for row in rows if "text" in row}
     return [texts.get(f"line {n + 1}", "no result") for n in range(len(asked))]
@@ -140,7 +146,7 @@ class _server:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "dlm_jax.serve", "--port", "0", "--slots", str(_SLOTS),
              "--max-seconds", "3600"],
-            env=environment(folder), cwd=ROOT, text=True, stdout=subprocess.PIPE,
+            env=environment(folder, _compiler()), cwd=ROOT, text=True, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )  # fmt: skip
 

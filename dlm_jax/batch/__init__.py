@@ -1,4 +1,4 @@
-"""Files of requests in, files of results out: what batch sampling reads and keeps on disk."""
+"""Batch sampling from a file of requests into a file of results."""
 
 from dlm_jax.batch.request_file import Id, Key, Line, read_requests, share
 from dlm_jax.batch.result_file import Results, fingerprint

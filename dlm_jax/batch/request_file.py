@@ -1,8 +1,8 @@
-"""A file of requests, one JSON object per line; a bad line becomes an error of its own.
+"""Reads a file of requests, one JSON object per line; an invalid line gives an error result.
 
-Every line has an id that no other line has, so that results can be told apart whatever the file
-holds. A line without an id is ``line NUMBER``; no other line may take that name. A line of several
-samples has a result for each, which is identified by the id and the number of the sample.
+Every line has a unique id. A line without an id gets the id ``line NUMBER``, which no other line
+may use. A line with several samples has one result per sample, identified by the id and the number
+of the sample.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 Id = str | int
 Key = Id | tuple[Id, int]
-"""What identifies a result: the id, and the number of the sample where a line has several."""
+"""The key of a result: the id, and the sample number if the line has several samples."""
 
 _BOM = b"\xef\xbb\xbf"
 _CONTENTS = ("prompt", "template", "tokens")
@@ -30,16 +30,16 @@ _MOST_SAMPLES = 1 << 20
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a file of requests: either settings or the reason why it cannot be run.
+    """One line of a file of requests: its settings, or the reason why it cannot run.
 
-    `settings` is everything but the id and ``n``, as given, and empty beside an error. The id is
-    the given one also beside an error, unless that error is about the id or the line cannot be
-    read. A line with an error has one sample, which is that error.
+    `settings` holds every key except the id and ``n``; it is empty if there is an error. A line
+    with an error keeps its id, unless the id is invalid or the line cannot be read. Such a line has
+    one sample, the error.
 
     Attributes:
-      number: in the file, from 1, blank lines included.
+      number: of the line, from 1; blank lines count.
       num_samples: rows of the line.
-      extra: rows of the lines before that are more than one a line.
+      extra: rows of preceding lines in excess of one per line.
     """
 
     number: int
@@ -51,7 +51,7 @@ class Line:
 
     @property
     def first(self) -> int:
-        """Place of its first row in the file, from 0; blank lines count as rows."""
+        """Index of its first row in the file, from 0; blank lines count as rows."""
         return self.number - 1 + self.extra
 
     @property
@@ -64,15 +64,15 @@ class Line:
 def read_requests(
     path: str | os.PathLike[str], *, known: Collection[str], num_samples: int = 1
 ) -> list[Line]:
-    """The lines of a file in their order, blank ones left out; all ids differ.
+    """The non-blank lines of a file, in order; all ids differ.
 
-    What a line asks for is in one of ``prompt``, ``template`` (texts) and ``tokens`` (integers), or
-    in none; ``draft`` is a text, ``gen_length``, ``max_length``, ``n`` (samples), ``seed`` and
-    ``steps`` are integers. Values of all other settings are left unchecked.
+    A line has at most one of ``prompt``, ``template`` (texts) and ``tokens`` (integers). ``draft``
+    is a text; ``gen_length``, ``max_length``, ``n`` (samples), ``seed`` and ``steps`` are integers.
+    Other settings are not checked here.
 
     Args:
-      path: of a file in UTF-8, with or without a byte order mark.
-      known: names of the settings a request may have besides these, ``host_sampler`` and
+      path: a UTF-8 file, with or without a byte order mark.
+      known: names of further settings that a request may have, besides ``host_sampler`` and
         ``read_back``.
       num_samples: of a line without ``n``.
     """
@@ -86,13 +86,13 @@ def read_requests(
             continue
         line = _read(raw, number, f"{file.name} line {number}", names, first, num_samples)
         lines.append(replace(line, extra=extra))
-        # A line that cannot be read counts as the others do, so that mending it moves none.
+        # An unreadable line counts too, so that correcting it does not renumber the others.
         extra += (num_samples if line.error is not None else line.num_samples) - 1
     return lines
 
 
 def share(lines: Sequence[Line], index: int, count: int) -> list[Line]:
-    """The lines of process `index` of `count`: those whose number leaves `index` modulo `count`."""
+    """The lines of process `index` of `count`: those whose number is `index` modulo `count`."""
     check_process(index, count)
     return [line for line in lines if line.number % count == index]
 
@@ -107,11 +107,11 @@ def check_process(index: int, count: int) -> None:
     """Raises ValueError unless there is a process `index` of `count`."""
     for name, value in (("index", index), ("count", count)):
         is_integer = isinstance(value, int) and not isinstance(value, bool)
-        require(is_integer, f"{name}={value!r} of the processes is no integer; use one")
-    require(count >= 1, f"count={count} processes can do nothing; use at least 1")
+        require(is_integer, f"{name}={value!r} of the processes is not an integer; use one")
+    require(count >= 1, f"count={count} processes are too few; use at least 1")
     require(
         0 <= index < count,
-        f"index={index} is no process of count={count}; use 0 to {count - 1}",
+        f"index={index} is not a process of count={count}; use 0 to {count - 1}",
     )
 
 
@@ -133,7 +133,7 @@ def _read(
     first: dict[Id, int],
     num_samples: int,
 ) -> Line:
-    """One line; `first` holds the number of each id so far, and gets this one's."""
+    """Parses one line; `first` maps each id so far to its line, and is updated."""
     own = f"line {number}"
     try:
         request = _parse(raw, where)
@@ -161,14 +161,14 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
             f"{where} is not JSON: {error.msg} at column {error.colno}; write one object per line"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON that can be read ({error}); correct it") from None
+        raise ValueError(f"{where} is not readable JSON ({error}); correct it") from None
     if not isinstance(request, dict):
         raise ValueError(f'{where}: {_show(request)} is not an object; write {{"prompt": ...}}')
     return request
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs; ValueError where Python would silently keep the last of two."""
+    """The object of these pairs; ValueError for a duplicate key."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -188,12 +188,12 @@ def _id(given: Any, own: str, where: str, first: dict[Id, int]) -> Id:
             f"{where}: id={_show(given)} is that of line {first[given]} too; give each its own"
         )
     if isinstance(given, str) and given != own and re.fullmatch("line [1-9][0-9]*", given):
-        raise ValueError(f"{where}: id={_show(given)} is kept for that line; use another id")
+        raise ValueError(f"{where}: id={_show(given)} is reserved for that line; use another id")
     return given
 
 
 def _check(request: dict[str, Any], where: str, names: tuple[str, ...]) -> None:
-    """Raises ValueError at the first setting that is unknown, at odds with another, or mistyped."""
+    """Raises ValueError for the first setting that is unknown, contradictory or of a wrong type."""
     for name, value in request.items():
         if name not in names:
             short = name if len(name) <= 60 else f"{name[:60]}..."
@@ -220,7 +220,7 @@ def _check(request: dict[str, Any], where: str, names: tuple[str, ...]) -> None:
 
 @lru_cache(maxsize=1024)
 def _nearest(name: str, known: tuple[str, ...], value: Any) -> str:
-    # Here, because what only keeps results needs no JAX.
+    # Imported here, so that handling results does not import JAX.
     from dlm_jax.settings import nearest
 
     return nearest(name, known, value)
@@ -231,24 +231,24 @@ def _check_integer(where: str, value: Any) -> None:
 
 
 def _check_kind(where: str, value: Any, wanted: type, kind: str, remedy: str) -> None:
-    # JSON has no subclasses but the bool, which Python calls an integer.
+    # bool is a subclass of int in Python.
     if type(value) is not wanted:
         raise ValueError(f"{where}={_show(value)} is not {kind}; {remedy}")
 
 
 def _check_text(where: str, text: str) -> None:
-    """Raises ValueError for a lone surrogate, which no file in UTF-8 can hold."""
+    """Raises ValueError for a lone surrogate, which UTF-8 cannot encode."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
             f"{where} has a lone surrogate (U+{ord(text[error.start]):04X}) at position "
-            f"{error.start}, which is no character; remove it"
+            f"{error.start}, which is not a character; remove it"
         ) from None
 
 
 def _show(value: Any) -> str:
-    """The value as JSON writes it, cut to what fits an error."""
+    """The value as JSON, shortened for an error message."""
     if isinstance(value, list | dict):
         return "[...]" if isinstance(value, list) else "{...}"
     text = json.dumps(value)

@@ -4,7 +4,7 @@ Beside a file with lines lies ``FILE.run``, which holds the fingerprint of its r
 results of all processes were once merged into the file. A file with lines but without it is a
 stranger's; an empty file belongs to no run. Lines and record have checksums (`checksums`).
 
-An append-only file of results, safe to interrupt, finally sorted in the order of the requests.
+An append-only file of results that survives interruption; sorted by request at the end.
 
 A single process writes ``out.jsonl``; process 1 of 3 writes ``out.jsonl.part-01-of-03`` beside it,
 and whichever finishes last merges the parts. They agree without talking to each other: the merged
@@ -45,19 +45,19 @@ def shown(key: Key) -> str:
 
 
 def line_of(result: Mapping[str, Any]) -> bytes:
-    """The line of a result, with its checksum and line end."""
-    # A lone surrogate becomes its JSON escape, so that no text can stop a run.
+    """The line of a result, with checksum and newline."""
+    # Lone surrogates are escaped, so that no text stops a run.
     text = json.dumps(dict(result), ensure_ascii=False)
     return with_crc(text.encode("utf-8", "backslashreplace")) + b"\n"
 
 
 def run_path(file: Path) -> Path:
-    """Where it is said of which run a file is."""
+    """The file that records the run of a results file."""
     return file.with_name(f"{file.name}.run")
 
 
 def run_of(file: Path) -> dict[str, Any]:
-    """What is said beside a file; nothing if that is missing, unreadable or damaged."""
+    """The record of a file; empty if it is missing, unreadable or damaged."""
     try:
         record = json.loads(without_crc(run_path(file).read_bytes().removesuffix(b"\n")))
     except (OSError, ValueError):
@@ -66,7 +66,7 @@ def run_of(file: Path) -> dict[str, Any]:
 
 
 def owned(file: Path, fingerprint: str) -> bytes:
-    """What is in a file of this run; nothing if it is empty or there is none."""
+    """The content of a file of this run; empty if the file is empty or absent."""
     # Twice, because another process may write its first line between the two readings. First the
     # `.run`, then the file, because they are removed the other way round.
     for _ in range(2):
@@ -85,7 +85,7 @@ def owned(file: Path, fingerprint: str) -> bytes:
 
 
 def load_lines(file: Path, fingerprint: str) -> tuple[Rows, int]:
-    """Whole lines by key, the first where a key has two, and the byte where they end."""
+    """Complete lines by key (the first of duplicates), and the byte where they end."""
     content = owned(file, fingerprint)
     *lines, _ = content.split(b"\n")
     rows: Rows = {}
@@ -99,49 +99,49 @@ def load_lines(file: Path, fingerprint: str) -> tuple[Rows, int]:
         except (ValueError, RecursionError):
             key = None
         if key is None:
-            raise ValueError(f"{file} line {number} is no result; remove that line or the file")
+            raise ValueError(f"{file} line {number} is not a result; remove that line or the file")
         rows.setdefault(key, line + b"\n")
     return rows, content.rfind(b"\n") + 1
 
 
 def replace_lines(target: Path, content: bytes, temporary: Path) -> None:
-    """Writes `target` so that it is the old one or the new one, power cut or not.
+    """Replaces `target` atomically, also in a power cut.
 
     Args:
       target: the file to write.
       content: all of it.
-      temporary: a path beside it that no other process writes at the same time.
+      temporary: a path in the same directory that no other process uses.
     """
     with replacing(target, temporary) as file:
         file.write(content)
 
 
 def append_line(writer: io.FileIO, line: bytes) -> None:
-    """Hands the line to the operating system, whole; on any error, Ctrl-C too, nothing of it."""
+    """Writes the whole line or, on any error or Ctrl-C, nothing."""
     end = os.fstat(writer.fileno()).st_size
     try:
         rest = memoryview(line)
         while rest:
             rest = rest[writer.write(rest) :]
     except BaseException:
-        # The next line must not continue half of this one.
+        # Remove a partial line, so that the next one does not continue it.
         writer.truncate(end)
         raise
 
 
 def open_locked(file: Path) -> io.FileIO:
-    """The file, opened to append to, which no other process can open so until it is closed."""
+    """Opens the file for appending and locks it against other processes until it is closed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     writer = io.FileIO(file, "a")
     try:
         fcntl.flock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        # Any other error is that of a file system without locks, which is written without one.
+        # Any other error comes from a file system without locks; write without one.
         if isinstance(error, BlockingIOError):
             writer.close()
             raise ValueError(
                 f"{file} is being written by another process; "
-                "wait for its end or choose another --output"
+                "wait until it ends or choose another --output"
             ) from None
     return writer
 
@@ -149,12 +149,12 @@ def open_locked(file: Path) -> io.FileIO:
 def fingerprint(
     requests: str | os.PathLike[str], *, model: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> str:
-    """64 hex digits that are the same only for the same requests, model and settings.
+    """A fingerprint of requests, model and settings, as 64 hex digits.
 
     Args:
-      requests: the file of requests; its bytes count, its name does not.
-      model: a description of the model, of what JSON can hold.
-      settings: whatever else the results depend on, of what JSON can hold; order does not count.
+      requests: the file of requests; the fingerprint depends on its bytes, not on its name.
+      model: a description of the model that JSON can represent.
+      settings: everything else that the results depend on, in any order.
     """
     described = json.dumps([model, settings], sort_keys=True).encode()
     content = hashlib.sha256(Path(requests).read_bytes()).digest()
@@ -162,10 +162,10 @@ def fingerprint(
 
 
 class Results:
-    """The results of one process: those found on disk, and those it writes.
+    """The results of one process: those on disk, and those it writes.
 
-    `done` holds the keys that need not be run again. A result survives the death of the process
-    once `write` has returned, and that of the machine once `close` has.
+    `done` holds the keys of finished results. A result survives the end of the process after
+    `write` has returned, and a power cut after `close` has returned.
     """
 
     def __init__(
@@ -176,10 +176,10 @@ class Results:
         index: int = 0,
         count: int = 1,
     ) -> None:
-        """Opens the file of this process, and cuts off a line that a kill left half-written.
+        """Opens the file of this process and removes a partial last line.
 
         Args:
-          path: of the results of all processes.
+          path: the merged file of all processes.
           fingerprint: of the run.
           index: of this process.
           count: of the processes that share the work.
@@ -194,10 +194,10 @@ class Results:
         self._writer: io.FileIO | None = None
         self._is_closed = False
         is_merged = self._check_others()
-        # Running finished work again leaves nothing behind, hence no empty part.
+        # A finished run leaves no empty part behind when it is repeated.
         if count == 1 or not is_merged:
             self._open()
-        # After opening: a merge may just have taken the part away.
+        # Check after opening, because a merge may have removed the part.
         self.done |= self._load(self.path).keys()
 
     def __enter__(self) -> Results:
@@ -207,18 +207,18 @@ class Results:
         self.close()
 
     def write(self, result: Mapping[str, Any]) -> None:
-        """Appends one result and adds its key to `done`; on any error nothing of it stays.
+        """Appends one result and adds its key to `done`; on an error nothing is written.
 
         Args:
-          result: what JSON can hold, with an ``id``, and a ``sample`` if the id has several; not
-            done yet.
+          result: a JSON object with an ``id``, and a ``sample`` if the id has several; not yet in
+            `done`.
         """
         key = result_key(result)
         if key is None:
             raise ValueError(f"result {str(result)[:60]} has no id; give a text or an integer")
         require(
             key not in self.done,
-            f"the result of {shown(key)} is there already; write it once",
+            f"the result of {shown(key)} exists already; write it once",
         )
         require(not self._is_closed, f"{self._file} is closed; open the results again")
         line = line_of(result)
@@ -229,23 +229,23 @@ class Results:
         self.done.add(key)
 
     def finish(self, order: Sequence[Key]) -> bool:
-        """Whether `path` now holds all results in this order; False while some are missing.
+        """Merges the parts into `path` in this order; False while results are missing.
 
-        Call it when this process has written all of its share; whichever process is last merges. It
-        closes the results when they are complete.
+        Call it when this process has written its share; the last process merges. The results are
+        closed when they are complete.
 
         Args:
           order: keys of all results, of every process.
         """
         rows: Rows = {}
         parts = [self._part(index) for index in range(self._count)] if self._count > 1 else []
-        # The merged file last: what a merge takes away meanwhile is there by then.
+        # Read the merged file last: it then holds any part that a merge removed meanwhile.
         for file in (*parts, self.path):
             rows = self._load(file) | rows
         lost = next(iter(self.done - rows.keys()), None)
         if lost is not None:
             raise ValueError(
-                f"{self._file} has lost the result of {shown(lost)} meanwhile; run again to redo it"
+                f"{self._file} has lost the result of {shown(lost)}; run again to repeat it"
             )
         if not rows.keys() >= set(order):
             return False
@@ -257,7 +257,7 @@ class Results:
             )
         content = b"".join(rows[key] for key in order)
         self.close()
-        # The mark first: a merged file without it would be taken for a stranger's.
+        # Write the record first: a merged file without it belongs to no run.
         self._record(self.path, is_complete=True)
         if not self.path.exists() or self.path.read_bytes() != content:
             replace_lines(self.path, content, self._temporary)
@@ -265,7 +265,7 @@ class Results:
         return True
 
     def close(self) -> None:
-        """Nothing, once all that was written is on disk; a second call does nothing."""
+        """Syncs the file to disk and closes it; a second call does nothing."""
         self._is_closed = True
         if self._writer is not None:
             writer, self._writer = self._writer, None
@@ -274,7 +274,7 @@ class Results:
 
     @property
     def _temporary(self) -> Path:
-        # Named after the file of this process, so that no other one writes the same.
+        # Named after the file of this process, so that no other process uses it.
         return self._file.with_name(f"{self._file.name}.writing")
 
     def _part(self, index: int) -> Path:
@@ -282,14 +282,14 @@ class Results:
         return self.path.with_name(name)
 
     def _parts(self) -> dict[Path, int]:
-        """Parts and their counts, those of other runs and those with only a ``.run`` too."""
+        """Parts with their counts, including those of other runs and those with only a ``.run``."""
         pattern = re.compile(re.escape(self.path.name) + r"\.part-\d+-of-(\d+)")
         names = os.listdir(self.path.parent) if self.path.parent.is_dir() else []
         found = (pattern.fullmatch(name.removesuffix(".run")) for name in sorted(names))
         return {self.path.with_name(match[0]): int(match[1]) for match in found if match}
 
     def _check_others(self) -> bool:
-        """Whether the merged file is there; ValueError if a file is of another run or count."""
+        """Whether the merged file exists; ValueError if a file belongs to another run or count."""
         rows = self._load(self.path)
         if rows and run_of(self.path).get("complete") is True:
             return True
@@ -306,7 +306,7 @@ class Results:
         return False
 
     def _open(self) -> io.FileIO:
-        """The file of this process, locked, ending in a whole line."""
+        """The locked file of this process; it ends with a complete line."""
         writer = None
         try:
             writer = open_locked(self._file)
@@ -328,13 +328,13 @@ class Results:
         return load_lines(file, self._fingerprint)[0]
 
     def _record(self, file: Path, *, is_complete: bool) -> None:
-        """Says beside a file of which run it is, unless that is said already."""
+        """Records the run of a file, unless it is recorded already."""
         record = {"fingerprint": self._fingerprint, "complete": is_complete}
         if run_of(file) != record:
             replace_lines(run_path(file), line_of(record), self._temporary)
 
     def _tidy(self) -> None:
-        """Removes this run's parts; those of another run stay."""
+        """Removes the parts of this run only."""
         for part in self._parts():
             if run_of(part).get("fingerprint") == self._fingerprint:
                 part.unlink(missing_ok=True)

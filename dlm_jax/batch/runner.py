@@ -1,7 +1,7 @@
-"""A file of requests through a model, into a file of results.
+"""Samples a file of requests and writes a file of results.
 
-Requests are grouped by what is compiled in and by the canvas that holds them, a power of two, so
-that a few programs serve any lengths; inside a group a slot that ends takes the next request.
+Requests are grouped by their static settings and by their canvas, a power of two, so that a few
+programs serve all lengths. Within a group a free slot takes the next request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HOST = ("host_sampler", "read_back")
 
 
 class Sink(Protocol):
-    """What takes the results of a run; `done` holds the keys of those that it has."""
+    """A store of results; `done` holds the keys of those it has."""
 
     done: set[Key]
 
@@ -38,14 +38,14 @@ class Sink(Protocol):
 
 
 class RunReport(NamedTuple):
-    """What a run did.
+    """Statistics of a run.
 
     Attributes:
-      rows: finished now.
-      errors: requests that ended in an error now.
-      tokens: generated now, those of errors left out.
-      occupancy: share of the slots' steps that a row took while requests of the same program
-        waited; 1 if none did.
+      rows: finished in this run.
+      errors: requests that ended in an error in this run.
+      tokens: generated in this run, without those of errors.
+      occupancy: share of slot steps with a row while requests of the same program waited; 1 if none
+        did.
       programs: canvases and slots of the programs that ran.
     """
 
@@ -57,10 +57,10 @@ class RunReport(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a run is going to do.
+    """The plan of a run.
 
     Attributes:
-      work: of each row that is not done, by its key: steps times positions; 0 if it is refused.
+      work: steps times positions of each unfinished row, by key; 0 if it is refused.
       programs: canvases of the programs that will run.
     """
 
@@ -71,8 +71,7 @@ class Plan(NamedTuple):
 def describe_model(model: Model) -> dict[str, Any]:
     """The identity of this model, for a fingerprint.
 
-    Config, tokenizer, ids and settings, every number of its parameters, and the source of a network
-    of one's own.
+    It covers config, tokenizer, ids, settings, all parameters, and the source of a custom network.
     """
     tokenizer = model.tokenizer.to_json()
     network: Any = ""
@@ -91,7 +90,7 @@ def describe_model(model: Model) -> dict[str, Any]:
 
 
 def own_source(code: Any) -> str:
-    """The name of code of one's own with a digest of its source; the name alone if it has none."""
+    """The name of custom code with a digest of its source, or the name alone without source."""
     while isinstance(code, functools.partial):
         code = code.func
     code = code if hasattr(code, "__qualname__") else type(code)
@@ -99,7 +98,7 @@ def own_source(code: Any) -> str:
 
 
 NO_SOURCE = "without source"
-"""Stands for the digest of code that has no file: that it changed goes unnoticed."""
+"""Replaces the digest of code without a file; changes of such code are not detected."""
 
 
 def run_requests(
@@ -116,31 +115,30 @@ def run_requests(
     on_result: _Listener | None = None,
     on_turn: Callable[[Engine], Any] | None = None,
 ) -> RunReport:
-    """Writes the results of every line that `results` lacks, as soon as they are there.
+    """Writes the results of every line that `results` lacks, as rows finish.
 
-    A result is ``id``, ``text``, ``tokens``, ``length``, ``steps``, ``status``, ``seconds`` (in a
-    slot) and what was counted (``forwards``, ``waves``, and other `Counters` that are not 0); or
-    ``id`` and ``error``. A line of several samples has a result for each, with its number in
-    ``sample``, from 0. ``read_back`` is present if the line requests it: see `Written.to_json`. The
-    tokens of a line depend on it alone: they are the same in any order, among any others, and after
-    a restart.
+    A result has ``id``, ``text``, ``tokens``, ``length``, ``steps``, ``status``, ``seconds`` (in a
+    slot) and counters (``forwards``, ``waves``, and other `Counters` that are not 0); or ``id`` and
+    ``error``. A line with several samples has a result for each, with its number in ``sample``,
+    from 0. ``read_back`` is present if the line requests it: see `Written.to_json`. The tokens of a
+    line do not depend on other lines, on their order or on a restart.
 
     Args:
       model: from `load`.
-      lines: of this process, those that are done too: they belong to the shapes of its programs. If
-        the devices of the model belong to several processes, all lines, of which each runs its
+      lines: of this process, including finished ones, which determine the shapes of its programs.
+        If the devices of the model belong to several processes: all lines; each process runs its
         share.
-      results: where the results go.
-      seed: of the first row; sample i of a line that names none has the seed
-        ``seed + line.first + i``, of one that does its own and i.
-      settings: for lines that do not name them, of the same form as theirs.
+      results: the store of the results.
+      seed: of the first row. Sample i of a line without a seed has the seed ``seed + line.first +
+        i``; of a line with a seed, that seed plus i.
+      settings: defaults for the lines, in the same form.
       batch_size: slots of a program at most.
-      host_samplers: what the ``host_sampler`` of a line names; it raises ValueError for names that
-        no line may use. Without it a line has none.
-      max_candidates: how many of a position's candidates host samplers and read-back see at most.
-      on_plan: told once, before anything is compiled, what will be done.
-      on_result: told each result once it is written, and how many tokens were generated for it.
-      on_turn: told the engine after each of its turns.
+      host_samplers: maps the ``host_sampler`` of a line to a function, or raises ValueError for
+        names that are not allowed. If None, lines have no host sampler.
+      max_candidates: most candidates of a position for host samplers and read-back.
+      on_plan: called once with the plan, before anything is compiled.
+      on_result: called with each written result and the number of its generated tokens.
+      on_turn: called with the engine after each of its turns.
     """
     hosts = _Hosts(model, host_samplers, max_candidates)
     found, asked, refused = _accepted(model, lines, seed, settings or {}, hosts)
@@ -149,7 +147,7 @@ def run_requests(
     with Engine(
         model, batch_size=batch_size, max_waiting=None, max_candidates=max_candidates
     ) as engine:
-        # Those that are done too: the programs are the same when a run is continued.
+        # Include finished lines, so that a resumed run uses the same programs.
         engine.reserve(asked)
         index, count = engine.share
         own = {key for line in lines if line.number % count == index for key in line.keys}
@@ -178,7 +176,7 @@ def run_requests(
 
 
 class _Asked(NamedTuple):
-    """A row that can be run: a sample of a line, and how many candidates are read back of it."""
+    """A row that can run: a sample of a line, and the number of candidates to read back."""
 
     line: Line
     sample: int
@@ -190,19 +188,19 @@ class _Asked(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Place in the file, the same whatever else of it is run."""
+        """Index in the file, which does not depend on the other rows that run."""
         return self.line.first + self.sample
 
 
 class _Hosts(NamedTuple):
-    """What the lines of a file may have of Python functions."""
+    """The Python functions that lines of a file may use."""
 
     model: Model
     samplers: Callable[[str], HostSampler] | None
     max_candidates: int
 
     def of(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The host settings of a line as a request has them, but for `read_back`, a number."""
+        """The host settings of a line as in a request, except that `read_back` is a number."""
         name, size = settings.get("host_sampler"), settings.get("read_back")
         if size is True:
             size = self.max_candidates
@@ -234,7 +232,7 @@ class _Hosts(NamedTuple):
 def _accepted(
     model: Model, lines: Sequence[Line], seed: int, settings: Mapping[str, Any], hosts: _Hosts
 ) -> tuple[list[_Asked], list[Request], list[dict[str, Any]]]:
-    """The rows that can be run with their requests, and the results of the others."""
+    """The rows that can run, with their requests, and error results of the others."""
     found: list[_Asked] = []
     asked: list[Request] = []
     refused: list[dict[str, Any]] = []
@@ -263,7 +261,7 @@ def _identified(line: Line, sample: int) -> dict[str, Any]:
 
 
 def _from_json(settings: Mapping[str, Any], lists: Collection[str]) -> dict[str, Any]:
-    """The settings with tuples for the lists of JSON; `lists` names what may be one."""
+    """The settings with tuples in place of JSON lists; `lists` names those that may be lists."""
     found = dict(settings)
     for name, value in settings.items():
         if not isinstance(value, list) or name in ("tokens", *_HOST):
@@ -340,7 +338,7 @@ def _write(
 
 
 def describe_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as JSON can hold them, for a fingerprint; own code by its source."""
+    """The settings as JSON for a fingerprint; custom code by its source."""
 
     def told(value: Any) -> str:
         if callable(value):

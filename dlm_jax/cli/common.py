@@ -44,7 +44,7 @@ from dlm_jax.viewing.trace import write_trace
 
 
 def turn_ids(model: dlm_jax.Model, text: str) -> list[int]:
-    """Ids of a conversation of one user's turn, up to where the answer begins."""
+    """Ids of a conversation with one user turn, up to the start of the answer."""
     if model.chat is None:
         raise ValueError(
             "--chat: the model has no chat_template (in tokenizer_config.json, or as "
@@ -54,13 +54,13 @@ def turn_ids(model: dlm_jax.Model, text: str) -> list[int]:
 
 
 def answers(model: dlm_jax.Model, result: dlm_jax.Texts, start: int) -> list[str]:
-    """The text behind the first `start` tokens of each row."""
+    """The text after the first `start` tokens of each row."""
     rows = zip(result.tokens, result.lengths, strict=True)
     return [model.tokenizer.decode(tokens[start:length]) for tokens, length in rows]
 
 
 def asked(model: dlm_jax.Model, args: argparse.Namespace) -> dict[str, Any]:
-    """The prompt of the flags, as one of `dlm_jax.generate`."""
+    """The prompt of the flags, for `dlm_jax.generate`."""
     if args.chat:
         return {"tokens": turn_ids(model, args.prompt)}
     texts = {name: getattr(args, name) for name in ("prompt", "template", "draft")}
@@ -68,9 +68,9 @@ def asked(model: dlm_jax.Model, args: argparse.Namespace) -> dict[str, Any]:
 
 
 class CompileClock:
-    """Seconds of wall-clock time in which JAX traced, lowered or compiled since it was made.
+    """Wall-clock seconds that JAX spent tracing, lowering or compiling since its creation.
 
-    JAX reports each such stretch when it ends; nested stretches count once.
+    JAX reports each interval at its end; nested intervals count once.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class CompileClock:
             return
         end = time.perf_counter()
         start = end - duration_secs
-        # What lies inside has ended before, so it stands at the end of the list.
+        # Nested intervals have ended before, so they are at the end of the list.
         while self._stretches and self._stretches[-1][1] > start:
             start = min(start, self._stretches.pop()[0])
         self._stretches.append((start, end))
@@ -94,13 +94,13 @@ class CompileClock:
 
 @functools.cache
 def compile_clock() -> CompileClock:
-    """The one of this process, from the first call on."""
+    """The instance of this process, created by the first call."""
     return CompileClock()
 
 
 def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "mesh", "Splits rows and parameters over devices; one device if none of these is given."
+        "mesh", "Split rows and parameters over devices; one device by default."
     )
     for name, setting in MeshConfig.declared.items():
         group.add_argument(
@@ -109,7 +109,7 @@ def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def mesh_of(overrides: Mapping[str, str], *, is_distributed: bool) -> Mesh | None:
-    """The mesh of the flags; None for the first device alone."""
+    """The mesh of the flags; None: only the first device."""
     asked = {name: text for name, text in overrides.items() if name.startswith("mesh.")}
     if not asked and not is_distributed:
         return None
@@ -127,10 +127,9 @@ def check_batch(params: Params, batch_size: int) -> None:
 
 
 def share_of_host(params: Params) -> tuple[int, int, bool]:
-    """Which share of the rows this process has, of how many, and whether it prints the results.
+    """The share of the rows of this process, the number of shares, and whether it prints results.
 
-    Processes that split only the parameters between them have the same share, and the first of
-    them prints.
+    Processes that split only the parameters have the same share, and the first of them prints.
     """
     rows = split_rows(params)
     index, count = OwnRows(rows, num_shares(rows)).share
@@ -142,9 +141,9 @@ def share_of_host(params: Params) -> tuple[int, int, bool]:
 
 @contextlib.contextmanager
 def naming_flags() -> Iterator[None]:
-    """Names flags in a refusal that begins with a setting: ``top_p=2`` becomes ``--top-p=2``.
+    """Replaces the setting at the start of an error by its flag: ``top_p=2`` becomes ``--top-p=2``.
 
-    Wrap what was given by flags alone; a file's own lines name the file.
+    Use it only for values of flags; errors about a file name the file.
     """
     try:
         yield
@@ -173,7 +172,7 @@ def import_module(module: str, where: str) -> ModuleType:
         sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # whatever a module of the user's may raise
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise ValueError(f"{where}: {module} fails: {type(error).__name__}: {error}") from None
 
 
@@ -185,7 +184,7 @@ def allowed_samplers(modules: Collection[str]) -> Callable[[str], HostSampler]:
         module, where = name.partition(":")[0], f"host_sampler={name!r}"
         if ":" in name and module not in modules:
             raise ValueError(
-                f"{where} is of a module that is not allowed; add --allow-host-sampler {module}"
+                f"{where} is in a module that is not allowed; add --allow-host-sampler {module}"
             )
         return import_sampler(name, where)
 
@@ -202,18 +201,18 @@ def import_sampler(name: str, where: str) -> HostSampler:
         raise ValueError(f"{where}: {module} has no {function!r}; {nearest(function, known)}")
     sampler: HostSampler = getattr(found, function)
     if not callable(sampler):
-        raise ValueError(f"{where} is {shown(sampler)}, which cannot be called; name a function")
+        raise ValueError(f"{where} is {shown(sampler)}, which is not callable; give a function")
     return sampler
 
 
 def heads_line(model: dlm_jax.Model, sample: RowSettings) -> str:
-    """Which heads a model has, and the fill and order of a row with these settings."""
+    """Describes the heads of a model, and the fill and order of a row with these settings."""
     names = [f"{n} (not trained yet)" if n in model.untrained else n for n in model.heads]
     return f"heads: {', '.join(names) or 'none'}; fill={sample.fill}, order={sample.order}"
 
 
 def read_back_line(record: Written, tokenizer: Tokenizer, size: int) -> str:
-    """One committed token as text: place, probability, and the `size` likeliest candidates."""
+    """One committed token as text: position, probability, and the `size` most likely candidates."""
 
     def piece(token: int) -> str:
         text = tokenizer.decode([token])
@@ -229,20 +228,20 @@ def read_back_line(record: Written, tokenizer: Tokenizer, size: int) -> str:
 
 
 def print_read_back(result: dlm_jax.Texts, tokenizer: Tokenizer, size: int) -> None:
-    """Prints a line for each token that was read back, on standard error."""
+    """Prints a line for each read-back token on standard error."""
     for record in (record for records in result.read_back for record in records):
         print(read_back_line(record, tokenizer, size), file=sys.stderr)
 
 
 def check_page(name: str) -> None:
-    """Raises ValueError for a page that could not be written once the work is done."""
+    """Raises ValueError if the page will not be writable after sampling."""
     path = Path(name)
     if not path.parent.is_dir():
-        raise ValueError(f"--trace {name}: there is no such folder; make it first")
+        raise ValueError(f"--trace {name}: the folder does not exist; create it first")
     if path.is_dir():
-        raise ValueError(f"--trace {name} is a folder; name a file in it")
+        raise ValueError(f"--trace {name} is a folder; give a file in it")
     try:
-        # Permissions do not tell of everything, such as a file system that is read only.
+        # Permissions do not cover everything, for example a read-only file system.
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
@@ -254,7 +253,7 @@ def check_page(name: str) -> None:
 def write_page(
     model: dlm_jax.Model, prompt: dict[str, Any], frames: dict[int, list[Frame]], path: str
 ) -> bool:
-    """Whether the page that plays the denoising could be written; prints a line either way."""
+    """Writes the page of the denoising; prints a line and returns whether it succeeded."""
     title = prompt.get("prompt") or prompt.get("template") or "unprompted"
     decode, names = model.tokenizer.decode, special_names(model.tokenizer)
     try:
@@ -268,7 +267,7 @@ def write_page(
     return True
 
 
-# Seconds within which JAX itself notices a host that is gone; `distributed.watch` is faster.
+# Seconds until JAX itself detects a lost host; `distributed.watch` is faster.
 _HEARTBEAT = 50
 
 CHECKPOINT = (
@@ -277,14 +276,14 @@ CHECKPOINT = (
 )
 
 PRESET = (
-    f"a loop by name: {', '.join(PRESETS)} (insertions and deletions, docs/edits.md), or one "
+    f"a preset: {', '.join(PRESETS)} (insertions and deletions, docs/edits.md), or one "
     "that comes with a published model, which says the order that its project uses "
     "(docs/published.md)"
 )
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose refusals are a ValueError, like the library's, instead of a page of usage."""
+    """A parser that raises ValueError, like the library, instead of printing its usage."""
 
     def __init__(self, *, prog: str, description: str | None, add_help: bool = True):
         super().__init__(
@@ -317,13 +316,13 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 SEED = whole(0, 2**32 - 1)
 """Reads a seed."""
 COUNT = whole(1, 2**20)
-"""Reads how many there are of something."""
+"""Parses a count."""
 INDEX = whole(0, 2**20)
-"""Reads which one of several it is, from 0."""
+"""Parses an index, from 0."""
 
 
 def add_host_flags(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """Adds the flags that join several processes into one run; `more` is added to their help."""
+    """Adds the flags that join several processes into one run; `more` is appended to their help."""
     group = parser.add_argument_group(
         "hosts",
         "Start the same command on every host. On TPU pods and Slurm --distributed is enough. "
@@ -339,7 +338,7 @@ def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int,
     file: TextIO | None = None, line: str | None = None,
 ) -> None:  # fmt: skip
-    """One plain line of what a user can act on, without the place in the code where it arose."""
+    """Formats a warning as one line without its source location."""
     if issubclass(category, UserWarning):
         text = f"warning: {' '.join(str(message).split())}\n"
     else:
@@ -348,9 +347,9 @@ def _show_warning(
 
 
 def start_jax(args: argparse.Namespace | None = None) -> None:
-    """Sets JAX up for a program: joins the other hosts if flags say so, and caches compilations.
+    """Sets up JAX for a program: joins other hosts if flags are set, and caches compilations.
 
-    From then on a warning of the library is one line on standard error.
+    Warnings of the library are then printed as one line on standard error.
 
     The cache is in ``$JAX_COMPILATION_CACHE_DIR`` or the user's cache directory; with it the second
     start of a program takes a third of the first's time (`benchmarks/compile_cache.py`).
@@ -360,7 +359,7 @@ def start_jax(args: argparse.Namespace | None = None) -> None:
     if args is not None:
         join_hosts(args)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        # A user without a home directory, or one who may not write there, has no cache.
+        # A user without a writable home directory has no cache.
         with contextlib.suppress(RuntimeError, OSError):
             cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
             cache = cache / "dlm_jax" / f"xla-{_machine()}"
@@ -393,14 +392,14 @@ def load_model(path: str | None, *, mesh: Any = None, dtype: str | None = None) 
     broken = not_finite(model.params)
     if broken is not None:
         raise NotFiniteError(
-            f"{path or DEFAULT}: the parameter {broken} is not finite, so that the "
-            "model can say nothing; load an earlier checkpoint, or train again"
+            f"{path or DEFAULT}: the parameter {broken} is not finite, so the model "
+            "is unusable; load an earlier checkpoint, or train again"
         )
     return model
 
 
 def _machine() -> str:
-    """Tells processors apart, whose compiled programs are not for each other."""
+    """Identifies the processor, because compiled programs are specific to it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
     told = sorted({line for line in lines if line.startswith(("flags", "model name", "Features"))})
@@ -412,5 +411,5 @@ def _refuse_lone_host_flags(args: argparse.Namespace | None) -> None:
         if args is not None and getattr(args, name) is not None and not args.distributed:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(
-                f"command line: {flag} means nothing without --distributed; add that or drop it"
+                f"command line: {flag} has no effect without --distributed; add that or drop it"
             )

@@ -1,20 +1,20 @@
-"""How the programs end: one table of exit codes, and what becomes of errors and closed streams.
+"""The exit codes of the programs, and the handling of errors and closed streams.
 
 =====  =======================================================================================
-0      done: everything that was asked for is there
-1      not finite: the loss of a training, or what a model computes, is NaN or infinite
-2      refused: the input is bad; one line on standard error says what and the remedy
-3      done in part: some requests of a file ended in an error, which their results hold
-4      done, but for a page (``--trace``) that could not be written
-5      what the program is for could not be written, on a full disk, say; what was saved stays
+0      done
+1      not finite: the loss of a training, or the output of a model, is NaN or infinite
+2      refused: the input is invalid; one line on standard error has the cause and the remedy
+3      partly done: some requests of a file ended in an error, which their results hold
+4      done, except for a page (``--trace``) that could not be written
+5      the output could not be written, for example on a full disk; saved files are kept
 6      out of memory
-70     a defect of the program, or of a rule of one's own; with a traceback
-75     another process of the run was lost, or refused; the same command goes on
+70     a defect of the program or of a custom rule; with a traceback
+75     another process of the run was lost or refused; the same command resumes
 128+n  stopped by signal n: 129 terminal closed, 130 Ctrl-C, 141 reader gone, 143 SIGTERM
 =====  =======================================================================================
 
-Messages that cannot be written, because standard error is closed or full, change nothing. Texts
-that the encoding of standard output cannot hold are written with escapes.
+Messages that cannot be written, because standard error is closed or full, are dropped. Characters
+outside the encoding of standard output are escaped.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from typing import TextIO
 from dlm_jax.store.files import is_full
 
 Main = Callable[..., int]
-"""A program: takes its arguments, those of the process if None, and returns its exit code."""
+"""A program: takes its arguments (None: those of the process) and returns its exit code."""
 
 
 class End(enum.IntEnum):
-    """How a program ended; its exit code (see the module)."""
+    """Exit codes (see the module)."""
 
     DONE = 0
     NOT_FINITE = 1
@@ -57,7 +57,7 @@ class NotFiniteError(Exception):
 
 
 def program(main: Main) -> Main:
-    """Makes `main` end in one of `End`, whatever it raises; unwritten output is an error."""
+    """Runs `main` and converts any exception to an `End`; unwritten output is an error."""
 
     @functools.wraps(main)
     def guarded(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +70,7 @@ def program(main: Main) -> Main:
                 print("stopped", file=sys.stderr)
                 return End.INTERRUPTED
             except SystemExit:
-                # What --help printed may be read by a program that has enough of it.
+                # The reader of --help may close the pipe early.
                 with contextlib.suppress(AttributeError):
                     _end_quietly()
                 raise
@@ -82,7 +82,7 @@ def program(main: Main) -> Main:
 
 
 def _end_quietly() -> None:
-    """Sends what was printed on its way, or to nowhere if nobody takes it."""
+    """Flushes standard output, or discards it if the reader is gone."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -95,9 +95,9 @@ def check_output() -> None:
 
 
 def keep_output_for_texts() -> None:
-    """Sends what libraries print on standard output of their own accord where messages go.
+    """Redirects output of libraries from standard output to standard error.
 
-    The collectives of CPUs greet there, for example. `sys.stdout` goes on as it was.
+    CPU collectives print there, for example. `sys.stdout` is unchanged.
     """
     ours = sys.stdout
     if not isinstance(ours, io.TextIOWrapper) or ours.fileno() != 1:
@@ -111,10 +111,10 @@ def keep_output_for_texts() -> None:
 
 
 def emit(text: str) -> None:
-    """Nothing, once the text stands on standard output, in a line of its own.
+    """Writes the text as a line to standard output and flushes it.
 
     Raises:
-      OSError: it cannot be written, because the disk is full, say.
+      OSError: it cannot be written, for example on a full disk.
     """
     with _output():
         print(text, flush=True)
@@ -133,10 +133,10 @@ def _output() -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Turns errors of what validates, the library's way to refuse bad input, into exit code 2.
+    """Converts ValueErrors of validation to exit code 2.
 
-    Their one line goes to standard error. Wrap what validates, not what computes: an error there is
-    a defect, and its traceback is wanted.
+    The message is printed on standard error. Use it for validation only: errors of computations are
+    defects and need their traceback.
     """
     try:
         yield
@@ -153,7 +153,7 @@ def say_error(error: object) -> None:
 
 
 def end_of(error: Exception) -> End:
-    """Says what an error means, and what the program ends with."""
+    """Prints an error and returns its exit code."""
     if isinstance(error, NotFiniteError):
         say_error(error)
         return End.NOT_FINITE
@@ -163,10 +163,10 @@ def end_of(error: Exception) -> End:
     if isinstance(error, OSError) and error.errno is not None:
         _to_nowhere(sys.stdout)
         where = f"{error.filename}: " if error.filename else ""
-        say_error(f"{where}{error.strerror}; what was saved before stays")
+        say_error(f"{where}{error.strerror}; saved files are kept")
         return End.UNWRITTEN
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-        detail = str(error).strip().split("\n")[0][:200] or "an array could not be made"
+        detail = str(error).strip().split("\n")[0][:200] or "an array could not be allocated"
         say_error(f"out of memory: {detail}; use smaller batches, canvases or models")
         return End.NO_MEMORY
     traceback.print_exception(error)
@@ -174,7 +174,7 @@ def end_of(error: Exception) -> End:
 
 
 class _Forgiving(io.RawIOBase):
-    """Bytes to a file descriptor; those that it does not take are dropped."""
+    """Writes bytes to a file descriptor; bytes that cannot be written are dropped."""
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
@@ -199,8 +199,8 @@ class _Forgiving(io.RawIOBase):
 
 @contextlib.contextmanager
 def _steady_streams() -> Iterator[None]:
-    """Streams that no text and no closed end stop; as they were once it is over."""
-    # A file that is opened later would else get the number of a closed stream, and its messages.
+    """Makes the standard streams tolerate any text and closed readers inside the context."""
+    # Otherwise a file opened later could get the descriptor of a closed stream, and its messages.
     for number in range(3):
         try:
             os.fstat(number)
@@ -228,13 +228,13 @@ def _steady_streams() -> Iterator[None]:
 
 
 def _say_unraisable(told: sys.UnraisableHookArgs) -> None:
-    # A save that failed leaves tensorstore with results for an event loop that has ended.
+    # After a failed save, tensorstore may deliver results to a closed event loop.
     if str(told.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(told)
 
 
 def _to_nowhere(stream: TextIO | None) -> None:
-    """Sends what a broken stream still holds to nowhere, so that Python's own end is quiet."""
+    """Discards the buffer of a broken stream, so that Python exits without a message."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         number = os.open(os.devnull, os.O_WRONLY)
         os.dup2(number, stream.fileno())  # type: ignore[union-attr]

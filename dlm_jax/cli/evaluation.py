@@ -1,13 +1,12 @@
-"""Prints what texts cost: ``python -m dlm_jax.evaluate --checkpoint runs/quickstart``.
+"""Prints the likelihood of texts: ``python -m dlm_jax.evaluate --checkpoint runs/quickstart``.
 
-Without texts it scores the held-out text of the model's own corpus, and apart from it the EOS that
-fill the rows behind documents. One line per source goes to
-standard output: nats per token and bits per character, each with its standard error over the
-windows or texts. A diffusion model's figures are bounds, an autoregressive model's exact, so that
-it can judge any text (``--checkpoint runs/judge --text samples.txt --split``).
+Without texts it scores the held-out text of the model's corpus, and separately the EOS tokens that
+fill rows after documents. It prints one line per source: nats per token and bits per character,
+each with its interval over windows or texts. A diffusion model gives bounds, a causal model exact
+values, so it can judge any text (``--checkpoint runs/judge --text samples.txt --split``).
 
-A sequence scorer says which share of the texts is corrupted; without texts, how far off it is on
-held-out text that was corrupted as in its training.
+A sequence scorer estimates the share of corrupted tokens; without texts, its error on corrupted
+held-out text is printed.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from dlm_jax.inference.scoring import (
 from dlm_jax.store.weights import SUFFIX
 
 Source = tuple[str, list[str], list[str] | None]
-"""Texts to score together: their name, the texts, and a prompt for each or None."""
+"""A set of texts to score: name, texts, and a prompt for each or None."""
 
 
 def make_parser() -> Parser:
@@ -77,9 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with refusals():
         args = make_parser().parse_args(argv)
         if args.prompt is not None and args.continuation is None:
-            raise ValueError("--prompt means nothing without --continuation; add that or drop it")
+            raise ValueError("--prompt has no effect without --continuation; add that or drop it")
         if args.split is not None and not args.text:
-            raise ValueError("--split means nothing without --text; add that or drop it")
+            raise ValueError("--split has no effect without --text; add that or drop it")
         check_output()
         model = load_model(args.checkpoint)
         drawn = {"num_draws": args.num_draws, "batch_size": args.batch_size, "seed": args.seed}
@@ -113,7 +112,7 @@ def _sources(args) -> Iterator[Source]:
 
 
 def _held_out(model: Model, args: Namespace, drawn: dict[str, int]) -> Iterator[tuple[str, Score]]:
-    """Scores of the windows of the held-out text that training never saw: text, and its tails."""
+    """Scores of the windows of the held-out text: the text, and its tails."""
     corpus, rows = _held_out_rows(model, args)
     cost = score_rows(model, rows, **drawn)
     place_L = np.arange(rows["tokens"].shape[1])[None]
@@ -121,7 +120,7 @@ def _held_out(model: Model, args: Namespace, drawn: dict[str, int]) -> Iterator[
     is_tail_NL = is_free_NL & (rows["tokens"] == model.tokenizer.eos_id)
     tail_N, free_N = is_tail_NL.sum(axis=1), is_free_NL.sum(axis=1)
     tokens_N = free_N - tail_N
-    # Characters are known for the whole text alone: each window gets its share by tokens.
+    # Characters are known only for the whole text; windows get a share by their tokens.
     characters_N = tokens_N * (corpus.num_val_characters / tokens_N.sum())
     name = f"held-out text of {corpus.name}"
     error_N = cost.text_variance_B**0.5
@@ -134,12 +133,12 @@ def _held_out(model: Model, args: Namespace, drawn: dict[str, int]) -> Iterator[
 
 
 def _held_out_rows(model: Model, args: Namespace, **how: int) -> tuple[Corpus, Columns]:
-    """The held-out part of the corpus that was asked for, or of the model's own.
+    """The held-out part of the requested corpus, or of the model's own.
 
-    A weights file does not decide what is read: it may be a stranger's. Nothing decides what is
-    written but the environment (`dlm_jax.data.rows.default_cache_dir`).
+    A weights file may come from anyone, so it does not determine which files are read. Only the
+    environment determines where files are written (`dlm_jax.data.rows.default_cache_dir`).
     """
-    assert model.config is not None, "a loaded model has its config"
+    assert model.config is not None, "a loaded model has a config"
     data, is_own = model.config.data, args.held_out is None
     if is_own and args.checkpoint is not None and Path(args.checkpoint).suffix == SUFFIX:
         raise ValueError(
@@ -148,7 +147,7 @@ def _held_out_rows(model: Model, args: Namespace, **how: int) -> tuple[Corpus, C
         )
     if is_own and not model.corpus_sha256:
         raise ValueError(
-            f"{args.checkpoint} says nothing of the text it was trained on; name one: "
+            f"{args.checkpoint} does not name its training text; give one: "
             "--held-out SOURCE, or --text or --pairs"
         )
     where = ""
@@ -180,15 +179,15 @@ def _held_out_rows(model: Model, args: Namespace, **how: int) -> tuple[Corpus, C
 
 
 def _is_placed(source: str) -> bool:
-    """Whether a source is the same one from every directory."""
+    """Whether a source does not depend on the working directory."""
     return source in NAMED or "://" in source or Path(os.path.expanduser(source)).is_absolute()
 
 
 def _judge(model: Model, args: Namespace, sources: Sequence[Source]) -> None:
-    """Prints which share of each source a sequence scorer takes to be corrupted, or its error."""
+    """Prints the corrupted share of each source, or the error of the sequence scorer."""
     if args.num_draws != 1:
         raise ValueError(
-            f"--num-draws={args.num_draws} means nothing for a sequence scorer; drop it"
+            f"--num-draws={args.num_draws} has no effect on a sequence scorer; drop it"
         )
     for name, texts, prompts in sources:
         if prompts is not None:
@@ -244,7 +243,7 @@ def _line(name: str, result: Score, *, as_json: bool) -> str:
 
 def _require_finite(name: str, *figures: float) -> None:
     if not all(map(math.isfinite, figures)):
-        raise NotFiniteError(f"{name}: what the model says of it is not finite")
+        raise NotFiniteError(f"{name}: its score is not finite")
 
 
 def _or_none(number: float) -> float | None:

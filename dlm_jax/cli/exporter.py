@@ -25,7 +25,7 @@ def make_parser() -> Parser:
     add("--checkpoint", required=True, metavar="DIR", help="a run")
     add("--out", required=True, metavar="FILE", help="ends in .safetensors")
     add("--dtype", default="float32", metavar="TYPE", help="float32 or float16 (float32)")
-    config_help = "its [sample], data.source and train.out_dir replace the run's own"
+    config_help = "its [sample], data.source and train.out_dir replace those of the run"
     add("--config", metavar="FILE", help=config_help)
     return parser
 

@@ -1,6 +1,6 @@
 r"""Runs lm-evaluation-harness with the model ``dlm_jax`` and the tasks that ship with the package.
 
-It takes the flags of ``lm_eval`` and changes nothing but what may be named:
+It takes the flags of ``lm_eval`` and adds a model and tasks:
 
     dlm-lm-eval --model dlm_jax --model_args checkpoint=DIR,draws=32 --batch_size 32 \
         --tasks dlm_jax_shakespeare_cloze
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ) from None
         register()
         sys.argv = ["dlm-lm-eval", *(sys.argv[1:] if argv is None else argv)]
-        # The harness reads tasks, arguments and requests while it runs.
+        # The harness reads tasks, arguments and requests at run time.
         harness.cli_evaluate()
     return End.DONE
 
@@ -59,7 +59,7 @@ def register() -> None:
 def _add_own_tasks(manager: Any) -> None:
     """Adds the folder of the shipped tasks to those of every task manager.
 
-    ``--include_path`` names one folder. A task of the caller's replaces a shipped one of its name.
+    ``--include_path`` accepts one folder. A task there replaces a shipped one of the same name.
     """
     plain = manager.__init__
     own = str(resources.files("dlm_jax.harness").joinpath("tasks"))
@@ -71,7 +71,7 @@ def _add_own_tasks(manager: Any) -> None:
         paths = paths if isinstance(paths, list | tuple) else [paths]
         for path in paths:
             if not os.path.isdir(path):
-                raise ValueError(f"--include_path {path} is no folder; name one with tasks")
+                raise ValueError(f"--include_path {path} is not a folder; give one with tasks")
         given.arguments["include_path"] = [own, *paths]
         plain(*given.args, **given.kwargs)
 

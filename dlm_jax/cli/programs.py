@@ -1,9 +1,8 @@
-"""Where the programs begin, before anything heavy is imported: Ctrl-C ends them without a trace.
+"""Entry points of the programs, before heavy imports: Ctrl-C ends them without a traceback.
 
-Python raises Ctrl-C as an exception wherever the program happens to be. In the middle of a
-compilation that leaves objects of XLA alive, which crash the interpreter on its way out. So a
-program that has nothing to save yet is ended by the signal itself, and one that was interrupted in
-its work leaves without taking the interpreter down piece by piece.
+Python raises KeyboardInterrupt at any point of the program. In the middle of a compilation that
+leaves XLA objects alive, which crash the interpreter at exit. So a program with nothing to save is
+ended by the signal itself, and an interrupted one exits without finalising the interpreter.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from dlm_jax.cli.ends import End
 def _run(name: str) -> int:
     handler = signal.getsignal(signal.SIGINT)
     is_heard = threading.current_thread() is threading.main_thread()
-    # The first process of a container is not ended by signals that it does not handle.
+    # Unhandled signals do not end the first process of a container.
     if is_heard and os.getpid() != 1 and handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     main = importlib.import_module(f"dlm_jax.cli.{name}").main
-    # The loop of a training listens to signals itself; until then Ctrl-C ends it at once.
+    # The training loop handles signals itself; until then Ctrl-C ends the program at once.
     if handler is not None and name != "train":
         signal.signal(signal.SIGINT, handler)
     code = main()

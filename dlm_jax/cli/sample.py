@@ -1,12 +1,12 @@
 """Prints texts from a trained model: ``python sample.py --prompt "ROMEO:" --num-samples 4``.
 
-Without ``--checkpoint`` the model is the one that ships with the package, a small Shakespeare.
-Only the texts go to standard output, separated by a line ``---``; progress, a summary and what
-``--read-back``, ``--report-chain`` and ``--watch`` tell go to standard error. A flag that is not
-given takes what the checkpoint recommends.
+Without ``--checkpoint`` the shipped model is used, a small Shakespeare.
+Only the texts go to standard output, separated by a line ``---``; progress, a summary and the
+output of ``--read-back``, ``--report-chain`` and ``--watch`` go to standard error. Defaults of
+flags are the recommendations of the checkpoint.
 
-``--prompts in.jsonl --output out.jsonl`` runs a file of requests instead; run it again to go on
-where it was stopped (docs/generation.md).
+``--prompts in.jsonl --output out.jsonl`` runs a file of requests instead; run it again to resume it
+(docs/generation.md).
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def watched(
     common: dict[str, Any],
     frames: dict[int, list[Frame]],
 ) -> tuple[dlm_jax.Texts, float]:
-    """The texts, shown while they are denoised; `frames` keeps what a page plays, by row.
+    """Samples the texts and shows them while they are denoised; `frames` collects frames by row.
 
-    Besides, the seconds that were spent waiting for the eyes.
+    It also returns the seconds of waiting between drawings.
     """
     decode, names = model.tokenizer.decode, special_names(model.tokenizer)
     steps = common.get("steps", model.sample.steps)
@@ -109,15 +109,15 @@ def time_line(
 ) -> str:
     """The trunk's share of a step's time, for the program that runs the most rows.
 
-    Their first steps are run several times, in turn with the trunk alone.
+    Their first steps run several times, alternating with the trunk alone.
     """
     requests = all_requests(model, prompts, num_samples, common)
     groups = group(requests).values()
     members = [requests[place] for place in max(groups, key=len)][:batch_size]
     if members[0].sample.cache != "none":
         raise ValueError(
-            f"cache={members[0].sample.cache!r} lets steps compute parts of rows, which no forward "
-            "of the trunk alone stands for; use cache='none'"
+            f"cache={members[0].sample.cache!r} computes parts of rows, which a forward of the "
+            "trunk alone does not measure; use cache='none'"
         )
     split = split_rows(model.params)
     if spans_processes(split):
@@ -156,7 +156,7 @@ def time_line(
     found = [(steps(), one()) for _ in range(1 + _ROUNDS)][1:]
     step, alone = (statistics.median(times) for times in zip(*found, strict=True))
     times = statistics.median(forwards)
-    # A little below 0 where it is lost in noise.
+    # May be slightly below 0 because of noise.
     sampling = 1 - alone * times / step
     return (
         f"a step of {size} rows of {bucket.canvas} takes {1e3 * step:.2f} ms, the trunk "
@@ -172,32 +172,32 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     parser = Parser(prog="sample.py", description=__doc__)
     add = parser.add_argument
     add("--checkpoint", metavar="PATH", help=CHECKPOINT)
-    add("--prompt", metavar="TEXT", help="text that every sample begins with")
+    add("--prompt", metavar="TEXT", help="text at the start of every sample")
     add("--template", metavar="TEXT", help='text with gaps to fill: "To be <hole:4> be"')
-    add("--draft", metavar="TEXT", help="text behind the prompt, to be refined")
-    add("--chat", action="store_true", help="--prompt is a user's turn: print the model's answer")
+    add("--draft", metavar="TEXT", help="text after the prompt, to refine")
+    add("--chat", action="store_true", help="--prompt is a user turn: print the model's answer")
     add("--preset", metavar="NAME", help=PRESET)
     add("--num-samples", type=COUNT, default=1, metavar="N",
         help="texts to print (1); with --prompts: of a request without n")  # fmt: skip
-    add("--max-length", type=COUNT, metavar="L", help="canvas of a row; default: as trained")
+    add("--max-length", type=COUNT, metavar="L", help="canvas of a row; default: as in training")
     add("--seed", type=SEED, default=0, metavar="K", help="sample i has the seed K + i (0)")
     add("--batch-size", type=COUNT, default=64, metavar="B", help="rows that run at once (64)")
     add("--host-sampler", metavar="MODULE:FUNCTION",
-        help="chooses tokens; of requests that name none; docs/host_samplers.md")  # fmt: skip
+        help="function that chooses tokens, also for requests without one")  # fmt: skip
     add("--allow-host-sampler", metavar="MODULE", action="append", default=[],
-        help="module whose functions requests of --prompts may name; may be repeated")  # fmt: skip
-    add("--rules", metavar="MODULE", help="rules of your own, whose settings are flags as well")
+        help="module with functions that requests of --prompts may use; repeatable")  # fmt: skip
+    add("--rules", metavar="MODULE", help="custom rules; their settings become flags")
     add("--read-back", type=COUNT, metavar="K",
         help="print, or write to --output, each token with its K best candidates")  # fmt: skip
     add("--max-candidates", type=COUNT, default=64, metavar="N",
         help="most candidates of a position for host samplers and --read-back (64)")  # fmt: skip
     add("--watch", action="store_true", help="show the canvas while it is denoised")
-    add("--trace", metavar="FILE", help="write a page that plays the denoising")
+    add("--trace", metavar="FILE", help="write a page that replays the denoising")
     add("--prompts", metavar="FILE", help="requests, one JSON object per line; needs --output")
     add("--output", metavar="FILE", help="results of --prompts, one JSON object per line")
     add("--report-every", type=float, default=10.0, metavar="S",
         help="seconds between two lines on the progress of --prompts (10); 0: none")  # fmt: skip
-    add("--report-json", metavar="FILE", help="appends the same figures, one JSON object per line")
+    add("--report-json", metavar="FILE", help="append the same figures, one JSON object per line")
     add("--dtype", metavar="TYPE",
         help=f"dtype of the parameters: {', '.join(DTYPES)}; default: float32")  # fmt: skip
     add("--time-steps", action="store_true",
@@ -207,7 +207,7 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     add_host_flags(
         parser,
         "With --distributed the hosts form one mesh. Without it, --num-processes and --process-id "
-        "share the requests of --prompts between programs that know nothing of each other.",
+        "share the requests of --prompts between independent programs.",
     )
     add_mesh_flags(parser)
     add_sample_flags(parser, kind)
@@ -215,7 +215,7 @@ def make_parser(kind: type[RowSettings]) -> Parser:
 
 
 def _host_sampler(args: argparse.Namespace) -> HostSampler | None:
-    """The host sampler of ``--host-sampler``; imports the modules that requests may name, too."""
+    """The host sampler of ``--host-sampler``; also imports the allowed modules of requests."""
     for module in args.allow_host_sampler:
         import_module(module, f"--allow-host-sampler {module}")
     if args.host_sampler is None:
@@ -234,7 +234,7 @@ def _check_modes(args: argparse.Namespace) -> None:
     if args.prompts is not None:
         for name in ("prompt", "template", "draft"):
             if getattr(args, name) is not None:
-                raise ValueError(f"--{name} means nothing with --prompts; say it in the requests")
+                raise ValueError(f"--{name} has no effect with --prompts; set it in the requests")
         for name in ("watch", "trace"):
             if getattr(args, name):
                 raise ValueError(
@@ -242,7 +242,7 @@ def _check_modes(args: argparse.Namespace) -> None:
                     "--prompt and --seed of one request, whose text is the same alone"
                 )
         if args.time_steps:
-            raise ValueError("--time-steps means nothing with --prompts; drop one")
+            raise ValueError("--time-steps has no effect with --prompts; drop one")
     if args.allow_host_sampler and args.prompts is None:
         raise ValueError(
             "--allow-host-sampler is for the requests of --prompts; use --host-sampler"
@@ -253,7 +253,7 @@ def _check_modes(args: argparse.Namespace) -> None:
     if args.prompts is None and is_shared and not args.distributed:
         raise ValueError("--num-processes and --process-id share --prompts; give that too")
     if args.coordinator is not None and not args.distributed:
-        raise ValueError("--coordinator means nothing without --distributed; add that or drop it")
+        raise ValueError("--coordinator has no effect without --distributed; add that or drop it")
     if not 0 <= args.report_every < math.inf:
         raise ValueError(f"--report-every {args.report_every} must be at least 0")
     if args.report_json is not None and (args.prompts is None or not args.report_every):
@@ -318,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if jax.process_index() != 0:
         return End.DONE
     texts = answers(model, result, len(prompts[0]["tokens"])) if args.chat else result.texts
-    # Before all else that is written: nothing of that may cost the texts.
+    # The texts come first, so that later failures do not lose them.
     emit("\n---\n".join(texts))
     print_read_back(result, model.tokenizer, args.read_back)
     _tell(result, seconds, compiling)
@@ -331,9 +331,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tell_heads(model: dlm_jax.Model, prompt: dict[str, Any], common: dict[str, Any]) -> None:
-    """Prints the model's heads and the fill that follows, once nothing of the request is refused.
+    """Prints the heads of the model and the resulting fill, after the request was checked.
 
-    What it is warned of comes with the texts.
+    Warnings are printed with the texts.
     """
     asked = {name: value for name, value in common.items() if name not in _NOT_OF_A_ROW}
     with refusals(), naming_flags(), warnings.catch_warnings():
@@ -344,7 +344,7 @@ def _tell_heads(model: dlm_jax.Model, prompt: dict[str, Any], common: dict[str, 
 
 
 def _end_of(result: dlm_jax.Texts, otherwise: End) -> End:
-    """Says which texts a model that is not finite left unfinished; `otherwise` if it is."""
+    """Reports the texts that non-finite logits left unfinished; `otherwise` if there are none."""
     broken = [str(i) for i, status in enumerate(result.status) if status is Status.NON_FINITE]
     if broken:
         say_error(f"the model's logits are not finite: texts {', '.join(broken)} are unfinished")
@@ -365,7 +365,7 @@ def _tell(result: dlm_jax.Texts, seconds: float, compiling: float) -> None:
 
 
 def _own_rules(argv: Sequence[str]) -> list[type]:
-    """The rules of the module that ``--rules`` names; their settings are flags."""
+    """The rules of the module of ``--rules``; their settings are flags."""
     parser = Parser(prog="sample.py", description=None, add_help=False)
     parser.add_argument("--rules")
     module = parser.parse_known_args(argv)[0].rules

@@ -44,7 +44,7 @@ from dlm_jax.store.files import source_digest
 
 
 class Meter:
-    """Reports the progress of an engine; call `tick` as often as you like."""
+    """Reports the progress of an engine; `tick` may be called at any rate."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Meter:
             self.tell()
 
     def tell(self) -> None:
-        """Writes a line of what was done since the last one."""
+        """Writes a line about the work since the last line."""
         now, report = self._clock(), self._engine.report()
         figures = self._figures(report, max(now - self._last, 1e-9), now - self._start)
         self._last, self._before = now, report.work
@@ -77,10 +77,10 @@ class Meter:
                 self._records.write(f"{json.dumps(figures)}\n")
                 self._records.flush()
             except OSError as error:
-                # What is told of the work must not end it.
+                # Failures of reports must not end the work.
                 self._records = None
                 self._write(
-                    f"warning: figures cannot be recorded: {error.strerror}; they are left out"
+                    f"warning: metrics cannot be recorded: {error.strerror}; they are dropped"
                 )
 
     def _figures(self, report: Report, seconds: float, since: float) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def _to_standard_error(line: str) -> None:
 
 
 class _NoResults:
-    """Stands for the results of a process that computes along and writes nothing."""
+    """The results of a process that only computes and writes nothing."""
 
     def __init__(self, done: set[Key]):
         self.done = done
@@ -133,7 +133,7 @@ def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[s
     host = {"host_sampler": args.host_sampler, "read_back": args.read_back}
     host = {name: value for name, value in host.items() if value is not None}
     with refusals(), naming_flags():
-        # Once, or every line would be refused for what no line says.
+        # Checked once, because the error does not concern single lines.
         sample = settings_of_call(model, settings, needs_host=bool(host))
     settings = settings | host
     with refusals(), contextlib.ExitStack() as stack:
@@ -148,7 +148,7 @@ def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[s
         ]}  # fmt: skip
         for name in (*described.get("rules", ()), *described["modules"]):
             if name.endswith(NO_SOURCE):
-                print(f"{name}: results do not notice if it changes", file=sys.stderr)
+                print(f"{name}: changes of it are not detected", file=sys.stderr)
         mark = fingerprint(args.prompts, model=describe_model(model), settings=described)
         index, count, tells = _share(model, args)
         results = None
@@ -166,13 +166,13 @@ def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[s
 
 
 def _modules(args: argparse.Namespace) -> set[str]:
-    """Those whose functions requests may name."""
+    """The modules with functions that requests may use."""
     own = set() if args.host_sampler is None else {args.host_sampler.partition(":")[0]}
     return own | set(args.allow_host_sampler)
 
 
 def _share(model: dlm_jax.Model, args: argparse.Namespace) -> tuple[int, int, bool]:
-    """Which share of the lines is this process's, of how many, and whether it writes them."""
+    """The share of the lines of this process, the number of shares, and whether it writes them."""
     if args.distributed:
         return share_of_host(model.params)
     return args.process_id or 0, 1 if args.num_processes is None else args.num_processes, True
@@ -185,7 +185,7 @@ def _run(
     lines: list[Line],
     results: Results | _NoResults,
 ) -> int:
-    """Runs the lines that have no result yet, merges the results, and prints a summary."""
+    """Runs the lines without a result, merges the results, and prints a summary."""
     index, count, tells = _share(model, args)
     own = share(lines, index, count)
     began, compiled = time.perf_counter(), compile_clock().seconds
@@ -195,7 +195,7 @@ def _run(
     try:
         report = _shown(model, args, settings, lines if args.distributed else own, results)
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
+        print("stopped; the same command resumes from here", file=sys.stderr)
         return End.INTERRUPTED
     if not isinstance(results, Results):
         return End.DONE
@@ -223,7 +223,7 @@ def _shown(
     lines: list[Line],
     results: Results | _NoResults,
 ) -> RunReport:
-    """Runs the requests, and shows how far it is and how the engine is doing."""
+    """Runs the requests and shows progress and the state of the engine."""
     tells = isinstance(results, Results)
     tokens = 0
     work: dict[Key, float] = {}
@@ -273,7 +273,7 @@ def _meter(args: argparse.Namespace, *, tells: bool) -> Iterator[Callable[[Engin
                 made.append(Meter(engine, every=args.report_every, write=_above, records=records))
             for meter in made:
                 if records is not None and not engine.is_busy:
-                    # The last of it, while the engine still has its programs.
+                    # Final report, while the engine still has its programs.
                     meter.tell()
                 else:
                     meter.tick()
@@ -286,8 +286,8 @@ def _above(line: str) -> None:
 
 
 def _end(output: Path) -> End:
-    """The exit code for the finished results of all requests, those done before too."""
-    # Not `splitlines`, which also parts at characters that a JSON text may hold as they are.
+    """The exit code for the results of all requests, including earlier ones."""
+    # Not `splitlines`, which also splits at characters that may occur unescaped in JSON.
     rows = [json.loads(row) for row in output.read_bytes().split(b"\n") if row]
     if any(row.get("status") == "non_finite" for row in rows):
         return End.NOT_FINITE

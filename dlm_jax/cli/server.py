@@ -1,13 +1,13 @@
 """Serves a model over HTTP: ``python -m dlm_jax.serve --checkpoint DIR --port 8000``.
 
-It speaks the OpenAI protocol (docs/serving.md): /v1/completions, /v1/chat/completions,
+It implements the OpenAI protocol (docs/serving.md): /v1/completions, /v1/chat/completions,
 /v1/responses, /v1/infill, /v1/models, /tokenize, /detokenize, /props, /health, /ping, /version,
-/metrics, and a page at / that shows a text being denoised. It listens on this machine alone unless
---host says otherwise; where the variable that --api-key-env names is set, clients must bring its
-value as their key. Needs the extra ``serve``: ``pip install dlm_jax[serve]``.
+/metrics, and a page at / that shows a text while it is denoised. It listens on 127.0.0.1 unless
+--host is given. If the variable of --api-key-env is set, clients must send its value as their key.
+Requires the extra ``serve``: ``pip install dlm_jax[serve]``.
 
-SIGTERM or Ctrl-C stops it: nothing new is taken, and what runs has --drain seconds to finish. Its
-address is the one line on standard output; logs go to standard error, one JSON object per line.
+After SIGTERM or Ctrl-C it refuses new requests, and running ones have --drain seconds to finish.
+Standard output has one line, the address; logs go to standard error, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -66,21 +66,25 @@ def make_parser() -> Parser:
     parser = Parser(prog="python -m dlm_jax.serve", description=__doc__)
     add: Callable[..., object] = parser.add_argument
     add("--checkpoint", metavar="PATH", help=CHECKPOINT)
-    add("--model-name", metavar="NAME", help="its name for clients; default: the checkpoint's name")
+    add(
+        "--model-name",
+        metavar="NAME",
+        help="name for clients; default: that of the checkpoint",
+    )
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (127.0.0.1)")
     add("--port", type=whole(0, 65535), default=8000, help="port to listen on (8000); 0: any")
     add("--api-key-env", default="DLM_JAX_API_KEY", metavar="NAME",
-        help="variable of the environment that holds the key (DLM_JAX_API_KEY)")  # fmt: skip
+        help="environment variable with the key (DLM_JAX_API_KEY)")  # fmt: skip
     add("--slots", type=COUNT, default=64, metavar="B", help="rows that run at once (64)")
     add("--one-size", action="store_true",
         help="run all rows in one program of that many slots: texts are the same bit for bit under "
         "any load, and a lone one takes longer")  # fmt: skip
     add("--steps-per-call", type=COUNT, default=2, metavar="N",
-        help="steps between two checks for new requests (2)")  # fmt: skip
+        help="steps between checks for new requests (2)")  # fmt: skip
     add("--preset", metavar="NAME", help=PRESET)
     add("--default", action="append", default=[], metavar="NAME=VALUE",
-        help="a setting that applies where a request gives none; repeat it for others")  # fmt: skip
-    add("--chat-template", metavar="FILE", help="Jinja program that writes conversations as text")
+        help="default of a setting for requests; repeatable")  # fmt: skip
+    add("--chat-template", metavar="FILE", help="Jinja template that formats conversations")
     add("--max-waiting", type=COUNT, default=1024, metavar="N", help="rows that may wait (1024)")
     add("--max-rows", type=COUNT, default=128, metavar="N", help="rows of one request (128)")
     add("--max-steps", type=COUNT, default=4096, metavar="N", help="steps of a row (4096)")
@@ -93,7 +97,7 @@ def make_parser() -> Parser:
     add("--no-warm-up", action="store_true",
         help="compile a program when a request first needs it; by default those of a lone request, "
         "with and without a format, are compiled from the start on")  # fmt: skip
-    add("--log-texts", action="store_true", help="log prompts and texts as well")
+    add("--log-texts", action="store_true", help="also log prompts and texts")
     add("--dtype", metavar="TYPE",
         help=f"dtype of the parameters: {', '.join(DTYPES)}; default: float32")  # fmt: skip
     add("--version", action="version", version=f"dlm_jax {dlm_jax.__version__}")
@@ -137,7 +141,7 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
             defaults=defaults, length=_length(model, defaults, args.default),
         )  # fmt: skip
         if key is None and args.host not in _LOOPBACK:
-            print(f"warning: --host {args.host} without a key: everybody may ask; set "
+            print(f"warning: --host {args.host} without a key: anyone can send requests; set "
                   f"{args.api_key_env}", file=sys.stderr)  # fmt: skip
         sizes = (args.slots,) if args.one_size else None
         engine = Engine(model, batch_size=args.slots, sizes=sizes, max_waiting=None)
@@ -177,7 +181,7 @@ def _defaults(model: Model, settings: dict[str, Any], texts: Sequence[str]) -> d
 
 
 def _length(model: Model, settings: dict[str, Any], texts: Sequence[str]) -> int | None:
-    """New tokens of a completion or infill that gives none, if a flag gives them."""
+    """Default number of new tokens of completions and infills, if a flag sets it."""
     if not any(re.match(r"\s*gen.length\s*=", text) for text in texts):
         return None
     return settings["gen_length"] or model.max_length

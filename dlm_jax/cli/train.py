@@ -1,9 +1,9 @@
 """Trains a masked diffusion language model: ``python train.py --config configs/quickstart.toml``.
 
-Every field of the config is a flag (``--train.steps 100``). The run lives in ``train.out_dir``:
-checkpoints, the best model, ``config.toml``, ``metrics.jsonl`` and ``loss.png``. Started again, or
-with ``--resume runs/quickstart`` alone, it continues where it was stopped. Samples are printed on
-standard output, everything else on standard error.
+Every field of the config is a flag (``--train.steps 100``). The files of a run are in
+``train.out_dir``: checkpoints, the best model, ``config.toml``, ``metrics.jsonl`` and ``loss.png``.
+The same command, or ``--resume runs/quickstart`` alone, resumes it. Samples are printed on standard
+output, everything else on standard error.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from dlm_jax.training.train_step import TrainState
 
 
 def dry_run(config: Config, topology: str) -> Plan:
-    """The plan of a run on the devices present, or on those of a topology that need not exist.
+    """The plan of a run on the present devices, or on those of a topology.
 
-    With ``model.vocab_size`` given, the corpus is not looked at.
+    With ``model.vocab_size``, the corpus is not read.
     """
     check_settings()
     devices = topology_devices(topology) if topology else None
@@ -67,13 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     config_help = f"TOML file, or the name of a shipped config: {', '.join(configs.shipped())}"
     add("--config", metavar="FILE", help=config_help)
-    add("--resume", metavar="RUN", help="continue the run in that directory")
-    add("--print-config", action="store_true", help="print the config as TOML and do nothing else")
+    add("--resume", metavar="RUN", help="resume the run in this directory")
+    add("--print-config", action="store_true", help="print the config as TOML and exit")
     add("--profile", metavar="FIRST:LAST", help="write a trace of these steps, such as 10:13")
     add("--version", action="version", version=f"dlm_jax {__version__}")
-    dry_help = "compile the step and print what it needs of its devices; nothing is run or written"
+    dry_help = "compile the step and print its cost; nothing is run or written"
     add("--dry-run", action="store_true", help=dry_help)
-    place_help = "with --dry-run: devices that need not be there, such as v5e:4x4 or v5p:8x8x8"
+    place_help = "with --dry-run: absent TPU devices to compile for, such as v5e:4x4 or v5p:8x8x8"
     add("--topology", metavar="NAME", default="", help=place_help)
     add_host_flags(parser)
     configs.add_flags(parser)
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             emit("\n".join(lines(dry_run(config, args.topology))))
             return End.DONE
         if args.topology:
-            raise ValueError("command line: --topology means nothing without --dry-run; add that")
+            raise ValueError("command line: --topology has no effect without --dry-run; add that")
         profile = None if args.profile is None else parse_span(args.profile)
         start_jax(args)
     with processes.together(end_of):
@@ -112,14 +112,14 @@ def _config(args: argparse.Namespace, overrides: dict[str, str]) -> Config:
     if args.resume is None:
         return configs.load(args.config, overrides)
     if args.config is not None:
-        raise ValueError("--resume and --config exclude each other; a run knows its config")
+        raise ValueError("--resume and --config exclude each other; a run has its config")
     if "train.out_dir" in overrides:
-        raise ValueError("--train.out_dir means nothing with --resume, which names it; drop it")
+        raise ValueError("--train.out_dir has no effect with --resume, which sets it; drop it")
     return configs.override(config_of_run(Path(args.resume)), overrides)
 
 
 def show_sample(run: Run, state: TrainState, step: int) -> None:
-    """Shows one sample on standard error while training; nothing of a scorer, which writes none."""
+    """Shows one sample on standard error during training; none for a sequence scorer."""
     if not run.task.writes_text:
         return
     for text in _texts(run, state, num_samples=1, seed=run.config.train.seed):
@@ -127,11 +127,11 @@ def show_sample(run: Run, state: TrainState, step: int) -> None:
 
 
 def _texts(run: Run, state: TrainState, *, num_samples: int, seed: int = 0) -> tuple[str, ...]:
-    """Texts of the model as it stands, on the first process; none on the others.
+    """Texts of the current model, on the first process; none on the others.
 
-    With several processes, all must call it: each samples its share of the rows with the part of
-    the parameters that it trains. Empty, with a line that gives the reason, if they cannot be made:
-    a sample must not end a run.
+    With several processes, all must call it: each samples its share of the rows with its part of
+      the parameters. If sampling fails, it prints the reason and returns nothing, because a sample
+      must not end a run.
     """
     try:
         model = Model(
@@ -144,13 +144,13 @@ def _texts(run: Run, state: TrainState, *, num_samples: int, seed: int = 0) -> t
         )
         texts = generate(model, num_samples=num_samples, seed=seed).texts
     except (ValueError, MemoryError, jax.errors.JaxRuntimeError) as error:
-        say(f"warning: there are no samples: {' '.join(str(error).split())[:200]}")
+        say(f"warning: sampling failed: {' '.join(str(error).split())[:200]}")
         return ()
     return texts if jax.process_index() == 0 else ()
 
 
 def finish(outcome: Outcome) -> int:
-    """Exit code; reports how the run ended, and prints samples if it finished a language model."""
+    """Reports the end of the run, prints samples, and returns the exit code."""
     run = outcome.run
     if outcome.reason == "non_finite":
         return End.NOT_FINITE

@@ -1,4 +1,4 @@
-"""Configuration: what a run and a request may ask for, and how it is read."""
+"""Configuration: the settings of runs and requests, and how they are read."""
 
 from dlm_jax.config.reading import (
     MOVED,

@@ -1,11 +1,11 @@
-"""Reading a configuration from TOML, from a checkpoint's JSON, and from the texts of flags.
+"""Reads a configuration from TOML, from the JSON of a checkpoint, and from flags.
 
-A config file holds one table per section (``[model]``, ``[data]``, ...); the same names with a dot
-are command-line flags (``--train.steps 100``). Unknown keys and ill-typed values are refused with
-one line that names the key, the value and the remedy.
+A config file has one table per section (``[model]``, ``[data]``, ...); dotted names are
+command-line flags (``--train.steps 100``). Unknown keys and invalid values raise an error with the
+key, the value and the remedy.
 
-A setting that is true or false is a flag without a value and its opposite, ``--edit`` and
-``--no-edit``; ``--edit true`` and ``--edit=false`` mean the same.
+A boolean setting has two flags without a value, ``--edit`` and ``--no-edit``; ``--edit true`` and
+``--edit=false`` are equivalent.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from dlm_jax.settings import Setting, SettingError
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """The config as nested plain values, fit for JSON; `from_dict` is its inverse."""
+    """The config as nested JSON values; `from_dict` is the inverse."""
     return msgspec.to_builtins(config)
 
 
 MOVED = {"heads.sampler_min_neighbors_ratio": "sample.sampler_min_neighbors_ratio"}
-"""Keys of earlier versions, in files and checkpoints, and where they are now."""
+"""Keys of earlier versions, in files and checkpoints, and their current names."""
 
 
 def from_dict(raw: Mapping[str, Any], *, where: str) -> Config:
-    """Config from nested plain values; `where` names their origin in errors.
+    """Config from nested JSON values; `where` names their origin in errors.
 
     Raises:
       ValueError: an unknown section or key (with the nearest match), a value of the wrong type,
@@ -71,7 +71,7 @@ def load(path: str | Path | None, overrides: Mapping[str, str] | None = None) ->
       overrides: texts by key.
 
     Raises:
-      ValueError: there is no such file, or as `from_dict` and `override`.
+      ValueError: the file does not exist, or as in `from_dict` and `override`.
     """
     if path is None:
         return override(Config(), overrides or {})
@@ -80,11 +80,11 @@ def load(path: str | Path | None, overrides: Mapping[str, str] | None = None) ->
 
 
 def override(config: Config, overrides: Mapping[str, str]) -> Config:
-    """The config with dotted keys replaced by the values that flag texts stand for.
+    """The config with dotted keys replaced by the values of flags.
 
     Raises:
-      ValueError: an unknown key, a text that is no value of its type, or values that do not go
-        together; the line names the flag.
+      ValueError: an unknown key, a text that is no value of its type, or contradictory values; the
+        message names the flag.
     """
     if not overrides:
         return config
@@ -99,7 +99,7 @@ def override(config: Config, overrides: Mapping[str, str]) -> Config:
         return _build(values)
     except ValueError as error:
         about = {error.name, *error.others} if isinstance(error, SettingError) else set()
-        # A setting of a request goes by its own name, without that of the section.
+        # A setting of a request has no section name.
         named = [key for key in overrides if {key, key.removeprefix("sample.")} & about]
         flags = " ".join(f"--{key} {overrides[key]}" for key in named or overrides)
         raise ValueError(f"command line: {flags}: {error}") from None
@@ -121,7 +121,7 @@ def _build(flat: Mapping[str, Any]) -> Config:
 def sample_settings(
     texts: Mapping[str, str], kind: type[RowSettings] = SampleConfig
 ) -> dict[str, Any]:
-    """Values of sampling settings given as texts by the names of the fields of `kind`.
+    """Values of sampling settings from texts, by the field names of `kind`.
 
     Raises:
       ValueError: an unknown name, or a text that is no value of its type.
@@ -138,7 +138,7 @@ def _from_text(flag: str, text: str, setting: Setting) -> Any:
 
 
 def _typed(shown: str, value: Any, setting: Setting, *, strict: bool = True) -> Any:
-    """The value in the type of its setting, which errors call `shown`; its range is not checked."""
+    """The value converted to the type of its setting, without a range check."""
     try:
         return msgspec.convert(value, setting.annotation, strict=strict)
     except msgspec.ValidationError:
@@ -151,7 +151,7 @@ def _typed(shown: str, value: Any, setting: Setting, *, strict: bool = True) -> 
 
 
 def _split(text: str, hint: Any) -> Any:
-    """A flag's text as a list where a list is wanted: ``a,b`` or, for pairs, ``12:-5,30:2``."""
+    """The text of a flag; a list if the setting is one: ``a,b``, or pairs ``12:-5,30:2``."""
     items = [item.strip() for item in text.split(",") if item.strip()]
     if typing.get_origin(hint) is tuple:
         return items
@@ -179,7 +179,7 @@ def find(path: str | Path) -> Path:
     """The config file at `path`, or the shipped one of that name.
 
     Raises:
-      ValueError: there is neither.
+      ValueError: neither exists.
     """
     if Path(path).exists() and not Path(path).is_dir():
         return Path(path)
@@ -212,7 +212,7 @@ def _describe(hint: Any) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds one flag per key, grouped by section, whose help tells what the key means."""
+    """Adds one flag per key, grouped by section, with the help of the key."""
     for section, cls in sections().items():
         group = parser.add_argument_group(section, (cls.__doc__ or "").strip())
         for name, setting in cls.declared.items():
@@ -224,16 +224,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def add_sample_flags(
     parser: argparse.ArgumentParser, kind: type[RowSettings] = SampleConfig
 ) -> None:
-    """Adds one flag per field of `kind`, dashes for underscores; none has a default."""
+    """Adds one flag without a default per field of `kind`, with dashes for underscores."""
     group = parser.add_argument_group(
-        "sampling", "What is not given is what the checkpoint recommends."
+        "sampling", "Defaults are the recommendations of the checkpoint."
     )
     for name, setting in kind.declared.items():
         _add(group, name.replace("_", "-"), setting, name.split("_")[-1])
 
 
 def _add(group: Any, name: str, setting: Setting, metavar: str, default: str = "") -> None:
-    """One flag, and its opposite if it is true or false; a text is kept, and none if not given."""
+    """One flag, with its opposite if it is boolean; its value is the given text or None."""
     help = f"{setting.help}{default}".replace("%", "%%")
     kept: dict[str, Any] = {"default": argparse.SUPPRESS, "metavar": metavar.upper()}
     if setting.annotation is not bool:
@@ -268,7 +268,7 @@ def parse_flags(
 
 
 def differing(config: Config) -> dict[str, dict[str, Any]]:
-    """The values that are not the defaults, by section and key; sections without any are absent."""
+    """The values that differ from the defaults, by section and key; other sections are absent."""
     found = {
         section: {key: value for key, value, default in pairs if value != default}
         for section, pairs in _with_defaults(config)
@@ -277,10 +277,10 @@ def differing(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def to_toml(config: Config, *, header: str = "") -> str:
-    """All of the config as TOML; behind a value that is not the default stands what that is.
+    """The config as TOML; comments show the default of changed values.
 
     Args:
-      config: to write.
+      config: the config.
       header: lines of text that become the comment at the top.
     """
     lines = [f"# {line}".rstrip() for line in header.splitlines()]
@@ -293,7 +293,7 @@ def to_toml(config: Config, *, header: str = "") -> str:
 
 
 def _with_defaults(config: Config) -> Iterator[tuple[str, list[tuple[str, Any, Any]]]]:
-    """Of each section its keys, their values and the defaults, as plain values."""
+    """The keys of each section, with values and defaults, as JSON values."""
     defaults: Mapping[str, Any] = to_dict(Config())
     for section, values in to_dict(config).items():
         yield section, [(key, value, defaults[section][key]) for key, value in values.items()]
@@ -303,7 +303,7 @@ def _value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_value, value))}]"
     if isinstance(value, str):
-        # TOML's basic strings are those of JSON, but for DEL.
+        # TOML's basic strings are those of JSON, except for DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
         return str(value).lower()

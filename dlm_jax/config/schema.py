@@ -1,7 +1,8 @@
-"""What the sections of a config are made of.
+"""The sections of a config.
 
-Every key is declared once, as a `Setting`: those of ``[sample]`` by the rules of
-`dlm_jax.sampling`, ``[mesh]`` and ``[objective]`` beside the code that reads them, the rest here.
+Every key is declared once, as a `Setting`: those of ``[sample]`` in the rules of
+`dlm_jax.sampling`, those of ``[mesh]`` and ``[objective]`` next to the code that reads them, the
+rest here.
 """
 
 from __future__ import annotations
@@ -36,30 +37,30 @@ from dlm_jax.settings import (
 @section("heads")
 @dataclasses.dataclass(frozen=True)
 class HeadsConfig(Section):
-    """Training of the sampler head, the critic and one's own heads."""
+    """Training of the sampler head, the critic and custom heads."""
 
     start_sampler_iteration: int = setting(
-        0, "steps before the sampler head begins to train", low=0
+        0, "steps before the sampler head starts to train", low=0
     )
-    start_critic_iteration: int = setting(0, "steps before the critic begins to train", low=0)
+    start_critic_iteration: int = setting(0, "steps before the critic starts to train", low=0)
     end_critic_iteration: int = setting(
         0,
-        "step at which the critic's loss has its full weight; up to its start: from the start on",
+        "step of the critic's full weight; up to its start: full weight from the start",
         low=0,
     )
     critic_alpha: float = setting(0.5, "full weight of the critic's loss, >= 0", low=0)
     critic_masked_only: bool = setting(
-        False, "the critic judges filled holes alone, not the text around them"
+        False, "the critic trains on filled holes only, not on the text around them"
     )
     sampler_reveal: float = setting(
         0.0,
-        "chance that the sampler head sees the token of a neighbour that is a hole, in [0, 1]",
+        "probability that the sampler head sees the true token of a hole beside it, in [0, 1]",
         low=0,
         high=1,
         remedy="use 0.5",
     )
     train_main: bool = setting(
-        True, "false: the model itself stays as train.init_from has it, and its heads learn alone"
+        True, "false: the model of train.init_from is frozen, and only its heads train"
     )
     learning_rate: float = setting(3e-3, "peak learning rate of the heads (AdamW)", low=ABOVE_ZERO)
     weight_decay: float = setting(0.0, "decoupled weight decay of the heads' matrices", low=0)
@@ -109,15 +110,15 @@ TRACKERS = ("tensorboard", "wandb")
 @section("train")
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(Section):
-    """The training run: how long, how often it logs, evaluates and saves, and where it writes."""
+    """The training run: steps, intervals of logs, evaluations and checkpoints, and output paths."""
 
     out_dir: str = setting(
         "runs/default", "where checkpoints, metrics and plots are written", Trait.FREE
     )
     init_from: str = setting(
         "",
-        "run, weights file or model that ships, whose parameters the model begins with; empty: "
-        "fresh ones",
+        "run, weights file, published directory, id on the hub or shipped model with the initial "
+        "parameters; empty: random ones",
         Trait.FREE | Trait.ONCE_SAVED,
     )
     steps: int = setting(1000, "optimiser steps", Trait.FREE, low=1)  # upwards
@@ -125,19 +126,21 @@ class TrainConfig(Section):
         32, "rows of one step, over all devices and processes", low=1, high=2**20
     )
     accumulate: int = setting(
-        1, "parts of a batch that run one after the other, to save memory; the result is the same",
+        1, "parts of a batch that run sequentially to save memory; the result is the same",
         low=1, high=2**20,
     )  # fmt: skip
-    seed: int = setting(0, "of the parameters, the data order and the noise", low=0, high=2**32 - 1)
+    seed: int = setting(
+        0, "random seed of the parameters, the data order and the noise", low=0, high=2**32 - 1
+    )
     log_every: int = setting(10, "steps between two lines of metrics", Trait.FREE, low=1)
     eval_every: int = setting(
         250, "steps between evaluations on held-out text; 0: only at the end", Trait.FREE, low=0
     )
     eval_windows: int = setting(
-        256, "held-out windows of one evaluation, at most", Trait.FREE, low=1
+        256, "maximum held-out windows of one evaluation", Trait.FREE, low=1
     )
     sample_every: int = setting(
-        0, "steps between samples shown while training; 0: only at the end", Trait.FREE, low=0
+        0, "steps between samples during training; 0: only at the end", Trait.FREE, low=0
     )
     trackers: tuple[str, ...] = setting(
         (),
@@ -148,13 +151,13 @@ class TrainConfig(Section):
         parse=names_of("train.trackers", TRACKERS, least=0),
     )
     checkpoint_dir: str = setting(
-        "", "where checkpoints go, a directory or a URL (gs://, s3://); empty: out_dir/checkpoints",
+        "", "directory or URL (gs://, s3://) of checkpoints; empty: out_dir/checkpoints",
         Trait.FREE,
     )  # fmt: skip
     checkpoint_every: int = setting(
         250, "steps between checkpoints; 0: only at the end", Trait.FREE, low=0
     )
-    keep_checkpoints: int = setting(2, "newest checkpoints to keep", Trait.FREE, low=1)
+    keep_checkpoints: int = setting(2, "number of newest checkpoints to keep", Trait.FREE, low=1)
 
     def check(self) -> None:
         require(
@@ -168,13 +171,13 @@ class TrainConfig(Section):
 
 
 INIT = "init"
-"""The ``data.tokenizer`` that is the tokenizer of ``train.init_from``."""
+"""The value of ``data.tokenizer`` for the tokenizer of ``train.init_from``."""
 
 
 @section("data")
 @dataclasses.dataclass(frozen=True)
 class DataConfig(Section):
-    """What is trained on, and how text becomes tokens."""
+    """Training text and its tokenizer."""
 
     source: tuple[str, ...] = setting(
         ("python-reference",),
@@ -186,7 +189,7 @@ class DataConfig(Section):
         parse=tuple,
     )
     weights: tuple[float, ...] = setting(
-        (), "sharded corpora: share of rows of each; empty: as many as they have tokens",
+        (), "sharded corpora: share of rows of each; empty: proportional to their tokens",
         hint=tuple[float, ...], parse=tuple,
     )  # fmt: skip
     tokenizer: str = setting(
@@ -196,8 +199,8 @@ class DataConfig(Section):
     )
     new_characters: str = setting(
         "add",
-        "tokenizer=init: characters of the corpus that a character model lacks are added, with "
-        "fresh embeddings, and reported (add), or refused",
+        "tokenizer=init: characters of the corpus that a character model lacks are added with new "
+        "embeddings and reported (add), or refused",
         choices=("add", "refuse"),
     )
     layout: str = setting(
@@ -205,15 +208,15 @@ class DataConfig(Section):
         choices=("windows", "documents"),
     )  # fmt: skip
     tail: str = setting(
-        "eos", "documents: filling of a row; eos is trained, so that a model learns where to stop",
+        "eos", "documents: filling of a row; eos is trained, so that a model learns to stop",
         choices=("eos", "pad"),
     )  # fmt: skip
     seq_len: int = setting(128, "tokens of one training row (L)", low=2, high=2**20)
     held_out: float = setting(
-        0.05, "fraction of the corpus kept for evaluation", low=ABOVE_ZERO, high=BELOW_ONE
+        0.05, "share of the corpus that is held out for evaluation", low=ABOVE_ZERO, high=BELOW_ONE
     )
     cache_dir: str = setting(
-        "", "where token files are kept; empty: $DLM_JAX_CACHE or ~/.cache",
+        "", "directory of token files; empty: $DLM_JAX_CACHE or ~/.cache",
         Trait.FREE | Trait.LOCAL,
     )  # fmt: skip
 
@@ -225,10 +228,10 @@ class DataConfig(Section):
 
 
 class RowSettings(Section):
-    """Checked settings of one row under a table of rules; every default is neutral.
+    """Validated settings of one row under a table of rules; every default is neutral.
 
     Attributes:
-      table: the rules that they are the settings of.
+      table: the rules that declare the settings.
     """
 
     table: ClassVar[RuleTable] = BUILT_IN
@@ -251,36 +254,36 @@ class RowSettings(Section):
 
     @property
     def inserts(self) -> bool:
-        """Whether the row may gain tokens."""
+        """Whether the row can grow."""
         return self.table.edit[self.edit_scoring].inserts(self)
 
     @property
     def remasks(self) -> bool:
-        """Whether anything is ever remasked."""
+        """Whether tokens can be remasked."""
         return self.remask != "none" and self.table.remask[self.remask].is_used(self)
 
     @property
     def edits(self) -> bool:
-        """Whether the row's length may change."""
+        """Whether the length of the row can change."""
         return self.table.named("edit", self) is not None
 
     @property
     def renoises(self) -> bool:
-        """Whether anything is ever overwritten before a forward."""
+        """Whether tokens can be overwritten before a forward."""
         return self.table.named("renoise", self) is not None
 
     @property
     def refines(self) -> bool:
-        """Whether tokens that are there may change, as those of a draft should."""
+        """Whether existing tokens can change, as a draft requires."""
         return self.remasks or self.resample or self.edits or self.renoises
 
 
 @functools.lru_cache(maxsize=64)
 def settings_of(table: RuleTable) -> type[RowSettings]:
-    """The settings of rows under a table: a frozen dataclass, one field for each setting.
+    """A frozen dataclass with one field for each setting of a table.
 
     Raises:
-      ValueError: the default of a setting is no value of it.
+      ValueError: the default of a setting is invalid.
     """
     defaults = {name: s.checked(s.default) for name, s in table.settings.items()}
     fields = [(name, s.annotation, defaults[name]) for name, s in table.settings.items()]
@@ -307,7 +310,7 @@ else:
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # The loop of variable-length edits: edit, re-noise, forward, write every token that was not
-    # given. Re-noise is a schedule of its own, off unless given: renoise_start=0.1, say.
+    # given. Re-noise has its own schedule and is off by default.
     "variable_length": {
         "edit": True, "edit_scoring": "uncertainty", "edit_token": "space",
         "edit_schedule": "cosine", "insert_ratio_start": 0.04, "insert_ratio_end": 0.0,
@@ -317,14 +320,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "fill": "parallel", "remask": "none", "block_length": 0, "cache": "none",
     },
 }  # fmt: skip
-"""Settings by name that go with every model: keywords of `dlm_jax.generate`, ``--preset NAME``."""
+"""Presets for every model: keywords of `dlm_jax.generate`, ``--preset NAME``."""
 
 
 def resolve(*layers: Mapping[str, Any] | None, table: RuleTable = BUILT_IN) -> SampleConfig:
-    """Settings from layers of names and values, later ones winning; `None` is an empty layer.
+    """Settings from layers of names and values; later layers win, `None` is an empty layer.
 
-    Pass what a checkpoint recommends first and what the user gave explicitly last: a given value
-    wins also where it equals the built-in default, and a name that is absent overrides nothing.
+    Pass the recommendations of a checkpoint first and explicit values last. An explicit value wins
+    even if it equals the built-in default; an absent name overrides nothing.
 
     Raises:
       ValueError: an unknown name, with the nearest known one; or a value out of range.
@@ -375,47 +378,45 @@ class ModelConfig(Section):
 
     head_size: int = setting(0, "size of one attention head; 0: width / heads", low=0)
     rotary_share: float = setting(
-        1.0, "part of each head, its first numbers, that RoPE turns, in (0, 1]", Trait.UNSEEN,
+        1.0, "share of each head, from its start, that RoPE rotates, in (0, 1]", Trait.UNSEEN,
         low=ABOVE_ZERO, high=1,
     )  # fmt: skip
     logit_alignment: str = setting(
         "same",
-        "where the prediction of a position stands: same, in the Transformer's output there; or "
-        "shifted, in the output of the position before it (the first position keeps its own)",
+        "output that predicts a position: same, its own; or shifted, that of the position before "
+        "it (the first position uses its own)",
         Trait.TURNED | Trait.UNSEEN,
         choices=("same", "shifted"),
     )
     experts: int = setting(0, "experts of a mixture in place of the MLP; 0: a plain MLP", low=0)
-    experts_per_token: int = setting(0, "experts that each token is sent to", Trait.UNSEEN, low=0)
+    experts_per_token: int = setting(0, "experts per token", Trait.UNSEEN, low=0)
     expert_width: int = setting(0, "inner size of one expert (swiglu)", low=0)
-    shared_width: int = setting(
-        0, "inner size of the expert that every token passes; 0: none", low=0
-    )
-    dense_layers: int = setting(0, "first blocks that have a plain MLP instead of experts", low=0)
+    shared_width: int = setting(0, "inner size of the shared expert of all tokens; 0: none", low=0)
+    dense_layers: int = setting(0, "first blocks, with a plain MLP instead of experts", low=0)
     router_score: str = setting(
         "softmax", "score of an expert for a token: softmax over all experts, or sigmoid of each",
         Trait.UNSEEN, choices=("softmax", "sigmoid"),
     )  # fmt: skip
     router_groups: int = setting(
-        1, "groups of experts, of which router_groups_kept are chosen first", Trait.UNSEEN, low=1
+        1, "groups of experts; router_groups_kept of them are chosen first", Trait.UNSEEN, low=1
     )
     router_groups_kept: int = setting(
-        1, "groups that a token's experts come from", Trait.UNSEEN, low=1
+        1, "groups from which the experts of a token are chosen", Trait.UNSEEN, low=1
     )
     router_bias: str = setting(
         "none",
-        "a bias of each expert on its score: none; choice, for choosing alone; or weight, also in "
-        "the weight of the expert's output",
+        "bias on the score of each expert: none; choice, in the choice only; or weight, also in "
+        "the weight of its output",
         Trait.UNSEEN,
         choices=("none", "choice", "weight"),
     )
     router_normalised: bool = setting(
-        False, "the weights of a token's experts are made to sum to 1", Trait.UNSEEN
+        False, "normalise the weights of a token's experts to sum to 1", Trait.UNSEEN
     )
     router_scale: float = setting(1.0, "factor on the weights of a token's experts", Trait.UNSEEN)
 
     lora_rank: int = setting(
-        0, "rank of adapters, which then train in place of the model; 0: none (docs/training.md)",
+        0, "rank of adapters, which train instead of the model; 0: none (docs/training.md)",
         Trait.OWN, low=0,
     )  # fmt: skip
     lora_alpha: float = setting(
@@ -423,7 +424,7 @@ class ModelConfig(Section):
     )
     lora_targets: tuple[str, ...] = setting(
         ("query", "value"),
-        "matrices of the blocks that have adapters: query, key, value, out, gate, up, down",
+        "matrices of the blocks with adapters: query, key, value, out, gate, up, down",
         _HEAD,
         hint=tuple[str, ...],
         parse=_adapted,
@@ -431,7 +432,7 @@ class ModelConfig(Section):
 
     mode: str = setting(
         "language_model",
-        "language_model; or sequence_scorer: predicts which share of a text is corrupted",
+        "language_model; or sequence_scorer: predicts the share of corrupted tokens of a text",
         choices=("language_model", "sequence_scorer"),
     )
     depth: int = setting(6, "number of Transformer blocks", low=1, high=2**12)
@@ -469,14 +470,14 @@ class ModelConfig(Section):
         choices=("bidirectional", "causal", "block_causal"),
     )
     block_length: int = setting(
-        0, "block_causal: positions of a block, from the begin of the row on, at least 2",
+        0, "block_causal: positions of a block, from the start of the row, at least 2",
         Trait.TURNED, low=0,
     )  # fmt: skip
     vocab_size: int = setting(
         0, "number of logits; 0: the tokenizer's vocabulary", Trait.FOUND, low=0, high=2**22
     )
     start_id: int = setting(
-        -1, "causal: id that the model reads before the first token; -1: the tokenizer's MASK",
+        -1, "causal: id before the first token; -1: the tokenizer's MASK",
         Trait.FOUND | Trait.TURNED | Trait.IDLE, low=-1,
     )  # fmt: skip
     compute_dtype: str = setting(
@@ -484,9 +485,9 @@ class ModelConfig(Section):
     )
     remat: str = setting(
         "none",
-        "parts that the backward pass computes again to save memory: none; block (everything), "
-        "attention (all but what attention returns), dots (all but matrix products) or offload "
-        "(everything, and the inputs of blocks lie in the host's memory)",
+        "values that the backward pass recomputes to save memory: none; block (everything), "
+        "attention (all but the output of attention), dots (all but matrix products) or offload "
+        "(everything; inputs of blocks are kept in host memory)",
         _HEAD | Trait.FREE,
         choices=("none", "block", "attention", "dots", "offload"),
     )
@@ -500,7 +501,7 @@ class ModelConfig(Section):
         0, "inner size of the sampler head's MLP; 0: width", _HEAD, low=0, high=_MOST_WIDTH
     )
     sampler_residual: bool = setting(
-        False, "the sampler head adds to the hidden vector, and begins as the LM head", _HEAD
+        False, "the sampler head adds to the hidden vector and starts as the LM head", _HEAD
     )
     add_critic_head: bool = setting(
         False, "a head that predicts which tokens of a text are wrong", _HEAD
@@ -531,7 +532,7 @@ class ModelConfig(Section):
             value, is_default = getattr(self, key), getattr(self, key) == one.default
             require(
                 is_default or not key.startswith(("expert", "shared", "dense", "router")),
-                one.name, value, "means nothing with model.experts=0", f"use {one.default!r}",
+                one.name, value, "has no effect with model.experts=0", f"use {one.default!r}",
                 "model.experts",
             )  # fmt: skip
         self._check_heads()
@@ -552,7 +553,7 @@ class ModelConfig(Section):
         require(
             self.rotary_size >= 2 and self.rotary_size % 2 == 0, "model.rotary_share",
             self.rotary_share,
-            f"turns {self.rotary_size} numbers of a head, which is no even number",
+            f"turns {self.rotary_size} numbers of a head, which is not even",
             "use 1.0 or 0.5", "model.width", "model.heads", "model.head_size",
         )  # fmt: skip
         require(
@@ -570,8 +571,8 @@ class ModelConfig(Section):
         require(
             self.logit_alignment == "same" or kind != "causal", "model.logit_alignment",
             self.logit_alignment,
-            "does not go with model.attention_type='causal', whose outputs are aligned by what it "
-            "reads", "use 'same'", "model.attention_type",
+            "does not go with model.attention_type='causal', which shifts its inputs",
+            "use 'same'", "model.attention_type",
         )  # fmt: skip
 
     def _check_experts(self) -> None:
@@ -625,7 +626,7 @@ class ModelConfig(Section):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Everything a run needs; every default constructs."""
+    """The config of a run; the defaults are valid."""
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
@@ -664,17 +665,17 @@ class Config:
         is_fresh = self.train.init_from == ""
         require(
             self.data.tokenizer != INIT or not is_fresh, "data.tokenizer", self.data.tokenizer,
-            "is that of train.init_from, which is empty", "name a model there", "train.init_from",
+            "needs train.init_from, which is empty", "name a model there", "train.init_from",
         )  # fmt: skip
         require(
             self.heads.train_main or not is_fresh, "heads.train_main", False,
-            "keeps the model as it is, and it is fresh",
-            "name the one to keep in train.init_from", "train.init_from",
+            "freezes the model, and it is untrained",
+            "name a trained one in train.init_from", "train.init_from",
         )  # fmt: skip
         require(
             self.model.lora_rank == 0 or (self.heads.train_main and not is_fresh),
             "model.lora_rank", self.model.lora_rank,
-            "trains adapters of a model that is there",
+            "trains adapters of an existing model",
             "name it in train.init_from, with heads.train_main=true", "train.init_from",
             "heads.train_main",
         )  # fmt: skip
@@ -689,8 +690,8 @@ class Config:
         require(
             kind != "block_causal" or block % (self.sample.block_length or 1) == 0,
             "sample.block_length", self.sample.block_length,
-            f"is not the model.block_length={block} that the model is trained with, nor a part of "
-            "it", "use 0 for the same", "model.block_length",
+            f"is neither model.block_length={block} nor a divisor of it",
+            "use 0 for the same", "model.block_length",
         )  # fmt: skip
         require(
             kind != "block_causal" or self.objective.proofreading_share == 0,
@@ -701,7 +702,7 @@ class Config:
 
 
 def declared() -> dict[str, Setting]:
-    """Every setting of a config by its dotted key."""
+    """All settings of a config by dotted key."""
     return {f"{name}.{key}": one for name, cls in sections().items()
             for key, one in cls.declared.items()}  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Text in, batches out: tokenizers, corpora, token files, and the training pipeline."""
+"""Tokenizers, corpora, token files, and the training pipeline."""
 
 from dlm_jax.data.corpus import LAYOUTS, Corpus, load_corpus
 from dlm_jax.data.hub_tokenizer import HubTokenizer, qwen_json

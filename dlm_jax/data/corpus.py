@@ -1,8 +1,8 @@
-"""A corpus ready to train on: text read, split, encoded and cached on disk as token files.
+"""Reads, splits and encodes a corpus, and caches it on disk as token files.
 
-The name of a token file holds a hash of everything it was made from (the text, the tokenizer, the
-split, the format), so that equal inputs share files and a changed byte makes new ones. Building
-is deterministic and files appear whole, so any number of processes may do it at once.
+The name of a token file contains a hash of its inputs (text, tokenizer, split, format), so that
+equal inputs share files and any change creates new ones. Encoding is deterministic and files are
+replaced atomically, so several processes may do it at once.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from dlm_jax.store.files import is_remote
 
 @dataclass(frozen=True)
 class Corpus:
-    """The properties of its text that training needs.
+    """A corpus for training.
 
     Attributes:
       name: the source, for messages.
       tokenizer: made from the text, or the one given.
-      train_rows: what `train_batches` takes: a token file, or rows of documents.
+      train_rows: input of `train_batches`: a token file, or rows of documents.
       val_rows: the held-out text, for `validation_windows`.
       sha256: of the whole text in UTF-8 (documents: of a JSON line ``[prompt, text]`` for each;
         shards: of their index); record it beside results.
       num_train_characters: characters of training text, prompts left out.
       num_val_characters: characters of held-out text, prompts left out; nats per token times
         `num_val_tokens` over this and ln 2 is bits per character.
-      num_train_tokens: tokens to be learnt from, prompts left out, tails (see `load_corpus`) not.
-      num_val_tokens: the same of the held-out text.
+      num_train_tokens: trained tokens, including tails (see `load_corpus`) but not prompts.
+      num_val_tokens: the same for the held-out text.
     """
 
     name: str
@@ -69,9 +69,9 @@ class Corpus:
 
 MakeTokenizer = Callable[[str], Tokenizer]
 TokenizerOf = str | Tokenizer | MakeTokenizer
-"""A kind of tokenizer, one that is there, or what makes one for a text."""
+"""A kind of tokenizer, a tokenizer, or a function that creates one for a text."""
 
-# Shards have a tokenizer of their own: what asks for that one, the last being a config's default.
+# Shards have their own tokenizer; these values select it (the last one is the default).
 _OWN = ("corpus", "character")
 
 
@@ -82,8 +82,8 @@ def roots_of(source: Source) -> list[str]:
     if found and len(found) < len(names):
         other = next(name for name in names if name not in found)
         raise ValueError(
-            f"data.source={other} is no sharded corpus, and {found[0]} is one; "
-            "make shards of it with python -m dlm_jax.data.shard"
+            f"data.source={other} is not a sharded corpus, and {found[0]} is one; "
+            "convert it to shards with python -m dlm_jax.data.shard"
         )
     return found
 
@@ -100,7 +100,7 @@ def load_sharded(
     weights: Sequence[float],
     cache_dir: Path,
 ) -> Corpus:
-    """The corpus that the shards under `roots` make up; nothing of them is held in memory."""
+    """The corpus of the shards under `roots`; they are not loaded into memory."""
     indices = [read_index(root) for root in roots]
     if callable(tokenizer):
         tokenizer = tokenizer("")
@@ -199,13 +199,13 @@ def load_corpus(
     tail: str = "eos",
     weights: Sequence[float] = (),
 ) -> Corpus:
-    """The corpus of `source`, its token files in place; encodes only what no cache file holds.
+    """Loads the corpus of `source` and encodes it unless the cache has its token files.
 
     The text is held in memory while it is read and encoded; training maps the token files.
 
     Args:
-      source: a corpus's name, a path or a glob, or several (see `read_documents`); or one or
-        several sharded corpora, directories or URLs, whose tokens are read where they are.
+      source: the name of a corpus, a path or a glob, or several (see `read_documents`); or one or
+        several sharded corpora, directories or URLs, whose tokens are read in place.
       tokenizer: a kind (see `make_tokenizer`), an existing tokenizer, such as a checkpoint's, or a
         function that makes one for the whole text.
         Characters are those of the whole text, so that the held-out part can be encoded; a BPE
@@ -215,13 +215,12 @@ def load_corpus(
       held_out: share to hold out at the end, in (0, 1): of the characters, or with documents of
         their number.
       cache_dir: folder of the token files; None is `$DLM_JAX_CACHE` or `~/.cache/dlm_jax`.
-      layout: ``windows`` joins the documents, one blank line between two, and cuts windows side by
-        side; with ``documents``, a row is a document, or a part of one longer than a row. Prompts
-        need the latter.
-      tail: with documents, what stands behind one: ``eos``, EOS to the end of the row, trained as
-        padding, so that a model learns where to stop; or ``pad``, one EOS and no more.
-      weights: of several sharded corpora: the share of rows of each, which need not sum to 1; none:
-        as many as they have tokens.
+      layout: ``windows`` joins the documents with blank lines and cuts consecutive windows; with
+        ``documents``, a row is a document, or a part of a long one. Prompts require ``documents``.
+      tail: with documents, the rest of a row: ``eos``, trained EOS to the end of the row, so that a
+        model learns to stop; or ``pad``, one EOS.
+      weights: shares of the rows of several sharded corpora, which need not sum to 1; none:
+        proportional to their tokens.
     """
     for field, value, known in (("layout", layout, LAYOUTS), ("tail", tail, TAILS)):
         if value not in known:
@@ -246,7 +245,7 @@ def load_corpus(
 
 @dataclass(frozen=True)
 class _Job:
-    """What both layouts need: a name for messages, sizes, and where files go."""
+    """Inputs of both layouts: a name for messages, sizes, and the cache folder."""
 
     name: str
     seq_len: int
@@ -274,7 +273,7 @@ def _load_windows(job: _Job, documents: Sequence[Document], tokenizer: Tokenizer
     sha256 = hashlib.sha256(text.encode("utf-8")).hexdigest()
     paths = job.paths("tokens", _cache_key(sha256, coder, job.held_out))
     missing = [part for part in PARTS if not token_files.is_intact(paths[part])]
-    # Both are encoded before either is written, so that text with an error leaves no file.
+    # Both are encoded before either is written, so that an error leaves no file.
     encoded = {part: _encode(coder, parts[part], documents) for part in missing}
     for part, ids in encoded.items():
         token_files.write_tokens(paths[part], ids, vocab_size=coder.vocab_size)

@@ -1,8 +1,8 @@
-"""The tokenizer of a published model: its file's ids as they are, its specials told by its configs.
+"""The tokenizer of a published model: ids of its file, special tokens of its configs.
 
 Unlike `dlm_jax.data.subword.SubwordTokenizer` nothing is appended: the specials are ids that the
-model was trained with. Text never becomes a special; `encode_marked` is for text that a chat
-template wrote, in which they are meant.
+model was trained with. Text never becomes a special; `encode_marked` is for text of a chat
+template, in which the names of specials stand for them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class HubTokenizer:
     def banned_ids(self) -> tuple[int, ...]:
         """Ids no sampler may propose, ascending: MASK, PAD, BOS, and those without a token.
 
-        PAD or BOS that is EOS as well may be.
+        PAD or BOS may be proposed if it is EOS as well.
         """
         return self._banned
 
@@ -102,7 +102,7 @@ class HubTokenizer:
         return ids[0] if len(ids) == 1 and self.decode(ids) == piece else None
 
     def token(self, id_: int) -> str:
-        """What a token is called in the file; empty for an id without one."""
+        """The name of a token in the file; empty for an id without one."""
         return self._marked.id_to_token(id_) or ""
 
     def id_of(self, token: str) -> int | None:

@@ -4,9 +4,9 @@ An epoch of documents shows each row once, in shuffled order. One of windows cut
 into windows side by side, from a random offset that is new every epoch, in shuffled order: it
 shows each token once (less than two windows at the ends are left out), at another place in its
 window each time. Windows at independent offsets would leave 37% of the text unseen after as many
-tokens. What a row holds is a pure function of (files, seed, its number in the endless stream of
-rows), so a process computes its own rows only, batch s needs nothing of batch s-1, and resuming
-is O(1).
+tokens. The content of a row is a pure function of the files, the seed and its index in the endless
+stream of rows, so a process computes its own rows only, batches are independent, and resuming is
+O(1).
 
 Not grain's own chain `shuffle().repeat().batch()`: it takes every row of every process through
 every link (16 us a row), and its index shuffle walks a domain far larger than the few hundred
@@ -28,7 +28,7 @@ from dlm_jax.data.rows import Columns, DocumentRows, Mapped, Place, TokenFile
 from dlm_jax.data.shards import Mixture, TokenShards, joined
 
 RowSource = str | os.PathLike[str] | DocumentRows | TokenShards | Mixture
-"""What rows come from: a token file, documents, shards of a corpus, or a mixture of corpora."""
+"""A source of rows: a token file, documents, shards of a corpus, or a mixture of corpora."""
 
 # Epochs of fewer rows than this are shuffled by a table (8 MiB), longer ones by grain's cipher,
 # which needs no memory; its own `shuffle` uses as many rounds.
@@ -47,8 +47,8 @@ def train_dataset(
 ) -> grain.MapDataset:
     """A dataset whose element s is this process's part of the global batch of step s.
 
-    An element is `{"tokens": int32 [b, seq_len], "length": int32 [b], "given": int32 [b]}`, b rows
-    being `batch_size / process_count`: process p holds rows `[p*b, (p+1)*b)` of the global batch.
+    An element is `{"tokens": int32 [b, seq_len], "length": int32 [b], "given": int32 [b]}`, where
+    b is `batch_size / process_count`. Process p holds rows `[p*b, (p+1)*b)` of the global batch.
     The first `given` tokens of a row are a prompt.
 
     Args:
@@ -56,8 +56,8 @@ def train_dataset(
       seq_len: tokens of a row, >= 1.
       batch_size: rows of the global batch.
       seed: order of the rows, in [0, 2**32).
-      process_index: which process this is, in [0, process_count).
-      process_count: processes that share the global batch.
+      process_index: index of this process, in [0, process_count).
+      process_count: number of processes that share the global batch.
     """
     for field, value in (("seq_len", seq_len), ("batch_size", batch_size)):
         if value < 1:
@@ -115,7 +115,7 @@ def train_batches(
         process_index=process_index,
         process_count=process_count,
     )
-    # One thread: a batch takes far less than a step, and more would fight the step for the GIL.
+    # One thread: a batch takes far less than a step, and more threads would compete for the GIL.
     options = grain.ReadOptions(num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch)
     batches = iter(dataset.to_iter_dataset(options))
     grain.experimental.set_next_index(batches, start_step)
@@ -132,14 +132,14 @@ def validation_windows(
 ) -> Columns:
     """Held-out rows in their order, as one batch of N rows.
 
-    Documents are shown as they are stored; a token file as consecutive windows that do not overlap
-    and cover it, of which the last may be short: PAD from `length` on.
+    Documents are returned as stored; a token file as consecutive windows that cover it without
+    overlap. The last one may be short, with PAD from `length` on.
 
     Args:
       source: `Corpus.val_rows`, or a token file to take windows of.
       seq_len: tokens of a row, >= 1.
-      pad_id: what fills a row beyond its length.
-      max_windows: at most so many rows, spread evenly over the file; None takes all.
+      pad_id: fills a row beyond its length.
+      max_windows: largest number of rows, spread evenly over the file; None: all.
       multiple_of: rows of length 0 are appended until N is a multiple of this, so that a batch
         divides evenly over devices.
     """
@@ -165,18 +165,18 @@ def validation_windows(
 
 
 def _spread(count: int, limit: int | None) -> np.ndarray:
-    """At most `limit` of the numbers below `count`, evenly spread, ascending."""
+    """At most `limit` numbers below `count`, evenly spaced, ascending."""
     taken = min(count, limit or count)
     return np.arange(taken) * count // taken
 
 
 Ids = TokenFile | TokenShards
-"""A long row of ids, read a stretch at a time."""
+"""A long sequence of ids that is read in slices."""
 
 
 @dataclass(frozen=True)
 class Windows(Mapped):
-    """Windows of `seq_len` ids side by side, from an offset that an epoch's bits choose."""
+    """Consecutive windows of `seq_len` ids, from an offset that the bits of the epoch determine."""
 
     ids: Ids
     seq_len: int
@@ -186,7 +186,7 @@ class Windows(Mapped):
         return len(self.ids) - self.seq_len + 1
 
     def __len__(self) -> int:
-        # One window less than fit leaves the offset a whole window to move in.
+        # One window fewer than fit, so that the offset can vary by a whole window.
         return max(1, self._num_starts // self.seq_len)
 
     def read(self, places: Sequence[Place]) -> Columns:
@@ -216,7 +216,7 @@ def _windows_in_order(ids: Ids, seq_len: int, pad_id: int, limit: int | None) ->
 def _rows(
     source: str | os.PathLike[str] | DocumentRows | TokenShards, seq_len: int
 ) -> Windows | DocumentRows:
-    """The rows of `source`, known to be of `seq_len` tokens and one at least."""
+    """The rows of `source`, checked to have `seq_len` tokens and not to be empty."""
     if isinstance(source, DocumentRows):
         if seq_len != source.seq_len:
             raise ValueError(
@@ -254,7 +254,7 @@ class _ReadBatch:
         return {name: np.concatenate([row[name] for row in read]) for name in read[0]}
 
     def _place(self, part: int, row: int) -> Place:
-        """The row that is number `row` of the endless stream of rows of a part."""
+        """Row number `row` of the endless stream of rows of a part."""
         size = len(self.parts[part])
         epoch, index = divmod(row, size)
         shuffle_seed, epoch_bits = _epoch_bits(self.seed, epoch, part)
@@ -262,7 +262,7 @@ class _ReadBatch:
 
 
 def _shuffled(index: int, *, size: int, seed: int) -> int:
-    """Where a permutation of `range(size)`, chosen by the 32-bit `seed`, takes `index`."""
+    """The image of `index` under a permutation of `range(size)` given by the 32-bit `seed`."""
     if size < _TABLE_LIMIT:
         return int(_permutation(size, seed)[index])
     return grain.experimental.index_shuffle(
@@ -272,15 +272,16 @@ def _shuffled(index: int, *, size: int, seed: int) -> int:
 
 @lru_cache(maxsize=16)
 def _permutation(size: int, seed: int) -> np.ndarray:
-    # Raw bits, whose stream NumPy promises never to change; of `Generator` it does not.
+    # Raw bits, because NumPy guarantees their stream, but not that of `Generator`.
     return np.argsort(np.random.Philox(seed).random_raw(size), kind="stable")
 
 
 @lru_cache(maxsize=64)
 def _epoch_bits(seed: int, epoch: int, part: int) -> tuple[int, int]:
-    """Two random 32-bit numbers: the seed of an epoch's shuffle, and what places windows.
+    """Two random 32-bit numbers of an epoch: the seed of its shuffle, and its offset.
 
-    Hashed, for with `seed + epoch` one run's second epoch would be another run's first.
+    They are hashed, because with `seed + epoch` the second epoch of one run would equal the first
+    of another.
     """
     entropy = [seed, epoch, part] if part else [seed, epoch]
     shuffle_seed, offset_bits = np.random.SeedSequence(entropy).generate_state(2)

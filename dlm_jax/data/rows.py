@@ -1,17 +1,16 @@
-"""Token files: one flat .npy array of ids with a checksum behind it, whole or not there at all.
+"""Token files: one flat .npy array of ids with a checksum at the end.
 
 Where rows begin in a token file is stored in the same way (`rows.DocumentRows`).
 
 A file is an ordinary .npy of the smallest type that holds the vocabulary, so that any program
-reads it and a training process maps it into memory; the last 4 bytes, which readers of
-.npy ignore, are the crc32 of everything before. A file appears under its name whole: killed or
-concurrent writers leave no half of it.
+reads it and a training process maps it into memory; the last 4 bytes, which readers of .npy ignore,
+are the CRC32 of the rest. Files are written atomically, also by concurrent writers.
 
-Where the rows of a batch are in the token files: windows of one text, or a document each.
+The rows of a batch in token files: windows of one text, or one document each.
 
 Both map row numbers to rows `{"tokens": int32 [b, L], "length": int32 [b], "given": int32 [b]}`,
 where `given` counts the leading tokens that are a prompt: never noised, and never a target. Both
-pickle as their fields: a file is mapped on the first read in each process.
+pickle as their fields; each process maps the file on first read.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def default_cache_dir() -> Path:
 
 
 def write_tokens(path: Path, ids: np.ndarray, *, vocab_size: int) -> None:
-    """Write `ids` `[n]` to `path`, replacing what is there in one move.
+    """Writes `ids` `[n]` to `path` and replaces an existing file atomically.
 
     Raises:
       OSError: the disk is full.
@@ -76,15 +75,15 @@ def open_tokens(path: str | os.PathLike[str]) -> np.ndarray:
         is_whole = tokens.ndim == 1 and os.path.getsize(path) == expected
     except FileNotFoundError:
         raise ValueError(f"the token file {os.fspath(path)} does not exist; {remedy}") from None
-    except Exception as error:  # whatever NumPy's reader of headers raises at a damaged one
-        raise ValueError(f"{os.fspath(path)} is not a whole token file; {remedy}") from error
+    except Exception as error:  # NumPy's header reader raises various errors for a damaged header
+        raise ValueError(f"{os.fspath(path)} is not a complete token file; {remedy}") from error
     if not is_whole:
-        raise ValueError(f"{os.fspath(path)} is not a whole token file; {remedy}")
+        raise ValueError(f"{os.fspath(path)} is not a complete token file; {remedy}")
     return tokens
 
 
 def is_intact(path: Path) -> bool:
-    """Whether `path` is a whole token file whose checksum is right (1-2 GB/s)."""
+    """Whether `path` is a complete token file with the right checksum (1-2 GB/s)."""
     try:
         open_tokens(path)
         with path.open("rb") as file:
@@ -95,7 +94,7 @@ def is_intact(path: Path) -> bool:
 
 
 def _crc32(file: IO[bytes], num_bytes: int) -> int:
-    """crc32 of the next `num_bytes` of `file`, which is left right behind them."""
+    """CRC32 of the next `num_bytes` of `file`, which is left at their end."""
     checksum, left = 0, num_bytes
     while left > 0:
         chunk = file.read(min(left, _CHUNK_BYTES))
@@ -111,11 +110,11 @@ TAILS = ("eos", "pad")
 
 
 Place = tuple[int, int]
-"""A row of an epoch: its number in there, and the epoch's random 32 bits."""
+"""A row of an epoch: its index in the epoch, and the epoch's random 32 bits."""
 
 
 class Mapped:
-    """Leaves mapped files behind when pickled."""
+    """Drops mapped files when pickled."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if not key.startswith("_")}
@@ -148,13 +147,13 @@ class DocumentRows(Mapped):
 
     Attributes:
       tokens_path: token file of all documents, one after the other.
-      bounds_path: token file `[2n + 1]` of positions in it: row i is given `[b[2i], b[2i+1])` and
-        is to be learnt `[b[2i+1], b[2i+2])`.
+      bounds_path: token file `[2n + 1]` of positions in it: the prompt of row i is `[b[2i],
+        b[2i+1])`, its text is `[b[2i+1], b[2i+2])`.
       seq_len: tokens of a row.
-      eos_id: ends a document that leaves room for it.
-      pad_id: what fills a canvas beyond its length.
-      tail: what stands behind a document: with ``eos``, EOS up to the end of the row, trained as
-        padding (`length` is `seq_len`); with ``pad``, one EOS and then PAD.
+      eos_id: ends a document if there is space for it.
+      pad_id: fills a canvas beyond its length.
+      tail: the rest of a row: with ``eos``, trained EOS up to the end of the row (`length` is
+        `seq_len`); with ``pad``, one EOS and then PAD.
     """
 
     tokens_path: Path
@@ -183,7 +182,7 @@ class DocumentRows(Mapped):
         start, middle, stop = (self._bounds[at + i].astype(np.int64) for i in range(3))
         columns = np.arange(self.seq_len)
         size = (stop - start)[:, None]
-        # Positions behind a row's end may lie behind the file's; what is read there is not used.
+        # Positions beyond a row's end may lie beyond the file's end; those values are not used.
         where = np.minimum(start[:, None] + columns, len(self._tokens) - 1)
         fill = self.eos_id if self.tail == "eos" else self.pad_id
         behind = np.where(columns == size, self.eos_id, fill)
@@ -195,7 +194,7 @@ class DocumentRows(Mapped):
         }
 
     def num_targets(self) -> int:
-        """Tokens that are to be learnt: live and not given, in all rows together."""
+        """The number of trained tokens (live and not given) in all rows."""
         bounds = self._bounds.astype(np.int64)
         given = bounds[1::2] - bounds[:-1:2]
         return int(self._lengths(bounds[:-1:2], bounds[2::2]).sum(dtype=np.int64) - given.sum())
@@ -207,16 +206,16 @@ class DocumentRows(Mapped):
 
 
 Encoded = tuple[str, np.ndarray | None, np.ndarray]
-"""The name of a document, the ids of its prompt, None for plain text, and those of its text."""
+"""The name of a document, the ids of its prompt (None for plain text), and those of its text."""
 
 
 def cut_into_rows(
     documents: Iterable[Encoded], *, seq_len: int
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """(stretches of ids that make up the tokens, bounds `[2n + 1]`) of n rows.
+    """(chunks of ids that form the tokens, bounds `[2n + 1]`) of n rows.
 
-    Plain text longer than a row is cut into consecutive rows. The part that ends it has no EOS if
-    it fills its row exactly, as a row of EOS alone would teach that texts are often empty.
+    Plain text longer than a row is cut into consecutive rows. The last part has no EOS if it fills
+    its row exactly, because a row of EOS alone would train empty texts.
     """
     parts: list[np.ndarray] = []
     bounds = [0]

@@ -3,8 +3,8 @@
     python -m dlm_jax.data.shard --out DIR --tokenizer tokenizer.json --shards 100 FILES
 
 A ``.jsonl`` file has a document ``{"text": ...}`` in every line; any other file is one document in
-UTF-8. DIR may be a URL (``gs://``, ``s3://``). What is made depends on the files, their order, the
-tokenizer, the number of shards and the share held out, not on the number of workers. Train on it
+UTF-8. DIR may be a URL (``gs://``, ``s3://``). The shards depend on the files, their order, the
+tokenizer, the number of shards and the held-out share, not on the number of workers. Train on them
 with ``--data.source DIR``.
 """
 
@@ -59,12 +59,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("files", nargs="+", metavar="FILE", help="paths or globs, in any order")
     parser.add_argument("--out", required=True, metavar="DIR", help="directory or URL to write to")
     parser.add_argument("--tokenizer", default="byte", help="byte, bpe:N or a tokenizer.json")
-    parser.add_argument("--shards", type=int, default=16, help="files to make (default: 16)")
+    parser.add_argument("--shards", type=int, default=16, help="number of shards (default: 16)")
     parser.add_argument(
         "--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)"
     )
     parser.add_argument(
-        "--held-out", type=float, default=0.01, help="share of documents (default: 0.01)"
+        "--held-out", type=float, default=0.01, help="share of held-out documents (default: 0.01)"
     )
     parser.add_argument(
         "--sample-mb", type=int, default=64, help="text that bpe:N learns from (default: 64 MiB)"
@@ -94,14 +94,15 @@ def _found(patterns: Sequence[str]) -> list[str]:
 
 
 RECORD_TOKENS = 16_384
-"""Ids of a record. Fewer cost more time for each, more are read in vain at both ends of a row."""
+"""Ids of a record. Smaller records cost more time per id, larger ones more unused ids at the ends
+of a row."""
 
 _WRITER = "group_size:1,uncompressed"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker needs."""
+    """The inputs of every worker."""
 
     files: tuple[tuple[str, int], ...]
     tokenizer: Tokenizer
@@ -166,7 +167,7 @@ def _is_held_out(text: str, share: float) -> bool:
 
 
 class _Writer:
-    """Writes one shard: documents in, records out; nothing is there before it is whole."""
+    """Writes the documents of one shard as records; the shard appears when it is complete."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer):
         self._path, self._coder = path, tokenizer
@@ -198,7 +199,7 @@ class _Writer:
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
-        """Turns what ArrayRecord raises where it cannot write, a `RuntimeError`, into `OSError`."""
+        """Converts the `RuntimeError` of ArrayRecord for failed writes to `OSError`."""
         try:
             yield
         except RuntimeError as error:
@@ -220,7 +221,7 @@ class _Writer:
 
 
 def write_shard(job: Job, number: int) -> dict[str, Shard | None]:
-    """What was written of one span of the files: a shard to train on, and a held-out one."""
+    """The shards of one span of the files: one for training, and a held-out one."""
     with tempfile.TemporaryDirectory() as temporary:
         remote = is_remote(job.out)
         folder = Path(temporary) if remote else Path(job.out)
@@ -236,7 +237,7 @@ def write_shard(job: Job, number: int) -> dict[str, Shard | None]:
 
 
 def make_shards(job: Job, *, workers: int) -> Index:
-    """The index of the corpus that `workers` processes wrote; it is the last file to appear."""
+    """Writes the corpus with `workers` processes and returns its index, written last."""
     tasks = [(job, number) for number in range(job.num_shards)]
     if workers == 1:
         made = [write_shard(*task) for task in tasks]
@@ -258,8 +259,8 @@ def choose_tokenizer(
 ) -> Tokenizer:
     """The tokenizer of a kind: ``byte``, a ``tokenizer.json``, or ``bpe:N``.
 
-    A BPE learns from the first documents of 64 even spans of the files, up to `sample_bytes` bytes
-    in all, held-out documents left out.
+    A BPE is trained on the first documents of 64 equal spans of the files, up to `sample_bytes`
+    bytes in total, without held-out documents.
     """
     if kind == "character":
         raise ValueError("--tokenizer character needs the whole text at once; use byte or bpe:N")
@@ -278,12 +279,12 @@ def choose_tokenizer(
 
 
 def prepare_out(out: str) -> None:
-    """Makes the directory; refuses one that holds a corpus, and buckets that are out of reach."""
+    """Creates the directory; refuses one that holds a corpus, and unreachable buckets."""
     check_bucket("--out", out)
     path = located(out)
     with reachable("--out", out):
         if (path / INDEX_NAME).exists():
-            raise ValueError(f"--out={out} holds a corpus already; name another directory")
+            raise ValueError(f"--out={out} holds a corpus already; choose another directory")
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -295,7 +296,7 @@ def prepare_out(out: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 made, 2 refused, 5 cannot be written (docs/exit_codes.md)."""
+    """Exit code: 0 done, 2 refused, 5 cannot be written (docs/exit_codes.md)."""
     try:
         args = parse(argv)
         coder = choose_tokenizer(
@@ -310,7 +311,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         print(
-            f"error: {where}{error.strerror or error}; make room, and start again", file=sys.stderr
+            f"error: {where}{error.strerror or error}; free some space, and start again",
+            file=sys.stderr,
         )
         return 5
     tokens = {part: sum(s.tokens for s in getattr(index, part)) for part in PARTS}

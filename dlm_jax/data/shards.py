@@ -6,16 +6,16 @@ A sharded corpus is a directory or bucket prefix::
     train-00000-of-00100.array_record
     val-00000-of-00100.array_record   held-out documents
 
-A shard is an ArrayRecord file. Its first record is JSON that names the tokenizer (see
-`fingerprint`); the others hold `record_tokens` ids each, little-endian, of its documents one behind
-the other, each ended by EOS; the last record may be shorter.
+A shard is an ArrayRecord file. Its first record is JSON that identifies the tokenizer (see
+`fingerprint`); the others hold `record_tokens` little-endian ids each, of consecutive documents,
+each followed by EOS; the last record may be shorter.
 
-The ids of all shards form one long row that no memory holds. A reader reads the records that it
-needs, which ArrayRecord checks by their own checksums. Files in buckets are copied into the cache
-and checked when they are first read. The number of open files is bounded, and memory with it.
+The ids of all shards form one sequence, which is never in memory as a whole. A reader reads the
+records that it needs; ArrayRecord verifies their checksums. Files in buckets are copied into the
+cache and verified on first read. The number of open files, and thus memory, is bounded.
 
-A mixture deals rows in blocks of `BLOCK`. In each block every corpus has the same number of rows,
-in an order that is drawn for the block, so the row at any place is known without those before it.
+A mixture assigns rows in blocks of `BLOCK`. Each corpus has the same number of rows in every block,
+in a random order per block, so the source of any row can be computed directly.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of a corpus: its name, its size in bytes, its CRC32, and what it holds."""
+    """One file of a corpus: its name, size in bytes, CRC32, and contents."""
 
     name: str
     num_bytes: int
@@ -81,7 +81,7 @@ class Index:
 
     @property
     def sha256(self) -> str:
-        """Of all that it says: equal for equal corpora, wherever they lie."""
+        """Digest of its contents: equal for equal corpora at any location."""
         return hashlib.sha256(self._line().encode("ascii")).hexdigest()
 
     def _line(self) -> str:
@@ -97,7 +97,7 @@ class Index:
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """Tells tokenizers apart: a hash of what `to_json` says."""
+    """Identifies a tokenizer: a hash of its `to_json`."""
     text = json.dumps(tokenizer.to_json(), sort_keys=True)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
@@ -120,7 +120,7 @@ def read_index(directory: str) -> Index:
     return Index(from_json(facts["tokenizer"]), facts["dtype"], facts["record_tokens"], train, val)
 
 
-# Corpora up to this size are read whole before a run begins (a second or two), larger ones
+# Corpora up to this size are read completely before a run starts (a second or two), larger ones
 # are checked by their sizes and headers, and by ArrayRecord's checksums wherever they are read.
 CHECK_BYTES = 2 << 30
 
@@ -129,12 +129,12 @@ _OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 
 
 class DamagedShard(ValueError):
-    """A shard is not what its index says."""
+    """A shard does not match its index."""
 
 
 @dataclass(frozen=True)
 class TokenShards(Mapped):
-    """The ids of the shards, one behind the other."""
+    """The concatenated ids of the shards."""
 
     paths: tuple[str, ...]
     shards: tuple[Shard, ...]
@@ -218,7 +218,7 @@ class TokenShards(Mapped):
         try:
             header = json.loads(reader.read(0, 1)[0])
         except (RuntimeError, IndexError, ValueError):
-            raise DamagedShard(f"{path} is no shard of a corpus; copy it again") from None
+            raise DamagedShard(f"{path} is not a shard of a corpus; copy it again") from None
         if header.get("tokenizer") != self.tokenizer_sha256:
             raise DamagedShard(
                 f"{path} is a shard of another tokenizer than its index names; "
@@ -226,7 +226,7 @@ class TokenShards(Mapped):
             )
 
     def _local(self, shard: int) -> str:
-        """Where the shard can be read: itself, or its copy, which is made and checked here."""
+        """A readable path of the shard: itself, or a verified local copy."""
         path, facts = self.paths[shard], self.shards[shard]
         if not is_remote(path):
             return path
@@ -236,7 +236,7 @@ class TokenShards(Mapped):
             copy.parent.mkdir(parents=True, exist_ok=True)
             if shutil.disk_usage(copy.parent).free < facts.num_bytes:
                 raise ValueError(
-                    f"data.cache_dir={copy.parent} has no room for {path} ({facts.num_bytes} "
+                    f"data.cache_dir={copy.parent} has no space for {path} ({facts.num_bytes} "
                     "bytes); name a larger disk, or mount the bucket and give the mounted path"
                 )
             with reachable("data.source", path):
@@ -256,7 +256,7 @@ class TokenShards(Mapped):
     def check(self) -> None:
         """Refuses shards that are missing, of another size or tokenizer, or (if small) damaged.
 
-        See `CHECK_BYTES`. Shards of buckets are checked when they are copied.
+        See `CHECK_BYTES`. Shards in buckets are verified when they are copied.
         """
         reads_all = sum(shard.num_bytes for shard in self.shards) <= CHECK_BYTES
         for number, (path, facts) in enumerate(zip(self.paths, self.shards, strict=True)):
@@ -286,7 +286,7 @@ def joined(parts: Sequence[TokenShards]) -> TokenShards:
 
 
 BLOCK = 10_000
-"""Rows of a block: weights are rounded to parts of it."""
+"""Rows of a block; weights are rounded to multiples of its inverse."""
 
 _SALT = 0x6D697865
 
@@ -299,18 +299,18 @@ class Mixture:
     quotas: tuple[int, ...]
 
     def locate(self, row: int, seed: int) -> tuple[int, int]:
-        """(source, number of the row in its own stream) of a row of the mixed stream."""
+        """(source, index of the row in its own stream) of a row of the mixed stream."""
         block, place = divmod(row, BLOCK)
         source, rank = _order(self.quotas, seed, block)[:, place]
         return int(source), block * self.quotas[source] + int(rank)
 
 
 def quotas_of(weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Rows of each corpus in a block, by the largest remainders; those of a weight of 0 are 0."""
+    """Rows of each corpus in a block, by the method of largest remainders; 0 for a weight of 0."""
     if not all(np.isfinite(weight) and weight >= 0 for weight in weights):
         raise ValueError(f"data.weights={list(weights)} must be numbers of at least 0")
     if not sum(weights) > 0:
-        raise ValueError(f"data.weights={list(weights)} sum to nothing; raise one of them")
+        raise ValueError(f"data.weights={list(weights)} sum to 0; raise one of them")
     exact = np.array(weights, np.float64) / sum(weights) * BLOCK
     quotas = np.floor(exact).astype(int)
     order = np.argsort(quotas - exact, kind="stable")
@@ -325,7 +325,7 @@ def quotas_of(weights: tuple[float, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4)
 def _order(quotas: tuple[int, ...], seed: int, block: int) -> np.ndarray:
-    """Of each row of a block: its source, and its rank among the block's rows of that source."""
+    """The source of each row of a block, and its rank among the rows of that source."""
     bits = np.random.Philox(np.random.SeedSequence([_SALT, seed, block])).random_raw(BLOCK)
     places = np.argsort(bits, kind="stable")
     ends = np.cumsum(quotas)

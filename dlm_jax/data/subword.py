@@ -1,14 +1,13 @@
 """Subword tokenizers: Hugging Face `tokenizer.json` files, and byte-level BPEs trained on a text.
 
-The file's content is the whole tokenizer: it travels inside checkpoints, and two tokenizers of
-equal content are equal. Ours differs from what the file asks for in a few ways, all of them so
-that ids mean one thing:
+The content of the file is stored in checkpoints, and tokenizers of equal content are equal.
+Encoding differs from the settings of the file in a few ways, so that ids are unambiguous:
 
 - Specials are the file's added tokens with a usual name (`<|mask|>`, `[PAD]`, `<s>`, `</s>`, ...);
-  those it lacks are appended behind its vocabulary, in the order MASK, PAD, BOS, EOS.
-- Text never becomes a special: a text that holds the characters of one is encoded as text.
-- Truncation, padding, BPE dropout and the specials a template adds are off.
-- Text the file has no ids for is refused, where it would be dropped or become an unknown token.
+  missing ones are appended to its vocabulary, in the order MASK, PAD, BOS, EOS.
+- Text never becomes a special token: the characters of a special are encoded as text.
+- Truncation, padding, BPE dropout and the specials of a template are off.
+- Text without ids in the file is refused instead of dropped or mapped to an unknown token.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from dlm_jax.data.tokenizers import NEVER_IN_UTF8, checked_ids, utf8
 SPECIALS = ("mask", "pad", "bos", "eos")
 
 MOST_IDS = 2**22
-"""Ids of a tokenizer at most: sixteen times as many as those of published models."""
+"""The largest number of ids of a tokenizer, 16 times that of published models."""
 
-# What stands between the brackets of a special, in lower case; the first one found is taken.
+# Names of special tokens without brackets, in lower case; the first one found is used.
 _NAMES = {
     "mask": ("mask", "mdm_mask"),
     "pad": ("pad", "padding"),
@@ -42,8 +41,8 @@ _NAMES = {
 }
 _SPECIAL = re.compile(r"[<\[][|\uff5c]?(/?[\w\u2581]+)[|\uff5c]?[>\]]")
 
-# Plain byte-level splitting makes a piece of its own of a line end between two characters that
-# are no white space, so text cut behind it has the ids of the whole.
+# Plain byte-level splitting makes a separate piece of a line end between two characters that are
+# not white space, so text can be cut behind it without changing ids.
 _PLAIN_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 _CUT = re.compile(r"(?<=\S\n)(?=\S)")
 _CHUNK = 1 << 16
@@ -52,7 +51,7 @@ _CHUNKS_AT_ONCE = 64
 
 @dataclass(unsafe_hash=True)
 class SubwordTokenizer:
-    """The tokenizer of a `tokenizer.json` (see the module for what differs from the file)."""
+    """The tokenizer of a `tokenizer.json` (the module docstring lists the differences)."""
 
     content: str
 
@@ -77,7 +76,7 @@ class SubwordTokenizer:
         """The tokenizer in the file `path`; ValueError if it cannot be read or is broken."""
         file = Path(os.path.expanduser(path))
         if file.is_dir():
-            raise ValueError(f"{path} is a folder; name its file, {Path(path) / 'tokenizer.json'}")
+            raise ValueError(f"{path} is a folder; give its file, {Path(path) / 'tokenizer.json'}")
         try:
             content = file.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -105,9 +104,9 @@ class SubwordTokenizer:
         if not self._vocabulary:
             raise ValueError("it has no tokens")
         num_tokens = max(self._vocabulary.values()) + 1
-        # Before anything is made for every id up to the largest.
+        # Checked before anything is allocated per id.
         if num_tokens > MOST_IDS:
-            raise ValueError(f"it has the id {num_tokens - 1}, and {MOST_IDS} ids are the most")
+            raise ValueError(f"it has the id {num_tokens - 1}, and {MOST_IDS} ids are the limit")
         missing = [role for role in SPECIALS if role not in inner]
         self.vocab_size = num_tokens + len(missing)
         self._specials = {role: self._vocabulary[name] for role, name in inner.items()}
@@ -164,7 +163,7 @@ class SubwordTokenizer:
         except Exception as error:
             raise ValueError(
                 f"this tokenizer cannot encode the text ({error}); "
-                "remove what it lacks, or train a model with the byte tokenizer"
+                "remove the unknown characters, or train a model with the byte tokenizer"
             ) from None
 
     def decode(self, ids: Any) -> str:
@@ -182,7 +181,7 @@ class SubwordTokenizer:
                 yield self._vocabulary[token]
 
     def _refuse_dropped(self, text: str) -> None:
-        """ValueError for a character that the model would leave out without a word."""
+        """Raises ValueError for a character that the model would silently drop."""
         if not self._may_drop:
             return
         normalizer, splitter = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
@@ -205,7 +204,7 @@ class SubwordTokenizer:
         return set(pre_tokenizers.ByteLevel.alphabet()) - never <= self._vocabulary.keys()
 
     def _impossible_ids(self, data: dict[str, Any]) -> set[int]:
-        """Ids of tokens with a byte that occurs in no UTF-8 text."""
+        """Ids of tokens with a byte that never occurs in UTF-8."""
         learnt = self._tokenizer.get_vocab(with_added_tokens=False)
         if _mentions_bytes(data, "decoder"):
             # In the alphabet of byte-level tokens, these bytes are written as themselves.
@@ -222,7 +221,8 @@ class SubwordTokenizer:
     def piece_id(self, piece: str) -> int | None:
         """The id that adds `piece` to the text it follows, or None.
 
-        Asked between two other tokens, as some tokenizers write a first token differently.
+        It is determined between two other tokens, because some tokenizers encode a first token
+        differently.
         """
         first = next(self._candidates("a"), None)
         if not piece or first is None:
@@ -253,7 +253,7 @@ def train_json(text: str, num_tokens: int) -> str:
 
 
 def _chunks(text: str) -> Iterator[str]:
-    """`text` in parts whose ids, one after the other, are the ids of the whole."""
+    """`text` in parts whose concatenated ids are the ids of the whole."""
     start = 0
     while cut := _CUT.search(text, start + _CHUNK):
         yield text[start : cut.start()]
@@ -262,7 +262,7 @@ def _chunks(text: str) -> Iterator[str]:
 
 
 def _find_specials(names: Iterable[str]) -> dict[str, str]:
-    """The token of each role that `names` has one for."""
+    """The token of each role, as far as `names` has one."""
     cores: dict[str, str] = {}
     for name in names:
         if match := _SPECIAL.fullmatch(name):
@@ -275,10 +275,10 @@ def _find_specials(names: Iterable[str]) -> dict[str, str]:
 
 
 def _without_extras(data: dict[str, Any], specials: dict[str, str]) -> dict[str, Any]:
-    """`data` without truncation, padding and dropout, its specials out of reach of any text.
+    """`data` without truncation, padding and dropout, and with specials that no text can produce.
 
-    A model that looks whole words up finds a special in its vocabulary when a text spells it out;
-    there it is renamed. The merges of a BPE never build one.
+    A word-level model would find a special in its vocabulary when a text contains its name; there
+    it is renamed. BPE merges never produce one.
     """
     model = {key: value for key, value in data["model"].items() if key != "dropout"}
     data = {**data, "model": model, "truncation": None, "padding": None}
@@ -296,7 +296,7 @@ def _without_extras(data: dict[str, Any], specials: dict[str, str]) -> dict[str,
 
 
 def _inner(data: dict[str, Any], name: str) -> str:
-    """What the special `name` is called inside the library."""
+    """The internal name of the special `name`."""
     return name if "merges" in data["model"] else f"\ue000{name}\ue000"
 
 
@@ -314,8 +314,8 @@ def _refuse(text: str, position: int) -> None:
 def train_bpe(text: str, vocab_size: int) -> SubwordTokenizer:
     """A byte-level BPE of exactly `vocab_size` ids: 256 bytes, merges, and four specials.
 
-    Any text has ids, and they decode to it exactly. A pair of pieces is merged only if it occurs
-    twice at least. Equal texts give equal tokenizers.
+    Any text can be encoded and decodes exactly. A pair of pieces is merged only if it occurs at
+    least twice. Equal texts give equal tokenizers.
     """
     smallest = 256 + len(SPECIALS)
     if vocab_size < smallest:
@@ -323,7 +323,7 @@ def train_bpe(text: str, vocab_size: int) -> SubwordTokenizer:
             f"a BPE of {vocab_size} ids cannot hold the 256 bytes and {len(SPECIALS)} specials; "
             f"use bpe:{smallest} at least"
         )
-    # Every merge needs two bytes of text, and the library makes room for all ids at once.
+    # Every merge needs two bytes of text, and the library allocates all ids at once.
     largest = min(smallest + len(utf8(text)), MOST_IDS)
     if vocab_size > largest:
         raise ValueError(

@@ -1,10 +1,10 @@
-"""Text to train on: UTF-8 files, JSON lines, built-in corpora, and the split that holds some out.
+"""Training text: UTF-8 files, JSON lines, built-in corpora, and the held-out split.
 
-``tinyshakespeare`` is checked by its digest wherever it comes from, so figures on it compare.
+``tinyshakespeare`` is always verified by its digest, so that results on it are comparable.
 ``python-reference`` is the language reference that ships with CPython (`pydoc_data.topics`), so
-that training needs no network. Many of its topics are copies of parts of longer ones: a fifth of
-the text occurs twice, and a bound on held-out text would partly measure memory. A topic is
-therefore left out when at least half of it stands in the longer topics that were kept.
+that training needs no network. A fifth of its text occurs twice, because topics copy parts of
+longer ones, and a bound on held-out text would partly measure memorisation. A topic is therefore
+dropped if at least half of it occurs in longer topics.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Document:
 
     Attributes:
       name: where it came from.
-      text: what is to be learnt.
-      prompt: what it answers, given to the model and never noised; None for plain text.
+      text: the trained text.
+      prompt: text before it that is given and never noised; None for plain text.
     """
 
     name: str
@@ -45,10 +45,10 @@ class Document:
 
 
 def read_jsonl(name: str, content: str) -> Iterator[Document]:
-    """The lines of `content`, in their order; blank ones are passed over.
+    """The documents of the lines of `content`, in order; blank lines are skipped.
 
     A line is an object ``{"prompt": TEXT, "response": TEXT}`` or ``{"text": TEXT}``. A prompt may
-    be empty, what is to be learnt may not.
+    be empty, a response or text may not.
     """
     for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
@@ -56,7 +56,7 @@ def read_jsonl(name: str, content: str) -> Iterator[Document]:
 
 
 def parse_line(where: str, line: str) -> Document:
-    """The document of one line; `where` is its name. Errors as of `read_jsonl`."""
+    """The document of one line, named `where`; errors as for `read_jsonl`."""
     try:
         data = json.loads(line)
     except json.JSONDecodeError as error:
@@ -64,7 +64,7 @@ def parse_line(where: str, line: str) -> Document:
             f"{where} is not JSON: {error.msg} at column {error.colno}; write one object per line"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON that can be read ({error}); correct it") from None
+        raise ValueError(f"{where} is not readable JSON ({error}); correct it") from None
     fields = '{"prompt": ..., "response": ...} or {"text": ...}'
     if not isinstance(data, dict):
         raise ValueError(f"{where} is {_kind(data)}, not an object; write {fields}")
@@ -85,7 +85,7 @@ def parse_line(where: str, line: str) -> Document:
 
 
 def _kind(value: Any) -> str:
-    """What JSON calls `value`."""
+    """The JSON type of `value`."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return {str: "a text", list: "a list", dict: "an object"}.get(type(value), "a number")
@@ -102,10 +102,10 @@ _BY_PATH = "name the file by path instead: --data.source path/to/input.txt"
 
 
 def read_shakespeare() -> str:
-    """The text: the file that `$DLM_JAX_TINYSHAKESPEARE` names, else the cached, else downloaded.
+    """The text, from the file in `$DLM_JAX_TINYSHAKESPEARE`, the cache, or a download.
 
-    A download is kept in the cache folder (`dlm_jax.data.rows.default_cache_dir`), where it appears
-    whole or not at all; a damaged copy there is loaded again.
+    A download is stored atomically in the cache folder (`dlm_jax.data.rows.default_cache_dir`); a
+    damaged copy there is downloaded again.
     """
     named = os.environ.get(SHAKESPEARE_PATH)
     if named:
@@ -139,7 +139,7 @@ def _checked(data: bytes, where: str) -> str:
 def _download() -> bytes:
     try:
         with urllib.request.urlopen(_URL, timeout=_TIMEOUT_SECONDS) as response:
-            # One byte more shows that there is too much, however much there is.
+            # One more byte detects a response of any larger size.
             return response.read(_NUM_BYTES + 1)
     except (OSError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
@@ -149,7 +149,7 @@ def _download() -> bytes:
 
 
 def _keep(path: Path, data: bytes) -> None:
-    """Puts `data` at `path`, or does without where that cannot be written."""
+    """Writes `data` to `path`; failures are ignored."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
@@ -161,24 +161,23 @@ PYTHON_SOURCE = "python-source"
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-# Folders of the standard library whose files are not its source: tests, some of which are not even
-# UTF-8, what was installed, and the language reference, which is a corpus of its own.
+# Folders of the standard library that are skipped: tests (some are not UTF-8), installed packages,
+# and the language reference, which is a separate corpus.
 _NO_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
 
-# A paragraph that occurs in two topics counts as a copy from this length (characters) on.
+# Shortest paragraph (characters) that counts as a copy if it occurs in two topics.
 _MIN_COPIED = 40
 
 
 def read_documents(source: Source) -> tuple[Document, ...]:
-    """The documents of `source`, by name, each once and none of them empty.
+    """The documents of `source`, sorted by name, without duplicates and empty ones.
 
     Args:
       source: `BUILTIN_CORPUS`, `PYTHON_SOURCE` (a document per file of the standard library, tests
         left out), `tinyshakespeare.NAME` (downloaded if need be), a path or a glob (`**` spans
-        folders), or several of these. A path that exists is taken literally, even if
-        it looks like a glob. A file is one document, and one whose name ends in ``.jsonl`` a
-        document per line, in its order (see `read_jsonl`). A byte-order mark is removed;
-        everything else, line endings included, stays as it is.
+        folders), or several of these. An existing path is never a glob. A file is one document; a
+        ``.jsonl`` file has a document per line (see `read_jsonl`). A byte-order mark is removed;
+        everything else, including line endings, is kept.
     """
     patterns = names_of(source)
     if not patterns:
@@ -210,13 +209,13 @@ def read_documents(source: Source) -> tuple[Document, ...]:
 
 
 def join_documents(documents: Sequence[Document]) -> str:
-    """The text of all documents in order, one blank line between two of them."""
+    """The text of all documents in order, separated by blank lines."""
     parts = [document.text.rstrip("\r\n") for document in documents[:-1]]
     return "\n\n".join([*parts, documents[-1].text])
 
 
 def split_text(text: str, held_out: float) -> tuple[str, str]:
-    """(training text, held-out text): the two together are `text`, held out is its end.
+    """(training text, held-out text): held-out text is the end of `text`.
 
     The cut is at a line start, the nearest one that holds out at least `held_out` but at most
     twice as much; text without such a line start is cut at the character.
@@ -234,7 +233,7 @@ def split_text(text: str, held_out: float) -> tuple[str, str]:
 def split_documents(
     documents: Sequence[Document], held_out: float, *, name: str
 ) -> tuple[Sequence[Document], Sequence[Document]]:
-    """(training documents, held-out documents): whole ones, the last `held_out` of their number."""
+    """(training documents, held-out documents): the last share `held_out` is held out."""
     _check_share(held_out)
     if len(documents) < 2:
         raise ValueError(
@@ -263,7 +262,7 @@ def names_of(source: Source) -> list[str]:
 
 
 def _match(pattern: str) -> tuple[bool, list[Path]]:
-    """Whether `pattern` names one file, and the files that it stands for."""
+    """Whether `pattern` names one file, and the matching files."""
     path = Path(os.path.expanduser(pattern))
     if path.is_dir():
         raise ValueError(f"{pattern} is a folder; name its files, such as {path / '**' / '*.txt'}")
@@ -297,7 +296,7 @@ def _read(path: Path) -> str:
 
 
 def _builtin_documents() -> list[Document]:
-    """Topics of the language reference, sorted by name, copies left out (see the module)."""
+    """Topics of the language reference, sorted by name, without copies (see the module)."""
     try:
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     except ImportError as error:
@@ -337,4 +336,4 @@ NAMED: dict[str, Callable[[], list[Document]]] = {
     PYTHON_SOURCE: _python_source,
     SHAKESPEARE: lambda: [Document(SHAKESPEARE, read_shakespeare())],
 }
-"""Corpora by name, which mean the same from every directory."""
+"""Corpora by name, which do not depend on the working directory."""

@@ -1,4 +1,4 @@
-"""Tokenizers by name: from a kind and a text, and from what a checkpoint holds."""
+"""Tokenizers by name: from a kind and a text, or from the JSON of a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def make_tokenizer(kind: str, text: str, *, train_text: str | None = None) -> To
     Args:
       kind: one of `TOKENIZERS`; ``bpe:SIZE``, a byte-level BPE of SIZE ids that is trained here;
         or the path of a Hugging Face ``tokenizer.json``, a name that ends in ``.json``.
-      text: all that must be encoded.
-      train_text: the part that a BPE may learn from; None is all of `text`.
+      text: all text that must be encoded.
+      train_text: the part that a BPE is trained on; None: all of `text`.
     """
     if kind in _FROM_TEXT:
         return _FROM_TEXT[kind](text)
@@ -58,7 +58,7 @@ def from_json(data: Any) -> Tokenizer:
         if set(data) != {"type", field} or not isinstance(data[field], str):
             raise ValueError(
                 f"a {kind} tokenizer is stored as {{'type': '{kind}', '{field}': TEXT}}, "
-                f"found the fields {sorted(data)}; the file is damaged or of another program"
+                f"found the fields {sorted(data)}; the file is damaged or from another program"
             )
         return made(data[field])
     if kind == "byte":
@@ -72,7 +72,7 @@ def from_json(data: Any) -> Tokenizer:
     if set(data) != _OF_HUB or not isinstance(data["tokenizer_json"], str):
         raise ValueError(
             f"a hub tokenizer is stored with the fields {sorted(_OF_HUB)}, found {sorted(data)}; "
-            "the file is damaged or of another program"
+            "the file is damaged or from another program"
         )
     ids = {name: value for name, value in data.items() if name.endswith("_id")}
     return HubTokenizer(data["tokenizer_json"], **ids)
@@ -81,8 +81,8 @@ def from_json(data: Any) -> Tokenizer:
 def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Refuses a tokenizer with ids that a model of `vocab_size` logits does not have.
 
-    Fewer ids than logits are legal: published models pad their vocabulary. The logits from
-    `tokenizer.vocab_size` on stand for nothing and are to be banned when sampling.
+    Fewer ids than logits are allowed: published models pad their vocabulary. Logits from
+      `tokenizer.vocab_size` on have no token and must be banned in sampling.
     """
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(

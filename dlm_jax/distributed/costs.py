@@ -1,8 +1,8 @@
-"""The estimated time of a compiled program, read from the text that XLA prints of it.
+"""Estimates the time of a compiled program from its XLA text.
 
-Operations are laid out in their order, collectives beside them. Loops count as often as they run.
-A collective that the compiler starts early costs only what is left of it where its result is waited
-for. A measuring stick to compare programs with, not a promise of what hardware does.
+Operations run in order, with collectives in parallel. The body of a loop counts once per iteration.
+An asynchronous collective costs only the time that remains when its result is needed. Use the
+estimates to compare programs, not to predict hardware.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SIZES: dict[str, float] = {
     "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "bf16": 2,
     "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "s4": 0.5, "u4": 0.5,
 }  # fmt: skip
-"""Bytes of a number of each type."""
+"""Bytes per element of each type."""
 
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
 _HEAD = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{\s*$")
@@ -31,7 +31,7 @@ _NAME = re.compile(r"%([\w.\-]+)")
 
 @dataclass(frozen=True)
 class Shape:
-    """One array of a type; `in_memory` tells the main memory from faster ones."""
+    """One array of a type; `in_memory` is True for the main memory."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -44,7 +44,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation; operands are names, or the text in the brackets of what has none."""
+    """One operation; operands are names, or the text in the brackets if there are none."""
 
     name: str
     kind: str
@@ -73,18 +73,18 @@ class Module:
     entry: str = ""
 
     def called(self, operation: Operation, key: str = "calls") -> str | None:
-        """The computation that an operation names under `key`, if the program has it."""
+        """The computation that `key` of an operation refers to, if the program has it."""
         name = operation.attribute(key + r"=%([\w.\-]+)")
         return name if name in self.computations else None
 
 
 def shapes_of(text: str) -> list[Shape]:
-    """The arrays that a type names; what is no array (a token) is left out."""
+    """The arrays of a type; other values, such as tokens, are skipped."""
     found = []
     for dtype, dims, layout in _SHAPE.findall(text):
         if dtype in SIZES:
             numbers = tuple(int(size) for size in dims.split(",") if size)
-            # S(1) and above are the memories beside the main one.
+            # S(1) and above are memories other than the main one.
             found.append(Shape(dtype, numbers, re.search(r"S\([1-9]", layout or "") is None))
     return found
 
@@ -94,7 +94,7 @@ def num_bytes(text: str) -> float:
 
 
 def parse(text: str) -> Module:
-    """The program that ``compiled.as_text()`` prints."""
+    """Parses the text of ``compiled.as_text()``."""
     module, current = Module(), None
     for line in _whole_lines(text):
         head = _HEAD.match(line)
@@ -112,7 +112,7 @@ def parse(text: str) -> Module:
 
 
 def _whole_lines(text: str) -> list[str]:
-    """Lines, with the breaks inside the metadata of custom calls mended."""
+    """Lines, with breaks inside the metadata of custom calls removed."""
     lines: list[str] = []
     for line in text.split("\n"):
         begins = line.startswith((" ", "}", "%", "ENTRY", "HloModule", "\t"))
@@ -141,7 +141,7 @@ def _operation(name: str, rest: str) -> Operation:
 
 
 def _closing(text: str, opening: int) -> int:
-    """Index of the bracket that closes the one at `opening`."""
+    """Index of the bracket that matches the one at `opening`."""
     depth = 0
     for place in range(opening, len(text)):
         if text[place] in "()":
@@ -152,7 +152,7 @@ def _closing(text: str, opening: int) -> int:
 
 
 def trip_count(module: Module, loop: Operation, parent: list[Operation]) -> int | None:
-    """How often the body of a ``while`` runs, if its bound is a constant."""
+    """Iterations of a ``while``, if its bound is a constant."""
     known = loop.attribute(r'known_trip_count"?:?\{"?n"?:?"?(\d+)')
     if known:
         return int(known)
@@ -178,7 +178,7 @@ def trip_count(module: Module, loop: Operation, parent: list[Operation]) -> int 
 def _carried_bound(
     condition: list[Operation], loop: Operation, parent: list[Operation]
 ) -> int | None:
-    """The bound of a loop whose constant was moved into what the loop carries."""
+    """The bound of a loop whose constant is part of the loop carry."""
     here = {operation.name: operation for operation in parent}
     start = here.get(loop.operands[0])
     if start is None or start.kind != "tuple":
@@ -257,9 +257,9 @@ def _dims(text: str) -> tuple[int, ...]:
 
 
 def _share_of_taps(operation: Operation, left: tuple[int, ...], lhs: str, out: str) -> float:
-    """The share of a convolution's window that meets numbers and not padding or holes.
+    """The share of a convolution's window that is neither padding nor dilation.
 
-    XLA writes batched products as convolutions whose window mostly meets holes.
+    XLA expresses batched products as convolutions with mostly dilated windows.
     """
     window = operation.attribute(r"window=\{([^}]*)\}")
     sizes = _window(window, "size")
@@ -295,7 +295,7 @@ def _window(window: str | None, key: str) -> list[int]:
 def memory_bytes(operation: Operation, types: Types, module: Module) -> float:
     """Bytes that an operation reads from and writes to the main memory.
 
-    Of an operand that is sliced the slices count, of one that is updated in place the updates.
+    For a sliced operand only the slices count, for an operand updated in place only the updates.
     """
     if operation.kind in _FREE:
         return 0.0
@@ -358,7 +358,7 @@ def _users(body: list[Operation]) -> dict[str, list[Operation]]:
 
 
 def _uses(name: str, users: dict[str, list[Operation]]) -> list[Operation]:
-    """What reads a value, seen through operations that only look at it otherwise."""
+    """The operations that read a value, also through views such as bitcasts."""
     found: list[Operation] = []
     for user in users[name]:
         found += (_uses(user.name, users) or [user]) if user.kind in _SAME_PLACE else [user]
@@ -387,16 +387,16 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Torus:
-    """Where the devices of a program stand: coordinates by number, and sizes of dimensions."""
+    """The layout of the devices of a program: coordinates by number, and sizes of dimensions."""
 
     chip: Chip
     places: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
 
     def bandwidth(self, group: list[int]) -> float:
-        """Bytes/s into a chip of a group: the links of every dimension in which it is spread.
+        """Bytes/s into a chip of a group, over the links of every dimension that the group spans.
 
-        A dimension counts twice where the group goes all the way round.
+        A dimension counts twice if the group wraps around it.
         """
         places = [self.places[member] for member in group]
         total = 0.0
@@ -409,7 +409,7 @@ class Torus:
 
 
 def moved(kind: str, result_bytes: float, attributes: str, torus: Torus) -> tuple[float, float]:
-    """(bytes that a chip receives or sends, seconds) of a collective alone on its links.
+    """(bytes that a chip receives or sends, seconds) of a collective without contention.
 
     An all-reduce counts as a reduce-scatter and an all-gather.
     """
@@ -423,7 +423,7 @@ def moved(kind: str, result_bytes: float, attributes: str, torus: Torus) -> tupl
         size = result_bytes * len(group) * share
     else:
         size = result_bytes * share
-    # An all-to-all crosses a torus in many hops; a quarter of the time stands for the mean.
+    # An all-to-all crosses a torus in many hops; a quarter of the time approximates the mean.
     return size, size / speed / (4 if "all-to-all" in kind else 1)
 
 
@@ -455,9 +455,9 @@ def _numbers(text: str) -> list[int]:
 
 
 Mode = Literal["roof", "cycles"]
-"""What bounds an operation without products: its bytes at full bandwidth, or the compiler's cycles.
+"""The bound of an operation without products: bytes at full bandwidth, or the compiler's cycles.
 
-The first is the better case, the second the compiler's own pessimistic figure for vector work.
+The first is optimistic, the second is the compiler's pessimistic estimate of vector work.
 """
 
 # The share of the peak that Pallas kernels for attention reach.
@@ -472,15 +472,15 @@ _UNTIMED = frozenset({
 
 @dataclass
 class Cost:
-    """What a program, or a part of it, costs one device.
+    """The cost of a program, or of a part of it, on one device.
 
     Attributes:
       seconds: estimated.
-      exposed: seconds of them that wait for collectives.
+      exposed: seconds spent waiting for collectives.
       flops: of matrix products.
       memory_bytes: to and from the main memory.
       moved: bytes by kind of collective.
-      unknown_loops: loops whose bound is not known, which count once.
+      unknown_loops: loops with an unknown bound, which count once.
     """
 
     seconds: float = 0.0
@@ -499,15 +499,15 @@ class Cost:
 
 
 def cost(text: str, torus: Torus, mode: Mode = "roof") -> Cost:
-    """What the program that ``compiled.as_text()`` prints costs each of its devices."""
+    """The cost per device of the program in the text of ``compiled.as_text()``."""
     module = parse(text)
     return _Timeline(module, module.entry, torus, mode).read()
 
 
 class _Timeline:
-    """One computation, laid out in time: the device works while its links carry collectives.
+    """Schedules one computation: the device computes while its links carry collectives.
 
-    Computations that it calls are read once: `known` and `products` keep what they cost.
+    `known` and `products` cache the cost of the computations that it calls.
     """
 
     def __init__(self, module: Module, name: str, torus: Torus, mode: Mode):
@@ -566,7 +566,7 @@ class _Timeline:
             self.cost.add(self._of(body), 1 if times is None else times)
 
     def _branches(self, operation: Operation) -> None:
-        """The dearest branch counts."""
+        """The most expensive branch counts."""
         listed = operation.attribute(r"branch_computations=\{([^}]*)\}")
         names = (
             re.findall(r"%([\w.\-]+)", listed)
@@ -577,7 +577,7 @@ class _Timeline:
         self.cost.add(max(costs, key=lambda cost: cost.seconds))
 
     def _send(self, kind: str, size: float, attributes: str) -> float:
-        """When a collective ends that starts as soon as the links are free."""
+        """The end time of a collective that starts as soon as the links are free."""
         size, seconds = moved(kind, size, attributes, self.torus)
         self.cost.moved[kind] += size
         self.links_free = max(self.cost.seconds, self.links_free) + seconds
@@ -604,7 +604,7 @@ class _Timeline:
             return
         size = num_bytes(operation.type)
         if kind.endswith("-start"):
-            # The type holds what goes in and what comes out.
+            # The type holds inputs and outputs.
             given = sum(num_bytes(self.types[x]) for x in operation.operands if x in self.types)
             if base == "collective-permute":
                 size = given
@@ -650,7 +650,7 @@ class _Timeline:
                 self._wait(self.fused.pop(key))
 
     def _kernel(self, operation: Operation) -> None:
-        """A kernel for attention, by its products; any other counts nothing."""
+        """The cost of an attention kernel, by its products; other kernels count as zero."""
         given = [shapes_of(self.types[name]) for name in operation.operands if name in self.types]
         dims = [shapes[0].dims for shapes in given if shapes]
         matrices = [size for size in dims if len(size) >= 3 and size[-1] >= 64]

@@ -1,4 +1,4 @@
-"""Where the rows of a batch lie: on one device, split over several, or over several processes."""
+"""Placement of the rows of a batch: one device, several devices, or several processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dlm_jax.types import Params
 
 
 def split_rows(params: Params) -> NamedSharding | None:
-    """How to split rows over the devices that hold `params`: the axes `data` and `fsdp`.
+    """Sharding of rows over the devices that hold `params`, along the axes `data` and `fsdp`.
 
     None for one device.
     """
@@ -28,19 +28,19 @@ def split_rows(params: Params) -> NamedSharding | None:
 
 
 def num_shares(rows: NamedSharding | None) -> int:
-    """Parts into which `split_rows` splits the rows, 1 if it does not."""
+    """Number of parts into which `split_rows` splits the rows; 1 without a split."""
     return 1 if rows is None else math.prod(rows.mesh.shape[axis] for axis in rows.spec[0])
 
 
 def spans_processes(rows: NamedSharding | None) -> bool:
-    """Whether the devices belong to several processes, which then take every step together."""
+    """Whether the devices belong to several processes, which must run every step together."""
     return rows is not None and bool(rows.mesh.is_multi_process)
 
 
 def placement(rows: NamedSharding | None, params: Params) -> jax.sharding.Sharding | None:
-    """Where the state goes: split as `rows` says, or to where the parameters are, whole.
+    """Placement of the state: sharded as `rows`, or replicated on the devices of the parameters.
 
-    Placed from the start, the state comes back from a call as it went in: no second compilation.
+    A state with this placement keeps it through a call, which avoids a second compilation.
     """
     if rows is not None:
         return rows
@@ -51,15 +51,15 @@ def placement(rows: NamedSharding | None, params: Params) -> jax.sharding.Shardi
 
 
 class OwnRows:
-    """The rows of a batch that this process feeds and reads: all of them, if there is no other.
+    """The rows of a batch that this process feeds and reads; all rows in a single process.
 
     Args:
-      home: where the rows are.
+      home: placement of the rows.
       num_rows: of all processes.
 
     Attributes:
-      share: which part of the rows it is, and of how many; processes that split only the
-        parameters between them have the same.
+      share: index of the part, and number of parts; processes that split only parameters have the
+        same part.
       count: how many rows it has.
     """
 
@@ -71,7 +71,7 @@ class OwnRows:
         self.count = num_rows // self.share[1]
 
     def place(self, tree: Any) -> Any:
-        """Arrays on the devices, given the own rows of each."""
+        """Arrays on the devices, from the rows of each process."""
         home = self._home
         if self.share[1] == 1 or not isinstance(home, NamedSharding):
             return jax.device_put(tree, home)
@@ -83,14 +83,14 @@ class OwnRows:
         return jax.tree.map(place, tree)
 
     def passed(self, tree: Any) -> Any:
-        """Arrays of the host as a compiled call takes them that has the rows among its arguments.
+        """Host arrays as arguments of a compiled call.
 
-        Those of a single device stay as they are: the call moves them in a twentieth of the time.
+        On a single device they are returned unchanged; the call transfers them 20 times as fast.
         """
         return self.place(tree) if isinstance(self._home, NamedSharding) else tree
 
     def fetch(self, tree: Any) -> Any:
-        """The own rows of arrays on the devices, on the host."""
+        """Rows of this process, copied from the devices to the host."""
         if self.share[1] == 1:
             return jax.device_get(tree)
         return jax.tree.map(self._fetch, tree)
@@ -101,10 +101,11 @@ class OwnRows:
 
 
 def digest_of(params: Params) -> str:
-    """16 hex digits of every number of a pytree of arrays, wherever its parts are.
+    """A digest of a pytree of arrays with any sharding, as 16 hex digits.
 
-    Each device reads its own part, and no copy is made: two sums of all bits, each bit pattern
-    times an odd number that follows from its place. One number that differs is always found.
+    Each device reads its own part without a copy. The digest consists of two sums over all
+    elements, each bit pattern times an odd number derived from its index. A change of a single
+    element is always detected.
     """
     leaves = jax.tree.leaves(params)
     mesh = getattr(_sharding_of(params), "mesh", None)
@@ -116,7 +117,7 @@ def digest_of(params: Params) -> str:
 
 
 def _sums(leaf: jax.Array) -> jax.Array:
-    """Two sums of an array's bits, uint32 ``[2]``, the same however it is split."""
+    """Two sums over the bits of an array, uint32 ``[2]``, independent of its sharding."""
     if leaf.dtype == jnp.bool_:
         leaf = leaf.astype(jnp.uint8)
     bits = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)
@@ -126,7 +127,7 @@ def _sums(leaf: jax.Array) -> jax.Array:
         along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
         place = place * jnp.uint32(size % 2**32) + along
 
-    # Spreads neighbouring places over all bits, as much as a sum needs.
+    # Mixes neighbouring indices over all bits.
     mixed = place * jnp.uint32(0x9E3779B1)
     mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x85EBCA77)
     return jnp.stack([
@@ -136,6 +137,6 @@ def _sums(leaf: jax.Array) -> jax.Array:
 
 
 def _sharding_of(params: Params) -> jax.sharding.Sharding | None:
-    """That of some parameter; None if there is none on a device."""
+    """The sharding of some parameter; None if no parameter is on a device."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params))
     return next((sharding for sharding in shardings if sharding is not None), None)

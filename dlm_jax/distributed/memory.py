@@ -1,4 +1,4 @@
-"""Whether something fits into memory, asked before it is made."""
+"""Checks whether something fits into memory before it is allocated."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _INFO = Path("/proc/meminfo")
 
 
 def free_bytes(device: Any) -> int | None:
-    """Memory that is left on a device; None where nobody says.
+    """Free memory of a device; None if it is unknown.
 
-    Of a CPU it is what the operating system could give without taking it from other programs.
+    For a CPU it is the available memory of the operating system.
     """
     if device.platform == "cpu":
         return _free_on_host()
@@ -25,12 +25,12 @@ def free_bytes(device: Any) -> int | None:
 
 
 def require_room(num_bytes: float, devices: Iterable[Any], what: str, remedy: str) -> None:
-    """Nothing, if each of the devices has so many bytes left.
+    """Checks that each of the devices has this many free bytes.
 
-    Devices that are parts of one host share its memory.
+    CPU devices of one host share its memory.
 
     Raises:
-      MemoryError: it does not fit; the line says by how much, and the remedy.
+      MemoryError: it does not fit; the message has the sizes and a remedy.
     """
     mine = [device for device in devices if device.process_index == jax.process_index()]
     on_host = [device for device in mine if device.platform == "cpu"]
@@ -47,7 +47,7 @@ def require_room(num_bytes: float, devices: Iterable[Any], what: str, remedy: st
 def require_working_room(
     program: jax.stages.Compiled, devices: Iterable[Any], what: str, remedy: str
 ) -> None:
-    """Nothing, if each device has what the program needs beside its arguments; else MemoryError."""
+    """Raises MemoryError if a device lacks memory for the temporaries of a program."""
     plan = program.memory_analysis()
     require_room(getattr(plan, "temp_size_in_bytes", 0), devices, what, remedy)
 

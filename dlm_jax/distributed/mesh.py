@@ -24,10 +24,10 @@ _MOST_DEVICES = 2**20
 @section("mesh", Trait.FREE)
 @dataclass(frozen=True)
 class MeshConfig(Section):
-    """How devices are arranged: the product of the axes is the number of devices."""
+    """The arrangement of devices; the product of the axes is their number."""
 
     data: int = setting(
-        -1, "devices that split the batch; -1: all that the other axes leave", low=-1,
+        -1, "devices that split the batch; -1: all remaining devices", low=-1,
         high=_MOST_DEVICES,
     )  # fmt: skip
     fsdp: int = setting(
@@ -41,7 +41,7 @@ class MeshConfig(Section):
         1, "devices that split the matrices of one layer", low=1, high=_MOST_DEVICES
     )
     expert: int = setting(
-        1, "devices that split experts, and the batch where there are none", low=1,
+        1, "devices that split experts, or the batch in layers without experts", low=1,
         high=_MOST_DEVICES,
     )  # fmt: skip
     context: int = setting(
@@ -60,11 +60,11 @@ class Chip:
     Attributes:
       name: as in the name of a topology.
       flops: products in bfloat16, FLOP/s.
-      clock: cycles/s that the compiler counts in.
+      clock: cycles/s of the compiler's estimates.
       memory: bytes.
       bandwidth: of the memory, bytes/s.
       link: of the links along one dimension of the torus, both directions together, bytes/s.
-      torus: how many chips a dimension has at least where its ends are joined; 0: never.
+      torus: smallest size of a dimension with wrap-around links; 0: none.
     """
 
     name: str
@@ -81,18 +81,18 @@ CHIPS: dict[str, Chip] = {
     "TPU v5 lite": Chip("v5e", 197e12, 1.5e9, 15.75 * 2**30, 8.1e11, 9.0e10, 16),
     "TPU v6 lite": Chip("v6e", 918e12, 1.75e9, 31.25 * 2**30, 1.6e12, 1.8e11, 16),
 }
-"""Chips by what JAX calls them.
+"""Chips by their name in JAX.
 
-Sources: the system architecture pages of Cloud TPU for v5p, v5e and v6e; the clock is the
-compiler's own.
+Sources: the system architecture pages of Cloud TPU for v5p, v5e and v6e; the clock is that of the
+    compiler.
 """
 
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
-"""Axes of a mesh, from the outermost, whose devices exchange least, to the innermost."""
+"""Axes of a mesh, from the outermost (least communication) to the innermost."""
 
 _ROWS = 3
-# A mesh always has these, for what reads a mesh names them.
+# Every mesh has these axes, because other code refers to them.
 _ALWAYS = ("data", "fsdp", "tensor")
 
 
@@ -120,7 +120,7 @@ def shape_of(config: MeshConfig, num_devices: int, num_slices: int = 1) -> dict[
 
 
 def _fits(sizes: dict[str, int], num_devices: int, num_slices: int) -> str:
-    """Meshes that fit, nearest first to what was asked for."""
+    """Meshes that fit, the most similar first."""
     kept = math.prod(sizes[axis] for axis in ("expert", "context"))
     found = []
     for fsdp, tensor in itertools.product(_divisors(num_devices), repeat=2):
@@ -138,10 +138,10 @@ def _divisors(number: int) -> list[int]:
 
 
 def fsdp_for(state_bytes: float, device_bytes: float, num_devices: int) -> int:
-    """Devices that split parameters and optimiser state when nothing is said.
+    """The default number of devices that split parameters and optimiser state.
 
-    The fewest that leave three quarters of a device's memory to everything else: gradients have
-    to be summed over the others anyway, and parameters that lie whole need not be gathered.
+    It is the smallest number that leaves three quarters of a device's memory free: gradients are
+    summed over the other devices anyway, and replicated parameters need no gather.
     """
     if device_bytes <= 0:
         return 1
@@ -178,7 +178,7 @@ def _in_slice(devices: list[Any], sizes: list[int], names: list[str]) -> np.ndar
 
 
 def _feeds_in_order(mesh: np.ndarray, names: list[str]) -> bool:
-    """Whether every process holds one run of consecutive rows."""
+    """Whether every process holds consecutive rows."""
     num_split = sum(name in AXES[:_ROWS] for name in names)
     rows = mesh.reshape(math.prod(mesh.shape[:num_split]), -1)
     held: dict[int, set[int]] = defaultdict(set)
@@ -195,7 +195,7 @@ def _is_run(places: Iterable[int]) -> bool:
 
 _NAME = re.compile(r"(v[0-9]+[a-z]*):([0-9]+(?:x[0-9]+){1,2})(?:\*([0-9]+))?")
 
-# What libtpu would otherwise ask of the machine it finds itself on.
+# Values that libtpu would otherwise query from the machine.
 _ALONE = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
@@ -207,13 +207,13 @@ _ALONE = {
 def topology_devices(name: str) -> list[Any]:
     """The devices of a topology of TPUs, such as ``v5p:8x8x8`` or, for two slices, ``v5e:4x4*2``.
 
-    Programs compile for them, and cannot run. Call it before the first array is made: this process
-    computes on CPUs from then on.
+    Programs can be compiled for them but not run. Call it before the first array is created;
+    afterwards this process computes on CPUs.
     """
     found = _NAME.fullmatch(name)
     if found is None:
         raise ValueError(
-            f"--topology={name} is no topology; write the kind and the shape, such as v5e:4x4, "
+            f"--topology={name} is not a topology; write the kind and the shape, such as v5e:4x4, "
             "v5p:8x8x8 or, for two slices, v5p:4x4x4*2"
         )
     if importlib.util.find_spec("libtpu") is None:
@@ -231,7 +231,7 @@ def topology_devices(name: str) -> list[Any]:
     except Exception as error:  # noqa: BLE001 - libtpu has no error of its own
         reason = " ".join(str(error).split()).removeprefix("INVALID_ARGUMENT: ")
         raise ValueError(
-            f"--topology={name} is not known to the TPU compiler ({reason}); use such as v5e:4x4, "
+            f"--topology={name} is not known to the TPU compiler ({reason}); use v5e:4x4, "
             "v5e:16x16, v5p:4x4x4 or v5p:8x8x8"
         ) from None
     return list(topology.devices)

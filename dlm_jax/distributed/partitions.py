@@ -1,12 +1,12 @@
-"""How arrays lie on a mesh: a partition for each parameter by its path, and for each activation.
+"""Sharding on a mesh: a partition for each parameter by its path, and for each activation.
 
 ``data`` splits the batch; ``fsdp`` splits the batch too, and the parameters with their optimiser
 state; ``tensor`` splits the matrices inside a layer, ``expert`` the experts of a layer that has
 some, and the batch elsewhere; ``context`` splits the positions of a row.
 
-By default the compiler carries the split of the parameters over to what is computed from them. With
-``fsdp`` it splits hidden vectors by feature, every chip holds all rows, and each product ends in a
-sum over all chips. So every activation that a layer returns is pinned to its place.
+By default the compiler propagates the sharding of the parameters. With ``fsdp`` it would split
+hidden vectors by feature, so that every chip holds all rows and each product ends in a sum over all
+chips. Therefore every activation that a layer returns has a sharding constraint.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ PLACES: dict[str, P] = {
     "keys": P(ROWS, None, "tensor", None),
     # [B, L, F]: inside an MLP.
     "inner": P(ROWS, "context", "tensor"),
-    # [B, L, ...]: what the loss reads and returns; the chips that share a row deal out its
+    # [B, L, ...]: inputs and outputs of the loss; the chips that share a row split its
     # positions.
     "losses": P(ROWS, ("context", "tensor")),
-    # [B, L]: tokens, whose rows of the embedding table are looked up where they lie.
+    # [B, L]: tokens, which are embedded in place.
     "tokens": P(ROWS, "context"),
     # [B, ...]: tokens, lengths and figures by row.
     "rows": P(ROWS),
 }
-"""Partition of each kind of activation: the one place that says where they live."""
+"""Partition of each kind of activation."""
 
 
 def fitting(spec: P, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
@@ -61,9 +61,9 @@ def fitting(spec: P, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
 
 
 def pin(x: jax.Array, kind: str) -> jax.Array:
-    """`x`, and its gradient, in the place that `PLACES` names for this kind of activation."""
+    """`x`, and its gradient, with the partition that `PLACES` has for this kind of activation."""
     if kind not in PLACES:
-        raise ValueError(f"activation {kind!r} has no place; add it to PLACES")
+        raise ValueError(f"activation {kind!r} has no partition; add it to PLACES")
     mesh = mesh_in_use()
     if mesh is None:
         return x
@@ -71,9 +71,9 @@ def pin(x: jax.Array, kind: str) -> jax.Array:
 
 
 def on_own_rows(compute: Callable[..., Any], *rows: Any) -> Any:
-    """``compute(*rows)`` of pytrees of rows, on every device for its own of them.
+    """``compute(*rows)`` of pytrees of rows, on every device for its own rows.
 
-    Every leaf begins with the axis of the rows, or with as many parts as the rows have.
+    The first axis of every leaf is that of the rows, or of the parts of the rows.
     """
     mesh = mesh_in_use()
     if mesh is None:
@@ -88,12 +88,12 @@ def on_own_share(
 ) -> jax.Array:
     """``compute(params, *arrays)`` on every device for its own share of the arrays.
 
-    The parameters that `compute` reads are gathered once, whatever loops it runs over them, and
-    their gradient is summed over the devices once, in their own type.
+    The parameters that `compute` reads are gathered once, outside its loops, and their gradient is
+    summed over the devices once, in their own dtype.
 
     Args:
-      compute: treats what `kind` splits independently; its result is split as its arrays are.
-      params: any of them; those it does not read stay where they are.
+      compute: independent along the axes that `kind` splits; its result is split as its arrays.
+      params: all parameters; those that it does not read are not moved.
       arrays: with the same leading dimensions, those that `kind` splits.
       kind: of the arrays and of the result, a name in `PLACES`.
     """
@@ -118,9 +118,9 @@ def on_own_share(
 
 
 def _with_trivial(spec: P, mesh: Mesh | AbstractMesh) -> P:
-    """`spec` with the axes of one device, over which gradients would be summed if it left them out.
+    """`spec` with all axes of size one, over which gradients would otherwise be summed.
 
-    Such sums move nothing, and stand in the way of what the compiler fuses.
+    Such sums move no data but prevent fusion.
     """
     first = spec[0] if spec else None
     named = (first,) if isinstance(first, str) else tuple(first or ())
@@ -150,17 +150,18 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"blocks/.*/(query|key|value)/bias$", P(None, "tensor")),
     (r"blocks/.*/expert_(gate|up)$", P(None, "expert", "fsdp", "tensor")),
     (r"blocks/.*/expert_down$", P(None, "expert", "tensor", "fsdp")),
-    # Small: every device holds all of them.
+    # Small, hence replicated.
     (r"blocks/.*/router(/kernel|_bias)$", P()),
     (r"(^|/)adapters/", P()),
     (r"(sampler|scorer)_head/inner/kernel$", P("fsdp", "tensor")),
     (r"sampler_head/out/kernel$", P("tensor", "fsdp")),
     (r"(critic|scorer)_head/out/kernel$", P()),
     (r"(^|/)(norm|\w+_norm)/(scale|bias)$", P()),
-    # Other heads are small: every device holds all of them.
+    # Other heads are small, hence replicated.
     (r"(^|/)\w+_head/", P()),
 )
-"""Path pattern and partition, first match wins. Optimiser moments end in the same paths."""
+"""Path pattern and partition; the first match wins. Paths of optimiser moments end in the same
+way."""
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -187,9 +188,9 @@ def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
 
 
 def share_of_batch(sharding: NamedSharding, batch_size: int) -> tuple[int, int]:
-    """(index, count): this process feeds share `index` of the batch, cut into `count` equal ones.
+    """(index, count): this process feeds share `index` of `count` equal shares of the batch.
 
-    Processes that split only parameters or matrices between them feed the same share.
+    Processes that split only parameters or matrices feed the same share.
     """
     spans = sharding.addressable_devices_indices_map((batch_size,)).values()
     starts = {(span or (slice(None),))[0].indices(batch_size)[:2] for span in spans}

@@ -1,12 +1,12 @@
-"""Agreement between the processes of one run.
+"""Agreement between the processes of one run, and detection of lost processes.
 
-No host of a run waits for one that is gone: each says that it lives, and hears who does not.
+No host of a run waits for a lost one: every process sends a heartbeat.
 
-Collectives wait for ever for a host that was lost. So every process leaves a growing number with
-JAX's coordination service. Process 0 reads all of them; the others read its number and its verdict.
-Whoever finds a process lost, or gone with an error, ends its own with one line and `EXIT_LOST`, so
-that the scheduler starts the job again. Of the loss of process 0 itself, with which the service
-ends, it is jaxlib that hears at once, and it ends the others with lines of its own.
+Collectives wait forever for a lost host. So every process writes a growing number to JAX's
+coordination service. Process 0 reads all of them; the others read its number and its verdict. A
+process that detects the loss or failure of another one prints one line and exits with `EXIT_LOST`,
+so that the scheduler restarts the job. If process 0 is lost, the service ends with it, and jaxlib
+ends the other processes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from jax.experimental import multihost_utils
 
 
 def on_first_process(decide: Callable[[], Any]) -> Any:
-    """What ``decide`` gave on process 0, on every process; what it raised, raised on every one.
+    """The result of ``decide`` on process 0, on every process; an error is raised on every process.
 
-    Every process must call it at the same point; none returns before process 0 has decided. The
-    result must be JSON. An error arrives on the other processes as `ValueError`.
+    Every process must call it at the same point; it returns after process 0 has decided. The result
+    must be JSON. Other processes raise an error of process 0 as `ValueError`.
     """
     if jax.process_count() == 1:
         return decide()
@@ -54,7 +54,7 @@ def on_first_process(decide: Callable[[], Any]) -> Any:
 
 
 def totals(counts: np.ndarray, share: tuple[int, int]) -> np.ndarray:
-    """The sum of integers over the shares of all processes, the same on each of them.
+    """The sum of integers over the shares of all processes, on each of them.
 
     Every process must call it at the same point.
     """
@@ -66,10 +66,10 @@ def totals(counts: np.ndarray, share: tuple[int, int]) -> np.ndarray:
 
 
 def gathered(value: Any) -> list[Any]:
-    """What each process gave, on every process; in the order of the processes.
+    """The values of all processes, in order, on every process.
 
-    Every process must call it at the same point. The values are pickled: use it between the
-    processes of one program only.
+    Every process must call it at the same point. The values are pickled, so use it within one
+    program only.
     """
     if jax.process_count() == 1:
         return [value]
@@ -82,7 +82,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def check_same_everywhere(facts: dict[str, Any]) -> None:
-    """Refuses, on every process, what differs between processes.
+    """Raises on every process if values differ between processes.
 
     Every process must call it at the same point.
     """
@@ -106,10 +106,10 @@ def check_same_everywhere(facts: dict[str, Any]) -> None:
 
 
 EXIT_LOST = 75
-"""Exit code of a process that ends because another one was lost: that of a temporary failure."""
+"""Exit code of a process that ends because another one was lost (a temporary failure)."""
 
 PATIENCE = 25.0
-"""Seconds without a sign of life after which a process counts as lost."""
+"""Seconds without a heartbeat after which a process counts as lost."""
 
 _INTERVAL = 1.0
 _DONE = "done"
@@ -118,7 +118,7 @@ _ALIVE, _VERDICT = "dlm_jax/alive", "dlm_jax/verdict"
 
 
 class Watch:
-    """The watch of one process over the others; a thread from `start` on."""
+    """Monitors the other processes, in a thread after `start`."""
 
     def __init__(self, client: Any):
         self._client = client
@@ -131,11 +131,11 @@ class Watch:
         self._thread.start()
 
     def done(self) -> None:
-        """Tells the others that this process has ended as it should."""
+        """Reports the normal end of this process to the others."""
         self._leave(_DONE)
 
     def left(self, code: int) -> None:
-        """Tells the others that this process ends with an error, and waits until they know."""
+        """Reports the failure of this process to the others and waits until they have read it."""
         self._leave(f"{_LEFT} {code}")
         if self._me == 0:
             self._tell(f"process 0 ended with code {code}")
@@ -156,7 +156,7 @@ class Watch:
 
     def _watch(self) -> None:
         while not self._state:
-            # The service fails only with process 0, and then jaxlib ends this process.
+            # The service fails only if process 0 is lost; jaxlib then ends this process.
             with contextlib.suppress(Exception):
                 self._say()
                 verdict = self._found() if self._me == 0 else self._heard()
@@ -165,7 +165,7 @@ class Watch:
             time.sleep(_INTERVAL)
 
     def _found(self) -> str:
-        """Which process is lost, as process 0 sees it; empty if none is."""
+        """The loss that process 0 has detected; empty if there is none."""
         signs = dict(self._client.key_value_dir_get(_ALIVE))
         for process in range(1, self._count):
             reason = self._judged(process, signs.get(f"{_ALIVE}/{process}", ""))
@@ -174,7 +174,7 @@ class Watch:
         return ""
 
     def _heard(self) -> str:
-        """What process 0 found, or that it gives no sign of life itself."""
+        """The verdict of process 0, or the loss of process 0 itself."""
         with contextlib.suppress(Exception):
             return self._client.key_value_try_get(_VERDICT)
         sign = ""
@@ -183,7 +183,7 @@ class Watch:
         return self._judged(0, sign)
 
     def _judged(self, process: int, sign: str) -> str:
-        """Why a process that gave this sign counts as lost; empty if it does not."""
+        """The reason why a process with this heartbeat counts as lost; empty if it does not."""
         if sign == _DONE:
             return ""
         if sign.startswith(_LEFT):
@@ -193,7 +193,7 @@ class Watch:
         if sign != before:
             self._seen[process] = (sign, now)
         elif now - since > PATIENCE:
-            return f"process {process} gave no sign of life for {PATIENCE:.0f} s"
+            return f"process {process} sent no heartbeat for {PATIENCE:.0f} s"
         return ""
 
     def _end(self, verdict: str) -> None:
@@ -203,7 +203,7 @@ class Watch:
         )
         sys.stderr.flush()
         if self._me == 0:
-            # The service ends with this process: the others must hear before.
+            # The service ends with this process, so the others must read the verdict before.
             self._tell(verdict)
             time.sleep(5 * _INTERVAL)
         os._exit(EXIT_LOST)
@@ -211,10 +211,10 @@ class Watch:
 
 @contextlib.contextmanager
 def together(end_of: Callable[[Exception], int]) -> Iterator[None]:
-    """Inside, no process of several waits for one that is gone; nothing for a lone process.
+    """A context in which no process waits for a lost one; no effect in a single process.
 
-    An exception that leaves it ends the process there, without the farewell of JAX, which would
-    wait for the others; one that a lost process caused ends it as that does.
+    An exception that leaves the context ends the process at once, without the shutdown barrier of
+    JAX, which would wait for the others. If a lost process caused it, the exit code is `EXIT_LOST`.
     """
     if jax.process_count() == 1:
         yield
@@ -229,7 +229,7 @@ def together(end_of: Callable[[Exception], int]) -> Iterator[None]:
         watch.left(code)
         os._exit(code)
     except Exception as error:
-        # If a lost process is the cause, the watch finds it and ends this one.
+        # If a lost process is the cause, the watch detects it and ends this process.
         time.sleep(PATIENCE + 10 * _INTERVAL)
         code = end_of(error)
         _flush()

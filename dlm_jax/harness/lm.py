@@ -1,13 +1,12 @@
-"""``lm_eval --model dlm_jax``: a model of this library as lm-evaluation-harness calls it.
+"""``lm_eval --model dlm_jax``: the model class for lm-evaluation-harness.
 
-Likelihoods of diffusion models are bounds, each the mean over a stated number of draws of masks
-that are seeded by the request; those of causal models are exact. Every result is the same bit for
-bit whatever the batch size, and in whatever order requests come.
+Likelihoods of diffusion models are bounds, each the mean over a number of mask draws that are
+seeded by the request; those of causal models are exact. Results do not depend on the batch size or
+on the order of requests, bit for bit.
 
-A pair runs in a program of a fixed number of rows, whatever runs beside it, on the canvas that its
-own length asks for. Draws come in pairs of opposites: the first hides the first k tokens of a
-random order, the second all that are not hidden before the last of these, so that together they
-show each token behind as many others as they hide it behind.
+A pair runs in a program with a fixed number of rows, on a canvas that depends on its length only.
+Draws come in antithetic pairs of one random order: the first hides the first k tokens, the second
+hides the k-th and all later ones.
 """
 
 from __future__ import annotations
@@ -38,25 +37,25 @@ from dlm_jax.types import Network, Params
 
 
 class Pair(NamedTuple):
-    """A row of tokens, int32 ``[n]``, of which those behind the first `given` are scored."""
+    """A row of tokens, int32 ``[n]``; tokens after the first `given` are scored."""
 
     ids: np.ndarray
     given: int
 
     def seed(self, seed: int, *more: object) -> np.ndarray:
-        """Four words of randomness that depend on the request and `seed` alone, uint32 ``[4]``."""
+        """Four random words that depend only on the request and `seed`, uint32 ``[4]``."""
         told = f"{seed} {self.given} {more}".encode() + self.ids.astype("<i4").tobytes()
         return np.frombuffer(hashlib.sha256(told).digest()[:16], "<u4")
 
 
 def pair_of(model: Model, context: str, continuation: str, *, is_chat: bool = False) -> Pair:
-    """A continuation behind its context, of which as much is kept as the canvas holds.
+    """A continuation with its context, which is cut on the left to fit the canvas.
 
-    Spaces at the end of the context belong to the continuation, as lm-evaluation-harness has it.
+    Spaces at the end of the context belong to the continuation, as in lm-evaluation-harness.
     """
     encode = model.tokenizer.encode
     if is_chat:
-        # What follows a template's header stands alone.
+        # The text after a template's header is tokenised separately.
         return _fitted(model, encoded(model, context, is_chat=True), encode(continuation))
     kept = context.rstrip()
     continuation = context[len(kept) :] + continuation
@@ -89,7 +88,7 @@ def _fitted(model: Model, given: np.ndarray, rest: np.ndarray) -> Pair:
 
 
 def windows_of(model: Model, text: str) -> list[Pair]:
-    """A whole text in windows that score each token once; the last has all the context it can."""
+    """Windows of a text that score each token once; the last has the most context."""
     ids = model.tokenizer.encode(text).astype(np.int32)
     if not ids.size:
         raise ValueError("the text is empty; give one to score")
@@ -103,7 +102,7 @@ def windows_of(model: Model, text: str) -> list[Pair]:
 
 _LENGTH = 256
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names of a length, of which the first that is given counts, as lm-evaluation-harness has it."""
+"""Names of the length in order of precedence, as in lm-evaluation-harness."""
 
 _READ = ("do_sample", "until", *_LENGTHS, "temperature")
 
@@ -120,28 +119,28 @@ _WITHOUT_COUNTERPART = frozenset((
     "skip_special_tokens", "spaces_between_special_tokens", "suppress_tokens", "synced_gpus",
     "top_h", "use_beam_search", "use_cache",
 ))  # fmt: skip
-"""Generation arguments of other models that no row of this library has; a setting is none."""
+"""Generation arguments of other models without a counterpart here."""
 
 _ON_BY_DEFAULT = ("skip_special_tokens", "spaces_between_special_tokens", "use_cache")
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Whether a generation argument has the value at which it changes nothing."""
+    """Whether a generation argument has its neutral value."""
     if isinstance(value, bool):
         return value is (name in _ON_BY_DEFAULT)
     return value in (None, 0, 1, "")
 
 
 class Asked(NamedTuple):
-    """A text that is asked for.
+    """A requested text.
 
     Attributes:
-      context: that it follows.
-      until: texts that end it, which it does not hold.
-      length: new tokens at most; None: as many as lm-evaluation-harness has, 256.
+      context: text before it.
+      until: texts that end it; they are not part of it.
+      length: limit of new tokens; None: 256, as in lm-evaluation-harness.
       settings: of the row.
-      is_chat: whether names of specials in the context stand for them.
-      unread: generation arguments of other models that would change the text of those.
+      is_chat: whether names of special tokens in the context stand for them.
+      unread: ignored generation arguments that would have an effect in other models.
     """
 
     context: str
@@ -153,10 +152,9 @@ class Asked(NamedTuple):
 
 
 def asked_of(context: str, given: Mapping[str, Any], *, is_chat: bool = False) -> Asked:
-    """What a request of lm-evaluation-harness asks for.
+    """Parses a request of lm-evaluation-harness.
 
-    ``do_sample`` false, which is the default, means temperature 0; every setting may stand beside
-    it by its name.
+    ``do_sample`` false, the default, means temperature 0. Other settings may be given by name.
     """
     until = given.get("until") or ()
     until = (until,) if isinstance(until, str) else until
@@ -191,7 +189,7 @@ def texts(
     batch_size: int,
     seed: int,
 ) -> list[str]:
-    """The texts, the same in any order and with any batch size; `slots` rows make a program."""
+    """The texts, independent of order and batch size; a program has `slots` rows."""
     found = {place: "" for place, one in enumerate(asked) if one.length == 0}
     requests = {
         place: _request(model, one, common, seed, place)
@@ -250,7 +248,7 @@ Row = tuple[Pair, np.ndarray]
 def masks_of(pair: Pair, num_draws: int, seed: int, block_length: int = 0) -> np.ndarray:
     """Masks of a pair, bool ``[draws, n]``; a single one where one token is scored.
 
-    Those of a block-causal model are drawn for each block alone.
+    For a block-causal model they are drawn for each block separately.
     """
     n = pair.ids.size
     places = np.arange(pair.given, n)
@@ -261,7 +259,7 @@ def masks_of(pair: Pair, num_draws: int, seed: int, block_length: int = 0) -> np
     rng = np.random.Generator(np.random.Philox(key=pair.seed(seed).view("<u8")))
     masks = np.zeros((num_draws, n), bool)
     for block in blocks:
-        # Levels are spread evenly, as many draws as there are pairs of opposites.
+        # Levels are spaced evenly over the antithetic pairs.
         pairs = -(-num_draws // 2)
         levels = (rng.random() + np.arange(pairs) / pairs) % 1.0
         for number, level in enumerate(levels):
@@ -277,17 +275,16 @@ class Likelihoods:
     """Likelihoods under one model.
 
     Args:
-      model: a diffusion model, of which they are bounds, or a causal one, of which they are exact.
+      model: a diffusion model (bounds) or a causal one (exact).
       num_draws: masks of each pair.
-      batch_size: rows that a call of a program computes, up to `ROWS`; what it has beyond them is
-        padding.
+      batch_size: rows per call, up to `ROWS`; the remaining rows of the program are padding.
       seed: of the masks.
     """
 
     def __init__(self, model: Model, *, num_draws: int = 32, batch_size: int = ROWS, seed: int = 0):
         if model.network.scorer is not None:
             raise ValueError(
-                "the model is a sequence scorer, which has no likelihood; load another"
+                "the model is a sequence scorer, which has no likelihood; load a language model"
             )
         if not 1 <= num_draws <= 1 << 16:
             raise ValueError(f"num_draws={num_draws} is outside [1, 65536]; use 32, say")
@@ -315,7 +312,7 @@ class Likelihoods:
         return np.array([float(np.mean(some)) for some in np.split(found, ends[:-1])])
 
     def are_greedy(self, pairs: Sequence[Pair]) -> list[bool]:
-        """Whether each pair is what the model writes at temperature 0, the surest token first.
+        """Whether the model writes each pair at temperature 0, most confident token first.
 
         A causal model writes from left to right.
         """
@@ -338,7 +335,7 @@ class Likelihoods:
         return is_greedy
 
     def _batches(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], tuple[np.ndarray, ...]]]:
-        """Places of rows that run together, and the arrays of their program."""
+        """Indices of rows that run together, and the arrays of their program."""
         sizes: dict[int, list[int]] = {}
         for place, (pair, _) in enumerate(rows):
             size = canvas_size(pair.ids.size, is_shared=True)
@@ -374,7 +371,7 @@ def _costs(network: Network, mask_id: int, is_causal: bool) -> Callable[..., jax
 
 @functools.lru_cache(maxsize=16)
 def _guesses(network: Network, mask_id: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Likeliest id at each position, and how likely it is."""
+    """The most likely id at each position, and its probability."""
 
     def run(
         params: Params, tokens: jax.Array, length: jax.Array, given: jax.Array, masked: jax.Array
@@ -398,7 +395,7 @@ def _guesses(network: Network, mask_id: int) -> Callable[..., tuple[jax.Array, j
 
 
 Instances = Sequence[Any]
-"""Requests of lm-evaluation-harness, each with what is asked as ``args``."""
+"""Requests of lm-evaluation-harness, each with its arguments in ``args``."""
 
 
 def __getattr__(name: str) -> Any:
@@ -418,15 +415,15 @@ class Evaluated:
     """A model of dlm_jax with the methods that lm-evaluation-harness calls.
 
     Args:
-      checkpoint: as of `dlm_jax.load`; the model that ships if not given.
+      checkpoint: as in `dlm_jax.load`; the shipped model by default.
       draws: masks of each likelihood.
-      batch_size: rows that run at once, up to 32; "auto" is 32. It changes no result.
+      batch_size: rows that run at once, up to 32; "auto" is 32. It does not affect results.
       seed: of masks and texts.
-      dtype: as of `dlm_jax.load`.
-      preset: name of a loop that comes with the model.
+      dtype: as in `dlm_jax.load`.
+      preset: name of a preset of the model.
       model: a loaded model, in place of `checkpoint`.
-      max_batch_size: not read.
-      device: not read: JAX chooses it.
+      max_batch_size: ignored.
+      device: ignored; JAX chooses it.
       **settings: of generated texts, by name (docs/settings.md).
     """
 
@@ -456,7 +453,7 @@ class Evaluated:
         )
 
     def loglikelihood(self, requests: Instances) -> list[tuple[float, bool]]:
-        """Of each continuation behind its context, and whether the model would write it."""
+        """The log-likelihood of each continuation, and whether the model would write it."""
         pairs = [pair_of(self.model, *request.args, is_chat=self._is_chat) for request in requests]
         nats = self._likelihoods.nats(pairs)
         found = list(zip((-nats).tolist(), self._likelihoods.are_greedy(pairs), strict=True))
@@ -464,7 +461,7 @@ class Evaluated:
         return found
 
     def loglikelihood_rolling(self, requests: Instances) -> list[float]:
-        """Of whole texts, in windows of the model's canvas, each token scored once."""
+        """The log-likelihood of whole texts, in windows of the model's canvas."""
         windows = [windows_of(self.model, request.args[0]) for request in requests]
         nats = self._likelihoods.nats([pair for some in windows for pair in some])
         ends = np.cumsum([len(some) for some in windows])
@@ -473,7 +470,7 @@ class Evaluated:
         return found
 
     def generate_until(self, requests: Instances) -> list[str]:
-        """Texts behind their contexts, each in a row that ends at the first of its stops."""
+        """Texts after their contexts; each row ends at the first of its stops."""
         asked = []
         for place, request in enumerate(requests):
             try:
@@ -481,7 +478,7 @@ class Evaluated:
             except ValueError as error:
                 raise ValueError(f"request {place}: {error}") from None
         for name, value in {n: v for one in asked for n, v in one.unread.items()}.items():
-            told = f"{name}={value!r} means nothing to a diffusion model; it is not read"
+            told = f"{name}={value!r} has no effect on a diffusion model; it is ignored"
             print(told, file=sys.stderr)
         found = texts(
             self.model, asked, common=self._settings, slots=ROWS, batch_size=self._batch_size,
@@ -502,14 +499,14 @@ class Evaluated:
         return f"dlm_jax-{hashlib.sha256(told).hexdigest()[:16]}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Its chat template; empty if it is not to be applied."""
+        """The chat template; empty if it is not applied."""
         return self._chat.source if chat_template else ""
 
     def get_model_info(self) -> Mapping[str, Any]:
         return {"model_max_length": self.model.max_length, "model_family": self.model.family}
 
     def _keep(self, kind: str, requests: Instances, found: Sequence[Any]) -> None:
-        """Tells the harness's cache, if there is one."""
+        """Updates the cache of the harness, if there is one."""
         if (hook := getattr(self, "cache_hook", None)) is not None:
             for request, one in zip(requests, found, strict=True):
                 hook.add_partial(kind, request.args, one)

@@ -1,4 +1,4 @@
-"""The forms of attention off CPU: kernels that never hold all scores, and the plain formula."""
+"""Attention on accelerators: kernels that never store all scores, and the plain formula."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from dlm_jax.model.kernels import cpu
 from dlm_jax.types import Window, live_positions
 
 MaySee = Callable[[Any, Any], Any]
-"""``(query places, key places) -> True`` where a query may see a key, whatever the row's length.
+"""``(query positions, key positions) -> True`` where a query may attend to a key.
 
-A module-level function, or a frozen dataclass with ``__call__``: it is compiled in, compared and
-hashed. It must work on NumPy and on JAX integers that broadcast, and let every query see a key.
+It is static, hence a module-level function or a frozen dataclass with ``__call__``. It must accept
+NumPy and JAX integers that broadcast, and allow every query at least one key. The length of the row
+is applied separately.
 """
 
 SAVED = "attention"
-"""What rematerialisation may keep by name: the output of attention, and what its kernel needs."""
+"""Names that rematerialisation may keep: the output of attention, and residuals of its kernel."""
 
-# Below it a TPU's own fusions are as good as the kernel, whose blocks have at least 128 positions.
+# Below it XLA's fusions are as fast as the kernel, whose blocks have at least 128 positions.
 _LEAST_FOR_SPLASH = 256
-# Scores per device that the plain form holds at a time.
+# Scores per device that the plain form stores at a time.
 _MAX_SCORES = 2**28
 
 
@@ -70,11 +71,11 @@ def attention(
     *,
     may_see: MaySee | None = None,
 ) -> jax.Array:
-    """Attention output ``[B, L, H, K]`` of queries to the keys that live and that they may see.
+    """Attention output ``[B, L, H, K]`` over the live keys that each query may see.
 
-    On a TPU by the splash kernel, on a GPU in half precision by cuDNN's, and otherwise by the plain
-    formula. The keys may be those of several streams of the rows, one behind the other; then
-    `may_see` tells them apart.
+    It uses the splash kernel on a TPU, cuDNN on a GPU in half precision, and otherwise the plain
+    formula. The keys may be those of several concatenated streams of the rows, which `may_see`
+    distinguishes.
     """
     num_positions, platform = q_BLHK.shape[1], devices.platform()
     # A row of length 0 sees its first key, which keeps it finite.
@@ -82,10 +83,10 @@ def attention(
     is_live_BM = jnp.tile(is_live_BL, (1, k_BMGK.shape[1] // num_positions))
     given = (q_BLHK, k_BMGK, v_BMGK, is_live_BM)
     if platform == "tpu" and num_positions >= _LEAST_FOR_SPLASH:
-        # Where there is no TPU, importing Pallas would cost every program a third of a second.
+        # Imported here, because importing Pallas takes a third of a second.
         from dlm_jax.model.kernels.splash import splash_attention
 
-        # It saves what it returns itself: a name out here would keep the same twice.
+        # The kernel names its output itself; a name here would keep it twice.
         return splash_attention(*given, may_see=may_see, saved=SAVED)
     is_half = q_BLHK.dtype in (jnp.bfloat16, jnp.float16)
     if platform == "gpu" and is_half and q_BLHK.shape[-1] % 8 == 0 and may_see in (None, causal):
@@ -124,9 +125,9 @@ def plain_attention(
     *,
     may_see: MaySee | None = None,
 ) -> jax.Array:
-    """`attention` by its formula, for some queries at a time where all scores would not fit.
+    """`attention` by its formula, in slices of queries if the scores do not fit.
 
-    Those of one such slice are computed again in the backward pass.
+    The scores of a slice are recomputed in the backward pass.
     """
     num_rows, num_positions, num_heads, _ = q_BLHK.shape
     key_M = jnp.arange(k_BMGK.shape[1])
@@ -151,7 +152,7 @@ def plain_attention(
 def rotary_angles(num_positions: int, head_size: int, theta: float) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines of the rotary angles, each float32 ``[L, K/2]``.
 
-    Position ``l`` turns pair ``i`` by ``l * theta ** (-2i / K)`` (Su et al. 2021, equation 15).
+    Position ``l`` rotates pair ``i`` by ``l * theta ** (-2i / K)`` (Su et al. 2021, equation 15).
     """
     frequencies = theta ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
     angles = jnp.arange(num_positions, dtype=jnp.float32)[:, None] * frequencies[None, :]
@@ -159,7 +160,7 @@ def rotary_angles(num_positions: int, head_size: int, theta: float) -> tuple[jax
 
 
 def turned(x_BLHK: jax.Array, cos_LK: jax.Array, sin_LK: jax.Array) -> jax.Array:
-    """Queries or keys turned by their position, as far into each head as there are angles."""
+    """Queries or keys rotated by their position; dimensions without an angle are unchanged."""
     size = 2 * cos_LK.shape[-1]
     if size == x_BLHK.shape[-1]:
         return cpu.rotate(x_BLHK, cos_LK, sin_LK)
@@ -178,8 +179,8 @@ def attend(
     """Attention output ``[B, L, H, K]``, where keys at or beyond ``length_B`` are invisible.
 
     Heads share the ``G`` key/value heads in consecutive groups. Outputs at positions beyond the
-    length are finite and meaningless. The devices in use decide how it is computed: on a CPU in the
-    order of work that suits it, elsewhere see `dlm_jax.model.attention.attention`.
+    length are finite and meaningless. The implementation follows the devices in use: the forms of
+    `dlm_jax.model.kernels.cpu`, or `dlm_jax.model.attention.attention`.
     """
     if platform() != "cpu":
         may_see = causal if is_causal else None
@@ -215,14 +216,14 @@ def attend_beside_clean(
     *,
     block_length: int,
 ) -> jax.Array:
-    """Attention of two streams of the same rows, the first half of them noisy, the second clean.
+    """Attention of two streams of the same rows, the first noisy, the second clean.
 
     A noisy position sees the noisy ones of its own block, and the clean ones of the blocks before;
     a clean position the clean ones of its own block and those before (Arriola et al. 2025, Block
     diffusion, section 3.1).
 
     Args:
-      q_BLHK: of both streams, one behind the other along the rows: ``[2 B, L, H, K]``.
+      q_BLHK: of both streams, concatenated along the rows: ``[2 B, L, H, K]``.
       k_BLGK: likewise, ``[2 B, L, G, K]``.
       v_BLGK: likewise.
       length_B: of the rows of one stream.
@@ -254,9 +255,9 @@ def seen_keys(
     block_length: int,
     num_shared: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """What the positions `place_BW` of a window see of a canvas, and of themselves.
+    """Attention biases of the positions `place_BW` of a window to the canvas, and to the window.
 
-    Biases ``[B, 1, N or 1, L]`` and ``[B, 1, N or 1, W]``, as `shared_bias` hides what they do not.
+    ``[B, 1, N or 1, L]`` and ``[B, 1, N or 1, W]``, with hidden keys as in `shared_bias`.
     """
     place_1L = jnp.arange(num_positions)[None]
     begin_B1, end_B1, length_B1 = window.begin_N[:, None], window.end_N[:, None], length_B[:, None]
@@ -277,9 +278,9 @@ def attend_beside_kept(
     own_BGWK: tuple[jax.Array, jax.Array],
     seen: tuple[jax.Array, jax.Array],
 ) -> jax.Array:
-    """Attention output ``[B, W, H, K]`` of a window to keys and values that are kept, and its own.
+    """Attention output ``[B, W, H, K]`` of a window to cached keys and values, and to its own.
 
-    One softmax over both; neither is copied beside the other. Products are accumulated in float32.
+    One softmax over both, without concatenating them. Products accumulate in float32.
     """
     q_BGNK = cpu.grouped(q_BWHK, own_BGWK[0].shape[1])
     pairs = tuple(zip((kept_BGLK, own_BGWK), seen, strict=True))

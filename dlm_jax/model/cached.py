@@ -1,11 +1,11 @@
-"""The Transformer in pieces: whole rows and windows of them, with keys and values that are kept.
+"""The Transformer on whole rows and on windows of rows, with cached keys and values.
 
-What is kept has one leaf for keys and one for values, ``[B, depth, L, G, K]`` in the compute dtype:
-``2 depth B L G K`` numbers. That is the order in which pieces are made; in any other, and unless it
-is held to this one, the compiler for TPUs turns all that is kept at every step. On a CPU, where
-layers are unrolled, each layer has leaves of its own, ``[B, G, L K]``, which are then read where
-they lie, for the same reason. Where predictions are shifted, what the trunk said of each position
-is kept too, ``[B, L, D]``: the first position of a window is predicted by the one before it.
+The cache has one leaf for keys and one for values, ``[B, depth, L, G, K]`` in the compute dtype:
+``2 depth B L G K`` numbers. Pieces are computed in this layout; without a constraint on it, the TPU
+compiler transposes the whole cache at every step. On a CPU, where layers are unrolled, each layer
+has its own leaves, ``[B, G, L K]``, which are read in place. With shifted predictions, the hidden
+vectors of all positions are kept too, ``[B, L, D]``, because the position before a window predicts
+its first position.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from dlm_jax.model.layers import rematerialised
 from dlm_jax.model.lora import stacks
 from dlm_jax.types import CachedTrunk, Params, Window
 
-# Rows whose pieces are put down one by one, in place; more of them go by one scatter.
+# Up to this many rows are written one by one, in place; more are written by one scatter.
 _FEW = 8
 
 
 def one_later(x_BLD: jax.Array, before_BD: jax.Array | None = None) -> jax.Array:
-    """Each vector one position later, behind `before_BD`; None: the first one, twice."""
+    """Vectors shifted right by one position after `before_BD`; None: the first one is repeated."""
     first_BD = x_BLD[:, 0] if before_BD is None else before_BD.astype(x_BLD.dtype)
     return jnp.concatenate([first_BD[:, None], x_BLD[:, :-1]], axis=1)
 
@@ -45,7 +45,7 @@ def one_later(x_BLD: jax.Array, before_BD: jax.Array | None = None) -> jax.Array
 def put_at(
     axis: int, row_N: jax.Array | None, place_N: jax.Array
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """``(old, new) -> old`` with `new` put at its rows and places along that axis."""
+    """``(old, new) -> old`` with `new` written at its rows and positions along that axis."""
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         if row_N is None:
@@ -66,7 +66,7 @@ def put_at(
 
 
 def shifted(tokens_BL: jax.Array, start_id: int) -> jax.Array:
-    """What a causal network reads: each token one place to the right, behind `start_id`."""
+    """The input of a causal network: tokens shifted right by one, after `start_id`."""
     return jnp.pad(tokens_BL, ((0, 0), (1, 0)), constant_values=start_id)[:, :-1]
 
 
@@ -81,7 +81,7 @@ def cached_trunk(
     block: Callable[[Any], Any],
     norm: Callable[[Params, jax.Array], jax.Array],
 ) -> CachedTrunk:
-    """The trunk of `config` in pieces.
+    """The trunk of `config` for use with a cache.
 
     `embed` gives vectors in the compute dtype, `block` the module of one layer from its parameters.
     """
@@ -94,7 +94,7 @@ def cached_trunk(
 
 @dataclass(frozen=True)
 class _Pieces:
-    """The functions of a `CachedTrunk`, which documents them."""
+    """The functions of a `CachedTrunk`; see there."""
 
     config: ModelConfig
     embed: Callable[[Params, jax.Array], jax.Array]
@@ -118,7 +118,7 @@ class _Pieces:
         return self.config.size_of_head
 
     def read(self, tokens_NL: jax.Array) -> jax.Array:
-        """The tokens that the network reads: a causal one each a place to the right."""
+        """The input tokens of the network, shifted for a causal one."""
         is_causal = self.config.attention_type == "causal"
         return shifted(tokens_NL, self.config.start_id) if is_causal else tokens_NL
 
@@ -234,13 +234,13 @@ class _Pieces:
         return jax.tree.map(put_at(2, row_N, place_N), kept, piece)
 
     def _as_kept(self, made_NWGK: jax.Array) -> jax.Array:
-        """Keys or values of a layer in the shape of what is kept."""
+        """Keys or values of a layer in the shape of the cache."""
         if not self.is_unrolled:
             return made_NWGK
         return _by_group(made_NWGK).reshape(made_NWGK.shape[0], self.num_groups, -1)
 
     def _seen(self, kept: jax.Array, num_seen: int) -> jax.Array:
-        """The first places ``[N, G, S, K]`` of what is kept of a layer."""
+        """The first positions ``[N, G, S, K]`` of the cache of a layer."""
         if not self.is_unrolled:
             return _by_group(kept[:, :num_seen])
         return kept.reshape(*kept.shape[:2], -1, self.head_size)[:, :, :num_seen]
@@ -279,7 +279,7 @@ class _Pieces:
             for blocks in stacks(params)
             for at in range(blocks["mlp_norm"]["scale"].shape[0])
         )
-        # Behind a barrier, so that they are cut once and not at every step that reads them.
+        # A barrier, so that they are sliced once and not at every step.
         return params | {"layers": jax.lax.optimization_barrier(layers)}
 
     def _through(
@@ -289,7 +289,7 @@ class _Pieces:
         params: Params,
         kept: Any,
     ) -> tuple[jax.Array, Any]:
-        """`x` after all layers, and the keys and values that each made, as they are kept."""
+        """`x` after all layers, and the keys and values of each, in the cache layout."""
         if self.is_unrolled:
             layers, found = self.ready(params)["layers"], []
             for at, block in enumerate(layers):
@@ -317,7 +317,7 @@ class _Pieces:
 
 
 def _rows_of(kept: KeyValue, row_N: jax.Array) -> KeyValue:
-    """Those rows on this device, by their numbers among those of all devices."""
+    """The local rows with these global indices."""
     row_N = row_N % kept[0].shape[0]
     return kept[0][row_N], kept[1][row_N]
 
@@ -327,9 +327,9 @@ def _by_group(x_BLGK: jax.Array) -> jax.Array:
 
 
 def _as_it_lies(x: jax.Array) -> jax.Array:
-    """`x`, of which the compiler may not change the order in memory.
+    """`x` with a fixed memory layout.
 
-    It does not split what is held so: left to it, every device would gather the rows of all.
+    The compiler does not partition such arrays, and each device would gather all rows otherwise.
     """
 
     def held(x: jax.Array) -> jax.Array:

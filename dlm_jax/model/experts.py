@@ -1,9 +1,9 @@
 """A mixture of experts in place of the MLP: a router, and grouped matrix products.
 
-Every token reaches the experts it was sent to (no capacity), so that what a row gets does not
-depend on the rows beside it. Over several devices the axis ``expert`` of the mesh splits the
-experts and ``tensor`` the inside of each: a device computes the outputs of its own experts for the
-tokens of all devices that share them, and the outputs are added up.
+Every token reaches its experts (there is no capacity limit), so rows are independent. The mesh axis
+``expert`` splits the experts and ``tensor`` the inner dimension of each: a device computes the
+outputs of its own experts for the tokens of all devices that share them, and the outputs are
+summed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SwiGlu(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """SwiGLU experts of which each token passes a few, and perhaps one that all pass.
+    """SwiGLU experts, a few per token, and optionally a shared expert for all tokens.
 
     Scores are computed in float32. Parameters of the experts are stacked: ``[E, D, F]`` for gate
     and up, ``[E, F, D]`` for down.
@@ -81,9 +81,8 @@ class Experts(nnx.Module):
 def over_devices(kernels: Kernels, arrays: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
     """`mixture` of tokens ``[B, L, D]`` over the devices in use, split as hidden vectors are.
 
-    Each device sorts the tokens of the devices that share its experts, and only those. Kernels are
-    gathered over the axes that split rows, but for ``expert``, and stay split by experts and
-    inside.
+    Each device sorts only the tokens of the devices that share its experts. Kernels are gathered
+    over the axes that split rows, except ``expert``.
     """
     mesh = mesh_in_use()
     if mesh is None:
@@ -129,9 +128,8 @@ def route(
 ) -> tuple[jax.Array, jax.Array]:
     """Each token's experts, int32 ``[N, K]``, and their weights, float32 ``[N, K]``.
 
-    Where the experts are in groups, the groups with the largest sums of their two best scores are
-    kept, and the experts come from those (DeepSeek-V3, Liu et al. 2024, section 2.1.2, and
-    LLaDA2). Ties go to the lower id.
+    With groups, the experts come from the groups with the largest sums of their two best scores
+    (DeepSeek-V3, Liu et al. 2024, section 2.1.2, and LLaDA2). Ties go to the lower id.
     """
     if config.router_score == "softmax":
         scores_NE = jax.nn.softmax(logits_NE, axis=-1)
@@ -149,7 +147,7 @@ def route(
 
 
 def _within_best_groups(config: ModelConfig, scores_NE: jax.Array) -> jax.Array:
-    """The scores, -inf outside the groups that are kept."""
+    """The scores, with -inf outside the selected groups."""
     scores_NGE = scores_NE.reshape(scores_NE.shape[0], config.router_groups, -1)
     best_NG = jnp.sum(jax.lax.top_k(scores_NGE, 2)[0], axis=-1)
     _, kept_NK = jax.lax.top_k(best_NG, config.router_groups_kept)
@@ -177,8 +175,7 @@ def mixture(
       ids_NK: int32 experts of each.
       weights_NK: float32.
       kernels: of the experts.
-      first: id of the first of them, where there are others; those add nothing. None: these are
-        all.
+      first: id of the first of these experts; others contribute nothing. None: these are all.
     """
     gate_EDF, up_EDF, down_EFD = kernels
     num_tokens, num_each = ids_NK.shape
@@ -187,7 +184,7 @@ def mixture(
     if first is not None:
         ids_NK = ids_NK - first
         is_here_NK = (ids_NK >= 0) & (ids_NK < num_experts)
-        # Sorted behind all that are here, where no group reaches.
+        # Sorted behind all local experts, outside every group.
         ids_NK = jnp.where(is_here_NK, ids_NK, num_experts)
     order_P = jnp.argsort(ids_NK.reshape(-1), stable=True)
     sizes_E = jnp.bincount(ids_NK.reshape(-1), length=num_experts).astype(jnp.int32)

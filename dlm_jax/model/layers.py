@@ -1,4 +1,4 @@
-"""The layers that every part of the model is made of: linear maps and norms."""
+"""Basic layers: linear maps and norms."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Norm(nnx.Module):
 def embed(params: Params, ids: jax.Array) -> jax.Array:
     """The row of the embedding table for each id.
 
-    A table that is split by feature is gathered for ``ids_BL``, instead of the vectors of all rows.
+    A table that is split by feature is gathered for ``ids_BL``, instead of gathering the vectors.
     """
 
     def look_up(params: Params, ids: jax.Array) -> jax.Array:
@@ -86,16 +86,16 @@ POLICIES: dict[str, Callable[..., Any]] = {
         offload_dst="pinned_host",
     ),
 }
-"""What is kept beside the input of each block, by ``model.remat``; ``none`` keeps everything.
+"""Values kept in addition to the input of each block, by ``model.remat``; ``none`` keeps all.
 
-``block``: nothing, which costs a second forward. ``attention``: what attention returns, so that
-its kernel runs once. ``dots``: that and every product with parameters, so that only what lies
-between them is computed again. ``offload``: nothing, and the inputs lie in the host's memory.
+``block``: nothing, which costs a second forward. ``attention``: the output of attention, so that
+its kernel runs once. ``dots``: that and every product with parameters, so that only the operations
+between them are recomputed. ``offload``: nothing, and inputs are kept in host memory.
 """
 
 
 def rematerialised(block: Callable[..., jax.Array], policy: str) -> Callable[..., jax.Array]:
-    """``block(x, parameters, context)`` whose backward pass follows that policy."""
+    """``block(x, parameters, context)`` with this rematerialisation policy."""
     if policy == "none":
         return block
 

@@ -2,7 +2,7 @@
 
 A matrix ``W`` of the targets becomes ``W + (alpha / rank) A B``, with ``A [in, rank]`` drawn and
 ``B [rank, out]`` zero at first. The adapters are the parameters under ``adapters``; all others are
-held. A block adds them up where it runs, so that no second copy of the model ever exists.
+frozen. Each block adds them when it runs, so there is never a second copy of the model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STACKS = ("dense_blocks", "blocks")
 
 
 def with_adapters(key: jax.Array, params: Params, config: ModelConfig) -> Params:
-    """The parameters, with fresh adapters if the config has any."""
+    """The parameters, with new adapters if the config has any."""
     if not config.lora_rank:
         return params
     made: dict[str, Any] = {}
@@ -49,9 +49,9 @@ def _pair(key: jax.Array, shape: tuple[int, ...], rank: int) -> dict[str, jax.Ar
 
 
 def stacks(params: Params) -> list[Params]:
-    """The blocks in their order, in stacks of one kind: first those without experts, if any.
+    """The blocks in order, as stacks of one kind; those without experts come first.
 
-    With the adapters of each under ``adapters``.
+    Each has its adapters under ``adapters``.
     """
     own = params.get(GROUP, {})
     return [
@@ -64,7 +64,7 @@ def stacks(params: Params) -> list[Params]:
 def applied(block: Params, config: ModelConfig) -> Params:
     """Parameters of a block, or of a stack of them, with its adapters added to the matrices.
 
-    The matrices themselves are held: their gradient is zero.
+    The matrices themselves are frozen: their gradient is zero.
     """
     if GROUP not in block:
         return block

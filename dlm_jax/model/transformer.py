@@ -1,4 +1,4 @@
-"""The Transformer, built with Flax NNX and handed out as pure functions.
+"""The Transformer, built with Flax NNX and exposed as pure functions.
 
 NNX is used to declare and initialise parameters; it is not used outside `model/`. `build` returns a
 `dlm_jax.types.Network` over a plain nested dict of float32 arrays whose layers are stacked along a
@@ -47,16 +47,17 @@ class SamplerHead(nnx.Module):
         self.out_norm = norm(width)
 
     def __call__(self, left_NCD: jax.Array, hidden_ND: jax.Array, right_NCD: jax.Array):
-        """Features ``[N, D]``; neighbours nearest first, a zero vector where there is none."""
+        """Features ``[N, D]``; nearest neighbours first, a zero vector for a missing one."""
         num = hidden_ND.shape[0]
         sides = (left_NCD.reshape(num, -1), hidden_ND, right_NCD.reshape(num, -1))
         together = jnp.concatenate([x.astype(hidden_ND.dtype) for x in sides], axis=1)
         return self._features(self.inner(together), hidden_ND)
 
     def sides(self, vector_VD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What each vector adds to the first layer as each neighbour: left and right ``[V, C, H]``.
+        """Contributions of vectors to the first layer, per neighbour: left and right ``[V, C, H]``.
 
-        That layer is linear, so where few tokens serve many positions these tables save most of it.
+        The layer is linear, so these tables save most of its work if few tokens serve many
+        positions.
         """
         kernel = self.inner.kernel[...].astype(vector_VD.dtype)
         num, width = vector_VD.shape
@@ -70,7 +71,7 @@ class SamplerHead(nnx.Module):
         return table(parts[:reach]), table(parts[reach + 1 :])
 
     def from_sides(self, sides_NH: jax.Array, hidden_ND: jax.Array) -> jax.Array:
-        """Features ``[N, D]`` from the sum of what the neighbours add."""
+        """Features ``[N, D]`` from the summed contributions of the neighbours."""
         kernel = self.inner.kernel[...].astype(hidden_ND.dtype)
         width = hidden_ND.shape[1]
         first = (kernel.shape[0] - width) // 2
@@ -148,7 +149,7 @@ class Attention(nnx.Module):
     def project(self, x_BLD: jax.Array, angles: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries ``[B, L, H, K]``, keys and values ``[B, L, G, K]`` at positions of those angles.
 
-        Keys are kept as they are here: normed and turned.
+        Keys are cached in this form: normalised and rotated.
         """
 
         def heads(x: jax.Array) -> jax.Array:
@@ -161,13 +162,13 @@ class Attention(nnx.Module):
         return pin(q, "queries"), pin(k, "keys"), pin(v, "keys")
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, length_B: jax.Array) -> jax.Array:
-        """What every position of whole rows sees of them, ``[B, L, H, K]``."""
+        """Attention output of whole rows, ``[B, L, H, K]``."""
         if self.block_length:
             return attend_in_blocks(q, k, v, length_B, block_length=self.block_length)
         return attend(q, k, v, length_B, is_causal=self.is_causal)
 
     def join(self, y_BLHK: jax.Array) -> jax.Array:
-        """What the block's attention adds, ``[B, L, D]``, from what the heads returned."""
+        """Output projection ``[B, L, D]`` of the heads."""
         y_BLHK = pin(y_BLHK, "queries")
         return self.out(y_BLHK.reshape(*y_BLHK.shape[:2], -1))
 
@@ -198,7 +199,7 @@ class Mlp(nnx.Module):
 class Block(nnx.Module):
     """A pre-norm Transformer block: attention, then the MLP, each added to its input.
 
-    With ``config.experts`` a mixture of them stands for the MLP, but where `is_dense`.
+    With ``config.experts``, a mixture of experts replaces the MLP unless `is_dense`.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, is_dense: bool = False):
@@ -224,7 +225,7 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """Parameters of the whole model; `blocks` are stacked along a leading axis of ``depth``.
 
-    `dense_blocks` are the first ``dense_layers`` of them, where the others have experts.
+    If the blocks have experts, `dense_blocks` are the first ``dense_layers``, which have none.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -248,17 +249,17 @@ class Transformer(nnx.Module):
             if config.tied_head
             else Linear(config.width, config.vocab_size, scale=0.02, bias=False, rngs=rngs)
         )
-        # Drawn last: what comes before is the same with heads and without.
+        # Drawn last, so that the other parameters are the same with and without heads.
         for name, head in HEADS.items():
             setattr(self, name, head(config, rngs=rngs) if name in heads_of(config) else None)
 
 
 @functools.cache
 def build(config: ModelConfig) -> Network:
-    """The network of `config` as pure functions; equal configs give the same `Network`.
+    """The network of `config` as pure functions; equal configs return the same `Network`.
 
-    A causal network reads its input one place to the right, behind ``start_id``: its output at
-    a position depends on the tokens before that position alone, and predicts the one there.
+    The input of a causal network is shifted right by one, after ``start_id``: the output at a
+    position depends only on the tokens before it and predicts the token there.
     """
     if config.vocab_size < 1:
         raise ValueError("model.vocab_size=0 is unresolved; set it to the tokenizer's vocabulary")
@@ -266,7 +267,7 @@ def build(config: ModelConfig) -> Network:
     if is_causal and config.start_id < 0:
         raise ValueError("model.start_id=-1 is unresolved; set it to the tokenizer's MASK")
     dtype = jnp.dtype(config.compute_dtype)
-    # The graph definitions carry structure and no arrays; only plain dicts of arrays go in and out.
+    # The graph definitions have structure but no arrays; parameters are plain dicts of arrays.
     module_of = _block_modules(config)
     norm_graph, _ = nnx.split(
         nnx.eval_shape(lambda: Norm(config.width, kind=config.norm, epsilon=config.norm_epsilon))
@@ -330,7 +331,7 @@ def _readouts(config: ModelConfig) -> tuple[Callable[..., jax.Array], Callable[.
 
 
 def _block_modules(config: ModelConfig) -> Callable[[Params], Any]:
-    """``(parameters) -> module`` of one block: the kind that has such parameters."""
+    """``(parameters) -> module`` of one block, of the kind that these parameters imply."""
 
     def graph(is_dense: bool) -> Any:
         def make() -> Block:
@@ -347,7 +348,7 @@ def _block_modules(config: ModelConfig) -> Callable[[Params], Any]:
 
 
 def _head_functions(config: ModelConfig, readout: Callable[..., jax.Array]) -> dict[str, Any]:
-    """What the heads of `config` add to its `Network`."""
+    """The functions of the heads of `config` in its `Network`."""
 
     def graph(name: str) -> Any:
         made = nnx.eval_shape(lambda: HEADS[name](config, rngs=nnx.Rngs(params=key_of(0))))

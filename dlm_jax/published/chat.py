@@ -1,8 +1,8 @@
-"""Chat templates: a conversation as the text that an instruction-tuned model was trained on.
+"""Chat templates: convert a conversation to the text format that a model was trained on.
 
-Templates are Jinja programs that come with a model. They run in Jinja's immutable sandbox, which
-reaches no attribute of Python, no file and no module, and in a process of their own (`sandbox`)
-that is bounded in time, memory and output.
+Templates are Jinja programs that come with a model. They run in Jinja's immutable sandbox, without
+access to Python attributes, files or modules, and in a separate process (`sandbox`) with limits on
+time, memory and output.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Messages = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template with the tokenizer whose specials it writes."""
+    """A chat template and its tokenizer."""
 
     source: str
     tokenizer: HubTokenizer
@@ -48,11 +48,11 @@ class ChatTemplate:
         self, messages: Messages, *, begins_answer: bool = True, continues: bool = False,
         **more: Any,
     ) -> str:  # fmt: skip
-        """The conversation as text, up to where the model's answer begins.
+        """The conversation as text, up to the start of the model's answer.
 
         Args:
           messages: turns, each with ``role`` and ``content``.
-          begins_answer: whether the header of the answer is written behind them.
+          begins_answer: whether the header of the answer is appended.
           continues: whether the text ends with the content of the last turn, as
             ``continue_final_message`` of Hugging Face: the answer continues that turn.
           **more: further variables of the template, such as ``enable_thinking``.
@@ -74,7 +74,7 @@ class ChatTemplate:
         return self.tokenizer.encode_marked(self.text(messages, **options))
 
     def specials(self) -> dict[str, str]:
-        """What the template may write for BOS, EOS, PAD and MASK; empty where there is none."""
+        """The texts of BOS, EOS, PAD and MASK for the template; empty if there is none."""
         tokenizer = self.tokenizer
         names = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id,
                  "pad_token": tokenizer.pad_id, "mask_token": tokenizer.mask_id}  # fmt: skip
@@ -96,9 +96,9 @@ class TextTemplate(ChatTemplate):
 
 
 def _upto(written: str, content: str) -> str:
-    """A conversation up to the end of its last turn's content.
+    """A conversation up to the end of the content of its last turn.
 
-    Templates may strip a content; its outer space is kept where the template keeps it.
+    Templates may strip the content; outer spaces are kept if the template keeps them.
     """
     core = content.strip()
     place = written.rfind(core) if core else -1
@@ -117,9 +117,9 @@ def check_template(source: str, where: str) -> None:
 
 
 class _Sandbox:
-    """The process that renders templates: started when it is first used, and after it was killed.
+    """The process that renders templates; it is started on first use and after it was killed.
 
-    One request at a time, from any thread.
+    Thread-safe; it serves one request at a time.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class _Sandbox:
         atexit.register(self._stop)
 
     def render(self, source: str, values: Mapping[str, Any] | None) -> str:
-        """The text of a template; nothing for no values, when it is compiled alone."""
+        """The rendered text; empty without values, when the template is only compiled."""
         line = json.dumps({"source": source, "values": values})
         with self._lock:
             if self._process is None or self._process.poll() is not None:
@@ -145,7 +145,7 @@ class _Sandbox:
         return answer["text"]
 
     def _answer(self, process: subprocess.Popen[str], line: str, seconds: float) -> dict[str, str]:
-        """What it says to a line; ValueError, and it is stopped, if that takes too long."""
+        """The answer to a line; on a timeout it raises ValueError and stops the process."""
         assert process.stdin is not None and process.stdout is not None
         is_late = threading.Event()
 
@@ -165,7 +165,7 @@ class _Sandbox:
             reason = f"it takes longer than {seconds:g} s" if is_late.is_set() else "it crashes"
             raise ValueError(reason) from None
         except BaseException:
-            # An answer that nobody reads would be taken for that of the next line.
+            # Otherwise an unread answer would be taken for that of the next line.
             self._stop()
             raise
         finally:

@@ -8,7 +8,7 @@ from dlm_jax.config import ModelConfig
 from dlm_jax.published import family
 from dlm_jax.published.family import Family, Fields, Source, in_blocks, qwen_sources
 
-# Where a config.json names none.
+# Used if config.json has none.
 _ROPE_THETA = 10000.0
 
 
@@ -73,7 +73,7 @@ def _llada_sources(model: ModelConfig) -> dict[str, Source]:
 
 
 def rope_theta(fields: Fields) -> float:
-    """The base of the rotary frequencies, wherever it stands; no kind of scaling is implemented."""
+    """The base of the rotary frequencies, from any of its fields; scaling is not implemented."""
     fields.must(rope_scaling=None)
     newer = fields.take("rope_parameters", dict, {})
     if newer:
@@ -109,7 +109,7 @@ def read_qwen(
 
 
 def read_shape(fields: Fields, *, epsilon: float) -> dict[str, Any]:
-    """What every family but LLaDA says by the same fields; `write_shape` is the inverse.
+    """The settings that all families but LLaDA store alike; inverse of `write_shape`.
 
     `epsilon` is that of the norms where none is said.
     """
@@ -181,7 +181,7 @@ def _write_fast_dllm(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_causal(fields: Fields, **settings: Any) -> ModelConfig:
-    # Its first input stands where ours puts the token before the first.
+    # Its first input takes the place of our token before the first.
     return read_qwen(fields, attention_type="causal", start_id=0, **settings)
 
 
@@ -189,7 +189,7 @@ IDLE_OF_SDAR = (
     "attn_implementation", "debug", "ep_size", "fuse_cross_entropy", "micro_forward",
     "skip_checkpoint", "use_deepep",
 )  # fmt: skip
-"""Fields of its config.json that change nothing."""
+"""Fields of its config.json that have no effect."""
 
 ASKED_BY_SDAR = {"fuse_cross_entropy": False}
 """Fields without which its code does not run: a kernel for training, which is not asked for."""

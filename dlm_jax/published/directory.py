@@ -1,4 +1,4 @@
-"""A published model read from its directory, as the hub lays it out; nothing in it is ever run."""
+"""Reads a published model from a directory in the hub's layout; no code in it is executed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def is_published(path: str | os.PathLike[str]) -> bool:
 def read_published(
     path: str | os.PathLike[str], *, dtype: str | None = None, place: Place | None = None
 ) -> Published:
-    """The model in a directory, read tensor by tensor.
+    """Loads the model in a directory, tensor by tensor.
 
     Args:
       path: with config.json, safetensors and a tokenizer.
@@ -114,7 +114,7 @@ def read_model(directory: Path) -> tuple[Family, ModelConfig, int]:
 
 
 def _fitted(preset: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """A preset whose blocks are those of the model, where it names them."""
+    """A preset with the block length of the model, if it sets one."""
     settings, unit = dict(preset), model.block_length
     if settings.get("threshold_alone"):
         size = math.gcd(settings["block_length"], unit)
@@ -123,7 +123,7 @@ def _fitted(preset: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
 
 
 def _recommended(implied: SampleConfig, said: Mapping[str, Any]) -> SampleConfig:
-    """The settings of a directory; another length alone keeps the tokens of a step."""
+    """The settings of a directory; another length alone keeps the number of tokens per step."""
     sample = dataclasses.replace(implied, **said)
     if "gen_length" in said and "steps" not in said:
         tokens = implied.gen_length or implied.steps
@@ -133,7 +133,7 @@ def _recommended(implied: SampleConfig, said: Mapping[str, Any]) -> SampleConfig
 
 
 def implied_sample(family: Family, model: ModelConfig, length: int) -> SampleConfig:
-    """What a model of a family recommends by itself: its first preset, on a canvas of `length`."""
+    """The recommended settings of a family: its first preset, on a canvas of `length`."""
     settings = _fitted(next(iter(family.presets.values()), {}), model)
     if settings.get("gen_length", 0) > length:
         settings |= {"gen_length": length, "steps": length}

@@ -1,4 +1,4 @@
-"""The known families, and the one that a config.json is of: architecture before model_type."""
+"""The known families, and the family of a config.json."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
-    """The family that a config.json is of.
+    """The family of a config.json.
 
-    ``architectures`` decides; ``model_type`` only where it is absent, as families share one.
+    ``architectures`` selects it; ``model_type``, which families share, is used only if that is
+    absent.
     """
     named = config.get("architectures") or []
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-        raise ValueError(f"{where}: architectures={brief(named)} is no list of names; correct it")
+        raise ValueError(
+            f"{where}: architectures={brief(named)} is not a list of names; correct it"
+        )
     known = {name: family for family in FAMILIES.values() for name in family.architectures}
     for name in named:
         if name in known:
@@ -39,18 +42,18 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
         if len(found) == 1:
             return found[0]
         raise ValueError(
-            f"{where}: architectures is absent and model_type={kind!r} does not tell the family; "
-            f"add one of {', '.join(known)}"
+            f"{where}: architectures is absent and model_type={kind!r} does not identify the "
+            f"family; add one of {', '.join(known)}"
         )
     near = difflib.get_close_matches(named[0][:60], known, n=1, cutoff=0.0)
     raise ValueError(
-        f"{where}: architectures={brief(named)} is no family that dlm_jax knows; the nearest is "
+        f"{where}: architectures={brief(named)} is not a supported family; the nearest is "
         f"{near[0]!r}, all are in docs/published.md"
     )
 
 
 def family_for(model: ModelConfig, name: str | None = None) -> Family:
-    """The family whose config.json describes a model whole."""
+    """The family whose config.json can describe all settings of a model."""
     if name is not None and name not in FAMILIES:
         raise ValueError(f"family={name!r} is unknown; use one of {', '.join(FAMILIES)}")
     for family in [FAMILIES[name]] if name is not None else FAMILIES.values():
@@ -64,13 +67,13 @@ def family_for(model: ModelConfig, name: str | None = None) -> Family:
         "model: no published family has this combination of settings; docs/published.md lists what "
         "each has"
         if name is None
-        else f"family={name!r} cannot say all of the model's settings; docs/published.md lists "
+        else f"family={name!r} cannot express all settings of the model; docs/published.md lists "
         "what each has"
     )
 
 
 def comparable(model: ModelConfig) -> dict[str, Any]:
-    """The settings of a model that its parameters depend on, in one form for each meaning."""
+    """The settings that the parameters of a model depend on, in canonical form."""
     said = dict(vars(model))
     said["kv_heads"] = model.kv_heads or model.heads
     said["head_size"] = model.size_of_head

@@ -1,11 +1,10 @@
 """A family of published models: fields of its config, names of its tensors, and its presets.
 
-Every field of a config.json is used, known to be idle, or refused. Presets are the loops of the
-models' own programs, as settings; the first of each is the default. Each names the order of its
-program: the default ``random`` is for small models, whose surest tokens on an empty canvas are the
-commonest (docs/readings.md). Presets are greedy unless their program draws by default, and of
-positions that tie the lower one comes first. Every name is a key of ``Model.presets`` and a value
-of ``sample.py --preset``.
+Every field of a config.json is used, known to have no effect, or refused. Presets express the
+sampling loops of the models' own programs as settings; the first one is the default. Each sets the
+order of its program, because the default ``random`` is for small models (docs/readings.md). Presets
+are greedy unless their program draws by default, and ties go to the lower position. Every name is a
+key of ``Model.presets`` and a value of ``sample.py --preset``.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ IDLE = frozenset({
     "pretraining_tp", "problem_type", "residual_dropout", "return_dict", "router_aux_loss_coef",
     "rope_full_precision", "sliding_window", "torch_dtype", "transformers_version", "use_cache",
 })  # fmt: skip
-"""Fields that change nothing of what a model computes, or that are read elsewhere."""
+"""Fields that do not change what a model computes, or that are read elsewhere."""
 
 
 class Fields:
-    """The fields of one file, taken one by one; `finish` refuses what nobody took."""
+    """The fields of one file; `finish` raises for fields that were not read."""
 
     def __init__(self, values: Mapping[str, Any], where: str):
         self._left = dict(values)
@@ -51,7 +50,7 @@ class Fields:
         return ValueError(f"{self.where}: {name}={value!r} {reason}")
 
     def take(self, name: str, kind: type, default: Any = _MISSING) -> Any:
-        """The value of a field, of that type; a null is its default."""
+        """The value of a field, which must have that type; null means the default."""
         value = self._left.pop(name, None)
         if value is None:
             if default is _MISSING:
@@ -64,9 +63,9 @@ class Fields:
         return value
 
     def must(self, **wanted: Any) -> None:
-        """Raises ValueError for a field whose value is none of those that are implemented.
+        """Raises ValueError for a field whose value is not implemented.
 
-        An absent or null field passes. A tuple holds several values that are.
+        An absent or null field passes. A tuple holds several implemented values.
         """
         for name, values in wanted.items():
             value = self._left.pop(name, None)
@@ -77,7 +76,7 @@ class Fields:
                 )
 
     def finish(self, idle: Iterable[str] = ()) -> None:
-        """Raises ValueError for a field that nobody took, is not idle, and says something."""
+        """Raises ValueError for a field that was not read, may have an effect, and has a value."""
         for name, value in self._left.items():
             if name in IDLE or name in idle or value in (None, False, 0, "", [], {}):
                 continue
@@ -89,7 +88,7 @@ class Fields:
 
 
 def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The JSON object of these pairs; ValueError where Python would keep the last of two."""
+    """The JSON object of these pairs; ValueError for a duplicate key."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -106,29 +105,29 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error}); download it again") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no JSON object; download it again")
+        raise ValueError(f"{path} is not a JSON object; download it again")
     return found
 
 
 Source = str | tuple[str, tuple[int, int]]
-"""The tensor that a parameter comes from, by its name.
+"""The name of the tensor that a parameter comes from.
 
-In it ``{i}`` is the number of the block, ``{e}`` that of the expert. Where the tensor holds several
-parameters, the first row and one behind the last stand beside it.
+In it ``{i}`` is the index of the block and ``{e}`` that of the expert. If the tensor holds several
+parameters, the first row and the end row follow.
 """
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor's part of one parameter.
+    """The part of a parameter that one tensor holds.
 
     Attributes:
       tensor: name of the tensor.
-      rows: of it that are meant.
-      shape: of these rows, as they are stored.
+      rows: rows of the tensor.
+      shape: of these rows, as stored.
       place: index of the layer, or of layer and expert, in the parameter; () for all of it.
-      is_transposed: whether the tensor's two axes change places; linear maps are stored
-        ``[out, in]`` and kept ``[in, out]``.
+      is_transposed: whether the two axes are swapped; linear maps are stored as ``[out, in]`` and
+        loaded as ``[in, out]``.
     """
 
     tensor: str
@@ -145,7 +144,9 @@ def pieces_of(
     found: dict[str, list[Piece]] = {}
     for path, leaf in leaves(abstract):
         if path not in sources:
-            raise ValueError(f"no tensor of this family holds {path}; leave out what needs it")
+            raise ValueError(
+                f"this family has no tensor for {path}; disable the feature that needs it"
+            )
         source = sources[path]
         name, rows = (source, ()) if isinstance(source, str) else source
         is_transposed = path.endswith("/kernel") or bool(re.search(r"/expert_\w+$", path))
@@ -177,20 +178,20 @@ def leaves(tree: Params) -> list[tuple[str, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Models whose directories are laid out alike.
+    """Models whose directories have the same layout.
 
     Attributes:
       name: short, lower case.
-      architectures: what ``architectures`` of config.json may name; the first is written.
-      model_type: what is written beside it.
-      read: the model that a config.json describes; ValueError where it is not implemented.
-      write: the fields of config.json that describe a model; `read` is its inverse.
+      architectures: values of ``architectures`` in config.json; the first is written.
+      model_type: the value that is written.
+      read: returns the model of a config.json; ValueError if it is not implemented.
+      write: returns the fields of config.json for a model; `read` is its inverse.
       sources: the tensor of every parameter, by its path.
       max_length: the field that holds the longest row.
-      mask_id: of models whose files do not tell; None: they do.
-      trained_length: tokens of the rows it was trained on, where that is less than its config says.
-      presets: settings of its own loops by name; the first is what a loaded model recommends.
-      idle: fields of its config.json that change nothing.
+      mask_id: of models whose files do not have it; otherwise None.
+      trained_length: tokens of its training rows, if that is less than in its config.
+      presets: settings of its own loops by name; the first is the recommendation.
+      idle: fields of its config.json that have no effect.
     """
 
     name: str
@@ -206,7 +207,7 @@ class Family:
     idle: tuple[str, ...] = ()
 
 
-# Paths of parameters that many families share, by what their tensors are called in a block.
+# Paths of parameters that many families share, by the names of their tensors in a block.
 _QWEN = {
     "attention_norm/scale": "input_layernorm.weight",
     "mlp_norm/scale": "post_attention_layernorm.weight",
@@ -242,7 +243,7 @@ def qwen_sources(model: ModelConfig, *, more: Mapping[str, str] | None = None) -
 def in_blocks(
     blocks: Mapping[str, str], dense_blocks: Mapping[str, str], prefix: str
 ) -> dict[str, Source]:
-    """Sources of the blocks, and of the first ones where those are another kind."""
+    """Sources of the blocks, and of the first ones if those differ."""
     found: dict[str, Source] = {f"blocks/{path}": prefix + name for path, name in blocks.items()}
     return found | {f"dense_blocks/{path}": prefix + name for path, name in dense_blocks.items()}
 
@@ -254,7 +255,7 @@ LLADA: dict[str, dict[str, Any]] = {
         "order": "low_confidence", "schedule": "linear", "confidence": "sampled",
         "ties": "lower",
     },
-    # generate.py of Fast-dLLM (Wu et al. 2025): all holes as sure as the threshold.
+    # generate.py of Fast-dLLM (Wu et al. 2025): all holes at or above the threshold.
     "fast": {
         "gen_length": 128, "steps": 128, "block_length": 32, "temperature": 0.0,
         "order": "threshold", "threshold": 0.9, "confidence": "sampled", "ties": "lower",
@@ -296,7 +297,7 @@ LLADA2: dict[str, dict[str, Any]] = {
         "threshold": 0.95, "threshold_above": True, "confidence": "sampled", "stop_at_eos": True,
         "cache": "exact", "ties": "lower",
     },
-    # generate of LLaDA2.1, which rewrites what it wrote: 32 steps of a block and 16 behind them.
+    # generate of LLaDA2.1, which rewrites tokens: 32 steps per block and up to 16 more.
     "llada2.1": {
         "gen_length": 256, "steps": 432, "temperature": 0.0, "order": "joint_threshold",
         "threshold": 0.95, "threshold_above": True, "rewrite_threshold": 0.9, "rewrite_steps": 16,

@@ -2,8 +2,8 @@
 
 `huggingface_hub` (the extra ``hub``) does the work, with its own cache, offline mode
 (``HF_HUB_OFFLINE``), endpoint (``HF_ENDPOINT``) and token (``hf auth login`` or ``HF_TOKEN``).
-Only data is fetched: JSON, safetensors, merges and chat templates. No program of a repository is
-read or run.
+Only data is fetched: JSON, safetensors, merges and chat templates. No code of a repository is
+downloaded or executed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _HUB_ID = re.compile(rf"({_NAME}/{_NAME})(?:@([\w./-]+))?")
 _FILES = ["*.json", f"*{SUFFIX}", "*.jinja", "merges.txt"]
 _CARD = "README.md"
 WEIGHTS = "dlm_jax.safetensors"
-"""What a weights file is called on the hub."""
+"""The name of a weights file on the hub."""
 
 
 def hub_id(path: str | os.PathLike[str] | None) -> tuple[str, str | None] | None:
-    """The repository and revision that ``org/name`` or ``org/name@revision`` names.
+    """The repository and revision of ``org/name`` or ``org/name@revision``.
 
-    None for anything else: a path that exists, one inside a directory that does, or the name of
-    a weights file.
+    None for anything else: an existing path, a path inside an existing directory, or the name of a
+      weights file.
     """
     found = _HUB_ID.fullmatch(path) if isinstance(path, str) else None
     if found is None or str(path).endswith(SUFFIX) or Path(found[1]).parent.exists():
@@ -39,25 +39,29 @@ def hub_id(path: str | os.PathLike[str] | None) -> tuple[str, str | None] | None
     return None if Path(str(path)).exists() else (found[1], found[2])
 
 
-def fetched(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """The local path of a model: the path itself, or that of its copy in the hub's cache.
+def fetched(path: str | os.PathLike[str], setting: str = "checkpoint") -> str | os.PathLike[str]:
+    """The local path of a model: the path itself, or that of the copy in the hub's cache.
+
+    Args:
+      path: of a model, or its id on the hub.
+      setting: that names it, for the message of an error.
 
     Raises:
-      SettingError: ``huggingface_hub`` is not installed, the model or its revision is not there,
-        or it cannot be reached and is not in the cache.
+      SettingError: ``huggingface_hub`` is not installed, the model or its revision does not exist,
+        or the hub cannot be reached and the model is not in the cache.
     """
     asked = hub_id(path)
     if asked is None:
         return path
     name, revision = asked
-    hub = _hub(path)
+    hub = _hub(path, setting)
     try:
         copy = hub.snapshot_download(
             name, revision=revision, allow_patterns=_FILES, ignore_patterns=["*/*"],
             library_name="dlm_jax",
         )  # fmt: skip
     except Exception as error:
-        raise _refusal(hub, str(path), error) from error
+        raise _refusal(hub, str(path), setting, error) from error
     found = Path(copy)
     if is_published(found):
         return copy
@@ -76,15 +80,15 @@ def push_to_hub(
 ) -> str:  # fmt: skip
     """Uploads a published directory or a weights file in one commit, and returns its URL.
 
-    The repository is made if it does not exist. A model card (`model_card`) is added where neither
+    The repository is created if it does not exist. A model card (`model_card`) is added if neither
     the directory nor the repository has one.
 
     Args:
-      path: of `dlm_jax.export`, or a file of ``python -m dlm_jax.export``.
+      path: a directory of `dlm_jax.export`, or a file of ``python -m dlm_jax.export``.
       repo_id: ``org/name``.
-      private: whether a repository that is made is private; None: the account's default.
-      revision: branch, which is made if it does not exist; None: ``main``.
-      license: an id of the hub, such as ``apache-2.0``, for a card that is added.
+      private: whether a new repository is private; None: the default of the account.
+      revision: branch, which is created if it does not exist; None: ``main``.
+      license: a license id of the hub, such as ``apache-2.0``, for a new model card.
       message: of the commit.
 
     Raises:
@@ -102,7 +106,7 @@ def push_to_hub(
             "path", str(path), "is neither a published directory nor a weights file",
             "write one: dlm_jax.export, or python -m dlm_jax.export",
         )  # fmt: skip
-    hub = _hub(repo_id)
+    hub = _hub(repo_id, "repo_id")
     api = hub.HfApi(library_name="dlm_jax")
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)
@@ -114,14 +118,14 @@ def push_to_hub(
         parts = [hub.CommitOperationAdd(name, one) for name, one in content.items()]
         made = api.create_commit(repo_id, parts, commit_message=message, revision=revision)
     except Exception as error:
-        raise _refusal(hub, repo_id, error) from error
+        raise _refusal(hub, repo_id, "repo_id", error) from error
     return str(made.commit_url)
 
 
 def model_card(path: str | os.PathLike[str], repo_id: str, *, license: str | None = None) -> str:
     """The model card of a published directory or weights file, as Markdown with its front matter.
 
-    It says how the model is loaded and leaves places for what only its author knows.
+    It describes how to load the model and has empty sections for the author.
     """
     tags = ["diffusion", "masked-diffusion", "jax"]
     head = ["---", "library_name: dlm_jax", "pipeline_tag: text-generation"]
@@ -166,19 +170,19 @@ Not described yet.
     )
 
 
-def _hub(path: object) -> ModuleType:
+def _hub(path: object, setting: str = "checkpoint") -> ModuleType:
     try:
         import huggingface_hub
     except ImportError:
         raise SettingError(
-            "checkpoint", path, "is not a local path, and the hub needs huggingface_hub",
+            setting, path, "is not a local path, and the hub needs huggingface_hub",
             "check the path, or install it: pip install 'dlm_jax[hub]'",
         ) from None  # fmt: skip
     return huggingface_hub
 
 
-def _refusal(hub: ModuleType, path: str, error: Exception) -> Exception:
-    """The one line for an error of the hub; a full disk stays what it is."""
+def _refusal(hub: ModuleType, path: str, setting: str, error: Exception) -> Exception:
+    """The SettingError for an error of the hub; an error of a full disk is returned unchanged."""
     if is_full(error):
         return error
     errors = hub.errors
@@ -186,7 +190,7 @@ def _refusal(hub: ModuleType, path: str, error: Exception) -> Exception:
     if isinstance(error, errors.GatedRepoError):
         why, remedy = "is gated", "accept its terms on the hub, and log in: hf auth login"
     elif isinstance(error, errors.RevisionNotFoundError):
-        why, remedy = "is a revision that is not there", f"name another, or {name} alone"
+        why, remedy = "is not an existing revision", f"name another, or {name} alone"
     elif isinstance(error, errors.RepositoryNotFoundError):
         why = "is neither a local path nor a model on the hub that you may read"
         remedy = "check the name; for a private one log in: hf auth login"
@@ -196,6 +200,6 @@ def _refusal(hub: ModuleType, path: str, error: Exception) -> Exception:
         status = error.response.status_code  # type: ignore[attr-defined]
         why, remedy = f"is refused by the hub with status {status}", "log in, or try again later"
     else:
-        why = "is not a local path, and the hub cannot be reached, nor is it in its cache"
+        why = "is not a local path, and the hub cannot be reached and has no cached copy"
         remedy = "check the path, the network, HF_ENDPOINT and HF_HUB_OFFLINE"
-    return SettingError("checkpoint", path, why, remedy)
+    return SettingError(setting, path, why, remedy)

@@ -145,7 +145,7 @@ def _read_llada2(fields: Fields) -> ModelConfig:
         router_groups=fields.take("n_group", int, 8),
         router_groups_kept=fields.take("topk_group", int, 4),
         router_bias="choice",
-        router_normalised=num_each > 1,  # the score of a single expert stays as it is
+        router_normalised=num_each > 1,  # the score of a single expert is not normalised
         router_scale=fields.take("routed_scaling_factor", float, 2.5),
         **shape,
     )
@@ -186,7 +186,7 @@ def _llada2_sources(model: ModelConfig) -> dict[str, Source]:
         "norm/scale": "model.norm.weight",
         "head/kernel": "lm_head.weight",
     }
-    # One matrix holds queries, keys and values, one below the other.
+    # One matrix holds queries, keys and values, stacked by rows.
     size = model.size_of_head
     wide, narrow = model.heads * size, (model.kv_heads or model.heads) * size
     rows = {"query": (0, wide), "key": (wide, wide + narrow),

@@ -1,10 +1,9 @@
-"""The program that renders chat templates, in a process of its own; `chat` starts it.
+"""The program that renders chat templates in a separate process; `chat` starts it.
 
-A template can loop for ever, or ask for more memory than there is, inside one operation that no
-other thread can stop. A process has a limit on its memory and can be killed. It imports nothing of
-this package, so that it starts fast. Each line of standard input is a JSON object (``source``,
-``values``, or null in place of the values to compile it alone), and each line of standard output
-``{"text": ...}`` or ``{"error": ...}``.
+A template can loop forever or allocate too much memory inside one operation that no other thread
+can stop. A process has a memory limit and can be killed. This one imports nothing of the package,
+so that it starts fast. Each line of standard input is a JSON object with ``source`` and ``values``
+(null: compile only), and each line of standard output is ``{"text": ...}`` or ``{"error": ...}``.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MOST_CHARACTERS = 1 << 24
 _MEMORY = 1 << 30
-_SECONDS = 120  # if nobody is left who would kill it
+_SECONDS = 120  # in case the parent process is gone
 
 
 def main() -> None:
@@ -40,7 +39,7 @@ def main() -> None:
             line = json.dumps(told)
         except MemoryError:
             line = json.dumps({"error": f"it needs more than {_MEMORY >> 20} MiB"})
-        # A template may fail as any program does.
+        # A template may raise any exception.
         except Exception as error:
             reason = " ".join(str(error)[:2000].split())
             line = json.dumps({"error": reason or type(error).__name__})

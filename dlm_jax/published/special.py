@@ -1,4 +1,4 @@
-"""The tokenizer of a directory, and what its several files say of specials and of chats."""
+"""The tokenizer of a directory, its special tokens, recommended settings and chat template."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from dlm_jax.settings import nearest
 TEMPLATE = "chat_template.jinja"
 GENERATION = "generation_config.json"
 OWN = "dlm_jax"
-"""The field of `GENERATION` that holds settings which other programs have no name for."""
+"""The field of `GENERATION` for settings that other programs do not have."""
 
 _SHARED = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
     "typical_p": "typical_p", "repetition_penalty": "repetition_penalty", "steps": "steps",
     "max_new_tokens": "gen_length",
 }  # fmt: skip
-"""Fields of `GENERATION` that are settings, which it may name otherwise."""
+"""Fields of `GENERATION` that are settings, with their names here."""
 
 _OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
-"""Fields of `GENERATION` that count only beside ``do_sample`` true."""
+"""Fields of `GENERATION` that apply only with ``do_sample`` true."""
 
 _MASK_NAMES = ("<|mdm_mask|>", "<|mask|>", "<|MASK|>", "|<MASK>|", "[MASK]", "<mask>")
 
@@ -35,10 +35,10 @@ _MASK_NAMES = ("<|mdm_mask|>", "<|mask|>", "<|MASK|>", "|<MASK>|", "[MASK]", "<m
 def read_tokenizer(
     directory: Path, family: Family, config: Mapping[str, Any], *, vocab_size: int
 ) -> tuple[HubTokenizer, tuple[int, ...]]:
-    """The tokenizer, and the ids beside its EOS that end a generation.
+    """The tokenizer, and further ids that end a generation.
 
-    Specials are what generation_config.json, config.json and tokenizer_config.json say, in this
-    order; what none says is the family's.
+    Special tokens come from generation_config.json, config.json and tokenizer_config.json, in this
+    order, and otherwise from the family.
     """
     said = [_optional(directory / GENERATION), config]
     names = _optional(directory / "tokenizer_config.json")
@@ -63,8 +63,8 @@ def read_tokenizer(
     mask = ids("mask") or tuple(
         id_ for id_ in map(first.id_of, _MASK_NAMES) if id_ is not None
     ) or (() if family.mask_id is None else (family.mask_id,))  # fmt: skip
-    # A causal model has no MASK, and its input is never masked; the last id that is padding of
-    # the vocabulary stands for one, so that it can be trained to fill holes.
+    # A causal model has no MASK. The last unused id of the vocabulary becomes MASK, so that the
+    # model can be trained to fill holes.
     mask = mask or ((vocab_size - 1,) if vocab_size > first.vocab_size else ())
     if not mask:
         raise ValueError(
@@ -87,13 +87,13 @@ def read_settings(directory: Path, length: int) -> dict[str, Any]:
     Sampling follows Hugging Face: ``do_sample`` false means temperature 0, and is the default
     beside a temperature, ``top_k``, ``top_p``, ``min_p`` or ``typical_p``; ``do_sample`` true means
     temperature 1 unless the file gives one. A file with none of these fields leaves the temperature
-    to the family. A text longer than the canvas of `length` tokens takes the room that its prompt
-    leaves.
+    to the family. A text that is longer than the canvas of `length` tokens fills the space behind
+    its prompt.
     """
     said = _optional(directory / GENERATION)
     own = said.get(OWN) or {}
     if not isinstance(own, dict):
-        raise ValueError(f"{directory / GENERATION}: {OWN} is no object of settings; remove it")
+        raise ValueError(f"{directory / GENERATION}: {OWN} is not an object of settings; remove it")
     found = {name: said[field] for field, name in _SHARED.items() if said.get(field) is not None}
     does_sample = said.get("do_sample")
     if not isinstance(does_sample, bool | None):
@@ -121,7 +121,7 @@ def read_settings(directory: Path, length: int) -> dict[str, Any]:
 
 
 def settings_fields(sample: SampleConfig, implied: SampleConfig) -> dict[str, Any]:
-    """The fields of generation_config.json from which `read_settings` makes `sample` again."""
+    """The fields of generation_config.json that `read_settings` converts back to `sample`."""
     names = {name: field for field, name in _SHARED.items()}
     fields: dict[str, Any] = {}
     own: dict[str, Any] = {}
@@ -173,13 +173,13 @@ def _inside(ids: tuple[int, ...], vocab_size: int, role: str, directory: Path) -
         if not 0 <= id_ < vocab_size:
             raise ValueError(
                 f"{directory / 'config.json'}: {role}_token_id={id_} is outside the vocabulary of "
-                f"{vocab_size}; the tokenizer is that of another model"
+                f"{vocab_size}; the tokenizer belongs to another model"
             )
     return ids
 
 
 def _content(directory: Path, names: Mapping[str, Any]) -> str:
-    """The text of tokenizer.json, made from older files where there is none."""
+    """The text of tokenizer.json, converted from older files if there is none."""
     file = directory / "tokenizer.json"
     try:
         if file.exists():
@@ -209,7 +209,7 @@ def write_tokenizer(
     more_eos: tuple[int, ...],
     settings: Mapping[str, Any],
 ) -> None:
-    """Writes tokenizer.json and what stands beside it; `read_tokenizer` is the inverse.
+    """Writes tokenizer.json and the files that belong to it; `read_tokenizer` is the inverse.
 
     `settings` are the fields that `settings_fields` makes.
     """

@@ -1,9 +1,9 @@
-"""Weights of a published model straight from safetensors files into device arrays.
+"""Loads the weights of a published model from safetensors files into device arrays.
 
 Files are mapped into memory and read one tensor at a time; nothing is unpickled.
 
-A stacked parameter is made where it lives and its layers are written into it in place, so that the
-host holds no more than one tensor beside it and the pages of the files, which are given back.
+A stacked parameter is allocated on its devices and its layers are written in place, so that the
+host holds at most one more tensor and the mapped pages, which are released.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-"""Numbers that weights may be stored as, by their name in a file."""
+"""Dtypes of stored weights, by their name in a file."""
 
 _LONGEST_HEADER = 100_000_000
 _MOST_AXES = 8
 
 
 class Entry(NamedTuple):
-    """Where a tensor lies: its first byte is at `start` of its file."""
+    """The location of a tensor; `start` is its first byte in the file."""
 
     file: Path
     dtype: np.dtype
@@ -51,7 +51,7 @@ class Entry(NamedTuple):
 
 
 class Shards:
-    """The tensors of a directory by name; `read` gives one without copying it."""
+    """The tensors of a directory by name; `read` returns one without copying it."""
 
     def __init__(self, directory: Path):
         self.entries: dict[str, Entry] = {}
@@ -72,13 +72,13 @@ class Shards:
                 )
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor, a view of its file, whose pages are given back with it."""
+        """The tensor, a view of its file; its pages are released with it."""
         file, dtype, start, shape = self.entries[name]
         return np.memmap(file, dtype, "r", start, shape)
 
 
 def _files(directory: Path) -> dict[Path, list[str]]:
-    """The files and the tensors that each should hold; an empty list is whatever it holds."""
+    """The files and the tensors that each should hold; an empty list accepts all."""
     if not (directory / INDEX).exists():
         if (directory / SINGLE).exists():
             return {directory / SINGLE: []}
@@ -102,7 +102,7 @@ def _files(directory: Path) -> dict[Path, list[str]]:
 
 
 def _header(file: Path) -> dict[str, Entry]:
-    """Where the tensors of a file lie."""
+    """The locations of the tensors of a file."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -111,11 +111,11 @@ def _header(file: Path) -> dict[str, Entry]:
                 raise ValueError("its header is longer than the file")
             raw = json.loads(stream.read(length), object_pairs_hook=without_twins)
             if not isinstance(raw, dict):
-                raise ValueError("its header is no object")
+                raise ValueError("its header is not an object")
     except FileNotFoundError:
         raise ValueError(f"{file} does not exist; download the whole directory") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is no safetensors file ({error}); download it again") from None
+        raise ValueError(f"{file} is not a safetensors file ({error}); download it again") from None
     raw.pop("__metadata__", None)
     begin, end = 8 + length, 8 + length
     found, places = {}, []
@@ -136,7 +136,7 @@ def _header(file: Path) -> dict[str, Entry]:
 
 
 def _entry(file: Path, name: str, said: Any, begin: int) -> tuple[Entry, int]:
-    """A tensor's place, and the byte behind it."""
+    """The location of a tensor, and the end of its bytes."""
     try:
         first, last = said["data_offsets"]
         shape, kind = tuple(said["shape"]), said["dtype"]
@@ -157,13 +157,13 @@ def _entry(file: Path, name: str, said: Any, begin: int) -> tuple[Entry, int]:
     return Entry(file, DTYPES[kind], begin + first, shape), begin + last
 
 
-# What XLA asks of memory on the CPU that it does not copy.
+# Alignment that XLA requires of CPU memory to avoid a copy.
 _ALIGNMENT = 64
 _ROWS = 512
 _THREADS = min(8, os.cpu_count() or 1)
 
 Place = Callable[[str, tuple[int, ...]], Sharding | None]
-"""``(path, shape) -> sharding`` of a parameter; None is the default device."""
+"""``(path, shape) -> sharding`` of a parameter; None means the default device."""
 
 
 def check_tensors(
@@ -173,9 +173,9 @@ def check_tensors(
     redundant: tuple[str, ...] = (),
     where: str,
 ) -> None:
-    """Raises ValueError for a tensor that is missing, surplus, or of another shape.
+    """Raises ValueError for a missing or unexpected tensor, or a wrong shape.
 
-    Those that are `redundant` may be there and say nothing new.
+    `redundant` tensors may be present and are ignored.
     """
     wanted = tensor_shapes(pieces)
     missing = sorted(set(wanted) - set(shards.entries))
@@ -193,7 +193,7 @@ def check_tensors(
     if surplus:
         more = f" (and {len(surplus) - 1} more)" if len(surplus) > 1 else ""
         raise ValueError(
-            f"{where} holds the tensor {surplus[0]!r}{more}, which config.json rules out"
+            f"{where} holds the tensor {surplus[0]!r}{more}, which config.json excludes"
         )
     for name, shape in wanted.items():
         if shards.entries[name].shape != shape:
@@ -228,7 +228,7 @@ def read_params(
 
 
 def _stored_dtype(shards: Shards, parts: list[Piece]) -> np.dtype:
-    """That of the tensors of a parameter, or float32, which holds all, where they differ."""
+    """The dtype of the tensors of a parameter, or float32 if they differ."""
     kinds = {shards.entries[piece.tensor].dtype for piece in parts}
     return kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
 
@@ -236,7 +236,7 @@ def _stored_dtype(shards: Shards, parts: list[Piece]) -> np.dtype:
 def _on_host(
     shards: Shards, parts: list[Piece], shape: tuple[int, ...], dtype: np.dtype
 ) -> jax.Array:
-    """A parameter on the CPU: its pieces are put where they stay, by some threads at once."""
+    """A parameter on the CPU; several threads copy its pieces to their final place."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + _ALIGNMENT, np.uint8)
     first = -memory.ctypes.data % _ALIGNMENT
@@ -249,12 +249,12 @@ def _on_host(
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         for done in [pool.submit(fill, piece) for piece in parts]:
             done.result()
-    # Nobody writes into this memory again, so that the array may be it.
+    # This memory is not written again, so the array may alias it.
     return jax.device_put(whole)
 
 
 def _copy(stored: np.ndarray, target: np.ndarray, is_transposed: bool) -> None:
-    # Numbers of NumPy's own kinds are copied much faster than bfloat16.
+    # NumPy copies its native dtypes much faster than bfloat16.
     bits = {2: np.uint16, 4: np.uint32}[stored.dtype.itemsize]
     stored, target = stored.view(bits), target.view(bits)
     if not is_transposed:
@@ -302,7 +302,7 @@ def _put(
     dtype: np.dtype,
     sharding: Sharding | None,
 ) -> jax.Array:
-    """One piece as a device array in the orientation of its parameter."""
+    """One piece as a device array, transposed if its parameter is."""
     stored = shards.read(piece.tensor)[piece.rows]
     view = stored.T if piece.is_transposed else stored
 

@@ -1,4 +1,4 @@
-"""A model written as a published directory, which its family's own programs read back."""
+"""Writes a model as a published directory that the programs of its family can read."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def write_published(
     more_eos_ids: tuple[int, ...] = (),
     max_shard_bytes: int = 5_000_000_000,
 ) -> list[str]:
-    """Names of the files written; the directory appears whole, in one move.
+    """Writes the directory in one atomic move and returns the names of its files.
 
-    Numbers are stored as the parameters hold them.
+    Tensors have the dtypes of the parameters.
 
     Args:
       path: a directory that does not exist.
-      config: of the model, whose recommended settings go to generation_config.json.
-      params: its parameters; heads beside the LM head are left out, as no family has them.
+      config: of the model; its recommended settings go to generation_config.json.
+      params: its parameters; heads other than the LM head are not written.
       tokenizer: a `HubTokenizer`.
-      family: family to write it as; None: the first that can express all of its settings.
+      family: target family; None: the first that can express all settings.
       chat: its chat template.
-      more_eos_ids: ids that end a generation beside that of the tokenizer.
+      more_eos_ids: ids that end a generation, besides that of the tokenizer.
       max_shard_bytes: of one file of weights.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The application: its routes, the rows that they run, and figures for Prometheus."""
+"""The application: its routes, the rows that they run, and Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -77,16 +77,16 @@ class Metrics:
             "requests", "Requests answered.", ("route", "status"), **names
         )
         self.seconds = prometheus_client.Histogram(
-            "request_seconds", "Time of an answer.", ("route",), buckets=_SECONDS, **names
+            "request_seconds", "Seconds per answer.", ("route",), buckets=_SECONDS, **names
         )
         self.first = prometheus_client.Histogram(
-            "first_event_seconds", "Time to the first event.", buckets=_SECONDS, **names
+            "first_event_seconds", "Seconds to the first event.", buckets=_SECONDS, **names
         )
         self.waited = prometheus_client.Histogram(
-            "waited_seconds", "Time of a row in the queue.", buckets=_SECONDS, **names
+            "waited_seconds", "Seconds of a row in the queue.", buckets=_SECONDS, **names
         )
         self.tokens = prometheus_client.Counter(
-            "tokens", "Tokens given and written.", ("kind",), **names
+            "tokens", "Prompt and generated tokens.", ("kind",), **names
         )
         self._registry.register(_EngineFigures(engine))
 
@@ -95,7 +95,7 @@ class Metrics:
 
 
 class _EngineFigures(prometheus_client.registry.Collector):
-    """Figures of the engine, read at each scrape."""
+    """Metrics of the engine, read at each scrape."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -106,18 +106,18 @@ class _EngineFigures(prometheus_client.registry.Collector):
             "rows_running": ("Rows that run.", report.running),
             "rows_waiting": ("Rows that wait for a slot.", report.waiting),
             "slots": ("Rows that could run now.", report.slots),
-            "programs": ("Compiled programs that are kept.", len(report.programs)),
+            "programs": ("Compiled programs in the cache.", len(report.programs)),
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"dlm_jax_{name}", text, value)
-        counts = {"rows": "Rows that have ended.", "steps": "Steps of rows.", **Counters.helps()}
+        counts = {"rows": "Finished rows.", "steps": "Steps of rows.", **Counters.helps()}
         for name, text in counts.items():
             value = getattr(report.work, name)
             yield CounterMetricFamily(f"dlm_jax_{name}", text, value)
 
 
 Emit = Callable[[dict[str, Any]], Awaitable[None]]
-"""Sends an event, and waits while the one who reads them is slow."""
+"""Sends an event; waits for a slow reader."""
 
 _REMEDIES = {
     Status.NON_FINITE: "the model's logits are not finite",
@@ -138,11 +138,11 @@ class Service:
 
     @contextlib.contextmanager
     def admitted(self, count: int):
-        """Room for so many rows, as long as the block lasts."""
+        """Reserves this many rows for the duration of the block."""
         if self.num_rows + count > self.capacity:
             raise ApiError(
                 429,
-                f"{self.num_rows} rows run or wait, and {self.capacity} may; ask again later",
+                f"{self.num_rows} rows run or wait, and {self.capacity} may; try again later",
                 code="overloaded",
             )
         self.num_rows += count
@@ -152,7 +152,7 @@ class Service:
             self.num_rows -= count
 
     async def whole(self, answer: Answer) -> list[Done]:
-        """All choices of an answer, once they are written."""
+        """All choices of an answer, when they are complete."""
         async with _Group() as group:
             tasks = [group.create_task(self._done(answer, one)) for one in answer.requests]
         return [task.result() for task in tasks]
@@ -182,7 +182,7 @@ class Service:
         return done
 
     async def _told(self, answer: Answer, outbox: Outbox, index: int, request: Request) -> Done:
-        """Puts the events of a choice into the outbox while it grows."""
+        """Puts the events of a growing choice into the outbox."""
         is_first, replaces = True, index if answer.replaces else None
         async with contextlib.aclosing(self._growing(answer, request)) as growing:
             async for row, reader, pieces, done in growing:
@@ -192,7 +192,7 @@ class Service:
                 outbox.put(answer.grown(index, row, reader, pieces, done), replaces)
                 if done is not None:
                     return done
-        raise AssertionError("a row that has ended is shown once more")
+        raise AssertionError("an event of a finished row")
 
     async def _done(self, answer: Answer, request: Request) -> Done:
         if not answer.stops:
@@ -203,12 +203,12 @@ class Service:
             async for *_, done in growing:
                 if done is not None:
                     return done
-        raise AssertionError("a row that has ended is shown once more")
+        raise AssertionError("an event of a finished row")
 
     async def _growing(
         self, answer: Answer, request: Request
     ) -> AsyncGenerator[tuple[Row, Reader, list[Piece], Done | None], None]:
-        """A row as it grows, what has come of its text, and the choice once it has ended."""
+        """A growing row, its text so far, and the choice after its end."""
         reader = answer.reader(self.model, request)
         rows = self.engine.watch(request, every_block=False)
         async with contextlib.aclosing(rows):
@@ -219,7 +219,7 @@ class Service:
                 yield row, reader, pieces, self._of(request, reader, row) if is_over else None
 
     def _of(self, request: Request, reader: Reader, row: Row) -> Done:
-        """A choice that has come to its end, though its row may still run behind that."""
+        """A finished choice; its row may still run."""
         text, places, is_stopped = reader.whole(row)
         if is_broken(request.sample.structure, row.tokens[reader.start : places.stop]):
             raise ApiError(500, "the text broke its structure", code="structure")
@@ -234,10 +234,10 @@ class Service:
 
 
 class Outbox:
-    """Events between those who write them and the one who sends them.
+    """A queue of events between their writers and the sender.
 
-    An event that replaces the one before it of the same choice takes its place, so that a slow
-    reader costs no more than what is to be read.
+    An event may replace the previous one of the same choice, so the queue of a slow reader stays
+    short.
     """
 
     def __init__(self) -> None:
@@ -253,14 +253,14 @@ class Outbox:
         self._news.set()
 
     def put(self, events: Sequence[dict[str, Any]], replaces: int | None = None) -> None:
-        """Lets events wait; they take the place of those that `replaces` the same choice."""
+        """Adds events; with `replaces`, they replace waiting ones of the same choice."""
         if replaces is not None:
             self._events = [entry for entry in self._events if entry[0] != replaces]
         self._events += [(replaces, event) for event in events]
         self._news.set()
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """The events, until nobody writes any more."""
+        """The events, until all writers are done."""
         while True:
             while self._events:
                 yield self._events.pop(0)[1]
@@ -271,7 +271,7 @@ class Outbox:
 
 
 class _Group(asyncio.TaskGroup):
-    """Tasks of which the first error is raised as it is."""
+    """A task group that raises the first error unchanged."""
 
     async def __aexit__(self, *exception: Any) -> bool | None:
         try:
@@ -302,11 +302,11 @@ class Options:
     Attributes:
       name: name of the model.
       limits: limits of requests.
-      key: key that requests must bring; None: none.
-      defaults: settings that apply where a request gives none.
-      length: new tokens of a completion or infill that gives none; None: 16.
+      key: API key of requests; None: none.
+      defaults: default settings of requests.
+      length: default number of new tokens of a completion or infill; None: 16.
       logs_texts: whether prompts and texts are logged.
-      warms_up: whether the programs of usual requests are compiled from the start on.
+      warms_up: whether the programs of common requests are compiled at start.
     """
 
     name: str
@@ -321,11 +321,11 @@ class Options:
 def make_app(
     model: Model, engine: Engine, options: Options, *, slots: int, steps_per_call: int = 2
 ) -> Starlette:
-    """The application; it steps the engine while it lives, and closes it at its end.
+    """The application; it steps the engine while it runs, and closes it at the end.
 
     Args:
       model: model of the engine.
-      engine: the engine, which only the application may step.
+      engine: the engine; only the application may step it.
       options: options of the server.
       slots: rows that the engine runs at once.
       steps_per_call: as in `AsyncEngine`.
@@ -369,13 +369,13 @@ class _Server:
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        """Runs the engine, beside which the programs of usual requests are compiled."""
+        """Runs the engine, and compiles the programs of common requests in parallel."""
         async with self._async:
             warming = asyncio.create_task(asyncio.to_thread(self._warm_up))
             try:
                 yield
             finally:
-                self._is_ending = True  # which a program that is being compiled does not notice
+                self._is_ending = True  # a compilation cannot be interrupted
                 await warming
 
     def _warm_up(self) -> None:
@@ -384,14 +384,14 @@ class _Server:
                 return
             try:
                 self._async.engine.warm_up(request)
-            except Exception:  # which those who ask for such a text are told of
+            except Exception:  # requests that need this program report the error
                 LOGGER.exception("warm up")
         self._is_warm = True
 
     def kept(
         self, answer: Callable[[HttpRequest], Awaitable[Response]]
     ) -> Callable[[HttpRequest], Awaitable[Response]]:
-        """A route that needs the key, counts, and answers errors with the protocol's object."""
+        """A route that checks the key, counts requests, and returns errors as in the protocol."""
 
         async def route(request: HttpRequest) -> Response:
             began = time.perf_counter()
@@ -402,7 +402,7 @@ class _Server:
                 response = error_response(error)
             except ClientDisconnect:
                 response = Response(status_code=_GONE)
-            except asyncio.CancelledError:  # the time of a stop is up, and this ends as an answer
+            except asyncio.CancelledError:  # the grace period is over, and this ends as an answer
                 response = error_response(stopping())
             if not isinstance(response, Events):
                 self._count(request.url.path, response.status_code, began)
@@ -442,7 +442,7 @@ class _Server:
         if name is None:
             return Json({"object": "list", "data": [told]})
         if name != self._options.name:
-            raise ApiError(404, f"model {name[:100]!r} is not here", "model", "model_not_found")
+            raise ApiError(404, f"model {name[:100]!r} is not served", "model", "model_not_found")
         return Json(told)
 
     async def texts(self, fields: type[Sampled], request: HttpRequest) -> Response:
@@ -450,7 +450,7 @@ class _Server:
         make = self._service.planner.answer
         if asked.response_format is None and "structure" not in (asked.model_extra or {}):
             answer = make(asked)
-        else:  # an automaton may have to be made, and others go on meanwhile
+        else:  # building an automaton takes time, so run it in a thread
             answer = await asyncio.to_thread(make, asked)
         path, began = request.url.path, time.perf_counter()
         if asked.stream:
@@ -534,7 +534,7 @@ class _Server:
 
 
 async def _unknown(request: HttpRequest, error: Exception) -> Response:
-    """The error object of a path or method that is not there, with the headers of the status."""
+    """The error object of an unknown path or method, with the headers of the status."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:100]}: {error.detail}"
     code = HTTPStatus(error.status_code).name.lower()
@@ -544,5 +544,5 @@ async def _unknown(request: HttpRequest, error: Exception) -> Response:
 
 
 async def _defect(request: HttpRequest, error: Exception) -> Response:
-    """The error object of a defect, whose traceback is logged."""
-    return error_response(ApiError(500, "the server has a defect; its log tells of it"))
+    """The error object of a defect; its traceback is logged."""
+    return error_response(ApiError(500, "internal server error; see the log of the server"))

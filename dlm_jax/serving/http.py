@@ -44,7 +44,7 @@ class JsonLines(logging.Formatter):
 
 
 def start_logs() -> None:
-    """Sends the logs of the server, the engine and uvicorn to standard error, in lines of JSON."""
+    """Writes the logs of the server, the engine and uvicorn to standard error, as JSON lines."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
     names = {LOGGER.name: logging.INFO, "dlm_jax.inference": logging.WARNING,
@@ -56,7 +56,7 @@ def start_logs() -> None:
 
 
 def log_answer(event: str, **told: Any) -> None:
-    """Logs an answer; numbers of seconds to a tenth of a millisecond."""
+    """Logs an answer; seconds are rounded to a tenth of a millisecond."""
     if LOGGER.isEnabledFor(logging.INFO):
         shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in told.items()}
         LOGGER.info(event, extra={"told": shown})
@@ -72,7 +72,7 @@ _EVENTS = ((b"content-type", b"text/event-stream"), (b"cache-control", b"no-cach
 
 
 def encoded(value: Any) -> bytes:
-    """A value as JSON in ASCII, which holds any text, lone surrogates too."""
+    """A value as ASCII JSON, which can represent any text, including lone surrogates."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
@@ -98,7 +98,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise ApiError(
-            415, f"content-encoding={encoding[:40]!r} is not read; send the body without one",
+            415, f"content-encoding={encoding[:40]!r} is not supported; send the body without it",
             code="unsupported_encoding",
         )  # fmt: skip
     too_large = ApiError(413, f"the body has more than {limit} bytes; send less", code="too_large")
@@ -114,13 +114,13 @@ async def read_body(request: Request, limit: int) -> bytes:
                     raise too_large
                 parts.append(part)
     except TimeoutError:
-        raise ApiError(408, "the body did not come; send it at once") from None
+        raise ApiError(408, "the body did not arrive in time; send it at once") from None
     return b"".join(parts)
 
 
 def parsed(kind: type[M], body: bytes) -> M:
     if _depth(body) > _DEEPEST:
-        raise refused(f"the body is nested deeper than {_DEEPEST}; nest less", None)
+        raise refused(f"the body is nested deeper than {_DEEPEST}; use fewer levels", None)
 
     def constant(name: str) -> Any:
         raise ValueError(f"{name} is no JSON")
@@ -130,7 +130,7 @@ def parsed(kind: type[M], body: bytes) -> M:
     except ValueError as error:
         raise refused(f"the body is not JSON: {error}", None) from None
     if not isinstance(value, dict):
-        raise refused('the body is no object; write {"prompt": ...}', None)
+        raise refused('the body is not an object; write {"prompt": ...}', None)
     try:
         return kind.model_validate(value)
     except pydantic.ValidationError as error:
@@ -138,7 +138,7 @@ def parsed(kind: type[M], body: bytes) -> M:
 
 
 def check_key(request: Request, key: str | None) -> None:
-    """Raises ApiError unless a request brings the key, which is compared in constant time."""
+    """Raises ApiError unless a request has the key, which is compared in constant time."""
     if key is None:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -157,7 +157,7 @@ def _depth(body: bytes) -> int:
 
 
 async def while_connected(receive: Receive, seconds: float, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when its client goes away or its time is up."""
+    """The result of `work`, which is cancelled if its client disconnects or the time is over."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_gone(receive))
     try:
@@ -167,7 +167,7 @@ async def while_connected(receive: Receive, seconds: float, work: Coroutine[Any,
         if gone.done():
             raise ClientDisconnect
         raise ApiError(
-            504, f"the answer took more than {seconds:g} s; ask for less", code="timeout"
+            504, f"the answer took more than {seconds:g} s; request less", code="timeout"
         )
     finally:
         for one in (task, gone):
@@ -178,7 +178,7 @@ async def while_connected(receive: Receive, seconds: float, work: Coroutine[Any,
 
 
 async def _gone(receive: Receive) -> None:
-    """Returns when the client has gone."""
+    """Returns when the client has disconnected."""
     while True:
         message: Message = await receive()
         if message["type"] == "http.disconnect":
@@ -186,15 +186,15 @@ async def _gone(receive: Receive) -> None:
 
 
 class Events(Response):
-    """A response of server-sent events, which ends with ``[DONE]``, or with an error object.
+    """A response of server-sent events that ends with ``[DONE]`` or with an error object.
 
-    An event with a ``type`` is named by it, as ``/v1/responses`` has them.
+    An event with a ``type`` has it as its name, as in ``/v1/responses``.
 
     Args:
       run: sends events through the given function.
-      ended: called with the status at the end: 200, 499 for a client that went away, or that of
-        an error.
-      seconds: the longest that it may take.
+      ended: called with the status at the end: 200, 499 for a disconnected
+        client, or that of an error.
+      seconds: time limit.
       ends_with_done: whether ``[DONE]`` is sent at all.
     """
 
@@ -228,11 +228,11 @@ class Events(Response):
             await while_connected(receive, self._seconds, whole())
             status = 200
         except ClientDisconnect:
-            pass  # nobody is left to be told
+            pass  # the client has disconnected
         except (ApiError, asyncio.CancelledError) as error:
             told = error if isinstance(error, ApiError) else stopping()
             status = told.status
-            # One who does not read is not waited for any longer.
+            # Do not wait for a client that does not read.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1):
                     await emit(told.body())
@@ -244,19 +244,19 @@ class Events(Response):
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _LAST_WORDS = 5.0
-"""Seconds in which clients are told that their requests were ended."""
+"""Seconds for sending errors to clients whose requests were cancelled."""
 
 
 class Server(uvicorn.Server):
-    """A server on a socket; when it is stopped, it takes nothing new, and what runs may finish.
+    """A server on a socket; when stopped, it refuses new requests and finishes running ones.
 
-    A signal stops it, or ``should_exit``; a second signal ends it at once.
+    A signal or ``should_exit`` stops it; a second signal ends it at once.
 
     Args:
       app: the ASGI application that answers.
       sock: from `listening`.
-      drain: seconds for running requests to finish once it is stopped.
-      listens: called when the server begins to answer clients.
+      drain: seconds for running requests to finish after a stop.
+      listens: called when the server accepts requests.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ class Server(uvicorn.Server):
         self._sock, self._listens = sock, listens
 
     def answer(self) -> None:
-        """Returns when it was stopped."""
+        """Runs the server until it is stopped."""
         asyncio.run(self.serve(sockets=[self._sock]))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -284,7 +284,7 @@ class Server(uvicorn.Server):
             self._listens()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Takes nothing new, and returns when all have their answer, an error if it must be."""
+        """Refuses new requests, and returns when all others have an answer or an error."""
         await super().shutdown(sockets)
         tasks = set(self.server_state.tasks)
         if tasks and not self.force_exit:
@@ -292,7 +292,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Takes the signals that stop the server, and does not raise them again afterwards."""
+        """Handles the signals that stop the server without raising them again afterwards."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -310,5 +310,5 @@ def listening(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=found[0][0], backlog=2048)
     except OSError as error:
         raise ValueError(
-            f"--host {host} --port {port} cannot be had ({error.strerror or error}); use another"
+            f"--host {host} --port {port} is not available ({error.strerror or error}); use another"
         ) from None

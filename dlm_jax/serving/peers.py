@@ -1,8 +1,8 @@
 """Names of request fields in vLLM, SGLang and llama-server, and what this server does with them.
 
-`PEERS` is the one table: aliases, fields that are not read, and names that are refused. The server
-reads it for every request, and docs/peers.md prints it. Fields of the same name and meaning are
-declared in `protocol` and need no entry.
+`PEERS` is the table of aliases, ignored fields and refused names. The server uses it for every
+request, and docs/peers.md is generated from it. Fields of the same name and meaning are declared in
+`protocol`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Fields = dict[str, Any]
 
 
 class _No(ValueError):
-    """A value without a counterpart: what is wrong with it, and the remedy."""
+    """A value without a counterpart: the problem and the remedy."""
 
     def __init__(self, why: str, remedy: str):
         super().__init__(why, remedy)
@@ -31,10 +31,10 @@ class Peer(NamedTuple):
 
     Attributes:
       of: the servers that have it: ``v`` vLLM, ``s`` SGLang, ``l`` llama-server.
-      ours: the field or setting that stands for it, or the nearest one.
-      does: what happens, as the documentation says it; of a refused name, the remedy.
-      read: the fields of this server that a value stands for. For a value without a counterpart
-        it raises `_No`. None: every value is refused.
+      ours: the corresponding field or setting, or the nearest one.
+      does: the effect, as documented; for a refused name, the remedy.
+      read: converts a value to fields of this server; raises `_No` for a value without a
+        counterpart. None: every value is refused.
     """
 
     of: str
@@ -57,7 +57,7 @@ def _unread(of: str, does: str) -> Peer:
 
 
 def _neutral(of: str, ours: str, value: Any, remedy: str) -> Peer:
-    """A name of which one value changes nothing, and all others are refused."""
+    """A name with one neutral value; all others are refused."""
 
     def read(given: Any) -> Fields:
         if type(given) is not type(value) or given != value:
@@ -111,7 +111,7 @@ def _of_outputs(value: Any) -> Fields:
 _SHAPED = "response_format"
 
 PEERS: Mapping[str, Peer] = {
-    # What the answer looks like.
+    # Format of the answer.
     "guided_json": Peer("v", _SHAPED, "alias: `json_schema`", _of_schema),
     "json_schema": Peer("sl", _SHAPED, "alias: `json_schema`", _of_schema),
     "guided_regex": Peer("v", _SHAPED, "alias: `regex`", _of_regex),
@@ -144,7 +144,7 @@ PEERS: Mapping[str, Peer] = {
     "length_penalty": _neutral("v", "max_tokens", 1.0, "there is no beam search; drop it"),
     "logits_processors": _refused("v", "rules", "rules are the server's; see docs/settings.md"),
     "custom_logit_processor": _refused("s", "rules", "rules are the server's"),
-    # What is told.
+    # Information in the answer.
     "n_probs": _refused("l", "logprobs", "use logprobs (and top_logprobs in a chat)"),
     "prompt_logprobs": _refused("v", "logprobs", "only written tokens have logprobs"),
     "return_tokens": _refused("l", "return_token_ids", "use return_token_ids"),
@@ -160,7 +160,7 @@ PEERS: Mapping[str, Peer] = {
     # Conversations.
     "chat_template": _refused("v", "--chat-template", "it is a flag of the server"),
     "documents": _refused("v", "chat_template_kwargs", "use chat_template_kwargs"),
-    # How it is run: no result depends on it.
+    # Execution, without effect on results.
     "cache_prompt": _unread("l", "no text depends on it; see `cache`"),
     "cache_salt": _unread("v", "prompts are not shared between requests"),
     "id_slot": _unread("l", "the scheduler chooses the slot"),
@@ -172,7 +172,7 @@ PEERS: Mapping[str, Peer] = {
     "lora": _neutral("l", "--checkpoint", [], "one server has one model; export it merged"),
     "session_params": _refused("s", "messages", "give all turns in messages"),
 }  # fmt: skip
-"""Every name by itself. A name that is a field of the end point is that field."""
+"""Peers by name. Fields of the end point take precedence."""
 
 
 def table() -> list[str]:
@@ -190,7 +190,7 @@ def in_our_names(given: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[F
 
     Args:
       given: the request.
-      fields: fields of the end point; they are never read as names of peers.
+      fields: fields of the end point, which are not names of peers.
 
     Raises:
       SettingError: a name or value has no counterpart, or two names of one field disagree.

@@ -1,7 +1,7 @@
-"""The protocol: fields of requests, how they become rows to denoise, and objects of the answers.
+"""The protocol: fields of requests, their conversion to rows, and objects of answers.
 
-Each field is declared once, in the class of its end point or in `Sampled`, beside which every
-setting stands by its name (docs/settings.md); `Planner` and `Answer` implement it.
+Each field is declared once, in the class of its end point or in `Sampled`; every setting is a
+field, too (docs/settings.md). `Planner` and `Answer` implement them.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """A request that is refused, or that failed.
+    """A refused or failed request.
 
     Attributes:
       status: HTTP status.
       message: one line with the remedy.
-      param: the field at fault; None without one.
-      code: a machine-readable word; None: nothing beyond the status.
+      param: the invalid field, if any.
+      code: a machine-readable word, if any.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ def refused(message: str, param: str | None) -> ApiError:
 
 
 def stopping() -> ApiError:
-    """The error of a request that still ran when the server's time to stop was up."""
-    return ApiError(503, "the server stops; ask again once it is back", code="stopping")
+    """The error of a request that was running at the end of the grace period."""
+    return ApiError(503, "the server is shutting down; try again later", code="stopping")
 
 
 def of_fields(error: pydantic.ValidationError, names: Mapping[str, str] = {}) -> ApiError:
@@ -78,18 +78,18 @@ def of_fields(error: pydantic.ValidationError, names: Mapping[str, str] = {}) ->
     first = error.errors(include_url=False, include_context=False)[0]
     name, *rest = first["loc"] or ("",)
     name = names.get(str(name), name)
-    # Behind the name pydantic says which member of a union it tried, which is no place.
+    # After the name, pydantic appends the tried member of a union, which is not a location.
     places = [f"[{part}]" for part in rest if isinstance(part, int)][:1]
     field = f"{name}{''.join(places)}"
     return refused(f"{field}: {first['msg']}", str(name) or None)
 
 
 def of_value(error: ValueError, other: str, **names: str) -> ApiError:
-    """The refusal of a request that the library would not make.
+    """The ApiError for a request that the library refused.
 
     Args:
       error: about a setting, or else about `other`.
-      other: the field that an error without a setting is about.
+      other: the field to report for an error without a setting.
       names: names of the protocol for settings other than ``gen_length``.
     """
     line = " ".join(str(error).split()).replace("gen_length", "max_tokens")
@@ -108,7 +108,7 @@ Stop = str | list[str]
 
 
 class Fields(pydantic.BaseModel):
-    """An object with strictly typed fields and no others."""
+    """An object with strictly typed fields; unknown fields are refused."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
@@ -151,24 +151,24 @@ class Conversation(Fields):
 
 
 class Sampled(pydantic.BaseModel):
-    """Fields of all requests for a text; other names are settings (docs/settings.md).
+    """Fields of all sampling requests; other names are settings (docs/settings.md).
 
-    Names of other servers (`peers`) are read as the fields that they stand for.
+    Names of other servers (`peers`) are converted to fields.
 
     Attributes:
-      content: the field that holds what is given, of each end point.
+      content: the name of the input field of the end point.
       prefix_of_id: prefix of the ids of its answers.
       object: ``object`` of its answers.
       event: ``object`` of the events of its streams.
-      model: name of the model; any request may leave it out.
+      model: name of the model; optional.
       max_tokens: new tokens.
-      max_length: tokens that a row may hold with its prompt.
+      max_length: limit of the tokens of a row, including its prompt.
       n: rows of each prompt.
-      seed: random seed of the first row; by default an unpredictable one.
-      stop: texts that end the answer, which does not hold them.
-      include_stop_str_in_output: whether the answer holds the stop that ended it.
+      seed: random seed of the first row; unpredictable by default.
+      stop: texts that end the answer and are not part of it.
+      include_stop_str_in_output: whether the answer includes the stop that ended it.
       return_token_ids: whether the answer has the ids of its tokens and of the prompt.
-      stream: whether the answer comes in events.
+      stream: whether the answer is a stream of events.
       stream_options: options of a stream.
       response_format: format of the answer.
       diffusing: whether a stream shows the whole canvas as it is denoised.
@@ -201,7 +201,7 @@ class Sampled(pydantic.BaseModel):
     @pydantic.model_validator(mode="wrap")
     @classmethod
     def _of_peers(cls, given: Any, make: pydantic.ModelWrapValidatorHandler[Self]) -> Self:
-        """The request in the names of this server; errors have those that the client used."""
+        """The request with the names of this server; errors use the names of the client."""
         if not isinstance(given, Mapping):
             return make(given)
         try:
@@ -217,7 +217,7 @@ class Sampled(pydantic.BaseModel):
 
     @property
     def named(self) -> Mapping[str, str]:
-        """The names of other servers that the request used, by the fields they stand for."""
+        """Names of other servers in the request, by field."""
         return self._theirs
 
     @property
@@ -226,7 +226,7 @@ class Sampled(pydantic.BaseModel):
 
     @property
     def rivals(self) -> int | None:
-        """Number of rivals of each token to return; None: no log-probabilities are returned."""
+        """Number of alternatives of each token to return; None: no log-probabilities."""
         return getattr(self, "logprobs", None)
 
     @property
@@ -244,10 +244,10 @@ class Completion(Sampled):
 
     Attributes:
       prompt: a text, several, ids, or several lists of ids.
-      suffix: text behind what is written.
-      draft: text behind the prompt, to be refined.
+      suffix: text after the gap.
+      draft: text after the prompt, to refine.
       echo: whether the answer begins with the prompt.
-      logprobs: number of rivals of each token to return; 0: the token alone.
+      logprobs: number of alternatives of each token to return; 0: the token alone.
     """
 
     content, prefix_of_id = "prompt", "cmpl"
@@ -283,9 +283,9 @@ class Chat(Sampled, Conversation):
     Attributes:
       messages: the turns so far.
       max_completion_tokens: the newer name of `max_tokens`.
-      draft: draft of the answer, to be refined.
+      draft: draft of the answer, to refine.
       logprobs: whether to return the log-probability of each token.
-      top_logprobs: number of its rivals to return.
+      top_logprobs: number of alternatives to return.
     """
 
     model_config = Sampled.model_config
@@ -304,7 +304,7 @@ class Chat(Sampled, Conversation):
 
 
 class TurnPart(Fields):
-    """A text of a turn, as a client sends it or as an answer of this server had it."""
+    """A text of a turn, from a client or from an answer of this server."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -313,7 +313,7 @@ class TurnPart(Fields):
 
 
 class Turn(Fields):
-    """A turn of ``/v1/responses``, also one that an answer of this server had."""
+    """A turn of ``/v1/responses``, also from an answer of this server."""
 
     type: Literal["message"] = "message"
     role: str
@@ -323,7 +323,7 @@ class Turn(Fields):
 
 
 class TextFormat(Fields):
-    """The format of a response; as `ResponseFormat`, in the form of ``/v1/responses``."""
+    """`ResponseFormat` in the form of ``/v1/responses``."""
 
     type: Literal["text", "json_object", "json_schema", "regex"]
     schema_: dict[str, Any] | None = Field(None, alias="schema")
@@ -338,12 +338,12 @@ class TextOptions(Fields):
 
 
 class Responses(Sampled, Conversation):
-    """A request to ``/v1/responses``; nothing of it is stored.
+    """A request to ``/v1/responses``; nothing is stored.
 
     Attributes:
       input: a text, or the turns so far.
-      instructions: the turn of the system before them.
-      max_output_tokens: the name of `max_tokens` there.
+      instructions: the system turn before them.
+      max_output_tokens: `max_tokens` of this end point.
       text: format of the answer.
       metadata: repeated in the answer.
       store: false; responses are never stored.
@@ -385,7 +385,7 @@ class Responses(Sampled, Conversation):
 
     @property
     def turns(self) -> list[Message]:
-        """The conversation, as `Chat` has it."""
+        """The conversation, as in `Chat`."""
         given = [Turn(role="user", content=self.input)] if isinstance(self.input, str) else []
         given = given or [turn for turn in self.input if isinstance(turn, Turn)]
         turns = [] if self.instructions is None else [("system", self.instructions)]
@@ -436,9 +436,9 @@ class Limits:
 
     Attributes:
       rows: most rows of one request, over all its prompts.
-      waiting: rows that may wait for a slot.
+      waiting: most rows that wait for a slot.
       body: most bytes of a request.
-      seconds: longest time of a request, with its waiting.
+      seconds: longest time of a request, including its wait.
       steps: most steps of a row.
     """
 
@@ -462,8 +462,8 @@ class Planner:
       model: the model that runs them.
       name: its name in requests.
       limits: limits of each request.
-      defaults: settings that apply where a request gives none.
-      length: new tokens of completions and infills that give none.
+      defaults: default settings of requests.
+      length: default number of new tokens of completions and infills.
     """
 
     def __init__(
@@ -496,7 +496,7 @@ class Planner:
         if asked.suffix is not None and asked.draft is not None:
             raise refused("suffix and draft exclude each other; give one of them", "suffix")
         if asked.echo and asked.suffix is not None:
-            raise refused("echo means nothing with a suffix; drop one", "echo")
+            raise refused("echo has no effect with a suffix; drop one", "echo")
         length = asked.max_tokens
         contents = []
         for prompt in prompts:
@@ -515,7 +515,7 @@ class Planner:
     def _chat(self, asked: Chat) -> Answer:
         length = _one_length(asked, "max_completion_tokens")
         if asked.top_logprobs and not asked.logprobs:
-            raise refused("top_logprobs means nothing without logprobs=true", "top_logprobs")
+            raise refused("top_logprobs has no effect without logprobs=true", "top_logprobs")
         content: dict[str, Any] = {"tokens": self.chat_ids(asked.messages, asked)}
         content |= {} if asked.draft is None else {"draft": asked.draft}
         return self._answer(asked, [content], length)
@@ -523,7 +523,7 @@ class Planner:
     def _response(self, asked: Responses) -> Answer:
         for name in ("diffusing", "read_back", "return_token_ids"):
             if getattr(asked, name):
-                raise refused(f"{name} is not told here; ask /v1/chat/completions", name)
+                raise refused(f"{name} is not available here; use /v1/chat/completions", name)
         if asked.n not in (None, 1):
             raise refused(f"n={asked.n}: a response has one text; send several requests", "n")
         length = _one_length(asked, "max_output_tokens")
@@ -546,20 +546,20 @@ class Planner:
         return self._answer(asked, [content], asked.max_tokens)
 
     def usual(self) -> Iterator[Request]:
-        """Requests of the length of each canvas, with and without a format, else by default."""
+        """Default requests of the length of each canvas, with and without a format."""
         longest = self.model.max_length
         lengths = {min(2**power, longest) for power in range(6, longest.bit_length() + 1)}
         for length in sorted(lengths | {longest}):
             for form in (None, ResponseFormat(type="json_object")):
                 asked = Completion.model_validate({"max_tokens": length, "response_format": form})
-                with contextlib.suppress(ApiError):  # the model, or a limit, does not allow it
+                with contextlib.suppress(ApiError):  # refused by the model or a limit
                     yield from self.answer(asked).requests
 
     def chat_ids(self, messages: Sequence[Message], asked: Conversation) -> list[int]:
-        """Ids of a conversation, up to where the answer begins."""
+        """Ids of a conversation, up to the start of the answer."""
         if self.model.chat is None:
             raise refused(
-                "the model has no chat template; ask /v1/completions, or give the server one",
+                "the model has no chat template; use /v1/completions, or pass one to the server",
                 "messages",
             )
         continues = bool(asked.continue_final_message)
@@ -584,10 +584,10 @@ class Planner:
             raise refused(str(error), "messages") from None
 
     def check_model(self, name: str | None) -> None:
-        """Raises `ApiError` for a model that is not here."""
+        """Raises `ApiError` for an unknown model."""
         if name is not None and name != self.name:
             raise ApiError(
-                400, f"model {name[:100]!r} is not here; use {self.name!r}", "model",
+                400, f"model {name[:100]!r} is not served; use {self.name!r}", "model",
                 "model_not_found",
             )  # fmt: skip
 
@@ -600,9 +600,9 @@ class Planner:
     ) -> Answer:
         for name in ("diffusing", "stream_options"):
             if getattr(asked, name) and not asked.stream:
-                raise refused(f"{name} means nothing without stream=true", name)
+                raise refused(f"{name} has no effect without stream=true", name)
         if asked.read_back and asked.diffusing:
-            raise refused("read_back and diffusing do not go together; drop one", "read_back")
+            raise refused("read_back and diffusing exclude each other; drop one", "read_back")
         settings = self._own_settings(asked, length)
         reads = bool(asked.rivals or asked.read_back)
         if reads and "fill" not in settings:
@@ -615,7 +615,7 @@ class Planner:
             name = "n" if count > 1 else "prompt"
             raise refused(
                 f"{count} rows of {len(contents)} prompts are more than {self.limits.rows}; "
-                "ask for them in several requests", name,
+                "send several requests", name,
             )  # fmt: skip
         try:
             stops = asked.stops
@@ -655,7 +655,7 @@ class Planner:
         return made
 
     def _own_settings(self, asked: Sampled, length: int | None) -> dict[str, Any]:
-        """The settings that a request gives by name, each checked alone."""
+        """The settings of a request by name, each checked separately."""
         given = {name: value for name, value in (asked.model_extra or {}).items()
                  if value is not None}  # fmt: skip
         if length is not None:
@@ -677,7 +677,7 @@ class Planner:
         return self._defaults | given
 
     def _token_a_step(self, asked: Sampled, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings that a structure can be held with, where the request gives none."""
+        """Default settings of a request with a structure."""
         model, size = self.model, asked.max_tokens or self._room(asked)
         block = settings.get("block_length", model.sample.block_length)
         block = block or model.network.block_length
@@ -686,7 +686,7 @@ class Planner:
         return needed | {"steps": steps}
 
     def _structure(self, asked: Sampled) -> dict[str, Any]:
-        """The settings that hold an answer to its format."""
+        """The settings that enforce the format of an answer."""
         form = asked.response_format
         if form is None or form.type == "text":
             return {}
@@ -758,7 +758,7 @@ class Planner:
 
 
 def _one_length(asked: Sampled, other: str) -> int | None:
-    """New tokens by `max_tokens` or by the other name that an end point has for it."""
+    """New tokens, from `max_tokens` or its other name at an end point."""
     lengths = {asked.max_tokens, getattr(asked, other)} - {None}
     if len(lengths) > 1:
         raise refused(f"max_tokens and {other} differ; give one of them", "max_tokens")
@@ -781,7 +781,7 @@ _LEAST = -9999.0
 
 
 class Done(NamedTuple):
-    """A choice that has been written; of an infill also the text of each gap, and the whole."""
+    """A finished choice; for an infill also the text of each gap, and the whole text."""
 
     text: str
     row: Row
@@ -804,10 +804,10 @@ class Answer:
       asked: the request.
       model: its name.
       tokenizer: tokenizer of the model.
-      requests: one for each choice, those of a prompt side by side.
+      requests: one for each choice, grouped by prompt.
       stops: texts that end a choice.
       seed: random seed of the first row.
-      echoes: text that each choice begins with.
+      echoes: text at the start of each choice.
       id: id of the answer.
       created: seconds since 1970.
       ends_with_done: whether ``[DONE]`` ends a stream of its events.
@@ -828,7 +828,7 @@ class Answer:
         self.id = self.id or f"{self.asked.prefix_of_id}-{uuid.uuid4().hex}"
 
     def reader(self, model: Model, request: Request) -> Reader:
-        """Reads the text of a choice as it grows."""
+        """A reader for the text of a growing choice."""
         keeps_stop = bool(self.asked.include_stop_str_in_output)
         return Reader(model, request, self.stops, keeps_stop=keeps_stop)
 
@@ -838,21 +838,21 @@ class Answer:
         return told | (self._prompt_ids(0) if self._is_chat else {})
 
     def begin(self) -> list[dict[str, Any]]:
-        """The events before any text: the role of each choice of a chat."""
+        """The first events: the role of each choice of a chat."""
         delta = {"role": "assistant", "content": ""}
         choices = range(len(self.requests) if self._is_chat else 0)
         ids = self._prompt_ids(0) if self._is_chat else {}
         return [self._event(index, delta, None, None) | ids for index in choices]
 
     def echo(self, index: int, row: Row) -> list[dict[str, Any]]:
-        """The event with the text that a choice begins with, if it was requested."""
+        """The event with the echo of a choice, if it was requested."""
         is_told = self.echoes and self.echoes[index] and not self.asked.diffusing
         return [self._piece(index, self.echoes[index], row, range(0), None)] if is_told else []
 
     def grown(
         self, index: int, row: Row, reader: Reader, pieces: Sequence[Piece], done: Done | None
     ) -> list[dict[str, Any]]:
-        """The events of a choice that has grown; those of a canvas replace the one before."""
+        """The new events of a growing choice; canvas events replace the previous one."""
         reason = None if done is None else done.finish_reason
         if self.asked.diffusing:
             return [self._canvas(index, row, reader, done)]
@@ -875,13 +875,13 @@ class Answer:
         return event
 
     def _ids(self, row: Row, places: range) -> dict[str, Any]:
-        """The ids of the tokens there, if asked."""
+        """The ids of these tokens, if requested."""
         if not self.asked.return_token_ids:
             return {}
         return {"token_ids": row.tokens[places.start : places.stop].tolist()}
 
     def _prompt_ids(self, index: int) -> dict[str, Any]:
-        """The ids of a choice's prompt, if asked: what stands before its first hole."""
+        """The ids of a choice's prompt (the tokens before its first hole), if requested."""
         if not self.asked.return_token_ids or isinstance(self.asked, Infill):
             return {}
         (free,) = np.nonzero(self.requests[index].is_open(self.tokenizer.mask_id))
@@ -889,10 +889,9 @@ class Answer:
         return {"prompt_token_ids": tokens[: free[0] if free.size else None].tolist()}
 
     def _canvas(self, index: int, row: Row, reader: Reader, done: Done | None) -> dict[str, Any]:
-        """An event with the whole canvas of a choice, in place of the one before.
+        """An event with the whole canvas of a choice, which replaces the previous one.
 
-        The last one has the text of the answer: what stands behind its end, holes too, is no part
-        of it.
+        The last one has the text of the answer, without anything after its end.
         """
         parts = reader.parts(row, None if done is None else done.places.stop)
         holes = sum(len(text) for text, step in parts if step is None)
@@ -912,7 +911,7 @@ class Answer:
         return [told] if self.asked.has_usage else []
 
     def usage(self, done: Sequence[Done]) -> dict[str, Any]:
-        """Usage of an answer; beyond the protocol, forwards of the model and the first seed."""
+        """Usage of an answer, with forwards of the model and the first seed as extensions."""
         prompts = sum(one.prompt_tokens for one in done[:: self.asked.n or 1])
         written = sum(len(one.places) for one in done)
         return {
@@ -925,7 +924,7 @@ class Answer:
 
     @property
     def replaces(self) -> bool:
-        """Whether each event of a choice takes the place of the one before."""
+        """Whether each event of a choice replaces the previous one."""
         return bool(self.asked.diffusing)
 
     @property
@@ -957,19 +956,19 @@ class Answer:
         return choice | {"text": echo + done.text}
 
     def _read_back(self, row: Row, places: range) -> dict[str, Any]:
-        """Candidates of the tokens there, in the order of their commits, if requested."""
+        """Candidates of these tokens, in commit order, if requested."""
         if not self.asked.read_back:
             return {}
         return {"read_back": [self._record(one) for one in row.read_back if one.place in places]}
 
     def _record(self, written: Written) -> dict[str, Any]:
-        """A position that was written, with its row chain's survivors, the likeliest first."""
+        """A written position with the candidates that the chain left, most likely first."""
         told = written.to_json(self.asked.read_back or 0)
         texts = [self.tokenizer.decode([id_]) for id_ in told["ids"]]
         return told | {"text": self.tokenizer.decode([written.token]), "texts": texts}
 
     def _logprobs(self, row: Row, places: range) -> dict[str, Any] | None:
-        """The log-probability of each token that was written, and of its rivals if requested."""
+        """The log-probability of each written token, and of its alternatives if requested."""
         if self.asked.rivals is None:
             return None
         written = [place for place in places if not row.is_frozen[place]]

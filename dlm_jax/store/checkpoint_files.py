@@ -1,7 +1,7 @@
-"""Where checkpoints lie on disk, and which of them can be used.
+"""The checkpoints of a directory, and which of them are usable.
 
-Names with a suffix are no checkpoints: ``.writing`` and ``.deleted`` are leftovers of a killed
-process and go with the next save; ``.damaged`` was set aside and stays until a person removes it.
+Names with a suffix are not checkpoints: ``.writing`` and ``.deleted`` are leftovers of a killed
+process and are removed by the next save; ``.damaged`` is kept until the user removes it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from dlm_jax.types import Params
 
 
 def not_finite(params: Params) -> str | None:
-    """Path of the first parameter that holds a NaN or an infinity; None if all are finite.
+    """Path of the first parameter with a NaN or infinity; None if all are finite.
 
-    Reads every parameter once, where it lies (about 1 GB/s on a CPU). A process reads what its own
-    devices hold.
+    Reads every parameter once, in place (about 1 GB/s on a CPU). A process reads the shards of its
+    own devices.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
@@ -46,7 +46,7 @@ def not_finite(params: Params) -> str | None:
 
 
 def _is_finite(part: jax.Array | np.ndarray) -> bool:
-    # NumPy looks at an array of the host in place; anything else would compile for each shape.
+    # NumPy reads a host array in place; a JAX function would compile for each shape.
     if isinstance(part, jax.Array) and any(d.platform != "cpu" for d in part.devices()):
         return bool(jnp.isfinite(part).all())
     return bool(np.isfinite(np.asarray(part)).all())
@@ -57,14 +57,14 @@ Leaves = dict[str, list[Any]]
 """Path of each array in the saved pytree -> [dtype, shape]."""
 
 Place = Callable[[str, jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]
-"""From the path of a parameter and what is stored to the dtype and sharding that it is to have."""
+"""Maps the path and stored type of a parameter to its dtype and sharding."""
 
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 _LEFTOVER_NAME = re.compile(r"step_\d{8,}\.(writing.*|deleted)")
 
 
 def checkpoint_root(directory: str | os.PathLike[str]) -> Path:
-    """The absolute path, or that of a URL; raises `ValueError` for a file or a dangling link."""
+    """The absolute path or URL; raises `ValueError` for a file or a dangling link."""
     path = located(directory)
     if is_remote(path):
         return cast(Path, path)
@@ -81,10 +81,9 @@ def step_path(root: Path, step: int) -> Path:
 
 @contextlib.contextmanager
 def failures_of_writing(path: AnyPath) -> Iterator[None]:
-    """Turns what tensorstore raises where it cannot write, a `ValueError`, into `OSError`.
+    """Converts the `ValueError` of tensorstore for a failed write to `OSError`.
 
-    Its number is the operating system's if the message says it, or `errno.EIO`, as of a bucket
-    that refuses; its file name is `path`.
+    Its errno is that in the message, if any, or `errno.EIO`; its file name is `path`.
     """
     try:
         yield
@@ -97,10 +96,9 @@ def failures_of_writing(path: AnyPath) -> Iterator[None]:
 
 
 def facts_of(leaves: Leaves, meta: dict[str, Any]) -> dict[str, Any]:
-    """What the manifest of a checkpoint says besides its files: format, writer, identity, arrays.
+    """Contents of the manifest of a checkpoint besides its files: format, writer, identity, arrays.
 
-    The identity is ``run`` of the JSON beside the state; checkpoints without one share the empty
-    identity.
+    The identity is ``run`` of the metadata; checkpoints without one share the empty identity.
     """
     writers = ("jax", "orbax-checkpoint", "numpy")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in writers)
@@ -114,9 +112,9 @@ def complete_steps(root: Path) -> list[int]:
 
 
 def make_room(root: Path, step: int, checked: dict[int, bool]) -> bool:
-    """False if a complete checkpoint of ``step`` is there; else True, once one can be written.
+    """Prepares to write ``step`` and returns True; False if it is complete already.
 
-    Makes ``root``, removes leftovers, sets aside what ``checked`` or a missing manifest calls bad.
+    Creates ``root``, removes leftovers, and sets aside damaged checkpoints.
     """
     root.mkdir(parents=True, exist_ok=True)
     usable = [s for s in complete_steps(root) if checked.get(s, True)]
@@ -147,7 +145,7 @@ def make_room(root: Path, step: int, checked: dict[int, bool]) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Deletes a checkpoint; in a bucket its manifest first, so that what is left is none."""
+    """Deletes a checkpoint; in a bucket its manifest is deleted first."""
     if not is_remote(path):
         remove_tree(path)
         return
@@ -157,12 +155,12 @@ def remove(path: Path) -> None:
 
 
 def prune(root: Path, *, keep: int) -> None:
-    """Nothing, after all complete checkpoints but the ``keep`` newest are gone."""
+    """Deletes all complete checkpoints but the ``keep`` newest."""
     for step in complete_steps(root)[:-keep]:
         if is_remote(root):
             remove(step_path(root, step))
             continue
-        # Renamed first: a process killed halfway leaves no checkpoint with half its files.
+        # Rename first, so that a kill leaves no checkpoint with missing files.
         path = step_path(root, step)
         doomed = path.with_name(f"{path.name}.deleted")
         remove_tree(doomed)
@@ -177,18 +175,18 @@ def newest_usable(
     report: Callable[[str], None],
     checked: dict[int, bool],
 ) -> int:
-    """The step to restore: ``step``, or the newest whose files are all as they were written.
+    """The step to restore: ``step``, or the newest undamaged one.
 
-    ``checked`` remembers which steps were found sound or damaged, so that bytes are summed once and
-    damage is reported once. Raises `ValueError` if none is left, at the first that has other
-    ``leaves`` (if given) or another format, or if they are not all of one run.
+    ``checked`` caches the result per step, so that files are read once and damage is reported once.
+    Raises `ValueError` if none is usable, if one has other ``leaves`` (if given) or another format,
+    or if they belong to several runs.
     """
-    # In a bucket, what lacks a manifest was never finished; on a disk it was damaged.
+    # In a bucket, a checkpoint without a manifest is incomplete; on a disk it is damaged.
     listed = complete_steps(root) if is_remote(root) else _listed_steps(root)
     if not listed:
         raise ValueError(_why_empty(root))
     if step is not None and step not in listed:
-        raise ValueError(f"no checkpoint of step={step} in {root}; it holds steps {listed}")
+        raise ValueError(f"no checkpoint of step={step} in {root}; existing steps are {listed}")
     if step is None:
         _check_one_run(root, listed)
     reasons: list[str] = []
@@ -221,7 +219,7 @@ def newest_usable(
 
 
 def _check_one_run(root: Path, steps: list[int]) -> None:
-    """Raises ValueError if checkpoints of several runs lie side by side."""
+    """Raises ValueError if the checkpoints belong to several runs."""
     runs: dict[str, list[int]] = {}
     for step in steps:
         with contextlib.suppress(files.Damaged):
@@ -237,7 +235,7 @@ def _check_one_run(root: Path, steps: list[int]) -> None:
 
 
 def check_same_leaves(wanted: Leaves, saved: Leaves, path: Path) -> None:
-    """Nothing if both name the same arrays; else `ValueError`, naming the first that differs."""
+    """Raises `ValueError` for the first array that differs."""
     for name in list(wanted) + list(saved):
         here, there = wanted.get(name), saved.get(name)
         if here != there:
@@ -248,7 +246,7 @@ def check_same_leaves(wanted: Leaves, saved: Leaves, path: Path) -> None:
 
 
 def spell(leaf: list[Any] | None) -> str:
-    """What an array is, in a message: ``float32[2,16]``, or that there is none."""
+    """Describes an array in a message: ``float32[2,16]``, or that it is absent."""
     return "absent" if leaf is None else f"{leaf[0]}{leaf[1]}".replace(" ", "")
 
 
@@ -276,7 +274,7 @@ def _why_empty(root: Path) -> str:
 
 
 def describe(tree: Any, what: str) -> Leaves:
-    """Path, dtype and shape of every array of a pytree, which errors call `what`."""
+    """Path, dtype and shape of every array of a pytree; `what` names it in errors."""
     leaves: Leaves = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = path_name(path)
@@ -287,7 +285,7 @@ def describe(tree: Any, what: str) -> Leaves:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested dict that the names are the paths of; ValueError for names that clash."""
+    """The nested dict with these paths; ValueError for conflicting names."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         *parents, last = name.split("/")

@@ -1,6 +1,6 @@
 """Checkpoints that are complete or absent, and never silently wrong.
 
-A checkpoint is one directory that appears by a single rename, once everything in it is on disk::
+A checkpoint is one directory that is renamed into place when all its files are on disk::
 
     step_00000250/
       state/         the pytree of arrays (Orbax, OCDBT)
@@ -8,15 +8,15 @@ A checkpoint is one directory that appears by a single rename, once everything i
       manifest.json  format, library versions, the identity of the run, shape and dtype of every
                      array, and the size and CRC32 of every file
 
-Orbax alone loads most bit-flipped files without noticing, so restoring checks the manifest first
-and falls back to the checkpoint before a damaged one. Everything that touches Orbax is in this
-file; it uses the asynchronous checkpointer without the manager, whose pruning knows no checksums.
+Orbax alone loads most bit-flipped files, so restoring verifies the manifest first and falls back to
+the checkpoint before a damaged one. All uses of Orbax are in this file: the asynchronous
+checkpointer, without the manager, whose pruning ignores checksums.
 
-In a bucket nothing can be renamed, and every process writes its own files. There ``state/`` holds a
-zarr array for each array, written and read by tensorstore: Orbax writes to no ``s3://``. Each
-process writes the parts of arrays that its devices hold, reads the files back, and leaves their
-sizes and CRC32s in ``sums/PROCESS.json``. When process 0 has all of these it writes the manifest:
-the one object that makes a checkpoint.
+A bucket has no rename, and every process writes its own files. There ``state/`` holds a zarr array
+for each array, written and read by tensorstore, because Orbax does not support ``s3://``. Each
+process writes the shards of its devices, reads the files back, and writes their sizes and CRC32s to
+``sums/PROCESS.json``. When all of these exist, process 0 writes the manifest, which completes the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ _POLL = 0.2
 
 
 Part = tuple[str, tuple[slice, ...], np.ndarray]
-"""A piece of an array on the host: the array's name, and where the piece belongs in it."""
+"""A piece of an array on the host: the name of the array and the offset of the piece."""
 
 
 def on_host(state: Any) -> tuple[dict[str, Any], list[Part]]:
     """Zarr metadata of each array, and copies of the shards that this process writes.
 
-    Every piece of an array is written by one process: that of its first replica.
+    Each piece of an array is written by the process of its first replica.
     """
     specs: dict[str, Any] = {}
     found: list[tuple[str, Any, jax.Array]] = []
@@ -90,7 +90,7 @@ def on_host(state: Any) -> tuple[dict[str, Any], list[Part]]:
             if shard.replica_id == 0:
                 shard.data.copy_to_host_async()
                 found.append((name, shard.index, shard.data))
-    # Copies: on CPU an array may share its memory with a buffer that is about to be donated.
+    # Copied, because on CPU an array may share memory with a buffer that will be donated.
     return specs, [(name, index, np.array(data)) for name, index, data in found]
 
 
@@ -109,9 +109,10 @@ def _zarr_type(dtype: Any) -> str:
 
 
 def _store_of(step: AnyPath, inside: str) -> dict[str, Any]:
-    """Where tensorstore finds a folder of a checkpoint.
+    """The tensorstore spec of a folder of a checkpoint.
 
-    It does not read the environment's endpoint, and it looks for credentials everywhere, aloud.
+    Endpoint and credentials are passed explicitly: tensorstore ignores the endpoint of the
+    environment and logs its search for credentials.
     """
     scheme, _, rest = str(step).partition("://")
     name, _, path = rest.partition("/")
@@ -136,7 +137,7 @@ def _opened(step: AnyPath, name: str, metadata: Any | None, *, create: bool) -> 
 
 
 def _write_parts(step: AnyPath, specs: dict[str, Any], parts: list[Part]) -> None:
-    """Writes what this process holds, and the sums of its files as they can be read back."""
+    """Writes the pieces of this process, and the checksums of its files as read back."""
     first = jax.process_index() == 0
     wanted = set(specs) if first else {name for name, _, _ in parts}
     opened = {name: _opened(step, name, specs[name], create=True) for name in wanted}
@@ -157,10 +158,10 @@ def _write_parts(step: AnyPath, specs: dict[str, Any], parts: list[Part]) -> Non
 
 
 def _commit(step: AnyPath, facts: dict[str, Any], check: Callable[[], None]) -> None:
-    """Writes the manifest, once every process has left its sums and nothing speaks against it.
+    """Writes the manifest when the checksums of every process are present and valid.
 
     Raises:
-      OSError: one did not within half an hour.
+      OSError: a process did not finish within half an hour.
     """
     sums: dict[str, tuple[int, int]] = {}
     deadline = time.monotonic() + _PATIENCE
@@ -177,7 +178,7 @@ def _commit(step: AnyPath, facts: dict[str, Any], check: Callable[[], None]) -> 
 
 
 def read_arrays(step: AnyPath, abstract: Any, sharding_of: Callable[[Any], Any]) -> Any:
-    """The saved arrays, each laid out by `sharding_of` its abstract leaf."""
+    """The saved arrays, each with the sharding `sharding_of` its abstract leaf."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
     opened = [_opened(step, path_name(path), None, create=False) for path, _ in leaves]
     pending = []
@@ -203,9 +204,9 @@ def _assembled(leaf: Any, shape: tuple[int, ...], sharding: Any, reads: dict[str
 
 
 def quiet_orbax() -> None:
-    """Lets Orbax tell of warnings alone."""
-    # Orbax narrates every save at INFO through absl, which an application may have turned on. What
-    # fails in its threads it logs with a traceback and raises where the save is waited for.
+    """Limits the logs of Orbax to warnings."""
+    # Orbax logs every save at INFO through absl. Errors in its threads are logged with a traceback
+    # and raised again when the save is awaited.
     logging.getLogger("absl").setLevel(logging.WARNING)
     for name in ("absl", "asyncio"):
         logger = logging.getLogger(name)
@@ -223,7 +224,7 @@ Report = Callable[[str], None]
 
 
 class Restored(NamedTuple):
-    """What `Checkpoints.restore` gave back: the step saved, the arrays, the JSON beside them."""
+    """The result of `Checkpoints.restore`: step, arrays and metadata."""
 
     step: int
     state: Any
@@ -233,18 +234,18 @@ class Restored(NamedTuple):
 class Checkpoints:
     """The checkpoints of one training run, newest last; use it as a context manager.
 
-    A save under way when the program ends without `close` or `wait` is lost (not half-written).
-    Every process of a multi-process run makes one on the same shared directory and calls the same
-    methods in the same order. Process 0 checks, sums up, renames and prunes.
+    A save in progress is lost (not partially written) if the program ends without `close` or
+    `wait`. Every process of a multi-process run creates one on the same shared directory and calls
+    the same methods in the same order. Process 0 verifies, renames and prunes.
 
     Args:
-      directory: where the ``step_*`` directories live; made by the first save.
-      keep: how many of the newest complete checkpoints to retain, at least 1. An older one goes
-        only after the newer one is complete on disk.
-      check: called on process 0 before anything in the directory is removed, and before a
-        checkpoint appears there; raises if another process has taken the directory over.
+      directory: parent of the ``step_*`` directories; created by the first save.
+      keep: number of newest complete checkpoints to keep, at least 1. An older one is deleted after
+        the newer one is complete on disk.
+      check: called on process 0 before files in the directory are removed or a checkpoint is
+        completed; raises if another process has claimed the directory.
 
-    ``when_closed`` is a stack of what is called once all is closed.
+    ``when_closed`` is a stack of callbacks that run after closing.
     """
 
     def __init__(
@@ -273,14 +274,14 @@ class Checkpoints:
         self._close(together=exc_type is None)
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending; without the one being written."""
+        """Steps of the complete checkpoints, ascending, without the one in progress."""
         return complete_steps(self.directory)
 
     def save(self, step: int, state: Any, meta: dict[str, Any]) -> bool:
-        """True if a checkpoint of ``step`` was begun, False if a complete one is there already.
+        """Starts a checkpoint and returns True, or False if a complete one of ``step`` exists.
 
-        The arrays may be donated as soon as this returns; writing goes on in the background and
-        counts only when it is complete. Waits for the save before.
+        The arrays may be donated after the return; writing continues in the background. Waits for
+        the previous save.
 
         Args:
           step: at least 0, and not behind the newest checkpoint.
@@ -289,7 +290,7 @@ class Checkpoints:
           meta: a JSON dict, equal on all processes; its ``run`` is the identity of the run.
 
         Raises:
-          OSError: this save or the one before it failed, for example on a full disk.
+          OSError: this or the previous save failed, for example on a full disk.
         """
         leaves = describe(state, "state")
         check_saveable(step, state, meta)
@@ -309,7 +310,7 @@ class Checkpoints:
         return True
 
     def wait(self) -> None:
-        """Nothing, once the save under way is complete and visible to every process.
+        """Waits until the save in progress is complete and visible to every process.
 
         Raises:
           OSError: it failed (`ValueError` on the other processes if it did so on process 0).
@@ -324,18 +325,18 @@ class Checkpoints:
         self._close(together=True)
 
     def abandon(self) -> None:
-        """Nothing, after all threads have ended; it does not wait for other processes."""
+        """Ends all threads; it does not wait for other processes."""
         self._close(together=False)
 
     def read_meta(self, *, step: int | None = None, report: Report | None = None) -> dict[str, Any]:
-        """The JSON of the checkpoint that `restore` would give; the same arguments and errors."""
+        """The metadata of the checkpoint that `restore` would return; same arguments and errors."""
         self.wait()
         return _read_meta(self._usable(step, None, report)[1])
 
     def restore(
         self, abstract_state: Any, *, step: int | None = None, report: Report | None = None
     ) -> Restored:
-        """The newest usable checkpoint (or that of ``step``), laid out like ``abstract_state``.
+        """Restores the newest usable checkpoint (or that of ``step``) like ``abstract_state``.
 
         A damaged checkpoint is reported and the one before it is used, unless ``step`` is given.
 
@@ -343,8 +344,8 @@ class Checkpoints:
           abstract_state: a pytree of ``jax.ShapeDtypeStruct`` or arrays. Their shardings need not
             be those of the processes that saved; a leaf without one goes to the first local device.
           step: exactly this checkpoint.
-          report: receives one line about each damaged checkpoint passed over, once, on
-            process 0; default `warnings.warn`.
+          report: receives one line for each damaged checkpoint that is skipped, on process 0;
+            default `warnings.warn`.
         """
         self.wait()
         leaves = describe(abstract_state, "abstract_state")
@@ -373,7 +374,7 @@ class Checkpoints:
         arrays: dict[str, Any],
         parts: list[Part],
     ) -> None:
-        """Writes a checkpoint: every process its own files, process 0 the manifest at last."""
+        """Writes a checkpoint: every process its own files, then process 0 the manifest."""
         path, is_first = step_path(self.directory, step), jax.process_index() == 0
         if is_first:
             (path / "meta").mkdir(parents=True, exist_ok=True)
@@ -401,14 +402,14 @@ class Checkpoints:
             if together:
                 self.wait()
         finally:
-            # A process that leaves on an exception does not wait for others: they may never come.
+            # A process that exits with an exception does not wait for others, which may be lost.
             self._finisher.shutdown()
             self._writer.close()
             self.when_closed.close()
 
 
 def _root_of(directory: str | os.PathLike[str]) -> Path:
-    """Where the checkpoints lie of a run, or of the directory that holds them."""
+    """The directory of checkpoints of a run, or the given directory itself."""
     root = checkpoint_root(directory)
     return root / "checkpoints" if (root / "checkpoints").is_dir() else root
 
@@ -420,7 +421,7 @@ def _newest(
     report: Report | None,
     checked: dict[int, bool],
 ) -> tuple[int, Path]:
-    """The checkpoint to restore, as process 0 finds it; see `newest_usable`."""
+    """The checkpoint to restore, chosen by process 0; see `newest_usable`."""
     quiet_orbax()
     found = on_first_process(
         lambda: newest_usable(root, step, leaves, report or warnings.warn, checked)
@@ -436,18 +437,17 @@ def load_params(
     place: Place | None = None,
     report: Report | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """The parameters and the JSON of the newest usable checkpoint (or that of ``step``).
+    """The parameters and metadata of the newest usable checkpoint (or that of ``step``).
 
-    Only the parameters are read (their moving average where the state has one), not the
-    optimiser's moments. The mesh and the number of processes may differ from those that saved.
+    Only the parameters are read (their moving average, if there is one), not the optimiser state.
+    The mesh and the number of processes may differ from those of the save.
 
     Args:
       directory: the one given to `Checkpoints`, or the one that holds it as ``checkpoints``.
-      abstract_params: builds from the JSON the shapes, dtypes and shardings that are wanted; the
-        checkpoint must agree. Without it: the nested dict that was saved, on the first local
-        device.
+      abstract_params: maps the metadata to the expected shapes, dtypes and shardings. Without it,
+        the saved nested dict is returned, on the first local device.
       step: exactly this checkpoint, without falling back.
-      place: where each parameter goes, and as what; only the parts of a device are read onto it.
+      place: sharding and dtype of each parameter; each device reads only its own parts.
       report: receives one line about each damaged checkpoint passed over; default
         `warnings.warn`.
     """
@@ -490,7 +490,7 @@ def _read_arrays(path: Path, abstract: Any, *, partial: bool) -> Any:
     )
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         arrays = reader.restore(path / "state", args=args)
-    # Typed keys come back with an equivalent sharding, and only an equal one avoids a recompile.
+    # Typed keys are restored with an equivalent sharding; only an equal one avoids a recompile.
     return jax.device_put(arrays, jax.tree.map(sharding_of, abstract))
 
 
@@ -505,15 +505,15 @@ def load_any(
     place: Place | None = None,
     report: Callable[[str], None] | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """(parameters, JSON beside them) of a run, a weights file, or a model that ships.
+    """(parameters, metadata) of a run, a weights file, or a shipped model.
 
     Args:
-      path: what ``train.out_dir`` was, or the directory of its checkpoints; or a file that
-        ``python -m dlm_jax.export`` wrote; or a name, see `dlm_jax.store.weights`.
-      make_abstract: from the JSON to the parameters' shapes, as of `load_params`.
-      place: where each parameter goes, and as what; by default whole onto the first local device,
-        as it is stored, those of a file as float32.
-      report: takes one line if a damaged checkpoint was passed over.
+      path: ``train.out_dir`` of a run, or the directory of its checkpoints; a file of ``python -m
+        dlm_jax.export``; or a name, see `dlm_jax.store.weights`.
+      make_abstract: maps the metadata to the shapes, as in `load_params`.
+      place: sharding and dtype of each parameter; by default the first local device and the stored
+        dtype, or float32 for a file.
+      report: receives one line for each damaged checkpoint that is skipped.
     """
     found = path_of_model(path)
 
@@ -532,7 +532,7 @@ def load_any(
 def load_meta(
     path: str | os.PathLike[str], *, report: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """The JSON beside the parameters that `load_any` would give of a path; the same errors."""
+    """The metadata that `load_any` would return for a path; same errors."""
     if Path(path).suffix == SUFFIX:
         return _checked(read_meta(path), path)
     return _checked(_read_meta(_newest(_root_of(path), None, None, report, {})[1]), path)
@@ -541,7 +541,9 @@ def load_meta(
 def _checked(meta: dict[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
     for name in ("config", "tokenizer"):
         if not isinstance(meta.get(name), dict):
-            raise ValueError(f"{path} says nothing of its {name}; load a model that train.py made")
+            raise ValueError(
+                f"{path} does not describe its {name}; load a model that train.py made"
+            )
     if not isinstance(meta["config"].get("model"), dict):
         raise ValueError(f"{path} has a config without [model]; load a model that train.py made")
     return meta

@@ -1,14 +1,13 @@
 """Files on local disks and in buckets (``gs://``, ``s3://``): atomic writes, checksums and locks.
 
-A path is an `etils.epath.Path`: a `pathlib.Path` for a local one. What a bucket lacks is a rename:
-whatever must appear at once there appears with the one object that is written last.
+A path is an `etils.epath.Path`: a `pathlib.Path` for a local one. A bucket has no rename: several
+objects there become valid with the one that is written last.
 
-JSON lines carry their own checksum, so that a damaged one is found when it is read back: the last
-key of a line is ``crc``, the CRC32, in hex, of the line's JSON without that key.
+The last key of a JSON line is ``crc``, the CRC32, in hex, of the line's JSON without that key.
 
-``manifest.json`` records every file of a directory, so that later damage is noticed. It has two
-lines: a JSON object (``facts``: whatever the writer keeps beside the sums; ``files``: relative path
--> [size in bytes, CRC32]) and the CRC32 of that line in hex.
+``manifest.json`` records every file of a directory, to detect damage. It has two lines: a JSON
+object (``facts``: data of the writer; ``files``: relative path -> [size in bytes, CRC32]) and the
+CRC32 of that line in hex.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def located(location: str | os.PathLike[str]) -> epath.Path:
         raise ValueError(
             f"{text} needs {driver}, which is not installed; pip install 'dlm_jax[{extra}]'"
         ) from None
-    # Others write into the same bucket: what a listing once said is not to be believed again.
+    # Others write into the same bucket, so listings must not be cached.
     fsspec.config.conf.setdefault(extra, {})["use_listings_cache"] = False
     fsspec.config.conf.setdefault(scheme, {})["use_listings_cache"] = False
     return epath.Path(text)
@@ -72,7 +71,7 @@ def located(location: str | os.PathLike[str]) -> epath.Path:
 
 @contextlib.contextmanager
 def reachable(what: str, location: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns the errors of a bucket or disk raised inside into one `ValueError` that names it."""
+    """Converts errors of a bucket or disk to a `ValueError` that names it."""
     try:
         yield
     except PermissionError as error:
@@ -81,7 +80,7 @@ def reachable(what: str, location: str | os.PathLike[str]) -> Iterator[None]:
         ) from None
     except FileNotFoundError as error:
         raise ValueError(
-            f"{what}={location} is not there ({_said(error)}); check the bucket and the path"
+            f"{what}={location} does not exist ({_said(error)}); check the bucket and the path"
         ) from None
     except ValueError:
         raise
@@ -95,9 +94,9 @@ def reachable(what: str, location: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def check_bucket(what: str, location: str | os.PathLike[str]) -> None:
-    """Refuses a URL whose bucket is not there or may not be written; nothing for a local path.
+    """Raises ValueError for a URL whose bucket is missing or not writable; no-op for local paths.
 
-    One empty object is written beside what will be there, and deleted.
+    It writes and deletes one empty object.
     """
     if not is_remote(location):
         return
@@ -117,7 +116,7 @@ def files_under(directory: epath.Path) -> list[epath.Path]:
 
 
 def size_and_crc(path: AnyPath) -> tuple[int, int]:
-    """(bytes, CRC32) of a file, read in parts."""
+    """(size in bytes, CRC32) of a file, read in parts."""
     size = crc = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -127,10 +126,10 @@ def size_and_crc(path: AnyPath) -> tuple[int, int]:
 
 
 def copy_whole(source: epath.Path, target: epath.Path) -> None:
-    """Copies a file so that a local `target` is either absent or whole.
+    """Copies a file to a local `target` atomically.
 
     Raises:
-      OSError: `source` cannot be read, or `target` cannot be written; with the name of that one.
+      OSError: `source` cannot be read, or `target` cannot be written; it has that file name.
     """
     with source.open("rb") as read, replacing(target) as written:
         while chunk := _read(read, source):
@@ -148,15 +147,15 @@ def _read(file: IO[bytes], path: AnyPath) -> bytes:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], temporary: Path | None = None) -> Iterator[IO[bytes]]:
-    """Opens a new file that replaces `path`, whole and on disk, when the block ends.
+    """Opens a new file that replaces `path` atomically when the block ends, synced to disk.
 
     After an error, kill or power cut a local `path` holds either the old content or the new one. If
     `path` is a link, the link stays and its target is replaced.
 
     Args:
       path: path of the file, or a URL.
-      temporary: path of the new file beside `path`, which no other caller uses; the caller removes
-        what a kill left there. By default a new name; what kills left is removed after an hour.
+      temporary: path of the new file in the same directory, which no other caller uses; the caller
+        removes leftovers of a kill. By default a new name; leftovers are removed after an hour.
 
     Raises:
       OSError: the file cannot be written, with the name of `path`; or the block raises one that
@@ -190,7 +189,7 @@ def replacing(path: str | os.PathLike[str], temporary: Path | None = None) -> It
 
 
 def remove_leftovers(path: Path) -> None:
-    """Removes what killed writers of `path` left; for one who knows that no other writes it."""
+    """Removes leftovers of killed writers of `path`; call it only if no other process writes it."""
     for leftover in _leftovers(Path(os.path.realpath(path))):
         leftover.unlink(missing_ok=True)
 
@@ -200,9 +199,9 @@ def _leftovers(target: Path) -> list[Path]:
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Writes a file, or a directory's list of names, to disk.
+    """Syncs a file or directory to disk.
 
-    Some file systems cannot sync a directory; there this does nothing.
+    It does nothing on file systems that cannot sync a directory.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -224,14 +223,14 @@ def remove_tree(path: Path) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether the disk has no room for what is written, or is broken: no other name would help."""
+    """Whether the disk is full or broken, so that another file name would not help."""
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
     return isinstance(error, OSError) and error.errno in full
 
 
 @contextlib.contextmanager
 def refused_unless_full(what: object, remedy: str) -> Iterator[None]:
-    """Turns the `OSError` of a failed write into a `ValueError` with the remedy.
+    """Converts the `OSError` of a failed write to a `ValueError` with the remedy.
 
     The error of a full disk (`is_full`) stays an `OSError`: another name would not help.
     """
@@ -252,23 +251,23 @@ _ENDING_BYTES = len(', "crc": "00000000"}')
 
 
 class Damaged(ValueError):
-    """A line that is not what was written."""
+    """A line differs from what was written."""
 
 
 def with_crc(line: bytes) -> bytes:
-    """The line of a JSON object that has a key, without line end, with its checksum."""
+    """The line of a non-empty JSON object with its checksum, without newline."""
     return b'%s, "crc": "%08x"}' % (line[:-1], zlib.crc32(line))
 
 
 def has_crc(line: bytes) -> bool:
-    """Whether the line ends like one of `with_crc`, right or wrong."""
+    """Whether the line ends with a checksum, right or wrong."""
     return _ENDING.fullmatch(line[-_ENDING_BYTES:]) is not None
 
 
 def without_crc(line: bytes) -> bytes:
-    """The line that was given to `with_crc`.
+    """The line without its checksum.
 
-    Every single-bit flip is found, and every burst of up to 32 bits.
+    Every single-bit flip and every burst of up to 32 bits is detected.
     """
     ending = _ENDING.fullmatch(line[-_ENDING_BYTES:])
     if ending is None:
@@ -280,10 +279,10 @@ def without_crc(line: bytes) -> bytes:
 
 
 def source_digest(code: object) -> str | None:
-    """16 hex digits of the file that a function, class or module is written in.
+    """A digest of the source file of a function, class or module, as 16 hex digits.
 
-    A module whole, as a function may call its others; modules that it imports do not count. None:
-    there is no file, since it was typed in or is compiled.
+    It covers the whole module, because a function may call others in it, but not imported modules.
+    None if there is no source file.
     """
     try:
         file = inspect.getsourcefile(code)  # type: ignore[arg-type]
@@ -296,11 +295,11 @@ def source_digest(code: object) -> str | None:
 _READERS = 32
 MANIFEST = "manifest.json"
 SET_ASIDE = "manifest.json.damaged"
-"""What the manifest of a damaged checkpoint in a bucket is called, where nothing can be renamed."""
+"""The name that the manifest of a damaged checkpoint in a bucket gets."""
 
 
 def write_manifest(directory: Path, facts: dict[str, Any]) -> None:
-    """Nothing, once ``directory``'s files and a manifest of them are on disk, power cut or not."""
+    """Syncs the files of ``directory`` and their manifest to disk."""
     files: dict[str, tuple[int, int]] = {}
     folders = [directory]
     for path in sorted(directory.rglob("*")):
@@ -322,13 +321,13 @@ def put_manifest(
 
 
 def write_line(path: AnyPath, line: str) -> None:
-    """Writes a line, and its CRC32 in hex as a second one; the file appears whole."""
+    """Writes a line, and its CRC32 in hex as a second one, atomically."""
     with replacing(path) as file:
         file.write(_with_crc(line).encode())
 
 
 def read_line(path: AnyPath) -> str:
-    """The line that `write_line` wrote; raises `Damaged` if it is another."""
+    """The line that `write_line` wrote; raises `Damaged` if it differs."""
     text = path.read_bytes().decode(errors="replace")
     line = text.partition("\n")[0]
     if text != _with_crc(line):
@@ -342,10 +341,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def check_manifest(directory: Path) -> None:
-    """Nothing if all files are as written; else `Damaged`, naming the first that is not.
+    """Verifies all files; raises `Damaged` for the first that differs.
 
     Every single-bit flip, every burst of up to 32 bits, and every missing or shortened file is
-    found; files added later are ignored. Reads all bytes (about 1-2 GB/s from memory).
+    detected; files added later are ignored. Reads all bytes (about 1-2 GB/s from memory).
     """
     files = _manifest_read(directory)["files"].items()
     if not is_remote(directory):
@@ -381,16 +380,16 @@ def _with_crc(line: str) -> str:
 
 
 LOCK = ".lock"
-"""A file beside what a process has reserved for itself."""
+"""The lock file in a reserved directory."""
 
 
 class DirectoryLock:
     """Reserves directories for one process until it releases them or ends.
 
-    `lock` locks the directory itself, or the file `LOCK` in it where the file system locks files
-    only, as network file systems do. A bucket, and a file system without locks, has neither:
-    there the process writes a claim to that file. The process that claims last has the directory,
-    and `check` raises in the process that claimed before, if that still runs.
+    `lock` locks the directory itself, or the file `LOCK` in it if the file system locks only files,
+    as network file systems do. In a bucket, or on a file system without locks, the process writes a
+    claim to that file. The process with the last claim has the directory, and `check` raises in the
+    process with an earlier claim.
     """
 
     def __init__(self) -> None:
@@ -398,14 +397,14 @@ class DirectoryLock:
         self._claims: dict[AnyPath, str] = {}
 
     def lock(self, directory: AnyPath, setting: str) -> bool:
-        """Locks a directory, and changes nothing else there; a locked directory stays locked.
+        """Locks a directory without other changes; a second call has no effect.
 
         Args:
           directory: an existing directory, or a path in a bucket.
           setting: name of the setting that gives it, for the message.
 
         Returns:
-          False where nothing can be locked.
+          False if nothing can be locked.
 
         Raises:
           ValueError: another process has locked it.
@@ -435,7 +434,7 @@ class DirectoryLock:
         return False
 
     def claim(self, directory: AnyPath) -> None:
-        """Claims an existing directory, or a path in a bucket, where nothing can be locked."""
+        """Claims an existing directory, or a path in a bucket, that cannot be locked."""
         if not is_remote(directory):
             directory = Path(os.path.realpath(directory))
         path = directory / LOCK
@@ -462,7 +461,7 @@ class DirectoryLock:
 
 
 def _claim_in(path: AnyPath) -> str:
-    """The claim in a file; empty if a process that claimed later has released it."""
+    """The claim in a file; empty if a process with a later claim has released it."""
     try:
         return path.read_text()
     except FileNotFoundError:

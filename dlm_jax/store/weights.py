@@ -2,8 +2,8 @@
 
 The names of the tensors are the paths of the parameters (``blocks/attention/query/kernel``); the
 header holds the JSON under ``dlm_jax`` and the CRC32 of the whole file, header included, under
-``crc32_of_file``: that of its bytes with eight zeros in place of its own digits. So no bit of the
-file can flip unseen.
+``crc32_of_file``: that of its bytes with eight zeros in place of its own digits. Any flipped bit is
+detected.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _NUMPY_OF = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16)}
 def save_weights(
     path: str | os.PathLike[str], params: Any, meta: dict[str, Any], *, dtype: str = "float32"
 ) -> int:
-    """Number of bytes written; the file appears whole, in one move.
+    """Writes the file atomically and returns its size in bytes.
 
     Args:
       path: ends in ``.safetensors``.
       params: nested dict of arrays.
-      meta: a JSON dict, as a checkpoint holds it.
+      meta: a JSON dict, as in a checkpoint.
       dtype: one of `DTYPES`, for all tensors; float16 halves the file.
 
     Raises:
@@ -69,7 +69,7 @@ def save_weights(
     content[place : place + 8] = f"{zlib.crc32(content):08x}".encode()
     with refused_unless_full(target, "name another"):
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Not the library's own writer, which makes the file unreadable for others.
+        # The library's own writer makes the file unreadable for other users.
         with replacing(target) as file:
             file.write(content)
     return target.stat().st_size
@@ -81,13 +81,13 @@ def load_weights(
     *,
     place: Place | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """The parameters and the JSON of a `save_weights` file.
+    """The parameters and metadata of a `save_weights` file.
 
     Args:
       path: of the file.
-      make_abstract: from the JSON to the parameters' shapes, which the file must have.
-      place: where each parameter goes, and as what; of a parameter that devices split each part is
-        read for itself. By default whole onto the default device, as float32.
+      make_abstract: maps the metadata to the shapes, which the file must have.
+      place: sharding and dtype of each parameter; the parts of a sharded parameter are read
+        separately. By default the default device and float32.
     """
     with _opened(path) as (file, meta):
         found = {name: _described(file, name) for name in file.keys()}  # noqa: SIM118
@@ -104,20 +104,20 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """A whole file, and the JSON that describes its model; errors inside name the file."""
+    """An open file and its metadata; errors in the context name the file."""
     try:
         with safe_open(path, framework="np") as file:
             header = file.metadata() or {}
             if _KEY not in header:
-                raise ValueError("it was not written by dlm_jax: its header lacks that")
+                raise ValueError("it was not written by dlm_jax: its header has no metadata")
             if header.get(_CHECKSUM) != f"{_checksum_of(Path(path)):08x}":
                 raise ValueError("it is damaged: its checksum is wrong")
             meta = json.loads(header[_KEY])
             if not isinstance(meta, dict):
-                raise ValueError("what describes it is no object")
+                raise ValueError("its metadata is not an object")
             yield file, meta
     except FileNotFoundError:
-        raise ValueError(f"weights file {path} does not exist; name one") from None
+        raise ValueError(f"weights file {path} does not exist; check the path") from None
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise ValueError(f"weights file {path} cannot be read ({error}); copy it again") from None
 
@@ -132,7 +132,7 @@ def _described(file: Any, name: str) -> list[Any]:
 
 
 def _check_shapes(wanted: Mapping[str, list[Any]], found: Mapping[str, list[Any]]) -> None:
-    """Raises ValueError unless both name the same parameters, each of the same shape."""
+    """Raises ValueError unless both have the same parameters with the same shapes."""
     for name in (*wanted, *found):
         ours, theirs = wanted.get(name), found.get(name)
         if ours is None or theirs is None or ours[1] != theirs[1]:
@@ -156,7 +156,7 @@ def _placed(file: Any, name: str, place: Place | None) -> jax.Array:
 
 
 def _checksum_of(path: Path) -> int:
-    """CRC32 of a file, with zeros in place of the digits of its own."""
+    """CRC32 of a file with its own digits replaced by zeros."""
     with path.open("rb") as file:
         size = file.read(8)
         head = bytearray(size + file.read(int.from_bytes(size, "little")))
@@ -169,7 +169,7 @@ def _checksum_of(path: Path) -> int:
 
 
 def _place_of_digits(content: bytes | bytearray) -> int:
-    """Where the digits of the checksum stand in the header of a file."""
+    """The position of the checksum in the header of a file."""
     found = _DIGITS.search(content, 0, 8 + int.from_bytes(content[:8], "little"))
     if found is None:
         raise ValueError("it is damaged: it has no checksum")
@@ -180,16 +180,16 @@ SHIPPED: Mapping[str, Path] = {
     path.stem: path
     for path in sorted((Path(__file__).parent.parent / "shipped").glob(f"*{SUFFIX}"))
 }
-"""Their files by name: what ``--checkpoint NAME`` takes beside paths."""
+"""Files of the shipped models by name, which ``--checkpoint NAME`` accepts besides paths."""
 
 DEFAULT = "shakespeare"
-"""What is used where no model is named: a small Shakespeare in byte-pair tokens."""
+"""The default model: a small Shakespeare in byte-pair tokens."""
 
 
 def path_of_model(path: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
-    """The path itself, or that of the model of this name; None is `DEFAULT`.
+    """The path itself, or that of the shipped model of this name; None means `DEFAULT`.
 
-    What stands at a path is meant before a name; a name alone can be neither.
+    Existing paths take precedence over names.
     """
     if path is None:
         return SHIPPED[DEFAULT]

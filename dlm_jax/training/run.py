@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from dlm_jax.distributed.processes import check_same_everywhere, on_first_proces
 from dlm_jax.heads import MAIN, Head, Setup
 from dlm_jax.model.lora import GROUP
 from dlm_jax.model.transformer import build
-from dlm_jax.published import is_published, read_published, read_shape
+from dlm_jax.published import fetched, is_published, read_published, read_shape
 from dlm_jax.randomness import check_settings, fingerprint, key_of
 from dlm_jax.store import Checkpoints, load_any, load_meta, not_finite
 from dlm_jax.store.checkpoint_files import complete_steps, remove, step_path
@@ -113,6 +114,11 @@ def config_of_run(out_dir: Path) -> Config:
     return dataclasses.replace(config, train=train, model=model)
 
 
+def _init_path(config: Config) -> str:
+    """The local path of ``train.init_from``; a model of the hub is downloaded."""
+    return os.fspath(fetched(config.train.init_from, "train.init_from"))
+
+
 def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
     """The config with ``[model]`` of the published directory in train.init_from, and its tokenizer.
 
@@ -125,7 +131,7 @@ def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
     Raises:
       ValueError: the directory cannot be used, or the config asks for another model.
     """
-    source = config.train.init_from
+    source = _init_path(config)
     if not source or not is_published(source):
         return config, None
     theirs, tokenizer = read_shape(Path(source))
@@ -165,7 +171,7 @@ def tokenizer_of(
     with Checkpoints(checkpoints_of(config), keep=1) as saved:
         if on_first_process(saved.steps):
             return from_json(saved.read_meta(report=lambda line: None)["tokenizer"])
-    theirs = from_json(load_meta(path_of_model(config.train.init_from), report=report)["tokenizer"])
+    theirs = from_json(load_meta(path_of_model(_init_path(config)), report=report)["tokenizer"])
     if not isinstance(theirs, CharacterTokenizer):
         return theirs
     return lambda text: _extended(theirs, text, config, report)
@@ -658,7 +664,7 @@ def _begun(
         "make [model] smaller, or split it over more devices with mesh.fsdp",
     )  # fmt: skip
     return begin_with(
-        config.train.init_from, task.fresh_state(key), task.setup.tokenizer, model=config.model,
+        _init_path(config), task.fresh_state(key), task.setup.tokenizer, model=config.model,
         report=report,
     )  # fmt: skip
 

@@ -17,6 +17,7 @@ from dlm_jax.diffusion.losses import Loss, hidden_of
 from dlm_jax.diffusion.objectives import Batch, MixedExample, Mixture
 from dlm_jax.heads import MAIN, Head, HeadInputs, Stage
 from dlm_jax.model.lora import GROUP
+from dlm_jax.sampling.positions import returned
 from dlm_jax.types import Network, Params
 
 _SALT = 0x68656164
@@ -112,10 +113,10 @@ class StageLoss:
             found = self.mixture.losses(
                 self.network, params, drawn.example, reads, mask_id=self.mask_id
             )
-            means = {name: _mean(loss) for name, loss in found.items()}
+            means = {name: _mean(loss, name) for name, loss in found.items()}
             total = sum((self.mixture.shares[name] * means[name] for name in means), total)
         for head in self.trained_heads:
-            mean = _mean(head.loss(self._inputs(head, params, drawn, hidden_BLD)))
+            mean = _mean(head.loss(self._inputs(head, params, drawn, hidden_BLD)), head.name)
             means[head.metric] = mean
             total = total + (mean if head.weight is None else head.weight_at(step) * mean)
         return total, means
@@ -151,5 +152,7 @@ class StageLoss:
         )
 
 
-def _mean(loss: Loss) -> jax.Array:
+def _mean(loss: Loss, name: str) -> jax.Array:
+    for part, value in zip(Loss._fields, loss, strict=True):
+        returned(value, name, f"loss(...).{part}", "", (), float)
     return loss.sum / jnp.maximum(loss.weight, 1.0)

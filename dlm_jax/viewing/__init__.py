@@ -1,4 +1,4 @@
-"""Views of the denoising: in the terminal while it runs, and as a page that plays it afterwards."""
+"""Views of the denoising: live in the terminal, and as a page that replays it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Texts of tokens as one reads them: whole characters, also where one is spread over tokens.
 
-What a row looks like at one moment, and what changed since the moment before.
+Snapshots of a row, and the changes between them.
 
 Shape legend: ``n`` live positions of the row; PAD is in no frame.
 """
@@ -18,7 +18,7 @@ from dlm_jax.data import Tokenizer
 from dlm_jax.inference.results import Row
 
 _BROKEN = "\ufffd"
-# A character has at most four bytes, so it spreads over at most four tokens.
+# A character has at most four bytes, hence at most four tokens.
 _MOST_TOKENS = 4
 
 
@@ -34,8 +34,8 @@ class Pieces:
     """Texts of ids, each decoded once.
 
     Args:
-      decode: text of a sequence of ids; U+FFFD where their bytes are no whole character.
-      names: what to show for ids that stand for no text; the rest of these show as ``⟨id⟩``.
+      decode: text of a sequence of ids; U+FFFD for incomplete characters.
+      names: labels of ids without a text; others are shown as ``⟨id⟩``.
     """
 
     def __init__(self, decode: Callable[[Any], str], names: Mapping[int, str] | None = None):
@@ -53,13 +53,13 @@ class Pieces:
         return self._known[key]
 
     def is_part(self, token: int) -> bool:
-        """True if `token` alone is no whole text, but may be one together with its neighbours."""
+        """True if `token` alone is incomplete, but may form a character with its neighbours."""
         return _BROKEN in self((token,))
 
     def joined(self, ids: Sequence[int]) -> tuple[int, ...] | None:
-        """The fewest of the first `ids` that are whole characters together, or None.
+        """The shortest prefix of `ids` that decodes to complete characters, or None.
 
-        The first one must be a part of a character.
+        The first id must be a part of a character.
         """
         for size in range(2, min(_MOST_TOKENS, len(ids)) + 1):
             if _BROKEN not in self(ids[:size]):
@@ -67,7 +67,7 @@ class Pieces:
         return None
 
     def split(self, tokens: np.ndarray, is_hole: np.ndarray) -> Iterator[Piece]:
-        """The pieces of a canvas from left to right; a hole is a piece of its own, with no text."""
+        """The pieces of a canvas from left to right; a hole is a separate piece without text."""
         ids, start = tokens.tolist(), 0
         hole_at = [*np.flatnonzero(is_hole).tolist(), len(ids)]
         for stop in hole_at:
@@ -96,19 +96,19 @@ class Frame:
     """The live canvas of one row after some steps, as host arrays.
 
     Attributes:
-      row: number of the row, what tells its frames from those of other rows.
+      row: index of the row, which identifies its frames.
       step: steps taken so far.
-      tokens: int32 ``[n]``; what stands at a hole is never read.
+      tokens: int32 ``[n]``; ids at holes are ignored.
       is_frozen: bool ``[n]``, True where the token was given.
       is_hole: bool ``[n]``, True where a token is missing.
-      committed: int32 ``[n]``, the step that wrote each token; -1 where given, in a draft, or a
-        hole.
-      logprobs: float32 ``[n]``, log-probability of each token in nats when it was committed; 0
-        where given and at holes.
-      status: how the row stands, in a word: ``"running"``, ``"done"``, ...
-      origin: int32 ``[n]``, the place of each position in the row's previous frame, ascending, -1
-        for an inserted one. None: nothing moved; the tail may have been cut.
-      steps: steps the row may take in all, or None if that is unknown.
+      committed: int32 ``[n]``, the step that wrote each token; -1 for given tokens, drafts and
+        holes.
+      logprobs: float32 ``[n]``, log-probability of each token in nats when it was committed; 0 for
+        given tokens and holes.
+      status: ``"running"``, ``"done"``, ...
+      origin: int32 ``[n]``, the index of each position in the previous frame, ascending, -1 for an
+        inserted one. None: nothing moved; the tail may have been cut.
+      steps: the limit of steps, or None if it is unknown.
     """
 
     row: int
@@ -144,11 +144,11 @@ class Frame:
 
 
 class Kind(IntEnum):
-    """What a position of a frame is, seen from the frame before.
+    """The change of a position since the previous frame.
 
-    ``GIVEN`` is frozen. ``HOLE`` and ``KEPT`` are as they were (``KEPT`` is the same token, even if
-    it was committed again). ``FRESH`` was a hole, ``REWRITTEN`` another token, ``REMASKED`` a token
-    that is a hole now. ``INSERTED`` was not there; it may be a hole or hold a token.
+    ``GIVEN`` is frozen. ``HOLE`` and ``KEPT`` are unchanged (``KEPT`` also if the same token was
+    committed again). ``FRESH`` was a hole, ``REWRITTEN`` another token, ``REMASKED`` a token that
+    is now a hole. ``INSERTED`` is new; it may be a hole or a token.
     """
 
     GIVEN = 0
@@ -161,12 +161,12 @@ class Kind(IntEnum):
 
 
 class Changes(NamedTuple):
-    """What happened between two frames of a row.
+    """The changes between two frames of a row.
 
     Attributes:
       kinds: int8 ``[n]``, the `Kind` of each position of the later frame.
-      deleted: int32, places of the earlier frame that are gone, ascending.
-      origin: int32 ``[n]``, place of each position in the earlier frame; -1 where it has none.
+      deleted: int32, deleted positions of the earlier frame, ascending.
+      origin: int32 ``[n]``, index of each position in the earlier frame; -1 for a new one.
     """
 
     kinds: np.ndarray
@@ -178,10 +178,10 @@ class Changes(NamedTuple):
 
 
 def changes(before: Frame | None, after: Frame) -> Changes:
-    """The kind of each position of `after`, and the places of `before` that were deleted.
+    """The kind of each position of `after`, and the deleted positions of `before`.
 
-    Without `before` the row began as holes around its given tokens and its draft: every token that
-    a step committed is fresh, and nothing is inserted or deleted.
+    Without `before`, every token that a step committed is fresh, and nothing is inserted or
+    deleted.
     """
     if before is None:
         is_fresh = ~after.is_hole & (after.committed >= 0)
@@ -230,7 +230,7 @@ def _checked_origin(before: Frame, after: Frame) -> np.ndarray:
 
 
 def frame_of(number: int, row: Row, *, mask_id: int, steps: int | None = None) -> Frame:
-    """The row as it stands; `steps` is how many it may take in all."""
+    """A frame of the current row; `steps` is its limit of steps."""
     return Frame(
         row=number,
         step=row.steps,

@@ -1,4 +1,4 @@
-"""The page that plays a generation: one HTML file with its data inside, from what `Frame`s say."""
+"""The page that replays a generation: one self-contained HTML file, made from `Frame`s."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from dlm_jax.store.files import replacing
 from dlm_jax.viewing.frames import Frame, Kind, Pieces, changes
 
-# A probability below exp(-20) reads as 0 anyway; also what becomes of -inf and NaN.
+# A probability below exp(-20) is shown as 0; also used for -inf and NaN.
 _LEAST_LOGPROB = -20.0
 
 
@@ -27,22 +27,22 @@ def write_trace(
     title: str,
     names: Mapping[int, str] | None = None,
 ) -> int:
-    """Size in bytes of the page written to `path`; it appears there complete or not at all.
+    """Writes the page to `path` atomically and returns its size in bytes.
 
-    The page needs nothing but a browser: no network, no other file. Each frame is stored as what
-    changed since the one before, log-probabilities to 0.01 nats.
+    The page needs no network and no other file. Each frame is stored as its changes since the
+    previous one, with log-probabilities to 0.01 nats.
 
     Args:
-      path: of the page; a file there is replaced.
+      path: of the page; an existing file is replaced.
       rows: for each row its frames, in the order of their steps.
-      decode: text of a sequence of ids; U+FFFD where their bytes are no whole character.
+      decode: text of a sequence of ids; U+FFFD for incomplete characters.
       title: heading of the page.
-      names: what to show for ids that stand for no text, say ``{eos_id: "⟨eos⟩"}``.
+      names: labels of ids without a text, such as ``{eos_id: "⟨eos⟩"}``.
     """
     pieces = Pieces(decode, names)
     data = trace_data(rows, pieces)
     text = _fill(title, data)
-    # A lone surrogate is no character; the page shows a question mark there.
+    # A lone surrogate is shown as a question mark.
     content = text.encode("utf-8", errors="replace")
     with replacing(path) as file:
         file.write(content)
@@ -50,7 +50,7 @@ def write_trace(
 
 
 def trace_data(rows: Iterable[Sequence[Frame]], pieces: Pieces) -> dict[str, Any]:
-    """What the page's program reads, as a JSON dict.
+    """The data of the page's script, as a JSON dict.
 
     ``pieces`` maps ids to texts, ``joined`` maps neighbouring ids (written with spaces) that are
     whole characters only together. A row has ``row`` and ``frames``; see `_frame_data`.
@@ -78,7 +78,7 @@ def trace_data(rows: Iterable[Sequence[Frame]], pieces: Pieces) -> dict[str, Any
 
 
 def _joined(neighbours: set[tuple[int, ...]], pieces: Pieces) -> dict[str, str]:
-    """The characters that are spread over several of these ids, by the ids with spaces between."""
+    """Characters that consist of several ids, keyed by the ids separated by spaces."""
     joined = {}
     for near in sorted(neighbours):
         near = near[: near.index(-1)] if -1 in near else near
@@ -88,9 +88,9 @@ def _joined(neighbours: set[tuple[int, ...]], pieces: Pieces) -> dict[str, str]:
 
 
 def _neighbours(frame: Frame, parts: set[int]) -> set[tuple[int, ...]]:
-    """The ids of each of `parts` in the frame with those of the three positions after it.
+    """The ids at each of `parts` in the frame and at the three following positions.
 
-    -1 stands for a hole and for what is beyond the end.
+    -1 is a hole or beyond the end.
     """
     ids = np.where(frame.is_hole, -1, frame.tokens)
     starts = np.flatnonzero(np.isin(ids, list(parts)))
@@ -99,7 +99,7 @@ def _neighbours(frame: Frame, parts: set[int]) -> set[tuple[int, ...]]:
 
 
 def _frame_data(before: Frame | None, after: Frame) -> dict[str, Any]:
-    """What changed from `before` to `after`.
+    """The changes from `before` to `after`.
 
     Keys, all but the first left out where they would be empty or as in the frame before: ``s``
     step, ``S`` status, ``T`` steps in all; ``o`` where positions came from, as runs ``first place,
@@ -132,7 +132,7 @@ def _frame_data(before: Frame | None, after: Frame) -> dict[str, Any]:
 
 
 def _columns(frame: Frame) -> np.ndarray:
-    """Per position: id or -1 at a hole, step it was committed at, log-probability as written."""
+    """Per position: id or -1 at a hole, step of its commit, log-probability as stored."""
     logprobs = np.nan_to_num(
         frame.logprobs, nan=_LEAST_LOGPROB, neginf=_LEAST_LOGPROB, posinf=0.0
     ).clip(_LEAST_LOGPROB, 0)
@@ -146,7 +146,7 @@ def _columns(frame: Frame) -> np.ndarray:
 
 
 def _base_kinds(frame: Frame) -> np.ndarray:
-    """`GIVEN`, `HOLE` or `KEPT` for each position: its kind if nothing happened to it."""
+    """`GIVEN`, `HOLE` or `KEPT` for each position: its kind if it is unchanged."""
     kinds = np.where(frame.is_hole, Kind.HOLE, Kind.KEPT)
     return np.where(frame.is_frozen, Kind.GIVEN, kinds)
 
@@ -166,8 +166,8 @@ def _short(column: np.ndarray) -> Any:
 
 
 def _fill(title: str, data: dict[str, Any]) -> str:
-    """The page with its title and its data in place."""
-    # Only ASCII, and no sign that could end the script element or begin markup in it.
+    """The page with its title and data inserted."""
+    # ASCII only, without characters that could end the script element or start markup.
     text = json.dumps(data, separators=(",", ":"))
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")

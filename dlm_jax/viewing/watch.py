@@ -1,4 +1,4 @@
-"""Watching a canvas in a terminal: lines of cells, with one visible sign for every character."""
+"""Shows a canvas in a terminal: lines of cells, with one visible sign per character."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TextIO
 from dlm_jax.settings import SettingError
 from dlm_jax.viewing.frames import Changes, Frame, Kind, Pieces, changes
 
-# What a stream that cannot write a sign gets in its place.
+# Replacements for signs that the encoding of a stream lacks.
 _PLAIN = {"░": "_", "▒": "~", "⏎": "\\n", "␉": "\\t", "⟨": "<", "⟩": ">", "…": "..."}
 _UNSEEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
@@ -29,9 +29,9 @@ class Cell(NamedTuple):
 
 
 def cells(frame: Frame, seen: Changes, pieces: Pieces, encoding: str) -> Iterator[Cell]:
-    """The cells of a canvas; one per hole, and for each character one that cannot harm a terminal.
+    """The cells of a canvas: one per hole, and one harmless sign per character.
 
-    A character spread over several tokens takes the kind of the one that changed most.
+    A character of several tokens has the kind of the token with the largest change.
     """
 
     def cell(char: str, kind: Kind) -> Cell:
@@ -44,13 +44,13 @@ def cells(frame: Frame, seen: Changes, pieces: Pieces, encoding: str) -> Iterato
             yield cell("▒" if kind is Kind.REMASKED else "░", kind)
         for index, char in enumerate(piece.text):
             if index == 0 and unicodedata.combining(char):
-                yield cell("◌", kind)  # an accent must not land on a sign that is not its own
+                yield cell("◌", kind)  # a combining accent must not attach to another sign
             yield cell(char, kind)
 
 
 @lru_cache(maxsize=4096)
 def _sign(char: str, encoding: str) -> tuple[str, int]:
-    """What stands for `char`, and its width in columns."""
+    """The sign for `char`, and its width in columns."""
     if char == "\n":
         sign = "⏎"
     elif char < " ":
@@ -76,10 +76,10 @@ def writes(text: str, encoding: str) -> bool:
 
 
 def wrap(canvas: Iterator[Cell], width: int) -> list[list[Cell]]:
-    """Lines of at most `width` columns, broken after a space or a hole where there is one.
+    """Lines of at most `width` columns, broken after a space or hole if possible.
 
-    A space that would begin a wrapped line is left out, as in a book. The sign of a line's end
-    always has room, so it never stands alone on a line.
+    A space at the start of a wrapped line is dropped. The sign of a line end always fits on its
+    line.
     """
     lines: list[list[Cell]] = []
     line: list[Cell] = []
@@ -121,8 +121,8 @@ def paint(line: list[Cell], style: Callable[[Kind], str]) -> str:
     return "".join(out) + ("\x1b[0m" if last else "")
 
 
-# Colours of the terminal's own palette, so that its theme decides. What is new is underlined as
-# well: a fresh space must show.
+# Colours of the terminal's palette, so that they follow its theme. New tokens are also underlined,
+# so that a new space is visible.
 _STYLES = {
     Kind.GIVEN: "2",
     Kind.HOLE: "90",
@@ -133,33 +133,33 @@ _STYLES = {
     Kind.INSERTED: "1;4;32",
 }
 _MIN_WIDTH = 16
-# Long enough for the eye to follow, but a row of many steps is not to last much longer than this.
+# Slow enough to follow; rows of many steps are shown faster to stay near this total.
 _PACE = 0.15
 _LONGEST = 12.0
-# A header and three lines of text: less of a row is not worth showing.
+# A header and three lines of text, the least that is shown of a row.
 _MIN_LINES = 4
 
 
 def pace_of(steps: int) -> float:
-    """Seconds that each of so many steps should be seen for."""
+    """Seconds to show each of this many steps."""
     return min(_PACE, _LONGEST / max(steps, 1))
 
 
 class Watch:
-    """Shows the rows of each step, in place on a terminal, else one block of lines after another.
+    """Shows the rows of each step, in place on a terminal, else as consecutive blocks of lines.
 
     Args:
-      decode: text of a sequence of ids; U+FFFD where their bytes are no whole character.
+      decode: text of a sequence of ids; U+FFFD for incomplete characters.
       stream: where to write.
       width: columns; None: those of the terminal, read each time.
       height: most lines to draw in place; None: those of the terminal.
       use_colour: None is yes on a terminal unless the environment has NO_COLOR.
       rows_shown: rows to draw at most, the first of those given.
-      names: what to show for ids that stand for no text, say ``{eos_id: "⟨eos⟩"}``.
-      pace: seconds between two drawings on a terminal at least; elsewhere nothing waits.
+      names: labels of ids without a text, such as ``{eos_id: "⟨eos⟩"}``.
+      pace: least seconds between two drawings on a terminal; other streams do not wait.
 
     Attributes:
-      waited: seconds spent on that so far.
+      waited: total seconds of these waits.
     """
 
     def __init__(
@@ -196,9 +196,9 @@ class Watch:
         self.waited = 0.0
 
     def show(self, frames: Sequence[Frame]) -> None:
-        """Draws one frame per row, over what the last call drew; no frames draw nothing.
+        """Draws one frame per row over the previous drawing; without frames it does nothing.
 
-        A row is compared with its frame in the last call; without one there it is a new row.
+        A row is compared with its frame in the previous call, if any.
         """
         if not frames:
             return
@@ -221,7 +221,7 @@ class Watch:
         self._before = {frame.row: frame for frame in frames}
 
     def _wait(self) -> None:
-        """Nothing, once the last drawing has been seen for long enough."""
+        """Waits until the last drawing was visible for long enough."""
         rest = self._last + self._pace - time.monotonic()
         if rest > 0:
             time.sleep(rest)
@@ -229,7 +229,7 @@ class Watch:
         self._last = time.monotonic()
 
     def _measure(self) -> tuple[int, int | None]:
-        """Columns and lines of the stream; lines are None where nothing is drawn in place."""
+        """Columns and lines of the stream; lines are None if it is not a terminal."""
         width, height = self._size
         try:
             size = os.get_terminal_size(self._stream.fileno())
@@ -239,9 +239,9 @@ class Watch:
         return max(width or size.columns, _MIN_WIDTH), height if self._is_terminal else None
 
     def _share(self, num_rows: int, height: int | None) -> tuple[int, int | None]:
-        """How many rows to draw, and the lines each of them may take; None is as many as it has.
+        """The number of rows to draw, and the limit of lines for each; None: no limit.
 
-        Drawing more lines than the terminal has would leave torn copies in its scroll-back.
+        Drawing more lines than the terminal has would leave fragments in its scroll-back.
         """
         shown = min(num_rows, self._rows_shown)
         if height is None:
@@ -269,7 +269,7 @@ class Watch:
 
 
 def _header(frame: Frame, seen: Changes) -> str:
-    """The row, how far it is, and what this step did to it."""
+    """The header of a row: its progress and the changes of this step."""
     total = "" if frame.steps is None else f"/{frame.steps}"
     parts = [f"row {frame.row}", f"step {frame.step}{total}", f"holes {int(frame.is_hole.sum())}"]
     for kind in (Kind.FRESH, Kind.REWRITTEN, Kind.REMASKED, Kind.INSERTED):

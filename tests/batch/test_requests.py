@@ -70,9 +70,9 @@ def test_requests_come_back_as_written_in_their_order(path, requests, ids, is_as
         ('{"prompt": "a"', "is not JSON: Expecting ',' delimiter at column 15; write one object"),
         ("{'prompt': 'a'}", "is not JSON: Expecting property name enclosed in double quotes at"),
         ('{"seed": 1} {"seed": 2}', "is not JSON: Extra data at column 13; write one object per"),
-        ("[" * 100_000, "is not JSON that can be read"),
-        ("9" * 10_000, "is not JSON that can be read (Exceeds the limit"),
-        ('{"seed": 1, "seed": 2}', 'can be read ("seed" is given twice); correct it'),
+        ("[" * 100_000, "is not readable JSON"),
+        ("9" * 10_000, "is not readable JSON (Exceeds the limit"),
+        ('{"seed": 1, "seed": 2}', 'readable JSON ("seed" is given twice); correct it'),
         ('["a"]', ': [...] is not an object; write {"prompt": ...}'),
         ('"a"', ': "a" is not an object; write {"prompt": ...}'),
         ("null", ": null is not an object"),
@@ -81,8 +81,8 @@ def test_requests_come_back_as_written_in_their_order(path, requests, ids, is_as
         ('{"id": true}', ": id=true is neither"),
         ('{"id": null}', ": id=null is neither"),
         ('{"id": [1]}', ": id=[...] is neither"),
-        (r'{"id": "\udc00"}', ": id has a lone surrogate (U+DC00) at position 0, which is no"),
-        ('{"id": "line 7"}', ': id="line 7" is kept for that line; use another id'),
+        (r'{"id": "\udc00"}', ": id has a lone surrogate (U+DC00) at position 0, which is not"),
+        ('{"id": "line 7"}', ': id="line 7" is reserved for that line; use another id'),
         ('{"id": "first"}', ': id="first" is that of line 1 too; give each its own'),
     ],
 )
@@ -190,11 +190,11 @@ def test_every_line_is_in_the_share_of_exactly_one_process(numbers, count):
 @pytest.mark.parametrize(
     ("index", "count", "message"),
     [
-        (0, 0, "count=0 processes can do nothing; use at least 1"),
-        (3, 3, "index=3 is no process of count=3; use 0 to 2"),
-        (-1, 3, "index=-1 is no process of count=3; use 0 to 2"),
-        (True, 3, "index=True of the processes is no integer; use one"),
-        (0, 2.0, "count=2.0 of the processes is no integer; use one"),
+        (0, 0, "count=0 processes are too few; use at least 1"),
+        (3, 3, "index=3 is not a process of count=3; use 0 to 2"),
+        (-1, 3, "index=-1 is not a process of count=3; use 0 to 2"),
+        (True, 3, "index=True of the processes is not an integer; use one"),
+        (0, 2.0, "count=2.0 of the processes is not an integer; use one"),
     ],
 )
 def test_a_process_that_cannot_be_is_refused(index, count, message):

@@ -446,7 +446,7 @@ def test_a_damaged_line_is_refused_with_its_number_and_left_as_it_is(path, bad):
 def test_a_whole_line_that_is_no_result_is_refused(path, bad):
     work(path)
     path.write_bytes(path.read_bytes() + summed(bad))
-    said = f"out.jsonl line {len(ORDER) + 1} is no result; remove that line or the file"
+    said = f"out.jsonl line {len(ORDER) + 1} is not a result; remove that line or the file"
     assert snapshot_and_refusal(path) == said
 
 
@@ -478,7 +478,7 @@ def test_every_flipped_bit_of_results_and_their_record_is_found_or_its_row_redon
 def test_a_file_that_another_process_writes_is_refused_until_it_ends(path):
     with Results(path, fingerprint=RUN) as results:
         results.write(result("b"))
-        message = "out.jsonl is being written by another process; wait for its end or choose"
+        message = "out.jsonl is being written by another process; wait until it ends or choose"
         assert snapshot_and_refusal(path).startswith(message)
         results.write(result(7))
     with Results(path, fingerprint=RUN) as results:
@@ -499,7 +499,7 @@ def test_what_cannot_be_written_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             Results(path, fingerprint=RUN)
-    with pytest.raises(ValueError, match="index=2 is no process of count=2; use 0 to 1"):
+    with pytest.raises(ValueError, match="index=2 is not a process of count=2; use 0 to 1"):
         Results(tmp_path / "out", fingerprint=RUN, index=2, count=2)
 
 
@@ -509,7 +509,7 @@ def test_a_result_without_an_id_or_a_second_one_or_after_the_end_is_refused(path
         for bad in ({}, {"id": None}, {"id": True}, {"id": 1.0}):
             with pytest.raises(ValueError, match="has no id; give a text or an integer"):
                 results.write(bad)
-        with pytest.raises(ValueError, match="the result of id='b' is there already; write it"):
+        with pytest.raises(ValueError, match="the result of id='b' exists already; write it"):
             results.write(result("b"))
         with pytest.raises(TypeError):
             results.write({"id": "c", "tokens": {1}})
@@ -531,7 +531,7 @@ def test_a_file_that_vanishes_while_it_is_written_is_told(path):
     with Results(path, fingerprint=RUN) as results:
         results.write(result("b"))
         path.unlink()
-        with pytest.raises(ValueError, match="out.jsonl has lost the result of id='b' meanwhile;"):
+        with pytest.raises(ValueError, match="out.jsonl has lost the result of id='b';"):
             results.finish(["b"])
 
 

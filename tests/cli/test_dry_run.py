@@ -35,8 +35,8 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "changes", "message"),
     [
-        (["--topology", "v5e:4x4"], {}, "--topology means nothing without --dry-run"),
-        (["--dry-run", "--topology", "pod"], {}, "--topology=pod is no topology; write"),
+        (["--topology", "v5e:4x4"], {}, "--topology has no effect without --dry-run"),
+        (["--dry-run", "--topology", "pod"], {}, "--topology=pod is not a topology; write"),
         (["--dry-run"], {"mesh__fsdp": 3}, "these fit: data=2 fsdp=4 tensor=1"),
         (["--dry-run"], {"mesh__tensor": 4}, "mesh.tensor=4 does not divide model.heads=2; use 2"),
         (["--dry-run"], {"mesh__expert": 2}, "mesh.expert=2 splits experts, and the model"),

@@ -159,7 +159,7 @@ def test_finite_parameters_whose_logits_overflow_end_with_1_too(tmp_path, capsys
     assert '"status": "non_finite"' in (tmp_path / "out.jsonl").read_text()
     capsys.readouterr()
     assert evaluation.main([*run, "--continuation", "The cat sat."]) == End.NOT_FINITE
-    assert "what the model says of it is not finite" in capsys.readouterr().err
+    assert "its score is not finite" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_finite_cannot_be_exported(poisoned, tmp_path, capsys):

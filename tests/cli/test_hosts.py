@@ -59,7 +59,7 @@ def test_a_lost_host_ends_the_other_within_a_minute(tmp_path, lost):
     if lost == 1:
         assert children[0].returncode == EXIT_LOST, err
         (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-        assert "process 1 gave no sign of life" in line
+        assert "process 1 sent no heartbeat" in line
         assert "the same command continues" in line
         assert "Traceback" not in err
     else:

@@ -190,7 +190,7 @@ def test_the_draw_is_a_flag(run_dir, capsys):
         (["--mesh.data", "8", "--batch-size", "6"], "--batch-size 6 is not divisible by the 8"),
         (["--dtype", "float8"], "float8"),
         (["--dtype", "float16"], "--dtype='float16' is not one of float32, bfloat16, stored; its"),
-        (["--coordinator", "here:1"], "--coordinator means nothing without --distributed"),
+        (["--coordinator", "here:1"], "--coordinator has no effect without --distributed"),
         (["--report-every", "-1"], "--report-every -1.0 must be at least 0"),
         (["--report-json", "x"], "--report-json goes with --prompts and --report-every"),
         (["--no-temperature"], "unknown argument '--no-temperature'"),
@@ -322,7 +322,7 @@ def test_a_file_takes_host_samplers_of_allowed_modules_samples_and_read_back(
         ("own", 0), ("own", 1), ("default", None), ("none", 0), ("none", 1), ("closed", None),
     ]  # fmt: skip
     assert "json is of a module" not in rows[5]["error"]
-    assert "'json:dumps' is of a module that is not allowed; add --allow-host-s" in rows[5]["error"]
+    assert "'json:dumps' is in a module that is not allowed; add --allow-host-s" in rows[5]["error"]
     assert [len(row.get("read_back", ())) for row in rows[:5]] == [4, 4, 4, 0, 0]
     assert all(len(told["ids"]) == 3 for row in rows[:3] for told in row["read_back"])
     capsys.readouterr()
@@ -386,7 +386,7 @@ def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, m
 
     monkeypatch.setattr(sample_file, "Progress", Interrupted)
     assert _run(run_dir, *flags) == 130
-    assert "goes on from here" in capsys.readouterr().err
+    assert "resumes from here" in capsys.readouterr().err
     assert [json.loads(line)["id"] for line in target.read_text().splitlines()] == ["line 1"]
     monkeypatch.setattr(sample_file, "Progress", progress)
     # Another number of slots makes it no other run.
@@ -400,7 +400,7 @@ def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, m
     [
         (["--prompts", "in.jsonl"], "--prompts and --output go together"),
         (["--output", "out.jsonl"], "--prompts and --output go together"),
-        (["--prompts", "i", "--output", "o", "--prompt", "A"], "--prompt means nothing with"),
+        (["--prompts", "i", "--output", "o", "--prompt", "A"], "--prompt has no effect with"),
         (["--prompts", "i", "--output", "o", "--watch"], "--watch shows the rows of one text"),
         (["--prompts", "i", "--output", "o", "--trace", "t"], "give --prompt and --seed of one"),
         (["--allow-host-sampler", "json"], "is for the requests of --prompts; use --host-sampler"),
@@ -415,7 +415,7 @@ def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, m
         (["--prompts", "i", "--output", "o"], "i does not exist"),
         (["--num-processes", "2"], "share --prompts"),
         (["--prompts", "i", "--output", "o", "--batch-size", "0"], "argument --batch-size: 0 is"),
-        (["--trace", "nowhere/page.html"], "there is no such folder"),
+        (["--trace", "nowhere/page.html"], "the folder does not exist"),
         (["--stop-at-eos", "--ignore-eos"], "stop_at_eos means nothing"),
         (["--watch", "--read-back", "2"], "exclude each other"),
         (

@@ -49,7 +49,7 @@ def test_bad_flags_are_refused(capsys, flags, told):
 def test_a_port_that_is_taken_and_an_empty_key_are_refused(capsys, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert f"--port {port} cannot be had" in _refused(capsys, "--port", port)
+        assert f"--port {port} is not available" in _refused(capsys, "--port", port)
     monkeypatch.setenv("MY_KEY", " ")
     assert "MY_KEY is empty" in _refused(capsys, "--api-key-env", "MY_KEY", "--port", "0")
 

@@ -99,7 +99,7 @@ def test_a_second_training_in_a_directory_is_refused_and_the_first_goes_on(tmp_p
         with pytest.raises(SystemExit) as ended:
             train.main(_arguments(tmp_path))
     assert ended.value.code == 2
-    line = f"error: train.out_dir={tmp_path} is in use by another training; wait for its end, or"
+    line = f"error: train.out_dir={tmp_path} is in use by another training; wait until it ends, or"
     assert line in capsys.readouterr().err
     first.checkpoints.close()
 
@@ -121,7 +121,7 @@ def test_a_run_that_is_not_finite_exits_with_1(tmp_path, capsys):
         (["--train.seed", str(2**32)], "train.seed=4294967296 is outside [0, 4294967295]"),
         (["--sample.gen_length", "17"], "sample.gen_length=17 does not fit the canvas"),
         (["--config", "nowhere.toml"], "config file nowhere.toml does not exist"),
-        (["--num-processes", "2"], "--num-processes means nothing without --distributed"),
+        (["--num-processes", "2"], "--num-processes has no effect without --distributed"),
         (["--data.source", "nowhere.txt"], "nowhere.txt does not exist"),
         (["--data.source", "nowhere*.txt"], "nowhere*.txt matches no file"),
         (["--data.seq_len", "5000"], "fewer than one window of seq_len=5000"),
@@ -135,9 +135,9 @@ def test_a_run_that_is_not_finite_exits_with_1(tmp_path, capsys):
         (["--objective.denoising_share", "0.01"], "leaves an objective without rows"),
         (["--train.accumulate", "3"], "does not divide train.batch_size=8; use a divisor"),
         (["--model.attention_type", "causal"], "use left_to_right"),
-        (["--resume", "nowhere"], "--train.out_dir means nothing with --resume"),
+        (["--resume", "nowhere"], "--train.out_dir has no effect with --resume"),
         (["--resume", "r", "--config", "c"], "--resume and --config exclude each other"),
-        (["--data.tokenizer", "init"], "data.tokenizer='init' is that of train.init_from, which"),
+        (["--data.tokenizer", "init"], "data.tokenizer='init' needs train.init_from, which"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(tmp_path, capsys, more, message):

@@ -90,8 +90,8 @@ BEGUN = {"train.init_from": "runs/other"}
         ({"heads.clip": "0"}, "heads.clip=0.0 is outside (0, 3e+38]; use 1.0, say"),
         ({"heads.learning_rate": "nan"}, "heads.learning_rate=nan"),
         (SAMPLER | {"heads.train_main": "false"},
-         "heads.train_main=False keeps the model as it is, and it is fresh; name the one to keep "
-         "in train.init_from"),
+         "heads.train_main=False freezes the model, and it is untrained; name a trained one in "
+         "train.init_from"),
     ],
 )  # fmt: skip
 def test_heads_that_cannot_be_or_cannot_train_are_refused_in_one_line(flags, message):

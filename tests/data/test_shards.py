@@ -258,13 +258,13 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path):
         ([low, high], {}, "high was made with another tokenizer than .*low"),
         (high, {"tokenizer": "byte"}, "high was made with another tokenizer than data.tokenizer"),
         (low, {"tokenizer": "bpe:280"}, "would train one"),
-        ([low, low], {"weights": (0, 0)}, r"data.weights=\[0.0, 0.0\] sum to nothing"),
+        ([low, low], {"weights": (0, 0)}, r"data.weights=\[0.0, 0.0\] sum to 0"),
         ([low, low], {"weights": (1, -1)}, "must be numbers of at least 0"),
         ([low, low], {"weights": (1, float("nan"))}, "must be numbers of at least 0"),
         ([low, low], {"weights": (1, 1e-9)}, "1e-09 is less than one row of 10000"),
         ([low, low], {"weights": (1,)}, "data.weights has 1 numbers for 2 corpora"),
         (text, {"weights": (1,)}, "data.weights mixes sharded corpora"),
-        ([low, text], {}, "text.jsonl is no sharded corpus"),
+        ([low, text], {}, "text.jsonl is not a sharded corpus"),
         (low, {"layout": "documents"}, "data.layout='documents' is not for sharded corpora"),
         (low, {"seq_len": 10**6}, "fewer than one window of seq_len=1000000"),
         ("ftp://host/x", {}, "URL of an unknown kind; use gs://, s3://"),
@@ -310,7 +310,7 @@ def test_a_full_disk_ends_in_one_line_with_5(tmp_path):
         capture_output=True, text=True, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 5, done.stderr
-    assert re.fullmatch(r"error: .*/train-.*: File too large; make room, .*\n", done.stderr)
+    assert re.fullmatch(r"error: .*/train-.*: File too large; free some space, .*\n", done.stderr)
 
 
 def test_a_corpus_is_never_written_over(tmp_path, capsys):

@@ -77,8 +77,11 @@ def test_a_corpus_in_a_bucket_is_not_written_over(made, capsys):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data__source": "s3://no-such-pail/web"}, "data.source=s3://no-such-pail/web is not"),
-        ({"data__source": "{pail}/nothing"}, "/nothing is not there"),
+        (
+            {"data__source": "s3://no-such-pail/web"},
+            "data.source=s3://no-such-pail/web does not exist",
+        ),
+        ({"data__source": "{pail}/nothing"}, "/nothing does not exist"),
         ({"train__checkpoint_dir": "s3://no-such-pail/x"}, "train.checkpoint_dir=s3://no-such"),
         ({"train__checkpoint_dir": "http://host/x"}, "URL of an unknown kind; use gs://, s3://"),
     ],

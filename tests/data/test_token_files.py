@@ -62,7 +62,7 @@ def test_a_file_cut_short_is_neither_intact_nor_opened(tmp_path, keep):
     write_tokens(path, IDS, vocab_size=260)
     path.write_bytes(path.read_bytes()[:keep])
     assert not is_intact(path)
-    with pytest.raises(ValueError, match="is not a whole token file; load the corpus again"):
+    with pytest.raises(ValueError, match="is not a complete token file; load the corpus again"):
         open_tokens(path)
 
 
@@ -72,7 +72,7 @@ def test_other_files_are_refused(tmp_path):
     np.savez(tmp_path / "zip.npz", IDS)
     for name in ("plain.npy", "square.npy", "zip.npz"):
         assert not is_intact(tmp_path / name)
-        with pytest.raises(ValueError, match="is not a whole token file"):
+        with pytest.raises(ValueError, match="is not a complete token file"):
             open_tokens(tmp_path / name)
     assert not is_intact(tmp_path / "missing.npy")
     with pytest.raises(ValueError, match=r"missing\.npy does not exist; load the corpus again"):

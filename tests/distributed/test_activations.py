@@ -15,7 +15,7 @@ CUBE = MeshConfig(data=2, fsdp=2, tensor=2)
 
 
 def test_an_activation_without_a_place_is_refused_by_its_name():
-    with pytest.raises(ValueError, match="activation 'scores' has no place; add it to PLACES"):
+    with pytest.raises(ValueError, match="activation 'scores' has no partition; add it to PLACES"):
         pin(jnp.zeros((2, 2)), "scores")
 
 

@@ -66,11 +66,11 @@ def test_nobody_is_lost_while_all_give_signs(three):
 def test_a_lost_process_is_found_by_all_others_within_a_minute(three, lost):
     found = _minute(three, {lost})
     assert found.keys() == {0, 1, 2} - {lost}
-    assert set(found.values()) == {f"process {lost} gave no sign of life for 25 s"}
+    assert set(found.values()) == {f"process {lost} sent no heartbeat for 25 s"}
 
 
 def test_the_silence_of_process_0_is_found_by_the_others(three):
-    assert set(_minute(three, {0}).values()) == {"process 0 gave no sign of life for 25 s"}
+    assert set(_minute(three, {0}).values()) == {"process 0 sent no heartbeat for 25 s"}
 
 
 def test_a_process_that_has_ended_as_it_should_is_not_missed(three):
@@ -95,9 +95,9 @@ def test_the_line_names_who_is_lost_and_what_to_do(three, monkeypatch, capsys):
     monkeypatch.setattr(processes.os, "_exit", ended)
     watches, service, _ = three
     with pytest.raises(Ended, match="75"):
-        watches[0]._end("process 1 gave no sign of life for 25 s")
+        watches[0]._end("process 1 sent no heartbeat for 25 s")
     assert capsys.readouterr().err == (
-        "error: process 1 gave no sign of life for 25 s; process 0 of 3 ends too: the same command "
+        "error: process 1 sent no heartbeat for 25 s; process 0 of 3 ends too: the same command "
         "continues from the last checkpoint\n"
     )
-    assert watches[1]._heard() == "process 1 gave no sign of life for 25 s", "told before it ended"
+    assert watches[1]._heard() == "process 1 sent no heartbeat for 25 s", "told before it ended"

@@ -113,7 +113,7 @@ def test_arguments_of_other_models_are_told_and_not_read(capsys):
     given = {"until": [], "max_gen_toks": 0, "num_beams": 4, "use_cache": True, "min_length": 0}
     assert made.generate_until([_asked("The", given), _asked("A", given)]) == ["", ""]
     assert capsys.readouterr().err == (
-        "num_beams=4 means nothing to a diffusion model; it is not read\n"
+        "num_beams=4 has no effect on a diffusion model; it is ignored\n"
     )
     with pytest.raises(ValueError, match="request 1: max_gen_toks=-1"):
         made.generate_until([_asked("The", given), _asked("A", {"max_gen_toks": -1})])

@@ -151,7 +151,7 @@ def test_without_texts_its_error_on_held_out_text_is_said(run_dir, tmp_path, cap
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--num-draws", "2"], "--num-draws=2 means nothing for a sequence scorer"),
+        (["--num-draws", "2"], "--num-draws=2 has no effect on a sequence scorer"),
         (["--batch-size", "0"], "argument --batch-size: 0 is not in [1, 65536]"),
         (["--continuation", "sat", "--prompt", "The "], "judges whole texts; leave out the prompt"),
         (["--pairs", "pairs.jsonl"], "pairs.jsonl: a sequence scorer judges whole texts"),

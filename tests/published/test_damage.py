@@ -54,9 +54,9 @@ def _header(change):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda said: "[" * 100_000, "is no safetensors file"),
-        (lambda said: "null", "its header is no object"),
-        (lambda said: "[]", "its header is no object"),
+        (lambda said: "[" * 100_000, "is not a safetensors file"),
+        (lambda said: "null", "its header is not an object"),
+        (lambda said: "[]", "its header is not an object"),
         (lambda said: json.dumps(said)[:-1] + ', "a": {}}', "'a' is given twice"),
         (lambda said: said["a"].update(dtype=[]), "has dtype"),
         (lambda said: said["a"].update(shape=[1.0]), "does not describe 'a'"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import published_cases
 import pytest
+import tiny_run
 from hub_stub import serving_hub
 
 import dlm_jax
@@ -82,7 +83,7 @@ def test_an_id_is_fetched_once_and_read_from_the_cache_then(directory, client, t
         assert [line.split(";")[0] for line in refused] == [
             "checkpoint: checkpoint='org/none' is neither a local path nor a model on the hub that "
             "you may read",
-            "checkpoint: checkpoint='org/m@none' is a revision that is not there",
+            "checkpoint: checkpoint='org/m@none' is not an existing revision",
             "checkpoint: checkpoint='org/gated' is gated",
             "checkpoint: checkpoint='org/empty' has neither a config.json nor one file of "
             ".safetensors",
@@ -98,6 +99,19 @@ def test_an_id_is_fetched_once_and_read_from_the_cache_then(directory, client, t
         kept, lost = _told(client(hub.url, f"NAMES = ['org/m', 'org/x']\n{TELL}", **more))
         assert kept == whole
         assert lost.startswith("checkpoint: checkpoint='org/x' is not a local path, and the hub ")
+
+
+def test_a_run_begins_with_a_model_of_the_hub(directory, client, tmp_path):
+    given = tiny_run.flags(tmp_path / "run", train__init_from="org/m", train__steps=1)
+    flags = [f"--{name}={value}" for name, value in given.items() if name[:6] != "model."]
+    with serving_hub() as hub:
+        hub.repos["org/m"] = {"main": _files(directory)}
+        done = client(hub.url, [str(ROOT / "train.py"), *flags])
+        assert done.returncode == 0, done.stderr
+        lost = client(hub.url, [str(ROOT / "train.py"), *flags, "--train.init_from", "org/none"])
+    assert lost.returncode == 2
+    (line,) = [line for line in lost.stderr.splitlines() if line.startswith("error")]
+    assert "train.init_from='org/none' is neither a local path nor a model on the hub" in line
 
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "nobody/nothing@v1"])

@@ -134,7 +134,7 @@ def test_the_family_of_a_model_is_found_from_its_settings_alone(loaded):
     name, _, model = loaded
     assert family_for(model.config.model).name == name
     assert family_for(model.config.model, name).name == name
-    with pytest.raises(ValueError, match="cannot say all of the model's settings"):
+    with pytest.raises(ValueError, match="cannot express all settings of the model"):
         family_for(model.config.model, "dream" if name != "dream" else "sdar")
 
 

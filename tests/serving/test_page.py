@@ -56,7 +56,7 @@ def test_it_shows_a_text_being_denoised_and_what_is_refused(opened):
             ".observe(find('canvas'), {childList: true})"
         )
         _start(page, prompt="A ", tokens=12, steps=12)
-        _until(page, "find('state').textContent.startsWith('done')")
+        _until(page, "find('state').textContent.startsWith('Done')")
         seen = page.run("seen")
         holes = [text.count("\u2591") for text in seen]
         assert seen[-1].startswith("A ") and holes[-1] == 0
@@ -64,11 +64,11 @@ def test_it_shows_a_text_being_denoised_and_what_is_refused(opened):
         # What a field cannot hold is not sent.
         _start(page, temperature=-1)
         assert page.run("document.querySelector(':invalid:not(form)').id") == "temperature"
-        assert page.run("find('state').textContent").startswith("done")
+        assert page.run("find('state').textContent").startswith("Done")
         # What the server refuses is told by its message.
         _start(page, temperature=1, steps=100_000)
         _until(page, "find('error').textContent.includes('steps=100000')")
-        assert page.run("find('state').textContent").startswith("done")
+        assert page.run("find('state').textContent") == "Not started; below: the previous run"
         _start(page, steps=12, more="[1]")
         _until(page, "find('error').textContent.includes('JSON object')")
         _start(page, more='{"order": "sideways"}')
@@ -89,7 +89,7 @@ def test_ctrl_enter_starts_and_neither_the_focus_nor_the_canvas_moves(opened):
         )
         before = page.run(place)
         page.press("Enter", modifiers=2)
-        _until(page, "find('state').textContent.startsWith('done')")
+        _until(page, "find('state').textContent.startsWith('Done')")
         assert page.run("document.activeElement.id") == "prompt"
         assert page.run("[...places]") == [before] == [page.run(place)]
         assert page.run("find('prompt').value") == "A "
@@ -105,7 +105,7 @@ def test_ctrl_enter_starts_and_neither_the_focus_nor_the_canvas_moves(opened):
 def test_the_slider_shows_each_step_again(opened):
     with opened() as (_, page):
         _start(page, prompt="A ", tokens=12, steps=12, more='{"ignore_eos": true}')
-        _until(page, "find('state').textContent.startsWith('done')")
+        _until(page, "find('state').textContent.startsWith('Done')")
         last = page.run("Number(find('step').max)")
         frames = [_frame(page, at) for at in range(last + 1)]
         assert last >= 4 and page.run("frames.length") == last + 1
@@ -119,9 +119,10 @@ def test_the_slider_shows_each_step_again(opened):
         page.run("find('step').focus()")
         page.press("ArrowLeft")
         assert page.run("find('canvas').textContent") == frames[-2][0]
-        assert page.run("find('state').textContent").startswith("step ")
-        _start(page, seed=5)
-        _until(page, "find('state').textContent.startsWith('done')")
+        assert page.run("find('state').textContent").startswith("Step ")
+        _start(page, seed=5, ending="A", more="")
+        _until(page, "find('state').textContent.startsWith('Done')")
+        assert _frame(page, 0) == ["A " + 12 * "\u2591" + "A", 12, ""]
 
 
 def test_it_begins_with_what_the_server_tells_of_itself(opened):
@@ -137,7 +138,7 @@ def test_holes_look_like_holes_by_day_and_night(opened, scheme):
         media = [{"name": "prefers-color-scheme", "value": scheme}]
         page.call("Emulation.setEmulatedMedia", features=media)
         _start(page, prompt="A ", tokens=12, steps=12)
-        _until(page, "find('state').textContent.startsWith('done')")
+        _until(page, "find('state').textContent.startsWith('Done')")
         _frame(page, 1)
         # Boxes without a letter in them, of one size, beside letters that are no boxes.
         looks = page.run(
@@ -161,10 +162,10 @@ def test_it_asks_with_a_key_and_stops_a_row_whose_slot_is_free_then(opened):
         _until(page, "find('error').textContent.includes('key')")
         assert page.run("find('rest').open")
         _start(page, key="secret")
-        _until(page, "find('state').textContent.startsWith('step ') && frames.length > 1")
+        _until(page, "find('state').textContent.startsWith('Step ') && frames.length > 1")
         assert running.engine.report().running == 1
         page.run("find('stop').click()")
-        _until(page, "find('state').textContent === 'stopped'")
+        _until(page, "find('state').textContent === 'Stopped'")
         assert running.idle()
         assert running.engine.report().work.steps < 4000
         assert page.run("running === null && find('stop').ariaDisabled") == "true"

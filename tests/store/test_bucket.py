@@ -154,7 +154,7 @@ def test_an_unfinished_save_is_no_checkpoint_and_goes_with_the_next(s3, monkeypa
 
 
 def test_buckets_that_are_not_there_or_of_another_kind_are_refused_in_one_line(s3, monkeypatch):
-    with pytest.raises(ValueError, match="train.checkpoint_dir=s3://no-such-pail/x is not there"):
+    with pytest.raises(ValueError, match="train.checkpoint_dir=s3://no-such-pail/x does not exist"):
         check_bucket("train.checkpoint_dir", "s3://no-such-pail/x")
     with pytest.raises(ValueError, match="ftp://host/x is a URL of an unknown kind"):
         Checkpoints("ftp://host/x", keep=1)

@@ -274,7 +274,7 @@ def test_a_directory_without_checkpoints_is_named_with_a_remedy(
 
 
 def test_another_format_or_step_is_refused_with_a_remedy(copy: Path):
-    with pytest.raises(ValueError, match=r"step=7 in .*holds steps \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"step=7 in .*existing steps are \[1, 2\]"):
         load_params(copy, step=7)
     path = copy / "step_00000002"
     facts = files.read_manifest(path) | {"format": 99}

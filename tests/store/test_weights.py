@@ -57,8 +57,8 @@ def test_float16_halves_the_file_and_rounds_to_the_nearest(saved, tmp_path):
 @pytest.mark.parametrize(
     ("meta", "said"),
     [
-        ({"tokenizer": {}}, "says nothing of its config"),
-        ({"config": {}, "tokenizer": 3}, "says nothing of its tokenizer"),
+        ({"tokenizer": {}}, "does not describe its config"),
+        ({"config": {}, "tokenizer": 3}, "does not describe its tokenizer"),
         ({"config": {}, "tokenizer": {}}, r"has a config without \[model\]"),
         ({"config": {"model": 3}, "tokenizer": {}}, r"has a config without \[model\]"),
     ],

@@ -222,6 +222,17 @@ def test_a_head_joins_the_group_of_the_model_where_its_record_says_so(folder):
         assert all(jax.tree.leaves(moved)), name
 
 
+def test_a_loss_that_is_no_pair_of_scalars_is_refused_with_its_name(tmp_path):
+    def of_each_row(inputs):
+        return Loss(jnp.zeros(inputs.example.shown_BL.shape[0]), jnp.ones(()))
+
+    head = dataclasses.replace(left_head(), loss=of_each_row)
+    with pytest.raises(
+        ValueError, match=r"left_head\.loss\(\.\.\.\)\.sum returned float32 \[\d+\]"
+    ):
+        _train(tmp_path, heads=[head])
+
+
 def test_heads_whose_names_clash_or_do_not_end_in_head_are_refused(tmp_path):
     with pytest.raises(ValueError, match="a head is named 'left'; end its name in '_head'"):
         Head("left", lambda inputs: Loss(jnp.zeros(()), jnp.ones(())))

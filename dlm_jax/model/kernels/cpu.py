@@ -1,8 +1,7 @@
 """Exact forms of the layers that XLA's CPU backend runs faster; elsewhere the plain formulas.
 
-Which form is traced depends only on the devices in use (`dlm_jax.devices`), so a GPU or TPU program
-is the plain one, operation for operation. The mathematics is the same; only the order of the work
-differs.
+The traced form depends only on the devices in use (`dlm_jax.devices`), so GPU and TPU programs use
+the plain formulas. The mathematics is the same; only the order of the operations differs.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ def linear(x: jax.Array, kernel_DF: jax.Array) -> jax.Array:
     """``x @ kernel``, shape ``[..., F]``.
 
     On CPU the leading axes are merged first: the kernel's gradient is then one matrix product that
-    reads both operands where they lie. Contracting two axes at once makes XLA copy an operand into
-    transposed order and recompute whatever produced it inside that strided copy.
+    reads both operands in place. If two axes are contracted at once, XLA copies an operand into
+    transposed order and recomputes its producer inside that strided copy.
     """
     if platform() != "cpu" or x.ndim < 3:
         return x @ kernel_DF
@@ -74,7 +73,7 @@ _rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 def rotate(x_BLHK: jax.Array, cos_LK: jax.Array, sin_LK: jax.Array) -> jax.Array:
-    """Queries or keys turned by their position, in their own dtype but computed in float32.
+    """Queries or keys rotated by their position, computed in float32 and returned in their dtype.
 
     Pairs are ``(i, i + K/2)`` (half rotation); `cos_LK` and `sin_LK` are ``[L, K/2]``, or ``[B, L,
     K/2]`` where the positions of rows differ. On CPU the halves are exchanged by a reversed axis of
@@ -119,10 +118,10 @@ def attention(
 def attention_where(
     q_BNHK: jax.Array, k_BMGK: jax.Array, v_BMGK: jax.Array, is_seen_BNM: jax.Array
 ) -> jax.Array:
-    """Attention output ``[B, N, H, K]`` of queries to the keys that each of them sees.
+    """Attention output ``[B, N, H, K]`` over the keys that each query sees.
 
-    Otherwise as `attention`; `is_seen_BNM` may have size 1 in its first and second axis. What a
-    query returns that sees nothing is finite.
+    Otherwise as `attention`; `is_seen_BNM` may have size 1 in its first and second axis. The output
+    of a query without a visible key is finite.
     """
     if platform() != "cpu":
         return jax.nn.dot_product_attention(q_BNHK, k_BMGK, v_BMGK, mask=is_seen_BNM[:, None])
@@ -131,7 +130,7 @@ def attention_where(
 
 
 def shared_bias(is_seen_BNM: jax.Array, num_shared: int) -> jax.Array:
-    """What hides keys from the scores ``[B, G, shared * N, M]`` of heads that share their keys."""
+    """The bias that hides keys in the scores ``[B, G, shared * N, M]`` of heads that share keys."""
     if is_seen_BNM.shape[1] > 1:
         is_seen_BNM = jnp.tile(is_seen_BNM, (1, num_shared, 1))
     return jnp.where(is_seen_BNM, 0.0, _HIDDEN)[:, None]
@@ -162,7 +161,7 @@ def grouped(q_BLHK: jax.Array, num_groups: int) -> jax.Array:
 
 
 def ungrouped(y_BGNK: jax.Array, q_BLHK: jax.Array) -> jax.Array:
-    """What the queries return, in their shape and dtype."""
+    """The output of the queries, in their shape and dtype."""
     num_rows, num_positions, _, head_size = q_BLHK.shape
     y_BGRLK = y_BGNK.reshape(num_rows, y_BGNK.shape[1], -1, num_positions, head_size)
     return y_BGRLK.transpose(0, 3, 1, 2, 4).reshape(q_BLHK.shape).astype(q_BLHK.dtype)
@@ -171,7 +170,7 @@ def ungrouped(y_BGNK: jax.Array, q_BLHK: jax.Array) -> jax.Array:
 def _hidden_bias(
     visible_B: jax.Array, num_shared: int, num_positions: int, *, is_causal: bool
 ) -> jax.Array:
-    """What is added to the scores ``[B, G, N, M]`` to hide keys: 0 or a huge negative number."""
+    """The bias that hides keys in the scores ``[B, G, N, M]``: 0 or a large negative number."""
     key_M = jnp.arange(num_positions)
     is_visible = key_M[None, None, None, :] < visible_B[:, None, None, None]
     if is_causal:
@@ -194,7 +193,7 @@ def _attend(q_BGNK: jax.Array, k_BGMK: jax.Array, v_BGMK: jax.Array, bias: jax.A
 def _attend_forward(q_BGNK, k_BGMK, v_BGMK, bias):
     scores_BGNM = _batched(q_BGNK, k_BGMK, 3, 3) + bias
     weights_BGNM = jnp.exp(scores_BGNM - jnp.max(scores_BGNM, axis=-1, keepdims=True))
-    # Dividing after the product touches K numbers a row instead of M.
+    # Dividing after the product processes K numbers per row instead of M.
     per_total_BGN1 = 1.0 / jnp.sum(weights_BGNM, axis=-1, keepdims=True)
     y_BGNK = _batched(weights_BGNM, v_BGMK, 3, 2) * per_total_BGN1
     return y_BGNK, (q_BGNK, k_BGMK, v_BGMK, weights_BGNM, per_total_BGN1, y_BGNK)
@@ -205,7 +204,7 @@ def _attend_backward(residuals, g_BGNK):
     mean_BGN1 = jnp.sum(g_BGNK * y_BGNK, axis=-1, keepdims=True) * per_total_BGN1
     g_BGNK = g_BGNK * per_total_BGN1
     g_scores_BGNM = weights_BGNM * (_batched(g_BGNK, v_BGMK, 3, 3) - mean_BGN1)
-    # The small operand is transposed, never the N by M one.
+    # Transpose the small operand, not the N by M one.
     g_v_BGMK = _batched(g_BGNK.swapaxes(2, 3), weights_BGNM, 3, 2).swapaxes(2, 3)
     g_k_BGMK = _batched(q_BGNK.swapaxes(2, 3), g_scores_BGNM, 3, 2).swapaxes(2, 3)
     return _batched(g_scores_BGNM, k_BGMK, 3, 2), g_k_BGMK, g_v_BGMK, None
@@ -274,13 +273,13 @@ def _cpu_options() -> dict[str, str]:
         place = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
         negative = jax.jit(jnp.negative, compiler_options=options, in_shardings=place)
         negative.lower(0.0).compile()
-    except Exception:  # noqa: BLE001 - whatever the refusal is, the plain compiler still works
+    except Exception:  # noqa: BLE001 - after any error, the plain compiler still works
         return {}
     return options
 
 
 def keep_freed_memory() -> bool:
-    """Whether freed memory now stays with the process (True) instead of going back to the kernel.
+    """Keeps freed memory in the process instead of returning it to the kernel; True on success.
 
     XLA allocates all temporaries of a CPU program as one block, and glibc maps and unmaps a block
     of that size every call: 78,000 page faults, a quarter of the time of a 1M-parameter step. Call
