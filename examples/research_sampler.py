@@ -27,7 +27,7 @@ def sample(params, seeds):
 
 
 seeds = jnp.arange(4, dtype=jnp.uint32)
-result = jax.jit(sample)(model.params, seeds)
+result = jax.jit(sample, compiler_options=sampler.compiler_options)(model.params, seeds)
 print([model.tokenizer.decode(row) for row in np.asarray(result.tokens)])
 
 # %% [markdown]
@@ -61,10 +61,10 @@ print("shard_map:", jax.jit(split)(model.params, many).shape)
 
 # %% [markdown]
 # A gradient through a `scan` of fixed steps: log-probabilities of what was drawn have derivatives.
-# The reward counts the letter e.
+# The reward counts commas.
 
 # %%
-letter = model.tokenizer.encode("e")[0]
+letter = model.tokenizer.encode(",")[0]
 
 
 @functools.partial(jax.jit, static_argnums=1)
