@@ -232,8 +232,8 @@ def replay(
     """Log-probabilities of a trace's writings under `params`, float32 ``[B, S, L]`` in nats.
 
     At the parameters that sampled it they are ``trace.logprobs`` where ``trace.is_written``, and 0
-    elsewhere: bit for bit in float32 on CPU in as many rows as were sampled at once, and to 1e-5
-    otherwise, as in a ``jax.jit`` without `Sampler.compiler_options`. Differentiable in `params`,
+    elsewhere: bit for bit in float32 on CPU in as many rows as were sampled at once, and to
+    rounding otherwise, as in a ``jax.jit`` without `Sampler.compiler_options`. Differentiable in `params`,
     and compiled once per shape. Each step is one forward of all rows, which is computed again for
     the gradient: memory does not grow with the steps.
 

@@ -12,12 +12,19 @@ import numpy as np
 import pytest
 import rule_cases
 from enumerable import LENGTH, MASK, MODEL, PARAMS, TEXTS
+from jax.sharding import NamedSharding, PartitionSpec
 
 import dlm_jax
+from dlm_jax.config import MeshConfig, SampleConfig
+from dlm_jax.distributed.local_rows import split_rows
+from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.sampling.commit.commit_rule import log_each, log_subset
+from dlm_jax.sampling.draw import log_prob
 from dlm_jax.sampling.loop import make_advance
 from dlm_jax.sampling.records import start_records
 from dlm_jax.sampling.replay import joined, replayed, trace_of
+from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
+from dlm_jax.sampling.transforms.transform import At, Context
 from dlm_jax.settings import SettingError
 
 STEPS = 16
@@ -156,6 +163,55 @@ def test_the_gradient_of_the_expected_reward_is_that_by_enumeration():
     found, wanted = (jax.grad(f)(PARAMS)["table"] for f in (surrogate, expected))
     assert float(jnp.abs(wanted).max()) > 0.01
     np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_slope_through_every_transform_is_that_of_finite_differences():
+    sample = SampleConfig(
+        temperature=0.8, dynatemp_range=0.3, top_n_sigma=3.0, top_k=100, typical_p=0.95, top_p=0.9,
+        min_p=0.01, xtc_probability=0.5, repetition_penalty=1.2, dry_multiplier=0.8,
+        logit_bias=((3, 1.0),),
+    )  # fmt: skip
+    chain = BUILT_IN.pack_chain([sample], ModelFacts(300, (0,), (1,)))
+    places, zeros = jnp.arange(8, dtype=jnp.int32)[None], jnp.zeros(4, jnp.int32)
+    context = Context(5 * places, places - 1, jnp.ones((1, 8), bool), jnp.array([8]))
+    prepared = chain.prepare(chain.init(1), context)
+    keys = jax.vmap(jax.random.key)(jnp.arange(4))
+    at = At(zeros, places[0, :4], keys, jnp.ones(4, bool))
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(2.0 * rng.standard_normal((4, 300)), jnp.float32)
+    change = jnp.asarray(rng.standard_normal((4, 300)), jnp.float32)
+    ids = jnp.argmax(jax.jit(lambda x: chain.apply(prepared, x, at))(logits), axis=1)
+
+    @jax.jit
+    def total(x):
+        return log_prob(chain.apply(prepared, x, at), ids).sum()
+
+    slope = float(jnp.sum(jax.jit(jax.grad(total))(logits) * change))
+    wanted = float(total(logits + 1e-3 * change) - total(logits - 1e-3 * change)) / 2e-3
+    np.testing.assert_allclose(slope, wanted, rtol=0.01)
+
+
+@pytest.mark.slow
+def test_values_and_derivatives_are_the_same_over_four_devices():
+    mesh = make_mesh(MeshConfig(data=4), jax.devices()[:4])
+    split = jax.device_put(PARAMS, NamedSharding(mesh, PartitionSpec()))
+    trace = _all_traces("random_filled", "wavefront")[0]
+    trace = trace.rows(slice(len(trace.steps) // 4 * 4))
+    alone, over = (dlm_jax.replay(MODEL, params, trace) for params in (PARAMS, split))
+    np.testing.assert_array_equal(over, alone)
+    weight = jnp.arange(float(len(trace.steps)))
+
+    def slope(params, rows):
+        program = MODEL.program(rows=rows)
+        return jax.jit(jax.grad(
+            lambda params: jnp.sum(weight * replayed(program, params, trace).sum((1, 2)))
+        ))(params)  # fmt: skip
+
+    found, wanted = slope(split, split_rows(split)), slope(PARAMS, None)
+    for name, leaf in wanted.items():
+        assert float(jnp.abs(leaf).max()) > 1.0
+        np.testing.assert_allclose(found[name], leaf, atol=1e-3, rtol=1e-5)
 
 
 # Chances.
