@@ -233,9 +233,9 @@ def replay(
 
     At the parameters that sampled it they are ``trace.logprobs`` where ``trace.is_written``, and 0
     elsewhere: bit for bit in float32 on CPU in as many rows as were sampled at once, and to
-    rounding otherwise, as in a ``jax.jit`` without `Sampler.compiler_options`. Differentiable in `params`,
-    and compiled once per shape. Each step is one forward of all rows, which is computed again for
-    the gradient: memory does not grow with the steps.
+    rounding otherwise, as in a ``jax.jit`` without `Sampler.compiler_options`. Differentiable in
+    `params`, and compiled once per shape. Each step is one forward of all rows, which is computed
+    again for the gradient: memory does not grow with the steps.
 
     Args:
       model: the model that sampled it, or another with its vocabulary; or a network.
