@@ -241,9 +241,22 @@ def _reciprocal(divisor_N: Array) -> Array:
     return jax.lax.optimization_barrier(1.0 / divisor_N)[:, None]
 
 
+@jax.custom_jvp
 def _times(logits_NV: Array, scale_N1: Array) -> Array:
     product_NV = jnp.clip(logits_NV * scale_N1, -_LARGEST, _LARGEST)
     return jnp.where((logits_NV == -jnp.inf) | (scale_N1 == 1), logits_NV, product_NV)
+
+
+@_times.defjvp
+def _slope_of_times(
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    """That of the product; 0 where it is not finite, or is kept so."""
+    (logits_NV, scale_N1), (change_NV, change_N1) = primals, tangents
+    is_free_NV = jnp.abs(logits_NV * scale_N1) <= _LARGEST
+    finite_NV = jnp.where(is_free_NV, logits_NV, 0.0)
+    slope_NV = change_NV * jnp.where(is_free_NV, scale_N1, 0.0) + finite_NV * change_N1
+    return _times(logits_NV, scale_N1), slope_NV
 
 
 def exp_columns(logits_NV: Array, divisor_N: Array | None = None) -> tuple[Array, Array]:
@@ -269,6 +282,21 @@ def exp_columns(logits_NV: Array, divisor_N: Array | None = None) -> tuple[Array
     return max_N, accumulate(fn, columns(logits_NV, 0.0), logits_NV)
 
 
+@jax.custom_jvp
+def _p_log_p(logprob: Array) -> Array:
+    """``p ln p``, which is 0 in the limit of p = 0, as is its derivative in ``ln p``."""
+    prob = jnp.exp(logprob)
+    return jnp.where(prob > 0, prob * logprob, 0.0)
+
+
+@_p_log_p.defjvp
+def _slope_of_p_log_p(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (logprob,), (change,) = primals, tangents
+    prob = jnp.exp(logprob)
+    slope = jnp.where(prob > 0, prob * (1.0 + logprob), 0.0)
+    return _p_log_p(logprob), slope * change
+
+
 def count_and_entropy(logits_NV: Array) -> tuple[Array, Array]:
     """Number of candidates (finite logits) and entropy in nats of their softmax, `[N]` each."""
     max_N, weight_NC = exp_columns(logits_NV)
@@ -277,9 +305,7 @@ def count_and_entropy(logits_NV: Array) -> tuple[Array, Array]:
     def fn(acc, block_NC, ids_1C):
         count_NC, entropy_NC = acc
         logprob_NC = block_NC - max_N[:, None] - log_total_N[:, None]
-        prob_NC = jnp.exp(logprob_NC)
-        # p ln p is 0 in the limit
-        term_NC = jnp.where(prob_NC > 0, prob_NC * logprob_NC, 0.0)
+        term_NC = _p_log_p(logprob_NC)
         return count_NC + (block_NC > -jnp.inf), entropy_NC - term_NC
 
     start = columns(logits_NV, 0.0), columns(logits_NV, 0.0)

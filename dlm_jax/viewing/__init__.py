@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from dlm_jax.viewing.frames import Changes, Frame, Kind, changes
+from dlm_jax.viewing.plots import plot_confidence, plot_trace
 from dlm_jax.viewing.trace import write_trace
 from dlm_jax.viewing.watch import Watch
 
-__all__ = ["Changes", "Frame", "Kind", "Watch", "changes", "write_trace"]
+__all__ = [
+    "Changes",
+    "Frame",
+    "Kind",
+    "Watch",
+    "changes",
+    "plot_confidence",
+    "plot_trace",
+    "write_trace",
+]

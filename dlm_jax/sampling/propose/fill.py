@@ -14,9 +14,10 @@ from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import Proposal
 from dlm_jax.sampling.draw import argmax, log_prob
 from dlm_jax.sampling.positions import TrunkOutput, at_places, fold, put
+from dlm_jax.sampling.records import Drawn
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.transform import At
-from dlm_jax.settings import Rule, rule
+from dlm_jax.settings import Rule, SettingError, rule
 from dlm_jax.types import Network, Params
 
 
@@ -35,6 +36,7 @@ class Wanted(NamedTuple):
         `dlm_jax.sampling.commit.commit_rule.preferences`.
       kept: what the commit rule keeps of each position; None: nothing.
       is_given_BL: True at tokens that were given; None where the caller does not know.
+      is_traced: whether `Filled.drawn` is wanted; static.
     """
 
     is_open_BL: jax.Array
@@ -46,6 +48,7 @@ class Wanted(NamedTuple):
     preference_BL: jax.Array | None = None
     kept: Any = None
     is_given_BL: jax.Array | None = None
+    is_traced: bool = False
 
 
 class Reader(NamedTuple):
@@ -80,6 +83,7 @@ class Filled(NamedTuple):
       best_BL: int32, its likeliest id there, of others than the one that is scored there; -1 where
         that is banned; likewise.
       kept: what the commit rule keeps of each position after this step's reads.
+      drawn: how the candidates were drawn; None if not wanted.
     """
 
     proposal: Proposal
@@ -88,6 +92,35 @@ class Filled(NamedTuple):
     total_BL: jax.Array | None = None
     best_BL: jax.Array | None = None
     kept: Any = None
+    drawn: Drawn | None = None
+
+
+class Proposed(NamedTuple):
+    """Candidates of a step that was recorded, ``[B, L]``.
+
+    Attributes:
+      tokens_BL: int32 candidates; -1 where none was drawn.
+      canvas_BL: int32 tokens that the forward saw.
+      level_BL: int32, `dlm_jax.sampling.records.Drawn.level_BL`.
+    """
+
+    tokens_BL: jax.Array
+    canvas_BL: jax.Array
+    level_BL: jax.Array
+
+
+class Source(NamedTuple):
+    """Where some of the candidates were drawn from.
+
+    Attributes:
+      is_from_BL: True at those candidates.
+      chunk: positions that are read at once; static.
+      logits: ``(places_N) -> logits_NV``, before the chain, at places ``row * L + index``.
+    """
+
+    is_from_BL: jax.Array
+    chunk: int
+    logits: Callable[[jax.Array], jax.Array]
 
 
 class FillRule(Rule):
@@ -107,6 +140,9 @@ class FillRule(Rule):
     drawn: ClassVar[str] = "in waves"
     """How it draws tokens where it does not allow the host, for errors."""
 
+    needs_sampler: ClassVar[bool] = False
+    """Whether it draws from a sampler head."""
+
     @classmethod
     def is_used(cls, row: Any) -> bool:
         """Whether it draws for a row with these settings, or the parallel fill does."""
@@ -116,8 +152,20 @@ class FillRule(Rule):
     def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
         """Raises ValueError for a canvas that does not go with the fill; True where it is open."""
 
+    @classmethod
+    def check_trace(cls, row: Any) -> None:
+        if cls.sources is FillRule.sources:
+            raise SettingError(
+                "fill", cls.name, "has no trace: it does not say what it draws from",
+                "use fill='parallel', or define sources()",
+            )  # fmt: skip
+
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
         """The candidates; the proposal means nothing where nothing is wanted."""
+        raise NotImplementedError
+
+    def sources(self, reader: Reader, proposed: Proposed) -> tuple[Source, ...]:
+        """The logits that recorded candidates were drawn from, which traces are replayed with."""
         raise NotImplementedError
 
 
@@ -131,6 +179,7 @@ def no_candidates(wanted: Wanted) -> Filled:
         total_BL=None if wanted.is_scored_BL is None else zeros_BL,
         best_BL=none_BL if wanted.keeps_best else None,
         kept=wanted.kept,
+        drawn=Drawn(zeros_BL, zeros_BL, none_BL) if wanted.is_traced else None,
     )
 
 
@@ -209,6 +258,13 @@ class CandidateWriter:
                 best_BL = put(best_BL, places_N, is_real_N, best_N)
             # What stands there may be impossible; what is drawn may not.
             is_fine_N |= ~is_drawn_N & jnp.isfinite(total_N)
+        drawn = found.drawn
+        if drawn is not None:
+            policy_N = self.policy(clean_NV if drawable_NV is None else drawable_NV, ids_N, at)
+            entropy_N = vocab.count_and_entropy(clean_NV.astype(jnp.float32))[1]
+            pair = drawn.logprob_BL, drawn.entropy_BL
+            policy_BL, entropy_BL = put(pair, places_N, is_real_N, (policy_N, entropy_N))
+            drawn = drawn._replace(logprob_BL=policy_BL, entropy_BL=entropy_BL)
         kept, sure_N = self._observed(places_N, clean_NV, drawable_NV, ids_N, logprob_N, at)
         proposal = Proposal(ids_N, logprob_N, final_N, sure_N)
         return found._replace(
@@ -217,6 +273,7 @@ class CandidateWriter:
             total_BL=total_BL,
             best_BL=best_BL,
             kept=put(found.kept, places_N, is_real_N, kept),
+            drawn=drawn,
         )
 
     def scored(self, clean_NV: jax.Array, ids_NK: jax.Array, at: At) -> tuple[jax.Array, jax.Array]:
@@ -229,6 +286,14 @@ class CandidateWriter:
             return logprob_N, sure_N
 
         return jax.vmap(of_one, in_axes=1, out_axes=1)(ids_NK)
+
+    def policy(self, drawable_NV: jax.Array, ids_N: jax.Array, at: At) -> jax.Array:
+        """Log-probability ``[N]`` of drawing these ids from logits before the chain.
+
+        It is 0 in greedy rows, which do not draw.
+        """
+        final_NV = self.chain.apply(self.prepared, drawable_NV, at)
+        return jnp.where(self.chain.is_greedy(at), 0.0, log_prob(final_NV, ids_N))
 
     def _observed(
         self,
@@ -280,3 +345,6 @@ class Parallel(FillRule):
             return writer.write(found, places_N, is_real_N, reader.logits(places_N))
 
         return fold(is_read_BL, reader.chunk, draw, no_candidates(wanted))
+
+    def sources(self, reader: Reader, proposed: Proposed) -> tuple[Source, ...]:
+        return (Source(proposed.tokens_BL >= 0, reader.chunk, reader.logits),)

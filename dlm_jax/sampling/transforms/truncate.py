@@ -390,10 +390,12 @@ class TopP(Truncation):
         if at.is_grown_N is not None:
             p_N = jnp.where(at.is_grown_N, self._grown_p()[at.row_N], p_N)
         is_off_N = p_N >= 1
+        # What stays has no derivative, and the search for it none that could be taken.
+        seen_NV = jax.lax.stop_gradient(logits_NV)
         count_N = jnp.where(is_off_N, logits_NV.shape[1], _count_or_all(self, logits_NV, at))
-        max_N, weight_NC = vocab.exp_columns(logits_NV)
+        max_N, weight_NC = vocab.exp_columns(seen_NV)
         is_kept_NV = keeps_prefix(
-            logits_NV,
+            seen_NV,
             value=lambda block: block,
             weight=lambda block: jnp.exp(block - max_N[:, None]),
             top_N=max_N,
@@ -415,9 +417,10 @@ class TypicalP(Truncation):
     min_keep_B: Array = per_row(MIN_KEEP)
 
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
-        max_N, weight_NC = vocab.exp_columns(logits_NV)
+        seen_NV = jax.lax.stop_gradient(logits_NV)
+        max_N, weight_NC = vocab.exp_columns(seen_NV)
         log_total_N = jnp.log(weight_NC.sum(-1))
-        _, entropy_N = vocab.count_and_entropy(logits_NV)
+        _, entropy_N = vocab.count_and_entropy(seen_NV)
 
         def logprob(block):
             return block - max_N[:, None] - log_total_N[:, None]
@@ -426,7 +429,7 @@ class TypicalP(Truncation):
             return -jnp.abs(logprob(block) + entropy_N[:, None])
 
         is_kept_NV = keeps_prefix(
-            logits_NV,
+            seen_NV,
             value=typicality,
             weight=lambda block: jnp.exp(logprob(block)),
             top_N=jnp.zeros_like(max_N),
@@ -480,11 +483,12 @@ class TopNSigma(Truncation):
 
 def keep_largest(logits_NV: Array, count_N: Array) -> Array:
     """Logits with all but the `count` (at least 1) largest at -inf, lower ids first on ties."""
+    seen_NV = jax.lax.stop_gradient(logits_NV)
     is_kept_NV = keeps_prefix(
-        logits_NV,
+        seen_NV,
         value=lambda block: block,
         weight=None,
-        top_N=logits_NV.max(-1),
+        top_N=seen_NV.max(-1),
         mass_N=jnp.zeros(count_N.shape, jnp.float32),
         count_N=count_N.astype(jnp.float32),
     )

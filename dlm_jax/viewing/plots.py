@@ -1,0 +1,100 @@
+"""Pictures of a trace: when tokens were written, and how sure the model was. Needs matplotlib."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dlm_jax.sampling.replay import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def plot_trace(trace: Trace, row: int = 0) -> Figure:
+    """The writings of a row over its steps, coloured by their log-probability under the policy.
+
+    A position that is written again, after remasking, has several marks. Needs the extra
+    ``plots``.
+
+    Args:
+      trace: from ``generate(..., trace=True)``.
+      row: number of the row.
+
+    Returns:
+      A matplotlib figure; ``figure.savefig("trace.png")`` writes it.
+    """
+    _check(trace, row)
+    figure = _figure()
+    axes = figure.subplots()
+    found = trace.writings(row)
+    marks = axes.scatter(
+        found["step"], found["position"], c=found["logprob"], s=14, marker="s", cmap="viridis"
+    )
+    figure.colorbar(marks, ax=axes, label="log-probability (nats)")
+    axes.set(xlabel="step", ylabel="position", title=f"row {row}: what each step wrote")
+    axes.set_ylim(int(trace.length[row]) - 0.5, -0.5)
+    return figure
+
+
+def plot_confidence(trace: Trace, row: int = 0) -> Figure:
+    """Entropy and confidence at the drawn positions of a row, for each of its steps.
+
+    Above, the entropies as a map of positions and steps, empty where nothing was drawn; below, the
+    means of both over the positions of a step. Needs the extra ``plots``.
+
+    Args:
+      trace: from ``generate(..., trace=True)``.
+      row: number of the row.
+
+    Returns:
+      A matplotlib figure.
+    """
+    _check(trace, row)
+    num_steps, length = max(1, int(trace.steps[row])), int(trace.length[row])
+    is_drawn = np.asarray(trace.tokens[row])[:num_steps, :length] >= 0
+    entropy, confidence = (
+        np.where(is_drawn, np.asarray(values[row])[:num_steps, :length], np.nan)
+        for values in (trace.entropy, trace.confidence)
+    )
+    figure = _figure()
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    image = above.imshow(entropy.T, aspect="auto", interpolation="nearest", cmap="magma")
+    figure.colorbar(image, ax=above, label="entropy (nats)")
+    above.set(ylabel="position", title=f"row {row}: what each step was unsure of")
+    steps = np.arange(num_steps)
+    for label, values in (("entropy (nats)", entropy), ("confidence", confidence)):
+        below.plot(steps, _means(values), label=label)
+    below.set(xlabel="step", ylabel="mean")
+    below.legend()
+    return figure
+
+
+def _means(values: np.ndarray) -> np.ndarray:
+    """The mean of each step; NaN where nothing was drawn."""
+    count = np.isfinite(values).sum(axis=1)
+    total = np.nansum(values, axis=1)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def _check(trace: Any, row: int) -> None:
+    if not isinstance(trace, Trace):
+        raise ValueError(
+            f"trace is a {type(trace).__name__}; give result.trace of generate(..., trace=True)"
+        )
+    if not 0 <= row < len(trace.steps):
+        raise ValueError(f"row={row} is not in the trace; use 0 to {len(trace.steps) - 1}")
+
+
+def _figure() -> Figure:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ValueError(
+            "plots need matplotlib, which is not installed; pip install 'dlm_jax[plots]'"
+        ) from None
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure

@@ -1,0 +1,308 @@
+"""Traces hold every draw with its log-probability, and replay computes them again."""
+
+from __future__ import annotations
+
+import functools
+
+import canvases
+import enumerable
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rule_cases
+from enumerable import LENGTH, MASK, MODEL, PARAMS, TEXTS
+from jax.sharding import NamedSharding, PartitionSpec
+
+import dlm_jax
+from dlm_jax.config import MeshConfig, SampleConfig
+from dlm_jax.distributed.local_rows import split_rows
+from dlm_jax.distributed.partitions import make_mesh
+from dlm_jax.sampling.commit.commit_rule import log_each, log_subset
+from dlm_jax.sampling.draw import log_prob
+from dlm_jax.sampling.loop import make_advance
+from dlm_jax.sampling.records import start_records
+from dlm_jax.sampling.replay import joined, replayed, trace_of
+from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
+from dlm_jax.sampling.transforms.transform import At, Context
+from dlm_jax.settings import SettingError
+
+STEPS = 16
+
+
+def _traced(name):
+    """The trace of rows that differ in everything, its program, and the rows without a trace."""
+    program = rule_cases.program(name)
+    traced = program.__class__(**vars(program) | {"num_traced": STEPS})
+    slots = list(zip(rule_cases.rows(), rule_cases.samples(name, canvases.ROWS), strict=True))
+    params = rule_cases.params(name)
+    state = rule_cases.make_state(name, slots)
+    records = jax.tree.map(jnp.copy, start_records(state.canvas.tokens_BL, STEPS))
+    state = make_advance(traced)(params, state._replace(records=records), canvases.FOREVER)
+    return traced, params, state, slots
+
+
+def _check_replay(name):
+    program, params, state, _ = _traced(name)
+    trace = trace_of(program, state).trimmed()
+    assert trace.is_written.sum() > 50
+    again = jax.jit(functools.partial(replayed, program))
+    found = np.asarray(again(params, trace))
+    np.testing.assert_array_equal(found, np.where(trace.is_written, trace.logprobs, 0.0))
+    return program, params, trace
+
+
+WAVES = list(rule_cases.HEADS)[-1]
+"""The case whose steps fill all holes, in many waves."""
+
+
+def test_replay_is_the_trace_bit_for_bit():
+    _, _, trace = _check_replay(WAVES)
+    assert (np.where(trace.is_written, trace.level, 0) >= 4).any()
+
+
+def test_the_context_of_penalties_is_that_of_the_step():
+    result = dlm_jax.generate(
+        MODEL, [""], num_samples=64, order="random", fill="parallel", steps=LENGTH,
+        gen_length=LENGTH, repetition_penalty=3.0, penalty_last_n=1, trace=True,
+    )  # fmt: skip
+    trace = result.trace
+    again = dlm_jax.replay(MODEL, PARAMS, trace)
+    np.testing.assert_array_equal(again, np.where(trace.is_written, trace.logprobs, 0.0))
+
+
+SOME = [
+    "entropy-remdm_rescale", "margin-none", "factor-scheduled", "joint_threshold-remdm_cap",
+    *list(rule_cases.HEADS)[:-1],
+]  # fmt: skip
+"""With the case above every order, both fills, and every remask rule that has a trace."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOME)
+def test_replay_is_the_trace_for_every_order_fill_and_remask_rule(name):
+    program, params, trace = _check_replay(name)
+    again = jax.jit(functools.partial(replayed, program, every_draw=True))
+    np.testing.assert_array_equal(np.asarray(again(params, trace)), trace.logprobs)
+
+
+def test_rows_are_the_same_with_a_trace_and_the_trace_holds_what_they_hold():
+    name = WAVES
+    _, params, state, slots = _traced(name)
+    plain = rule_cases.advance(name)(params, rule_cases.make_state(name, slots), canvases.FOREVER)
+    assert canvases.results(state) == canvases.results(plain)
+    records = state.records
+    row, step, place = np.nonzero(np.asarray(records.is_written_BSL))
+    tokens, committed = (np.array(x) for x in (state.canvas.tokens_BL, state.committed_BL))
+    last = {(r, p): s for r, s, p in zip(row, step, place, strict=True)}
+    assert len(last) == (committed >= 0).sum()
+    for (r, p), s in last.items():
+        assert committed[r, p] == s and tokens[r, p] == records.tokens_BSL[r, s, p]
+    rows = np.asarray(state.step_B) > 0
+    np.testing.assert_array_equal(
+        np.asarray(records.canvas_BSL)[rows, 0], np.asarray(rule_cases.make_state(
+            name, slots).canvas.tokens_BL)[rows],
+    )  # fmt: skip
+
+
+# A model of eight texts.
+
+
+@functools.cache
+def _all_traces(order, fill="parallel"):
+    """Every trace of the model, each once, out of many samples."""
+    result = dlm_jax.generate(
+        MODEL, [""], num_samples=2048, batch_size=2048, order=order, fill=fill, steps=2,
+        gen_length=LENGTH, temperature=enumerable.TEMPERATURE, ignore_eos=True, trace=True,
+        logit_bias=tuple((i, float("-inf")) for i in range(2, enumerable.V)),
+    )  # fmt: skip
+    trace = result.trace
+    shown = np.concatenate([trace.tokens, trace.is_written], axis=2).reshape(2048, -1)
+    _, first = np.unique(shown, axis=0, return_index=True)
+    texts = [tuple(result.tokens[i, :LENGTH].tolist()) for i in first]
+    return trace.rows(np.sort(first)), [texts[i] for i in np.argsort(first)], result
+
+
+@functools.cache
+def _log_probabilities():
+    return jax.jit(lambda params, trace: dlm_jax.replay(
+        MODEL, params, trace, every_draw=True).sum((1, 2)))  # fmt: skip
+
+
+def _sums(traces, texts):
+    each = np.exp(np.asarray(_log_probabilities()(PARAMS, traces)) + traces.choice_logprobs.sum(1))
+    return {text: sum(p for p, own in zip(each, texts, strict=True) if own == text)
+            for text in TEXTS}  # fmt: skip
+
+
+def test_the_sum_over_all_traces_is_the_probability_of_a_text_in_random_order():
+    traces, texts, result = _all_traces("random")
+    assert len(texts) == 3 * 8
+    np.testing.assert_allclose(traces.choice_logprobs[:, 0], -np.log(3.0), rtol=1e-6)
+    for text, found in _sums(traces, texts).items():
+        wanted = float(enumerable.probability(PARAMS, text, (MASK,) * LENGTH))
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+        share = np.mean([tuple(row[:LENGTH]) == text for row in result.tokens.tolist()])
+        assert abs(share - wanted) < 4 * np.sqrt(wanted / 2048)
+
+
+@pytest.mark.slow
+def test_the_sum_over_all_draws_is_the_probability_of_a_text_where_the_surest_stay():
+    traces, texts, _ = _all_traces("low_confidence")
+    for text, found in _sums(traces, texts).items():
+        np.testing.assert_allclose(found, enumerable.surest_first(PARAMS, text), rtol=1e-5)
+
+
+def test_the_probabilities_of_all_traces_of_the_wavefront_add_up_to_one():
+    traces, texts, _ = _all_traces("random_filled", "wavefront")
+    np.testing.assert_allclose(sum(_sums(traces, texts).values()), 1.0, rtol=1e-5)
+    assert (traces.level > 0).any(where=traces.is_written)
+
+
+def test_the_gradient_of_the_expected_reward_is_that_by_enumeration():
+    traces, texts, _ = _all_traces("random")
+    rewards = jnp.array([enumerable.REWARD[text] for text in texts])
+
+    def surrogate(params):
+        logprob = dlm_jax.replay(MODEL, params, traces).sum((1, 2))
+        weight = jnp.exp(jax.lax.stop_gradient(logprob) + traces.choice_logprobs.sum(1))
+        return jnp.sum(weight * rewards * logprob)
+
+    def expected(params):
+        empty = (MASK,) * LENGTH
+        return sum(
+            reward * enumerable.probability(params, text, empty)
+            for text, reward in enumerable.REWARD.items()
+        )
+
+    found, wanted = (jax.grad(f)(PARAMS)["table"] for f in (surrogate, expected))
+    assert float(jnp.abs(wanted).max()) > 0.01
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_slope_through_every_transform_is_that_of_finite_differences():
+    sample = SampleConfig(
+        temperature=0.8, dynatemp_range=0.3, top_n_sigma=3.0, top_k=100, typical_p=0.95, top_p=0.9,
+        min_p=0.01, xtc_probability=0.5, repetition_penalty=1.2, dry_multiplier=0.8,
+        logit_bias=((3, 1.0),),
+    )  # fmt: skip
+    chain = BUILT_IN.pack_chain([sample], ModelFacts(300, (0,), (1,)))
+    places, zeros = jnp.arange(8, dtype=jnp.int32)[None], jnp.zeros(4, jnp.int32)
+    context = Context(5 * places, places - 1, jnp.ones((1, 8), bool), jnp.array([8]))
+    prepared = chain.prepare(chain.init(1), context)
+    keys = jax.vmap(jax.random.key)(jnp.arange(4))
+    at = At(zeros, places[0, :4], keys, jnp.ones(4, bool))
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(2.0 * rng.standard_normal((4, 300)), jnp.float32)
+    change = jnp.asarray(rng.standard_normal((4, 300)), jnp.float32)
+    ids = jnp.argmax(jax.jit(lambda x: chain.apply(prepared, x, at))(logits), axis=1)
+
+    @jax.jit
+    def total(x):
+        return log_prob(chain.apply(prepared, x, at), ids).sum()
+
+    slope = float(jnp.sum(jax.jit(jax.grad(total))(logits) * change))
+    wanted = float(total(logits + 1e-3 * change) - total(logits - 1e-3 * change)) / 2e-3
+    np.testing.assert_allclose(slope, wanted, rtol=0.01)
+
+
+@pytest.mark.slow
+def test_values_and_derivatives_are_the_same_over_four_devices():
+    mesh = make_mesh(MeshConfig(data=4), jax.devices()[:4])
+    split = jax.device_put(PARAMS, NamedSharding(mesh, PartitionSpec()))
+    trace = _all_traces("random_filled", "wavefront")[0]
+    trace = trace.rows(slice(len(trace.steps) // 4 * 4))
+    alone, over = (dlm_jax.replay(MODEL, params, trace) for params in (PARAMS, split))
+    np.testing.assert_array_equal(over, alone)
+    weight = jnp.arange(float(len(trace.steps)))
+
+    def slope(params, rows):
+        program = MODEL.program(rows=rows)
+        return jax.jit(jax.grad(
+            lambda params: jnp.sum(weight * replayed(program, params, trace).sum((1, 2)))
+        ))(params)  # fmt: skip
+
+    found, wanted = slope(split, split_rows(split)), slope(PARAMS, None)
+    for name, leaf in wanted.items():
+        assert float(jnp.abs(leaf).max()) > 1.0
+        np.testing.assert_allclose(found[name], leaf, atol=1e-3, rtol=1e-5)
+
+
+# Chances.
+
+
+def test_the_chance_of_a_subset_is_one_out_of_all_of_its_size():
+    is_open = jnp.array([[True] * 5 + [False], [True] * 3 + [False] * 3, [False] * 6])
+    is_chosen = jnp.array([[True, True] + [False] * 4, [True] * 3 + [False] * 3, [False] * 6])
+    np.testing.assert_allclose(log_subset(is_open, is_chosen), [-np.log(10), 0.0, 0.0], atol=1e-6)
+    is_whole = jnp.ones((1, 1024), bool)
+    half = jnp.arange(1024)[None] < 512
+    wanted = sum(np.log((512 - i) / (1024 - i)) for i in range(512))
+    np.testing.assert_allclose(log_subset(is_whole, half), [wanted], rtol=1e-6)
+
+
+def test_the_chance_of_independent_choices_is_their_product():
+    is_open, is_chosen = jnp.array([[True, True, False]]), jnp.array([[True, False, False]])
+    found = log_each(is_open, is_chosen, jnp.array([[0.25, 0.5, 0.0]]))
+    np.testing.assert_allclose(found, [np.log(0.25 * 0.5)], rtol=1e-6)
+    np.testing.assert_array_equal(log_each(is_open, is_open, jnp.ones((1, 3))), [0.0])
+
+
+# What has no trace.
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"mirostat": 2}, "mirostat"),
+        ({"remask": "remdm_conf", "order": "ancestral"}, "remask"),
+        ({"remask": "scheduled", "remask_randomness": 0.5}, "remask_randomness"),
+        ({"renoise": "mask", "renoise_start": 0.2}, "renoise_start"),
+        ({"edit": True, "resample": True, "schedule": "all"}, "edit"),
+        ({"read_back": True}, "trace"),
+    ],
+)
+def test_what_has_no_trace_is_refused_by_name(settings, name):
+    with pytest.raises(SettingError, match=f"^{name}") as caught:
+        dlm_jax.generate(MODEL, [""], gen_length=LENGTH, steps=2, trace=True, **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_trace_is_of_all_rows_of_one_program():
+    with pytest.raises(SettingError, match="^trace"):
+        dlm_jax.generate(MODEL, [{"prompt": "", "trace": True}], steps=2)
+    prompts = [{"prompt": "", "order": "random"}, {"prompt": "", "order": "entropy"}]
+    with pytest.raises(SettingError, match="^trace=True needs rows that run in one program"):
+        dlm_jax.generate(MODEL, prompts, steps=2, fill="parallel", trace=True)
+
+
+@dlm_jax.rule
+class Unknown(dlm_jax.CommitRule):
+    def select(self, context, proposal):
+        return context.is_hole_BL
+
+
+def test_a_rule_of_ones_own_says_how_likely_its_choice_is():
+    with pytest.raises(SettingError, match="^order='unknown' has no trace"):
+        dlm_jax.generate(MODEL, [""], rules=[Unknown], order="unknown", steps=2, trace=True)
+
+
+def test_traces_of_other_models_and_settings_are_refused():
+    trace = _all_traces("random")[0]
+    with pytest.raises(ValueError, match="trace is a NoneType"):
+        dlm_jax.replay(MODEL, PARAMS, None)  # type: ignore[arg-type]
+    other = enumerable.TOKENIZER.__class__.of("xy")
+    with pytest.raises(ValueError, match="another tokenizer"):
+        dlm_jax.replay(MODEL.__class__(enumerable.NETWORK, PARAMS, other, 3), PARAMS, trace)
+    with pytest.raises(ValueError, match="vocabulary of 6, and the model has 12"):
+        dlm_jax.replay(canvases.shared_network(), PARAMS, trace)
+    bare = enumerable.NETWORK.__class__(**vars(enumerable.NETWORK) | {"sampler_readout": None})
+    waves = _all_traces("random_filled", "wavefront")[0]
+    with pytest.raises(ValueError, match="sampler head the model lacks"):
+        dlm_jax.replay(bare, PARAMS, waves)
+    with pytest.raises(ValueError, match="other static settings"):
+        joined([trace, waves])
+    cut = trace.__class__(**vars(trace) | {"tokens": trace.tokens[:2]})
+    with pytest.raises(ValueError, match="differ in rows"):
+        dlm_jax.replay(MODEL, PARAMS, cut)
