@@ -14,7 +14,9 @@ PACKAGE = ROOT / "dlm_jax"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Every room, and those it may import besides itself: only such as stand above it here.
-_LEAVES = {"types", "settings", "pytree", "devices", "progress", "randomness", "elsewhere"}
+_LEAVES = {
+    "types", "settings", "pytree", "devices", "progress", "randomness", "elsewhere", "tasks"
+}  # fmt: skip
 _CORE = {*_LEAVES, "sampling", "config", "distributed", "diffusion", "model", "store", "data"}
 _LIBRARY = {*_CORE, "heads", "published"}
 MAY_IMPORT = {
@@ -24,6 +26,7 @@ MAY_IMPORT = {
     "progress": set(),
     "randomness": set(),
     "elsewhere": set(),
+    "tasks": set(),
     "settings": {"pytree", "elsewhere"},
     "sampling": _LEAVES,
     "distributed": _LEAVES,

@@ -10,6 +10,7 @@ therefore left out when at least half of it stands in the longer topics that wer
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import hashlib
 import http.client
@@ -27,6 +28,7 @@ from typing import Any
 from dlm_jax.data.rows import default_cache_dir
 from dlm_jax.data.tokenizers import utf8
 from dlm_jax.store.files import replacing
+from dlm_jax.tasks import TASKS
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,8 @@ def read_documents(source: Source) -> tuple[Document, ...]:
 
     Args:
       source: `BUILTIN_CORPUS`, `PYTHON_SOURCE` (a document per file of the standard library, tests
-        left out), `tinyshakespeare.NAME` (downloaded if need be), a path or a glob (`**` spans
+        left out), `tinyshakespeare.NAME` (downloaded if need be), ``task:NAME`` (prompts and
+        answers of `dlm_jax.tasks`), a path or a glob (`**` spans
         folders), or several of these. A path that exists is taken literally, even if
         it looks like a glob. A file is one document, and one whose name ends in ``.jsonl`` a
         document per line, in its order (see `read_jsonl`). A byte-order mark is removed;
@@ -332,9 +335,19 @@ def _python_source() -> list[Document]:
     return [Document(f"{PYTHON_SOURCE}:{path.as_posix()}", text) for path, text in texts if text]
 
 
+def _task_documents(name: str) -> list[Document]:
+    """Examples of a task, each a prompt and its answer."""
+    task = TASKS[name]
+    return [
+        Document(f"task:{name} example {number}", answer, prompt)
+        for number, (prompt, answer) in enumerate(task.examples(task.size))
+    ]
+
+
 NAMED: dict[str, Callable[[], list[Document]]] = {
     BUILTIN_CORPUS: _builtin_documents,
     PYTHON_SOURCE: _python_source,
     SHAKESPEARE: lambda: [Document(SHAKESPEARE, read_shakespeare())],
+    **{f"task:{name}": functools.partial(_task_documents, name) for name in TASKS},
 }
 """Corpora by name, which mean the same from every directory."""
