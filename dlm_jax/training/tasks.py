@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from dlm_jax.diffusion.objectives import (
 )
 from dlm_jax.heads import HEADS, Head, Setup, scorer, with_own_parameters
 from dlm_jax.model.transformer import build
-from dlm_jax.training.optimisers import make_grouped_optimizer
+from dlm_jax.training.optimisers import learning_rates, make_grouped_optimizer
 from dlm_jax.training.stages import Stage, StageLoss, stage_at
 from dlm_jax.training.train_step import TrainState, abstract_state, init_state
 from dlm_jax.types import Network, Params
@@ -33,6 +33,7 @@ from dlm_jax.types import Network, Params
 MakeNetwork = Callable[[ModelConfig], Network]
 MakeObjective = Callable[[Setup], Objective | NetworkObjective | Mixture]
 MakeHead = Callable[[Setup], Head | None]
+MakeOptimizer = Callable[[Setup], optax.GradientTransformation]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ class Task:
       unit: of that figure and of the loss.
       writes_text: whether samples can be shown.
       next_command: what to do with the trained model; ``{out_dir}`` is its directory.
+      own_optimizer: of the model itself, in place of that of ``[optim]``; None: that.
+      schedule: factor of a step, from 0, on the learning rates or the own optimiser's updates; None
+        is the warm-up and cosine, or 1.
     """
 
     setup: Setup
@@ -65,6 +69,8 @@ class Task:
     unit: str = "nats per token"
     writes_text: bool = True
     next_command: str = "sample more with: python sample.py --checkpoint {out_dir}"
+    own_optimizer: optax.GradientTransformation | None = None
+    schedule: optax.Schedule | None = None
 
     def stage(self, step: int) -> Stage:
         """What trains at a step, from 0."""
@@ -80,8 +86,16 @@ class Task:
         """The optimiser of a stage; its state is that of every other stage."""
         config = self.setup.config
         return make_grouped_optimizer(
-            config.optim, config.heads, self.heads, stage, num_steps=config.train.steps
-        )
+            config.optim, config.heads, self.heads, stage, num_steps=config.train.steps,
+            own=self.own_optimizer, schedule=self.schedule,
+        )  # fmt: skip
+
+    def learning_rates(self, stage: Stage, step: int) -> dict[str, float]:
+        """Those of a step, from 0, for its metrics."""
+        return learning_rates(
+            self.setup.config, self.heads, stage, step, is_own=self.own_optimizer is not None,
+            schedule=self.schedule,
+        )  # fmt: skip
 
     def abstract_state(self) -> TrainState:
         return abstract_state(*self._state_of())
@@ -99,13 +113,18 @@ def make_task(
     network: Network | MakeNetwork | None = None,
     objective: MakeObjective | None = None,
     heads: Sequence[Head | MakeHead] = (),
+    optimizer: optax.GradientTransformation | MakeOptimizer | None = None,
+    schedule: optax.Schedule | None = None,
 ) -> Task:
     """What a run trains; for the arguments see `dlm_jax.training.train`."""
     if not isinstance(network, Network):
         network = (network or build)(setup.config.model)
     records = make_heads(setup, heads)
     network = with_own_parameters(network, records)
-    return TASKS[setup.config.model.mode](setup, network, objective, records)
+    task = TASKS[setup.config.model.mode](setup, network, objective, records)
+    if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
+        optimizer = optimizer(setup)
+    return replace(task, own_optimizer=optimizer, schedule=schedule)
 
 
 def language_model(

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+import optax
 from jax.experimental import multihost_utils
 from tqdm import tqdm
 
@@ -31,10 +32,9 @@ from dlm_jax.progress import Progress
 from dlm_jax.randomness import key_of
 from dlm_jax.store import Checkpoints
 from dlm_jax.training.metrics import Journal
-from dlm_jax.training.optimisers import learning_rates
 from dlm_jax.training.plan import model_flops
 from dlm_jax.training.run import Run, prepare
-from dlm_jax.training.tasks import MakeHead, MakeNetwork, MakeObjective
+from dlm_jax.training.tasks import MakeHead, MakeNetwork, MakeObjective, MakeOptimizer
 from dlm_jax.training.train_step import (
     Metrics,
     TrainState,
@@ -48,6 +48,13 @@ _MAX_AHEAD = 2
 
 ShowSample = Callable[[Run, TrainState, int], None]
 """``(run, state, step)``: shows what the model writes by then."""
+
+Callback = Callable[[Run, TrainState, dict[str, Any]], None]
+"""``(run, state, record)``: is told of a record of the metrics.
+
+``record["kind"]`` is ``train`` or ``evaluation``, ``record["step"]`` the steps taken. The next step
+overwrites the arrays of the state, so that what is kept of them must be a copy.
+"""
 
 
 @dataclass(frozen=True)
@@ -87,13 +94,17 @@ def train(
     network: Network | MakeNetwork | None = None,
     objective: MakeObjective | None = None,
     heads: Sequence[Head | MakeHead] = (),
+    optimizer: optax.GradientTransformation | MakeOptimizer | None = None,
+    schedule: optax.Schedule | None = None,
+    callbacks: Sequence[Callback] = (),
     show_sample: ShowSample | None = None,
     report: Callable[[str], None] = say,
 ) -> Outcome:
     """Trains what `config` describes, to its last step; called again, it continues.
 
     The run lives in ``train.out_dir``: checkpoints, ``metrics.jsonl`` and ``loss.png``. Its own
-    network, objective and heads are named in the checkpoints, and must be given again to continue.
+    network, objective, heads, optimizer and schedule are named in the checkpoints, and must be
+    given again to continue.
 
     Args:
       config: a `Config`, or the path of a TOML file.
@@ -105,6 +116,14 @@ def train(
         which runs the network itself, or a `Mixture` of several.
       heads: your own beside those of the config: `Head` records, or functions of the `Setup` that
         make them.
+      optimizer: your own in place of that of ``[optim]``, clipping and schedule included: any
+        optax transformation, or a function of the `Setup` that makes one. Heads with an optimiser
+        group keep theirs; where there are such heads, it sees `optax.MaskedNode` in their place.
+        Labels of `optax.partition` are best a function of the parameters.
+      schedule: ``step -> factor``, steps counted from 0, on the learning rates of ``[optim]`` in
+        place of its warm-up and cosine; with an `optimizer`, on the updates of that.
+      callbacks: called with the run, the state and a record of the metrics every
+        ``train.log_every`` steps and after every evaluation, in a run of several processes by all.
       show_sample: called with the run, the state and the step every ``train.sample_every`` steps.
       report: called with one-line messages.
 
@@ -116,10 +135,13 @@ def train(
     """
     if not isinstance(config, Config):
         config = configs.load(str(config))
-    run = prepare(config, network=network, objective=objective, heads=heads, report=report)
+    run = prepare(
+        config, network=network, objective=objective, heads=heads, optimizer=optimizer,
+        schedule=schedule, report=report,
+    )  # fmt: skip
     with run.checkpoints:
         describe(run, report)
-        return run_loop(run, show_sample=show_sample)
+        return run_loop(run, show_sample=show_sample, callbacks=callbacks)
 
 
 def describe(run: Run, report: Callable[[str], None] = say) -> None:
@@ -162,7 +184,11 @@ def _shown(value: Any) -> str:
 
 
 def run_loop(
-    run: Run, *, show_sample: ShowSample | None = None, profile: tuple[int, int] | None = None
+    run: Run,
+    *,
+    show_sample: ShowSample | None = None,
+    profile: tuple[int, int] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Outcome:
     """Trains `run` to its last step, or until a signal or a non-finite figure stops it.
 
@@ -174,13 +200,15 @@ def run_loop(
       show_sample: called every ``train.sample_every`` steps, in a run of several processes by all
         of them.
       profile: the first and the last step, from 1, of a trace in ``profile/`` of the run.
+      callbacks: see `train`.
     """
     num_steps = run.config.train.steps
     if run.first_step >= num_steps:
         return Outcome("finished", run.first_step, run.saved.get("bound"), run.state, run)
     reason: Literal["finished", "interrupted", "non_finite"] = "finished"
     signal_number = 0
-    with stop_on_signals(run.checkpoints) as stop, contextlib.closing(_Loop(run, profile)) as loop:
+    made = _Loop(run, profile, callbacks)
+    with stop_on_signals(run.checkpoints) as stop, contextlib.closing(made) as loop:
         try:
             while loop.step < num_steps:
                 loop.take_step()
@@ -205,9 +233,15 @@ class _NonFiniteError(Exception):
 
 
 class _Loop:
-    def __init__(self, run: Run, profile: tuple[int, int] | None = None):
+    def __init__(
+        self,
+        run: Run,
+        profile: tuple[int, int] | None = None,
+        callbacks: Sequence[Callback] = (),
+    ):
         config = run.config
         self._run = run
+        self._callbacks = callbacks
         self._train = config.train
         self.state = run.state
         self.step = run.first_step
@@ -314,10 +348,15 @@ class _Loop:
             for name in self._unlogged[0]
         }
         self._unlogged = []
-        rates = learning_rates(self._run.config, self._run.task.heads, self._stage, self.step - 1)
-        self._journal.write(kind="train", step=self.step, **means, **rates, **clock)
+        rates = self._run.task.learning_rates(self._stage, self.step - 1)
+        self._record("train", means | rates | clock)
         note = f"loss {means['loss']:.3f}, {clock['tokens_per_second']:,.0f} tokens/s"
         self._bar.update(0, note=note)
+
+    def _record(self, kind: str, figures: dict[str, Any]) -> None:
+        self._journal.write(kind=kind, step=self.step, **figures)
+        for callback in self._callbacks:
+            callback(self._run, self.state, {"kind": kind, "step": self.step} | figures)
 
     def _settle(self) -> None:
         """Waits for the steps under way; raises if one of them was not finite."""
@@ -344,7 +383,7 @@ class _Loop:
                 *held_out(self._run, self._eval_step, params, part=part, place=self._place)
             )
             self.bound = figures.get("bound")
-            self._journal.write(kind="evaluation", step=self.step, **figures)
+            self._record("evaluation", figures)
             self._journal.draw()
             is_best = self._keep_best(figures[task.figure])
         best = ", the best so far" if is_best else ""

@@ -26,13 +26,15 @@ class TrainState(NamedTuple):
     """What training carries from step to step, and all that a checkpoint must hold of it.
 
     ``step`` is an int32 scalar: the number of steps taken, and the index of the next batch.
-    ``ema`` is the moving average of the parameters, or None where none is kept.
+    ``ema`` is the moving average of the parameters, or None where none is kept. ``reference`` are
+    the parameters that train, as they were at the begin, or None where no loss asks for them.
     """
 
     params: Params
     opt_state: Any
     step: jax.Array
     ema: Params | None = None
+    reference: Params | None = None
 
     @property
     def best_params(self) -> Params:
@@ -51,11 +53,19 @@ finite, for the loss was taken before the update.
 """
 
 
+Refer = Callable[[Params], Params | None]
+"""``(params) -> reference``, some of the parameters, or None."""
+
+
 def abstract_state(
-    network: Network, optimizer: optax.GradientTransformation, mesh: Mesh, has_ema: bool = False
+    network: Network,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    has_ema: bool = False,
+    refer: Refer = lambda params: None,
 ) -> TrainState:
     """Shapes, dtypes and shardings of the training state; nothing is allocated."""
-    shapes = jax.eval_shape(lambda: _new_state(network, optimizer, key_of(0), has_ema))
+    shapes = jax.eval_shape(lambda: _new_state(network, optimizer, key_of(0), has_ema, refer))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
@@ -64,11 +74,16 @@ def abstract_state(
 
 
 def _new_state(
-    network: Network, optimizer: optax.GradientTransformation, key: jax.Array, has_ema: bool
+    network: Network,
+    optimizer: optax.GradientTransformation,
+    key: jax.Array,
+    has_ema: bool,
+    refer: Refer,
 ) -> TrainState:
     params = network.init(key)
     ema = jax.tree.map(jnp.copy, params) if has_ema else None
-    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), ema)
+    reference = jax.tree.map(jnp.copy, refer(params))
+    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), ema, reference)
 
 
 def init_state(
@@ -77,11 +92,14 @@ def init_state(
     mesh: Mesh,
     has_ema: bool,
     key: jax.Array,
+    refer: Refer = lambda params: None,
 ) -> TrainState:
     """A fresh training state, created where it lives: no device ever holds all of it."""
-    abstract = abstract_state(network, optimizer, mesh, has_ema)
+    abstract = abstract_state(network, optimizer, mesh, has_ema, refer)
     target = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    make = jax.jit(lambda key: _new_state(network, optimizer, key, has_ema), out_shardings=target)
+    make = jax.jit(
+        lambda key: _new_state(network, optimizer, key, has_ema, refer), out_shardings=target
+    )
     return make(key)
 
 
@@ -94,6 +112,7 @@ def make_train_step(
     batch_size: int,
     accumulate: int = 1,
     ema_decay: float = 0.0,
+    updates: int = 1,
 ) -> jax.stages.Wrapped:
     """Compiled ``(state, batch, key) -> (state, metrics)`` of a stage; `state` is donated.
 
@@ -112,14 +131,29 @@ def make_train_step(
       batch_size: rows of a batch over all devices.
       accumulate: parts that the batch is cut into; they run one after the other.
       ema_decay: of the average of the parameters, in [0, 1); 0 keeps none.
+      updates: of the parameters with one batch, each with noise of its own.
     """
 
     def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
         with devices.used(mesh):
-            return step(state, batch, key)
+            if updates == 1:
+                return update(state, state.params, batch, key)
+            return several(state, batch, key)
 
-    def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
+    def several(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
+        def once(now: TrainState, number: jax.Array) -> tuple[TrainState, Metrics]:
+            own = jax.random.fold_in(key, number)
+            new, metrics = update(now, state.params, batch, own)
+            return new._replace(step=state.step), metrics
+
+        last, metrics = jax.lax.scan(once, state, jnp.arange(updates))
+        return last._replace(step=state.step + 1), jax.tree.map(jnp.mean, metrics)
+
+    def update(
+        state: TrainState, before: Params, batch: Batch, key: jax.Array
+    ) -> tuple[TrainState, Metrics]:
         whole = step_loss.draw(batch, key, state.step)
+        whole = step_loss.anchored(whole, before, state.reference)
         trained, held = step_loss.split(state.params)
 
         def part_loss(trained: Params, part: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -139,7 +173,9 @@ def make_train_step(
         metrics |= {f"grad_norm_{name}": optax.tree.norm(grads[name]) for name in sorted(trained)}
         metrics |= step_loss.metrics(means, state.step)
         ema = _averaged(state, params, ema_decay)
-        return TrainState(params, opt_state, state.step + 1, ema), metrics
+        return state._replace(
+            params=params, opt_state=opt_state, step=state.step + 1, ema=ema
+        ), metrics
 
     state_sharding = shardings(state, mesh)
     rows, everywhere = batch_sharding(mesh, batch_size), NamedSharding(mesh, P())
