@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from dlm_jax.inference.model import Model as Model
     from dlm_jax.inference.model import export as export
     from dlm_jax.inference.model import load as load
+    from dlm_jax.inference.pure import Sampled as Sampled
+    from dlm_jax.inference.pure import Sampler as Sampler
+    from dlm_jax.inference.pure import replay as replay
+    from dlm_jax.inference.pure import sampler as sampler
     from dlm_jax.inference.request import Request as Request
     from dlm_jax.inference.request import make_requests as make_requests
     from dlm_jax.inference.results import Row as Row
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
     from dlm_jax.sampling.edits import *  # noqa: F403
     from dlm_jax.sampling.propose import *  # noqa: F403
     from dlm_jax.sampling.remask import *  # noqa: F403
+    from dlm_jax.sampling.replay import Trace as Trace
     from dlm_jax.sampling.row import Counters as Counters
     from dlm_jax.sampling.transforms import *  # noqa: F403
     from dlm_jax.settings import Setting as Setting
@@ -64,12 +69,14 @@ _HOME_OF = {
     **dict.fromkeys(("Score", "score"), "inference.scoring"),
     **dict.fromkeys(("Model", "load"), "inference.model"),
     "export": "inference.model",
+    **dict.fromkeys(("Sampled", "Sampler", "replay", "sampler"), "inference.pure"),
     **dict.fromkeys(("Request", "make_requests"), "inference.request"),
     "push_to_hub": "published.hub",
     "Row": "inference.results",
     "corrupted_share": "inference.scoring",
     "Ticket": "inference.scheduler",
     "Counters": "sampling.row",
+    "Trace": "sampling.replay",
     **dict.fromkeys(("Setting", "fact", "per_row", "rule", "static"), "settings"),
     "train": "training",
     **dict.fromkeys(("CachedTrunk", "Network", "Status", "Window"), "types"),

@@ -226,6 +226,10 @@ class Rule:
     def check_model(cls, row: Any, facts: Any) -> None:
         """Raises ValueError for settings that a model of these facts does not allow."""
 
+    @classmethod
+    def check_trace(cls, row: Any) -> None:
+        """Raises ValueError for settings of a row whose writings cannot be traced and replayed."""
+
     def activating(self) -> Iterator[tuple[Any, Any]]:
         """Its per-row fields whose settings ask for the rule, and their neutral values."""
         for field in dataclasses.fields(self):  # type: ignore[arg-type]

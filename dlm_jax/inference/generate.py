@@ -12,7 +12,13 @@ from dlm_jax.distributed.processes import gathered
 from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.request import Request, make_requests, only_chains_in_use, settings_of_call
+from dlm_jax.inference.request import (
+    Request,
+    group,
+    make_requests,
+    only_chains_in_use,
+    settings_of_call,
+)
 from dlm_jax.inference.results import Generation, Row, Since, assemble
 from dlm_jax.inference.scheduler import Ticket
 from dlm_jax.settings import SettingError
@@ -47,6 +53,7 @@ def generate(
     batch_size: int = 64,
     host_sampler: HostSampler | None = None,
     read_back: bool = False,
+    trace: bool = False,
     max_candidates: int = 64,
     on_commits: Callable[[int], Any] | None = None,
     **settings: Any,
@@ -72,6 +79,8 @@ def generate(
       host_sampler: Python function that chooses the tokens of all rows, each out of the
         `dlm_jax.inference.candidates.Candidates` that the row's chain leaves.
       read_back: whether ``Texts.read_back`` has the probability and candidates of every token.
+      trace: whether ``Texts.trace`` has every draw of every row (`dlm_jax.Trace`), 25 bytes for each
+        position of the canvas and step. All rows must then run in one program.
       max_candidates: most candidates of a position that host samplers and read-back get.
       on_commits: called with the number of tokens written since the last call.
       **settings: fields of `SampleConfig` for all rows (``temperature=0.7``, ``top_k=40``,
@@ -89,7 +98,7 @@ def generate(
     if not isinstance(max_candidates, int) or max_candidates < 1:
         raise SettingError("max_candidates", max_candidates, "must be at least 1, a whole number")
     common = {"seed": seed, "max_length": max_length} | settings
-    common |= {"host_sampler": host_sampler, "read_back": read_back}
+    common |= {"host_sampler": host_sampler, "read_back": read_back, "trace": trace}
     requests = all_requests(model, prompts, num_samples, common)
     return _made(model, requests, batch_size, max_candidates, on_commits)
 
@@ -167,7 +176,10 @@ def texts_of(model: Model, rows: Mapping[int, Row]) -> Texts:
     ordered = [rows[index] for index in sorted(rows)]
     result = assemble(ordered, pad_id=model.tokenizer.pad_id)
     texts = tuple(model.tokenizer.decode(row.tokens) for row in ordered)
-    return Texts(**vars(result), texts=texts)
+    known: dict[str, Any] = vars(result)
+    if result.trace is not None:
+        known["trace"] = dataclasses.replace(result.trace, vocabulary=model.vocabulary)
+    return Texts(**known, texts=texts)
 
 
 def all_requests(
@@ -198,6 +210,12 @@ def all_requests(
             if len(prompts) == 1:
                 raise
             raise ValueError(f"prompt {index}: {error}") from None
+    traced = [request for request in requests if request.trace]
+    if len(group(traced)) > 1:
+        raise SettingError(
+            "trace", True, "needs rows that run in one program, and these differ in static settings",
+            "sample them in several calls",
+        )  # fmt: skip
     if not requests:
         raise ValueError("there is nothing to generate; give at least one prompt")
     return only_chains_in_use(requests)

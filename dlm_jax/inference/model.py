@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import json
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -112,6 +114,12 @@ class Model:
         return tuple(dict.fromkeys((self.tokenizer.eos_id, *self.more_eos_ids)))
 
     @functools.cached_property
+    def vocabulary(self) -> str:
+        """What tells its tokenizer from others: 16 hex digits."""
+        told = json.dumps(self.tokenizer.to_json(), sort_keys=True).encode()
+        return hashlib.sha256(told).hexdigest()[:16]
+
+    @functools.cached_property
     def facts(self) -> ModelFacts:
         space_id = self.tokenizer.space_id
         return ModelFacts(
@@ -135,7 +143,7 @@ class Model:
 
     def program(
         self, draw: str = "inverse_cdf", is_guided: bool = False, *,
-        rows: NamedSharding | None = None,
+        rows: NamedSharding | None = None, num_traced: int = 0,
     ) -> Program:  # fmt: skip
         """The compiled-in part of its denoising loop; see `Program` for the arguments."""
         facts = self.facts
@@ -150,6 +158,7 @@ class Model:
             banned_ids=facts.banned_ids,
             pad_id=self.tokenizer.pad_id,
             space_id=facts.space_id,
+            num_traced=num_traced,
         )
 
 

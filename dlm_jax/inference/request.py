@@ -239,6 +239,12 @@ def _check_blocks(facts: ModelFacts, sample: SampleConfig) -> None:
         )
 
 
+def check_trace(sample: SampleConfig) -> None:
+    """Raises ValueError for settings whose writings cannot be traced and replayed."""
+    for rule in sample.table.checks(sample):
+        rule.check_trace(sample)
+
+
 def check_draft(sample: SampleConfig, given: Given) -> None:
     """Raises ValueError for a draft that nothing would refine."""
     needs = 1 if sample.resample or sample.edits or sample.renoises else 2
@@ -305,7 +311,7 @@ def check_canvas(request: Request, facts: ModelFacts, *, mask_id: int) -> None:
 
 _LONGEST = 2**20
 _HOST = ("host_sampler", "read_back")
-_NOT_RULES = ("seed", "max_length", *_HOST, *PROMPT_KEYS)
+_NOT_RULES = ("seed", "max_length", "trace", *_HOST, *PROMPT_KEYS)
 
 
 @dataclass(frozen=True)
@@ -321,6 +327,7 @@ class Request:
       host_sampler: chooses the row's tokens among the candidates that its chain leaves.
       read_back: whether it is kept how each token came about.
       capacity: most tokens of the row after edits; 0, or less than it has: as many as it has.
+      trace: whether each of its steps is kept.
     """
 
     tokens: np.ndarray
@@ -330,6 +337,7 @@ class Request:
     host_sampler: HostSampler | None = None
     read_back: bool = False
     capacity: int = 0
+    trace: bool = False
 
     @property
     def room(self) -> int:
@@ -365,6 +373,13 @@ class Request:
             )
         if not isinstance(self.read_back, bool):
             raise SettingError("read_back", self.read_back, "is not a bool", "use True or False")
+        if not isinstance(self.trace, bool):
+            raise SettingError("trace", self.trace, "is not a bool", "use True or False")
+        if self.trace and self.needs_host:
+            raise SettingError(
+                "trace", True, "does not go with host samplers and read-back",
+                "leave them out, or use trace=False",
+            )  # fmt: skip
         if not 0 <= self.capacity < 2**31:
             raise ValueError(
                 f"capacity={self.capacity} must be at least 0; use 0 for as many as it has"
@@ -379,12 +394,15 @@ class Static(NamedTuple):
     draw: str
     is_guided: bool
     needs_host: bool
+    is_traced: bool
 
 
 def static_of(request: Request) -> Static:
     sample = request.sample
     rules = sample.table.static(sample)
-    return Static(sample.table, rules, sample.draw, sample.guidance > 0, request.needs_host)
+    return Static(
+        sample.table, rules, sample.draw, sample.guidance > 0, request.needs_host, request.trace
+    )
 
 
 def columns(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, Rules]:
@@ -472,6 +490,9 @@ def make_requests(
     seed = _integer("seed", asked["seed"]) + (0 if "seed" in own else first)
     room = _room(model, asked["max_length"])
     host = {name: asked[name] for name in _HOST if name in asked}
+    if "trace" in own:
+        raise SettingError("trace", own["trace"], "is of all rows or none", "give it to the call")
+    trace = asked.get("trace", False)
     layers = [{k: v for k, v in layer.items() if k not in _NOT_RULES} for layer in (common, own)]
     rules = own_rules(*layers, num_rows=first + num_samples if num_rows is None else num_rows)
     made: list[Request] = []
@@ -490,7 +511,9 @@ def make_requests(
         check_draft(sample, given)
         capacity = room if sample.inserts else 0
         request = Request(given.tokens, sample, seed + index, given.is_draft, **host,
-                          capacity=capacity)  # fmt: skip
+                          capacity=capacity, trace=trace)  # fmt: skip
+        if trace:
+            check_trace(sample)
         check_canvas(request, model.facts, mask_id=model.tokenizer.mask_id)
         made.append(request)
     return made

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dlm_jax.inference.candidates import Written
+from dlm_jax.sampling.replay import Trace, joined
 from dlm_jax.sampling.row import Counters
 from dlm_jax.types import Status
 
@@ -38,6 +39,7 @@ class Row:
       is_lost: whether the program raised it, and took what the row had with it.
       waited: seconds before it came into a slot.
       seconds: seconds that it has spent in a slot.
+      trace: its trace, once it has ended; None without one.
     """
 
     tokens: np.ndarray
@@ -54,6 +56,7 @@ class Row:
     is_lost: bool = False
     waited: float = 0.0
     seconds: float = 0.0
+    trace: Trace | None = None
 
     @property
     def num_generated(self) -> int:
@@ -118,6 +121,7 @@ class Generation:
       read_back: tokens of each row as read back, in the order of the commits; empty where this
         was not requested.
       seconds: float64 ``[R]``, seconds that each row spent in a slot.
+      trace: every draw of the rows, with ``trace=True``; None otherwise.
     """
 
     tokens: np.ndarray
@@ -129,6 +133,7 @@ class Generation:
     committed: np.ndarray
     read_back: tuple[tuple[Written, ...], ...]
     seconds: np.ndarray
+    trace: Trace | None = dataclasses.field(default=None, kw_only=True)
 
     @property
     def forwards(self) -> np.ndarray:
@@ -147,6 +152,7 @@ def assemble(rows: Sequence[Row], *, pad_id: int) -> Generation:
             whole[number, : values.size] = values
         return whole
 
+    traces = [row.trace for row in rows if row.trace is not None]
     return Generation(
         tokens=table("tokens", pad_id, np.int32),
         lengths=np.array([row.tokens.size for row in rows], np.int32),
@@ -157,6 +163,7 @@ def assemble(rows: Sequence[Row], *, pad_id: int) -> Generation:
         committed=table("committed", -1, np.int32),
         read_back=tuple(row.read_back for row in rows),
         seconds=np.array([row.seconds for row in rows]),
+        trace=joined(traces).trimmed() if len(traces) == len(rows) else None,
     )
 
 

@@ -29,6 +29,7 @@ from dlm_jax.model.kernels import cpu
 from dlm_jax.sampling.forward import with_cache
 from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.replay import Trace, trace_of
 from dlm_jax.sampling.row import Counters, RowParams
 from dlm_jax.sampling.rules import ModelFacts, Rules
 from dlm_jax.sampling.state import State, start
@@ -49,7 +50,7 @@ def loop_of(model: Model, bucket: Bucket, num_slots: int) -> Loop:
     """
     static = bucket.static
     rows = None if static.needs_host else split_rows(model.params)
-    program = model.program(static.draw, static.is_guided, rows=rows)
+    program = model.program(static.draw, static.is_guided, rows=rows, num_traced=bucket.num_traced)
     key = (program, bucket.key, num_slots)
     loop = _loops.get(key)
     if loop is None:
@@ -81,6 +82,7 @@ class Bucket:
     Attributes:
       static: the settings that are compiled in.
       canvas: positions.
+      num_traced: steps of a row that are recorded: a power of two, or 0 without traces.
       key: equal for buckets that run in the same program.
     """
 
@@ -92,15 +94,19 @@ class Bucket:
                 f"use {canvas_size(longest)}"
             )
         self.static, self.canvas, self._facts = static_of(requests[0]), canvas, facts
+        steps = max(request.sample.steps for request in requests)
+        self.num_traced = 1 << (steps - 1).bit_length() if self.static.is_traced else 0
         self._shapes = self._pack_shapes(requests)
         self._widest = self._widest_of(requests, self._shapes)
         self._members = {request.sample for request in requests}
         self._known: OrderedDict[Hashable, bool] = OrderedDict()
-        self.key: Hashable = (self.static, canvas, self._shapes)
+        self.key: Hashable = (self.static, canvas, self._shapes, self.num_traced)
 
     def holds(self, request: Request) -> bool:
         """Whether a request that agrees in what is static fits the canvas and the widths."""
         if request.room > self.canvas:
+            return False
+        if self.num_traced and request.sample.steps > self.num_traced:
             return False
         if request.sample in self._members:
             return True
@@ -234,17 +240,17 @@ _of_loop: WeakKeyDictionary[Advance | HostLoop, Changes] = WeakKeyDictionary()
 def changes_of(loop: Advance | HostLoop) -> Changes:
     """The functions for the rows of a loop, whose compiled programs live as long as the loop."""
     if loop not in _of_loop:
-        _of_loop[loop] = _changes(loop.program.mask_id)
+        _of_loop[loop] = _changes(loop.program.mask_id, loop.program.num_traced)
     return _of_loop[loop]
 
 
-def _changes(mask_id: int) -> Changes:
+def _changes(mask_id: int, num_traced: int) -> Changes:
     # JAX keeps what it compiles as long as the function lives: these are new ones for each loop.
     def begin(arguments: dict[str, Any]) -> State:
-        return start(**arguments, mask_id=mask_id)
+        return start(**arguments, mask_id=mask_id, num_traced=num_traced)
 
     def refill(state: State, arguments: dict[str, Any], is_new_B: jax.Array) -> State:
-        new, cache = start(**arguments, mask_id=mask_id), state.cache
+        new, cache = begin(arguments), state.cache
         if cache is not None:
             # What is kept of the old rows is no longer read.
             state = state._replace(cache=cache._replace(kept=(), bare=()))
@@ -450,6 +456,7 @@ class Slots:
                 )
             )
         )  # fmt: skip
+        traces = self._traces(state, slots, status)
         now = time.perf_counter()
         rows = {}
         for slot in slots:
@@ -468,8 +475,17 @@ class Slots:
                 error=error,
                 waited=self.job(slot).waited,
                 seconds=now - self._began[slot],
+                trace=traces.get(slot),
             )
         return rows
+
+    def _traces(self, state: State, slots: Sequence[int], status: np.ndarray) -> dict[int, Trace]:
+        """The traces of those of the slots whose rows have ended."""
+        ended = [slot for slot in slots if status[slot] != Status.RUNNING]
+        if state.records is None or not ended:
+            return {}
+        whole = self._own.fetch(trace_of(self.loop.program, state))
+        return {slot: jax.tree.map(np.copy, whole.rows(slice(slot, slot + 1))) for slot in ended}
 
     def _params_read(self, state: State) -> Any:
         """The parameters as the loop takes them, laid out if it has a cache."""

@@ -68,24 +68,38 @@ class Advance:
         # Runs when a new program is traced, and only then.
         self.compiled.append(f"rows={rows} canvas={positions}")
 
-        ran_B = state.is_running_B
-        if state.edits is not None:
-            origin_BL = places(state.edits.origin_BL)
-            state = state._replace(edits=state.edits._replace(origin_BL=origin_BL))
-
-        def goes_on(carry: tuple[jax.Array, State]) -> jax.Array:
-            taken, state = carry
-            runs_B = state.is_running_B
-            ended = jnp.sum(ran_B & ~runs_B)
-            return (taken < num_steps) & (ended < num_ends) & jnp.any(runs_B)
-
-        def one_more(carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
-            taken, state = carry
-            return taken + 1, step(self.program, params, state)[0]
-
         with devices.used(self.program.rows):
             params = ready(self.program, params, state)
-            return jax.lax.while_loop(goes_on, one_more, (jnp.zeros((), jnp.int32), state))[1]
+            return advanced(self.program, params, state, num_steps, num_ends)
+
+
+def advanced(
+    program: Program,
+    params: Params,
+    state: State,
+    num_steps: jax.Array | int,
+    num_ends: jax.Array | int = _NEVER,
+) -> State:
+    """The state up to `num_steps` steps later, sooner when `num_ends` of its rows have ended.
+
+    Its parameters are those of `dlm_jax.sampling.forward.ready`.
+    """
+    ran_B = state.is_running_B
+    if state.edits is not None:
+        origin_BL = places(state.edits.origin_BL)
+        state = state._replace(edits=state.edits._replace(origin_BL=origin_BL))
+
+    def goes_on(carry: tuple[jax.Array, State]) -> jax.Array:
+        taken, state = carry
+        runs_B = state.is_running_B
+        ended = jnp.sum(ran_B & ~runs_B)
+        return (taken < num_steps) & (ended < num_ends) & jnp.any(runs_B)
+
+    def one_more(carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
+        taken, state = carry
+        return taken + 1, step(program, params, state)[0]
+
+    return jax.lax.while_loop(goes_on, one_more, (jnp.zeros((), jnp.int32), state))[1]
 
 
 def _on_device(limit: int | np.int32 | jax.Array) -> np.int32 | jax.Array:

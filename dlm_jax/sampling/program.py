@@ -32,6 +32,7 @@ class Program:
         never writes.
       pad_id: the id of PAD, which edits leave behind the end of a row.
       space_id: the id of the space; -1 for a vocabulary without one.
+      num_traced: steps of a row that are recorded; 0: none are.
     """
 
     network: Network
@@ -44,6 +45,7 @@ class Program:
     banned_ids: tuple[int, ...] = ()
     pad_id: int = 0
     space_id: int = -1
+    num_traced: int = 0
 
     def __post_init__(self) -> None:
         if self.draw not in METHODS:

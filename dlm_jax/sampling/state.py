@@ -15,6 +15,7 @@ from dlm_jax.sampling.blocks import Block, first_block
 from dlm_jax.sampling.cache.cache_policy import CacheState, start_cache
 from dlm_jax.sampling.edits.edit_rule import EditState, start_edits
 from dlm_jax.sampling.largest import place_of_largest
+from dlm_jax.sampling.records import Records, start_records
 from dlm_jax.sampling.row import Counters, RowParams
 from dlm_jax.sampling.rules import Rules
 from dlm_jax.types import Canvas, Status, live_positions
@@ -42,6 +43,7 @@ class State(NamedTuple):
       counters: counters of each row.
       step_B: int32, steps taken.
       status_B: int32, a `Status`.
+      records: what is kept of every step; None in a loop without traces.
     """
 
     canvas: Canvas
@@ -56,6 +58,7 @@ class State(NamedTuple):
     counters: Counters
     step_B: jax.Array
     status_B: jax.Array
+    records: Records | None = None
 
     @property
     def is_running_B(self) -> jax.Array:
@@ -83,11 +86,12 @@ def start(
     *,
     mask_id: int,
     frozen_BL: jax.Array | None = None,
+    num_traced: int = 0,
 ) -> State:
     """State before the first step: live MASK tokens are holes, other live tokens are frozen.
 
     With `frozen_BL` those tokens alone that it marks, where a draft leaves some free. A length of 0
-    makes an idle slot.
+    makes an idle slot. `num_traced` steps of a row are recorded at most.
     """
     num_rows = tokens_BL.shape[0]
     zeros_B = jnp.zeros(num_rows, jnp.int32)
@@ -118,6 +122,7 @@ def start(
         counters=Counters(*[zeros_B for _ in Counters._fields]),
         step_B=zeros_B,
         status_B=jnp.where(is_any_B, Status.RUNNING, Status.DONE).astype(jnp.int32),
+        records=start_records(tokens_BL, num_traced) if num_traced else None,
     )
     # `advance` donates the state: its buffers must be its own, and each be there once.
     return jax.tree.map(jnp.copy, state)

@@ -33,6 +33,7 @@ from dlm_jax.sampling.largest import place_of_largest
 from dlm_jax.sampling.positions import TrunkOutput, hidden, returned
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.fill import CandidateWriter, Filled, FillRule, Reader, Wanted
+from dlm_jax.sampling.records import Records
 from dlm_jax.sampling.remask.remask_rule import RemaskContext
 from dlm_jax.sampling.row import TIES, Counters
 from dlm_jax.sampling.state import EDITED, State, work
@@ -94,7 +95,15 @@ def look(program: Program, params: Params, state: State) -> StepInputs:
     context = visible_context(program, state)
     output, cache, forwards_B, positions_B = forward(program, params, state, is_open_BL)
     # What was kept is not looked at again: it may be overwritten where it lies.
-    rows = state._replace(cache=None), output, is_open_BL, is_scored_BL, own_BL, context, draw_key_B
+    rows = (
+        state._replace(cache=None, records=None),
+        output,
+        is_open_BL,
+        is_scored_BL,
+        own_BL,
+        context,
+        draw_key_B,
+    )
     filled = _propose(program, params, (*rows, commit.preference_BL))
     return StepInputs(
         is_open_BL, is_read_BL, commit, context, output, cache, forwards_B, positions_B,
@@ -113,8 +122,14 @@ def write(
     is_hole_BL = inputs.commit.is_hole_BL
 
     # Commit.
+    is_last_B, step_B = state.block.is_last_step_B, state.step_B
     state, is_committed_BL = committed(program, state, inputs, goes_on_B)
     is_fresh_BL = is_committed_BL
+    choice_B = None
+    if state.records is not None:
+        # The last step writes every hole, whatever the rule chooses.
+        chance_B = rules.commit.log_chance(inputs.commit, is_committed_BL)
+        choice_B = jnp.where(is_last_B, 0.0, chance_B)
 
     # Edit.
     if rules.edit is not None:
@@ -141,12 +156,34 @@ def write(
             rules.remask.select(context), rules.remask, "select", "B, L", tokens_BL.shape, bool
         )
         state = remasked(program, state, context.is_open_BL & chosen_BL)
+        if choice_B is not None:
+            choice_B += rules.remask.log_chance(context, context.is_open_BL & chosen_BL)
+
+    if state.records is not None and choice_B is not None:
+        new = _seen(inputs, is_committed_BL, choice_B)
+        state = state._replace(records=state.records.with_step(step_B, steps_B, new))
 
     # End: of the step, its block, its row.
     still_B = jnp.zeros_like(steps_B)
     if rules.commit.rewrites:
         state, still_B = _settled(state, commit, is_fresh_BL, steps_B)
     return _ended(program, state, steps_B, is_finite_B, still_B), is_committed_BL
+
+
+def _seen(inputs: StepInputs, is_committed_BL: jax.Array, choice_B: jax.Array) -> Records:
+    """What is kept of one step, ``[B, L]`` and ``[B]``."""
+    filled, is_open_BL = inputs.filled, inputs.is_open_BL & inputs.filled.is_finite_B[:, None]
+    drawn, proposal = filled.drawn, filled.proposal
+    assert drawn is not None, "the program is traced"
+
+    def at_open(x_BL: jax.Array) -> jax.Array:
+        return jnp.where(is_open_BL, x_BL, jnp.zeros((), x_BL.dtype))
+
+    return Records(
+        inputs.context.tokens_BL, jnp.where(is_open_BL, proposal.tokens_BL, -1), is_committed_BL,
+        at_open(drawn.logprob_BL), at_open(drawn.entropy_BL), at_open(proposal.confidence_BL),
+        drawn.level_BL, choice_B,
+    )  # fmt: skip
 
 
 def is_stepping(state: State) -> jax.Array:
@@ -316,6 +353,7 @@ def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
         wanted = Wanted(
             is_open_BL, is_token(program, state), context.tokens_BL, context.length_B,
             is_scored_BL, edit is not None and edit.reads_likeliest, preference_BL,
+            program.num_traced > 0,
         )  # fmt: skip
         # No more positions can be open than the trunk returned vectors for.
         chunk = min(program.chunk, output.num_vectors)

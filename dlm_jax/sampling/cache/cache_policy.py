@@ -124,6 +124,14 @@ class CacheRule(Rule):
             )
 
     @classmethod
+    def check_trace(cls, row: Any) -> None:
+        """Refuses a cache that is not known to be exact."""
+        raise SettingError(
+            "cache", cls.name, "has no trace: a replay computes what it approximates",
+            "use cache='none'",
+        )  # fmt: skip
+
+    @classmethod
     def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
         """Raises ValueError for a canvas that does not go with the cache; True where it is open."""
 

@@ -11,7 +11,13 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.commit_rule import CommitContext, CommitRule, Proposal, uniform
+from dlm_jax.sampling.commit.commit_rule import (
+    CommitContext,
+    CommitRule,
+    Proposal,
+    log_each,
+    uniform,
+)
 from dlm_jax.settings import Setting, fact, per_row, reads, rule
 
 REMASK_ETA = Setting(
@@ -65,13 +71,19 @@ class Ancestral(CommitRule):
 
     def eligible(self, context: CommitContext) -> jax.Array:
         """The holes that the process unmasks now; only their logits are needed."""
+        drawn_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
+        return context.is_hole_BL & (drawn_BL < self._chance(context)[:, None])
+
+    def _chance(self, context: CommitContext) -> jax.Array:
         alpha_t_B, alpha_s_B = visible_shares(self.schedule, context)
         sigma = SIGMAS.get(self.remask)
         sigma_B = 0.0 if sigma is None else sigma(self.eta_B, sigma_max(alpha_t_B, alpha_s_B))
         hidden_B = jnp.maximum(1.0 - alpha_t_B, 1e-9)
-        chance_B = (alpha_s_B - (1.0 - sigma_B) * alpha_t_B) / hidden_B
-        drawn_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
-        return context.is_hole_BL & (drawn_BL < chance_B[:, None])
+        return (alpha_s_B - (1.0 - sigma_B) * alpha_t_B) / hidden_B
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         return context.is_hole_BL
+
+    def log_chance(self, context: CommitContext, is_chosen_BL: jax.Array) -> jax.Array:
+        chance_B1 = jnp.clip(self._chance(context), 0.0, 1.0)[:, None]
+        return log_each(context.is_hole_BL, is_chosen_BL, chance_B1)

@@ -8,13 +8,13 @@ by rounding are ties, because their order may differ between programs (`TOLERANC
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from dlm_jax.devices import platform
-from dlm_jax.settings import Rule
+from dlm_jax.settings import Rule, SettingError
 
 
 class CommitContext(NamedTuple):
@@ -96,6 +96,46 @@ class CommitRule(Rule):
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         """True at the positions to commit, ``[B, L]``; those that were not eligible stay out."""
         raise NotImplementedError
+
+    @classmethod
+    def check_trace(cls, row: Any) -> None:
+        if cls.log_chance is CommitRule.log_chance:
+            raise SettingError(
+                "order", cls.name, "has no trace: its log_chance() is not known",
+                "define it, or use order='random'",
+            )  # fmt: skip
+
+    def log_chance(self, context: CommitContext, is_chosen_BL: jax.Array) -> jax.Array:
+        """Log-probability ``[B]`` in nats of having chosen these, given all that `select` reads.
+
+        Only ``context.key_B`` counts as chance: without it 0, which is `certain`. Ties do not count.
+        Traces need it.
+        """
+        raise NotImplementedError
+
+
+def certain(self: Any, context: Any, is_chosen_BL: jax.Array) -> jax.Array:
+    """The ``log_chance`` of a rule that does not choose at random."""
+    return jnp.zeros(is_chosen_BL.shape[0], jnp.float32)
+
+
+def log_subset(is_open_BL: jax.Array, is_chosen_BL: jax.Array) -> jax.Array:
+    """Log-probability ``[B]`` of these among all equally likely subsets of their size.
+
+    ``-ln C(n, k)``, summed factor by factor: logarithms of factorials would lose digits.
+    """
+    num_B1 = jnp.sum(is_open_BL, axis=1, keepdims=True)
+    chosen_B1 = jnp.sum(is_open_BL & is_chosen_BL, axis=1, keepdims=True)
+    place_1L = jnp.arange(is_open_BL.shape[1])[None]
+    is_factor_BL = place_1L < chosen_B1
+    factor_BL = jnp.where(is_factor_BL, (chosen_B1 - place_1L) / (num_B1 - place_1L), 1.0)
+    return jnp.sum(jnp.log(factor_BL), axis=1)
+
+
+def log_each(is_open_BL: jax.Array, is_chosen_BL: jax.Array, chance_BL: jax.Array) -> jax.Array:
+    """Log-probability ``[B]`` of these where each open position has a chance of its own."""
+    own_BL = jnp.where(is_chosen_BL, jnp.log(chance_BL), jnp.log1p(-chance_BL))
+    return jnp.sum(jnp.where(is_open_BL, own_BL, 0.0), axis=1)
 
 
 TOLERANCE = 1e-5

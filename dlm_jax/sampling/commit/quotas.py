@@ -9,7 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.commit.commit_rule import CommitContext, CommitRule, Proposal, most, uniform
+from dlm_jax.sampling.commit.commit_rule import (
+    CommitContext,
+    CommitRule,
+    Proposal,
+    certain,
+    log_subset,
+    most,
+    uniform,
+)
 from dlm_jax.settings import UNSET, Setting, SettingError, rule, static
 
 Quota = Callable[[CommitContext], jax.Array]
@@ -195,6 +203,8 @@ class QuotaRule(CommitRule):
 
 
 class _SurestFirst(Weighed, QuotaRule):
+    log_chance = certain
+
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         return most(
             proposal.confidence_BL, context.is_hole_BL, self.quota(context),
@@ -267,6 +277,9 @@ class RandomOrder(QuotaRule):
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         return context.is_hole_BL
 
+    def log_chance(self, context: CommitContext, is_chosen_BL: jax.Array) -> jax.Array:
+        return log_subset(context.is_hole_BL, is_chosen_BL)
+
 
 @rule
 class RandomFilled(QuotaRule):
@@ -286,12 +299,16 @@ class RandomFilled(QuotaRule):
         score_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
         return most(score_BL, context.is_hole_BL, self.quota(context))
 
+    def log_chance(self, context: CommitContext, is_chosen_BL: jax.Array) -> jax.Array:
+        return log_subset(context.is_hole_BL, is_chosen_BL)
+
 
 @rule
 class LeftToRight(QuotaRule):
     """Commits each row's quota of leftmost holes; only their logits are needed."""
 
     about = "a quota, the leftmost first"
+    log_chance = certain
 
     quota: Quota = static(SCHEDULE)
 

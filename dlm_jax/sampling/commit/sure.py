@@ -11,6 +11,7 @@ from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
     CommitRule,
     Proposal,
+    certain,
     exceeds,
     most,
     reaches,
@@ -71,6 +72,7 @@ class Threshold(Confident, Weighed):
     """
 
     about = "all that are sure enough"
+    log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
     is_above_B: jax.Array = per_row(THRESHOLD_ABOVE)
@@ -106,6 +108,7 @@ class Factor(Confident):
     """
 
     about = "all that are sure enough to go together"
+    log_chance = certain
 
     factor_B: jax.Array = per_row(FACTOR)
     confidence: Measure = static(CONFIDENCE)
@@ -128,6 +131,7 @@ class EntropyBound(CommitRule):
 
     about = "all that have little entropy together"
     scale = 1.0
+    log_chance = certain
 
     bound_B: jax.Array = per_row(ENTROPY_BOUND)
 
@@ -154,6 +158,7 @@ class JointThreshold(Confident):
 
     about = "threshold, which rewrites what it wrote, too"
     rewrites = True
+    log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
     is_above_B: jax.Array = per_row(THRESHOLD_ABOVE)

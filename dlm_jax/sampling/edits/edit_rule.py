@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from dlm_jax.sampling.edits.moves import Cells, Edits, PositionMap, moved
 from dlm_jax.sampling.row import RowParams
-from dlm_jax.settings import Rule
+from dlm_jax.settings import Rule, SettingError
 from dlm_jax.types import Canvas, live_positions
 
 
@@ -169,6 +169,12 @@ class EditRule(Rule):
     def is_used(cls, row: Any) -> bool:
         """Whether the length of a row with these settings may change."""
         return cls.inserts(row) or cls.deletes(row)
+
+    @classmethod
+    def check_trace(cls, row: Any) -> None:
+        raise SettingError(
+            "edit", True, "has no trace, as edits are no draws", "use edit=False"
+        )  # fmt: skip
 
     def is_active(self) -> jax.Array:
         """True ``[B]`` for rows whose length may change: by default, all of them."""

@@ -14,9 +14,10 @@ from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import Proposal
 from dlm_jax.sampling.draw import argmax, log_prob
 from dlm_jax.sampling.positions import TrunkOutput, at_places, fold, put
+from dlm_jax.sampling.records import Drawn
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.transform import At
-from dlm_jax.settings import Rule, rule
+from dlm_jax.settings import Rule, SettingError, rule
 from dlm_jax.types import Network, Params
 
 
@@ -33,6 +34,7 @@ class Wanted(NamedTuple):
       keeps_best: whether ``best_BL`` is, too; static.
       preference_BL: uint32, the order of positions that tie, see
         `dlm_jax.sampling.commit.commit_rule.preferences`.
+      is_traced: whether `Filled.drawn` is wanted; static.
     """
 
     is_open_BL: jax.Array
@@ -42,6 +44,7 @@ class Wanted(NamedTuple):
     is_scored_BL: jax.Array | None = None
     keeps_best: bool = False
     preference_BL: jax.Array | None = None
+    is_traced: bool = False
 
 
 class Reader(NamedTuple):
@@ -75,6 +78,7 @@ class Filled(NamedTuple):
       total_BL: float32, the LM head's log-normaliser where it was read; None if not wanted.
       best_BL: int32, its likeliest id there, of others than the one that is scored there; -1 where
         that is banned; likewise.
+      drawn: how the candidates were drawn; None if not wanted.
     """
 
     proposal: Proposal
@@ -82,6 +86,35 @@ class Filled(NamedTuple):
     counts: Mapping[str, jax.Array] = {}
     total_BL: jax.Array | None = None
     best_BL: jax.Array | None = None
+    drawn: Drawn | None = None
+
+
+class Proposed(NamedTuple):
+    """Candidates of a step that was recorded, ``[B, L]``.
+
+    Attributes:
+      tokens_BL: int32 candidates; -1 where none was drawn.
+      canvas_BL: int32 tokens that the forward saw.
+      level_BL: int32, `dlm_jax.sampling.records.Drawn.level_BL`.
+    """
+
+    tokens_BL: jax.Array
+    canvas_BL: jax.Array
+    level_BL: jax.Array
+
+
+class Source(NamedTuple):
+    """Where some of the candidates were drawn from.
+
+    Attributes:
+      is_from_BL: True at those candidates.
+      chunk: positions that are read at once; static.
+      logits: ``(places_N) -> logits_NV``, before the chain, at places ``row * L + index``.
+    """
+
+    is_from_BL: jax.Array
+    chunk: int
+    logits: Callable[[jax.Array], jax.Array]
 
 
 class FillRule(Rule):
@@ -95,12 +128,27 @@ class FillRule(Rule):
     forwards: ClassVar[int] = 0
     """Additional forwards of the trunk in a step."""
 
+    needs_sampler: ClassVar[bool] = False
+    """Whether it draws from a sampler head."""
+
     @classmethod
     def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
         """Raises ValueError for a canvas that does not go with the fill; True where it is open."""
 
+    @classmethod
+    def check_trace(cls, row: Any) -> None:
+        if cls.sources is FillRule.sources:
+            raise SettingError(
+                "fill", cls.name, "has no trace: it does not say what it draws from",
+                "use fill='parallel', or define sources()",
+            )  # fmt: skip
+
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
         """The candidates; the proposal means nothing where nothing is wanted."""
+        raise NotImplementedError
+
+    def sources(self, reader: Reader, proposed: Proposed) -> tuple[Source, ...]:
+        """The logits that recorded candidates were drawn from, which traces are replayed with."""
         raise NotImplementedError
 
 
@@ -113,6 +161,7 @@ def no_candidates(wanted: Wanted) -> Filled:
         jnp.ones(shape[0], jnp.bool_),
         total_BL=None if wanted.is_scored_BL is None else zeros_BL,
         best_BL=none_BL if wanted.keeps_best else None,
+        drawn=Drawn(zeros_BL, zeros_BL, none_BL) if wanted.is_traced else None,
     )
 
 
@@ -187,6 +236,12 @@ class CandidateWriter:
                 best_BL = put(best_BL, places_N, is_real_N, best_N)
             # What stands there may be impossible; what is drawn may not.
             is_fine_N |= ~is_drawn_N & jnp.isfinite(total_N)
+        drawn = found.drawn
+        if drawn is not None:
+            policy_N = self.policy(clean_NV if drawable_NV is None else drawable_NV, ids_N, at)
+            entropy_N = vocab.count_and_entropy(clean_NV.astype(jnp.float32))[1]
+            pair = drawn.logprob_BL, drawn.entropy_BL
+            drawn = Drawn(*put(pair, places_N, is_real_N, (policy_N, entropy_N)), drawn.level_BL)
         sure_N = self._confidence(clean_NV, drawable_NV, ids_N, logprob_N, at)
         proposal = Proposal(ids_N, logprob_N, final_N, sure_N)
         return found._replace(
@@ -194,7 +249,16 @@ class CandidateWriter:
             is_finite_B=found.is_finite_B.at[row_N].min(is_fine_N),
             total_BL=total_BL,
             best_BL=best_BL,
+            drawn=drawn,
         )
+
+    def policy(self, drawable_NV: jax.Array, ids_N: jax.Array, at: At) -> jax.Array:
+        """Log-probability ``[N]`` of drawing these ids from logits before the chain.
+
+        It is 0 in greedy rows, which do not draw.
+        """
+        final_NV = self.chain.apply(self.prepared, drawable_NV, at)
+        return jnp.where(self.chain.is_greedy(at), 0.0, log_prob(final_NV, ids_N))
 
     def _confidence(
         self,
@@ -237,3 +301,6 @@ class Parallel(FillRule):
             return writer.write(found, places_N, is_real_N, reader.logits(places_N))
 
         return fold(is_read_BL, reader.chunk, draw, no_candidates(wanted))
+
+    def sources(self, reader: Reader, proposed: Proposed) -> tuple[Source, ...]:
+        return (Source(proposed.tokens_BL >= 0, reader.chunk, reader.logits),)

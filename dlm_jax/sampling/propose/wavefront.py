@@ -19,7 +19,9 @@ from dlm_jax.sampling.propose.fill import (
     CandidateWriter,
     Filled,
     FillRule,
+    Proposed,
     Reader,
+    Source,
     Wanted,
     no_candidates,
 )
@@ -183,6 +185,7 @@ class Wavefront(FillRule):
     """
 
     about = "in waves by the sampler head, which sees its neighbours"
+    needs_sampler = True
 
     ratio_B: jax.Array = per_row(SAMPLER_MIN_NEIGHBORS_RATIO)
     density_power_B: jax.Array = per_row(SAMPLER_RATIO_BY_DENSITY)
@@ -229,7 +232,24 @@ class Wavefront(FillRule):
         )
         waves_B = jnp.max(jnp.where(is_grown_BL, wave_BL, 0), axis=1)
         counts = {"waves": waves_B, "bootstrapped": jnp.sum(is_first_BL, axis=1)}
+        if found.drawn is not None:
+            found = found._replace(drawn=found.drawn._replace(level_BL=level_BL))
         return found._replace(counts=counts)
+
+    def sources(self, reader: Reader, proposed: Proposed) -> tuple[Source, ...]:
+        """The LM head where a row began, and the sampler head beside the neighbours elsewhere."""
+        level_BL = proposed.level_BL
+        is_drawn_BL = proposed.tokens_BL >= 0
+        grown = _grown(reader, level_BL, proposed.canvas_BL, self.temperature_B)
+
+        def beside(places_N: jax.Array) -> jax.Array:
+            return grown(proposed.tokens_BL, places_N)[1]
+
+        chunk = _chunk(reader)
+        return (
+            Source(is_drawn_BL & (level_BL == 0), reader.chunk, reader.logits),
+            Source(is_drawn_BL & (level_BL > 0), chunk, beside),
+        )
 
 
 def _read(
@@ -264,10 +284,33 @@ def _grow(
     temperature_B: jax.Array,
 ) -> Filled:
     """`found` with the sampler head's candidates, level by level."""
-    network, reach = reader.network, reader.network.sampler_context
-    num_positions = writer.num_positions
+    grown = _grown(reader, level_BL, tokens_BL, temperature_B)
 
-    def beside(found: Filled, places_N: jax.Array, side: int) -> tuple[jax.Array, jax.Array]:
+    def grow(found: Filled, places_N: jax.Array, is_real_N: jax.Array) -> Filled:
+        clean_NV, drawable_NV = grown(found.proposal.tokens_BL, places_N)
+        return writer.write(found, places_N, is_real_N, clean_NV, drawable_NV)
+
+    return fold(is_grown_BL, _chunk(reader), grow, found, level_BL=level_BL)
+
+
+def _chunk(reader: Reader) -> int:
+    """Positions that the sampler head reads at once."""
+    return min(reader.chunk, wave_chunk(reader.network.vocab_size))
+
+
+def _grown(
+    reader: Reader, level_BL: jax.Array, tokens_BL: jax.Array, temperature_B: jax.Array
+) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """``(candidates_BL, places_N) -> (clean_NV, drawable_NV)``: the sampler head's logits.
+
+    It sees the tokens that stand beside a place, and the candidates of lower levels.
+    """
+    network, reach = reader.network, reader.network.sampler_context
+    num_positions = level_BL.shape[1]
+
+    def beside(
+        candidates_BL: jax.Array, places_N: jax.Array, side: int
+    ) -> tuple[jax.Array, jax.Array]:
         """Tokens of the neighbours on one side, nearest first, and where there is one."""
         offset_1C = side * (1 + jnp.arange(reach))[None]
         index_NC = places_N[:, None] % num_positions + offset_1C
@@ -275,16 +318,14 @@ def _grow(
         is_inside_NC = (index_NC >= 0) & (index_NC < num_positions)
         level_NC = at_places(level_BL, place_NC)
         token_NC = jnp.where(
-            level_NC == _GIVEN,
-            at_places(tokens_BL, place_NC),
-            at_places(found.proposal.tokens_BL, place_NC),
+            level_NC == _GIVEN, at_places(tokens_BL, place_NC), at_places(candidates_BL, place_NC)
         )
         return token_NC, is_inside_NC & (level_NC < at_places(level_BL, places_N)[:, None])
 
     head = _head(network, reader.params, size=level_BL.size)
 
-    def grow(found: Filled, places_N: jax.Array, is_real_N: jax.Array) -> Filled:
-        left, right = beside(found, places_N, -1), beside(found, places_N, 1)
+    def logits(candidates_BL: jax.Array, places_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+        left, right = (beside(candidates_BL, places_N, side) for side in (-1, 1))
         clean_NV = returned(
             reader.output.read(head(left, right), places_N), network, "sampler_readout", "N, V",
             (places_N.shape[0], network.vocab_size), jnp.float32,
@@ -296,10 +337,9 @@ def _grow(
             lambda x: x,
             clean_NV,
         )
-        return writer.write(found, places_N, is_real_N, clean_NV, drawable_NV)
+        return clean_NV, drawable_NV
 
-    chunk = min(reader.chunk, wave_chunk(network.vocab_size))
-    return fold(is_grown_BL, chunk, grow, found, level_BL=level_BL)
+    return logits
 
 
 _Neighbours = tuple[jax.Array, jax.Array]

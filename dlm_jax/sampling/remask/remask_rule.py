@@ -74,3 +74,15 @@ class RemaskRule(Rule):
     def select(self, context: RemaskContext) -> jax.Array:
         """True at the positions to remask, ``[B, L]``; those that are not open stay out."""
         raise NotImplementedError
+
+    @classmethod
+    def check_trace(cls, row: Any) -> None:
+        if cls.log_chance is RemaskRule.log_chance:
+            raise SettingError(
+                "remask", cls.name, "has no trace: its log_chance() is not known",
+                "define it, or use remask='none'",
+            )  # fmt: skip
+
+    def log_chance(self, context: RemaskContext, is_chosen_BL: jax.Array) -> jax.Array:
+        """Log-probability ``[B]`` of having chosen these, as `CommitRule.log_chance`."""
+        raise NotImplementedError

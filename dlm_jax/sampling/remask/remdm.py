@@ -14,9 +14,9 @@ from dlm_jax.sampling.commit.ancestral import (
     sigma_max,
     visible_shares,
 )
-from dlm_jax.sampling.commit.commit_rule import uniform
+from dlm_jax.sampling.commit.commit_rule import log_each, uniform
 from dlm_jax.sampling.remask.remask_rule import RemaskContext, RemaskRule
-from dlm_jax.settings import fact, per_row, rule
+from dlm_jax.settings import SettingError, fact, per_row, rule
 
 
 @rule
@@ -49,10 +49,18 @@ class RemdmCap(RemaskRule):
         return jnp.broadcast_to(SIGMAS[self.name](self.eta_B, most_B)[:, None], is_old_BL.shape)
 
     def select(self, context: RemaskContext) -> jax.Array:
+        is_old_BL, chance_BL = self._chances(context)
+        return is_old_BL & (uniform(context.key_B, is_old_BL.shape[1]) < chance_BL)
+
+    def log_chance(self, context: RemaskContext, is_chosen_BL: jax.Array) -> jax.Array:
+        is_old_BL, chance_BL = self._chances(context)
+        return log_each(is_old_BL, is_chosen_BL, jnp.clip(chance_BL, 0.0, 1.0))
+
+    def _chances(self, context: RemaskContext) -> tuple[jax.Array, jax.Array]:
+        """The tokens that may be remasked, and the chance of each."""
         most_B = sigma_max(*visible_shares(self.schedule, context.step))
         is_old_BL = context.is_open_BL & ~context.is_fresh_BL
-        chance_BL = self.chance(most_B, is_old_BL, context.probability_BL)
-        return is_old_BL & (uniform(context.key_B, is_old_BL.shape[1]) < chance_BL)
+        return is_old_BL, self.chance(most_B, is_old_BL, context.probability_BL)
 
 
 @rule
@@ -70,6 +78,14 @@ class RemdmConf(RemdmCap):
     """
 
     about = "that chance, more for tokens of low probability"
+
+    @classmethod
+    def check_trace(cls, row: Any) -> None:
+        raise SettingError(
+            "remask", cls.name,
+            "has no trace: its chances depend on the parameters through tokens of earlier steps",
+            "use remask='remdm_cap'",
+        )  # fmt: skip
 
     def chance(
         self, most_B: jax.Array, is_old_BL: jax.Array, probability_BL: jax.Array

@@ -71,6 +71,13 @@ class Renoise(Rule):
                 "renoise", "space", "writes spaces, which logit_bias bans", "use renoise='mask'"
             )
 
+    @classmethod
+    def check_trace(cls, row: Any) -> None:
+        raise SettingError(
+            "renoise_start", row.renoise_start, "has no trace, as what it writes is not drawn",
+            "use renoise_start=0 and renoise_end=0, and remask instead",
+        )  # fmt: skip
+
     def is_active(self) -> jax.Array:
         return (self.start_B > 0) | (self.end_B > 0)
 

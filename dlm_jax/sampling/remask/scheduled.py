@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.commit_rule import exceeds, most, uniform
+from dlm_jax.sampling.commit.commit_rule import certain, exceeds, most, uniform
 from dlm_jax.sampling.remask.remask_rule import RemaskContext, RemaskRule
 from dlm_jax.settings import Setting, SettingError, per_row, rule, static
 
@@ -43,6 +43,7 @@ class Scheduled(RemaskRule):
     """
 
     about = "a share of the tokens most likely wrong"
+    log_chance = certain
 
     start_B: jax.Array = per_row(REMASK_START)
     end_B: jax.Array = per_row(REMASK_END)
@@ -62,6 +63,16 @@ class Scheduled(RemaskRule):
                 "needs a critic head, which this model lacks",
                 "use remask_by='confidence', or train one with model.add_critic_head",
             )
+
+    @classmethod
+    def check_trace(cls, row: Any) -> None:
+        super().check_trace(row)
+        if row.remask_randomness > 0:
+            raise SettingError(
+                "remask_randomness", row.remask_randomness,
+                "has no trace: how likely its choice is has no closed form",
+                "use remask_randomness=0",
+            )  # fmt: skip
 
     def is_active(self) -> jax.Array:
         return (self.start_B > 0) | (self.end_B > 0)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from jax import Array
 
-from dlm_jax.settings import Rule, neutral
+from dlm_jax.settings import Rule, SettingError, neutral
 
 
 class At(NamedTuple):
@@ -77,6 +77,16 @@ class LogitTransform(Rule):
         """The transform with the settings of each row, neutral where it yields."""
         off = SimpleNamespace(**neutral(cls.settings()))
         return super().columns([off if cls.yields(row) else row for row in rows], facts)
+
+    @classmethod
+    def check_trace(cls, row: Any) -> None:
+        """Refuses a transform with a state, which follows the parameters from step to step."""
+        if cls.init is not LogitTransform.init and cls.is_used(row):
+            name = next((s.name for s in cls.settings() if s.activates), cls.name)
+            raise SettingError(
+                name, getattr(row, name, True), "has no trace, as it carries a state",
+                "leave it at its default",
+            )  # fmt: skip
 
     def init(self, num_rows: int) -> Any:
         """State before the first step; `()` when there is none."""

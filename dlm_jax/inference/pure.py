@@ -1,0 +1,287 @@
+"""Sampling as plain functions over pytrees, for a `jax.jit` of one's own; and replay of traces."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dlm_jax import devices
+from dlm_jax.distributed.local_rows import split_rows
+from dlm_jax.inference.model import Model
+from dlm_jax.inference.request import (
+    PROMPT_KEYS,
+    Request,
+    check_canvas,
+    check_trace,
+    columns,
+    only_chains_in_use,
+    settings_of_call,
+)
+from dlm_jax.sampling.forward import ready, with_cache
+from dlm_jax.sampling.loop import advanced
+from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.replay import (
+    Trace,
+    replayed,
+    trace_of,
+    with_gradient,
+    with_gradient_of_step,
+)
+from dlm_jax.sampling.row import Counters
+from dlm_jax.sampling.state import State, start
+from dlm_jax.sampling.step import step
+from dlm_jax.settings import UNSET, SettingError
+from dlm_jax.types import Network, Params, live_positions
+
+
+class Sampled(NamedTuple):
+    """What a `Sampler` has made: arrays of the device, as those of `dlm_jax.generate`.
+
+    Attributes:
+      tokens: int32 ``[B, L]``, PAD from each row's length on.
+      lengths: int32 ``[B]``, up to the first generated EOS.
+      logprobs: float32 ``[B, L]`` nats, under the clean logits.
+      committed: int32 ``[B, L]``, the step that wrote each token; -1 where none did.
+      steps: int32 ``[B]``, steps taken.
+      status: int32 ``[B]``, a `dlm_jax.Status`.
+      counters: int32 ``[B]`` each.
+      trace: every draw; None without ``trace=True``.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    logprobs: jax.Array
+    committed: jax.Array
+    steps: jax.Array
+    status: jax.Array
+    counters: Counters
+    trace: Trace | None
+
+
+@dataclass(frozen=True, eq=False)
+class Sampler:
+    """Pure functions over pytrees that sample with the settings of `sampler`.
+
+    They are the steps of the engine: texts are those of `dlm_jax.generate`. They compose with
+    ``jit``, ``scan``, ``vmap`` and ``shard_map`` of one's own. With ``trace=True`` the
+    log-probabilities of the trace have derivatives in `params` through `step`, in a ``lax.scan``
+    too, and through `run`.
+
+    Attributes:
+      model: whose network, tokenizer and recommendations count; its parameters do not.
+      program: what is compiled in.
+      request: the settings of every row.
+    """
+
+    model: Model
+    program: Program
+    request: Request
+
+    def init(self, tokens: Any, lengths: Any, seeds: Any, is_draft: Any | None = None) -> State:
+        """The state before the first step.
+
+        Args:
+          tokens: int32 ``[B, L]``, MASK at holes; what stands beyond a row's length is ignored.
+          lengths: int32 ``[B]``.
+          seeds: uint32 ``[B]``.
+          is_draft: True ``[B, L]`` at tokens that may be rewritten; None: nowhere.
+
+        Raises:
+          ValueError: shapes do not agree, or a row that is no tracer does not go with the settings.
+        """
+        self._check(tokens, lengths, seeds, is_draft)
+        num_rows, num_positions = np.shape(tokens)
+        packed = columns([self.request], self.model.facts)
+        row, rules = jax.tree.map(
+            lambda leaf: jnp.broadcast_to(jnp.asarray(leaf), (num_rows, *leaf.shape[1:])), packed
+        )
+        length_B = jnp.asarray(lengths, jnp.int32)
+        is_live_BL = live_positions(length_B, num_positions)
+        is_given_BL = (
+            jnp.ones(is_live_BL.shape, bool) if is_draft is None else ~jnp.asarray(is_draft)
+        )
+        state = start(
+            jnp.where(is_live_BL, jnp.asarray(tokens, jnp.int32), self.program.pad_id),
+            length_B,
+            replace(row, seed_B=jnp.asarray(seeds).astype(jnp.uint32)),
+            rules,
+            mask_id=self.program.mask_id,
+            frozen_BL=is_given_BL,
+            num_traced=self.program.num_traced,
+        )
+        return with_cache(self.program, self.model.params, state)
+
+    def step(self, params: Params, state: State) -> State:
+        """The state after one step of every running row."""
+        before, fixed = state, jax.lax.stop_gradient(params)
+        state = step(self.program, ready(self.program, fixed, state), state)[0]
+        if state.records is None:
+            return state
+        return with_gradient_of_step(self.program, params, before, state)
+
+    def run(self, params: Params, state: State, steps: int | jax.Array) -> State:
+        """The state after `steps` more steps, or as many as any row takes; may be traced."""
+        before, fixed = state, jax.lax.stop_gradient(params)
+        loose = jax.lax.stop_gradient(state)
+        state = advanced(self.program, ready(self.program, fixed, state), loose, steps)
+        if state.records is None:
+            return state
+        return with_gradient(self.program, params, before, state)
+
+    def finish(self, state: State) -> Sampled:
+        """The rows as they stand, cut behind the first EOS that they generated."""
+        canvas, eos_ids = state.canvas, jnp.array(self.program.eos_ids, jnp.int32)
+        place_1L = jnp.arange(canvas.tokens_BL.shape[1])[None]
+        is_live_BL = place_1L < canvas.length_B[:, None]
+        is_eos_BL = jnp.isin(canvas.tokens_BL, eos_ids) & ~canvas.frozen_BL & is_live_BL
+        first_B1 = jnp.argmax(is_eos_BL, axis=1, keepdims=True)
+        is_given_BL = canvas.frozen_BL & is_live_BL & (place_1L >= first_B1)
+        ends_B = jnp.any(is_eos_BL, axis=1) & ~jnp.any(is_given_BL, axis=1)
+        length_B = jnp.where(ends_B, first_B1[:, 0] + 1, canvas.length_B).astype(jnp.int32)
+        is_kept_BL = place_1L < length_B[:, None]
+        return Sampled(
+            tokens=jnp.where(is_kept_BL, canvas.tokens_BL, self.program.pad_id),
+            lengths=length_B,
+            logprobs=jnp.where(is_kept_BL, state.logprob_BL, 0.0),
+            committed=jnp.where(is_kept_BL, jnp.maximum(state.committed_BL, -1), -1),
+            steps=state.step_B,
+            status=state.status_B,
+            counters=state.counters,
+            trace=self.trace(state) if state.records is not None else None,
+        )
+
+    def trace(self, state: State) -> Trace:
+        """The trace of the rows as they stand; `Trace.trimmed` makes it cheaper to replay."""
+        if state.records is None:
+            raise SettingError("trace", False, "keeps no draws", "use sampler(..., trace=True)")
+        return trace_of(self.program, state, self.model.vocabulary)
+
+    def _check(self, tokens: Any, lengths: Any, seeds: Any, is_draft: Any | None) -> None:
+        shape = np.shape(tokens)
+        if len(shape) != 2 or np.shape(lengths) != shape[:1] or np.shape(seeds) != shape[:1]:
+            raise ValueError(
+                f"tokens, lengths and seeds have shapes {shape}, {np.shape(lengths)} and "
+                f"{np.shape(seeds)}; give [B, L], [B] and [B]"
+            )
+        if self.request.capacity > shape[1]:
+            raise SettingError(
+                "tokens", UNSET, f"have {shape[1]} positions, and a row may grow to "
+                f"{self.request.capacity}", "pad them, or give sampler() a lower max_length",
+            )  # fmt: skip
+        if any(isinstance(x, jax.core.Tracer) for x in (tokens, lengths, is_draft)):
+            return
+        for number, (row, length) in enumerate(zip(np.asarray(tokens), np.asarray(lengths))):
+            if not 0 < length <= shape[1]:
+                raise ValueError(f"row {number} has length {length}; use 1 to {shape[1]}")
+            own = None if is_draft is None else np.asarray(is_draft)[number, :length]
+            request = replace(self.request, tokens=row[:length], is_draft=own)
+            check_canvas(request, self.model.facts, mask_id=self.program.mask_id)
+
+
+def sampler(
+    model: Model, *, trace: bool = False, max_length: int | None = None, **settings: Any
+) -> Sampler:
+    """Sampling as pure functions, with these settings for every row.
+
+    Args:
+      model: from `dlm_jax.load`, or your own.
+      trace: whether every draw is kept (`Trace`).
+      max_length: tokens that a row may hold after edits; the model's own if not given.
+      **settings: as for `dlm_jax.generate`, one value for all rows.
+
+    Raises:
+      ValueError: a setting is unknown or out of range, does not go with the model, or has no trace.
+    """
+    for name in ("seed", "prompt", "host_sampler", "read_back", *PROMPT_KEYS):
+        if name in settings:
+            raise SettingError(
+                name, UNSET, "is no setting of a sampler",
+                "give tokens and seeds to init(), or use generate()",
+            )  # fmt: skip
+    sample = settings_of_call(model, settings)
+    if trace:
+        check_trace(sample)
+    tokens = np.full(1, model.tokenizer.mask_id, np.int32)
+    capacity = (max_length or model.max_length) if sample.inserts else 0
+    (request,) = only_chains_in_use([Request(tokens, sample, capacity=capacity, trace=trace)])
+    program = model.program(
+        sample.draw, sample.guidance > 0, num_traced=sample.steps if trace else 0
+    )
+    return Sampler(model, program, request)
+
+
+def replay(
+    model: Model | Network, params: Params, trace: Trace, *, every_draw: bool = False
+) -> jax.Array:
+    """Log-probabilities of a trace's writings under `params`, float32 ``[B, S, L]`` in nats.
+
+    At the parameters that sampled it they are ``trace.logprobs`` where ``trace.is_written``, and 0
+    elsewhere: bit for bit in float32 on CPU in as many rows as were sampled at once, and to 1e-5
+    otherwise. Differentiable in `params`, and compiled once per shape. Each step is one forward of
+    all rows, which is computed again for the gradient: memory does not grow with the steps.
+
+    Args:
+      model: the model that sampled it, or another with its vocabulary; or a network.
+      params: parameters of its network. If devices split them, so are rows.
+      trace: from ``generate(..., trace=True)`` or `Sampler.trace`.
+      every_draw: whether discarded draws count, too. A trace in which draws decide what is written
+        (``order="low_confidence"``, say) or are seen by others (``fill="wavefront"``) is as likely
+        as all of them.
+
+    Raises:
+      ValueError: the trace is of another vocabulary, needs a head that the model lacks, or its
+        arrays do not agree.
+    """
+    network = model.network if isinstance(model, Model) else model
+    _check_trace(model, network, trace)
+    is_concrete = not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params))
+    rows = split_rows(params) if is_concrete else None
+    program = Program(
+        network=network, mask_id=trace.mask_id, chunk=trace.chunk, rows=rows,
+        is_guided=trace.is_guided,
+    )  # fmt: skip
+    return _replay(program, every_draw, params, trace)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _replay(program: Program, every_draw: bool, params: Params, trace: Trace) -> jax.Array:
+    with devices.used(program.rows):
+        return replayed(program, params, trace, every_draw=every_draw)
+
+
+def _check_trace(model: Model | Network, network: Network, trace: Trace) -> None:
+    if not isinstance(trace, Trace):
+        raise ValueError(
+            f"trace is a {type(trace).__name__}; give that of generate(..., trace=True), which is "
+            "None without it"
+        )
+    if trace.vocab_size != network.vocab_size:
+        raise ValueError(
+            f"the trace is of a vocabulary of {trace.vocab_size}, and the model has "
+            f"{network.vocab_size} ids; replay it with the model that sampled it"
+        )
+    if isinstance(model, Model):
+        is_same = trace.vocabulary in ("", model.vocabulary)
+        if not is_same or trace.mask_id != model.tokenizer.mask_id:
+            raise ValueError(
+                "the trace is of another tokenizer than the model's; replay it with the model that "
+                "sampled it"
+            )
+    if trace.rules.fill.needs_sampler and network.sampler_readout is None:
+        raise ValueError(
+            f"the trace is of fill={trace.rules.fill.name!r}, whose sampler head the model lacks; "
+            "replay it with the model that sampled it"
+        )
+    shape = np.shape(trace.canvas)
+    arrays = trace.tokens, trace.is_written, trace.logprobs, trace.level
+    rows = {np.shape(x)[:1] for x in jax.tree.leaves(trace)}
+    if len(shape) != 3 or any(np.shape(x) != shape for x in arrays) or len(rows) != 1:
+        raise ValueError(
+            "the arrays of the trace differ in rows, steps or positions; take rows with "
+            "trace.rows(index)"
+        )

@@ -1,0 +1,363 @@
+"""Traces of sampled rows, and their log-probabilities under other parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dlm_jax.pytree import pytree
+from dlm_jax.sampling.forward import forward
+from dlm_jax.sampling.positions import TrunkOutput, at_places
+from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.propose.fill import CandidateWriter, Proposed, Reader, Source
+from dlm_jax.sampling.row import RowParams
+from dlm_jax.sampling.rules import Rules
+from dlm_jax.sampling.state import State, start
+from dlm_jax.sampling.step import chain_now, step_keys, visible_context
+from dlm_jax.sampling.transforms.transform import At, Context
+from dlm_jax.types import Params, Status
+
+
+@pytree
+class Trace:
+    """Every draw of sampled rows, with all that its probability depends on but the parameters.
+
+    Arrays have ``B`` rows, ``S`` steps and ``L`` positions, a multiple of 64 at least as long as
+    the longest row. A pytree: index the leaves by rows (`rows`), split them over devices, or pass
+    them to compiled functions.
+
+    Attributes:
+      canvas: int32 ``[B, S, L]``, the tokens that the forward of each step saw; MASK at holes.
+      tokens: int32 ``[B, S, L]``, the tokens that each step drew; -1 where it drew none.
+      is_written: True ``[B, S, L]`` at those that it wrote; the others were discarded.
+      logprobs: float32 ``[B, S, L]`` nats, log-probability of each drawn token under the policy:
+        what it was drawn from, after bans, guidance, temperature and all transforms, by whichever
+        head. 0 in greedy rows and where nothing was drawn.
+      choice_logprobs: float32 ``[B, S]`` nats, log-probability of the choice of positions, to
+        write and to remask: ``-ln C(n, k)`` for k of n holes in random order, 0 for rules that
+        choose by the tokens alone.
+      entropy: float32 ``[B, S, L]`` nats, of the head's logits before the chain, where drawn.
+      confidence: float32 ``[B, S, L]``, what the commit rule measured, where drawn.
+      level: int32 ``[B, S, L]``, for `dlm_jax.Wavefront`: a draw saw those of lower levels.
+      length: int32 ``[B]``, live positions.
+      is_frozen: True ``[B, L]`` at given tokens, and beyond the length.
+      steps: int32 ``[B]``, steps taken.
+      row: parameters of the loop, seeds included.
+      rules: rules and their parameters.
+      width: writings of a row in one step at most; static.
+      mask_id: the id of MASK; static.
+      chunk: positions that were read at once; static.
+      is_guided: whether rows may be guided; static.
+      vocab_size: number of logits; static.
+      vocabulary: what tells the tokenizer from others; empty: not known; static.
+    """
+
+    canvas: Any
+    tokens: Any
+    is_written: Any
+    logprobs: Any
+    choice_logprobs: Any
+    entropy: Any
+    confidence: Any
+    level: Any
+    length: Any
+    is_frozen: Any
+    steps: Any
+    row: RowParams
+    rules: Rules
+    width: int = dataclasses.field(metadata={"static": True})
+    mask_id: int = dataclasses.field(metadata={"static": True})
+    chunk: int = dataclasses.field(metadata={"static": True})
+    is_guided: bool = dataclasses.field(metadata={"static": True})
+    vocab_size: int = dataclasses.field(metadata={"static": True})
+    vocabulary: str = dataclasses.field(metadata={"static": True})
+
+    def rows(self, index: Any) -> Trace:
+        """The trace of some rows, by a slice or by their numbers."""
+        return jax.tree.map(lambda leaf: leaf[index], self)
+
+    def trimmed(self) -> Trace:
+        """The trace without steps that no row took, and of the least width that serves.
+
+        For concrete arrays, outside of compiled functions. Widths are powers of two, so that few
+        programs compile.
+        """
+        num_steps = max(1, int(np.max(self.steps)))
+        most = int(np.max(np.sum(self.is_written, axis=2), initial=1))
+        width = min(1 << (most - 1).bit_length(), self.canvas.shape[2])
+        cut = {name: getattr(self, name)[:, :num_steps] for name in _BY_STEP}
+        return replace(self, **cut, width=width)
+
+    def writings(self, row: int) -> np.ndarray:
+        """The writings of one row, in order: ``step``, ``position``, ``token``, ``logprob``."""
+        step, position = np.nonzero(np.asarray(self.is_written[row]))
+        kind = np.dtype([("step", "i4"), ("position", "i4"), ("token", "i4"), ("logprob", "f4")])
+        found = np.zeros(step.size, kind)
+        tokens, logprobs = (np.asarray(x[row]) for x in (self.tokens, self.logprobs))
+        found["step"], found["position"] = step, position
+        found["token"], found["logprob"] = tokens[step, position], logprobs[step, position]
+        return found
+
+
+_BY_STEP = (
+    "canvas", "tokens", "is_written", "logprobs", "choice_logprobs", "entropy", "confidence",
+    "level",
+)  # fmt: skip
+
+
+def trace_of(program: Program, state: State, vocabulary: str = "") -> Trace:
+    """The trace of the rows of a traced loop, as they stand."""
+    records = state.records
+    assert records is not None, "the program is traced"
+    return Trace(
+        canvas=records.canvas_BSL,
+        tokens=records.tokens_BSL,
+        is_written=records.is_written_BSL,
+        logprobs=records.logprob_BSL,
+        choice_logprobs=records.choice_BS,
+        entropy=records.entropy_BSL,
+        confidence=records.confidence_BSL,
+        level=records.level_BSL,
+        length=state.canvas.length_B,
+        is_frozen=state.canvas.frozen_BL,
+        steps=state.step_B,
+        row=state.row,
+        rules=state.rules._replace(cache=None),
+        width=records.canvas_BSL.shape[2],
+        mask_id=program.mask_id,
+        chunk=program.chunk,
+        is_guided=program.is_guided,
+        vocab_size=program.network.vocab_size,
+        vocabulary=vocabulary,
+    )
+
+
+def joined(traces: Sequence[Trace]) -> Trace:
+    """The rows of several traces in one, on the host.
+
+    Raises:
+      ValueError: they come from other settings or canvases.
+    """
+    first, *others = traces
+    for other in others:
+        if jax.tree.structure(other) != jax.tree.structure(first):
+            raise ValueError(
+                "the traces have other static settings, models or widths; sample their rows in one "
+                "call, or keep them apart"
+            )
+        if other.canvas.shape[2] != first.canvas.shape[2]:
+            raise ValueError(
+                f"the traces have canvases of {first.canvas.shape[2]} and "
+                f"{other.canvas.shape[2]} positions; sample their rows in one call"
+            )
+    num_steps = max(trace.canvas.shape[1] for trace in traces)
+
+    def padded(name: str, x: Any) -> np.ndarray:
+        fill = -1 if name == "tokens" else 0
+        width = [(0, 0), (0, num_steps - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]
+        return np.pad(x, width, constant_values=fill)
+
+    even = [
+        replace(one, **{name: padded(name, getattr(one, name)) for name in _BY_STEP})
+        for one in traces
+    ]
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *even)
+
+
+def with_gradient_of_step(program: Program, params: Params, before: State, after: State) -> State:
+    """`after` a step of `before`, its new log-probabilities with derivatives in `params`.
+
+    Values stay as they were sampled. Nothing more is computed unless something is differentiated.
+    """
+    records, old = after.records, before.records
+    assert records is not None and old is not None, "the program is traced"
+    row_B, num_steps = jnp.arange(before.step_B.size), records.choice_BS.shape[1]
+    steps_B = after.step_B > before.step_B
+    place_B = jnp.minimum(before.step_B, num_steps - 1)
+    now = jax.tree.map(lambda leaf: leaf[row_B, place_B], records)
+    is_read_BL = (now.tokens_BSL >= 0) & steps_B[:, None]
+    one = _Step(
+        now.canvas_BSL, now.tokens_BSL, is_read_BL, now.level_BSL, before.committed_BL,
+        before.step_B,
+    )  # fmt: skip
+    begun = before._replace(records=None, cache=None, rules=before.rules._replace(cache=None))
+
+    def score(params: Params, seen: tuple[State, _Step]) -> jax.Array:
+        return _of_step(program, params, *seen, is_read_BL.shape[1])
+
+    logprob_BL = _as_sampled(score, params, (begun, one), now.logprob_BSL)
+    put_B = jnp.where(steps_B, before.step_B, num_steps)
+    logprob_BSL = old.logprob_BSL.at[row_B, put_B].set(logprob_BL, mode="drop")
+    return after._replace(records=records._replace(logprob_BSL=logprob_BSL))
+
+
+def with_gradient(program: Program, params: Params, before: State, after: State) -> State:
+    """The same, `after` any number of steps; memory does not grow with them."""
+    records, old = after.records, before.records
+    assert records is not None and old is not None, "the program is traced"
+
+    def score(params: Params, trace: Trace) -> jax.Array:
+        return replayed(program, params, trace, every_draw=True)
+
+    sampled_BSL = jax.lax.stop_gradient(records.logprob_BSL)
+    logprob_BSL = _as_sampled(score, params, trace_of(program, after), sampled_BSL)
+    step_1S = jnp.arange(records.choice_BS.shape[1])[None]
+    is_new_BS = (step_1S >= before.step_B[:, None]) & (step_1S < after.step_B[:, None])
+    logprob_BSL = jnp.where(is_new_BS[:, :, None], logprob_BSL, old.logprob_BSL)
+    return after._replace(records=records._replace(logprob_BSL=logprob_BSL))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _as_sampled(
+    score: Callable[[Params, Any], jax.Array], params: Params, seen: Any, sampled: jax.Array
+) -> jax.Array:
+    """`sampled`, with the derivatives of ``score(params, seen)``."""
+    return sampled
+
+
+@_as_sampled.defjvp
+def _derivative_of_score(
+    score: Callable[[Params, Any], jax.Array], primals: Any, tangents: Any
+) -> tuple[jax.Array, jax.Array]:
+    params, seen, sampled = primals
+    _, tangent = jax.jvp(lambda params: score(params, seen), (params,), (tangents[0],))
+    return sampled, tangent
+
+
+class _Step(NamedTuple):
+    """One step of every row: ``[B, L]`` each, and its number ``[B]``."""
+
+    canvas_BL: jax.Array
+    tokens_BL: jax.Array
+    is_read_BL: jax.Array
+    level_BL: jax.Array
+    order_BL: jax.Array
+    step_B: jax.Array
+
+
+def replayed(
+    program: Program, params: Params, trace: Trace, *, every_draw: bool = False
+) -> jax.Array:
+    """Log-probabilities ``[B, S, L]`` of a trace under these parameters; 0 where none is wanted.
+
+    One step of all rows at a time, with the forward of each computed again for its gradient, so
+    that memory does not grow with the steps.
+    """
+    num_steps, num_positions = trace.canvas.shape[1:]
+    is_read_BSL = trace.tokens >= 0 if every_draw else trace.is_written
+    width = num_positions if every_draw else trace.width
+    begun = start(
+        trace.canvas[:, 0], trace.length, trace.row, trace.rules, mask_id=trace.mask_id,
+        frozen_BL=trace.is_frozen,
+    )  # fmt: skip
+
+    def of_step(params: Params, one: _Step) -> jax.Array:
+        return jax.lax.cond(
+            jnp.any(one.is_read_BL),
+            lambda: _of_step(program, params, begun, one, width),
+            lambda: jnp.zeros(one.is_read_BL.shape, jnp.float32),
+        )
+
+    of_step = jax.checkpoint(of_step, prevent_cse=False)
+    by_step = trace.canvas, trace.tokens, is_read_BSL, trace.level, _orders(trace)
+    step_BS = jnp.broadcast_to(jnp.arange(num_steps, dtype=jnp.int32), trace.canvas.shape[:2])
+    steps = _Step(*(jnp.moveaxis(jnp.asarray(x), 1, 0) for x in (*by_step, step_BS)))
+    _, logprob_SBL = jax.lax.scan(lambda _, one: (None, of_step(params, one)), None, steps)
+    return jnp.moveaxis(logprob_SBL, 0, 1)
+
+
+def _orders(trace: Trace) -> jax.Array:
+    """int32 ``[B, S, L]``, `State.committed_BL` before each step."""
+    step_1S1 = jnp.arange(trace.canvas.shape[1], dtype=jnp.int32)[None, :, None]
+    last_BSL = jax.lax.cummax(jnp.where(trace.is_written, step_1S1, -1), axis=1)
+    before_BSL = jnp.pad(last_BSL[:, :-1], ((0, 0), (1, 0), (0, 0)), constant_values=-1)
+    return jnp.where(trace.canvas == trace.mask_id, -1, before_BSL)
+
+
+def _of_step(program: Program, params: Params, begun: State, one: _Step, width: int) -> jax.Array:
+    """The log-probabilities ``[B, L]`` of one step."""
+    status_B = jnp.where(jnp.any(one.is_read_BL, axis=1), Status.RUNNING, Status.DONE)
+    state = begun._replace(
+        canvas=begun.canvas._replace(tokens_BL=one.canvas_BL),
+        committed_BL=one.order_BL,
+        step_B=one.step_B,
+        status_B=status_B.astype(jnp.int32),
+    )
+    output = forward(program, params, state, one.is_read_BL)[0]
+    rows = state, output, one, visible_context(program, state)
+
+    def of_rows(params: Params, rows: tuple[State, TrunkOutput, _Step, Context]) -> jax.Array:
+        return _read(program, params, *rows, width)
+
+    return program.by_rows(of_rows)(params, rows)
+
+
+def _read(
+    program: Program,
+    params: Params,
+    state: State,
+    output: TrunkOutput,
+    one: _Step,
+    context: Context,
+    width: int,
+) -> jax.Array:
+    """The log-probabilities of a step where they are wanted, at most `width` in each row."""
+    is_read_BL, num_positions = one.is_read_BL, one.is_read_BL.shape[1]
+    chain, key_B = chain_now(state), step_keys(state)[0]
+    prepared = chain.prepare(state.chain_state, context)
+    writer = CandidateWriter(
+        chain, prepared, key_B, None, num_positions, lambda _, logprob_N: logprob_N, program.draw
+    )
+    reader = Reader(program.network, params, output, min(program.chunk, output.num_vectors))
+    # Those that are read come first in each row, in order.
+    index_BM = jnp.argsort(~is_read_BL, axis=1, stable=True)[:, :width]
+    places_BM = index_BM + num_positions * jnp.arange(is_read_BL.shape[0])[:, None]
+    places_P = places_BM.reshape(-1).astype(jnp.int32)
+    proposed = Proposed(one.tokens_BL, one.canvas_BL, one.level_BL)
+
+    def scored(source: Source) -> jax.Array:
+        def of_chunk(places_N: jax.Array, is_real_N: jax.Array) -> jax.Array:
+            row_N, index_N = places_N // num_positions, places_N % num_positions
+            key_N = jax.vmap(jax.random.fold_in)(key_B[row_N], index_N)
+            at = At(row_N, index_N, key_N, is_real_N)
+            ids_N = jnp.maximum(at_places(one.tokens_BL, places_N), 0)
+            policy_N = writer.policy(source.logits(places_N), ids_N, at)
+            return jnp.where(is_real_N, policy_N, 0.0)
+
+        is_real_P = at_places(source.is_from_BL & is_read_BL, places_P)
+        return _in_chunks(of_chunk, places_P, is_real_P, source.chunk)
+
+    found_P = sum(scored(source) for source in state.rules.fill.sources(reader, proposed))
+    rank_BL = jnp.minimum(jnp.cumsum(is_read_BL, axis=1) - 1, width - 1)
+    found_BL = jnp.take_along_axis(jnp.reshape(found_P, places_BM.shape), rank_BL, axis=1)
+    return jnp.where(is_read_BL, found_BL, 0.0)
+
+
+def _in_chunks(of_chunk: Any, places_P: jax.Array, is_real_P: jax.Array, chunk: int) -> jax.Array:
+    """``of_chunk(places_N, is_real_N) -> [N]`` of all places; chunks without a real one are left.
+
+    As many turns as there may be chunks: gradients do not pass a loop of unknown length.
+    """
+    size = places_P.size
+    padding = (0, -size % chunk)
+    places_KN, is_real_KN = (jnp.pad(x, padding).reshape(-1, chunk) for x in (places_P, is_real_P))
+
+    def one(places_N: jax.Array, is_real_N: jax.Array) -> jax.Array:
+        return jax.lax.cond(
+            jnp.any(is_real_N),
+            of_chunk,
+            lambda places_N, is_real_N: jnp.zeros(places_N.shape, jnp.float32),
+            places_N,
+            is_real_N,
+        )
+
+    one = jax.checkpoint(one, prevent_cse=False)
+    _, found_KN = jax.lax.scan(lambda _, x: (None, one(*x)), None, (places_KN, is_real_KN))
+    return found_KN.reshape(-1)[:size]
