@@ -37,8 +37,9 @@ from dlm_jax.config.schema import (
 
 __all__ = [
     "Config", "DataConfig", "HeadsConfig", "MOVED", "MeshConfig", "ModelConfig",
-    "ObjectiveConfig", "OptimConfig", "POLICY_LOSSES", "RLConfig", "RowSettings", "SampleConfig", "TRACKERS", "TrainConfig",
-    "Trait", "add_flags", "add_sample_flags", "declared", "differing", "from_dict", "keys",
-    "load", "override", "parse_flags", "resolve", "sample_settings", "sections", "shipped",
+    "ObjectiveConfig", "OptimConfig", "POLICY_LOSSES", "RLConfig", "RowSettings", "SampleConfig",
+    "TRACKERS", "TrainConfig", "Trait", "add_flags", "add_sample_flags", "declared",
+    "differing", "from_dict", "keys", "load", "override", "parse_flags", "resolve",
+    "sample_settings", "sections", "shipped",
     "to_dict", "to_toml",
 ]  # fmt: skip

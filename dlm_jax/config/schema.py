@@ -235,8 +235,8 @@ class RLConfig(Section):
 
     reward: str = setting(
         "",
-        "MODULE:FUNCTION, (prompts, answers) -> rewards, such as dlm_jax.tasks:arithmetic, for what "
-        "the model then trains on; empty: the text",
+        "MODULE:FUNCTION, (prompts, answers) -> rewards, such as dlm_jax.tasks:arithmetic: the "
+        "model trains on its own samples; empty: on the text",
     )
     loss: str = setting(
         "diffu_grpo", "how log-probabilities of samples are estimated (docs/reinforcement.md)",
@@ -252,9 +252,7 @@ class RLConfig(Section):
         "(less the mean) or rloo (less the mean of the others)",
         choices=("grpo", "grpo_mean", "rloo"),
     )
-    clip: float = setting(
-        0.2, "ratios count up to this far from 1", low=ABOVE_ZERO, high=1
-    )  # fmt: skip
+    clip: float = setting(0.2, "ratios count up to this far from 1", low=ABOVE_ZERO, high=1)
     updates: int = setting(1, "updates with each batch of samples", low=1, high=2**16)
     kl: float = setting(
         0.0, "weight of the divergence from the model at the begin, >= 0; 0 keeps no copy of it",

@@ -1,4 +1,4 @@
-"""What all policy losses share: samples, advantages, clipped ratios and the distance to a reference.
+"""What policy losses share: samples, advantages, clipped ratios, the distance to a reference.
 
 A loss of `dlm_jax.rl` is an `Estimator`: how it estimates the log-probabilities of the actions that
 a sample consists of. The surrogate around it is that of PPO and GRPO::
@@ -36,6 +36,7 @@ class Rollout(NamedTuple):
       step_BL: int32, the step of sampling that wrote each token of the answer, from 0; -1 elsewhere
         and in rows that are left out.
       advantage_B: float32, how much better the reward of a row is than that of its group.
+      trace: every draw of the rows (`dlm_jax.Trace`), where ``rl.loss`` is ``trace``; else None.
     """
 
     tokens_BL: jax.Array
@@ -43,6 +44,7 @@ class Rollout(NamedTuple):
     given_B: jax.Array
     step_BL: jax.Array
     advantage_B: jax.Array
+    trace: Any = None
 
     def is_action_BL(self) -> jax.Array:
         """True at the tokens that were sampled, up to the first EOS and with it."""

@@ -300,6 +300,7 @@ def learning_rates(
     stage: Stage,
     step: int,
     *,
+    num_steps: int,
     is_own: bool = False,
     schedule: optax.Schedule | None = None,
 ) -> dict[str, float]:
@@ -310,7 +311,7 @@ def learning_rates(
     own group has ``sampler_learning_rate``, say. A group with an optimiser of one's own has none.
     """
     rates: dict[str, float] = {}
-    optim, num_steps = config.optim, config.train.steps
+    optim = config.optim
     peaks = {"learning_rate": optim.learning_rate}
     if optim.name == "muon":
         peaks["adam_learning_rate"] = optim.adam_learning_rate

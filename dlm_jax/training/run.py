@@ -610,7 +610,7 @@ def prepare(
     asked, mesh = config, _checked_mesh(config)
     setup, corpus = _setup_of(config, mesh, is_own=network is not None, report=report)
     config = setup.config
-    task = make_task(setup, network, objective, heads, optimizer, schedule)
+    task = make_task(setup, network, objective, heads, optimizer, schedule, report)
     meta = {
         "run": "",
         "config": configs.to_dict(config),
@@ -632,7 +632,9 @@ def prepare(
             state, saved = _continued(task, meta, checkpoints, report=report)
         else:
             state, saved = _begun(task, meta, init_key, report=report), {}
-        if config.train.accumulate > 1 and (objective is not None or heads):
+        if task.rollouts is not None:
+            task.rollouts.check(state.params)
+        elif config.train.accumulate > 1 and (objective is not None or heads):
             _check_adds_up(setup, task, state)
         best = Best(config, meta, is_new=not saved, check=lock.check)
         checkpoints.when_closed.callback(best.close)

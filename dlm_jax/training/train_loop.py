@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
 from tqdm import tqdm
 
 import dlm_jax.config as configs
@@ -27,7 +28,7 @@ from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed.memory import require_working_room
 from dlm_jax.distributed.mesh import CHIPS
 from dlm_jax.distributed.partitions import batch_sharding, share_of_batch
-from dlm_jax.heads import Head
+from dlm_jax.heads import Head, Stage
 from dlm_jax.progress import Progress
 from dlm_jax.randomness import key_of
 from dlm_jax.store import Checkpoints
@@ -242,6 +243,7 @@ class _Loop:
         config = run.config
         self._run = run
         self._callbacks = callbacks
+        self._stage: Stage | None = None
         self._train = config.train
         self.state = run.state
         self.step = run.first_step
@@ -254,11 +256,12 @@ class _Loop:
         self._eval_step = compile_eval_step(
             run.task.measure, run.state.params, mesh=run.mesh, batch_size=self._train.batch_size
         )
-        self._compile_train_step()
+        if run.task.rollouts is None:
+            self._compile_train_step(_abstract_batch(run, self._rows))
         self._batches = train_batches(
             run.corpus.train_rows,
             seq_len=config.data.seq_len,
-            batch_size=self._train.batch_size,
+            batch_size=run.task.rows,
             seed=self._train.seed,
             process_index=self._share,
             process_count=self._shares,
@@ -277,23 +280,18 @@ class _Loop:
         )  # fmt: skip
         self._since = time.perf_counter()
 
-    def _compile_train_step(self) -> None:
-        """Compiles the step of the stage that the next step belongs to."""
+    def _compile_train_step(self, batch: Any) -> None:
+        """Compiles the step of the stage that the next step belongs to, for batches like this."""
         run = self._run
         self._stage = run.task.stage(self.step)
         step = make_train_step(
             run.task.loss(self._stage), run.task.optimizer(self._stage), self.state, mesh=run.mesh,
             batch_size=self._train.batch_size, accumulate=self._train.accumulate,
-            ema_decay=run.config.optim.ema_decay,
+            ema_decay=run.config.optim.ema_decay, updates=run.task.updates,
         )  # fmt: skip
-        rows, seq_len = self._train.batch_size, run.config.data.seq_len
-        columns: list[Any] = [
-            jax.ShapeDtypeStruct(shape, np.int32, sharding=self._rows)
-            for shape in ((rows, seq_len), (rows,), (rows,))
-        ]
         start = time.perf_counter()
         # Ahead of time, so that neither the rate nor the time left counts the compiler.
-        self._train_step = step.lower(self.state, Batch(*columns), run.noise_key).compile()
+        self._train_step = step.lower(self.state, batch, run.noise_key).compile()
         require_working_room(self._train_step, run.mesh.devices.flat, "a training step",
                              "lower train.batch_size, or raise train.accumulate")  # fmt: skip
         what = f" of {self._stage}" if any(not one.joins_main for one in run.task.heads) else ""
@@ -307,21 +305,30 @@ class _Loop:
 
     def take_step(self) -> None:
         """Dispatches one step; waits only for one that lies too far back."""
-        if self._run.task.stage(self.step) != self._stage:
-            with self._off_the_clock():
-                self._compile_train_step()
         self._profile.before(self.step + 1)
         with self._meter.waiting_for("input"):
             local = next(self._batches)
-        batch = Batch(*(self._place(local[name]) for name in ("tokens", "length", "given")))
+        batch, figures = self._batch_of(local)
+        if self._run.task.stage(self.step) != self._stage:
+            with self._off_the_clock():
+                self._compile_train_step(batch)
         self.state, metrics = self._train_step(self.state, batch, self._run.noise_key)
         self.step += 1
-        self._ahead.append(metrics)
+        self._ahead.append(metrics | figures)
         if len(self._ahead) > _MAX_AHEAD:
             with self._meter.waiting_for("device"):
                 jax.block_until_ready(self._ahead[-1 - _MAX_AHEAD])
         self._bar.update()
         self._profile.after(self.step, self._settle, say)
+
+    def _batch_of(self, local: dict[str, np.ndarray]) -> tuple[Any, dict[str, Any]]:
+        """(what the next step learns from, figures of it): rows of the corpus, or samples."""
+        task = self._run.task
+        if task.rollouts is None:
+            columns = (self._place(local[name]) for name in ("tokens", "length", "given"))
+            return Batch(*columns), {}
+        rollout, figures = task.rollouts.make(self.state.params, self.step, local)
+        return jax.tree.map(lambda column: self._place(np.asarray(column)), rollout), figures
 
     def do_what_is_due(self, *, is_last: bool, show_sample: ShowSample | None) -> None:
 
@@ -379,9 +386,12 @@ class _Loop:
         task = self._run.task
         with self._off_the_clock():
             params, part = self.state.best_params, (self._share, self._shares)
-            figures = task.summarize(
-                *held_out(self._run, self._eval_step, params, part=part, place=self._place)
-            )
+            if task.rollouts is None:
+                figures = task.summarize(
+                    *held_out(self._run, self._eval_step, params, part=part, place=self._place)
+                )
+            else:
+                figures = task.rollouts.measured(params, _windows_of(self._run))
             self.bound = figures.get("bound")
             self._record("evaluation", figures)
             self._journal.draw()
@@ -394,6 +404,7 @@ class _Loop:
         # One save at a time: several processes must not meet in two of them at once.
         self._run.checkpoints.wait()
         meta = self._run.meta | {"step": self.step, "bound": self.bound}
+        figure = -figure if self._run.task.is_gain else figure
         return self._run.best.offer(self.step, figure, self.state.best_params, meta)
 
     def checkpoint(self) -> None:
@@ -420,6 +431,25 @@ class _Loop:
         self._idle += spent
 
 
+def _abstract_batch(run: Run, rows: NamedSharding) -> Batch:
+    size = run.config.train.batch_size
+    return Batch(*(
+        jax.ShapeDtypeStruct(shape, np.int32, sharding=rows)
+        for shape in ((size, run.config.data.seq_len), (size,), (size,))
+    ))  # fmt: skip
+
+
+def _windows_of(run: Run) -> dict[str, np.ndarray]:
+    """The held-out rows of an evaluation, filled up to whole batches."""
+    return validation_windows(
+        run.corpus.val_rows,
+        seq_len=run.config.data.seq_len,
+        pad_id=run.corpus.tokenizer.pad_id,
+        max_windows=run.config.train.eval_windows,
+        multiple_of=run.config.train.batch_size,
+    )
+
+
 def held_out(
     run: Run,
     eval_step: Callable[..., Any],
@@ -438,13 +468,7 @@ def held_out(
       place: makes the global array of which this process has these rows.
     """
     batch_size, (share, shares) = run.config.train.batch_size, part
-    windows = validation_windows(
-        run.corpus.val_rows,
-        seq_len=run.config.data.seq_len,
-        pad_id=run.corpus.tokenizer.pad_id,
-        max_windows=run.config.train.eval_windows,
-        multiple_of=batch_size,
-    )
+    windows = _windows_of(run)
     mine = batch_size // shares
     parts = []
     for first in range(0, len(windows["length"]), batch_size):
