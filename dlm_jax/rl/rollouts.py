@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +26,7 @@ Reward = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
 
 
 class RewardError(ValueError):
-    """A reward that ends the run."""
+    """A sample that cannot be made, or a reward, that ends the run."""
 
 
 def reward_function(name: str) -> Reward:
@@ -221,10 +222,13 @@ class Rollouts:
         number = len(prompts) * group
         drawn = np.random.SeedSequence([train.seed, step + 1]).generate_state(1, np.uint64)[0]
         seed = int(drawn % np.uint64(2**32 - number))
-        return generate(
-            self._model(params), prompts, num_samples=group, seed=seed, trace=trace,
-            batch_size=train.batch_size,
-        )  # fmt: skip
+        try:
+            return generate(
+                self._model(params), prompts, num_samples=group, seed=seed, trace=trace,
+                batch_size=train.batch_size,
+            )  # fmt: skip
+        except ValueError as error:
+            raise RewardError(f"samples of step {step + 1} cannot be made: {error}") from None
 
     def _texts(
         self, made: Texts, rows: Mapping[str, np.ndarray], group: int
@@ -261,10 +265,11 @@ class Rollouts:
         tokens_BL = np.where(place_1L < length_B[:, None], tokens_BL, tokenizer.pad_id)
         step_BL = np.where(is_kept_B[:, None] & (place_1L < made.lengths[:, None]), step_BL, -1)
         trace = None if made.trace is None else self._fixed(made.trace)
-        return Rollout(
+        columns: list[Any] = [
             tokens_BL.astype(np.int32), length_B.astype(np.int32), given_B,
-            step_BL.astype(np.int32), advantage_B, trace,
-        )  # fmt: skip
+            step_BL.astype(np.int32), advantage_B,
+        ]  # fmt: skip
+        return Rollout(*columns, trace)
 
     def _fixed(self, trace: Trace) -> Trace:
         """The trace with as many steps, positions and writings as any of the run has.

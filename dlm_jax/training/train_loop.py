@@ -243,7 +243,7 @@ class _Loop:
         config = run.config
         self._run = run
         self._callbacks = callbacks
-        self._stage: Stage | None = None
+        self._stage = Stage(())
         self._train = config.train
         self.state = run.state
         self.step = run.first_step
@@ -433,10 +433,11 @@ class _Loop:
 
 def _abstract_batch(run: Run, rows: NamedSharding) -> Batch:
     size = run.config.train.batch_size
-    return Batch(*(
+    columns: list[Any] = [
         jax.ShapeDtypeStruct(shape, np.int32, sharding=rows)
         for shape in ((size, run.config.data.seq_len), (size,), (size,))
-    ))  # fmt: skip
+    ]
+    return Batch(*columns)
 
 
 def _windows_of(run: Run) -> dict[str, np.ndarray]:
