@@ -411,11 +411,7 @@ def _laid_out(where: str, own: Params, given: Params) -> Params:
 
 def _with_params(state: TrainState, params: Params) -> TrainState:
     """The fresh `state` with these parameters in place of its own, averages included."""
-    taken = state.params | params
-    ema = None if state.ema is None else jax.tree.map(jnp.copy, taken)
-    reference = state.reference and {name: jax.tree.map(jnp.copy, taken[name])
-                                     for name in state.reference}  # fmt: skip
-    return state._replace(params=taken, ema=ema, reference=reference)
+    return state.begun_with(state.params | params)
 
 
 def _begin_published(source: str, state: TrainState, report: Callable[[str], None]) -> TrainState:

@@ -28,7 +28,7 @@ from dlm_jax.model.transformer import build
 from dlm_jax.rl import Rollouts, objective_of, reward_line
 from dlm_jax.training.optimisers import learning_rates, make_grouped_optimizer
 from dlm_jax.training.stages import Stage, StageLoss, stage_at
-from dlm_jax.training.train_step import TrainState, abstract_state, init_state
+from dlm_jax.training.train_step import TrainState, abstract_state, init_state, keeping
 from dlm_jax.types import Network, Params
 
 MakeNetwork = Callable[[ModelConfig], Network]
@@ -102,11 +102,14 @@ class Task:
     def optimizer(self, stage: Stage) -> optax.GradientTransformation:
         """The optimiser of a stage; its state is that of every other stage."""
         config = self.setup.config
-        return make_grouped_optimizer(
+        made = make_grouped_optimizer(
             config.optim, config.heads, self.heads, stage,
             num_steps=config.train.steps * self.updates, own=self.own_optimizer,
             schedule=self.schedule,
         )  # fmt: skip
+        if self.rollouts is None or not config.rl.kl:
+            return made
+        return keeping(made, lambda params: self.loss(stage).split(params)[0])
 
     def learning_rates(self, stage: Stage, step: int) -> dict[str, float]:
         """Those of a step, from 0, for its metrics."""
@@ -117,16 +120,10 @@ class Task:
         )  # fmt: skip
 
     def abstract_state(self) -> TrainState:
-        return abstract_state(*self._state_of(), self._reference)
+        return abstract_state(*self._state_of())
 
     def fresh_state(self, key: jax.Array) -> TrainState:
-        return init_state(*self._state_of(), key, self._reference)
-
-    def _reference(self, params: Params) -> Params | None:
-        """The parameters that train, where a loss asks how far they have come."""
-        if self.rollouts is None or not self.setup.config.rl.kl:
-            return None
-        return self.loss(self.stage(0)).split(params)[0]
+        return init_state(*self._state_of(), key)
 
     def _state_of(self) -> tuple[Network, optax.GradientTransformation, Mesh, bool]:
         has_ema = self.setup.config.optim.ema_decay > 0

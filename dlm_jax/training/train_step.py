@@ -26,20 +26,54 @@ class TrainState(NamedTuple):
     """What training carries from step to step, and all that a checkpoint must hold of it.
 
     ``step`` is an int32 scalar: the number of steps taken, and the index of the next batch.
-    ``ema`` is the moving average of the parameters, or None where none is kept. ``reference`` are
-    the parameters that train, as they were at the begin, or None where no loss asks for them.
+    ``ema`` is the moving average of the parameters, or None where none is kept.
     """
 
     params: Params
     opt_state: Any
     step: jax.Array
     ema: Params | None = None
-    reference: Params | None = None
 
     @property
     def best_params(self) -> Params:
         """What is evaluated and sampled: the average if there is one."""
         return self.params if self.ema is None else self.ema
+
+    @property
+    def reference(self) -> Params | None:
+        """The parameters that train, as they were at the begin, where a loss asks for them."""
+        return self.opt_state.reference if isinstance(self.opt_state, Kept) else None
+
+    def begun_with(self, params: Params) -> TrainState:
+        """The fresh state with other parameters, averages and reference included."""
+        ema = None if self.ema is None else jax.tree.map(jnp.copy, params)
+        opt_state = self.opt_state
+        if isinstance(opt_state, Kept):
+            own = {name: jax.tree.map(jnp.copy, params[name]) for name in opt_state.reference}
+            opt_state = opt_state._replace(reference=own)
+        return self._replace(params=params, opt_state=opt_state, ema=ema)
+
+
+class Kept(NamedTuple):
+    """The state of an optimiser beside what its parameters were at first."""
+
+    inner: Any
+    reference: Params
+
+
+def keeping(
+    optimizer: optax.GradientTransformation, select: Callable[[Params], Params]
+) -> optax.GradientTransformation:
+    """`optimizer`, whose state also holds a copy of selected parameters as they began."""
+
+    def init(params: Params) -> Kept:
+        return Kept(optimizer.init(params), jax.tree.map(jnp.copy, select(params)))
+
+    def update(updates: Any, state: Kept, params: Any = None) -> tuple[Any, Kept]:
+        updates, inner = optimizer.update(updates, state.inner, params)
+        return updates, state._replace(inner=inner)
+
+    return optax.GradientTransformation(init, update)
 
 
 Metrics = dict[str, jax.Array]
@@ -53,19 +87,11 @@ finite, for the loss was taken before the update.
 """
 
 
-Refer = Callable[[Params], Params | None]
-"""``(params) -> reference``, some of the parameters, or None."""
-
-
 def abstract_state(
-    network: Network,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-    has_ema: bool = False,
-    refer: Refer = lambda params: None,
+    network: Network, optimizer: optax.GradientTransformation, mesh: Mesh, has_ema: bool = False
 ) -> TrainState:
     """Shapes, dtypes and shardings of the training state; nothing is allocated."""
-    shapes = jax.eval_shape(lambda: _new_state(network, optimizer, key_of(0), has_ema, refer))
+    shapes = jax.eval_shape(lambda: _new_state(network, optimizer, key_of(0), has_ema))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
@@ -74,16 +100,11 @@ def abstract_state(
 
 
 def _new_state(
-    network: Network,
-    optimizer: optax.GradientTransformation,
-    key: jax.Array,
-    has_ema: bool,
-    refer: Refer,
+    network: Network, optimizer: optax.GradientTransformation, key: jax.Array, has_ema: bool
 ) -> TrainState:
     params = network.init(key)
     ema = jax.tree.map(jnp.copy, params) if has_ema else None
-    reference = jax.tree.map(jnp.copy, refer(params))
-    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), ema, reference)
+    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), ema)
 
 
 def init_state(
@@ -92,14 +113,11 @@ def init_state(
     mesh: Mesh,
     has_ema: bool,
     key: jax.Array,
-    refer: Refer = lambda params: None,
 ) -> TrainState:
     """A fresh training state, created where it lives: no device ever holds all of it."""
-    abstract = abstract_state(network, optimizer, mesh, has_ema, refer)
+    abstract = abstract_state(network, optimizer, mesh, has_ema)
     target = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    make = jax.jit(
-        lambda key: _new_state(network, optimizer, key, has_ema, refer), out_shardings=target
-    )
+    make = jax.jit(lambda key: _new_state(network, optimizer, key, has_ema), out_shardings=target)
     return make(key)
 
 
@@ -173,9 +191,7 @@ def make_train_step(
         metrics |= {f"grad_norm_{name}": optax.tree.norm(grads[name]) for name in sorted(trained)}
         metrics |= step_loss.metrics(means, state.step)
         ema = _averaged(state, params, ema_decay)
-        return state._replace(
-            params=params, opt_state=opt_state, step=state.step + 1, ema=ema
-        ), metrics
+        return TrainState(params, opt_state, state.step + 1, ema), metrics
 
     state_sharding = shardings(state, mesh)
     rows, everywhere = batch_sharding(mesh, batch_size), NamedSharding(mesh, P())

@@ -111,6 +111,26 @@ def test_a_model_learns_what_is_rewarded(folder):
     assert np.mean(rewards[-3:]) > 0.6
 
 
+@pytest.mark.slow
+def test_adapters_alone_learn_and_are_the_reference(folder):
+    base = {"rl__reward": "", "train__steps": 1, "model__width": 16}
+    _train(folder / "base", **base)
+    outcome = _train(
+        folder / "lora", rl__kl=0.1, model__lora_rank=2, train__init_from=folder / "base",
+        train__steps=3,
+    )  # fmt: skip
+    start = _train(folder / "base", **base).params
+    for name, tree in start.items():
+        tiny_run.assert_same(outcome.state.params[name], tree)
+    assert set(outcome.state.reference) == {"adapters"}
+    moved = jax.tree.map(
+        lambda a, b: float(np.abs(a - b).max()),
+        outcome.state.params["adapters"], outcome.state.reference["adapters"],
+    )  # fmt: skip
+    assert max(jax.tree.leaves(moved)) > 1e-3
+    assert [line["kl"] > 0 for line in _lines(folder / "lora")] == [False, True, True]
+
+
 def test_samples_that_are_left_out_are_reported_and_counted(folder):
     said: list[str] = []
     name = f"{__name__}:fails_sometimes"
