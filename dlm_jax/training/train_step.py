@@ -156,16 +156,7 @@ def make_train_step(
         with devices.used(mesh):
             if updates == 1:
                 return update(state, state.params, batch, key)
-            return several(state, batch, key)
-
-    def several(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
-        def once(now: TrainState, number: jax.Array) -> tuple[TrainState, Metrics]:
-            own = jax.random.fold_in(key, number)
-            new, metrics = update(now, state.params, batch, own)
-            return new._replace(step=state.step), metrics
-
-        last, metrics = jax.lax.scan(once, state, jnp.arange(updates))
-        return last._replace(step=state.step + 1), jax.tree.map(jnp.mean, metrics)
+            return _several(update, updates, state, batch, key)
 
     def update(
         state: TrainState, before: Params, batch: Batch, key: jax.Array
@@ -204,6 +195,23 @@ def make_train_step(
         out_shardings=(state_sharding, everywhere),
         compiler_options=compiler_options,
     )
+
+
+def _several(
+    update: Callable[..., tuple[TrainState, Metrics]],
+    updates: int,
+    state: TrainState,
+    batch: Batch,
+    key: jax.Array,
+) -> tuple[TrainState, Metrics]:
+    """One step of several updates with the same batch; the metrics are their means."""
+
+    def once(now: TrainState, number: jax.Array) -> tuple[TrainState, Metrics]:
+        new, metrics = update(now, state.params, batch, jax.random.fold_in(key, number))
+        return new._replace(step=state.step), metrics
+
+    last, metrics = jax.lax.scan(once, state, jnp.arange(updates))
+    return last._replace(step=state.step + 1), jax.tree.map(jnp.mean, metrics)
 
 
 def _add_up(compute: Callable[..., Any], params: Params, whole: Any, num_parts: int) -> Any:
