@@ -13,9 +13,9 @@ import numpy as np
 
 from dlm_jax.diffusion.likelihood import half_width, plus_minus
 from dlm_jax.heads import Setup
-from dlm_jax.inference.generate import Texts, all_requests, generate
+from dlm_jax.inference.engine import Engine
+from dlm_jax.inference.generate import Texts, all_requests, texts_of
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.results import canvas_size
 from dlm_jax.rl.policy import Rollout, advantages
 from dlm_jax.sampling.replay import Trace
 from dlm_jax.settings import SettingError
@@ -222,13 +222,23 @@ class Rollouts:
         number = len(prompts) * group
         drawn = np.random.SeedSequence([train.seed, step + 1]).generate_state(1, np.uint64)[0]
         seed = int(drawn % np.uint64(2**32 - number))
+        model = self._model(params)
         try:
-            return generate(
-                self._model(params), prompts, num_samples=group, seed=seed, trace=trace,
-                batch_size=train.batch_size,
-            )  # fmt: skip
+            requests = all_requests(model, prompts, group, {"seed": seed, "trace": trace})
+            # One program for all steps, whose canvas holds a row of the corpus and no more.
+            with Engine(
+                model,
+                sizes=[train.batch_size],
+                canvases=[self._setup.config.data.seq_len],
+                max_waiting=None,
+            ) as engine:
+                made = dict(engine.results(requests))
         except ValueError as error:
             raise RewardError(f"samples of step {step + 1} cannot be made: {error}") from None
+        for row in made.values():
+            if row.error is not None:
+                raise row.error
+        return texts_of(model, made)
 
     def _texts(
         self, made: Texts, rows: Mapping[str, np.ndarray], group: int
@@ -277,7 +287,7 @@ class Rollouts:
         So one program replays all of them, and resuming changes nothing.
         """
         config, pad_id = self._setup.config, self._setup.tokenizer.pad_id
-        num_positions, num_steps = canvas_size(config.data.seq_len), config.sample.steps
+        num_positions, num_steps = config.data.seq_len, config.sample.steps
         fills = {"tokens": -1, "canvas": pad_id, "is_frozen": True}
         by_step = (
             "canvas", "tokens", "is_written", "logprobs", "entropy", "confidence", "level"
