@@ -170,7 +170,7 @@ def test_a_schedule_is_a_factor_on_the_peaks_in_place_of_warm_up_and_cosine(name
     _close(_updates(make_optimizer(config, num_steps=3, schedule=factor)), plain)
     rates = [
         learning_rates(configs.Config(optim=config, train=configs.TrainConfig(steps=3)), (),
-                       Stage((MAIN,)), 2, schedule=schedule)
+                       Stage((MAIN,)), 2, num_steps=3, schedule=schedule)
         for schedule in (None, factor)
     ]  # fmt: skip
     assert rates[0] == pytest.approx(rates[1])
