@@ -102,7 +102,7 @@ def policy_objective(estimator: Estimator, settings: RLConfig) -> NetworkObjecti
     the distance to the reference in nats per action, where ``rl.kl`` is not 0.
     """
 
-    def draw(rollout: Rollout, key: jax.Array) -> dict[str, Any]:
+    def draw(rollout: Any, key: jax.Array) -> dict[str, Any]:
         is_used_B = jnp.any(rollout.is_action_BL(), axis=1)
         rows = jnp.sum(is_used_B).astype(jnp.float32)
         return {"rollout": rollout, "views": estimator.draw(rollout, key), "rows": rows}

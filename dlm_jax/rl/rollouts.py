@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -40,12 +40,12 @@ def reward_function(name: str) -> Reward:
     if not colon or not module or not function:
         raise SettingError("rl.reward", name, "is not module:function", remedy)
     try:
-        found = getattr(importlib.import_module(module), function, None)
+        found: Any = getattr(importlib.import_module(module), function, None)
     except Exception as error:  # whatever a module may raise
         raise SettingError("rl.reward", name, f"cannot be imported ({error})", remedy) from None
     if not callable(found):
         raise SettingError("rl.reward", name, f"is no function of {module}", remedy)
-    return found
+    return cast(Reward, found)
 
 
 class Judge:
@@ -277,9 +277,9 @@ class Rollouts:
         trace = None if made.trace is None else self._fixed(made.trace)
         columns: list[Any] = [
             tokens_BL.astype(np.int32), length_B.astype(np.int32), given_B,
-            step_BL.astype(np.int32), advantage_B,
+            step_BL.astype(np.int32), advantage_B, trace,
         ]  # fmt: skip
-        return Rollout(*columns, trace)
+        return Rollout(*columns)
 
     def _fixed(self, trace: Trace) -> Trace:
         """The trace with as many steps, positions and writings as any of the run has.

@@ -69,7 +69,7 @@ def keeping(
     def init(params: Params) -> Kept:
         return Kept(optimizer.init(params), jax.tree.map(jnp.copy, select(params)))
 
-    def update(updates: Any, state: Kept, params: Any = None) -> tuple[Any, Kept]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates, inner = optimizer.update(updates, state.inner, params)
         return updates, state._replace(inner=inner)
 
