@@ -28,6 +28,8 @@ from dlm_jax.inference.generate import generate
 from dlm_jax.inference.model import Model, untrained_heads
 from dlm_jax.model.kernels import cpu
 from dlm_jax.randomness import check_settings
+from dlm_jax.rl import RewardError
+from dlm_jax.settings import SettingError
 from dlm_jax.training import Outcome, Run, describe, prepare, run_loop, say
 from dlm_jax.training.checks import check_model_fits, check_parts
 from dlm_jax.training.metrics import PICTURE
@@ -43,6 +45,11 @@ def dry_run(config: Config, topology: str) -> Plan:
     With ``model.vocab_size``, the corpus is not read.
     """
     check_settings()
+    if config.rl.reward:
+        raise SettingError(
+            "rl.reward", config.rl.reward, "is not planned with --dry-run, which knows no samples",
+            "leave one out",
+        )  # fmt: skip
     devices = topology_devices(topology) if topology else None
     tokenizer = None
     if config.model.vocab_size == 0:
@@ -102,7 +109,7 @@ def _train(config: Config, profile: tuple[int, int] | None) -> int:
         describe(run)
         try:
             outcome = run_loop(run, show_sample=show_sample, profile=profile)
-        except DamagedShard as error:
+        except (DamagedShard, RewardError) as error:
             say_error(error)
             return End.REFUSED
     return finish(outcome)

@@ -15,6 +15,7 @@ from dlm_jax.config.reading import (
     to_toml,
 )
 from dlm_jax.config.schema import (
+    POLICY_LOSSES,
     TRACKERS,
     Config,
     DataConfig,
@@ -23,6 +24,7 @@ from dlm_jax.config.schema import (
     ModelConfig,
     ObjectiveConfig,
     OptimConfig,
+    RLConfig,
     RowSettings,
     SampleConfig,
     TrainConfig,
@@ -35,8 +37,9 @@ from dlm_jax.config.schema import (
 
 __all__ = [
     "Config", "DataConfig", "HeadsConfig", "MOVED", "MeshConfig", "ModelConfig",
-    "ObjectiveConfig", "OptimConfig", "RowSettings", "SampleConfig", "TRACKERS", "TrainConfig",
-    "Trait", "add_flags", "add_sample_flags", "declared", "differing", "from_dict", "keys",
-    "load", "override", "parse_flags", "resolve", "sample_settings", "sections", "shipped",
+    "ObjectiveConfig", "OptimConfig", "POLICY_LOSSES", "RLConfig", "RowSettings", "SampleConfig",
+    "TRACKERS", "TrainConfig", "Trait", "add_flags", "add_sample_flags", "declared",
+    "differing", "from_dict", "keys", "load", "override", "parse_flags", "resolve",
+    "sample_settings", "sections", "shipped",
     "to_dict", "to_toml",
 ]  # fmt: skip

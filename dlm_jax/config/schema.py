@@ -182,8 +182,9 @@ class DataConfig(Section):
     source: tuple[str, ...] = setting(
         ("python-reference",),
         "UTF-8 or JSONL files or globs, or python-reference (the language reference inside "
-        "CPython), python-source (its standard library) or tinyshakespeare; or sharded corpora, "
-        "directories or URLs (gs://, s3://)",
+        "CPython), python-source (its standard library), tinyshakespeare or task:NAME "
+        "(arithmetic, brackets, sudoku, sorting, letters); or sharded corpora, directories or URLs "
+        "(gs://, s3://)",
         Trait.FREE | Trait.ONCE_SAVED | Trait.LOCAL,
         hint=tuple[str, ...],
         parse=tuple,
@@ -225,6 +226,56 @@ class DataConfig(Section):
             len(self.source) > 0, "data.source", UNSET, "is empty",
             "name a file, a glob or python-reference",
         )  # fmt: skip
+
+
+POLICY_LOSSES = ("diffu_grpo", "coupled_grpo", "elbo", "trace")
+
+
+@section("rl")
+@dataclasses.dataclass(frozen=True)
+class RLConfig(Section):
+    """Policy optimisation: samples of the model are rewarded, and it learns from the rewards."""
+
+    reward: str = setting(
+        "",
+        "MODULE:FUNCTION, (prompts, answers) -> rewards, such as dlm_jax.tasks:arithmetic: the "
+        "model trains on its own samples; empty: on the text",
+    )
+    loss: str = setting(
+        "diffu_grpo", "how log-probabilities of samples are estimated (docs/reinforcement.md)",
+        choices=POLICY_LOSSES,
+    )  # fmt: skip
+    group: int = setting(
+        8, "samples of each prompt, at least 2; train.batch_size counts samples", low=2, high=2**16,
+        remedy="use 8, for a group of one has nothing to be compared with",
+    )  # fmt: skip
+    advantage: str = setting(
+        "grpo",
+        "rewards within a group: grpo (less the mean, over the standard deviation), grpo_mean "
+        "(less the mean) or rloo (less the mean of the others)",
+        choices=("grpo", "grpo_mean", "rloo"),
+    )
+    clip: float = setting(0.2, "ratios count up to this far from 1", low=ABOVE_ZERO, high=1)
+    updates: int = setting(1, "updates with each batch of samples", low=1, high=2**16)
+    kl: float = setting(
+        0.0, "weight of the divergence from the model at the begin, >= 0; 0 keeps no copy of it",
+        low=0,
+    )  # fmt: skip
+    kl_estimator: str = setting(
+        "k3", "estimator of the divergence (Schulman 2020): k2 or k3", choices=("k2", "k3")
+    )
+    masks: int = setting(
+        1, "masks of a sample: pairs of coupled_grpo, or draws of elbo", low=1, high=2**10
+    )
+    prompt_mask: float = setting(
+        0.15, "diffu_grpo: chance of a prompt's token to be hidden", low=0, high=1
+    )
+    bad_reward: str = setting(
+        "stop",
+        "a reward that is not finite, or that fails: ends the run (stop), or the sample is "
+        "reported and left out (leave_out)",
+        choices=("stop", "leave_out"),
+    )
 
 
 class RowSettings(Section):
@@ -633,6 +684,7 @@ class Config:
     objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     heads: HeadsConfig = dataclasses.field(default_factory=HeadsConfig)
+    rl: RLConfig = dataclasses.field(default_factory=RLConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
@@ -641,6 +693,8 @@ class Config:
         self._check_run()
         self._check_begin()
         self._check_attention()
+        if self.rl.reward:
+            self._check_policy()
 
     def _check_run(self) -> None:
         warmup, steps = self.optim.warmup_steps, self.train.steps
@@ -659,6 +713,30 @@ class Config:
             share in (0, 1) or 1 <= round(share * rows) < rows, "objective.denoising_share", share,
             f"of train.batch_size={rows} rows leaves an objective without rows",
             "raise train.batch_size", "train.batch_size",
+        )  # fmt: skip
+
+    def _check_policy(self) -> None:
+        rows, group, model = self.train.batch_size, self.rl.group, self.model
+        require(
+            rows % group == 0, "rl.group", group, f"does not divide train.batch_size={rows}",
+            f"use a divisor, or a batch of {group * max(1, rows // group)}", "train.batch_size",
+        )  # fmt: skip
+        for name, value in (
+            ("mode", "language_model"), ("attention_type", "bidirectional"),
+            ("add_sampler_head", False), ("add_critic_head", False),
+        ):  # fmt: skip
+            require(
+                getattr(model, name) == value, f"model.{name}", getattr(model, name),
+                "does not go with rl.reward", f"use {value!r}, or leave rl.reward out", "rl.reward",
+            )  # fmt: skip
+        require(
+            self.heads.train_main, "heads.train_main", False, "leaves rl.reward nothing to train",
+            "use true", "rl.reward",
+        )  # fmt: skip
+        require(
+            not (self.sample.edits or self.sample.renoises), "rl.reward", self.rl.reward,
+            "needs samples whose tokens stay where they are",
+            "take edits and re-noise out of [sample]", "sample.edit",
         )  # fmt: skip
 
     def _check_begin(self) -> None:

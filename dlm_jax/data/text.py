@@ -10,6 +10,7 @@ dropped if at least half of it occurs in longer topics.
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import hashlib
 import http.client
@@ -27,6 +28,7 @@ from typing import Any
 from dlm_jax.data.rows import default_cache_dir
 from dlm_jax.data.tokenizers import utf8
 from dlm_jax.store.files import replacing
+from dlm_jax.tasks import TASKS
 
 
 @dataclass(frozen=True)
@@ -174,10 +176,11 @@ def read_documents(source: Source) -> tuple[Document, ...]:
 
     Args:
       source: `BUILTIN_CORPUS`, `PYTHON_SOURCE` (a document per file of the standard library, tests
-        left out), `tinyshakespeare.NAME` (downloaded if need be), a path or a glob (`**` spans
-        folders), or several of these. An existing path is never a glob. A file is one document; a
-        ``.jsonl`` file has a document per line (see `read_jsonl`). A byte-order mark is removed;
-        everything else, including line endings, is kept.
+        left out), `tinyshakespeare.NAME` (downloaded if need be), ``task:NAME`` (prompts and answers
+        of `dlm_jax.tasks`), a path or a glob (`**` spans folders), or several of these. An existing
+        path is never a glob. A file is one document; a ``.jsonl`` file has a document per line (see
+        `read_jsonl`). A byte-order mark is removed; everything else, including line endings, is
+        kept.
     """
     patterns = names_of(source)
     if not patterns:
@@ -331,9 +334,19 @@ def _python_source() -> list[Document]:
     return [Document(f"{PYTHON_SOURCE}:{path.as_posix()}", text) for path, text in texts if text]
 
 
+def _task_documents(name: str) -> list[Document]:
+    """Examples of a task, each a prompt and its answer."""
+    task = TASKS[name]
+    return [
+        Document(f"task:{name} example {number}", answer, prompt)
+        for number, (prompt, answer) in enumerate(task.examples(task.size))
+    ]
+
+
 NAMED: dict[str, Callable[[], list[Document]]] = {
     BUILTIN_CORPUS: _builtin_documents,
     PYTHON_SOURCE: _python_source,
     SHAKESPEARE: lambda: [Document(SHAKESPEARE, read_shakespeare())],
+    **{f"task:{name}": functools.partial(_task_documents, name) for name in TASKS},
 }
 """Corpora by name, which do not depend on the working directory."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -18,10 +18,14 @@ _MAX_ACCELERATOR_LOGITS = 2**26
 
 
 class Loss(NamedTuple):
-    """A loss as two float32 scalars; ``sum / weight`` is its value in nats per token."""
+    """A loss as two float32 scalars; ``sum / weight`` is its value in nats per token.
+
+    ``figures`` are further (sum, weight) by name, for the metrics alone.
+    """
 
     sum: jax.Array
     weight: jax.Array
+    figures: Mapping[str, tuple[jax.Array, jax.Array]] = {}
 
 
 def hidden_of(

@@ -503,10 +503,14 @@ class NetworkObjective:
         before it is cut into microbatches: every leaf is ``[B, ...]`` or, like the total that a
         loss is divided by, a scalar. Rows of other objectives have length 0.
       loss: ``(network, params, noise) -> Loss``, differentiated for all parameters that train.
+      anchor: ``(network, params, reference, noise) -> noise``, for the whole batch, with what is
+        computed once at the parameters before the updates of a step and at the reference; None:
+        the noise is as it is drawn.
     """
 
     draw: Callable[[Batch, jax.Array], Any]
     loss: Callable[[Network, Params, Any], Loss]
+    anchor: Callable[[Network, Params, Params, Any], Any] | None = None
 
 
 class MixedExample(NamedTuple):

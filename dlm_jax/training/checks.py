@@ -192,7 +192,7 @@ def growth(config: Config, saved: dict[str, Any], step: int) -> str:
       step: of that checkpoint.
     """
     before, after = saved["config"]["train"]["steps"], config.train.steps
-    if before == after:
+    if before == after or saved["own"].keys() & {"optimizer", "schedule"}:
         return ""
     old, new = (
         np.asarray(learning_rate(config.optim.learning_rate, config.optim, num_steps=n)(step))

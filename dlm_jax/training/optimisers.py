@@ -196,15 +196,28 @@ def _over_paths(params: Any, value: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: value(path_name(path)), params)
 
 
-def make_optimizer(config: OptimConfig, *, num_steps: int) -> optax.GradientTransformation:
+def rate_of(
+    peak: float, config: OptimConfig, *, num_steps: int, schedule: optax.Schedule | None
+) -> optax.Schedule:
+    """`learning_rate`, or `peak` times one's own schedule."""
+    if schedule is None:
+        return learning_rate(peak, config, num_steps=num_steps)
+    return lambda step: peak * schedule(step)
+
+
+def make_optimizer(
+    config: OptimConfig, *, num_steps: int, schedule: optax.Schedule | None = None
+) -> optax.GradientTransformation:
     """Gradient transformation of a run of `num_steps` steps.
 
     Gradients are scaled down to a global norm of ``clip``. ``muon`` (Jordan et al. 2024) updates
     the matrices of the blocks, those of each expert too, and Adam the rest, each with its own
     peak learning rate; ``adamw`` (Loshchilov and Hutter 2019) updates everything. Weight decay is
-    decoupled and applies to the matrices of the blocks alone.
+    decoupled and applies to the matrices of the blocks alone. `schedule` is the factor of a step
+    on the peaks, in place of the warm-up and cosine.
     """
-    rate = learning_rate(config.learning_rate, config, num_steps=num_steps)
+    at = functools.partial(rate_of, config=config, num_steps=num_steps, schedule=schedule)
+    rate = at(config.learning_rate)
 
     def decays(params: Any) -> Any:
         return _over_paths(params, is_matrix)
@@ -214,15 +227,14 @@ def make_optimizer(config: OptimConfig, *, num_steps: int) -> optax.GradientTran
             rate, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=decays
         )
     else:
-        update = _muon(config, rate, num_steps=num_steps)
+        update = _muon(config, rate, at(config.adam_learning_rate))
     return optax.chain(optax.clip_by_global_norm(config.clip), update)
 
 
 def _muon(
-    config: OptimConfig, rate: optax.Schedule, *, num_steps: int
+    config: OptimConfig, rate: optax.Schedule, adam_rate: optax.Schedule
 ) -> optax.GradientTransformation:
     """As ``optax.contrib.muon``, with the matrices dealt out over the devices."""
-    adam_rate = learning_rate(config.adam_learning_rate, config, num_steps=num_steps)
     matrices = optax.chain(
         orthogonalized_momentum(beta=config.muon_momentum),
         # In the place of optax's scale by shape, so that the state is optax's own.
@@ -244,25 +256,29 @@ def make_grouped_optimizer(
     stage: Stage,
     *,
     num_steps: int,
+    own: optax.GradientTransformation | None = None,
+    schedule: optax.Schedule | None = None,
 ) -> optax.GradientTransformation:
     """Gradient transformation of a stage of a run: a group for the model, and one for each head.
 
-    `make_optimizer` for the model itself and the heads that join it, which is all where there is no
-    other head; for each of those its own, by default gradients scaled down to a norm of
-    ``heads.clip`` and AdamW, under a warm-up and cosine that begin where the head begins to train.
-    With ``heads.train_main = false`` the model itself has no state, with adapters these alone
-    have. The state is the same in every stage; groups that do not train keep theirs, and their
-    parameters, as they are.
+    `make_optimizer`, or one's own with its updates times the schedule, for the model itself and the
+    heads that join it, which is all where there is no other head; for each of those its own, by
+    default gradients scaled down to a norm of ``heads.clip`` and AdamW, under a warm-up and cosine
+    that begin where the head begins to train. With ``heads.train_main = false`` the model itself
+    has no state, with adapters these alone have. The state is the same in every stage; groups that
+    do not train keep theirs, and their parameters, as they are.
     """
-    main = make_optimizer(optim, num_steps=num_steps)
-    own = [head for head in heads if head.group != MAIN]
-    if not own and not stage.adapts:
+    main = own or make_optimizer(optim, num_steps=num_steps, schedule=schedule)
+    if own is not None and schedule is not None:
+        main = optax.chain(own, optax.scale_by_schedule(schedule))
+    apart = [head for head in heads if head.group != MAIN]
+    if not apart and not stage.adapts:
         return main
     # What is kept through the whole run has no state at all.
     kept = optax.set_to_zero()
     groups = {KEPT: kept} if stage.adapts else {}
     groups[MAIN] = main if settings.train_main else kept
-    for head in own:
+    for head in apart:
         left = max(1, num_steps - head.start)
         make = head.optimizer or functools.partial(_head_optimizer, optim, settings)
         groups[head.name] = make(left)
@@ -279,22 +295,29 @@ def make_grouped_optimizer(
 
 
 def learning_rates(
-    config: Config, heads: Sequence[Head], stage: Stage, step: int
+    config: Config,
+    heads: Sequence[Head],
+    stage: Stage,
+    step: int,
+    *,
+    num_steps: int,
+    is_own: bool = False,
+    schedule: optax.Schedule | None = None,
 ) -> dict[str, float]:
     """The learning rates of a step, from 0, for its metrics.
 
     ``learning_rate`` is that of the model itself, muon's matrices or all of adamw, and
     ``adam_learning_rate`` that of what muon leaves to Adam; a head of its
-    own group has ``sampler_learning_rate``, say, unless it has an optimiser of one's own.
+    own group has ``sampler_learning_rate``, say. A group with an optimiser of one's own has none.
     """
     rates: dict[str, float] = {}
-    num_steps = config.train.steps
-    if stage.trains(MAIN):
-        main = learning_rate(config.optim.learning_rate, config.optim, num_steps=num_steps)
-        rates["learning_rate"] = float(np.asarray(main(step)))
-        if config.optim.name == "muon":
-            adam = learning_rate(config.optim.adam_learning_rate, config.optim, num_steps=num_steps)
-            rates["adam_learning_rate"] = float(np.asarray(adam(step)))
+    optim = config.optim
+    peaks = {"learning_rate": optim.learning_rate}
+    if optim.name == "muon":
+        peaks["adam_learning_rate"] = optim.adam_learning_rate
+    for name, peak in peaks.items() if stage.trains(MAIN) and not is_own else ():
+        rate = rate_of(peak, optim, num_steps=num_steps, schedule=schedule)
+        rates[name] = float(np.asarray(rate(step)))
     for head in heads:
         if head.group != MAIN and stage.trains(head.group) and head.optimizer is None:
             rate = _head_rate(config.optim, config.heads, max(1, num_steps - head.start))

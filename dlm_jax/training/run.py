@@ -8,21 +8,32 @@ import math
 import os
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import dlm_jax.config as configs
+from dlm_jax import devices
 from dlm_jax.config import Config, MeshConfig, ModelConfig, Trait
 from dlm_jax.config.schema import INIT
-from dlm_jax.data import CharacterTokenizer, Corpus, Tokenizer, from_json, load_corpus
+from dlm_jax.data import (
+    CharacterTokenizer,
+    Corpus,
+    Tokenizer,
+    from_json,
+    load_corpus,
+    train_batches,
+)
 from dlm_jax.data.corpus import MakeTokenizer
+from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed.memory import require_room
 from dlm_jax.distributed.mesh import CHIPS, fsdp_for
 from dlm_jax.distributed.partitions import batch_sharding, make_mesh, path_name, share_of_batch
@@ -49,7 +60,14 @@ from dlm_jax.training.checks import (
 )
 from dlm_jax.training.metrics import METRICS, check_metrics, check_trackers, replace_text
 from dlm_jax.training.stages import Stage
-from dlm_jax.training.tasks import MakeHead, MakeNetwork, MakeObjective, Task, make_task
+from dlm_jax.training.tasks import (
+    MakeHead,
+    MakeNetwork,
+    MakeObjective,
+    MakeOptimizer,
+    Task,
+    make_task,
+)
 from dlm_jax.training.train_step import (
     TrainState,
     check_adds_up,
@@ -399,9 +417,7 @@ def _laid_out(where: str, own: Params, given: Params) -> Params:
 
 def _with_params(state: TrainState, params: Params) -> TrainState:
     """The fresh `state` with these parameters in place of its own, averages included."""
-    taken = state.params | params
-    ema = None if state.ema is None else jax.tree.map(jnp.copy, taken)
-    return state._replace(params=taken, ema=ema)
+    return state.begun_with(state.params | params)
 
 
 def _begin_published(source: str, state: TrainState, report: Callable[[str], None]) -> TrainState:
@@ -574,6 +590,8 @@ def prepare(
     network: Network | MakeNetwork | None = None,
     objective: MakeObjective | None = None,
     heads: Sequence[Head | MakeHead] = (),
+    optimizer: optax.GradientTransformation | MakeOptimizer | None = None,
+    schedule: optax.Schedule | None = None,
     report: Callable[[str], None],
 ) -> Run:
     """The run of `config`, continued where its directory holds checkpoints.
@@ -583,6 +601,8 @@ def prepare(
       network: instead of the Transformer of the config, see `dlm_jax.training.train`.
       objective: instead of the config's, see there.
       heads: additional heads, see `dlm_jax.training.train`.
+      optimizer: instead of the config's, see there.
+      schedule: instead of the warm-up and cosine, see there.
       report: called with one-line messages, such as that a damaged checkpoint was skipped.
 
     Raises:
@@ -590,19 +610,15 @@ def prepare(
         another run or something else.
     """
     asked, mesh = config, _checked_mesh(config)
-    config, corpus = load_resolved(config, report=report)
-    check_same_everywhere({"data.source": corpus.sha256})
-    if network is None:
-        check_model_fits(config, mesh)
-        mesh = make_mesh(mesh_config(config, list(mesh.devices.flat)))
-    setup = Setup(config, corpus.tokenizer, mesh)
-    task = make_task(setup, network, objective, heads)
+    setup, corpus = _setup_of(config, mesh, is_own=network is not None, report=report)
+    config = setup.config
+    task = make_task(setup, network, objective, heads, optimizer, schedule, report)
     meta = {
         "run": "",
         "config": configs.to_dict(config),
         "tokenizer": corpus.tokenizer.to_json(),
         "corpus": {"name": corpus.name, "sha256": corpus.sha256},
-        "own": _names_of(network, objective, heads),
+        "own": _names_of(network, objective, heads) | _optimiser_names(task, optimizer),
         "randomness": fingerprint(),
     }
     init_key, noise_key = jax.random.split(key_of(config.train.seed))
@@ -618,7 +634,9 @@ def prepare(
             state, saved = _continued(task, meta, checkpoints, report=report)
         else:
             state, saved = _begun(task, meta, init_key, report=report), {}
-        if config.train.accumulate > 1 and (objective is not None or heads):
+        if task.rollouts is not None:
+            task.rollouts.check(state.params)
+        elif config.train.accumulate > 1 and (objective is not None or heads):
             _check_adds_up(setup, task, state)
         best = Best(config, meta, is_new=not saved, check=lock.check)
         checkpoints.when_closed.callback(best.close)
@@ -634,6 +652,105 @@ def prepare(
             on_first_process(lambda: write_config(asked, out_dir))
         undo.pop_all()
     return Run(setup, corpus, task, meta, state, saved, step, noise_key, checkpoints, best)
+
+
+def _setup_of(
+    config: Config, mesh: Mesh, *, is_own: bool, report: Callable[[str], None]
+) -> tuple[Setup, Corpus]:
+    """What a run is made from, and its corpus; a network of one's own is not checked to fit."""
+    config, corpus = load_resolved(config, report=report)
+    check_same_everywhere({"data.source": corpus.sha256})
+    if not is_own:
+        check_model_fits(config, mesh)
+        mesh = make_mesh(mesh_config(config, list(mesh.devices.flat)))
+    return Setup(config, corpus.tokenizer, mesh), corpus
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What a config trains, as pure functions for a loop of one's own.
+
+    All heads train. Nothing is written.
+
+    Attributes:
+      setup: resolved config, tokenizer, mesh.
+      corpus: the text.
+      task: the losses.
+    """
+
+    setup: Setup
+    corpus: Corpus
+    task: Task
+
+    @property
+    def network(self) -> Network:
+        return self.task.network
+
+    def init(self, key: jax.Array) -> Params:
+        """Fresh parameters of the model and its heads."""
+        return self.network.init(key)
+
+    def loss(
+        self, params: Params, batch: Batch, key: jax.Array, step: jax.typing.ArrayLike = 0
+    ) -> jax.Array:
+        """What a training step minimises, a float32 scalar in nats per token.
+
+        Args:
+          params: as from `init`.
+          batch: rows, as from `batches`.
+          key: of all noise of the run, from ``jax.random.key``.
+          step: from 0; the noise depends on it, and the weights of losses that grow.
+        """
+        return self._parts(params, batch, key, step)[0](params)
+
+    def gradient(
+        self, params: Params, batch: Batch, key: jax.Array, step: jax.typing.ArrayLike = 0
+    ) -> tuple[jax.Array, Params]:
+        """`loss`, and its gradient for `params`; zero for parameters that never train."""
+        compute, trained = self._parts(params, batch, key, step)
+        loss, grads = jax.value_and_grad(compute)(trained)
+        zeros = {name: jax.tree.map(jnp.zeros_like, params[name]) for name in params}
+        return loss, zeros | grads
+
+    def batches(self, start_step: int = 0) -> Iterator[Batch]:
+        """The batches of the run from a step on, without end."""
+        train = self.setup.config.train
+        for rows in train_batches(
+            self.corpus.train_rows, seq_len=self.setup.config.data.seq_len,
+            batch_size=train.batch_size, seed=train.seed, start_step=start_step,
+        ):  # fmt: skip
+            yield Batch(*(jnp.asarray(rows[name]) for name in ("tokens", "length", "given")))
+
+    def _parts(
+        self, params: Params, batch: Batch, key: jax.Array, step: jax.typing.ArrayLike
+    ) -> tuple[Callable[[Params], jax.Array], Params]:
+        """(loss of the parameters that train, those)."""
+        stage = self.task.stage(self.setup.config.train.steps)
+        step_loss, step = self.task.loss(stage), jnp.asarray(step, jnp.int32)
+        trained, held = step_loss.split(params)
+
+        def compute(trained: Params) -> jax.Array:
+            with devices.used(self.setup.mesh):
+                drawn = step_loss.draw(batch, key, step)
+                return step_loss(held | trained, drawn, step)[0]
+
+        return compute, trained
+
+
+def problem(
+    config: Config | str | PathLike[str],
+    *,
+    network: Network | MakeNetwork | None = None,
+    objective: MakeObjective | None = None,
+    heads: Sequence[Head | MakeHead] = (),
+    report: Callable[[str], None] = lambda line: None,
+) -> Problem:
+    """What a config trains, for a loop of one's own; arguments and errors as of `train`."""
+    if not isinstance(config, Config):
+        config = configs.load(str(config))
+    mesh = _checked_mesh(config)
+    setup, corpus = _setup_of(config, mesh, is_own=network is not None, report=report)
+    return Problem(setup, corpus, make_task(setup, network, objective, heads))
 
 
 def _continued(
@@ -730,13 +847,32 @@ def _check_adds_up(setup: Setup, task: Task, state: TrainState) -> None:
     )  # fmt: skip
 
 
+def _name(made: Any) -> str:
+    return getattr(made, "name", None) or getattr(made, "__qualname__", type(made).__name__)
+
+
 def _names_of(network: Any, objective: Any, heads: Sequence[Any]) -> dict[str, Any]:
     """Names, for checkpoints, of what is not the config's."""
-
-    def name(made: Any) -> str:
-        return getattr(made, "name", None) or getattr(made, "__qualname__", type(made).__name__)
-
-    own = {"network": network and name(network), "objective": objective and name(objective)}
+    own = {"network": network and _name(network), "objective": objective and _name(objective)}
     return {part: found for part, found in own.items() if found} | (
-        {"heads": [name(head) for head in heads]} if heads else {}
+        {"heads": [_name(head) for head in heads]} if heads else {}
     )
+
+
+def _optimiser_names(task: Task, optimizer: Any) -> dict[str, str]:
+    """The same of the optimiser, with the kinds of state that it keeps, and of the schedule."""
+    names = {} if task.schedule is None else {"schedule": _name(task.schedule)}
+    if task.own_optimizer is None:
+        return names
+    is_made = isinstance(optimizer, optax.GradientTransformation)
+    found: list[str] = []
+
+    def note(part: Any) -> bool:
+        if hasattr(part, "_fields"):
+            found.append(type(part).__name__)
+        return False
+
+    jax.tree.leaves(task.abstract_state().opt_state, is_leaf=note)
+    kinds = ", ".join(dict.fromkeys(found)) or "no state"
+    name = _name(optimizer.update if is_made else optimizer)
+    return names | {"optimizer": f"{name} of {kinds}"}

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.diffusion.losses import Loss, hidden_of
-from dlm_jax.diffusion.objectives import Batch, MixedExample, Mixture
+from dlm_jax.diffusion.objectives import Batch, MixedExample, Mixture, NetworkObjective
 from dlm_jax.heads import MAIN, Head, HeadInputs, Stage
 from dlm_jax.model.lora import GROUP
 from dlm_jax.sampling.positions import returned
@@ -90,6 +90,15 @@ class StageLoss:
         }
         return Drawn(example, noise)
 
+    def anchored(self, drawn: Drawn, params: Params, reference: Params | None) -> Drawn:
+        """With what objectives compute at the parameters before a step, and at the reference."""
+        noise = drawn.example.noise
+        for name, objective in self.mixture.objectives.items():
+            if isinstance(objective, NetworkObjective) and objective.anchor is not None:
+                kept = params | (reference or {})
+                noise = noise | {name: objective.anchor(self.network, params, kept, noise[name])}
+        return drawn._replace(example=drawn.example._replace(noise=noise))
+
     def _noise_key(self, head: Head, key: jax.Array, step: jax.Array) -> jax.Array:
         if head.joins_main:
             # Behind the keys of the objectives, as one more of them.
@@ -115,6 +124,8 @@ class StageLoss:
             )
             means = {name: _mean(loss, name) for name, loss in found.items()}
             total = sum((self.mixture.shares[name] * means[name] for name in means), total)
+            for loss in found.values():
+                means |= {name: _mean(Loss(*figure)) for name, figure in loss.figures.items()}
         for head in self.trained_heads:
             mean = _mean(head.loss(self._inputs(head, params, drawn, hidden_BLD)), head.name)
             means[head.metric] = mean

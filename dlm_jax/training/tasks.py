@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -25,14 +25,16 @@ from dlm_jax.diffusion.objectives import (
 )
 from dlm_jax.heads import HEADS, Head, Setup, scorer, with_own_parameters
 from dlm_jax.model.transformer import build
-from dlm_jax.training.optimisers import make_grouped_optimizer
+from dlm_jax.rl import Rollouts, objective_of, reward_line
+from dlm_jax.training.optimisers import learning_rates, make_grouped_optimizer
 from dlm_jax.training.stages import Stage, StageLoss, stage_at
-from dlm_jax.training.train_step import TrainState, abstract_state, init_state
+from dlm_jax.training.train_step import TrainState, abstract_state, init_state, keeping
 from dlm_jax.types import Network, Params
 
 MakeNetwork = Callable[[ModelConfig], Network]
 MakeObjective = Callable[[Setup], Objective | NetworkObjective | Mixture]
 MakeHead = Callable[[Setup], Head | None]
+MakeOptimizer = Callable[[Setup], optax.GradientTransformation]
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,19 @@ class Task:
       mixture: objectives of the model itself.
       heads: in the order in which their losses are added up.
       measure: ``(params, batch, number_B, key)`` -> figures of held-out rows of these numbers, a
-        pytree of ``[B]``.
+        pytree of ``[B]``; not called where there are `rollouts`, as is the next.
       summarize: ``(measured, free_N) -> figures`` of N rows, given their free positions.
       line: ``(figures) -> text`` for the log.
       figure: the figure of an evaluation that is drawn beside the training loss.
+      is_gain: whether the best figure is the highest.
       unit: of that figure and of the loss.
       writes_text: whether samples can be shown.
       next_command: what to do with the trained model; ``{out_dir}`` is its directory.
+      own_optimizer: of the model itself, in place of that of ``[optim]``; None: that.
+      schedule: factor of a step, from 0, on the learning rates or the own optimiser's updates; None
+        is the warm-up and cosine, or 1.
+      rollouts: makes the samples that a step learns from, in place of rows of the corpus; None: it
+        learns from those.
     """
 
     setup: Setup
@@ -62,9 +70,24 @@ class Task:
     summarize: Callable[[Any, np.ndarray], dict[str, float]]
     line: Callable[[dict[str, float]], str]
     figure: str = "bound"
+    is_gain: bool = False
     unit: str = "nats per token"
     writes_text: bool = True
     next_command: str = "sample more with: python sample.py --checkpoint {out_dir}"
+    own_optimizer: optax.GradientTransformation | None = None
+    schedule: optax.Schedule | None = None
+    rollouts: Rollouts | None = None
+
+    @property
+    def updates(self) -> int:
+        """Of the parameters in a step."""
+        return 1 if self.rollouts is None else self.setup.config.rl.updates
+
+    @property
+    def rows(self) -> int:
+        """Of the corpus in a step: as many as the batch, or as it has prompts."""
+        config = self.setup.config
+        return config.train.batch_size // (1 if self.rollouts is None else config.rl.group)
 
     def stage(self, step: int) -> Stage:
         """What trains at a step, from 0."""
@@ -79,9 +102,22 @@ class Task:
     def optimizer(self, stage: Stage) -> optax.GradientTransformation:
         """The optimiser of a stage; its state is that of every other stage."""
         config = self.setup.config
-        return make_grouped_optimizer(
-            config.optim, config.heads, self.heads, stage, num_steps=config.train.steps
-        )
+        made = make_grouped_optimizer(
+            config.optim, config.heads, self.heads, stage,
+            num_steps=config.train.steps * self.updates, own=self.own_optimizer,
+            schedule=self.schedule,
+        )  # fmt: skip
+        if self.rollouts is None or not config.rl.kl:
+            return made
+        return keeping(made, lambda params: self.loss(stage).split(params)[0])
+
+    def learning_rates(self, stage: Stage, step: int) -> dict[str, float]:
+        """Those of a step, from 0, for its metrics."""
+        return learning_rates(
+            self.setup.config, self.heads, stage, step * self.updates,
+            num_steps=self.setup.config.train.steps * self.updates,
+            is_own=self.own_optimizer is not None, schedule=self.schedule,
+        )  # fmt: skip
 
     def abstract_state(self) -> TrainState:
         return abstract_state(*self._state_of())
@@ -99,13 +135,22 @@ def make_task(
     network: Network | MakeNetwork | None = None,
     objective: MakeObjective | None = None,
     heads: Sequence[Head | MakeHead] = (),
+    optimizer: optax.GradientTransformation | MakeOptimizer | None = None,
+    schedule: optax.Schedule | None = None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> Task:
     """What a run trains; for the arguments see `dlm_jax.training.train`."""
     if not isinstance(network, Network):
         network = (network or build)(setup.config.model)
     records = make_heads(setup, heads)
     network = with_own_parameters(network, records)
-    return TASKS[setup.config.model.mode](setup, network, objective, records)
+    if setup.config.rl.reward:
+        task = policy(setup, network, objective, records, report)
+    else:
+        task = TASKS[setup.config.model.mode](setup, network, objective, records)
+    if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
+        optimizer = optimizer(setup)
+    return replace(task, own_optimizer=optimizer, schedule=schedule)
 
 
 def language_model(
@@ -150,6 +195,39 @@ def sequence_scorer(
         next_command=(
             "judge texts with: python -m dlm_jax.evaluate --checkpoint {out_dir} --text FILE"
         ),
+    )
+
+
+def policy(
+    setup: Setup,
+    network: Network,
+    objective: MakeObjective | None,
+    heads: tuple[Head, ...],
+    report: Callable[[str], None],
+) -> Task:
+    """Trains on its own samples for the loss of ``[rl]``, or `objective`; evaluated by its reward.
+
+    Raises:
+      ValueError: there are heads, or a setting does not go with it.
+    """
+    if heads:
+        raise ValueError(f"rl.reward trains no heads, and {heads[0].name} is one; leave it out")
+    made = objective_of(setup) if objective is None else objective(setup)
+    if not isinstance(made, NetworkObjective):
+        raise ValueError("an own objective of rl.reward must be a NetworkObjective of rollouts")
+    needs_trace = setup.config.rl.loss == "trace"
+    return Task(
+        setup,
+        network,
+        Mixture({"policy": made}, {"policy": 1.0}),
+        heads,
+        measure=lambda *rows: None,
+        summarize=lambda measured, free_N: {},
+        line=reward_line,
+        figure="reward",
+        is_gain=True,
+        unit="reward, and nats per token",
+        rollouts=Rollouts(setup, network, needs_trace=needs_trace, report=report),
     )
 
 

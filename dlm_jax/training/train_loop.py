@@ -16,7 +16,9 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+import optax
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
 from tqdm import tqdm
 
 import dlm_jax.config as configs
@@ -26,15 +28,14 @@ from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed.memory import require_working_room
 from dlm_jax.distributed.mesh import CHIPS
 from dlm_jax.distributed.partitions import batch_sharding, share_of_batch
-from dlm_jax.heads import Head
+from dlm_jax.heads import Head, Stage
 from dlm_jax.progress import Progress
 from dlm_jax.randomness import key_of
 from dlm_jax.store import Checkpoints
 from dlm_jax.training.metrics import Journal
-from dlm_jax.training.optimisers import learning_rates
 from dlm_jax.training.plan import model_flops
 from dlm_jax.training.run import Run, prepare
-from dlm_jax.training.tasks import MakeHead, MakeNetwork, MakeObjective
+from dlm_jax.training.tasks import MakeHead, MakeNetwork, MakeObjective, MakeOptimizer
 from dlm_jax.training.train_step import (
     Metrics,
     TrainState,
@@ -48,6 +49,13 @@ _MAX_AHEAD = 2
 
 ShowSample = Callable[[Run, TrainState, int], None]
 """``(run, state, step)``: shows what the model writes by then."""
+
+Callback = Callable[[Run, TrainState, dict[str, Any]], None]
+"""``(run, state, record)``: is told of a record of the metrics.
+
+``record["kind"]`` is ``train`` or ``evaluation``, ``record["step"]`` the steps taken. The next step
+overwrites the arrays of the state, so that what is kept of them must be a copy.
+"""
 
 
 @dataclass(frozen=True)
@@ -87,13 +95,17 @@ def train(
     network: Network | MakeNetwork | None = None,
     objective: MakeObjective | None = None,
     heads: Sequence[Head | MakeHead] = (),
+    optimizer: optax.GradientTransformation | MakeOptimizer | None = None,
+    schedule: optax.Schedule | None = None,
+    callbacks: Sequence[Callback] = (),
     show_sample: ShowSample | None = None,
     report: Callable[[str], None] = say,
 ) -> Outcome:
     """Trains what `config` describes, to its last step; called again, it continues.
 
     The run lives in ``train.out_dir``: checkpoints, ``metrics.jsonl`` and ``loss.png``. Its own
-    network, objective and heads are named in the checkpoints, and must be given again to continue.
+    network, objective, heads, optimizer and schedule are named in the checkpoints, and must be
+    given again to continue.
 
     Args:
       config: a `Config`, or the path of a TOML file.
@@ -105,6 +117,14 @@ def train(
         which runs the network itself, or a `Mixture` of several.
       heads: your own beside those of the config: `Head` records, or functions of the `Setup` that
         make them.
+      optimizer: your own in place of that of ``[optim]``, clipping and schedule included: any
+        optax transformation, or a function of the `Setup` that makes one. Heads with an optimiser
+        group keep theirs; where there are such heads, it sees `optax.MaskedNode` in their place.
+        Labels of `optax.partition` are best a function of the parameters.
+      schedule: ``step -> factor``, steps counted from 0, on the learning rates of ``[optim]`` in
+        place of its warm-up and cosine; with an `optimizer`, on the updates of that.
+      callbacks: called with the run, the state and a record of the metrics every
+        ``train.log_every`` steps and after every evaluation, in a run of several processes by all.
       show_sample: called with the run, the state and the step every ``train.sample_every`` steps.
       report: called with one-line messages.
 
@@ -116,10 +136,13 @@ def train(
     """
     if not isinstance(config, Config):
         config = configs.load(str(config))
-    run = prepare(config, network=network, objective=objective, heads=heads, report=report)
+    run = prepare(
+        config, network=network, objective=objective, heads=heads, optimizer=optimizer,
+        schedule=schedule, report=report,
+    )  # fmt: skip
     with run.checkpoints:
         describe(run, report)
-        return run_loop(run, show_sample=show_sample)
+        return run_loop(run, show_sample=show_sample, callbacks=callbacks)
 
 
 def describe(run: Run, report: Callable[[str], None] = say) -> None:
@@ -162,7 +185,11 @@ def _shown(value: Any) -> str:
 
 
 def run_loop(
-    run: Run, *, show_sample: ShowSample | None = None, profile: tuple[int, int] | None = None
+    run: Run,
+    *,
+    show_sample: ShowSample | None = None,
+    profile: tuple[int, int] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Outcome:
     """Trains `run` to its last step, or until a signal or a non-finite figure stops it.
 
@@ -174,13 +201,15 @@ def run_loop(
       show_sample: called every ``train.sample_every`` steps, in a run of several processes by all
         of them.
       profile: the first and the last step, from 1, of a trace in ``profile/`` of the run.
+      callbacks: see `train`.
     """
     num_steps = run.config.train.steps
     if run.first_step >= num_steps:
         return Outcome("finished", run.first_step, run.saved.get("bound"), run.state, run)
     reason: Literal["finished", "interrupted", "non_finite"] = "finished"
     signal_number = 0
-    with stop_on_signals(run.checkpoints) as stop, contextlib.closing(_Loop(run, profile)) as loop:
+    made = _Loop(run, profile, callbacks)
+    with stop_on_signals(run.checkpoints) as stop, contextlib.closing(made) as loop:
         try:
             while loop.step < num_steps:
                 loop.take_step()
@@ -205,9 +234,16 @@ class _NonFiniteError(Exception):
 
 
 class _Loop:
-    def __init__(self, run: Run, profile: tuple[int, int] | None = None):
+    def __init__(
+        self,
+        run: Run,
+        profile: tuple[int, int] | None = None,
+        callbacks: Sequence[Callback] = (),
+    ):
         config = run.config
         self._run = run
+        self._callbacks = callbacks
+        self._stage = Stage(())
         self._train = config.train
         self.state = run.state
         self.step = run.first_step
@@ -220,11 +256,12 @@ class _Loop:
         self._eval_step = compile_eval_step(
             run.task.measure, run.state.params, mesh=run.mesh, batch_size=self._train.batch_size
         )
-        self._compile_train_step()
+        if run.task.rollouts is None:
+            self._compile_train_step(_abstract_batch(run, self._rows))
         self._batches = train_batches(
             run.corpus.train_rows,
             seq_len=config.data.seq_len,
-            batch_size=self._train.batch_size,
+            batch_size=run.task.rows,
             seed=self._train.seed,
             process_index=self._share,
             process_count=self._shares,
@@ -243,23 +280,18 @@ class _Loop:
         )  # fmt: skip
         self._since = time.perf_counter()
 
-    def _compile_train_step(self) -> None:
-        """Compiles the step of the stage that the next step belongs to."""
+    def _compile_train_step(self, batch: Any) -> None:
+        """Compiles the step of the stage that the next step belongs to, for batches like this."""
         run = self._run
         self._stage = run.task.stage(self.step)
         step = make_train_step(
             run.task.loss(self._stage), run.task.optimizer(self._stage), self.state, mesh=run.mesh,
             batch_size=self._train.batch_size, accumulate=self._train.accumulate,
-            ema_decay=run.config.optim.ema_decay,
+            ema_decay=run.config.optim.ema_decay, updates=run.task.updates,
         )  # fmt: skip
-        rows, seq_len = self._train.batch_size, run.config.data.seq_len
-        columns: list[Any] = [
-            jax.ShapeDtypeStruct(shape, np.int32, sharding=self._rows)
-            for shape in ((rows, seq_len), (rows,), (rows,))
-        ]
         start = time.perf_counter()
         # Ahead of time, so that neither the rate nor the time left counts the compiler.
-        self._train_step = step.lower(self.state, Batch(*columns), run.noise_key).compile()
+        self._train_step = step.lower(self.state, batch, run.noise_key).compile()
         require_working_room(self._train_step, run.mesh.devices.flat, "a training step",
                              "lower train.batch_size, or raise train.accumulate")  # fmt: skip
         what = f" of {self._stage}" if any(not one.joins_main for one in run.task.heads) else ""
@@ -273,21 +305,30 @@ class _Loop:
 
     def take_step(self) -> None:
         """Dispatches one step; waits only for one that lies too far back."""
-        if self._run.task.stage(self.step) != self._stage:
-            with self._off_the_clock():
-                self._compile_train_step()
         self._profile.before(self.step + 1)
         with self._meter.waiting_for("input"):
             local = next(self._batches)
-        batch = Batch(*(self._place(local[name]) for name in ("tokens", "length", "given")))
+        batch, figures = self._batch_of(local)
+        if self._run.task.stage(self.step) != self._stage:
+            with self._off_the_clock():
+                self._compile_train_step(batch)
         self.state, metrics = self._train_step(self.state, batch, self._run.noise_key)
         self.step += 1
-        self._ahead.append(metrics)
+        self._ahead.append(metrics | figures)
         if len(self._ahead) > _MAX_AHEAD:
             with self._meter.waiting_for("device"):
                 jax.block_until_ready(self._ahead[-1 - _MAX_AHEAD])
         self._bar.update()
         self._profile.after(self.step, self._settle, say)
+
+    def _batch_of(self, local: dict[str, np.ndarray]) -> tuple[Any, dict[str, Any]]:
+        """(what the next step learns from, figures of it): rows of the corpus, or samples."""
+        task = self._run.task
+        if task.rollouts is None:
+            columns = (self._place(local[name]) for name in ("tokens", "length", "given"))
+            return Batch(*columns), {}
+        rollout, figures = task.rollouts.make(self.state.params, self.step, local)
+        return jax.tree.map(lambda column: self._place(np.asarray(column)), rollout), figures
 
     def do_what_is_due(self, *, is_last: bool, show_sample: ShowSample | None) -> None:
 
@@ -314,10 +355,15 @@ class _Loop:
             for name in self._unlogged[0]
         }
         self._unlogged = []
-        rates = learning_rates(self._run.config, self._run.task.heads, self._stage, self.step - 1)
-        self._journal.write(kind="train", step=self.step, **means, **rates, **clock)
+        rates = self._run.task.learning_rates(self._stage, self.step - 1)
+        self._record("train", means | rates | clock)
         note = f"loss {means['loss']:.3f}, {clock['tokens_per_second']:,.0f} tokens/s"
         self._bar.update(0, note=note)
+
+    def _record(self, kind: str, figures: dict[str, Any]) -> None:
+        self._journal.write(kind=kind, step=self.step, **figures)
+        for callback in self._callbacks:
+            callback(self._run, self.state, {"kind": kind, "step": self.step} | figures)
 
     def _settle(self) -> None:
         """Waits for the steps under way; raises if one of them was not finite."""
@@ -340,11 +386,14 @@ class _Loop:
         task = self._run.task
         with self._off_the_clock():
             params, part = self.state.best_params, (self._share, self._shares)
-            figures = task.summarize(
-                *held_out(self._run, self._eval_step, params, part=part, place=self._place)
-            )
+            if task.rollouts is None:
+                figures = task.summarize(
+                    *held_out(self._run, self._eval_step, params, part=part, place=self._place)
+                )
+            else:
+                figures = task.rollouts.measured(params, _windows_of(self._run))
             self.bound = figures.get("bound")
-            self._journal.write(kind="evaluation", step=self.step, **figures)
+            self._record("evaluation", figures)
             self._journal.draw()
             is_best = self._keep_best(figures[task.figure])
         best = ", the best so far" if is_best else ""
@@ -355,6 +404,7 @@ class _Loop:
         # One save at a time: several processes must not meet in two of them at once.
         self._run.checkpoints.wait()
         meta = self._run.meta | {"step": self.step, "bound": self.bound}
+        figure = -figure if self._run.task.is_gain else figure
         return self._run.best.offer(self.step, figure, self.state.best_params, meta)
 
     def checkpoint(self) -> None:
@@ -381,6 +431,26 @@ class _Loop:
         self._idle += spent
 
 
+def _abstract_batch(run: Run, rows: NamedSharding) -> Batch:
+    size = run.config.train.batch_size
+    columns: list[Any] = [
+        jax.ShapeDtypeStruct(shape, np.int32, sharding=rows)
+        for shape in ((size, run.config.data.seq_len), (size,), (size,))
+    ]
+    return Batch(*columns)
+
+
+def _windows_of(run: Run) -> dict[str, np.ndarray]:
+    """The held-out rows of an evaluation, filled up to whole batches."""
+    return validation_windows(
+        run.corpus.val_rows,
+        seq_len=run.config.data.seq_len,
+        pad_id=run.corpus.tokenizer.pad_id,
+        max_windows=run.config.train.eval_windows,
+        multiple_of=run.config.train.batch_size,
+    )
+
+
 def held_out(
     run: Run,
     eval_step: Callable[..., Any],
@@ -399,13 +469,7 @@ def held_out(
       place: makes the global array of which this process has these rows.
     """
     batch_size, (share, shares) = run.config.train.batch_size, part
-    windows = validation_windows(
-        run.corpus.val_rows,
-        seq_len=run.config.data.seq_len,
-        pad_id=run.corpus.tokenizer.pad_id,
-        max_windows=run.config.train.eval_windows,
-        multiple_of=batch_size,
-    )
+    windows = _windows_of(run)
     mine = batch_size // shares
     parts = []
     for first in range(0, len(windows["length"]), batch_size):

@@ -39,6 +39,42 @@ class TrainState(NamedTuple):
         """What is evaluated and sampled: the average if there is one."""
         return self.params if self.ema is None else self.ema
 
+    @property
+    def reference(self) -> Params | None:
+        """The parameters that train, as they were at the begin, where a loss asks for them."""
+        return self.opt_state.reference if isinstance(self.opt_state, Kept) else None
+
+    def begun_with(self, params: Params) -> TrainState:
+        """The fresh state with other parameters, averages and reference included."""
+        ema = None if self.ema is None else jax.tree.map(jnp.copy, params)
+        opt_state = self.opt_state
+        if isinstance(opt_state, Kept):
+            own = {name: jax.tree.map(jnp.copy, params[name]) for name in opt_state.reference}
+            opt_state = opt_state._replace(reference=own)
+        return self._replace(params=params, opt_state=opt_state, ema=ema)
+
+
+class Kept(NamedTuple):
+    """The state of an optimiser beside what its parameters were at first."""
+
+    inner: Any
+    reference: Params
+
+
+def keeping(
+    optimizer: optax.GradientTransformation, select: Callable[[Params], Params]
+) -> optax.GradientTransformation:
+    """`optimizer`, whose state also holds a copy of selected parameters as they began."""
+
+    def init(params: Params) -> Kept:
+        return Kept(optimizer.init(params), jax.tree.map(jnp.copy, select(params)))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, inner = optimizer.update(updates, state.inner, params)
+        return updates, state._replace(inner=inner)
+
+    return optax.GradientTransformation(init, update)
+
 
 Metrics = dict[str, jax.Array]
 """Figures of one step by name, float32 scalars.
@@ -94,6 +130,7 @@ def make_train_step(
     batch_size: int,
     accumulate: int = 1,
     ema_decay: float = 0.0,
+    updates: int = 1,
 ) -> jax.stages.Wrapped:
     """Compiled ``(state, batch, key) -> (state, metrics)`` of a stage; `state` is donated.
 
@@ -112,14 +149,20 @@ def make_train_step(
       batch_size: rows of a batch over all devices.
       accumulate: parts that the batch is cut into; they run one after the other.
       ema_decay: of the average of the parameters, in [0, 1); 0 keeps none.
+      updates: of the parameters with one batch, each with noise of its own.
     """
 
     def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
         with devices.used(mesh):
-            return step(state, batch, key)
+            if updates == 1:
+                return update(state, state.params, batch, key)
+            return _several(update, updates, state, batch, key)
 
-    def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
+    def update(
+        state: TrainState, before: Params, batch: Batch, key: jax.Array
+    ) -> tuple[TrainState, Metrics]:
         whole = step_loss.draw(batch, key, state.step)
+        whole = step_loss.anchored(whole, before, state.reference)
         trained, held = step_loss.split(state.params)
 
         def part_loss(trained: Params, part: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -152,6 +195,23 @@ def make_train_step(
         out_shardings=(state_sharding, everywhere),
         compiler_options=compiler_options,
     )
+
+
+def _several(
+    update: Callable[..., tuple[TrainState, Metrics]],
+    updates: int,
+    state: TrainState,
+    batch: Batch,
+    key: jax.Array,
+) -> tuple[TrainState, Metrics]:
+    """One step of several updates with the same batch; the metrics are their means."""
+
+    def once(now: TrainState, number: jax.Array) -> tuple[TrainState, Metrics]:
+        new, metrics = update(now, state.params, batch, jax.random.fold_in(key, number))
+        return new._replace(step=state.step), metrics
+
+    last, metrics = jax.lax.scan(once, state, jnp.arange(updates))
+    return last._replace(step=state.step + 1), jax.tree.map(jnp.mean, metrics)
 
 
 def _add_up(compute: Callable[..., Any], params: Params, whole: Any, num_parts: int) -> Any:

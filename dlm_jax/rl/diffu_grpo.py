@@ -1,0 +1,40 @@
+"""One-step estimate with masked prompts: diffu-GRPO (d1, Zhao et al. 2025, section 3).
+
+The log-probability of the k-th token of an answer ``o`` to a prompt ``q`` is that of one forward
+of the canvas whose answer is all MASK, and whose prompt tokens show MASK each with probability
+``rl.prompt_mask`` (equation 3 and algorithm 1)::
+
+    log pi(o_k | q) ~ log p(o_k | q', MASK ... MASK),
+
+with other masks of the prompt at every update. Tokens count ``1 / |o|`` (equation 4). Tokens are
+taken as independent given the prompt, so the gradient is biased where they are not.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.config import RLConfig
+from dlm_jax.rl.policy import Estimator, Rollout, token_log_probs
+from dlm_jax.types import Network, Params
+
+
+def draw(rollout: Rollout, key: jax.Array, *, share: float, mask_id: int) -> jax.Array:
+    """The canvas ``[B, L]`` with the answer and a share of the prompt hidden."""
+    is_chosen_BL = jax.random.uniform(key, rollout.tokens_BL.shape) < share
+    is_prompt_BL = jnp.arange(is_chosen_BL.shape[1])[None] < rollout.given_B[:, None]
+    is_hidden_BL = rollout.is_answer_BL() | (is_chosen_BL & is_prompt_BL)
+    return jnp.where(is_hidden_BL, mask_id, rollout.tokens_BL)
+
+
+def diffu_grpo(settings: RLConfig, *, mask_id: int) -> Estimator:
+    def log_probs(network: Network, params: Params, rollout: Rollout, shown_BL: Any) -> jax.Array:
+        return token_log_probs(network, params, rollout, shown_BL, mask_id=mask_id)
+
+    return Estimator(
+        functools.partial(draw, share=settings.prompt_mask, mask_id=mask_id), log_probs
+    )

@@ -1,0 +1,204 @@
+"""What policy losses share: samples, advantages, clipped ratios, the distance to a reference.
+
+A loss of `dlm_jax.rl` is an `Estimator`: how it estimates the log-probabilities of the actions that
+a sample consists of. The surrogate around it is that of PPO and GRPO::
+
+    loss = -mean_rows sum_n w_n ( min(r_n A, clip(r_n, 1 - c, 1 + c) A) - beta KL_n ),
+    r_n = exp(log p_n - log p_old_n),
+
+with the weights ``w`` of the estimator, which add up to 1 over the actions of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dlm_jax.config import RLConfig
+from dlm_jax.diffusion.losses import Loss, cross_entropy, hidden_of
+from dlm_jax.diffusion.objectives import NetworkObjective
+from dlm_jax.types import Network, Params, live_positions
+
+
+class Rollout(NamedTuple):
+    """Samples to learn from, rows of a batch.
+
+    Attributes:
+      tokens_BL: int32, the whole canvas: prompt, answer, EOS behind the end of the answer, PAD from
+        ``length_B`` on.
+      length_B: int32, positions of each canvas.
+      given_B: int32, leading positions of the prompt.
+      step_BL: int32, the step of sampling that wrote each token of the answer, from 0; -1 elsewhere
+        and in rows that are left out.
+      advantage_B: float32, how much better the reward of a row is than that of its group.
+      trace: every draw of the rows (`dlm_jax.Trace`), where ``rl.loss`` is ``trace``; else None.
+    """
+
+    tokens_BL: jax.Array
+    length_B: jax.Array
+    given_B: jax.Array
+    step_BL: jax.Array
+    advantage_B: jax.Array
+    trace: Any = None
+
+    def is_action_BL(self) -> jax.Array:
+        """True at the tokens that were sampled, up to the first EOS and with it."""
+        return self.step_BL >= 0
+
+    def is_answer_BL(self) -> jax.Array:
+        """True at all positions that were sampled, those behind the first EOS as well."""
+        place_1L = jnp.arange(self.tokens_BL.shape[1])[None]
+        is_live_BL = live_positions(self.length_B, self.tokens_BL.shape[1])
+        return is_live_BL & (place_1L >= self.given_B[:, None])
+
+    def token_weights_BL(self) -> jax.Array:
+        """``1 / |answer|`` at each action of a row, float32."""
+        is_action_BL = self.is_action_BL()
+        count_B1 = jnp.maximum(jnp.sum(is_action_BL, axis=1, keepdims=True), 1)
+        return is_action_BL / count_B1.astype(jnp.float32)
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """How a loss estimates the log-probabilities of the N actions of each row.
+
+    Attributes:
+      draw: ``(rollout, key) -> noise``, a pytree of ``[B, ...]`` or scalars: all masks. The same
+        are used for the parameters that train, those that sampled and the reference.
+      log_probs: ``(network, params, rollout, noise) -> log_probs_BN`` in nats.
+      weights: ``(rollout) -> weights_BN``; they add up to 1 in each row, or to 0 in one without
+        actions.
+    """
+
+    draw: Callable[[Rollout, jax.Array], Any]
+    log_probs: Callable[[Network, Params, Rollout, Any], jax.Array]
+    weights: Callable[[Rollout], jax.Array] = Rollout.token_weights_BL
+
+
+def token_log_probs(
+    network: Network, params: Params, rollout: Rollout, shown_BL: jax.Array, *, mask_id: int
+) -> jax.Array:
+    """Log-probability in nats of each token of the canvas where `shown_BL` is seen, ``[B, L]``.
+
+    0 at positions that are no actions. MASK is never a prediction.
+    """
+    hidden_BLD = hidden_of(network, params, shown_BL, rollout.tokens_BL, rollout.length_B)
+    is_action_BL = rollout.is_action_BL()
+    nll_BL = cross_entropy(
+        network, params, hidden_BLD, rollout.tokens_BL, mask_id=mask_id, is_read_BL=is_action_BL
+    )
+    return jnp.where(is_action_BL, -nll_BL, 0.0)
+
+
+def policy_objective(estimator: Estimator, settings: RLConfig) -> NetworkObjective:
+    """The objective of samples: the clipped surrogate with an estimator's log-probabilities.
+
+    Its figures are ``clip_share``, the weight of the actions whose ratio is clipped, and ``kl``,
+    the distance to the reference in nats per action, where ``rl.kl`` is not 0.
+    """
+
+    def draw(rollout: Any, key: jax.Array) -> dict[str, Any]:
+        is_used_B = jnp.any(rollout.is_action_BL(), axis=1)
+        rows = jnp.sum(is_used_B).astype(jnp.float32)
+        return {"rollout": rollout, "views": estimator.draw(rollout, key), "rows": rows}
+
+    def log_probs(network: Network, params: Params, noise: Any) -> jax.Array:
+        return estimator.log_probs(network, params, noise["rollout"], noise["views"])
+
+    def anchor(network: Network, params: Params, reference: Params, noise: Any) -> Any:
+        found = {}
+        if settings.updates > 1:
+            found["old"] = log_probs(network, params, noise)
+        if settings.kl > 0:
+            found["reference"] = log_probs(network, reference, noise)
+        return noise | jax.lax.stop_gradient(found)
+
+    def loss(network: Network, params: Params, noise: Any) -> Loss:
+        rollout = noise["rollout"]
+        now_BN, weight_BN = log_probs(network, params, noise), estimator.weights(rollout)
+        old_BN = noise.get("old", jax.lax.stop_gradient(now_BN))
+        gain_BN, is_clipped_BN = clipped_gain(
+            now_BN - old_BN, rollout.advantage_B[:, None], clip=settings.clip
+        )
+        figures = {"clip_share": _sum(weight_BN, is_clipped_BN.astype(jnp.float32))}
+        total = -_sum(weight_BN, gain_BN)
+        if settings.kl > 0:
+            distance_BN = KL[settings.kl_estimator](noise["reference"] - now_BN)
+            figures["kl"] = _sum(weight_BN, distance_BN)
+            total = total + settings.kl * figures["kl"]
+        rows = noise["rows"]
+        return Loss(total, rows, {name: (found, rows) for name, found in figures.items()})
+
+    return NetworkObjective(draw, loss, anchor)
+
+
+def _sum(weight_BN: jax.Array, values_BN: jax.Array) -> jax.Array:
+    # Where nothing counts, a canvas may hold a MASK, which costs infinity.
+    return jnp.sum(jnp.where(weight_BN > 0, weight_BN * values_BN, 0.0))
+
+
+def clipped_gain(
+    log_ratio: jax.Array, advantage: jax.Array, *, clip: float
+) -> tuple[jax.Array, jax.Array]:
+    """(``min(r A, clip(r, 1 - c, 1 + c) A)``, where the second is smaller): PPO, equation 7.
+
+    Schulman et al. 2017. The arrays broadcast.
+    """
+    ratio = jnp.exp(log_ratio)
+    free = ratio * advantage
+    held = jnp.clip(ratio, 1.0 - clip, 1.0 + clip) * advantage
+    return jnp.minimum(free, held), held < free
+
+
+def squared(log_ratio: jax.Array) -> jax.Array:
+    """k2 of Schulman 2020 (Approximating KL divergence): half the squared log-ratio."""
+    return 0.5 * jnp.square(log_ratio)
+
+
+def unbiased(log_ratio: jax.Array) -> jax.Array:
+    """k3 of Schulman 2020: ``r - 1 - log r`` with ``log r = log p_reference - log p``."""
+    return jnp.expm1(log_ratio) - log_ratio
+
+
+KL = {"k2": squared, "k3": unbiased}
+"""Estimators of the divergence from the reference, by ``rl.kl_estimator``."""
+
+
+def group_relative(rewards_PG: np.ndarray) -> np.ndarray:
+    """``(r - mean) / (std + 1e-4)`` of each group, std with G - 1: GRPO (Shao et al. 2024)."""
+    return centred(rewards_PG) / (np.std(rewards_PG, axis=1, ddof=1, keepdims=True) + 1e-4)
+
+
+def centred(rewards_PG: np.ndarray) -> np.ndarray:
+    """``r - mean`` of each group: GRPO without the standard deviation (Liu et al. 2025; d1)."""
+    return rewards_PG - np.mean(rewards_PG, axis=1, keepdims=True)
+
+
+def leave_one_out(rewards_PG: np.ndarray) -> np.ndarray:
+    """``r`` minus the mean of the others of its group: RLOO (Ahmadian et al. 2024)."""
+    size = rewards_PG.shape[1]
+    return centred(rewards_PG) * size / (size - 1)
+
+
+ADVANTAGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "grpo": group_relative, "grpo_mean": centred, "rloo": leave_one_out
+}  # fmt: skip
+"""Advantages by ``rl.advantage``, from rewards of P groups of G."""
+
+
+def advantages(rewards_PG: np.ndarray, kind: str) -> np.ndarray:
+    """Advantages float32 ``[P, G]``; NaN rewards are left out of their groups, and get 0.
+
+    A group with fewer than two rewards gets 0.
+    """
+    found_PG = np.zeros(rewards_PG.shape, np.float32)
+    for rewards_G, found_G in zip(rewards_PG, found_PG, strict=True):
+        is_there_G = np.isfinite(rewards_G)
+        if is_there_G.sum() > 1:
+            found_G[is_there_G] = ADVANTAGES[kind](rewards_G[None, is_there_G])[0]
+    return found_PG

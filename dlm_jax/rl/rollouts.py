@@ -1,0 +1,317 @@
+"""Samples and their rewards: what a step of policy optimisation learns from."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from dlm_jax.diffusion.likelihood import half_width, plus_minus
+from dlm_jax.heads import Setup
+from dlm_jax.inference.engine import Engine
+from dlm_jax.inference.generate import Texts, all_requests, texts_of
+from dlm_jax.inference.model import Model
+from dlm_jax.rl.policy import Rollout, advantages
+from dlm_jax.sampling.replay import Trace
+from dlm_jax.settings import SettingError
+from dlm_jax.types import Network, Params, Status
+
+Reward = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
+"""``(prompts, answers) -> rewards``, one for each; higher is better."""
+
+
+class RewardError(ValueError):
+    """A sample that cannot be made, or a reward, that ends the run."""
+
+
+def reward_function(name: str) -> Reward:
+    """The function of ``rl.reward``, ``module:function``.
+
+    Raises:
+      SettingError: there is none.
+    """
+    module, colon, function = name.partition(":")
+    remedy = "write module:function, such as dlm_jax.tasks:arithmetic"
+    if not colon or not module or not function:
+        raise SettingError("rl.reward", name, "is not module:function", remedy)
+    try:
+        found: Any = getattr(importlib.import_module(module), function, None)
+    except Exception as error:  # whatever a module may raise
+        raise SettingError("rl.reward", name, f"cannot be imported ({error})", remedy) from None
+    if not callable(found):
+        raise SettingError("rl.reward", name, f"is no function of {module}", remedy)
+    return cast(Reward, found)
+
+
+class Judge:
+    """Calls a reward function, and reports or refuses what is no reward.
+
+    Args:
+      name: of the function, ``module:function``.
+      leaves_out: whether samples without a reward are left out; else the first ends the run.
+      report: takes one line for the samples of a call that are left out.
+    """
+
+    def __init__(self, name: str, *, leaves_out: bool, report: Callable[[str], None]):
+        self._name, self._leaves_out, self._report = name, leaves_out, report
+        self._function = reward_function(name)
+
+    def rewards(self, prompts: Sequence[str], answers: Sequence[str]) -> np.ndarray:
+        """Rewards float64 ``[N]``, NaN at samples that are left out.
+
+        Raises:
+          RewardError: there is not one number for each, or one is not finite or fails and is not to
+            be left out, or none is left.
+        """
+        try:
+            found, bad = self._called(prompts, answers), {}
+        except RewardError:
+            raise
+        except Exception as error:
+            if not self._leaves_out:
+                raise self._refused(f"raised {_brief(error)}") from error
+            found, bad = self._one_by_one(prompts, answers)
+        for place in np.flatnonzero(~np.isfinite(found)):
+            bad.setdefault(int(place), f"gave {found[place]}")
+        if bad:
+            first = min(bad)
+            what = f"{bad[first]} for {prompts[first]!r} and {answers[first]!r}"[:200]
+            if not self._leaves_out:
+                raise self._refused(what)
+            if len(bad) == len(answers):
+                raise RewardError(f"rl.reward={self._name} {what}, and none is left of the samples")
+            self._report(f"{len(bad)} samples are left out: rl.reward={self._name} {what}")
+            found[list(bad)] = np.nan
+        return found
+
+    def _called(self, prompts: Sequence[str], answers: Sequence[str]) -> np.ndarray:
+        returned = self._function(list(prompts), list(answers))
+        found = np.asarray(returned, np.float64)
+        if found.shape != (len(answers),):
+            raise RewardError(
+                f"rl.reward={self._name} gave rewards of shape {found.shape} for {len(answers)} "
+                "samples; return one number for each"
+            )
+        return found.copy()
+
+    def _one_by_one(
+        self, prompts: Sequence[str], answers: Sequence[str]
+    ) -> tuple[np.ndarray, dict[int, str]]:
+        found, bad = np.full(len(answers), np.nan), {}
+        for place, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            try:
+                found[place] = self._called([prompt], [answer])[0]
+            except RewardError:
+                raise
+            except Exception as error:
+                bad[place] = f"raised {_brief(error)}"
+        return found, bad
+
+    def _refused(self, what: str) -> RewardError:
+        return RewardError(
+            f"rl.reward={self._name} {what}; mend it, or use rl.bad_reward=leave_out"
+        )
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+
+
+class Rollouts:
+    """Makes samples of a model and their advantages, and measures its reward.
+
+    Samples of a step depend on the parameters, the seed of the run and the step alone.
+
+    Args:
+      setup: of the run.
+      network: the model.
+      needs_trace: whether the loss reads `Rollout.trace`.
+      report: takes one-line messages.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        network: Network,
+        *,
+        needs_trace: bool,
+        report: Callable[[str], None],
+    ):
+        if jax.process_count() > 1:
+            raise SettingError(
+                "rl.reward", setup.config.rl.reward, "needs a run of one process", "start one"
+            )
+        self._setup, self._network, self._needs_trace = setup, network, needs_trace
+        self._report = report
+        settings = setup.config.rl
+        self._judge = Judge(
+            settings.reward, leaves_out=settings.bad_reward == "leave_out", report=report
+        )
+
+    def check(self, params: Params) -> None:
+        """Raises ValueError for settings that samples cannot be made with."""
+        model = self._model(params)
+        all_requests(model, [""], 1, {"trace": self._needs_trace, "steps": model.sample.steps})
+
+    def make(
+        self, params: Params, step: int, rows: Mapping[str, np.ndarray]
+    ) -> tuple[Rollout, dict[str, float]]:
+        """(samples of a step, from 0, as host arrays; figures for the metrics).
+
+        Args:
+          params: of the policy.
+          step: of the run.
+          rows: P rows of the corpus, whose given tokens are the prompts.
+        """
+        settings = self._setup.config.rl
+        made = self._sampled(params, rows, settings.group, step, trace=self._needs_trace)
+        prompts, answers = self._texts(made, rows, settings.group)
+        rewards_B, is_left_B = self._judge.rewards(prompts, answers), ~_is_whole(made)
+        if is_left_B.all():
+            raise RewardError("no sample of a step was finished; raise sample.steps")
+        rewards_B[is_left_B] = np.nan
+        advantage_B = advantages(rewards_B.reshape(-1, settings.group), settings.advantage)
+        rollout = self._rollout(made, rows, advantage_B.reshape(-1), np.isfinite(rewards_B))
+        is_action_BL = rollout.step_BL >= 0
+        kept = rewards_B[np.isfinite(rewards_B)]
+        logprobs_BL = made.logprobs[:, : is_action_BL.shape[1]]
+        figures = {
+            "reward": float(kept.mean()),
+            "reward_deviation": float(kept.std()),
+            "length": float(is_action_BL.sum() / kept.size),
+            "entropy": -float(logprobs_BL[is_action_BL[:, : logprobs_BL.shape[1]]].mean()),
+            "left_out": float(rewards_B.size - kept.size),
+        }
+        return rollout, figures
+
+    def measured(self, params: Params, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """The mean reward of one sample for each row's prompt, with the same seeds every time."""
+        is_there = np.asarray(rows["length"]) > 0
+        rows = {name: np.asarray(column)[is_there] for name, column in rows.items()}
+        made = self._sampled(params, rows, 1, -1, trace=False)
+        rewards = self._judge.rewards(*self._texts(made, rows, 1))
+        found = rewards[np.isfinite(rewards)]
+        error = float(found.std(ddof=1) / math.sqrt(found.size)) if found.size > 1 else math.nan
+        figures = {"reward": float(found.mean())}
+        return (
+            figures
+            | ({"standard_error": error} if found.size > 1 else {})
+            | {"windows": int(found.size)}
+        )
+
+    def _model(self, params: Params) -> Model:
+        config = self._setup.config
+        return Model(
+            network=self._network, params=params, tokenizer=self._setup.tokenizer,
+            max_length=config.data.seq_len, sample=config.sample,
+        )  # fmt: skip
+
+    def _sampled(
+        self, params: Params, rows: Mapping[str, np.ndarray], group: int, step: int, *, trace: bool
+    ) -> Texts:
+        prompts = [
+            {"tokens": tokens[:given]} if given else {"prompt": ""}
+            for tokens, given in zip(rows["tokens"], rows["given"], strict=True)
+        ]
+        train = self._setup.config.train
+        number = len(prompts) * group
+        drawn = np.random.SeedSequence([train.seed, step + 1]).generate_state(1, np.uint64)[0]
+        seed = int(drawn % np.uint64(2**32 - number))
+        model = self._model(params)
+        try:
+            requests = all_requests(model, prompts, group, {"seed": seed, "trace": trace})
+            # One program for all steps, whose canvas holds a row of the corpus and no more.
+            with Engine(
+                model,
+                sizes=[train.batch_size],
+                canvases=[self._setup.config.data.seq_len],
+                max_waiting=None,
+            ) as engine:
+                made = dict(engine.results(requests))
+        except ValueError as error:
+            raise RewardError(f"samples of step {step + 1} cannot be made: {error}") from None
+        for row in made.values():
+            if row.error is not None:
+                raise row.error
+        return texts_of(model, made)
+
+    def _texts(
+        self, made: Texts, rows: Mapping[str, np.ndarray], group: int
+    ) -> tuple[list[str], list[str]]:
+        decode = self._setup.tokenizer.decode
+        prompts = [
+            decode(tokens[:given])
+            for tokens, given in zip(rows["tokens"], rows["given"], strict=True)
+        ]
+        given_B = np.repeat(rows["given"], group)
+        answers = [
+            decode(tokens[given:length])
+            for tokens, given, length in zip(made.tokens, given_B, made.lengths, strict=True)
+        ]
+        return [prompt for prompt in prompts for _ in range(group)], answers
+
+    def _rollout(
+        self,
+        made: Texts,
+        rows: Mapping[str, np.ndarray],
+        advantage_B: np.ndarray,
+        is_kept_B: np.ndarray,
+    ) -> Rollout:
+        config, tokenizer = self._setup.config, self._setup.tokenizer
+        seq_len = config.data.seq_len
+        given_B = np.repeat(rows["given"], config.rl.group).astype(np.int32)
+        asked = config.sample.gen_length
+        length_B = given_B + asked if asked else np.full_like(given_B, seq_len)
+        tokens_BL, step_BL = (np.full((given_B.size, seq_len), -1, np.int32) for _ in range(2))
+        width = min(seq_len, made.tokens.shape[1])
+        tokens_BL[:, :width], step_BL[:, :width] = made.tokens[:, :width], made.committed[:, :width]
+        place_1L = np.arange(seq_len)[None]
+        tokens_BL = np.where(place_1L < made.lengths[:, None], tokens_BL, tokenizer.eos_id)
+        tokens_BL = np.where(place_1L < length_B[:, None], tokens_BL, tokenizer.pad_id)
+        step_BL = np.where(is_kept_B[:, None] & (place_1L < made.lengths[:, None]), step_BL, -1)
+        trace = None if made.trace is None else self._fixed(made.trace)
+        columns: list[Any] = [
+            tokens_BL.astype(np.int32), length_B.astype(np.int32), given_B,
+            step_BL.astype(np.int32), advantage_B, trace,
+        ]  # fmt: skip
+        return Rollout(*columns)
+
+    def _fixed(self, trace: Trace) -> Trace:
+        """The trace with as many steps, positions and writings as any of the run has.
+
+        So one program replays all of them, and resuming changes nothing.
+        """
+        config, pad_id = self._setup.config, self._setup.tokenizer.pad_id
+        num_positions, num_steps = config.data.seq_len, config.sample.steps
+        fills = {"tokens": -1, "canvas": pad_id, "is_frozen": True}
+        by_step = (
+            "canvas", "tokens", "is_written", "logprobs", "entropy", "confidence", "level"
+        )  # fmt: skip
+
+        def padded(name: str, *sizes: int) -> np.ndarray:
+            found = np.asarray(getattr(trace, name))
+            width = [
+                (0, 0),
+                *((0, n - have) for n, have in zip(sizes, found.shape[1:], strict=True)),
+            ]
+            return np.pad(found, width, constant_values=fills.get(name, 0))
+
+        arrays = {name: padded(name, num_steps, num_positions) for name in by_step}
+        arrays["choice_logprobs"] = padded("choice_logprobs", num_steps)
+        arrays["is_frozen"] = padded("is_frozen", num_positions)
+        return dataclasses.replace(trace, **arrays, width=num_positions)
+
+
+def _is_whole(made: Texts) -> np.ndarray:
+    """True ``[B]`` at rows without holes."""
+    return np.array([status in (Status.DONE, Status.CANVAS_FULL) for status in made.status])
+
+
+def reward_line(figures: Mapping[str, float]) -> str:
+    half = half_width(figures.get("standard_error", math.nan), int(figures["windows"]))
+    return f"reward {figures['reward']:.4f}{plus_minus(half)} of {figures['windows']:.0f} prompts"

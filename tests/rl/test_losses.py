@@ -1,0 +1,350 @@
+"""Each policy loss beside an oracle in NumPy, and its gradient beside that of the expected reward.
+
+The toy has one prompt token and two answer tokens of three letters, so that all 9 texts and 18
+ways to write them can be enumerated.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dlm_jax
+from dlm_jax.config import POLICY_LOSSES, RLConfig, SampleConfig
+from dlm_jax.data import CharacterTokenizer
+from dlm_jax.rl import ESTIMATORS, Rollout, policy_objective
+from dlm_jax.rl.coupled_grpo import coupled_grpo
+from dlm_jax.rl.diffu_grpo import diffu_grpo
+from dlm_jax.rl.policy import ADVANTAGES, advantages
+from dlm_jax.rl.sequence_elbo import sequence_elbo
+from dlm_jax.rl.trace_rl import trace_rl
+from dlm_jax.types import Network, live_positions
+
+TOKENIZER = CharacterTokenizer("abc")
+MASK = TOKENIZER.mask_id
+LETTERS = 3
+SIZE, WIDTH = 3, 4
+SAMPLE = SampleConfig(steps=2, order="random", ignore_eos=True)
+
+
+def _init(key: jax.Array) -> Any:
+    keys = jax.random.split(key, 3)
+    shapes = {"table": (TOKENIZER.vocab_size, WIDTH), "mix": (SIZE, SIZE, WIDTH, WIDTH)}
+    shapes["out"] = (WIDTH, LETTERS)
+    return {n: 0.5 * jax.random.normal(k, shapes[n]) for k, n in zip(keys, shapes, strict=True)}
+
+
+def _trunk(params: Any, tokens_BL: jax.Array, length_B: jax.Array, cache: Any):
+    """Each position of the first three sees the others through matrices of their own."""
+    live_BL1 = live_positions(length_B, tokens_BL.shape[1])[:, :, None]
+    seen_BLD = jnp.where(live_BL1, params["table"][tokens_BL], 0.0)
+    mixed_BLD = jnp.tanh(jnp.einsum("bjd,jide->bie", seen_BLD[:, :SIZE], params["mix"]))
+    return seen_BLD.at[:, :SIZE].add(mixed_BLD), cache
+
+
+def _readout(params: Any, hidden_ND: jax.Array) -> jax.Array:
+    """Ids that are no letters are as good as impossible."""
+    rest = jnp.full((hidden_ND.shape[0], TOKENIZER.vocab_size - LETTERS), -40.0)
+    return jnp.concatenate([hidden_ND @ params["out"], rest], axis=1)
+
+
+NETWORK = Network(
+    _init, _trunk, lambda params, ids: params["table"][ids], _readout, TOKENIZER.vocab_size
+)
+PARAMS, OTHER, THIRD = (_init(jax.random.key(seed)) for seed in (3, 4, 5))
+TEXTS = np.array([(0, *pair) for pair in itertools.product(range(LETTERS), repeat=2)], np.int32)
+REWARDS = np.array([0.0, 1.0, 0.2, 0.5, 0.0, 0.9, 0.3, 0.1, 1.0])
+
+
+@jax.jit
+def _log_softmax(params: Any, tokens_BL: jax.Array) -> jax.Array:
+    hidden_BLD, _ = _trunk(params, tokens_BL, jnp.full(tokens_BL.shape[0], SIZE), None)
+    logits = _readout(params, hidden_BLD.reshape(-1, WIDTH)).reshape(*tokens_BL.shape, -1)
+    return jax.nn.log_softmax(logits.at[:, :, MASK].set(-jnp.inf))
+
+
+def _log_p(params: Any, canvas: Any, place: int, token: int) -> jax.Array:
+    """Log-probability of a token at a place of one canvas."""
+    return _log_softmax(params, jnp.asarray(canvas, jnp.int32)[None])[0, place, token]
+
+
+def _rollout(texts: np.ndarray, advantage: np.ndarray, trace: Any = None) -> Rollout:
+    rows = len(texts)
+    step_BL = np.tile(np.array([-1, 0, 1], np.int32), (rows, 1))
+    length_B = np.full(rows, SIZE, np.int32)
+    return Rollout(texts, length_B, np.ones(rows, np.int32), step_BL, advantage, trace)
+
+
+# ---------------------------------------------------------------------------- oracles in NumPy
+
+
+def _hidden(text: np.ndarray, places: Any) -> np.ndarray:
+    canvas = text.copy()
+    canvas[list(places)] = MASK
+    return canvas
+
+
+def oracle_diffu(params: Any, text: np.ndarray, shown: np.ndarray) -> list[float]:
+    """d1, equation 3: one forward with the whole answer hidden."""
+    return [float(_log_p(params, shown, place, text[place])) for place in (1, 2)]
+
+
+def oracle_coupled(params: Any, text: np.ndarray, view: Any) -> list[float]:
+    """DiffuCoder, equation 7: the fully hidden answer, and the half that hides the token."""
+    is_first_PL, share_P = view
+    found = []
+    for place in (1, 2):
+        total = float(_log_p(params, _hidden(text, (1, 2)), place, text[place]))
+        for is_first_L, share in zip(is_first_PL, share_P, strict=True):
+            half = [k for k in (1, 2) if bool(is_first_L[k]) == bool(is_first_L[place])]
+            weight = 1 / share if is_first_L[place] else 1 / (1 - share)
+            total += weight * float(_log_p(params, _hidden(text, half), place, text[place]))
+        found.append(total / (len(share_P) + 1))
+    return found
+
+
+def oracle_elbo(params: Any, text: np.ndarray, is_masked_ML: np.ndarray) -> list[float]:
+    """ESPO: the mean over masks of N / l times the hidden tokens' log-probabilities, over N."""
+    bounds = []
+    for is_masked_L in is_masked_ML:
+        (places,) = np.nonzero(is_masked_L)
+        nats = sum(float(_log_p(params, _hidden(text, places), k, text[k])) for k in places)
+        bounds.append(2 / len(places) * nats)
+    return [float(np.mean(bounds)) / 2]
+
+
+ORACLES = {"diffu_grpo": oracle_diffu, "coupled_grpo": oracle_coupled, "elbo": oracle_elbo}
+
+
+def oracle_surrogate(now, old, reference, advantages, weights, *, clip, beta, estimator):
+    """PPO's clipped surrogate with the divergence, in float64, one action after another."""
+    total = 0.0
+    for b, advantage in enumerate(advantages):
+        for n, weight in enumerate(weights[b]):
+            ratio = np.exp(now[b][n] - old[b][n])
+            held = min(max(ratio, 1 - clip), 1 + clip)
+            gain = min(ratio * advantage, held * advantage)
+            log_ratio = reference[b][n] - now[b][n]
+            k3 = np.exp(log_ratio) - log_ratio - 1
+            distance = log_ratio**2 / 2 if estimator == "k2" else k3
+            total -= weight * (gain - beta * distance)
+    return total / len(advantages)
+
+
+@functools.cache
+def _estimator(name: str, **changes: Any):
+    settings = RLConfig(loss=name, **changes)
+    if name == "trace":
+        return trace_rl(settings, SAMPLE)
+    make = {"diffu_grpo": diffu_grpo, "coupled_grpo": coupled_grpo, "elbo": sequence_elbo}[name]
+    return make(settings, mask_id=MASK)
+
+
+def test_the_losses_of_configs_are_those_of_the_package():
+    assert tuple(ESTIMATORS) == POLICY_LOSSES
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("name", ORACLES)
+def test_a_loss_is_what_its_paper_says(name, estimator):
+    """Other parameters sample and refer, so that ratios are clipped and the divergence counts."""
+    advantage = np.linspace(-1.5, 1.0, 9).astype(np.float32)
+    settings = RLConfig(
+        loss=name, masks=2, updates=2, kl=0.3, kl_estimator=estimator, prompt_mask=0.5
+    )
+    made = policy_objective(_estimator(name, masks=2, prompt_mask=0.5), settings)
+    rollout = _rollout(TEXTS, advantage)
+    noise = made.draw(rollout, jax.random.key(7))
+    anchored = made.anchor(NETWORK, OTHER, THIRD, noise)
+    loss = made.loss(NETWORK, PARAMS, anchored)
+    views = jax.tree.map(np.asarray, noise["views"])
+    now, old, reference = (
+        [ORACLES[name](params, text, jax.tree.map(lambda x, b=b: x[b], views))
+         for b, text in enumerate(TEXTS)]
+        for params in (PARAMS, OTHER, THIRD)
+    )  # fmt: skip
+    weights = np.full((9, len(now[0])), 1 / len(now[0]))
+    expected = oracle_surrogate(
+        now, old, reference, advantage, weights, clip=0.2, beta=0.3, estimator=estimator
+    )
+    assert float(loss.sum / loss.weight) == pytest.approx(expected, rel=1e-4)
+    ratio = np.exp(np.subtract(now, old))
+    sign = advantage[:, None]
+    is_clipped = ((ratio > 1.2) & (sign > 0)) | ((ratio < 0.8) & (sign < 0))
+    clipped, rows = loss.figures["clip_share"]
+    assert float(clipped / rows) == pytest.approx((weights * is_clipped).sum() / 9)
+    assert 0 < is_clipped.mean() < 1
+
+
+def test_masks_are_drawn_as_the_papers_say():
+    rollout = _rollout(np.tile(TEXTS, (400, 1)), np.zeros(3600, np.float32))
+    keys = jax.random.split(jax.random.key(1), 3)
+    shown = np.asarray(_estimator("diffu_grpo", prompt_mask=0.25).draw(rollout, keys[0]))
+    assert (shown[:, 1:] == MASK).all()
+    assert (shown[:, 0] == MASK).mean() == pytest.approx(0.25, abs=0.03)
+    is_first, share = map(np.asarray, _estimator("coupled_grpo", masks=2).draw(rollout, keys[1]))
+    assert is_first.shape == (3600, 2, 3) and share.min() >= 0.2 and share.max() <= 0.8
+    assert share.mean() == pytest.approx(0.5, abs=0.01)
+    assert is_first[share < 0.3].mean() == pytest.approx(0.25, abs=0.03)
+    is_masked = np.asarray(_estimator("elbo", masks=2).draw(rollout, keys[2]))
+    assert not is_masked[:, :, 0].any()
+    counts = is_masked.sum(2)
+    # Two strata: one mask hides one token, the other both.
+    assert (np.sort(counts, axis=1) == [1, 2]).all()
+    one = is_masked[counts == 1]
+    assert one[:, 1].mean() == pytest.approx(0.5, abs=0.03)
+
+
+# ------------------------------------------------------------------- gradients by enumeration
+
+
+def _policy(params: Any) -> jax.Array:
+    """Probability of each text when a random position is written first: the sum over both."""
+    found = []
+    for text in TEXTS:
+        ways = []
+        for first, last in ((1, 2), (2, 1)):
+            begun = _hidden(text, (last,))
+            ways.append(
+                _log_p(params, _hidden(text, (1, 2)), first, text[first])
+                + _log_p(params, begun, last, text[last])
+            )
+        found.append(0.5 * jnp.exp(ways[0]) + 0.5 * jnp.exp(ways[1]))
+    return jnp.stack(found)
+
+
+def _flat(tree: Any) -> np.ndarray:
+    return np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(tree)])
+
+
+@functools.cache
+def _exact() -> tuple[np.ndarray, np.ndarray]:
+    """(probabilities, gradient of the expected reward)."""
+    probabilities, pull = jax.vjp(jax.jit(_policy), PARAMS)
+    (grads,) = pull(jnp.asarray(REWARDS, jnp.float32))
+    return np.asarray(probabilities), _flat(grads)
+
+
+def _weighted_views(name: str) -> list[tuple[float, Any]]:
+    """(probability, noise of all rows) of every set of masks that can be drawn."""
+    rows = len(TEXTS)
+
+    def every_row(x: Any) -> np.ndarray:
+        return np.broadcast_to(np.asarray(x), (rows, *np.shape(x)))
+
+    if name == "diffu_grpo":
+        return [(1.0, np.stack([_hidden(text, (1, 2)) for text in TEXTS]))]
+    if name == "elbo":
+        sets = [(0.25, (1,)), (0.25, (2,)), (0.5, (1, 2))]
+        return [(p, every_row([[k in places for k in range(3)]])) for p, places in sets]
+    nodes, weights = np.polynomial.legendre.leggauss(8)
+    found = []
+    for share, weight in zip(0.5 + 0.3 * nodes, weights / 2, strict=True):
+        for first in itertools.product((False, True), repeat=2):
+            p = weight * np.prod([share if one else 1 - share for one in first])
+            view = every_row([[False, *first]]), every_row([np.float32(share)])
+            found.append((float(p), view))
+    return found
+
+
+@functools.cache
+def _gradient_of(name: str) -> Any:
+    """Compiled ``(params, noise) -> gradient`` of a loss at the sampling parameters."""
+    made = policy_objective(_estimator(name, prompt_mask=0.0), RLConfig(loss=name))
+
+    def loss(params: Any, noise: Any) -> jax.Array:
+        found = made.loss(NETWORK, params, noise)
+        return found.sum / found.weight
+
+    return jax.jit(jax.grad(loss))
+
+
+def _gradient(name: str, rollout: Rollout, views: Any) -> np.ndarray:
+    """Ascent direction of the loss, times the two actions of a row."""
+    rows = np.float32(len(rollout.length_B))
+    noise = {"rollout": rollout, "views": views, "rows": rows}
+    return -2 * _flat(_gradient_of(name)(PARAMS, noise))
+
+
+BIAS = {"diffu_grpo": (0.1, 0.9), "coupled_grpo": (0.1, 0.9), "elbo": (0.01, 0.3)}
+"""Bounds of the relative bias on this toy."""
+
+
+@pytest.mark.parametrize("name", BIAS)
+def test_the_bias_of_an_estimate_is_measured(name, capsys):
+    """The expectation over all texts and masks; the baseline is the expected reward."""
+    probabilities, exact = _exact()
+    advantage = (9 * probabilities * (REWARDS - probabilities @ REWARDS)).astype(np.float32)
+    rollout = _rollout(TEXTS, advantage)
+    found = sum(p * _gradient(name, rollout, views) for p, views in _weighted_views(name))
+    bias = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+    cosine = found @ exact / np.linalg.norm(found) / np.linalg.norm(exact)
+    with capsys.disabled():
+        print(f"{name}: relative bias {bias:.4f}, cosine {cosine:.4f}")
+    low, high = BIAS[name]
+    assert low < bias < high and cosine > 0.5
+
+
+def test_the_gradient_of_traces_is_that_of_the_expected_reward():
+    """All 18 ways to write a text, each with its own probability."""
+    model = dlm_jax.Model(NETWORK, PARAMS, TOKENIZER, max_length=SIZE, sample=SAMPLE)
+    made = dlm_jax.generate(
+        model, [{"tokens": [0]}], num_samples=768, seed=5, trace=True, batch_size=768
+    )
+    trace = made.trace
+    assert trace is not None
+    ways = [
+        (*tokens[:SIZE], *committed[:SIZE])
+        for tokens, committed in zip(made.tokens, made.committed, strict=True)
+    ]
+    _, first_of = np.unique(ways, axis=0, return_index=True)
+    assert len(first_of) == 18
+    trace = trace.rows(first_of)
+    chance = np.where(trace.is_written, trace.logprobs, 0).sum((1, 2)) + trace.choice_logprobs.sum(
+        1
+    )
+    chance = np.exp(np.asarray(chance, np.float64))
+    assert chance.sum() == pytest.approx(1.0, abs=1e-4)
+    texts = made.tokens[first_of][:, :SIZE]
+    number = texts[:, 1] * LETTERS + texts[:, 2]
+    probabilities, exact = _exact()
+    np.testing.assert_allclose(np.bincount(number, chance), probabilities, atol=1e-5)
+    reward = REWARDS[number]
+    advantage = (18 * chance * (reward - chance @ reward)).astype(np.float32)
+    found = _gradient("trace", _rollout(texts, advantage, trace), None)
+    np.testing.assert_allclose(found, exact, atol=2e-5)
+
+
+# --------------------------------------------------------------------------------- advantages
+
+
+def test_advantages_are_those_of_the_formulas():
+    rewards_PG = np.array([[1.0, 0.0, 0.5, 0.5], [0.2, 0.2, 0.2, 0.2]])
+    for row, one in enumerate(rewards_PG):
+        for place, reward in enumerate(one):
+            others = np.delete(one, place)
+            deviation = np.sqrt(((one - one.mean()) ** 2).sum() / 3)
+            expected = {
+                "grpo": (reward - one.mean()) / (deviation + 1e-4),
+                "grpo_mean": reward - one.mean(),
+                "rloo": reward - others.mean(),
+            }
+            for kind in ADVANTAGES:
+                found = advantages(rewards_PG, kind)[row, place]
+                assert found == pytest.approx(expected[kind], abs=1e-5)
+
+
+def test_what_is_left_out_has_no_advantage_and_counts_for_no_other():
+    rewards_PG = np.array([[1.0, np.nan, 0.0], [np.nan, 0.5, np.nan]])
+    for kind in ADVANTAGES:
+        found = advantages(rewards_PG, kind)
+        assert found[0, 1] == 0 and not found[1].any()
+        np.testing.assert_allclose(
+            found[0, [0, 2]], advantages(np.array([[1.0, 0.0]]), kind)[0], rtol=1e-6
+        )
