@@ -125,7 +125,7 @@ class StageLoss:
             means = {name: _mean(loss, name) for name, loss in found.items()}
             total = sum((self.mixture.shares[name] * means[name] for name in means), total)
             for loss in found.values():
-                means |= {name: _mean(Loss(*figure)) for name, figure in loss.figures.items()}
+                means |= {name: _mean(Loss(*figure), name) for name, figure in loss.figures.items()}
         for head in self.trained_heads:
             mean = _mean(head.loss(self._inputs(head, params, drawn, hidden_BLD)), head.name)
             means[head.metric] = mean
@@ -164,6 +164,6 @@ class StageLoss:
 
 
 def _mean(loss: Loss, name: str) -> jax.Array:
-    for part, value in zip(Loss._fields, loss, strict=True):
-        returned(value, name, f"loss(...).{part}", "", (), float)
+    returned(loss.sum, name, "loss(...).sum", "", (), float)
+    returned(loss.weight, name, "loss(...).weight", "", (), float)
     return loss.sum / jnp.maximum(loss.weight, 1.0)
