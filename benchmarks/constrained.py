@@ -179,10 +179,11 @@ def count_laws(number: int) -> None:
     print("| --- " * 6 + "|")
     for case, (pattern, canvas, settings) in CASES.items():
         logits_LV = logits_of(case)
+        shown = pattern.replace("|", "\\|")
         drawn_NL = draws(pattern, canvas, logits_LV, number, rows=10_000, **settings)
         expected = law(pattern, canvas, logits_LV, temperature=settings.get("temperature", 1.0))
         print(
-            f"| {case} | `{pattern}` | `{canvas}` | {len(drawn_NL)} | {len(expected)} | "
+            f"| {case} | `{shown}` | `{canvas}` | {len(drawn_NL)} | {len(expected)} | "
             f"{p_value(drawn_NL, expected):.3f} |", flush=True,
         )  # fmt: skip
 
