@@ -429,7 +429,7 @@ def run(path: str, number: int) -> None:
         found = list(measured(source, decoder, number))
         is_new = not Path(path).exists()
         with Path(path).open("a", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
+            writer: csv.DictWriter[str] = csv.DictWriter(file, FIELDS)
             if is_new:
                 writer.writeheader()
             writer.writerows(found)

@@ -179,8 +179,8 @@ def read_documents(source: Source) -> tuple[Document, ...]:
         left out), `tinyshakespeare.NAME` (downloaded if need be), ``task:NAME`` (prompts and
         answers of `dlm_jax.tasks`), a path or a glob (`**` spans folders), or several of these. An
         existing path is never a glob. A file is one document; a ``.jsonl`` file has a document per
-        line (see `read_jsonl`). A byte-order mark is removed; everything else, including line endings, is
-        kept.
+        line (see `read_jsonl`). A byte-order mark is removed; everything else, including line
+        endings, is kept.
     """
     patterns = names_of(source)
     if not patterns:
