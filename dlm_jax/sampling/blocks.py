@@ -1,8 +1,8 @@
-"""Blocks: windows of a row that are finished one after the other (semi-autoregressive decoding).
+"""Blocks: windows of a row that are decoded in order (semi-autoregressive decoding).
 
 Blocks start at the first unfrozen position; a row's steps are split over the blocks that
 have work, the remainder on the first ones, and steps that a block does not use are dropped. Several
-may be open at once: they then count as one, which the next joins behind and the finished leave.
+may be open at once: they count as one, which the next block joins and finished ones leave.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Block(NamedTuple):
 
     Attributes:
       begin_B: its first position.
-      end_B: one behind its last; may lie beyond the row's length.
+      end_B: its end; may be beyond the length of the row.
       step_B: steps taken in it.
       steps_B: steps it may take, at least 1.
       first_holes_B: holes it had when it began.
       index_B: blocks with work before it.
       count_B: blocks of the row that had work at the start.
-      settled_B: steps taken in a row that began without a hole in it.
+      settled_B: consecutive steps that began without a hole in it.
     """
 
     begin_B: jax.Array
@@ -60,7 +60,7 @@ def first_block(
 ) -> tuple[Block, jax.Array]:
     """The first block that has work, and ``[B]``, True where there is one.
 
-    Blocks of `length_B` positions begin at `first_B`, the first unfrozen one; 0 is all in one.
+    Blocks of `length_B` positions begin at `first_B`, the first unfrozen one; 0: a single block.
     """
     zeros_B = jnp.zeros_like(steps_B)
     count_B = _num_busy(is_work_BL, first_B, _size(length_B, is_work_BL))
@@ -84,7 +84,7 @@ def next_block(
     length_B: jax.Array,
     steps_B: jax.Array,
 ) -> tuple[Block, jax.Array]:
-    """The next block that has work, and where there is one; the same block where there is none."""
+    """The next block with work, and whether there is one; otherwise the same block."""
     size_B = _size(length_B, is_work_BL)
     num_positions = is_work_BL.shape[1]
     is_later_BL = is_work_BL & (jnp.arange(num_positions)[None] >= block.end_B[:, None])
@@ -106,12 +106,11 @@ def next_block(
 
 
 def joined(block: Block, is_hole_BL: jax.Array, is_free_BL: jax.Array, row: RowParams) -> Block:
-    """The open blocks without the finished ones before them, and with the next if it may begin.
+    """The open blocks without finished leading ones, plus the next one if it may begin.
 
     It may when the last of them is ``open_share_B`` done, fewer than ``open_blocks_B`` are open,
     and it has holes (the multi-block decoding of d3LLM, Qian et al. 2026). Its steps and holes are
-    added. Rows with one block at a time stay as they are, as do those without holes in what is
-    open.
+    added. Rows with one block at a time do not change, nor do rows without holes in open blocks.
     """
     num_positions = is_hole_BL.shape[1]
     place_1L = jnp.arange(num_positions)[None]
@@ -148,7 +147,7 @@ def _share(steps_B: jax.Array, index_B: jax.Array, count_B: jax.Array) -> jax.Ar
 
 
 def steps_needed(holes: np.ndarray, block_length: int, begin: int) -> int:
-    """Steps that give every block of a row one for each of its holes, given by their places."""
+    """Steps for which every block has one step per hole; holes are given by position."""
     if not block_length:
         return holes.size
     _, counts = np.unique((holes - begin) // block_length, return_counts=True)
@@ -156,7 +155,7 @@ def steps_needed(holes: np.ndarray, block_length: int, begin: int) -> int:
 
 
 def choose(is_first_B: jax.Array, first: Block, other: Block) -> Block:
-    """Each row's block out of the two."""
+    """Selects the block of each row from the two."""
     return Block(*(jnp.where(is_first_B, a, b) for a, b in zip(first, other, strict=True)))
 
 
@@ -166,7 +165,7 @@ def _size(length_B: jax.Array, is_work_BL: jax.Array) -> jax.Array:
 
 
 def _num_busy(is_work_BL: jax.Array, first_B: jax.Array, size_B: jax.Array) -> jax.Array:
-    """Blocks that have work: each is counted at its first position with work."""
+    """The number of blocks with work; each counts at its first position with work."""
     place_1L = jnp.arange(is_work_BL.shape[1])[None]
     number_BL = (place_1L - first_B[:, None]) // size_B[:, None]
     at_work_BL = jnp.where(is_work_BL, number_BL, -1)

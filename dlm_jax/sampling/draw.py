@@ -40,7 +40,7 @@ def draw(logits_NV: Array, keys_N: Array, *, method: str = "inverse_cdf") -> Arr
 
 
 def noise(keys_N: Array, *, method: str = "inverse_cdf") -> Array:
-    """What `draw_with` needs of the keys: three uniforms each, or for `"gumbel"` the keys."""
+    """The inputs of `draw_with` from the keys: three uniforms each, or for `"gumbel"` the keys."""
     if method not in METHODS:
         raise ValueError(f"method={method!r} is not a way to draw; use one of {METHODS}")
     return _uniforms(keys_N) if method == "inverse_cdf" else keys_N
@@ -134,7 +134,7 @@ def _uniforms(keys_N: Array) -> Array:
 def _pick(weight_NK: Array, uniform_N: Array) -> Array:
     """Index `[N]` (int32) drawn in proportion to the weights; never one of weight 0 unless all are.
 
-    The heaviest entry takes the end of the unit interval, so that the others are resolved
+    The largest entry is placed at the end of the unit interval, so that the others are resolved
     relative to their own sum: a tail of mass 1e-9 keeps its proportions.
     """
     heaviest_N = place_of_largest(weight_NK)

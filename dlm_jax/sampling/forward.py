@@ -1,9 +1,9 @@
-"""The forward of a step: of all rows, or of a window of each beside what is kept.
+"""The forward of a step: over all rows, or over a window of each with cached keys and values.
 
-Passes beside a cache run for some rows in groups of a fixed size: a row comes out the same in any
-of them, beside as many others as there always are, whoever they are and however many are due.
-Where rows are split over devices, a group holds as many of each, and all devices run it together:
-the layers of a model whose parameters are split are gathered one by one, as in any other forward.
+With a cache, passes run in groups of rows of a fixed size, so that the result of a row depends
+neither on the other rows nor on the number of due rows. If rows are split over devices, a group
+holds equally many rows of each device, and all devices run it together: layers with split
+parameters are gathered one by one, as in any other forward.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ _HUGE = 3e38
 
 
 Pass = tuple[TrunkOutput, CacheState | None, jax.Array, jax.Array]
-"""The output of the trunk; the cache after it; and of each row, int32 ``[B]``, its forwards and,
-with a cache, the live positions that those computed."""
+"""The output of the trunk; the cache after it; and for each row, int32 ``[B]``, its forwards and, with a cache, the live positions that they computed."""
 
 
 class _Inputs(NamedTuple):
-    """What the passes of a step read of the rows; every leaf has them first."""
+    """The row inputs of the passes of a step; rows are the first axis of every leaf."""
 
     tokens_BL: jax.Array
     length_B: jax.Array
@@ -45,7 +44,7 @@ class _Inputs(NamedTuple):
 
 
 def with_cache(program: Program, params: Params, state: State) -> State:
-    """The state with room for what its cache rule keeps; as it is without one, or with that room.
+    """The state with an allocated cache; unchanged without a cache rule, or if it is allocated.
 
     ``2 depth L G K`` numbers a row for the Transformer of this package, and as many again in a
     program with guidance.
@@ -60,14 +59,14 @@ def with_cache(program: Program, params: Params, state: State) -> State:
 
 
 def ready(program: Program, params: Params, state: State) -> Params:
-    """The parameters as the steps of a state read them: once for all, before the first."""
+    """The parameters in the layout of the steps, prepared once before the first step."""
     if state.cache is None or (lay_out := _pieces(program).ready) is None:
         return params
     return lay_out(params)
 
 
 def forward(program: Program, params: Params, state: State, is_open_BL: jax.Array) -> Pass:
-    """The forward, and the one without what was given if a running row is guided."""
+    """The forward, and the unconditional one if a running row is guided."""
     if state.rules.cache is not None:
         return _beside_kept(program, params, state, is_open_BL)
     canvas = state.canvas
@@ -99,7 +98,7 @@ def _pieces(program: Program) -> CachedTrunk:
 
 
 def _beside_kept(program: Program, params: Params, state: State, is_open_BL: jax.Array) -> Pass:
-    """The forward of each row's window beside what is kept, or of the whole row where it is due."""
+    """The forward of each row's window with the cache, or of the whole row if it is due."""
     rule, cache = state.rules.cache, state.cache
     assert rule is not None and cache is not None
     num_positions = is_open_BL.shape[1]
@@ -151,14 +150,14 @@ def _beside_kept(program: Program, params: Params, state: State, is_open_BL: jax
 def _smallest(
     sizes: tuple[int, ...], state: State, plan: CachePlan, runs_B: jax.Array
 ) -> jax.Array:
-    """Number of the smallest size that holds each row's window; -1: the row needs none."""
+    """Index of the smallest size that holds each row's window; -1: the row needs none."""
     need_B = jnp.minimum(plan.end_B, state.canvas.length_B) - plan.begin_B
     number_B = jnp.sum(need_B[:, None] > jnp.array(sizes[:-1], jnp.int32)[None], axis=1)
     return jnp.where(runs_B & ~plan.is_due_B, number_B, -1).astype(jnp.int32)
 
 
 def _places(place_B: jax.Array, width: int, num_positions: int) -> jax.Array:
-    """Where the hidden vector of each position stands in the window of its row, ``[B, L]``."""
+    """Index of the hidden vector of each position in the window of its row, ``[B, L]``."""
     offset_BL = jnp.arange(num_positions)[None] - place_B[:, None]
     return jnp.clip(offset_BL, 0, width - 1)
 
@@ -179,7 +178,7 @@ def _windows(
     kept: Any,
     inputs: _Inputs,
 ) -> tuple[Any, jax.Array]:
-    """What is kept after the passes of a step over one canvas, and the vectors ``[B, W, D]``."""
+    """The cache after the passes of a step over one canvas, and hidden vectors ``[B, W, D]``."""
     tokens_BL, length_B, width = inputs.tokens_BL, inputs.length_B, sizes[0]
     rows, num_positions = tokens_BL.shape
     shape = jax.eval_shape(lambda: hidden(program.network, params, tokens_BL, length_B))
@@ -188,8 +187,8 @@ def _windows(
     if len(sizes) == 1:
         return _all_rows(program, params, rule, kept, hidden_BWD, inputs)
     for number, size in enumerate(sizes):
-        # A window that does not fit the size before begins further from the end of the canvas: it
-        # sees no kept position behind that.
+        # A window that does not fit the previous size begins further from the end of the canvas: it
+        # sees no cached position after that.
         is_any = rule.sees_behind or number == 0
         num_seen = None if is_any else num_positions - sizes[number - 1]
 
@@ -226,7 +225,7 @@ def _refreshed(
     hidden_BWD: jax.Array,
     inputs: _Inputs,
 ) -> tuple[Any, jax.Array]:
-    """The same after the passes over whole rows, and over blocks that are finished now."""
+    """The same after passes over whole rows and over newly finished blocks."""
     pieces, by_rows = _pieces(program), program.by_rows
     width, num_positions = hidden_BWD.shape[1], inputs.tokens_BL.shape[1]
 
@@ -268,7 +267,7 @@ def _all_rows(
     hidden_BWD: jax.Array,
     inputs: _Inputs,
 ) -> tuple[Any, jax.Array]:
-    """The windows of all rows together; those of rows that were computed whole do not count."""
+    """The windows of all rows together; windows of fully computed rows are ignored."""
     pieces, plan = _pieces(program), inputs.plan
     window = Window(inputs.place_B, plan.begin_B, plan.end_B)
 
@@ -295,10 +294,9 @@ def in_groups(
     carry: Carry,
     rows: Rows,
 ) -> Carry:
-    """`carry` with what is computed of the due rows put into it, group by group.
+    """`carry` updated with the results of the due rows, group by group.
 
-    Nothing runs where no row of any device is due. A group that is not full holds its first row
-    several times.
+    Nothing runs if no row of any device is due. A partial group is padded with its first row.
 
     For the rows of a group and their numbers, ``compute(carry, rows_N, row_N) -> made`` is the
     pass, in which each device's part of `row_N` are numbers of its own rows; ``put(carry, made,
@@ -321,8 +319,8 @@ def in_groups(
     most = jnp.max(num_due_S)
 
     def one(state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
-        # Behind a barrier: of a single row the compiler would know the place, take the pass out of
-        # the loop, and run it where none is due.
+        # The barrier hides the index of a single row: the compiler would otherwise hoist the pass
+        # out of the loop, and run it even if no row is due.
         (first, carry), mine = jax.lax.optimization_barrier((state, rows))
         own_SN = jax.lax.dynamic_index_in_dim(own_SGN, first // size, 1, keepdims=False)
         own_N = own_SN.reshape(-1)
@@ -333,7 +331,7 @@ def in_groups(
 
     def put_if_due(first: jax.Array, own: tuple[Carry, Any, jax.Array, jax.Array]) -> Carry:
         carry, made, own_N, num_due_1 = own
-        if num_shares == 1:  # or the loop would have ended
+        if num_shares == 1:  # otherwise the loop has ended
             return put(carry, made, own_N)
         return jax.lax.cond(first < num_due_1[0], lambda: put(carry, made, own_N), lambda: carry)
 
@@ -342,23 +340,23 @@ def in_groups(
 
 
 def after(hidden_NWD: jax.Array, place_N: jax.Array) -> jax.Array:
-    """The places, known only once the hidden vectors are.
+    """The indices, with a data dependency on the hidden vectors.
 
-    What is put there then comes after everything that was read to compute them, and what is kept is
-    written where it lies; the compiler would copy it to write at any time. A barrier is gone before
-    the compiler decides that. Vectors that are as large belong to a row that ends as not finite.
+    Writes at these indices then follow all reads that computed the vectors, so the cache is updated
+    in place; otherwise the compiler copies it. A barrier is removed before the compiler decides
+    this. Vectors of that magnitude belong to a row that ends as not finite.
     """
     is_huge_N = jnp.max(hidden_NWD.astype(jnp.float32), axis=(1, 2)) > _HUGE
     return jnp.where(is_huge_N, 0, place_N)
 
 
 def rows_of(row_N: jax.Array, rows: Rows) -> Rows:
-    """Those rows of each array, by their numbers on this device."""
+    """These rows of each array, by their indices on this device."""
     return jax.tree.map(lambda leaf: leaf[row_N], rows)
 
 
 def cut(x_NLD: jax.Array, place_N: jax.Array, size: int) -> jax.Array:
-    """`size` positions of each row from its place on."""
+    """`size` positions of each row from its index on."""
     return jax.vmap(lambda x_LD, place: jax.lax.dynamic_slice_in_dim(x_LD, place, size))(
         x_NLD, place_N
     )

@@ -1,4 +1,4 @@
-"""The one compiled primitive of sampling: up to n steps of every row."""
+"""The compiled loop of sampling: up to n steps of every row."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _NEVER = 2**31 - 1
 class Advance:
     """Compiled ``(params, state, num_steps) -> state``: up to `num_steps` steps of each row.
 
-    The loop ends early when no row runs, or as many rows have ended as wanted. Both numbers are
-    traced and `state` is donated. One program is compiled per shape and per kind of chain and rule;
-    ``compiled`` lists their shapes, and ``program`` is what they have in common.
+    The loop ends early when no row runs or enough rows have ended. Both numbers are traced and
+    `state` is donated. One program is compiled per shape and per kind of chain and rule;
+    ``compiled`` lists their shapes, and ``program`` is their common part.
     """
 
     def __init__(self, program: Program, *, compiler_options: Mapping[str, Any] | None = None):
@@ -45,19 +45,19 @@ class Advance:
         num_steps: int | np.int32 | jax.Array,
         num_ends: int | np.int32 | jax.Array = _NEVER,
     ) -> State:
-        """The state up to `num_steps` steps later; do not use the old one again.
+        """The state up to `num_steps` steps later; the old one is donated.
 
-        It comes back sooner when `num_ends` of the rows that ran have ended.
+        Returns earlier when `num_ends` of the running rows have ended.
         """
         return self._jitted(params, state, *map(_on_device, (num_steps, num_ends)))
 
     def working_bytes(self, params: Params, state: State) -> int:
-        """Memory that a call needs on each device beside what it is given; compiles it."""
+        """Temporary memory of a call on each device, without its arguments; compiles the call."""
         plan = self.compile(params, state).memory_analysis()
         return int(getattr(plan, "temp_size_in_bytes", 0))
 
     def compile(self, params: Params, state: State) -> jax.stages.Compiled:
-        """What a call would run; shapes with shardings may stand for the arrays."""
+        """The program of a call; shapes with shardings may replace the arrays."""
         limit = jax.ShapeDtypeStruct((), np.int32)
         return self._jitted.lower(params, state, limit, limit).compile()
 
@@ -65,7 +65,7 @@ class Advance:
         self, params: Params, state: State, num_steps: jax.Array, num_ends: jax.Array
     ) -> State:
         rows, positions = state.canvas.tokens_BL.shape
-        # Runs when a new program is traced, and only then.
+        # Runs only when a new program is traced.
         self.compiled.append(f"rows={rows} canvas={positions}")
 
         with devices.used(self.program.rows):
@@ -80,7 +80,7 @@ def advanced(
     num_steps: jax.Array | int,
     num_ends: jax.Array | int = _NEVER,
 ) -> State:
-    """The state up to `num_steps` steps later, sooner when `num_ends` of its rows have ended.
+    """The state up to `num_steps` steps later, or earlier when `num_ends` of its rows have ended.
 
     Its parameters are those of `dlm_jax.sampling.forward.ready`.
     """
@@ -111,5 +111,5 @@ def _on_device(limit: int | np.int32 | jax.Array) -> np.int32 | jax.Array:
 def make_advance(
     program: Program, *, compiler_options: tuple[tuple[str, Any], ...] = ()
 ) -> Advance:
-    """The `Advance` of `program`, the same object for equal arguments among the last 64."""
+    """The `Advance` of `program`; the last 64 are cached by their arguments."""
     return Advance(program, compiler_options=dict(compiler_options))

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def chunk_size(vocab_size: int) -> int:
-    """Positions per readout: as many as keep the logits in a CPU's cache, or fill an accelerator.
+    """Positions per readout, so that the logits fit a CPU's cache, or fill an accelerator.
 
     64 on CPU and 256 elsewhere at least.
     """
@@ -29,7 +29,7 @@ def chunk_size(vocab_size: int) -> int:
 
 
 def wave_chunk(vocab_size: int) -> int:
-    """Positions of one pass of the sampler head: a wave holds few, and costs a whole chunk.
+    """Positions of one pass of the sampler head; small, because a wave costs a whole chunk.
 
     On a CPU a large vocabulary makes an empty place of a chunk expensive.
     """

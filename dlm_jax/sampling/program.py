@@ -1,4 +1,4 @@
-"""The part of the denoising loop, beside its rules, that is compiled in."""
+"""The static part of the denoising loop, without its rules."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from dlm_jax.types import Network, Params
 
 @dataclass(frozen=True)
 class Program:
-    """The compiled-in part of a loop.
+    """The static part of a loop.
 
     Attributes:
       network: the model as pure functions.
       mask_id: the id of MASK.
       chunk: positions of one readout; trades memory (``chunk * V`` float32 logits at a time)
         against launches.
-      rows: how the rows of the state are split over devices, which then read out and draw for
-        their own rows alone; None: not at all. The number of slots must divide evenly.
+      rows: sharding of the rows over devices, which then read out and draw for their own rows only;
+        None: not sharded. The number of slots must divide evenly.
       draw: method of the draw, one of `dlm_jax.sampling.draw.METHODS`.
       is_guided: whether rows may use guidance; otherwise their scale is ignored.
       eos_ids: ids that end a generation.
-      banned_ids: ids that a fill cannot begin with, whatever a row's chain allows, and re-noise
-        never writes.
-      pad_id: the id of PAD, which edits leave behind the end of a row.
+      banned_ids: ids that a fill cannot begin with, regardless of the row's chain, and that
+        re-noise never writes.
+      pad_id: the id of PAD, which edits write after the end of a row.
       space_id: the id of the space; -1 for a vocabulary without one.
       num_traced: steps of a row that are recorded; 0: none are.
     """
@@ -54,10 +54,10 @@ class Program:
             )
 
     def by_rows(self, fn: Callable[[Params, Any], Any]) -> Callable[[Params, Any], Any]:
-        """``fn(params, rows)`` of a pytree of rows, on each device for its own if they are split.
+        """``fn(params, rows)`` of a pytree of rows; each device runs its own rows if they are split.
 
-        Left to the compiler, every device would run what gathers rows for all of them, with a sum
-        over devices in each.
+        Without this, the compiler runs gathers of rows on every device for all rows, each with a
+        sum over devices.
         """
         if self.rows is None:
             return fn

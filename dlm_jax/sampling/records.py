@@ -1,4 +1,4 @@
-"""What a traced loop keeps of every step: the canvas it saw, what it drew and what it wrote."""
+"""Records of every step of a traced loop: the canvas, the draws and the commits."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 
 class Drawn(NamedTuple):
-    """How a step drew its candidates, ``[B, L]``; elsewhere the values mean nothing.
+    """Draws of a step's candidates, ``[B, L]``; other values are undefined.
 
     Attributes:
-      logprob_BL: float32 log-probability in nats of the candidate under what it was drawn from:
-        after the row's chain, by whichever head; 0 in greedy rows.
+      logprob_BL: float32 log-probability in nats of the candidate under the distribution it was
+        drawn from, after the row's chain, of either head; 0 in greedy rows.
       entropy_BL: float32 nats, of the clean logits of that head.
-      level_BL: int32, for the fill: candidates of lower levels were seen when one was drawn.
+      level_BL: int32, order within the fill: a draw sees the candidates of lower levels.
     """
 
     logprob_BL: jax.Array
@@ -24,18 +24,18 @@ class Drawn(NamedTuple):
 
 
 class Records(NamedTuple):
-    """The steps of each row, up to ``S`` of them; those that it has not taken are empty.
+    """Up to ``S`` steps of each row; steps that were not taken are empty.
 
     Attributes:
-      canvas_BSL: int32, what the forward saw.
+      canvas_BSL: int32, input of the forward.
       tokens_BSL: int32 candidates; -1 where none was drawn.
       is_written_BSL: True where the candidate was committed.
       logprob_BSL: `Drawn.logprob_BL`; 0 where no candidate was drawn, as are the next two.
       entropy_BSL: `Drawn.entropy_BL`.
-      confidence_BSL: float32, what the commit rule measured.
+      confidence_BSL: float32, the measure of the commit rule.
       level_BSL: `Drawn.level_BL`.
-      choice_BS: float32 log-probability of the positions that were committed and remasked; 0 where
-        no chance is in them.
+      choice_BS: float32 log-probability of the choice of committed and remasked positions; 0 if the
+        choice is deterministic.
     """
 
     canvas_BSL: jax.Array
@@ -58,7 +58,7 @@ class Records(NamedTuple):
 
 
 def start_records(tokens_BL: jax.Array, num_steps: int) -> Records:
-    """Records of no step, with room for as many."""
+    """Empty records with space for that many steps."""
     num_rows, num_positions = tokens_BL.shape
     shape = num_rows, num_steps, num_positions
     none, zeros = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32)

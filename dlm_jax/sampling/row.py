@@ -64,10 +64,10 @@ _CAPACITY = Setting("capacity", 0, "most tokens of a row after edits", low=0)
 
 @rule
 class RowParams(Rule):
-    """Per-row parameters of the loop itself, ``[B]`` each; what the defaults leave out is off.
+    """Per-row parameters of the loop itself, ``[B]`` each; the defaults turn optional ones off.
 
-    Of a block-causal model, a row's blocks begin at multiples of ``block_unit``; 0: at the first
-    unfrozen position.
+    In a block-causal model, blocks begin at multiples of ``block_unit``; 0: at the first unfrozen
+    position.
     """
 
     steps_B: jax.Array = per_row(STEPS)
@@ -103,19 +103,19 @@ class RowParams(Rule):
 
 
 ROW_SETTINGS = tuple(s for s in RowParams.settings() if s not in (_SEED, _CAPACITY))
-"""The settings of `RowParams` that a request gives by name."""
+"""The settings of `RowParams`, by name."""
 
 
 class Counters(NamedTuple):
     """Counters of each row: int32 ``[B]`` in its state, numbers in results.
 
-    A counter is a line here and a keyword where it is counted: of `Counters` in a step, or of
-    `dlm_jax.sampling.propose.Filled.counts` in a fill. Results, reports and figures follow.
+    To add a counter, add a field here and a keyword where it is counted: of `Counters` in a step,
+    or of `dlm_jax.sampling.propose.Filled.counts` in a fill. Results, reports and figures follow.
     """
 
-    # Those of a block are counted as one each.
+    # The forwards of a block count as one each.
     forwards: Annotated[Any, "Forwards of the model."] = 0
-    # Beside a cache alone: without one each forward computes the whole row.
+    # Only with a cache: without one each forward computes the whole row.
     positions: Annotated[Any, "Live positions that forwards computed beside a cache."] = 0
     waves: Annotated[Any, "Waves of wavefront fills."] = 0
     bootstrapped: Annotated[Any, "Positions that the LM head drew in wavefront fills."] = 0
@@ -131,5 +131,5 @@ class Counters(NamedTuple):
         return {name: hints[name].__metadata__[0] for name in cls._fields}
 
     def plus(self, more: Counters) -> Counters:
-        """With these added."""
+        """The sum with these counts."""
         return Counters(*(old + new for old, new in zip(self, more, strict=True)))

@@ -1,4 +1,4 @@
-"""The rules of a step: their slots and tables, and the model's facts for them."""
+"""The rules of a step: their slots, their tables, and the model facts that they need."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ class Rules(NamedTuple):
     cache: CacheRule | None = None
 
     def refines(self, resamples_B: jax.Array) -> jax.Array:
-        """True ``[B]`` for rows that change tokens which are there, not holes alone."""
+        """True ``[B]`` for rows that also change existing tokens, not only holes."""
         for slot in (self.remask, self.edit, self.renoise):
             if slot is not None:
                 resamples_B = resamples_B | slot.is_active()
         return resamples_B
 
     def goes_on(self, resamples_B: jax.Array) -> jax.Array:
-        """True ``[B]`` where a block without holes waits for its last step."""
+        """True ``[B]`` where a block without holes stays current until its last step."""
         on_B = self._replace(remask=None).refines(resamples_B)
         return on_B if self.remask is None else on_B | self.remask.goes_on()
 
@@ -115,7 +115,7 @@ class Slot(NamedTuple):
     Attributes:
       base: class of its rules.
       selector: the setting that names one; empty: there is one rule.
-      by_use: whether it stays empty for rows whose settings do not use the rule.
+      by_use: whether the slot is empty for rows whose settings do not use the rule.
     """
 
     base: type[Rule]
@@ -133,12 +133,12 @@ SLOTS: Mapping[str, Slot] = {
     "cache": Slot(CacheRule, "cache"),
     "renoise": Slot(Renoise, by_use=True),
 }
-"""Every slot of a step, by the name of its table; `Rules` has those that are no transforms."""
+"""Every slot of a step, by the name of its table; `Rules` has all except transforms."""
 
 
 @dataclass(frozen=True, eq=False)
 class RuleTable:
-    """Rules by name, one table for each slot; every setting of a request follows from it."""
+    """Rules by name, one table per slot; they define all settings of a request."""
 
     transforms: Mapping[str, tuple[type[LogitTransform], ...]]
     commit: Mapping[str, type[CommitRule]]
@@ -185,10 +185,10 @@ class RuleTable:
         return found
 
     def named(self, slot: str, row: Any) -> Any:
-        """The class of rule that a row with these settings has in a slot; None for none.
+        """The class of the rule in a slot of a row with these settings, or None.
 
         `AUTO` is the parallel fill of the table, and so is a fill that the row does not use. The
-        structure's slot is empty where the fill holds the row to it.
+        structure slot is empty if the fill enforces the structure.
         """
         known, (base, selector, by_use) = getattr(self, slot), SLOTS[slot]
         name = getattr(row, selector) if selector else next(iter(known))
@@ -200,7 +200,7 @@ class RuleTable:
         return None if cls is None or (by_use and not cls.is_used(row)) else cls
 
     def of(self, row: Any) -> tuple[type[Rule], ...]:
-        """The rules that a row with these settings names, but for the transforms of its chain."""
+        """The rules of a row with these settings, without the transforms of its chain."""
         found = (self.named(slot, row) for slot in (*Rules._fields[1:], "structure"))
         return tuple(cls for cls in found if cls is not None)
 
@@ -213,7 +213,7 @@ class RuleTable:
         return (*self.of(row), *self.chained(row))
 
     def static(self, row: Any) -> tuple[Any, ...]:
-        """What is compiled in for a row with these settings: equal rows may share a program."""
+        """The static settings of a row; rows with equal ones may share a program."""
         named, kept = (
             tuple((cls, static_values(cls, row)) for cls in classes)
             for classes in (self.of(row), self.chained(row))
@@ -221,11 +221,11 @@ class RuleTable:
         return (named, row.chain, kept, row.draw, row.guidance > 0)
 
     def pack(self, rows: Sequence[Any], facts: ModelFacts) -> Rules:
-        """What `columns` makes, on the device."""
+        """The result of `columns` on the device."""
         return on_device(self.columns(rows, facts))
 
     def columns(self, rows: Sequence[Any], facts: ModelFacts) -> Rules:
-        """The rules of rows that agree in what is static, with parameters in arrays of the host."""
+        """The rules of rows with equal static settings, with parameters in host arrays."""
 
         def packed(slot: str) -> Any:
             cls = self.named(slot, rows[0])
@@ -234,16 +234,16 @@ class RuleTable:
         return Rules(self.chain_columns(rows, facts), *map(packed, Rules._fields[1:]))
 
     def pack_chain(self, rows: Sequence[Any], facts: ModelFacts) -> Chain:
-        """What `chain_columns` makes, on the device."""
+        """The result of `chain_columns` on the device."""
         return on_device(self.chain_columns(rows, facts))
 
     def chain_columns(self, rows: Sequence[Any], facts: ModelFacts) -> Chain:
-        """The chain of rows that name the same transforms, behind a ban of ``facts.banned_ids``.
+        """The chain of rows with the same transforms, after a ban of ``facts.banned_ids``.
 
         Bans (also those of ``ignore_eos`` and of a bias of -inf) come first whatever the order, so
-        that no truncation can leave a row with banned candidates only. An id of ``banned_ids``
-        that also ends generation stays allowed, unless the row ignores it. What does not fit
-        the row's structure is left out next. `check_chain` has checked the rows.
+        that no truncation leaves a row with banned candidates only. An id of ``banned_ids`` that
+        also ends generation stays allowed, unless the row ignores it. What does not fit the row's
+        structure is removed next. `check_chain` has checked the rows.
         """
         bans = [self.banned(row, facts) for row in rows]
         pairs = [[(token, -math.inf) for token in ban] for ban in bans]
@@ -255,10 +255,10 @@ class RuleTable:
         return chain(*(t for _, t in parts), names=tuple(name for name, _ in parts))
 
     def in_use(self, row: Any) -> tuple[str, ...]:
-        """The names of a row's chain that change anything.
+        """The names of the non-neutral transforms of a row's chain.
 
-        For programs that run one kind of row: a shorter chain compiles faster and, neutral
-        transforms being the identity, gives the same tokens bit for bit.
+        For programs that run one kind of row: a shorter chain compiles faster and gives the same
+        tokens bit for bit, because neutral transforms are the identity.
         """
         return tuple(
             name for name in row.chain if any(t.is_used(row) for t in self.transforms[name])
@@ -274,8 +274,8 @@ class RuleTable:
     def check_chain(self, row: Any, facts: ModelFacts) -> None:
         """Raises ValueError for a chain that a model of these facts does not allow.
 
-        That is an id outside the vocabulary, a row that may draw nothing, or a setting whose
-        transform the chain lacks.
+        Causes: an id outside the vocabulary, a row with no allowed ids, or a setting without its
+          transform in the chain.
         """
         self._check_complete(row)
         biased = [id_ for id_, _ in row.logit_bias]
@@ -290,7 +290,7 @@ class RuleTable:
             raise ValueError(f"all {facts.vocab_size} tokens are banned; allow at least one")
 
     def _check_complete(self, row: Any) -> None:
-        """Raises ValueError for a setting whose transform the chain lacks."""
+        """Raises ValueError for a setting without its transform in the chain."""
         for name, classes in self.transforms.items():
             if name in row.chain:
                 continue

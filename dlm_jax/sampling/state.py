@@ -1,7 +1,7 @@
 """The per-row state of the denoising loop, and the state before the first step.
 
-Everything in it is ``[B]`` or ``[B, L]``. No step reads one row to decide about another, so that a
-row comes out as if it had run alone, and drivers may put rows of any age side by side.
+Every leaf is ``[B]`` or ``[B, L]``. Rows are independent: each gives the same result as alone, and
+drivers may batch rows of different ages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dlm_jax.sampling.rules import Rules
 from dlm_jax.types import Canvas, Status, live_positions
 
 EDITED = -2
-"""Step of a token that no step committed: an edit or re-noise put it there."""
+"""Step of a token that was not committed but written by an edit or re-noise."""
 
 
 class State(NamedTuple):
@@ -31,21 +31,21 @@ class State(NamedTuple):
     Attributes:
       canvas: tokens, lengths, frozen positions.
       logprob_BL: float32, log-probability of each committed token under the clean logits it was
-        drawn from, in nats; 0 at given tokens, holes, and what an edit or re-noise put there. Of a
-        draft's tokens, where the remask rule reads it: that under the last forward.
+        drawn from, in nats; 0 at given tokens, holes, and tokens of an edit or re-noise. For draft
+        tokens, if the remask rule reads it: the one under the last forward.
       committed_BL: int32, the step that committed each token, from 0; -1 at given tokens, holes,
-        and tokens of a draft; `EDITED` where an edit or re-noise put a token.
+        and tokens of a draft; `EDITED` at tokens of an edit or re-noise.
       row: per-row parameters of the loop itself.
       rules: the rules of the step, with per-row parameters.
       chain_state: state of the logit transforms.
       block: the block that each row works on.
       edits: state of the edits; None without an edit rule.
-      cache: keys and values that are kept; None without a cache rule.
+      cache: cached keys and values; None without a cache rule.
       counters: counters of each row.
       step_B: int32, steps taken.
       status_B: int32, a `Status`.
-      memory: what the commit rule keeps from step to step.
-      records: what is kept of every step; None in a loop without traces.
+      memory: state of the commit rule.
+      records: records of every step; None in a loop without traces.
     """
 
     canvas: Canvas
@@ -72,8 +72,8 @@ class State(NamedTuple):
     def span_B(self) -> jax.Array:
         """int32 ``[B]``, the steps over which a temperature moves.
 
-        Those allowed, or as many as the row has unfrozen tokens if that is fewer and none of them
-        changes once it is written.
+        The allowed steps, or the number of unfrozen tokens if it is lower and written tokens do not
+        change.
         """
         refines_B = self.rules.refines(self.row.resamples_B)
         free_B = jnp.sum(~self.canvas.frozen_BL, axis=1)
@@ -93,8 +93,8 @@ def start(
 ) -> State:
     """State before the first step: live MASK tokens are holes, other live tokens are frozen.
 
-    With `frozen_BL` those tokens alone that it marks, where a draft leaves some free. A length of 0
-    makes an idle slot. `num_traced` steps of a row are recorded at most.
+    With `frozen_BL` only its tokens are frozen, as a draft leaves some free. A length of 0 makes an
+    idle slot. At most `num_traced` steps of a row are recorded.
     """
     num_rows = tokens_BL.shape[0]
     zeros_B = jnp.zeros(num_rows, jnp.int32)
@@ -128,7 +128,7 @@ def start(
         memory=rules.commit.start_memory(*tokens_BL.shape),
         records=start_records(tokens_BL, num_traced) if num_traced else None,
     )
-    # `advance` donates the state: its buffers must be its own, and each be there once.
+    # `advance` donates the state: its buffers must be its own and distinct.
     return jax.tree.map(jnp.copy, state)
 
 

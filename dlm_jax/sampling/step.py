@@ -1,9 +1,9 @@
-"""One step of the denoising loop: look at the canvas, write what the rules choose.
+"""One step of the denoising loop.
 
 ``step: re-noise -> forward -> transform logits -> propose -> commit -> edit -> remask``; every
-published sampler is a choice of those slots, not a new loop. Edits and remasking come at the end
-of a step instead of the beginning of the next: what the forward said need not be kept, and a row
-where nothing is remasked is done without another one.
+published sampler is a choice of those slots, not a new loop. Edits and remasking run at the end of
+a step, not at the start of the next one: the logits need not be stored, and a row without remasked
+tokens ends without another forward.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ RENOISE_SALT = 0x6E6F6973
 
 
 class StepInputs(NamedTuple):
-    """A step up to its proposal: what it saw, and what it would write.
+    """A step up to its proposal.
 
     Attributes:
       is_open_BL: True at the positions that get a candidate.
-      is_read_BL: True at tokens that are scored as they stand for the remask rule: a draft's, which
-        were never proposed, and all of the block if it `rereads`; None without one.
+      is_read_BL: True at tokens that are scored for the remask rule: draft tokens, which were never
+        proposed, and the whole block if the rule `rereads`; None without a rule.
       commit: the context of the commit rule.
       context: the visible tokens, for logit transforms.
       output: the output of the trunk.
-      cache: what is kept after the forward; None without a cache.
+      cache: the cache after the forward; None without a cache.
       forwards_B: int32, forwards of the row so far.
-      positions_B: int32, live positions that those computed; 0 without a cache.
+      positions_B: int32, live positions that these forwards computed; 0 without a cache.
       draw_key_B: the step's key of each row, for draws.
       remask_key_B: likewise, for the remask rule.
-      filled: the candidates, and how the fill went.
+      filled: the candidates, and statistics of the fill.
     """
 
     is_open_BL: jax.Array
@@ -79,22 +79,22 @@ class StepInputs(NamedTuple):
 def step(program: Program, params: Params, state: State) -> tuple[State, jax.Array]:
     """The state after one step of every running row, and where it committed, before its edits.
 
-    Other rows come back bit for bit. A row whose draft is to be edited is only looked at, the first
-    time: its edits come before its first step.
+    Other rows stay equal bit for bit. The first call only reads a row whose draft is edited: its
+    edits run before its first step.
     """
     state = renoised(program, state)
     return write(program, params, state, look(program, params, state))
 
 
 def look(program: Program, params: Params, state: State) -> StepInputs:
-    """The forward of a step, and candidates for its open positions; the state stays as it is."""
+    """The forward of a step, and candidates for its open positions; the state does not change."""
     draw_key_B, rule_key_B, remask_key_B = step_keys(state)
     commit = commit_context(program, state, rule_key_B)
     is_open_BL = open_positions(program, state, commit)
     is_read_BL, is_scored_BL, own_BL = scored_positions(program, state, is_open_BL)
     context = visible_context(program, state)
     output, cache, forwards_B, positions_B = forward(program, params, state, is_open_BL)
-    # What was kept is not looked at again: it may be overwritten where it lies.
+    # The old cache is not used again, so it may be overwritten in place.
     rows = (
         state._replace(cache=None, records=None),
         output,
@@ -114,7 +114,7 @@ def look(program: Program, params: Params, state: State) -> StepInputs:
 def write(
     program: Program, params: Params, state: State, inputs: StepInputs
 ) -> tuple[State, jax.Array]:
-    """The state one step later, and where the commit rule took a candidate, before the edits."""
+    """The state one step later, and the commits of the commit rule, before the edits."""
     rules, is_finite_B, steps_B = state.rules, inputs.filled.is_finite_B, is_stepping(state)
     goes_on_B = steps_B & is_finite_B & ~state.block.is_last_step_B
     is_candidate_BL = inputs.is_open_BL & (state.canvas.tokens_BL == program.mask_id)
@@ -171,7 +171,7 @@ def write(
 
 
 def _seen(inputs: StepInputs, is_committed_BL: jax.Array, choice_B: jax.Array) -> Records:
-    """What is kept of one step, ``[B, L]`` and ``[B]``."""
+    """The records of one step, ``[B, L]`` and ``[B]``."""
     filled, is_open_BL = inputs.filled, inputs.is_open_BL & inputs.filled.is_finite_B[:, None]
     drawn, proposal = filled.drawn, filled.proposal
     assert drawn is not None, "the program is traced"
@@ -187,7 +187,7 @@ def _seen(inputs: StepInputs, is_committed_BL: jax.Array, choice_B: jax.Array) -
 
 
 def is_stepping(state: State) -> jax.Array:
-    """True ``[B]`` for rows that take a step, instead of being looked at or being done."""
+    """True ``[B]`` for rows that take a step; False for rows that are only read or have ended."""
     if state.edits is None:
         return state.is_running_B
     return state.is_running_B & ~state.edits.warms_B
@@ -200,7 +200,7 @@ def is_free(state: State) -> jax.Array:
 
 
 def is_token(program: Program, state: State) -> jax.Array:
-    """True at live tokens, which are no holes."""
+    """True at live tokens that are not holes."""
     tokens_BL = state.canvas.tokens_BL
     is_live_BL = live_positions(state.canvas.length_B, tokens_BL.shape[1])
     return is_live_BL & (tokens_BL != program.mask_id)
@@ -223,7 +223,7 @@ def commit_context(program: Program, state: State, key_B: jax.Array) -> CommitCo
 
 
 def open_positions(program: Program, state: State, commit: CommitContext) -> jax.Array:
-    """True at the positions that get a candidate: at a block's last step, at all its holes."""
+    """True at the positions that get a candidate: all holes at the last step of a block."""
     is_last_BL = state.block.is_last_step_B[:, None] & ~is_token(program, state)
     rule, shape = state.rules.commit, is_last_BL.shape
     may_BL = returned(rule.eligible(commit), rule, "eligible", "B, L", shape, bool)
@@ -234,11 +234,11 @@ def open_positions(program: Program, state: State, commit: CommitContext) -> jax
 def scored_positions(
     program: Program, state: State, is_open_BL: jax.Array
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Further reads of the logits, for remasking and for edits; each None where there are none.
+    """Further reads of the logits, for remasking and for edits; None if not needed.
 
-    True at tokens that a remask rule wants scored: a draft's, which were never proposed, and all of
-    the block if it `rereads`; True where edits read
-    logits; and the int32 tokens to be scored as they stand for either, -1 elsewhere.
+    True at tokens that a remask rule scores: draft tokens, which were never proposed, and the whole
+    block if the rule `rereads`; True where edits read logits; and the int32 tokens to score for
+    both, -1 elsewhere.
     """
     rules, tokens_BL, is_visible_BL = state.rules, state.canvas.tokens_BL, is_token(program, state)
     own_BL = is_read_BL = is_scored_BL = None
@@ -260,7 +260,7 @@ def scored_positions(
 
 
 def may_edit(state: State) -> jax.Array:
-    """True where the edits after this step may happen."""
+    """True where edits may follow this step."""
     edit, edits, canvas = state.rules.edit, state.edits, state.canvas
     assert edit is not None and edits is not None
     is_row_B = edit.is_active() & state.is_running_B
@@ -271,7 +271,7 @@ def may_edit(state: State) -> jax.Array:
 
 
 def beside(is_true_BL: jax.Array) -> jax.Array:
-    """True at and on either side of a True."""
+    """True at each True and its neighbours."""
     padded = jnp.pad(is_true_BL, ((0, 0), (1, 1)))
     return is_true_BL | padded[:, :-2] | padded[:, 2:]
 
@@ -287,9 +287,9 @@ def visible_context(program: Program, state: State) -> Context:
 
 
 def step_keys(state: State, *, salt: int | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys of each row for a step's draws and for the two rules: from its own seed and step.
+    """Keys of each row for a step's draws and for the two rules, from its own seed and step.
 
-    With a salt, others.
+    A salt gives other keys.
     """
 
     def one_row(seed: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -302,13 +302,13 @@ def step_keys(state: State, *, salt: int | None = None) -> tuple[jax.Array, jax.
 
 
 def chain_now(state: State) -> Chain:
-    """The chain with the parameters of the step that each row is about to take."""
+    """The chain with the parameters of the next step of each row."""
     share_B = state.step_B.astype(jnp.float32) / jnp.maximum(state.span_B - 1, 1)
     return state.rules.chain.at_progress(jnp.minimum(share_B, 1.0))
 
 
 def renoised(program: Program, state: State) -> State:
-    """The state with what re-noise writes before the forward."""
+    """The state after re-noise, before the forward."""
     renoise = state.rules.renoise
     if renoise is None:
         return state
@@ -341,7 +341,7 @@ def renoised(program: Program, state: State) -> State:
 
 
 def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
-    """The candidates, on each device for its own rows if they are split."""
+    """The candidates; each device fills its own rows if they are split."""
 
     def of_rows(params: Params, rows: tuple[Any, ...]) -> Filled:
         state, output, is_open_BL, is_scored_BL, own_BL, context, key_B, preference_BL = rows
@@ -364,7 +364,7 @@ def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
             state.canvas.frozen_BL,
             program.num_traced > 0,
         )  # fmt: skip
-        # No more positions can be open than the trunk returned vectors for.
+        # At most as many positions can be open as the trunk returned vectors.
         chunk = min(program.chunk, output.num_vectors)
         reader = Reader(program.network, params, output, chunk)
         filled = state.rules.fill.propose(reader, writer, wanted)
@@ -374,7 +374,7 @@ def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
 
 
 def _checked(fill: FillRule, filled: Filled, shape: tuple[int, ...]) -> Filled:
-    """What a fill returned; its errors name it."""
+    """The output of a fill, checked; errors name the fill."""
     kinds = Proposal(jnp.int32, *[jnp.float32] * 3)
     for name, value, kind in zip(Proposal._fields, filled.proposal, kinds, strict=True):
         returned(value, fill, f"propose(...).proposal.{name}", "B, L", shape, kind)
@@ -385,7 +385,7 @@ def _checked(fill: FillRule, filled: Filled, shape: tuple[int, ...]) -> Filled:
 def committed(
     program: Program, state: State, inputs: StepInputs, goes_on_B: jax.Array
 ) -> tuple[State, jax.Array]:
-    """The state with what the commit rule takes of the proposal, and where; rows do not end yet."""
+    """The state after the commits, and their positions; rows do not end yet."""
     rules, filled, tokens_BL = state.rules, inputs.filled, state.canvas.tokens_BL
     memory = state.memory._replace(places=filled.kept)
     context = inputs.commit._replace(memory=memory)
@@ -426,7 +426,7 @@ def committed(
 
 
 def _where_rows(is_first_B: jax.Array, first: Any, other: Any) -> Any:
-    """Arrays ``[B, ...]`` of either, row by row."""
+    """Selects arrays ``[B, ...]`` from either, row by row."""
 
     def one(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.where(is_first_B.reshape(-1, *[1] * (x.ndim - 1)), x, y)
@@ -435,7 +435,7 @@ def _where_rows(is_first_B: jax.Array, first: Any, other: Any) -> Any:
 
 
 def _moved_memory(state: State, position_map: PositionMap) -> RuleMemory:
-    """What the commit rule keeps of each position, at its new place."""
+    """The memory of the commit rule, moved to the new positions."""
 
     def one(x: jax.Array, fresh: jax.Array) -> jax.Array:
         shape = (*x.shape[:2], -1)
@@ -449,9 +449,9 @@ def _moved_memory(state: State, position_map: PositionMap) -> RuleMemory:
 def edited(
     program: Program, params: Params, state: State, inputs: StepInputs
 ) -> tuple[State, PositionMap]:
-    """The state after the edits, and where they put everything.
+    """The state after the edits, and the map of positions.
 
-    A row's forward has been read where its next edits may happen.
+    The logits of a row have been read where edits may follow.
     """
     rule, past, block, filled = state.rules.edit, state.edits, state.block, inputs.filled
     assert rule is not None and past is not None and filled.total_BL is not None
@@ -493,7 +493,7 @@ def edited(
         logprob_BL=moved(position_map, state.logprob_BL, 0.0),
         committed_BL=jnp.where(is_put_BL, EDITED, committed_BL),
         memory=_moved_memory(state, position_map),
-        # A row that has ended keeps its last marks.
+        # An ended row keeps its last marks.
         edits=now._replace(mark_BL=jnp.where(is_running_B[:, None], now.mark_BL, past.mark_BL)),
         counters=state.counters.plus(
             Counters(
@@ -508,7 +508,7 @@ def edited(
 
 
 def remasked(program: Program, state: State, is_remasked_BL: jax.Array) -> State:
-    """The state with these tokens turned back into holes."""
+    """The state with these tokens remasked."""
     tokens_BL = jnp.where(is_remasked_BL, program.mask_id, state.canvas.tokens_BL)
     return state._replace(
         canvas=state.canvas._replace(tokens_BL=tokens_BL),
@@ -544,7 +544,7 @@ def _wrongness(
 def _settled(
     state: State, commit: CommitContext, is_committed_BL: jax.Array, steps_B: jax.Array
 ) -> tuple[State, jax.Array]:
-    """The state with its steps without holes counted, and where a block is still rewritten."""
+    """The state with updated counts of steps without holes; rows whose block is still rewritten."""
     assert commit.written_BL is not None, "the rule rewrites"
     had_holes_B = jnp.any(commit.is_hole_BL, axis=1)
     changed_B = jnp.any(is_committed_BL & (commit.written_BL >= 0), axis=1)
@@ -556,9 +556,9 @@ def _settled(
 def _ended(
     program: Program, state: State, steps_B: jax.Array, is_finite_B: jax.Array, still_B: jax.Array
 ) -> State:
-    """The state one step on: steps are counted, blocks follow each other, rows end.
+    """The state at the end of a step: counts the step, advances blocks, ends rows.
 
-    A block without holes waits where `still_B`, unless that was its last step.
+    A block without holes stays current where `still_B`, unless this was its last step.
     """
     canvas, block = state.canvas, state.block
     is_hole_BL = (canvas.tokens_BL == program.mask_id) & ~canvas.frozen_BL
@@ -594,9 +594,9 @@ def _ended(
 
 
 def _stays(state: State, is_hole_BL: jax.Array, behind_B: jax.Array) -> jax.Array:
-    """How far the tokens of each row stay as they are, from its begin: up to its first hole.
+    """The length of the final prefix of each row: up to its first hole.
 
-    Where tokens may be rewritten, they stay once their block is behind the row.
+    If tokens may be rewritten, they are final after their block.
     """
     place_B = place_of_largest(is_hole_BL)
     first_hole_B = jnp.where(jnp.any(is_hole_BL, axis=1), place_B, state.canvas.length_B)
@@ -605,7 +605,7 @@ def _stays(state: State, is_hole_BL: jax.Array, behind_B: jax.Array) -> jax.Arra
 
 
 def _has_eos(program: Program, canvas: Canvas, end_B: jax.Array) -> jax.Array:
-    """True for rows with a generated EOS before that position, and nothing given behind it."""
+    """True for rows with a generated EOS before that position and no given token after it."""
     num_positions = canvas.tokens_BL.shape[1]
     place_1L = jnp.arange(num_positions)[None]
     is_given_BL = canvas.frozen_BL & live_positions(canvas.length_B, num_positions)

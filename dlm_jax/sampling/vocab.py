@@ -234,7 +234,7 @@ def divide(logits_NV: Array, divisor_N: Array) -> Array:
 
 
 def _reciprocal(divisor_N: Array) -> Array:
-    """`[N, 1]`. XLA turns some divisions by a row's divisor into products, others not.
+    """`[N, 1]`. XLA converts only some divisions by a row's divisor to products.
 
     The quotient of the largest logit has to be the largest quotient, so all of them are products.
     """

@@ -1,8 +1,8 @@
 """Cache rules: which positions of a row a step computes, beside the kept keys and values.
 
-A step computes a window of each row, of a static size, placed in each row where its block stands;
-keys and values of all other positions are those that were kept. Which of them may be out of date is
-the rule's business: an exact one keeps none that is, an approximate one refreshes them.
+A step computes a window of each row, of a static size, at the block of each row; keys and values of
+other positions are cached. Which of them may be out of date is the rule's business: an exact one
+keeps none that is, an approximate one refreshes them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class CacheRule(Rule):
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
-        """True: a row asks for a cache by its name."""
+        """True: a cache is activated by its name."""
         return True
 
     @classmethod
@@ -145,7 +145,7 @@ class CacheRule(Rule):
         raise NotImplementedError
 
     def plan(self, context: CacheContext) -> CachePlan:
-        """What the next step computes of each row."""
+        """The positions of each row that the next step computes."""
         raise NotImplementedError
 
 

@@ -1,8 +1,8 @@
 """Commit rules: which of the proposed tokens are written into the canvas at a step.
 
 A rule is a frozen pytree: compiled-in values are metadata, settings of requests are ``[B]`` leaves.
-It works on the whole batch and reads no row but the one it decides about. Scores that differ only
-by rounding are ties, because their order may differ between programs (`TOLERANCE`).
+It works on the whole batch; rows are independent. Scores that differ only by rounding are ties,
+because their order may differ between programs (`TOLERANCE`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dlm_jax.settings import Rule, SettingError
 
 
 class RuleMemory(NamedTuple):
-    """Values that a rule keeps from one step to the next; never of all ids.
+    """State of a rule between steps; never over all ids.
 
     Attributes:
       places: arrays ``[B, L, ...]``, of each position; they change where logits are read.
@@ -42,7 +42,7 @@ class CommitContext(NamedTuple):
       written_BL: int32 tokens of the block that are written and were not given, -1 elsewhere; None
         unless the rule `rewrites`.
       preference_BL: uint32, the order of positions that tie, see `preferences`.
-      memory: what the rule keeps; in `CommitRule.select` what it has observed in this step, too.
+      memory: state of the rule; in `CommitRule.select` it includes this step's observations.
     """
 
     is_hole_BL: jax.Array
@@ -56,7 +56,7 @@ class CommitContext(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """Candidates for the open positions; elsewhere the values mean nothing.
+    """Candidates for the open positions; other values are undefined.
 
     Attributes:
       tokens_BL: int32 candidate ids.
@@ -73,7 +73,7 @@ class Proposal(NamedTuple):
 
 
 class CommitRule(Rule):
-    """Chooses what a step commits, out of what it made eligible; only `select` is required.
+    """Chooses the commits of a step among eligible positions; only `select` is required.
 
     The loop adds every hole of a block at its last step.
 
@@ -101,7 +101,7 @@ class CommitRule(Rule):
         return jnp.exp(logprob_N)
 
     def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
-        """What it keeps before the first step; by default nothing."""
+        """The memory before the first step; empty by default."""
         return RuleMemory()
 
     def observe(
@@ -112,7 +112,7 @@ class CommitRule(Rule):
         ids_N: jax.Array,
         logprob_N: jax.Array,
     ) -> tuple[Any, jax.Array]:
-        """What it keeps of N positions of these rows once their logits are read, and `measure`.
+        """The memory of N positions of these rows after their logits are read, and `measure`.
 
         `kept` is that of before, with leaves ``[N, ...]``; `ids_N` are the candidates. It is called
         in place of `measure` where the rule has a `RuleMemory` of places.
@@ -122,18 +122,18 @@ class CommitRule(Rule):
     def remember(
         self, context: CommitContext, proposal: Proposal, is_committed_BL: jax.Array
     ) -> Any:
-        """What it keeps of the rows after a step's commits; by default what it had."""
+        """The memory of the rows after a step's commits; unchanged by default."""
         return context.memory.rows
 
     def weighed(self, logits_NV: jax.Array, filtered: Callable[[], jax.Array]) -> jax.Array | None:
-        """Logits that `measure` reads in place of the clean ones, ``[N, V]``; None: the clean ones.
+        """Logits ``[N, V]`` that `measure` reads; None: the clean ones.
 
-        `filtered` makes those that the candidate is drawn from, after all transforms.
+        `filtered` returns the logits of the draw, after all transforms.
         """
         return None
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        """True at the positions to commit, ``[B, L]``; those that were not eligible stay out."""
+        """True at the positions to commit, ``[B, L]``; ineligible positions are ignored."""
         raise NotImplementedError
 
     @classmethod
@@ -172,13 +172,13 @@ def log_subset(is_open_BL: jax.Array, is_chosen_BL: jax.Array) -> jax.Array:
 
 
 def log_each(is_open_BL: jax.Array, is_chosen_BL: jax.Array, chance_BL: jax.Array) -> jax.Array:
-    """Log-probability ``[B]`` of these where each open position has a chance of its own."""
+    """Log-probability ``[B]`` of these, with an independent probability for each open position."""
     own_BL = jnp.where(is_chosen_BL, jnp.log(chance_BL), jnp.log1p(-chance_BL))
     return jnp.sum(jnp.where(is_open_BL, own_BL, 0.0), axis=1)
 
 
 TOLERANCE = 1e-5
-"""Scores that differ by less are equal, relative to what they are compared with.
+"""Relative tolerance: scores that differ by less are equal.
 
 Programs of other shapes, devices and compilers compute them some 3e-7 apart. Where a score is a sum
 or a difference, its error follows the numbers that it is made of: `scale` is their least magnitude.
@@ -189,14 +189,14 @@ _TIES_SALT = 0x74696573
 def reaches(
     score: jax.Array, bound: jax.Array | float, scale: jax.Array | float = 0.0
 ) -> jax.Array:
-    """True where a score is above a bound or equal to it, see `TOLERANCE`."""
+    """True where a score is at least a bound, see `TOLERANCE`."""
     return score >= bound - _slack(bound, scale)
 
 
 def exceeds(
     score: jax.Array, bound: jax.Array | float, scale: jax.Array | float = 0.0
 ) -> jax.Array:
-    """True where a score is above a bound and not equal to it, see `TOLERANCE`."""
+    """True where a score is strictly above a bound, see `TOLERANCE`."""
     return score > bound + _slack(bound, scale)
 
 
@@ -206,9 +206,9 @@ def _slack(bound: jax.Array | float, scale: jax.Array | float) -> jax.Array:
 
 
 def preferences(key_B: jax.Array, prefers_lower_B: jax.Array, num_positions: int) -> jax.Array:
-    """uint32 ``[B, L]`` above 0: of positions that tie, those of the highest numbers are taken.
+    """uint32 ``[B, L]`` above 0: among ties the highest numbers are taken.
 
-    Random from each row's key, the same on a canvas of another length; or falling from the left.
+    Random from each row's key, independent of the canvas length; or descending from the left.
     """
     salted_B = jax.vmap(lambda key: jax.random.fold_in(key, _TIES_SALT))(key_B)
     random_BL = jax.vmap(lambda key: jax.random.bits(key, (num_positions,)))(salted_B)
@@ -261,7 +261,7 @@ def _highest(rank_BL: jax.Array, count_B: jax.Array) -> jax.Array:
 
 
 def _last(rank_BL: jax.Array, count_B: jax.Array) -> jax.Array:
-    """uint32 ``[B]``: the number of that place in falling order; 0 if there are fewer above 0.
+    """uint32 ``[B]``: the number of that rank in descending order; 0 if there are fewer above 0.
 
     It is found bit by bit: a sort takes 5 times as long on CPU at 16 x 256 and 13 times at 64 x
     1024.

@@ -1,4 +1,4 @@
-"""Commit rules that write a quota of holes: the surest first, at random, or from left to right."""
+"""Commit rules with a quota of holes: most confident first, random, or left to right."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ class LowEntropy(_SurestFirst):
 
 @rule
 class LargeMargin(_SurestFirst):
-    """Commits each row's quota of holes whose two likeliest tokens are furthest apart."""
+    """Commits the quota of holes with the largest margin between the two most likely tokens."""
 
     about = "a quota, of the greatest lead of one token over the next"
     name = "margin"

@@ -101,9 +101,9 @@ class Threshold(Confident, Weighed):
 
 @rule
 class Factor(Confident):
-    """Commits the longest run of surest holes with ``c_n >= 1 - f / (n + 1)``.
+    """Commits the most confident holes as long as ``c_n >= 1 - f / (n + 1)``.
 
-    Confidences in falling order, n from 1: the more are committed together, the surer each must be
+    Confidences in descending order, n from 1: more simultaneous commits need higher confidence
     (Fast-dLLM, section 3.3, theorem 1).
     """
 
@@ -202,7 +202,7 @@ def passes(confidence_BL: jax.Array, threshold_B: jax.Array, is_above_B: jax.Arr
 def _surest(
     context: CommitContext, proposal: Proposal, count_B: jax.Array, scale: float
 ) -> jax.Array:
-    """That many of the surest holes; one at least."""
+    """The most confident holes, this many but at least one."""
     return most(
         proposal.confidence_BL, context.is_hole_BL, jnp.maximum(count_B, 1),
         context.preference_BL, scale,
@@ -210,6 +210,6 @@ def _surest(
 
 
 def _falling(context: CommitContext, proposal: Proposal) -> jax.Array:
-    """Confidences of the holes in falling order, -inf behind them."""
+    """Confidences of the holes in descending order, followed by -inf."""
     score_BL = jnp.where(context.is_hole_BL, proposal.confidence_BL, -jnp.inf)
     return jnp.sort(score_BL, axis=1, descending=True)

@@ -17,7 +17,7 @@ class EditState(NamedTuple):
     """The state of a row's edits.
 
     Attributes:
-      inserted_BL: True at positions that an edit made, whatever has been written there since.
+      inserted_BL: True at positions that an edit inserted, also after they were overwritten.
       mark_BL: True at the marks of the last step's edits.
       origin_BL: int32, where each position stood when `Advance` was called last; -1: it was not
         there.
@@ -74,9 +74,8 @@ class Snapshot(NamedTuple):
     Attributes:
       own_BL: float32 log-probability of the token that stands at each position, in nats.
       right_BL: float32 log-probability, at the same position, of the token to its right.
-      best_BL: float32 log-probability of the likeliest other token there (of any where one was
-        drawn), or that of the token itself where it may not be written; None where no rule reads
-        it.
+      best_BL: float32 log-probability of the most likely other token (of any where one was drawn),
+        or that of the token itself where it may not be written; None where no rule reads it.
       is_due_BL: True where that is the token to its right; None likewise.
       best_id_BL: int32 id of it, -1 where it may not be written; None likewise.
     """
@@ -181,7 +180,7 @@ class EditRule(Rule):
         return jnp.ones(jax.tree.leaves(self)[0].shape[0], bool)
 
     def inserted_id(self, *, mask_id: int, space_id: int) -> jax.Array | int:
-        """What is inserted, MASK or the space; for all rows, or int32 ``[B]``."""
+        """The inserted id, MASK or the space; for all rows, or int32 ``[B]``."""
         return mask_id
 
     def candidates(self, context: EditContext) -> tuple[Edits, jax.Array]:

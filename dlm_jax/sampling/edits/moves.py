@@ -18,7 +18,7 @@ from dlm_jax.types import live_positions
 def insert_at_gap(
     x_BL: jax.Array, gap_B: jax.Array, end_B: jax.Array, fill: jax.Array | float
 ) -> jax.Array:
-    """`x_BL` with `fill` put into a gap of each row, and what stands behind it moved right by one.
+    """`x_BL` with `fill` inserted into a gap of each row; the suffix moves right by one.
 
     The gap g between positions g and g + 1 is meant by ``g + 1``, where `fill` then stands. What
     stood at ``end - 1`` is lost. A row whose gap is not below its end stays as it is.

@@ -17,7 +17,7 @@ from dlm_jax.sampling.program import Program
 from dlm_jax.types import Params, live_positions
 
 LEAST = -100.0
-"""Nats that an impossible token counts, so that texts which share one can be compared."""
+"""Cost of an impossible token in nats, so that texts with a common one can be compared."""
 _FAR = 2**30
 _CHUNK = 2048
 
@@ -114,7 +114,7 @@ def may_be_led(context: EditContext) -> jax.Array:
 
 
 def deletion_scores(context: EditContext, margin_B: jax.Array, lambda_B: jax.Array) -> jax.Array:
-    """float32 ``[B, L]``: how much the model would have the tokens behind each one a place earlier.
+    """float32 ``[B, L]``: how much the model prefers the suffix one position earlier.
 
     ``max(0, D1 - margin) + lambda max(0, D2 - margin)``, where D1 at i is ``p(i, x_i+1) - p(i,
     x_i)`` and D2 is the D1 of i + 1. A difference that names a hole, or what lies beyond the row,

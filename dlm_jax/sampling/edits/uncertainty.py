@@ -193,7 +193,7 @@ class Uncertainty(EditRule):
         capped at the free capacity, so that a row below its target loses nothing to get there.
 
         Rows with an exact target take scores of 0 and less too, as many as the target needs in this
-        step, without a cooldown: the tokens whose successor fits worst in their place go last.
+        step, without a cooldown: tokens whose successor fits worst in their place are deleted last.
         """
         cells, mask_id = context.cells, context.mask_id
         is_row_BL = live_positions(cells.length_B, cells.tokens_BL.shape[1])

@@ -1,4 +1,4 @@
-"""Fills: how a step finds candidates for its open positions."""
+"""Fills: candidates for the open positions of a step."""
 
 from collections.abc import Mapping
 

@@ -1,8 +1,8 @@
-"""Candidates of a row with a structure, drawn together: all of them are part of one match.
+"""Joint draws of the candidates of a row with a structure: all are part of one match.
 
-A structure is an automaton over the tokens (`dlm_jax.inference.structure`). Messages from the right
-say how much probability the positions behind a place have from each of its states; from the left a
-match is drawn, or the likeliest one found (Rabiner 1989, section III; Suresh et al. 2025, DINGO).
+A structure is an automaton over the tokens (`dlm_jax.inference.structure`). Backward messages hold
+the probability of the later positions from each state; a forward pass draws a match or finds the
+most likely one (Rabiner 1989, section III; Suresh et al. 2025, DINGO).
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from dlm_jax.settings import UNSET, SettingError, per_row, rule
 from dlm_jax.types import live_positions
 
 _CUT = 1e4
-"""Nats that an id which the chain cuts is below those that it leaves."""
+"""Log-weight difference in nats between ids that the chain cuts and ids that it keeps."""
 _MOST_MEMBERS = 1 << 22
 _MOST_ARCS = 1 << 20
 _CLASS, _MEMBER, _ARC, _LABEL = 0x636C, 0x6D65, 0x6172, 0x6C61
 
 
 class _Seen(NamedTuple):
-    """What the readout of a position leaves for the draw of a match.
+    """The values of a position's readout for the draw of a match.
 
     Attributes:
       label: float32 log-weight of each label, ``[..., K]``.
       weight: float32 log-weight of each class of ids, ``[..., C]``; likewise the others.
-      ids: int32, an id of the class, drawn by its weight or the likeliest one.
+      ids: int32, an id of the class, drawn by weight or the most likely one.
       logprob: float32, the id's log-probability under the clean logits.
-      confidence: float32, what the commit rule measures of it.
+      confidence: float32, the measure of the commit rule.
     """
 
     label: jax.Array
@@ -145,7 +145,7 @@ class Constrained(FillRule):
         classes = _power(arcs, lambda a: a.is_member_CK.shape[0], 16)
         labels = _power(arcs, lambda a: a.is_member_CK.shape[1], 16)
         blocks = max(len(a.class_M) for a in arcs)
-        # A quarter more than there are at most: they are as many as the vocabulary asks for.
+        # A quarter more than the most ids, whose number depends on the vocabulary.
         step = max(16, 1 << max(0, blocks.bit_length() - 3))
         blocks = -(-blocks // step) * step
         columns: Any = (
@@ -194,7 +194,7 @@ class Constrained(FillRule):
         is_real_N: jax.Array,
         clean_NV: jax.Array,
     ) -> _Seen:
-        """What the positions of a chunk leave, ``[N, ...]``."""
+        """The readout of the positions of a chunk, ``[N, ...]``."""
         row_N, index_N = places_N // writer.num_positions, places_N % writer.num_positions
         key_N = _keys(writer.key_B[row_N], index_N)
         at = At(row_N, index_N, key_N, is_real_N)
@@ -205,7 +205,7 @@ class Constrained(FillRule):
         is_id_NJM = ids_NJM >= 0
 
         def of_ids(logits_NV: jax.Array) -> jax.Array:
-            """The logits of each id below the largest of them; -inf where there is none."""
+            """The logits of each id relative to the largest; -inf where there is none."""
             flat_NI = jnp.maximum(ids_NJM, 0).reshape(row_N.size, -1)
             logits_NI = _take(logits_NV, flat_NI, axis=1)
             logits_NJM = jnp.where(is_id_NJM, logits_NI.reshape(ids_NJM.shape), -jnp.inf)
@@ -238,7 +238,7 @@ class Constrained(FillRule):
     def _matching(
         self, writer: CandidateWriter, wanted: Wanted, drawn: Proposal, seen: _Seen
     ) -> Proposal:
-        """The candidates where they match, and a match that is drawn together where not."""
+        """The candidates if they match, otherwise a jointly drawn match."""
         places = self._places(writer, wanted, drawn, seen)
         num_rows, num_positions = places.is_open_BL.shape
         place_BL = jnp.broadcast_to(jnp.arange(num_positions)[None], (num_rows, num_positions))
@@ -268,7 +268,7 @@ class Constrained(FillRule):
     def _places(
         self, writer: CandidateWriter, wanted: Wanted, drawn: Proposal, seen: _Seen
     ) -> _Places:
-        """What stands where, with the candidates at the open positions."""
+        """The canvas, with the candidates at the open positions."""
         num_rows, num_positions = wanted.is_open_BL.shape
         assert wanted.is_given_BL is not None, "the step tells what was given"
         begin_B1 = place_of_largest(~wanted.is_given_BL)[:, None]
@@ -276,7 +276,7 @@ class Constrained(FillRule):
         is_text_BL &= live_positions(wanted.length_B, num_positions)
         is_open_BL = wanted.is_open_BL & is_text_BL
         is_wild_BL = is_text_BL & ~is_open_BL & ~wanted.is_seen_BL
-        # A token that stands leads on where a label has its class, an unseen hole everywhere.
+        # A token follows the arcs whose label has its class; an unseen hole follows all arcs.
         token_BL = jnp.where(is_open_BL, drawn.tokens_BL, wanted.tokens_BL)
         token_BL = jnp.clip(token_BL, 0, self.class_of_BV.shape[1] - 1)
         class_BL = _take(self.class_of_BV, token_BL, axis=1).astype(jnp.int32)
@@ -291,7 +291,7 @@ class Constrained(FillRule):
         )  # fmt: skip
 
     def _messages(self, places: _Places) -> jax.Array:
-        """Log-weight of the ways from each state behind each position to the end, ``[L, B, S]``.
+        """Log-weight of the paths from each state after each position to the end, ``[L, B, S]``.
 
         Up to a constant of each row and position.
         """
@@ -316,7 +316,7 @@ class Constrained(FillRule):
         rows_B = jnp.arange(self.start_B.size)
 
         def leaving(state_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """The labels of the arcs of each row's state, and where they lead, ``[B, D]``."""
+            """The labels and the target states of the arcs of each row's state, ``[B, D]``."""
             return self.label_BDS[rows_B, :, state_B], self.next_BDS[rows_B, :, state_B]
 
         def forth(states: _States, at_one: Any) -> tuple[_States, jax.Array]:
@@ -325,7 +325,7 @@ class Constrained(FillRule):
             weight_BD = _take(label_BK, arc_BD, axis=1) + _take(behind_BS, next_BD, axis=1)
             chosen_B1 = place_of_largest(weight_BD - wait_BD)[:, None]
             arc_B, drawn_B = (_take(x, chosen_B1, axis=1)[:, 0] for x in (arc_BD, next_BD))
-            # The same for the candidates as they are, up to the first unseen hole.
+            # The same for the independent candidates, up to the first unseen hole.
             arc_BD, next_BD = leaving(states.own_B)
             leads_BD = self.is_member_BCK[rows_B[:, None], class_B[:, None], arc_BD]
             own_B = jnp.max(jnp.where(leads_BD, next_BD, 0), axis=1)
@@ -348,15 +348,15 @@ class Constrained(FillRule):
 
 
 class _Places(NamedTuple):
-    """A canvas as the walks over the automaton see it, ``[B, L]``.
+    """The inputs of the walks over the automaton, ``[B, L]``.
 
     Attributes:
       is_open_BL: True where a candidate is drawn.
-      is_text_BL: True where the text is that matches.
-      is_wild_BL: True at its holes that the step does not look at.
-      takes_best_BL: True where the likeliest way counts instead of all of them.
+      is_text_BL: True at the text that must match.
+      is_wild_BL: True at its holes that the step does not read.
+      takes_best_BL: True where the maximum over paths replaces their sum.
       class_BL: int32, the class of each token or candidate.
-      label_BLK: float32 log-weight of each label; 0 or -inf where a token stands.
+      label_BLK: float32 log-weight of each label; 0 or -inf at tokens.
     """
 
     is_open_BL: jax.Array
@@ -372,9 +372,9 @@ class _States(NamedTuple):
 
     Attributes:
       drawn_B: int32, of the match that is drawn.
-      own_B: int32, of the candidates as they are.
+      own_B: int32, of the independent candidates.
       fits_B: True while those are part of a match.
-      is_known_B: True up to the first hole that the step does not look at.
+      is_known_B: True up to the first hole that the step does not read.
     """
 
     drawn_B: jax.Array
@@ -436,7 +436,7 @@ def _total(each_NKX: jax.Array, takes_best_NX: jax.Array) -> jax.Array:
 
 
 def _take(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
-    """The entries along an axis; to check their places takes as long as to read them."""
+    """The entries along an axis, without bounds checks, which take as long as the reads."""
     return jnp.take_along_axis(x, index, axis=axis, mode="promise_in_bounds")
 
 
@@ -445,7 +445,7 @@ def _finite(peak: jax.Array) -> jax.Array:
 
 
 def _keys(key: jax.Array, index_N: jax.Array) -> jax.Array:
-    """A key for each position of one row, or of as many rows as there are positions."""
+    """A key for each position of one row, or one for each pair of row and position."""
     return jax.vmap(jax.random.fold_in, (None if key.ndim == 0 else 0, 0))(key, index_N)
 
 
@@ -456,7 +456,7 @@ def _salted(key_N: jax.Array, salt: int) -> jax.Array:
 def _waits(key_N: jax.Array, size: int) -> jax.Array:
     """Logarithms of exponential times: the first of weights ``w`` is i with chance ``w_i / sum``.
 
-    From 64 bits each, as small weights win by small times.
+    64 bits each, because small weights win with small times.
     """
     bits_NK2 = jax.vmap(lambda key: jax.random.bits(key, (size, 2)))(key_N).astype(jnp.float32)
     uniform_NK = bits_NK2[..., 0] * 2.0**-32 + bits_NK2[..., 1] * 2.0**-64
@@ -469,7 +469,7 @@ def _power(arcs: Sequence[Arcs], size: Any, least: int) -> int:
 
 
 def _stacked(arrays: Sequence[np.ndarray], shape: tuple[int, ...], fill: Any) -> np.ndarray:
-    """The arrays as one, each padded to the shape."""
+    """The arrays stacked, each padded to the shape."""
     made = np.full((len(arrays), *shape), fill, arrays[0].dtype)
     for place, array in enumerate(arrays):
         made[(place, *map(slice, array.shape))] = array

@@ -1,4 +1,4 @@
-"""Fill rules, which find a candidate for every open position of a step; and the simplest one."""
+"""Fill rules find a candidate for every open position of a step; includes the parallel fill."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from dlm_jax.types import Network, Params
 
 
 class Wanted(NamedTuple):
-    """Where a fill must find what, ``[B, L]``.
+    """The positions of a fill, ``[B, L]``.
 
     Attributes:
-      is_open_BL: True where a candidate is wanted; nothing that stands there is seen.
-      is_seen_BL: True at tokens that neighbours are drawn beside.
+      is_open_BL: True where a candidate is needed; the token there is not visible.
+      is_seen_BL: True at tokens that the draws of neighbours condition on.
       tokens_BL: int32 canvas.
       length_B: int32 positions of each row.
-      is_scored_BL: True where ``total_BL`` is wanted, beside the positions that the writer scores
-        as they stand; None: nowhere.
-      keeps_best: whether ``best_BL`` is, too; static.
+      is_scored_BL: True where ``total_BL`` is needed, in addition to positions whose tokens the
+        writer scores; None: nowhere.
+      keeps_best: whether ``best_BL`` is needed too; static.
       preference_BL: uint32, the order of positions that tie, see
         `dlm_jax.sampling.commit.commit_rule.preferences`.
-      kept: what the commit rule keeps of each position; None: nothing.
-      is_given_BL: True at tokens that were given; None where the caller does not know.
-      is_traced: whether `Filled.drawn` is wanted; static.
+      kept: per-position memory of the commit rule, or None.
+      is_given_BL: True at given tokens; None if unknown.
+      is_traced: whether `Filled.drawn` is needed; static.
     """
 
     is_open_BL: jax.Array
@@ -72,18 +72,17 @@ class Reader(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """Candidates for the open positions, and how they were found.
+    """Candidates for the open positions, with statistics.
 
     Attributes:
       proposal: the candidates.
       is_finite_B: False for a row with a position whose clean logits hold a NaN or +inf, or are all
         -inf.
-      counts: int32 ``[B]`` each, what the fill has counted, by names of `Counters`.
-      total_BL: float32, the LM head's log-normaliser where it was read; None if not wanted.
-      best_BL: int32, its likeliest id there, of others than the one that is scored there; -1 where
-        that is banned; likewise.
-      kept: what the commit rule keeps of each position after this step's reads.
-      drawn: how the candidates were drawn; None if not wanted.
+      counts: int32 ``[B]`` each, counts of the fill by names of `Counters`.
+      total_BL: float32, the LM head's log-normaliser where it was read; None if not needed.
+      best_BL: int32, its most likely id other than the scored one; -1 if that is banned; likewise.
+      kept: per-position memory of the commit rule after this step's reads.
+      drawn: record of the draws; None if not needed.
     """
 
     proposal: Proposal
@@ -96,11 +95,11 @@ class Filled(NamedTuple):
 
 
 class Proposed(NamedTuple):
-    """Candidates of a step that was recorded, ``[B, L]``.
+    """Candidates of a recorded step, ``[B, L]``.
 
     Attributes:
       tokens_BL: int32 candidates; -1 where none was drawn.
-      canvas_BL: int32 tokens that the forward saw.
+      canvas_BL: int32 input of the forward.
       level_BL: int32, `dlm_jax.sampling.records.Drawn.level_BL`.
     """
 
@@ -110,11 +109,11 @@ class Proposed(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where some of the candidates were drawn from.
+    """The distribution of some of the candidates.
 
     Attributes:
       is_from_BL: True at those candidates.
-      chunk: positions that are read at once; static.
+      chunk: positions per readout; static.
       logits: ``(places_N) -> logits_NV``, before the chain, at places ``row * L + index``.
     """
 
@@ -129,28 +128,28 @@ class FillRule(Rule):
     required: ClassVar[tuple[str, ...]] = ("propose",)
 
     allows_host: ClassVar[bool] = False
-    """Whether host samplers and read-back may look between the candidates and the commit."""
+    """Whether host samplers and read-back may run between the candidates and the commit."""
 
     forwards: ClassVar[int] = 0
     """Additional forwards of the trunk in a step."""
 
     holds_structure: ClassVar[bool] = False
-    """Whether its candidates match the structure of a row, and no transform needs to see to it."""
+    """Whether its candidates match the structure of a row without a transform."""
 
     drawn: ClassVar[str] = "in waves"
-    """How it draws tokens where it does not allow the host, for errors."""
+    """A description of its draws for errors, if it does not allow the host."""
 
     needs_sampler: ClassVar[bool] = False
     """Whether it draws from a sampler head."""
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
-        """Whether it draws for a row with these settings, or the parallel fill does."""
+        """Whether it draws for a row with these settings, instead of the parallel fill."""
         return True
 
     @classmethod
     def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
-        """Raises ValueError for a canvas that does not go with the fill; True where it is open."""
+        """Raises ValueError for a canvas that the fill does not support; True at open positions."""
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
@@ -161,16 +160,16 @@ class FillRule(Rule):
             )  # fmt: skip
 
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
-        """The candidates; the proposal means nothing where nothing is wanted."""
+        """The candidates; the proposal is undefined at other positions."""
         raise NotImplementedError
 
     def sources(self, reader: Reader, proposed: Proposed) -> tuple[Source, ...]:
-        """The logits that recorded candidates were drawn from, which traces are replayed with."""
+        """The logits that recorded candidates were drawn from, for the replay of traces."""
         raise NotImplementedError
 
 
 def no_candidates(wanted: Wanted) -> Filled:
-    """What is known before the first position is read."""
+    """The inputs of a fill before the first readout."""
     shape = wanted.is_open_BL.shape
     zeros_BL, none_BL = jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)
     return Filled(
@@ -185,20 +184,20 @@ def no_candidates(wanted: Wanted) -> Filled:
 
 @dataclass(frozen=True)
 class CandidateWriter:
-    """Draws candidates from clean logits and puts them where they belong.
+    """Draws candidates from clean logits and writes them to their positions.
 
     Attributes:
       chain: logit transforms between the clean logits and the draw.
       prepared: results of `Chain.prepare` for this step.
       key_B: this step's key of each row; a position draws with it and its place in the canvas.
-      own_BL: tokens to score instead of drawing; -1 elsewhere. None: nowhere.
+      own_BL: tokens to score instead of a draw; -1 elsewhere. None: nowhere.
       num_positions: ``L``.
       measure: confidence from clean logits and the candidate's log-probability.
       method: method of the draw.
-      banned_ids: ids that are never the best; nor are those that the row bans.
+      banned_ids: ids that are never the best, like the banned ids of the row.
       weighed: `CommitRule.weighed`; None: confidence is read from the clean logits.
-      observe: `CommitRule.observe`, in place of `measure`; None for a rule that keeps nothing.
-      kept: what the rule keeps of each position before this step.
+      observe: `CommitRule.observe`, in place of `measure`; None for a rule without memory.
+      kept: per-position memory of the rule before this step.
     """
 
     chain: Chain
@@ -241,7 +240,7 @@ class CandidateWriter:
         is_fine_N = jnp.isfinite(logprob_N) | ~is_real_N
         total_BL, best_BL = found.total_BL, found.best_BL
         if total_BL is not None and drawable_NV is None:
-            # The sums are those of `log_prob`, and are made once.
+            # The sums are shared with `log_prob`.
             max_N, weight_NC = vocab.exp_columns(clean_NV.astype(jnp.float32))
             total_N = max_N + jnp.log(weight_NC.sum(-1))
             total_BL = put(total_BL, places_N, is_real_N, total_N)
@@ -256,7 +255,7 @@ class CandidateWriter:
                 is_banned_N |= self.chain.forbids(best_N, row_N)
                 best_N = jnp.where(is_banned_N, -1, best_N)
                 best_BL = put(best_BL, places_N, is_real_N, best_N)
-            # What stands there may be impossible; what is drawn may not.
+            # An existing token may be impossible; a drawn one may not.
             is_fine_N |= ~is_drawn_N & jnp.isfinite(total_N)
         drawn = found.drawn
         if drawn is not None:
@@ -304,7 +303,7 @@ class CandidateWriter:
         logprob_N: jax.Array,
         at: At,
     ) -> tuple[Any, jax.Array]:
-        """What is kept of the places, and `measure` of the candidates.
+        """The memory of the positions, and `measure` of the candidates.
 
         Both follow from the logits that the commit rule weighs.
         """

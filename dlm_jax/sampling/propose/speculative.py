@@ -1,4 +1,4 @@
-"""Candidates of a block-causal model that its own weights verify, with blocks of one token."""
+"""Candidates of a block-causal model, verified by the same weights with blocks of one token."""
 
 from __future__ import annotations
 
@@ -107,13 +107,13 @@ class Speculative(FillRule):
             )
 
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
-        """The candidates up to the first that was not accepted, which another token replaces."""
+        """The candidates up to the first rejected one, which is replaced."""
         drafted = Parallel().propose(reader, writer, wanted)
         is_open_BL, draft = wanted.is_open_BL, drafted.proposal
         clean_BL = jnp.where(is_open_BL, draft.tokens_BL, wanted.tokens_BL)
         network = reader.network
         assert network.cached is not None and network.cached.beside_clean is not None
-        # What is not live is PAD, which sees and shows nothing that is read here.
+        # Positions that are not live are PAD, which does not affect any position read here.
         length_B = jnp.full(is_open_BL.shape[0], is_open_BL.shape[1], jnp.int32)
         hidden_BLD = network.cached.beside_clean(
             reader.params, wanted.tokens_BL, clean_BL, length_B, block_length=1
@@ -145,9 +145,9 @@ def _verified(
     draft_BL: jax.Array,
     true_logits: Callable[[jax.Array], jax.Array],
 ) -> _Verified:
-    """Whether each draft is accepted, another token, and how likely each of both is; ``[B, L]``.
+    """Whether each draft is accepted, a replacement token, and the probabilities of both; ``[B, L]``.
 
-    The other token stands there if the draft is the first that is not accepted.
+    The replacement is used if the draft is the first rejected one.
     """
 
     def verify(found: _Verified, places_N: jax.Array, is_real_N: jax.Array) -> _Verified:
@@ -165,7 +165,7 @@ def _verified(
         two = jax.vmap(jax.random.split)(salted)
         uniform_N = jax.vmap(jax.random.uniform)(two[:, 0])
         rest_NV = jnp.maximum(p_NV - q_NV, 0.0)
-        # Where rounding leaves nothing of the rest, p and q are the same.
+        # If the residual rounds to zero, p and q are equal.
         is_any_N1 = jnp.any(rest_NV > 0, axis=1, keepdims=True)
         other_N = drawing.draw(jnp.log(jnp.where(is_any_N1, rest_NV, p_NV)), two[:, 1])
         made = (
@@ -182,7 +182,7 @@ def _verified(
 
 
 def _probabilities(writer: CandidateWriter, logits_NV: jax.Array, at: At) -> jax.Array:
-    """What the row's chain leaves of clean logits: all on the likeliest for a greedy row."""
+    """The clean logits after the chain of the row; one-hot for a greedy row."""
     final_NV = writer.chain.apply(writer.prepared, logits_NV, at)
     best_NV = jax.nn.one_hot(drawing.argmax(final_NV), final_NV.shape[1])
     is_greedy_N1 = writer.chain.is_greedy(at)[:, None]

@@ -1,8 +1,8 @@
-"""Coherent candidates: the sampler head fills the open positions in waves, beside what is filled.
+"""Coherent candidates: the sampler head fills the open positions in waves, next to filled ones.
 
-The waves are known before the first token is: once a row has a filled position, a hole's wave is
-its distance to the nearest one. So the holes are sorted once, and run in chunks that end where a
-wave does; the cost follows the holes (`docs/readings.md`, readings of the sampler head).
+The waves do not depend on tokens: once a row has a filled position, a hole's wave is its distance
+to the nearest one. So holes are sorted once and run in chunks that end with a wave; the cost is
+proportional to the holes (`docs/readings.md`, readings of the sampler head).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def bootstrap(
     is_spread_B: jax.Array,
     preference_BL: jax.Array | None = None,
 ) -> jax.Array:
-    """True at the positions where each row begins, ``[B, L]``: see `Wavefront`.
+    """True at the starting positions of each row, ``[B, L]``: see `Wavefront`.
 
     `is_far_BL` marks open positions of runs without a visible token at either end, `ratio_B` of
     which begins, one at least; spread rows take the surest of equal windows instead of the surest
@@ -86,7 +86,7 @@ def _surest_of_each(
     group_BL: jax.Array,
     preference_BL: jax.Array | None,
 ) -> jax.Array:
-    """True at each group's highest score among the positions that are in; ties as of `most`."""
+    """True at each group's highest score among the included positions; ties as in `most`."""
     place_BL = jnp.broadcast_to(jnp.arange(score_BL.shape[1]), score_BL.shape)
     best_BL = _over_groups(jnp.where(is_in_BL, score_BL, -jnp.inf), is_in_BL, group_BL, "max")
     if preference_BL is None:
@@ -100,14 +100,14 @@ def _surest_of_each(
 
 
 def _any_of_each(is_true_BL: jax.Array, is_in_BL: jax.Array, group_BL: jax.Array) -> jax.Array:
-    """True at the positions that are in and whose group holds a True."""
+    """True at the included positions whose group holds a True."""
     return is_in_BL & (_over_groups(is_true_BL.astype(jnp.int32), is_in_BL, group_BL, "max") > 0)
 
 
 def _over_groups(
     value_BL: jax.Array, is_in_BL: jax.Array, group_BL: jax.Array, how: str
 ) -> jax.Array:
-    """What the values of each position's group come to; groups are numbered within their row."""
+    """The sum of the values of each position's group; groups are numbered within their row."""
     num_rows, num_positions = value_BL.shape
     key_BL = group_BL + num_positions * jnp.arange(num_rows)[:, None]
     key_P = jnp.where(is_in_BL, key_BL, value_BL.size).reshape(-1)
@@ -121,7 +121,7 @@ def distance(
 ) -> jax.Array:
     """Steps to the nearest source through walked positions; `NEVER` where none is reached.
 
-    In one-sided rows to the source on the left, if there is one.
+    One-sided rows use the source on the left, if there is one.
     """
 
     def from_left(is_walked_BL: jax.Array, is_source_BL: jax.Array) -> jax.Array:
@@ -237,7 +237,7 @@ class Wavefront(FillRule):
         return found._replace(counts=counts)
 
     def sources(self, reader: Reader, proposed: Proposed) -> tuple[Source, ...]:
-        """The LM head where a row began, and the sampler head beside the neighbours elsewhere."""
+        """The LM head at starting positions, and the sampler head with its neighbours elsewhere."""
         level_BL = proposed.level_BL
         is_drawn_BL = proposed.tokens_BL >= 0
         grown = _grown(reader, level_BL, proposed.canvas_BL, self.temperature_B)
@@ -265,7 +265,7 @@ def _read(
         clean_NV = reader.logits(places_N)
         allowed_NV = clean_NV.at[:, banned].set(-jnp.inf) if writer.banned_ids else clean_NV
         sureness_N = jnp.max(allowed_NV, axis=1) - jax.nn.logsumexp(allowed_NV, axis=1)
-        # So that every run has a beginning; the row of a NaN ends as not finite anyway.
+        # Every run needs a start; a row with a NaN ends as not finite anyway.
         sureness_N = jnp.where(jnp.isnan(sureness_N), -jnp.inf, sureness_N)
         sureness_BL = put(sureness_BL, places_N, is_real_N, sureness_N)
         return writer.write(found, places_N, is_real_N, clean_NV), sureness_BL
@@ -303,7 +303,7 @@ def _grown(
 ) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
     """``(candidates_BL, places_N) -> (clean_NV, drawable_NV)``: the sampler head's logits.
 
-    It sees the tokens that stand beside a place, and the candidates of lower levels.
+    Its inputs are neighbouring tokens, and candidates of lower levels.
     """
     network, reach = reader.network, reader.network.sampler_context
     num_positions = level_BL.shape[1]
@@ -311,7 +311,7 @@ def _grown(
     def beside(
         candidates_BL: jax.Array, places_N: jax.Array, side: int
     ) -> tuple[jax.Array, jax.Array]:
-        """Tokens of the neighbours on one side, nearest first, and where there is one."""
+        """Tokens of the neighbours on one side, nearest first, and a mask of those that exist."""
         offset_1C = side * (1 + jnp.arange(reach))[None]
         index_NC = places_N[:, None] % num_positions + offset_1C
         place_NC = jnp.clip(places_N[:, None] + offset_1C, 0, level_BL.size - 1)

@@ -53,7 +53,7 @@ class RemaskRule(Rule):
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
-        """True: a row asks for a remask rule by its name."""
+        """True: a remask rule is activated by its name."""
         return True
 
     @classmethod

@@ -45,7 +45,7 @@ class RemdmCap(RemaskRule):
     def chance(
         self, most_B: jax.Array, is_old_BL: jax.Array, probability_BL: jax.Array
     ) -> jax.Array:
-        """How likely each token is remasked, where `most_B` is sigma_max."""
+        """The probability of remasking each token; `most_B` is sigma_max."""
         return jnp.broadcast_to(SIGMAS[self.name](self.eta_B, most_B)[:, None], is_old_BL.shape)
 
     def select(self, context: RemaskContext) -> jax.Array:

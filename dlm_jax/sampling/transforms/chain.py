@@ -101,7 +101,7 @@ class Chain:
         return replace(self, transforms=tuple(t.at_progress(progress_B) for t in self.transforms))
 
     def prepare(self, state: tuple[Any, ...], context: Context) -> tuple[Any, ...]:
-        """What each transform prepares for a step."""
+        """The prepared values of each transform for a step."""
         return tuple(t.prepare(s, context) for t, s in zip(self.transforms, state, strict=True))
 
     def update(

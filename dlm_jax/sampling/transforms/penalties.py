@@ -191,7 +191,7 @@ class Dry(LogitTransform):
 
 
 def _is_newest(context: Context, last_n_B: Array) -> Array:
-    """True `[B, L]` at the newest `last_n` visible tokens; all of them where it is negative."""
+    """True `[B, L]` at the newest `last_n` visible tokens; at all of them if it is negative."""
     B, L = context.tokens_BL.shape
     place_BL = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (B, L))
     order_BL = jnp.where(context.is_visible_BL, context.order_BL.astype(jnp.int32), -(2**31))

@@ -1,4 +1,4 @@
-"""Temperature, the same at every step or moving, plain or following the entropy."""
+"""Constant, scheduled and entropy-dependent temperature."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ class Context(NamedTuple):
       tokens_BL: int32 canvas.
       order_BL: int32, the step that committed each token; given tokens come first (-1), ties go by
         position.
-      is_visible_BL: True where a token is visible: live, no hole, and not put there by an edit or
-        by re-noise, which is only a place to write.
+      is_visible_BL: True where a token is visible: live, not a hole, and not written by an edit or
+        re-noise.
       length_B: int32 live positions of each row.
     """
 
@@ -97,7 +97,7 @@ class LogitTransform(Rule):
         return self
 
     def prepare(self, state: Any, context: Context) -> Any:
-        """What the step needs once per row, such as a table of counts."""
+        """Values that are computed once per step and row, such as a table of counts."""
         return ()
 
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:

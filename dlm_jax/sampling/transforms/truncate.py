@@ -94,7 +94,7 @@ def keeps_prefix(
 
 
 def _before_each(value_NK: Array, weight_NK: Array | None) -> tuple[Array, Array]:
-    """Mass and number of the tokens before each, for a few tokens.
+    """Cumulative mass and count before each of a few tokens.
 
     As a matrix product: summing what a comparison selects is not vectorised on CPU.
     """
