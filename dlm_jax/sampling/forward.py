@@ -28,7 +28,7 @@ _HUGE = 3e38
 
 
 Pass = tuple[TrunkOutput, CacheState | None, jax.Array, jax.Array]
-"""The output of the trunk; the cache after it; and for each row, int32 ``[B]``, its forwards and, with a cache, the live positions that they computed."""
+"""(trunk output, cache, forwards ``[B]``, live positions computed with a cache ``[B]``)."""
 
 
 class _Inputs(NamedTuple):

@@ -54,7 +54,7 @@ class Program:
             )
 
     def by_rows(self, fn: Callable[[Params, Any], Any]) -> Callable[[Params, Any], Any]:
-        """``fn(params, rows)`` of a pytree of rows; each device runs its own rows if they are split.
+        """``fn(params, rows)`` of a pytree of rows; each device runs its own if they are split.
 
         Without this, the compiler runs gathers of rows on every device for all rows, each with a
         sum over devices.

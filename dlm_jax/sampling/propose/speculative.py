@@ -145,7 +145,7 @@ def _verified(
     draft_BL: jax.Array,
     true_logits: Callable[[jax.Array], jax.Array],
 ) -> _Verified:
-    """Whether each draft is accepted, a replacement token, and the probabilities of both; ``[B, L]``.
+    """Whether each draft is accepted, a replacement, and the probabilities of both; ``[B, L]``.
 
     The replacement is used if the draft is the first rejected one.
     """
