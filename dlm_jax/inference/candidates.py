@@ -1,6 +1,6 @@
-"""Candidates of a position for a host sampler, and the record that is read back after the commit.
+"""Candidates of a position for a host sampler, and the read-back record of a commit.
 
-The chain runs on the device, and the caller sees the candidates that it left, with their logits.
+The chain runs on the device; the caller gets the remaining candidates with their logits.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import numpy as np
 
 
 class Candidates(NamedTuple):
-    """Candidates that the device part of the chain left at one position, most likely first.
+    """Candidates at one position after the device part of the chain, most likely first.
 
     Attributes:
-      row: the row's place in the result, or in the batch of a loop of your own.
-      index: place of the position in the canvas.
+      row: index of the row in the result, or in the batch of a custom loop.
+      index: position in the canvas.
       step: step of the row, from 0.
       tokens: int32, the row's live canvas when the step began, MASK at holes.
       is_hole: True at the holes of `tokens`.
-      first: place of the first token that was not given.
+      first: position of the first token that was not given.
       ids: int32 ``[n]`` candidates.
       logits: float32 ``[n]``, after the chain.
       logprobs: float32 ``[n]``, of each among all survivors, in nats.
-      num_survivors: number of survivors; more than ``n`` if some are not shown.
+      num_survivors: number of survivors; more than ``n`` if the list is truncated.
       is_greedy: whether the row's temperature is 0.
-      uniform: a number in [0, 1) from the row's seed, for this position and step alone.
+      uniform: a number in [0, 1) from the row's seed, specific to this position and step.
     """
 
     row: int
@@ -45,10 +45,10 @@ class Candidates(NamedTuple):
     uniform: float
 
     def choose(self, is_allowed: Sequence[bool] | np.ndarray) -> int:
-        """One of the ids where `is_allowed`: the likeliest of a greedy row, else a draw.
+        """One of the allowed ids: the most likely one for a greedy row, else a draw.
 
-        The draw is in proportion to the probabilities and made with `uniform`, so a row comes out
-        the same with the same seed, whatever runs beside it.
+        The draw is proportional to the probabilities and uses `uniform`, so the same seed gives the
+        same row, independent of other rows.
         """
         (places,) = np.nonzero(np.asarray(is_allowed, bool))
         if not places.size:
@@ -72,8 +72,8 @@ class Written(NamedTuple):
       candidates: the candidates at the position.
       token: id of the token that was written.
       probability: probability of the token after the whole chain.
-      place: place of the position in the row as returned; edits may have moved it since it was
-        ``candidates.index``. -1: they deleted it.
+      place: position in the returned row; edits may have moved it from ``candidates.index``. -1:
+        deleted.
     """
 
     candidates: Candidates
@@ -82,9 +82,9 @@ class Written(NamedTuple):
     place: int
 
     def to_json(self, size: int) -> dict[str, Any]:
-        """What JSON can hold of it, with the `size` likeliest candidates: step, index, place,
-        token, probability, num_survivors, ids and logits, named and ordered as in the attributes
-        of this class and of `Candidates`.
+        """A JSON object with the `size` most likely candidates: step, index, place, token,
+        probability, num_survivors, ids and logits, named and ordered as in the attributes of this
+        class and of `Candidates`.
         """
         seen = self.candidates
         return {
@@ -100,12 +100,12 @@ class Written(NamedTuple):
 
 
 def _short(value: float) -> float:
-    """The number of fewest digits that is the same in float32."""
+    """The shortest decimal number with the same float32 value."""
     return float(str(np.float32(value)))
 
 
 def moved(records: Iterable[Written], origin: np.ndarray) -> list[Written]:
-    """The records after edits; `origin` is where each position of the row stood before, or -1."""
+    """The records after edits; `origin` is the previous position of each position, or -1."""
     places = {int(before): place for place, before in enumerate(origin) if before >= 0}
     return [record._replace(place=places.get(record.place, -1)) for record in records]
 
@@ -116,19 +116,19 @@ HostSampler = Callable[[Candidates], int]
 
 @runtime_checkable
 class Accepting(Protocol):
-    """A host sampler that follows what its rows write."""
+    """A host sampler that is notified of commits."""
 
     def accept(self, written: Written, /) -> None:
         """Called for each token that a step has committed in a row of the sampler, left to right.
 
-        Remasking and edits may take the token away later; ``candidates.tokens`` is what stands.
+        Remasking and edits may remove the token later; ``candidates.tokens`` is the current canvas.
         """
         ...
 
 
 @runtime_checkable
 class Resetting(Protocol):
-    """A host sampler that keeps something of each row."""
+    """A host sampler with state per row."""
 
     def reset(self, row: int, /) -> None:
         """Called before the first step of a row, with its ``Candidates.row``."""
@@ -136,7 +136,7 @@ class Resetting(Protocol):
 
 
 def chosen(sampler: HostSampler, candidates: Candidates) -> int:
-    """Place among the candidates of the id that `sampler` chose."""
+    """Index among the candidates of the id that `sampler` chose."""
     where = f"row {candidates.row}: the host sampler"
     at = f"at position {candidates.index}"
     token = called(functools.partial(sampler, candidates), f"{where} failed {at}")
@@ -154,10 +154,10 @@ def chosen(sampler: HostSampler, candidates: Candidates) -> int:
 
 
 def called(fn: Callable[[], Any], failure: str) -> Any:
-    """``fn()``, a function of the user's; what it raises becomes the cause of a ValueError."""
+    """``fn()``, a user function; its exception becomes the cause of a ValueError."""
     try:
         return fn()
-    except (Exception, SystemExit) as error:  # whatever a function of the user's may raise
+    except (Exception, SystemExit) as error:  # any exception of a user function
         if isinstance(error, ValueError):
             raise
         why = " ".join(str(error).split())
@@ -165,8 +165,7 @@ def called(fn: Callable[[], Any], failure: str) -> Any:
 
 
 def shown(value: object) -> str:
-    """A value of the user's in an error: of what is no number or text its type alone, since it may
-    hold anything.
+    """A user value in an error message: only the type if it is not a number or text.
     """
     is_plain = value is None or isinstance(value, str | int | float | np.integer)
     return repr(value)[:60] if is_plain else f"a {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""One engine for all sampling: requests come at any time, and rows go out as they end.
+"""The engine of all sampling: requests arrive at any time, and rows are returned as they end.
 
 `dlm_jax.inference.scheduler` decides which request gets which slot of which program, and
 `dlm_jax.inference.slots` runs the rows; the engine joins them, between threads and processes. Each
@@ -37,32 +37,32 @@ _QUEUES_PER_PROGRAM = 4
 
 
 class EngineFullError(ValueError):
-    """As many requests wait as may; try again when some have begun."""
+    """The queue is full; try again when some requests have begun."""
 
 
 class Engine:
-    """Takes requests at any time, runs many at once, and gives each row back when it has ended.
+    """Takes requests at any time, runs many at once, and returns each row when it has ended.
 
-    A row's tokens depend on its request alone: not on when it was submitted, what else was, is or
-    is cancelled, or in which slot it runs. In programs of the same size they are the same bit for
-    bit, in others to float tolerance. Every ticket comes out of `step` exactly once.
+    A row's tokens depend only on its request: not on the time of submission, other requests,
+    cancellations or slots. In programs of the same size they are equal bit for bit, in others to
+    float tolerance. `step` returns every ticket exactly once.
 
     `submit` and `cancel` may be called from any thread, `step` from one at a time. If the devices
     of the model belong to several processes, each has an engine and a share of the slots: all
     reserve the same requests, submit any of them, and then call `step` until `is_busy` is false.
 
     Args:
-      model: from `load`, or your own.
-      batch_size: rows of one program that run at once at most; rounded up to fill the devices that
-        split them.
+      model: from `load`, or a custom one.
+      batch_size: most rows of one program that run at once; rounded up to a multiple of the
+        devices.
       sizes: numbers of slots that a program may have, each of which is compiled when it is first
         needed; ``(batch_size,)`` makes every row the same bit for bit. By default `batch_size`, an
         eighth of it, and so on.
       canvases: lengths that programs are compiled for; a request runs in the shortest that holds
-        it. By default powers of two from 64.
-      max_waiting: requests that may wait; None for any number.
-      max_programs: compiled programs that are kept. The one used longest ago goes; where all are
-        busy, one stops taking requests until another kind has had its turn.
+        it. Default: powers of two from 64.
+      max_waiting: most waiting requests; None: no limit.
+      max_programs: compiled programs that are kept. The least recently used one is evicted; if all
+        are busy, one drains so that another kind of request can run.
       max_candidates: most candidates of a position that host samplers and read-back get.
     """
 
@@ -116,13 +116,13 @@ class Engine:
         self.close()
 
     def __iter__(self) -> Iterator[tuple[Ticket, Row]]:
-        """Rows as they end, until nothing runs or waits."""
+        """Yields rows as they end, until nothing runs or waits."""
         while self.is_busy:
             yield from self.step().finished.items()
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request has not come out yet, here or in another process."""
+        """Whether a request is unfinished, here or in another process."""
         return bool(self._entries) or self._scheduler.is_together and self._scheduler.is_busy
 
     @property
@@ -134,10 +134,9 @@ class Engine:
         return sum(queue.num_waiting for queue in self.queues)
 
     def results(self, requests: Iterable[Request]) -> Iterator[tuple[int, Row]]:
-        """The place of each request and its row, as rows end.
+        """Yields the index of each request and its row, as rows end.
 
-        Requests are taken one by one, and only as many as may wait, so that there may be any
-        number of them.
+        Requests are read lazily, up to the queue limit, so their number is unlimited.
         """
         places: dict[Ticket, int] = {}
         coming = enumerate(requests)
@@ -153,14 +152,14 @@ class Engine:
                     yield places.pop(ticket), row
 
     def reserve(self, requests: Sequence[Request], *, on_one_canvas: bool = False) -> None:
-        """Makes programs of just as many slots as these requests need, which are still to come.
+        """Sizes programs for the slots of these future requests.
 
         If all requests are known in advance, there are fewer and smaller programs.
 
         Args:
           requests: the requests that will be submitted.
-          on_one_canvas: whether those that agree in what is static share one that holds the
-            longest, instead of each running in the shortest that holds it.
+          on_one_canvas: whether requests with equal static settings share the canvas of the longest
+            one, instead of the shortest canvas that holds each.
         """
         with self._lock:
             for static, members in group(requests).items():
@@ -177,9 +176,9 @@ class Engine:
                         self._scheduler.enter(queue)
 
     def warm_up(self, request: Request) -> None:
-        """Compiles what `request` would run in if it came alone, so that another finds it compiled.
+        """Compiles the program of `request` in advance, as if it were submitted alone.
 
-        It may be called from any thread, while rows run, and disturbs none.
+        It may be called from any thread while rows run.
         """
         with self._alone() as engine:
             engine.submit(request)
@@ -193,11 +192,11 @@ class Engine:
         is_watched: bool = False,
         number: int | None = None,
     ) -> Ticket:
-        """Lets a request wait for a slot.
+        """Queues a request for a slot.
 
         Args:
           request: from `make_requests`.
-          priority: of the requests in a queue, those of higher priority are served first.
+          priority: requests of higher priority are served first within a queue.
           is_watched: whether `step` shows its row while it runs.
           number: number of the ticket, by which host samplers and errors name the row; above those
             of all earlier tickets. By default the next.
@@ -228,9 +227,9 @@ class Engine:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Cancels a request: it comes out of the next `step` as it stands, `Status.CANCELLED`.
+        """Cancels a request: the next `step` returns its current state with `Status.CANCELLED`.
 
-        If it ends in a call of `step` that is under way, it comes out as it ended.
+        If it ends in a running call of `step`, it is returned as finished.
         """
         with self._lock:
             self._check_open()
@@ -265,7 +264,7 @@ class Engine:
         ended = [
             (entry, self._evicted(entry, queue))
             for entry, queue in cancelled
-            if entry.ticket in self._entries  # or it has ended in the call that was under way
+            if entry.ticket in self._entries  # or it has ended in the running call
         ]
         with self._lock:
             if self._scheduler.is_together:
@@ -298,7 +297,7 @@ class Engine:
         return sum(q.slots.num_committed() for q in self.queues if q.slots is not None)
 
     def close(self) -> None:
-        """Ends the engine; what has not come out yet never will. A second call does nothing."""
+        """Closes the engine; unfinished requests are dropped. A second call does nothing."""
         with self._lock:
             self._is_closed = True
             self._scheduler.clear()
@@ -307,7 +306,7 @@ class Engine:
 
     @property
     def queues(self) -> Iterator[Queue]:
-        """All queues, those without work too."""
+        """All queues, including those without work."""
         return (queue for queues in self._queues.values() for queue in queues)
 
     def _check_open(self) -> None:
@@ -315,7 +314,7 @@ class Engine:
             raise ValueError("the engine is closed; make another one")
 
     def _queue_of(self, request: Request) -> Queue:
-        """Where a request is to wait; a new queue if no bucket holds it."""
+        """The queue of a request; a new one if no bucket holds it."""
         static, canvas = static_of(request), self._canvas(request)
         for queue in self._queues.get(static, ()):
             is_near = queue.is_reserved or queue.bucket.canvas == canvas
@@ -335,7 +334,7 @@ class Engine:
         return self._add(Queue(Bucket([request], self._facts, canvas), sizes))
 
     def _add(self, queue: Queue) -> Queue:
-        """The existing queue of the bucket, or this one, added."""
+        """The existing queue of the bucket, or this one, which is added."""
         queues = self._queues.setdefault(queue.bucket.static, [])
         same = next((other for other in queues if other.bucket.key == queue.bucket.key), None)
         if same is not None:
@@ -365,7 +364,7 @@ class Engine:
         return 1 if static.needs_host else num_shares(self._rows)
 
     def _agree(self) -> None:
-        """Adds up what there is to do in each queue over all processes, the same on each."""
+        """Sums the work in each queue over all processes; equal on each."""
         own = np.array(self._scheduler.counts(), np.int32)
         everywhere = totals(own.reshape(-1), self.share).reshape(own.shape)
         self._scheduler.agree(everywhere.tolist())
@@ -378,7 +377,7 @@ class Engine:
             try:
                 row = queue.slots.rows([entry.slot])[entry.slot]
                 row = dataclasses.replace(row, status=Status.CANCELLED)
-            except Exception as error:  # what its slots hold is lost; the others will be told
+            except Exception as error:  # the rows in its slots are lost; the other rows report it
                 row = self._unstarted(entry, Status.FAILED, error)
             queue.evict(entry)
         with self._lock:
@@ -388,7 +387,7 @@ class Engine:
     def _serve(
         self, queue: Queue, num_steps: int | None, ended: list[tuple[Entry, Row]]
     ) -> dict[Ticket, Row]:
-        """The rows that are shown; adds those that end, which a failure of others leaves alone."""
+        """The watched rows; adds those that end, even if others fail."""
         before = len(ended)
         try:
             self._advance(queue, num_steps, ended)
@@ -405,17 +404,17 @@ class Engine:
         return shown
 
     def _advance(self, queue: Queue, num_steps: int | None, ended: list[tuple[Entry, Row]]) -> None:
-        """Fills slots, advances their rows, and fills those again whose rows have ended."""
+        """Fills slots, advances their rows, and refills the slots of ended rows."""
         slots = self._slots(queue)
         if not self._scheduler.is_together:
             queue.totals = queue.counts()
         todo = queue.totals
-        # A row that is watched is shown before its first step.
+        # A watched row is shown before its first step.
         is_shown_first = todo.fills + todo.evicted > 0 and self._fill(queue)
         if num_steps == 0 or not todo.running + todo.fills or is_shown_first:
             return
         if not queue.running and not self._scheduler.is_together:
-            return  # what was to begin has been cancelled since it was counted
+            return  # the request was cancelled after it was counted
         waits = todo.waiting > todo.fills and not queue.is_draining
         if num_steps is None:
             num_steps = 1 if queue.watched() else STEPS_PER_CALL
@@ -439,7 +438,7 @@ class Engine:
             self._fill(queue)
 
     def _slots(self, queue: Queue) -> Slots:
-        """The slots of a queue: new ones, or of another number, as its program has been chosen."""
+        """The slots of a queue: new or resized for its chosen program."""
         slots, size = queue.slots, queue.size
         assert size is not None
         if slots is None:
@@ -455,7 +454,7 @@ class Engine:
         return queue.slots
 
     def _fill(self, queue: Queue) -> bool:
-        """Puts waiting requests into the free slots; whether one of them is watched."""
+        """Moves waiting requests into free slots; returns whether one of them is watched."""
         with self._lock:
             changes = queue.admit()
         if changes or self._scheduler.is_together:
@@ -465,7 +464,7 @@ class Engine:
         return any(entry is not None and entry.is_watched for entry in changes.values())
 
     def _unstarted(self, entry: Entry, status: Status, error: Exception | None = None) -> Row:
-        """The row of a request of which no step is known."""
+        """The row of a request without any known step."""
         tokens = entry.request.tokens
         return Row(
             tokens=tokens.astype(np.int32),
@@ -496,7 +495,7 @@ def _check_counts(name: str, values: Sequence[int]) -> None:
 
 
 class AsyncEngine:
-    """An `Engine` that runs in a thread of its own, whenever there is something to do.
+    """An `Engine` that runs in its own thread while there is work.
 
     Use it as an asynchronous context manager. An exception of a method affects no other request.
 
@@ -520,7 +519,7 @@ class AsyncEngine:
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are run: it was entered, and has neither been closed nor failed."""
+        """Whether requests run: entered, and neither closed nor failed."""
         return self._driver is not None and not self._driver.done()
 
     async def __aenter__(self) -> AsyncEngine:
@@ -531,7 +530,7 @@ class AsyncEngine:
         await self.close()
 
     async def row(self, request: Request, *, priority: int = 0) -> Row:
-        """The row of a request, once it has ended; waits while as many others wait as may.
+        """The finished row of a request; waits while the queue is full.
 
         If the caller is cancelled, so is the request.
 
@@ -551,8 +550,7 @@ class AsyncEngine:
         Args:
           request: as in `row`.
           priority: as in `row`.
-          every_block: whether a canvas is shown when the row has finished a block, instead of after
-            every step.
+          every_block: whether a canvas is shown after every finished block instead of every step.
         """
         async with self._submitted(request, priority, is_watched=True) as told:
             since, block = Since(), -1
@@ -565,7 +563,7 @@ class AsyncEngine:
                     return
 
     async def close(self) -> None:
-        """Ends the engine once the call under way is over; who still waits gets a ValueError."""
+        """Closes the engine after the running call; waiting callers get a ValueError."""
         self._is_closing = True
         try:
             if self._driver is not None:
@@ -581,7 +579,7 @@ class AsyncEngine:
     async def _submitted(
         self, request: Request, priority: int, *, is_watched: bool
     ) -> AsyncIterator[asyncio.Queue[Row | Exception]]:
-        """What is told of a request, which is cancelled if the block is left before its end."""
+        """The updates of a request, which is cancelled if the block exits before its end."""
         told: asyncio.Queue[Row | Exception] = asyncio.Queue()
         ticket = await self._submit(request, priority, is_watched, told)
         try:
@@ -602,7 +600,7 @@ class AsyncEngine:
         while True:
             if self._is_closing:
                 raise ValueError("the engine is closed, or has failed; make another one")
-            # No other task runs between the two, so that whoever waits for room is woken.
+            # No other task runs between the two, so that tasks waiting for room wake up.
             async with self._room:
                 try:
                     ticket = self.engine.submit(request, priority=priority, is_watched=is_watched)
@@ -624,7 +622,7 @@ class AsyncEngine:
             if not self.engine.is_busy:
                 await self._work.wait()
                 continue
-            # The turn goes on in its thread even if this task is cancelled; `close` waits for it.
+            # The turn continues in its thread even if this task is cancelled; `close` waits for it.
             try:
                 turn = loop.run_in_executor(self._thread, self._until_told)
                 step = await asyncio.shield(turn)
@@ -644,10 +642,10 @@ class AsyncEngine:
                 self._room.notify_all()
 
     def _until_told(self) -> Step:
-        """Turns until somebody is to be told of one, in the engine's thread.
+        """Runs turns in the engine's thread until one has an update for a caller.
 
-        What is submitted or called off meanwhile is taken up by the next turn, as ever; only the
-        way to the event loop and back is spared.
+        The next turn handles requests submitted or cancelled meanwhile; this only saves the round
+        trip through the event loop.
         """
         while True:
             step = self.engine.step(self._steps_per_call)

@@ -1,4 +1,4 @@
-"""The library's front door: texts from a model, each prompt with settings of its own."""
+"""The main entry point of sampling: texts from a model, with settings per prompt."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ MOST_ROWS = 1 << 20
 class Texts(Generation):
     """A `Generation` with its rows decoded.
 
-    Rows end with the first EOS that they generated, which stands for no text.
+    Rows end with the first generated EOS, which adds no text.
 
     Attributes:
       texts: of each row, the prompt and its continuation.
-      programs: shapes of the programs that had to be compiled.
+      programs: shapes of the programs that were compiled.
     """
 
     texts: tuple[str, ...]
@@ -58,11 +58,10 @@ def generate(
     on_commits: Callable[[int], Any] | None = None,
     **settings: Any,
 ) -> Texts:
-    """Texts that continue each prompt `num_samples` times.
+    """Generates `num_samples` continuations of each prompt.
 
-    Sample ``i`` in the order of the result has the seed ``seed + i`` and can be made again alone.
-    If the devices of the model belong to several processes, all make the same call, and each gets
-    all texts.
+    Sample ``i`` of the result has the seed ``seed + i`` and can be reproduced alone. If the devices
+    of the model belong to several processes, all make the same call, and each gets all texts.
 
     Args:
       model: from `load`, or your own `Model`.
@@ -110,7 +109,7 @@ def _made(
     max_candidates: int,
     on_commits: Callable[[int], Any] | None,
 ) -> Texts:
-    """The texts of all requests; each process makes its own share of them, and has all at last."""
+    """The texts of all requests; each process generates its share and receives all."""
     with _engine_for(
         model, requests, batch_size=batch_size, max_candidates=max_candidates
     ) as engine:
@@ -140,7 +139,7 @@ def _run(
         if on_commits is not None:
             ended += sum(row.num_generated for row in finished.values())
             now = ended + engine.num_committed()
-            # Remasking lowers the number; a bar does not run backwards.
+            # Remasking lowers the number; a progress bar must not go backwards.
             on_commits(max(0, now - told))
             told = max(now, told)
     return rows
@@ -172,7 +171,7 @@ def stream(
 
 
 def texts_of(model: Model, rows: Mapping[int, Row]) -> Texts:
-    """Finished rows by their places, such as the last that `stream` shows, with their texts."""
+    """Finished rows by index, such as the last ones of `stream`, with their texts."""
     ordered = [rows[index] for index in sorted(rows)]
     result = assemble(ordered, pad_id=model.tokenizer.pad_id)
     texts = tuple(model.tokenizer.decode(row.tokens) for row in ordered)
@@ -224,7 +223,7 @@ def all_requests(
 
 
 def _raise_first(rows: Iterable[Row]) -> None:
-    """Raises what the first of these rows failed with, if any has failed."""
+    """Raises the error of the first failed row, if any."""
     for row in rows:
         if row.error is not None:
             raise row.error
@@ -233,14 +232,14 @@ def _raise_first(rows: Iterable[Row]) -> None:
 def _engine_for(
     model: Model, requests: Sequence[Request], *, batch_size: int, max_candidates: int = 64
 ) -> Engine:
-    """An engine for these requests alone, in as few programs and slots as they need."""
+    """An engine for these requests only, with as few programs and slots as they need."""
     engine = Engine(model, batch_size=batch_size, max_candidates=max_candidates, max_waiting=None)
     engine.reserve(requests, on_one_canvas=True)
     return engine
 
 
 def chain_report(model: Model, *, host_sampler: HostSampler | None = None, **settings: Any) -> str:
-    """Where each part of the chain of a row with these settings runs, one line for each.
+    """The place where each part of a row's chain runs, one line per part.
 
     Args:
       model: its recommended settings apply where none is given.
@@ -263,7 +262,7 @@ def canvases(
     every: int | Literal["block"] = 1,
     batch_size: int = 64,
 ) -> Iterator[dict[int, Row]]:
-    """Rows by the place of their request, before the first step and then after every `every` steps.
+    """Yields rows by request index, before the first step and after every `every` steps.
 
     With ``"block"``, whenever a row has finished one. A row is shown for the last time when it has
     ended, cut at its first EOS. Rows of different programs are shown in turn.

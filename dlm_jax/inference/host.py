@@ -75,7 +75,7 @@ def read_back(final_logits_NV: Array, token_N: Array, *, size: int) -> ReadBack:
 
 
 class Place(NamedTuple):
-    """A position that the host looks at, in a row of the batch, and what is known of that row."""
+    """A position that the host reads, and the data of its row."""
 
     slot: int
     name: int
@@ -142,8 +142,8 @@ class HostLoop:
 
     Samplers belong to a call of `step`, not to the loop: they can be attached, replaced and removed
     between any two. Two programs are compiled, one up to the proposal and one from it on, and two
-    small ones for the rows that are looked at; other rows cost what they cost in `Advance`.
-    ``compiled`` lists the shapes, and ``program`` is what they have in common.
+    small ones for the rows that the host reads; other rows cost the same as in `Advance`.
+    ``compiled`` lists the shapes, and ``program`` is their common part.
     """
 
     def __init__(self, program: Program, *, compiler_options: Mapping[str, Any] | None = None):
@@ -160,7 +160,7 @@ class HostLoop:
         self._choose = jit(functools.partial(_choose, program), donate_argnums=1)
 
     def _look_once(self, params: Params, state: State) -> tuple[State, StepInputs]:
-        # Runs when a new program is traced, and only then.
+        # Runs only when a new program is traced.
         rows, positions = state.canvas.tokens_BL.shape
         self.compiled.append(f"rows={rows} canvas={positions} host")
         if state.edits is not None:
@@ -170,7 +170,7 @@ class HostLoop:
         return state, look(self.program, params, state)
 
     def working_bytes(self, params: Params, state: State) -> int:
-        """Memory that the first half of a step needs beside what it is given; compiles it."""
+        """Temporary memory of the first half of a step, without its arguments; compiles it."""
         plan: Any = self._look.lower(params, state).compile().memory_analysis()
         return int(plan.temp_size_in_bytes)
 
@@ -185,11 +185,11 @@ class HostLoop:
         names: Sequence[int] | None = None,
         failed: dict[int, Exception] | None = None,
     ) -> tuple[State, list[Written]]:
-        """The state one step later (do not use the old one again), and what was read back.
+        """The state one step later (the old one is donated), and the read-back records.
 
         Args:
           params: parameters of the program's network.
-          state: on one device, or whole on each.
+          state: on one device, or replicated.
           samplers: host sampler of each row that has one. Before a row's first step its `reset` is
             called, and after a step its `accept`, if it has them.
           read_back: rows whose commits are returned, row by row and from left to right, at the
@@ -260,14 +260,14 @@ class HostLoop:
         max_candidates: int,
         failed: dict[int, Exception] | None,
     ) -> tuple[StepInputs, list[tuple[int, Written]]]:
-        """The inputs with the host samplers' choices at `places`, and what each would write."""
+        """The inputs with the host samplers' choices at `places`, and their tokens."""
         size = min(max_candidates, self.program.network.vocab_size)
         flat, num_positions = np.zeros(_PLACES, np.int32), inputs.is_open_BL.shape[1]
         flat[: len(places)] = [place.slot * num_positions + place.index for place in places]
         is_real, is_hosted = np.arange(_PLACES) < len(places), np.zeros(_PLACES, bool)
         left = jax.device_get(self._survivors(params, state, inputs, flat, is_real, size=size))
         ids = left.read.token_N.copy()
-        # A place that only fills the chunk may hold a token of probability 0.
+        # A padding position of the chunk may hold a token of probability 0.
         logprobs = np.log(np.maximum(left.read.probability_N, np.finfo(np.float32).tiny))
         found = []
         for number, place in enumerate(places):
@@ -298,7 +298,7 @@ class HostLoop:
 def _call_hook(
     hook: Callable[[], None], slot: int, name: int, what: str, failed: dict[int, Exception] | None
 ) -> None:
-    """Calls a hook of the sampler of a row, but for a row that has failed."""
+    """Calls a hook of the sampler of a row, unless the row has failed."""
     if failed is not None and slot in failed:
         return
     try:
@@ -310,13 +310,13 @@ def _call_hook(
 
 
 def _without(inputs: StepInputs, slots: Collection[int]) -> StepInputs:
-    """The inputs with nothing to write in these rows, which end as those without finite logits."""
+    """The inputs without commits in these rows, which end like rows without finite logits."""
     is_finite_B = inputs.filled.is_finite_B.at[jnp.asarray(sorted(slots))].set(False)
     return inputs._replace(filled=inputs.filled._replace(is_finite_B=is_finite_B))
 
 
 def _candidates(left: _Survivors, number: int, place: Place) -> Candidates:
-    """The survivors at the place of that number."""
+    """The survivors at the position of that index."""
     read = left.read
     num_survivors = int(read.num_candidates_N[number])
     size = min(num_survivors, read.top_ids_NK.shape[1])
@@ -353,7 +353,7 @@ def _survivors(
     *,
     size: int,
 ) -> _Survivors:
-    """The `size` largest logits after the chain at each place, and what the device drew there."""
+    """The `size` largest logits after the chain at each position, and the device's draw."""
     at = _at(inputs, places_P, is_real_P)
     clean_PV = inputs.output.logits(program.network, params, places_P)
     chain = chain_now(state)
@@ -381,7 +381,7 @@ def _choose(
     ids_P: jax.Array,
     final_logprob_P: jax.Array,
 ) -> StepInputs:
-    """The inputs with other tokens proposed at the hosted places, scored like the device's own."""
+    """The inputs with other proposals at the hosted positions, scored like those of the device."""
     clean_PV = inputs.output.logits(program.network, params, places_P)
     logprob_P = drawing.log_prob(clean_PV, ids_P)
     old = inputs.filled.proposal
@@ -392,7 +392,7 @@ def _choose(
 
 
 PATIENCE = 10.0
-"""Seconds that the candidates of one position may take to be matched."""
+"""Most seconds for matching the candidates of one position."""
 
 
 def matching(pattern: str, decode: Callable[[Any], str]) -> HostSampler:

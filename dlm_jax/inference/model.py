@@ -1,4 +1,4 @@
-"""A trained model ready to use: loaded from a run, from a single file, or the one that ships."""
+"""A trained model: loaded from a run, from a single file, or shipped with the package."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ from dlm_jax.types import Network, Params
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A network with its parameters, its tokenizer, and the sampling settings it recommends.
+    """A network with its parameters, its tokenizer, and recommended sampling settings.
 
-    Make one of your own functions to sample from any network; see the example in docs/own_rules.md.
+    Build one from your own functions to sample from any network; see docs/own_rules.md.
 
     Attributes:
       network: the model as pure functions.
       params: their parameters.
       tokenizer: text to ids and back.
-      sample: settings used where a call gives none.
+      sample: default settings of a call.
       max_length: tokens of the longest canvas it was trained on.
-      is_causal: whether it is autoregressive: its likelihoods are then exact.
-      config: what it was trained with; None for a network of your own.
-      more_eos_ids: ids that end a generation beside that of the tokenizer.
+      is_causal: whether it is autoregressive, with exact likelihoods.
+      config: the config of its training; None for a custom network.
+      more_eos_ids: ids that end a generation, besides the tokenizer's EOS.
       presets: settings by name, such as the loops of a published model's own programs; `PRESETS`
         goes with every model.
       chat: the chat template of an instruction-tuned model; None: it has none.
-      family: the kind of published model that it is; empty for any other.
-      untrained: heads of the network that no step has trained yet, of ``sampler`` and ``critic``.
+      family: the family of a published model; empty for any other.
+      untrained: heads (``sampler``, ``critic``) that are not trained yet.
       corpus_sha256: checksum of its training text (`dlm_jax.data.Corpus`); empty if unknown.
     """
 
@@ -88,7 +88,7 @@ class Model:
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """The heads beside the LM head: of ``sampler`` and ``critic``, trained or not."""
+        """The heads besides the LM head (``sampler``, ``critic``), trained or not."""
         has = {"sampler": self.network.sampler_readout, "critic": self.network.critic}
         return tuple(name for name, head in has.items() if head is not None)
 
@@ -99,7 +99,7 @@ class Model:
 
     @property
     def noise(self) -> Schedule:
-        """The noise schedule it was trained with; the linear one for a network of your own."""
+        """The noise schedule it was trained with; the linear one for a custom network."""
         asked = ObjectiveConfig() if self.config is None else self.config.objective
         return SCHEDULES[asked.schedule](asked.schedule_power)
 
@@ -115,7 +115,7 @@ class Model:
 
     @functools.cached_property
     def vocabulary(self) -> str:
-        """What tells its tokenizer from others: 16 hex digits."""
+        """A fingerprint of its tokenizer, 16 hex digits."""
         told = json.dumps(self.tokenizer.to_json(), sort_keys=True).encode()
         return hashlib.sha256(told).hexdigest()[:16]
 
@@ -145,7 +145,7 @@ class Model:
         self, draw: str = "inverse_cdf", is_guided: bool = False, *,
         rows: NamedSharding | None = None, num_traced: int = 0,
     ) -> Program:  # fmt: skip
-        """The compiled-in part of its denoising loop; see `Program` for the arguments."""
+        """The static part of its denoising loop; see `Program` for the arguments."""
         facts = self.facts
         return Program(
             network=self.network,
@@ -222,7 +222,7 @@ def load(
 
 
 def untrained_heads(config: Config, step: int | None) -> tuple[str, ...]:
-    """The heads whose training begins after that step; none where the step is not known."""
+    """The heads whose training begins after that step; none if the step is unknown."""
     begins = {
         "sampler": config.heads.start_sampler_iteration,
         "critic": config.heads.start_critic_iteration,
@@ -261,7 +261,7 @@ def _published(
 def _placed(
     name: str, stored: jax.ShapeDtypeStruct, *, mesh: Mesh | None, dtype: str
 ) -> jax.ShapeDtypeStruct:
-    """What a stored parameter becomes, and where."""
+    """The dtype and sharding of a stored parameter."""
     kept = stored.dtype if dtype == "stored" else jax.numpy.dtype(dtype)
     sharding = None if mesh is None else NamedSharding(mesh, partition(name, stored.shape, mesh))
     return jax.ShapeDtypeStruct(stored.shape, kept, sharding=sharding)

@@ -1,4 +1,4 @@
-"""Rules of one's own, and rules given as objects, beside settings given by name."""
+"""Custom rules, and rules given as objects, in addition to settings by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dlm_jax.sampling.rules import BUILT_IN, SLOTS, ModelFacts, RuleTable
 from dlm_jax.settings import Rule, nearest
 
 _KINDS = {name: slot for name, slot in SLOTS.items() if slot.selector}
-"""The slots that rules of one's own may fill."""
+"""The slots that custom rules may fill."""
 
 
 RESERVED = frozenset((
@@ -94,7 +94,7 @@ def _holds_rows(table: RuleTable, name: str, value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A number out of an array as Python's own; anything else as it is."""
+    """A NumPy scalar as a Python number; anything else unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 

@@ -13,7 +13,7 @@ from dlm_jax.inference.results import Row
 from dlm_jax.types import Status
 
 HOLE = "\N{LIGHT SHADE}"
-"""The text of a hole where a canvas is shown."""
+"""The text of a hole in a displayed canvas."""
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
@@ -35,8 +35,8 @@ class Piece(NamedTuple):
 class Reader:
     """The text of one row as it grows.
 
-    What is *settled* will not change: the tokens before the first hole, where nothing is rewritten;
-    of rows that remask or resample the blocks behind which they are; of rows that edit, nothing.
+    *Settled* tokens will not change: tokens before the first hole if nothing is rewritten; finished
+    blocks in rows that remask or resample; none in rows that edit.
 
     Args:
       model: the model of the row.
@@ -45,8 +45,8 @@ class Reader:
       keeps_stop: whether the text holds the stop that ends it.
 
     Attributes:
-      start: place of the first token that was not given.
-      is_infill: whether given tokens stand behind it.
+      start: position of the first token that was not given.
+      is_infill: whether given tokens follow it.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class Reader:
 
     @property
     def _block_ends(self) -> tuple[int, int]:
-        """Where the first block ends, and how long the next are; 0: there is one block."""
+        """The end of the first block, and the length of the others; 0: there is one block."""
         length = self._sample.block_length
         first = self.start // self._unit * self._unit if self._unit else self.start
         return first + length, length
 
     def settled(self, row: Row) -> int:
-        """How many of the row's positions will not change."""
+        """The number of settled positions."""
         if row.status != Status.RUNNING:
             return row.tokens.size
         if self._sample.edits or (self._changes and self.is_infill):
@@ -85,10 +85,10 @@ class Reader:
         return int(holes[0]) if holes.size else row.tokens.size
 
     def pieces(self, row: Row) -> list[Piece]:
-        """What has come since the last call: a piece for each block that was finished.
+        """New text since the last call: one piece for each finished block.
 
-        A row without blocks comes as it grows where it is written from left to right, and whole
-        otherwise.
+        A row without blocks is returned as it grows if it is decoded left to right, otherwise at
+        its end.
         """
         settled = self.settled(row)
         is_over = row.status != Status.RUNNING
@@ -111,7 +111,7 @@ class Reader:
             is_last = is_over and end == ends[-1]
             upto = text if is_last else self._tokenizer.decode(tokens[self.start : end])
             upto = upto[:cut] if cut is not None else upto
-            # A cut may lie in an earlier block: what follows it is not told of.
+            # A cut may lie in an earlier block: later text is not returned.
             is_last = is_last or (cut is not None and len(upto) == cut)
             shown = len(upto) if is_last else self._held_back(upto)
             places = range(self._place, self._covering(tokens, end, cut) if is_last else end)
@@ -130,7 +130,7 @@ class Reader:
         return text[:cut], range(self.start, end), is_ended or cut is not None
 
     def parts(self, row: Row, end: int | None = None) -> list[tuple[str, int | None]]:
-        """The canvas from `start` on, in runs of one age, whose texts together are its text.
+        """The canvas from `start` on, in runs of one age, whose texts concatenate to its text.
 
         Each run has the step that wrote it, -1 where none did, and None for holes, each of which
         is one `HOLE`. A character that several steps wrote belongs to the last of its tokens.
@@ -152,7 +152,7 @@ class Reader:
     def _ages(
         self, tokens: np.ndarray, ages: np.ndarray, runs: Sequence[tuple[int, int]]
     ) -> list[tuple[str, int | None]]:
-        """The runs between two holes, as texts that together are the text of all of them."""
+        """The runs between two holes, as texts that concatenate to their common text."""
         if not runs:
             return []
         begin, end = runs[0][0], runs[-1][1]
@@ -165,7 +165,7 @@ class Reader:
         return [(text, int(ages[first])) for text, (first, _) in zip(texts, runs, strict=True)]
 
     def filled(self, row: Row) -> list[str]:
-        """The texts that were written, one for each run of tokens that were not given."""
+        """The generated texts, one for each run of tokens that were not given."""
         is_free = ~row.is_frozen
         edges = np.flatnonzero(np.diff(is_free, prepend=False, append=False))
         runs = zip(edges[::2], edges[1::2], strict=True)
@@ -179,12 +179,12 @@ class Reader:
         return (tokens[: ends[0] + 1], True) if ends.size else (tokens, False)
 
     def _ends(self, settled: int) -> list[int]:
-        """Ends of the blocks that are settled as a whole."""
+        """Ends of the settled blocks."""
         end, length = self._block_ends
         return list(range(end, settled + 1, length)) if length else []
 
     def _stop(self, text: str) -> int | None:
-        """Where a text is cut: before its first stop, or behind it."""
+        """The cut of a text: before its first stop, or after it."""
         found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
         if not found:
             return None
@@ -192,7 +192,7 @@ class Reader:
         return place + len(stop) if self._keeps_stop else place
 
     def _held_back(self, text: str) -> int:
-        """How much of a text may be given out, though more of it follows."""
+        """The length of a text that can be returned before the rest is known."""
         size = len(text.rstrip(_UNFINISHED))
         for stop in self._stops:
             for length in range(min(len(stop) - 1, len(text)), 0, -1):
@@ -202,7 +202,7 @@ class Reader:
         return size
 
     def _covering(self, tokens: np.ndarray, end: int, cut: int | None) -> int:
-        """How many tokens it takes to write the text up to and with the stop at `cut`."""
+        """The number of tokens of the text through the stop at `cut`."""
         if cut is None:
             return end
         low, high = self.start, end

@@ -40,7 +40,7 @@ class Given(NamedTuple):
 
     Attributes:
       tokens: int32 ``[n]``, MASK at holes.
-      is_draft: True at tokens that stand there to be refined; None is nowhere.
+      is_draft: True at draft tokens; None: there are none.
     """
 
     tokens: np.ndarray
@@ -57,8 +57,8 @@ def make_canvas(
       asked: one of ``prompt`` (text that the generated tokens follow), ``template`` (text with
         `HOLE` markers) or ``tokens`` (ids); with ``infill`` true, MASK among the tokens is a hole
         and nothing follows them. ``draft`` is text behind the prompt, to be refined.
-      gen_length: new tokens behind the prompt; 0 is as many as there is room for, or none behind a
-        draft. The length of a gap whose marker has no number.
+      gen_length: new tokens after the prompt; 0: all remaining space, or none after a draft. The
+        length of a gap without a number.
       room: tokens the row may hold.
     """
     kinds = [name for name in ("prompt", "template", "tokens") if asked.get(name) is not None]
@@ -193,7 +193,7 @@ def _continued(
 def _with_draft(
     tokenizer: Tokenizer, given: np.ndarray, text: str, gen_length: int, room: int
 ) -> Given:
-    """Ids of the prompt, those of the draft, and as many holes as asked for."""
+    """Ids of the prompt, ids of the draft, and the requested holes."""
     draft = tokenizer.encode(text)
     if not draft.size:
         raise SettingError("draft", UNSET, "is empty", "give text to refine, or leave it out")
@@ -204,7 +204,7 @@ def _with_draft(
 
 
 def check_settings(model: Model, sample: SampleConfig) -> None:
-    """Raises ValueError for settings that only the model shows to be wrong."""
+    """Raises ValueError for settings that are invalid for the model."""
     if model.network.scorer is not None:
         raise ValueError("the model is a sequence scorer, which writes nothing; load another")
     if sample.max_new_tokens and not (sample.edit and sample.length_target_mode != "none"):
@@ -240,13 +240,13 @@ def _check_blocks(facts: ModelFacts, sample: SampleConfig) -> None:
 
 
 def check_trace(sample: SampleConfig) -> None:
-    """Raises ValueError for settings whose writings cannot be traced and replayed."""
+    """Raises ValueError for settings whose commits cannot be traced and replayed."""
     for rule in sample.table.checks(sample):
         rule.check_trace(sample)
 
 
 def check_draft(sample: SampleConfig, given: Given) -> None:
-    """Raises ValueError for a draft that nothing would refine."""
+    """Raises ValueError for a draft without a rule that refines it."""
     needs = 1 if sample.resample or sample.edits or sample.renoises else 2
     if given.is_draft is not None and (not sample.refines or sample.steps < needs):
         raise SettingError(
@@ -271,10 +271,10 @@ def _check_bans(draft: np.ndarray, sample: SampleConfig, facts: ModelFacts) -> N
 
 
 def check_canvas(request: Request, facts: ModelFacts, *, mask_id: int) -> None:
-    """Raises ValueError if the canvas does not go with the settings and the model.
+    """Raises ValueError if the canvas does not match the settings and the model.
 
-    There are fewer steps than blocks with holes or drafts, a draft holds what the row bans, the
-    model cannot see what is given behind a hole, or the fill or the cache rule refuses it.
+    Causes: fewer steps than blocks with holes or drafts, banned ids in a draft, given tokens after
+      a hole that the model cannot see, or a fill or cache rule that does not support it.
     """
     sample = request.sample
     check_structure(sample, request.tokens, is_draft=request.is_draft, mask_id=mask_id)
@@ -319,15 +319,15 @@ class Request:
     """One row to denoise.
 
     Attributes:
-      tokens: int ``[n]``, the whole canvas: given tokens, a draft's, and MASK at the holes.
+      tokens: int ``[n]``, the whole canvas: given tokens, the draft, and MASK at holes.
       sample: its settings; at least one step for each block with holes. ``fill="auto"`` is the
         parallel fill: `make_requests` and `generate` resolve it by the model's heads.
       seed: random seed of the row, in [0, 2**32).
-      is_draft: True at tokens that stand there to be refined; None is nowhere.
+      is_draft: True at draft tokens; None: there are none.
       host_sampler: chooses the row's tokens among the candidates that its chain leaves.
-      read_back: whether it is kept how each token came about.
-      capacity: most tokens of the row after edits; 0, or less than it has: as many as it has.
-      trace: whether each of its steps is kept.
+      read_back: whether candidates of each token are recorded.
+      capacity: most tokens of the row after edits, at least its present length; 0: that length.
+      trace: whether each of its steps is recorded.
     """
 
     tokens: np.ndarray
@@ -341,12 +341,12 @@ class Request:
 
     @property
     def room(self) -> int:
-        """Positions that the row may come to fill."""
+        """Most positions of the row."""
         return max(self.tokens.size, self.capacity)
 
     @property
     def needs_host(self) -> bool:
-        """Whether the row must be looked at from Python at every step."""
+        """Whether Python must read the row at every step."""
         return self.read_back or self.host_sampler is not None
 
     def is_open(self, mask_id: int) -> np.ndarray:
@@ -387,7 +387,7 @@ class Request:
 
 
 class Static(NamedTuple):
-    """The compiled-in part: rows that agree in it run together."""
+    """The static settings; rows with equal ones run together."""
 
     table: RuleTable
     rules: tuple[Any, ...]
@@ -406,10 +406,10 @@ def static_of(request: Request) -> Static:
 
 
 def columns(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, Rules]:
-    """The parameters of requests that agree in what is static, one row each.
+    """The parameters of requests with equal static settings, one row each.
 
-    They are arrays of the host, which a call of a compiled function takes as they are: to put each
-    of them on the device first takes most of the time in which a slot gets another request.
+    They are host arrays, passed directly to compiled functions: separate transfers to the device
+    would take most of the time of refilling a slot.
 
     A row ends with its text, as what would follow EOS is cut off; edits may still move that, and
     such a row ends there only with ``stop_at_eos``.
@@ -426,7 +426,7 @@ def columns(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, 
 
 
 def group(requests: Sequence[Request]) -> dict[Static, list[int]]:
-    """Places of the requests that can run in the same program."""
+    """Indices of the requests that can run in the same program."""
     groups: dict[Static, list[int]] = {}
     for index, request in enumerate(requests):
         groups.setdefault(static_of(request), []).append(index)
@@ -436,9 +436,9 @@ def group(requests: Sequence[Request]) -> dict[Static, list[int]]:
 def only_chains_in_use(requests: Sequence[Request]) -> list[Request]:
     """The requests, each with the parts of its chain that a request of the same chain uses.
 
-    The others change nothing, and a shorter chain compiles faster. What reads ids behind a cut to
-    few candidates stays: without it the rest of the chain would run on those alone and draw other
-    tokens, so that a row would depend on those beside it.
+    The others change nothing, and a shorter chain compiles faster. Transforms that read ids after a
+    cut to few candidates stay: without them the rest of the chain would run on those candidates and
+    draw other tokens, so that a row would depend on its neighbours.
     """
     used: dict[tuple[Any, ...], set[str]] = {}
     for sample in {id(request.sample): request.sample for request in requests}.values():
@@ -447,7 +447,7 @@ def only_chains_in_use(requests: Sequence[Request]) -> list[Request]:
         (table, chain): tuple(n for n in chain if n in names or n in _readers(table, chain))
         for (table, chain), names in used.items()
     }
-    # Requests share their settings where they can, and so they do afterwards.
+    # Requests share settings objects where possible, before and after.
     shorter = {id(r.sample): r.sample for r in requests}
     shorter = {
         place: replace(sample, chain=kept[sample.table, sample.chain])
@@ -457,7 +457,7 @@ def only_chains_in_use(requests: Sequence[Request]) -> list[Request]:
 
 
 def _readers(table: RuleTable, chain: Sequence[str]) -> set[str]:
-    """The names of a chain that read ids behind a cut to few candidates."""
+    """The names of a chain that read ids after a cut to few candidates."""
     found: set[str] = set()
     is_cut = False
     for name in chain:
@@ -520,20 +520,20 @@ def make_requests(
 
 
 def _key(own: Mapping[str, Any], host: Mapping[str, Any]) -> Any:
-    """What tells a prompt's own settings from others, types and whether the host looks at its rows
-    included; None for any but plain.
+    """A key for the settings of a prompt, types and whether the host looks at its rows included;
+    None for any but plain.
     """
     plain = (bool, int, float, str, type(None))
     if not all(type(value) in plain for value in own.values()):
         return None
-    # As text, for 1, 1.0 and True are equal.
+    # As text, because 1, 1.0 and True are equal.
     return any(host.values()), tuple(sorted((name, repr(value)) for name, value in own.items()))
 
 
 def settings_of_call(
     model: Model, settings: Mapping[str, Any], *, needs_host: bool = False
 ) -> SampleConfig:
-    """The settings of a call as they hold for its first row.
+    """The settings of a call for its first row.
 
     `needs_host` is whether its rows have a host sampler or read-back.
     """
@@ -580,7 +580,7 @@ def _settings(
 def _auto_fill(
     model: Model, recommended: Mapping[str, Any], given: Mapping[str, Any], *, needs_host: bool
 ) -> dict[str, Any]:
-    """The fill of a model without a recommended one, and the order that goes with it.
+    """The fill of a model without a recommended one, and its order.
 
     Among orders that commit at random, the one that fills every hole first wrote the best texts at
     every budget (benchmarks/results/sampler_head.md, "Comparison with training-free rules").

@@ -3,8 +3,8 @@
 Requests that run in the same programs share a bucket and wait in its queue, the first in line by
 priority and then by number. A queue with work holds a program of as many slots as its requests
 need, and each slot takes the next of them once the one before has ended. Queues are served round
-robin. Few programs are kept: the one used longest ago goes, and where all are busy one queue drains
-to make room.
+robin. Few programs are kept: the least recently used one is evicted; if all are busy, one queue
+drains to make room.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Ticket:
 
 @dataclass(eq=False)
 class Entry:
-    """A request on its way: it waits where `slot` is None, and runs there otherwise."""
+    """A submitted request: it waits if `slot` is None, otherwise it runs there."""
 
     ticket: Ticket
     request: Any
@@ -55,7 +55,7 @@ class Counts(NamedTuple):
     Attributes:
       waiting: requests that wait.
       running: requests that run.
-      fills: slots that will take one that waits.
+      fills: slots that will take a waiting request.
       evicted: slots whose request was cancelled.
     """
 
@@ -72,15 +72,15 @@ class Queue:
       bucket: their bucket; its ``key`` is unique.
       sizes: possible numbers of slots, ascending.
       is_reserved: whether it was made by `Engine.reserve`.
-      size: slots of the program that it holds; None: it holds none.
-      program: the program that it holds.
+      size: slots of its program; None: it has none.
+      program: its program.
       num_own: slots of this process among those.
       slots: the engine's slots, which run the program.
       running: requests by their slot.
       evicted: slots of cancelled requests, to be cleared when it is served next.
-      totals: what there was to do when it was served last, in all processes.
-      is_draining: whether none may begin, so that another queue can have the program.
-      since: when it got its program, in queues served.
+      totals: work of all processes when it was last served.
+      is_draining: whether no request may begin, to free the program for another queue.
+      since: time when it got its program, in served queues.
     """
 
     def __init__(self, bucket: Any, sizes: Sequence[int], *, is_reserved: bool = False):
@@ -93,7 +93,7 @@ class Queue:
         self.release()
 
     def release(self) -> None:
-        """Gives its program and its slots up."""
+        """Releases its program and slots."""
         self.size: int | None = None
         self.program: Any = None
         self.slots: Any = None
@@ -107,12 +107,12 @@ class Queue:
 
     @property
     def size_wanted(self) -> int:
-        """Slots for all that run or wait, as far as there may be."""
+        """Slots for all running and waiting rows, up to the limit."""
         wanted = len(self.running) + self.num_waiting
         return next((size for size in self.sizes if size >= wanted), self.sizes[-1])
 
     def counts(self) -> Counts:
-        """What there is to do in this process."""
+        """The work of this process."""
         free = self.sizes[-1] if self.size is None else self.num_own - len(self.running)
         fills = 0 if self.is_draining else min(self.num_waiting, free)
         return Counts(self.num_waiting, len(self.running), fills, len(self.evicted))
@@ -122,12 +122,12 @@ class Queue:
         self.num_waiting += 1
 
     def cancel(self, entry: Entry) -> None:
-        """Marks a request as cancelled; one that waits leaves the line."""
+        """Marks a request as cancelled; a waiting one leaves the queue."""
         entry.is_cancelled = True
         if entry.slot is not None:
             return
         self.num_waiting -= 1
-        # Those that were cancelled stay in the heap until it is their turn, or they are many.
+        # Cancelled requests stay in the heap until their turn, or until there are many.
         if len(self._heap) > 2 * self.num_waiting + 16:
             self._heap = [other for other in self._heap if not other.is_cancelled]
             heapq.heapify(self._heap)
@@ -168,10 +168,10 @@ class Queue:
 
 
 class Scheduler:
-    """The queues that have work, and the programs that they run in.
+    """The queues with work, and their programs.
 
     Args:
-      load: makes the program of a bucket with so many slots.
+      load: creates the program of a bucket with that number of slots.
       max_programs: programs that are kept.
       num_processes: among which the slots of each program are split, equally. Several serve the
         same queues in the same order, by what `agree` was given.
@@ -198,7 +198,7 @@ class Scheduler:
         return [(bucket, size) for _, bucket, size in self._programs.values()]
 
     def enter(self, queue: Queue) -> None:
-        """Serves a queue from now on, until it has no work."""
+        """Starts serving a queue, until it has no work."""
         if queue not in self._order:
             self._order.append(queue)
             self.is_busy = True
@@ -208,11 +208,11 @@ class Scheduler:
         self._programs.clear()
 
     def counts(self) -> list[Counts]:
-        """What there is to do in each queue of this process."""
+        """The work in each queue of this process."""
         return [queue.counts() for queue in self._order]
 
     def agree(self, everywhere: Iterable[Iterable[int]]) -> None:
-        """Takes what there is to do in each queue, added up over all processes."""
+        """Sets the work in each queue, summed over all processes."""
         for queue, counts in zip(self._order, everywhere, strict=True):
             queue.totals = Counts(*counts)
             if not queue.totals.running:
@@ -220,7 +220,7 @@ class Scheduler:
         self.is_busy = any(any(queue.totals) for queue in self._order)
 
     def next(self) -> Queue | None:
-        """The next queue that has work and a program, whose size may have changed."""
+        """The next queue with work and a program, whose size may have changed."""
         for _ in range(len(self._order)):
             queue = self._order[0]
             self._order.rotate(-1)
@@ -231,7 +231,7 @@ class Scheduler:
         return None
 
     def leave(self, queue: Queue) -> None:
-        """Lets a queue that runs nothing give its program up, and one without work leave.
+        """Releases the program of a queue without running requests; removes a queue without work.
 
         Among several processes that happens when all of them `agree` that nothing runs.
         """
@@ -254,13 +254,13 @@ class Scheduler:
             queue.program, queue.size = program, wanted
             queue.num_own = wanted // self._num_processes
         elif now is None and not any(other.is_draining for other in self._order):
-            # The one that has had its program for longest makes way.
+            # The queue with the oldest program drains.
             busy = [other for other in self._order if other.size is not None]
             min(busy, key=lambda other: other.since).is_draining = True
         return program is not None or now is not None
 
     def _program(self, queue: Queue, size: int) -> Any:
-        """The program of a queue; None if all that are kept are in use, and no more may be."""
+        """The program of a queue; None if the limit is reached and all programs are in use."""
         key = (queue.bucket.key, size)
         if key not in self._programs:
             in_use = {(q.bucket.key, q.size) for q in self._order if q is not queue}

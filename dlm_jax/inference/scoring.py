@@ -1,7 +1,7 @@
 """Scores of texts under a loaded model: nats per token, bits per character, with their errors.
 
 A diffusion model gives an upper bound, estimated from random masks; an autoregressive one the exact
-value, which makes it a judge of texts that others wrote.
+value, so it can evaluate texts of other models.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Score:
 
     @property
     def nats_per_token(self) -> tuple[float, float]:
-        """Mean over all tokens, and its standard error.
+        """Mean per token, and its standard error.
 
         The texts are taken as independent; of a single one the error is that of the draws.
         """
@@ -140,7 +140,7 @@ def score_rows(
     batch_size: int = 16,
     seed: int = 0,
 ) -> Costs:
-    """Cost of N rows of tokens, float64 ``[N]`` each, whatever rows run beside each other.
+    """Cost of N rows of tokens, float64 ``[N]`` each, independent of their batches.
 
     Args:
       model: from `dlm_jax.load`, or your own.
@@ -190,9 +190,9 @@ def _in_batches(
     batch_size: int,
     seed: int = 0,
 ) -> Any:
-    """What `run` makes of the rows, of their numbers and of the key of `seed`, batch by batch.
+    """The results of `run` on the rows, their indices and the key of `seed`, in batches.
 
-    The last batch is filled up with its last row, so that one shape compiles.
+    The last batch is padded with its last row, so that one shape compiles.
     """
     columns = [np.asarray(rows[name], np.int32) for name in ("tokens", "length", "given")]
     num_rows = len(rows["length"])
@@ -208,7 +208,7 @@ def _in_batches(
 def _windows_of(
     texts: Sequence[str], cut: Callable[[int, str], Sequence[Window]]
 ) -> tuple[list[Window], list[int]]:
-    """The windows of all texts, and the text that each belongs to."""
+    """The windows of all texts, and the text index of each."""
     windows: list[Window] = []
     owners: list[int] = []
     for index, text in enumerate(texts):
@@ -252,7 +252,7 @@ def _rows(model: Model, windows: Sequence[Window]) -> dict[str, np.ndarray]:
 
 
 def corrupted_share(model: Model, texts: Sequence[str], *, batch_size: int = 16) -> np.ndarray:
-    """Share of each text that the scorer takes to be wrong tokens, float64 ``[N]`` in [0, 1].
+    """Predicted share of wrong tokens in each text, float64 ``[N]`` in [0, 1].
 
     A text that is longer than the scorer's canvas is cut into windows of equal length (within one
     token), each judged alone; its share is their mean, weighted by their tokens.

@@ -43,10 +43,10 @@ _last_used: OrderedDict[Hashable, Loop] = OrderedDict()
 
 
 def loop_of(model: Model, bucket: Bucket, num_slots: int) -> Loop:
-    """The loop for requests of a bucket in so many slots, one for each number that is compiled.
+    """The loop for requests of a bucket with that number of slots.
 
-    The same object for equal arguments, so that nothing compiles twice, as long as somebody holds
-    it or it is among the 64 last used of the process.
+    Equal arguments return the same object, so that nothing compiles twice, while it is referenced
+    or among the 64 most recently used of the process.
     """
     static = bucket.static
     rows = None if static.needs_host else split_rows(model.params)
@@ -68,7 +68,7 @@ _REMEMBERED = 512
 
 
 class Bucket:
-    """Requests that agree in what is compiled in, in the canvas, and in the widths of their lists.
+    """Requests with equal static settings, canvas, and widths of lists.
 
     The parameters of any of them are packed to the same shapes, so that nothing compiles when a
     slot takes another one: each is packed beside the widest of those that the bucket was made for.
@@ -80,7 +80,7 @@ class Bucket:
       canvas: positions.
 
     Attributes:
-      static: the settings that are compiled in.
+      static: the static settings.
       canvas: positions.
       num_traced: steps of a row that are recorded: a power of two, or 0 without traces.
       key: equal for buckets that run in the same program.
@@ -103,7 +103,7 @@ class Bucket:
         self.key: Hashable = (self.static, canvas, self._shapes, self.num_traced)
 
     def holds(self, request: Request) -> bool:
-        """Whether a request that agrees in what is static fits the canvas and the widths."""
+        """Whether a request with equal static settings fits the canvas and the widths."""
         if request.room > self.canvas:
             return False
         if self.num_traced and request.sample.steps > self.num_traced:
@@ -119,9 +119,9 @@ class Bucket:
         return found
 
     def pack(self, requests: Sequence[Request]) -> tuple[RowParams, Rules]:
-        """The parameters of requests that it holds: arrays of the host with one row for each.
+        """The parameters of its requests: host arrays with one row each.
 
-        For none of them those of some request, which idle slots may have.
+        For no request: the parameters of any request, for idle slots.
         """
         packed = columns([*requests, *self._widest], self._facts)
         return jax.tree.map(lambda leaf: np.asarray(leaf)[: max(1, len(requests))], packed)
@@ -130,7 +130,7 @@ class Bucket:
         return _shapes(columns(requests, self._facts))
 
     def _widest_of(self, requests: Sequence[Request], shapes: Hashable) -> list[Request]:
-        """Few of the requests that are packed to the same shapes as all of them."""
+        """A subset of the requests that packs to the same shapes."""
         if len(requests) == 1 or self._pack_shapes(requests[:1]) == shapes:
             return [requests[0]]
         middle = len(requests) // 2
@@ -144,7 +144,7 @@ class Bucket:
 
 
 def _shapes(packed: Any) -> Hashable:
-    """What the program of such arrays is compiled for, but for the number of rows."""
+    """The key of the program for such arrays, without the number of rows."""
     leaves, tree = jax.tree.flatten(packed)
     return tree, tuple((leaf.shape[1:], np.dtype(leaf.dtype).name) for leaf in leaves)
 
@@ -159,7 +159,7 @@ def slot_count(rows: int, batch_size: int, shares: int = 1) -> int:
 
 
 class Layout:
-    """Parameters, and the same as `CachedTrunk.ready` lays them out.
+    """Parameters, and their layout from `CachedTrunk.ready`.
 
     Those of one network and one dict of parameters are one object, as long as somebody holds it.
     """
@@ -177,7 +177,7 @@ def layout_of(program: Program, params: Params) -> Layout:
     assert cached is not None, "the request was checked"
     if cached.ready is None:
         return Layout(params, params)
-    # The layout holds the parameters, so that no others have their place while it is there.
+    # The layout references the parameters, so that their ids are not reused.
     key = (cached.ready, id(params))
     layout = _layouts.get(key)
     if layout is None:
@@ -198,7 +198,7 @@ def _added(ready: Callable[[Params], Params]) -> Callable[[Params], Params]:
 
 
 _LARGE = 1 << 15
-"""Positions of all slots from which on memory is checked: fewer always fit."""
+"""Memory is checked from this total number of positions on; fewer always fit."""
 
 
 def require_working_room(loop: Loop, params: Any, state: State) -> None:
@@ -245,14 +245,14 @@ def changes_of(loop: Advance | HostLoop) -> Changes:
 
 
 def _changes(mask_id: int, num_traced: int) -> Changes:
-    # JAX keeps what it compiles as long as the function lives: these are new ones for each loop.
+    # JAX caches compiled code for the lifetime of a function: each loop creates new ones.
     def begin(arguments: dict[str, Any]) -> State:
         return start(**arguments, mask_id=mask_id, num_traced=num_traced)
 
     def refill(state: State, arguments: dict[str, Any], is_new_B: jax.Array) -> State:
         new, cache = begin(arguments), state.cache
         if cache is not None:
-            # What is kept of the old rows is no longer read.
+            # The cache of the old rows is no longer read.
             state = state._replace(cache=cache._replace(kept=(), bare=()))
 
         def merge(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -341,7 +341,7 @@ class Slots:
 
     @property
     def num_slots(self) -> int:
-        """Rows that run at once, those of other processes too."""
+        """Rows that run at once, including those of other processes."""
         return self._num_slots
 
     @property
@@ -353,7 +353,7 @@ class Slots:
         return tuple(slot for slot, job in enumerate(self._jobs) if job is None)
 
     def put(self, new: Mapping[int, Job | None]) -> None:
-        """Gives slots other requests, or takes what they run away, for None."""
+        """Assigns new requests to slots; None clears a slot."""
         for slot, job in new.items():
             self._jobs[slot], self._read_back[slot] = job, []
             self._steps[slot] = self._counted[:, slot] = 0
@@ -361,7 +361,7 @@ class Slots:
         arguments = self._arguments({slot: job for slot, job in new.items() if job is not None})
         changes = changes_of(self.loop)
         if self._state is None:
-            # Of its own rows alone, and then placed with those of the others.
+            # Packs its own rows only, then combines them with those of other processes.
             state = changes.begin(arguments)
             state = with_cache(self.loop.program, self._params, state)
             self._state = state = self._own.place(state)
@@ -386,7 +386,7 @@ class Slots:
         if isinstance(self.loop, Advance):
             limits = [limit for limit in (num_steps, num_ends) if limit is not None]
             if self._own.share[1] > 1:
-                # A number of the host is the same on every device; an array lies on one of them.
+                # A host number is equal on every device; an array lies on one of them.
                 limits = [np.int32(limit) for limit in limits]
             state = self.loop(self._params_read(state), state, *limits)
         else:
@@ -401,12 +401,12 @@ class Slots:
         return Taken(ended, taken, Counters(*more.sum(1).tolist()))
 
     def take_out(self, slots: Iterable[int]) -> None:
-        """Forgets the requests of slots whose rows have ended."""
+        """Removes the requests of slots whose rows have ended."""
         for slot in slots:
             self._jobs[slot], self._read_back[slot] = None, []
 
     def resized(self, loop: Loop, num_slots: int) -> Slots:
-        """The rows that run here in another number of slots, which holds them all.
+        """Moves the running rows to another number of slots, which must hold them all.
 
         Do not use these slots again.
         """
@@ -480,7 +480,7 @@ class Slots:
         return rows
 
     def _traces(self, state: State, slots: Sequence[int], status: np.ndarray) -> dict[int, Trace]:
-        """The traces of those of the slots whose rows have ended."""
+        """The traces of the slots whose rows have ended."""
         ended = [slot for slot in slots if status[slot] != Status.RUNNING]
         if state.records is None or not ended:
             return {}
@@ -495,7 +495,7 @@ class Slots:
         return self._layout.ready
 
     def _arguments(self, new: Mapping[int, Job]) -> dict[str, Any]:
-        """Arguments of `start` with these at their slots, and idle ones besides: host arrays."""
+        """Arguments of `start` with these requests in their slots, others idle: host arrays."""
         num_slots, size = len(self._jobs), self.bucket.canvas
         tokens = np.full((num_slots, size), self.loop.program.pad_id, np.int32)
         is_frozen = np.ones((num_slots, size), bool)

@@ -54,7 +54,7 @@ def characters(pattern: str, alphabet: Sequence[str], *, most_states: int) -> Ch
       alphabet: the characters that texts may consist of.
       most_states: most states of the automaton.
     """
-    parser: Any = importlib.import_module("re._parser")  # the only parser of Python's syntax
+    parser: Any = importlib.import_module("re._parser")  # the only parser of Python's regex syntax
     try:
         parsed = parser.parse(pattern)
         if parsed.state.flags & ~re.UNICODE:
@@ -68,7 +68,7 @@ def characters(pattern: str, alphabet: Sequence[str], *, most_states: int) -> Ch
 
 
 class _Nodes:
-    """A nondeterministic automaton that is built from its end to its begin."""
+    """A nondeterministic automaton, built from its end to its start."""
 
     def __init__(self, alphabet: Sequence[str]):
         self._alphabet = list(alphabet)
@@ -85,7 +85,7 @@ class _Nodes:
         return len(self._silent) - 1
 
     def sequence(self, items: list[tuple[Any, Any]], end: int) -> int:
-        """The first node of some items behind each other, the last of which leads to `end`."""
+        """The first node of a sequence of items that ends at `end`."""
         for op, given in reversed(items):
             end = self._item(str(op), given, end)
         return end
@@ -164,7 +164,7 @@ class _Nodes:
         return node
 
     def _set(self, op: str, given: Any) -> np.ndarray:
-        """Which characters an item stands for."""
+        """The characters that an item matches."""
         if op == "ANY":
             return self._where(lambda c: c != "\n")
         if op == "IN":
@@ -199,7 +199,7 @@ class _Nodes:
 
 
 def _growing(subsets: list[frozenset[int]]):
-    """The subsets behind the first, those too that are added meanwhile."""
+    """The subsets after the first, including those added during the iteration."""
     place = 1
     while place < len(subsets):
         yield subsets[place]
@@ -216,7 +216,7 @@ def _merged(found: Characters) -> Characters:
         if finer.max() == label.max():
             break
         label = finer
-    # Numbered so that what is as the dead state comes first.
+    # Numbered so that the class of the dead state comes first.
     order = np.argsort(np.where(np.arange(len(first)) == finer[0], -1, first), kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
@@ -318,11 +318,11 @@ class Structures:
 
 
 def pieces(tokenizer: Tokenizer, left_out: set[int]) -> dict[str, list[int]]:
-    """The ids that stand for each text; those that hold a part of a character are left out."""
+    """The ids of each text; ids with a part of a character are skipped."""
     found: dict[str, list[int]] = {}
     if isinstance(tokenizer, ByteTokenizer):
         return {chr(id_): [id_] for id_ in range(128) if id_ not in left_out}
-    # Behind another one, as some tokenizers write a first token differently.
+    # Decoded after another token, because some tokenizers decode a first token differently.
     before = _anchor(tokenizer)
     shown = len(tokenizer.decode(before))
     for id_ in range(tokenizer.vocab_size):
@@ -359,7 +359,7 @@ def _object(name: str, value: str) -> str:
 def check_structure(
     sample: RowSettings, tokens: np.ndarray, *, is_draft: np.ndarray | None, mask_id: int
 ) -> None:
-    """Raises ValueError if a request may break its structure, or cannot complete it."""
+    """Raises ValueError if a request may violate its structure, or cannot complete it."""
     automaton = sample.structure
     if not isinstance(automaton, Automaton):
         return
@@ -394,7 +394,7 @@ def check_structure(
 
 
 def is_broken(automaton: Automaton | str | None, tokens: np.ndarray) -> bool:
-    """Whether the tokens of a row that has ended, from its first hole on, break its structure."""
+    """Whether the tokens of an ended row, from its first hole on, violate its structure."""
     return isinstance(automaton, Automaton) and not automaton.accepts(tokens)
 
 
