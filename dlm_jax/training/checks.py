@@ -1,4 +1,4 @@
-"""What is refused before a run begins: batches, directories, and another run in its place."""
+"""Checks before a run starts: batches, directories, and other runs in its place."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from dlm_jax.training.metrics import METRICS, read_records
 from dlm_jax.training.optimisers import learning_rate
 
 CONFIG = "config.toml"
-"""What a run was asked for, in its directory."""
+"""The config of a run, in its directory."""
 
 
 def check_parts(config: Config, mesh: Mesh) -> None:
-    """Refuses parts of a batch that do not divide evenly over the devices."""
+    """Raises if parts of a batch do not divide evenly over the devices."""
     part = config.train.batch_size // config.train.accumulate
     try:
         batch_sharding(mesh, part)
@@ -38,7 +38,7 @@ def check_parts(config: Config, mesh: Mesh) -> None:
 
 
 def check_model_fits(config: Config, mesh: Mesh) -> None:
-    """Refuses a mesh that splits what cannot be split of the config's own Transformer."""
+    """Raises if the mesh splits an indivisible axis of the config's Transformer."""
     model, positions = config.model, config.data.seq_len
     sizes = {
         "tensor": {"model.heads": model.heads, "inner size of the MLP": model.inner_width},
@@ -67,7 +67,7 @@ def check_model_fits(config: Config, mesh: Mesh) -> None:
 
 
 def check_writable(setting: str, directory: Path) -> None:
-    """Refuses a local directory that could not be written, without making it yet."""
+    """Raises if a local directory is not writable; does not create it."""
     nearest = next(filter(os.path.exists, (directory, *directory.absolute().parents)))
     if not nearest.is_dir():
         raise ValueError(
@@ -89,14 +89,14 @@ def make_directory(setting: str, directory: Path) -> None:
 
 
 def facts_of(config: Config) -> dict[str, Any]:
-    """What all processes of a run must agree on: the config without local paths, and jax."""
+    """Values that all processes of a run must share: the config without local paths, and jax."""
     local, flat = configs.keys(Trait.LOCAL), _flat(configs.to_dict(config))
     facts = {key: value for key, value in flat.items() if key not in local}
     return facts | {"version of jax": jax.__version__} | settings()
 
 
 def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Refuses to continue a run with settings or data that would change its result.
+    """Raises if settings or data would change the result of a resumed run.
 
     Args:
       meta: metadata of this run, see `Run`.
@@ -105,7 +105,7 @@ def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
     Raises:
       ValueError: they differ; the line names the first difference and the remedy.
     """
-    if found := _difference(json.loads(json.dumps(meta)), saved):  # JSON has lists alone
+    if found := _difference(json.loads(json.dumps(meta)), saved):  # JSON has no tuples
         what, remedy = found
         raise ValueError(
             f"train.out_dir={meta['config']['train']['out_dir']} holds a run {what}; {remedy} to "
@@ -114,7 +114,7 @@ def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
 
 
 def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] | None:
-    """(what the other run is, remedy) of the first difference, as parts of a line."""
+    """(description of the other run, remedy) of the first difference, as parts of a line."""
     if saved["corpus"]["sha256"] != meta["corpus"]["sha256"]:
         text = f"on another text than {meta['corpus']['name']}"
         return text, "set data.source to the text of that run"
@@ -125,7 +125,7 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
         return what, f"use jax {there}"
     here, there = _flat(meta["config"]), _flat(saved["config"])
     there |= {new: there.pop(old) for old, new in configs.MOVED.items() if old in there}
-    # The rows of the critic's training are filled as is recommended.
+    # The critic trains on rows that are filled with the recommended settings.
     trained = RECOMMENDED if here["model.add_critic_head"] else ()
     free = set(configs.keys(Trait.FREE)).difference(trained)
     differing = [key for key in there if key not in free and here.get(key) != there[key]]
@@ -134,11 +134,11 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
         what = f"with train.steps={most}, and this run has {steps}"
         return what, f"raise train.steps to {most} or more"
     if differing:
-        # The vocabulary follows from the tokenizer, so that is the one to name.
+        # The vocabulary follows from the tokenizer, so the error names the tokenizer.
         key = min(differing, key=lambda key: key == "model.vocab_size")
         what = f"with {key}={there[key]!r}, and this run has {here.get(key)!r}"
         return what, f"set {key}={there[key]!r}"
-    # A tokenizer that was read from a file may have changed there.
+    # The file of a tokenizer may have changed.
     if saved["tokenizer"] != meta["tokenizer"]:
         return "with another tokenizer", "use that one"
     for part in saved["own"] | meta["own"]:
@@ -149,10 +149,10 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
 
 
 def check_begins_anew(asked: Config, out_dir: Path) -> None:
-    """Refuses to begin a run in the directory of another one that saved no checkpoint.
+    """Raises if the directory holds another run without a checkpoint.
 
-    A run of the same config begins anew there, and drops the metrics. The directory of a run
-    without metrics holds nothing to lose.
+    A run of the same config starts again there and drops the metrics. A directory without metrics
+    may be reused.
 
     Args:
       asked: config of the new run, before the data fills it in.
@@ -170,7 +170,7 @@ def check_begins_anew(asked: Config, out_dir: Path) -> None:
         why = f"its config is not known: {error}"
     else:
         here = _flat(configs.to_dict(asked))
-        # Without a checkpoint no sum of the text says that it is the same.
+        # Without a checkpoint there is no checksum of the text to compare.
         free = set(configs.keys(Trait.FREE)).difference(configs.keys(Trait.ONCE_SAVED))
         differing = [key for key in here if key not in free and here[key] != there[key]]
         if not differing:
@@ -184,11 +184,11 @@ def check_begins_anew(asked: Config, out_dir: Path) -> None:
 
 
 def growth(config: Config, saved: dict[str, Any], step: int) -> str:
-    """What it means that a run is continued to more steps than it had, in a line; else nothing.
+    """A line about the effect of extending a run to more steps; otherwise empty.
 
     Args:
       config: of the run from now on.
-      saved: the JSON of the checkpoint that it goes on from, see `Run`.
+      saved: metadata of the checkpoint to resume from, see `Run`.
       step: of that checkpoint.
     """
     before, after = saved["config"]["train"]["steps"], config.train.steps

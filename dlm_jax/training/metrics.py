@@ -24,14 +24,14 @@ PICTURE = "loss.png"
 class MetricsLog:
     """Appends one JSON object per line, with its checksum; reopening drops the lines beyond a step.
 
-    A run that is killed has logged steps that it has not saved; on resuming they are taken
-    again, so their lines (and a half-written last one) are removed first.
+    A killed run has logged steps that it has not saved. They are repeated after a resume, so their
+    lines (and a partial last one) are removed first.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, step: int):
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # What a kill left of this file, or of those beside it.
+        # Leftovers of a kill of this or related files.
         for name in (self._path.name, PICTURE, "config.toml"):
             remove_leftovers(self._path.with_name(name))
         kept = [record for record in read_records(self._path) if record["step"] <= step]
@@ -39,10 +39,10 @@ class MetricsLog:
         self._file: TextIO = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
 
     def write(self, **record: Any) -> None:
-        """Appends a record, which must have a ``step``, and hands it to the operating system.
+        """Appends a record, which must have a ``step``, and flushes it to the operating system.
 
         Raises:
-          OSError: it cannot be written, because the disk is full, say; with the file's name.
+          OSError: the write failed, for example on a full disk; names the file.
         """
         try:
             self._file.write(_line(record))
@@ -51,13 +51,13 @@ class MetricsLog:
             raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def close(self) -> None:
-        # What could not be written is tried again, and was told of.
+        # Failed writes are retried; the failure was reported.
         with contextlib.suppress(OSError):
             self._file.close()
 
 
 def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Records of a metrics file in order, without a half-written last line; none if missing.
+    """Records of a metrics file in order, without a partial last line; empty if missing.
 
     Raises:
       ValueError: a line is no record, or its checksum is wrong; the file is another program's, or
@@ -67,7 +67,7 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         *lines, last = Path(path).read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    # A whole line whose end is gone: the end was damaged, for a line is written with it.
+    # A complete line without its newline is damaged, because lines are written with it.
     if any(has_crc(last[:end]) for end in (len(last), -1)):
         lines.append(last)
     is_ours, records = any(map(has_crc, lines)), []
@@ -88,7 +88,7 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def check_metrics(path: Path, identity: str) -> None:
-    """Refuses a metrics file that the run of this identity cannot continue.
+    """Raises if the run of this identity cannot continue the metrics file.
 
     Raises:
       ValueError: a line is of another run, or see `read_records`.
@@ -115,7 +115,7 @@ def _record(line: bytes) -> dict[str, Any]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes `text` so that the file is either the old one or the new one, never a part."""
+    """Replaces the file with `text` atomically."""
     with replacing(path) as file:
         file.write(text.encode())
 
@@ -132,7 +132,7 @@ def plot_losses(
     Nothing is drawn without records of training. It needs matplotlib, of the extra ``plots``.
 
     Args:
-      records: of a metrics file.
+      records: the records of a metrics file.
       path: of the picture.
       held_out: figure of the evaluations that is drawn beside them.
       unit: of all of them.
@@ -163,7 +163,7 @@ CLOCK = frozenset(
     ("time", "tokens_per_second", "step_seconds", "input_seconds", "device_seconds",
      "host_seconds", "flop_utilisation", "device_memory_bytes", "run")
 )  # fmt: skip
-"""What a record says of the machine and of the run's identity: it differs from run to run."""
+"""Fields of a record about the machine and the identity of the run: it differs from run to run."""
 
 _NO_LOSSES = ("kind", "step", "param_norm", "learning_rate", *CLOCK)
 
@@ -201,7 +201,7 @@ _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuses trackers whose package is not installed.
+    """Raises if the package of a tracker is not installed.
 
     Raises:
       ValueError: the line names the tracker, the package and the extra that installs it.
@@ -227,7 +227,7 @@ class _TensorBoard:
     """Event files in ``tensorboard/`` of the run."""
 
     def __init__(self, out_dir: Path, config: dict[str, Any], identity: str, step: int):
-        # Imported late: protobuf takes half a second, and no run without it should wait.
+        # Imported late: protobuf takes half a second, which other runs avoid.
         writer = importlib.import_module("tensorboardX").SummaryWriter
         self._writer = writer(str(out_dir / "tensorboard"), purge_step=step + 1)
 
@@ -241,7 +241,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """A run of Weights & Biases named after the directory; that of the identity there goes on."""
+    """A Weights & Biases run named after the directory; a run with the same identity is resumed."""
 
     def __init__(self, out_dir: Path, config: dict[str, Any], identity: str, step: int):
         name = hashlib.sha256(f"{out_dir.absolute()}{identity}".encode()).hexdigest()[:16]
@@ -263,14 +263,14 @@ _TRACKERS: dict[str, Callable[[Path, dict[str, Any], str, int], Any]] = {
 }
 """By name: ``(out_dir, config, identity, step) -> tracker`` of a run that goes on after `step`.
 
-What it has beyond that is dropped. It takes the records of a run: ``write(record)``, ``close()``.
+Later records are dropped. It takes the records of a run: ``write(record)``, ``close()``.
 """
 
 
 class Journal:
-    """Records of a run, in ``metrics.jsonl`` and wherever else; on the first process alone.
+    """Records of a run, in ``metrics.jsonl`` and trackers; only on the first process.
 
-    Neither a tracker nor a picture that fails ends the run: that is reported, once.
+    A failed tracker or picture does not end the run; it is reported once.
 
     Args:
       out_dir: of the run.
@@ -311,7 +311,7 @@ class Journal:
                 self._guarded(tracker, lambda tracker=tracker: tracker.write(record))
 
     def draw(self) -> None:
-        """Draws ``loss.png``: the losses of a run, by what the metrics hold by now."""
+        """Draws ``loss.png``: the losses of a run so far."""
         if self._draws:
             self._draws = False
             try:
@@ -321,7 +321,7 @@ class Journal:
                     f"no {PICTURE}: matplotlib is not installed; pip install 'dlm_jax[plots]'"
                 )
                 return
-            with self._reporting(f"{PICTURE} cannot be drawn"):  # whatever the library may raise
+            with self._reporting(f"{PICTURE} cannot be drawn"):  # any exception of the library
                 records, path = read_records(self._out_dir / METRICS), self._out_dir / PICTURE
                 plot_losses(records, path, held_out=self._figure, unit=self._unit)
                 self._draws = True
@@ -333,11 +333,11 @@ class Journal:
                 self._guarded(tracker, tracker.close)
 
     def _guarded(self, tracker: Any, act: Callable[[], Any]) -> None:
-        """Calls `act` of a tracker; a tracker that fails is reported and left out from then on."""
+        """Calls `act` of a tracker; a failed tracker is reported and disabled."""
         with self._reporting(f"{type(tracker).__name__} fails"):
             try:
                 act()
-            except Exception:  # Ctrl-C is none: the tracker is still closed
+            except Exception:  # Ctrl-C is not a failure: the tracker is still closed
                 self._trackers.remove(tracker)
                 raise
 

@@ -1,6 +1,6 @@
 """The optimiser of a run: clipping, then Muon or AdamW under a warm-up and cosine schedule.
 
-The model and each of its heads are groups of their own, each with its clip, schedule and state.
+The model and each of its heads are separate groups, each with its clip, schedule and state.
 
 Muon's matrices are dealt out over the devices, so that each is orthogonalised once. Left to the
 compiler, the products of the Newton-Schulz iteration run on every device that holds a copy, or as
@@ -34,7 +34,7 @@ from dlm_jax.heads import MAIN, Head
 from dlm_jax.training.stages import KEPT, Stage, group_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic that an iteration applies to the singular values (Jordan et al. 2024)."""
+"""Coefficients of the quintic iteration on the singular values (Jordan et al. 2024)."""
 
 _STEPS = 5
 # Stacked kernels are [..., fan_in, fan_out]; the leading axes are a batch of matrices.
@@ -54,7 +54,7 @@ def orthogonalized_momentum(*, beta: float) -> optax.GradientTransformation:
         beta=beta,
         weight_dimension_numbers=lambda updates: jax.tree.map(lambda _: _DIMENSIONS, updates),
     )
-    # Without a step, what is left of optax's is the momentum divided by its norm.
+    # With zero iterations, optax's transformation is the momentum divided by its norm.
     whole, momentum = make(ns_steps=_STEPS), make(ns_steps=0)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -152,7 +152,7 @@ def _dealt(
 
 def _exchanged(x_NIO: jax.Array, axis: str, split: int, joined: int) -> jax.Array:
     if devices.platform() == "cpu":
-        # XLA's CPU backend gives the parts it sends layouts of their own, and then refuses them.
+        # XLA's CPU backend assigns other layouts to the parts it sends, and then rejects them.
         x_NIO = jax.lax.optimization_barrier(x_NIO)
     return jax.lax.all_to_all(x_NIO, axis, split, joined, tiled=True)
 
@@ -185,7 +185,7 @@ def learning_rate(peak: float, config: OptimConfig, *, num_steps: int) -> optax.
 
 
 def is_matrix(path: str) -> bool:
-    """Whether the parameter at `path` is a matrix inside a block: what Muon orthogonalises.
+    """Whether the parameter at `path` is a matrix inside a block, which Muon orthogonalises.
 
     The matrices of experts are stacked by layers and experts, all others by layers.
     """
@@ -199,7 +199,7 @@ def _over_paths(params: Any, value: Any) -> Any:
 def rate_of(
     peak: float, config: OptimConfig, *, num_steps: int, schedule: optax.Schedule | None
 ) -> optax.Schedule:
-    """`learning_rate`, or `peak` times one's own schedule."""
+    """`learning_rate`, or `peak` times a custom schedule."""
     if schedule is None:
         return learning_rate(peak, config, num_steps=num_steps)
     return lambda step: peak * schedule(step)
@@ -237,7 +237,7 @@ def _muon(
     """As ``optax.contrib.muon``, with the matrices dealt out over the devices."""
     matrices = optax.chain(
         orthogonalized_momentum(beta=config.muon_momentum),
-        # In the place of optax's scale by shape, so that the state is optax's own.
+        # Replaces optax's scale by shape, so that the state has the structure of optax's.
         optax.identity(),
         optax.add_decayed_weights(config.weight_decay),
         optax.scale_by_learning_rate(rate),
@@ -274,7 +274,7 @@ def make_grouped_optimizer(
     apart = [head for head in heads if head.group != MAIN]
     if not apart and not stage.adapts:
         return main
-    # What is kept through the whole run has no state at all.
+    # Frozen parameters have no optimiser state.
     kept = optax.set_to_zero()
     groups = {KEPT: kept} if stage.adapts else {}
     groups[MAIN] = main if settings.train_main else kept
@@ -347,7 +347,7 @@ def _head_optimizer(
 
 
 def _frozen(group: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Leaves parameters and state as they are; the state is that of `group`."""
+    """Does not change parameters or state; the state has the structure of `group`."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         return jax.tree.map(jnp.zeros_like, updates), state

@@ -49,7 +49,7 @@ def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_posit
 
 
 def _share_met(path: tuple[Any, ...], leaf: Any, config: ModelConfig) -> float:
-    """The share of a parameter that a token is multiplied with: of experts, those it is sent to."""
+    """The share of a parameter that each token uses: for experts, the routed ones."""
     last = path_name(path).split("/")[-1]
     if last.startswith("expert_"):
         return config.experts_per_token / config.experts
@@ -58,18 +58,18 @@ def _share_met(path: tuple[Any, ...], leaf: Any, config: ModelConfig) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """A compiled training step, seen from one of its devices.
+    """A compiled training step, with figures per device.
 
     Attributes:
       config: resolved.
       mesh: its devices.
       state: shapes and shardings of the training state.
-      chip: figures of the device; None if they are not known.
-      memory: bytes by what they hold: ``state``, ``batch``, ``temporaries``.
+      chip: figures of the device; None if unknown.
+      memory: bytes by use: ``state``, ``batch``, ``temporaries``.
       at_best: cost if everything but products is bound by memory alone.
       at_worst: cost with the compiler's own cycles; both estimates, not measurements.
       flops: of the model, for each device and step.
-      compile_seconds: that the compiler took.
+      compile_seconds: compile time.
       text: the program as the compiler prints it.
     """
 
@@ -89,7 +89,7 @@ class Plan:
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state.params))
 
     def utilisation(self, found: Cost) -> float:
-        """The share of the peak that the model's own work is of the estimated time."""
+        """Estimated model FLOPs utilisation, a share of the peak."""
         if self.chip is None or not found.seconds:
             return math.nan
         return self.flops / (self.chip.flops * found.seconds)
@@ -97,7 +97,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Ids:
-    """Stands for the tokenizer of a vocabulary of which only the size is known."""
+    """Placeholder for a tokenizer of which only the vocabulary size is known."""
 
     vocab_size: int
 
@@ -189,7 +189,7 @@ def torus_of(mesh: Mesh) -> Torus:
     return Torus(chip or _UNKNOWN, tuple(places), sizes)
 
 
-# Counts work and bytes; its seconds are not used.
+# Counts operations and bytes; its seconds are not used.
 _UNKNOWN = Chip("", 1e12, 1e9, 0.0, 1e12, 1e11, 0)
 
 
@@ -228,7 +228,7 @@ def _times(found: Plan) -> list[str]:
 
 
 def _places(found: Plan) -> list[str]:
-    """Where each kind of array lives: one line for each shape and partition of parameters."""
+    """The sharding of each kind of array: one line for each shape and partition of parameters."""
     model, train = found.config.model, found.config.train
     rows, positions = train.batch_size // train.accumulate, found.config.data.seq_len
     size = model.size_of_head

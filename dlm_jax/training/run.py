@@ -1,4 +1,4 @@
-"""A run: what its config resolves to, where it begins or continues, and its first state."""
+"""A run: its resolved config, its start or resume, and its initial state."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ from dlm_jax.types import Network, Params
 
 
 def checkpoints_of(config: Config) -> str:
-    """Where the checkpoints of a run lie: a directory, or a URL."""
+    """The location of the checkpoints of a run: a directory, or a URL."""
     return config.train.checkpoint_dir or str(Path(config.train.out_dir) / "checkpoints")
 
 
 def write_config(config: Config, out_dir: Path) -> None:
-    """Writes ``config.toml``, which people and ``--config`` read; one that is the same stays.
+    """Writes ``config.toml`` for users and ``--config``, unless it is unchanged.
 
-    To go on, a run reads its checkpoints, whose checksums tell damage.
+    A resume reads the config from the checkpoints, whose checksums detect damage.
     """
     header = (
         "What this run was asked for.\n"
@@ -108,12 +108,12 @@ def _checkpoints_beside(out_dir: Path) -> str:
 
 
 def config_of_run(out_dir: Path) -> Config:
-    """What the run in `out_dir` was asked for when it saved last, to be continued there.
+    """The config of the run in `out_dir` at its last save, for resuming.
 
     Its checkpoints lie there, or where its ``config.toml`` says (``train.checkpoint_dir``).
 
     Raises:
-      ValueError: nothing usable is there.
+      ValueError: there is no usable checkpoint.
     """
     try:
         meta = load_meta(_checkpoints_beside(out_dir) or out_dir, report=lambda line: None)
@@ -123,7 +123,7 @@ def config_of_run(out_dir: Path) -> Config:
         raise ValueError(f"--resume {out_dir}: {error}{advice}") from None
     config = configs.from_dict(meta["config"], where=f"--resume {out_dir}")
     train = dataclasses.replace(config.train, out_dir=str(out_dir))
-    # What follows from the text is not asked for.
+    # Values that follow from the text are not part of the config.
     tokenizer, model = from_json(meta["tokenizer"]), config.model
     if model.vocab_size == tokenizer.vocab_size:
         model = dataclasses.replace(model, vocab_size=0)
@@ -144,7 +144,7 @@ def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
     The config sets whether and how a causal model is turned into a diffusion one.
 
     Returns:
-      The config as it is, and None, where train.init_from is no published directory.
+      The unchanged config and None if train.init_from is not a published directory.
 
     Raises:
       ValueError: the directory cannot be used, or the config asks for another model.
@@ -168,14 +168,14 @@ def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
 
 
 _SHOWN = 8
-# The parameters with an axis of the vocabulary, and which it is.
+# The parameters with a vocabulary axis, and its index.
 _AXES = {"embedding": 0, "head/kernel": 1}
 
 
 def tokenizer_of(
     config: Config, *, report: Callable[[str], None]
 ) -> str | Tokenizer | MakeTokenizer:
-    """What ``data.tokenizer`` asks for, as `load_corpus` takes it.
+    """The tokenizer of ``data.tokenizer``, as an argument of `load_corpus`.
 
     With ``init`` that is the tokenizer of ``train.init_from``, or of the run that is continued. A
     character tokenizer gets the corpus's characters that it lacks, and they are reported.
@@ -220,7 +220,7 @@ def _extended(
 
 
 def places_of(theirs: Tokenizer, ours: Tokenizer) -> np.ndarray | None:
-    """For each of their ids the id that stands for the same here, int32 ``[V]``.
+    """Maps each of their ids to the same token's id here, int32 ``[V]``.
 
     None if that is no tokenizer of characters, or some of its characters are missing here.
     """
@@ -254,7 +254,7 @@ def renumbered(params: Params, fresh: Params, places: np.ndarray) -> Params:
         axis = _AXES[name]
         fits = given.shape[axis] == places.size and given.shape[1 - axis] == own.shape[1 - axis]
         if not fits:
-            return given  # whoever takes it refuses it
+            return given  # the caller rejects it
         if not own.is_fully_addressable:
             own = multihost_utils.process_allgather(own, tiled=True)
         whole = np.array(own, np.float32)
@@ -301,7 +301,7 @@ def _with_vocabulary(config: Config, corpus: Corpus) -> Config:
 
 
 def mesh_config(config: Config, devices: Sequence[Any]) -> MeshConfig:
-    """That of `config`, with ``mesh.fsdp`` chosen by the size of the model if it is 0.
+    """The mesh of `config`; ``mesh.fsdp`` 0 is resolved by the size of the model.
 
     Args:
       config: with ``model.vocab_size`` set.
@@ -317,7 +317,7 @@ def mesh_config(config: Config, devices: Sequence[Any]) -> MeshConfig:
         split = max(1, len(devices) // inner)
         fsdp = fsdp_for(state_bytes(config) / mesh.tensor, memory, split)
     else:
-        # What `data` leaves must be `fsdp`, or the mesh would not hold all devices.
+        # `fsdp` must be the rest after `data`, so that the mesh holds all devices.
         fsdp = max(1, len(devices) // (mesh.tensor * mesh.expert * mesh.context * mesh.data))
     return dataclasses.replace(mesh, fsdp=fsdp)
 
@@ -399,7 +399,7 @@ def _check_settings(where: str, theirs: ModelConfig, model: ModelConfig) -> None
 
 
 def _laid_out(where: str, own: Params, given: Params) -> Params:
-    """The given parameters, in the dtypes of our own and where those live."""
+    """The given parameters with the dtypes and shardings of ours."""
 
     def take(path: Any, own: jax.Array, given: Any) -> jax.Array:
         if given.shape != own.shape:
@@ -416,7 +416,7 @@ def _laid_out(where: str, own: Params, given: Params) -> Params:
 
 
 def _with_params(state: TrainState, params: Params) -> TrainState:
-    """The fresh `state` with these parameters in place of its own, averages included."""
+    """The initial `state` with these parameters, also in its averages."""
     return state.begun_with(state.params | params)
 
 
@@ -451,7 +451,7 @@ class Best:
     Args:
       config: of the run.
       meta: what the run saves beside its states, see `Run`.
-      is_new: whether the run begins here.
+      is_new: whether this is a new run.
       check: see `Checkpoints`.
 
     Raises:
@@ -484,7 +484,7 @@ class Best:
             self._is_stale = False
 
     def offer(self, step: int, figure: float, params: Params, meta: dict[str, Any]) -> bool:
-        """Whether the figure of that step is the lowest; its parameters are then being written.
+        """Whether the figure of that step is the lowest; if so, starts saving its parameters.
 
         Args:
           step: of the evaluation.
@@ -505,12 +505,12 @@ class Best:
         self._checkpoints.wait()
 
     def close(self) -> None:
-        """Ends all threads; a save that `wait` has not waited for may be lost."""
+        """Ends all threads; a save without `wait` may be lost."""
         self._checkpoints.abandon()
 
     def _read(self, meta: dict[str, Any], is_new: bool) -> float | None:
         """The figure of what is there; None if nothing is, or another measure was taken."""
-        # Every process reads: Orbax lets none go on before all have.
+        # Every process reads, because Orbax waits for all of them.
         if not on_first_process(self._checkpoints.steps):
             return None
         try:
@@ -525,7 +525,7 @@ class Best:
         return best.get("figure") if best.get("measured_on") == self._measured_on else None
 
     def _check_may_go(self, meta: dict[str, Any], found: dict[str, Any], is_new: bool) -> None:
-        """Raises ValueError unless this run begins anew what the other run did."""
+        """Raises ValueError unless this run repeats the other one."""
         try:
             if not is_new:
                 raise ValueError(
@@ -547,7 +547,7 @@ class Best:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run ready to go: the resolved config and what was made from it.
+    """A prepared run: the resolved config and the objects made from it.
 
     ``state`` is fresh, or the newest checkpoint's, and ``saved`` the JSON beside it (empty if
     fresh). ``meta`` is saved beside every state: what the run is, with an identity that is drawn
@@ -657,7 +657,7 @@ def prepare(
 def _setup_of(
     config: Config, mesh: Mesh, *, is_own: bool, report: Callable[[str], None]
 ) -> tuple[Setup, Corpus]:
-    """What a run is made from, and its corpus; a network of one's own is not checked to fit."""
+    """The setup of a run, and its corpus; a custom network is not checked against the mesh."""
     config, corpus = load_resolved(config, report=report)
     check_same_everywhere({"data.source": corpus.sha256})
     if not is_own:
@@ -668,7 +668,7 @@ def _setup_of(
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What a config trains, as pure functions for a loop of one's own.
+    """The training of a config as pure functions, for a custom loop.
 
     All heads train. Nothing is written.
 
@@ -693,7 +693,7 @@ class Problem:
     def loss(
         self, params: Params, batch: Batch, key: jax.Array, step: jax.typing.ArrayLike = 0
     ) -> jax.Array:
-        """What a training step minimises, a float32 scalar in nats per token.
+        """The loss of a training step, a float32 scalar in nats per token.
 
         Args:
           params: as from `init`.
@@ -713,7 +713,7 @@ class Problem:
         return loss, zeros | grads
 
     def batches(self, start_step: int = 0) -> Iterator[Batch]:
-        """The batches of the run from a step on, without end."""
+        """An infinite iterator of the batches of the run from a step on."""
         train = self.setup.config.train
         for rows in train_batches(
             self.corpus.train_rows, seq_len=self.setup.config.data.seq_len,
@@ -745,7 +745,7 @@ def problem(
     heads: Sequence[Head | MakeHead] = (),
     report: Callable[[str], None] = lambda line: None,
 ) -> Problem:
-    """What a config trains, for a loop of one's own; arguments and errors as of `train`."""
+    """The training of a config for a custom loop; arguments and errors as in `train`."""
     if not isinstance(config, Config):
         config = configs.load(str(config))
     mesh = _checked_mesh(config)
@@ -756,7 +756,7 @@ def problem(
 def _continued(
     task: Task, meta: dict[str, Any], checkpoints: Checkpoints, *, report: Callable[[str], None]
 ) -> tuple[TrainState, dict[str, Any]]:
-    """(the newest state, the JSON beside it) of the run that is there, whose identity it takes."""
+    """(newest state, metadata) of the existing run, whose identity is kept."""
     theirs = checkpoints.read_meta(report=report)
     check_same_run(meta, theirs)
     meta["run"] = theirs["run"]
@@ -787,7 +787,7 @@ def _begun(
 
 
 def _checked_mesh(config: Config) -> Mesh:
-    """The mesh of a config, once all of it is checked that needs no data."""
+    """The mesh of a config, after all checks that need no data."""
     check_same_everywhere(facts_of(config))
     check_settings()
     mesh = make_mesh(config.mesh)
@@ -810,7 +810,7 @@ def _lock_those_there(lock: DirectoryLock, places: dict[str, Path]) -> None:
 
 
 def _acquire(lock: DirectoryLock, places: dict[str, Path], *, is_new: bool) -> None:
-    """Makes the directories, and locks them, or claims those that cannot be locked.
+    """Creates and locks the directories, or claims those that cannot be locked.
 
     Raises:
       ValueError: another run has one, or has saved a checkpoint since this one looked.
@@ -827,7 +827,7 @@ def _acquire(lock: DirectoryLock, places: dict[str, Path], *, is_new: bool) -> N
     for setting, path in places.items():
         make_directory(setting, path)
     unlocked = [path for setting, path in places.items() if not lock.lock(path, setting)]
-    # A claim ends the run that has the directory, so a run that is refused must not make one.
+    # A claim ends the run that has the directory, so a rejected run must not make one.
     check_still_new()
     for path in unlocked:
         lock.claim(path)
@@ -836,7 +836,7 @@ def _acquire(lock: DirectoryLock, places: dict[str, Path], *, is_new: bool) -> N
 
 
 def _check_adds_up(setup: Setup, task: Task, state: TrainState) -> None:
-    """Refuses own losses that cannot be computed in parts, of any stage of the run."""
+    """Raises if custom losses of any stage cannot be computed in microbatches."""
     groups = dict.fromkeys((MAIN, *(head.group for head in task.heads)))
     if not setup.config.heads.train_main:
         del groups[MAIN]
@@ -852,7 +852,7 @@ def _name(made: Any) -> str:
 
 
 def _names_of(network: Any, objective: Any, heads: Sequence[Any]) -> dict[str, Any]:
-    """Names, for checkpoints, of what is not the config's."""
+    """Names of the parts that are not from the config, for checkpoints."""
     own = {"network": network and _name(network), "objective": objective and _name(objective)}
     return {part: found for part, found in own.items() if found} | (
         {"heads": [_name(head) for head in heads]} if heads else {}

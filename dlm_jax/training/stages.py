@@ -1,7 +1,7 @@
-"""Staged training of a model and its heads: what trains when, and the loss of a stage.
+"""Staged training of a model and its heads: groups that train, and the loss of a stage.
 
-A stage is the set of groups that train. It is compiled in, so that what does not train costs
-nothing; inside a stage only the weights of losses change.
+A stage is the static set of groups that train, so other groups cost nothing; within a stage only
+the weights of losses change.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def stage_at(step: int, heads: Sequence[Head], *, train_main: bool, adapts: bool
 def group_of(name: str, heads: Sequence[Head], *, adapts: bool = False) -> str:
     """The optimiser group of the parameters under that top-level name.
 
-    `KEPT` is that of a model beside whose adapters nothing of it trains.
+    `KEPT` is the group of a frozen model with adapters.
     """
     group = next((head.group for head in heads if head.name == name), MAIN)
     return KEPT if adapts and group == MAIN and name != GROUP else group
@@ -58,7 +58,7 @@ class StageLoss:
       network: the model and its heads.
       mixture: objectives of the model itself.
       heads: all heads of the run.
-      stage: what trains.
+      stage: the groups that train.
       mask_id: the id of MASK.
     """
 
@@ -81,7 +81,7 @@ class StageLoss:
     def draw(self, batch: Batch, key: jax.Array, step: jax.Array) -> Drawn:
         """The batch with the noise of a step: from the run's key and the step alone.
 
-        Each head has noise of its own, so that the model sees the same without it.
+        Each head has its own noise, so that the noise of the model does not depend on it.
         """
         example = self.mixture.example(batch, jax.random.fold_in(key, step))
         noise = {
@@ -101,7 +101,7 @@ class StageLoss:
 
     def _noise_key(self, head: Head, key: jax.Array, step: jax.Array) -> jax.Array:
         if head.joins_main:
-            # Behind the keys of the objectives, as one more of them.
+            # After the keys of the objectives.
             place = 1 + len(self.mixture.objectives) + self.heads.index(head)
             return jax.random.fold_in(jax.random.fold_in(key, step), place)
         salted = jax.random.fold_in(jax.random.fold_in(key, _SALT), step)
@@ -141,7 +141,7 @@ class StageLoss:
         return means | {f"{head.metric}_alpha": head.weight_at(step) for head in weighted}
 
     def _hidden(self, params: Params, example: MixedExample) -> jax.Array | None:
-        """What the trunk returns for the shown canvas, if anything reads it."""
+        """The output of the trunk for the shown canvas, if it is used."""
         is_read = self.stage.trains(MAIN) and self.mixture.reads_trunk
         if not is_read and not any(head.reads_hidden for head in self.trained_heads):
             return None
@@ -149,8 +149,8 @@ class StageLoss:
         hidden_BLD = hidden_of(
             self.network, params, example.shown_BL, batch.tokens_BL, batch.length_B
         )
-        # The heads read what the trunk wrote: nothing of theirs may be fused into it, or it would
-        # be rounded otherwise with heads than without.
+        # The heads read the trunk's output without fusion into the trunk, which would round
+        # differently with heads than without.
         return jax.lax.optimization_barrier(hidden_BLD)
 
     def _inputs(self, head: Head, params: Params, drawn: Drawn, hidden_BLD: Any) -> HeadInputs:

@@ -39,10 +39,10 @@ MakeOptimizer = Callable[[Setup], optax.GradientTransformation]
 
 @dataclass(frozen=True)
 class Task:
-    """What a run trains a model for, and how it is evaluated.
+    """The training task of a run, and its evaluation.
 
     Attributes:
-      setup: what it is made from.
+      setup: its inputs.
       network: the model, whose `init` makes the parameters of all heads.
       mixture: objectives of the model itself.
       heads: in the order in which their losses are added up.
@@ -53,7 +53,7 @@ class Task:
       figure: the figure of an evaluation that is drawn beside the training loss.
       is_gain: whether the best figure is the highest.
       unit: of that figure and of the loss.
-      writes_text: whether samples can be shown.
+      writes_text: whether it can show samples.
       next_command: what to do with the trained model; ``{out_dir}`` is its directory.
       own_optimizer: of the model itself, in place of that of ``[optim]``; None: that.
       schedule: factor of a step, from 0, on the learning rates or the own optimiser's updates; None
@@ -90,7 +90,7 @@ class Task:
         return config.train.batch_size // (1 if self.rollouts is None else config.rl.group)
 
     def stage(self, step: int) -> Stage:
-        """What trains at a step, from 0."""
+        """The heads that train at a step, from 0."""
         config = self.setup.config
         return stage_at(
             step, self.heads, train_main=config.heads.train_main, adapts=config.model.lora_rank > 0
@@ -139,7 +139,7 @@ def make_task(
     schedule: optax.Schedule | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Task:
-    """What a run trains; for the arguments see `dlm_jax.training.train`."""
+    """The parts of a run that train; for the arguments see `dlm_jax.training.train`."""
     if not isinstance(network, Network):
         network = (network or build)(setup.config.model)
     records = make_heads(setup, heads)
@@ -298,7 +298,7 @@ def _own_mixture(setup: Setup, make: MakeObjective) -> Mixture:
 def _bound_of(nats_N: np.ndarray, free_N: np.ndarray) -> dict[str, float]:
     mean, error = ratio_and_error(nats_N.astype(np.float64), free_N)
     windows = int((free_N > 0).sum())
-    # A single window tells nothing of its error, and JSON has no NaN.
+    # A single window has no error estimate, and JSON has no NaN.
     return (
         {"bound": mean} | ({"standard_error": error} if windows > 1 else {}) | {"windows": windows}
     )

@@ -1,4 +1,4 @@
-"""The loop of a run: its steps, and what is due between them."""
+"""The loop of a run: its steps, and periodic actions between them."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ from dlm_jax.types import Network, Params
 _MAX_AHEAD = 2
 
 ShowSample = Callable[[Run, TrainState, int], None]
-"""``(run, state, step)``: shows what the model writes by then."""
+"""``(run, state, step)``: shows samples of the model."""
 
 Callback = Callable[[Run, TrainState, dict[str, Any]], None]
-"""``(run, state, record)``: is told of a record of the metrics.
+"""``(run, state, record)``: called with a record of the metrics.
 
 ``record["kind"]`` is ``train`` or ``evaluation``, ``record["step"]`` the steps taken. The next step
-overwrites the arrays of the state, so that what is kept of them must be a copy.
+overwrites the arrays of the state, so copy any that you keep.
 """
 
 
@@ -84,7 +84,7 @@ class Outcome:
 
 
 def say(line: str) -> None:
-    """Prints a line on standard error, above the progress bar; on the first process alone."""
+    """Prints a line on standard error, above the progress bar; only on the first process."""
     if jax.process_index() == 0:
         tqdm.write(line, file=sys.stderr)
 
@@ -158,7 +158,7 @@ def describe(run: Run, report: Callable[[str], None] = say) -> None:
         + ", ".join(f"{name} {size:,}" for name, size in parts.items())
     )
     for section, values in configs.differing(run.config).items():
-        # What the tokenizer says is told anyway.
+        # Tokenizer values are reported anyway.
         told = configs.keys(Trait.FOUND)
         shown = [f"{k}={_shown(v)}" for k, v in values.items() if f"{section}.{k}" not in told]
         if shown:
@@ -214,7 +214,7 @@ def run_loop(
             while loop.step < num_steps:
                 loop.take_step()
                 loop.do_what_is_due(is_last=loop.step == num_steps, show_sample=show_sample)
-                # Only now, so that what was due at this step is not lost on resuming.
+                # Saved last, so that the actions of this step are not lost after a resume.
                 signal_number = stop.at(loop.step) if loop.step < num_steps else 0
                 if signal_number:
                     where = f"after step {loop.step}"
@@ -290,7 +290,7 @@ class _Loop:
             ema_decay=run.config.optim.ema_decay, updates=run.task.updates,
         )  # fmt: skip
         start = time.perf_counter()
-        # Ahead of time, so that neither the rate nor the time left counts the compiler.
+        # Ahead of time, so that rate and remaining time exclude compilation.
         self._train_step = step.lower(self.state, batch, run.noise_key).compile()
         require_working_room(self._train_step, run.mesh.devices.flat, "a training step",
                              "lower train.batch_size, or raise train.accumulate")  # fmt: skip
@@ -304,7 +304,7 @@ class _Loop:
         self._batches.close()
 
     def take_step(self) -> None:
-        """Dispatches one step; waits only for one that lies too far back."""
+        """Dispatches one step; waits only if too many steps are in flight."""
         self._profile.before(self.step + 1)
         with self._meter.waiting_for("input"):
             local = next(self._batches)
@@ -322,7 +322,7 @@ class _Loop:
         self._profile.after(self.step, self._settle, say)
 
     def _batch_of(self, local: dict[str, np.ndarray]) -> tuple[Any, dict[str, Any]]:
-        """(what the next step learns from, figures of it): rows of the corpus, or samples."""
+        """(batch of the next step, its figures): rows of the corpus, or samples."""
         task = self._run.task
         if task.rollouts is None:
             columns = (self._place(local[name]) for name in ("tokens", "length", "given"))
@@ -366,7 +366,7 @@ class _Loop:
             callback(self._run, self.state, {"kind": kind, "step": self.step} | figures)
 
     def _settle(self) -> None:
-        """Waits for the steps under way; raises if one of them was not finite."""
+        """Waits for the steps in flight; raises if one of them is not finite."""
         first = self.step - len(self._ahead) + 1
         with self._meter.waiting_for("device"):
             fetched, self._ahead = jax.device_get(self._ahead), []
@@ -382,7 +382,7 @@ class _Loop:
             self._unlogged.append({name: float(x) for name, x in metrics.items()})
 
     def evaluate(self) -> None:
-        """Records how it does on held-out text, over the same windows and noise every time."""
+        """Records an evaluation on held-out text, with the same windows and noise every time."""
         task = self._run.task
         with self._off_the_clock():
             params, part = self.state.best_params, (self._share, self._shares)
@@ -400,7 +400,7 @@ class _Loop:
         say(f"step {self.step}: held-out {task.line(figures)}{best}")
 
     def _keep_best(self, figure: float) -> bool:
-        """Whether this evaluation is the best so far; the model is then kept."""
+        """Whether this evaluation is the best so far; if so, saves the model."""
         # One save at a time: several processes must not meet in two of them at once.
         self._run.checkpoints.wait()
         meta = self._run.meta | {"step": self.step, "bound": self.bound}
@@ -422,7 +422,7 @@ class _Loop:
 
     @contextlib.contextmanager
     def _off_the_clock(self) -> Iterator[None]:
-        """Keeps the time spent inside out of the training rate."""
+        """Excludes the time inside from the training rate."""
         self._settle()
         start = time.perf_counter()
         yield
@@ -489,7 +489,7 @@ class StopRequest:
         self._signal_number = 0
 
     def at(self, step: int) -> int:
-        """The signal to stop for after `step`, or 0; the same answer on every process.
+        """The signal that ends the run after `step`, or 0; equal on every process.
 
         With several processes, each must ask once after every step.
         """
@@ -524,7 +524,7 @@ def stop_on_signals(checkpoints: Checkpoints) -> Iterator[StopRequest]:
     seen: set[int] = set()
 
     def request(number: int, _: Any) -> None:
-        # Printed by `write` alone: the signal may have come in the middle of printing.
+        # Uses only `write`: the signal may have interrupted a print.
         if number not in seen:
             seen.add(number)
             stop._note(number)
@@ -555,7 +555,7 @@ def parse_span(text: str) -> tuple[int, int]:
     """(first, last) step of ``FIRST:LAST``, both counted from 1 as in the metrics.
 
     Raises:
-      ValueError: it is none such.
+      ValueError: invalid span.
     """
     first, colon, last = text.partition(":")
     if not (colon and first.isascii() and first.isdigit() and last.isascii() and last.isdigit()):

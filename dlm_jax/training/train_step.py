@@ -23,7 +23,7 @@ from dlm_jax.types import Network, Params
 
 
 class TrainState(NamedTuple):
-    """What training carries from step to step, and all that a checkpoint must hold of it.
+    """The state of training, and of a checkpoint.
 
     ``step`` is an int32 scalar: the number of steps taken, and the index of the next batch.
     ``ema`` is the moving average of the parameters, or None where none is kept.
@@ -36,7 +36,7 @@ class TrainState(NamedTuple):
 
     @property
     def best_params(self) -> Params:
-        """What is evaluated and sampled: the average if there is one."""
+        """The parameters for evaluation and sampling: the average, if there is one."""
         return self.params if self.ema is None else self.ema
 
     @property
