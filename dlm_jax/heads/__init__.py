@@ -10,9 +10,9 @@ from dlm_jax.heads.sampler import SAMPLER, sampler_head
 from dlm_jax.heads.scorer import SCORER, scorer_head
 
 HEADS: tuple[Callable[[Setup], Head | None], ...] = (sampler_head, critic_head, scorer_head)
-"""Every head by the function that makes its record, or None where the config has no such head.
+"""Functions that create the record of each head, or None without that head.
 
-A stage trains them, and adds up their losses, in this order.
+A stage trains them and sums their losses in this order.
 """
 
 __all__ = [

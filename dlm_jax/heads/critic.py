@@ -25,7 +25,7 @@ from dlm_jax.types import Network, Params, live_positions
 
 CRITIC = "critic_head"
 RECOMMENDED = ("sample.sampler_min_neighbors_ratio", "sample.sampler_even_odd")
-"""Settings of requests that its canvases are filled with."""
+"""Request settings for filling its canvases."""
 
 
 def critic_head(setup: Setup) -> Head | None:
@@ -76,12 +76,12 @@ def critic_head(setup: Setup) -> Head | None:
 
 
 class CriticTargets(NamedTuple):
-    """What the critic must predict.
+    """The targets of the critic.
 
     Attributes:
       filled_BL: int32 canvas, its holes filled.
       is_wrong_BL: True where the filled token is not the true one.
-      is_judged_BL: True at the positions that count.
+      is_judged_BL: True at positions in the loss.
     """
 
     filled_BL: jax.Array
@@ -115,7 +115,7 @@ def critic_targets(
     is_hole_BL: jax.Array,
     is_judged_BL: jax.Array,
 ) -> CriticTargets:
-    """The canvas with the candidates in its holes, and where that went wrong."""
+    """The canvas with the candidates in its holes, and the wrong positions."""
     filled_BL = jnp.where(is_hole_BL, candidates_BL, shown_BL)
     is_wrong_BL = is_hole_BL & (filled_BL != tokens_BL)
     return jax.lax.stop_gradient(CriticTargets(filled_BL, is_wrong_BL, is_judged_BL))
@@ -140,10 +140,10 @@ def critic_loss(
 def filled(
     setup: Setup, network: Network, in_waves: bool, params: Params, *rows: jax.Array
 ) -> jax.Array:
-    """Tokens ``[B, L]`` for the holes of a batch, filled once as sampling does.
+    """Tokens ``[B, L]`` for the holes of a batch, filled once as in sampling.
 
-    In waves with the sampler head, or else in parallel; each device fills its own rows. `rows` are
-    hidden vectors, shown tokens, lengths, holes, and one seed a row.
+    The fill uses waves with a sampler head, otherwise it is parallel; each device fills its own
+    rows. `rows` are hidden vectors, shown tokens, lengths, holes, and one seed a row.
     """
     fill = functools.partial(_fill_rows, setup, network, in_waves)
     mesh: Mesh = setup.mesh

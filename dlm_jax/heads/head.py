@@ -1,4 +1,4 @@
-"""Heads: the record that declares one, and what a run resolves before it is made."""
+"""Heads: their record, and the resolved inputs that create them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dlm_jax.types import Network, Params
 
 @dataclass(frozen=True)
 class Setup:
-    """What a network, an objective or a head may be made from.
+    """The inputs for creating a network, an objective or a head.
 
     Attributes:
       config: resolved: ``model.vocab_size`` is set.
@@ -39,17 +39,17 @@ class Setup:
 
     @property
     def banned_ids(self) -> tuple[int, ...]:
-        """Ids that a hole is never filled with."""
+        """Ids that are never written into a hole."""
         return (*self.tokenizer.banned_ids, self.tokenizer.pad_id)
 
     @property
     def text_ids(self) -> tuple[int, ...]:
-        """Ids that stand for text: what a corruption may show instead of the true token."""
+        """Ids of text tokens: what a corruption may show instead of the true token."""
         return text_ids(self.tokenizer)
 
 
 MAIN = "main"
-"""The group of the parameters that are no head's."""
+"""The group of the parameters outside heads."""
 
 
 @dataclass(frozen=True)
@@ -72,16 +72,16 @@ class Stage:
 
 
 class HeadInputs(NamedTuple):
-    """What the loss of a head is computed from.
+    """The inputs of the loss of a head.
 
     Attributes:
       network: the model.
       params: all parameters; unless the head `trains_trunk`, only its own have a gradient.
       example: the batch with the examples of the objectives.
-      noise: what the head drew.
+      noise: the draws of the head.
       hidden_BLD: what the trunk returned for ``example.shown_BL``; None if no head of the stage
         reads it. Without gradient unless the head `trains_trunk`.
-      stage: what trains beside it.
+      stage: the groups that train in this stage.
     """
 
     network: Network
@@ -148,7 +148,7 @@ class Head:
         return MAIN if self.joins_main else self.name
 
     def trains_at(self, step: int) -> bool:
-        """Whether its loss has any weight at a step, counted from 0."""
+        """Whether its loss has weight at a step, counted from 0."""
         # At the first step of a ramp the weight is 0; computed even so, the loss would change how
         # the rest is rounded.
         return step >= self.start + (self.end > self.start) and self.weight != 0

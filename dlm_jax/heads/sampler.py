@@ -25,7 +25,7 @@ def sampler_head(setup: Setup) -> Head | None:
     settings, mask_id = setup.config.heads, setup.mask_id
 
     def draw(example: MixedExample, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(where a hole shows its true token to its neighbours, number of supervised positions)."""
+        """(holes revealed to their neighbours, number of supervised positions)."""
         chance_BL = jax.random.uniform(key, example.shown_BL.shape)
         num_supervised = jnp.sum(example.is_supervised_BL()).astype(jnp.float32)
         return chance_BL < settings.sampler_reveal, num_supervised
@@ -48,7 +48,7 @@ def sampler_head(setup: Setup) -> Head | None:
 
 
 class SamplerInputs(NamedTuple):
-    """What the sampler head sees at each position; no gradient flows into any of it.
+    """Inputs of the sampler head at each position, without gradients.
 
     Attributes:
       left_BLCD: embeddings of the ``C`` positions to the left, nearest first; zero vectors where
@@ -83,7 +83,7 @@ def prepare_sampler_inputs(
       params: its parameters.
       shown_BL: int32 canvas that the trunk read.
       tokens_BL: int32 true tokens.
-      hidden_BLD: what the trunk returned.
+      hidden_BLD: the output of the trunk.
       length_B: int32 live tokens.
       is_revealed_BL: True where a hole shows its true token to its neighbours.
       mask_id: the id of MASK.

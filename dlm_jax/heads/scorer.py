@@ -1,4 +1,4 @@
-"""The head of a sequence scorer: which share of a text is corrupted.
+"""The head of a sequence scorer: the corrupted share of a text.
 
 The texts that it will judge have no holes, so a corrupted token is a wrong one, never MASK.
 """
@@ -79,7 +79,7 @@ def corrupt(
         batch, pattern_key, mask_id=random_ids[0], random_ids=random_ids,
         settings=replace(how, mask_share=0.0, random_share=1.0, identity_targets=False),
     )  # fmt: skip
-    # A batch of a single row takes from itself.
+    # A batch with a single row uses its own tokens.
     step_BL = jax.random.randint(row_key, (num_rows, num_positions), 1, max(2, num_rows))
     other_BL = (jnp.arange(num_rows)[:, None] + step_BL) % num_rows
     uniform_BL = jax.random.uniform(place_key, (num_rows, num_positions))
@@ -102,7 +102,7 @@ def corrupt(
 
 
 def score(network: Network, params: Params, shown_BL: jax.Array, length_B: jax.Array) -> jax.Array:
-    """Logit ``[B]``, float32, of the share of each row that a scorer takes to be corrupted."""
+    """Logit ``[B]``, float32, of the predicted corrupted share of each row."""
     assert network.scorer is not None
     hidden_BLD, _ = network.trunk(params, shown_BL, length_B, None)
     return network.scorer(params, hidden_BLD, length_B)
