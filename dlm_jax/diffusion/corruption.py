@@ -1,8 +1,8 @@
-"""The forward process: when to corrupt how much, which positions that hits, and what they show.
+"""The forward process: noise schedules, selected positions, and their visible tokens.
 
 A pattern of denoising selects among the free positions of each row; a selected position then shows
-MASK, a random token or its own. The last two are what teaches a model about visible tokens: a pure
-MASK objective never asks about those.
+MASK, a random token or its own. The last two train a model on visible tokens, which a pure MASK
+objective does not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class Schedule:
-    """How much is hidden at time ``t`` in (0, 1], and the weight of the cross-entropy there.
+    """The masked share at time ``t`` in (0, 1], and the weight of the cross-entropy.
 
     ``alpha(t)``, the share still visible, falls from 1 to 0. The bound is the same for every
     schedule (Kingma et al. 2021, section 5.1); the variance of its estimate is not.
@@ -71,7 +71,7 @@ def stratified_times(key: jax.Array, num_rows: int, *, smallest: float = 0.0) ->
 def mask_independently(key: jax.Array, ratio: jax.Array, is_free_BL: jax.Array) -> jax.Array:
     """True where a free token is hidden, ``[B, L]``: each with its row's probability.
 
-    Or with its own, where `ratio` is ``[B, L]`` instead of ``[B]``.
+    A `ratio` of ``[B, L]`` instead of ``[B]`` gives each position its own probability.
     """
     ratio_BL = ratio if ratio.ndim == 2 else ratio[:, None]
     return (jax.random.uniform(key, is_free_BL.shape) < ratio_BL) & is_free_BL
@@ -88,7 +88,7 @@ def mask_exactly(key: jax.Array, count_B: jax.Array, is_free_BL: jax.Array) -> j
 
 
 PATTERNS = ("random", "sticky", "span")
-"""How the positions to restore may lie: each on its own, in clusters, in spans."""
+"""Patterns of the positions to restore: independent, in clusters, in spans."""
 
 
 def select_sticky(

@@ -1,4 +1,4 @@
-"""What a text costs under the model: its negative log-likelihood, or an upper bound on it.
+"""The negative log-likelihood of a text under the model, or an upper bound.
 
 With given tokens it is the conditional likelihood of the rest: given tokens are always shown and
 never counted.
@@ -50,12 +50,12 @@ def costs(
     eos_id: int,
     num_draws: int = 1,
 ) -> Costs:
-    """What each row costs: exactly under a causal model, else an unbiased estimate of its bound.
+    """The cost of each row: exact for a causal model, else an unbiased estimate of its bound.
 
-    The masks of a row follow from the key and the row's own number, whatever rows stand beside it.
-    Their counts are stratified over its draws and spread evenly over rows that are numbered in
-    turn, so that even one draw a row covers all noise levels; in a block-causal model, those of the
-    blocks are, which take the place of rows.
+    The masks of a row depend only on the key and the index of the row. Their counts are stratified
+    over its draws and spread evenly over rows that are numbered in turn, so that even one draw a
+    row covers all noise levels; in a block-causal model, those of the blocks are, which take the
+    place of rows.
 
     A row's bound is a sum over its positions: each one's cross-entropy wherever it is hidden. What
     the text costs is what its positions add, the EOS behind it hidden as often as they are.
@@ -169,7 +169,7 @@ def in_blocks(x_BL: jax.Array, block_length: int) -> jax.Array:
 def _hidden_nll(
     network: Network, params: Params, batch: Batch, is_masked_BL: jax.Array, *, mask_id: int
 ) -> jax.Array:
-    """Cross-entropy of what masks hide, in nats ``[B, L]``; 0 elsewhere."""
+    """Cross-entropy of masked tokens, in nats ``[B, L]``; 0 elsewhere."""
     shown_BL = jnp.where(is_masked_BL, mask_id, batch.tokens_BL)
     hidden_BLD = hidden_of(network, params, shown_BL, batch.tokens_BL, batch.length_B)
     nll_BL = cross_entropy(

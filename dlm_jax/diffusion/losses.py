@@ -35,10 +35,10 @@ def hidden_of(
     clean_BL: jax.Array,
     length_B: jax.Array,
 ) -> jax.Array:
-    """What the trunk returns for a shown canvas whose clean tokens are known, ``[B, L, D]``.
+    """The output of the trunk for a shown canvas with known clean tokens, ``[B, L, D]``.
 
-    A block-causal model sees of each block what is shown, behind the clean tokens of the blocks
-    before it; any other sees what is shown.
+    A block-causal model sees each shown block after the clean tokens of earlier blocks; other
+    models see the shown canvas.
     """
     if network.cached is not None and network.cached.beside_clean is not None:
         return network.cached.beside_clean(params, shown_BL, clean_BL, length_B)
@@ -56,15 +56,15 @@ def cross_entropy(
 ) -> jax.Array:
     """Negative log-probability of each target in nats under the LM head, float32 ``[B, L]``.
 
-    MASK is never a prediction: its logit counts as -inf. Each device reads out its own positions,
-    with the parameters of the head gathered once. Logits are computed for a slice of the positions
-    at a time, and again in the backward pass, once all of them would be more than 2^24 numbers per
+    MASK is never predicted: its logit is -inf. Each device reads out its own positions, with the
+    parameters of the head gathered once. Logits are computed for a slice of the positions at a
+    time, and again in the backward pass, once all of them would be more than 2^24 numbers per
     device (2^26 on accelerators).
 
     Args:
       network: the model.
       params: its parameters.
-      hidden_BLD: what the trunk returned.
+      hidden_BLD: the output of the trunk.
       targets_BL: int32 tokens.
       mask_id: the id of MASK.
       is_read_BL: True where the result is wanted; anything finite or infinite stands elsewhere, and
@@ -90,7 +90,7 @@ def cross_entropy_of(
 
     The inputs are ``[B, L, ...]``.
     """
-    # On a CPU the few positions that it would save cost it the fast shapes of its products.
+    # On a CPU, skipping a few positions costs the fast shapes of its products.
     if platform() == "cpu":
         is_read_BL = None
 
@@ -142,9 +142,9 @@ def at_read_positions(
     *,
     vocab_size: int,
 ) -> jax.Array:
-    """``nll(*arrays)`` where it is read, 0 elsewhere; ``[B, L]`` of one device.
+    """``nll(*arrays)`` at read positions, 0 elsewhere; ``[B, L]`` of one device.
 
-    The positions that are read are brought to the front, and slices behind them are left out.
+    Read positions are moved to the front, and later slices are skipped.
     """
     num = is_read_BL.size
     size = min(num, max(8, _MAX_ACCELERATOR_LOGITS // vocab_size // 8 * 8))

@@ -1,9 +1,9 @@
-"""Training objectives: what the network is shown of a batch, and what it must predict where.
+"""Training objectives: network inputs and targets of a batch.
 
 An objective draws all of its noise for the whole batch before the network runs. So the noise does
 not depend on how the batch is cut into microbatches, and the weights are known before the first of
-them runs. One that runs the network itself is a `NetworkObjective`. A `Mixture` shares the rows of
-a batch between several.
+them runs. One that runs the network itself is a `NetworkObjective`. A `Mixture` divides the rows of
+a batch among several objectives.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ USUAL_MISPRINTS = MISPRINTS[:3]
 @section("objective")
 @dataclass(frozen=True)
 class ObjectiveConfig(Section):
-    """What a bidirectional model is trained for; a causal one predicts the next token instead."""
+    """The objectives of a bidirectional model; a causal model predicts the next token."""
 
     schedule: str = setting(
         "linear", "noise schedule of the ELBO: linear, cosine or polynomial",
@@ -147,13 +147,13 @@ class Batch(NamedTuple):
 
 
 class Example(NamedTuple):
-    """What the network sees of a batch, and which tokens it must predict.
+    """The network inputs of a batch, and the target tokens.
 
     Attributes:
       shown_BL: int32 canvas that the trunk reads.
       weight_BL: float32 weight of each position's cross-entropy; 0 where nothing is predicted.
       total: float32 scalar that the weighted sum is divided by.
-      truth: the rows to predict, where they are not those of the batch.
+      truth: the target rows, if they differ from the batch.
     """
 
     shown_BL: jax.Array
@@ -302,7 +302,7 @@ class Misprints(NamedTuple):
 
 
 class _Damage(NamedTuple):
-    """What happens to each clean token; the last two are None where it never does."""
+    """The corruption of each clean token; the last two are None if they do not occur."""
 
     is_missing_BL: jax.Array
     is_wrong_BL: jax.Array
@@ -349,7 +349,7 @@ def misprint(
     other_BL = jnp.take_along_axis(tokens_BL, place_BL.astype(jnp.int32), axis=1)
     is_double_BL = jax.random.bernoulli(double_key, 0.5, tokens_BL.shape)
     before_BL = jnp.where(is_double_BL, _after(tokens_BL, 0), other_BL)
-    # Nothing stands in front of the first token that could be doubled.
+    # The first token has no previous token to double.
     before_BL = before_BL.at[:, 0].set(other_BL[:, 0])
     printed_BL = _printed(tokens_BL, other_BL, damage)
 
@@ -368,14 +368,14 @@ def misprint(
         first_BL = first_BL.at[:, :2].set(other_BL[:, :2])
         pair_BL = jnp.where(damage.has_two_strays_BL, until_BL - 3, num_positions)
         shown_BL, true_BL = _put(shown_BL, pair_BL, first_BL), _put(true_BL, pair_BL, tokens_BL)
-    # A kept token behind a stray one is where it belongs.
+    # A kept token after a stray one is in its place.
     return Misprints(shown_BL, true_BL, jnp.minimum(until_BL[:, -1], num_positions))
 
 
 def _damage(
     is_hit_BL: jax.Array, kind_BL: jax.Array, is_free_BL: jax.Array, kinds: Sequence[str]
 ) -> _Damage:
-    """What happens where, from the positions that are hit and the number of the kind of each."""
+    """The corruptions, from the misprinted positions and the index of the kind of each."""
     unknown = sorted(set(kinds) - set(MISPRINTS))
     if unknown:
         raise ValueError(f"kinds has {unknown[0]!r}; known are {', '.join(MISPRINTS)}")
@@ -405,7 +405,7 @@ def _damage(
 
 
 def _printed(tokens_BL: jax.Array, other_BL: jax.Array, damage: _Damage) -> jax.Array:
-    """What is printed for each token that is not missing: itself, another, or its neighbour."""
+    """The visible token for each token that is not missing: itself, another, or its neighbour."""
     printed_BL = jnp.where(damage.is_wrong_BL, other_BL, tokens_BL)
     if damage.is_swapped_BL is None:
         return printed_BL
@@ -415,7 +415,7 @@ def _printed(tokens_BL: jax.Array, other_BL: jax.Array, damage: _Damage) -> jax.
 
 
 def _due(tokens_BL: jax.Array, is_kept_BL: jax.Array) -> jax.Array:
-    """What should stand at each kept token: the one behind the last kept before it."""
+    """The target of each kept token: the successor of the previous kept token."""
     index_BL = jnp.broadcast_to(jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
     last_kept_BL = jax.lax.cummax(jnp.where(is_kept_BL, index_BL, -1), axis=1)
     return jnp.take_along_axis(tokens_BL, _after(last_kept_BL, -1) + 1, axis=1)
@@ -431,12 +431,12 @@ def _put(old_BL: jax.Array, at_BL: jax.Array, new_BL: jax.Array) -> jax.Array:
 
 
 def _before(x_BL: jax.Array, last: int | bool) -> jax.Array:
-    """What stands right of each position; `last` at the last."""
+    """The right neighbour of each position; `last` at the end."""
     return jnp.pad(x_BL[:, 1:], ((0, 0), (0, 1)), constant_values=last)
 
 
 def _after(x_BL: jax.Array, first: int | bool) -> jax.Array:
-    """What stands left of each position; `first` at the first."""
+    """The left neighbour of each position; `first` at the start."""
     return jnp.pad(x_BL[:, :-1], ((0, 0), (1, 0)), constant_values=first)
 
 
@@ -449,7 +449,7 @@ def proofreading(
     kinds: tuple[str, ...] = USUAL_MISPRINTS,
     masked_rows: float = 0.5,
 ) -> Example:
-    """Plain cross-entropy at every free position of misprinted rows, for what should stand there.
+    """Plain cross-entropy of the corrected token at every free position of misprinted rows.
 
     A share of each row that is uniform on (0, max_ratio] is misprinted, in one of the kinds. A
     share `masked_rows` of the rows shows MASK besides, each at a share of its positions that is
@@ -481,8 +481,8 @@ def next_token(batch: Batch) -> Example:
 def at_random_length(batch: Batch, key: jax.Array, *, share: float) -> Batch:
     """The batch, in a `share` of all cases with its rows cut to one length uniform on 1..L.
 
-    So that a model knows short canvases too; LLaDA (Nie et al. 2025, section 2.2) does it in 1% of
-    its batches.
+    This trains a model on short canvases too; LLaDA (Nie et al. 2025, section 2.2) cuts 1% of its
+    batches.
     """
     happens_key, length_key = jax.random.split(key)
     num_positions = batch.tokens_BL.shape[1]
@@ -521,7 +521,7 @@ class MixedExample(NamedTuple):
       shown_BL: int32 canvas that the trunk reads.
       weights: by objective, float32 ``[B, L]`` as in `Example`; 0 in the rows of the others.
       totals: by objective, float32 scalar as in `Example`.
-      noise: what each `NetworkObjective` drew.
+      noise: the draws of each `NetworkObjective`.
     """
 
     batch: Batch
@@ -531,7 +531,7 @@ class MixedExample(NamedTuple):
     noise: dict[str, Any]
 
     def is_supervised_BL(self) -> jax.Array:
-        """True where some objective asks the LM head for the token."""
+        """True where some objective reads the LM head."""
         weights = [weight_BL > 0 for weight_BL in self.weights.values()]
         return jnp.any(jnp.stack(weights or [jnp.zeros(self.shown_BL.shape, bool)]), axis=0)
 
@@ -552,7 +552,7 @@ class Mixture:
 
     @property
     def reads_trunk(self) -> bool:
-        """Whether an objective is answered from the trunk's pass over the shown canvas."""
+        """Whether an objective reads the trunk's pass over the shown canvas."""
         return any(not isinstance(one, NetworkObjective) for one in self.objectives.values())
 
     def example(self, batch: Batch, key: jax.Array) -> MixedExample:
@@ -593,7 +593,7 @@ class Mixture:
                 mask_id=mask_id, is_read_BL=example.is_supervised_BL(),
             )  # fmt: skip
             for name, weight_BL in example.weights.items():
-                # Where nothing is predicted, the text may hold a MASK, which costs infinity.
+                # At positions without a prediction the text may hold MASK, whose cost is infinite.
                 weighted_BL = jnp.where(weight_BL > 0, weight_BL * nll_BL, 0.0)
                 found[name] = Loss(jnp.sum(weighted_BL), example.totals[name])
         for name, objective in self.objectives.items():
