@@ -1,4 +1,4 @@
-"""What policy losses share: samples, advantages, clipped ratios, the distance to a reference.
+"""Common parts of policy losses: samples, advantages, clipped ratios, and the reference KL.
 
 A loss of `dlm_jax.rl` is an `Estimator`: how it estimates the log-probabilities of the actions that
 a sample consists of. The surrogate around it is that of PPO and GRPO::
@@ -26,7 +26,7 @@ from dlm_jax.types import Network, Params, live_positions
 
 
 class Rollout(NamedTuple):
-    """Samples to learn from, rows of a batch.
+    """Samples for a step, as rows of a batch.
 
     Attributes:
       tokens_BL: int32, the whole canvas: prompt, answer, EOS behind the end of the answer, PAD from
@@ -47,11 +47,11 @@ class Rollout(NamedTuple):
     trace: Any = None
 
     def is_action_BL(self) -> jax.Array:
-        """True at the tokens that were sampled, up to the first EOS and with it."""
+        """True at sampled tokens up to and including the first EOS."""
         return self.step_BL >= 0
 
     def is_answer_BL(self) -> jax.Array:
-        """True at all positions that were sampled, those behind the first EOS as well."""
+        """True at all sampled positions, including those after the first EOS."""
         place_1L = jnp.arange(self.tokens_BL.shape[1])[None]
         is_live_BL = live_positions(self.length_B, self.tokens_BL.shape[1])
         return is_live_BL & (place_1L >= self.given_B[:, None])
@@ -65,7 +65,7 @@ class Rollout(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimator:
-    """How a loss estimates the log-probabilities of the N actions of each row.
+    """Estimator of the log-probabilities of the N actions of each row.
 
     Attributes:
       draw: ``(rollout, key) -> noise``, a pytree of ``[B, ...]`` or scalars: all masks. The same
@@ -85,7 +85,7 @@ def token_log_probs(
 ) -> jax.Array:
     """Log-probability in nats of each token of the canvas where `shown_BL` is seen, ``[B, L]``.
 
-    0 at positions that are no actions. MASK is never a prediction.
+    0 at positions that are not actions. MASK is never predicted.
     """
     hidden_BLD = hidden_of(network, params, shown_BL, rollout.tokens_BL, rollout.length_B)
     is_action_BL = rollout.is_action_BL()
@@ -138,7 +138,7 @@ def policy_objective(estimator: Estimator, settings: RLConfig) -> NetworkObjecti
 
 
 def _sum(weight_BN: jax.Array, values_BN: jax.Array) -> jax.Array:
-    # Where nothing counts, a canvas may hold a MASK, which costs infinity.
+    # At positions without weight a canvas may hold MASK, whose cost is infinite.
     return jnp.sum(jnp.where(weight_BN > 0, weight_BN * values_BN, 0.0))
 
 

@@ -1,4 +1,4 @@
-"""Samples and their rewards: what a step of policy optimisation learns from."""
+"""Samples and their rewards for a step of policy optimisation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Reward = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
 
 
 class RewardError(ValueError):
-    """A sample that cannot be made, or a reward, that ends the run."""
+    """An invalid sample or reward that ends the run."""
 
 
 def reward_function(name: str) -> Reward:
@@ -41,7 +41,7 @@ def reward_function(name: str) -> Reward:
         raise SettingError("rl.reward", name, "is not module:function", remedy)
     try:
         found: Any = getattr(importlib.import_module(module), function, None)
-    except Exception as error:  # whatever a module may raise
+    except Exception as error:  # any exception of a module
         raise SettingError("rl.reward", name, f"cannot be imported ({error})", remedy) from None
     if not callable(found):
         raise SettingError("rl.reward", name, f"is no function of {module}", remedy)
@@ -49,7 +49,7 @@ def reward_function(name: str) -> Reward:
 
 
 class Judge:
-    """Calls a reward function, and reports or refuses what is no reward.
+    """Calls a reward function, and reports or rejects invalid rewards.
 
     Args:
       name: of the function, ``module:function``.
@@ -154,7 +154,7 @@ class Rollouts:
         )
 
     def check(self, params: Params) -> None:
-        """Raises ValueError for settings that samples cannot be made with."""
+        """Raises ValueError for settings that do not allow sampling."""
         model = self._model(params)
         all_requests(model, [""], 1, {"trace": self._needs_trace, "steps": model.sample.steps})
 
