@@ -23,7 +23,7 @@ def place_of_largest(x: Array, axis: int = -1) -> Array:
 
 
 def _larger(one: _Pair, other: _Pair) -> _Pair:
-    """The pair of the larger value, or of the lower place; NaN is the largest."""
+    """The pair with the larger value, or the lower index in a tie; NaN is the largest."""
     (x, place), (other_x, other_place) = one, other
     is_larger = (x > other_x) | (x != x)
     is_first = is_larger | ((x == other_x) & (place < other_place))

@@ -1,4 +1,4 @@
-"""Cache rules: what a step computes of each row, beside the keys and values that are kept."""
+"""Cache rules: the positions of each row that a step computes, with cached keys and values."""
 
 from collections.abc import Mapping
 

@@ -1,8 +1,8 @@
-"""Cache rules: which positions of a row a step computes, beside the kept keys and values.
+"""Cache rules: the positions of a row that a step computes, with cached keys and values.
 
 A step computes a window of each row, of a static size, at the block of each row; keys and values of
-other positions are cached. Which of them may be out of date is the rule's business: an exact one
-keeps none that is, an approximate one refreshes them.
+other positions are cached. The rule decides which may be stale: an exact rule has no stale entries,
+an approximate one refreshes them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dlm_jax.settings import Rule, SettingError
 
 
 class CacheState(NamedTuple):
-    """Kept keys and values of the rows, and their age.
+    """Cached keys and values of the rows, and their age.
 
     Attributes:
-      kept: keys and values of the canvas, as the network keeps them.
+      kept: keys and values of the canvas, in the format of the network.
       bare: those of the canvas with its given tokens masked; None in a program without guidance.
-      valid_B: int32, the positions before it are kept as their tokens are now.
-      age_B: int32, steps since the whole row was computed, that one included; 0: it never was.
-      block_B: int32, number of the block in which that was.
+      valid_B: int32, cached positions before it match the current tokens.
+      age_B: int32, steps since the whole row was computed, inclusive; 0: never.
+      block_B: int32, index of the block of that step.
     """
 
     kept: Any
@@ -62,9 +62,9 @@ class CachePlan(NamedTuple):
       begin_B: int32, first position of the window.
       end_B: int32, one behind its last; at most the widest of `CacheRule.sizes` from `begin_B`, or
         the end of the canvas.
-      is_due_B: True where the whole row is computed instead, and kept.
-      settles_B: True where the first size of positions before `begin_B` is computed before, and
-        kept: their tokens are final now.
+      is_due_B: True where the whole row is computed and cached instead.
+      settles_B: True where the positions of the first size before `begin_B` are computed first and
+        cached: their tokens are final.
       valid_B: int32, `CacheState.valid_B` after the step.
     """
 
@@ -76,13 +76,13 @@ class CachePlan(NamedTuple):
 
 
 class CacheRule(Rule):
-    """Says what a step computes; `plan` and `sizes` are required."""
+    """Chooses the positions that a step computes; `plan` and `sizes` are required."""
 
     required: ClassVar[tuple[str, ...]] = ("plan", "sizes")
 
     @property
     def keeps(self) -> bool:
-        """Whether the keys and values of a step's window stay; static."""
+        """Whether the keys and values of a step's window are cached; static."""
         return False
 
     @property
@@ -92,7 +92,7 @@ class CacheRule(Rule):
 
     @property
     def sees_behind(self) -> bool:
-        """Whether a window sees what is kept behind it, where it ends before the row; static."""
+        """Whether a window sees cached positions after it; static."""
         return True
 
     @classmethod
@@ -102,7 +102,7 @@ class CacheRule(Rule):
 
     @classmethod
     def check(cls, row: Any) -> None:
-        """Refuses edits, which move what is kept."""
+        """Raises for edits, which move cached positions."""
         if row.edits:
             raise SettingError(
                 "edit",
@@ -113,7 +113,7 @@ class CacheRule(Rule):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        """Refuses a network without the trunk in pieces."""
+        """Raises for a network without the trunk in pieces."""
         if not facts.has_cache:
             raise SettingError(
                 "cache",
@@ -125,7 +125,7 @@ class CacheRule(Rule):
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
-        """Refuses a cache that is not known to be exact."""
+        """Raises for a cache that is not known to be exact."""
         raise SettingError(
             "cache", cls.name, "has no trace: a replay computes what it approximates",
             "use cache='none'",
@@ -133,7 +133,7 @@ class CacheRule(Rule):
 
     @classmethod
     def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
-        """Raises ValueError for a canvas that does not go with the cache; True where it is open."""
+        """Raises ValueError for a canvas that the cache cannot run on; True at open positions."""
 
     def sizes(self, num_positions: int) -> tuple[int, ...]:
         """Static sizes of the windows, ascending, at most `num_positions`.
@@ -150,6 +150,6 @@ class CacheRule(Rule):
 
 
 def start_cache(num_rows: int) -> CacheState:
-    """Before the first step of new rows; what is kept comes from `dlm_jax.sampling.forward`."""
+    """The state before a first step; `dlm_jax.sampling.forward` allocates keys and values."""
     zeros_B = jnp.zeros(num_rows, jnp.int32)
     return CacheState((), (), zeros_B, zeros_B, zeros_B)

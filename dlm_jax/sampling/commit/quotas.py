@@ -164,7 +164,7 @@ class Weighed(CommitRule):
     without: tuple[int, ...]
 
     def weighed(self, logits_NV: jax.Array, filtered: Callable[[], jax.Array]) -> jax.Array | None:
-        """Those logits; None if they are the clean ones."""
+        """The logits of the measure; None: the clean ones."""
         if self.source == "clean" and not self.without:
             return None
         seen_NV = filtered() if self.source == "filtered" else logits_NV.astype(jnp.float32)

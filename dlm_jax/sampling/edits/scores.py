@@ -1,7 +1,7 @@
 """Scores of insertions and deletions at each position, from the last forward.
 
-Training-free; all that is known of the logits are two numbers of each position, gathered after the
-last commit (`docs/readings.md`, readings of variable-length edits).
+Training-free; uses two numbers per position of the logits, gathered after the last commit
+(`docs/readings.md`, readings of variable-length edits).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Likelihoods of texts with an edit, compared with that of the text as it is."""
+"""Likelihoods of texts with an edit, compared with the present text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tried(
 ) -> tuple[Tried, jax.Array]:
     """The candidates of a rule with their gains, and the texts that were read of each row for that.
 
-    Those of all rows are read at once, if any row has a candidate.
+    All rows are read together, if any row has a candidate.
     """
     edits, is_real_KB = rule.candidates(context)
     is_asking_B = jnp.any(is_real_KB, axis=0)

@@ -99,7 +99,7 @@ class Uncertainty(EditRule):
 
     @classmethod
     def deletes(cls, row: Any) -> bool:
-        """Whether a ratio or a target may take tokens out."""
+        """Whether a ratio or a target may delete tokens."""
         ratios = max(row.delete_ratio_start, row.delete_ratio_end)
         return row.edit and (ratios > 0 or row.length_target_mode != "none")
 

@@ -1,7 +1,7 @@
 """Remask rules: they choose the committed tokens that become holes again after a step.
 
-A rule is a frozen pytree like a commit rule. The loop asks it after every step of a block but the
-last, and offers it the block's unfrozen tokens.
+A rule is a frozen pytree like a commit rule. The loop calls it after every step of a block except
+the last, with the block's unfrozen tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class RemaskContext(NamedTuple):
 
     Attributes:
       step: the context of the commit rule, from before its commits.
-      is_open_BL: True at the block's unfrozen tokens, in rows that go on.
-      is_fresh_BL: True at those that this step committed.
+      is_open_BL: True at the block's unfrozen tokens, in rows that continue.
+      is_fresh_BL: True at the tokens that this step committed.
       num_free_B: int32, the block's live unfrozen positions, holes included.
       probability_BL: float32, probability of each token under the clean logits it was drawn from;
         of a draft's token, which was never proposed, under those of the last forward, and so of
@@ -58,7 +58,7 @@ class RemaskRule(Rule):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        """Refuses a rule that reads a critic if the model has none."""
+        """Raises for a rule that reads a critic if the model has none."""
         if cls.reads_critic and not facts.has_critic:
             raise SettingError(
                 "remask",
@@ -72,11 +72,11 @@ class RemaskRule(Rule):
         return jnp.ones(jax.tree.leaves(self)[0].shape[0], bool)
 
     def goes_on(self) -> jax.Array:
-        """True ``[B]`` where a block without holes waits for its last step."""
+        """True ``[B]`` where a block without holes stays current until its last step."""
         return jnp.zeros_like(self.is_active())
 
     def select(self, context: RemaskContext) -> jax.Array:
-        """True at the positions to remask, ``[B, L]``; those that are not open stay out."""
+        """True at the positions to remask, ``[B, L]``; positions that are not open are ignored."""
         raise NotImplementedError
 
     @classmethod

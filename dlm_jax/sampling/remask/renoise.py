@@ -1,6 +1,6 @@
-"""Re-noise: before each forward some tokens are overwritten, for the model to write anew.
+"""Re-noise: overwrites some tokens before each forward, so that the model rewrites them.
 
-Unlike remasking it may leave a space or a random token, which the model takes for text
+Unlike remasking it may write a space or a random token, which the model reads as text
 (`docs/readings.md`, readings of variable-length edits).
 """
 
@@ -121,7 +121,7 @@ class Renoise(Rule):
 
 
 def _random(is_text_BV: jax.Array, uniform_BL: jax.Array, mask_id: int) -> jax.Array:
-    """An id of the row's own for each number in [0, 1); MASK in rows that have none."""
+    """An allowed id of the row for each number in [0, 1); MASK in rows without one."""
     upto_BV = jnp.cumsum(is_text_BV, axis=1)
     number_B1 = upto_BV[:, -1:]
     nth_BL = jnp.floor(uniform_BL * number_B1).astype(jnp.int32) + 1

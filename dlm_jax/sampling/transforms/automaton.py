@@ -1,10 +1,9 @@
-"""Structure: a row's text is held to a regular language by an automaton over its tokens.
+"""Structure: an automaton over tokens restricts a row's text to a regular language.
 
 A candidate stays if some way to fill the other holes makes the whole text a word of the language.
-Which ways there are is found with sets of states, from the left over what may stand before a
-position and from the right over what may stand behind it (Rabin and Scott 1959, subsets of a finite
-automaton), so that it holds for any order of commits, as long as a step commits one token. Sets are
-words of 32 states each, which reductions are quick with.
+Sets of states are propagated from the left over possible prefixes and from the right over possible
+suffixes (Rabin and Scott 1959, subsets of a finite automaton), so any order of commits works, as
+long as a step commits one token. Sets are packed into words of 32 states for fast reductions.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ def packed(is_in_BS: Array) -> Array:
 
 
 def any_of(is_in_BS: Array, words_BSW: Array) -> Array:
-    """The union of the sets of those that are in, ``[B, W]``."""
+    """The union of the included sets, ``[B, W]``."""
     kept_BSW = jnp.where(is_in_BS[:, :, None], words_BSW, jnp.uint32(0))
     return jax.lax.reduce(kept_BSW, jnp.uint32(0), jax.lax.bitwise_or, (1,))
 
 
 def unpacked(words_BW: Array, num_states: int) -> Array:
-    """The sets that `packed` has made words of, bool ``[B, S]``."""
+    """Inverse of `packed`: sets as bool ``[B, S]``."""
     bits_BWK = (words_BW[:, :, None] >> _PLACES[None, None]) & jnp.uint32(1)
     return bits_BWK.reshape(words_BW.shape[0], -1)[:, :num_states].astype(bool)
 
@@ -109,7 +108,7 @@ class Automaton:
 
     @cached_property
     def leads_SS(self) -> np.ndarray:
-        """True where some id leads from a state to another, which is not dead."""
+        """True where some id leads from a state to another one that is not dead."""
         leads = np.zeros((len(self.next_SC),) * 2, bool)
         leads[np.arange(len(leads))[:, None], self.next_SC] = True
         leads[:, 0] = leads[0] = False
@@ -159,7 +158,7 @@ class Automaton:
         )
 
     def without(self, ids: frozenset[int]) -> Automaton:
-        """The same with ids that fit nowhere."""
+        """The same automaton with ids that match nowhere."""
         class_of_V = self.class_of_V.copy()
         class_of_V[sorted(ids)] = 0
         next_SC = self.next_SC.copy()
@@ -187,7 +186,7 @@ _without = lru_cache(maxsize=64)(Automaton.without)
 
 
 def held(row: Any) -> Automaton:
-    """The automaton of a row with a structure, without the ids that its biases ban."""
+    """The automaton of a row with a structure, without ids banned by its biases."""
     banned = frozenset(token for token, bias in row.logit_bias if bias == -math.inf)
     return _without(row.structure, banned) if banned else row.structure
 
@@ -340,7 +339,7 @@ class Structure(LogitTransform):
         before_NS, behind_NS = (states_BLS[at.row_N, at.index_N] for states_BLS in prepared)
 
         def of_one() -> Array:
-            """Where each position has one state before it, as from left to right."""
+            """For positions with a single known state before them, as in left-to-right decoding."""
             state_N = place_of_largest(before_NS)
             next_NC = self.next_BCS[at.row_N, :, state_N].astype(jnp.int32)
             return jnp.take_along_axis(behind_NS, next_NC, axis=1)
@@ -370,7 +369,7 @@ Make = Callable[[], Array]
 def _by_row(
     is_yes_B: Array, yes: Make, no: Make, then: Callable[[Array], Array] = lambda made: made
 ) -> Array:
-    """What `then` makes of a choice for each row; a side that no row asks for is not computed."""
+    """`then` on a choice for each row; a side without rows is not computed."""
 
     def both() -> Array:
         made = yes()

@@ -1,4 +1,4 @@
-"""The one driver of logit transforms: a chain that runs only the transforms that some row uses.
+"""The driver of logit transforms: a chain that runs only transforms that some row uses.
 
 The whole chain lives in the compiled graph on constant shapes,
 whichever rows are active, and every row has its own settings (`docs/readings.md`, readings).
@@ -30,7 +30,7 @@ def is_wanted(transform: Any, at: At) -> Array:
 
 
 def any_wanted(transforms: Iterable[Any], at: At) -> Array:
-    """Whether any of them is."""
+    """Whether any transform is active."""
     wanted = [is_wanted(t, at) for t in transforms]
     return functools.reduce(jnp.logical_or, wanted, jnp.zeros((), bool))
 
@@ -53,7 +53,7 @@ def applied(transform: Any, prepared: Any, logits_NV: Array, at: At) -> Array:
 
 
 def run_all(steps: list[tuple[Any, Any]], logits_NV: Array, at: At) -> Array:
-    """The logits after the transforms that some row of the chunk uses."""
+    """The logits after the transforms used by any row of the chunk."""
     if not steps:
         return logits_NV
     wanted = [is_wanted(t, at) for t, _ in steps]
@@ -207,7 +207,7 @@ class Chain:
         is_few_N: Array,
         method: str,
     ) -> _Found:
-        """Tokens of the rows that are not few, and the candidates of those that are.
+        """Tokens of the rows without few candidates, and the candidates of the others.
 
         Three ways, the same bit for bit where they overlap. With nothing but plain temperature, or
         with few candidates everywhere and nothing else before the top-k, the logits are read where
@@ -229,7 +229,7 @@ class Chain:
             def draw(x_NV: Array) -> tuple[Array, Array]:
                 x_NV = run_all([] if cut is None else steps[cut:], x_NV, rest)
                 ids_N = drawing.choose_with(x_NV, noise, is_greedy_N | is_few_N, method=method)
-                # New functions: JAX keeps what it traces for a branch as long as that lives.
+                # New functions: JAX caches the trace of a branch for the lifetime of its function.
                 score = (lambda x, ids: drawing.log_prob(x, ids), lambda x, ids: none[1])
                 return ids_N, jax.lax.cond(is_read, *score, x_NV, ids_N)
 
