@@ -165,7 +165,6 @@ def called(fn: Callable[[], Any], failure: str) -> Any:
 
 
 def shown(value: object) -> str:
-    """A user value in an error message: only the type if it is not a number or text.
-    """
+    """A user value in an error message: only the type if it is not a number or text."""
     is_plain = value is None or isinstance(value, str | int | float | np.integer)
     return repr(value)[:60] if is_plain else f"a {type(value).__name__}"

@@ -126,7 +126,7 @@ def _objects(layer: Mapping[str, Any]) -> list[tuple[str, Rule]]:
 def _settings(
     table: RuleTable, layer: Mapping[str, Any], objects: Sequence[tuple[str, Rule]]
 ) -> dict[str, Any]:
-    """The settings of a layer by name, those of its rule objects among them."""
+    """The settings of a layer by name, including those of its rule objects."""
     taken = {"rules", "transforms", *(kind for kind, _ in objects)}
     settings = {name: value for name, value in layer.items() if name not in taken}
     chain: list[str] = []
@@ -147,7 +147,7 @@ def _settings(
         told = fields | told
         if kind == "transforms":
             name = name_of(table, kind, type(given))
-            # A name may stand for several, such as the two temperatures.
+            # A name may map to several settings, such as the two temperatures.
             if name not in chain or kinds.count(type(given)) > 1:
                 chain.append(name)
         elif SLOTS[kind].selector:

@@ -77,7 +77,7 @@ class Sampler:
     too, and through `run`.
 
     Attributes:
-      model: whose network, tokenizer and recommendations count; its parameters do not.
+      model: source of network, tokenizer and recommended settings; its parameters are not used.
       program: what is compiled in.
       request: the settings of every row.
     """
@@ -134,7 +134,7 @@ class Sampler:
         return with_gradient_of_step(self.program, params, before, state)
 
     def run(self, params: Params, state: State, steps: int | jax.Array) -> State:
-        """The state after `steps` more steps, or as many as any row takes; may be traced."""
+        """The state after `steps` more steps, by default until all rows end; may be traced."""
         before, fixed = state, jax.lax.stop_gradient(params)
         loose = jax.lax.stop_gradient(state)
         state = advanced(self.program, ready(self.program, fixed, state), loose, steps)
@@ -200,7 +200,7 @@ def sampler(
 
     Args:
       model: from `dlm_jax.load`, or your own.
-      trace: whether every draw is kept (`Trace`).
+      trace: whether every draw is recorded (`Trace`).
       max_length: tokens that a row may hold after edits; the model's own if not given.
       **settings: as for `dlm_jax.generate`, one value for all rows.
 
@@ -264,7 +264,7 @@ def replay(
 
 @functools.lru_cache(maxsize=64)
 def _compiled(program: Program, every_draw: bool) -> Callable[[Params, Trace], jax.Array]:
-    """`replayed`, compiled as the engine's loop is."""
+    """`replayed`, compiled like the engine's loop."""
 
     def run(params: Params, trace: Trace) -> jax.Array:
         with devices.used(program.rows):
