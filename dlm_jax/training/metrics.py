@@ -278,7 +278,7 @@ class Journal:
       identity: of the run.
       figure: of its evaluations, that is drawn beside the training loss.
       unit: of both.
-      step: the last step that is saved; what was recorded beyond it is dropped.
+      step: the last saved step; later records are dropped.
       report: takes a line about what fails.
     """
 

@@ -265,7 +265,7 @@ def renumbered(params: Params, fresh: Params, places: np.ndarray) -> Params:
 
 
 def load_resolved(config: Config, *, report: Callable[[str], None]) -> tuple[Config, Corpus]:
-    """The config with what it adopts and the vocabulary of its corpus, and that corpus.
+    """The config with adopted settings and the vocabulary of its corpus, and the corpus.
 
     Raises:
       ValueError: the corpus or its tokenizer is refused, or ``model.vocab_size`` is too small.

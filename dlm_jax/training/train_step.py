@@ -45,7 +45,7 @@ class TrainState(NamedTuple):
         return self.opt_state.reference if isinstance(self.opt_state, Kept) else None
 
     def begun_with(self, params: Params) -> TrainState:
-        """The fresh state with other parameters, averages and reference included."""
+        """The initial state with other parameters, also in averages and reference."""
         ema = None if self.ema is None else jax.tree.map(jnp.copy, params)
         opt_state = self.opt_state
         if isinstance(opt_state, Kept):
@@ -144,7 +144,7 @@ def make_train_step(
     Args:
       step_loss: of the stage.
       optimizer: of the stage.
-      state: that it will be called with, or shapes.
+      state: arguments or their shapes.
       mesh: the devices.
       batch_size: rows of a batch over all devices.
       accumulate: parts that the batch is cut into; they run one after the other.
