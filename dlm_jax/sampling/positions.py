@@ -103,8 +103,8 @@ class TrunkOutput(NamedTuple):
       hidden_BLD: for the canvas, or for a window of each row, ``[B, W, D]``.
       bare_BLD: for the canvas with its given tokens masked; None in a program without guidance.
       scale_B: float32 guidance of each row; None likewise.
-      at_BL: int32, where the hidden vector of each position of the canvas stands in its row's
-        window; it means nothing outside of it. None: the windows are the whole rows.
+      at_BL: int32, index of each position's hidden vector in its row's window; undefined outside.
+        None: the windows are the whole rows.
     """
 
     hidden_BLD: jax.Array

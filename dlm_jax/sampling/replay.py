@@ -53,7 +53,7 @@ class Trace:
       rules: rules and their parameters.
       width: writings of a row in one step at most; static.
       mask_id: the id of MASK; static.
-      chunk: positions that were read at once; static.
+      chunk: positions per readout; static.
       is_guided: whether rows may be guided; static.
       vocab_size: number of logits; static.
       vocabulary: what tells the tokenizer from others; empty: not known; static.

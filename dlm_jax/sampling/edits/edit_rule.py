@@ -19,8 +19,7 @@ class EditState(NamedTuple):
     Attributes:
       inserted_BL: True at positions that an edit inserted, also after they were overwritten.
       mark_BL: True at the marks of the last step's edits.
-      origin_BL: int32, where each position stood when `Advance` was called last; -1: it was not
-        there.
+      origin_BL: int32, index of each position at the last call of `Advance`; -1: new.
       capacity_B: int32, most live positions.
       target_B: int32, the length that rows are nudged towards.
       warms_B: True for rows whose draft is looked at, and edited, before their first step.
@@ -110,8 +109,8 @@ class EditContext(NamedTuple):
     Attributes:
       cells: the canvas.
       snapshot: predictions of the last forward for it.
-      is_open_BL: True where tokens may be deleted, or inserted in front; in the block, of rows that
-        are edited now.
+      is_open_BL: True where edits may delete tokens or insert in front; in the block of rows with
+        edits.
       step_B: int32, number of the step that comes next.
       steps_B: int32, steps of the row.
       capacity_B: int32, most live positions, from the row's length to ``L``.

@@ -56,7 +56,7 @@ class Cells(NamedTuple):
       tokens_BL: int32; MASK at holes, PAD from the row's length on.
       frozen_BL: True at given tokens, which move but never change, and beyond the length.
       inserted_BL: True at positions that an edit made, whatever has been written there since.
-      mark_BL: True at the marks of the last step's edits, which keep this step's away.
+      mark_BL: True at the marks of the last step's edits, near which this step makes none.
       length_B: int32, live positions of each row.
     """
 

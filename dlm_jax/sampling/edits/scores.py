@@ -82,8 +82,8 @@ def uncertainty(context: EditContext) -> jax.Array:
 def gap_scores(uncertainty_BL: jax.Array) -> jax.Array:
     """float32 ``[B, L]``: at g + 1 the greater uncertainty of g and g + 1; 0 at 0, which has none.
 
-    A gap between frozen positions or holes scores 0. The gap right behind
-    the prompt is legal: nothing given changes by it.
+    A gap between frozen positions or holes scores 0. The gap directly after the prompt is legal: no
+    given token changes.
     """
     score_BG = jnp.maximum(uncertainty_BL[:, :-1], uncertainty_BL[:, 1:])
     return jnp.pad(score_BG, ((0, 0), (1, 0)))

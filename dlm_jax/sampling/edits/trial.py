@@ -303,7 +303,7 @@ def _liked(preference: jax.Array, kind: jax.Array) -> jax.Array:
 def _leads(context: EditContext) -> tuple[jax.Array, jax.Array]:
     """Nats by which another token is ahead of that of a place, and by which its successor is.
 
-    -inf where there is none: at holes, in front of one the latter, at given tokens the former.
+    -inf where undefined: both at holes, the first at given tokens, the second before a hole.
     """
     cells, snapshot = context.cells, context.snapshot
     assert snapshot.best_BL is not None

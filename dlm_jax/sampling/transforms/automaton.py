@@ -1,6 +1,6 @@
 """Structure: an automaton over tokens restricts a row's text to a regular language.
 
-A candidate stays if some way to fill the other holes makes the whole text a word of the language.
+A candidate is kept if some fill of the other holes makes the whole text a word of the language.
 Sets of states are propagated from the left over possible prefixes and from the right over possible
 suffixes (Rabin and Scott 1959, subsets of a finite automaton), so any order of commits works, as
 long as a step commits one token. Sets are packed into words of 32 states for fast reductions.

@@ -1,4 +1,4 @@
-"""XTC: at random, all the top choices but the least likely go."""
+"""XTC: randomly drops all top choices except the least likely one."""
 
 from __future__ import annotations
 
