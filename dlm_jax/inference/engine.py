@@ -53,8 +53,8 @@ class Engine:
 
     Args:
       model: from `load`, or a custom one.
-      batch_size: most rows of one program that run at once; rounded up to a multiple of the
-        devices.
+      batch_size: most rows of one program that run at once; rounded up to a multiple of the devices
+        that split them.
       sizes: numbers of slots that a program may have, each of which is compiled when it is first
         needed; ``(batch_size,)`` makes every row the same bit for bit. By default `batch_size`, an
         eighth of it, and so on.

@@ -139,7 +139,7 @@ def _settings(
                 raise ValueError(f"{name} is given, and {kind} has it too; give it once")
             if name not in told or np.array_equal(fields[name], told[name]):
                 continue
-            # A field at its default was not given where another rule gives it.
+            # A field at its default counts as not given if another rule sets it.
             if np.array_equal(told[name], table.settings[name].default):
                 told.pop(name)
             elif not np.array_equal(fields[name], table.settings[name].default):

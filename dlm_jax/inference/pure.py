@@ -72,9 +72,8 @@ class Sampler:
     """Pure functions over pytrees that sample with the settings of `sampler`.
 
     They are the steps of the engine: texts are those of `dlm_jax.generate`. They compose with
-    ``jit``, ``scan``, ``vmap`` and ``shard_map`` of one's own. With ``trace=True`` the
-    log-probabilities of the trace have derivatives in `params` through `step`, in a ``lax.scan``
-    too, and through `run`.
+    ``jit``, ``scan``, ``vmap`` and ``shard_map``. With ``trace=True`` the log-probabilities of the
+    trace have derivatives in `params` through `step`, in a ``lax.scan`` too, and through `run`.
 
     Attributes:
       model: source of network, tokenizer and recommended settings; its parameters are not used.
@@ -134,7 +133,7 @@ class Sampler:
         return with_gradient_of_step(self.program, params, before, state)
 
     def run(self, params: Params, state: State, steps: int | jax.Array) -> State:
-        """The state after `steps` more steps, by default until all rows end; may be traced."""
+        """The state after at most `steps` more steps of each row; `steps` may be traced."""
         before, fixed = state, jax.lax.stop_gradient(params)
         loose = jax.lax.stop_gradient(state)
         state = advanced(self.program, ready(self.program, fixed, state), loose, steps)
