@@ -459,7 +459,7 @@ def held_out(
     part: tuple[int, int],
     place: Callable[[np.ndarray], jax.Array],
 ) -> tuple[Any, np.ndarray]:
-    """(what `Task.measure` finds in each window, its free tokens).
+    """(result of `Task.measure` for each window, its free tokens).
 
     Args:
       run: whose held-out text it is.
