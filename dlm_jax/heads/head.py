@@ -44,7 +44,7 @@ class Setup:
 
     @property
     def text_ids(self) -> tuple[int, ...]:
-        """Ids of text tokens: what a corruption may show instead of the true token."""
+        """Ids of text tokens, which a corruption may show instead of the true token."""
         return text_ids(self.tokenizer)
 
 
