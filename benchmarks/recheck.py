@@ -278,6 +278,9 @@ UNCHECKED = {
     ("caches.md", "Savings"): "a clock and PyTorch: python -m benchmarks.caches",
     ("serving.md", "Cost"): "a clock: python benchmarks/serving.py",
     ("structure.md", "Cost"): "a clock: python benchmarks/structure_masks.py",
+    ("structure.md", "The constrained fill"): "a clock: python -m benchmarks.constrained",
+    ("policy.md", "Sums of two numbers"): "a training: python -m benchmarks.policy",
+    ("reinforcement.md", "Settings"): "a toy that tests/rl/test_losses.py enumerates",
     ("scaling.md", "Figures"): "the compiler for TPUs: python -m benchmarks.pods",
     ("scaling.md", "Sampling with a cache"): "the compiler for TPUs: python -m benchmarks.pods",
     ("scaling.md", "The logit chain"):

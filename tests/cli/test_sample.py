@@ -179,7 +179,10 @@ def test_the_draw_is_a_flag(run_dir, capsys):
         (["--num-samples", "0"], "argument --num-samples: 0 is not in [1, "),
         (["--seed", "-1"], "argument --seed: -1 is not in [0, 4294967295]"),
         (["--seed", str(10**30)], "argument --seed: 1000000"),
-        (["--host-sampler", "os:environ"], "--host-sampler os:environ is a _Environ, which cannot"),
+        (
+            ["--host-sampler", "os:environ"],
+            "--host-sampler os:environ is a _Environ, which is not callable",
+        ),
         (["--batch-size", "0"], "argument --batch-size: 0 is not in [1, "),
         (["--batch-size", str(2**70)], "argument --batch-size: 118059"),
         (["--gen-length", "99"], "error: --gen-length=99 and a prompt"),

@@ -99,7 +99,7 @@ def test_a_second_training_in_a_directory_is_refused_and_the_first_goes_on(tmp_p
         with pytest.raises(SystemExit) as ended:
             train.main(_arguments(tmp_path))
     assert ended.value.code == 2
-    line = f"error: train.out_dir={tmp_path} is in use by another training; wait until it ends, or"
+    line = f"error: train.out_dir={tmp_path} is in use by another training; wait for its end, or"
     assert line in capsys.readouterr().err
     first.checkpoints.close()
 

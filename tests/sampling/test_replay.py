@@ -260,7 +260,7 @@ def test_the_chance_of_independent_choices_is_their_product():
         ({"remask": "scheduled", "remask_randomness": 0.5}, "remask_randomness"),
         ({"renoise": "mask", "renoise_start": 0.2}, "renoise_start"),
         ({"edit": True, "resample": True, "schedule": "all"}, "edit"),
-        ({"read_back": True}, "trace"),
+        ({"read_back": True, "fill": "parallel"}, "trace"),
     ],
 )
 def test_what_has_no_trace_is_refused_by_name(settings, name):

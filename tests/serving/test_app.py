@@ -241,7 +241,7 @@ def test_models_health_tokens_figures_and_the_page(client, running):
         assert f"dlm_jax_{name}_total {float(getattr(work, name))}\n" in figures
     assert work.filled > 0
     page = httpx.get(f"{running.url}/")
-    assert page.headers["content-type"].startswith("text/html") and "denoised" in page.text
+    assert page.headers["content-type"].startswith("text/html") and "emerge from noise" in page.text
 
 
 REFUSED = [

@@ -206,7 +206,7 @@ def test_a_loop_of_ones_own_takes_the_steps_of_the_run(folder):
     for step, batch in enumerate(itertools.islice(made.batches(), 3)):
         params, state, loss = step_of(params, state, batch, step)
         losses.append(loss)
-    losses, alone = map(list, zip(*losses, strict=True))
+    losses, alone = map(np.array, zip(*losses, strict=True))
     assert alone == pytest.approx(losses, rel=1e-5)
     lines = [r["loss"] for r in tiny_run.records(folder / "plain") if r["kind"] == "train"]
     np.testing.assert_allclose(losses, lines, rtol=1e-5)

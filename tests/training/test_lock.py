@@ -30,9 +30,7 @@ def _locks(directory) -> bool:
 def test_a_directory_is_one_process_s_until_it_lets_go(tmp_path):
     lock = DirectoryLock()
     lock.lock(tmp_path, "train.out_dir")
-    with pytest.raises(
-        ValueError, match="is in use by another training; wait until it ends, or use"
-    ):
+    with pytest.raises(ValueError, match="is in use by another training; wait for its end, or use"):
         DirectoryLock().lock(tmp_path, "train.out_dir")
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:

@@ -12,6 +12,7 @@ from dlm_jax.sampling.commit.commit_rule import (
     CommitRule,
     Proposal,
     RuleMemory,
+    certain,
     most,
     reaches,
 )
@@ -53,6 +54,7 @@ class Credit(CommitRule):
     """
 
     about = "all that are sure enough, where a prediction that lasts is surer"
+    log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
     weight_B: jax.Array = per_row(CREDIT_WEIGHT)

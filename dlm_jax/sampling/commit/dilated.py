@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.commit_rule import CommitContext, CommitRule, Proposal
+from dlm_jax.sampling.commit.commit_rule import CommitContext, CommitRule, Proposal, certain
 from dlm_jax.settings import Setting, per_row, rule
 
 DILATED_BASE = Setting(
@@ -26,6 +26,7 @@ class Dilated(CommitRule):
     """
 
     about = "a grid that gets finer from step to step, whatever is sure"
+    log_chance = certain
 
     base_B: jax.Array = per_row(DILATED_BASE)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, exceeds, most
+from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, certain, exceeds, most
 from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
 from dlm_jax.settings import Setting, per_row, rule, static
 
@@ -27,6 +27,7 @@ class Frechet(Confident):
     """
 
     about = "all whose confidences bound their joint probability well"
+    log_chance = certain
 
     margin_B: jax.Array = per_row(FRECHET_MARGIN)
     confidence: Measure = static(CONFIDENCE)

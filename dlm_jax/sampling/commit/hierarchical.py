@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, most, reaches
+from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, certain, most, reaches
 from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
 from dlm_jax.sampling.commit.sure import THRESHOLD
 from dlm_jax.settings import Setting, per_row, rule, static
@@ -26,6 +26,7 @@ class Hierarchical(Confident):
     """
 
     about = "the surest hole of each run of holes, and all that are sure enough"
+    log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
     floor_B: jax.Array = per_row(HIERARCHY_FLOOR)

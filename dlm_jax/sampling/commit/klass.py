@@ -13,6 +13,7 @@ from dlm_jax.sampling.commit.commit_rule import (
     CommitRule,
     Proposal,
     RuleMemory,
+    certain,
     exceeds,
     most,
     reaches,
@@ -57,6 +58,7 @@ class Klass(CommitRule):
     """
 
     about = "all that are sure and stable from step to step"
+    log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
     divergence_B: jax.Array = per_row(KLASS_DIVERGENCE)

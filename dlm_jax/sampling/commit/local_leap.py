@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, most, reaches
+from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, certain, most, reaches
 from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
 from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST
 from dlm_jax.settings import Setting, per_row, rule, static
@@ -29,6 +29,7 @@ class LocalLeap(Confident):
     """
 
     about = "all that are sure enough, and less sure ones beside them"
+    log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
     relaxed_B: jax.Array = per_row(LEAP_THRESHOLD)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, most
+from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, certain, most
 from dlm_jax.sampling.commit.quotas import CONFIDENCE, SCHEDULE, Confident, Measure, Quota
 from dlm_jax.sampling.largest import place_of_largest
 from dlm_jax.settings import UNSET, Setting, SettingError, fact, per_row, rule, static
@@ -53,6 +53,7 @@ class PositionAware(Confident):
     """
 
     about = "a quota, by position, probability and how rare the token is"
+    log_chance = certain
 
     decay_B: jax.Array = per_row(POSITION_DECAY)
     limit_B: jax.Array = per_row(INFORMATION_LIMIT)

@@ -12,6 +12,7 @@ from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
     Proposal,
     RuleMemory,
+    certain,
     most,
     reaches,
 )
@@ -37,6 +38,7 @@ class Prophet(Confident):
     """
 
     about = "a quota, the surest first, and all at once when they are clear"
+    log_chance = certain
 
     gap_B: jax.Array = per_row(PROPHET_GAP)
     confidence: Measure = static(CONFIDENCE)

@@ -7,7 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, RuleMemory, most, reaches
+from dlm_jax.sampling.commit.commit_rule import (
+    CommitContext,
+    Proposal,
+    RuleMemory,
+    certain,
+    most,
+    reaches,
+)
 from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
 from dlm_jax.sampling.commit.sure import THRESHOLD
 from dlm_jax.sampling.largest import place_of_largest
@@ -48,6 +55,7 @@ class SlowFast(Confident):
     """
 
     about = "all that are sure enough in a span that grows as predictions settle"
+    log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
     reach_B: jax.Array = per_row(SLOW_THRESHOLD)
