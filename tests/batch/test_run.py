@@ -236,7 +236,8 @@ def test_every_setting_that_is_a_list_is_one_in_json_own_ones_too(tmp_path):
     )
     made = {name: getattr(request.sample, name) for name in given}
     assert made == given | dict.fromkeys(shared, (3,)) | {
-        "logit_bias": ((3, -1.0),), "common_ids": ((3, 0.5),), "chain": tuple(given["chain"]), "favoured": (3, 4),
+        "logit_bias": ((3, -1.0),), "common_ids": ((3, 0.5),), "chain": tuple(given["chain"]),
+        "favoured": (3, 4),
     }  # fmt: skip
     assert "favoured=3 is no tuple" in refused["error"]
 

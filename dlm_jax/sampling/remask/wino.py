@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.commit.commit_rule import most, reaches
+from dlm_jax.sampling.commit.commit_rule import certain, most, reaches
 from dlm_jax.sampling.remask.remask_rule import RemaskContext, RemaskRule
 from dlm_jax.settings import Setting, per_row, rule
 
@@ -28,6 +28,7 @@ class Wino(RemaskRule):
 
     about = "tokens that later forwards find unlikely, fewer than a step commits"
     rereads = True
+    log_chance = certain
 
     threshold_B: jax.Array = per_row(VERIFY_THRESHOLD)
 
