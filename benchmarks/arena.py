@@ -652,7 +652,7 @@ def picture(lines: list[dict[str, str]], path: str) -> None:
     handles, labels = panels.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="center right", fontsize=8)
     figure.tight_layout(rect=(0, 0, 0.87, 1))
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=80)
 
 
 def main() -> None:
