@@ -730,6 +730,10 @@ class Config:
                 "does not go with rl.reward", f"use {value!r}, or leave rl.reward out", "rl.reward",
             )  # fmt: skip
         require(
+            self.rl.loss != "trace" or self.sample.temperature > 0, "sample.temperature", 0.0,
+            "draws nothing that rl.loss='trace' could learn from", "use 1", "rl.loss",
+        )  # fmt: skip
+        require(
             self.heads.train_main, "heads.train_main", False, "leaves rl.reward nothing to train",
             "use true", "rl.reward",
         )  # fmt: skip

@@ -176,6 +176,8 @@ class Sampler:
                 f"tokens, lengths and seeds have shapes {shape}, {np.shape(lengths)} and "
                 f"{np.shape(seeds)}; give [B, L], [B] and [B]"
             )
+        if is_draft is not None and np.shape(is_draft) != shape:
+            raise ValueError(f"is_draft has shape {np.shape(is_draft)}; give {shape}, as tokens")
         if self.request.capacity > shape[1]:
             raise SettingError(
                 "tokens", UNSET, f"have {shape[1]} positions, and a row may grow to "
@@ -187,6 +189,12 @@ class Sampler:
         for number, (row, length) in enumerate(whole):
             if not 0 < length <= shape[1]:
                 raise ValueError(f"row {number} has length {length}; use 1 to {shape[1]}")
+            vocab_size = self.model.network.vocab_size
+            if (strange := row[:length][(row[:length] < 0) | (row[:length] >= vocab_size)]).size:
+                raise SettingError(
+                    "tokens", int(strange[0]), f"of row {number} is outside the vocabulary of "
+                    f"{vocab_size}", f"use 0 to {vocab_size - 1}",
+                )  # fmt: skip
             own = None if is_draft is None else np.asarray(is_draft)[number, :length]
             request = replace(self.request, tokens=row[:length], is_draft=own)
             check_canvas(request, self.model.facts, mask_id=self.program.mask_id)

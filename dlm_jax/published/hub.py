@@ -69,7 +69,7 @@ def fetched(path: str | os.PathLike[str], setting: str = "checkpoint") -> str | 
     if len(weights) == 1:
         return weights[0]
     raise SettingError(
-        "checkpoint", path, f"has neither a config.json nor one file of {SUFFIX}",
+        setting, path, f"has neither a config.json nor one file of {SUFFIX}",
         "name a repository with a model of a family in docs/published.md",
     )  # fmt: skip
 

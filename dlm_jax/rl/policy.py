@@ -99,7 +99,8 @@ def policy_objective(estimator: Estimator, settings: RLConfig) -> NetworkObjecti
     """The objective of samples: the clipped surrogate with an estimator's log-probabilities.
 
     Its figures are ``clip_share``, the weight of the actions whose ratio is clipped, and ``kl``,
-    the distance to the reference in nats per action, where ``rl.kl`` is not 0.
+    the distance to the reference in nats per action, where ``rl.kl`` is not 0. Actions that have no
+    probability under one of the parameters have no weight.
     """
 
     def draw(rollout: Any, key: jax.Array) -> dict[str, Any]:
@@ -122,13 +123,20 @@ def policy_objective(estimator: Estimator, settings: RLConfig) -> NetworkObjecti
         rollout = noise["rollout"]
         now_BN, weight_BN = log_probs(network, params, noise), estimator.weights(rollout)
         old_BN = noise.get("old", jax.lax.stop_gradient(now_BN))
+        reference_BN = noise.get("reference", old_BN)
+        # A truncation of the chain may cut an action for other parameters, or by rounding.
+        is_cut_BN = jnp.isneginf(now_BN) | jnp.isneginf(old_BN) | jnp.isneginf(reference_BN)
+        weight_BN = jnp.where(is_cut_BN, 0.0, weight_BN)
+        now_BN, old_BN, reference_BN = (
+            jnp.where(is_cut_BN, 0.0, x_BN) for x_BN in (now_BN, old_BN, reference_BN)
+        )
         gain_BN, is_clipped_BN = clipped_gain(
             now_BN - old_BN, rollout.advantage_B[:, None], clip=settings.clip
         )
         figures = {"clip_share": _sum(weight_BN, is_clipped_BN.astype(jnp.float32))}
         total = -_sum(weight_BN, gain_BN)
         if settings.kl > 0:
-            distance_BN = KL[settings.kl_estimator](noise["reference"] - now_BN)
+            distance_BN = KL[settings.kl_estimator](reference_BN - now_BN)
             figures["kl"] = _sum(weight_BN, distance_BN)
             total = total + settings.kl * figures["kl"]
         rows = noise["rows"]

@@ -175,6 +175,8 @@ class Rollouts:
         if is_left_B.all():
             raise RewardError("no sample of a step was finished; raise sample.steps")
         rewards_B[is_left_B] = np.nan
+        if not np.isfinite(rewards_B).any():
+            raise RewardError("no sample of a step has a reward; raise sample.steps")
         advantage_B = advantages(rewards_B.reshape(-1, settings.group), settings.advantage)
         rollout = self._rollout(made, rows, advantage_B.reshape(-1), np.isfinite(rewards_B))
         is_action_BL = rollout.step_BL >= 0

@@ -510,8 +510,16 @@ def edited(
 def remasked(program: Program, state: State, is_remasked_BL: jax.Array) -> State:
     """The state with these tokens remasked."""
     tokens_BL = jnp.where(is_remasked_BL, program.mask_id, state.canvas.tokens_BL)
+
+    def forgotten(kept: jax.Array, fresh: jax.Array) -> jax.Array:
+        is_fresh = is_remasked_BL.reshape(*tokens_BL.shape, *[1] * (kept.ndim - 2))
+        return jnp.where(is_fresh, fresh, kept)
+
+    fresh = state.rules.commit.start_memory(*tokens_BL.shape).places
+    places = jax.tree.map(forgotten, state.memory.places, fresh)
     return state._replace(
         canvas=state.canvas._replace(tokens_BL=tokens_BL),
+        memory=state.memory._replace(places=places),
         logprob_BL=jnp.where(is_remasked_BL, 0.0, state.logprob_BL),
         committed_BL=jnp.where(is_remasked_BL, -1, state.committed_BL),
     )

@@ -127,6 +127,9 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
     there |= {new: there.pop(old) for old, new in configs.MOVED.items() if old in there}
     # The critic trains on rows that are filled with the recommended settings.
     trained = RECOMMENDED if here["model.add_critic_head"] else ()
+    if here["rl.reward"]:
+        # The settings of the samples are the policy.
+        trained = (*trained, *(key for key in here if key.startswith("sample.")))
     free = set(configs.keys(Trait.FREE)).difference(trained)
     differing = [key for key in there if key not in free and here.get(key) != there[key]]
     steps, most = here["train.steps"], there["train.steps"]

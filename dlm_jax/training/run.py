@@ -43,6 +43,7 @@ from dlm_jax.model.lora import GROUP
 from dlm_jax.model.transformer import build
 from dlm_jax.published import fetched, is_published, read_published, read_shape
 from dlm_jax.randomness import check_settings, fingerprint, key_of
+from dlm_jax.settings import SettingError
 from dlm_jax.store import Checkpoints, load_any, load_meta, not_finite
 from dlm_jax.store.checkpoint_files import complete_steps, remove, step_path
 from dlm_jax.store.files import DirectoryLock, check_bucket, is_remote, located
@@ -748,6 +749,11 @@ def problem(
     """The training of a config for a custom loop; arguments and errors as in `train`."""
     if not isinstance(config, Config):
         config = configs.load(str(config))
+    if config.rl.reward:
+        raise SettingError(
+            "rl.reward", config.rl.reward, "needs samples, which a custom loop must draw itself",
+            "use dlm_jax.train, or leave it out",
+        )  # fmt: skip
     mesh = _checked_mesh(config)
     setup, corpus = _setup_of(config, mesh, is_own=network is not None, report=report)
     return Problem(setup, corpus, make_task(setup, network, objective, heads))

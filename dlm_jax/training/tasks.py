@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from dlm_jax.config import ModelConfig
+from dlm_jax.config import Config, ModelConfig
 from dlm_jax.diffusion.likelihood import costs, half_width, plus_minus, ratio_and_error
 from dlm_jax.diffusion.objectives import (
     Batch,
@@ -101,11 +101,10 @@ class Task:
 
     def optimizer(self, stage: Stage) -> optax.GradientTransformation:
         """The optimiser of a stage; its state is that of every other stage."""
-        config = self.setup.config
+        config, schedule = self._by_update
         made = make_grouped_optimizer(
             config.optim, config.heads, self.heads, stage,
-            num_steps=config.train.steps * self.updates, own=self.own_optimizer,
-            schedule=self.schedule,
+            num_steps=config.train.steps * self.updates, own=self.own_optimizer, schedule=schedule,
         )  # fmt: skip
         if self.rollouts is None or not config.rl.kl:
             return made
@@ -113,11 +112,22 @@ class Task:
 
     def learning_rates(self, stage: Stage, step: int) -> dict[str, float]:
         """Those of a step, from 0, for its metrics."""
+        config, schedule = self._by_update
         return learning_rates(
-            self.setup.config, self.heads, stage, step * self.updates,
-            num_steps=self.setup.config.train.steps * self.updates,
-            is_own=self.own_optimizer is not None, schedule=self.schedule,
+            config, self.heads, stage, step * self.updates,
+            num_steps=config.train.steps * self.updates,
+            is_own=self.own_optimizer is not None, schedule=schedule,
         )  # fmt: skip
+
+    @property
+    def _by_update(self) -> tuple[Config, optax.Schedule | None]:
+        """Config and schedule of the optimiser, which counts updates instead of steps."""
+        config, schedule, updates = self.setup.config, self.schedule, self.updates
+        if updates == 1:
+            return config, schedule
+        optim = replace(config.optim, warmup_steps=config.optim.warmup_steps * updates)
+        by_update = None if schedule is None else lambda count: schedule(count // updates)
+        return replace(config, optim=optim), by_update
 
     def abstract_state(self) -> TrainState:
         return abstract_state(*self._state_of())

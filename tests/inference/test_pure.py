@@ -220,6 +220,10 @@ def test_rows_are_refused_at_the_door():
     tokens, two = jnp.full((2, 3), enumerable.MASK), jnp.array([3, 3])
     with pytest.raises(ValueError, match=r"shapes \(2, 3\), \(3,\) and \(2,\)"):
         tiny().init(tokens, jnp.ones(3), two)
+    with pytest.raises(SettingError, match="^tokens=-1 of row 0 is outside the vocabulary"):
+        tiny().init(tokens.at[0, 1].set(-1), two, two)
+    with pytest.raises(ValueError, match=r"is_draft has shape \(3,\); give \(2, 3\)"):
+        tiny().init(tokens, two, two, jnp.zeros(3, bool))
     with pytest.raises(ValueError, match="row 1 has length 4"):
         tiny().init(tokens, jnp.array([3, 4]), two)
     with pytest.raises(SettingError, match="^trace=False keeps no draws"):

@@ -21,7 +21,7 @@ from dlm_jax.data import CharacterTokenizer
 from dlm_jax.rl import ESTIMATORS, Rollout, policy_objective
 from dlm_jax.rl.coupled_grpo import coupled_grpo
 from dlm_jax.rl.diffu_grpo import diffu_grpo
-from dlm_jax.rl.policy import ADVANTAGES, advantages
+from dlm_jax.rl.policy import ADVANTAGES, Estimator, advantages
 from dlm_jax.rl.sequence_elbo import sequence_elbo
 from dlm_jax.rl.trace_rl import trace_rl
 from dlm_jax.types import Network, live_positions
@@ -180,6 +180,30 @@ def test_a_loss_is_what_its_paper_says(name, estimator):
     clipped, rows = loss.figures["clip_share"]
     assert float(clipped / rows) == pytest.approx((weights * is_clipped).sum() / 9)
     assert 0 < is_clipped.mean() < 1
+
+
+def test_an_action_that_a_truncation_cuts_has_no_weight():
+    """Under the parameters of now, of the sample or of the reference; the others are as without."""
+    advantage, now = np.array([1.0, -2.0]), np.array([[-1.0, -np.inf, -3.0], [-1.0, -2.0, -np.inf]])
+    reference = np.array([[-np.inf, -1.0, -2.0], [-1.5, -2.0, -1.0]])
+    rollout = _rollout(np.zeros((2, 3), np.int32), advantage)
+
+    def estimate(network, params, rollout, views):
+        return params["now"]
+
+    kept = Estimator(lambda rollout, key: (), estimate, lambda rollout: jnp.ones((2, 3)))
+    objective = policy_objective(kept, RLConfig(kl=0.5, updates=1, clip=0.2))
+    noise = {"rollout": rollout, "views": (), "rows": 2.0, "reference": jnp.array(reference)}
+
+    def total(x):
+        return objective.loss(NETWORK, {"now": x}, noise).sum
+
+    value, grad = jax.value_and_grad(total)(jnp.array(now))
+    distance = [-2.0 - -3.0, -1.5 - -1.0, 0.0]  # of the three actions that nothing cuts
+    wanted = -(1.0 - 2.0 - 2.0) + 0.5 * sum(np.expm1(d) - d for d in distance)
+    assert value == pytest.approx(wanted, rel=1e-5)
+    is_cut = ~np.isfinite(now) | ~np.isfinite(reference)
+    assert np.isfinite(grad).all() and (np.asarray(grad)[is_cut] == 0).all()
 
 
 def test_masks_are_drawn_as_the_papers_say():

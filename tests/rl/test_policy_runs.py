@@ -16,7 +16,7 @@ import dlm_jax.config as configs
 from dlm_jax.cli.ends import End
 from dlm_jax.cli.train import main
 from dlm_jax.rl.rollouts import Judge, RewardError
-from dlm_jax.training import train
+from dlm_jax.training import problem, train
 
 FLAGS = {
     "data__source": "task:arithmetic", "data__layout": "documents", "data__seq_len": 10,
@@ -190,6 +190,8 @@ def test_a_judge_tells_rewards_that_are_missing_from_those_that_are_there():
              "rl.reward=.* needs samples whose tokens stay"),
         ({"rl__loss": "trace", "sample__cache": "dual", "sample__block_length": 2},
              "cache='dual' has no trace"),
+        ({"rl__loss": "trace", "sample__temperature": 0.0},
+             "sample.temperature=0.0 draws nothing that rl.loss='trace' could learn from; use 1"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused_at_the_door(tmp_path, changes, message):
@@ -197,6 +199,17 @@ def test_what_does_not_go_together_is_refused_at_the_door(tmp_path, changes, mes
         _train(tmp_path / "run", **changes)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_settings_of_the_samples_are_part_of_a_run(folder):
+    _whole(folder)
+    with pytest.raises(ValueError, match="sample.temperature=1.0, and this run has 0.5"):
+        _train(folder / "whole", **TRACED | {"sample__temperature": 0.5})
+
+
+def test_a_problem_has_no_samples(tmp_path):
+    with pytest.raises(ValueError, match="rl.reward=.* needs samples"):
+        problem(configs.load(None, _flags(tmp_path / "run")))
 
 
 def test_the_program_ends_with_its_code_where_a_reward_fails(tmp_path, capsys):

@@ -87,12 +87,17 @@ class Credit(CommitRule):
         credits = Credits(
             jnp.where(is_slot_NK, best_id_N1, kept.ids), jnp.where(is_slot_NK, own_NK, credit_NK)
         )
-        # exp(alpha ln(1 + C)) times the probability of each, over their sum.
-        factor_NK = (1.0 + credits.credit) ** self.weight_B[row_N][:, None]
+        # exp(alpha ln(1 + C)) times the probability of each, over their sum; both by the largest
+        # factor, which may be more than a float32 holds.
+        gain_NK = self.weight_B[row_N][:, None] * jnp.log1p(credits.credit)
+        gain_NK = jnp.where(credits.ids >= 0, gain_NK, 0.0)
+        peak_N1 = gain_NK.max(axis=1, keepdims=True)
+        factor_NK, one_N1 = jnp.exp(gain_NK - peak_N1), jnp.exp(-peak_N1)
         share_NK = jnp.exp(jnp.take_along_axis(logprob_NV, jnp.maximum(credits.ids, 0), axis=1))
-        more_NK = jnp.where(credits.ids >= 0, share_NK * (factor_NK - 1.0), 0.0)
+        more_NK = jnp.where(credits.ids >= 0, share_NK * (factor_NK - one_N1), 0.0)
         most_N = jnp.where(credits.ids >= 0, share_NK * factor_NK, 0.0).max(axis=1)
-        return credits, jnp.maximum(most_N, jnp.exp(best_N1[:, 0])) / (1.0 + more_NK.sum(axis=1))
+        most_N = jnp.maximum(most_N, (jnp.exp(best_N1) * one_N1)[:, 0])
+        return credits, most_N / (one_N1[:, 0] + more_NK.sum(axis=1))
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         sure_BL, is_hole_BL = proposal.confidence_BL, context.is_hole_BL

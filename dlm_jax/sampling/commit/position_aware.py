@@ -9,7 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, certain, most
-from dlm_jax.sampling.commit.quotas import CONFIDENCE, SCHEDULE, Confident, Measure, Quota
+from dlm_jax.sampling.commit.quotas import (
+    CONFIDENCE,
+    SCHEDULE,
+    Confident,
+    Measure,
+    Quota,
+    QuotaRule,
+)
 from dlm_jax.sampling.largest import place_of_largest
 from dlm_jax.settings import UNSET, Setting, SettingError, fact, per_row, rule, static
 
@@ -45,7 +52,7 @@ COMMON_IDS = Setting(
 
 
 @rule
-class PositionAware(Confident):
+class PositionAware(Confident, QuotaRule):
     """Commits a quota of holes of highest ``exp(-lambda i) min(-p ln f, alpha)``.
 
     With i the number of the position, p the probability of its candidate and f the share of that

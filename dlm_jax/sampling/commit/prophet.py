@@ -17,7 +17,7 @@ from dlm_jax.sampling.commit.commit_rule import (
     reaches,
 )
 from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure, linear_quota
-from dlm_jax.settings import Setting, per_row, rule, static
+from dlm_jax.settings import Setting, SettingError, per_row, rule, static
 
 PROPHET_GAP = Setting(
     "prophet_gap", 7.5,
@@ -42,6 +42,15 @@ class Prophet(Confident):
 
     gap_B: jax.Array = per_row(PROPHET_GAP)
     confidence: Measure = static(CONFIDENCE)
+
+    @classmethod
+    def check(cls, row: Any) -> None:
+        super().check(row)
+        if row.resample:
+            raise SettingError(
+                "resample", True, "has no use for the quota of order='prophet'",
+                "use order='threshold'",
+            )  # fmt: skip
 
     def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
         return RuleMemory(jnp.zeros((num_rows, num_positions), jnp.float32))

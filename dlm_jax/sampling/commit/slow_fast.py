@@ -18,7 +18,7 @@ from dlm_jax.sampling.commit.commit_rule import (
 from dlm_jax.sampling.commit.quotas import CONFIDENCE, Confident, Measure
 from dlm_jax.sampling.commit.sure import THRESHOLD
 from dlm_jax.sampling.largest import place_of_largest
-from dlm_jax.settings import Setting, per_row, rule, static
+from dlm_jax.settings import Setting, SettingError, per_row, rule, static
 
 SLOW_THRESHOLD = Setting(
     "slow_threshold", 0.3,
@@ -62,6 +62,14 @@ class SlowFast(Confident):
     steps_B: jax.Array = per_row(SLOW_STEPS)
     spread_B: jax.Array = per_row(SLOW_SPREAD)
     confidence: Measure = static(CONFIDENCE)
+
+    @classmethod
+    def check(cls, row: Any) -> None:
+        super().check(row)
+        if row.edits:
+            raise SettingError(
+                "edit", True, "moves the span of order='slow_fast'", "use order='threshold'"
+            )
 
     def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
         return RuleMemory(rows=Cycle(*(jnp.zeros(num_rows, jnp.int32) for _ in Cycle._fields)))

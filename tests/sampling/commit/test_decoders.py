@@ -237,6 +237,16 @@ def test_verification_remasks_the_least_likely_and_fewer_than_were_committed():
     assert chosen.any() and rule.is_active().all()
 
 
+def test_credit_of_any_weight_is_a_probability():
+    rule = COMMIT_RULES["credit"](*(jnp.array([x]) for x in (0.9, 1e3, 1.0, 0.5)), jnp.array([1]))
+    kept, row_N = rule.start_memory(1, 2).places, jnp.zeros(2, jnp.int32)
+    kept = jax.tree.map(lambda x: x[0], kept)
+    logits_NV = jnp.log(jnp.array([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6]]))
+    for _ in range(4):
+        kept, sure_N = rule.observe(kept, row_N, logits_NV, jnp.zeros(2, jnp.int32), jnp.zeros(2))
+    np.testing.assert_allclose(sure_N, 1.0, rtol=1e-6)
+
+
 def test_what_a_rule_keeps_is_never_of_all_ids():
     for rule in COMMIT_RULES.values():
         memory = rule.start_memory(rule, 2, 3)  # type: ignore[arg-type]
@@ -251,6 +261,9 @@ def test_what_a_rule_keeps_is_never_of_all_ids():
         ({"common_ids": {1: 0.7, 2: 0.6}}, "common_ids=.* above 1 in all; use"),
         ({"common_ids": 3}, "common_ids=3 is not a mapping; use {12: 0.05}"),
         ({"klass_steps": -1}, r"klass_steps=-1 is outside \[0, .*; use"),
+        ({"order": "prophet", "resample": True}, "resample=True has no use for the quota"),
+        ({"order": "position_aware", "resample": True}, "resample has no use for a quota"),
+        ({"order": "slow_fast", "edit": True, "edit_token": "mask"}, "edit=True moves the span"),
         ({"verify_threshold": 1.5}, r"verify_threshold=1.5 is outside \[0, 1\]; use"),
     ],
 )
