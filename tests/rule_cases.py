@@ -80,7 +80,6 @@ EDITS: dict[str, dict[str, Any]] = {
         ("entropy_bound", "none", "all", "parallel", 0.0, "cosine", "uncertainty"),
         ("left_to_right", "none", "all", "parallel", 0.0, "cosine", "likelihood"),
         ("klass", "none", "all", "parallel", 0.1, "cosine", "uncertainty"),
-        ("slow_fast", "wino", "all", "parallel", 0.0, "linear", "uncertainty"),
     )
 }  # fmt: skip
 """Rows whose length changes, with every other setting of edits and re-noise."""

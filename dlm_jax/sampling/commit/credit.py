@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import (
+    TOLERANCE,
     CommitContext,
     CommitRule,
     Proposal,
@@ -17,7 +19,6 @@ from dlm_jax.sampling.commit.commit_rule import (
     reaches,
 )
 from dlm_jax.sampling.commit.sure import THRESHOLD, THRESHOLD_LEAST
-from dlm_jax.sampling.draw import argmax
 from dlm_jax.sampling.largest import place_of_largest
 from dlm_jax.settings import Setting, per_row, rule
 
@@ -75,7 +76,7 @@ class Credit(CommitRule):
         logprob_N: jax.Array,
     ) -> tuple[Any, jax.Array]:
         logprob_NV = jax.nn.log_softmax(logits_NV.astype(jnp.float32))
-        best_id_N1 = argmax(logprob_NV)[:, None]
+        best_id_N1 = vocab.argmax(logprob_NV, TOLERANCE)[:, None]
         best_N1 = jnp.take_along_axis(logprob_NV, best_id_N1, axis=1)
         credit_NK = self.decay_B[row_N][:, None] * kept.credit
         # In the slot of the id, or else in that of least credit.
