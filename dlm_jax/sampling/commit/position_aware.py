@@ -52,7 +52,7 @@ COMMON_IDS = Setting(
 
 
 @rule
-class PositionAware(Confident, QuotaRule):
+class PositionAware(Confident):
     """Commits a quota of holes of highest ``exp(-lambda i) min(-p ln f, alpha)``.
 
     With i the number of the position, p the probability of its candidate and f the share of that
@@ -68,6 +68,11 @@ class PositionAware(Confident, QuotaRule):
     quota: Quota = static(SCHEDULE)
     confidence: Measure = static(CONFIDENCE)
     vocab_size: int = fact("vocab_size", 0)
+
+    @classmethod
+    def check(cls, row: Any) -> None:
+        super().check(row)
+        QuotaRule.check(row)
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
