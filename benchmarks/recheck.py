@@ -279,7 +279,7 @@ UNCHECKED = {
     ("serving.md", "Cost"): "a clock: python benchmarks/serving.py",
     ("structure.md", "Cost"): "a clock: python benchmarks/structure_masks.py",
     ("structure.md", "The constrained fill"): "a clock: python -m benchmarks.constrained",
-    ("arena.md", "Frontiers"): "10 minutes of two cores: python -m benchmarks.arena run --quick",
+    ("arena.md", "Frontiers"): "10 minutes of two cores: python -m benchmarks.arena run",
     ("arena.md", "Claims"): "the same",
     ("policy.md", "Sums of two numbers"): "a training: python -m benchmarks.policy",
     ("reinforcement.md", "Settings"): "a toy that tests/rl/test_losses.py enumerates",
