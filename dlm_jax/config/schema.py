@@ -326,7 +326,8 @@ class RowSettings(Section):
     @property
     def refines(self) -> bool:
         """Whether existing tokens can change, as a draft requires."""
-        return self.remasks or self.resample or self.edits or self.renoises
+        renews = self.table.commit[self.order].renews
+        return self.remasks or self.resample or self.edits or self.renoises or renews
 
 
 @functools.lru_cache(maxsize=64)

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.special import stdtrit
 
-from dlm_jax.diffusion.corruption import mask_exactly
+from dlm_jax.diffusion.corruption import LINEAR, mask_exactly
 from dlm_jax.diffusion.losses import cross_entropy, hidden_of
-from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.diffusion.objectives import Batch, noised_at, process_costs
+from dlm_jax.diffusion.processes import Process
 from dlm_jax.types import Network, Params
 
 # Multiples of an irrational number are spread evenly over [0, 1): of the golden ratio over rows, of
@@ -49,8 +50,13 @@ def costs(
     mask_id: int,
     eos_id: int,
     num_draws: int = 1,
+    process: Process | None = None,
+    noise_ids: tuple[int, ...] = (),
 ) -> Costs:
     """The cost of each row: exact for a causal model, else an unbiased estimate of its bound.
+
+    With another process than the masked one the bound is that of `process_elbo`: a draw is a time
+    and the noise of that time, for the linear schedule, as the bound is the same for all.
 
     The masks of a row depend only on the key and the index of the row. Their counts are stratified
     over its draws and spread evenly over rows that are numbered in turn, so that even one draw a
@@ -70,6 +76,8 @@ def costs(
       mask_id: the id of MASK.
       eos_id: the id of EOS, which is not text.
       num_draws: masks of a row.
+      process: the forward process of the model; None: the masked one.
+      noise_ids: ids of its noise.
     """
     is_text_BL = batch.tokens_BL != eos_id
     if is_causal:
@@ -88,6 +96,7 @@ def costs(
     )
     level_BN = place_BN.astype(jnp.float32) / 2.0**32
     free_BN = jnp.sum(is_free_BNU, axis=2)
+    is_noised = process is not None and not process.is_masked
 
     @jax.vmap
     @functools.partial(jax.vmap, in_axes=(0, None, 0, 0))
@@ -98,6 +107,14 @@ def costs(
 
     def one_draw(carry: None, draw: jax.Array) -> tuple[None, list[jax.Array]]:
         share_BN = (level_BN + draw / num_draws) % 1.0
+        if is_noised:
+            drawn_B = jax.vmap(lambda key: jax.random.fold_in(key, draw))(key_B)
+            cost_BL = _noised(
+                network, params, batch, drawn_B, 1.0 - share_BN, process,
+                mask_id=mask_id, noise_ids=noise_ids,
+            )  # fmt: skip
+            return carry, [jnp.sum(jnp.where(is_BL, cost_BL, 0.0), axis=1)
+                           for is_BL in (True, is_text_BL)]  # fmt: skip
         count_BN = jnp.minimum(1 + jnp.floor(share_BN * free_BN).astype(jnp.int32), free_BN)
         drawn_B = jax.vmap(lambda key: jax.random.fold_in(key, draw))(key_B)
         block_BN = jnp.broadcast_to(block_1N, (num_rows, num_blocks))
@@ -117,6 +134,26 @@ def costs(
 
     _, (whole_SB, text_SB) = jax.lax.scan(one_draw, None, jnp.arange(num_draws))
     return Costs(*mean(whole_SB), *mean(text_SB))
+
+
+def _noised(
+    network: Network,
+    params: Params,
+    batch: Batch,
+    key_B: jax.Array,
+    t_BN: jax.Array,
+    process: Process | None,
+    *,
+    mask_id: int,
+    noise_ids: tuple[int, ...],
+) -> jax.Array:
+    """What each position adds to the bound at the times of the blocks of its row, ``[B, L]``."""
+    assert process is not None
+    num_positions = batch.tokens_BL.shape[1]
+    t_BL = jnp.repeat(t_BN, network.block_length or num_positions, axis=1)[:, :num_positions]
+    ids = {"mask_id": mask_id, "noise_ids": noise_ids}
+    noised = noised_at(process, batch, key_B, t_BL, schedule=LINEAR, **ids)
+    return process_costs(network, params, noised, **ids)
 
 
 def bound_at(

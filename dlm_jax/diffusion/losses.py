@@ -90,29 +90,63 @@ def cross_entropy_of(
 
     The inputs are ``[B, L, ...]``.
     """
+    return read_out(
+        _nll, read, params, inputs, (targets_BL,),
+        vocab_size=vocab_size, mask_id=mask_id, is_read_BL=is_read_BL,
+    )  # fmt: skip
+
+
+def read_out(
+    cost: Callable[..., jax.Array],
+    read: Callable[..., jax.Array],
+    params: Params,
+    inputs: tuple[jax.Array, ...],
+    given: tuple[jax.Array, ...],
+    *,
+    vocab_size: int,
+    mask_id: int,
+    is_read_BL: jax.Array | None = None,
+) -> jax.Array:
+    """``cost(logits_NV, *given_N) -> [N]`` of any head at every position, ``[B, L]``.
+
+    As in `cross_entropy_of`; `given` are ``[B, L]``.
+    """
     # On a CPU, skipping a few positions costs the fast shapes of its products.
     if platform() == "cpu":
         is_read_BL = None
 
     def of_share(params: Params, *arrays: jax.Array) -> jax.Array:
-        nll = functools.partial(_nll, functools.partial(read, params), mask_id)
+        nll = functools.partial(
+            _at_logits, cost, functools.partial(read, params), mask_id, len(given)
+        )
         if is_read_BL is None:
             return _in_slices(nll, arrays, vocab_size)
         return at_read_positions(nll, arrays[:-1], arrays[-1], vocab_size=vocab_size)
 
     asked = () if is_read_BL is None else (is_read_BL,)
-    return on_own_share(of_share, params, (*inputs, targets_BL, *asked), kind="losses")
+    return on_own_share(of_share, params, (*inputs, *given, *asked), kind="losses")
 
 
-def _nll(read: Callable[..., jax.Array], mask_id: int, *arrays: jax.Array) -> jax.Array:
-    """Negative log-probabilities, of the shape of the targets, which come last."""
-    *given, targets = arrays
-    lead = targets.ndim
-    logits = read(*(x.reshape(-1, *x.shape[lead:]) for x in given))
+def _at_logits(
+    cost: Callable[..., jax.Array],
+    read: Callable[..., jax.Array],
+    mask_id: int,
+    num_given: int,
+    *arrays: jax.Array,
+) -> jax.Array:
+    """The costs, of the shape of what is given at each position, which comes last."""
+    inputs, given = arrays[:-num_given], arrays[-num_given:]
+    lead = given[-1].ndim
+    logits = read(*(x.reshape(-1, *x.shape[lead:]) for x in inputs))
     ids = jnp.arange(logits.shape[1])[None, :]
     logits = jnp.where(ids == mask_id, -jnp.inf, logits)
-    chosen = jnp.take_along_axis(logits, targets.reshape(-1, 1), axis=1)[:, 0]
-    return (jax.nn.logsumexp(logits, axis=1) - chosen).reshape(targets.shape)
+    return cost(logits, *(x.reshape(-1) for x in given)).reshape(given[-1].shape)
+
+
+def _nll(logits_NV: jax.Array, targets_N: jax.Array) -> jax.Array:
+    """Negative log-probabilities ``[N]``."""
+    chosen_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=1)[:, 0]
+    return jax.nn.logsumexp(logits_NV, axis=1) - chosen_N
 
 
 def _in_slices(

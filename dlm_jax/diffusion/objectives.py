@@ -25,7 +25,16 @@ from dlm_jax.diffusion.corruption import (
     mask_independently,
     stratified_times,
 )
-from dlm_jax.diffusion.losses import Loss, cross_entropy
+from dlm_jax.diffusion.losses import Loss, cross_entropy, hidden_of, read_out
+from dlm_jax.diffusion.processes import (
+    HIGHEST_LEVEL,
+    PROCESSES,
+    Noise,
+    Process,
+    checked,
+    divergence,
+    process_of,
+)
 from dlm_jax.settings import ABOVE_ZERO, Section, names_of, require, section, setting
 from dlm_jax.types import Network, Params, live_positions
 
@@ -35,11 +44,20 @@ MISPRINTS = (
 USUAL_MISPRINTS = MISPRINTS[:3]
 
 
+def _noises() -> str:
+    return "; ".join(f"{name} ({vars(cls)['about']})" for name, cls in PROCESSES.items())
+
+
 @section("objective")
 @dataclass(frozen=True)
 class ObjectiveConfig(Section):
     """The objectives of a bidirectional model; a causal model predicts the next token."""
 
+    process: str = setting("masked", f"noise of the ELBO: {_noises()}; or MODULE:CLASS of your own")
+    process_settings: tuple[str, ...] = setting(
+        (), "settings of the process, each NAME=VALUE: uniform_share (mixed; 0.1)",
+        hint=tuple[str, ...], parse=tuple,
+    )  # fmt: skip
     schedule: str = setting(
         "linear", "noise schedule of the ELBO: linear, cosine or polynomial",
         choices=SCHEDULES,
@@ -125,6 +143,26 @@ class ObjectiveConfig(Section):
                 f"and objective.{other}={second} add up to more than 1", "lower one",
                 f"objective.{other}",
             )  # fmt: skip
+        name = self.process
+        if self.noise_process.is_masked:
+            return
+        for key, value in _MASKED_ALONE.items():
+            require(
+                getattr(self, key) == value, f"objective.{key}", getattr(self, key),
+                f"needs objective.process='masked', and it is {name!r}", f"use {value!r}",
+                "objective.process",
+            )  # fmt: skip
+
+    @property
+    def noise_process(self) -> Process:
+        """The forward process."""
+        return process_of(self.process, self.process_settings)
+
+
+_MASKED_ALONE = {
+    "denoising_share": 0, "proofreading_share": 0, "time_weight": True, "normaliser": "tokens",
+}  # fmt: skip
+"""Settings of losses that read holes, and their values for other processes."""
 
 
 class Batch(NamedTuple):
@@ -203,17 +241,23 @@ def elbo(
     time_key, mask_key = jax.random.split(key)
     is_free_BL = batch.is_free_BL()
     num_rows, num_positions = is_free_BL.shape
-    if block_length:
-        num_blocks = -(-num_positions // block_length)
-        t_P = stratified_times(time_key, num_rows * num_blocks, smallest=_SMALLEST_TIME)
-        # A row's blocks lie far apart in the strata, so that each row covers all times, too.
-        t_BN = t_P.reshape(num_blocks, num_rows).T
-        t = jnp.repeat(t_BN, block_length, axis=1)[:, :num_positions]
-    else:
-        t = stratified_times(time_key, num_rows, smallest=_SMALLEST_TIME)
+    t = _times(time_key, num_rows, num_positions, block_length, smallest=_SMALLEST_TIME)
     is_masked_BL = mask_independently(mask_key, schedule.masked_ratio(t), is_free_BL)
     weight = schedule.weight(t) if is_weighted else jnp.ones_like(t)
     return elbo_at(batch, is_masked_BL, weight, mask_id=mask_id, over=over)
+
+
+def _times(
+    key: jax.Array, num_rows: int, num_positions: int, block_length: int, *, smallest: float = 0.0
+) -> jax.Array:
+    """Low-discrepancy times ``[B]``, or ``[B, L]`` for the blocks of a block-causal model."""
+    if not block_length:
+        return stratified_times(key, num_rows, smallest=smallest)
+    num_blocks = -(-num_positions // block_length)
+    t_P = stratified_times(key, num_rows * num_blocks, smallest=smallest)
+    # A row's blocks lie far apart in the strata, so that each row covers all times, too.
+    t_BN = t_P.reshape(num_blocks, num_rows).T
+    return jnp.repeat(t_BN, block_length, axis=1)[:, :num_positions]
 
 
 def elbo_at(
@@ -513,6 +557,106 @@ class NetworkObjective:
     anchor: Callable[[Network, Params, Params, Any], Any] | None = None
 
 
+class Noised(NamedTuple):
+    """A batch with the noise of a forward process.
+
+    Attributes:
+      batch: the true rows.
+      shown_BL: int32, the noised rows.
+      noise: of each position, in the bound; its weight is 0 where nothing is predicted.
+      total: float32 scalar, the free tokens of the whole batch.
+    """
+
+    batch: Batch
+    shown_BL: jax.Array
+    noise: Noise
+    total: jax.Array
+
+
+def noised_at(
+    process: Process,
+    batch: Batch,
+    key: jax.Array,
+    t: jax.Array,
+    *,
+    schedule: Schedule,
+    mask_id: int,
+    noise_ids: tuple[int, ...],
+) -> Noised:
+    """The batch at times of its rows ``[B]``, or of positions ``[B, L]``, in [0, 1].
+
+    With a key for each row, ``[B]``, the noise of a row depends on its own alone. At times below
+    1e-3 the term is that of one step from there to time 0, over 1e-3, so that the mean over uniform
+    times is a bound for any network.
+    """
+    is_first = t <= _SMALLEST_TIME
+    t = jnp.maximum(t, _SMALLEST_TIME)
+    level = jnp.minimum(schedule.masked_ratio(t), HIGHEST_LEVEL)
+    speed = jnp.where(is_first, 1.0 / _SMALLEST_TIME, schedule.weight(t) * schedule.masked_ratio(t))
+    is_free_BL = batch.is_free_BL()
+    ids = {"mask_id": mask_id, "noise_ids": noise_ids}
+    sample = functools.partial(process.sample, **ids)
+    if key.ndim:
+        shown_BL = jax.vmap(lambda key, *row: sample(key, *(x[None] for x in row))[0])(
+            key, batch.tokens_BL, level, is_free_BL
+        )
+    else:
+        shown_BL = sample(key, batch.tokens_BL, level, is_free_BL)
+    noise = process.noise(batch.tokens_BL, shown_BL, level, speed, is_first, **ids)
+    noise = noise._replace(weight=jnp.where(is_free_BL, noise.weight, 0.0))
+    return Noised(batch, shown_BL, noise, jnp.sum(is_free_BL).astype(jnp.float32))
+
+
+def process_costs(
+    network: Network,
+    params: Params,
+    noised: Noised,
+    *,
+    mask_id: int,
+    noise_ids: tuple[int, ...],
+) -> jax.Array:
+    """What each position adds to the bound at its time, nats ``[B, L]``; see `divergence`."""
+    batch, shown_BL, noise = noised.batch, noised.shown_BL, noised.noise
+    hidden_BLD = hidden_of(network, params, shown_BL, batch.tokens_BL, batch.length_B)
+
+    def cost(logits_NV: jax.Array, clean_N: jax.Array, shown_N: jax.Array, *noise_N: jax.Array):
+        return divergence(logits_NV, clean_N, shown_N, Noise(*noise_N), noise_ids=noise_ids)
+
+    is_read_BL = noise.weight > 0
+    term_BL = read_out(
+        cost, network.readout, params, (hidden_BLD,), (batch.tokens_BL, shown_BL, *noise),
+        vocab_size=network.vocab_size, mask_id=mask_id, is_read_BL=is_read_BL,
+    )  # fmt: skip
+    return jnp.where(is_read_BL, noise.weight * term_BL, 0.0)
+
+
+def process_elbo(
+    process: Process,
+    *,
+    schedule: Schedule,
+    mask_id: int,
+    noise_ids: tuple[int, ...],
+    block_length: int = 0,
+) -> NetworkObjective:
+    """One-sample estimate of the continuous-time negative ELBO of any process, per token.
+
+    With low-discrepancy times as in `elbo`; what times below 1e-3 hold is `noised_at`'s.
+    """
+
+    def draw(batch: Batch, key: jax.Array) -> Noised:
+        time_key, noise_key = jax.random.split(key)
+        t = _times(time_key, *batch.tokens_BL.shape, block_length)
+        return noised_at(
+            process, batch, noise_key, t, schedule=schedule, mask_id=mask_id, noise_ids=noise_ids
+        )
+
+    def loss(network: Network, params: Params, noised: Noised) -> Loss:
+        cost_BL = process_costs(network, params, noised, mask_id=mask_id, noise_ids=noise_ids)
+        return Loss(jnp.sum(cost_BL), noised.total)
+
+    return NetworkObjective(draw, loss)
+
+
 class MixedExample(NamedTuple):
     """A batch with the examples of a mixture: each row belongs to one objective.
 
@@ -638,7 +782,12 @@ def _with_rows(mixed: MixedExample, name: str, is_own_B: np.ndarray, example: An
 
 
 def mixture_of(
-    config: ObjectiveConfig, *, mask_id: int, random_ids: tuple[int, ...], block_length: int = 0
+    config: ObjectiveConfig,
+    *,
+    mask_id: int,
+    random_ids: tuple[int, ...],
+    noise_ids: tuple[int, ...] = (),
+    block_length: int = 0,
 ) -> Mixture:
     """The objectives as a config mixes them; those without a share are left out.
 
@@ -646,14 +795,24 @@ def mixture_of(
       config: the section.
       mask_id: the id of MASK.
       random_ids: ids that a corruption may show instead of the true token.
+      noise_ids: ids that a process other than masked may show.
       block_length: of a block-causal model, else 0.
     """
+    process, schedule = config.noise_process, SCHEDULES[config.schedule](config.schedule_power)
+    if not process.is_masked:
+        checked(process, config.process)
+        objective = process_elbo(
+            process, schedule=schedule, mask_id=mask_id, noise_ids=noise_ids,
+            block_length=block_length,
+        )  # fmt: skip
+        share = config.random_length_share
+        return Mixture({"elbo": objective}, {"elbo": 1.0}, random_length_share=share)
     table: dict[str, tuple[float, Objective]] = {
         "elbo": (
             1.0 - config.denoising_share - config.proofreading_share,
             functools.partial(
-                elbo, schedule=SCHEDULES[config.schedule](config.schedule_power), mask_id=mask_id,
-                block_length=block_length, over=config.normaliser, is_weighted=config.time_weight,
+                elbo, schedule=schedule, mask_id=mask_id, block_length=block_length,
+                over=config.normaliser, is_weighted=config.time_weight,
             ),
         ),
         "denoising": (

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from dlm_jax.config import Config
-from dlm_jax.data import Tokenizer, text_ids
+from dlm_jax.data import Tokenizer, noise_ids, text_ids
 from dlm_jax.diffusion.losses import Loss
 from dlm_jax.diffusion.objectives import MixedExample
 from dlm_jax.types import Network, Params
@@ -46,6 +46,11 @@ class Setup:
     def text_ids(self) -> tuple[int, ...]:
         """Ids of text tokens, which a corruption may show instead of the true token."""
         return text_ids(self.tokenizer)
+
+    @property
+    def noise_ids(self) -> tuple[int, ...]:
+        """Ids that the noise of a process other than masked may show."""
+        return noise_ids(self.tokenizer)
 
 
 MAIN = "main"

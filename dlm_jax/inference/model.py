@@ -17,8 +17,9 @@ import dlm_jax.config as configs
 from dlm_jax import store
 from dlm_jax.config import Config, MeshConfig, ObjectiveConfig, SampleConfig
 from dlm_jax.config.schema import PRESETS
-from dlm_jax.data import Tokenizer, check_fits, from_json
+from dlm_jax.data import Tokenizer, check_fits, from_json, noise_ids
 from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
+from dlm_jax.diffusion.processes import Process
 from dlm_jax.distributed.partitions import make_mesh, partition
 from dlm_jax.inference.structure import Structures
 from dlm_jax.model.lora import merged
@@ -104,6 +105,16 @@ class Model:
         return SCHEDULES[asked.schedule](asked.schedule_power)
 
     @property
+    def process(self) -> Process:
+        """The forward process it was trained with; the masked one for a custom network."""
+        return (ObjectiveConfig() if self.config is None else self.config.objective).noise_process
+
+    @property
+    def noise_ids(self) -> tuple[int, ...]:
+        """Ids that the noise of its process may show."""
+        return noise_ids(self.tokenizer)
+
+    @property
     def banned_ids(self) -> tuple[int, ...]:
         """Ids that are never written: MASK, those of the tokenizer, and logits without a token."""
         beyond = range(self.tokenizer.vocab_size, self.network.vocab_size)
@@ -133,6 +144,7 @@ class Model:
             has_cache=self.network.cached is not None,
             is_causal=self.is_causal,
             block_length=self.network.block_length,
+            process=self.process,
         )
 
     @functools.cached_property

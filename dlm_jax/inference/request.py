@@ -217,6 +217,14 @@ def check_settings(model: Model, sample: SampleConfig) -> None:
     facts = model.facts
     if facts.block_length:
         _check_blocks(facts, sample)
+    if not (model.process.is_masked or sample.table.commit[sample.order].renews):
+        name = "" if model.config is None else model.config.objective.process
+        raise SettingError(
+            "order",
+            sample.order,
+            f"fills holes, and the model was trained with objective.process={name!r}",
+            "use order='posterior'",
+        )
     for rule in sample.table.checks(sample):
         rule.check_model(sample, facts)
     sample.table.check_chain(sample, facts)
@@ -247,7 +255,8 @@ def check_trace(sample: SampleConfig) -> None:
 
 def check_draft(sample: SampleConfig, given: Given) -> None:
     """Raises ValueError for a draft without a rule that refines it."""
-    needs = 1 if sample.resample or sample.edits or sample.renoises else 2
+    renews = sample.table.commit[sample.order].renews
+    needs = 1 if sample.resample or sample.edits or sample.renoises or renews else 2
     if given.is_draft is not None and (not sample.refines or sample.steps < needs):
         raise SettingError(
             "draft",
@@ -548,6 +557,8 @@ def _settings(
     """The settings of a row, resolved and checked against the model."""
     recommended = {name: getattr(model.sample, name) for name in model.sample.table.settings}
     recommended["chain"] += tuple(n for n in rules.transforms if n not in recommended["chain"])
+    if not model.process.is_masked:
+        settings = _of_process(recommended, settings)
     if settings.get("fill", recommended["fill"]) == AUTO:
         settings = settings | _auto_fill(model, recommended, settings, needs_host=needs_host)
     sample = resolve(recommended, settings, table=rules.table)
@@ -569,12 +580,25 @@ def _settings(
             "reads what no host sampler or read-back leaves",
             "use confidence_of='clean'",
         )
+    if needs_host and rules.table.commit[sample.order].renews:
+        raise SettingError(
+            "order",
+            sample.order,
+            "writes tokens that no host sampler or read-back sees",
+            "leave host_sampler and read_back out",
+        )
     if isinstance(sample.structure, str) and sample.structure:
         sample = replace(sample, structure=model.structures.automaton(sample.structure))
     if model.network.block_length and sample.block_length == 0:
         sample = replace(sample, block_length=model.network.block_length)
     check_settings(model, sample)
     return sample
+
+
+def _of_process(recommended: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a model whose noise is not MASK alone: its own order, unless one is given."""
+    own = {} if recommended["order"] != "random" else {"order": "posterior"}
+    return own | dict(given)
 
 
 def _auto_fill(

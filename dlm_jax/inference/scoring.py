@@ -155,6 +155,7 @@ def score_rows(
     run = _compiled(
         costs, model.network, is_causal=model.is_causal, num_draws=num_draws,
         mask_id=model.tokenizer.mask_id, eos_id=model.tokenizer.eos_id,
+        process=model.process, noise_ids=model.noise_ids,
     )  # fmt: skip
     found = _in_batches(run, model, {**rows, "given": given}, batch_size, seed)
     return jax.tree.map(lambda column_N: column_N.astype(float), found)

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from dlm_jax.sampling.cache import CACHE_RULES, CacheRule
 from dlm_jax.sampling.commit import COMMIT_RULES, CommitRule
 from dlm_jax.sampling.commit.ancestral import NoiseSchedule
+from dlm_jax.sampling.commit.posterior import NoiseProcess
 from dlm_jax.sampling.draw import METHODS
 from dlm_jax.sampling.edits import EDIT_RULES, EditRule
 from dlm_jax.sampling.propose import FILL_RULES, FillRule
@@ -47,6 +49,7 @@ class ModelFacts(NamedTuple):
       has_cache: whether its network offers the trunk in pieces.
       is_causal: whether it is autoregressive.
       block_length: positions of a block of a block-causal model; 0 for any other.
+      process: the forward process the model was trained with; None: unknown.
     """
 
     vocab_size: int
@@ -59,6 +62,7 @@ class ModelFacts(NamedTuple):
     has_cache: bool = False
     is_causal: bool = False
     block_length: int = 0
+    process: NoiseProcess | None = None
 
 
 class Rules(NamedTuple):
@@ -84,6 +88,8 @@ class Rules(NamedTuple):
 
     def refines(self, resamples_B: jax.Array) -> jax.Array:
         """True ``[B]`` for rows that also change existing tokens, not only holes."""
+        if self.commit.renews:
+            return jnp.ones_like(resamples_B)
         for slot in (self.remask, self.edit, self.renoise):
             if slot is not None:
                 resamples_B = resamples_B | slot.is_active()

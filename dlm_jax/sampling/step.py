@@ -16,7 +16,14 @@ import jax.numpy as jnp
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.blocks import choose, joined, next_block
 from dlm_jax.sampling.cache.cache_policy import CacheState
-from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, RuleMemory, preferences
+from dlm_jax.sampling.commit.commit_rule import (
+    CommitContext,
+    Proposal,
+    RuleMemory,
+    Standing,
+    preferences,
+    uniform,
+)
 from dlm_jax.sampling.edits.edit_rule import EditContext
 from dlm_jax.sampling.edits.moves import (
     Cells,
@@ -35,6 +42,7 @@ from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.fill import CandidateWriter, Filled, FillRule, Reader, Wanted
 from dlm_jax.sampling.records import Records
 from dlm_jax.sampling.remask.remask_rule import RemaskContext
+from dlm_jax.sampling.remask.renoise import random_ids
 from dlm_jax.sampling.row import TIES, Counters
 from dlm_jax.sampling.state import EDITED, State, work
 from dlm_jax.sampling.transforms.chain import Chain
@@ -82,7 +90,7 @@ def step(program: Program, params: Params, state: State) -> tuple[State, jax.Arr
     Other rows stay equal bit for bit. The first call only reads a row whose draft is edited: its
     edits run before its first step.
     """
-    state = renoised(program, state)
+    state = renoised(program, begun(program, state))
     return write(program, params, state, look(program, params, state))
 
 
@@ -124,6 +132,11 @@ def write(
     # Commit.
     step_B = state.step_B
     state, is_committed_BL = committed(program, state, inputs, goes_on_B)
+    if rules.commit.renews:
+        others_BL = inputs.is_open_BL & ~is_committed_BL & is_finite_B[:, None]
+        new_BL = rules.commit.renewed(inputs.commit, inputs.filled.proposal)
+        new_BL = returned(new_BL, rules.commit, "renewed", "B, L", others_BL.shape, jnp.int32)
+        state = _renewed_at(program, state, others_BL, new_BL)
     is_fresh_BL = is_committed_BL
     choice_B = None
     if state.records is not None:
@@ -212,14 +225,65 @@ def commit_context(program: Program, state: State, key_B: jax.Array) -> CommitCo
     is_visible_BL = is_token(program, state)
     is_free_BL = is_free(state) & is_stepping(state)[:, None]
     is_closed_BL = is_visible_BL & ~state.row.resamples_B[:, None]
+    if rules.commit.renews:
+        is_closed_BL = jnp.zeros_like(is_visible_BL)
     written_BL = None
     if rules.commit.rewrites:
         written_BL = jnp.where(is_free_BL & is_visible_BL, tokens_BL, -1)
     return CommitContext(
         is_free_BL & ~is_closed_BL, block.first_holes_B, block.step_B, block.steps_B, key_B,
         written_BL, preferences(key_B, state.row.ties_B == _LOWER, tokens_BL.shape[1]),
-        state.memory,
+        state.memory, standing(program, state, key_B) if rules.commit.renews else None,
     )  # fmt: skip
+
+
+def standing(program: Program, state: State, key_B: jax.Array) -> Standing:
+    """What stands on the canvas, and uniform noise of the ids that each row may write."""
+    eos_ids = set(program.eos_ids)
+    banned = ({*program.banned_ids, program.pad_id} - eos_ids) | {program.mask_id}
+
+    def of_rows(params: Params, rows: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+        chain, tokens_BL, key_B = rows
+        num_rows, num_positions = tokens_BL.shape
+        is_text_BV = ~chain.banned(num_rows, program.network.vocab_size)
+        is_text_BV = is_text_BV.at[:, jnp.array(sorted(banned))].set(False, mode="drop")
+        random_BL = random_ids(is_text_BV, uniform(key_B, num_positions), program.mask_id)
+        is_noise_BL = jnp.take_along_axis(is_text_BV, tokens_BL, axis=1)
+        return is_noise_BL, random_BL, jnp.sum(is_text_BV, axis=1, dtype=jnp.int32)
+
+    tokens_BL = state.canvas.tokens_BL
+    salted_B = jax.vmap(lambda key: jax.random.fold_in(key, RENOISE_SALT))(key_B)
+    found = program.by_rows(of_rows)(None, (state.rules.chain, tokens_BL, salted_B))
+    return Standing(tokens_BL, tokens_BL == program.mask_id, *found, program.mask_id)
+
+
+def begun(program: Program, state: State) -> State:
+    """The state whose holes hold the first tokens of a rule that renews, in rows that begin."""
+    rule = state.rules.commit
+    if not rule.renews:
+        return state
+    key_B = step_keys(state, salt=RENOISE_SALT)[1]
+    is_new_BL = ((state.step_B == 0) & state.is_running_B)[:, None] & ~state.canvas.frozen_BL
+    is_new_BL &= state.canvas.tokens_BL == program.mask_id
+
+    def first() -> jax.Array:
+        tokens_BL = rule.begin(standing(program, state, key_B), key_B)
+        return returned(tokens_BL, rule, "begin", "B, L", is_new_BL.shape, jnp.int32)
+
+    new_BL = jax.lax.cond(jnp.any(is_new_BL), first, lambda: state.canvas.tokens_BL)
+    return _renewed_at(program, state, is_new_BL, new_BL)
+
+
+def _renewed_at(program: Program, state: State, is_at_BL: jax.Array, new_BL: jax.Array) -> State:
+    """The state with tokens that were not candidates written there."""
+    put_BL = jnp.where(new_BL == program.mask_id, -1, EDITED)
+    tokens_BL = state.canvas.tokens_BL
+    is_other_BL = is_at_BL & (new_BL != tokens_BL)
+    return state._replace(
+        canvas=state.canvas._replace(tokens_BL=jnp.where(is_at_BL, new_BL, tokens_BL)),
+        logprob_BL=jnp.where(is_other_BL, 0.0, state.logprob_BL),
+        committed_BL=jnp.where(is_other_BL, put_BL, state.committed_BL),
+    )
 
 
 def open_positions(program: Program, state: State, commit: CommitContext) -> jax.Array:
@@ -356,6 +420,7 @@ def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
             chain, chain.prepare(state.chain_state, context), key_B, own_BL, is_open_BL.shape[1],
             measure, program.draw, program.banned_ids, commit.weighed,
             None if kept is None else commit.observe, kept,
+            state.canvas.tokens_BL if commit.renews else None,
         )  # fmt: skip
         wanted = Wanted(
             is_open_BL, is_token(program, state), context.tokens_BL, context.length_B,

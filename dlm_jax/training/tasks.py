@@ -173,6 +173,7 @@ def language_model(
     cost = functools.partial(
         costs, network, is_causal=setup.config.model.attention_type == "causal",
         mask_id=setup.mask_id, eos_id=setup.tokenizer.eos_id,
+        process=setup.config.objective.noise_process, noise_ids=setup.noise_ids,
     )  # fmt: skip
     mixture = make_mixture(setup) if objective is None else _own_mixture(setup, objective)
     return Task(
@@ -282,7 +283,7 @@ def make_mixture(setup: Setup) -> Mixture:
         return Mixture({"next_token": lambda batch, key: next_token(batch)}, {"next_token": 1.0})
     mixture = mixture_of(
         config.objective, mask_id=setup.mask_id, random_ids=setup.text_ids,
-        block_length=config.model.block_length,
+        noise_ids=setup.noise_ids, block_length=config.model.block_length,
     )  # fmt: skip
     num_rows = config.train.batch_size
     for name in mixture.without_rows(num_rows):

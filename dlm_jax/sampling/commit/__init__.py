@@ -8,6 +8,7 @@ from dlm_jax.sampling.commit.commit_rule import (
     CommitRule,
     Proposal,
     RuleMemory,
+    Standing,
     most,
     uniform,
 )
@@ -18,6 +19,7 @@ from dlm_jax.sampling.commit.hierarchical import Hierarchical
 from dlm_jax.sampling.commit.klass import Klass
 from dlm_jax.sampling.commit.local_leap import LocalLeap
 from dlm_jax.sampling.commit.position_aware import PositionAware
+from dlm_jax.sampling.commit.posterior import Posterior
 from dlm_jax.sampling.commit.prophet import Prophet
 from dlm_jax.sampling.commit.quotas import (
     LargeMargin,
@@ -36,6 +38,7 @@ COMMIT_RULES: Mapping[str, type[CommitRule]] = {
         LowConfidence, RandomOrder, LeftToRight, LowEntropy, LargeMargin, Threshold, Factor,
         EntropyBound, Ancestral, RandomFilled, JointThreshold,
         Frechet, LocalLeap, Hierarchical, Dilated, PositionAware, Prophet, Klass, Credit, SlowFast,
+        Posterior,
     )
 }  # fmt: skip
 """Commit rules by the setting ``order``."""
@@ -60,11 +63,13 @@ __all__ = [
     "LowEntropy",
     "RuleMemory",
     "PositionAware",
+    "Posterior",
     "Prophet",
     "Proposal",
     "RandomFilled",
     "RandomOrder",
     "SlowFast",
+    "Standing",
     "Threshold",
     "most",
     "uniform",

@@ -29,6 +29,26 @@ class RuleMemory(NamedTuple):
     rows: Any = None
 
 
+class Standing(NamedTuple):
+    """What stands at the positions of rows whose rule `renews`, and uniform noise for them.
+
+    Attributes:
+      tokens_BL: int32 canvas.
+      is_mask_BL: True at MASK.
+      is_noise_BL: True at ids that the row's noise may show: all that it may write.
+      random_BL: int32, a new draw of these ids for each position.
+      num_ids_B: int32, their number.
+      mask_id: the id of MASK.
+    """
+
+    tokens_BL: jax.Array
+    is_mask_BL: jax.Array
+    is_noise_BL: jax.Array
+    random_BL: jax.Array
+    num_ids_B: jax.Array
+    mask_id: int
+
+
 class CommitContext(NamedTuple):
     """The block that each row works on, at the start of a step.
 
@@ -43,6 +63,7 @@ class CommitContext(NamedTuple):
         unless the rule `rewrites`.
       preference_BL: uint32, the order of positions that tie, see `preferences`.
       memory: state of the rule; in `CommitRule.select` it includes this step's observations.
+      standing: what stands there; None unless the rule `renews`.
     """
 
     is_hole_BL: jax.Array
@@ -53,6 +74,7 @@ class CommitContext(NamedTuple):
     written_BL: jax.Array | None = None
     preference_BL: jax.Array | None = None
     memory: RuleMemory = RuleMemory()
+    standing: Standing | None = None
 
 
 class Proposal(NamedTuple):
@@ -63,7 +85,8 @@ class Proposal(NamedTuple):
       logprob_BL: float32 log-probability of the candidate under the clean logits.
       final_logprob_BL: float32, the same under the logits it was drawn from, after all transforms;
         0 where no row's transforms read it.
-      confidence_BL: float32, the result of the rule's `measure`; higher is surer.
+      confidence_BL: float32, the result of the rule's `measure`; higher is surer. Of the token that
+        stands there, if the rule `renews`.
     """
 
     tokens_BL: jax.Array
@@ -81,11 +104,14 @@ class CommitRule(Rule):
       rewrites: whether `select` may name written tokens of the block too, which then get
         candidates. A block then ends when a step that began without holes rewrites nothing, or
         after `patience` such steps.
+      renews: whether the rule also writes other tokens than candidates, at the open positions that
+        it does not select: see `renewed` and `begin`.
       scale: least magnitude of what `measure` adds or subtracts, for `TOLERANCE`.
     """
 
     required: ClassVar[tuple[str, ...]] = ("select",)
     rewrites: ClassVar[bool] = False
+    renews: ClassVar[bool] = False
     scale: ClassVar[float] = 0.0
 
     def patience(self) -> jax.Array:
@@ -135,6 +161,15 @@ class CommitRule(Rule):
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         """True at the positions to commit, ``[B, L]``; ineligible positions are ignored."""
         raise NotImplementedError
+
+    def begin(self, standing: Standing, key_B: jax.Array) -> jax.Array:
+        """Tokens ``[B, L]`` for the holes of rows before their first step, if it `renews`."""
+        return standing.tokens_BL
+
+    def renewed(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        """Tokens ``[B, L]`` for the open positions that are not selected, if it `renews`."""
+        assert context.standing is not None, "the rule renews"
+        return context.standing.tokens_BL
 
     @classmethod
     def check_trace(cls, row: Any) -> None:

@@ -198,6 +198,7 @@ class CandidateWriter:
       weighed: `CommitRule.weighed`; None: confidence is read from the clean logits.
       observe: `CommitRule.observe`, in place of `measure`; None for a rule without memory.
       kept: per-position memory of the rule before this step.
+      standing_BL: tokens whose confidence is measured instead of the candidates'; None: theirs.
     """
 
     chain: Chain
@@ -211,6 +212,7 @@ class CandidateWriter:
     weighed: Callable[[jax.Array, Callable[[], jax.Array]], jax.Array | None] | None = None
     observe: Callable[..., tuple[Any, jax.Array]] | None = None
     kept: Any = None
+    standing_BL: jax.Array | None = None
 
     def write(
         self,
@@ -317,6 +319,11 @@ class CandidateWriter:
             weighed_NV = clean_NV
         else:
             logprob_N = log_prob(weighed_NV, ids_N)
+        if self.standing_BL is not None:
+            drawn_N, ids_N = ids_N, at_places(self.standing_BL, places_N)
+            # A greedy row draws its argmax with certainty.
+            certain_N = jnp.where(ids_N == drawn_N, 0.0, -jnp.inf)
+            logprob_N = jnp.where(self.chain.is_greedy(at), certain_N, log_prob(weighed_NV, ids_N))
         if self.observe is None:
             return None, self.measure(weighed_NV, logprob_N)
         kept = jax.tree.map(lambda x_BL: at_places(x_BL, places_N), self.kept)

@@ -112,7 +112,7 @@ class Renoise(Rule):
         )
         random_BL = jax.lax.cond(
             jnp.any(is_random_B1 & is_hit_BL),
-            lambda: _random(is_text(), uniform(keys_B2[:, 1], num_positions), mask_id),
+            lambda: random_ids(is_text(), uniform(keys_B2[:, 1], num_positions), mask_id),
             lambda: jnp.full_like(tokens_BL, mask_id),
         )
         new_BL = jnp.where(is_mask_B1, mask_id, space_id)
@@ -120,7 +120,7 @@ class Renoise(Rule):
         return jnp.where(is_hit_BL, new_BL, tokens_BL), is_hit_BL
 
 
-def _random(is_text_BV: jax.Array, uniform_BL: jax.Array, mask_id: int) -> jax.Array:
+def random_ids(is_text_BV: jax.Array, uniform_BL: jax.Array, mask_id: int) -> jax.Array:
     """An allowed id of the row for each number in [0, 1); MASK in rows without one."""
     upto_BV = jnp.cumsum(is_text_BV, axis=1)
     number_B1 = upto_BV[:, -1:]
