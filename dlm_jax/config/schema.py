@@ -694,6 +694,8 @@ class Config:
         self._check_run()
         self._check_begin()
         self._check_attention()
+        if not self.objective.noise_process.is_masked:
+            self._check_process()
         if self.rl.reward:
             self._check_policy()
 
@@ -715,6 +717,20 @@ class Config:
             f"of train.batch_size={rows} rows leaves an objective without rows",
             "raise train.batch_size", "train.batch_size",
         )  # fmt: skip
+
+    def _check_process(self) -> None:
+        model, kind = self.model, self.objective.process
+        for name, value, needed in (
+            ("model.mode", model.mode, "language_model"),
+            ("model.attention_type", model.attention_type != "causal", True),
+            ("model.add_sampler_head", model.add_sampler_head, False),
+            ("model.add_critic_head", model.add_critic_head, False),
+            ("rl.reward", self.rl.reward, ""),
+        ):
+            require(
+                value == needed, "objective.process", kind, f"does not go with {name}",
+                "use 'masked'", name,
+            )  # fmt: skip
 
     def _check_policy(self) -> None:
         rows, group, model = self.train.batch_size, self.rl.group, self.model

@@ -96,7 +96,6 @@ def costs(
     )
     level_BN = place_BN.astype(jnp.float32) / 2.0**32
     free_BN = jnp.sum(is_free_BNU, axis=2)
-    is_noised = process is not None and not process.is_masked
 
     @jax.vmap
     @functools.partial(jax.vmap, in_axes=(0, None, 0, 0))
@@ -107,16 +106,13 @@ def costs(
 
     def one_draw(carry: None, draw: jax.Array) -> tuple[None, list[jax.Array]]:
         share_BN = (level_BN + draw / num_draws) % 1.0
-        if is_noised:
-            drawn_B = jax.vmap(lambda key: jax.random.fold_in(key, draw))(key_B)
-            cost_BL = _noised(
-                network, params, batch, drawn_B, 1.0 - share_BN, process,
-                mask_id=mask_id, noise_ids=noise_ids,
-            )  # fmt: skip
-            return carry, [jnp.sum(jnp.where(is_BL, cost_BL, 0.0), axis=1)
-                           for is_BL in (True, is_text_BL)]  # fmt: skip
-        count_BN = jnp.minimum(1 + jnp.floor(share_BN * free_BN).astype(jnp.int32), free_BN)
         drawn_B = jax.vmap(lambda key: jax.random.fold_in(key, draw))(key_B)
+        if process is not None and not process.is_masked:
+            ids = {"mask_id": mask_id, "noise_ids": noise_ids}
+            cost_BL = _noised(network, params, batch, drawn_B, 1.0 - share_BN, process, ids)
+            text_BL = jnp.where(is_text_BL, cost_BL, 0.0)
+            return carry, [jnp.sum(part_BL, axis=1) for part_BL in (cost_BL, text_BL)]
+        count_BN = jnp.minimum(1 + jnp.floor(share_BN * free_BN).astype(jnp.int32), free_BN)
         block_BN = jnp.broadcast_to(block_1N, (num_rows, num_blocks))
         is_masked_BNU = hidden(block_BN, drawn_B, count_BN, is_free_BNU)
         is_masked_BL = is_masked_BNU.reshape(num_rows, -1)[:, : batch.tokens_BL.shape[1]]
@@ -142,16 +138,12 @@ def _noised(
     batch: Batch,
     key_B: jax.Array,
     t_BN: jax.Array,
-    process: Process | None,
-    *,
-    mask_id: int,
-    noise_ids: tuple[int, ...],
+    process: Process,
+    ids: dict[str, Any],
 ) -> jax.Array:
     """What each position adds to the bound at the times of the blocks of its row, ``[B, L]``."""
-    assert process is not None
     num_positions = batch.tokens_BL.shape[1]
     t_BL = jnp.repeat(t_BN, network.block_length or num_positions, axis=1)[:, :num_positions]
-    ids = {"mask_id": mask_id, "noise_ids": noise_ids}
     noised = noised_at(process, batch, key_B, t_BL, schedule=LINEAR, **ids)
     return process_costs(network, params, noised, **ids)
 

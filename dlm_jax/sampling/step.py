@@ -132,11 +132,7 @@ def write(
     # Commit.
     step_B = state.step_B
     state, is_committed_BL = committed(program, state, inputs, goes_on_B)
-    if rules.commit.renews:
-        others_BL = inputs.is_open_BL & ~is_committed_BL & is_finite_B[:, None]
-        new_BL = rules.commit.renewed(inputs.commit, inputs.filled.proposal)
-        new_BL = returned(new_BL, rules.commit, "renewed", "B, L", others_BL.shape, jnp.int32)
-        state = _renewed_at(program, state, others_BL, new_BL)
+    state = _renewed(program, state, inputs, is_committed_BL)
     is_fresh_BL = is_committed_BL
     choice_B = None
     if state.records is not None:
@@ -242,7 +238,7 @@ def standing(program: Program, state: State, key_B: jax.Array) -> Standing:
     eos_ids = set(program.eos_ids)
     banned = ({*program.banned_ids, program.pad_id} - eos_ids) | {program.mask_id}
 
-    def of_rows(params: Params, rows: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+    def of_rows(params: Params, rows: tuple[Any, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
         chain, tokens_BL, key_B = rows
         num_rows, num_positions = tokens_BL.shape
         is_text_BV = ~chain.banned(num_rows, program.network.vocab_size)
@@ -253,8 +249,11 @@ def standing(program: Program, state: State, key_B: jax.Array) -> Standing:
 
     tokens_BL = state.canvas.tokens_BL
     salted_B = jax.vmap(lambda key: jax.random.fold_in(key, RENOISE_SALT))(key_B)
-    found = program.by_rows(of_rows)(None, (state.rules.chain, tokens_BL, salted_B))
-    return Standing(tokens_BL, tokens_BL == program.mask_id, *found, program.mask_id)
+    is_noise_BL, random_BL, num_ids_B = program.by_rows(of_rows)(
+        None, (state.rules.chain, tokens_BL, salted_B)
+    )
+    is_mask_BL = tokens_BL == program.mask_id
+    return Standing(tokens_BL, is_mask_BL, is_noise_BL, random_BL, num_ids_B, program.mask_id)
 
 
 def begun(program: Program, state: State) -> State:
@@ -272,6 +271,19 @@ def begun(program: Program, state: State) -> State:
 
     new_BL = jax.lax.cond(jnp.any(is_new_BL), first, lambda: state.canvas.tokens_BL)
     return _renewed_at(program, state, is_new_BL, new_BL)
+
+
+def _renewed(
+    program: Program, state: State, inputs: StepInputs, is_committed_BL: jax.Array
+) -> State:
+    """The state with what a rule that renews writes at the open positions it did not select."""
+    rule, filled = state.rules.commit, inputs.filled
+    if not rule.renews:
+        return state
+    others_BL = inputs.is_open_BL & ~is_committed_BL & filled.is_finite_B[:, None]
+    new_BL = rule.renewed(inputs.commit, filled.proposal)
+    new_BL = returned(new_BL, rule, "renewed", "B, L", others_BL.shape, jnp.int32)
+    return _renewed_at(program, state, others_BL, new_BL)
 
 
 def _renewed_at(program: Program, state: State, is_at_BL: jax.Array, new_BL: jax.Array) -> State:

@@ -73,8 +73,8 @@ def test_texts_follow_the_law_of_the_enumerated_chain(name):
         counts = written(name, empty, steps=steps, temperature=temperature)
         assert p_value(counts, law) > 1e-3
         if steps == 2:
-            # The test would tell: the law of 8 steps is another.
-            assert p_value(counts, oracle(name, 1.0).law(np.linspace(1.0, 0.0, 9))) < 1e-3
+            # The test would tell: the law of one step is another.
+            assert p_value(counts, oracle(name, 1.0).law(np.linspace(1.0, 0.0, 2))) < 1e-3
 
 
 def test_a_draft_is_where_the_chain_begins():
@@ -92,11 +92,11 @@ def model_of(process: str) -> Model:
 
 def test_a_uniform_model_writes_by_its_own_order():
     model = model_of("uniform")
-    settings = {"steps": 4, "gen_length": 8, "max_length": 16}
+    settings = {"steps": 4, "gen_length": 8, "max_length": 16, "ignore_eos": True}
     result = dlm_jax.generate(model, ["The ", "A rat "], temperature=[1.0, 0.0], seed=3, **settings)
     for text, prompt in zip(result.texts, ("The ", "A rat "), strict=True):
         assert text.startswith(prompt) and len(text) == len(prompt) + 8
-    assert result.forwards == 4 and all(status is Status.DONE for status in result.status)
+    assert (np.asarray(result.forwards) == 4).all()
     alone = dlm_jax.generate(model, ["A rat "], temperature=0.0, seed=4, **settings)
     assert alone.texts[0] == result.texts[1]
     drafted = dlm_jax.generate(
