@@ -89,12 +89,7 @@ def costs(
     num_rows, num_blocks, _ = is_free_BNU.shape
     key_B = jax.vmap(functools.partial(jax.random.fold_in, key))(number_B)
     block_1N = jnp.arange(num_blocks, dtype=jnp.uint32)[None]
-    place_BN = (
-        jax.random.bits(key, (1, 1), jnp.uint32)
-        + number_B.astype(jnp.uint32)[:, None] * jnp.uint32(_BETWEEN_ROWS)
-        + block_1N * jnp.uint32(_BETWEEN_BLOCKS)
-    )
-    level_BN = place_BN.astype(jnp.float32) / 2.0**32
+    level_BN = _levels(key, number_B, block_1N)
     free_BN = jnp.sum(is_free_BNU, axis=2)
 
     @jax.vmap
@@ -130,6 +125,16 @@ def costs(
 
     _, (whole_SB, text_SB) = jax.lax.scan(one_draw, None, jnp.arange(num_draws))
     return Costs(*mean(whole_SB), *mean(text_SB))
+
+
+def _levels(key: jax.Array, number_B: jax.Array, block_1N: jax.Array) -> jax.Array:
+    """A level in [0, 1) for each block of each row, spread over rows in turn and their blocks."""
+    place_BN = (
+        jax.random.bits(key, (1, 1), jnp.uint32)
+        + number_B.astype(jnp.uint32)[:, None] * jnp.uint32(_BETWEEN_ROWS)
+        + block_1N * jnp.uint32(_BETWEEN_BLOCKS)
+    )
+    return place_BN.astype(jnp.float32) / 2.0**32
 
 
 def _noised(

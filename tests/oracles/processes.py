@@ -125,7 +125,7 @@ class Enumerated:
             )
         return total
 
-    def discrete_bound(self, text: Sequence[int], levels: Sequence[float]) -> float:
+    def discrete_bound(self, text: Sequence[int], levels: Sequence[float] | np.ndarray) -> float:
         """Negative ELBO of the chain that stands at falling levels, from 1 to 0."""
         total = self.last(text, levels[-2])
         for v, to in zip(levels[:-2], levels[1:-1], strict=True):
@@ -142,7 +142,9 @@ class Enumerated:
                     )
         return total
 
-    def law(self, levels: Sequence[float], start: np.ndarray | None = None) -> np.ndarray:
+    def law(
+        self, levels: Sequence[float] | np.ndarray, start: np.ndarray | None = None
+    ) -> np.ndarray:
         """``[V^L]``: probability that the reverse chain ends at each canvas."""
         if start is None:
             _, c = self.at(1.0)
