@@ -101,13 +101,13 @@ def costs(
 
     def one_draw(carry: None, draw: jax.Array) -> tuple[None, list[jax.Array]]:
         share_BN = (level_BN + draw / num_draws) % 1.0
+        count_BN = jnp.minimum(1 + jnp.floor(share_BN * free_BN).astype(jnp.int32), free_BN)
         drawn_B = jax.vmap(lambda key: jax.random.fold_in(key, draw))(key_B)
         if process is not None and not process.is_masked:
             ids = {"mask_id": mask_id, "noise_ids": noise_ids}
             cost_BL = _noised(network, params, batch, drawn_B, 1.0 - share_BN, process, ids)
             text_BL = jnp.where(is_text_BL, cost_BL, 0.0)
             return carry, [jnp.sum(part_BL, axis=1) for part_BL in (cost_BL, text_BL)]
-        count_BN = jnp.minimum(1 + jnp.floor(share_BN * free_BN).astype(jnp.int32), free_BN)
         block_BN = jnp.broadcast_to(block_1N, (num_rows, num_blocks))
         is_masked_BNU = hidden(block_BN, drawn_B, count_BN, is_free_BNU)
         is_masked_BL = is_masked_BNU.reshape(num_rows, -1)[:, : batch.tokens_BL.shape[1]]

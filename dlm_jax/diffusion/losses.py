@@ -107,9 +107,10 @@ def read_out(
     mask_id: int,
     is_read_BL: jax.Array | None = None,
 ) -> jax.Array:
-    """``cost(logits_NV, *given_N) -> [N]`` of any head at every position, ``[B, L]``.
+    """``cost(logits_NV, *given) -> [N]`` of any head at every position, ``[B, L]``.
 
-    As in `cross_entropy_of`; `given` are ``[B, L]``.
+    As in `cross_entropy_of`; `given` are ``[B, L]``, of which a call has some positions in any
+    shape.
     """
     # On a CPU, skipping a few positions costs the fast shapes of its products.
     if platform() == "cpu":
@@ -140,12 +141,12 @@ def _at_logits(
     logits = read(*(x.reshape(-1, *x.shape[lead:]) for x in inputs))
     ids = jnp.arange(logits.shape[1])[None, :]
     logits = jnp.where(ids == mask_id, -jnp.inf, logits)
-    return cost(logits, *(x.reshape(-1) for x in given)).reshape(given[-1].shape)
+    return cost(logits, *given).reshape(given[-1].shape)
 
 
-def _nll(logits_NV: jax.Array, targets_N: jax.Array) -> jax.Array:
-    """Negative log-probabilities ``[N]``."""
-    chosen_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=1)[:, 0]
+def _nll(logits_NV: jax.Array, targets: jax.Array) -> jax.Array:
+    """Negative log-probabilities ``[N]`` of targets of any shape."""
+    chosen_N = jnp.take_along_axis(logits_NV, targets.reshape(-1, 1), axis=1)[:, 0]
     return jax.nn.logsumexp(logits_NV, axis=1) - chosen_N
 
 

@@ -619,7 +619,8 @@ def process_costs(
     batch, shown_BL, noise = noised.batch, noised.shown_BL, noised.noise
     hidden_BLD = hidden_of(network, params, shown_BL, batch.tokens_BL, batch.length_B)
 
-    def cost(logits_NV: jax.Array, clean_N: jax.Array, shown_N: jax.Array, *noise_N: jax.Array):
+    def cost(logits_NV: jax.Array, *given: jax.Array) -> jax.Array:
+        clean_N, shown_N, *noise_N = (x.reshape(-1) for x in given)
         return divergence(logits_NV, clean_N, shown_N, Noise(*noise_N), noise_ids=noise_ids)
 
     is_read_BL = noise.weight > 0
