@@ -286,6 +286,11 @@ class Likelihoods:
             raise ValueError(
                 "the model is a sequence scorer, which has no likelihood; load a language model"
             )
+        if not model.process.is_masked:
+            raise ValueError(
+                "the harness draws masks, and the model was trained with "
+                f"objective.process={model.process.name!r}; use dlm_jax.score"
+            )
         if not 1 <= num_draws <= 1 << 16:
             raise ValueError(f"num_draws={num_draws} is outside [1, 65536]; use 32, say")
         if batch_size < 1:

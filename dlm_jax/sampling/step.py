@@ -281,7 +281,8 @@ def _renewed(
     if not rule.renews:
         return state
     others_BL = inputs.is_open_BL & ~is_committed_BL & filled.is_finite_B[:, None]
-    new_BL = rule.renewed(inputs.commit, filled.proposal)
+    memory = state.memory._replace(places=filled.kept)
+    new_BL = rule.renewed(inputs.commit._replace(memory=memory), filled.proposal)
     new_BL = returned(new_BL, rule, "renewed", "B, L", others_BL.shape, jnp.int32)
     return _renewed_at(program, state, others_BL, new_BL)
 
@@ -650,6 +651,9 @@ def _ended(
     left_B = jnp.sum(is_hole_BL & block.holds(is_hole_BL.shape[1]), axis=1)
     goes_on_B = state.rules.goes_on(state.row.resamples_B) | still_B
     goes_on_B &= ~block.is_last_step_B
+    finished_B = state.rules.commit.finished(state.memory)
+    if finished_B is not None:
+        goes_on_B &= ~finished_B
     is_over_B = steps_B & is_finite_B & (left_B == 0) & ~goes_on_B
     refines_B = state.rules.refines(state.row.resamples_B)
     is_work_BL = work(canvas, refines_B, mask_id=program.mask_id)

@@ -14,6 +14,7 @@ from dlm_jax.sampling.commit.commit_rule import (
 )
 from dlm_jax.sampling.commit.credit import Credit
 from dlm_jax.sampling.commit.dilated import Dilated
+from dlm_jax.sampling.commit.entropy_renoise import EntropyRenoise
 from dlm_jax.sampling.commit.frechet import Frechet
 from dlm_jax.sampling.commit.hierarchical import Hierarchical
 from dlm_jax.sampling.commit.klass import Klass
@@ -38,7 +39,7 @@ COMMIT_RULES: Mapping[str, type[CommitRule]] = {
         LowConfidence, RandomOrder, LeftToRight, LowEntropy, LargeMargin, Threshold, Factor,
         EntropyBound, Ancestral, RandomFilled, JointThreshold,
         Frechet, LocalLeap, Hierarchical, Dilated, PositionAware, Prophet, Klass, Credit, SlowFast,
-        Posterior,
+        Posterior, EntropyRenoise,
     )
 }  # fmt: skip
 """Commit rules by the setting ``order``."""
@@ -51,6 +52,7 @@ __all__ = [
     "Credit",
     "Dilated",
     "EntropyBound",
+    "EntropyRenoise",
     "Factor",
     "Frechet",
     "Hierarchical",

@@ -166,6 +166,10 @@ class CommitRule(Rule):
         """Tokens ``[B, L]`` for the holes of rows before their first step, if it `renews`."""
         return standing.tokens_BL
 
+    def finished(self, memory: RuleMemory) -> jax.Array | None:
+        """True ``[B]`` for rows whose block ends with this step, if it `renews`; None: none."""
+        return None
+
     def renewed(self, context: CommitContext, proposal: Proposal) -> jax.Array:
         """Tokens ``[B, L]`` for the open positions that are not selected, if it `renews`."""
         assert context.standing is not None, "the rule renews"

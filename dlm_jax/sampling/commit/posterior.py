@@ -37,7 +37,13 @@ _KIND_SALT, _NOISE_SALT = 0x6B696E64, 0x6D61736B
 
 
 class NoiseProcess(Protocol):
-    """The forward process of the model's training; hashable."""
+    """The forward process of the model's training; hashable.
+
+    Attributes:
+      is_masked: whether noise is MASK alone.
+    """
+
+    is_masked: Any
 
     def shares(self, level: jax.Array, /) -> Any:
         """Shares that are ``clean``, ``mask`` and ``text`` at levels in [0, 1]."""
@@ -58,21 +64,10 @@ class Chances(NamedTuple):
     stay: jax.Array
 
 
-@rule
-class Posterior(CommitRule):
-    """Draws every open position from the reverse step of the process, in three parts.
+class Renewing(CommitRule):
+    """A rule whose tokens may all change until the end of their block."""
 
-    With ``r = alpha_t / alpha_s`` and ``c`` the noise of `dlm_jax.diffusion.processes`, the token
-    z that stands there stays with weight ``r (alpha_s p(z) + c_s(z))``. Else, with weight ``c_t(z)
-    - r c_s(z)``, it becomes a draw of the model with chance ``alpha_s``, or of the noise.
-    """
-
-    about = "as the noise process does, where any token may change until the end"
     renews = True
-
-    start_B: jax.Array = per_row(POSTERIOR_START)
-    process: NoiseProcess = fact("process")
-    schedule: NoiseSchedule = fact("noise")
 
     @classmethod
     def check(cls, row: Any) -> None:
@@ -91,8 +86,24 @@ class Posterior(CommitRule):
                 )  # fmt: skip
 
     def weighed(self, logits_NV: jax.Array, filtered: Callable[[], jax.Array]) -> jax.Array | None:
-        """The logits of the draw: p(z) is that of the distribution that is drawn from."""
+        """The logits of the draw."""
         return filtered()
+
+
+@rule
+class Posterior(Renewing):
+    """Draws every open position from the reverse step of the process, in three parts.
+
+    With ``r = alpha_t / alpha_s`` and ``c`` the noise of `dlm_jax.diffusion.processes`, the token
+    z that stands there stays with weight ``r (alpha_s p(z) + c_s(z))``. Else, with weight ``c_t(z)
+    - r c_s(z)``, it becomes a draw of the model with chance ``alpha_s``, or of the noise.
+    """
+
+    about = "as the noise process does, where any token may change until the end"
+
+    start_B: jax.Array = per_row(POSTERIOR_START)
+    process: NoiseProcess = fact("process")
+    schedule: NoiseSchedule = fact("noise")
 
     def begin(self, standing: Standing, key_B: jax.Array) -> jax.Array:
         """Noise of level 1 at every position."""

@@ -41,7 +41,9 @@ def _advance():
 def written(name: str, canvas: tuple[int, ...], **settings) -> np.ndarray:
     """How often each canvas of letters and MASK is the last one, ``[27]``."""
     facts = enumerable.MODEL.facts._replace(process=process_of(name))
-    sample = SampleConfig(order="posterior", ignore_eos=True, chain=("temperature",), **settings)
+    sample = SampleConfig(
+        **{"order": "posterior", "ignore_eos": True, "chain": ("temperature",)} | settings
+    )
     one = SimpleNamespace(**vars(sample), seed=0, capacity=0)
     packed = RowParams.pack([one], facts), BUILT_IN.pack([sample], facts)
     row, rules = jax.tree.map(lambda x: jnp.broadcast_to(x, (ROWS, *x.shape[1:])), packed)
@@ -83,6 +85,53 @@ def test_a_draft_is_where_the_chain_begins():
     law = chain.law(np.linspace(0.4, 0.0, 5), np.eye(27)[chain.states.index(draft)])
     counts = written("uniform", draft, steps=4, posterior_start=0.4)
     assert p_value(counts, law) > 1e-3
+
+
+def accepted(entropy: np.ndarray, bound: float) -> list[int]:
+    """Positions in rising order of entropy while the sum of those before is at most the bound."""
+    order = [int(i) for i in np.argsort(entropy)]
+    return [i for n, i in enumerate(order) if sum(entropy[j] for j in order[:n]) <= bound]
+
+
+def entropy_law(bound: float, steps: int) -> np.ndarray:
+    """The law of accepting, renoising and taking the likeliest tokens at the end, ``[27]``."""
+    chain = oracle("uniform", 1.0)
+    letters = [n for n, z in enumerate(chain.states) if max(z) < 2]
+    now = np.zeros(27)
+    now[letters] = 1 / len(letters)
+    uniform = np.array([0.5, 0.5, 0.0])
+    for step in range(steps):
+        after = np.zeros(27)
+        for n in letters:
+            p = chain.p[n]
+            entropy = -np.sum(np.where(p > 0, p * np.log(np.maximum(p, 1e-300)), 0.0), axis=1)
+            own = [p[i] if i in accepted(entropy, bound) else uniform for i in range(3)]
+            if step == steps - 1:
+                own = [np.eye(3)[p[i].argmax()] for i in range(3)]
+            after += now[n] * np.einsum("i,j,k->ijk", *own).reshape(-1)
+        now = after
+    return now
+
+
+@pytest.mark.parametrize(("bound", "steps"), [(0.0, 2), (0.7, 3), (9.0, 4)])
+def test_candidates_of_little_entropy_stay_and_the_rest_is_new_noise(bound, steps):
+    counts = written(
+        "uniform", (MASK,) * 3, steps=steps, order="entropy_renoise", entropy_bound=bound,
+        renoise_stop=0.0,
+    )  # fmt: skip
+    assert p_value(counts, entropy_law(bound, steps)) > 1e-3
+    assert p_value(counts, entropy_law(bound, 1)) < 1e-3
+
+
+def test_a_canvas_that_repeats_with_little_entropy_ends():
+    result = dlm_jax.generate(
+        model_of("uniform"), ["The "], steps=40, gen_length=8, max_length=16, temperature=1e-3,
+        order="entropy_renoise", num_samples=4, ignore_eos=True,
+    )  # fmt: skip
+    # A row whose likeliest tokens never repeat takes all of its steps.
+    assert (np.asarray(result.forwards) < 40).sum() >= 2
+    with pytest.raises(ValueError, match="order='entropy_renoise' writes random tokens"):
+        dlm_jax.generate(toy_model.MODEL, ["The "], order="entropy_renoise", max_length=16)
 
 
 def model_of(process: str) -> Model:
