@@ -15,8 +15,8 @@ from dlm_jax.settings import Setting, SettingError, per_row, rule
 
 RENOISE_STOP = Setting(
     "renoise_stop", 0.005,
-    "order=entropy_renoise: a block ends when its likeliest tokens repeat and their mean entropy is "
-    "below this, in nats, >= 0", low=0.0, high=1e6, activates=False,
+    "order=entropy_renoise: a block ends when its likeliest tokens repeat and their mean entropy "
+    "is below this, in nats, >= 0", low=0.0, high=1e6, activates=False,
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ predicted distribution of the token for x (Schiff et al. 2024, UDLM, equation 15
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ class NoiseProcess(Protocol):
       is_masked: whether noise is MASK alone.
     """
 
-    is_masked: Any
+    is_masked: ClassVar[bool]
 
     def shares(self, level: jax.Array, /) -> Any:
         """Shares that are ``clean``, ``mask`` and ``text`` at levels in [0, 1]."""
