@@ -38,7 +38,7 @@ class Trace:
       canvas: int32 ``[B, S, L]``, the tokens that the forward of each step saw; MASK at holes.
       tokens: int32 ``[B, S, L]``, the tokens that each step drew; -1 where it drew none.
       is_written: True ``[B, S, L]`` at the drawn tokens that the step wrote. The others were
-      discarded.
+        discarded.
       logprobs: float32 ``[B, S, L]`` log-probability in nats of each drawn token under the policy.
         The policy is the distribution of the draw, after bans, guidance, temperature and all
         transforms, of the LM head or the sampler head. 0 in greedy rows and where nothing was
@@ -47,10 +47,10 @@ class Trace:
         writing and remasking: ``-ln C(n, k)`` for k of n holes in random order, 0 for rules that
         choose by the tokens alone.
       entropy: float32 ``[B, S, L]`` entropy in nats of the logits of the head before the chain,
-      where drawn.
+        where drawn.
       confidence: float32 ``[B, S, L]`` confidence of the commit rule, where drawn.
       level: int32 ``[B, S, L]`` level of each draw in `dlm_jax.Wavefront`. A draw sees the draws of
-      lower levels.
+        lower levels.
       length: int32 ``[B]``, live positions.
       is_frozen: True ``[B, L]`` at given tokens, and beyond the length.
       steps: int32 ``[B]``, steps taken.
