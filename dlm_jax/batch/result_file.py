@@ -180,9 +180,9 @@ class Results:
 
         Args:
           path: the merged file of all processes.
-          fingerprint: of the run.
-          index: of this process.
-          count: of the processes that share the work.
+          fingerprint: fingerprint of the run.
+          index: index of this process.
+          count: number of processes that share the work.
         """
         check_process(index, count)
         self.path = Path(os.path.realpath(path))

@@ -67,7 +67,7 @@ def load(path: str | Path | None, overrides: Mapping[str, str] | None = None) ->
     """Config from a TOML file (or the defaults), with dotted keys overridden by flag texts.
 
     Args:
-      path: of the file, or the name of a shipped config (``quickstart``).
+      path: path of the file, or the name of a shipped config (``quickstart``).
       overrides: texts by key.
 
     Raises:

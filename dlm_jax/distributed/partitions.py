@@ -94,8 +94,8 @@ def on_own_share(
     Args:
       compute: independent along the axes that `kind` splits; its result is split as its arrays.
       params: all parameters; those that it does not read are not moved.
-      arrays: with the same leading dimensions, those that `kind` splits.
-      kind: of the arrays and of the result, a name in `PLACES`.
+      arrays: arrays with the same leading dimensions, which `kind` splits.
+      kind: kind of the arrays and of the result, a name in `PLACES`.
     """
     mesh = mesh_in_use()
     if mesh is None:

@@ -223,10 +223,10 @@ def attend_beside_clean(
     diffusion, section 3.1).
 
     Args:
-      q_BLHK: of both streams, concatenated along the rows: ``[2 B, L, H, K]``.
+      q_BLHK: queries of both streams, concatenated along the rows: ``[2 B, L, H, K]``.
       k_BLGK: likewise, ``[2 B, L, G, K]``.
       v_BLGK: likewise.
-      length_B: of the rows of one stream.
+      length_B: lengths of the rows of one stream.
       block_length: positions of a block.
     """
     half = length_B.shape[0]

@@ -111,7 +111,7 @@ def read_qwen(
 def read_shape(fields: Fields, *, epsilon: float) -> dict[str, Any]:
     """The settings that all families but LLaDA store alike; inverse of `write_shape`.
 
-    `epsilon` is that of the norms where none is said.
+    `epsilon` is the default epsilon of the norms.
     """
     heads = fields.take("num_attention_heads", int)
     return {

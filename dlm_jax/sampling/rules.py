@@ -98,15 +98,13 @@ class Rules(NamedTuple):
 AUTO = "auto"
 """The fill that follows from the model's heads."""
 IGNORE_EOS = Setting("ignore_eos", False, "ban every id that ends a generation")
-EDIT = Setting("edit", False, "insert and delete tokens between the steps; lengths change")
+EDIT = Setting("edit", False, "insert and delete tokens between steps; lengths change")
 DRAW = Setting(
     "draw", "inverse_cdf",
     "how a token is drawn: inverse_cdf (the faster) or gumbel (as others do)",
     choices={name: name for name in METHODS},
 )  # fmt: skip
-GEN_LENGTH = Setting(
-    "gen_length", 0, "new tokens of one sample; 0: as many as the canvas has room for", low=0
-)
+GEN_LENGTH = Setting("gen_length", 0, "new tokens of one sample; 0: all remaining room", low=0)
 
 
 class Slot(NamedTuple):

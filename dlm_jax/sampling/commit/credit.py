@@ -31,7 +31,7 @@ CREDIT_DECAY = Setting(
     low=0.0, high=1.0,
 )  # fmt: skip
 CREDIT_POWER = Setting(
-    "credit_power", 0.2, "order=credit: power of the probability that is credited, >= 0",
+    "credit_power", 0.2, "order=credit: exponent of the credited probability, >= 0",
     low=0.0, high=1e3,
 )  # fmt: skip
 KEPT = 4

@@ -124,7 +124,7 @@ SCHEDULE = Setting(
 
 CONFIDENCE_OF = Setting(
     "confidence_of", "clean",
-    "logits that confidence, entropy and margin are of: clean, or filtered (after all transforms)",
+    "logits for confidence, entropy and margin: clean, or filtered (after all transforms)",
     choices={"clean": "clean", "filtered": "filtered"},
 )  # fmt: skip
 
@@ -139,8 +139,8 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 CONFIDENCE_WITHOUT = Setting(
     "confidence_without", (),
-    "ids that confidence leaves out: the others share the probability, and a hole whose candidate "
-    "is one of them has none",
+    "ids excluded from confidence: the others share the probability, and a hole with such a "
+    "candidate has confidence 0",
     parse=_ids, hint=tuple[int, ...],
 )  # fmt: skip
 

@@ -34,12 +34,12 @@ THRESHOLD_ABOVE = Setting(
     "threshold_above", False, "order=threshold: confidence must be above the threshold, not at it"
 )
 THRESHOLD_LEAST = Setting(
-    "threshold_least", 1, "order=threshold: holes that commit at every step at least", low=1
+    "threshold_least", 1, "order=threshold: minimum number of commits per step", low=1
 )
 THRESHOLD_ALONE = Setting(
     "threshold_alone", 0,
-    "order=threshold: a hole at a multiple of this commits alone, before the others of its block "
-    "are looked at; 0: none does", low=0,
+    "order=threshold: a hole at a multiple of this commits alone, before the others of its "
+    "block; 0: none does", low=0,
 )  # fmt: skip
 FACTOR = Setting(
     "factor", 1.0,
@@ -47,18 +47,18 @@ FACTOR = Setting(
     low=0.0, high=1e6,
 )  # fmt: skip
 ENTROPY_BOUND = Setting(
-    "entropy_bound", 0.1, "order=entropy_bound: nats of entropy that may be committed blind, >= 0",
+    "entropy_bound", 0.1, "order=entropy_bound: bound in nats on the entropy of a commit, >= 0",
     low=0.0, high=1e6,
 )  # fmt: skip
 
 REWRITE_THRESHOLD = Setting(
     "rewrite_threshold", 0.9,
-    "order=joint_threshold: a written token of the block gives way to another of a confidence "
-    "above this, in [0, 1]", low=0.0, high=1.0, activates=False,
+    "order=joint_threshold: confidence above which another token replaces a written one, in "
+    "[0, 1]", low=0.0, high=1.0, activates=False,
 )  # fmt: skip
 REWRITE_STEPS = Setting(
     "rewrite_steps", 16,
-    "order=joint_threshold: steps that a block without holes takes at most while it is rewritten",
+    "order=joint_threshold: maximum number of rewriting steps of a block without holes",
     low=0, activates=False,
 )  # fmt: skip
 

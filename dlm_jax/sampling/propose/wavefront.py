@@ -152,12 +152,12 @@ SAMPLER_MIN_NEIGHBORS_RATIO = Setting(
 )  # fmt: skip
 SAMPLER_RATIO_BY_DENSITY = Setting(
     "sampler_ratio_by_density", 0.0,
-    "wavefront: that share is multiplied by this power of the share of the row that is not filled",
+    "wavefront: multiply that share by this power of the unfilled share of the row",
     low=0.0, high=16.0,
 )  # fmt: skip
 SAMPLER_SPREAD_SEEDS = Setting(
     "sampler_spread_seeds", False,
-    "wavefront: the holes that begin are spread evenly over the row",
+    "wavefront: spread the starting holes evenly over the row",
 )  # fmt: skip
 SAMPLER_EVEN_ODD = Setting(
     "sampler_even_odd",
@@ -167,8 +167,8 @@ SAMPLER_EVEN_ODD = Setting(
 )
 SAMPLER_ONE_SIDED = Setting(
     "sampler_one_sided", False,
-    "wavefront: holes between two filled tokens are filled from the left one on, so that no two "
-    "waves meet; up to twice as many waves",
+    "wavefront: fill holes between two tokens from the left, so that no two waves meet; up to "
+    "twice as many waves",
 )  # fmt: skip
 SAMPLER_TEMPERATURE = Setting(
     "sampler_temperature", 1.0,

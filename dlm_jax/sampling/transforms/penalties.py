@@ -156,7 +156,7 @@ class Dry(LogitTransform):
         x_NL = logits_NV.at[rows_N1, ids_NL].get(mode="fill", fill_value=-jnp.inf)
         smallest = float(jnp.finfo(jnp.float32).min)
         lowered_NL = jnp.where(x_NL > -jnp.inf, jnp.maximum(x_NL - penalty_NL, smallest), -jnp.inf)
-        # the longest match of a token has the largest penalty: the minimum is the one that counts
+        # the longest match of a token has the largest penalty, so the minimum applies
         return logits_NV.at[rows_N1, ids_NL].min(lowered_NL, mode="drop")
 
     def _match_lengths(self, prepared: tuple[Array, ...], at: At) -> tuple[Array, Array]:

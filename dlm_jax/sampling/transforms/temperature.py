@@ -42,8 +42,8 @@ TEMPERATURE = _temperature(Setting(
 ))  # fmt: skip
 TEMPERATURE_END = _temperature(Setting(
     "temperature_end", -1.0,
-    "temperature of the last step (that of as many as there are holes, if fewer), approached "
-    "evenly; -1: the same at every step",
+    "temperature of the last step (or of step n with n holes, if earlier), approached "
+    "linearly; -1: constant",
     low=-1.0, high=1e6, remedy="use -1 for the same temperature at every step",
 ))  # fmt: skip
 DYNATEMP_RANGE = Setting(
