@@ -26,7 +26,8 @@ BLOCK_LENGTH = Setting(
 )  # fmt: skip
 OPEN_BLOCKS = Setting(
     "open_blocks", 1,
-    "maximum number of open blocks; the next one opens when the last one is open_share done", low=1, high=64,
+    "maximum number of open blocks; the next one opens when the last one is open_share done",
+    low=1, high=64,
 )  # fmt: skip
 OPEN_SHARE = Setting(
     "open_share", 0.5,

@@ -43,7 +43,7 @@ DELETE_MARGIN = _weight(
     "delete_margin", 0.02,
     "edit: least lead of the next token's probability in a token's place, exclusive, >= 0",
 )  # fmt: skip
-DELETE_LAMBDA = _weight("delete_lambda", 0.3, "edit: weight of that lead at the next one, >= 0")
+DELETE_LAMBDA = _weight("delete_lambda", 0.3, "edit: weight of that lead at the next position")
 COOLDOWN_DISTANCE = Setting(
     "cooldown_distance", 1,
     "edit: minimum distance to the edits of the last step; 0 is off",
