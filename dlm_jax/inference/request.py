@@ -523,7 +523,7 @@ def make_requests(
 
 def _key(own: Mapping[str, Any], host: Mapping[str, Any]) -> Any:
     """A key for the settings of a prompt, types and whether the host looks at its rows included;
-    None for any but plain.
+    None for other than plain settings.
     """
     plain = (bool, int, float, str, type(None))
     if not all(type(value) in plain for value in own.values()):

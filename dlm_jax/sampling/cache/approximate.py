@@ -38,7 +38,7 @@ class Dual(CacheRule):
     et al. 2025, "vicinity refresh").
     """
 
-    about = "of all before and behind the block; approximate, bidirectional models"
+    about = "everything outside the block; approximate, bidirectional models"
     reaches_end: ClassVar[bool] = False
 
     refresh_B: jax.Array = per_row(CACHE_REFRESH)
@@ -89,7 +89,7 @@ class Prefix(Dual):
     The whole row is computed at the same steps as in `Dual`.
     """
 
-    about = "of all before the block; likewise"
+    about = "everything before the block; approximate, bidirectional models"
     reaches_end = True
 
     @property

@@ -26,7 +26,7 @@ class Exact(CacheRule):
     twice.
     """
 
-    about = "of finished blocks, causal and block-causal models"
+    about = "finished blocks; exact, causal and block-causal models"
 
     block_length: int = fact("block_length", 0)
     open_blocks: int = reads("open_blocks", 1)

@@ -65,7 +65,7 @@ class Ancestral(CommitRule):
     2024, MDLM, equation 7; Wang et al. 2025, ReMDM, equation 6).
     """
 
-    about = "as the noise process does"
+    about = "the reverse noise process"
 
     eta_B: jax.Array = per_row(REMASK_ETA)
     schedule: NoiseSchedule = fact("noise")

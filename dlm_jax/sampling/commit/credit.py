@@ -55,7 +55,7 @@ class Credit(CommitRule):
     each position. Candidates are drawn without credit.
     """
 
-    about = "all that are sure enough, where a prediction that lasts is surer"
+    about = "holes above the threshold, with a bonus for persistent predictions"
     log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)

@@ -25,7 +25,7 @@ class Dilated(CommitRule):
     count from the start of the canvas.
     """
 
-    about = "a grid that gets finer from step to step, whatever is sure"
+    about = "a grid that is refined at each step, regardless of confidence"
     log_chance = certain
 
     base_B: jax.Array = per_row(DILATED_BASE)

@@ -26,7 +26,7 @@ class Frechet(Confident):
     confidences it is `Factor` with a factor of ``1 - delta``.
     """
 
-    about = "all whose confidences bound their joint probability well"
+    about = "holes with a high lower bound on their joint probability"
     log_chance = certain
 
     margin_B: jax.Array = per_row(FRECHET_MARGIN)

@@ -25,7 +25,7 @@ class Hierarchical(Confident):
     dInfer, section 4.2). If all are below the floor, only the most confident hole commits.
     """
 
-    about = "the surest hole of each run of holes, and all that are sure enough"
+    about = "the most confident hole of each run, and all holes above the threshold"
     log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)

@@ -57,7 +57,7 @@ class Klass(CommitRule):
     as one event. It is exact for vocabularies up to this size and a lower bound for larger ones.
     """
 
-    about = "all that are sure and stable from step to step"
+    about = "confident holes with stable predictions"
     log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)

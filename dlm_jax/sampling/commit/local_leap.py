@@ -28,7 +28,7 @@ class LocalLeap(Confident):
     Predictions next to an anchor are nearly determined (Kong et al. 2025, LocalLeap, algorithm 1).
     """
 
-    about = "all that are sure enough, and less sure ones beside them"
+    about = "confident holes, and less confident ones near them"
     log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)

@@ -59,7 +59,7 @@ class PositionAware(Confident):
     token in a corpus (Huang et al. 2025, PC-Sampler, equations 5 to 7).
     """
 
-    about = "a quota, by position, probability and how rare the token is"
+    about = "a quota by position, probability and token rarity"
     log_chance = certain
 
     decay_B: jax.Array = per_row(POSITION_DECAY)

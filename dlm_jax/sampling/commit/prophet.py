@@ -39,7 +39,7 @@ class Prophet(Confident):
     2025, Prophet, equations 4 and 5: 7.5, 5.0 and 2.5). The mean is over the holes of the block.
     """
 
-    about = "a quota, the surest first, and all at once when they are clear"
+    about = "a quota of the most confident holes, or all when predictions are clear"
     log_chance = certain
 
     gap_B: jax.Array = per_row(PROPHET_GAP)

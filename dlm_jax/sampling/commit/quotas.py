@@ -223,8 +223,8 @@ class LowConfidence(Confident, _SurestFirst):
     """
 
     about = (
-        "a quota, the surest first: LLaDA's default, which collapses to spaces and line ends "
-        "when a small model begins on an empty canvas: docs/readings.md"
+        "a quota of the most confident holes: the default of LLaDA, which collapses to spaces "
+        "and line ends for small models on an empty canvas (docs/readings.md)"
     )
 
     quota: Quota = static(SCHEDULE)
@@ -237,7 +237,7 @@ class LowConfidence(Confident, _SurestFirst):
 class LowEntropy(_SurestFirst):
     """Commits a quota of the holes with the lowest entropy."""
 
-    about = "a quota, of the lowest entropy"
+    about = "a quota of the holes of lowest entropy"
     name = "entropy"
     scale = 1.0
     quota: Quota = static(SCHEDULE)
@@ -252,7 +252,7 @@ class LowEntropy(_SurestFirst):
 class LargeMargin(_SurestFirst):
     """Commits a quota of the holes with the largest margin between the two most likely tokens."""
 
-    about = "a quota, of the greatest lead of one token over the next"
+    about = "a quota of the holes with the largest lead over the second token"
     name = "margin"
     scale = 1.0
     quota: Quota = static(SCHEDULE)
@@ -293,7 +293,7 @@ class RandomFilled(QuotaRule):
     same either way, and the other candidates are discarded.
     """
 
-    about = "a random quota out of candidates for all holes"
+    about = "a random quota, with candidates for all holes"
 
     quota: Quota = static(SCHEDULE)
 
@@ -309,7 +309,7 @@ class RandomFilled(QuotaRule):
 class LeftToRight(QuotaRule):
     """Commits a quota of the leftmost holes. Only their logits are needed."""
 
-    about = "a quota, the leftmost first"
+    about = "a quota of the leftmost holes"
     log_chance = certain
 
     quota: Quota = static(SCHEDULE)

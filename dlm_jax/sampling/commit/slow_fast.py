@@ -56,7 +56,7 @@ class SlowFast(Confident):
     algorithm 1).
     """
 
-    about = "all that are sure enough in a span that grows as predictions settle"
+    about = "confident holes within a span that grows with stable predictions"
     log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)

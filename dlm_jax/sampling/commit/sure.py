@@ -71,7 +71,7 @@ class Threshold(Confident, Weighed):
     alone, like the first token of a block in Fast-dLLM v2, which the previous block predicts.
     """
 
-    about = "all that are sure enough"
+    about = "holes above the threshold"
     log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
@@ -107,7 +107,7 @@ class Factor(Confident):
     (Fast-dLLM, section 3.3, theorem 1).
     """
 
-    about = "all that are sure enough to go together"
+    about = "confident holes, with a threshold that depends on their number"
     log_chance = certain
 
     factor_B: jax.Array = per_row(FACTOR)
@@ -129,7 +129,7 @@ class EntropyBound(CommitRule):
     equation 6).
     """
 
-    about = "all that have little entropy together"
+    about = "holes with a small total entropy"
     scale = 1.0
     log_chance = certain
 
@@ -156,7 +156,7 @@ class JointThreshold(Confident):
     are never rewritten.
     """
 
-    about = "threshold, which rewrites what it wrote, too"
+    about = "threshold that also rewrites written tokens"
     rewrites = True
     log_chance = certain
 

@@ -193,7 +193,7 @@ class Likelihood(EditRule):
     of a position then cannot copy its own misprint.
     """
 
-    about = "insertions, deletions and replacements are tried, and the one that counts most is made"
+    about = "the trial insertion, deletion or replacement of highest score"
     reads_likeliest = True
 
     gain_B: jax.Array = per_row(EDIT_GAIN)

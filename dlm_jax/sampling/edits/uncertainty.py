@@ -35,13 +35,13 @@ INSERT_RATIO_START = _ratio(
     "insert_ratio_start", 0.04,
     "edit: insertions per token that was not given, before the first step, in [0, 1]",
 )  # fmt: skip
-INSERT_RATIO_END = _ratio("insert_ratio_end", 0.0, "edit: the same before the last step")
-DELETE_RATIO_START = _ratio("delete_ratio_start", 0.04, "edit: deletions, likewise")
-DELETE_RATIO_END = _ratio("delete_ratio_end", 0.0, "edit: the same before the last step")
+INSERT_RATIO_END = _ratio("insert_ratio_end", 0.0, "edit: the same ratio before the last step")
+DELETE_RATIO_START = _ratio("delete_ratio_start", 0.04, "edit: deletions, as insertions")
+DELETE_RATIO_END = _ratio("delete_ratio_end", 0.0, "edit: the same ratio before the last step")
 INSERT_MARGIN = _weight("insert_margin", 0.0, "edit: minimum score of an insertion, exclusive")
 DELETE_MARGIN = _weight(
     "delete_margin", 0.02,
-    "edit: least lead of the next token's probability in a token's place, exclusive, >= 0",
+    "edit: minimum lead of the next token at the position of a token, exclusive, >= 0",
 )  # fmt: skip
 DELETE_LAMBDA = _weight("delete_lambda", 0.3, "edit: weight of that lead at the next position")
 COOLDOWN_DISTANCE = Setting(
@@ -76,7 +76,7 @@ EDIT_SCHEDULE = Setting(
 class Uncertainty(EditRule):
     """Inserts next to uncertain tokens, and deletes a token if its successor fits its position."""
 
-    about = "of the tokens beside the gap"
+    about = "uncertainty of the tokens next to the gap"
 
     insert_start_B: jax.Array = per_row(INSERT_RATIO_START)
     insert_end_B: jax.Array = per_row(INSERT_RATIO_END)
@@ -236,7 +236,7 @@ class Lead(Uncertainty):
     It requires a model trained to proofread.
     """
 
-    about = "of the likeliest token over the one behind the gap, for models trained to proofread"
+    about = "lead of the most likely token over the next, for models trained to proofread"
     reads_likeliest = True
 
     def gap_scores(self, context: EditContext) -> jax.Array:

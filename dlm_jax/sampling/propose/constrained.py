@@ -80,7 +80,7 @@ class Constrained(FillRule):
       start_B: int32 state before the text.
     """
 
-    about = "those of a row with a structure together, as a match; others in parallel"
+    about = "jointly as a match in rows with a structure, in parallel otherwise"
     holds_structure = True
     drawn = "together"
 

@@ -334,7 +334,7 @@ class Parallel(FillRule):
     index on the canvas.
     """
 
-    about = "each blind to the others"
+    about = "independently of each other"
     allows_host = True
 
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:

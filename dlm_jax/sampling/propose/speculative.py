@@ -43,7 +43,7 @@ class Speculative(FillRule):
     writes all remaining holes.
     """
 
-    about = "as a draft that a block-causal model verifies token by token"
+    about = "a draft that a block-causal model verifies token by token"
     forwards = 1
 
     @classmethod

@@ -188,7 +188,7 @@ class Wavefront(FillRule):
     other rows and chunks.
     """
 
-    about = "in waves by the sampler head, which sees its neighbours"
+    about = "in waves by the sampler head, given neighbours"
     needs_sampler = True
 
     ratio_B: jax.Array = per_row(SAMPLER_MIN_NEIGHBORS_RATIO)

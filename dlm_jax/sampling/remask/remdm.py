@@ -28,7 +28,7 @@ class RemdmCap(RemaskRule):
     with probability ``alpha_s`` after the step.
     """
 
-    about = "a chance for each token, as the noise process allows"
+    about = "each token with the probability of the noise process"
 
     eta_B: jax.Array = per_row(REMASK_ETA)
     schedule: NoiseSchedule = fact("noise")
@@ -68,7 +68,7 @@ class RemdmCap(RemaskRule):
 class RemdmRescale(RemdmCap):
     """`RemdmCap` with probability ``eta sigma_max``."""
 
-    about = "that chance times remask_eta"
+    about = "that probability times remask_eta"
 
 
 @rule
@@ -79,7 +79,7 @@ class RemdmConf(RemdmCap):
     The softmax runs over the unfrozen tokens of the block. eta only enables the rule.
     """
 
-    about = "that chance, more for tokens of low probability"
+    about = "that probability, higher for unlikely tokens"
 
     @classmethod
     def check_trace(cls, row: Any) -> None:

@@ -27,7 +27,7 @@ class Wino(RemaskRule):
     the token.
     """
 
-    about = "tokens that later forwards find unlikely, fewer than a step commits"
+    about = "tokens with a low probability in later forwards, fewer than a step commits"
     rereads = True
     log_chance = certain
 
