@@ -68,7 +68,7 @@ def run_of(file: Path) -> dict[str, Any]:
 def owned(file: Path, fingerprint: str) -> bytes:
     """The content of a file of this run; empty if the file is empty or absent."""
     # Twice, because another process may write its first line between the two readings. First the
-    # `.run`, then the file, because they are removed the other way round.
+    # `.run`, then the file, because they are removed in the reverse order.
     for _ in range(2):
         is_ours = run_of(file).get("fingerprint") == fingerprint
         try:

@@ -418,7 +418,7 @@ def matching(pattern: str, decode: Callable[[Any], str]) -> HostSampler:
     try:
         compiled = regex.compile(pattern)
     except regex.error as error:
-        raise SettingError("pattern", pattern, f"is no regular expression: {error}") from None
+        raise SettingError("pattern", pattern, f"is not a regular expression: {error}") from None
 
     def choose(candidates: Candidates) -> int:
         _check_order(candidates)

@@ -190,7 +190,7 @@ class Family:
       max_length: the field that holds the longest row.
       mask_id: id of MASK for models without one in their files; otherwise None.
       trained_length: tokens of its training rows, if that is less than in its config.
-      presets: settings of its own loops by name; the first is the recommendation.
+      presets: settings of its decoding loops by name. The first is the default.
       idle: fields of its config.json that have no effect.
     """
 

@@ -60,8 +60,8 @@ def write_published(
         raise ValueError(f"{target} exists; name a directory that does not")
     if not isinstance(tokenizer, HubTokenizer):
         raise ValueError(
-            "the model's tokenizer is none of a published model; train with one that is, by "
-            "train.init_from"
+            "the tokenizer of the model is not that of a published model; train with one that "
+            "is, by train.init_from"
         )
     found = family_for(config.model, family)
     kept = {name: tree for name, tree in params.items() if not name.endswith("_head")}

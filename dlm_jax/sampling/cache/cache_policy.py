@@ -118,8 +118,7 @@ class CacheRule(Rule):
             raise SettingError(
                 "cache",
                 cls.name,
-                "needs a network that offers its trunk in pieces "
-                "(Network.cached), which this one does not",
+                "needs a network that supports a cache (Network.cached), which this one does not",
                 "use cache='none'",
             )
 

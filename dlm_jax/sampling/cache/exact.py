@@ -77,7 +77,7 @@ class Exact(CacheRule):
                 "steps",
                 row.steps,
                 f"is less than the {is_open.sum()} tokens to write, and "
-                "cache='exact' of a causal model writes one a step",
+                "cache='exact' of a causal model writes one per step",
                 f"use steps={is_open.sum()} or more",
             )
 

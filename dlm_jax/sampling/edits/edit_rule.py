@@ -172,7 +172,7 @@ class EditRule(Rule):
     @classmethod
     def check_trace(cls, row: Any) -> None:
         raise SettingError(
-            "edit", True, "has no trace, as edits are no draws", "use edit=False"
+            "edit", True, "has no trace, because edits are not draws", "use edit=False"
         )  # fmt: skip
 
     def is_active(self) -> jax.Array:

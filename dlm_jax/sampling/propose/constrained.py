@@ -426,7 +426,7 @@ def _by_class(
 
 
 def _total(each_NKX: jax.Array, takes_best_NX: jax.Array) -> jax.Array:
-    """Log of the sum of exponentials over the middle axis, or their largest; -inf of none.
+    """Log-sum-exp over the middle axis, or its maximum; -inf without entries.
 
     On CPU, reductions over outer axes are vectorised, and reductions over the last axis are not.
     """

@@ -249,7 +249,7 @@ class Structure(LogitTransform):
                 "structure", UNSET, "ends with EOS, which ignore_eos bans", "drop one of them"
             )
         if row.fill == "speculative":
-            raise SettingError("structure", UNSET, "takes a token a step", "use fill='parallel'")
+            raise SettingError("structure", UNSET, "writes a token per step", "use fill='parallel'")
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Structure:
