@@ -179,5 +179,5 @@ def test_text_behind_a_hole_is_refused_where_the_model_cannot_see_it():
 def test_a_network_that_keeps_nothing_is_refused():
     network = dataclasses.replace(toy_model.MODEL.network, cached=None)
     model = dataclasses.replace(toy_model.MODEL, network=network)
-    with pytest.raises(ValueError, match="^cache='dual' needs a network that offers its trunk"):
+    with pytest.raises(ValueError, match="^cache='dual' needs a network that supports a cache"):
         dlm_jax.generate(model, [""], cache="dual", block_length=4)
