@@ -217,14 +217,15 @@ class Uncertainty(EditRule):
 
         gap_BL = self.gap_scores(context) - self.insert_margin_B[:, None]
         is_free_gap_BL = ~cells.frozen_BL | ~scores.left_of(cells.frozen_BL)
-        is_free_gap_BL = is_free_gap_BL.at[:, 0].set(False) # there is no gap before the row
-        may_grow_BL = exceeds(gap_BL, 0.0, 1.0) | (is_exact_B1 & is_free_gap_BL) may_grow_BL &=
-        is_live_BL & is_cool_BL wanted_B = jnp.minimum(num_insert_B, jnp.sum(may_grow_BL, axis=1))
-        room_B = context.capacity_B - cells.length_B + jnp.sum(delete_BL, axis=1) may_spill_B =
-        (self.overflow_B == OVERFLOWS.index("trim")) & ~is_short_B granted_B =
-        jnp.where(may_spill_B, wanted_B, jnp.minimum(wanted_B, room_B)) insert_BL = most(gap_BL,
-        may_grow_BL, granted_B, context.preference_BL, 1.0) return Edits(insert_BL, delete_BL,
-        wanted_B - granted_B)
+        is_free_gap_BL = is_free_gap_BL.at[:, 0].set(False)  # there is no gap before the row
+        may_grow_BL = exceeds(gap_BL, 0.0, 1.0) | (is_exact_B1 & is_free_gap_BL)
+        may_grow_BL &= is_live_BL & is_cool_BL
+        wanted_B = jnp.minimum(num_insert_B, jnp.sum(may_grow_BL, axis=1))
+        room_B = context.capacity_B - cells.length_B + jnp.sum(delete_BL, axis=1)
+        may_spill_B = (self.overflow_B == OVERFLOWS.index("trim")) & ~is_short_B
+        granted_B = jnp.where(may_spill_B, wanted_B, jnp.minimum(wanted_B, room_B))
+        insert_BL = most(gap_BL, may_grow_BL, granted_B, context.preference_BL, 1.0)
+        return Edits(insert_BL, delete_BL, wanted_B - granted_B)
 
 
 @rule
