@@ -61,7 +61,7 @@ class ObjectiveConfig(Section):
         low=0, high=1,
     )  # fmt: skip
     patterns: tuple[str, ...] = setting(
-        PATTERNS, "denoising: what selects the positions to restore, one a row",
+        PATTERNS, "denoising: pattern that selects the positions to restore, one per row",
         hint=tuple[str, ...], parse=names_of("objective.patterns", PATTERNS),
     )  # fmt: skip
     max_ratio: float = setting(

@@ -79,7 +79,7 @@ def prepare_sampler_inputs(
     neighbours. A revealed position shows its true token, as if a wave had filled it.
 
     Args:
-      network: with a sampler head.
+      network: network with a sampler head.
       params: its parameters.
       shown_BL: int32 canvas that the trunk read.
       tokens_BL: int32 true tokens.

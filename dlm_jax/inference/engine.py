@@ -240,7 +240,7 @@ class Engine:
                     f"request {ticket.number} has ended; only one that waits or runs can be "
                     "cancelled"
                     if is_known
-                    else f"{ticket} is not of this engine"
+                    else f"{ticket} is not a ticket of this engine"
                 )
             entry, queue = self._entries[ticket]
             if entry.is_cancelled:

@@ -35,7 +35,7 @@ class Texts(Generation):
     Rows end with the first generated EOS, which adds no text.
 
     Attributes:
-      texts: of each row, the prompt and its continuation.
+      texts: prompt and continuation of each row.
       programs: shapes of the programs that were compiled.
     """
 

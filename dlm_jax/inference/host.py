@@ -317,7 +317,7 @@ def _without(inputs: StepInputs, slots: Collection[int]) -> StepInputs:
 
 
 def _candidates(left: _Survivors, number: int, place: Place) -> Candidates:
-    """The survivors at the position of that index."""
+    """The survivors at the position with this index."""
     read = left.read
     num_survivors = int(read.num_candidates_N[number])
     size = min(num_survivors, read.top_ids_NK.shape[1])
@@ -418,7 +418,7 @@ def matching(pattern: str, decode: Callable[[Any], str]) -> HostSampler:
     try:
         compiled = regex.compile(pattern)
     except regex.error as error:
-        raise SettingError("pattern", pattern, f"is no regular expression: {error}") from None
+        raise SettingError("pattern", pattern, f"is not a regular expression: {error}") from None
 
     def choose(candidates: Candidates) -> int:
         _check_order(candidates)

@@ -185,7 +185,7 @@ def classes_of(rules: Any) -> Sequence[type[Rule]]:
     for cls in rules or ():
         if not isinstance(cls, type) or not issubclass(cls, Rule):
             raise ValueError(
-                f"rules has {cls!r}, which is no rule; give classes under dlm_jax.rule that "
+                f"rules has {cls!r}, which is not a rule; give classes under dlm_jax.rule that "
                 "subclass CommitRule, LogitTransform, ..."
             )
     return tuple(rules or ())

@@ -219,7 +219,7 @@ def sampler(
     for name in ("seed", "prompt", "host_sampler", "read_back", *PROMPT_KEYS):
         if name in settings:
             raise SettingError(
-                name, UNSET, "is no setting of a sampler",
+                name, UNSET, "is not a setting of a sampler",
                 "give tokens and seeds to init(), or use generate()",
             )  # fmt: skip
     sample = settings_of_call(model, settings)

@@ -134,7 +134,7 @@ def _template(tokenizer: Tokenizer, text: str, gen_length: int, room: int) -> np
     for marker in _TYPO.finditer(text):
         if not HOLE.match(text, marker.start()):
             near = text[marker.start() : marker.start() + 12]
-            raise ValueError(f"template: {near!r} is no gap; write <hole:8>, or <hole>")
+            raise ValueError(f"template: {near!r} is not a gap; write <hole:8>, or <hole>")
     parts, end = [], 0
     for marker in HOLE.finditer(text):
         length = gen_length if marker[1] is None else int(marker[1])
@@ -228,7 +228,7 @@ def _check_blocks(facts: ModelFacts, sample: SampleConfig) -> None:
             "block_length",
             sample.block_length,
             f"is not the {facts.block_length} that the model was trained with, nor a part of it",
-            "use 0 for the same",
+            "use 0 for the same value",
         )
     if sample.edits:
         raise SettingError(
@@ -265,7 +265,7 @@ def _check_bans(draft: np.ndarray, sample: SampleConfig, facts: ModelFacts) -> N
             "draft",
             UNSET,
             f"holds the ids {', '.join(map(str, banned))}, which are banned (logit_bias of "
-            "-inf, ignore_eos, or ids that are no text)",
+            "-inf, ignore_eos, or ids without text)",
             "take them out, or lift the ban",
         )
 
@@ -523,7 +523,7 @@ def make_requests(
 
 def _key(own: Mapping[str, Any], host: Mapping[str, Any]) -> Any:
     """A key for the settings of a prompt, types and whether the host looks at its rows included;
-    None for any but plain.
+    None for other than plain settings.
     """
     plain = (bool, int, float, str, type(None))
     if not all(type(value) in plain for value in own.values()):

@@ -305,7 +305,7 @@ def held_out_errors(
 def _check_scorer(model: Model) -> None:
     if model.network.scorer is None:
         raise ValueError(
-            "the model is no sequence scorer; load one that was trained with "
+            "the model is not a sequence scorer; load one that was trained with "
             "model.mode='sequence_scorer'"
         )
 

@@ -376,7 +376,7 @@ def check_structure(
         raise SettingError(
             "structure",
             UNSET,
-            f"takes a token a step, which order={sample.order!r} with "
+            f"writes one token per step, which order={sample.order!r} with "
             f"schedule={sample.schedule!r} does not",
             "use order='left_to_right', say",
             others=["order"],
@@ -387,7 +387,7 @@ def check_structure(
         raise SettingError(
             "steps",
             sample.steps,
-            f"is less than the {needed} that a structure takes, a token a step",
+            f"is less than the {needed} that a structure takes, one token per step",
             f"use steps={needed}",
         )
     _check_reach(automaton, tokens[holes[0] :], mask_id)

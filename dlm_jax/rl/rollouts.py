@@ -44,7 +44,7 @@ def reward_function(name: str) -> Reward:
     except Exception as error:  # any exception of a module
         raise SettingError("rl.reward", name, f"cannot be imported ({error})", remedy) from None
     if not callable(found):
-        raise SettingError("rl.reward", name, f"is no function of {module}", remedy)
+        raise SettingError("rl.reward", name, f"is not a function of {module}", remedy)
     return cast(Reward, found)
 
 

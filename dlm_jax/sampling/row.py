@@ -26,30 +26,30 @@ BLOCK_LENGTH = Setting(
 )  # fmt: skip
 OPEN_BLOCKS = Setting(
     "open_blocks", 1,
-    "blocks that may be worked on at once; the next begins beside the last when that is "
-    "open_share done", low=1, high=64,
+    "maximum number of open blocks; the next one opens when the last one is open_share done",
+    low=1, high=64,
 )  # fmt: skip
 OPEN_SHARE = Setting(
     "open_share", 0.5,
-    "open_blocks: share of a block's tokens that are written when the next begins, in (0, 1]",
+    "open_blocks: written share of the last block at which the next one opens, in (0, 1]",
     low=ABOVE_ZERO, high=1.0, activates=False,
 )  # fmt: skip
 GUIDANCE = Setting(
     "guidance", 0.0,
-    "classifier-free guidance towards what was given, >= 0; costs a forward unless 0",
+    "classifier-free guidance towards the given tokens, >= 0; costs a forward unless 0",
     low=0.0, high=1e6,
 )  # fmt: skip
 STOP_AT_EOS = Setting(
     "stop_at_eos", False,
-    "for rows with edits: a row is done when a finished block holds EOS. Rows without edits always "
-    "end when EOS stands before every hole and nothing given follows it",
+    "for rows with edits: end a row when a finished block holds EOS. Rows without edits always "
+    "end at an EOS before every hole and after all given tokens",
 )  # fmt: skip
 RESAMPLE = Setting(
-    "resample", False, "every token that was not given is open at every step, as if it were a hole"
+    "resample", False, "open every token that was not given at every step, as if it were a hole"
 )
 MAX_NEW_TOKENS = Setting(
     "max_new_tokens", 0,
-    "length_target_mode: tokens that were not given; 0: as many as there are at first",
+    "length_target_mode: number of generated tokens; 0: the initial number",
     low=0, high=2**20 - 1,
 )  # fmt: skip
 TIES = Setting(
@@ -59,7 +59,7 @@ TIES = Setting(
     choices={"key": "key", "lower": "lower"},
 )  # fmt: skip
 _SEED = Setting("seed", 0, "random seed of the row", low=0, high=FINITE)
-_CAPACITY = Setting("capacity", 0, "most tokens of a row after edits", low=0)
+_CAPACITY = Setting("capacity", 0, "maximum number of tokens of a row after edits", low=0)
 
 
 @rule

@@ -98,15 +98,13 @@ class Rules(NamedTuple):
 AUTO = "auto"
 """The fill that follows from the model's heads."""
 IGNORE_EOS = Setting("ignore_eos", False, "ban every id that ends a generation")
-EDIT = Setting("edit", False, "insert and delete tokens between the steps; lengths change")
+EDIT = Setting("edit", False, "insert and delete tokens between steps; lengths change")
 DRAW = Setting(
     "draw", "inverse_cdf",
-    "how a token is drawn: inverse_cdf (the faster) or gumbel (as others do)",
+    "drawing method: inverse_cdf (faster) or gumbel (as in other programs)",
     choices={name: name for name in METHODS},
 )  # fmt: skip
-GEN_LENGTH = Setting(
-    "gen_length", 0, "new tokens of one sample; 0: as many as the canvas has room for", low=0
-)
+GEN_LENGTH = Setting("gen_length", 0, "new tokens of one sample; 0: all remaining room", low=0)
 
 
 class Slot(NamedTuple):
@@ -162,14 +160,14 @@ class RuleTable:
           ValueError: two rules declare the same setting differently.
         """
         chosen = (
-            _choice("order", "random", "which holes a step commits", self.commit),
-            _choice("fill", AUTO, "how a step's candidates are drawn", self.fill, {
+            _choice("order", "random", "rule for the holes that a step commits", self.commit),
+            _choice("fill", AUTO, "rule for the candidates of a step", self.fill, {
                 AUTO: "wavefront for a model with a trained sampler head, with order=random_filled "
                 "unless an order is given, and parallel for any other"}),
-            _choice("remask", "none", "what becomes a hole again after a step", self.remask,
-                    {"none": ""}),
-            _choice("edit_scoring", "uncertainty", "edit: what speaks for an insertion", self.edit),
-            _choice("cache", "none", "keys and values that are kept from step to step", self.cache,
+            _choice("remask", "none", "rule for the tokens that become holes after a step",
+                    self.remask, {"none": ""}),
+            _choice("edit_scoring", "uncertainty", "edit: score of an insertion", self.edit),
+            _choice("cache", "none", "keys and values that are cached between steps", self.cache,
                     {"none": ""}),
             Setting("chain", tuple(self.transforms), "logit transforms, in the order they run",
                 parse=self._parsed_chain, hint=tuple[str, ...]),

@@ -274,9 +274,9 @@ class Journal:
     A failed tracker or plot does not end the run. It is reported once.
 
     Args:
-      out_dir: of the run.
-      config: of the run, as plain values.
-      identity: of the run.
+      out_dir: directory of the run.
+      config: config of the run, as plain values.
+      identity: identity of the run.
       figure: evaluation metric to plot next to the training loss.
       unit: unit of both.
       step: last saved step. Later records are dropped.

@@ -454,7 +454,7 @@ class Best:
     instance and calls the same methods in the same order.
 
     Args:
-      config: of the run.
+      config: config of the run.
       meta: metadata of the run, see `Run`.
       is_new: whether this is a new run.
       check: see `Checkpoints`.
