@@ -107,7 +107,7 @@ class CacheRule(Rule):
             raise SettingError(
                 "edit",
                 True,
-                f"moves tokens, and cache={cls.name!r} keeps what they were computed as",
+                f"moves tokens, which cache={cls.name!r} does not support",
                 "use cache='none'",
             )
 

@@ -217,7 +217,7 @@ class Uncertainty(EditRule):
 
         gap_BL = self.gap_scores(context) - self.insert_margin_B[:, None]
         is_free_gap_BL = ~cells.frozen_BL | ~scores.left_of(cells.frozen_BL)
-        is_free_gap_BL = is_free_gap_BL.at[:, 0].set(False)  # no gap is in front of the row
+        is_free_gap_BL = is_free_gap_BL.at[:, 0].set(False)  # there is no gap before the row
         may_grow_BL = exceeds(gap_BL, 0.0, 1.0) | (is_exact_B1 & is_free_gap_BL)
         may_grow_BL &= is_live_BL & is_cool_BL
         wanted_B = jnp.minimum(num_insert_B, jnp.sum(may_grow_BL, axis=1))
