@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from oracles.processes import Enumerated
 
+from dlm_jax.diffusion import losses
 from dlm_jax.diffusion.corruption import COSINE, LINEAR
 from dlm_jax.diffusion.likelihood import costs
 from dlm_jax.diffusion.objectives import (
@@ -190,6 +191,23 @@ def test_gradients_are_those_of_finite_differences(name):
         way = rng.standard_normal(gradient.shape).astype(np.float32)
         up, down = (float(loss(PARAMS["table"] + s * 1e-2 * way)) for s in (1, -1))
         assert (up - down) / 2e-2 == pytest.approx(float((gradient * way).sum()), rel=2e-2)
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_a_readout_of_the_wanted_positions_alone_is_the_same(name, monkeypatch):
+    """As accelerators read out, with padding behind the last position."""
+    batch = batch_of([TEXTS[0], TEXTS[2], TEXTS[1]])._replace(given_B=jnp.array([1, 0, 1]))
+    objective = process_elbo(INSTANCES[name], schedule=LINEAR, **IDS)
+    noised = objective.draw(batch, jax.random.key(2))
+
+    def loss(table):
+        return objective.loss(NETWORK, {"table": table}, noised).sum
+
+    expected = jax.value_and_grad(loss)(PARAMS["table"])
+    monkeypatch.setattr(losses, "platform", lambda: "gpu")
+    found = jax.value_and_grad(loss)(PARAMS["table"])
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_the_masked_bound_is_the_weighted_cross_entropy():

@@ -216,7 +216,8 @@ def divergence(
     # Of what is shown.
     model_N = jnp.maximum(alpha_N * seen_N + noise.shown, 1e-30)
     excess_N = alpha_N * (is_same_N - seen_N) / model_N
-    term_N = (kl_N + excess_N - jnp.log1p(excess_N)) / alpha_N
+    # The padding of a readout has no noise at all.
+    term_N = (kl_N + excess_N - jnp.log1p(excess_N)) / jnp.maximum(alpha_N, 1e-30)
     data_N = jnp.maximum(jnp.where(is_same_N, alpha_N, 0.0) + noise.shown, 1e-30)
     last_N = jnp.log(model_N) - jnp.log(data_N) - log_true_N
     return jnp.where(noise.is_first, last_N, term_N)
