@@ -75,7 +75,7 @@ def training(model: Model, process: str) -> Callable[[], Any]:
 def sampling(model: Model, process: str) -> Callable[[], Callable[[], Any]]:
     """Some steps with every position open."""
     model = trained_for(model, process)
-    order = {"order": "random", "resample": True} if process == "masked" else {}
+    order = {"order": "random", "resample": True, "schedule": "all"} if process == "masked" else {}
     settings = {"gen_length": POSITIONS, "steps": STEPS, "ignore_eos": True, "fill": "parallel"}
     params, state = first_state(model, **settings, **order)
     advance = Advance(
