@@ -11,7 +11,7 @@ import math
 import secrets
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -22,6 +22,7 @@ from pydantic import Field
 
 from dlm_jax.config.schema import PRESETS
 from dlm_jax.data import Tokenizer
+from dlm_jax.inference import decisions
 from dlm_jax.inference.candidates import Written
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.reader import Piece, Reader
@@ -430,6 +431,34 @@ class Tokenize(Conversation):
     messages: list[Message] | None = None
 
 
+class Decide(Fields):
+    """A request to ``/v1/decide``; fields as the arguments of `dlm_jax.decide`.
+
+    Attributes:
+      model: name of the model; optional.
+      prompt: a text or several, with ``<slot:NAME>`` for choices that have names.
+      messages: in place of a prompt: the labels are answers of a chat.
+      choices: labels, or those of each slot; yes and no by default.
+      order: order of writing the tokens of a label.
+      temperature: of the probabilities.
+      task: name of a task of the server's ``--calibration``, which has its temperature.
+      num_draws: combinations that are drawn, where they are not enumerated.
+      seed: random seed of the draws.
+      user: ignored.
+    """
+
+    model: str | None = None
+    prompt: str | list[str] | None = None
+    messages: list[Message] | None = None
+    choices: list[str | int] | dict[str, list[str | int]] | None = None
+    order: str | None = None
+    temperature: float | None = None
+    task: str | None = None
+    num_draws: int | None = Field(None, ge=2, le=decisions.MOST_JOINT)
+    seed: int | None = Field(None, ge=0, lt=2**32)
+    user: str | None = None
+
+
 @dataclass(frozen=True)
 class Limits:
     """Limits of a request.
@@ -464,12 +493,14 @@ class Planner:
       limits: limits of each request.
       defaults: default settings of requests.
       length: default number of new tokens of completions and infills.
+      calibration: temperatures of decisions by task, for each order.
     """
 
     def __init__(
         self, model: Model, name: str, limits: Limits, defaults: Mapping[str, Any] | None = None,
-        length: int = SHORT,
+        length: int = SHORT, calibration: Mapping[str, Mapping[str, float]] | None = None,
     ):  # fmt: skip
+        self.calibration = calibration
         self.model, self.name, self.limits = model, name, limits
         self._length = length
         self._defaults = dict(defaults or {})
@@ -544,6 +575,48 @@ class Planner:
             length = asked.max_tokens or self._length
             content = self._gap(prefix, asked.suffix or "", length, "prefix")
         return self._answer(asked, [content], asked.max_tokens)
+
+    def decide(self, asked: Decide, goes_on: Callable[[], bool]) -> dict[str, Any]:
+        """The body of an answer of ``/v1/decide``; `goes_on` as in `decisions.answers`."""
+        self.check_model(asked.model)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise refused("give prompt, or messages", "prompt")
+        prompts: list[Any] = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt or []
+        if asked.messages is not None:
+            prompts = [np.array(self.chat_ids(asked.messages, Conversation()), np.int32)]
+        if not 1 <= len(prompts) <= self.limits.rows:
+            raise refused(f"prompt has {len(prompts)} texts; use 1 to {self.limits.rows}", "prompt")
+        order, temperature = asked.order or "left_to_right", asked.temperature
+        try:
+            if asked.task is not None:
+                if temperature is not None:
+                    raise SettingError("temperature", temperature, "is that of the task", "drop it")
+                known = {} if self.calibration is None else self.calibration
+                temperature = decisions.temperature_of(asked.task, known.get(order, {}))
+            choices = decisions.YES_NO if asked.choices is None else asked.choices
+            questions = [decisions.question(self.model, one, choices) for one in prompts]
+            most = max(min(one.num_joint, decisions.MOST_JOINT) for one in questions)
+            if most > self.limits.steps:
+                raise refused(f"choices have {most} combinations; use {self.limits.steps} at most",
+                              "choices")  # fmt: skip
+            found = decisions.answers(
+                self.model, questions, order=order, goes_on=goes_on, seed=asked.seed or 0,
+                temperature=1.0 if temperature is None else temperature,
+                num_draws=asked.num_draws or 256,
+            )  # fmt: skip
+        except ValueError as error:
+            raise of_value(error, "choices") from None
+        if any(not np.isfinite(one.probabilities).all() for one in found):
+            raise ApiError(500, "the model's logits are not finite", code="non_finite")
+        tokens = sum(sum(map(len, one.parts)) for one in questions)
+        return {
+            "id": f"decision-{uuid.uuid4().hex}",
+            "object": "decision",
+            "created": int(time.time()),
+            "model": self.name,
+            "decisions": [_decision(place, one) for place, one in enumerate(found)],
+            "usage": {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens},
+        }
 
     def usual(self) -> Iterator[Request]:
         """Default requests of the length of each canvas, with and without a format."""
@@ -758,6 +831,31 @@ class Planner:
                 name: value for name, value in shown.items() if isinstance(value, plain)
             },
         }
+
+
+_MOST_TOLD = 128
+
+
+def _decision(index: int, made: decisions.Decision) -> dict[str, Any]:
+    """The object of a decision: each slot, and the likeliest combinations if there are several."""
+    slots = {}
+    for name, labels in made.choices.items():
+        slots[name] = {"choice": made.best[name], "probabilities": made.of(name)}
+        if not made.is_exact:
+            slots[name]["intervals"] = made.interval(name)
+        with contextlib.suppress(ValueError):  # labels that are no numbers have no mean
+            list(map(float, labels))
+            slots[name]["mean"] = made.mean(name)[0]
+    told: dict[str, Any] = {"index": index, "is_exact": made.is_exact}
+    if list(slots) == [""]:
+        return told | slots[""]
+    order = np.argsort(-made.probabilities, kind="stable")[:_MOST_TOLD]
+    joint = [
+        {"choice": dict(zip(made.choices, made.combinations[at], strict=True)),
+         "probability": float(made.probabilities[at])}
+        for at in order
+    ]  # fmt: skip
+    return told | {"slots": slots, "joint": joint}
 
 
 def _one_length(asked: Sampled, other: str) -> int | None:
