@@ -141,7 +141,7 @@ def _check_labelled(args: Namespace) -> None:
 
 
 def _decided(model: Model, args: Namespace) -> str:
-    """The line about the decisions of labelled lines; with ``--fit`` it writes their temperature."""
+    """The line about the labelled lines; with ``--fit`` their temperature is written."""
     asked, right = [], []
     for number, line in enumerate(_read(args.labelled).split("\n"), 1):
         if line.strip():

@@ -88,7 +88,7 @@ def make_parser() -> Parser:
         help="default of a setting for requests; repeatable")  # fmt: skip
     add("--chat-template", metavar="FILE", help="Jinja template that formats conversations")
     add("--calibration", metavar="FILE",
-        help="temperatures of decisions by task (python -m dlm_jax.evaluate --fit FILE)")  # fmt: skip
+        help="temperatures of decisions, from python -m dlm_jax.evaluate --fit")  # fmt: skip
     add("--max-waiting", type=COUNT, default=1024, metavar="N", help="rows that may wait (1024)")
     add("--max-rows", type=COUNT, default=128, metavar="N", help="rows of one request (128)")
     add("--max-steps", type=COUNT, default=4096, metavar="N", help="steps of a row (4096)")

@@ -332,7 +332,7 @@ def _drawn(
         states, state = np.unique(keys, axis=0, return_inverse=True)
         rows, cuts = [], []
         for key in states:
-            before = [asked.labels[i][key[len(sizes) + i]] for i in range(slot)]
+            before = [asked.labels[i][int(key[len(sizes) + i])] for i in range(slot)]
             after = [np.full(n, mask_id) for n in key[slot + 1 : len(sizes)]]
             fits = np.flatnonzero(sizes[slot] == key[slot])
             rows += [asked.row([*before, own[k], *after], slot) for k in fits]

@@ -455,7 +455,9 @@ class _Server:
     async def texts(self, fields: type[Sampled], request: HttpRequest) -> Response:
         asked = parsed(fields, await self._body(request))
         make = self._service.planner.answer
-        if asked.response_format is None and "structure" not in (asked.model_extra or {}):
+        has_tools = isinstance(asked, Chat) and asked.tools is not None
+        is_shaped = asked.response_format is not None or "structure" in (asked.model_extra or {})
+        if not is_shaped and not has_tools:
             answer = make(asked)
         else:  # building an automaton takes time, so run it in a thread
             answer = await asyncio.to_thread(make, asked)
