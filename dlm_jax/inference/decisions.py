@@ -335,7 +335,7 @@ def _drawn(
             before = [asked.labels[i][int(key[len(sizes) + i])] for i in range(slot)]
             after = [np.full(n, mask_id) for n in key[slot + 1 : len(sizes)]]
             fits = np.flatnonzero(sizes[slot] == key[slot])
-            rows += [asked.row([*before, own[k], *after], slot) for k in fits]
+            rows += [asked.row([*before, own[int(k)], *after], slot) for k in fits]
             cuts.append(fits)
         ends = np.cumsum(list(map(len, cuts)))
         scores = np.split(read(rows), ends[:-1])
