@@ -37,11 +37,11 @@ def pattern_of(
     calls = []
     for name, schema in functions.items():
         if schema and schema.get("type", "object") != "object":
-            raise ValueError(f"function {name!r}: parameters are no schema of an object")
+            raise ValueError(f"tools: function {name!r}: parameters are no schema of an object")
         try:
             arguments = r"\{\}" if not schema else regex_of_schema(schema)
         except ValueError as error:
-            raise ValueError(f"function {name!r}: {error}") from None
+            raise ValueError(f"tools: function {name!r}: {error}") from None
         calls.append(rf'\{{"name": ?"{re.escape(name)}", ?"arguments": ?(?:{arguments})\}}')
     one = f"(?:{'|'.join(calls)})"
     several = rf"{one}(?:\n{one})*" if is_parallel else one
