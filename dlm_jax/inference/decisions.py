@@ -104,7 +104,7 @@ class Decision:
         """Half of the 95% interval of each probability in `of`: 0 where it is exact."""
         return {
             label: self._half(self._holds(slot, label).astype(float))
-            for label in self.choices[slot]
+            for label in self._labels(slot)
         }
 
     def mean(self, slot: str = "", values: Sequence[float] | None = None) -> tuple[float, float]:
