@@ -279,6 +279,9 @@ UNCHECKED = {
     ("serving.md", "Cost"): "a clock: python benchmarks/serving.py",
     ("structure.md", "Cost"): "a clock: python benchmarks/structure_masks.py",
     ("structure.md", "The constrained fill"): "a clock: python -m benchmarks.constrained",
+    ("decisions.md", "Throughput"): "a clock: python -m benchmarks.decide speed",
+    ("decisions.md", "Calibration"):
+        "minutes of one core: python -m benchmarks.decide fit --lines 4000",
     ("arena.md", "Frontiers"): "10 minutes of two cores: python -m benchmarks.arena run --quick",
     ("arena.md", "Claims"): "the same",
     ("policy.md", "Sums of two numbers"): "a training: python -m benchmarks.policy",

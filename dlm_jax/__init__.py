@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from dlm_jax.config import MeshConfig as MeshConfig
     from dlm_jax.config import SampleConfig as SampleConfig
     from dlm_jax.inference.candidates import Candidates as Candidates
+    from dlm_jax.inference.decisions import Decision as Decision
+    from dlm_jax.inference.decisions import decide as decide
     from dlm_jax.inference.engine import AsyncEngine as AsyncEngine
     from dlm_jax.inference.engine import Engine as Engine
     from dlm_jax.inference.engine import EngineFullError as EngineFullError
@@ -61,6 +63,7 @@ _HOME_OF = {
     **dict.fromkeys(("MeshConfig", "SampleConfig"), "config"),
     "AsyncEngine": "inference.engine",
     "Candidates": "inference.candidates",
+    **dict.fromkeys(("Decision", "decide"), "inference.decisions"),
     "matching": "inference.host",
     **dict.fromkeys(("Engine", "EngineFullError"), "inference.engine"),
     **dict.fromkeys(

@@ -26,6 +26,7 @@ import numpy as np
 from dlm_jax.data import HubTokenizer
 from dlm_jax.diffusion.likelihood import bound_at, causal_nll
 from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.inference import decisions
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model, load
 from dlm_jax.inference.reader import Reader
@@ -33,6 +34,7 @@ from dlm_jax.inference.request import Request, make_requests, settings_of_call
 from dlm_jax.inference.results import canvas_size
 from dlm_jax.inference.scheduler import Ticket
 from dlm_jax.model.kernels import cpu
+from dlm_jax.settings import SettingError
 from dlm_jax.types import Network, Params
 
 
@@ -422,6 +424,8 @@ class Evaluated:
     Args:
       checkpoint: as in `dlm_jax.load`; the shipped model by default.
       draws: masks of each likelihood.
+      likelihood: of continuations: ``bound``, or ``chain``, which is exact: the tokens are written
+        from left to right (`dlm_jax.decide`), so that choices are compared without draws.
       batch_size: rows that run at once, up to 32; "auto" is 32. It does not affect results.
       seed: seed of masks and texts.
       dtype: as in `dlm_jax.load`.
@@ -437,6 +441,7 @@ class Evaluated:
         checkpoint: str | None = None,
         *,
         draws: int = 32,
+        likelihood: str = "bound",
         batch_size: int | str = "auto",
         seed: int = 0,
         dtype: str | None = None,
@@ -451,6 +456,9 @@ class Evaluated:
         self.model = load(checkpoint, dtype=dtype) if model is None else model
         self._batch_size = ROWS if str(batch_size).startswith("auto") else int(batch_size)
         self._seed, self._is_chat = int(seed), False
+        if likelihood not in ("bound", "chain"):
+            raise SettingError("likelihood", likelihood, "is unknown", "use bound or chain")
+        self._is_chain = likelihood == "chain" and not self.model.is_causal
         self._settings = (self.model.preset(preset) if preset else {}) | settings
         settings_of_call(self.model, self._settings)
         self._likelihoods = Likelihoods(
@@ -460,10 +468,15 @@ class Evaluated:
     def loglikelihood(self, requests: Instances) -> list[tuple[float, bool]]:
         """The log-likelihood of each continuation, and whether the model would write it."""
         pairs = [pair_of(self.model, *request.args, is_chat=self._is_chat) for request in requests]
-        nats = self._likelihoods.nats(pairs)
+        nats = self._chain(pairs) if self._is_chain else self._likelihoods.nats(pairs)
         found = list(zip((-nats).tolist(), self._likelihoods.are_greedy(pairs), strict=True))
         self._keep("loglikelihood", requests, found)
         return found
+
+    def _chain(self, pairs: Sequence[Pair]) -> np.ndarray:
+        """Minus the log-probability of each continuation, written from left to right."""
+        rows = [decisions.Row(pair.ids, range(pair.given, pair.ids.size)) for pair in pairs]
+        return -decisions.logprobs(self.model, rows, num_rows=ROWS)
 
     def loglikelihood_rolling(self, requests: Instances) -> list[float]:
         """The log-likelihood of whole texts, in windows of the model's canvas."""

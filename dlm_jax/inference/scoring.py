@@ -152,7 +152,7 @@ def score_rows(
     """
     check_sizes(num_draws=num_draws, batch_size=batch_size, seed=seed)
     given = rows.get("given", np.zeros_like(rows["length"]))
-    run = _compiled(
+    run = compiled(
         costs, model.network, is_causal=model.is_causal, num_draws=num_draws,
         mask_id=model.tokenizer.mask_id, eos_id=model.tokenizer.eos_id,
         process=model.process, noise_ids=model.noise_ids,
@@ -179,7 +179,8 @@ def _share(
 
 
 @functools.lru_cache(maxsize=32)
-def _compiled(fn: Callable[..., Any], network: Network, **static: Any) -> Callable[..., Any]:
+def compiled(fn: Callable[..., Any], network: Network, **static: Any) -> Callable[..., Any]:
+    """``fn(network, ...)`` with these keywords as one compiled function."""
     options = cpu.compiler_options(is_training=False)
     return jax.jit(functools.partial(fn, network, **static), compiler_options=options)
 
@@ -272,7 +273,7 @@ def corrupted_share(model: Model, texts: Sequence[str], *, batch_size: int = 16)
         raise ValueError("there are no texts to judge; give at least one")
     windows, owners = _windows_of(texts, lambda _, text: _scorer_windows(model, text))
     rows = _rows(model, windows)
-    share_N = _in_batches(_compiled(_share, model.network), model, rows, batch_size)
+    share_N = _in_batches(compiled(_share, model.network), model, rows, batch_size)
     length_N = rows["length"]
     tokens = np.bincount(owners, length_N, minlength=len(texts))
     return np.bincount(owners, share_N.astype(float) * length_N, minlength=len(texts)) / tokens
@@ -294,7 +295,7 @@ def held_out_errors(
     _check_scorer(model)
     if model.config is None:
         raise ValueError("the scorer has no training config; load one with dlm_jax.load")
-    run = _compiled(
+    run = compiled(
         scorer.errors,
         model.network,
         how=model.config.objective,
