@@ -201,7 +201,10 @@ def _checked(value: Any) -> Any:
 
 
 STRUCTURE = Setting(
-    "structure", "", "regular expression that the new text matches from end to end", parse=_checked
+    "structure",
+    "",
+    "regular expression or GBNF grammar that the new text matches from end to end",
+    parse=_checked,
 )
 
 
