@@ -20,7 +20,7 @@ import numpy as np
 import regex
 
 from dlm_jax.inference.grammar import regex_of_grammar
-from dlm_jax.inference.schema import regex_of_schema
+from dlm_jax.inference.json_schema import regex_of_schema
 from dlm_jax.inference.structure import Characters, characters
 
 ALPHABET = [chr(code) for code in (10, *range(32, 127))] + list("éЖ中ß")

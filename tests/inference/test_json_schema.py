@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import schemas
 from benchmarks.structure_masks import SCHEMA
-from dlm_jax.inference.schema import regex_of_schema
+from dlm_jax.inference.json_schema import regex_of_schema
 from dlm_jax.inference.structure import characters
 
 NULL = {"type": "null"}
