@@ -164,13 +164,15 @@ class Constrained(FillRule):
         """The candidates, with confidence and log-probability under the clean logits."""
         own_BL = writer.own_BL
         is_read_BL = wanted.is_open_BL if own_BL is None else wanted.is_open_BL | (own_BL >= 0)
+        class_1C = jnp.arange(self.is_member_BCK.shape[1])[None]
+        first_BC = jnp.sum(self.class_BM[:, :, None] < class_1C[:, None], axis=1)
 
         def draw(
             carry: tuple[Filled, _Seen], places_N: jax.Array, is_real_N: jax.Array
         ) -> tuple[Filled, _Seen]:
             found, seen = carry
             clean_NV = reader.logits(places_N)
-            now = self._seen(writer, places_N, is_real_N, clean_NV)
+            now = self._seen(writer, first_BC, places_N, is_real_N, clean_NV)
             return (
                 writer.write(found, places_N, is_real_N, clean_NV),
                 put(seen, places_N, is_real_N, now),
@@ -185,6 +187,7 @@ class Constrained(FillRule):
     def _seen(
         self,
         writer: CandidateWriter,
+        first_BC: jax.Array,
         places_N: jax.Array,
         is_real_N: jax.Array,
         clean_NV: jax.Array,
@@ -208,7 +211,7 @@ class Constrained(FillRule):
             return logits_NJM - _finite(peak_N)[:, None, None]
 
         left_NJM, class_NM = of_ids(final_NV), self.class_BM[row_N]
-        weight_NC, block_NC = _by_sums(left_NJM, class_NM, self._first_block()[row_N], key_N)
+        weight_NC, block_NC = _by_sums(left_NJM, class_NM, first_BC[row_N], key_N)
         is_class_NC = jnp.any(self.is_member_BCK, axis=2)[row_N]
         is_small_N = jnp.any(is_class_NC & (weight_NC < _LEAST), axis=1) | is_greedy_N
         is_small_N &= is_real_N
@@ -237,11 +240,6 @@ class Constrained(FillRule):
         ids_NC = jnp.maximum(ids_NC, 0)
         logprob_NC, confidence_NC = writer.scored(clean_NV, ids_NC, at)
         return _Seen(weight_NC, ids_NC, logprob_NC, confidence_NC)
-
-    def _first_block(self) -> jax.Array:
-        """The first block of each class, ``[B, C]``; the number of blocks for those behind."""
-        class_1C = jnp.arange(self.is_member_BCK.shape[1])[None]
-        return jnp.sum(self.class_BM[:, :, None] < class_1C[:, None], axis=1)
 
     def _labels(self, weight_BLC: jax.Array, takes_best_BL: jax.Array) -> jax.Array:
         """Log-weight of each label: of the sum of its classes, or of the largest ``[B, L, K]``."""
