@@ -177,6 +177,7 @@ class _Written:
     def __init__(self, rules: dict[str, _Part], depth: int, longest: int):
         self._rules, self._depth, self._longest = rules, depth, longest
         self._entered: list[str] = []
+        self._visited = 0
 
     def rule(self, name: str, line: int) -> str | None:
         if name not in self._rules:
@@ -209,12 +210,13 @@ class _Written:
         return None
 
     def _of(self, part: _Part) -> str | None:
+        self._visited += 1
         found = self._expression(part)
-        if found is not None and len(found) > self._longest:
+        if self._visited > self._longest or len(found or "") > self._longest:
             name = self._entered[-1]
             raise ValueError(
-                f"rule {name!r} of the grammar has more than {self._longest} characters, written "
-                "out; nest it less"
+                f"rule {name!r} of the grammar has more than {self._longest} characters or parts, "
+                "written out; nest it less"
             )
         return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
@@ -18,6 +19,8 @@ DEPTH = 3
 """How often a reference is followed inside of itself."""
 
 _ANY_DEPTH = 2
+_MOST_PARTS = 1 << 14
+_LONGEST = 1 << 17
 _UNSAFE = r'"\\\x00-\x1F'
 _CHARACTER = r'([^"\\\x00-\x1F\x7F-\x9F]|\\["\\/bfnrt])'
 _STRING = f'"{_CHARACTER}*"'
@@ -61,7 +64,6 @@ _OF_TYPE["number"] = _OF_TYPE["integer"]
 _BOUNDS = {"minimum": max, "maximum": min, "exclusiveMinimum": max, "exclusiveMaximum": min,
            "minItems": max, "maxItems": min, "minLength": max, "maxLength": min,
            "minProperties": max, "maxProperties": min}  # fmt: skip
-_JOINED = frozenset({"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref"})
 
 
 def regex_of_schema(schema: Mapping[str, Any] | bool, *, depth: int = DEPTH) -> str:
@@ -106,8 +108,16 @@ class _Schema:
     def __init__(self, root: Any, depth: int):
         self._root, self._depth = root, depth
         self._followed: list[str] = []
+        self._visited = 0
 
     def value(self, schema: Any, where: str) -> str | None:
+        self._visited += 1
+        found = self._value(schema, where)
+        if self._visited > _MOST_PARTS or len(found or "") > _LONGEST:
+            raise _refused(where, "it is too large, written out; use fewer references")
+        return found
+
+    def _value(self, schema: Any, where: str) -> str | None:
         if schema is False:
             return None
         if schema is True or schema == {}:
@@ -204,7 +214,7 @@ class _Schema:
     def _constant(self, schema: Mapping[str, Any], where: str) -> str | None:
         values = [schema["const"]] if "const" in schema else _listed(schema, "enum", where)
         if "const" in schema and "enum" in schema:
-            values = [value for value in values if value in schema["enum"]]
+            values = [value for value in values if value in _listed(schema, "enum", where)]
         for name in schema:
             if name not in {"const", "enum", "type"} | _NOTES:
                 raise _refused(where, f"{name!r} beside constants is not kept; drop it")
@@ -216,7 +226,7 @@ class _Schema:
     def _string(self, schema: Mapping[str, Any], where: str) -> str | None:
         low, high = _range(schema, "minLength", "maxLength", where)
         form, pattern = schema.get("format"), schema.get("pattern")
-        if form is not None and form not in _FORMATS:
+        if form is not None and (not isinstance(form, str) or form not in _FORMATS):
             raise _refused(where, f"format {form!r} is not known; use one of {sorted(_FORMATS)}")
         if (form is not None) + (pattern is not None) + bool(low or high is not None) > 1:
             raise _refused(where, "pattern, format and lengths exclude each other; keep one")
@@ -232,9 +242,9 @@ class _Schema:
         low, high = _range(schema, "minItems", "maxItems", where)
         if high is not None and low > high:
             return None
+        listed = _listed(schema, "prefixItems", where) if "prefixItems" in schema else []
         first = [
-            self.value(one, f"{where}/prefixItems/{place}")
-            for place, one in enumerate(schema.get("prefixItems", ()))
+            self.value(one, f"{where}/prefixItems/{place}") for place, one in enumerate(listed)
         ]
         if first:
             if "items" in schema and schema["items"] is not False and low > len(first):
@@ -255,6 +265,8 @@ class _Schema:
         if not isinstance(named, Mapping):
             raise _refused(f"{where}/properties", "must be an object")
         needed = _listed(schema, "required", where) if "required" in schema else []
+        if not all(isinstance(name, str) for name in needed):
+            raise _refused(f"{where}/required", "must be a list of names")
         others = schema.get("additionalProperties", True)
         if "properties" not in schema and not needed:
             value = (
@@ -374,21 +386,23 @@ def _joined(parts: Sequence[Any], where: str) -> Any:
     for part in parts:
         if part is False:
             return False
+        if part is not True and not isinstance(part, Mapping):
+            raise _refused(where, f"{json.dumps(part)[:60]} is no schema")
         for name, value in {} if part is True else part.items():
             if name in _NOTES:
                 continue
             if name not in made or made[name] == value:
                 made[name] = value
-            elif name in _BOUNDS:
+            elif name in _BOUNDS and all(_is_number(one) for one in (made[name], value)):
                 made[name] = _BOUNDS[name](made[name], value)
-            elif name == "required":
-                made[name] = list(dict.fromkeys([*made[name], *value]))
-            elif name == "properties":
+            elif name == "required" and isinstance(value, list) and isinstance(made[name], list):
+                made[name] = made[name] + [one for one in value if one not in made[name]]
+            elif name == "properties" and all(isinstance(x, Mapping) for x in (value, made[name])):
                 both = {
                     k: {"allOf": [made[name][k], v]} for k, v in value.items() if k in made[name]
                 }
                 made[name] = made[name] | value | both
-            elif name == "enum":
+            elif name == "enum" and isinstance(value, list) and isinstance(made[name], list):
                 made[name] = [one for one in made[name] if one in value]
             elif name == "type":
                 kinds = _kinds(value)
@@ -402,6 +416,10 @@ def _joined(parts: Sequence[Any], where: str) -> Any:
             else:
                 raise _refused(where, f"two of {name!r} for one value are not kept; write one")
     return made
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _kinds(value: Any) -> list[Any]:
@@ -433,7 +451,7 @@ def _number(schema: Mapping[str, Any], where: str, *, is_whole: bool) -> str | N
         value = schema.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        if not _is_number(value):
             raise _refused(where, f"{name}={json.dumps(value)[:40]} must be a number")
         bounds[name] = Decimal(str(value))
     if bounds.pop("multipleOf", Decimal(1)) != 1 or ("multipleOf" in schema and not is_whole):

@@ -10,6 +10,10 @@ from dlm_jax.data import CharacterTokenizer
 from dlm_jax.inference.grammar import is_grammar, regex_of_grammar
 from dlm_jax.inference.structure import Structures
 
+LAUGHS = (
+    "\n".join(f"x{place} ::= x{place + 1} x{place + 1}" for place in range(25)) + '\nx25 ::= ""'
+)
+
 
 def test_sums_nest_to_the_depth():
     grammar = """
@@ -60,7 +64,8 @@ def test_a_grammar_is_a_structure():
      ("root ::= root", "no text that nests 3 deep"), ('root ::= "a"\n\n"b"', "line 3 .* begins no"),
      ('root ::= "a"\nroot ::= "b"', "line 2 .* again"), ("root ::= a\n  b", "begins no rule"),
      ('root ::= "a"\n  | x', "line 2 .* names 'x'"),
-     ("root ::= root root root root [0-9] | [0-9]", "rule 'root' .* more than")],
+     ("root ::= root root root root [0-9] | [0-9]", "rule 'root' .* more than"),
+     ("root ::= x0\n" + LAUGHS, "rule 'x.*' of the grammar has more than")],
 )  # fmt: skip
 def test_what_is_no_grammar_is_refused_by_line(grammar, told):
     with pytest.raises(ValueError, match=told):

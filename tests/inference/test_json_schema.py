@@ -14,6 +14,8 @@ from dlm_jax.inference.structure import characters
 
 NULL = {"type": "null"}
 PARTS = {"a": {"type": "integer"}, "b": {"type": "string"}, "c": NULL}
+LAUGHS = {str(place): {"anyOf": 2 * [{"$ref": f"#/$defs/{place + 1}"}]} for place in range(25)}
+LAUGHS["25"] = NULL
 NODE = {"type": "object", "properties": {"n": {"$ref": "#/$defs/a"}}}
 
 
@@ -110,6 +112,12 @@ def test_recursion_ends_at_the_depth():
         ({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}, "two of 'pattern'"),
         ({"$ref": "#/$defs/a", "$defs": {"a": NODE | {"required": ["n"]}}}, "no value fits, 3"),
         ({"type": "object", "minProperties": 2}, "minProperties=2 is not kept"),
+        ({"$ref": "#/$defs/0", "$defs": LAUGHS}, "too large, written out"),
+        ({"type": "string", "format": {}}, "at #: format {}"),
+        ({"type": "object", "required": [1]}, "at #/required: must be a list of names"),
+        ({"prefixItems": 5}, "at #/prefixItems: must be a list"),
+        ({"anyOf": [5]}, "at #/anyOf/0: 5 is no schema"),
+        ({"maximum": float("inf")}, "must be a number"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_kept_is_refused_by_place(schema, told):
