@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from typing import Any
 
 import outlines_core
 import pytest
@@ -14,7 +15,9 @@ from dlm_jax.inference.structure import characters
 
 NULL = {"type": "null"}
 PARTS = {"a": {"type": "integer"}, "b": {"type": "string"}, "c": NULL}
-LAUGHS = {str(place): {"anyOf": 2 * [{"$ref": f"#/$defs/{place + 1}"}]} for place in range(25)}
+LAUGHS: dict[str, Any] = {
+    str(place): {"anyOf": 2 * [{"$ref": f"#/$defs/{place + 1}"}]} for place in range(25)
+}
 LAUGHS["25"] = NULL
 NODE = {"type": "object", "properties": {"n": {"$ref": "#/$defs/a"}}}
 
