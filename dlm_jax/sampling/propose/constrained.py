@@ -216,25 +216,30 @@ class Constrained(FillRule):
         is_small_N = jnp.any(is_class_NC & (weight_NC < _LEAST), axis=1) | is_greedy_N
         is_small_N &= is_real_N
 
+        def member_of(logits_NJM: jax.Array, block_NC: jax.Array) -> jax.Array:
+            score_NJC = _take(logits_NJM, block_NC[:, None, :], axis=2)
+            wait_NJ = _waits(_salted(key_N, _MEMBER), score_NJC.shape[1])
+            score_NJC -= jnp.where(is_greedy_N[:, None], 0.0, wait_NJ)[:, :, None]
+            return _first_largest(score_NJC)
+
         def small() -> tuple[jax.Array, jax.Array, jax.Array]:
             below_NJM = jnp.maximum(of_ids(clean_NV), -_CUT) - _CUT
-            is_cut_NJM = is_id_NJM & ~(left_NJM > -jnp.inf)
+            is_cut_NJM = is_id_NJM & ~(left_NJM > -jnp.inf) & is_small_N[:, None, None]
             all_NJM = jnp.where(is_cut_NJM, below_NJM, left_NJM)
-            all_NJM = jnp.where(is_small_N[:, None, None], all_NJM, left_NJM)
             exact = _by_peaks(all_NJM, class_NM, key_N, is_greedy_N, weight_NC.shape[1])
             is_small_N1 = is_small_N[:, None]
-            return (
-                all_NJM,
+            exact_NC, place_NC = (
                 jnp.where(is_small_N1, exact[0], weight_NC),
                 jnp.where(is_small_N1, exact[1], block_NC),
             )
+            return exact_NC, place_NC, member_of(all_NJM, place_NC)
 
-        some = jnp.any(is_small_N), small, lambda: (left_NJM, weight_NC, block_NC)
-        all_NJM, weight_NC, block_NC = jax.lax.cond(*some)
-        score_NJC = _take(all_NJM, block_NC[:, None, :], axis=2)
-        wait_NJ = _waits(_salted(key_N, _MEMBER), score_NJC.shape[1])
-        score_NJC -= jnp.where(is_greedy_N[:, None], 0.0, wait_NJ)[:, :, None]
-        member_NC = _first_largest(score_NJC)
+        # Its results are small: what passes through a conditional is copied.
+        weight_NC, block_NC, member_NC = jax.lax.cond(
+            jnp.any(is_small_N),
+            small,
+            lambda: (weight_NC, block_NC, member_of(left_NJM, block_NC)),
+        )
         place_NC = member_NC * class_NM.shape[1] + block_NC
         ids_NC = _take(ids_NJM.reshape(row_N.size, -1), place_NC, axis=1)
         ids_NC = jnp.maximum(ids_NC, 0)
