@@ -1,4 +1,4 @@
-"""Structures: regular expressions and JSON schemas as automata over the tokens of a model.
+"""Structures: regular expressions as automata over the tokens of a model.
 
 The regex parser of Python reads a pattern. It is converted to a nondeterministic automaton over
 characters (Thompson 1968) and then to a deterministic one by subset construction (Rabin and Scott
@@ -8,17 +8,21 @@ characters (Thompson 1968) and then to a deterministic one by subset constructio
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import threading
+import unicodedata
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dlm_jax.config import RowSettings
 from dlm_jax.data import ByteTokenizer, Tokenizer
+from dlm_jax.inference.grammar import is_grammar, regex_of_grammar
+from dlm_jax.inference.json_schema import regex_of_objects as regex_of_objects
+from dlm_jax.inference.json_schema import regex_of_schema as regex_of_schema
+from dlm_jax.inference.json_schema import without_anchors
 from dlm_jax.sampling.blocks import steps_needed
 from dlm_jax.sampling.commit.quotas import QuotaRule
 from dlm_jax.sampling.transforms.automaton import MOST_CLASSES, MOST_STATES, Automaton, held
@@ -47,24 +51,81 @@ class Characters(NamedTuple):
 
 
 def characters(pattern: str, alphabet: Sequence[str], *, most_states: int) -> Characters:
-    """The automaton of the texts that a pattern matches from end to end.
+    r"""The automaton of the texts that a pattern matches from end to end.
 
     Args:
-      pattern: regular expression of `re`, without anchors, look-around and back-references.
+      pattern: regular expression of `re`, without look-around and back-references. ``^`` and ``$``
+        at its ends mean nothing; ``\p{..}`` is a general category of Unicode.
       alphabet: the characters that texts may consist of.
       most_states: most states of the automaton.
     """
     parser: Any = importlib.import_module("re._parser")  # the only parser of Python's regex syntax
     try:
-        parsed = parser.parse(pattern)
+        parsed = parser.parse(_with_categories(pattern, alphabet))
         if parsed.state.flags & ~re.UNICODE:
             raise ValueError("flags are not known; write what they mean into the pattern")
         nodes = _Nodes(alphabet)
         end = nodes.new()
-        start = nodes.sequence(list(parsed), end)
+        start = nodes.sequence(without_anchors(parsed, is_first=True, is_last=True), end)
+    except _Unknown as error:
+        found = re.search(_SIGNS.get(error.op, "$"), pattern)
+        where = f" at position {found.start()}" if found else ""
+        raise ValueError(f"{error.op}{where} is not known; {error}") from None
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(str(error)) from None
     return nodes.determinized(start, end, most_states)
+
+
+_SIGNS = {
+    "AT": r"(?<!^)(?<!\[)[\^]|[$](?!$)|\\[bBAZ]", "ASSERT": r"\(\?<?=", "ASSERT_NOT": r"\(\?<?!",
+    "GROUPREF": r"\\[1-9]|\(\?P=",
+}  # fmt: skip
+"""Where the parsed items begin that no automaton knows."""
+
+
+class _Unknown(ValueError):
+    """An item of a pattern that no automaton knows."""
+
+    def __init__(self, op: str):
+        super().__init__(
+            "use ^ and $ at the ends alone, and no \\b" if op == "AT"
+            else "use no look-around or back-references"
+        )  # fmt: skip
+        self.op = op
+
+
+_PROPERTY = re.compile(r"\\(?:([pP])\{(\^?)([^}]*)\}|.)|\[\^?\]?|\]", re.DOTALL)
+_NOTHING = "\\U0010FFFF"
+_LONG_NAMES = {
+    "Letter": "L", "Uppercase_Letter": "Lu", "Lowercase_Letter": "Ll", "Mark": "M", "Number": "N",
+    "Decimal_Number": "Nd", "Punctuation": "P", "Symbol": "S", "Separator": "Z", "Other": "C",
+}  # fmt: skip
+_CATEGORY_NAMES = frozenset({
+    "L", "Lu", "Ll", "Lt", "Lm", "Lo", "M", "Mn", "Mc", "Me", "N", "Nd", "Nl", "No", "P", "Pc",
+    "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "S", "Sm", "Sc", "Sk", "So", "Z", "Zs", "Zl", "Zp", "C",
+    "Cc", "Cf", "Cs", "Co", "Cn",
+})  # fmt: skip
+
+
+def _with_categories(pattern: str, alphabet: Sequence[str]) -> str:
+    r"""The pattern with ``\p{..}`` and ``\P{..}`` as the characters of the alphabet."""
+    is_inside = False
+
+    def written(found: re.Match[str]) -> str:
+        nonlocal is_inside
+        if found[1] is None:
+            if found[0][0] != "\\":
+                is_inside = found[0][0] == "[" or (is_inside and found[0] != "]")
+            return found[0]
+        name = _LONG_NAMES.get(found[3], found[3])
+        if name not in _CATEGORY_NAMES:
+            raise ValueError(f"{found[0]} at position {found.start()} is no general category")
+        is_not = (found[1] == "P") != bool(found[2])
+        chosen = [c for c in alphabet if unicodedata.category(c).startswith(name) != is_not]
+        text = "".join(f"\\U{ord(c):08x}" for c in chosen) or _NOTHING
+        return text if is_inside else f"[{text}]"
+
+    return _PROPERTY.sub(written, pattern)
 
 
 class _Nodes:
@@ -138,7 +199,7 @@ class _Nodes:
         if op in ("MAX_REPEAT", "MIN_REPEAT"):
             low, high, items = given
             return self._repeat(low, high, items, end)
-        raise ValueError(f"{op} is not known; use no anchors, look-around or back-references")
+        raise _Unknown(op)
 
     def _repeat(self, low: int, high: Any, items: Any, end: int) -> int:
         if str(high) == "MAXREPEAT":
@@ -274,7 +335,8 @@ class Structures:
 
     def _compiled(self, pattern: str) -> Automaton:
         try:
-            letters = characters(pattern, self._alphabet, most_states=MOST_STATES - 2)
+            regex = regex_of_grammar(pattern, longest=LONGEST) if is_grammar(pattern) else pattern
+            letters = characters(regex, self._alphabet, most_states=MOST_STATES - 2)
         except ValueError as error:
             why = " ".join(str(error).split())[:300]
             raise SettingError("structure", pattern[:100], f"cannot be used: {why}") from None
@@ -332,28 +394,6 @@ def pieces(tokenizer: Tokenizer, left_out: set[int]) -> dict[str, list[int]]:
         if text and _UNKNOWN not in text:
             found.setdefault(text, []).append(id_)
     return found
-
-
-def regex_of_schema(schema: Mapping[str, Any]) -> str:
-    """The regular expression of the texts that a JSON schema allows."""
-    try:
-        return _core().json_schema.build_regex_from_schema(json.dumps(schema))
-    except (ValueError, TypeError, NotImplementedError) as error:
-        why = " ".join(str(error).split())[:300]
-        raise ValueError(f"the schema cannot be used: {why}") from None
-
-
-def regex_of_objects() -> str:
-    """The regular expression of JSON objects that are nested up to two deep."""
-    text = r'"([^"\\\x00-\x1F]|\\["\\/bfnrt])*"'
-    plain = rf"(?:{text}|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|true|false|null)"
-    value = rf"(?:{plain}|\[(?:{plain}(?:, ?{plain})*)?\]|{_object(text, plain)})"
-    return _object(text, value)
-
-
-def _object(name: str, value: str) -> str:
-    pair = rf"{name}: ?{value}"
-    return rf"\{{(?:{pair}(?:, ?{pair})*)?\}}"
 
 
 def check_structure(
@@ -450,12 +490,3 @@ def _anchor(tokenizer: Tokenizer) -> list[int]:
         except ValueError:
             continue
     return []
-
-
-def _core() -> Any:
-    try:
-        return importlib.import_module("outlines_core")
-    except ModuleNotFoundError:
-        raise ValueError(
-            "a JSON schema needs outlines-core; install it with: pip install 'dlm_jax[structure]'"
-        ) from None

@@ -79,7 +79,9 @@ class Arcs(NamedTuple):
     class_M: np.ndarray
 
 
-_BLOCK = 32
+def _block_size(vocab_size: int) -> int:
+    """Ids of a block: few blocks and small ones, as a draw looks at all blocks and into one."""
+    return 1 << (max(vocab_size, 1 << 10).bit_length() - 1) // 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,11 +146,12 @@ class Automaton:
         pairs_SD2 = np.zeros((len(arcs), max(1, *map(len, arcs)), 2), np.int32)
         for state, found in enumerate(arcs):
             pairs_SD2[state, : len(found)] = np.reshape(found, (-1, 2))
-        blocks, classes_of = [np.full((1, _BLOCK), -1)], [0]
+        size = _block_size(len(self.class_of_V))
+        blocks, classes_of = [np.full((1, size), -1)], [0]
         for class_ in range(1, num_classes):
             (ids,) = np.nonzero(self.class_of_V == class_)
-            padded = np.pad(ids, (0, -ids.size % _BLOCK), constant_values=-1)
-            blocks.append(padded.reshape(-1, _BLOCK))
+            padded = np.pad(ids, (0, -ids.size % size), constant_values=-1)
+            blocks.append(padded.reshape(-1, size))
             classes_of += [class_] * len(blocks[-1])
         is_member_KC = np.frombuffer(b"".join(labels), bool).reshape(-1, num_classes)
         return Arcs(
@@ -200,7 +203,10 @@ def _checked(value: Any) -> Any:
 
 
 STRUCTURE = Setting(
-    "structure", "", "regular expression that the new text matches from end to end", parse=_checked
+    "structure",
+    "",
+    "regular expression or GBNF grammar that the new text matches from end to end",
+    parse=_checked,
 )
 
 
