@@ -178,6 +178,7 @@ def sampling_step(
     from jax.sharding import PartitionSpec as P
 
     from dlm_jax.devices import used
+    from dlm_jax.distributed import compiler
     from dlm_jax.distributed.partitions import shardings
     from dlm_jax.model.transformer import build
     from dlm_jax.sampling.forward import with_cache
@@ -212,7 +213,8 @@ def sampling_step(
         state = jax.eval_shape(make, params)
     state = jax.tree.map(lambda leaf: at(leaf, split), state)
     number = jax.ShapeDtypeStruct((), "int32", sharding=whole)
-    return Advance(program)._jitted.lower(params, state, number, number).compile(), state
+    advance = Advance(program, compiler_options=compiler.options("sample", mesh))
+    return advance._jitted.lower(params, state, number, number).compile(), state
 
 
 def measure_sampled(row: Sampled) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from typing import Any, NoReturn, TextIO
 
 import jax
 import jax.monitoring
-from jax.sharding import Mesh
 
 import dlm_jax
 import dlm_jax.config as configs
@@ -30,7 +29,6 @@ from dlm_jax.config import MeshConfig, RowSettings
 from dlm_jax.config.schema import PRESETS
 from dlm_jax.data import Tokenizer
 from dlm_jax.distributed.local_rows import OwnRows, num_shares, split_rows
-from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.distributed.processes import gathered
 from dlm_jax.inference.candidates import HostSampler, Written, shown
 from dlm_jax.inference.model import Model, load
@@ -108,12 +106,12 @@ def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def mesh_of(overrides: Mapping[str, str], *, is_distributed: bool) -> Mesh | None:
+def mesh_of(overrides: Mapping[str, str], *, is_distributed: bool) -> MeshConfig | None:
     """The mesh of the flags; None: only the first device."""
     asked = {name: text for name, text in overrides.items() if name.startswith("mesh.")}
     if not asked and not is_distributed:
         return None
-    return make_mesh(configs.load(None, asked).mesh)
+    return configs.load(None, asked).mesh
 
 
 def check_batch(params: Params, batch_size: int) -> None:

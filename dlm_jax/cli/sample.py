@@ -55,6 +55,7 @@ from dlm_jax.cli.ends import End, check_output, emit, program, refusals, say_err
 from dlm_jax.cli.sample_file import sample_file
 from dlm_jax.config import RowSettings, add_sample_flags, parse_flags, sample_settings
 from dlm_jax.config.schema import settings_of
+from dlm_jax.distributed import compiler
 from dlm_jax.distributed.local_rows import num_shares, spans_processes, split_rows
 from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.generate import all_requests, chain_report, texts_of
@@ -63,7 +64,6 @@ from dlm_jax.inference.own_rules import classes_of, with_rules
 from dlm_jax.inference.request import group
 from dlm_jax.inference.results import Row, canvas_size
 from dlm_jax.inference.slots import Bucket, Job, Slots, loop_of, slot_count
-from dlm_jax.model.kernels import cpu
 from dlm_jax.progress import Progress
 from dlm_jax.types import Status
 from dlm_jax.viewing.frames import Frame, frame_of, special_names
@@ -140,7 +140,7 @@ def time_line(
     length_B = np.array([(members * size)[slot].tokens.size for slot in range(size)], np.int32)
     if split is not None:
         tokens_BL, length_B = jax.device_put((tokens_BL, length_B), split)
-    options = cpu.compiler_options(is_training=False)
+    options = compiler.options("sample", split, model.compiler_options)
 
     @functools.partial(jax.jit, compiler_options=options)
     def trunk(params: Any, tokens_BL: jax.Array, length_B: jax.Array) -> jax.Array:

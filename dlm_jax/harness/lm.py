@@ -26,13 +26,13 @@ import numpy as np
 from dlm_jax.data import HubTokenizer
 from dlm_jax.diffusion.likelihood import bound_at, causal_nll
 from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.distributed import compiler
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model, load
 from dlm_jax.inference.reader import Reader
 from dlm_jax.inference.request import Request, make_requests, settings_of_call
 from dlm_jax.inference.results import canvas_size
 from dlm_jax.inference.scheduler import Ticket
-from dlm_jax.model.kernels import cpu
 from dlm_jax.types import Network, Params
 
 
@@ -304,7 +304,9 @@ class Likelihoods:
             for pair in pairs
         ]
         rows = [(pair, mask) for pair, own in zip(pairs, masks, strict=True) for mask in own]
-        run = _costs(self._model.network, self._mask_id, self._model.is_causal)
+        run = _costs(
+            self._model.network, self._mask_id, self._model.is_causal, self._model.compiler_options
+        )
         found = np.zeros(len(rows))
         for places, arrays in self._batches(rows):
             found[places] = np.asarray(run(self._model.params, *arrays))[: len(places)]
@@ -316,7 +318,7 @@ class Likelihoods:
 
         A causal model writes from left to right.
         """
-        run = _guesses(self._model.network, self._mask_id)
+        run = _guesses(self._model.network, self._mask_id, self._model.compiler_options)
         masks = [np.arange(pair.ids.size) >= pair.given for pair in pairs]
         is_greedy = [True] * len(pairs)
         open_ = list(range(len(pairs)))
@@ -357,7 +359,9 @@ class Likelihoods:
 
 
 @functools.lru_cache(maxsize=16)
-def _costs(network: Network, mask_id: int, is_causal: bool) -> Callable[..., jax.Array]:
+def _costs(
+    network: Network, mask_id: int, is_causal: bool, compiler_options: tuple[str, ...]
+) -> Callable[..., jax.Array]:
     def run(
         params: Params, tokens: jax.Array, length: jax.Array, given: jax.Array, masked: jax.Array
     ) -> jax.Array:
@@ -366,11 +370,13 @@ def _costs(network: Network, mask_id: int, is_causal: bool) -> Callable[..., jax
             return causal_nll(network, params, batch, mask_id=mask_id)
         return jax.numpy.sum(bound_at(network, params, batch, masked, mask_id=mask_id), axis=1)
 
-    return jax.jit(run, compiler_options=cpu.compiler_options(is_training=False))
+    return jax.jit(run, compiler_options=compiler.options("sample", given=compiler_options))
 
 
 @functools.lru_cache(maxsize=16)
-def _guesses(network: Network, mask_id: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def _guesses(
+    network: Network, mask_id: int, compiler_options: tuple[str, ...]
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """The most likely id at each position, and its probability."""
 
     def run(
@@ -391,7 +397,7 @@ def _guesses(network: Network, mask_id: int) -> Callable[..., tuple[jax.Array, j
 
         return jax.lax.map(of_row, hidden)
 
-    return jax.jit(run, compiler_options=cpu.compiler_options(is_training=False))
+    return jax.jit(run, compiler_options=compiler.options("sample", given=compiler_options))
 
 
 Instances = Sequence[Any]

@@ -19,6 +19,7 @@ from dlm_jax.config import Config, MeshConfig, ObjectiveConfig, SampleConfig
 from dlm_jax.config.schema import PRESETS
 from dlm_jax.data import Tokenizer, check_fits, from_json
 from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
+from dlm_jax.distributed import compiler
 from dlm_jax.distributed.partitions import make_mesh, partition
 from dlm_jax.inference.structure import Structures
 from dlm_jax.model.lora import merged
@@ -60,6 +61,7 @@ class Model:
       family: the family of a published model; empty for any other.
       untrained: heads (``sampler``, ``critic``) that are not trained yet.
       corpus_sha256: checksum of its training text (`dlm_jax.data.Corpus`); empty if unknown.
+      compiler_options: of its programs, as ``mesh.compiler_options``.
     """
 
     network: Network
@@ -75,6 +77,7 @@ class Model:
     family: str = ""
     untrained: tuple[str, ...] = ()
     corpus_sha256: str = ""
+    compiler_options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_settings()
@@ -198,11 +201,14 @@ def load(
     if dtype is not None and dtype not in DTYPES:
         advice = "; its range is too small for activations; use bfloat16" * (dtype == "float16")
         raise SettingError("dtype", dtype, f"is not one of {', '.join(DTYPES)}{advice}")
+    given: tuple[str, ...] = ()
     if isinstance(mesh, MeshConfig):
-        mesh = make_mesh(mesh)
+        given, mesh = mesh.compiler_options, make_mesh(mesh)
+        compiler.options("sample", mesh, given)
     path = fetched(path)
     if is_published(path):
-        return _published(path, mesh, None if dtype == "stored" else dtype, report)
+        model = _published(path, mesh, None if dtype == "stored" else dtype, report)
+        return dataclasses.replace(model, compiler_options=given)
     place = functools.partial(_placed, mesh=mesh, dtype=dtype or "float32")
     params, meta = store.load_any(path, _abstract_params, place=place, report=report)
     config = _config_of(meta)
@@ -218,6 +224,7 @@ def load(
         config=config,
         untrained=untrained_heads(config, meta.get("step")),
         corpus_sha256=str((meta.get("corpus") or {}).get("sha256", "")),
+        compiler_options=given,
     )
 
 
