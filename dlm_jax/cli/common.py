@@ -32,6 +32,7 @@ from dlm_jax.distributed.local_rows import OwnRows, num_shares, split_rows
 from dlm_jax.distributed.processes import gathered
 from dlm_jax.inference.candidates import HostSampler, Written, shown
 from dlm_jax.inference.model import Model, load
+from dlm_jax.model.quantized import KINDS
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.settings import UNSET, SettingError, nearest
 from dlm_jax.store import not_finite
@@ -273,6 +274,11 @@ CHECKPOINT = (
     f", or a model that ships: {', '.join(SHIPPED)}; default: {DEFAULT}"
 )
 
+QUANTIZE = (
+    f"keep the matrices of the blocks in 8 bits: {', '.join(KINDS)} (inputs too); default: as they "
+    "are"
+)
+
 PRESET = (
     f"a preset: {', '.join(PRESETS)} (insertions and deletions, docs/edits.md), or one "
     "that comes with a published model, which says the order that its project uses "
@@ -385,8 +391,17 @@ def join_hosts(args: argparse.Namespace) -> None:
         ) from None
 
 
-def load_model(path: str | None, *, mesh: Any = None, dtype: str | None = None) -> Model:
-    model = load(path, mesh=mesh, dtype=dtype, report=lambda line: print(line, file=sys.stderr))
+def load_model(
+    path: str | None,
+    *,
+    mesh: Any = None,
+    dtype: str | None = None,
+    quantize: str | None = None,
+) -> Model:
+    model = load(
+        path, mesh=mesh, dtype=dtype, quantize=quantize,
+        report=lambda line: print(line, file=sys.stderr),
+    )  # fmt: skip
     broken = not_finite(model.params)
     if broken is not None:
         raise NotFiniteError(

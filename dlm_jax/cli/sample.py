@@ -30,6 +30,7 @@ from dlm_jax.cli.common import (
     CHECKPOINT,
     COUNT,
     PRESET,
+    QUANTIZE,
     SEED,
     Parser,
     add_host_flags,
@@ -200,6 +201,7 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     add("--report-json", metavar="FILE", help="append the same figures, one JSON object per line")
     add("--dtype", metavar="TYPE",
         help=f"dtype of the parameters: {', '.join(DTYPES)}; default: float32")  # fmt: skip
+    add("--quantize", metavar="KIND", help=QUANTIZE)
     add("--time-steps", action="store_true",
         help="measure afterwards how much of a step the trunk takes")  # fmt: skip
     add("--report-chain", action="store_true", help="print where each part of the chain runs")
@@ -282,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sampler = _host_sampler(args)
         join_hosts(args)
         mesh = mesh_of(overrides, is_distributed=args.distributed)
-        model = load_model(args.checkpoint, mesh=mesh, dtype=args.dtype)
+        model = load_model(args.checkpoint, mesh=mesh, dtype=args.dtype, quantize=args.quantize)
         if mesh is not None:
             check_batch(model.params, args.batch_size)
         settings = (model.preset(args.preset) if args.preset else {}) | settings

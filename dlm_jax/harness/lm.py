@@ -426,6 +426,7 @@ class Evaluated:
       batch_size: rows that run at once, up to 32; "auto" is 32. It does not affect results.
       seed: of masks and texts.
       dtype: as in `dlm_jax.load`.
+      quantize: as in `dlm_jax.load`.
       preset: name of a preset of the model.
       model: a loaded model, in place of `checkpoint`.
       max_batch_size: ignored.
@@ -441,6 +442,7 @@ class Evaluated:
         batch_size: int | str = "auto",
         seed: int = 0,
         dtype: str | None = None,
+        quantize: str | None = None,
         preset: str | None = None,
         model: Model | None = None,
         max_batch_size: int | None = None,
@@ -449,7 +451,9 @@ class Evaluated:
     ):
         super().__init__()
         del max_batch_size, device
-        self.model = load(checkpoint, dtype=dtype) if model is None else model
+        if model is None:
+            model = load(checkpoint, dtype=dtype, quantize=quantize)
+        self.model = model
         self._batch_size = ROWS if str(batch_size).startswith("auto") else int(batch_size)
         self._seed, self._is_chat = int(seed), False
         self._settings = (self.model.preset(preset) if preset else {}) | settings

@@ -23,6 +23,7 @@ from dlm_jax.distributed import compiler
 from dlm_jax.distributed.partitions import make_mesh, partition
 from dlm_jax.inference.structure import Structures
 from dlm_jax.model.lora import merged
+from dlm_jax.model.quantized import is_quantized, quantized, quantizer
 from dlm_jax.model.transformer import build
 from dlm_jax.published import (
     ChatTemplate,
@@ -174,6 +175,7 @@ def load(
     *,
     mesh: Mesh | MeshConfig | None = None,
     dtype: str | None = None,
+    quantize: str | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Model:
     """The model of a run, of a weights file, of a published directory, or the one that ships.
@@ -189,6 +191,9 @@ def load(
         device.
       dtype: type of the parameters, one of `DTYPES`, and of the computation of a published model;
         None is float32, and for a published model as its weights are stored.
+      quantize: keeps the matrices of the blocks in 8 bits, to sample and score: ``int8``, or
+        ``int8_dynamic``, which rounds the inputs of their products too. Those of a published
+        directory are quantised one after the other, as they are read.
       report: called with one line if a damaged checkpoint was skipped, and with one that lists
         the settings that a published directory recommends.
 
@@ -201,17 +206,20 @@ def load(
     if dtype is not None and dtype not in DTYPES:
         advice = "; its range is too small for activations; use bfloat16" * (dtype == "float16")
         raise SettingError("dtype", dtype, f"is not one of {', '.join(DTYPES)}{advice}")
+    finish = _as_it_is if quantize is None else quantizer(quantize)
     given: tuple[str, ...] = ()
     if isinstance(mesh, MeshConfig):
         given, mesh = mesh.compiler_options, make_mesh(mesh)
         compiler.options("sample", mesh, given)
     path = fetched(path)
     if is_published(path):
-        model = _published(path, mesh, None if dtype == "stored" else dtype, report)
+        model = _published(path, mesh, None if dtype == "stored" else dtype, finish, report)
         return dataclasses.replace(model, compiler_options=given)
     place = functools.partial(_placed, mesh=mesh, dtype=dtype or "float32")
     params, meta = store.load_any(path, _abstract_params, place=place, report=report)
     config = _config_of(meta)
+    if quantize is not None:
+        params = quantized(merged(params, config.model), quantize)
     tokenizer = from_json(meta["tokenizer"])
     check_fits(tokenizer, config.model.vocab_size)
     return Model(
@@ -228,6 +236,11 @@ def load(
     )
 
 
+def _as_it_is(path: str, parameter: jax.Array) -> jax.Array:
+    del path
+    return parameter
+
+
 def untrained_heads(config: Config, step: int | None) -> tuple[str, ...]:
     """The heads whose training begins after that step; none if the step is unknown."""
     begins = {
@@ -241,12 +254,13 @@ def _published(
     path: str | os.PathLike[str],
     mesh: Mesh | None,
     dtype: str | None,
+    finish: Callable[[str, jax.Array], Any],
     report: Callable[[str], None] | None,
 ) -> Model:
     def place(name: str, shape: tuple[int, ...]) -> NamedSharding | None:
         return None if mesh is None else NamedSharding(mesh, partition(name, shape, mesh))
 
-    found = read_published(path, dtype=dtype, place=place)
+    found = read_published(path, dtype=dtype, place=place, finish=finish)
     if found.settings and report is not None:
         told = ", ".join(f"{name}={value!r}" for name, value in found.settings.items())
         report(f"{path} recommends {told} (generation_config.json)")
@@ -304,6 +318,10 @@ def export(
     """
     if model.config is None:
         raise ValueError("the model is a network of your own, which no published family describes")
+    if is_quantized(model.params):
+        raise ValueError(
+            "the model is quantised, which no published family stores; load it without quantize"
+        )
     config = model.config
     params = merged(model.params, config.model)
     bare = dataclasses.replace(
