@@ -165,12 +165,18 @@ def measure(row: Row) -> dict[str, Any]:
 
 
 def sampling_step(
-    model: ModelConfig, sample: SampleConfig, mesh: Any, rows: int, positions: int
+    model: ModelConfig,
+    sample: SampleConfig,
+    mesh: Any,
+    rows: int,
+    positions: int,
+    *,
+    quantize: str | None = None,
 ) -> tuple[Any, Any]:
     """The compiled loop of sampling steps of empty canvases on `mesh`, and the state it takes.
 
-    Parameters are bfloat16, in the parts of `dlm_jax.distributed.partitions`; the id of MASK is the
-    last of the vocabulary.
+    Parameters are bfloat16, in the parts of `dlm_jax.distributed.partitions`, or quantised as
+    `dlm_jax.load` does it; the id of MASK is the last of the vocabulary.
     """
     import jax
     import jax.numpy as jnp
@@ -180,6 +186,7 @@ def sampling_step(
     from dlm_jax.devices import used
     from dlm_jax.distributed import compiler
     from dlm_jax.distributed.partitions import shardings
+    from dlm_jax.model.quantized import quantized
     from dlm_jax.model.transformer import build
     from dlm_jax.sampling.forward import with_cache
     from dlm_jax.sampling.loop import Advance
@@ -209,6 +216,7 @@ def sampling_step(
     params = jax.tree.map(
         lambda x, place: at(x, place, "bfloat16"), params, shardings(params, mesh)
     )
+    params = params if quantize is None else quantized(params, quantize)
     with used(split):
         state = jax.eval_shape(make, params)
     state = jax.tree.map(lambda leaf: at(leaf, split), state)
