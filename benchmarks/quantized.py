@@ -49,7 +49,7 @@ def variants(checkpoint: str | None) -> dict[str, Model]:
         found[kind] = small
         found[f"{kind}, bfloat16"] = dataclasses.replace(small, network=half)
     table = quantized_kernel(usual.params["embedding"].T)
-    rounded = (table.values * table.scales).T
+    rounded = (table.values * table.scales[None]).T
     found["int8 with embeddings"] = dataclasses.replace(
         found["int8"], params={**found["int8"].params, "embedding": rounded}
     )

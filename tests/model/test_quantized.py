@@ -39,6 +39,19 @@ NETWORK, PARAMS = toy.network(), toy.params()
 TOKENS = np.random.default_rng(0).integers(0, toy.MASK, (3, 8)).astype(np.int32)
 LENGTHS = np.array([8, 5, 7], np.int32)
 
+TEXT = """ROMEO:
+But, soft! what light through yonder window breaks?
+It is the east, and Juliet is the sun.
+Arise, fair sun, and kill the envious moon,
+Who is already sick and pale with grief,
+That thou her maid art far more fair than she:
+Be not her maid, since she is envious;
+Her vestal livery is but sick and green
+And none but fools do wear it; cast it off.
+It is my lady, O, it is my love!
+O, that she knew she were!
+"""
+
 
 def _rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Whole numbers in [-127, 127] and the scale of each row, in NumPy."""
@@ -174,14 +187,13 @@ def test_a_published_directory_is_quantised_matrix_by_matrix(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_shipped_model_samples_and_scores_as_before(kind):
-    text = "ROMEO: what light through yonder window breaks?"
+def test_the_bound_of_the_shipped_model_is_within_half_a_percent(kind):
     usual, small = dlm_jax.load(), dlm_jax.load(quantize=kind)
     matrices = [x for x in jax.tree.leaves(usual.params["blocks"]) if x.ndim == 3]
     bytes_of = [sum(x.nbytes for x in jax.tree.leaves(m.params["blocks"])) for m in (usual, small)]
     assert bytes_of[1] < bytes_of[0] - 0.7 * sum(x.nbytes for x in matrices)
-    nats = [dlm_jax.score(model, [text], num_draws=8).nats[0] for model in (usual, small)]
-    assert nats[1] == pytest.approx(nats[0], rel=0.01)
+    nats = [dlm_jax.score(model, [TEXT], num_draws=8).nats[0] for model in (usual, small)]
+    assert nats[1] == pytest.approx(nats[0], rel=0.005)
     assert len(dlm_jax.generate(small, max_length=16, steps=4).texts[0]) > 0
 
 
