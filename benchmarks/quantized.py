@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import time
 
 import jax
 
@@ -84,20 +85,26 @@ def print_quality(checkpoint: str | None, source: str | None, judge: Model | Non
         print(f"| {name} | {mib} | {nats.sum() / tokens:.4f} | {shown} |", flush=True)
 
 
-def print_steps(name: str, topology: str, num_rows: int, fsdp: int) -> None:
+def print_steps(
+    name: str, topology: str, num_rows: int, fsdp: int, options: tuple[str, ...]
+) -> None:
     mesh = make_mesh(MeshConfig(fsdp=fsdp), topology_devices(topology))
     shape = ModelConfig(**model_of(Sampled(name, topology, num_rows, fsdp)))
     sample = SampleConfig(order="low_confidence", chain=("temperature",), steps=8)
-    print("| parameters | arguments GiB | temporaries GiB | step ms (roof / cycles) |")
-    print("| --- | --- | --- | --- |")
+    print("| parameters | arguments GiB | temporaries GiB | step ms (roof / cycles) | compiled s |")
+    print("| --- | --- | --- | --- | --- |")
     for kind in (None, *KINDS):
-        compiled, _ = sampling_step(shape, sample, mesh, num_rows, 1024, quantize=kind)
+        began = time.perf_counter()
+        compiled, _ = sampling_step(
+            shape, sample, mesh, num_rows, 1024, quantize=kind, options=options
+        )
+        seconds = time.perf_counter() - began
         memory, text = compiled.memory_analysis(), compiled.as_text()
         roof, cycles = cost(text, torus_of(mesh), "roof"), cost(text, torus_of(mesh), "cycles")
         print(
             f"| {kind or 'bfloat16'} | {memory.argument_size_in_bytes / 2**30:.3f} | "
             f"{memory.temp_size_in_bytes / 2**30:.3f} | "
-            f"{roof.seconds * 1e3:.0f} / {cycles.seconds * 1e3:.0f} |",
+            f"{roof.seconds * 1e3:.0f} / {cycles.seconds * 1e3:.0f} | {seconds:.0f} |",
             flush=True,
         )
 
@@ -111,9 +118,10 @@ def main() -> None:
     parser.add_argument("--model", default="1.3B", help="150M, 1.3B or 8B")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--fsdp", type=int, default=1)
+    parser.add_argument("--compiler-options", nargs="*", default=[], metavar="NAME=VALUE")
     args = parser.parse_args()
     if args.topology:
-        print_steps(args.model, args.topology, args.rows, args.fsdp)
+        print_steps(args.model, args.topology, args.rows, args.fsdp, tuple(args.compiler_options))
         return
     start_jax()
     judge = None if args.judge is None else dlm_jax.load(args.judge)
