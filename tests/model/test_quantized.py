@@ -34,6 +34,7 @@ from dlm_jax.model.quantized import (
 from dlm_jax.model.transformer import build
 from dlm_jax.settings import SettingError
 from dlm_jax.store import Checkpoints
+from dlm_jax.store.weights import save_weights
 
 NETWORK, PARAMS = toy.network(), toy.params()
 TOKENS = np.random.default_rng(0).integers(0, toy.MASK, (3, 8)).astype(np.int32)
@@ -249,7 +250,17 @@ def test_a_quantised_model_is_not_written(tmp_path):
     model = dlm_jax.load(quantize="int8")
     with pytest.raises(ValueError, match="^the model is quantised, .*; load it without quantize$"):
         dlm_jax.export(model, tmp_path / "model")
-    assert not (tmp_path / "model").exists()
+    line = (
+        "^parameter blocks/attention/key/kernel is quantised, .*; load the model without quantize$"
+    )
+    with pytest.raises(ValueError, match=line):
+        save_weights(tmp_path / "model.safetensors", model.params, {})
+    with (
+        Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints,
+        pytest.raises(ValueError, match=line.replace("parameter ", "parameter params/")),
+    ):
+        checkpoints.save(1, {"params": model.params}, {})
+    assert not list(tmp_path.glob("model*"))
 
 
 def test_an_unknown_kind_is_refused_on_the_command_line(capsys):
