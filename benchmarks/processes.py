@@ -33,9 +33,9 @@ from dlm_jax.data import noise_ids, text_ids
 from dlm_jax.diffusion.losses import hidden_of
 from dlm_jax.diffusion.objectives import Batch, mixture_of
 from dlm_jax.diffusion.processes import PROCESSES
+from dlm_jax.distributed import compiler
 from dlm_jax.distributed.local_rows import split_rows
 from dlm_jax.inference.model import Model
-from dlm_jax.model.kernels import cpu
 from dlm_jax.sampling.loop import Advance
 
 STEPS = 4
@@ -66,9 +66,7 @@ def training(model: Model, process: str) -> Callable[[], Any]:
         found = mixture.losses(network, params, example, hidden_BLD, mask_id=tokenizer.mask_id)
         return found["elbo"].sum / found["elbo"].weight
 
-    step = jax.jit(
-        jax.value_and_grad(loss), compiler_options=cpu.compiler_options(is_training=True)
-    )
+    step = jax.jit(jax.value_and_grad(loss), compiler_options=compiler.options("train"))
     return functools.partial(step, model.params, jax.random.key(0))
 
 
@@ -80,7 +78,7 @@ def sampling(model: Model, process: str) -> Callable[[], Callable[[], Any]]:
     params, state = first_state(model, **settings, **order)
     advance = Advance(
         model.program(rows=split_rows(model.params)),
-        compiler_options=cpu.compiler_options(is_training=False),
+        compiler_options=compiler.options("sample"),
     )
 
     def prepare() -> Callable[[], Any]:

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from dlm_jax.cli.common import CHECKPOINT, SEED, Parser, load_model, start_jax, whole
+from dlm_jax.cli.common import CHECKPOINT, QUANTIZE, SEED, Parser, load_model, start_jax, whole
 from dlm_jax.cli.ends import End, NotFiniteError, check_output, emit, program, refusals
 from dlm_jax.data import Corpus, load_corpus, validation_windows
 from dlm_jax.data.rows import Columns
@@ -93,6 +93,7 @@ def make_parser() -> Parser:
     add("--batch-size", type=whole(1, MOST_AT_ONCE), default=16, metavar="B",
         help="windows that run at once (16)")  # fmt: skip
     add("--seed", type=SEED, default=0, metavar="K", help="random seed of the masks (0)")
+    add("--quantize", metavar="KIND", help=QUANTIZE)
     add("--json", action="store_true", help="one JSON object a line instead of a sentence")
     return parser
 
@@ -108,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("--split has no effect without --text; add that or drop it")
         _check_labelled(args)
         check_output()
-        model = load_model(args.checkpoint)
+        model = load_model(args.checkpoint, quantize=args.quantize)
         if args.labelled is not None:
             emit(_decided(model, args))
             return End.DONE

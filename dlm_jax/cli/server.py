@@ -29,6 +29,7 @@ from dlm_jax.cli.common import (
     CHECKPOINT,
     COUNT,
     PRESET,
+    QUANTIZE,
     Parser,
     add_mesh_flags,
     heads_line,
@@ -104,6 +105,7 @@ def make_parser() -> Parser:
     add("--log-texts", action="store_true", help="also log prompts and texts")
     add("--dtype", metavar="TYPE",
         help=f"dtype of the parameters: {', '.join(DTYPES)}; default: float32")  # fmt: skip
+    add("--quantize", metavar="KIND", help=QUANTIZE)
     add("--version", action="version", version=f"dlm_jax {dlm_jax.__version__}")
     add_mesh_flags(parser)
     return parser
@@ -131,7 +133,9 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
         key = _key(args.api_key_env)
         mesh = mesh_of(overrides, is_distributed=False)
         sock = undo.enter_context(contextlib.closing(listening(args.host, args.port)))
-        model = _with_template(load_model(args.checkpoint, mesh=mesh, dtype=args.dtype), args)
+        model = _with_template(
+            load_model(args.checkpoint, mesh=mesh, dtype=args.dtype, quantize=args.quantize), args
+        )
         preset = model.preset(args.preset) if args.preset else {}
         defaults = _defaults(model, preset, args.default)
         limits = Limits(

@@ -26,6 +26,7 @@ import numpy as np
 from dlm_jax.data import HubTokenizer
 from dlm_jax.diffusion.likelihood import bound_at, causal_nll
 from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.distributed import compiler
 from dlm_jax.inference import decisions
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model, load
@@ -33,7 +34,6 @@ from dlm_jax.inference.reader import Reader
 from dlm_jax.inference.request import Request, make_requests, settings_of_call
 from dlm_jax.inference.results import canvas_size
 from dlm_jax.inference.scheduler import Ticket
-from dlm_jax.model.kernels import cpu
 from dlm_jax.settings import SettingError
 from dlm_jax.types import Network, Params
 
@@ -311,7 +311,9 @@ class Likelihoods:
             for pair in pairs
         ]
         rows = [(pair, mask) for pair, own in zip(pairs, masks, strict=True) for mask in own]
-        run = _costs(self._model.network, self._mask_id, self._model.is_causal)
+        run = _costs(
+            self._model.network, self._mask_id, self._model.is_causal, self._model.compiler_options
+        )
         found = np.zeros(len(rows))
         for places, arrays in self._batches(rows):
             found[places] = np.asarray(run(self._model.params, *arrays))[: len(places)]
@@ -323,7 +325,7 @@ class Likelihoods:
 
         A causal model writes from left to right.
         """
-        run = _guesses(self._model.network, self._mask_id)
+        run = _guesses(self._model.network, self._mask_id, self._model.compiler_options)
         masks = [np.arange(pair.ids.size) >= pair.given for pair in pairs]
         is_greedy = [True] * len(pairs)
         open_ = list(range(len(pairs)))
@@ -364,7 +366,9 @@ class Likelihoods:
 
 
 @functools.lru_cache(maxsize=16)
-def _costs(network: Network, mask_id: int, is_causal: bool) -> Callable[..., jax.Array]:
+def _costs(
+    network: Network, mask_id: int, is_causal: bool, compiler_options: tuple[str, ...]
+) -> Callable[..., jax.Array]:
     def run(
         params: Params, tokens: jax.Array, length: jax.Array, given: jax.Array, masked: jax.Array
     ) -> jax.Array:
@@ -373,11 +377,13 @@ def _costs(network: Network, mask_id: int, is_causal: bool) -> Callable[..., jax
             return causal_nll(network, params, batch, mask_id=mask_id)
         return jax.numpy.sum(bound_at(network, params, batch, masked, mask_id=mask_id), axis=1)
 
-    return jax.jit(run, compiler_options=cpu.compiler_options(is_training=False))
+    return jax.jit(run, compiler_options=compiler.options("sample", given=compiler_options))
 
 
 @functools.lru_cache(maxsize=16)
-def _guesses(network: Network, mask_id: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def _guesses(
+    network: Network, mask_id: int, compiler_options: tuple[str, ...]
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """The most likely id at each position, and its probability."""
 
     def run(
@@ -398,7 +404,7 @@ def _guesses(network: Network, mask_id: int) -> Callable[..., tuple[jax.Array, j
 
         return jax.lax.map(of_row, hidden)
 
-    return jax.jit(run, compiler_options=cpu.compiler_options(is_training=False))
+    return jax.jit(run, compiler_options=compiler.options("sample", given=compiler_options))
 
 
 Instances = Sequence[Any]
@@ -429,6 +435,7 @@ class Evaluated:
       batch_size: rows that run at once, up to 32; "auto" is 32. It does not affect results.
       seed: seed of masks and texts.
       dtype: as in `dlm_jax.load`.
+      quantize: as in `dlm_jax.load`.
       preset: name of a preset of the model.
       model: a loaded model, in place of `checkpoint`.
       max_batch_size: ignored.
@@ -445,6 +452,7 @@ class Evaluated:
         batch_size: int | str = "auto",
         seed: int = 0,
         dtype: str | None = None,
+        quantize: str | None = None,
         preset: str | None = None,
         model: Model | None = None,
         max_batch_size: int | None = None,
@@ -453,7 +461,9 @@ class Evaluated:
     ):
         super().__init__()
         del max_batch_size, device
-        self.model = load(checkpoint, dtype=dtype) if model is None else model
+        if model is None:
+            model = load(checkpoint, dtype=dtype, quantize=quantize)
+        self.model = model
         self._batch_size = ROWS if str(batch_size).startswith("auto") else int(batch_size)
         self._seed, self._is_chat = int(seed), False
         if likelihood not in ("bound", "chain"):

@@ -464,7 +464,9 @@ class _Canvases:
         num_places = _power_of_two(max(map(len, self._wanted)))
         num_ids = _power_of_two(max(len(ids) for own in self._wanted for ids in own.values()), 4)
         found = np.zeros((len(self._tokens), num_places, num_ids))
-        run = compiled(_read, model.network, mask_id=model.tokenizer.mask_id)
+        run = compiled(
+            _read, model.network, model.compiler_options, mask_id=model.tokenizer.mask_id
+        )
         for places, size, count in self._batches(batch_size, num_rows):
             if not goes_on():
                 raise Stopped

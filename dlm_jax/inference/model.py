@@ -20,9 +20,11 @@ from dlm_jax.config.schema import PRESETS
 from dlm_jax.data import Tokenizer, check_fits, from_json, noise_ids
 from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
 from dlm_jax.diffusion.processes import Process
+from dlm_jax.distributed import compiler
 from dlm_jax.distributed.partitions import make_mesh, partition
 from dlm_jax.inference.structure import Structures
 from dlm_jax.model.lora import merged
+from dlm_jax.model.quantized import is_quantized, quantized, quantizer
 from dlm_jax.model.transformer import build
 from dlm_jax.published import (
     ChatTemplate,
@@ -61,6 +63,7 @@ class Model:
       family: the family of a published model; empty for any other.
       untrained: heads (``sampler``, ``critic``) that are not trained yet.
       corpus_sha256: checksum of its training text (`dlm_jax.data.Corpus`); empty if unknown.
+      compiler_options: of its programs, as ``mesh.compiler_options``.
     """
 
     network: Network
@@ -76,6 +79,7 @@ class Model:
     family: str = ""
     untrained: tuple[str, ...] = ()
     corpus_sha256: str = ""
+    compiler_options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_settings()
@@ -185,6 +189,7 @@ def load(
     *,
     mesh: Mesh | MeshConfig | None = None,
     dtype: str | None = None,
+    quantize: str | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Model:
     """Loads the model of a run, a weights file, a published directory, the hub or this package.
@@ -199,6 +204,9 @@ def load(
         Each shard of a parameter is read directly onto its device. None is one device.
       dtype: dtype of the parameters, one of `DTYPES`, and of the computation of a published model.
         None is float32, or the stored dtype of a published model.
+      quantize: keeps the matrices of the blocks in 8 bits, to sample and score: ``int8``, or
+        ``int8_dynamic``, which rounds the inputs of their products too. Those of a published
+        directory are quantised one after the other, as they are read.
       report: called with one line if a damaged checkpoint was skipped, and with one that lists
         the settings that a published directory recommends.
 
@@ -212,14 +220,20 @@ def load(
     if dtype is not None and dtype not in DTYPES:
         advice = "; its range is too small for activations; use bfloat16" * (dtype == "float16")
         raise SettingError("dtype", dtype, f"is not one of {', '.join(DTYPES)}{advice}")
+    finish = _as_it_is if quantize is None else quantizer(quantize)
+    given: tuple[str, ...] = ()
     if isinstance(mesh, MeshConfig):
-        mesh = make_mesh(mesh)
+        given, mesh = mesh.compiler_options, make_mesh(mesh)
+        compiler.options("sample", mesh, given)
     path = fetched(path)
     if is_published(path):
-        return _published(path, mesh, None if dtype == "stored" else dtype, report)
+        model = _published(path, mesh, None if dtype == "stored" else dtype, finish, report)
+        return dataclasses.replace(model, compiler_options=given)
     place = functools.partial(_placed, mesh=mesh, dtype=dtype or "float32")
     params, meta = store.load_any(path, _abstract_params, place=place, report=report)
     config = _config_of(meta)
+    if quantize is not None:
+        params = quantized(merged(params, config.model), quantize)
     tokenizer = from_json(meta["tokenizer"])
     check_fits(tokenizer, config.model.vocab_size)
     return Model(
@@ -232,7 +246,13 @@ def load(
         config=config,
         untrained=untrained_heads(config, meta.get("step")),
         corpus_sha256=str((meta.get("corpus") or {}).get("sha256", "")),
+        compiler_options=given,
     )
+
+
+def _as_it_is(path: str, parameter: jax.Array) -> jax.Array:
+    del path
+    return parameter
 
 
 def untrained_heads(config: Config, step: int | None) -> tuple[str, ...]:
@@ -248,12 +268,13 @@ def _published(
     path: str | os.PathLike[str],
     mesh: Mesh | None,
     dtype: str | None,
+    finish: Callable[[str, jax.Array], Any],
     report: Callable[[str], None] | None,
 ) -> Model:
     def place(name: str, shape: tuple[int, ...]) -> NamedSharding | None:
         return None if mesh is None else NamedSharding(mesh, partition(name, shape, mesh))
 
-    found = read_published(path, dtype=dtype, place=place)
+    found = read_published(path, dtype=dtype, place=place, finish=finish)
     if found.settings and report is not None:
         told = ", ".join(f"{name}={value!r}" for name, value in found.settings.items())
         report(f"{path} recommends {told} (generation_config.json)")
@@ -312,6 +333,10 @@ def export(
     """
     if model.config is None:
         raise ValueError("the model is a network of your own, which no published family describes")
+    if is_quantized(model.params):
+        raise ValueError(
+            "the model is quantised, which no published family stores; load it without quantize"
+        )
     config = model.config
     params = merged(model.params, config.model)
     bare = dataclasses.replace(

@@ -13,6 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from dlm_jax import devices
+from dlm_jax.distributed import compiler
 from dlm_jax.distributed.local_rows import split_rows
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import (
@@ -25,7 +26,6 @@ from dlm_jax.inference.request import (
     room_of,
     settings_of_call,
 )
-from dlm_jax.model.kernels import cpu
 from dlm_jax.sampling.forward import ready, with_cache
 from dlm_jax.sampling.loop import advanced
 from dlm_jax.sampling.program import Program
@@ -90,7 +90,7 @@ class Sampler:
         """Compiler options of the engine. ``jax.jit`` with them reproduces its log-probabilities
         bit for bit.
         """
-        return cpu.compiler_options(is_training=False)
+        return compiler.options("sample", self.program.rows, self.model.compiler_options)
 
     def init(self, tokens: Any, lengths: Any, seeds: Any, is_draft: Any | None = None) -> State:
         """The state before the first step.
@@ -269,18 +269,22 @@ def replay(
     )  # fmt: skip
     if is_traced:
         return replayed(program, params, trace, every_draw=every_draw)
-    return _compiled(program, every_draw)(params, trace)
+    given = model.compiler_options if isinstance(model, Model) else ()
+    return _compiled(program, every_draw, given)(params, trace)
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(program: Program, every_draw: bool) -> Callable[[Params, Trace], jax.Array]:
+def _compiled(
+    program: Program, every_draw: bool, compiler_options: tuple[str, ...]
+) -> Callable[[Params, Trace], jax.Array]:
     """`replayed`, compiled like the engine's loop."""
 
     def run(params: Params, trace: Trace) -> jax.Array:
         with devices.used(program.rows):
             return replayed(program, params, trace, every_draw=every_draw)
 
-    return jax.jit(run, compiler_options=cpu.compiler_options(is_training=False))
+    options = compiler.options("sample", program.rows, compiler_options)
+    return jax.jit(run, compiler_options=options)
 
 
 def _check_trace(model: Model | Network, network: Network, trace: Trace) -> None:

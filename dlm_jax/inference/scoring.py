@@ -19,10 +19,10 @@ import numpy as np
 from dlm_jax.data import text_ids
 from dlm_jax.diffusion.likelihood import Costs, costs, half_width, ratio_and_error
 from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.distributed import compiler
 from dlm_jax.heads import scorer
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.results import canvas_size
-from dlm_jax.model.kernels import cpu
 from dlm_jax.randomness import key_of
 from dlm_jax.settings import SettingError
 from dlm_jax.types import Network, Params
@@ -153,8 +153,8 @@ def score_rows(
     check_sizes(num_draws=num_draws, batch_size=batch_size, seed=seed)
     given = rows.get("given", np.zeros_like(rows["length"]))
     run = compiled(
-        costs, model.network, is_causal=model.is_causal, num_draws=num_draws,
-        mask_id=model.tokenizer.mask_id, eos_id=model.tokenizer.eos_id,
+        costs, model.network, model.compiler_options, is_causal=model.is_causal,
+        num_draws=num_draws, mask_id=model.tokenizer.mask_id, eos_id=model.tokenizer.eos_id,
         process=model.process, noise_ids=model.noise_ids,
     )  # fmt: skip
     found = _in_batches(run, model, {**rows, "given": given}, batch_size, seed)
@@ -179,9 +179,11 @@ def _share(
 
 
 @functools.lru_cache(maxsize=32)
-def compiled(fn: Callable[..., Any], network: Network, **static: Any) -> Callable[..., Any]:
-    """``fn(network, ...)`` with these keywords as one compiled function."""
-    options = cpu.compiler_options(is_training=False)
+def compiled(
+    fn: Callable[..., Any], network: Network, given: tuple[str, ...], **static: Any
+) -> Callable[..., Any]:
+    """`fn` with compiler options as in `Model.compiler_options`."""
+    options = compiler.options("sample", given=given)
     return jax.jit(functools.partial(fn, network, **static), compiler_options=options)
 
 
@@ -273,7 +275,9 @@ def corrupted_share(model: Model, texts: Sequence[str], *, batch_size: int = 16)
         raise ValueError("there are no texts to judge; give at least one")
     windows, owners = _windows_of(texts, lambda _, text: _scorer_windows(model, text))
     rows = _rows(model, windows)
-    share_N = _in_batches(compiled(_share, model.network), model, rows, batch_size)
+    share_N = _in_batches(
+        compiled(_share, model.network, model.compiler_options), model, rows, batch_size
+    )
     length_N = rows["length"]
     tokens = np.bincount(owners, length_N, minlength=len(texts))
     return np.bincount(owners, share_N.astype(float) * length_N, minlength=len(texts)) / tokens
@@ -298,6 +302,7 @@ def held_out_errors(
     run = compiled(
         scorer.errors,
         model.network,
+        model.compiler_options,
         how=model.config.objective,
         random_ids=text_ids(model.tokenizer),
     )

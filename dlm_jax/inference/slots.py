@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax import devices
+from dlm_jax.distributed import compiler
 from dlm_jax.distributed.local_rows import OwnRows, placement, split_rows
 from dlm_jax.distributed.memory import require_room
 from dlm_jax.inference.candidates import Written, moved
@@ -25,7 +26,6 @@ from dlm_jax.inference.host import HostLoop
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import Request, columns, static_of
 from dlm_jax.inference.results import Row, canvas_size
-from dlm_jax.model.kernels import cpu
 from dlm_jax.sampling.forward import with_cache
 from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.program import Program
@@ -51,11 +51,12 @@ def loop_of(model: Model, bucket: Bucket, num_slots: int) -> Loop:
     static = bucket.static
     rows = None if static.needs_host else split_rows(model.params)
     program = model.program(static.draw, static.is_guided, rows=rows, num_traced=bucket.num_traced)
-    key = (program, bucket.key, num_slots)
+    key = (program, bucket.key, num_slots, model.compiler_options)
     loop = _loops.get(key)
     if loop is None:
+        options = compiler.options("sample", rows, model.compiler_options)
         make = HostLoop if static.needs_host else Advance
-        loop = make(program, compiler_options=cpu.compiler_options(is_training=False))
+        loop = make(program, compiler_options=options)
         _loops[key] = loop
     _last_used[key] = loop
     _last_used.move_to_end(key)

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from dlm_jax.distributed.partitions import on_own_share
 from dlm_jax.model.attention import SAVED
 from dlm_jax.model.kernels import cpu
+from dlm_jax.model.quantized import product
 from dlm_jax.types import Params
 
 
@@ -30,7 +31,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Projected vectors, shape ``[..., fan_out]``, in the dtype of `x`."""
-        y = cpu.linear(x, self.kernel[...].astype(x.dtype))
+        y = product(x, self.kernel.get_value())
         if self.bias is None:
             return y
         return y + jnp.expand_dims(self.bias[...].astype(x.dtype), tuple(range(y.ndim - 1)))

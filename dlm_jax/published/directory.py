@@ -19,7 +19,7 @@ from dlm_jax.published.chat import ChatTemplate
 from dlm_jax.published.families import family_of
 from dlm_jax.published.family import Family, Fields, pieces_of, read_json
 from dlm_jax.published.special import read_chat, read_settings, read_tokenizer
-from dlm_jax.published.tensors import Place, Shards, check_tensors, read_params
+from dlm_jax.published.tensors import Finish, Place, Shards, check_tensors, read_params
 from dlm_jax.randomness import key_of
 from dlm_jax.types import Params
 
@@ -46,7 +46,11 @@ def is_published(path: str | os.PathLike[str]) -> bool:
 
 
 def read_published(
-    path: str | os.PathLike[str], *, dtype: str | None = None, place: Place | None = None
+    path: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    place: Place | None = None,
+    finish: Finish = lambda path, parameter: parameter,
 ) -> Published:
     """Loads the model in a directory, tensor by tensor.
 
@@ -54,6 +58,7 @@ def read_published(
       path: directory with config.json, safetensors and a tokenizer.
       dtype: dtype of parameters and computation, ``float32`` or ``bfloat16``; None: as stored.
       place: where a parameter of a path and shape goes; None: to the default device.
+      finish: makes the form in which a parameter is kept, one after the other.
     """
     directory = Path(path)
     if dtype not in (None, "float32", "bfloat16"):
@@ -80,7 +85,7 @@ def read_published(
     )
     params = read_params(
         shards, pieces, abstract, dtype=None if dtype is None else np.dtype(jax.numpy.dtype(dtype)),
-        place=place or (lambda path, shape: None),
+        place=place or (lambda path, shape: None), finish=finish,
     )  # fmt: skip
     presets = {name: _fitted(preset, model) for name, preset in family.presets.items()}
     config = Config(

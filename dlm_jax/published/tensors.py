@@ -165,6 +165,9 @@ _THREADS = min(8, os.cpu_count() or 1)
 Place = Callable[[str, tuple[int, ...]], Sharding | None]
 """``(path, shape) -> sharding`` of a parameter; None means the default device."""
 
+Finish = Callable[[str, Any], Any]
+"""``(path, parameter) -> parameter`` in the form in which it is kept; a shape for a shape."""
+
 
 def check_tensors(
     shards: Shards,
@@ -210,11 +213,19 @@ def read_params(
     *,
     dtype: np.dtype | None,
     place: Place,
+    finish: Finish = lambda path, parameter: parameter,
 ) -> Params:
-    """The parameters, in the dtype of their tensors or in `dtype`, where `place` puts them."""
+    """The parameters, in the dtype of their tensors or in `dtype`, where `place` puts them.
 
-    def read(keys: Any, leaf: Any) -> jax.Array:
+    Each is replaced by the result of `finish` before the next one is read. Their shapes are passed
+    to it before anything is read.
+    """
+
+    def read(keys: Any, leaf: Any) -> Any:
         path = path_name(keys)
+        return jax.block_until_ready(finish(path, stored(path, leaf)))
+
+    def stored(path: str, leaf: Any) -> jax.Array:
         parts = pieces[path]
         kind = _stored_dtype(shards, parts) if dtype is None else dtype
         sharding = place(path, leaf.shape)
@@ -224,6 +235,7 @@ def read_params(
             return _put(shards, parts[0], leaf.shape, kind, sharding)
         return _stacked(shards, parts, leaf.shape, kind, sharding)
 
+    jax.tree_util.tree_map_with_path(lambda keys, leaf: finish(path_name(keys), leaf), abstract)
     return jax.tree_util.tree_map_with_path(read, abstract)
 
 

@@ -23,7 +23,7 @@ import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
 from dlm_jax.distributed.partitions import path_name
-from dlm_jax.store.checkpoint_files import Place, describe, nested, spell
+from dlm_jax.store.checkpoint_files import Place, check_not_quantised, describe, nested, spell
 from dlm_jax.store.files import refused_unless_full, replacing
 
 SUFFIX = ".safetensors"
@@ -56,6 +56,7 @@ def save_weights(
         raise ValueError(f"{target} does not end in {SUFFIX}; name it so")
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
+    check_not_quantised(params)
     tensors = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         name = path_name(keys)

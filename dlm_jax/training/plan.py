@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from dlm_jax.config import Config, ModelConfig
 from dlm_jax.data import Tokenizer
 from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.distributed import compiler
 from dlm_jax.distributed.costs import Cost, Torus, cost
 from dlm_jax.distributed.mesh import CHIPS, Chip
 from dlm_jax.distributed.partitions import PLACES, batch_sharding, fitting, path_name
@@ -70,6 +71,7 @@ class Plan:
       at_worst: cost with the cycle estimates of the compiler. Neither is a measurement.
       flops: model FLOP per device and step.
       compile_seconds: compile time.
+      options: of the compiler.
       text: the program as the compiler prints it.
     """
 
@@ -82,6 +84,7 @@ class Plan:
     at_worst: Cost
     flops: float
     compile_seconds: float
+    options: Mapping[str, str]
     text: str
 
     @property
@@ -128,6 +131,7 @@ def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan
     step = make_train_step(
         task.loss(stage), task.optimizer(stage), state, mesh=mesh, batch_size=train.batch_size,
         accumulate=train.accumulate, ema_decay=config.optim.ema_decay,
+        compiler_options=config.mesh.compiler_options,
     )  # fmt: skip
     rows = batch_sharding(mesh, train.batch_size)
     columns: list[Any] = [
@@ -159,6 +163,7 @@ def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan
         )
         / mesh.size,
         compile_seconds=seconds,
+        options=compiler.options("train", mesh, config.mesh.compiler_options),
         text=text,
     )
 
@@ -202,6 +207,7 @@ def lines(found: Plan) -> list[str]:
     memory, gib = found.memory, 2**30
     total = sum(memory.values())
     limit = f" of {found.chip.memory / gib:.2f}" if found.chip else ""
+    options = " ".join(f"{name}={value}" for name, value in found.options.items())
     moved = ", ".join(f"{kind} {size / gib:.2f}" for kind, size in found.at_best.moved.items())
     return [
         f"model        {found.num_parameters:,} parameters",
@@ -213,6 +219,7 @@ def lines(found: Plan) -> list[str]:
         f"again {found.at_best.flops / 1e12:.2f}",
         f"collectives  {moved or 'none'} GiB a device and step",
         *_times(found),
+        f"compiler     {options or 'without options'}",
         f"compiled     in {found.compile_seconds:.1f} s; nothing was run or written",
     ]
 

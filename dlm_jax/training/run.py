@@ -34,6 +34,7 @@ from dlm_jax.data import (
 )
 from dlm_jax.data.corpus import MakeTokenizer
 from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.distributed import compiler
 from dlm_jax.distributed.memory import require_room
 from dlm_jax.distributed.mesh import CHIPS, fsdp_for
 from dlm_jax.distributed.partitions import batch_sharding, make_mesh, path_name, share_of_batch
@@ -800,6 +801,7 @@ def _checked_mesh(config: Config) -> Mesh:
     check_same_everywhere(facts_of(config))
     check_settings()
     mesh = make_mesh(config.mesh)
+    compiler.options("train", mesh, config.mesh.compiler_options)
     share_of_batch(batch_sharding(mesh, config.train.batch_size), config.train.batch_size)
     check_parts(config, mesh)
     check_writable("train.out_dir", Path(config.train.out_dir))

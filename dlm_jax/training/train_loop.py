@@ -253,8 +253,9 @@ class _Loop:
         self._rows = batch_sharding(run.mesh, self._train.batch_size)
         self._share, self._shares = share_of_batch(self._rows, self._train.batch_size)
         self._eval_step = compile_eval_step(
-            run.task.measure, run.state.params, mesh=run.mesh, batch_size=self._train.batch_size
-        )
+            run.task.measure, run.state.params, mesh=run.mesh, batch_size=self._train.batch_size,
+            compiler_options=config.mesh.compiler_options,
+        )  # fmt: skip
         if run.task.rollouts is None:
             self._compile_train_step(_abstract_batch(run, self._rows))
         self._batches = train_batches(
@@ -287,6 +288,7 @@ class _Loop:
             run.task.loss(self._stage), run.task.optimizer(self._stage), self.state, mesh=run.mesh,
             batch_size=self._train.batch_size, accumulate=self._train.accumulate,
             ema_decay=run.config.optim.ema_decay, updates=run.task.updates,
+            compiler_options=run.config.mesh.compiler_options,
         )  # fmt: skip
         start = time.perf_counter()
         # Compiled ahead of time, so that rate and remaining time exclude compilation.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from dlm_jax import devices
 from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.distributed import compiler
 from dlm_jax.distributed.partitions import ROWS, batch_sharding, shardings
-from dlm_jax.model.kernels import cpu
 from dlm_jax.randomness import key_of
 from dlm_jax.training.stages import StageLoss
 from dlm_jax.types import Network, Params
@@ -131,6 +131,7 @@ def make_train_step(
     accumulate: int = 1,
     ema_decay: float = 0.0,
     updates: int = 1,
+    compiler_options: Sequence[str] = (),
 ) -> jax.stages.Wrapped:
     """Compiled ``(state, batch, key) -> (state, metrics)`` of a stage. `state` is donated.
 
@@ -149,6 +150,7 @@ def make_train_step(
       accumulate: number of microbatches, which run sequentially.
       ema_decay: decay of the parameter average, in [0, 1); 0 disables it.
       updates: number of parameter updates per batch, each with fresh noise.
+      compiler_options: as ``mesh.compiler_options``.
     """
 
     def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
@@ -185,14 +187,12 @@ def make_train_step(
 
     state_sharding = shardings(state, mesh)
     rows, everywhere = batch_sharding(mesh, batch_size), NamedSharding(mesh, P())
-    with devices.used(mesh):
-        compiler_options = cpu.compiler_options(is_training=True)
     return jax.jit(
         train_step,
         donate_argnums=0,
         in_shardings=(state_sharding, rows, everywhere),
         out_shardings=(state_sharding, everywhere),
-        compiler_options=compiler_options,
+        compiler_options=compiler.options("train", mesh, compiler_options),
     )
 
 
@@ -271,9 +271,8 @@ def check_adds_up(
             whole = step_loss.draw(batch, key_of(0), step)
             return [_add_up(with_sizes, params, whole, n) for n in (1, 2)]
 
-    with devices.used(mesh):
-        compiler_options = cpu.compiler_options(is_training=False)
-    run = jax.jit(losses, out_shardings=everywhere, compiler_options=compiler_options)
+    options = compiler.options("sample", mesh)
+    run = jax.jit(losses, out_shardings=everywhere, compiler_options=options)
     (one, _), (two, size) = jax.device_get(run(params))
     for name in one:
         atol = 1e-6 + 0.01 * np.nan_to_num(size[name], posinf=0.0)
@@ -305,6 +304,7 @@ def compile_eval_step(
     *,
     mesh: Mesh,
     batch_size: int,
+    compiler_options: Sequence[str] = (),
 ) -> Callable[..., Any]:
     """Compiled `Task.measure`. Its figures by row are replicated over devices."""
 
@@ -313,11 +313,9 @@ def compile_eval_step(
             return measure(params, batch, number_B, key)
 
     rows, everywhere = batch_sharding(mesh, batch_size), NamedSharding(mesh, P())
-    with devices.used(mesh):
-        compiler_options = cpu.compiler_options(is_training=False)
     return jax.jit(
         measured,
         in_shardings=(shardings(params, mesh), rows, rows, everywhere),
         out_shardings=everywhere,
-        compiler_options=compiler_options,
+        compiler_options=compiler.options("sample", mesh, compiler_options),
     )
