@@ -40,6 +40,11 @@ def group_of(name: str, heads: Sequence[Head], *, adapts: bool = False) -> str:
     return KEPT if adapts and group == MAIN and name != GROUP else group
 
 
+def teacher_of(params: Params, reference: Params | None) -> Params:
+    """All parameters of the teacher, of which the reference holds those that it does not share."""
+    return jax.lax.stop_gradient(params) | (reference or {})
+
+
 class Drawn(NamedTuple):
     """A batch with all of its noise, or some rows of it.
 
@@ -95,7 +100,7 @@ class StageLoss:
         noise = drawn.example.noise
         for name, objective in self.mixture.objectives.items():
             if isinstance(objective, NetworkObjective) and objective.anchor is not None:
-                kept = params | (reference or {})
+                kept = teacher_of(params, reference)
                 noise = noise | {name: objective.anchor(self.network, params, kept, noise[name])}
         return drawn._replace(example=drawn.example._replace(noise=noise))
 
@@ -108,11 +113,12 @@ class StageLoss:
         return jax.random.fold_in(salted, head.stream)
 
     def __call__(
-        self, params: Params, drawn: Drawn, step: jax.Array
+        self, params: Params, drawn: Drawn, step: jax.Array, reference: Params | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """(what is minimised, the loss of each objective and head) of a batch or a part of it.
 
-        In nats per token, where the objectives and heads are.
+        In nats per token, where the objectives and heads are. The reference is as in `anchored`,
+        and is read by objectives that need a teacher.
         """
         hidden_BLD = self._hidden(params, drawn.example)
         means: dict[str, jax.Array] = {}
@@ -120,8 +126,9 @@ class StageLoss:
         if self.stage.trains(MAIN):
             reads = hidden_BLD if self.mixture.reads_trunk else None
             found = self.mixture.losses(
-                self.network, params, drawn.example, reads, mask_id=self.mask_id
-            )
+                self.network, params, drawn.example, reads, mask_id=self.mask_id,
+                teacher=teacher_of(params, reference) if self.mixture.needs_teacher else None,
+            )  # fmt: skip
             means = {name: _mean(loss, name) for name, loss in found.items()}
             total = sum((self.mixture.shares[name] * means[name] for name in means), total)
             for loss in found.values():

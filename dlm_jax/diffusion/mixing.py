@@ -1,0 +1,79 @@
+"""The objectives of a config as one mixture."""
+
+from __future__ import annotations
+
+import functools
+
+from dlm_jax.diffusion.certainty import certainty
+from dlm_jax.diffusion.corruption import SCHEDULES
+from dlm_jax.diffusion.objectives import (
+    Mixture,
+    NetworkObjective,
+    Objective,
+    ObjectiveConfig,
+    denoising,
+    elbo,
+    proofreading,
+)
+from dlm_jax.diffusion.sdtt import sdtt
+
+
+def mixture_of(
+    config: ObjectiveConfig,
+    *,
+    mask_id: int,
+    random_ids: tuple[int, ...],
+    banned_ids: tuple[int, ...] = (),
+    block_length: int = 0,
+) -> Mixture:
+    """The objectives as a config mixes them; those without a share are left out.
+
+    Args:
+      config: the section.
+      mask_id: the id of MASK.
+      random_ids: ids that a corruption may show instead of the true token.
+      banned_ids: ids that are never written into a hole.
+      block_length: of a block-causal model, else 0.
+    """
+    taught = config.sdtt_share + config.certainty_share
+    table: dict[str, tuple[float, Objective | NetworkObjective]] = {
+        "elbo": (
+            1.0 - config.denoising_share - config.proofreading_share - taught,
+            functools.partial(
+                elbo, schedule=SCHEDULES[config.schedule](config.schedule_power), mask_id=mask_id,
+                block_length=block_length, over=config.normaliser, is_weighted=config.time_weight,
+            ),
+        ),
+        "denoising": (
+            config.denoising_share,
+            functools.partial(denoising, settings=config, mask_id=mask_id, random_ids=random_ids),
+        ),
+        "proofreading": (
+            config.proofreading_share,
+            functools.partial(
+                proofreading, max_ratio=config.misprint_ratio, mask_id=mask_id,
+                kinds=config.misprint_kinds, masked_rows=config.misprint_masked_rows,
+            ),
+        ),
+        "sdtt": (
+            config.sdtt_share,
+            sdtt(
+                steps=config.sdtt_steps, teacher_steps=config.sdtt_teacher_steps, mask_id=mask_id,
+                banned_ids=banned_ids,
+            ),
+        ),
+        "certainty": (
+            config.certainty_share,
+            certainty(
+                teacher_steps=config.certainty_steps, teacher_temperature=config.certainty_draws,
+                weight=config.certainty_weight, temperature=config.certainty_temperature,
+                mask_id=mask_id, banned_ids=banned_ids,
+            ),
+        ),
+    }  # fmt: skip
+    used = {name: found for name, found in table.items() if found[0] > 1e-6}
+    return Mixture(
+        {name: objective for name, (_, objective) in used.items()},
+        {name: share for name, (share, _) in used.items()},
+        random_length_share=config.random_length_share,
+    )
