@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dlm_jax.inference.generate import generate as generate
     from dlm_jax.inference.generate import stream as stream
     from dlm_jax.inference.host import matching as matching
+    from dlm_jax.inference.inside import inside as inside
     from dlm_jax.inference.model import Model as Model
     from dlm_jax.inference.model import export as export
     from dlm_jax.inference.model import load as load
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from dlm_jax.settings import static as static
     from dlm_jax.training import train as train
     from dlm_jax.types import CachedTrunk as CachedTrunk
+    from dlm_jax.types import Inside as Inside
     from dlm_jax.types import Network as Network
     from dlm_jax.types import Status as Status
     from dlm_jax.types import Window as Window
@@ -62,6 +64,7 @@ _HOME_OF = {
     "AsyncEngine": "inference.engine",
     "Candidates": "inference.candidates",
     "matching": "inference.host",
+    "inside": "inference.inside",
     **dict.fromkeys(("Engine", "EngineFullError"), "inference.engine"),
     **dict.fromkeys(
         ("Texts", "chain_report", "generate", "stream"), "inference.generate"
@@ -79,7 +82,7 @@ _HOME_OF = {
     "Trace": "sampling.replay",
     **dict.fromkeys(("Setting", "fact", "per_row", "rule", "static"), "settings"),
     "train": "training",
-    **dict.fromkeys(("CachedTrunk", "Network", "Status", "Window"), "types"),
+    **dict.fromkeys(("CachedTrunk", "Inside", "Network", "Status", "Window"), "types"),
 }  # fmt: skip
 _ROOMS = tuple(
     f"sampling.{kind}" for kind in ("cache", "commit", "edits", "propose", "remask", "transforms")
