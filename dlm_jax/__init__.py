@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from dlm_jax.inference.generate import generate as generate
     from dlm_jax.inference.generate import stream as stream
     from dlm_jax.inference.host import matching as matching
-    from dlm_jax.inference.inside import inside as inside
     from dlm_jax.inference.model import Model as Model
     from dlm_jax.inference.model import export as export
     from dlm_jax.inference.model import load as load
     from dlm_jax.inference.pure import Sampled as Sampled
     from dlm_jax.inference.pure import Sampler as Sampler
+    from dlm_jax.inference.pure import inside as inside
     from dlm_jax.inference.pure import replay as replay
     from dlm_jax.inference.pure import sampler as sampler
     from dlm_jax.inference.request import Request as Request
@@ -64,7 +64,6 @@ _HOME_OF = {
     "AsyncEngine": "inference.engine",
     "Candidates": "inference.candidates",
     "matching": "inference.host",
-    "inside": "inference.inside",
     **dict.fromkeys(("Engine", "EngineFullError"), "inference.engine"),
     **dict.fromkeys(
         ("Texts", "chain_report", "generate", "stream"), "inference.generate"
@@ -72,7 +71,7 @@ _HOME_OF = {
     **dict.fromkeys(("Score", "score"), "inference.scoring"),
     **dict.fromkeys(("Model", "load"), "inference.model"),
     "export": "inference.model",
-    **dict.fromkeys(("Sampled", "Sampler", "replay", "sampler"), "inference.pure"),
+    **dict.fromkeys(("Sampled", "Sampler", "inside", "replay", "sampler"), "inference.pure"),
     **dict.fromkeys(("Request", "make_requests"), "inference.request"),
     "push_to_hub": "published.hub",
     "Row": "inference.results",

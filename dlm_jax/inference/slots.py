@@ -235,7 +235,7 @@ class Changes(NamedTuple):
     begin: Callable[[dict[str, Any]], State]
     refill: Callable[[State, dict[str, Any], jax.Array], State]
     move: Callable[[State, jax.Array, jax.Array], State]
-    trace: Callable[[State, np.ndarray], Trace]
+    trace: Callable[[State, Any], Trace]
 
 
 _of_loop: WeakKeyDictionary[Advance | HostLoop, Changes] = WeakKeyDictionary()

@@ -312,8 +312,26 @@ def build(config: ModelConfig) -> Network:
         x_BLD = final_norm(params, x_BLD)
         return one_later(x_BLD) if config.logit_alignment == "shifted" else x_BLD, cache
 
+    readout, logits_of = _readouts(config)
+    cached = None
+    if config.mode == "language_model":
+        cached = cached_trunk(config, vectors_of, module_of, final_norm)
+    return Network(
+        init, trunk, embed, readout, config.vocab_size, logits_of=logits_of,
+        cached=cached,
+        inside=_inside_of(config, vectors_of, module_of), **_head_functions(config, readout),
+    )  # fmt: skip
+
+
+def _inside_of(
+    config: ModelConfig,
+    vectors_of: Callable[[Params, jax.Array], jax.Array],
+    module_of: Callable[[Params], Any],
+) -> Callable[[Params, jax.Array, jax.Array], Inside]:
+    """The function of `Network.inside`: the trunk, block by block, by the plain formula."""
+
     def inside(params: Params, tokens_BL: jax.Array, length_B: jax.Array) -> Inside:
-        if is_causal:
+        if config.attention_type == "causal":
             tokens_BL = shifted(tokens_BL, config.start_id)
         angles = rotary_angles(tokens_BL.shape[1], config.rotary_size, config.rope_theta)
         hidden, maps = [vectors_of(params, tokens_BL)], []
@@ -329,14 +347,7 @@ def build(config: ModelConfig) -> Network:
                 hidden.append(block.around(hidden[-1], angles, attended))
         return Inside(jnp.stack(hidden, axis=1), jnp.stack(maps, axis=1))
 
-    readout, logits_of = _readouts(config)
-    cached = None
-    if config.mode == "language_model":
-        cached = cached_trunk(config, vectors_of, module_of, final_norm)
-    return Network(
-        init, trunk, embed, readout, config.vocab_size, logits_of=logits_of,
-        cached=cached, inside=inside, **_head_functions(config, readout),
-    )  # fmt: skip
+    return inside
 
 
 def _readouts(config: ModelConfig) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
