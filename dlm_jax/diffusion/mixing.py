@@ -26,14 +26,14 @@ def mixture_of(
     banned_ids: tuple[int, ...] = (),
     block_length: int = 0,
 ) -> Mixture:
-    """The objectives as a config mixes them; those without a share are left out.
+    """The mixture of a config. Objectives without a share are omitted.
 
     Args:
-      config: the section.
+      config: objective section of the config.
       mask_id: the id of MASK.
       random_ids: ids that a corruption may show instead of the true token.
       banned_ids: ids that are never written into a hole.
-      block_length: of a block-causal model, else 0.
+      block_length: block length of a block-causal model, else 0.
     """
     taught = config.sdtt_share + config.certainty_share
     table: dict[str, tuple[float, Objective | NetworkObjective]] = {

@@ -124,7 +124,7 @@ class Piece:
     Attributes:
       tensor: name of the tensor.
       rows: rows of the tensor.
-      shape: of these rows, as stored.
+      shape: stored shape of these rows.
       place: index of the layer, or of layer and expert, in the parameter; () for all of it.
       is_transposed: whether the two axes are swapped; linear maps are stored as ``[out, in]`` and
         loaded as ``[in, out]``.
@@ -188,9 +188,9 @@ class Family:
       write: returns the fields of config.json for a model; `read` is its inverse.
       sources: the tensor of every parameter, by its path.
       max_length: the field that holds the longest row.
-      mask_id: of models whose files do not have it; otherwise None.
+      mask_id: id of MASK for models without one in their files; otherwise None.
       trained_length: tokens of its training rows, if that is less than in its config.
-      presets: settings of its own loops by name; the first is the recommendation.
+      presets: settings of its decoding loops by name. The first is the default.
       idle: fields of its config.json that have no effect.
     """
 
