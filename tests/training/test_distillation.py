@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @functools.cache
 def _base(folder: Path, seed: int = 0):
-    return _train(folder / f"base{seed}", train__steps=1, train__seed=seed)
+    return _train(folder / f"base{seed}", train__steps=8, train__seed=seed)
 
 
 @functools.cache
@@ -134,3 +134,18 @@ def test_a_custom_loop_must_keep_its_own_teacher(folder, tmp_path):
     changes = {"train__init_from": folder / "base0", "train__accumulate": 1}
     with pytest.raises(ValueError, match=r"objective.sdtt_share needs a teacher, whose .*train"):
         problem(_config(tmp_path / "run", **TAUGHT | changes))
+
+
+@pytest.mark.slow
+def test_devices_that_split_rows_and_model_learn_the_same(folder):
+    _base(folder)
+    changes = TAUGHT | {"train__accumulate": 1, "train__steps": 1}
+    changes |= {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}
+    _whole(folder)
+    first = _losses(folder / "whole")[0]
+    with tiny_run.on_devices(8):
+        config = _config(folder / "cube", train__init_from=folder / "base0", **changes)
+        train(config, report=lambda line: None)
+    cube = _losses(folder / "cube")[0]
+    for name in ("elbo", "sdtt", "certainty", "grad_norm"):
+        assert cube[name] == pytest.approx(first[name], rel=1e-3, abs=1e-6), name
