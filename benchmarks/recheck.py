@@ -285,6 +285,11 @@ UNCHECKED = {
     ("arena.md", "Frontiers"): "10 minutes of two cores: python -m benchmarks.arena run --quick",
     ("arena.md", "Claims"): "the same",
     ("policy.md", "Sums of two numbers"): "a training: python -m benchmarks.policy",
+    ("replay.md", "Cost and difference"): "a clock, and minutes: python benchmarks/replay.py",
+    ("distillation.md", "A Markov chain"):
+        "minutes: python -m benchmarks.distillation markov",
+    ("distillation.md", "Shakespeare"):
+        "trainings: python -m benchmarks.distillation texts",
     ("reinforcement.md", "Settings"): "a toy that tests/rl/test_losses.py enumerates",
     ("scaling.md", "Figures"): "the compiler for TPUs: python -m benchmarks.pods",
     ("scaling.md", "Sampling with a cache"): "the compiler for TPUs: python -m benchmarks.pods",

@@ -81,6 +81,21 @@ class CachedTrunk:
     ready: Callable[[Params], Params] | None = None
 
 
+class Inside(NamedTuple):
+    """What a model computes on the way from tokens to logits.
+
+    Attributes:
+      hidden_BELD: what enters the first block, and what leaves each of the ``E - 1`` blocks, before
+        the final norm.
+      attention_BEHLL: float32 weights of each block, for each head ``H`` from a position (axis 3)
+        to those it sees (axis 4): they add up to 1, and are 0 where it sees nothing. ``E`` is one
+        less here.
+    """
+
+    hidden_BELD: jax.Array
+    attention_BEHLL: jax.Array
+
+
 @dataclass(frozen=True)
 class Network:
     """A language model as pure functions over a plain dict of parameters.
@@ -114,6 +129,8 @@ class Network:
       scorer: ``(params, hidden_BLD, length_B) -> logit_B``, float32: the logit of the share of
         corrupted tokens. None except for a sequence scorer.
       cached: the trunk for decoding with a cache; None: there is no cache.
+      inside: ``(params, tokens_BL, length_B) -> Inside``, as the trunk computes it; None: the
+        network does not show it.
     """
 
     init: Callable[[jax.Array], Params]
@@ -129,6 +146,7 @@ class Network:
     logits_of: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
     scorer: Callable[..., jax.Array] | None = None
     cached: CachedTrunk | None = None
+    inside: Callable[..., Inside] | None = None
 
     @property
     def block_length(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,20 +111,92 @@ def read_out(
     As in `cross_entropy_of`; `given` are ``[B, L]``, of which a call has some positions in any
     shape.
     """
+
+    def measure(params: Params, *arrays: jax.Array) -> jax.Array:
+        return _at_logits(cost, functools.partial(read, params), mask_id, len(given), *arrays)
+
+    return at_positions(
+        measure, params, (*inputs, *given), vocab_size=vocab_size, is_read_BL=is_read_BL
+    )
+
+
+def divergence(
+    reads: tuple[Callable[..., jax.Array], Callable[..., jax.Array]],
+    params: tuple[Params, Params],
+    inputs: tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]],
+    is_read_BL: jax.Array,
+    *,
+    vocab_size: int,
+    mask_id: int,
+) -> jax.Array:
+    """Kullback-Leibler divergence of a head from a teacher in nats, float32 ``[B, L]``.
+
+    ``sum_v p(v) (ln p(v) - ln q(v))`` with p the teacher's, which has no gradient. MASK has no
+    probability under either. Positions are taken as in `cross_entropy`.
+
+    Args:
+      reads: of the teacher and of the head, each ``read(params, *inputs) -> logits [N, V]``.
+      params: of each.
+      inputs: of each, ``[B, L, ...]``.
+      is_read_BL: True where the result is wanted.
+      vocab_size: number of logits.
+      mask_id: the id of MASK.
+    """
+    count = len(inputs[0])
+
+    def measure(params: tuple[Params, Params], *arrays: jax.Array) -> jax.Array:
+        flat = [x.reshape(-1, *x.shape[arrays[-1].ndim :]) for x in arrays]
+        logs = [
+            log_probs(read(own, *given), mask_id=mask_id)
+            for read, own, given in zip(reads, params, (flat[:count], flat[count:-1]), strict=True)
+        ]
+        teacher_NV = jax.lax.stop_gradient(logs[0])
+        # The probability of MASK is 0, and 0 times its infinite logarithms is not a number.
+        gap_NV = jnp.where(jnp.isneginf(teacher_NV), 0.0, teacher_NV - logs[1])
+        return jnp.sum(jnp.exp(teacher_NV) * gap_NV, axis=1).reshape(arrays[-1].shape)
+
+    arrays = (*inputs[0], *inputs[1], is_read_BL.astype(jnp.int32))
+    return at_positions(measure, params, arrays, vocab_size=2 * vocab_size, is_read_BL=is_read_BL)
+
+
+def log_probs(logits_NV: jax.Array, *, mask_id: int) -> jax.Array:
+    """``ln softmax`` in nats, float32 ``[N, V]``, in which MASK has no probability."""
+    is_mask_1V = jnp.arange(logits_NV.shape[1])[None] == mask_id
+    return jax.nn.log_softmax(jnp.where(is_mask_1V, -jnp.inf, logits_NV.astype(jnp.float32)))
+
+
+def at_positions(
+    measure: Callable[..., jax.Array],
+    params: Any,
+    arrays: tuple[jax.Array, ...],
+    *,
+    vocab_size: int,
+    is_read_BL: jax.Array | None = None,
+) -> jax.Array:
+    """``measure(params, *arrays)`` of positions that do not depend on each other, ``[B, L]``.
+
+    Devices, slices and read positions are as in `cross_entropy`.
+
+    Args:
+      measure: a figure of each position, float32, of the shape of the last array, which has one
+        axis or two.
+      params: a pytree of parameters.
+      arrays: ``[B, L, ...]``, and the last one ``[B, L]``.
+      vocab_size: logits of a position.
+      is_read_BL: True where the result is wanted; None: everywhere.
+    """
     # On a CPU, skipping a few positions costs the fast shapes of its products.
     if platform() == "cpu":
         is_read_BL = None
 
-    def of_share(params: Params, *arrays: jax.Array) -> jax.Array:
-        nll = functools.partial(
-            _at_logits, cost, functools.partial(read, params), mask_id, len(given)
-        )
+    def of_share(params: Any, *arrays: jax.Array) -> jax.Array:
+        own = functools.partial(measure, params)
         if is_read_BL is None:
-            return _in_slices(nll, arrays, vocab_size)
-        return at_read_positions(nll, arrays[:-1], arrays[-1], vocab_size=vocab_size)
+            return _in_slices(own, arrays, vocab_size)
+        return at_read_positions(own, arrays[:-1], arrays[-1], vocab_size=vocab_size)
 
     asked = () if is_read_BL is None else (is_read_BL,)
-    return on_own_share(of_share, params, (*inputs, *given, *asked), kind="losses")
+    return on_own_share(of_share, params, (*arrays, *asked), kind="losses")
 
 
 def _at_logits(

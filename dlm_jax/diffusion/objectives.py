@@ -31,7 +31,6 @@ from dlm_jax.diffusion.processes import (
     PROCESSES,
     Noise,
     Process,
-    checked,
     divergence,
     process_of,
 )
@@ -42,6 +41,8 @@ MISPRINTS = (
     "missing", "wrong", "stray", "transposed", "missing_pair", "wrong_pair", "stray_pair"
 )  # fmt: skip
 USUAL_MISPRINTS = MISPRINTS[:3]
+TAUGHT = ("sdtt", "certainty")
+"""Objectives that learn from a teacher."""
 
 
 def _noises() -> str:
@@ -128,6 +129,42 @@ class ObjectiveConfig(Section):
     misprint_masked_rows: float = setting(
         0.5, "proofreading: share of its rows that show MASK besides", low=0, high=1
     )
+    sdtt_share: float = setting(
+        0.0,
+        "share of each batch's rows, and of the loss, in which the model learns to take several "
+        "steps of a teacher in one",
+        low=0,
+        high=1,
+    )
+    sdtt_steps: int = setting(
+        16, "sdtt: steps in which the student shall sample", low=1, high=2**16
+    )
+    sdtt_teacher_steps: int = setting(
+        2, "sdtt: steps of the teacher that one of the student replaces", low=1, high=64
+    )
+    certainty_share: float = setting(
+        0.0,
+        "share of each batch's rows, and of the loss, in which the model learns to be certain at "
+        "once of what a teacher writes step by step",
+        low=0,
+        high=1,
+    )
+    certainty_steps: int = setting(
+        8, "certainty: steps in which the teacher fills a row", low=1, high=64
+    )
+    certainty_draws: float = setting(
+        0.0, "certainty: temperature of the teacher's draws; 0: the likeliest tokens", low=0,
+        high=100,
+    )  # fmt: skip
+    certainty_weight: float = setting(2.0, "certainty: weight of the entropy", low=0, high=1e3)
+    certainty_temperature: float = setting(
+        0.5, "certainty: temperature at which the entropy is taken", low=1e-2, high=100
+    )
+    teacher: str = setting(
+        "",
+        "sdtt and certainty: run, weights file or shipped model whose frozen parameters teach; "
+        "empty: the initial parameters of the run",
+    )
     random_length_share: float = setting(
         0.0, "share of the batches that are cut to a random length; 0.01 is usual", low=0, high=1
     )
@@ -143,6 +180,18 @@ class ObjectiveConfig(Section):
                 f"and objective.{other}={second} add up to more than 1", "lower one",
                 f"objective.{other}",
             )  # fmt: skip
+        names = ("denoising", "proofreading", *self.distilled)
+        total = sum(getattr(self, f"{name}_share") for name in names)
+        for name in self.distilled:
+            share = getattr(self, f"{name}_share")
+            require(
+                total <= 1 + 1e-6, f"objective.{name}_share", share,
+                f"and the other shares add up to {total:.4g}", "lower one",
+            )  # fmt: skip
+        require(
+            not self.teacher or bool(self.distilled), "objective.teacher", self.teacher,
+            "teaches nothing", "set objective.sdtt_share or objective.certainty_share",
+        )  # fmt: skip
         name = self.process
         if self.noise_process.is_masked:
             return
@@ -154,13 +203,19 @@ class ObjectiveConfig(Section):
             )  # fmt: skip
 
     @property
+    def distilled(self) -> tuple[str, ...]:
+        """The objectives with a share that learn from a teacher."""
+        return tuple(name for name in TAUGHT if getattr(self, f"{name}_share") > 1e-6)
+
+    @property
     def noise_process(self) -> Process:
         """The forward process."""
         return process_of(self.process, self.process_settings)
 
 
 _MASKED_ALONE = {
-    "denoising_share": 0, "proofreading_share": 0, "time_weight": True, "normaliser": "tokens",
+    "denoising_share": 0, "proofreading_share": 0, "sdtt_share": 0, "certainty_share": 0,
+    "time_weight": True, "normaliser": "tokens",
 }  # fmt: skip
 """Settings of losses that read holes, and their values for other processes."""
 
@@ -547,14 +602,18 @@ class NetworkObjective:
         before it is split into microbatches. Every leaf is ``[B, ...]`` or a scalar, such as the
         divisor of a loss. Rows of other objectives have length 0.
       loss: ``(network, params, noise) -> Loss``, differentiated for all parameters that train.
+        With a teacher, its parameters are a fourth argument.
       anchor: ``(network, params, reference, noise) -> noise`` for the whole batch. It adds values
         computed once at the parameters before the updates of a step and at the reference. None
         leaves the noise unchanged.
+      needs_teacher: whether the run keeps the parameters of a teacher, which are the reference:
+        those of ``objective.teacher``, or its own initial ones.
     """
 
     draw: Callable[[Batch, jax.Array], Any]
-    loss: Callable[[Network, Params, Any], Loss]
+    loss: Callable[..., Loss]
     anchor: Callable[[Network, Params, Params, Any], Any] | None = None
+    needs_teacher: bool = False
 
 
 class Noised(NamedTuple):
@@ -701,6 +760,11 @@ class Mixture:
         """Whether an objective reads the output of the trunk for the shown canvas."""
         return any(not isinstance(one, NetworkObjective) for one in self.objectives.values())
 
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether an objective learns from a teacher."""
+        return any(getattr(one, "needs_teacher", False) for one in self.objectives.values())
+
     def example(self, batch: Batch, key: jax.Array) -> MixedExample:
         """The example of a batch, with noise from `key` only."""
         length_key, *keys = jax.random.split(key, 1 + len(self.objectives))
@@ -725,11 +789,13 @@ class Mixture:
         hidden_BLD: jax.Array | None,
         *,
         mask_id: int,
+        teacher: Params | None = None,
     ) -> dict[str, Loss]:
         """The loss of each objective over the example.
 
         `hidden_BLD` is the output of the trunk for ``example.shown_BL``, if the mixture
-        `reads_trunk`. MASK is never predicted.
+        `reads_trunk`. `teacher` holds the parameters of the teacher, if it `needs_teacher`. MASK is
+        never predicted.
         """
         found = {}
         if hidden_BLD is not None:
@@ -744,7 +810,8 @@ class Mixture:
                 found[name] = Loss(jnp.sum(weighted_BL), example.totals[name])
         for name, objective in self.objectives.items():
             if isinstance(objective, NetworkObjective):
-                found[name] = objective.loss(network, params, example.noise[name])
+                taught = (teacher,) if objective.needs_teacher else ()
+                found[name] = objective.loss(network, params, example.noise[name], *taught)
         return {name: found[name] for name in self.objectives}
 
     def without_rows(self, num_rows: int) -> list[str]:
@@ -780,58 +847,4 @@ def _with_rows(mixed: MixedExample, name: str, is_own_B: np.ndarray, example: An
         shown_BL=choose(example.shown_BL, mixed.shown_BL),
         weights=mixed.weights | {name: example.weight_BL},
         totals=mixed.totals | {name: example.total},
-    )
-
-
-def mixture_of(
-    config: ObjectiveConfig,
-    *,
-    mask_id: int,
-    random_ids: tuple[int, ...],
-    noise_ids: tuple[int, ...] = (),
-    block_length: int = 0,
-) -> Mixture:
-    """The mixture of a config. Objectives without a share are omitted.
-
-    Args:
-      config: objective section of the config.
-      mask_id: the id of MASK.
-      random_ids: ids that a corruption may show instead of the true token.
-      noise_ids: ids that a process other than masked may show.
-      block_length: block length of a block-causal model, else 0.
-    """
-    process, schedule = config.noise_process, SCHEDULES[config.schedule](config.schedule_power)
-    if not process.is_masked:
-        checked(process, config.process)
-        objective = process_elbo(
-            process, schedule=schedule, mask_id=mask_id, noise_ids=noise_ids,
-            block_length=block_length,
-        )  # fmt: skip
-        share = config.random_length_share
-        return Mixture({"elbo": objective}, {"elbo": 1.0}, random_length_share=share)
-    table: dict[str, tuple[float, Objective]] = {
-        "elbo": (
-            1.0 - config.denoising_share - config.proofreading_share,
-            functools.partial(
-                elbo, schedule=schedule, mask_id=mask_id, block_length=block_length,
-                over=config.normaliser, is_weighted=config.time_weight,
-            ),
-        ),
-        "denoising": (
-            config.denoising_share,
-            functools.partial(denoising, settings=config, mask_id=mask_id, random_ids=random_ids),
-        ),
-        "proofreading": (
-            config.proofreading_share,
-            functools.partial(
-                proofreading, max_ratio=config.misprint_ratio, mask_id=mask_id,
-                kinds=config.misprint_kinds, masked_rows=config.misprint_masked_rows,
-            ),
-        ),
-    }  # fmt: skip
-    used = {name: found for name, found in table.items() if found[0] > 1e-6}
-    return Mixture(
-        {name: objective for name, (_, objective) in used.items()},
-        {name: share for name, (share, _) in used.items()},
-        random_length_share=config.random_length_share,
     )

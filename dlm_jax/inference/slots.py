@@ -38,6 +38,8 @@ from dlm_jax.types import Params, Status
 Loop = Advance | HostLoop
 
 _LAST_USED = 64
+_ALONE = 4
+"""Traces are copied one by one if at most one of so many rows has ended."""
 _loops: WeakValueDictionary[Hashable, Loop] = WeakValueDictionary()
 _last_used: OrderedDict[Hashable, Loop] = OrderedDict()
 
@@ -228,11 +230,13 @@ class Changes(NamedTuple):
         the state.
       move: ``(state, index_B, is_held_B) -> state`` with the rows of these slots in this order,
         idle where ``is_held_B`` is False.
+      trace: ``(state, slot) -> trace`` of one row of a traced loop.
     """
 
     begin: Callable[[dict[str, Any]], State]
     refill: Callable[[State, dict[str, Any], jax.Array], State]
     move: Callable[[State, jax.Array, jax.Array], State]
+    trace: Callable[[State, Any], Trace]
 
 
 _of_loop: WeakKeyDictionary[Advance | HostLoop, Changes] = WeakKeyDictionary()
@@ -241,11 +245,13 @@ _of_loop: WeakKeyDictionary[Advance | HostLoop, Changes] = WeakKeyDictionary()
 def changes_of(loop: Advance | HostLoop) -> Changes:
     """The `Changes` of a loop. Their compiled programs live as long as the loop."""
     if loop not in _of_loop:
-        _of_loop[loop] = _changes(loop.program.mask_id, loop.program.num_traced)
+        _of_loop[loop] = _changes(loop.program)
     return _of_loop[loop]
 
 
-def _changes(mask_id: int, num_traced: int) -> Changes:
+def _changes(program: Program) -> Changes:
+    mask_id, num_traced = program.mask_id, program.num_traced
+
     # JAX caches compiled code for the lifetime of a function: each loop creates new ones.
     def begin(arguments: dict[str, Any]) -> State:
         return start(**arguments, mask_id=mask_id, num_traced=num_traced)
@@ -269,7 +275,12 @@ def _changes(mask_id: int, num_traced: int) -> Changes:
         status_B = jnp.where(is_held_B, state.status_B, Status.DONE)
         return state._replace(status_B=status_B.astype(jnp.int32))
 
-    return Changes(jax.jit(begin), jax.jit(refill, donate_argnums=0), jax.jit(move))
+    def trace(state: State, slot: jax.Array) -> Trace:
+        return jax.tree.map(
+            lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, slot, 1), trace_of(program, state)
+        )
+
+    return Changes(jax.jit(begin), jax.jit(refill, donate_argnums=0), jax.jit(move), jax.jit(trace))
 
 
 class Job(NamedTuple):
@@ -481,10 +492,16 @@ class Slots:
         return rows
 
     def _traces(self, state: State, slots: Sequence[int], status: np.ndarray) -> dict[int, Trace]:
-        """The traces of the slots whose rows have ended."""
+        """The traces of the slots whose rows have ended.
+
+        Where few of them have, only those rows are copied from the device.
+        """
         ended = [slot for slot in slots if status[slot] != Status.RUNNING]
         if state.records is None or not ended:
             return {}
+        if len(ended) * _ALONE <= self._own.count and self._own.share[1] == 1:
+            of_row = changes_of(self.loop).trace
+            return {slot: jax.device_get(of_row(state, np.int32(slot))) for slot in ended}
         whole = self._own.fetch(trace_of(self.loop.program, state))
         return {slot: jax.tree.map(np.copy, whole.rows(slice(slot, slot + 1))) for slot in ended}
 

@@ -210,6 +210,31 @@ def attend_in_blocks(
     return checkpoint_name(y_BLHK, SAVED)
 
 
+def attention_weights(
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    length_B: jax.Array,
+    *,
+    is_causal: bool,
+    block_length: int = 0,
+) -> jax.Array:
+    """The weights that `attend`, or with blocks `attend_in_blocks`, gives keys, ``[B, H, L, L]``.
+
+    float32, by the formula on all devices: ``softmax(q k^T / sqrt(K))`` over the visible keys.
+    """
+    num_positions, num_heads, size = q_BLHK.shape[1:]
+    k_BLHK = jnp.repeat(k_BLGK, num_heads // k_BLGK.shape[2], axis=2)
+    scores_BHLL = jnp.einsum("blhk,bmhk->bhlm", q_BLHK, k_BLHK).astype(jnp.float32)
+    place_L = jnp.arange(num_positions)
+    is_seen_11LL = jnp.ones((1, 1, num_positions, num_positions), bool)
+    if is_causal or block_length:
+        may_see = InBlocks(block_length) if block_length else causal
+        is_seen_11LL = may_see(place_L[:, None], place_L[None])[None, None]
+    is_live_BL = live_positions(jnp.maximum(length_B, 1), num_positions)
+    is_seen_B1LL = is_seen_11LL & is_live_BL[:, None, None]
+    return jax.nn.softmax(jnp.where(is_seen_B1LL, scores_BHLL / math.sqrt(size), -jnp.inf))
+
+
 def attend_beside_clean(
     q_BLHK: jax.Array,
     k_BLGK: jax.Array,

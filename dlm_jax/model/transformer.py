@@ -17,14 +17,20 @@ from flax import nnx
 
 from dlm_jax.config import ModelConfig
 from dlm_jax.distributed.partitions import pin
-from dlm_jax.model.attention import attend, attend_in_blocks, rotary_angles, turned
+from dlm_jax.model.attention import (
+    attend,
+    attend_in_blocks,
+    attention_weights,
+    rotary_angles,
+    turned,
+)
 from dlm_jax.model.cached import cached_trunk, one_later, shifted
 from dlm_jax.model.experts import Experts
 from dlm_jax.model.kernels import cpu
 from dlm_jax.model.layers import Linear, Norm, embed, rematerialised
 from dlm_jax.model.lora import applied, stacks, with_adapters
 from dlm_jax.randomness import key_of
-from dlm_jax.types import Network, Params, live_positions
+from dlm_jax.types import Inside, Network, Params, live_positions
 
 
 class SamplerHead(nnx.Module):
@@ -167,6 +173,12 @@ class Attention(nnx.Module):
             return attend_in_blocks(q, k, v, length_B, block_length=self.block_length)
         return attend(q, k, v, length_B, is_causal=self.is_causal)
 
+    def weights(self, q: jax.Array, k: jax.Array, length_B: jax.Array) -> jax.Array:
+        """The weights of `attend`, ``[B, H, L, L]``."""
+        return attention_weights(
+            q, k, length_B, is_causal=self.is_causal, block_length=self.block_length
+        )
+
     def join(self, y_BLHK: jax.Array) -> jax.Array:
         """Output projection ``[B, L, D]`` of the heads."""
         y_BLHK = pin(y_BLHK, "queries")
@@ -306,8 +318,36 @@ def build(config: ModelConfig) -> Network:
         cached = cached_trunk(config, vectors_of, module_of, final_norm)
     return Network(
         init, trunk, embed, readout, config.vocab_size, logits_of=logits_of,
-        cached=cached, **_head_functions(config, readout),
+        cached=cached,
+        inside=_inside_of(config, vectors_of, module_of), **_head_functions(config, readout),
     )  # fmt: skip
+
+
+def _inside_of(
+    config: ModelConfig,
+    vectors_of: Callable[[Params, jax.Array], jax.Array],
+    module_of: Callable[[Params], Any],
+) -> Callable[[Params, jax.Array, jax.Array], Inside]:
+    """The function of `Network.inside`: the trunk, block by block, by the plain formula."""
+
+    def inside(params: Params, tokens_BL: jax.Array, length_B: jax.Array) -> Inside:
+        if config.attention_type == "causal":
+            tokens_BL = shifted(tokens_BL, config.start_id)
+        angles = rotary_angles(tokens_BL.shape[1], config.rotary_size, config.rope_theta)
+        hidden, maps = [vectors_of(params, tokens_BL)], []
+        for blocks in stacks(params):
+            for number in range(jax.tree.leaves(blocks)[0].shape[0]):
+                block = module_of(jax.tree.map(lambda leaf, at=number: leaf[at], blocks))
+
+                def attended(q: Any, k: Any, v: Any, own: Attention = block.attention) -> Any:
+                    maps.append(own.weights(q, k, length_B))
+                    v_BLHK = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
+                    return jnp.einsum("bhlm,bmhk->blhk", maps[-1].astype(v.dtype), v_BLHK)
+
+                hidden.append(block.around(hidden[-1], angles, attended))
+        return Inside(jnp.stack(hidden, axis=1), jnp.stack(maps, axis=1))
+
+    return inside
 
 
 def _readouts(config: ModelConfig) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:

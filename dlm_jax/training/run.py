@@ -44,7 +44,7 @@ from dlm_jax.model.lora import GROUP
 from dlm_jax.model.transformer import build
 from dlm_jax.published import fetched, is_published, read_published, read_shape
 from dlm_jax.randomness import check_settings, fingerprint, key_of
-from dlm_jax.settings import SettingError
+from dlm_jax.settings import UNSET, SettingError
 from dlm_jax.store import Checkpoints, load_any, load_meta, not_finite
 from dlm_jax.store.checkpoint_files import complete_steps, remove, step_path
 from dlm_jax.store.files import DirectoryLock, check_bucket, is_remote, located
@@ -344,6 +344,9 @@ def device_bytes(device: Any) -> float:
     return float((device.memory_stats() or {}).get("bytes_limit", 0))
 
 
+TEACHER = "objective.teacher"
+
+
 def begin_with(
     source: str,
     state: TrainState,
@@ -351,6 +354,7 @@ def begin_with(
     *,
     model: ModelConfig,
     report: Callable[[str], None],
+    setting: str = "train.init_from",
 ) -> TrainState:
     """The fresh `state` with the parameters of a trained model. Heads that the model lacks stay
     fresh.
@@ -361,6 +365,8 @@ def begin_with(
       tokenizer: tokenizer of the new run: that of the trained model, possibly with more characters.
       model: model config of the new run.
       report: called with one-line messages about fresh or omitted heads.
+      setting: the setting that names the model. A teacher has the tokenizer of the run, and is not
+        a published model.
 
     Raises:
       ValueError: the model does not exist, has another tokenizer, shape or training-relevant
@@ -368,13 +374,17 @@ def begin_with(
     """
     if not source:
         return state
-    where = f"train.init_from={source}"
+    where, teaches = f"{setting}={source}", setting == TEACHER
     if is_published(source):
+        if teaches:
+            raise ValueError(f"{where} is a published model; name a run or a weights file")
         return _begin_published(source, state, report)
     params, meta = load_any(source, report=report)
     if (broken := not_finite(params)) is not None:
         raise ValueError(f"{where}: its parameter {broken} is not finite; name another model")
     if meta["tokenizer"] != tokenizer.to_json():
+        if teaches:
+            raise ValueError(f"{where} has another vocabulary than the run; name one with the same")
         places = places_of(from_json(meta["tokenizer"]), tokenizer)
         if places is None:
             raise ValueError(f"{where} has another tokenizer; use data.tokenizer=init, which is it")
@@ -760,7 +770,14 @@ def problem(
         )  # fmt: skip
     mesh = _checked_mesh(config)
     setup, corpus = _setup_of(config, mesh, is_own=network is not None, report=report)
-    return Problem(setup, corpus, make_task(setup, network, objective, heads))
+    task = make_task(setup, network, objective, heads)
+    if task.mixture.needs_teacher:
+        name = next(iter(config.objective.distilled), "")
+        raise SettingError(
+            f"objective.{name}_share" if name else "objective", UNSET,
+            "needs a teacher, whose parameters a custom loop must keep itself", "use dlm_jax.train",
+        )  # fmt: skip
+    return Problem(setup, corpus, task)
 
 
 def _continued(
@@ -790,10 +807,14 @@ def _begun(
         sum(shares), mesh.devices.flat, "the state of the training",
         "make [model] smaller, or split it over more devices with mesh.fsdp",
     )  # fmt: skip
-    return begin_with(
-        _init_path(config), task.fresh_state(key), task.setup.tokenizer, model=config.model,
-        report=report,
-    )  # fmt: skip
+    fresh, tokenizer = task.fresh_state(key), task.setup.tokenizer
+    state = begin_with(_init_path(config), fresh, tokenizer, model=config.model, report=report)
+    if not config.objective.teacher:
+        return state
+    source = os.fspath(fetched(config.objective.teacher, TEACHER))
+    return state.taught_by(begin_with(
+        source, fresh, tokenizer, model=config.model, report=lambda line: None, setting=TEACHER
+    ))  # fmt: skip
 
 
 def _checked_mesh(config: Config) -> Mesh:

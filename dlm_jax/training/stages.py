@@ -40,6 +40,11 @@ def group_of(name: str, heads: Sequence[Head], *, adapts: bool = False) -> str:
     return KEPT if adapts and group == MAIN and name != GROUP else group
 
 
+def teacher_of(params: Params, reference: Params | None) -> Params:
+    """All parameters of the teacher, of which the reference holds those that it does not share."""
+    return jax.lax.stop_gradient(params) | (reference or {})
+
+
 class Drawn(NamedTuple):
     """A batch with all of its noise, or some rows of it.
 
@@ -98,7 +103,7 @@ class StageLoss:
         noise = drawn.example.noise
         for name, objective in self.mixture.objectives.items():
             if isinstance(objective, NetworkObjective) and objective.anchor is not None:
-                kept = params | (reference or {})
+                kept = teacher_of(params, reference)
                 noise = noise | {name: objective.anchor(self.network, params, kept, noise[name])}
         return drawn._replace(example=drawn.example._replace(noise=noise))
 
@@ -111,11 +116,12 @@ class StageLoss:
         return jax.random.fold_in(salted, head.stream)
 
     def __call__(
-        self, params: Params, drawn: Drawn, step: jax.Array
+        self, params: Params, drawn: Drawn, step: jax.Array, reference: Params | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The total loss, and the loss of each objective and head, of a batch or a part of it.
 
-        The unit is nats per token if the objectives and heads use it.
+        The unit is nats per token if the objectives and heads use it. `reference` is as in
+        `anchored`; objectives with a teacher read it.
         """
         hidden_BLD = self._hidden(params, drawn.example)
         means: dict[str, jax.Array] = {}
@@ -123,8 +129,9 @@ class StageLoss:
         if self.stage.trains(MAIN):
             reads = hidden_BLD if self.mixture.reads_trunk else None
             found = self.mixture.losses(
-                self.network, params, drawn.example, reads, mask_id=self.mask_id
-            )
+                self.network, params, drawn.example, reads, mask_id=self.mask_id,
+                teacher=teacher_of(params, reference) if self.mixture.needs_teacher else None,
+            )  # fmt: skip
             means = {name: _mean(loss, name) for name, loss in found.items()}
             total = sum((self.mixture.shares[name] * means[name] for name in means), total)
             for loss in found.values():

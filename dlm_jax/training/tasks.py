@@ -15,19 +15,20 @@ from jax.sharding import Mesh
 
 from dlm_jax.config import Config, ModelConfig
 from dlm_jax.diffusion.likelihood import costs, half_width, plus_minus, ratio_and_error
+from dlm_jax.diffusion.mixing import mixture_of
 from dlm_jax.diffusion.objectives import (
+    TAUGHT,
     Batch,
     Mixture,
     NetworkObjective,
     Objective,
-    mixture_of,
     next_token,
 )
-from dlm_jax.heads import HEADS, Head, Setup, scorer, with_own_parameters
+from dlm_jax.heads import HEADS, MAIN, Head, Setup, scorer, with_own_parameters
 from dlm_jax.model.transformer import build
 from dlm_jax.rl import Rollouts, objective_of, reward_line
 from dlm_jax.training.optimisers import learning_rates, make_grouped_optimizer
-from dlm_jax.training.stages import Stage, StageLoss, stage_at
+from dlm_jax.training.stages import Stage, StageLoss, group_of, stage_at
 from dlm_jax.training.train_step import TrainState, abstract_state, init_state, keeping
 from dlm_jax.types import Network, Params
 
@@ -105,6 +106,8 @@ class Task:
             config.optim, config.heads, self.heads, stage,
             num_steps=config.train.steps * self.updates, own=self.own_optimizer, schedule=schedule,
         )  # fmt: skip
+        if self.mixture.needs_teacher:
+            return keeping(made, self._taught)
         if self.rollouts is None or not config.rl.kl:
             return made
         return keeping(made, lambda params: self.loss(stage).split(params)[0])
@@ -117,6 +120,12 @@ class Task:
             num_steps=config.train.steps * self.updates,
             is_own=self.own_optimizer is not None, schedule=schedule,
         )  # fmt: skip
+
+    def _taught(self, params: Params) -> Params:
+        """The parameters outside heads that may train."""
+        adapts = self.setup.config.model.lora_rank > 0
+        groups = {name: group_of(name, self.heads, adapts=adapts) for name in params}
+        return {name: params[name] for name in params if groups[name] == MAIN}
 
     @property
     def _by_update(self) -> tuple[Config, optax.Schedule | None]:
@@ -260,7 +269,10 @@ def make_heads(setup: Setup, own: Sequence[Head | MakeHead]) -> tuple[Head, ...]
     for names in ([head.name for head in heads], [head.metric for head in heads]):
         if len(set(names)) < len(names):
             raise ValueError(f"two heads have the same name: {', '.join(names)}; rename one")
-    taken = {"loss", "grad_norm", "param_norm", "elbo", "denoising", "proofreading", "next_token"}
+    taken = {
+        "loss", "grad_norm", "param_norm", "elbo", "denoising", "proofreading", "next_token",
+        *TAUGHT,
+    }  # fmt: skip
     for head in own:
         if isinstance(head, Head) and head.metric in taken:
             raise ValueError(f"head {head.name!r} has the metric {head.metric!r}, which is taken")
@@ -283,7 +295,8 @@ def make_mixture(setup: Setup) -> Mixture:
         return Mixture({"next_token": lambda batch, key: next_token(batch)}, {"next_token": 1.0})
     mixture = mixture_of(
         config.objective, mask_id=setup.mask_id, random_ids=setup.text_ids,
-        noise_ids=setup.noise_ids, block_length=config.model.block_length,
+        banned_ids=setup.banned_ids, noise_ids=setup.noise_ids,
+        block_length=config.model.block_length,
     )  # fmt: skip
     num_rows = config.train.batch_size
     for name in mixture.without_rows(num_rows):

@@ -41,7 +41,7 @@ class TrainState(NamedTuple):
 
     @property
     def reference(self) -> Params | None:
-        """The initial values of the trained parameters, if a loss requires them."""
+        """The initial values of the trained parameters, or a teacher's, if a loss requires them."""
         return self.opt_state.reference if isinstance(self.opt_state, Kept) else None
 
     def begun_with(self, params: Params) -> TrainState:
@@ -52,6 +52,10 @@ class TrainState(NamedTuple):
             own = {name: jax.tree.map(jnp.copy, params[name]) for name in opt_state.reference}
             opt_state = opt_state._replace(reference=own)
         return self._replace(params=params, opt_state=opt_state, ema=ema)
+
+    def taught_by(self, other: TrainState) -> TrainState:
+        """The initial state with the reference of another."""
+        return self._replace(opt_state=self.opt_state._replace(reference=other.reference))
 
 
 class Kept(NamedTuple):
@@ -167,7 +171,7 @@ def make_train_step(
         trained, held = step_loss.split(state.params)
 
         def part_loss(trained: Params, part: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-            return step_loss(held | trained, part, state.step)
+            return step_loss(held | trained, part, state.step, state.reference)
 
         (loss, means), grads = _add_up(
             jax.value_and_grad(part_loss, has_aux=True), trained, whole, accumulate
@@ -268,7 +272,7 @@ def check_adds_up(
         with devices.used(mesh):
             batch = Batch(*map(jnp.asarray, (tokens_BL, length_B, np.zeros_like(length_B))))
             batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, rows), batch)
-            whole = step_loss.draw(batch, key_of(0), step)
+            whole = step_loss.anchored(step_loss.draw(batch, key_of(0), step), params, None)
             return [_add_up(with_sizes, params, whole, n) for n in (1, 2)]
 
     options = compiler.options("sample", mesh)

@@ -40,6 +40,8 @@ def _shares(value: Any) -> tuple[tuple[int, float], ...]:
         raise SettingError("common_ids", value, "is not a mapping", "use {12: 0.05}") from None
     if any(share < 0 for _, share in found) or not sum(share for _, share in found) <= 1:
         raise SettingError("common_ids", value, "has shares below 0 or above 1 in all", "use {}")
+    if len({id_ for id_, _ in found}) < len(found):
+        raise SettingError("common_ids", value, "names an id twice", "add up its shares")
     return found
 
 
