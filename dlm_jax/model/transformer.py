@@ -387,16 +387,9 @@ def build(config: ModelConfig) -> Network:
 
     readout, logits_of = _readouts(config)
     if config.attention_type == "canvas":
-        behind, signal = _behind_text(config, vectors_of, module_of, final_norm)
-
-        def of_canvas(
-            params: Params, tokens_BL: jax.Array, length_B: jax.Array, cache: None = None
-        ) -> tuple[jax.Array, None]:
-            return behind(params, tokens_BL, length_B, jnp.zeros_like(length_B)), cache
-
         return Network(
-            init, of_canvas, embed, readout, config.vocab_size, logits_of=logits_of,
-            behind=behind, signal=signal, **_head_functions(config, readout),
+            init=init, embed=embed, readout=readout, vocab_size=config.vocab_size,
+            logits_of=logits_of, **_behind_text(config, vectors_of, module_of, final_norm),
         )  # fmt: skip
     cached = None
     if config.mode == "language_model":
@@ -412,20 +405,55 @@ def _behind_text(
     vectors_of: Callable[[Params, jax.Array], jax.Array],
     module_of: Callable[[Params], Any],
     final_norm: Callable[[Params, jax.Array], jax.Array],
-) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array] | None]:
-    """`Network.behind` and `Network.signal` of a network with canvases.
+) -> dict[str, Any]:
+    """`Network.trunk`, `Network.behind` and `Network.signal` of a network with canvases."""
+    through = _sliding_and_full(config, module_of)
+
+    def make() -> SelfConditioning:
+        return SelfConditioning(config, rngs=nnx.Rngs(params=key_of(0)))
+
+    graph = nnx.split(nnx.eval_shape(make))[0] if config.self_conditioning else None
+
+    def behind(
+        params: Params,
+        tokens_BL: jax.Array,
+        length_B: jax.Array,
+        start_B: jax.Array,
+        signal_BLD: jax.Array | None = None,
+    ) -> jax.Array:
+        x_BLD = vectors_of(params, tokens_BL)
+        if graph is not None:
+            signal_BLD = jnp.zeros_like(x_BLD) if signal_BLD is None else signal_BLD
+            conditioned = nnx.merge(graph, params["self_conditioning"])
+            is_canvas_BL = jnp.arange(tokens_BL.shape[1])[None] >= start_B[:, None]
+            of_canvas_BLD = conditioned(x_BLD, signal_BLD.astype(x_BLD.dtype))
+            x_BLD = jnp.where(is_canvas_BL[:, :, None], of_canvas_BLD, x_BLD)
+        return final_norm(params, through(params, x_BLD, length_B, start_B))
+
+    def trunk(
+        params: Params, tokens_BL: jax.Array, length_B: jax.Array, cache: None = None
+    ) -> tuple[jax.Array, None]:
+        return behind(params, tokens_BL, length_B, jnp.zeros_like(length_B)), cache
+
+    def signal(params: Params, logits_NV: jax.Array) -> jax.Array:
+        table_VD = params["embedding"].astype(config.compute_dtype)
+        probs_NV = jax.nn.softmax(logits_NV, axis=-1).astype(table_VD.dtype)
+        vectors_ND = cpu.linear(probs_NV, table_VD)
+        scale = config.width**0.5 if config.embedding_scaled else 1.0
+        return vectors_ND * jnp.asarray(scale, vectors_ND.dtype)
+
+    return {"trunk": trunk, "behind": behind, "signal": None if graph is None else signal}
+
+
+def _sliding_and_full(
+    config: ModelConfig, module_of: Callable[[Params], Any]
+) -> Callable[..., jax.Array]:
+    """``(params, x_BLD, length_B, start_B) -> x_BLD`` after all layers of texts and canvases.
 
     One scan over groups of layers: the sliding ones, then the full one.
     """
     every = config.full_every
     full_of = _block_modules(config, is_full=True) if every else module_of
-    full_size = config.full_head_size or config.size_of_head
-    full_theta = config.full_rope_theta or config.rope_theta
-
-    def make() -> SelfConditioning:
-        return SelfConditioning(config, rngs=nnx.Rngs(params=key_of(0)))
-
-    signal_graph = nnx.split(nnx.eval_shape(make))[0] if config.self_conditioning else None
 
     def one(module_of: Callable[[Params], Any], window: int) -> Callable[..., jax.Array]:
         def run(x_BLD: jax.Array, block: Params, context: Any) -> jax.Array:
@@ -437,50 +465,33 @@ def _behind_text(
     sliding, full = one(module_of, config.attention_window), one(full_of, 0)
 
     def group(x_BLD: jax.Array, parts: tuple[Params, Params], context: Any) -> jax.Array:
-        length_B, start_B, angles, full_angles = context
+        rows, angles, full_angles = context
         blocks, full_block = parts
         for at in range(every - 1):
             block = jax.tree.map(lambda leaf, at=at: leaf[at], blocks)
-            x_BLD = sliding(x_BLD, block, (length_B, start_B, angles))
-        return full(x_BLD, full_block, (length_B, start_B, full_angles))
+            x_BLD = sliding(x_BLD, block, (*rows, angles))
+        return full(x_BLD, full_block, (*rows, full_angles))
 
-    def behind(
-        params: Params,
-        tokens_BL: jax.Array,
-        length_B: jax.Array,
-        start_B: jax.Array,
-        signal_BLD: jax.Array | None = None,
+    def through(
+        params: Params, x_BLD: jax.Array, length_B: jax.Array, start_B: jax.Array
     ) -> jax.Array:
-        num_positions = tokens_BL.shape[1]
-        x_BLD = vectors_of(params, tokens_BL)
-        if signal_graph is not None:
-            if signal_BLD is None:
-                signal_BLD = jnp.zeros_like(x_BLD)
-            conditioning = nnx.merge(signal_graph, params["self_conditioning"])
-            is_canvas_BL = jnp.arange(num_positions)[None] >= start_B[:, None]
-            conditioned_BLD = conditioning(x_BLD, signal_BLD.astype(x_BLD.dtype))
-            x_BLD = jnp.where(is_canvas_BL[:, :, None], conditioned_BLD, x_BLD)
+        rows, num_positions = (length_B, start_B), x_BLD.shape[1]
         angles = rotary_angles(num_positions, config.rotary_size, config.rope_theta)
         if not every:
-            (blocks,) = stacks(params)
-            x_BLD = cpu.run_blocks(sliding, x_BLD, blocks, (length_B, start_B, angles))
-            return final_norm(params, x_BLD)
+            for blocks in stacks(params):
+                x_BLD = cpu.run_blocks(sliding, x_BLD, blocks, (*rows, angles))
+            return x_BLD
         blocks, full_blocks = stacks(params)
         groups = jax.tree.map(lambda leaf: leaf.reshape(-1, every - 1, *leaf.shape[1:]), blocks)
         full_angles = proportional_angles(
-            num_positions, full_size, full_theta, config.full_rotary_share
+            num_positions,
+            config.full_head_size or config.size_of_head,
+            config.full_rope_theta or config.rope_theta,
+            config.full_rotary_share,
         )
-        context = (length_B, start_B, angles, full_angles)
-        return final_norm(params, cpu.run_blocks(group, x_BLD, (groups, full_blocks), context))
+        return cpu.run_blocks(group, x_BLD, (groups, full_blocks), (rows, angles, full_angles))
 
-    def signal(params: Params, logits_NV: jax.Array) -> jax.Array:
-        table_VD = params["embedding"].astype(config.compute_dtype)
-        probs_NV = jax.nn.softmax(logits_NV, axis=-1).astype(table_VD.dtype)
-        vectors_ND = cpu.linear(probs_NV, table_VD)
-        scale = config.width**0.5 if config.embedding_scaled else 1.0
-        return vectors_ND * jnp.asarray(scale, vectors_ND.dtype)
-
-    return behind, signal if config.self_conditioning else None
+    return through
 
 
 def _readouts(config: ModelConfig) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
