@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
-    """The server of the flags; `undo` closes its socket."""
+    """Creates the server from the flags. `undo` closes its socket."""
     with refusals(), naming_flags():
         check_output()
         args, overrides = parse_flags(make_parser(), argv)

@@ -878,7 +878,7 @@ class Config:
             kind != "block_causal" or block % (self.sample.block_length or 1) == 0,
             "sample.block_length", self.sample.block_length,
             f"is neither model.block_length={block} nor a divisor of it",
-            "use 0 for the same", "model.block_length",
+            "use 0 for the same value", "model.block_length",
         )  # fmt: skip
         require(
             kind != "block_causal" or self.objective.proofreading_share == 0,

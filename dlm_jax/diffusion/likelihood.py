@@ -1,7 +1,7 @@
 """The negative log-likelihood of a text under the model, or an upper bound.
 
-With given tokens it is the conditional likelihood of the rest: given tokens are always shown and
-never counted.
+With given tokens it is the conditional likelihood of the other tokens. Given tokens are always
+visible and never counted.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ _BETWEEN_ROWS, _BETWEEN_BLOCKS = 0x9E3779B9, 0x6A09E667
 
 
 class Costs(NamedTuple):
-    """Per row: nats of its free tokens, and the variance of that over the draws of masks.
+    """Nats of the free tokens of each row, and their variance over the mask draws.
 
-    The same of its text alone, which is its free tokens but EOS. Variances are 0 where the
-    likelihood is exact, and NaN for a single draw.
+    The text fields exclude EOS. Variances are 0 for exact likelihoods and NaN for a single draw.
     """
 
     nats_B: Any
@@ -52,24 +51,23 @@ def costs(
 ) -> Costs:
     """The cost of each row: exact for a causal model, else an unbiased estimate of its bound.
 
-    The masks of a row depend only on the key and the index of the row. Their counts are stratified
-    over its draws and spread evenly over rows that are numbered in turn, so that even one draw a
-    row covers all noise levels; in a block-causal model, those of the blocks are, which take the
-    place of rows.
+    The masks of a row depend only on the key and the index of the row. Mask counts are stratified
+    over the draws of a row and spread evenly over consecutive rows, so even one draw per row covers
+    all noise levels. In a block-causal model this applies to blocks instead of rows.
 
-    A row's bound is a sum over its positions: each one's cross-entropy wherever it is hidden. What
-    the text costs is what its positions add, the EOS behind it hidden as often as they are.
+    The bound of a row is a sum over its positions of the cross-entropy where they are hidden. The
+    cost of the text is the part of its positions. The EOS after it is hidden as often as they are.
 
     Args:
       network: the model.
       params: its parameters.
       batch: the rows.
-      number_B: int32, of each row in whatever it belongs to.
-      key: of the masks; a causal model needs none.
-      is_causal: whether the model is.
+      number_B: int32, index of each row in the data set.
+      key: key for the masks; unused by a causal model.
+      is_causal: whether the model is causal.
       mask_id: the id of MASK.
       eos_id: the id of EOS, which is not text.
-      num_draws: masks of a row.
+      num_draws: masks per row.
     """
     is_text_BL = batch.tokens_BL != eos_id
     if is_causal:
@@ -122,14 +120,15 @@ def costs(
 def bound_at(
     network: Network, params: Params, batch: Batch, is_masked_BL: jax.Array, *, mask_id: int
 ) -> jax.Array:
-    """Bound in nats of each block at given masks, ``[B, blocks]``; a row is one block of itself.
+    """Bound in nats of each block at given masks, ``[B, blocks]``. Without blocks, a row is one
+    block.
 
-    It is ``free / count`` times the cross-entropy that the masks hide in the block. Averaged over
+    It is ``free / count`` times the cross-entropy of the hidden tokens of the block. Averaged over
     counts uniform on 1..free and sets uniform of that count, this is the negative ELBO of masked
     diffusion for every noise schedule, which is also the mean over all orders of revealing one
-    token at a time (Ou et al. 2024, theorem 2; LLaDA, Nie et al. 2025, equation 6). That of a block
-    of a block-causal model stands behind the true tokens before it, all blocks in one call of the
-    trunk. A block without a masked position gets 0.
+    token at a time (Ou et al. 2024, theorem 2; LLaDA, Nie et al. 2025, equation 6). In a
+    block-causal model each block is conditioned on the true tokens before it, and one call of the
+    trunk covers all blocks. A block without a masked position gets 0.
     """
     nll_BL = _hidden_nll(network, params, batch, is_masked_BL, mask_id=mask_id)
     return _weighed(network, batch, is_masked_BL, nll_BL)
@@ -157,9 +156,9 @@ def _causal_nll(network: Network, params: Params, batch: Batch, *, mask_id: int)
 
 
 def in_blocks(x_BL: jax.Array, block_length: int) -> jax.Array:
-    """Rows cut into blocks, ``[B, blocks, block_length]``, with 0 or False behind their end.
+    """Rows split into blocks, ``[B, blocks, block_length]``, padded with 0 or False.
 
-    With a length of 0 a row is one block.
+    With a block length of 0 a row is one block.
     """
     unit = block_length or x_BL.shape[1]
     padded_BP = jnp.pad(x_BL, ((0, 0), (0, -x_BL.shape[1] % unit)))
@@ -179,9 +178,9 @@ def _hidden_nll(
 
 
 def ratio_and_error(nats_N: np.ndarray, tokens_N: np.ndarray) -> tuple[float, float]:
-    """Nats per token over all rows, and its standard error, the rows taken as independent.
+    """Nats per token over all rows and its standard error, with rows treated as independent.
 
-    The tokens may be characters or another count; rows without any add nothing. The error of a
+    The tokens may be characters or another count. Rows without tokens are ignored. The error of a
     single row is NaN.
     """
     total, num_rows = float(tokens_N.sum()), int((tokens_N > 0).sum())

@@ -1,4 +1,4 @@
-"""Training losses, each as (sum, weight), divided once after the global reduction."""
+"""Training losses as (sum, weight), divided once after the global reduction."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MAX_ACCELERATOR_LOGITS = 2**26
 
 
 class Loss(NamedTuple):
-    """A loss as two float32 scalars; ``sum / weight`` is its value in nats per token.
+    """A loss as two float32 scalars. ``sum / weight`` is its value in nats per token.
 
-    ``figures`` are further (sum, weight) by name, for the metrics alone.
+    ``figures`` are further (sum, weight) pairs by name, used only in metrics.
     """
 
     sum: jax.Array
@@ -35,10 +35,10 @@ def hidden_of(
     clean_BL: jax.Array,
     length_B: jax.Array,
 ) -> jax.Array:
-    """The output of the trunk for a shown canvas with known clean tokens, ``[B, L, D]``.
+    """The output ``[B, L, D]`` of the trunk for a shown canvas with known clean tokens.
 
-    A block-causal model sees each shown block after the clean tokens of earlier blocks; other
-    models see the shown canvas.
+    A block-causal model reads each shown block after the clean tokens of earlier blocks. Other
+    models read the shown canvas.
     """
     if network.cached is not None and network.cached.beside_clean is not None:
         return network.cached.beside_clean(params, shown_BL, clean_BL, length_B)
@@ -56,10 +56,9 @@ def cross_entropy(
 ) -> jax.Array:
     """Negative log-probability of each target in nats under the LM head, float32 ``[B, L]``.
 
-    MASK is never predicted: its logit is -inf. Each device reads out its own positions, with the
-    parameters of the head gathered once. Logits are computed for a slice of the positions at a
-    time, and again in the backward pass, once all of them would be more than 2^24 numbers per
-    device (2^26 on accelerators).
+    MASK is never predicted: its logit is -inf. Each device reads out its own positions, and the
+    parameters of the head are gathered once. If the logits exceed 2^24 numbers per device (2^26 on
+    accelerators), they are computed in slices of positions and recomputed in the backward pass.
 
     Args:
       network: the model.
@@ -67,8 +66,8 @@ def cross_entropy(
       hidden_BLD: the output of the trunk.
       targets_BL: int32 tokens.
       mask_id: the id of MASK.
-      is_read_BL: True where the result is wanted; anything finite or infinite stands elsewhere, and
-        accelerators do not compute it. None: everywhere.
+      is_read_BL: True where the result is needed; None for all positions. Elsewhere the result is
+        undefined (but not NaN), and accelerators skip it.
     """
     return cross_entropy_of(
         network.readout, params, (hidden_BLD,), targets_BL,
@@ -118,7 +117,7 @@ def _nll(read: Callable[..., jax.Array], mask_id: int, *arrays: jax.Array) -> ja
 def _in_slices(
     nll: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], vocab_size: int
 ) -> jax.Array:
-    """``nll(*arrays)``, ``[B, L]`` of one device, for some positions of every row at a time."""
+    """``nll(*arrays)``, ``[B, L]`` on one device, in slices of positions."""
     num_rows, num_positions = arrays[-1].shape
     limit = _MAX_LOGITS if platform() == "cpu" else _MAX_ACCELERATOR_LOGITS
     slices = 1
@@ -142,7 +141,7 @@ def at_read_positions(
     *,
     vocab_size: int,
 ) -> jax.Array:
-    """``nll(*arrays)`` at read positions, 0 elsewhere; ``[B, L]`` of one device.
+    """``nll(*arrays)`` at read positions and 0 elsewhere, ``[B, L]`` on one device.
 
     Read positions are moved to the front, and later slices are skipped.
     """
@@ -165,14 +164,14 @@ def at_read_positions(
     firsts = jnp.arange(slices) * size
     compute = jax.checkpoint(lambda piece: one_slice(*piece))
     found_P = jax.lax.map(compute, (firsts, *map(in_front, arrays))).reshape(-1)[:num]
-    # Sorting the places back is the inverse permutation.
+    # Sorting the places gives the inverse permutation.
     found_BL = _permuted(found_P, jnp.argsort(order_P)).reshape(is_read_BL.shape)
     return jnp.where(is_read_BL, found_BL, 0.0)
 
 
 @jax.custom_vjp
 def _permuted(x_P: jax.Array, order_P: jax.Array) -> jax.Array:
-    """``x[order]``, whose gradient is gathered as well: a scatter is slow on accelerators."""
+    """``x[order]`` with a gather as its gradient, because a scatter is slow on accelerators."""
     return x_P[order_P]
 
 

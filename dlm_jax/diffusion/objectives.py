@@ -1,9 +1,9 @@
 """Training objectives: network inputs and targets of a batch.
 
-An objective draws all of its noise for the whole batch before the network runs. So the noise does
-not depend on how the batch is cut into microbatches, and the weights are known before the first of
-them runs. One that runs the network itself is a `NetworkObjective`. A `Mixture` divides the rows of
-a batch among several objectives.
+An objective draws all of its noise for the whole batch before the network runs. The noise therefore
+does not depend on the microbatches, and the weights are known before the first microbatch runs. A
+`NetworkObjective` runs the network itself. A `Mixture` divides the rows of a batch among several
+objectives.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ USUAL_MISPRINTS = MISPRINTS[:3]
 @section("objective")
 @dataclass(frozen=True)
 class ObjectiveConfig(Section):
-    """The objectives of a bidirectional model; a causal model predicts the next token."""
+    """The objectives of a bidirectional model. A causal model predicts the next token."""
 
     schedule: str = setting(
         "linear", "noise schedule of the ELBO: linear, cosine or polynomial",
@@ -61,7 +61,7 @@ class ObjectiveConfig(Section):
         low=0, high=1,
     )  # fmt: skip
     patterns: tuple[str, ...] = setting(
-        PATTERNS, "denoising: what selects the positions to restore, one a row",
+        PATTERNS, "denoising: pattern that selects the positions to restore, one per row",
         hint=tuple[str, ...], parse=names_of("objective.patterns", PATTERNS),
     )  # fmt: skip
     max_ratio: float = setting(
@@ -147,12 +147,12 @@ class Batch(NamedTuple):
 
 
 class Example(NamedTuple):
-    """The network inputs of a batch, and the target tokens.
+    """The network inputs and targets of a batch.
 
     Attributes:
       shown_BL: int32 canvas that the trunk reads.
       weight_BL: float32 weight of each position's cross-entropy; 0 where nothing is predicted.
-      total: float32 scalar that the weighted sum is divided by.
+      total: float32 scalar divisor of the weighted sum.
       truth: the target rows, if they differ from the batch.
     """
 
@@ -163,7 +163,7 @@ class Example(NamedTuple):
 
 
 Objective = Callable[[Batch, jax.Array], Example]
-"""``(batch, key) -> Example``; rows that belong to another objective have length 0."""
+"""``(batch, key) -> Example``. Rows of other objectives have length 0."""
 
 
 _SMALLEST_TIME = 1e-3
@@ -183,20 +183,20 @@ def elbo(
 
     ``E_t [ -alpha'(t) / (1 - alpha(t)) * sum of the hidden tokens' cross-entropy ]``, with one
     low-discrepancy time per row (Shi et al. 2024, equation 6; Sahoo et al. 2024, equation 11), or
-    per block of a block-causal model, whose bound is the sum over its blocks, each given the clean
-    ones before it (Arriola et al. 2025, Block diffusion, equation 6). Times below 1e-3 are not
-    drawn; what they hold of the bound is at most 1.6e-3 of it. The last two arguments ask for other
-    losses.
+    per block of a block-causal model. The bound of a block-causal model is the sum over its blocks,
+    each conditioned on the clean blocks before it (Arriola et al. 2025, Block diffusion, equation
+    6). Times below 1e-3 are not drawn; they contribute at most 1.6e-3 of the bound. The last two
+    arguments select other losses.
 
     Args:
-      batch: whose free tokens may be hidden.
-      key: of the times and the masks.
-      schedule: of the noise.
+      batch: rows with free tokens to hide.
+      key: key for times and masks.
+      schedule: noise schedule.
       mask_id: the id of MASK.
-      block_length: of a block-causal model, else 0.
+      block_length: block length of a block-causal model, else 0.
       over: ``tokens``: the sum is divided by all tokens that are not given (pre-training of LLaDA,
-        Nie et al. 2025, algorithm 1); ``rows``: each row by its own, then the mean over rows
-        (algorithm 2, its instruction tuning); ``masked``: by the tokens that are hidden (Dream).
+        Nie et al. 2025, algorithm 1); ``rows``: each row by its own tokens, then the mean over rows
+        (algorithm 2, its instruction tuning); ``masked``: by the hidden tokens (Dream).
       is_weighted: whether tokens are weighted by time as in the ELBO; LLaDA2 and Fast-dLLM v2
         weight them equally.
     """
@@ -206,7 +206,7 @@ def elbo(
     if block_length:
         num_blocks = -(-num_positions // block_length)
         t_P = stratified_times(time_key, num_rows * num_blocks, smallest=_SMALLEST_TIME)
-        # A row's blocks lie far apart in the strata, so that each row covers all times, too.
+        # The blocks of a row are far apart in the strata, so each row covers all times.
         t_BN = t_P.reshape(num_blocks, num_rows).T
         t = jnp.repeat(t_BN, block_length, axis=1)[:, :num_positions]
     else:
@@ -224,9 +224,9 @@ def elbo_at(
     mask_id: int,
     over: str = "tokens",
 ) -> Example:
-    """The example of given masks: ``weight`` times the cross-entropy of what they hide.
+    """The example of given masks: ``weight`` times the cross-entropy of the hidden tokens.
 
-    One weight a row, ``[B]``, or a position, ``[B, L]``. `over` is as in `elbo`.
+    Weights are per row, ``[B]``, or per position, ``[B, L]``. `over` is as in `elbo`.
     """
     weight_BL = weight if weight.ndim == 2 else weight[:, None]
     weight_BL = jnp.where(is_masked_BL, weight_BL, 0.0)
@@ -251,8 +251,8 @@ def denoising(
 ) -> Example:
     """Plain cross-entropy at the positions that a corruption pattern selects.
 
-    Each row takes one of the patterns, uniformly. ``random`` and ``sticky`` select a share of the
-    row that is uniform on (0, max_ratio]. With identity targets every free position is predicted,
+    Each row uses one pattern, drawn uniformly. ``random`` and ``sticky`` select a share of the row
+    that is uniform on (0, max_ratio]. With identity targets every free position is predicted,
     selected or not.
     """
     is_free_BL = batch.is_free_BL()
@@ -290,10 +290,9 @@ class Misprints(NamedTuple):
 
     Attributes:
       shown_BL: int32 canvas.
-      true_BL: int32, what should stand at each position as the text around it has it: behind a
-        missing token that token, at a stray one the token that follows, elsewhere the position's
-        own.
-      length_B: int32 live tokens of each row, as many as fit.
+      true_BL: int32 target of each position: the missing token at the position after it, the
+        following token at a stray token, and otherwise the token of the position.
+      length_B: int32 live tokens of each row, cut at the canvas.
     """
 
     shown_BL: jax.Array
@@ -302,7 +301,7 @@ class Misprints(NamedTuple):
 
 
 class _Damage(NamedTuple):
-    """The corruption of each clean token; the last two are None if they do not occur."""
+    """The corruption of each clean token. The last two fields are None if they do not occur."""
 
     is_missing_BL: jax.Array
     is_wrong_BL: jax.Array
@@ -322,22 +321,20 @@ def misprint(
 ) -> Misprints:
     """Each free position is misprinted with its row's probability, in one of several ways.
 
-    Its token is missing, or another stands there (*wrong*), or a *stray* one stands in front of it:
-    half of those double the token before, the others are, like the wrong ones, tokens of the row.
-    Nothing is stray behind what is missing, and a stray token that equals the one behind it is no
-    misprint. Or it changes places with the token behind it (*transposed*), or the same happens to
-    both of them (*missing_pair*, *wrong_pair*); one behind it that is given, or misprinted itself,
-    is spared, and then nothing is transposed. Of two stray tokens (*stray_pair*) half double the
-    two before.
+    The kinds are: the token is removed (*missing*), replaced (*wrong*), preceded by an extra token
+    (*stray*), or swapped with the next token (*transposed*). *missing_pair* and *wrong_pair* also
+    apply to the next token, and *stray_pair* inserts two tokens. Half of the stray tokens repeat
+    the preceding tokens. Other stray and wrong tokens are drawn from the row. No stray token
+    follows a missing token, and a stray token equal to its successor is not a misprint. A next
+    token that is given or misprinted itself is not changed, and then nothing is transposed.
 
     Args:
-      key: of all the draws.
+      key: key for all draws.
       tokens_BL: int32 clean rows.
       length_B: int32 live tokens of each row.
       is_free_BL: True at live tokens that may be misprinted.
       ratio_B: float32 in [0, 1].
-      kinds: of `MISPRINTS`, each as likely; one that is named twice is
-        twice as likely.
+      kinds: names from `MISPRINTS`, equally likely. A name that occurs twice is twice as likely.
     """
     num_positions = tokens_BL.shape[1]
     hit_key, kind_key, other_key, double_key = jax.random.split(key, 4)
@@ -368,7 +365,7 @@ def misprint(
         first_BL = first_BL.at[:, :2].set(other_BL[:, :2])
         pair_BL = jnp.where(damage.has_two_strays_BL, until_BL - 3, num_positions)
         shown_BL, true_BL = _put(shown_BL, pair_BL, first_BL), _put(true_BL, pair_BL, tokens_BL)
-    # A kept token after a stray one is in its place.
+    # A kept token after a stray one is correct.
     return Misprints(shown_BL, true_BL, jnp.minimum(until_BL[:, -1], num_positions))
 
 
@@ -386,7 +383,7 @@ def _damage(
         numbers = [number for number, kind in enumerate(kinds) if kind == name]
         return is_hit_BL & jnp.isin(kind_BL, jnp.array(numbers))
 
-    # The second of two: one that may be misprinted, and is not misprinted itself.
+    # The second of a pair must be free and not misprinted itself.
     is_second_BL = is_free_BL & ~is_hit_BL
 
     def with_pairs(name: str) -> jax.Array:
@@ -405,7 +402,9 @@ def _damage(
 
 
 def _printed(tokens_BL: jax.Array, other_BL: jax.Array, damage: _Damage) -> jax.Array:
-    """The visible token for each token that is not missing: itself, another, or its neighbour."""
+    """The visible token for each token that is not missing: the token, a wrong token, or its
+    neighbour.
+    """
     printed_BL = jnp.where(damage.is_wrong_BL, other_BL, tokens_BL)
     if damage.is_swapped_BL is None:
         return printed_BL
@@ -422,7 +421,7 @@ def _due(tokens_BL: jax.Array, is_kept_BL: jax.Array) -> jax.Array:
 
 
 def _put(old_BL: jax.Array, at_BL: jax.Array, new_BL: jax.Array) -> jax.Array:
-    """With the new values at those positions of each row; none where they lie outside."""
+    """The array with new values at these positions of each row. Positions outside are ignored."""
 
     def one_row(old_L: jax.Array, at_L: jax.Array, new_L: jax.Array) -> jax.Array:
         return old_L.at[at_L].set(new_L, mode="drop")
@@ -449,12 +448,11 @@ def proofreading(
     kinds: tuple[str, ...] = USUAL_MISPRINTS,
     masked_rows: float = 0.5,
 ) -> Example:
-    """Plain cross-entropy of the corrected token at every free position of misprinted rows.
+    """Plain cross-entropy of the correct token at every free position of misprinted rows.
 
-    A share of each row that is uniform on (0, max_ratio] is misprinted, in one of the kinds. A
-    share `masked_rows` of the rows shows MASK besides, each at a share of its positions that is
-    uniform on (0, 1]. The targets are those of `Misprints`; a row that
-    grows is cut at the canvas.
+    The misprinted share of each row is uniform on (0, max_ratio]. A share `masked_rows` of the rows
+    also shows MASK, at a share of positions that is uniform on (0, 1]. The targets are those of
+    `Misprints`. Rows that grow are cut at the canvas.
     """
     ratio_key, print_key, share_key, mask_key = jax.random.split(key, 4)
     num_rows = batch.tokens_BL.shape[0]
@@ -473,16 +471,18 @@ def proofreading(
 
 
 def next_token(batch: Batch) -> Example:
-    """The autoregressive example of a causal model: every free token from those to its left."""
+    """The autoregressive example of a causal model: every free token is predicted from the tokens
+    to its left.
+    """
     weight_BL = batch.is_free_BL().astype(jnp.float32)
     return Example(batch.tokens_BL, weight_BL, jnp.sum(weight_BL))
 
 
 def at_random_length(batch: Batch, key: jax.Array, *, share: float) -> Batch:
-    """The batch, in a `share` of all cases with its rows cut to one length uniform on 1..L.
+    """The batch. With probability `share` its rows are cut to one length, uniform on 1..L.
 
-    This trains a model on short canvases too; LLaDA (Nie et al. 2025, section 2.2) cuts 1% of its
-    batches.
+    This also trains the model on short canvases. LLaDA (Nie et al. 2025, section 2.2) cuts 1% of
+    its batches.
     """
     happens_key, length_key = jax.random.split(key)
     num_positions = batch.tokens_BL.shape[1]
@@ -496,16 +496,16 @@ def at_random_length(batch: Batch, key: jax.Array, *, share: float) -> Batch:
 
 @dataclass(frozen=True)
 class NetworkObjective:
-    """An objective that runs the network itself, as often and on whatever it needs.
+    """An objective that runs the network itself, any number of times on any inputs.
 
     Attributes:
-      draw: ``(batch, key) -> noise``, a pytree of everything random, drawn for the whole batch
-        before it is cut into microbatches: every leaf is ``[B, ...]`` or, like the total that a
-        loss is divided by, a scalar. Rows of other objectives have length 0.
+      draw: ``(batch, key) -> noise``, a pytree of all random values, drawn for the whole batch
+        before it is split into microbatches. Every leaf is ``[B, ...]`` or a scalar, such as the
+        divisor of a loss. Rows of other objectives have length 0.
       loss: ``(network, params, noise) -> Loss``, differentiated for all parameters that train.
-      anchor: ``(network, params, reference, noise) -> noise``, for the whole batch, with what is
-        computed once at the parameters before the updates of a step and at the reference; None:
-        the noise is as it is drawn.
+      anchor: ``(network, params, reference, noise) -> noise`` for the whole batch. It adds values
+        computed once at the parameters before the updates of a step and at the reference. None
+        leaves the noise unchanged.
     """
 
     draw: Callable[[Batch, jax.Array], Any]
@@ -514,7 +514,7 @@ class NetworkObjective:
 
 
 class MixedExample(NamedTuple):
-    """A batch with the examples of a mixture: each row belongs to one objective.
+    """A batch with the examples of a mixture. Each row belongs to one objective.
 
     Attributes:
       batch: the rows to predict.
@@ -538,12 +538,12 @@ class MixedExample(NamedTuple):
 
 @dataclass(frozen=True)
 class Mixture:
-    """Objectives that share every batch: each has its rows, and its share of the loss.
+    """Objectives that share every batch. Each has a share of the rows and of the loss.
 
     Attributes:
       objectives: by name.
       shares: by name, share of the rows (rounded) and of the loss; they add up to 1.
-      random_length_share: share of the batches that are cut, see `at_random_length`.
+      random_length_share: share of batches that are cut, see `at_random_length`.
     """
 
     objectives: Mapping[str, Objective | NetworkObjective] = field(default_factory=dict)
@@ -552,11 +552,11 @@ class Mixture:
 
     @property
     def reads_trunk(self) -> bool:
-        """Whether an objective reads the trunk's pass over the shown canvas."""
+        """Whether an objective reads the output of the trunk for the shown canvas."""
         return any(not isinstance(one, NetworkObjective) for one in self.objectives.values())
 
     def example(self, batch: Batch, key: jax.Array) -> MixedExample:
-        """The batch's example, with noise from `key` alone."""
+        """The example of a batch, with noise from `key` only."""
         length_key, *keys = jax.random.split(key, 1 + len(self.objectives))
         if self.random_length_share > 0:
             batch = at_random_length(batch, length_key, share=self.random_length_share)
@@ -580,10 +580,10 @@ class Mixture:
         *,
         mask_id: int,
     ) -> dict[str, Loss]:
-        """By objective, its loss over the example.
+        """The loss of each objective over the example.
 
-        `hidden_BLD` is what the trunk returned for ``example.shown_BL``, if the mixture
-        `reads_trunk`. MASK is never a prediction.
+        `hidden_BLD` is the output of the trunk for ``example.shown_BL``, if the mixture
+        `reads_trunk`. MASK is never predicted.
         """
         found = {}
         if hidden_BLD is not None:
@@ -593,7 +593,7 @@ class Mixture:
                 mask_id=mask_id, is_read_BL=example.is_supervised_BL(),
             )  # fmt: skip
             for name, weight_BL in example.weights.items():
-                # At positions without a prediction the text may hold MASK, whose cost is infinite.
+                # Positions without a prediction may hold MASK, which has infinite cost.
                 weighted_BL = jnp.where(weight_BL > 0, weight_BL * nll_BL, 0.0)
                 found[name] = Loss(jnp.sum(weighted_BL), example.totals[name])
         for name, objective in self.objectives.items():
@@ -607,21 +607,21 @@ class Mixture:
         return [name for name, count in zip(self.objectives, counts, strict=True) if not count]
 
     def fills(self, num_rows: int, num_parts: int) -> bool:
-        """Whether every objective has a row in each part of a batch, rows dealt out in turn."""
+        """Whether every objective has a row in each part of a batch with interleaved rows."""
         owner_B, names = self._owners(num_rows), range(len(self.objectives))
         return all(set(names) <= set(owner_B[part::num_parts]) for part in range(num_parts))
 
     def _owners(self, num_rows: int) -> np.ndarray:
-        """Number of the objective that each row belongs to, interleaved."""
+        """Index of the objective of each row, interleaved."""
         middle = (np.arange(num_rows) + 0.5) / num_rows
-        # Rows are dealt in an order that spreads every objective over the batch (golden ratio).
+        # The order of rows spreads every objective over the batch (golden ratio).
         spread = np.argsort(np.argsort((np.arange(num_rows) * 0.618034) % 1.0))
         bounds = np.cumsum(list(self.shares.values()))[:-1]
         return np.searchsorted(bounds, middle[spread], side="right")
 
 
 def _with_rows(mixed: MixedExample, name: str, is_own_B: np.ndarray, example: Any) -> MixedExample:
-    """`mixed`, with the example of one objective in that objective's rows."""
+    """`mixed` with the example of one objective in its rows."""
 
     def choose(own: jax.Array, other: jax.Array) -> jax.Array:
         return jnp.where(is_own_B.reshape(-1, *[1] * (own.ndim - 1)), own, other)
@@ -640,13 +640,13 @@ def _with_rows(mixed: MixedExample, name: str, is_own_B: np.ndarray, example: An
 def mixture_of(
     config: ObjectiveConfig, *, mask_id: int, random_ids: tuple[int, ...], block_length: int = 0
 ) -> Mixture:
-    """The objectives as a config mixes them; those without a share are left out.
+    """The mixture of a config. Objectives without a share are omitted.
 
     Args:
-      config: the section.
+      config: objective section of the config.
       mask_id: the id of MASK.
       random_ids: ids that a corruption may show instead of the true token.
-      block_length: of a block-causal model, else 0.
+      block_length: block length of a block-causal model, else 0.
     """
     table: dict[str, tuple[float, Objective]] = {
         "elbo": (

@@ -58,12 +58,13 @@ class Chip:
     """Peak figures of one chip.
 
     Attributes:
-      name: as in the name of a topology.
+      name: prefix in the name of a topology.
       flops: products in bfloat16, FLOP/s.
       clock: cycles/s of the compiler's estimates.
       memory: bytes.
-      bandwidth: of the memory, bytes/s.
-      link: of the links along one dimension of the torus, both directions together, bytes/s.
+      bandwidth: memory bandwidth, bytes/s.
+      link: bandwidth of the links along one dimension of the torus, both directions together,
+        bytes/s.
       torus: smallest size of a dimension with wrap-around links; 0: none.
     """
 

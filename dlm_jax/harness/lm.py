@@ -138,7 +138,7 @@ class Asked(NamedTuple):
       context: text before it.
       until: texts that end it; they are not part of it.
       length: limit of new tokens; None: 256, as in lm-evaluation-harness.
-      settings: of the row.
+      settings: settings of the row.
       is_chat: whether names of special tokens in the context stand for them.
       unread: ignored generation arguments that would have an effect in other models.
     """
@@ -278,7 +278,7 @@ class Likelihoods:
       model: a diffusion model (bounds) or a causal one (exact).
       num_draws: masks of each pair.
       batch_size: rows per call, up to `ROWS`; the remaining rows of the program are padding.
-      seed: of the masks.
+      seed: seed of the masks.
     """
 
     def __init__(self, model: Model, *, num_draws: int = 32, batch_size: int = ROWS, seed: int = 0):
@@ -418,13 +418,13 @@ class Evaluated:
       checkpoint: as in `dlm_jax.load`; the shipped model by default.
       draws: masks of each likelihood.
       batch_size: rows that run at once, up to 32; "auto" is 32. It does not affect results.
-      seed: of masks and texts.
+      seed: seed of masks and texts.
       dtype: as in `dlm_jax.load`.
       preset: name of a preset of the model.
       model: a loaded model, in place of `checkpoint`.
       max_batch_size: ignored.
       device: ignored; JAX chooses it.
-      **settings: of generated texts, by name (docs/settings.md).
+      **settings: settings of generated texts, by name (docs/settings.md).
     """
 
     def __init__(

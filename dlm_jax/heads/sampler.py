@@ -1,4 +1,4 @@
-"""The sampler head: a hole's token from its hidden vector and its neighbours."""
+"""The sampler head, which predicts the token of a hole from its hidden vector and neighbours."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ SAMPLER = "sampler_head"
 
 
 def sampler_head(setup: Setup) -> Head | None:
-    """The record of the sampler head; None for a model without one.
+    """The record of the sampler head, or None for a model without one.
 
-    Its loss is the plain mean cross-entropy over the positions that some objective supervises.
+    Its loss is the plain mean cross-entropy over all supervised positions.
     """
     if not setup.config.model.add_sampler_head:
         return None
     settings, mask_id = setup.config.heads, setup.mask_id
 
     def draw(example: MixedExample, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(holes revealed to their neighbours, number of supervised positions)."""
+        """The holes revealed to their neighbours, and the number of supervised positions."""
         chance_BL = jax.random.uniform(key, example.shown_BL.shape)
         num_supervised = jnp.sum(example.is_supervised_BL()).astype(jnp.float32)
         return chance_BL < settings.sampler_reveal, num_supervised
@@ -75,11 +75,11 @@ def prepare_sampler_inputs(
 ) -> SamplerInputs:
     """Inputs of the sampler head at every position of a batch.
 
-    Neighbours come from what the trunk was shown. MASK, PAD and positions outside the row are none,
-    unless they are revealed: then the true token is the neighbour, as when a wave has filled it.
+    Neighbours are tokens of the shown canvas. MASK, PAD and positions outside the row are not
+    neighbours. A revealed position shows its true token, as if a wave had filled it.
 
     Args:
-      network: with a sampler head.
+      network: network with a sampler head.
       params: its parameters.
       shown_BL: int32 canvas that the trunk read.
       tokens_BL: int32 true tokens.
@@ -122,8 +122,8 @@ def sampler_loss(
 ) -> Loss:
     """Mean cross-entropy (nats) of the sampler head over the supervised positions, unweighted.
 
-    Only the head's own parameters get a gradient: the LM head that reads its features is stopped.
-    `total` is the number of supervised positions of the whole batch.
+    Only the parameters of this head get a gradient. The gradient of the LM head that reads its
+    features is stopped. `total` is the number of supervised positions of the whole batch.
     """
     assert network.sampler_readout is not None
     params = jax.lax.stop_gradient(params) | {SAMPLER: params[SAMPLER]}

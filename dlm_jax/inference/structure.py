@@ -1,8 +1,8 @@
 """Structures: regular expressions and JSON schemas as automata over the tokens of a model.
 
-Python's parser reads a pattern, which becomes a nondeterministic automaton over characters
-(Thompson 1968), its subsets a deterministic one (Rabin and Scott 1959), whose equal states are
-merged (Moore 1956).
+The regex parser of Python reads a pattern. It is converted to a nondeterministic automaton over
+characters (Thompson 1968) and then to a deterministic one by subset construction (Rabin and Scott
+1959). Equivalent states are merged (Moore 1956).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dlm_jax.sampling.transforms.automaton import MOST_CLASSES, MOST_STATES, Aut
 from dlm_jax.settings import UNSET, SettingError
 
 MOST_NODES = 1 << 16
-"""Nodes of a pattern with its repeats written out, at most."""
+"""Maximum number of nodes of a pattern with expanded repeats."""
 
 _CATEGORIES = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
 
@@ -35,7 +35,7 @@ class Characters(NamedTuple):
 
     Attributes:
       class_of: class of each character of the alphabet.
-      next_SK: int32 ``[S, K]``, the state behind a character of a class; state 0 is dead.
+      next_SK: int32 ``[S, K]``, next state for each character class; state 0 is dead.
       is_final_S: bool ``[S]``.
       start: state before the first character.
     """
@@ -91,7 +91,7 @@ class _Nodes:
         return end
 
     def determinized(self, start: int, end: int, most_states: int) -> Characters:
-        """The deterministic automaton, its equal states merged."""
+        """The deterministic automaton with equivalent states merged."""
         masks = np.array(self._masks or [np.zeros(len(self._alphabet), bool)])
         _, first, class_of = np.unique(masks, axis=1, return_index=True, return_inverse=True)
         class_of = class_of.reshape(-1)
@@ -188,7 +188,7 @@ class _Nodes:
         return np.fromiter(map(is_in, self._alphabet), bool, len(self._alphabet))
 
     def _closure(self, nodes: list[int]) -> frozenset[int]:
-        """The nodes that are reached without a character."""
+        """The nodes reachable without a character."""
         found, todo = set(nodes), list(nodes)
         while todo:
             for node in self._silent[todo.pop()]:
@@ -207,7 +207,7 @@ def _growing(subsets: list[frozenset[int]]):
 
 
 def _merged(found: Characters) -> Characters:
-    """The same language with as few states as there can be; the dead one stays the first."""
+    """The minimal automaton of the same language. The dead state stays first."""
     label = found.is_final_S.astype(np.int64)
     while True:
         told = np.column_stack([label, label[found.next_SK]])
@@ -238,10 +238,10 @@ _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 class Structures:
-    """The automata of a model's vocabulary, made once for each pattern.
+    """Automata over the vocabulary of a model, built once per pattern.
 
     Args:
-      tokenizer: its ids are the letters.
+      tokenizer: provides the ids, which are the letters of the automata.
       vocab_size: number of the network's logits.
       eos_ids: ids that end a text.
       banned_ids: ids that are never written.
@@ -294,7 +294,7 @@ class Structures:
         return made
 
     def _walked(self, letters: Characters, pattern: str) -> np.ndarray:
-        """The state behind each text of a token from each state, int16 ``[S, U]``."""
+        """The next state for each state and token text, int16 ``[S, U]``."""
         num_states, num_classes = letters.next_SK.shape
         if num_states * len(self._texts) > _MOST_ENTRIES:
             raise SettingError(
@@ -318,7 +318,7 @@ class Structures:
 
 
 def pieces(tokenizer: Tokenizer, left_out: set[int]) -> dict[str, list[int]]:
-    """The ids of each text; ids with a part of a character are skipped."""
+    """The ids of each text. Ids that decode to part of a character are skipped."""
     found: dict[str, list[int]] = {}
     if isinstance(tokenizer, ByteTokenizer):
         return {chr(id_): [id_] for id_ in range(128) if id_ not in left_out}
@@ -376,7 +376,7 @@ def check_structure(
         raise SettingError(
             "structure",
             UNSET,
-            f"takes a token a step, which order={sample.order!r} with "
+            f"writes one token per step, which order={sample.order!r} with "
             f"schedule={sample.schedule!r} does not",
             "use order='left_to_right', say",
             others=["order"],
@@ -387,7 +387,7 @@ def check_structure(
         raise SettingError(
             "steps",
             sample.steps,
-            f"is less than the {needed} that a structure takes, a token a step",
+            f"is less than the {needed} that a structure takes, one token per step",
             f"use steps={needed}",
         )
     _check_reach(automaton, tokens[holes[0] :], mask_id)
@@ -423,7 +423,7 @@ def _check_reach(automaton: Automaton, tokens: np.ndarray, mask_id: int) -> None
 def _in_classes(
     pattern: str, table_SV: np.ndarray, is_final_S: np.ndarray, start: int
 ) -> Automaton:
-    """The automaton of a table of states behind states and ids."""
+    """The automaton of a table of next states by state and id."""
     rng = np.random.default_rng(0)
     weights = rng.integers(1, 2**63, len(table_SV), dtype=np.uint64)
     marks = np.zeros(table_SV.shape[1], np.uint64)
@@ -443,7 +443,7 @@ def _in_classes(
 
 
 def _anchor(tokenizer: Tokenizer) -> list[int]:
-    """Ids of some text that others may follow."""
+    """Ids of some text that can precede other tokens."""
     for text in ("a", "e", "0", " "):
         try:
             return tokenizer.encode(text).tolist()

@@ -51,7 +51,9 @@ class InBlocks:
 
 @dataclass(frozen=True)
 class BesideClean:
-    """A noisy position sees the noisy ones of its own block, and the clean ones of those before."""
+    """A noisy position attends to the noisy positions of its block and the clean positions of
+    earlier blocks.
+    """
 
     length: int
     num_positions: int
@@ -260,15 +262,15 @@ def attend_beside_clean(
 ) -> jax.Array:
     """Attention of two streams of the same rows, the first noisy, the second clean.
 
-    A noisy position sees the noisy ones of its own block, and the clean ones of the blocks before;
-    a clean position the clean ones of its own block and those before (Arriola et al. 2025, Block
-    diffusion, section 3.1).
+    A noisy position attends to the noisy positions of its block and the clean positions of earlier
+    blocks. A clean position attends to the clean positions of its block and of earlier blocks
+    (Arriola et al. 2025, Block diffusion, section 3.1).
 
     Args:
-      q_BLHK: of both streams, concatenated along the rows: ``[2 B, L, H, K]``.
-      k_BLGK: likewise, ``[2 B, L, G, K]``.
-      v_BLGK: likewise.
-      length_B: of the rows of one stream.
+      q_BLHK: queries of both streams, concatenated along the rows: ``[2 B, L, H, K]``.
+      k_BLGK: keys, ``[2 B, L, G, K]``.
+      v_BLGK: values, ``[2 B, L, G, K]``.
+      length_B: lengths of the rows of one stream.
       block_length: positions of a block.
     """
     half = length_B.shape[0]

@@ -198,7 +198,7 @@ def mixture(
       x_ND: tokens.
       ids_NK: int32 experts of each.
       weights_NK: float32.
-      kernels: of the experts.
+      kernels: kernels of the experts.
       first: id of the first of these experts; others contribute nothing. None: these are all.
       activation: of the gate, a name in `GATES`.
     """

@@ -51,8 +51,8 @@ def read_published(
     """Loads the model in a directory, tensor by tensor.
 
     Args:
-      path: with config.json, safetensors and a tokenizer.
-      dtype: of the parameters and of the computation, ``float32`` or ``bfloat16``; None: as stored.
+      path: directory with config.json, safetensors and a tokenizer.
+      dtype: dtype of parameters and computation, ``float32`` or ``bfloat16``; None: as stored.
       place: where a parameter of a path and shape goes; None: to the default device.
     """
     directory = Path(path)

@@ -125,7 +125,7 @@ class Piece:
       tensor: name of the tensor.
       part: index of the part in the tensor: of the expert if the tensor holds all of them, and its
         rows.
-      shape: of this part, as stored.
+      shape: stored shape of this part.
       place: index of the layer, or of layer and expert, in the parameter; () for all of it.
       is_transposed: whether the two axes are swapped; linear maps are stored as ``[out, in]`` and
         loaded as ``[in, out]``.
@@ -197,9 +197,9 @@ class Family:
       write: returns the fields of config.json for a model; `read` is its inverse.
       sources: the tensor of every parameter, by its path.
       max_length: the field that holds the longest row.
-      mask_id: of models whose files do not have it; otherwise None.
+      mask_id: id of MASK for models without one in their files; otherwise None.
       trained_length: tokens of its training rows, if that is less than in its config.
-      presets: settings of its own loops by name; the first is the recommendation.
+      presets: settings of its decoding loops by name. The first is the default.
       idle: fields of its config.json that have no effect.
       within: the field of config.json whose object holds the fields of the language model; '':
         config.json itself.

@@ -98,8 +98,8 @@ def _files(directory: Path) -> dict[Path, list[str]]:
     for name, file in where.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith("safetensors"):
             raise ValueError(
-                f"{directory / INDEX}: weight_map names {file!r}, which is no safetensors file of "
-                "this directory"
+                f"{directory / INDEX}: weight_map names {file!r}, which is not a safetensors file "
+                "of this directory"
             )
         files.setdefault(directory / file, []).append(name)
     return files

@@ -44,13 +44,13 @@ def write_published(
 
     Args:
       path: a directory that does not exist.
-      config: of the model; its recommended settings go to generation_config.json.
+      config: config of the model. Its recommended settings go to generation_config.json.
       params: its parameters; heads other than the LM head are not written.
       tokenizer: a `HubTokenizer`.
       family: target family; None: the first that can express all settings.
       chat: its chat template.
       more_eos_ids: ids that end a generation, besides that of the tokenizer.
-      max_shard_bytes: of one file of weights.
+      max_shard_bytes: maximum size of a weights file.
 
     Raises:
       OSError: the disk is full.
@@ -60,8 +60,8 @@ def write_published(
         raise ValueError(f"{target} exists; name a directory that does not")
     if not isinstance(tokenizer, HubTokenizer):
         raise ValueError(
-            "the model's tokenizer is none of a published model; train with one that is, by "
-            "train.init_from"
+            "the tokenizer of the model is not that of a published model; train with one that "
+            "is, by train.init_from"
         )
     found = family_for(config.model, family)
     kept = {name: tree for name, tree in params.items() if not name.endswith("_head")}

@@ -1,8 +1,8 @@
 """One step of the denoising loop.
 
-``step: re-noise -> forward -> transform logits -> propose -> commit -> edit -> remask``; every
-published sampler is a choice of those slots, not a new loop. Edits and remasking run at the end of
-a step, not at the start of the next one: the logits need not be stored, and a row without remasked
+``step: re-noise -> forward -> transform logits -> propose -> commit -> edit -> remask``. Every
+published sampler is a choice of rules for these slots. Edits and remasking run at the end of a
+step, not at the start of the next one. The logits need not be stored, and a row without remasked
 tokens ends without another forward.
 """
 
@@ -46,21 +46,21 @@ RENOISE_SALT = 0x6E6F6973
 
 
 class StepInputs(NamedTuple):
-    """A step up to its proposal.
+    """Inputs and candidates of a step, before the commit.
 
     Attributes:
-      is_open_BL: True at the positions that get a candidate.
-      is_read_BL: True at tokens that are scored for the remask rule: draft tokens, which were never
-        proposed, and the whole block if the rule `rereads`; None without a rule.
+      is_open_BL: True at positions that receive a candidate.
+      is_read_BL: True at tokens to score for the remask rule: draft tokens, and the whole block if
+        the rule `rereads`; None without a rule.
       commit: the context of the commit rule.
       context: the visible tokens, for logit transforms.
       output: the output of the trunk.
       cache: the cache after the forward; None without a cache.
       forwards_B: int32, forwards of the row so far.
-      positions_B: int32, live positions that these forwards computed; 0 without a cache.
-      draw_key_B: the step's key of each row, for draws.
-      remask_key_B: likewise, for the remask rule.
-      filled: the candidates, and statistics of the fill.
+      positions_B: int32, live positions computed by these forwards; 0 without a cache.
+      draw_key_B: key of each row for the draws of the step.
+      remask_key_B: key of each row for the remask rule.
+      filled: candidates and statistics of the fill.
     """
 
     is_open_BL: jax.Array
@@ -77,17 +77,17 @@ class StepInputs(NamedTuple):
 
 
 def step(program: Program, params: Params, state: State) -> tuple[State, jax.Array]:
-    """The state after one step of every running row, and where it committed, before its edits.
+    """The state after one step of every running row, and the committed positions before edits.
 
-    Other rows stay equal bit for bit. The first call only reads a row whose draft is edited: its
-    edits run before its first step.
+    Other rows stay equal bit for bit. For a row whose draft is edited, the first call only scores
+    the draft, and its edits run before its first step.
     """
     state = renoised(program, state)
     return write(program, params, state, look(program, params, state))
 
 
 def look(program: Program, params: Params, state: State) -> StepInputs:
-    """The forward of a step, and candidates for its open positions; the state does not change."""
+    """The forward of a step and candidates for its open positions. The state does not change."""
     draw_key_B, rule_key_B, remask_key_B = step_keys(state)
     commit = commit_context(program, state, rule_key_B)
     is_open_BL = open_positions(program, state, commit)
@@ -114,7 +114,7 @@ def look(program: Program, params: Params, state: State) -> StepInputs:
 def write(
     program: Program, params: Params, state: State, inputs: StepInputs
 ) -> tuple[State, jax.Array]:
-    """The state one step later, and the commits of the commit rule, before the edits."""
+    """The state after one step, and the positions of the commit rule before edits."""
     rules, is_finite_B, steps_B = state.rules, inputs.filled.is_finite_B, is_stepping(state)
     goes_on_B = steps_B & is_finite_B & ~state.block.is_last_step_B
     is_candidate_BL = inputs.is_open_BL & (state.canvas.tokens_BL == program.mask_id)
@@ -127,7 +127,7 @@ def write(
     is_fresh_BL = is_committed_BL
     choice_B = None
     if state.records is not None:
-        # The last step writes every hole, whatever the rule chooses.
+        # The last step writes every hole.
         chance_B = rules.commit.log_chance(inputs.commit, is_committed_BL)
         choice_B = jnp.where(state.block.is_last_step_B, 0.0, chance_B)
 
@@ -163,7 +163,7 @@ def write(
         new = _seen(inputs, is_committed_BL, choice_B)
         state = state._replace(records=state.records.with_step(step_B, steps_B, new))
 
-    # End: of the step, its block, its row.
+    # End of the step, the block and the row.
     still_B = jnp.zeros_like(steps_B)
     if rules.commit.rewrites:
         state, still_B = _settled(state, commit, is_fresh_BL, steps_B)
@@ -187,14 +187,14 @@ def _seen(inputs: StepInputs, is_committed_BL: jax.Array, choice_B: jax.Array) -
 
 
 def is_stepping(state: State) -> jax.Array:
-    """True ``[B]`` for rows that take a step; False for rows that are only read or have ended."""
+    """True ``[B]`` for rows that take a step; False for rows that are only scored or have ended."""
     if state.edits is None:
         return state.is_running_B
     return state.is_running_B & ~state.edits.warms_B
 
 
 def is_free(state: State) -> jax.Array:
-    """True at the unfrozen positions of each row's block."""
+    """True at the unfrozen positions of the current block."""
     canvas = state.canvas
     return state.block.holds(canvas.tokens_BL.shape[1]) & ~canvas.frozen_BL
 
@@ -223,7 +223,7 @@ def commit_context(program: Program, state: State, key_B: jax.Array) -> CommitCo
 
 
 def open_positions(program: Program, state: State, commit: CommitContext) -> jax.Array:
-    """True at the positions that get a candidate: all holes at the last step of a block."""
+    """True at positions that receive a candidate; all holes at the last step of a block."""
     is_last_BL = state.block.is_last_step_B[:, None] & ~is_token(program, state)
     rule, shape = state.rules.commit, is_last_BL.shape
     may_BL = returned(rule.eligible(commit), rule, "eligible", "B, L", shape, bool)
@@ -234,10 +234,10 @@ def open_positions(program: Program, state: State, commit: CommitContext) -> jax
 def scored_positions(
     program: Program, state: State, is_open_BL: jax.Array
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Further reads of the logits, for remasking and for edits; None if not needed.
+    """Additional reads of the logits for remasking and edits; None if not needed.
 
-    True at tokens that a remask rule scores: draft tokens, which were never proposed, and the whole
-    block if the rule `rereads`; True where edits read logits; and the int32 tokens to score for
+    Returns three arrays: True at tokens that a remask rule scores (draft tokens, and the whole
+    block if the rule `rereads`), True where edits read logits, and the int32 tokens to score for
     both, -1 elsewhere.
     """
     rules, tokens_BL, is_visible_BL = state.rules, state.canvas.tokens_BL, is_token(program, state)
@@ -271,7 +271,7 @@ def may_edit(state: State) -> jax.Array:
 
 
 def beside(is_true_BL: jax.Array) -> jax.Array:
-    """True at each True and its neighbours."""
+    """True at each True and its direct neighbours."""
     padded = jnp.pad(is_true_BL, ((0, 0), (1, 1)))
     return is_true_BL | padded[:, :-2] | padded[:, 2:]
 
@@ -287,9 +287,9 @@ def visible_context(program: Program, state: State) -> Context:
 
 
 def step_keys(state: State, *, salt: int | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys of each row for a step's draws and for the two rules, from its own seed and step.
+    """Keys of each row for the draws of a step and for the two rules, from its seed and step.
 
-    A salt gives other keys.
+    A different salt gives different keys.
     """
 
     def one_row(seed: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -341,7 +341,7 @@ def renoised(program: Program, state: State) -> State:
 
 
 def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
-    """The candidates; each device fills its own rows if they are split."""
+    """The candidates. Each device fills its own rows if they are sharded."""
 
     def of_rows(params: Params, rows: tuple[Any, ...]) -> Filled:
         state, output, is_open_BL, is_scored_BL, own_BL, context, key_B, preference_BL = rows
@@ -364,7 +364,7 @@ def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
             state.canvas.frozen_BL,
             program.num_traced > 0,
         )  # fmt: skip
-        # At most as many positions can be open as the trunk returned vectors.
+        # The number of open positions is at most the number of vectors of the trunk.
         chunk = min(program.chunk, output.num_vectors)
         reader = Reader(program.network, params, output, chunk)
         filled = state.rules.fill.propose(reader, writer, wanted)
@@ -374,7 +374,7 @@ def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
 
 
 def _checked(fill: FillRule, filled: Filled, shape: tuple[int, ...]) -> Filled:
-    """The output of a fill, checked; errors name the fill."""
+    """The output of a fill after checks. Errors name the fill."""
     kinds = Proposal(jnp.int32, *[jnp.float32] * 3)
     for name, value, kind in zip(Proposal._fields, filled.proposal, kinds, strict=True):
         returned(value, fill, f"propose(...).proposal.{name}", "B, L", shape, kind)
@@ -385,7 +385,7 @@ def _checked(fill: FillRule, filled: Filled, shape: tuple[int, ...]) -> Filled:
 def committed(
     program: Program, state: State, inputs: StepInputs, goes_on_B: jax.Array
 ) -> tuple[State, jax.Array]:
-    """The state after the commits, and their positions; rows do not end yet."""
+    """The state after the commits, and the committed positions. Rows do not end yet."""
     rules, filled, tokens_BL = state.rules, inputs.filled, state.canvas.tokens_BL
     memory = state.memory._replace(places=filled.kept)
     context = inputs.commit._replace(memory=memory)
@@ -426,7 +426,7 @@ def committed(
 
 
 def _where_rows(is_first_B: jax.Array, first: Any, other: Any) -> Any:
-    """Selects arrays ``[B, ...]`` from either, row by row."""
+    """Selects between arrays ``[B, ...]`` row by row."""
 
     def one(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.where(is_first_B.reshape(-1, *[1] * (x.ndim - 1)), x, y)
@@ -435,7 +435,7 @@ def _where_rows(is_first_B: jax.Array, first: Any, other: Any) -> Any:
 
 
 def _moved_memory(state: State, position_map: PositionMap) -> RuleMemory:
-    """The memory of the commit rule, moved to the new positions."""
+    """The memory of the commit rule at the new positions."""
 
     def one(x: jax.Array, fresh: jax.Array) -> jax.Array:
         shape = (*x.shape[:2], -1)
@@ -451,7 +451,7 @@ def edited(
 ) -> tuple[State, PositionMap]:
     """The state after the edits, and the map of positions.
 
-    The logits of a row have been read where edits may follow.
+    The logits must have been read where edits may follow.
     """
     rule, past, block, filled = state.rules.edit, state.edits, state.block, inputs.filled
     assert rule is not None and past is not None and filled.total_BL is not None
@@ -508,7 +508,7 @@ def edited(
 
 
 def remasked(program: Program, state: State, is_remasked_BL: jax.Array) -> State:
-    """The state with these tokens remasked."""
+    """The state with the selected tokens remasked."""
     tokens_BL = jnp.where(is_remasked_BL, program.mask_id, state.canvas.tokens_BL)
 
     def forgotten(kept: jax.Array, fresh: jax.Array) -> jax.Array:
@@ -552,7 +552,9 @@ def _wrongness(
 def _settled(
     state: State, commit: CommitContext, is_committed_BL: jax.Array, steps_B: jax.Array
 ) -> tuple[State, jax.Array]:
-    """The state with updated counts of steps without holes; rows whose block is still rewritten."""
+    """The state with updated counts of steps without holes, and the rows that still rewrite their
+    block.
+    """
     assert commit.written_BL is not None, "the rule rewrites"
     had_holes_B = jnp.any(commit.is_hole_BL, axis=1)
     changed_B = jnp.any(is_committed_BL & (commit.written_BL >= 0), axis=1)
@@ -566,7 +568,7 @@ def _ended(
 ) -> State:
     """The state at the end of a step: counts the step, advances blocks, ends rows.
 
-    A block without holes stays current where `still_B`, unless this was its last step.
+    A block without holes stays current where `still_B` is True, except after its last step.
     """
     canvas, block = state.canvas, state.block
     is_hole_BL = (canvas.tokens_BL == program.mask_id) & ~canvas.frozen_BL
@@ -602,9 +604,9 @@ def _ended(
 
 
 def _stays(state: State, is_hole_BL: jax.Array, behind_B: jax.Array) -> jax.Array:
-    """The length of the final prefix of each row: up to its first hole.
+    """The length of the final prefix of each row, up to its first hole.
 
-    If tokens may be rewritten, they are final after their block.
+    Tokens that may be rewritten become final when their block ends.
     """
     place_B = place_of_largest(is_hole_BL)
     first_hole_B = jnp.where(jnp.any(is_hole_BL, axis=1), place_B, state.canvas.length_B)
@@ -613,7 +615,7 @@ def _stays(state: State, is_hole_BL: jax.Array, behind_B: jax.Array) -> jax.Arra
 
 
 def _has_eos(program: Program, canvas: Canvas, end_B: jax.Array) -> jax.Array:
-    """True for rows with a generated EOS before that position and no given token after it."""
+    """True for rows with a generated EOS before `end_B` and no given token after it."""
     num_positions = canvas.tokens_BL.shape[1]
     place_1L = jnp.arange(num_positions)[None]
     is_given_BL = canvas.frozen_BL & live_positions(canvas.length_B, num_positions)

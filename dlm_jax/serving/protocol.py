@@ -30,7 +30,7 @@ from dlm_jax.inference.results import Row
 from dlm_jax.inference.structure import regex_of_objects, regex_of_schema
 from dlm_jax.published.chat import RESERVED
 from dlm_jax.serving.peers import in_our_names
-from dlm_jax.settings import SettingError, nearest
+from dlm_jax.settings import UNSET, SettingError, nearest
 
 _TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -84,20 +84,30 @@ def of_fields(error: pydantic.ValidationError, names: Mapping[str, str] = {}) ->
     return refused(f"{field}: {first['msg']}", str(name) or None)
 
 
-def of_value(error: ValueError, other: str, **names: str) -> ApiError:
+def of_value(
+    error: ValueError, other: str, named: Mapping[str, str] = {}, **names: str
+) -> ApiError:
     """The ApiError for a request that the library refused.
 
     Args:
       error: about a setting, or else about `other`.
       other: the field to report for an error without a setting.
+      named: the client's names of fields, by ours.
       names: names of the protocol for settings other than ``gen_length``.
     """
-    line = " ".join(str(error).split()).replace("gen_length", "max_tokens")
     if not isinstance(error, SettingError):
-        return refused(line, other)
+        return refused(_in_fields(str(error)), other)
     names = {"gen_length": "max_tokens"} | names
     name = error.others[0] if error.name == "structure" and error.others else error.name
-    return refused(line, names.get(name, name))
+    field = names.get(name, name)
+    field = named.get(field, field)
+    # Without a value, the name is the subject of a sentence.
+    return refused(_in_fields(error.line("" if error.value is UNSET else field)), field)
+
+
+def _in_fields(message: str) -> str:
+    """A message of the library on one line, with the name that the protocol has for the length."""
+    return " ".join(message.split()).replace("gen_length", "max_tokens")
 
 
 MOST_STOPS = 16
@@ -628,7 +638,7 @@ class Planner:
         requests: list[Request] = []
         for place, content in enumerate(contents):
             requests += self._rows(
-                asked.content, content | settings, common,
+                asked, content | settings, common,
                 (place * count, count, len(contents) * count),
             )  # fmt: skip
         kind = ResponseAnswer if isinstance(asked, Responses) else Answer
@@ -638,16 +648,20 @@ class Planner:
         )  # fmt: skip
 
     def _rows(
-        self, given: str, own: dict[str, Any], common: dict[str, Any], place: tuple[int, int, int]
+        self,
+        asked: Sampled,
+        own: dict[str, Any],
+        common: dict[str, Any],
+        place: tuple[int, int, int],
     ) -> list[Request]:
-        content = "template" if "template" in own else given
+        content = "template" if "template" in own else asked.content
         if len(self._known) > _REMEMBERED:
             self._known.clear()
         try:
             made = make_requests(self.model, own, common, *place, known=self._known)
         except ValueError as error:
             names = {"tokens": content, "prompt": content, "structure": "response_format"}
-            raise of_value(error, content, **names) from None
+            raise of_value(error, content, asked.named, **names) from None
         if made[0].sample.steps > self.limits.steps:
             raise refused(
                 f"steps={made[0].sample.steps} is more than {self.limits.steps}; use fewer", "steps"
@@ -673,7 +687,7 @@ class Planner:
             try:
                 self._settings[name].checked(value)
             except ValueError as error:
-                raise of_value(error, name) from None
+                raise of_value(error, name, asked.named) from None
         return self._defaults | given
 
     def _holding(self, asked: Sampled, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -705,7 +719,8 @@ class Planner:
                 pattern = form.regex or regex_of_objects()
             return {"structure": self.model.structures.automaton(pattern)}
         except ValueError as error:
-            raise refused(str(error), "response_format") from None
+            name = "response_format"
+            raise of_value(error, name, asked.named, structure=name) from None
 
     def _room(self, asked: Sampled) -> int:
         if asked.max_length is not None and asked.max_length > self.model.max_length:

@@ -84,7 +84,7 @@ def load_weights(
     """The parameters and metadata of a `save_weights` file.
 
     Args:
-      path: of the file.
+      path: path of the file.
       make_abstract: maps the metadata to the shapes, which the file must have.
       place: sharding and dtype of each parameter; the parts of a sharded parameter are read
         separately. By default the default device and float32.

@@ -1,4 +1,4 @@
-"""The plan of a run before it trains: memory, operations and time of its step, for any devices."""
+"""Plans a run without training: memory, FLOP and time of its step on any devices."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from dlm_jax.types import Params
 def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_positions: int) -> float:
     """FLOP of one training step: forward and backward of the model, without recomputation.
 
-    Six for each parameter of a matrix and token that meet, and twelve for each feature of a layer's
-    heads and pair of positions that see each other, half of the pairs in a causal model (PaLM,
+    Each matrix parameter costs 6 FLOP per token that uses it. Attention costs 12 FLOP per layer,
+    head feature and visible pair of positions; a causal model has half of the pairs (PaLM,
     Chowdhery et al. 2022, appendix B). A tied embedding table counts once, as the LM head.
 
     Args:
       params: arrays or their shapes.
-      config: of the model.
-      num_rows: rows of a step.
-      num_positions: tokens of a row.
+      config: config of the model.
+      num_rows: rows per step.
+      num_positions: tokens per row.
     """
     in_products = sum(
         math.prod(leaf.shape) * _share_met(path, leaf, config)
@@ -49,7 +49,7 @@ def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_posit
 
 
 def _share_met(path: tuple[Any, ...], leaf: Any, config: ModelConfig) -> float:
-    """The share of a parameter that each token uses: for experts, the routed ones."""
+    """The share of a parameter that each token uses: the routed share for experts."""
     last = path_name(path).split("/")[-1]
     if last.startswith("expert_"):
         return config.experts_per_token / config.experts
@@ -62,13 +62,13 @@ class Plan:
 
     Attributes:
       config: resolved.
-      mesh: its devices.
+      mesh: mesh of the devices.
       state: shapes and shardings of the training state.
       chip: figures of the device; None if unknown.
       memory: bytes by use: ``state``, ``batch``, ``temporaries``.
-      at_best: cost if everything but products is bound by memory alone.
-      at_worst: cost with the compiler's own cycles; both estimates, not measurements.
-      flops: of the model, for each device and step.
+      at_best: cost if all operations except matrix products are memory-bound.
+      at_worst: cost with the cycle estimates of the compiler. Neither is a measurement.
+      flops: model FLOP per device and step.
       compile_seconds: compile time.
       text: the program as the compiler prints it.
     """
@@ -97,7 +97,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Ids:
-    """Placeholder for a tokenizer of which only the vocabulary size is known."""
+    """Placeholder for a tokenizer with a known vocabulary size."""
 
     vocab_size: int
 
@@ -111,15 +111,15 @@ class _Ids:
 
 
 def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan:
-    """The training step of `config`, in the stage in which all of its heads train, for a mesh.
+    """Compiles the training step of `config` for a mesh, in the stage that trains all heads.
 
     Args:
       config: with ``model.vocab_size`` set.
-      mesh: its devices need not exist.
-      tokenizer: of the corpus; None: special ids at the end of the vocabulary stand for it.
+      mesh: mesh of the devices, which need not exist.
+      tokenizer: tokenizer of the corpus. None uses special ids at the end of the vocabulary.
 
     Raises:
-      ValueError: the batch or the model does not fit the mesh, or the step its memory.
+      ValueError: the batch or the model does not fit the mesh, or the step does not fit the memory.
     """
     ids = tokenizer or cast(Tokenizer, _Ids(config.model.vocab_size))
     setup = Setup(config, ids, mesh)
@@ -182,7 +182,9 @@ def _share(leaf: Any) -> int:
 
 
 def torus_of(mesh: Mesh) -> Torus:
-    """Where the devices of `mesh` stand; of unknown ones work and bytes are counted alone."""
+    """The torus coordinates of the devices of `mesh`. For unknown devices only FLOP and bytes are
+    counted.
+    """
     chip = CHIPS.get(mesh.devices.flat[0].device_kind)
     places = [tuple(getattr(device, "coords", (device.id,))) for device in mesh.devices.flat]
     sizes = tuple(max(axis) + 1 for axis in zip(*places, strict=True))
@@ -228,7 +230,7 @@ def _times(found: Plan) -> list[str]:
 
 
 def _places(found: Plan) -> list[str]:
-    """The sharding of each kind of array: one line for each shape and partition of parameters."""
+    """The sharding of each kind of array, one line per shape and partition of parameters."""
     model, train = found.config.model, found.config.train
     rows, positions = train.batch_size // train.accumulate, found.config.data.seq_len
     size = model.size_of_head

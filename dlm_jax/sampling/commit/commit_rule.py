@@ -1,7 +1,7 @@
 """Commit rules: which of the proposed tokens are written into the canvas at a step.
 
-A rule is a frozen pytree: compiled-in values are metadata, settings of requests are ``[B]`` leaves.
-It works on the whole batch; rows are independent. Scores that differ only by rounding are ties,
+A rule is a frozen pytree. Static values are metadata, and per-row settings are ``[B]`` leaves. It
+works on the whole batch, and rows are independent. Scores that differ only by rounding are ties,
 because their order may differ between programs (`TOLERANCE`).
 """
 
@@ -18,11 +18,11 @@ from dlm_jax.settings import Rule, SettingError
 
 
 class RuleMemory(NamedTuple):
-    """State of a rule between steps; never over all ids.
+    """State of a rule between steps. It never has a vocabulary axis.
 
     Attributes:
-      places: arrays ``[B, L, ...]``, of each position; they change where logits are read.
-      rows: arrays ``[B, ...]``, of each row; they change at the end of each of its steps.
+      places: per-position arrays ``[B, L, ...]``, updated where logits are read.
+      rows: per-row arrays ``[B, ...]``, updated at the end of each step of the row.
     """
 
     places: Any = None
@@ -30,18 +30,18 @@ class RuleMemory(NamedTuple):
 
 
 class CommitContext(NamedTuple):
-    """The block that each row works on, at the start of a step.
+    """The current block of each row at the start of a step.
 
     Attributes:
-      is_hole_BL: True at positions of the block that may be written, in rows that still run: its
-        holes, and in rows that resample all positions that were not given.
+      is_hole_BL: True at writable positions of the block in running rows: its holes, and in rows
+        that resample all unfrozen positions.
       first_holes_B: int32, holes of the block before its first step.
       step_B: int32, steps taken in the block.
-      steps_B: int32, steps the block may take in all, at least 1.
-      key_B: this step's key of each row, for the rule alone.
-      written_BL: int32 tokens of the block that are written and were not given, -1 elsewhere; None
-        unless the rule `rewrites`.
-      preference_BL: uint32, the order of positions that tie, see `preferences`.
+      steps_B: int32, total steps of the block, at least 1.
+      key_B: key of each row in this step, used only by the rule.
+      written_BL: int32 generated tokens of the block, -1 elsewhere; None unless the rule
+        `rewrites`.
+      preference_BL: uint32, order of tied positions, see `preferences`.
       memory: state of the rule; in `CommitRule.select` it includes this step's observations.
     """
 
@@ -56,7 +56,7 @@ class CommitContext(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """Candidates for the open positions; other values are undefined.
+    """Candidates for the open positions. Other values are undefined.
 
     Attributes:
       tokens_BL: int32 candidate ids.
@@ -73,15 +73,15 @@ class Proposal(NamedTuple):
 
 
 class CommitRule(Rule):
-    """Chooses the commits of a step among eligible positions; only `select` is required.
+    """Chooses the commits of a step among eligible positions. Only `select` is required.
 
     The loop adds every hole of a block at its last step.
 
     Attributes:
-      rewrites: whether `select` may name written tokens of the block too, which then get
-        candidates. A block then ends when a step that began without holes rewrites nothing, or
+      rewrites: whether `select` may also name written tokens of the block, which then get
+        candidates. A block then ends when a step that starts without holes rewrites nothing, or
         after `patience` such steps.
-      scale: least magnitude of what `measure` adds or subtracts, for `TOLERANCE`.
+      scale: smallest magnitude of the terms in `measure`, for `TOLERANCE`.
     """
 
     required: ClassVar[tuple[str, ...]] = ("select",)
@@ -89,11 +89,11 @@ class CommitRule(Rule):
     scale: ClassVar[float] = 0.0
 
     def patience(self) -> jax.Array:
-        """Steps ``[B]`` that a block without holes takes at most, where the rule `rewrites`."""
+        """Maximum steps ``[B]`` of a block without holes, if the rule `rewrites`."""
         raise NotImplementedError
 
     def eligible(self, context: CommitContext) -> jax.Array:
-        """True at the holes that may commit now, ``[B, L]``; logits are computed for no others."""
+        """True at the holes that may commit now, ``[B, L]``. Logits are computed only for these."""
         return context.is_hole_BL
 
     def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
@@ -112,28 +112,28 @@ class CommitRule(Rule):
         ids_N: jax.Array,
         logprob_N: jax.Array,
     ) -> tuple[Any, jax.Array]:
-        """The memory of N positions of these rows after their logits are read, and `measure`.
+        """The updated memory of N positions after their logits are read, and `measure`.
 
-        `kept` is that of before, with leaves ``[N, ...]``; `ids_N` are the candidates. It is called
-        in place of `measure` where the rule has a `RuleMemory` of places.
+        `kept` is the previous memory with leaves ``[N, ...]``, and `ids_N` are the candidates. It
+        replaces `measure` if the rule has a per-position `RuleMemory`.
         """
         return kept, self.measure(logits_NV, logprob_N)
 
     def remember(
         self, context: CommitContext, proposal: Proposal, is_committed_BL: jax.Array
     ) -> Any:
-        """The memory of the rows after a step's commits; unchanged by default."""
+        """The memory of the rows after the commits of a step; unchanged by default."""
         return context.memory.rows
 
     def weighed(self, logits_NV: jax.Array, filtered: Callable[[], jax.Array]) -> jax.Array | None:
-        """Logits ``[N, V]`` that `measure` reads; None: the clean ones.
+        """Logits ``[N, V]`` for `measure`; None for the clean logits.
 
         `filtered` returns the logits of the draw, after all transforms.
         """
         return None
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        """True at the positions to commit, ``[B, L]``; ineligible positions are ignored."""
+        """True at the positions to commit, ``[B, L]``. Ineligible positions are ignored."""
         raise NotImplementedError
 
     @classmethod
@@ -145,10 +145,10 @@ class CommitRule(Rule):
             )  # fmt: skip
 
     def log_chance(self, context: CommitContext, is_chosen_BL: jax.Array) -> jax.Array:
-        """Log-probability ``[B]`` in nats of having chosen these, given all that `select` reads.
+        """Log-probability ``[B]`` in nats of this choice, given all inputs of `select`.
 
-        Only ``context.key_B`` counts as chance: without it 0, which is `certain`. Ties do not
-        count. Traces need it.
+        Only ``context.key_B`` is random. A rule that does not use it returns 0 (`certain`). Ties
+        are not counted. Traces need this method.
         """
         raise NotImplementedError
 
@@ -159,9 +159,9 @@ def certain(self: Any, context: Any, is_chosen_BL: jax.Array) -> jax.Array:
 
 
 def log_subset(is_open_BL: jax.Array, is_chosen_BL: jax.Array) -> jax.Array:
-    """Log-probability ``[B]`` of these among all equally likely subsets of their size.
+    """Log-probability ``[B]`` of this subset among all subsets of its size.
 
-    ``-ln C(n, k)``, summed factor by factor: logarithms of factorials would lose digits.
+    It is ``-ln C(n, k)``, summed factor by factor, because logarithms of factorials lose digits.
     """
     num_B1 = jnp.sum(is_open_BL, axis=1, keepdims=True)
     chosen_B1 = jnp.sum(is_open_BL & is_chosen_BL, axis=1, keepdims=True)
@@ -172,7 +172,7 @@ def log_subset(is_open_BL: jax.Array, is_chosen_BL: jax.Array) -> jax.Array:
 
 
 def log_each(is_open_BL: jax.Array, is_chosen_BL: jax.Array, chance_BL: jax.Array) -> jax.Array:
-    """Log-probability ``[B]`` of these, with an independent probability for each open position."""
+    """Log-probability ``[B]`` of this subset with independent probabilities per open position."""
     own_BL = jnp.where(is_chosen_BL, jnp.log(chance_BL), jnp.log1p(-chance_BL))
     return jnp.sum(jnp.where(is_open_BL, own_BL, 0.0), axis=1)
 
@@ -180,8 +180,8 @@ def log_each(is_open_BL: jax.Array, is_chosen_BL: jax.Array, chance_BL: jax.Arra
 TOLERANCE = 1e-5
 """Relative tolerance: scores that differ by less are equal.
 
-Programs of other shapes, devices and compilers compute them some 3e-7 apart. Where a score is a sum
-or a difference, its error follows the numbers that it is made of: `scale` is their least magnitude.
+Scores differ by about 3e-7 between shapes, devices and compilers. The error of a sum or a
+difference is relative to its terms, and `scale` is their smallest magnitude.
 """
 _TIES_SALT = 0x74696573
 
@@ -206,7 +206,7 @@ def _slack(bound: jax.Array | float, scale: jax.Array | float) -> jax.Array:
 
 
 def preferences(key_B: jax.Array, prefers_lower_B: jax.Array, num_positions: int) -> jax.Array:
-    """uint32 ``[B, L]`` above 0: among ties the highest numbers are taken.
+    """uint32 ``[B, L]`` above 0. Among ties the highest numbers win.
 
     Random from each row's key, independent of the canvas length; or descending from the left.
     """
@@ -223,13 +223,13 @@ def most(
     preference_BL: jax.Array | None = None,
     scale: jax.Array | float = 0.0,
 ) -> jax.Array:
-    """True at each row's `count_B` open positions of highest score; all of a row with fewer.
+    """True at the `count_B` open positions of highest score in each row, or at all if there are
+    fewer.
 
-    Where scores count as equal, see `TOLERANCE`, positions are taken in falling order of
-    `preference_BL`, of `preferences`. None: scores are the same in every program, and the lower of
-    positions with the same score is taken. `scale` is the least magnitude of the numbers that
-    scores are sums or differences of: 1.0 for differences of probabilities, for log-probabilities
-    and entropies; 0.0 for probabilities.
+    Ties (see `TOLERANCE`) are broken by descending `preference_BL` from `preferences`. None means
+    that scores are identical in every program and the lower position wins. `scale` is the smallest
+    magnitude of the terms of a score: 1.0 for differences of probabilities, log-probabilities and
+    entropies; 0.0 for probabilities.
     """
     score_BL = jnp.where(jnp.isnan(score_BL), -jnp.inf, score_BL)
     rank_BL = jnp.where(is_open_BL, _ascending(score_BL), jnp.uint32(0))
@@ -245,14 +245,14 @@ def most(
         return _highest(jnp.where(is_tied_BL, preference_BL, jnp.uint32(0)), room_B)
 
     if platform() != "cpu":
-        # The condition is over all rows: with rows on several devices, a collective.
+        # The condition covers all rows; it is a collective if rows are sharded.
         return is_above_BL | preferred()
     is_any = jnp.any(jnp.sum(is_tied_BL, axis=1) > room_B)
     return is_above_BL | jax.lax.cond(is_any, preferred, lambda: is_tied_BL)
 
 
 def _highest(rank_BL: jax.Array, count_B: jax.Array) -> jax.Array:
-    """True at each row's `count_B` highest numbers above 0; the lower positions of equal ones."""
+    """True at the `count_B` highest numbers above 0 in each row; lower positions win ties."""
     last_B1 = _last(rank_BL, count_B)[:, None]
     is_above_BL = rank_BL > last_B1
     is_last_BL = (rank_BL == last_B1) & (rank_BL > 0)
@@ -263,8 +263,8 @@ def _highest(rank_BL: jax.Array, count_B: jax.Array) -> jax.Array:
 def _last(rank_BL: jax.Array, count_B: jax.Array) -> jax.Array:
     """uint32 ``[B]``: the number of that rank in descending order; 0 if there are fewer above 0.
 
-    It is found bit by bit: a sort takes 5 times as long on CPU at 16 x 256 and 13 times at 64 x
-    1024.
+    It is found bit by bit. A sort takes 5 times as long on CPU at 16 x 256 and 13 times as long at
+    64 x 1024.
     """
 
     def with_bit(place: jax.Array, last_B: jax.Array) -> jax.Array:
@@ -283,5 +283,5 @@ def _ascending(score: jax.Array) -> jax.Array:
 
 
 def uniform(key_B: jax.Array, num_positions: int) -> jax.Array:
-    """A uniform number for each position, ``[B, L]``, from each row's key alone."""
+    """A uniform number per position, ``[B, L]``, which depends only on the key of the row."""
     return jax.vmap(lambda key: jax.random.uniform(key, (num_positions,)))(key_B)

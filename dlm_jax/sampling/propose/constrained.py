@@ -1,4 +1,4 @@
-"""Joint draws of the candidates of a row with a structure: all are part of one match.
+"""Joint draws of the candidates of a row with a structure. All candidates are part of one match.
 
 A structure is an automaton over the tokens (`dlm_jax.inference.structure`). Backward messages hold
 the probability of the later positions from each state; a forward pass draws a match or finds the
@@ -42,10 +42,10 @@ class _Seen(NamedTuple):
 
     Attributes:
       label: float32 log-weight of each label, ``[..., K]``.
-      weight: float32 log-weight of each class of ids, ``[..., C]``; likewise the others.
+      weight: float32 log-weight of each class of ids, ``[..., C]``, as are the other fields.
       ids: int32, an id of the class, drawn by weight or the most likely one.
-      logprob: float32, the id's log-probability under the clean logits.
-      confidence: float32, the measure of the commit rule.
+      logprob: float32 log-probability of the id under the clean logits.
+      confidence: float32 confidence of the commit rule.
     """
 
     label: jax.Array
@@ -57,23 +57,22 @@ class _Seen(NamedTuple):
 
 @rule
 class Constrained(FillRule):
-    """Draws the open positions of a row together, out of the ways to match its structure.
+    """Draws the open positions of a row jointly, as part of a match of its structure.
 
     The match is drawn from the product of the positions' distributions, after the row's chain,
-    conditioned on the automaton: the text behind the given tokens at the begin of the row with its
-    given gaps, and EOS behind the end of the match. A row of temperature 0 gets the likeliest
-    match. Any part of the candidates may be committed, as the rest completes it.
+    conditioned on the automaton. The matched text starts after the given prefix and includes given
+    tokens in gaps, and EOS follows the match. A greedy row gets the most likely match. Any subset
+    of the candidates may be committed, because the rest completes it.
 
-    The independent draw of every position is kept where it matches by itself, which changes no
-    distribution: under a structure that every text matches it is that of `Parallel`, bit for bit.
-    An id that a truncation of the chain cuts is drawn where no match does without one. Holes that a
-    step does not look at, as those of later blocks, weigh nothing: some token has to fit. Rows
-    without structure are drawn by `Parallel`.
+    Independent draws that already match are kept, which does not change the distribution. Under a
+    structure that every text matches, the result equals that of `Parallel` bit for bit. An id
+    removed by truncation is drawn only if no match exists without one. Holes outside the step, such
+    as those of later blocks, may hold any token that fits. Rows without structure use `Parallel`.
 
     Attributes:
       class_of_BV: int16, see `Automaton`.
-      next_BDS: int32, the state behind each arc of a state, see `Arcs`; the dead one pads.
-      label_BDS: int32, its label; likewise.
+      next_BDS: int32, target state of each arc of a state, see `Arcs`; padded with the dead state.
+      label_BDS: int32, label of each arc; padded in the same way.
       is_member_BCK: bool, classes of each label.
       ids_BJM: int32, ids in blocks of one class.
       class_BM: int32, the class of each block.
@@ -81,7 +80,7 @@ class Constrained(FillRule):
       start_B: int32 state before the text.
     """
 
-    about = "those of a row with a structure together, as a match; others in parallel"
+    about = "jointly as a match in rows with a structure, in parallel otherwise"
     holds_structure = True
     drawn = "together"
 
@@ -161,7 +160,7 @@ class Constrained(FillRule):
         return cls(*columns)
 
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
-        """The candidates; their confidence and log-probability are those of clean logits."""
+        """The candidates, with confidence and log-probability under the clean logits."""
         own_BL = writer.own_BL
         is_read_BL = wanted.is_open_BL if own_BL is None else wanted.is_open_BL | (own_BL >= 0)
 
@@ -312,7 +311,7 @@ class Constrained(FillRule):
     def _walked(
         self, places: _Places, behind_LBS: jax.Array, wait_BLD: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Whether the candidates of a row match as they are ``[B]``, and the labels of a match."""
+        """Whether the independent candidates of a row match, ``[B]``, and the labels of a match."""
         rows_B = jnp.arange(self.start_B.size)
 
         def leaving(state_B: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -371,9 +370,9 @@ class _States(NamedTuple):
     """States of the walks from the left, ``[B]``.
 
     Attributes:
-      drawn_B: int32, of the match that is drawn.
-      own_B: int32, of the independent candidates.
-      fits_B: True while those are part of a match.
+      drawn_B: int32, state of the drawn match.
+      own_B: int32, state of the independent candidates.
+      fits_B: True while the independent candidates are part of a match.
       is_known_B: True up to the first hole that the step does not read.
     """
 
@@ -390,9 +389,10 @@ def _by_class(
     is_greedy_N: jax.Array,
     num_classes: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The log-weight of each class of ids, and the place ``member * M + block`` of one of them.
+    """The log-weight of each class of ids, and the place ``member * M + block`` of one id of each
+    class.
 
-    It is drawn by the weights in the class, or the likeliest of a greedy row; ``[N, C]``.
+    The id is drawn by weight within the class, or the most likely one for a greedy row; ``[N, C]``.
     """
     num_places, size, num_blocks = logits_NJM.shape
     place_N1 = jnp.arange(num_places)[:, None]
@@ -426,9 +426,9 @@ def _by_class(
 
 
 def _total(each_NKX: jax.Array, takes_best_NX: jax.Array) -> jax.Array:
-    """Log of the sum of exponentials over the middle axis, or their largest; -inf of none.
+    """Log-sum-exp over the middle axis, or its maximum; -inf without entries.
 
-    A CPU reduces outer axes many numbers at a time, and the last one by one.
+    On CPU, reductions over outer axes are vectorised, and reductions over the last axis are not.
     """
     peak_NX = jnp.max(each_NKX, axis=1)
     total_NX = jnp.sum(jnp.exp(each_NKX - _finite(peak_NX)[:, None]), axis=1)
@@ -454,9 +454,10 @@ def _salted(key_N: jax.Array, salt: int) -> jax.Array:
 
 
 def _waits(key_N: jax.Array, size: int) -> jax.Array:
-    """Logarithms of exponential times: the first of weights ``w`` is i with chance ``w_i / sum``.
+    """Logarithms of exponential arrival times. With rates ``w``, i is first with probability ``w_i
+    / sum``.
 
-    64 bits each, because small weights win with small times.
+    They use 64 random bits, because small weights win only with very small times.
     """
     bits_NK2 = jax.vmap(lambda key: jax.random.bits(key, (size, 2)))(key_N).astype(jnp.float32)
     uniform_NK = bits_NK2[..., 0] * 2.0**-32 + bits_NK2[..., 1] * 2.0**-64
@@ -464,7 +465,7 @@ def _waits(key_N: jax.Array, size: int) -> jax.Array:
 
 
 def _power(arcs: Sequence[Arcs], size: Any, least: int) -> int:
-    """The least power of two that no size exceeds."""
+    """The smallest power of two that is at least every size."""
     return max(least, 1 << (max(map(size, arcs)) - 1).bit_length())
 
 
