@@ -131,6 +131,13 @@ class Network:
       cached: the trunk for decoding with a cache; None: there is no cache.
       inside: ``(params, tokens_BL, length_B) -> Inside``, as the trunk computes it; None: the
         network does not show it.
+      behind: ``(params, tokens_BL, length_B, start_B, signal_BLD=None) -> hidden_BLD``: the trunk
+        of a text and a canvas behind it, which begins at ``start_B``. The text is read causally;
+        the canvas sees the text and itself. The signal is what `signal` gives for the logits of the
+        step before at each position of the canvas; None: zeros, as in a first step. None for a
+        network without canvases; with them, `trunk` takes a whole row as canvas.
+      signal: ``(params, logits_NV) -> vectors_ND``: the self-conditioning signal, the mean
+        embedding under the softmax of the logits. None: the network takes no signal.
     """
 
     init: Callable[[jax.Array], Params]
@@ -147,6 +154,8 @@ class Network:
     scorer: Callable[..., jax.Array] | None = None
     cached: CachedTrunk | None = None
     inside: Callable[..., Inside] | None = None
+    behind: Callable[..., jax.Array] | None = None
+    signal: Callable[[Params, jax.Array], jax.Array] | None = None
 
     @property
     def block_length(self) -> int:

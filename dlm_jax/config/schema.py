@@ -473,6 +473,13 @@ class ModelConfig(Section):
         False, "normalise the weights of a token's experts to sum to 1", Trait.UNSEEN
     )
     router_scale: float = setting(1.0, "factor on the weights of a token's experts", Trait.UNSEEN)
+    router_scales: bool = setting(
+        False,
+        "the router normalises and scales its own input, and each expert's weight has a factor",
+    )
+    experts_beside: bool = setting(
+        False, "experts beside the MLP of a block instead of in place of it; needs post_norms"
+    )
 
     lora_rank: int = setting(
         0, "rank of adapters, which train instead of the model; 0: none (docs/training.md)",
@@ -508,8 +515,9 @@ class ModelConfig(Section):
         high=_MOST_WIDTH,
     )  # fmt: skip
     activation: str = setting(
-        "relu2", "MLP non-linearity: relu2 (squared ReLU), gelu (tanh form) or swiglu",
-        Trait.UNSEEN, choices=("relu2", "gelu", "swiglu"),
+        "relu2",
+        "MLP non-linearity: relu2 (squared ReLU), gelu (tanh form), swiglu, or geglu (gated GELU)",
+        Trait.UNSEEN, choices=("relu2", "gelu", "swiglu", "geglu"),
     )  # fmt: skip
     norm: str = setting("rms", "normalisation: rms (RMSNorm) or layer", choices=("rms", "layer"))
     norm_epsilon: float = setting(
@@ -523,15 +531,58 @@ class ModelConfig(Section):
     tied_head: bool = setting(True, "the LM head is the transposed embedding table")
     attention_type: str = setting(
         "bidirectional",
-        "bidirectional; causal: an autoregressive model, each position from those to its left; or "
-        "block_causal: a position sees its own block and those before it",
+        "bidirectional; causal: an autoregressive model, each position from those to its left; "
+        "block_causal: a position sees its own block and those before it; or canvas: a text is "
+        "read causally, and a canvas behind it sees the text and itself",
         Trait.TURNED | Trait.UNSEEN,
-        choices=("bidirectional", "causal", "block_causal"),
+        choices=("bidirectional", "causal", "block_causal", "canvas"),
     )
     block_length: int = setting(
-        0, "block_causal: positions of a block, from the start of the row, at least 2",
+        0, "block_causal: positions of a block, from the start of the row; canvas: those of a "
+        "canvas; at least 2",
         Trait.TURNED, low=0,
     )  # fmt: skip
+    attention_window: int = setting(
+        0, "canvas: positions of a text that its last one sees in a sliding layer; 0: all",
+        Trait.UNSEEN, low=0,
+    )  # fmt: skip
+    full_every: int = setting(
+        0, "canvas: each such layer sees all positions, the others attention_window; 0: no others",
+        Trait.UNSEEN, low=0,
+    )  # fmt: skip
+    full_head_size: int = setting(0, "head_size of the full layers; 0: the same", low=0)
+    full_kv_heads: int = setting(
+        0, "kv_heads of the full layers; 0: the same", Trait.UNSEEN, low=0, high=2**12
+    )
+    full_rope_theta: float = setting(
+        0.0, "rope_theta of the full layers; 0: the same", Trait.UNSEEN, low=0
+    )
+    full_rotary_share: float = setting(
+        1.0, "share of the rotary pairs that turn in full layers, those of the highest frequencies",
+        Trait.UNSEEN, low=ABOVE_ZERO, high=1,
+    )  # fmt: skip
+    full_value_from_key: bool = setting(
+        False, "values of the full layers are their keys, before norm and RoPE"
+    )
+    attention_scale: float = setting(
+        0.0, "factor on the scores of attention; 0: head_size ** -0.5", Trait.UNSEEN, low=0
+    )
+    value_norm: bool = setting(False, "RMSNorm of values over the head, unscaled", Trait.UNSEEN)
+    post_norms: bool = setting(
+        False, "norms also of what attention and the MLP add to the hidden vectors"
+    )
+    layer_scales: bool = setting(
+        False, "canvas: a factor on the output of each block, one for text and one for the canvas"
+    )
+    embedding_scaled: bool = setting(
+        False, "embeddings are multiplied by sqrt(width)", Trait.UNSEEN
+    )
+    logit_cap: float = setting(
+        0.0, "logits are cap * tanh(logits / cap); 0: as they are", Trait.UNSEEN, low=0
+    )
+    self_conditioning: bool = setting(
+        False, "canvas: its embeddings also depend on the predictions of the step before"
+    )
     vocab_size: int = setting(
         0, "number of logits; 0: the tokenizer's vocabulary", Trait.FOUND, low=0, high=2**22
     )
@@ -575,9 +626,21 @@ class ModelConfig(Section):
         return int(self.size_of_head * self.rotary_share)
 
     @property
+    def is_gated(self) -> bool:
+        return self.activation in ("swiglu", "geglu")
+
+    @property
+    def layers(self) -> dict[str, tuple[int, ...]]:
+        """The indices of the layers of each stack of blocks, in the order of its parameters."""
+        first, every = self.dense_layers, self.full_every
+        full = tuple(range(every - 1, self.depth, every)) if every else ()
+        rest = tuple(at for at in range(first, self.depth) if at not in full)
+        return {"dense_blocks": tuple(range(first)), "blocks": rest, "full_blocks": full}
+
+    @property
     def inner_width(self) -> int:
-        is_gated = self.activation == "swiglu"
-        return self.mlp_width or (8 * -(-self.width // 3) if is_gated else 4 * self.width)
+        gated = 8 * -(-self.width // 3)
+        return self.mlp_width or (gated if self.is_gated else 4 * self.width)
 
     def check(self) -> None:
         require(
@@ -644,7 +707,8 @@ class ModelConfig(Section):
             f"does not divide model.heads={heads}", f"use 0 or a divisor of {heads}",
             "model.heads",
         )  # fmt: skip
-        is_in_blocks = kind == "block_causal"
+        self._check_canvas()
+        is_in_blocks = kind in ("block_causal", "canvas")
         require(
             self.block_length >= 2 if is_in_blocks else self.block_length == 0,
             "model.block_length", self.block_length,
@@ -658,10 +722,51 @@ class ModelConfig(Section):
             "use 'same'", "model.attention_type",
         )  # fmt: skip
 
+    def _check_canvas(self) -> None:
+        names = ("attention_window", "full_every", "layer_scales", "self_conditioning")
+        for name in names if self.attention_type != "canvas" else ():
+            require(
+                not getattr(self, name), f"model.{name}", getattr(self, name),
+                f"needs model.attention_type='canvas', and it is {self.attention_type!r}",
+                f"use {self.declared[name].default!r}", "model.attention_type",
+            )  # fmt: skip
+        for name, one in self.declared.items():
+            require(
+                bool(self.full_every) or not name.startswith("full_")
+                or getattr(self, name) == one.default,
+                one.name, getattr(self, name), "has no effect with model.full_every=0",
+                f"use {one.default!r}", "model.full_every",
+            )  # fmt: skip
+        every, heads, groups = self.full_every, self.heads, self.full_kv_heads
+        require(
+            every == 0 or (every >= 2 and self.depth % every == 0 and not self.dense_layers),
+            "model.full_every", every,
+            f"does not divide model.depth={self.depth} into groups of at least 2 alike layers",
+            "use 0", "model.depth", "model.dense_layers",
+        )  # fmt: skip
+        require(
+            (every > 0) == (self.attention_window > 0), "model.attention_window",
+            self.attention_window, f"does not go with model.full_every={every}", "set both or none",
+            "model.full_every",
+        )  # fmt: skip
+        require(
+            self.full_head_size % 2 == 0, "model.full_head_size", self.full_head_size, "is odd",
+            f"use {self.full_head_size + 1}",
+        )  # fmt: skip
+        require(
+            groups == 0 or heads % groups == 0, "model.full_kv_heads", groups,
+            f"does not divide model.heads={heads}", f"use 0 or a divisor of {heads}", "model.heads",
+        )  # fmt: skip
+
     def _check_experts(self) -> None:
         require(
-            self.activation == "swiglu", "model.activation", self.activation,
-            "is not that of experts", "use 'swiglu'", "model.experts",
+            self.is_gated, "model.activation", self.activation,
+            "is not that of experts", "use 'swiglu' or 'geglu'", "model.experts",
+        )  # fmt: skip
+        require(
+            not self.experts_beside or (self.post_norms and not self.dense_layers),
+            "model.experts_beside", True, "needs model.post_norms=true and model.dense_layers=0",
+            "change one of them", "model.post_norms", "model.dense_layers",
         )  # fmt: skip
         require(
             1 <= self.experts_per_token <= self.experts, "model.experts_per_token",

@@ -150,8 +150,11 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"blocks/.*/(query|key|value)/bias$", P(None, "tensor")),
     (r"blocks/.*/expert_(gate|up)$", P(None, "expert", "fsdp", "tensor")),
     (r"blocks/.*/expert_down$", P(None, "expert", "tensor", "fsdp")),
+    (r"self_conditioning/mlp/(up|gate)/kernel$", P("fsdp", "tensor")),
+    (r"self_conditioning/mlp/down/kernel$", P("tensor", "fsdp")),
     # Small, hence replicated.
     (r"blocks/.*/router(/kernel|_bias)$", P()),
+    (r"blocks/.*_scale$", P()),
     (r"(^|/)adapters/", P()),
     (r"(sampler|scorer)_head/inner/kernel$", P("fsdp", "tensor")),
     (r"sampler_head/out/kernel$", P("tensor", "fsdp")),

@@ -217,6 +217,13 @@ def check_settings(model: Model, sample: SampleConfig) -> None:
     facts = model.facts
     if facts.block_length:
         _check_blocks(facts, sample)
+    if model.network.behind is not None:
+        raise SettingError(
+            "model.attention_type",
+            "canvas",
+            "needs the decoding loop of its family, which is not implemented",
+            "call its network (Network.behind)",
+        )
     if not (model.process.is_masked or sample.table.commit[sample.order].renews):
         name = "" if model.config is None else model.config.objective.process
         raise SettingError(

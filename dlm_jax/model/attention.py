@@ -138,7 +138,8 @@ def plain_attention(
         q_BNHK, query_N = piece
         mask = is_live_BM[:, None, None, :]
         if may_see is not None:
-            mask = mask & may_see(query_N[:, None], key_M[None])[None, None]
+            is_seen = may_see(query_N[:, None], key_M[None])
+            mask = mask & (is_seen[None, None] if is_seen.ndim == 2 else is_seen[:, None])
         return jax.nn.dot_product_attention(q_BNHK, k_BMGK, v_BMGK, mask=mask)
 
     mesh, query_L = devices.mesh_in_use(), jnp.arange(num_positions)
@@ -159,6 +160,15 @@ def rotary_angles(num_positions: int, head_size: int, theta: float) -> tuple[jax
     frequencies = theta ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
     angles = jnp.arange(num_positions, dtype=jnp.float32)[:, None] * frequencies[None, :]
     return jnp.cos(angles), jnp.sin(angles)
+
+
+def proportional_angles(
+    num_positions: int, head_size: int, theta: float, share: float
+) -> tuple[jax.Array, jax.Array]:
+    """`rotary_angles` of which only the first share of the pairs turns."""
+    cos_LK, sin_LK = rotary_angles(num_positions, head_size, theta)
+    turns_K = jnp.arange(head_size // 2) < int(share * head_size // 2)
+    return jnp.where(turns_K[None], cos_LK, 1.0), jnp.where(turns_K[None], sin_LK, 0.0)
 
 
 def turned(x_BLHK: jax.Array, cos_LK: jax.Array, sin_LK: jax.Array) -> jax.Array:
@@ -233,6 +243,38 @@ def attention_weights(
     is_live_BL = live_positions(jnp.maximum(length_B, 1), num_positions)
     is_seen_B1LL = is_seen_11LL & is_live_BL[:, None, None]
     return jax.nn.softmax(jnp.where(is_seen_B1LL, scores_BHLL / math.sqrt(size), -jnp.inf))
+
+
+def attend_behind(
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    length_B: jax.Array,
+    *,
+    start_B: jax.Array,
+    window: int,
+) -> jax.Array:
+    """As `attend`, of a text and a canvas behind it, whose first position is ``start_B``.
+
+    A position of the text sees itself and those before, one of the canvas the text and the canvas.
+    With a window, the text is visible to its own positions over the last `window` of them, and to
+    the canvas over its last ``window - 1`` (DiffusionGemma, 2026). A window of 0 hides nothing.
+    """
+    start_B11 = start_B[:, None, None]
+
+    def may_see(query: jax.Array, key: jax.Array) -> jax.Array:
+        begin = jnp.minimum(query[None], start_B11) - (window or k_BLGK.shape[1])
+        is_of_canvas = query[None] >= start_B11
+        return (is_of_canvas | (key <= query)[None]) & (key[None] > begin)
+
+    is_live_BL = live_positions(jnp.maximum(length_B, 1), q_BLHK.shape[1])
+    if platform() != "cpu":
+        y_BLHK = plain_attention(q_BLHK, k_BLGK, v_BLGK, is_live_BL, may_see=may_see)
+    else:
+        place_L = jnp.arange(q_BLHK.shape[1])
+        is_seen_BLL = may_see(place_L[:, None], place_L[None]) & is_live_BL[:, None, :]
+        y_BLHK = cpu.attention_where(q_BLHK, k_BLGK, v_BLGK, is_seen_BLL)
+    return checkpoint_name(y_BLHK, SAVED)
 
 
 def attend_beside_clean(

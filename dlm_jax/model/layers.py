@@ -56,6 +56,16 @@ class Norm(nnx.Module):
         return (y + jnp.expand_dims(self.bias[...], axes)).astype(x.dtype)
 
 
+def unit_norm(x: jax.Array, epsilon: float) -> jax.Array:
+    """RMSNorm without a scale, computed in float32 and returned in the input's dtype."""
+    ones = jnp.ones((1,) * (x.ndim - 1) + x.shape[-1:], jnp.float32)
+    return cpu.rms_norm(x.astype(jnp.float32), ones, epsilon=epsilon).astype(x.dtype)
+
+
+GATES: dict[str, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
+"""The function of the gate of a gated MLP, by ``model.activation``."""
+
+
 def embed(params: Params, ids: jax.Array) -> jax.Array:
     """The row of the embedding table for each id.
 

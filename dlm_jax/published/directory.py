@@ -66,9 +66,9 @@ def read_published(
     family, model, longest = read_model(directory)
     length = min(family.trained_length or longest, longest)
     said = read_settings(directory, length)
-    shards = Shards(directory)
+    shards = Shards(directory, family.name_of)
     tokenizer, more_eos = read_tokenizer(
-        directory, family, read_json(directory / CONFIG), vocab_size=model.vocab_size
+        directory, family, family.said(read_json(directory / CONFIG)), vocab_size=model.vocab_size
     )
     if model.attention_type == "causal":
         begins = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
@@ -76,7 +76,7 @@ def read_published(
     chat = read_chat(directory, tokenizer)
     abstract = jax.eval_shape(build(model).init, key_of(0))
     sources = family.sources(model)
-    pieces = pieces_of(sources, abstract, dense_layers=model.dense_layers)
+    pieces = pieces_of(sources, abstract, layers=model.layers)
     redundant = (str(sources["head/kernel"]),) if model.tied_head else ()
     check_tensors(shards, pieces, redundant=redundant, where=str(directory))
     stored = shards.entries[pieces["embedding"][0].tensor].dtype.name
@@ -98,7 +98,7 @@ def read_published(
 def read_shape(directory: Path) -> tuple[ModelConfig, HubTokenizer]:
     """The Transformer of a directory and its tokenizer, without its weights."""
     family, model, _ = read_model(directory)
-    said = read_json(directory / CONFIG)
+    said = family.said(read_json(directory / CONFIG))
     return model, read_tokenizer(directory, family, said, vocab_size=model.vocab_size)[0]
 
 
@@ -107,6 +107,7 @@ def read_model(directory: Path) -> tuple[Family, ModelConfig, int]:
     where = directory / CONFIG
     said = read_json(where)
     family = family_of(said, str(where))
+    said = family.said(said)
     fields = Fields(said, str(where))
     longest = fields.take(family.max_length, int, 4096)
     try:

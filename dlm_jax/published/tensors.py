@@ -51,9 +51,12 @@ class Entry(NamedTuple):
 
 
 class Shards:
-    """The tensors of a directory by name; `read` returns one without copying it."""
+    """The tensors of a directory by name; `read` returns one without copying it.
 
-    def __init__(self, directory: Path):
+    `name_of` gives the usual name of a tensor, '' for one that is left out.
+    """
+
+    def __init__(self, directory: Path, name_of: Callable[[str], str] = str):
         self.entries: dict[str, Entry] = {}
         for file, names in _files(directory).items():
             found = _header(file)
@@ -63,7 +66,8 @@ class Shards:
                         f"{file} lacks the tensor {name!r}, which {INDEX} says it holds; download "
                         "both again"
                     )
-                self.entries[name] = found[name]
+                if usual := name_of(name):
+                    self.entries[usual] = found[name]
             surplus = sorted(set(found) - set(names or found))
             if surplus:
                 raise ValueError(
@@ -255,7 +259,7 @@ def _on_host(
     whole = memory[first : first + size].view(dtype).reshape(shape)
 
     def fill(piece: Piece) -> None:
-        stored = shards.read(piece.tensor)[piece.rows]
+        stored = shards.read(piece.tensor)[piece.part]
         _copy(stored.astype(dtype, copy=False), whole[piece.place], piece.is_transposed)
 
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
@@ -315,7 +319,7 @@ def _put(
     sharding: Sharding | None,
 ) -> jax.Array:
     """One piece as a device array, transposed if its parameter is."""
-    stored = shards.read(piece.tensor)[piece.rows]
+    stored = shards.read(piece.tensor)[piece.part]
     view = stored.T if piece.is_transposed else stored
 
     def part(index: Any) -> np.ndarray:
