@@ -51,6 +51,8 @@ PICTURE = "docs/arena.png"
 SEEDS, TUNING_SEED = (0, 1, 2), 1_000
 TEXTS, QUICK_TEXTS = 1024, 256
 """Texts of a setting and seed, in parts of `QUICK_TEXTS`."""
+HEAD_TIMES = 16
+"""How many times as many texts the sampler head gets: its distances are below the others' noise."""
 LONGEST, LARGEST, MOST = 8, 8, 256
 MASK, PAD, VOCAB = LARGEST, LARGEST + 1, LARGEST + 2
 LIMIT = 3 * LONGEST
@@ -426,7 +428,7 @@ def run(path: str, number: int) -> None:
     for source, decoder in cases:
         if (source, decoder) in done:
             continue
-        found = list(measured(source, decoder, number))
+        found = list(measured(source, decoder, number * (HEAD_TIMES if decoder in HEAD else 1)))
         is_new = not Path(path).exists()
         with Path(path).open("a", encoding="utf-8", newline="") as file:
             writer: csv.DictWriter[str] = csv.DictWriter(file, FIELDS)

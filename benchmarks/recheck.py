@@ -282,7 +282,7 @@ UNCHECKED = {
     ("decisions.md", "Throughput"): "a clock: python -m benchmarks.decide speed",
     ("decisions.md", "Calibration"):
         "minutes of one core: python -m benchmarks.decide fit --lines 4000",
-    ("arena.md", "Frontiers"): "10 minutes of two cores: python -m benchmarks.arena run --quick",
+    ("arena.md", "Frontiers"): "10 minutes of two cores: python -m benchmarks.arena run",
     ("arena.md", "Claims"): "the same",
     ("policy.md", "Sums of two numbers"): "a training: python -m benchmarks.policy",
     ("replay.md", "Cost and difference"): "a clock, and minutes: python benchmarks/replay.py",

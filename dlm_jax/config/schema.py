@@ -659,30 +659,6 @@ class ModelConfig(Section):
             )  # fmt: skip
         self._check_heads()
 
-    def _check_teacher(self) -> None:
-        for name in self.objective.distilled:
-            share, attention = f"objective.{name}_share", self.model.attention_type
-            value = getattr(self.objective, f"{name}_share")
-            require(
-                self.objective.teacher != "" or self.train.init_from != "", share, value,
-                "needs a teacher", "name a model in train.init_from or objective.teacher",
-                "train.init_from", "objective.teacher",
-            )  # fmt: skip
-            require(
-                attention == "bidirectional", share, value,
-                f"does not go with model.attention_type={attention!r}", "use 0",
-                "model.attention_type",
-            )  # fmt: skip
-            require(
-                self.heads.train_main, share, value, "trains the model, and it is frozen",
-                "use heads.train_main=true", "heads.train_main",
-            )  # fmt: skip
-        require(
-            not self.objective.teacher or self.model.lora_rank == 0, "objective.teacher",
-            self.objective.teacher, "does not go with adapters, whose teacher is train.init_from",
-            "leave it out", "model.lora_rank",
-        )  # fmt: skip
-
     def _check_attention(self) -> None:
         heads, kind = self.heads, self.attention_type
         if self.head_size == 0:

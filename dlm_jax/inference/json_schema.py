@@ -399,7 +399,9 @@ def _joined(parts: Sequence[Any], where: str) -> Any:
                 made[name] = made[name] + [one for one in value if one not in made[name]]
             elif name == "properties" and all(isinstance(x, Mapping) for x in (value, made[name])):
                 both = {
-                    k: {"allOf": [made[name][k], v]} for k, v in value.items() if k in made[name]
+                    k: {"allOf": [made[name][k], v]}
+                    for k, v in dict(value).items()
+                    if k in made[name]
                 }
                 made[name] = made[name] | value | both
             elif name == "enum" and isinstance(value, list) and isinstance(made[name], list):
