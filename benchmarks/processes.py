@@ -31,7 +31,8 @@ from benchmarks.step_overhead import POSITIONS, ROWS, first_state, times
 from dlm_jax.config import Config, ObjectiveConfig
 from dlm_jax.data import noise_ids, text_ids
 from dlm_jax.diffusion.losses import hidden_of
-from dlm_jax.diffusion.objectives import Batch, mixture_of
+from dlm_jax.diffusion.mixing import mixture_of
+from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.diffusion.processes import PROCESSES
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.local_rows import split_rows
