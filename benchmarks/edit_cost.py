@@ -23,10 +23,10 @@ import dlm_jax
 from benchmarks.wavefront_cost import median_seconds
 from dlm_jax.cli.common import start_jax
 from dlm_jax.config import SampleConfig
+from dlm_jax.distributed import compiler
 from dlm_jax.distributed.local_rows import split_rows
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import Request, columns
-from dlm_jax.model.kernels import cpu
 from dlm_jax.sampling.edits import EDIT_RULES
 from dlm_jax.sampling.propose import CandidateWriter, Parallel, Reader, Wanted
 from dlm_jax.sampling.state import State, start
@@ -61,9 +61,7 @@ def takes_turns(model: Model, state: State, *, is_lead: bool) -> dict[str, Calla
     """The trunk, the edits, and the proposal without and with what the edits want of its logits."""
     network, params = model.network, model.params
     program = model.program(rows=split_rows(params))
-    jit = functools.partial(
-        jax.jit, compiler_options=cpu.compiler_options(is_training=False) or None
-    )
+    jit = functools.partial(jax.jit, compiler_options=compiler.options("sample") or None)
     seen = jax.block_until_ready(jit(functools.partial(look, program))(params, state))
     tokens_BL, length_B = state.canvas.tokens_BL, state.canvas.length_B
 

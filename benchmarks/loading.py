@@ -93,7 +93,7 @@ def _in_a_process(asked: dict[str, Any]) -> dict[str, int]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _load(path: str, mesh: dict[str, int] | None, dtype: str) -> None:
+def _load(path: str, mesh: dict[str, Any] | None, dtype: str) -> None:
     """Loads a model and prints its largest part on a device and the peak of the process."""
     jax.block_until_ready(jnp.ones(8) + np.float32(1))  # the backend counts as held before
     # The peak from here on; what a process was started with counts in `getrusage`.

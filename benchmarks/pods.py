@@ -1,6 +1,7 @@
 """What training and cached sampling need on pods of TPUs, by their compiler.
 
-Command: python -m benchmarks.pods --json benchmarks/results/scaling.json [--only NAME ...] [--list]
+Command: python -m benchmarks.pods --json benchmarks/results/scaling.json --compiler-options none
+    [--only NAME ...] [--list]
 
 Prints a table of training steps (memory, collectives, time) and one of sampling steps with a cache
 (memory, and what the chips gather). Every row is compiled for devices that need not be there (the
@@ -115,26 +116,26 @@ def model_of(row: Row | Sampled) -> dict[str, Any]:
     return MODELS[row.model] | {"activation": "swiglu", "compute_dtype": "bfloat16"}
 
 
-def config_of(row: Row) -> Config:
-    """The config of a row's run."""
+def config_of(row: Row, options: tuple[str, ...] = ()) -> Config:
+    """The config of a row's run, with these ``mesh.compiler_options``."""
     model = model_of(row)
     return Config(
         model=ModelConfig(**model, remat=row.remat),  # type: ignore[arg-type]
         data=DataConfig(seq_len=row.positions),
         optim=OptimConfig(name=row.optimizer, weight_decay=0.1),  # type: ignore[arg-type]
         train=TrainConfig(batch_size=row.rows),
-        mesh=MeshConfig(fsdp=row.fsdp, tensor=row.tensor),
+        mesh=MeshConfig(fsdp=row.fsdp, tensor=row.tensor, compiler_options=options),
     )
 
 
-def measure(row: Row) -> dict[str, Any]:
+def measure(row: Row, options: tuple[str, ...] = ()) -> dict[str, Any]:
     """The figures of a row: GiB, TFLOP and milliseconds of a chip and step."""
     from dlm_jax.distributed.mesh import topology_devices
     from dlm_jax.distributed.partitions import make_mesh
     from dlm_jax.training.plan import plan
 
     devices = topology_devices(row.topology)
-    config = config_of(row)
+    config = config_of(row, options)
     try:
         found = plan(config, make_mesh(config.mesh, devices))
     except ValueError as error:
@@ -165,12 +166,19 @@ def measure(row: Row) -> dict[str, Any]:
 
 
 def sampling_step(
-    model: ModelConfig, sample: SampleConfig, mesh: Any, rows: int, positions: int
+    model: ModelConfig,
+    sample: SampleConfig,
+    mesh: Any,
+    rows: int,
+    positions: int,
+    *,
+    quantize: str | None = None,
+    options: tuple[str, ...] = (),
 ) -> tuple[Any, Any]:
     """The compiled loop of sampling steps of empty canvases on `mesh`, and the state it takes.
 
-    Parameters are bfloat16, in the parts of `dlm_jax.distributed.partitions`; the id of MASK is the
-    last of the vocabulary.
+    Parameters are bfloat16, in the parts of `dlm_jax.distributed.partitions`, or quantised as
+    `dlm_jax.load` does it; the id of MASK is the last of the vocabulary.
     """
     import jax
     import jax.numpy as jnp
@@ -178,7 +186,9 @@ def sampling_step(
     from jax.sharding import PartitionSpec as P
 
     from dlm_jax.devices import used
+    from dlm_jax.distributed import compiler
     from dlm_jax.distributed.partitions import shardings
+    from dlm_jax.model.quantized import quantized
     from dlm_jax.model.transformer import build
     from dlm_jax.sampling.forward import with_cache
     from dlm_jax.sampling.loop import Advance
@@ -208,14 +218,16 @@ def sampling_step(
     params = jax.tree.map(
         lambda x, place: at(x, place, "bfloat16"), params, shardings(params, mesh)
     )
+    params = params if quantize is None else quantized(params, quantize)
     with used(split):
         state = jax.eval_shape(make, params)
     state = jax.tree.map(lambda leaf: at(leaf, split), state)
     number = jax.ShapeDtypeStruct((), "int32", sharding=whole)
-    return Advance(program)._jitted.lower(params, state, number, number).compile(), state
+    advance = Advance(program, compiler_options=compiler.options("sample", mesh, options))
+    return advance._jitted.lower(params, state, number, number).compile(), state
 
 
-def measure_sampled(row: Sampled) -> dict[str, Any]:
+def measure_sampled(row: Sampled, options: tuple[str, ...] = ()) -> dict[str, Any]:
     """The figures of a sampling step: GiB of a chip."""
     import jax
 
@@ -230,7 +242,9 @@ def measure_sampled(row: Sampled) -> dict[str, Any]:
     )
     model = ModelConfig(**model_of(row))
     try:
-        compiled, state = sampling_step(model, sample, mesh, row.rows, row.positions)
+        compiled, state = sampling_step(
+            model, sample, mesh, row.rows, row.positions, options=options
+        )
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -319,11 +333,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the figures are kept")
     parser.add_argument("--only", nargs="*", help="measure rows whose name holds one of these")
     parser.add_argument("--list", action="store_true", help="print the names of the rows")
+    parser.add_argument("--compiler-options", nargs="*", default=[], metavar="NAME=VALUE",
+        help="as mesh.compiler_options; none: without the defaults of the chips")  # fmt: skip
     parser.add_argument("--row", help="measure this row alone, here, and print it as JSON")
     args = parser.parse_args()
     if args.row:
         row = next(row for row in ROWS if row.name == args.row)
-        found = measure(row) if isinstance(row, Row) else measure_sampled(row)
+        options = tuple(args.compiler_options)
+        found = measure(row, options) if isinstance(row, Row) else measure_sampled(row, options)
         print(json.dumps(found))
         return
     if args.list:
@@ -334,6 +351,7 @@ def main() -> None:
         is_asked = not args.only or any(part in row.name for part in args.only)
         if row.name not in results and is_asked:
             command = [sys.executable, "-m", "benchmarks.pods", "--row", row.name]
+            command += ["--compiler-options", *args.compiler_options]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise SystemExit(done.stderr[-2000:])

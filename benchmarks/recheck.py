@@ -279,9 +279,17 @@ UNCHECKED = {
     ("serving.md", "Cost"): "a clock: python benchmarks/serving.py",
     ("structure.md", "Cost"): "a clock: python benchmarks/structure_masks.py",
     ("structure.md", "The constrained fill"): "a clock: python -m benchmarks.constrained",
+    ("decisions.md", "Throughput"): "a clock: python -m benchmarks.decide speed",
+    ("decisions.md", "Calibration"):
+        "minutes of one core: python -m benchmarks.decide fit --lines 4000",
     ("arena.md", "Frontiers"): "10 minutes of two cores: python -m benchmarks.arena run",
     ("arena.md", "Claims"): "the same",
     ("policy.md", "Sums of two numbers"): "a training: python -m benchmarks.policy",
+    ("replay.md", "Cost and difference"): "a clock, and minutes: python benchmarks/replay.py",
+    ("distillation.md", "A Markov chain"):
+        "minutes: python -m benchmarks.distillation markov",
+    ("distillation.md", "Shakespeare"):
+        "trainings: python -m benchmarks.distillation texts",
     ("reinforcement.md", "Settings"): "a toy that tests/rl/test_losses.py enumerates",
     ("scaling.md", "Figures"): "the compiler for TPUs: python -m benchmarks.pods",
     ("scaling.md", "Sampling with a cache"): "the compiler for TPUs: python -m benchmarks.pods",

@@ -18,9 +18,9 @@ import numpy as np
 
 import dlm_jax
 from benchmarks.generation_pair import make_model
+from dlm_jax.distributed import compiler
 from dlm_jax.distributed.local_rows import split_rows
 from dlm_jax.inference.model import Model
-from dlm_jax.model.kernels import cpu
 from dlm_jax.sampling.loop import Advance
 
 ROWS, POSITIONS = 8, 256
@@ -88,7 +88,7 @@ def bare_loop(model: Model, chunk: int) -> Callable[..., Any]:
         blank = jnp.zeros((chunk, network.vocab_size), jnp.float32)
         return jax.lax.fori_loop(0, chunks_S.shape[0], step, (tokens_BL, blank))
 
-    return jax.jit(run, compiler_options=cpu.compiler_options(is_training=False))
+    return jax.jit(run, compiler_options=compiler.options("sample"))
 
 
 def times(rounds: int, *fns: Callable[[], Callable[[], Any]]) -> np.ndarray:
@@ -131,7 +131,7 @@ def measure(
     """Milliseconds ``[rounds, 2]`` of a step, and of its trunk and readouts alone."""
     params, state = first_state(model, steps=POSITIONS, gen_length=POSITIONS, **settings)
     program = model.program(rows=split_rows(model.params))
-    options = cpu.compiler_options(is_training=False)
+    options = compiler.options("sample")
     advance = Advance(program, compiler_options=options)
     holes_S = ROWS * ((window.block_length or POSITIONS) - np.arange(window.num_steps))
     chunks_S = jnp.asarray(-(-holes_S // advance.program.chunk), jnp.int32)

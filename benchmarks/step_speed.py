@@ -34,6 +34,7 @@ def jax_functions(size: dict[str, int], activation: Any) -> tuple[Any, Any]:
     import optax
 
     from dlm_jax.config import ModelConfig
+    from dlm_jax.distributed import compiler
     from dlm_jax.model.kernels import cpu
     from dlm_jax.model.transformer import build
 
@@ -61,10 +62,8 @@ def jax_functions(size: dict[str, int], activation: Any) -> tuple[Any, Any]:
         updates, state = optimizer.update(jax.grad(loss)(params), state, params)
         return optax.apply_updates(params, updates), state
 
-    run = jax.jit(logits, compiler_options=cpu.compiler_options(is_training=False))
-    train = jax.jit(
-        update, donate_argnums=(0, 1), compiler_options=cpu.compiler_options(is_training=True)
-    )
+    run = jax.jit(logits, compiler_options=compiler.options("sample"))
+    train = jax.jit(update, donate_argnums=(0, 1), compiler_options=compiler.options("train"))
     params = jax.jit(network.init)(jax.random.key(0))
     carried = [params, optimizer.init(params)]
 

@@ -23,7 +23,7 @@ import torch
 
 from dlm_jax.cli.common import start_jax
 from dlm_jax.config import ModelConfig
-from dlm_jax.model.kernels import cpu
+from dlm_jax.distributed import compiler
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.commit.quotas import sampled
 from dlm_jax.sampling.positions import TrunkOutput, chunk_size
@@ -69,7 +69,7 @@ def make_fill(network: Network, rows: int) -> Callable[..., Filled]:
         reader = Reader(network, params, TrunkOutput(hidden_BLD), chunk)
         return fill.propose(reader, writer, Wanted(is_open_BL, ~is_open_BL, tokens_BL, length_B))
 
-    return jax.jit(run, compiler_options=cpu.compiler_options(is_training=False))
+    return jax.jit(run, compiler_options=compiler.options("sample"))
 
 
 class TorchFill(torch.nn.Module):
@@ -123,7 +123,7 @@ def case(vocab: int, depth: int, width: int, rows: int, holes: int, repeats: int
     tokens_BL, length_B = jnp.asarray(tokens, jnp.int32), jnp.full(rows, holes, jnp.int32)
     trunk = jax.jit(
         lambda params: network.trunk(params, tokens_BL, length_B, None)[0],
-        compiler_options=cpu.compiler_options(is_training=False),
+        compiler_options=compiler.options("sample"),
     )
     hidden_BLD = trunk(params)
     fill = make_fill(network, rows)

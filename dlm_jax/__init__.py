@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from dlm_jax.config import MeshConfig as MeshConfig
     from dlm_jax.config import SampleConfig as SampleConfig
     from dlm_jax.inference.candidates import Candidates as Candidates
+    from dlm_jax.inference.decisions import Decision as Decision
+    from dlm_jax.inference.decisions import decide as decide
     from dlm_jax.inference.engine import AsyncEngine as AsyncEngine
     from dlm_jax.inference.engine import Engine as Engine
     from dlm_jax.inference.engine import EngineFullError as EngineFullError
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from dlm_jax.inference.model import load as load
     from dlm_jax.inference.pure import Sampled as Sampled
     from dlm_jax.inference.pure import Sampler as Sampler
+    from dlm_jax.inference.pure import inside as inside
     from dlm_jax.inference.pure import replay as replay
     from dlm_jax.inference.pure import sampler as sampler
     from dlm_jax.inference.request import Request as Request
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
     from dlm_jax.settings import static as static
     from dlm_jax.training import train as train
     from dlm_jax.types import CachedTrunk as CachedTrunk
+    from dlm_jax.types import Inside as Inside
     from dlm_jax.types import Network as Network
     from dlm_jax.types import Status as Status
     from dlm_jax.types import Window as Window
@@ -61,6 +65,7 @@ _HOME_OF = {
     **dict.fromkeys(("MeshConfig", "SampleConfig"), "config"),
     "AsyncEngine": "inference.engine",
     "Candidates": "inference.candidates",
+    **dict.fromkeys(("Decision", "decide"), "inference.decisions"),
     "matching": "inference.host",
     **dict.fromkeys(("Engine", "EngineFullError"), "inference.engine"),
     **dict.fromkeys(
@@ -69,7 +74,7 @@ _HOME_OF = {
     **dict.fromkeys(("Score", "score"), "inference.scoring"),
     **dict.fromkeys(("Model", "load"), "inference.model"),
     "export": "inference.model",
-    **dict.fromkeys(("Sampled", "Sampler", "replay", "sampler"), "inference.pure"),
+    **dict.fromkeys(("Sampled", "Sampler", "inside", "replay", "sampler"), "inference.pure"),
     **dict.fromkeys(("Request", "make_requests"), "inference.request"),
     "push_to_hub": "published.hub",
     "Row": "inference.results",
@@ -79,7 +84,7 @@ _HOME_OF = {
     "Trace": "sampling.replay",
     **dict.fromkeys(("Setting", "fact", "per_row", "rule", "static"), "settings"),
     "train": "training",
-    **dict.fromkeys(("CachedTrunk", "Network", "Status", "Window"), "types"),
+    **dict.fromkeys(("CachedTrunk", "Inside", "Network", "Status", "Window"), "types"),
 }  # fmt: skip
 _ROOMS = tuple(
     f"sampling.{kind}" for kind in ("cache", "commit", "edits", "propose", "remask", "transforms")

@@ -21,11 +21,11 @@ class Progress:
     as compilation.
 
     Args:
-      name: of the task, such as ``train``.
+      name: name of the task, such as ``train``.
       total: number of pieces; None if it is unknown.
       unit: one piece, such as ``step``.
       done: pieces that were finished before.
-      work: of all remaining pieces, in any unit; by default 1 each.
+      work: work of each remaining piece, in any unit; 1 by default.
       idle: seconds so far that were spent on other things.
       stream: where to write; None is standard error.
       is_shown: False writes nothing.
@@ -77,7 +77,7 @@ class Progress:
 
         Args:
           pieces: how many.
-          work: of these pieces; by default 1 each.
+          work: work of each of these pieces; 1 by default.
           note: text to show from now on.
         """
         self._done += pieces

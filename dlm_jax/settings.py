@@ -72,7 +72,7 @@ class Setting:
 
     Attributes:
       name: its key in requests and, with dashes, its flag.
-      default: of the type that every value has.
+      default: default value. All values have its type.
       help: one line on its effect, with its range.
       low: smallest value; `ABOVE_ZERO` for any that is positive.
       high: largest value; `BELOW_ONE` for any below 1.
@@ -342,8 +342,8 @@ class Section:
 
     Attributes:
       declared: its settings by key.
-      traits: of each setting.
-      defaults: of each setting, as stored.
+      traits: traits of each setting.
+      defaults: stored default of each setting.
     """
 
     declared: ClassVar[Mapping[str, Setting]] = {}

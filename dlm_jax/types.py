@@ -81,6 +81,21 @@ class CachedTrunk:
     ready: Callable[[Params], Params] | None = None
 
 
+class Inside(NamedTuple):
+    """What a model computes on the way from tokens to logits.
+
+    Attributes:
+      hidden_BELD: what enters the first block, and what leaves each of the ``E - 1`` blocks, before
+        the final norm.
+      attention_BEHLL: float32 weights of each block, for each head ``H`` from a position (axis 3)
+        to those it sees (axis 4): they add up to 1, and are 0 where it sees nothing. ``E`` is one
+        less here.
+    """
+
+    hidden_BELD: jax.Array
+    attention_BEHLL: jax.Array
+
+
 @dataclass(frozen=True)
 class Network:
     """A language model as pure functions over a plain dict of parameters.
@@ -114,6 +129,15 @@ class Network:
       scorer: ``(params, hidden_BLD, length_B) -> logit_B``, float32: the logit of the share of
         corrupted tokens. None except for a sequence scorer.
       cached: the trunk for decoding with a cache; None: there is no cache.
+      inside: ``(params, tokens_BL, length_B) -> Inside``, as the trunk computes it; None: the
+        network does not show it.
+      behind: ``(params, tokens_BL, length_B, start_B, signal_BLD=None) -> hidden_BLD``: the trunk
+        of a text and a canvas behind it, which begins at ``start_B``. The text is read causally;
+        the canvas sees the text and itself. The signal is what `signal` gives for the logits of the
+        step before at each position of the canvas; None: zeros, as in a first step. None for a
+        network without canvases; with them, `trunk` takes a whole row as canvas.
+      signal: ``(params, logits_NV) -> vectors_ND``: the self-conditioning signal, the mean
+        embedding under the softmax of the logits. None: the network takes no signal.
     """
 
     init: Callable[[jax.Array], Params]
@@ -129,6 +153,9 @@ class Network:
     logits_of: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
     scorer: Callable[..., jax.Array] | None = None
     cached: CachedTrunk | None = None
+    inside: Callable[..., Inside] | None = None
+    behind: Callable[..., jax.Array] | None = None
+    signal: Callable[[Params, jax.Array], jax.Array] | None = None
 
     @property
     def block_length(self) -> int:

@@ -260,7 +260,7 @@ def test_a_rule_of_the_wrong_kind_is_refused():
     _refused(f"rule Kindless {KIND}", rules=[Kindless])
     _refused(f"rule Bare {KIND}", rules=[Bare])
     _refused(
-        f"rules has {Plain!r}, which is no rule; give classes under dlm_jax.rule that subclass "
+        f"rules has {Plain!r}, which is not a rule; give classes under dlm_jax.rule that subclass "
         "CommitRule, LogitTransform, ...", rules=[Plain],
     )  # fmt: skip
     _refused(

@@ -37,7 +37,7 @@ class Line:
     one sample, the error.
 
     Attributes:
-      number: of the line, from 1; blank lines count.
+      number: number of the line, from 1; blank lines count.
       num_samples: rows of the line.
       extra: rows of preceding lines in excess of one per line.
     """
@@ -74,7 +74,7 @@ def read_requests(
       path: a UTF-8 file, with or without a byte order mark.
       known: names of further settings that a request may have, besides ``host_sampler`` and
         ``read_back``.
-      num_samples: of a line without ``n``.
+      num_samples: rows of a line without ``n``.
     """
     file = Path(path)
     names = (*_KEYS, *sorted(set(known) - set(_KEYS)))

@@ -68,7 +68,7 @@ def run_of(file: Path) -> dict[str, Any]:
 def owned(file: Path, fingerprint: str) -> bytes:
     """The content of a file of this run; empty if the file is empty or absent."""
     # Twice, because another process may write its first line between the two readings. First the
-    # `.run`, then the file, because they are removed the other way round.
+    # `.run`, then the file, because they are removed in the reverse order.
     for _ in range(2):
         is_ours = run_of(file).get("fingerprint") == fingerprint
         try:
@@ -180,9 +180,9 @@ class Results:
 
         Args:
           path: the merged file of all processes.
-          fingerprint: of the run.
-          index: of this process.
-          count: of the processes that share the work.
+          fingerprint: fingerprint of the run.
+          index: index of this process.
+          count: number of processes that share the work.
         """
         check_process(index, count)
         self.path = Path(os.path.realpath(path))

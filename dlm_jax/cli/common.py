@@ -21,7 +21,6 @@ from typing import Any, NoReturn, TextIO
 
 import jax
 import jax.monitoring
-from jax.sharding import Mesh
 
 import dlm_jax
 import dlm_jax.config as configs
@@ -30,10 +29,10 @@ from dlm_jax.config import MeshConfig, RowSettings
 from dlm_jax.config.schema import PRESETS
 from dlm_jax.data import Tokenizer
 from dlm_jax.distributed.local_rows import OwnRows, num_shares, split_rows
-from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.distributed.processes import gathered
 from dlm_jax.inference.candidates import HostSampler, Written, shown
 from dlm_jax.inference.model import Model, load
+from dlm_jax.model.quantized import KINDS
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.settings import UNSET, SettingError, nearest
 from dlm_jax.store import not_finite
@@ -108,12 +107,12 @@ def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def mesh_of(overrides: Mapping[str, str], *, is_distributed: bool) -> Mesh | None:
+def mesh_of(overrides: Mapping[str, str], *, is_distributed: bool) -> MeshConfig | None:
     """The mesh of the flags; None: only the first device."""
     asked = {name: text for name, text in overrides.items() if name.startswith("mesh.")}
     if not asked and not is_distributed:
         return None
-    return make_mesh(configs.load(None, asked).mesh)
+    return configs.load(None, asked).mesh
 
 
 def check_batch(params: Params, batch_size: int) -> None:
@@ -275,6 +274,11 @@ CHECKPOINT = (
     f", or a model that ships: {', '.join(SHIPPED)}; default: {DEFAULT}"
 )
 
+QUANTIZE = (
+    f"keep the matrices of the blocks in 8 bits: {', '.join(KINDS)} (inputs too); default: as they "
+    "are"
+)
+
 PRESET = (
     f"a preset: {', '.join(PRESETS)} (insertions and deletions, docs/edits.md), or one "
     "that comes with a published model, which says the order that its project uses "
@@ -387,8 +391,17 @@ def join_hosts(args: argparse.Namespace) -> None:
         ) from None
 
 
-def load_model(path: str | None, *, mesh: Any = None, dtype: str | None = None) -> Model:
-    model = load(path, mesh=mesh, dtype=dtype, report=lambda line: print(line, file=sys.stderr))
+def load_model(
+    path: str | None,
+    *,
+    mesh: Any = None,
+    dtype: str | None = None,
+    quantize: str | None = None,
+) -> Model:
+    model = load(
+        path, mesh=mesh, dtype=dtype, quantize=quantize,
+        report=lambda line: print(line, file=sys.stderr),
+    )  # fmt: skip
     broken = not_finite(model.params)
     if broken is not None:
         raise NotFiniteError(

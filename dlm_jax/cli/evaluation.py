@@ -5,6 +5,10 @@ fill rows after documents. It prints one line per source: nats per token and bit
 each with its interval over windows or texts. A diffusion model gives bounds, a causal model exact
 values, so it can judge any text (``--checkpoint runs/judge --text samples.txt --split``).
 
+With --labelled it decides between the labels of each line and prints accuracy, nats per line and
+the expected calibration error. --fit FILE --task NAME fits the temperature of a task to the lines,
+for ``dlm_jax.decide`` and ``dlm_jax.serve --calibration FILE``.
+
 A sequence scorer estimates the share of corrupted tokens; without texts, its error on corrupted
 held-out text is printed.
 """
@@ -22,13 +26,25 @@ from typing import Any
 
 import numpy as np
 
-from dlm_jax.cli.common import CHECKPOINT, SEED, Parser, load_model, start_jax, whole
+from dlm_jax.cli.common import CHECKPOINT, QUANTIZE, SEED, Parser, load_model, start_jax, whole
 from dlm_jax.cli.ends import End, NotFiniteError, check_output, emit, program, refusals
 from dlm_jax.data import Corpus, load_corpus, validation_windows
 from dlm_jax.data.rows import Columns
 from dlm_jax.data.text import NAMED, read_jsonl
 from dlm_jax.diffusion.likelihood import half_width, plus_minus
 from dlm_jax.heads.scorer import error_line, summary
+from dlm_jax.inference.decisions import (
+    ORDERS,
+    Question,
+    answers,
+    calibrate,
+    expected_calibration_error,
+    nll,
+    question,
+    read_calibration,
+    temperature_of,
+    write_calibration,
+)
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.scoring import (
     MOST_AT_ONCE,
@@ -55,6 +71,17 @@ def make_parser() -> Parser:
     add("--pairs", nargs="+", default=[], metavar="FILE", help=pairs_help)
     add("--continuation", metavar="TEXT", help="a text to score")
     add("--prompt", metavar="TEXT", help="text before --continuation")
+    labelled_help = (
+        'JSONL of {"prompt": ..., "choices": [...], "label": ...}: decisions between labels; the '
+        "slot is behind the prompt"
+    )
+    add("--labelled", metavar="FILE", help=labelled_help)
+    add("--order", default=ORDERS[0], metavar="ORDER",
+        help=f"order of writing labels: {' or '.join(ORDERS)} ({ORDERS[0]})")  # fmt: skip
+    add("--task", metavar="NAME", help="name of the task of --labelled")
+    fit_help = "file for the temperature of --task, fitted to the lines; other tasks in it stay"
+    add("--fit", metavar="FILE", help=fit_help)
+    add("--calibration", metavar="FILE", help="file with a temperature of --task, to be used")
     add("--held-out", metavar="SOURCE", help="a corpus whose held-out part is scored; default: own")
     add(
         "--num-draws",
@@ -66,6 +93,7 @@ def make_parser() -> Parser:
     add("--batch-size", type=whole(1, MOST_AT_ONCE), default=16, metavar="B",
         help="windows that run at once (16)")  # fmt: skip
     add("--seed", type=SEED, default=0, metavar="K", help="random seed of the masks (0)")
+    add("--quantize", metavar="KIND", help=QUANTIZE)
     add("--json", action="store_true", help="one JSON object a line instead of a sentence")
     return parser
 
@@ -79,8 +107,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("--prompt has no effect without --continuation; add that or drop it")
         if args.split is not None and not args.text:
             raise ValueError("--split has no effect without --text; add that or drop it")
+        _check_labelled(args)
         check_output()
-        model = load_model(args.checkpoint)
+        model = load_model(args.checkpoint, quantize=args.quantize)
+        if args.labelled is not None:
+            emit(_decided(model, args))
+            return End.DONE
         drawn = {"num_draws": args.num_draws, "batch_size": args.batch_size, "seed": args.seed}
         sources = list(_sources(args))
         if model.network.scorer is not None:
@@ -93,6 +125,79 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name, result in _held_out(model, args, drawn):
                 emit(_line(name, result, as_json=args.json))
     return End.DONE
+
+
+def _check_labelled(args: Namespace) -> None:
+    if args.labelled is None:
+        for name in ("task", "fit", "calibration"):
+            if getattr(args, name) is not None:
+                raise ValueError(f"--{name} has no effect without --labelled; add that or drop it")
+        return
+    if args.text or args.pairs or args.continuation is not None or args.held_out is not None:
+        raise ValueError("--labelled is a source of its own; drop the other ones")
+    if args.fit is not None and args.calibration is not None:
+        raise ValueError("--fit and --calibration exclude each other; drop one of them")
+    if (args.task is None) != (args.fit is None and args.calibration is None):
+        raise ValueError("--task goes with --fit or --calibration; give both, or neither")
+
+
+def _decided(model: Model, args: Namespace) -> str:
+    """The line about the labelled lines; with ``--fit`` their temperature is written."""
+    asked, right = [], []
+    for number, line in enumerate(_read(args.labelled).split("\n"), 1):
+        if line.strip():
+            question, label = _labelled(model, f"{args.labelled} line {number}", line)
+            asked.append(question)
+            right.append(label)
+    if not asked:
+        raise ValueError(f"{args.labelled} has no line; give some")
+    temperature = 1.0
+    if args.calibration is not None:
+        known = read_calibration(args.calibration, model, order=args.order)
+        temperature = temperature_of(args.task, known)
+    found = answers(
+        model, asked, order=args.order, batch_size=args.batch_size, temperature=temperature
+    )
+    _require_finite(args.labelled, *(float(one.probabilities.sum()) for one in found))
+    scores, shares = [one.logprobs for one in found], [one.probabilities for one in found]
+    if args.fit is not None:
+        temperature = calibrate(scores, right)
+        shares = [np.exp(x / temperature - np.logaddexp.reduce(x / temperature)) for x in scores]
+    hits = [int(own.argmax()) == k for own, k in zip(shares, right, strict=True)]
+    record = {
+        "lines": len(right), "accuracy": float(np.mean(hits)), "nats_per_line": nll(shares, right),
+        "calibration_error": expected_calibration_error(shares, right), "temperature": temperature,
+    }  # fmt: skip
+    if args.fit is not None:
+        write_calibration(args.fit, model, args.task, order=args.order, **record)
+    if args.json:
+        return json.dumps({"source": args.labelled, "kind": "decisions"} | record)
+    return (
+        f"{args.labelled}: accuracy {record['accuracy']:.4f}, {record['nats_per_line']:.4f} "
+        f"nats/line, calibration error {record['calibration_error']:.4f} at temperature "
+        f"{temperature:.4f} ({len(right)} lines)"
+    )
+
+
+def _labelled(model: Model, where: str, line: str) -> tuple[Question, int]:
+    """The question of a labelled line, and the index of its label."""
+    fields = '{"prompt": ..., "choices": [...], "label": ...}'
+    try:
+        told = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON ({error}); write {fields}") from None
+    if not isinstance(told, dict) or told.keys() != {"prompt", "choices", "label"}:
+        raise ValueError(f"{where} has other fields; write {fields}")
+    if isinstance(told["choices"], dict):
+        raise ValueError(f"{where}: choices={told['choices']} is no list; write {fields}")
+    try:
+        made = question(model, told["prompt"], told["choices"])
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    (labels,) = made.choices.values()
+    if str(told["label"]) not in labels:
+        raise ValueError(f"{where}: label={told['label']!r} is none of the choices; correct it")
+    return made, labels.index(str(told["label"]))
 
 
 def _sources(args) -> Iterator[Source]:

@@ -30,6 +30,7 @@ from dlm_jax.cli.common import (
     CHECKPOINT,
     COUNT,
     PRESET,
+    QUANTIZE,
     SEED,
     Parser,
     add_host_flags,
@@ -55,6 +56,7 @@ from dlm_jax.cli.ends import End, check_output, emit, program, refusals, say_err
 from dlm_jax.cli.sample_file import sample_file
 from dlm_jax.config import RowSettings, add_sample_flags, parse_flags, sample_settings
 from dlm_jax.config.schema import settings_of
+from dlm_jax.distributed import compiler
 from dlm_jax.distributed.local_rows import num_shares, spans_processes, split_rows
 from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.generate import all_requests, chain_report, texts_of
@@ -63,7 +65,6 @@ from dlm_jax.inference.own_rules import classes_of, with_rules
 from dlm_jax.inference.request import group
 from dlm_jax.inference.results import Row, canvas_size
 from dlm_jax.inference.slots import Bucket, Job, Slots, loop_of, slot_count
-from dlm_jax.model.kernels import cpu
 from dlm_jax.progress import Progress
 from dlm_jax.types import Status
 from dlm_jax.viewing.frames import Frame, frame_of, special_names
@@ -140,7 +141,7 @@ def time_line(
     length_B = np.array([(members * size)[slot].tokens.size for slot in range(size)], np.int32)
     if split is not None:
         tokens_BL, length_B = jax.device_put((tokens_BL, length_B), split)
-    options = cpu.compiler_options(is_training=False)
+    options = compiler.options("sample", split, model.compiler_options)
 
     @functools.partial(jax.jit, compiler_options=options)
     def trunk(params: Any, tokens_BL: jax.Array, length_B: jax.Array) -> jax.Array:
@@ -200,6 +201,7 @@ def make_parser(kind: type[RowSettings]) -> Parser:
     add("--report-json", metavar="FILE", help="append the same figures, one JSON object per line")
     add("--dtype", metavar="TYPE",
         help=f"dtype of the parameters: {', '.join(DTYPES)}; default: float32")  # fmt: skip
+    add("--quantize", metavar="KIND", help=QUANTIZE)
     add("--time-steps", action="store_true",
         help="measure afterwards how much of a step the trunk takes")  # fmt: skip
     add("--report-chain", action="store_true", help="print where each part of the chain runs")
@@ -282,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sampler = _host_sampler(args)
         join_hosts(args)
         mesh = mesh_of(overrides, is_distributed=args.distributed)
-        model = load_model(args.checkpoint, mesh=mesh, dtype=args.dtype)
+        model = load_model(args.checkpoint, mesh=mesh, dtype=args.dtype, quantize=args.quantize)
         if mesh is not None:
             check_batch(model.params, args.batch_size)
         settings = (model.preset(args.preset) if args.preset else {}) | settings

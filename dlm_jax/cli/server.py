@@ -1,9 +1,10 @@
 """Serves a model over HTTP: ``python -m dlm_jax.serve --checkpoint DIR --port 8000``.
 
 It implements the OpenAI protocol (docs/serving.md): /v1/completions, /v1/chat/completions,
-/v1/responses, /v1/infill, /v1/models, /tokenize, /detokenize, /props, /health, /ping, /version,
-/metrics, and a page at / that shows a text while it is denoised. It listens on 127.0.0.1 unless
---host is given. If the variable of --api-key-env is set, clients must send its value as their key.
+/v1/responses, /v1/infill, /v1/decide, /v1/models, /tokenize, /detokenize, /props, /health, /ping,
+/version, /metrics, and a page at / that shows a text while it is denoised. It listens on 127.0.0.1
+unless --host is given. If the variable of --api-key-env is set, clients must send its value as
+their key.
 Requires the extra ``serve``: ``pip install dlm_jax[serve]``.
 
 After SIGTERM or Ctrl-C it refuses new requests, and running ones have --drain seconds to finish.
@@ -28,6 +29,7 @@ from dlm_jax.cli.common import (
     CHECKPOINT,
     COUNT,
     PRESET,
+    QUANTIZE,
     Parser,
     add_mesh_flags,
     heads_line,
@@ -39,6 +41,7 @@ from dlm_jax.cli.common import (
 )
 from dlm_jax.cli.ends import End, check_output, emit, program, refusals
 from dlm_jax.config import parse_flags, sample_settings
+from dlm_jax.inference.decisions import ORDERS, read_calibration
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import DTYPES, Model
 from dlm_jax.inference.request import settings_of_call
@@ -85,6 +88,8 @@ def make_parser() -> Parser:
     add("--default", action="append", default=[], metavar="NAME=VALUE",
         help="default of a setting for requests; repeatable")  # fmt: skip
     add("--chat-template", metavar="FILE", help="Jinja template that formats conversations")
+    add("--calibration", metavar="FILE",
+        help="temperatures of decisions, from python -m dlm_jax.evaluate --fit")  # fmt: skip
     add("--max-waiting", type=COUNT, default=1024, metavar="N", help="rows that may wait (1024)")
     add("--max-rows", type=COUNT, default=128, metavar="N", help="rows of one request (128)")
     add("--max-steps", type=COUNT, default=4096, metavar="N", help="steps of a row (4096)")
@@ -100,6 +105,7 @@ def make_parser() -> Parser:
     add("--log-texts", action="store_true", help="also log prompts and texts")
     add("--dtype", metavar="TYPE",
         help=f"dtype of the parameters: {', '.join(DTYPES)}; default: float32")  # fmt: skip
+    add("--quantize", metavar="KIND", help=QUANTIZE)
     add("--version", action="version", version=f"dlm_jax {dlm_jax.__version__}")
     add_mesh_flags(parser)
     return parser
@@ -114,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
-    """The server of the flags; `undo` closes its socket."""
+    """Creates the server from the flags. `undo` closes its socket."""
     with refusals(), naming_flags():
         check_output()
         args, overrides = parse_flags(make_parser(), argv)
@@ -127,7 +133,9 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
         key = _key(args.api_key_env)
         mesh = mesh_of(overrides, is_distributed=False)
         sock = undo.enter_context(contextlib.closing(listening(args.host, args.port)))
-        model = _with_template(load_model(args.checkpoint, mesh=mesh, dtype=args.dtype), args)
+        model = _with_template(
+            load_model(args.checkpoint, mesh=mesh, dtype=args.dtype, quantize=args.quantize), args
+        )
         preset = model.preset(args.preset) if args.preset else {}
         defaults = _defaults(model, preset, args.default)
         limits = Limits(
@@ -139,6 +147,7 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
             name=args.model_name or _name_of(args.checkpoint or DEFAULT),
             limits=limits, key=key, logs_texts=args.log_texts, warms_up=not args.no_warm_up,
             defaults=defaults, length=_length(model, defaults, args.default),
+            calibration=_calibration(model, args.calibration),
         )  # fmt: skip
         if key is None and args.host not in _LOOPBACK:
             print(f"warning: --host {args.host} without a key: anyone can send requests; set "
@@ -178,6 +187,13 @@ def _defaults(model: Model, settings: dict[str, Any], texts: Sequence[str]) -> d
         why = re.sub("^(command line: )?--", "", str(error))
         raise ValueError(f"--default {' --default '.join(texts)}: {why}") from None
     return settings
+
+
+def _calibration(model: Model, path: str | None) -> dict[str, dict[str, float]] | None:
+    """The temperatures of decisions by task, for each order."""
+    if path is None:
+        return None
+    return {order: read_calibration(path, model, order=order) for order in ORDERS}
 
 
 def _length(model: Model, settings: dict[str, Any], texts: Sequence[str]) -> int | None:

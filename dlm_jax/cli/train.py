@@ -148,6 +148,7 @@ def _texts(run: Run, state: TrainState, *, num_samples: int, seed: int = 0) -> t
             max_length=run.config.data.seq_len,
             sample=run.config.sample,
             untrained=untrained_heads(run.config, int(state.step)),
+            compiler_options=run.config.mesh.compiler_options,
         )
         texts = generate(model, num_samples=num_samples, seed=seed).texts
     except (ValueError, MemoryError, jax.errors.JaxRuntimeError) as error:

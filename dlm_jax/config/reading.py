@@ -67,7 +67,7 @@ def load(path: str | Path | None, overrides: Mapping[str, str] | None = None) ->
     """Config from a TOML file (or the defaults), with dotted keys overridden by flag texts.
 
     Args:
-      path: of the file, or the name of a shipped config (``quickstart``).
+      path: path of the file, or the name of a shipped config (``quickstart``).
       overrides: texts by key.
 
     Raises:
@@ -83,7 +83,7 @@ def override(config: Config, overrides: Mapping[str, str]) -> Config:
     """The config with dotted keys replaced by the values of flags.
 
     Raises:
-      ValueError: an unknown key, a text that is no value of its type, or contradictory values; the
+      ValueError: an unknown key, an invalid text, or contradictory values. The
         message names the flag.
     """
     if not overrides:
@@ -124,7 +124,7 @@ def sample_settings(
     """Values of sampling settings from texts, by the field names of `kind`.
 
     Raises:
-      ValueError: an unknown name, or a text that is no value of its type.
+      ValueError: an unknown name, or a text that is not a value of its type.
     """
     values = {}
     for name, text in texts.items():

@@ -59,6 +59,13 @@ class HeadsConfig(Section):
         high=1,
         remedy="use 0.5",
     )
+    sampler_trunk_share: float = setting(
+        0.0,
+        "share of the sampler head's loss that is its divergence from what the trunk predicts when "
+        "it is shown the revealed tokens",
+        low=0,
+        high=1,
+    )
     train_main: bool = setting(
         True, "false: the model of train.init_from is frozen, and only its heads train"
     )
@@ -326,7 +333,8 @@ class RowSettings(Section):
     @property
     def refines(self) -> bool:
         """Whether existing tokens can change, as a draft requires."""
-        return self.remasks or self.resample or self.edits or self.renoises
+        renews = self.table.commit[self.order].renews
+        return self.remasks or self.resample or self.edits or self.renoises or renews
 
 
 @functools.lru_cache(maxsize=64)
@@ -465,6 +473,13 @@ class ModelConfig(Section):
         False, "normalise the weights of a token's experts to sum to 1", Trait.UNSEEN
     )
     router_scale: float = setting(1.0, "factor on the weights of a token's experts", Trait.UNSEEN)
+    router_scales: bool = setting(
+        False,
+        "the router normalises and scales its own input, and each expert's weight has a factor",
+    )
+    experts_beside: bool = setting(
+        False, "experts beside the MLP of a block instead of in place of it; needs post_norms"
+    )
 
     lora_rank: int = setting(
         0, "rank of adapters, which train instead of the model; 0: none (docs/training.md)",
@@ -500,8 +515,9 @@ class ModelConfig(Section):
         high=_MOST_WIDTH,
     )  # fmt: skip
     activation: str = setting(
-        "relu2", "MLP non-linearity: relu2 (squared ReLU), gelu (tanh form) or swiglu",
-        Trait.UNSEEN, choices=("relu2", "gelu", "swiglu"),
+        "relu2",
+        "MLP non-linearity: relu2 (squared ReLU), gelu (tanh form), swiglu, or geglu (gated GELU)",
+        Trait.UNSEEN, choices=("relu2", "gelu", "swiglu", "geglu"),
     )  # fmt: skip
     norm: str = setting("rms", "normalisation: rms (RMSNorm) or layer", choices=("rms", "layer"))
     norm_epsilon: float = setting(
@@ -515,15 +531,58 @@ class ModelConfig(Section):
     tied_head: bool = setting(True, "the LM head is the transposed embedding table")
     attention_type: str = setting(
         "bidirectional",
-        "bidirectional; causal: an autoregressive model, each position from those to its left; or "
-        "block_causal: a position sees its own block and those before it",
+        "bidirectional; causal: an autoregressive model, each position from those to its left; "
+        "block_causal: a position sees its own block and those before it; or canvas: a text is "
+        "read causally, and a canvas behind it sees the text and itself",
         Trait.TURNED | Trait.UNSEEN,
-        choices=("bidirectional", "causal", "block_causal"),
+        choices=("bidirectional", "causal", "block_causal", "canvas"),
     )
     block_length: int = setting(
-        0, "block_causal: positions of a block, from the start of the row, at least 2",
+        0, "block_causal: positions of a block, from the start of the row; canvas: those of a "
+        "canvas; at least 2",
         Trait.TURNED, low=0,
     )  # fmt: skip
+    attention_window: int = setting(
+        0, "canvas: positions of a text that its last one sees in a sliding layer; 0: all",
+        Trait.UNSEEN, low=0,
+    )  # fmt: skip
+    full_every: int = setting(
+        0, "canvas: each such layer sees all positions, the others attention_window; 0: no others",
+        Trait.UNSEEN, low=0,
+    )  # fmt: skip
+    full_head_size: int = setting(0, "head_size of the full layers; 0: the same", low=0)
+    full_kv_heads: int = setting(
+        0, "kv_heads of the full layers; 0: the same", Trait.UNSEEN, low=0, high=2**12
+    )
+    full_rope_theta: float = setting(
+        0.0, "rope_theta of the full layers; 0: the same", Trait.UNSEEN, low=0
+    )
+    full_rotary_share: float = setting(
+        1.0, "share of the rotary pairs that turn in full layers, those of the highest frequencies",
+        Trait.UNSEEN, low=ABOVE_ZERO, high=1,
+    )  # fmt: skip
+    full_value_from_key: bool = setting(
+        False, "values of the full layers are their keys, before norm and RoPE"
+    )
+    attention_scale: float = setting(
+        0.0, "factor on the scores of attention; 0: head_size ** -0.5", Trait.UNSEEN, low=0
+    )
+    value_norm: bool = setting(False, "RMSNorm of values over the head, unscaled", Trait.UNSEEN)
+    post_norms: bool = setting(
+        False, "norms also of what attention and the MLP add to the hidden vectors"
+    )
+    layer_scales: bool = setting(
+        False, "canvas: a factor on the output of each block, one for text and one for the canvas"
+    )
+    embedding_scaled: bool = setting(
+        False, "embeddings are multiplied by sqrt(width)", Trait.UNSEEN
+    )
+    logit_cap: float = setting(
+        0.0, "logits are cap * tanh(logits / cap); 0: as they are", Trait.UNSEEN, low=0
+    )
+    self_conditioning: bool = setting(
+        False, "canvas: its embeddings also depend on the predictions of the step before"
+    )
     vocab_size: int = setting(
         0, "number of logits; 0: the tokenizer's vocabulary", Trait.FOUND, low=0, high=2**22
     )
@@ -567,9 +626,21 @@ class ModelConfig(Section):
         return int(self.size_of_head * self.rotary_share)
 
     @property
+    def is_gated(self) -> bool:
+        return self.activation in ("swiglu", "geglu")
+
+    @property
+    def layers(self) -> dict[str, tuple[int, ...]]:
+        """The indices of the layers of each stack of blocks, in the order of its parameters."""
+        first, every = self.dense_layers, self.full_every
+        full = tuple(range(every - 1, self.depth, every)) if every else ()
+        rest = tuple(at for at in range(first, self.depth) if at not in full)
+        return {"dense_blocks": tuple(range(first)), "blocks": rest, "full_blocks": full}
+
+    @property
     def inner_width(self) -> int:
-        is_gated = self.activation == "swiglu"
-        return self.mlp_width or (8 * -(-self.width // 3) if is_gated else 4 * self.width)
+        gated = 8 * -(-self.width // 3)
+        return self.mlp_width or (gated if self.is_gated else 4 * self.width)
 
     def check(self) -> None:
         require(
@@ -612,7 +683,8 @@ class ModelConfig(Section):
             f"does not divide model.heads={heads}", f"use 0 or a divisor of {heads}",
             "model.heads",
         )  # fmt: skip
-        is_in_blocks = kind == "block_causal"
+        self._check_canvas()
+        is_in_blocks = kind in ("block_causal", "canvas")
         require(
             self.block_length >= 2 if is_in_blocks else self.block_length == 0,
             "model.block_length", self.block_length,
@@ -626,10 +698,51 @@ class ModelConfig(Section):
             "use 'same'", "model.attention_type",
         )  # fmt: skip
 
+    def _check_canvas(self) -> None:
+        names = ("attention_window", "full_every", "layer_scales", "self_conditioning")
+        for name in names if self.attention_type != "canvas" else ():
+            require(
+                not getattr(self, name), f"model.{name}", getattr(self, name),
+                f"needs model.attention_type='canvas', and it is {self.attention_type!r}",
+                f"use {self.declared[name].default!r}", "model.attention_type",
+            )  # fmt: skip
+        for name, one in self.declared.items():
+            require(
+                bool(self.full_every) or not name.startswith("full_")
+                or getattr(self, name) == one.default,
+                one.name, getattr(self, name), "has no effect with model.full_every=0",
+                f"use {one.default!r}", "model.full_every",
+            )  # fmt: skip
+        every, heads, groups = self.full_every, self.heads, self.full_kv_heads
+        require(
+            every == 0 or (every >= 2 and self.depth % every == 0 and not self.dense_layers),
+            "model.full_every", every,
+            f"does not divide model.depth={self.depth} into groups of at least 2 alike layers",
+            "use 0", "model.depth", "model.dense_layers",
+        )  # fmt: skip
+        require(
+            (every > 0) == (self.attention_window > 0), "model.attention_window",
+            self.attention_window, f"does not go with model.full_every={every}", "set both or none",
+            "model.full_every",
+        )  # fmt: skip
+        require(
+            self.full_head_size % 2 == 0, "model.full_head_size", self.full_head_size, "is odd",
+            f"use {self.full_head_size + 1}",
+        )  # fmt: skip
+        require(
+            groups == 0 or heads % groups == 0, "model.full_kv_heads", groups,
+            f"does not divide model.heads={heads}", f"use 0 or a divisor of {heads}", "model.heads",
+        )  # fmt: skip
+
     def _check_experts(self) -> None:
         require(
-            self.activation == "swiglu", "model.activation", self.activation,
-            "is not that of experts", "use 'swiglu'", "model.experts",
+            self.is_gated, "model.activation", self.activation,
+            "is not that of experts", "use 'swiglu' or 'geglu'", "model.experts",
+        )  # fmt: skip
+        require(
+            not self.experts_beside or (self.post_norms and not self.dense_layers),
+            "model.experts_beside", True, "needs model.post_norms=true and model.dense_layers=0",
+            "change one of them", "model.post_norms", "model.dense_layers",
         )  # fmt: skip
         require(
             1 <= self.experts_per_token <= self.experts, "model.experts_per_token",
@@ -693,6 +806,9 @@ class Config:
         self._check_run()
         self._check_begin()
         self._check_attention()
+        if not self.objective.noise_process.is_masked:
+            self._check_process()
+        self._check_teacher()
         if self.rl.reward:
             self._check_policy()
 
@@ -714,6 +830,20 @@ class Config:
             f"of train.batch_size={rows} rows leaves an objective without rows",
             "raise train.batch_size", "train.batch_size",
         )  # fmt: skip
+
+    def _check_process(self) -> None:
+        model, kind = self.model, self.objective.process
+        for name, value, needed in (
+            ("model.mode", model.mode, "language_model"),
+            ("model.attention_type", model.attention_type != "causal", True),
+            ("model.add_sampler_head", model.add_sampler_head, False),
+            ("model.add_critic_head", model.add_critic_head, False),
+            ("rl.reward", self.rl.reward, ""),
+        ):
+            require(
+                value == needed, "objective.process", kind, f"does not go with {name}",
+                "use 'masked'", name,
+            )  # fmt: skip
 
     def _check_policy(self) -> None:
         rows, group, model = self.train.batch_size, self.rl.group, self.model
@@ -762,6 +892,30 @@ class Config:
             "heads.train_main",
         )  # fmt: skip
 
+    def _check_teacher(self) -> None:
+        for name in self.objective.distilled:
+            share, attention = f"objective.{name}_share", self.model.attention_type
+            value = getattr(self.objective, f"{name}_share")
+            require(
+                self.objective.teacher != "" or self.train.init_from != "", share, value,
+                "needs a teacher", "name a model in train.init_from or objective.teacher",
+                "train.init_from", "objective.teacher",
+            )  # fmt: skip
+            require(
+                attention == "bidirectional", share, value,
+                f"does not go with model.attention_type={attention!r}", "use 0",
+                "model.attention_type",
+            )  # fmt: skip
+            require(
+                self.heads.train_main, share, value, "trains the model, and it is frozen",
+                "use heads.train_main=true", "heads.train_main",
+            )  # fmt: skip
+        require(
+            not self.objective.teacher or self.model.lora_rank == 0, "objective.teacher",
+            self.objective.teacher, "does not go with adapters, whose teacher is train.init_from",
+            "leave it out", "model.lora_rank",
+        )  # fmt: skip
+
     def _check_attention(self) -> None:
         kind, block = self.model.attention_type, self.model.block_length
         require(
@@ -773,7 +927,7 @@ class Config:
             kind != "block_causal" or block % (self.sample.block_length or 1) == 0,
             "sample.block_length", self.sample.block_length,
             f"is neither model.block_length={block} nor a divisor of it",
-            "use 0 for the same", "model.block_length",
+            "use 0 for the same value", "model.block_length",
         )  # fmt: skip
         require(
             kind != "block_causal" or self.objective.proofreading_share == 0,

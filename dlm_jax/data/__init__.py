@@ -16,7 +16,13 @@ from dlm_jax.data.text import (
     split_text,
 )
 from dlm_jax.data.tokenizer_kinds import TOKENIZERS, check_fits, from_json, make_tokenizer
-from dlm_jax.data.tokenizers import ByteTokenizer, CharacterTokenizer, Tokenizer, text_ids
+from dlm_jax.data.tokenizers import (
+    ByteTokenizer,
+    CharacterTokenizer,
+    Tokenizer,
+    noise_ids,
+    text_ids,
+)
 
 __all__ = [
     "BUILTIN_CORPUS",
@@ -45,6 +51,7 @@ __all__ = [
     "qwen_json",
     "read_documents",
     "split_text",
+    "noise_ids",
     "text_ids",
     "train_batches",
     "train_bpe",

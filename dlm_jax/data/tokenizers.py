@@ -81,6 +81,11 @@ def text_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(token for token in range(tokenizer.vocab_size) if token not in special)
 
 
+def noise_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids that uniform noise may show: those of text tokens and EOS, which may be written, too."""
+    return tuple(sorted({*text_ids(tokenizer), tokenizer.eos_id}))
+
+
 def checked_ids(ids: Any, vocab_size: int) -> np.ndarray:
     """`ids` as an integer array `[n]`; ValueError for wrong shapes or unknown ids."""
     array = np.asarray(ids)

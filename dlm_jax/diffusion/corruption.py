@@ -1,8 +1,8 @@
 """The forward process: noise schedules, selected positions, and their visible tokens.
 
-A pattern of denoising selects among the free positions of each row; a selected position then shows
-MASK, a random token or its own. The last two train a model on visible tokens, which a pure MASK
-objective does not.
+A denoising pattern selects free positions of each row. A selected position shows MASK, a random
+token or its own token. The last two train the model on visible tokens, which a pure MASK objective
+does not.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import jax.numpy as jnp
 class Schedule:
     """The masked share at time ``t`` in (0, 1], and the weight of the cross-entropy.
 
-    ``alpha(t)``, the share still visible, falls from 1 to 0. The bound is the same for every
-    schedule (Kingma et al. 2021, section 5.1); the variance of its estimate is not.
+    ``alpha(t)``, the visible share, falls from 1 to 0. The bound is the same for every schedule
+    (Kingma et al. 2021, section 5.1). The variance of its estimate differs.
 
     Attributes:
       masked_ratio: ``1 - alpha(t)``, the probability that a token is MASK at time ``t``.
@@ -39,12 +39,14 @@ COSINE = Schedule(
     lambda t: jnp.sin(0.5 * jnp.pi * t),
     lambda t: 0.5 * jnp.pi / jnp.tan(0.5 * jnp.pi * t),
 )
-"""``alpha(t) = 1 - cos(pi/2 (1 - t))``: more of the time is spent with much hidden (MD4)."""
+"""``alpha(t) = 1 - cos(pi/2 (1 - t))``: highly masked times are more frequent (MD4)."""
 
 
 @functools.cache
 def polynomial(power: float) -> Schedule:
-    """``alpha(t) = 1 - t^power``: above 1, more of the time is spent with little hidden (MD4)."""
+    """``alpha(t) = 1 - t^power``: with a power above 1, lightly masked times are more frequent
+    (MD4).
+    """
     return Schedule(lambda t: t**power, lambda t: power / t)
 
 
@@ -53,15 +55,15 @@ SCHEDULES: dict[str, Callable[[float], Schedule]] = {
     "cosine": lambda power: COSINE,
     "polynomial": polynomial,
 }
-"""Noise schedules by their name in a config; the polynomial one uses the power."""
+"""Noise schedules by config name. The polynomial schedule uses the power."""
 
 
 def stratified_times(key: jax.Array, num_rows: int, *, smallest: float = 0.0) -> jax.Array:
     """One time per row ``[B]`` in (smallest, 1], low-discrepancy: one in each of ``B`` strata.
 
-    Row ``i`` gets ``1 - frac(u + i / B)`` of a single uniform ``u``, so every time is uniform on
-    its own while their mean hardly varies (Kingma et al. 2021, appendix I.1). `smallest` keeps the
-    weight ``1 / t`` bounded; the part of the integral below it is left out.
+    Row ``i`` gets ``1 - frac(u + i / B)`` of a single uniform ``u``, so every time is marginally
+    uniform and their mean has low variance (Kingma et al. 2021, appendix I.1). `smallest` bounds
+    the weight ``1 / t``. The integral below it is omitted.
     """
     offset = jax.random.uniform(key)
     spread = (offset + jnp.arange(num_rows, dtype=jnp.float32) / num_rows) % 1.0
@@ -69,7 +71,7 @@ def stratified_times(key: jax.Array, num_rows: int, *, smallest: float = 0.0) ->
 
 
 def mask_independently(key: jax.Array, ratio: jax.Array, is_free_BL: jax.Array) -> jax.Array:
-    """True where a free token is hidden, ``[B, L]``: each with its row's probability.
+    """True ``[B, L]`` at hidden free tokens, each hidden with the probability of its row.
 
     A `ratio` of ``[B, L]`` instead of ``[B]`` gives each position its own probability.
     """
@@ -80,7 +82,7 @@ def mask_independently(key: jax.Array, ratio: jax.Array, is_free_BL: jax.Array) 
 def mask_exactly(key: jax.Array, count_B: jax.Array, is_free_BL: jax.Array) -> jax.Array:
     """True at `count_B` free positions of each row, ``[B, L]``, every such set equally likely.
 
-    A count above their number hides them all.
+    If the count exceeds their number, all are hidden.
     """
     order_BL = jnp.where(is_free_BL, jax.random.uniform(key, is_free_BL.shape), jnp.inf)
     rank_BL = jnp.argsort(jnp.argsort(order_BL, axis=1), axis=1)
@@ -88,7 +90,7 @@ def mask_exactly(key: jax.Array, count_B: jax.Array, is_free_BL: jax.Array) -> j
 
 
 PATTERNS = ("random", "sticky", "span")
-"""Patterns of the positions to restore: independent, in clusters, in spans."""
+"""Patterns of positions to restore: independent, clustered, or in spans."""
 
 
 def select_sticky(
@@ -101,9 +103,9 @@ def select_sticky(
 ) -> jax.Array:
     """True at ``ceil(ratio * free)`` positions of each row, ``[B, L]``, in clusters.
 
-    Rounds over the free positions select each with probability `beside` if a neighbour was selected
-    before the round and `alone` (above 0) if not, until the row has enough; what is too many is
-    dropped at random.
+    Each round selects every free position with probability `beside` if a neighbour was selected in
+    an earlier round and `alone` (above 0) otherwise. Rounds repeat until the row has enough
+    positions. Surplus positions are dropped at random.
     """
     num_free_B = jnp.sum(is_free_BL, axis=1)
     wanted_B = jnp.ceil(ratio_B * num_free_B - 1e-3).astype(jnp.int32)
@@ -149,10 +151,10 @@ def show(
     mask_id: int,
     random_ids: tuple[int, ...],
 ) -> jax.Array:
-    """The canvas ``[B, L]`` with its selected positions corrupted, each on its own.
+    """The canvas ``[B, L]`` with its selected positions corrupted independently.
 
-    `mask_share` of them show MASK, `random_share` one of `random_ids` (uniformly, which may be the
-    true one), the rest their own token.
+    A share `mask_share` of them shows MASK, and `random_share` shows one of `random_ids`, drawn
+    uniformly (possibly the true token). The rest show their own token.
     """
     kind_key, id_key = jax.random.split(key)
     kind_BL = jax.random.uniform(kind_key, tokens_BL.shape)

@@ -1,7 +1,7 @@
 """The negative log-likelihood of a text under the model, or an upper bound.
 
-With given tokens it is the conditional likelihood of the rest: given tokens are always shown and
-never counted.
+With given tokens it is the conditional likelihood of the other tokens. Given tokens are always
+visible and never counted.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.special import stdtrit
 
-from dlm_jax.diffusion.corruption import mask_exactly
+from dlm_jax.diffusion.corruption import LINEAR, mask_exactly
 from dlm_jax.diffusion.losses import cross_entropy, hidden_of
-from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.diffusion.objectives import Batch, noised_at, process_costs
+from dlm_jax.diffusion.processes import Process
 from dlm_jax.types import Network, Params
 
 # Multiples of an irrational number are spread evenly over [0, 1): of the golden ratio over rows, of
@@ -26,10 +27,9 @@ _BETWEEN_ROWS, _BETWEEN_BLOCKS = 0x9E3779B9, 0x6A09E667
 
 
 class Costs(NamedTuple):
-    """Per row: nats of its free tokens, and the variance of that over the draws of masks.
+    """Nats of the free tokens of each row, and their variance over the mask draws.
 
-    The same of its text alone, which is its free tokens but EOS. Variances are 0 where the
-    likelihood is exact, and NaN for a single draw.
+    The text fields exclude EOS. Variances are 0 for exact likelihoods and NaN for a single draw.
     """
 
     nats_B: Any
@@ -49,27 +49,33 @@ def costs(
     mask_id: int,
     eos_id: int,
     num_draws: int = 1,
+    process: Process | None = None,
+    noise_ids: tuple[int, ...] = (),
 ) -> Costs:
     """The cost of each row: exact for a causal model, else an unbiased estimate of its bound.
 
-    The masks of a row depend only on the key and the index of the row. Their counts are stratified
-    over its draws and spread evenly over rows that are numbered in turn, so that even one draw a
-    row covers all noise levels; in a block-causal model, those of the blocks are, which take the
-    place of rows.
+    With another process than the masked one the bound is that of `process_elbo`: a draw is a time
+    and the noise of that time, for the linear schedule, as the bound is the same for all.
 
-    A row's bound is a sum over its positions: each one's cross-entropy wherever it is hidden. What
-    the text costs is what its positions add, the EOS behind it hidden as often as they are.
+    The masks of a row depend only on the key and the index of the row. Mask counts are stratified
+    over the draws of a row and spread evenly over consecutive rows, so even one draw per row covers
+    all noise levels. In a block-causal model this applies to blocks instead of rows.
+
+    The bound of a row is a sum over its positions of the cross-entropy where they are hidden. The
+    cost of the text is the part of its positions. The EOS after it is hidden as often as they are.
 
     Args:
       network: the model.
       params: its parameters.
       batch: the rows.
-      number_B: int32, of each row in whatever it belongs to.
-      key: of the masks; a causal model needs none.
-      is_causal: whether the model is.
+      number_B: int32, index of each row in the data set.
+      key: key for the masks; unused by a causal model.
+      is_causal: whether the model is causal.
       mask_id: the id of MASK.
       eos_id: the id of EOS, which is not text.
-      num_draws: masks of a row.
+      num_draws: masks per row.
+      process: the forward process of the model; None: the masked one.
+      noise_ids: ids of its noise.
     """
     is_text_BL = batch.tokens_BL != eos_id
     if is_causal:
@@ -81,12 +87,7 @@ def costs(
     num_rows, num_blocks, _ = is_free_BNU.shape
     key_B = jax.vmap(functools.partial(jax.random.fold_in, key))(number_B)
     block_1N = jnp.arange(num_blocks, dtype=jnp.uint32)[None]
-    place_BN = (
-        jax.random.bits(key, (1, 1), jnp.uint32)
-        + number_B.astype(jnp.uint32)[:, None] * jnp.uint32(_BETWEEN_ROWS)
-        + block_1N * jnp.uint32(_BETWEEN_BLOCKS)
-    )
-    level_BN = place_BN.astype(jnp.float32) / 2.0**32
+    level_BN = _levels(key, number_B, block_1N)
     free_BN = jnp.sum(is_free_BNU, axis=2)
 
     @jax.vmap
@@ -100,6 +101,11 @@ def costs(
         share_BN = (level_BN + draw / num_draws) % 1.0
         count_BN = jnp.minimum(1 + jnp.floor(share_BN * free_BN).astype(jnp.int32), free_BN)
         drawn_B = jax.vmap(lambda key: jax.random.fold_in(key, draw))(key_B)
+        if process is not None and not process.is_masked:
+            ids = {"mask_id": mask_id, "noise_ids": noise_ids}
+            cost_BL = _noised(network, params, batch, drawn_B, 1.0 - share_BN, process, ids)
+            text_BL = jnp.where(is_text_BL, cost_BL, 0.0)
+            return carry, [jnp.sum(part_BL, axis=1) for part_BL in (cost_BL, text_BL)]
         block_BN = jnp.broadcast_to(block_1N, (num_rows, num_blocks))
         is_masked_BNU = hidden(block_BN, drawn_B, count_BN, is_free_BNU)
         is_masked_BL = is_masked_BNU.reshape(num_rows, -1)[:, : batch.tokens_BL.shape[1]]
@@ -119,17 +125,44 @@ def costs(
     return Costs(*mean(whole_SB), *mean(text_SB))
 
 
+def _levels(key: jax.Array, number_B: jax.Array, block_1N: jax.Array) -> jax.Array:
+    """A level in [0, 1) for each block of each row, spread over rows in turn and their blocks."""
+    place_BN = (
+        jax.random.bits(key, (1, 1), jnp.uint32)
+        + number_B.astype(jnp.uint32)[:, None] * jnp.uint32(_BETWEEN_ROWS)
+        + block_1N * jnp.uint32(_BETWEEN_BLOCKS)
+    )
+    return place_BN.astype(jnp.float32) / 2.0**32
+
+
+def _noised(
+    network: Network,
+    params: Params,
+    batch: Batch,
+    key_B: jax.Array,
+    t_BN: jax.Array,
+    process: Process,
+    ids: dict[str, Any],
+) -> jax.Array:
+    """What each position adds to the bound at the times of the blocks of its row, ``[B, L]``."""
+    num_positions = batch.tokens_BL.shape[1]
+    t_BL = jnp.repeat(t_BN, network.block_length or num_positions, axis=1)[:, :num_positions]
+    noised = noised_at(process, batch, key_B, t_BL, schedule=LINEAR, **ids)
+    return process_costs(network, params, noised, **ids)
+
+
 def bound_at(
     network: Network, params: Params, batch: Batch, is_masked_BL: jax.Array, *, mask_id: int
 ) -> jax.Array:
-    """Bound in nats of each block at given masks, ``[B, blocks]``; a row is one block of itself.
+    """Bound in nats of each block at given masks, ``[B, blocks]``. Without blocks, a row is one
+    block.
 
-    It is ``free / count`` times the cross-entropy that the masks hide in the block. Averaged over
+    It is ``free / count`` times the cross-entropy of the hidden tokens of the block. Averaged over
     counts uniform on 1..free and sets uniform of that count, this is the negative ELBO of masked
     diffusion for every noise schedule, which is also the mean over all orders of revealing one
-    token at a time (Ou et al. 2024, theorem 2; LLaDA, Nie et al. 2025, equation 6). That of a block
-    of a block-causal model stands behind the true tokens before it, all blocks in one call of the
-    trunk. A block without a masked position gets 0.
+    token at a time (Ou et al. 2024, theorem 2; LLaDA, Nie et al. 2025, equation 6). In a
+    block-causal model each block is conditioned on the true tokens before it, and one call of the
+    trunk covers all blocks. A block without a masked position gets 0.
     """
     nll_BL = _hidden_nll(network, params, batch, is_masked_BL, mask_id=mask_id)
     return _weighed(network, batch, is_masked_BL, nll_BL)
@@ -157,9 +190,9 @@ def _causal_nll(network: Network, params: Params, batch: Batch, *, mask_id: int)
 
 
 def in_blocks(x_BL: jax.Array, block_length: int) -> jax.Array:
-    """Rows cut into blocks, ``[B, blocks, block_length]``, with 0 or False behind their end.
+    """Rows split into blocks, ``[B, blocks, block_length]``, padded with 0 or False.
 
-    With a length of 0 a row is one block.
+    With a block length of 0 a row is one block.
     """
     unit = block_length or x_BL.shape[1]
     padded_BP = jnp.pad(x_BL, ((0, 0), (0, -x_BL.shape[1] % unit)))
@@ -179,9 +212,9 @@ def _hidden_nll(
 
 
 def ratio_and_error(nats_N: np.ndarray, tokens_N: np.ndarray) -> tuple[float, float]:
-    """Nats per token over all rows, and its standard error, the rows taken as independent.
+    """Nats per token over all rows and its standard error, with rows treated as independent.
 
-    The tokens may be characters or another count; rows without any add nothing. The error of a
+    The tokens may be characters or another count. Rows without tokens are ignored. The error of a
     single row is NaN.
     """
     total, num_rows = float(tokens_N.sum()), int((tokens_N > 0).sum())

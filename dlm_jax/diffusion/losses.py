@@ -1,10 +1,10 @@
-"""Training losses, each as (sum, weight), divided once after the global reduction."""
+"""Training losses as (sum, weight), divided once after the global reduction."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,9 @@ _MAX_ACCELERATOR_LOGITS = 2**26
 
 
 class Loss(NamedTuple):
-    """A loss as two float32 scalars; ``sum / weight`` is its value in nats per token.
+    """A loss as two float32 scalars. ``sum / weight`` is its value in nats per token.
 
-    ``figures`` are further (sum, weight) by name, for the metrics alone.
+    ``figures`` are further (sum, weight) pairs by name, used only in metrics.
     """
 
     sum: jax.Array
@@ -35,10 +35,10 @@ def hidden_of(
     clean_BL: jax.Array,
     length_B: jax.Array,
 ) -> jax.Array:
-    """The output of the trunk for a shown canvas with known clean tokens, ``[B, L, D]``.
+    """The output ``[B, L, D]`` of the trunk for a shown canvas with known clean tokens.
 
-    A block-causal model sees each shown block after the clean tokens of earlier blocks; other
-    models see the shown canvas.
+    A block-causal model reads each shown block after the clean tokens of earlier blocks. Other
+    models read the shown canvas.
     """
     if network.cached is not None and network.cached.beside_clean is not None:
         return network.cached.beside_clean(params, shown_BL, clean_BL, length_B)
@@ -56,10 +56,9 @@ def cross_entropy(
 ) -> jax.Array:
     """Negative log-probability of each target in nats under the LM head, float32 ``[B, L]``.
 
-    MASK is never predicted: its logit is -inf. Each device reads out its own positions, with the
-    parameters of the head gathered once. Logits are computed for a slice of the positions at a
-    time, and again in the backward pass, once all of them would be more than 2^24 numbers per
-    device (2^26 on accelerators).
+    MASK is never predicted: its logit is -inf. Each device reads out its own positions, and the
+    parameters of the head are gathered once. If the logits exceed 2^24 numbers per device (2^26 on
+    accelerators), they are computed in slices of positions and recomputed in the backward pass.
 
     Args:
       network: the model.
@@ -67,8 +66,8 @@ def cross_entropy(
       hidden_BLD: the output of the trunk.
       targets_BL: int32 tokens.
       mask_id: the id of MASK.
-      is_read_BL: True where the result is wanted; anything finite or infinite stands elsewhere, and
-        accelerators do not compute it. None: everywhere.
+      is_read_BL: True where the result is needed; None for all positions. Elsewhere the result is
+        undefined (but not NaN), and accelerators skip it.
     """
     return cross_entropy_of(
         network.readout, params, (hidden_BLD,), targets_BL,
@@ -90,35 +89,142 @@ def cross_entropy_of(
 
     The inputs are ``[B, L, ...]``.
     """
+    return read_out(
+        _nll, read, params, inputs, (targets_BL,),
+        vocab_size=vocab_size, mask_id=mask_id, is_read_BL=is_read_BL,
+    )  # fmt: skip
+
+
+def read_out(
+    cost: Callable[..., jax.Array],
+    read: Callable[..., jax.Array],
+    params: Params,
+    inputs: tuple[jax.Array, ...],
+    given: tuple[jax.Array, ...],
+    *,
+    vocab_size: int,
+    mask_id: int,
+    is_read_BL: jax.Array | None = None,
+) -> jax.Array:
+    """``cost(logits_NV, *given) -> [N]`` of any head at every position, ``[B, L]``.
+
+    As in `cross_entropy_of`; `given` are ``[B, L]``, of which a call has some positions in any
+    shape.
+    """
+
+    def measure(params: Params, *arrays: jax.Array) -> jax.Array:
+        return _at_logits(cost, functools.partial(read, params), mask_id, len(given), *arrays)
+
+    return at_positions(
+        measure, params, (*inputs, *given), vocab_size=vocab_size, is_read_BL=is_read_BL
+    )
+
+
+def divergence(
+    reads: tuple[Callable[..., jax.Array], Callable[..., jax.Array]],
+    params: tuple[Params, Params],
+    inputs: tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]],
+    is_read_BL: jax.Array,
+    *,
+    vocab_size: int,
+    mask_id: int,
+) -> jax.Array:
+    """Kullback-Leibler divergence of a head from a teacher in nats, float32 ``[B, L]``.
+
+    ``sum_v p(v) (ln p(v) - ln q(v))`` with p the teacher's, which has no gradient. MASK has no
+    probability under either. Positions are taken as in `cross_entropy`.
+
+    Args:
+      reads: of the teacher and of the head, each ``read(params, *inputs) -> logits [N, V]``.
+      params: of each.
+      inputs: of each, ``[B, L, ...]``.
+      is_read_BL: True where the result is wanted.
+      vocab_size: number of logits.
+      mask_id: the id of MASK.
+    """
+    count = len(inputs[0])
+
+    def measure(params: tuple[Params, Params], *arrays: jax.Array) -> jax.Array:
+        flat = [x.reshape(-1, *x.shape[arrays[-1].ndim :]) for x in arrays]
+        logs = [
+            log_probs(read(own, *given), mask_id=mask_id)
+            for read, own, given in zip(reads, params, (flat[:count], flat[count:-1]), strict=True)
+        ]
+        teacher_NV = jax.lax.stop_gradient(logs[0])
+        # The probability of MASK is 0, and 0 times its infinite logarithms is not a number.
+        gap_NV = jnp.where(jnp.isneginf(teacher_NV), 0.0, teacher_NV - logs[1])
+        return jnp.sum(jnp.exp(teacher_NV) * gap_NV, axis=1).reshape(arrays[-1].shape)
+
+    arrays = (*inputs[0], *inputs[1], is_read_BL.astype(jnp.int32))
+    return at_positions(measure, params, arrays, vocab_size=2 * vocab_size, is_read_BL=is_read_BL)
+
+
+def log_probs(logits_NV: jax.Array, *, mask_id: int) -> jax.Array:
+    """``ln softmax`` in nats, float32 ``[N, V]``, in which MASK has no probability."""
+    is_mask_1V = jnp.arange(logits_NV.shape[1])[None] == mask_id
+    return jax.nn.log_softmax(jnp.where(is_mask_1V, -jnp.inf, logits_NV.astype(jnp.float32)))
+
+
+def at_positions(
+    measure: Callable[..., jax.Array],
+    params: Any,
+    arrays: tuple[jax.Array, ...],
+    *,
+    vocab_size: int,
+    is_read_BL: jax.Array | None = None,
+) -> jax.Array:
+    """``measure(params, *arrays)`` of positions that do not depend on each other, ``[B, L]``.
+
+    Devices, slices and read positions are as in `cross_entropy`.
+
+    Args:
+      measure: a figure of each position, float32, of the shape of the last array, which has one
+        axis or two.
+      params: a pytree of parameters.
+      arrays: ``[B, L, ...]``, and the last one ``[B, L]``.
+      vocab_size: logits of a position.
+      is_read_BL: True where the result is wanted; None: everywhere.
+    """
     # On a CPU, skipping a few positions costs the fast shapes of its products.
     if platform() == "cpu":
         is_read_BL = None
 
-    def of_share(params: Params, *arrays: jax.Array) -> jax.Array:
-        nll = functools.partial(_nll, functools.partial(read, params), mask_id)
+    def of_share(params: Any, *arrays: jax.Array) -> jax.Array:
+        own = functools.partial(measure, params)
         if is_read_BL is None:
-            return _in_slices(nll, arrays, vocab_size)
-        return at_read_positions(nll, arrays[:-1], arrays[-1], vocab_size=vocab_size)
+            return _in_slices(own, arrays, vocab_size)
+        return at_read_positions(own, arrays[:-1], arrays[-1], vocab_size=vocab_size)
 
     asked = () if is_read_BL is None else (is_read_BL,)
-    return on_own_share(of_share, params, (*inputs, targets_BL, *asked), kind="losses")
+    return on_own_share(of_share, params, (*arrays, *asked), kind="losses")
 
 
-def _nll(read: Callable[..., jax.Array], mask_id: int, *arrays: jax.Array) -> jax.Array:
-    """Negative log-probabilities, of the shape of the targets, which come last."""
-    *given, targets = arrays
-    lead = targets.ndim
-    logits = read(*(x.reshape(-1, *x.shape[lead:]) for x in given))
+def _at_logits(
+    cost: Callable[..., jax.Array],
+    read: Callable[..., jax.Array],
+    mask_id: int,
+    num_given: int,
+    *arrays: jax.Array,
+) -> jax.Array:
+    """The costs, of the shape of what is given at each position, which comes last."""
+    inputs, given = arrays[:-num_given], arrays[-num_given:]
+    lead = given[-1].ndim
+    logits = read(*(x.reshape(-1, *x.shape[lead:]) for x in inputs))
     ids = jnp.arange(logits.shape[1])[None, :]
     logits = jnp.where(ids == mask_id, -jnp.inf, logits)
-    chosen = jnp.take_along_axis(logits, targets.reshape(-1, 1), axis=1)[:, 0]
-    return (jax.nn.logsumexp(logits, axis=1) - chosen).reshape(targets.shape)
+    return cost(logits, *given).reshape(given[-1].shape)
+
+
+def _nll(logits_NV: jax.Array, targets: jax.Array) -> jax.Array:
+    """Negative log-probabilities ``[N]`` of targets of any shape."""
+    chosen_N = jnp.take_along_axis(logits_NV, targets.reshape(-1, 1), axis=1)[:, 0]
+    return jax.nn.logsumexp(logits_NV, axis=1) - chosen_N
 
 
 def _in_slices(
     nll: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], vocab_size: int
 ) -> jax.Array:
-    """``nll(*arrays)``, ``[B, L]`` of one device, for some positions of every row at a time."""
+    """``nll(*arrays)``, ``[B, L]`` on one device, in slices of positions."""
     num_rows, num_positions = arrays[-1].shape
     limit = _MAX_LOGITS if platform() == "cpu" else _MAX_ACCELERATOR_LOGITS
     slices = 1
@@ -142,7 +248,7 @@ def at_read_positions(
     *,
     vocab_size: int,
 ) -> jax.Array:
-    """``nll(*arrays)`` at read positions, 0 elsewhere; ``[B, L]`` of one device.
+    """``nll(*arrays)`` at read positions and 0 elsewhere, ``[B, L]`` on one device.
 
     Read positions are moved to the front, and later slices are skipped.
     """
@@ -165,14 +271,14 @@ def at_read_positions(
     firsts = jnp.arange(slices) * size
     compute = jax.checkpoint(lambda piece: one_slice(*piece))
     found_P = jax.lax.map(compute, (firsts, *map(in_front, arrays))).reshape(-1)[:num]
-    # Sorting the places back is the inverse permutation.
+    # Sorting the places gives the inverse permutation.
     found_BL = _permuted(found_P, jnp.argsort(order_P)).reshape(is_read_BL.shape)
     return jnp.where(is_read_BL, found_BL, 0.0)
 
 
 @jax.custom_vjp
 def _permuted(x_P: jax.Array, order_P: jax.Array) -> jax.Array:
-    """``x[order]``, whose gradient is gathered as well: a scatter is slow on accelerators."""
+    """``x[order]`` with a gather as its gradient, because a scatter is slow on accelerators."""
     return x_P[order_P]
 
 

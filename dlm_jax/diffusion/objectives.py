@@ -1,9 +1,9 @@
 """Training objectives: network inputs and targets of a batch.
 
-An objective draws all of its noise for the whole batch before the network runs. So the noise does
-not depend on how the batch is cut into microbatches, and the weights are known before the first of
-them runs. One that runs the network itself is a `NetworkObjective`. A `Mixture` divides the rows of
-a batch among several objectives.
+An objective draws all of its noise for the whole batch before the network runs. The noise therefore
+does not depend on the microbatches, and the weights are known before the first microbatch runs. A
+`NetworkObjective` runs the network itself. A `Mixture` divides the rows of a batch among several
+objectives.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ from dlm_jax.diffusion.corruption import (
     mask_independently,
     stratified_times,
 )
-from dlm_jax.diffusion.losses import Loss, cross_entropy
+from dlm_jax.diffusion.losses import Loss, cross_entropy, hidden_of, read_out
+from dlm_jax.diffusion.processes import (
+    HIGHEST_LEVEL,
+    PROCESSES,
+    Noise,
+    Process,
+    divergence,
+    process_of,
+)
 from dlm_jax.settings import ABOVE_ZERO, Section, names_of, require, section, setting
 from dlm_jax.types import Network, Params, live_positions
 
@@ -33,13 +41,24 @@ MISPRINTS = (
     "missing", "wrong", "stray", "transposed", "missing_pair", "wrong_pair", "stray_pair"
 )  # fmt: skip
 USUAL_MISPRINTS = MISPRINTS[:3]
+TAUGHT = ("sdtt", "certainty")
+"""Objectives that learn from a teacher."""
+
+
+def _noises() -> str:
+    return "; ".join(f"{name} ({vars(cls)['about']})" for name, cls in PROCESSES.items())
 
 
 @section("objective")
 @dataclass(frozen=True)
 class ObjectiveConfig(Section):
-    """The objectives of a bidirectional model; a causal model predicts the next token."""
+    """The objectives of a bidirectional model. A causal model predicts the next token."""
 
+    process: str = setting("masked", f"noise of the ELBO: {_noises()}; or MODULE:CLASS of your own")
+    process_settings: tuple[str, ...] = setting(
+        (), "settings of the process, each NAME=VALUE: uniform_share (mixed; 0.1)",
+        hint=tuple[str, ...], parse=tuple,
+    )  # fmt: skip
     schedule: str = setting(
         "linear", "noise schedule of the ELBO: linear, cosine or polynomial",
         choices=SCHEDULES,
@@ -61,7 +80,7 @@ class ObjectiveConfig(Section):
         low=0, high=1,
     )  # fmt: skip
     patterns: tuple[str, ...] = setting(
-        PATTERNS, "denoising: what selects the positions to restore, one a row",
+        PATTERNS, "denoising: pattern that selects the positions to restore, one per row",
         hint=tuple[str, ...], parse=names_of("objective.patterns", PATTERNS),
     )  # fmt: skip
     max_ratio: float = setting(
@@ -110,6 +129,42 @@ class ObjectiveConfig(Section):
     misprint_masked_rows: float = setting(
         0.5, "proofreading: share of its rows that show MASK besides", low=0, high=1
     )
+    sdtt_share: float = setting(
+        0.0,
+        "share of each batch's rows, and of the loss, in which the model learns to take several "
+        "steps of a teacher in one",
+        low=0,
+        high=1,
+    )
+    sdtt_steps: int = setting(
+        16, "sdtt: steps in which the student shall sample", low=1, high=2**16
+    )
+    sdtt_teacher_steps: int = setting(
+        2, "sdtt: steps of the teacher that one of the student replaces", low=1, high=64
+    )
+    certainty_share: float = setting(
+        0.0,
+        "share of each batch's rows, and of the loss, in which the model learns to be certain at "
+        "once of what a teacher writes step by step",
+        low=0,
+        high=1,
+    )
+    certainty_steps: int = setting(
+        8, "certainty: steps in which the teacher fills a row", low=1, high=64
+    )
+    certainty_draws: float = setting(
+        0.0, "certainty: temperature of the teacher's draws; 0: the likeliest tokens", low=0,
+        high=100,
+    )  # fmt: skip
+    certainty_weight: float = setting(2.0, "certainty: weight of the entropy", low=0, high=1e3)
+    certainty_temperature: float = setting(
+        0.5, "certainty: temperature at which the entropy is taken", low=1e-2, high=100
+    )
+    teacher: str = setting(
+        "",
+        "sdtt and certainty: run, weights file or shipped model whose frozen parameters teach; "
+        "empty: the initial parameters of the run",
+    )
     random_length_share: float = setting(
         0.0, "share of the batches that are cut to a random length; 0.01 is usual", low=0, high=1
     )
@@ -125,6 +180,44 @@ class ObjectiveConfig(Section):
                 f"and objective.{other}={second} add up to more than 1", "lower one",
                 f"objective.{other}",
             )  # fmt: skip
+        names = ("denoising", "proofreading", *self.distilled)
+        total = sum(getattr(self, f"{name}_share") for name in names)
+        for name in self.distilled:
+            share = getattr(self, f"{name}_share")
+            require(
+                total <= 1 + 1e-6, f"objective.{name}_share", share,
+                f"and the other shares add up to {total:.4g}", "lower one",
+            )  # fmt: skip
+        require(
+            not self.teacher or bool(self.distilled), "objective.teacher", self.teacher,
+            "teaches nothing", "set objective.sdtt_share or objective.certainty_share",
+        )  # fmt: skip
+        name = self.process
+        if self.noise_process.is_masked:
+            return
+        for key, value in _MASKED_ALONE.items():
+            require(
+                getattr(self, key) == value, f"objective.{key}", getattr(self, key),
+                f"needs objective.process='masked', and it is {name!r}", f"use {value!r}",
+                "objective.process",
+            )  # fmt: skip
+
+    @property
+    def distilled(self) -> tuple[str, ...]:
+        """The objectives with a share that learn from a teacher."""
+        return tuple(name for name in TAUGHT if getattr(self, f"{name}_share") > 1e-6)
+
+    @property
+    def noise_process(self) -> Process:
+        """The forward process."""
+        return process_of(self.process, self.process_settings)
+
+
+_MASKED_ALONE = {
+    "denoising_share": 0, "proofreading_share": 0, "sdtt_share": 0, "certainty_share": 0,
+    "time_weight": True, "normaliser": "tokens",
+}  # fmt: skip
+"""Settings of losses that read holes, and their values for other processes."""
 
 
 class Batch(NamedTuple):
@@ -147,12 +240,12 @@ class Batch(NamedTuple):
 
 
 class Example(NamedTuple):
-    """The network inputs of a batch, and the target tokens.
+    """The network inputs and targets of a batch.
 
     Attributes:
       shown_BL: int32 canvas that the trunk reads.
       weight_BL: float32 weight of each position's cross-entropy; 0 where nothing is predicted.
-      total: float32 scalar that the weighted sum is divided by.
+      total: float32 scalar divisor of the weighted sum.
       truth: the target rows, if they differ from the batch.
     """
 
@@ -163,7 +256,7 @@ class Example(NamedTuple):
 
 
 Objective = Callable[[Batch, jax.Array], Example]
-"""``(batch, key) -> Example``; rows that belong to another objective have length 0."""
+"""``(batch, key) -> Example``. Rows of other objectives have length 0."""
 
 
 _SMALLEST_TIME = 1e-3
@@ -183,37 +276,43 @@ def elbo(
 
     ``E_t [ -alpha'(t) / (1 - alpha(t)) * sum of the hidden tokens' cross-entropy ]``, with one
     low-discrepancy time per row (Shi et al. 2024, equation 6; Sahoo et al. 2024, equation 11), or
-    per block of a block-causal model, whose bound is the sum over its blocks, each given the clean
-    ones before it (Arriola et al. 2025, Block diffusion, equation 6). Times below 1e-3 are not
-    drawn; what they hold of the bound is at most 1.6e-3 of it. The last two arguments ask for other
-    losses.
+    per block of a block-causal model. The bound of a block-causal model is the sum over its blocks,
+    each conditioned on the clean blocks before it (Arriola et al. 2025, Block diffusion, equation
+    6). Times below 1e-3 are not drawn; they contribute at most 1.6e-3 of the bound. The last two
+    arguments select other losses.
 
     Args:
-      batch: whose free tokens may be hidden.
-      key: of the times and the masks.
-      schedule: of the noise.
+      batch: rows with free tokens to hide.
+      key: key for times and masks.
+      schedule: noise schedule.
       mask_id: the id of MASK.
-      block_length: of a block-causal model, else 0.
+      block_length: block length of a block-causal model, else 0.
       over: ``tokens``: the sum is divided by all tokens that are not given (pre-training of LLaDA,
-        Nie et al. 2025, algorithm 1); ``rows``: each row by its own, then the mean over rows
-        (algorithm 2, its instruction tuning); ``masked``: by the tokens that are hidden (Dream).
+        Nie et al. 2025, algorithm 1); ``rows``: each row by its own tokens, then the mean over rows
+        (algorithm 2, its instruction tuning); ``masked``: by the hidden tokens (Dream).
       is_weighted: whether tokens are weighted by time as in the ELBO; LLaDA2 and Fast-dLLM v2
         weight them equally.
     """
     time_key, mask_key = jax.random.split(key)
     is_free_BL = batch.is_free_BL()
     num_rows, num_positions = is_free_BL.shape
-    if block_length:
-        num_blocks = -(-num_positions // block_length)
-        t_P = stratified_times(time_key, num_rows * num_blocks, smallest=_SMALLEST_TIME)
-        # A row's blocks lie far apart in the strata, so that each row covers all times, too.
-        t_BN = t_P.reshape(num_blocks, num_rows).T
-        t = jnp.repeat(t_BN, block_length, axis=1)[:, :num_positions]
-    else:
-        t = stratified_times(time_key, num_rows, smallest=_SMALLEST_TIME)
+    t = _times(time_key, num_rows, num_positions, block_length, smallest=_SMALLEST_TIME)
     is_masked_BL = mask_independently(mask_key, schedule.masked_ratio(t), is_free_BL)
     weight = schedule.weight(t) if is_weighted else jnp.ones_like(t)
     return elbo_at(batch, is_masked_BL, weight, mask_id=mask_id, over=over)
+
+
+def _times(
+    key: jax.Array, num_rows: int, num_positions: int, block_length: int, *, smallest: float = 0.0
+) -> jax.Array:
+    """Low-discrepancy times ``[B]``, or ``[B, L]`` for the blocks of a block-causal model."""
+    if not block_length:
+        return stratified_times(key, num_rows, smallest=smallest)
+    num_blocks = -(-num_positions // block_length)
+    t_P = stratified_times(key, num_rows * num_blocks, smallest=smallest)
+    # The blocks of a row are far apart in the strata, so each row covers all times.
+    t_BN = t_P.reshape(num_blocks, num_rows).T
+    return jnp.repeat(t_BN, block_length, axis=1)[:, :num_positions]
 
 
 def elbo_at(
@@ -224,9 +323,9 @@ def elbo_at(
     mask_id: int,
     over: str = "tokens",
 ) -> Example:
-    """The example of given masks: ``weight`` times the cross-entropy of what they hide.
+    """The example of given masks: ``weight`` times the cross-entropy of the hidden tokens.
 
-    One weight a row, ``[B]``, or a position, ``[B, L]``. `over` is as in `elbo`.
+    Weights are per row, ``[B]``, or per position, ``[B, L]``. `over` is as in `elbo`.
     """
     weight_BL = weight if weight.ndim == 2 else weight[:, None]
     weight_BL = jnp.where(is_masked_BL, weight_BL, 0.0)
@@ -251,8 +350,8 @@ def denoising(
 ) -> Example:
     """Plain cross-entropy at the positions that a corruption pattern selects.
 
-    Each row takes one of the patterns, uniformly. ``random`` and ``sticky`` select a share of the
-    row that is uniform on (0, max_ratio]. With identity targets every free position is predicted,
+    Each row uses one pattern, drawn uniformly. ``random`` and ``sticky`` select a share of the row
+    that is uniform on (0, max_ratio]. With identity targets every free position is predicted,
     selected or not.
     """
     is_free_BL = batch.is_free_BL()
@@ -290,10 +389,9 @@ class Misprints(NamedTuple):
 
     Attributes:
       shown_BL: int32 canvas.
-      true_BL: int32, what should stand at each position as the text around it has it: behind a
-        missing token that token, at a stray one the token that follows, elsewhere the position's
-        own.
-      length_B: int32 live tokens of each row, as many as fit.
+      true_BL: int32 target of each position: the missing token at the position after it, the
+        following token at a stray token, and otherwise the token of the position.
+      length_B: int32 live tokens of each row, cut at the canvas.
     """
 
     shown_BL: jax.Array
@@ -302,7 +400,7 @@ class Misprints(NamedTuple):
 
 
 class _Damage(NamedTuple):
-    """The corruption of each clean token; the last two are None if they do not occur."""
+    """The corruption of each clean token. The last two fields are None if they do not occur."""
 
     is_missing_BL: jax.Array
     is_wrong_BL: jax.Array
@@ -322,22 +420,20 @@ def misprint(
 ) -> Misprints:
     """Each free position is misprinted with its row's probability, in one of several ways.
 
-    Its token is missing, or another stands there (*wrong*), or a *stray* one stands in front of it:
-    half of those double the token before, the others are, like the wrong ones, tokens of the row.
-    Nothing is stray behind what is missing, and a stray token that equals the one behind it is no
-    misprint. Or it changes places with the token behind it (*transposed*), or the same happens to
-    both of them (*missing_pair*, *wrong_pair*); one behind it that is given, or misprinted itself,
-    is spared, and then nothing is transposed. Of two stray tokens (*stray_pair*) half double the
-    two before.
+    The kinds are: the token is removed (*missing*), replaced (*wrong*), preceded by an extra token
+    (*stray*), or swapped with the next token (*transposed*). *missing_pair* and *wrong_pair* also
+    apply to the next token, and *stray_pair* inserts two tokens. Half of the stray tokens repeat
+    the preceding tokens. Other stray and wrong tokens are drawn from the row. No stray token
+    follows a missing token, and a stray token equal to its successor is not a misprint. A next
+    token that is given or misprinted itself is not changed, and then nothing is transposed.
 
     Args:
-      key: of all the draws.
+      key: key for all draws.
       tokens_BL: int32 clean rows.
       length_B: int32 live tokens of each row.
       is_free_BL: True at live tokens that may be misprinted.
       ratio_B: float32 in [0, 1].
-      kinds: of `MISPRINTS`, each as likely; one that is named twice is
-        twice as likely.
+      kinds: names from `MISPRINTS`, equally likely. A name that occurs twice is twice as likely.
     """
     num_positions = tokens_BL.shape[1]
     hit_key, kind_key, other_key, double_key = jax.random.split(key, 4)
@@ -368,7 +464,7 @@ def misprint(
         first_BL = first_BL.at[:, :2].set(other_BL[:, :2])
         pair_BL = jnp.where(damage.has_two_strays_BL, until_BL - 3, num_positions)
         shown_BL, true_BL = _put(shown_BL, pair_BL, first_BL), _put(true_BL, pair_BL, tokens_BL)
-    # A kept token after a stray one is in its place.
+    # A kept token after a stray one is correct.
     return Misprints(shown_BL, true_BL, jnp.minimum(until_BL[:, -1], num_positions))
 
 
@@ -386,7 +482,7 @@ def _damage(
         numbers = [number for number, kind in enumerate(kinds) if kind == name]
         return is_hit_BL & jnp.isin(kind_BL, jnp.array(numbers))
 
-    # The second of two: one that may be misprinted, and is not misprinted itself.
+    # The second of a pair must be free and not misprinted itself.
     is_second_BL = is_free_BL & ~is_hit_BL
 
     def with_pairs(name: str) -> jax.Array:
@@ -405,7 +501,9 @@ def _damage(
 
 
 def _printed(tokens_BL: jax.Array, other_BL: jax.Array, damage: _Damage) -> jax.Array:
-    """The visible token for each token that is not missing: itself, another, or its neighbour."""
+    """The visible token for each token that is not missing: the token, a wrong token, or its
+    neighbour.
+    """
     printed_BL = jnp.where(damage.is_wrong_BL, other_BL, tokens_BL)
     if damage.is_swapped_BL is None:
         return printed_BL
@@ -422,7 +520,7 @@ def _due(tokens_BL: jax.Array, is_kept_BL: jax.Array) -> jax.Array:
 
 
 def _put(old_BL: jax.Array, at_BL: jax.Array, new_BL: jax.Array) -> jax.Array:
-    """With the new values at those positions of each row; none where they lie outside."""
+    """The array with new values at these positions of each row. Positions outside are ignored."""
 
     def one_row(old_L: jax.Array, at_L: jax.Array, new_L: jax.Array) -> jax.Array:
         return old_L.at[at_L].set(new_L, mode="drop")
@@ -449,12 +547,11 @@ def proofreading(
     kinds: tuple[str, ...] = USUAL_MISPRINTS,
     masked_rows: float = 0.5,
 ) -> Example:
-    """Plain cross-entropy of the corrected token at every free position of misprinted rows.
+    """Plain cross-entropy of the correct token at every free position of misprinted rows.
 
-    A share of each row that is uniform on (0, max_ratio] is misprinted, in one of the kinds. A
-    share `masked_rows` of the rows shows MASK besides, each at a share of its positions that is
-    uniform on (0, 1]. The targets are those of `Misprints`; a row that
-    grows is cut at the canvas.
+    The misprinted share of each row is uniform on (0, max_ratio]. A share `masked_rows` of the rows
+    also shows MASK, at a share of positions that is uniform on (0, 1]. The targets are those of
+    `Misprints`. Rows that grow are cut at the canvas.
     """
     ratio_key, print_key, share_key, mask_key = jax.random.split(key, 4)
     num_rows = batch.tokens_BL.shape[0]
@@ -473,16 +570,18 @@ def proofreading(
 
 
 def next_token(batch: Batch) -> Example:
-    """The autoregressive example of a causal model: every free token from those to its left."""
+    """The autoregressive example of a causal model: every free token is predicted from the tokens
+    to its left.
+    """
     weight_BL = batch.is_free_BL().astype(jnp.float32)
     return Example(batch.tokens_BL, weight_BL, jnp.sum(weight_BL))
 
 
 def at_random_length(batch: Batch, key: jax.Array, *, share: float) -> Batch:
-    """The batch, in a `share` of all cases with its rows cut to one length uniform on 1..L.
+    """The batch. With probability `share` its rows are cut to one length, uniform on 1..L.
 
-    This trains a model on short canvases too; LLaDA (Nie et al. 2025, section 2.2) cuts 1% of its
-    batches.
+    This also trains the model on short canvases. LLaDA (Nie et al. 2025, section 2.2) cuts 1% of
+    its batches.
     """
     happens_key, length_key = jax.random.split(key)
     num_positions = batch.tokens_BL.shape[1]
@@ -496,25 +595,131 @@ def at_random_length(batch: Batch, key: jax.Array, *, share: float) -> Batch:
 
 @dataclass(frozen=True)
 class NetworkObjective:
-    """An objective that runs the network itself, as often and on whatever it needs.
+    """An objective that runs the network itself, any number of times on any inputs.
 
     Attributes:
-      draw: ``(batch, key) -> noise``, a pytree of everything random, drawn for the whole batch
-        before it is cut into microbatches: every leaf is ``[B, ...]`` or, like the total that a
-        loss is divided by, a scalar. Rows of other objectives have length 0.
+      draw: ``(batch, key) -> noise``, a pytree of all random values, drawn for the whole batch
+        before it is split into microbatches. Every leaf is ``[B, ...]`` or a scalar, such as the
+        divisor of a loss. Rows of other objectives have length 0.
       loss: ``(network, params, noise) -> Loss``, differentiated for all parameters that train.
-      anchor: ``(network, params, reference, noise) -> noise``, for the whole batch, with what is
-        computed once at the parameters before the updates of a step and at the reference; None:
-        the noise is as it is drawn.
+        With a teacher, its parameters are a fourth argument.
+      anchor: ``(network, params, reference, noise) -> noise`` for the whole batch. It adds values
+        computed once at the parameters before the updates of a step and at the reference. None
+        leaves the noise unchanged.
+      needs_teacher: whether the run keeps the parameters of a teacher, which are the reference:
+        those of ``objective.teacher``, or its own initial ones.
     """
 
     draw: Callable[[Batch, jax.Array], Any]
-    loss: Callable[[Network, Params, Any], Loss]
+    loss: Callable[..., Loss]
     anchor: Callable[[Network, Params, Params, Any], Any] | None = None
+    needs_teacher: bool = False
+
+
+class Noised(NamedTuple):
+    """A batch with the noise of a forward process.
+
+    Attributes:
+      batch: the true rows.
+      shown_BL: int32, the noised rows.
+      noise: of each position, in the bound; its weight is 0 where nothing is predicted.
+      total: float32 scalar, the free tokens of the whole batch.
+    """
+
+    batch: Batch
+    shown_BL: jax.Array
+    noise: Noise
+    total: jax.Array
+
+
+def noised_at(
+    process: Process,
+    batch: Batch,
+    key: jax.Array,
+    t: jax.Array,
+    *,
+    schedule: Schedule,
+    mask_id: int,
+    noise_ids: tuple[int, ...],
+) -> Noised:
+    """The batch at times of its rows ``[B]``, or of positions ``[B, L]``, in [0, 1].
+
+    With a key for each row, ``[B]``, the noise of a row depends on its own alone. At times below
+    1e-3 the term is that of one step from there to time 0, over 1e-3, so that the mean over uniform
+    times is a bound for any network.
+    """
+    is_first = t <= _SMALLEST_TIME
+    t = jnp.maximum(t, _SMALLEST_TIME)
+    level = jnp.minimum(schedule.masked_ratio(t), HIGHEST_LEVEL)
+    speed = jnp.where(is_first, 1.0 / _SMALLEST_TIME, schedule.weight(t) * schedule.masked_ratio(t))
+    is_free_BL = batch.is_free_BL()
+    ids = {"mask_id": mask_id, "noise_ids": noise_ids}
+    sample = functools.partial(process.sample, **ids)
+    if key.ndim:
+        shown_BL = jax.vmap(lambda key, *row: sample(key, *(x[None] for x in row))[0])(
+            key, batch.tokens_BL, level, is_free_BL
+        )
+    else:
+        shown_BL = sample(key, batch.tokens_BL, level, is_free_BL)
+    noise = process.noise(batch.tokens_BL, shown_BL, level, speed, is_first, **ids)
+    noise = noise._replace(weight=jnp.where(is_free_BL, noise.weight, 0.0))
+    return Noised(batch, shown_BL, noise, jnp.sum(is_free_BL).astype(jnp.float32))
+
+
+def process_costs(
+    network: Network,
+    params: Params,
+    noised: Noised,
+    *,
+    mask_id: int,
+    noise_ids: tuple[int, ...],
+) -> jax.Array:
+    """What each position adds to the bound at its time, nats ``[B, L]``; see `divergence`."""
+    batch, shown_BL, noise = noised.batch, noised.shown_BL, noised.noise
+    hidden_BLD = hidden_of(network, params, shown_BL, batch.tokens_BL, batch.length_B)
+
+    def cost(logits_NV: jax.Array, *given: jax.Array) -> jax.Array:
+        clean_N, shown_N, *noise_N = (x.reshape(-1) for x in given)
+        return divergence(logits_NV, clean_N, shown_N, Noise(*noise_N), noise_ids=noise_ids)
+
+    is_read_BL = noise.weight > 0
+    term_BL = read_out(
+        cost, network.readout, params, (hidden_BLD,), (batch.tokens_BL, shown_BL, *noise),
+        vocab_size=network.vocab_size, mask_id=mask_id, is_read_BL=is_read_BL,
+    )  # fmt: skip
+    return jnp.where(is_read_BL, noise.weight * term_BL, 0.0)
+
+
+def process_elbo(
+    process: Process,
+    *,
+    schedule: Schedule,
+    mask_id: int,
+    noise_ids: tuple[int, ...],
+    block_length: int = 0,
+) -> NetworkObjective:
+    """One-sample estimate of the continuous-time negative ELBO of any process, per token.
+
+    With low-discrepancy times as in `elbo`; what times below 1e-3 hold is `noised_at`'s.
+    """
+
+    def draw(batch: Batch, key: jax.Array) -> Noised:
+        time_key, noise_key = jax.random.split(key)
+        num_rows, num_positions = batch.tokens_BL.shape
+        t = _times(time_key, num_rows, num_positions, block_length)
+        return noised_at(
+            process, batch, noise_key, t, schedule=schedule, mask_id=mask_id, noise_ids=noise_ids
+        )
+
+    def loss(network: Network, params: Params, noised: Noised) -> Loss:
+        cost_BL = process_costs(network, params, noised, mask_id=mask_id, noise_ids=noise_ids)
+        return Loss(jnp.sum(cost_BL), noised.total)
+
+    return NetworkObjective(draw, loss)
 
 
 class MixedExample(NamedTuple):
-    """A batch with the examples of a mixture: each row belongs to one objective.
+    """A batch with the examples of a mixture. Each row belongs to one objective.
 
     Attributes:
       batch: the rows to predict.
@@ -538,12 +743,12 @@ class MixedExample(NamedTuple):
 
 @dataclass(frozen=True)
 class Mixture:
-    """Objectives that share every batch: each has its rows, and its share of the loss.
+    """Objectives that share every batch. Each has a share of the rows and of the loss.
 
     Attributes:
       objectives: by name.
       shares: by name, share of the rows (rounded) and of the loss; they add up to 1.
-      random_length_share: share of the batches that are cut, see `at_random_length`.
+      random_length_share: share of batches that are cut, see `at_random_length`.
     """
 
     objectives: Mapping[str, Objective | NetworkObjective] = field(default_factory=dict)
@@ -552,11 +757,16 @@ class Mixture:
 
     @property
     def reads_trunk(self) -> bool:
-        """Whether an objective reads the trunk's pass over the shown canvas."""
+        """Whether an objective reads the output of the trunk for the shown canvas."""
         return any(not isinstance(one, NetworkObjective) for one in self.objectives.values())
 
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether an objective learns from a teacher."""
+        return any(getattr(one, "needs_teacher", False) for one in self.objectives.values())
+
     def example(self, batch: Batch, key: jax.Array) -> MixedExample:
-        """The batch's example, with noise from `key` alone."""
+        """The example of a batch, with noise from `key` only."""
         length_key, *keys = jax.random.split(key, 1 + len(self.objectives))
         if self.random_length_share > 0:
             batch = at_random_length(batch, length_key, share=self.random_length_share)
@@ -579,11 +789,13 @@ class Mixture:
         hidden_BLD: jax.Array | None,
         *,
         mask_id: int,
+        teacher: Params | None = None,
     ) -> dict[str, Loss]:
-        """By objective, its loss over the example.
+        """The loss of each objective over the example.
 
-        `hidden_BLD` is what the trunk returned for ``example.shown_BL``, if the mixture
-        `reads_trunk`. MASK is never a prediction.
+        `hidden_BLD` is the output of the trunk for ``example.shown_BL``, if the mixture
+        `reads_trunk`. `teacher` holds the parameters of the teacher, if it `needs_teacher`. MASK is
+        never predicted.
         """
         found = {}
         if hidden_BLD is not None:
@@ -593,12 +805,13 @@ class Mixture:
                 mask_id=mask_id, is_read_BL=example.is_supervised_BL(),
             )  # fmt: skip
             for name, weight_BL in example.weights.items():
-                # At positions without a prediction the text may hold MASK, whose cost is infinite.
+                # Positions without a prediction may hold MASK, which has infinite cost.
                 weighted_BL = jnp.where(weight_BL > 0, weight_BL * nll_BL, 0.0)
                 found[name] = Loss(jnp.sum(weighted_BL), example.totals[name])
         for name, objective in self.objectives.items():
             if isinstance(objective, NetworkObjective):
-                found[name] = objective.loss(network, params, example.noise[name])
+                taught = (teacher,) if objective.needs_teacher else ()
+                found[name] = objective.loss(network, params, example.noise[name], *taught)
         return {name: found[name] for name in self.objectives}
 
     def without_rows(self, num_rows: int) -> list[str]:
@@ -607,21 +820,21 @@ class Mixture:
         return [name for name, count in zip(self.objectives, counts, strict=True) if not count]
 
     def fills(self, num_rows: int, num_parts: int) -> bool:
-        """Whether every objective has a row in each part of a batch, rows dealt out in turn."""
+        """Whether every objective has a row in each part of a batch with interleaved rows."""
         owner_B, names = self._owners(num_rows), range(len(self.objectives))
         return all(set(names) <= set(owner_B[part::num_parts]) for part in range(num_parts))
 
     def _owners(self, num_rows: int) -> np.ndarray:
-        """Number of the objective that each row belongs to, interleaved."""
+        """Index of the objective of each row, interleaved."""
         middle = (np.arange(num_rows) + 0.5) / num_rows
-        # Rows are dealt in an order that spreads every objective over the batch (golden ratio).
+        # The order of rows spreads every objective over the batch (golden ratio).
         spread = np.argsort(np.argsort((np.arange(num_rows) * 0.618034) % 1.0))
         bounds = np.cumsum(list(self.shares.values()))[:-1]
         return np.searchsorted(bounds, middle[spread], side="right")
 
 
 def _with_rows(mixed: MixedExample, name: str, is_own_B: np.ndarray, example: Any) -> MixedExample:
-    """`mixed`, with the example of one objective in that objective's rows."""
+    """`mixed` with the example of one objective in its rows."""
 
     def choose(own: jax.Array, other: jax.Array) -> jax.Array:
         return jnp.where(is_own_B.reshape(-1, *[1] * (own.ndim - 1)), own, other)
@@ -634,43 +847,4 @@ def _with_rows(mixed: MixedExample, name: str, is_own_B: np.ndarray, example: An
         shown_BL=choose(example.shown_BL, mixed.shown_BL),
         weights=mixed.weights | {name: example.weight_BL},
         totals=mixed.totals | {name: example.total},
-    )
-
-
-def mixture_of(
-    config: ObjectiveConfig, *, mask_id: int, random_ids: tuple[int, ...], block_length: int = 0
-) -> Mixture:
-    """The objectives as a config mixes them; those without a share are left out.
-
-    Args:
-      config: the section.
-      mask_id: the id of MASK.
-      random_ids: ids that a corruption may show instead of the true token.
-      block_length: of a block-causal model, else 0.
-    """
-    table: dict[str, tuple[float, Objective]] = {
-        "elbo": (
-            1.0 - config.denoising_share - config.proofreading_share,
-            functools.partial(
-                elbo, schedule=SCHEDULES[config.schedule](config.schedule_power), mask_id=mask_id,
-                block_length=block_length, over=config.normaliser, is_weighted=config.time_weight,
-            ),
-        ),
-        "denoising": (
-            config.denoising_share,
-            functools.partial(denoising, settings=config, mask_id=mask_id, random_ids=random_ids),
-        ),
-        "proofreading": (
-            config.proofreading_share,
-            functools.partial(
-                proofreading, max_ratio=config.misprint_ratio, mask_id=mask_id,
-                kinds=config.misprint_kinds, masked_rows=config.misprint_masked_rows,
-            ),
-        ),
-    }  # fmt: skip
-    used = {name: found for name, found in table.items() if found[0] > 1e-6}
-    return Mixture(
-        {name: objective for name, (_, objective) in used.items()},
-        {name: share for name, (share, _) in used.items()},
-        random_length_share=config.random_length_share,
     )

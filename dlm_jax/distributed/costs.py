@@ -477,8 +477,8 @@ class Cost:
     Attributes:
       seconds: estimated.
       exposed: seconds spent waiting for collectives.
-      flops: of matrix products.
-      memory_bytes: to and from the main memory.
+      flops: FLOP of matrix products.
+      memory_bytes: traffic of the main memory in bytes.
       moved: bytes by kind of collective.
       unknown_loops: loops with an unknown bound, which count once.
     """

@@ -55,7 +55,7 @@ class OwnRows:
 
     Args:
       home: placement of the rows.
-      num_rows: of all processes.
+      num_rows: number of rows over all processes.
 
     Attributes:
       share: index of the part, and number of parts; processes that split only parameters have the

@@ -20,6 +20,19 @@ from dlm_jax.settings import Section, Trait, require, section, setting
 
 _MOST_DEVICES = 2**20
 
+WITHOUT_DEFAULTS = "none"
+"""The entry of ``mesh.compiler_options`` that drops the defaults of the devices."""
+
+
+def _options(given: Any) -> tuple[str, ...]:
+    for text in given:
+        name, equals, _ = text.partition("=")
+        require(
+            text == WITHOUT_DEFAULTS or bool(name and equals), "mesh.compiler_options", text,
+            "is not name=value", "write xla_tpu_scoped_vmem_limit_kib=65536, say, or none",
+        )  # fmt: skip
+    return tuple(given)
+
 
 @section("mesh", Trait.FREE)
 @dataclass(frozen=True)
@@ -49,6 +62,14 @@ class MeshConfig(Section):
         high=_MOST_DEVICES,
     )  # fmt: skip
 
+    compiler_options: tuple[str, ...] = setting(
+        (),
+        "options of the compiler, name=value each, beside those that the devices have by default "
+        "(dlm_jax/distributed/compiler.py) or in their place; none: without those",
+        hint=tuple[str, ...],
+        parse=_options,
+    )
+
     def check(self) -> None:
         require(self.data != 0, "mesh.data", self.data, "must be -1 or at least 1")
 
@@ -58,12 +79,13 @@ class Chip:
     """Peak figures of one chip.
 
     Attributes:
-      name: as in the name of a topology.
+      name: prefix in the name of a topology.
       flops: products in bfloat16, FLOP/s.
       clock: cycles/s of the compiler's estimates.
       memory: bytes.
-      bandwidth: of the memory, bytes/s.
-      link: of the links along one dimension of the torus, both directions together, bytes/s.
+      bandwidth: memory bandwidth, bytes/s.
+      link: bandwidth of the links along one dimension of the torus, both directions together,
+        bytes/s.
       torus: smallest size of a dimension with wrap-around links; 0: none.
     """
 

@@ -1,8 +1,8 @@
 """Sharding on a mesh: a partition for each parameter by its path, and for each activation.
 
-``data`` splits the batch; ``fsdp`` splits the batch too, and the parameters with their optimiser
-state; ``tensor`` splits the matrices inside a layer, ``expert`` the experts of a layer that has
-some, and the batch elsewhere; ``context`` splits the positions of a row.
+``data`` splits the batch. ``fsdp`` also splits the batch, and the parameters with their optimiser
+state. ``tensor`` splits the matrices inside a layer. ``expert`` splits the experts of a layer, and
+the batch elsewhere. ``context`` splits the positions of a row.
 
 By default the compiler propagates the sharding of the parameters. With ``fsdp`` it would split
 hidden vectors by feature, so that every chip holds all rows and each product ends in a sum over all
@@ -94,8 +94,8 @@ def on_own_share(
     Args:
       compute: independent along the axes that `kind` splits; its result is split as its arrays.
       params: all parameters; those that it does not read are not moved.
-      arrays: with the same leading dimensions, those that `kind` splits.
-      kind: of the arrays and of the result, a name in `PLACES`.
+      arrays: arrays with the same leading dimensions, which `kind` splits.
+      kind: kind of the arrays and of the result, a name in `PLACES`.
     """
     mesh = mesh_in_use()
     if mesh is None:
@@ -150,8 +150,11 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"blocks/.*/(query|key|value)/bias$", P(None, "tensor")),
     (r"blocks/.*/expert_(gate|up)$", P(None, "expert", "fsdp", "tensor")),
     (r"blocks/.*/expert_down$", P(None, "expert", "tensor", "fsdp")),
+    (r"self_conditioning/mlp/(up|gate)/kernel$", P("fsdp", "tensor")),
+    (r"self_conditioning/mlp/down/kernel$", P("tensor", "fsdp")),
     # Small, hence replicated.
     (r"blocks/.*/router(/kernel|_bias)$", P()),
+    (r"blocks/.*_scale$", P()),
     (r"(^|/)adapters/", P()),
     (r"(sampler|scorer)_head/inner/kernel$", P("fsdp", "tensor")),
     (r"sampler_head/out/kernel$", P("tensor", "fsdp")),

@@ -26,13 +26,15 @@ import numpy as np
 from dlm_jax.data import HubTokenizer
 from dlm_jax.diffusion.likelihood import bound_at, causal_nll
 from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.distributed import compiler
+from dlm_jax.inference import decisions
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model, load
 from dlm_jax.inference.reader import Reader
 from dlm_jax.inference.request import Request, make_requests, settings_of_call
 from dlm_jax.inference.results import canvas_size
 from dlm_jax.inference.scheduler import Ticket
-from dlm_jax.model.kernels import cpu
+from dlm_jax.settings import SettingError
 from dlm_jax.types import Network, Params
 
 
@@ -138,7 +140,7 @@ class Asked(NamedTuple):
       context: text before it.
       until: texts that end it; they are not part of it.
       length: limit of new tokens; None: 256, as in lm-evaluation-harness.
-      settings: of the row.
+      settings: settings of the row.
       is_chat: whether names of special tokens in the context stand for them.
       unread: ignored generation arguments that would have an effect in other models.
     """
@@ -278,13 +280,18 @@ class Likelihoods:
       model: a diffusion model (bounds) or a causal one (exact).
       num_draws: masks of each pair.
       batch_size: rows per call, up to `ROWS`; the remaining rows of the program are padding.
-      seed: of the masks.
+      seed: seed of the masks.
     """
 
     def __init__(self, model: Model, *, num_draws: int = 32, batch_size: int = ROWS, seed: int = 0):
         if model.network.scorer is not None:
             raise ValueError(
                 "the model is a sequence scorer, which has no likelihood; load a language model"
+            )
+        if not model.process.is_masked:
+            raise ValueError(
+                "the harness draws masks, and the model was trained with "
+                f"objective.process={model.process.name!r}; use dlm_jax.score"
             )
         if not 1 <= num_draws <= 1 << 16:
             raise ValueError(f"num_draws={num_draws} is outside [1, 65536]; use 32, say")
@@ -304,7 +311,9 @@ class Likelihoods:
             for pair in pairs
         ]
         rows = [(pair, mask) for pair, own in zip(pairs, masks, strict=True) for mask in own]
-        run = _costs(self._model.network, self._mask_id, self._model.is_causal)
+        run = _costs(
+            self._model.network, self._mask_id, self._model.is_causal, self._model.compiler_options
+        )
         found = np.zeros(len(rows))
         for places, arrays in self._batches(rows):
             found[places] = np.asarray(run(self._model.params, *arrays))[: len(places)]
@@ -316,7 +325,7 @@ class Likelihoods:
 
         A causal model writes from left to right.
         """
-        run = _guesses(self._model.network, self._mask_id)
+        run = _guesses(self._model.network, self._mask_id, self._model.compiler_options)
         masks = [np.arange(pair.ids.size) >= pair.given for pair in pairs]
         is_greedy = [True] * len(pairs)
         open_ = list(range(len(pairs)))
@@ -357,7 +366,9 @@ class Likelihoods:
 
 
 @functools.lru_cache(maxsize=16)
-def _costs(network: Network, mask_id: int, is_causal: bool) -> Callable[..., jax.Array]:
+def _costs(
+    network: Network, mask_id: int, is_causal: bool, compiler_options: tuple[str, ...]
+) -> Callable[..., jax.Array]:
     def run(
         params: Params, tokens: jax.Array, length: jax.Array, given: jax.Array, masked: jax.Array
     ) -> jax.Array:
@@ -366,11 +377,13 @@ def _costs(network: Network, mask_id: int, is_causal: bool) -> Callable[..., jax
             return causal_nll(network, params, batch, mask_id=mask_id)
         return jax.numpy.sum(bound_at(network, params, batch, masked, mask_id=mask_id), axis=1)
 
-    return jax.jit(run, compiler_options=cpu.compiler_options(is_training=False))
+    return jax.jit(run, compiler_options=compiler.options("sample", given=compiler_options))
 
 
 @functools.lru_cache(maxsize=16)
-def _guesses(network: Network, mask_id: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def _guesses(
+    network: Network, mask_id: int, compiler_options: tuple[str, ...]
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """The most likely id at each position, and its probability."""
 
     def run(
@@ -391,7 +404,7 @@ def _guesses(network: Network, mask_id: int) -> Callable[..., tuple[jax.Array, j
 
         return jax.lax.map(of_row, hidden)
 
-    return jax.jit(run, compiler_options=cpu.compiler_options(is_training=False))
+    return jax.jit(run, compiler_options=compiler.options("sample", given=compiler_options))
 
 
 Instances = Sequence[Any]
@@ -417,14 +430,17 @@ class Evaluated:
     Args:
       checkpoint: as in `dlm_jax.load`; the shipped model by default.
       draws: masks of each likelihood.
+      likelihood: of continuations: ``bound``, or ``chain``, which is exact: the tokens are written
+        from left to right (`dlm_jax.decide`), so that choices are compared without draws.
       batch_size: rows that run at once, up to 32; "auto" is 32. It does not affect results.
-      seed: of masks and texts.
+      seed: seed of masks and texts.
       dtype: as in `dlm_jax.load`.
+      quantize: as in `dlm_jax.load`.
       preset: name of a preset of the model.
       model: a loaded model, in place of `checkpoint`.
       max_batch_size: ignored.
       device: ignored; JAX chooses it.
-      **settings: of generated texts, by name (docs/settings.md).
+      **settings: settings of generated texts, by name (docs/settings.md).
     """
 
     def __init__(
@@ -432,9 +448,11 @@ class Evaluated:
         checkpoint: str | None = None,
         *,
         draws: int = 32,
+        likelihood: str = "bound",
         batch_size: int | str = "auto",
         seed: int = 0,
         dtype: str | None = None,
+        quantize: str | None = None,
         preset: str | None = None,
         model: Model | None = None,
         max_batch_size: int | None = None,
@@ -443,9 +461,14 @@ class Evaluated:
     ):
         super().__init__()
         del max_batch_size, device
-        self.model = load(checkpoint, dtype=dtype) if model is None else model
+        if model is None:
+            model = load(checkpoint, dtype=dtype, quantize=quantize)
+        self.model = model
         self._batch_size = ROWS if str(batch_size).startswith("auto") else int(batch_size)
         self._seed, self._is_chat = int(seed), False
+        if likelihood not in ("bound", "chain"):
+            raise SettingError("likelihood", likelihood, "is unknown", "use bound or chain")
+        self._is_chain = likelihood == "chain" and not self.model.is_causal
         self._settings = (self.model.preset(preset) if preset else {}) | settings
         settings_of_call(self.model, self._settings)
         self._likelihoods = Likelihoods(
@@ -455,10 +478,15 @@ class Evaluated:
     def loglikelihood(self, requests: Instances) -> list[tuple[float, bool]]:
         """The log-likelihood of each continuation, and whether the model would write it."""
         pairs = [pair_of(self.model, *request.args, is_chat=self._is_chat) for request in requests]
-        nats = self._likelihoods.nats(pairs)
+        nats = self._chain(pairs) if self._is_chain else self._likelihoods.nats(pairs)
         found = list(zip((-nats).tolist(), self._likelihoods.are_greedy(pairs), strict=True))
         self._keep("loglikelihood", requests, found)
         return found
+
+    def _chain(self, pairs: Sequence[Pair]) -> np.ndarray:
+        """Minus the log-probability of each continuation, written from left to right."""
+        rows = [decisions.Row(pair.ids, range(pair.given, pair.ids.size)) for pair in pairs]
+        return -decisions.logprobs(self.model, rows, num_rows=ROWS)
 
     def loglikelihood_rolling(self, requests: Instances) -> list[float]:
         """The log-likelihood of whole texts, in windows of the model's canvas."""

@@ -1,4 +1,4 @@
-"""The critic head: which tokens of a filled canvas are wrong."""
+"""The critic head, which predicts the wrong tokens of a filled canvas."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from dlm_jax.types import Network, Params, live_positions
 
 CRITIC = "critic_head"
 RECOMMENDED = ("sample.sampler_min_neighbors_ratio", "sample.sampler_even_odd")
-"""Request settings for filling its canvases."""
+"""Request settings for filling the canvases of the critic."""
 
 
 def critic_head(setup: Setup) -> Head | None:
-    """The record of the critic; None for a model without one.
+    """The record of the critic, or None for a model without one.
 
-    Its canvas is the shown one with the supervised holes filled by the model itself, in waves once
-    the sampler head trains, as ``[sample]`` recommends them. The gradient flows into the trunk.
+    Its canvas is the shown canvas with the supervised holes filled by the model. The fill uses
+    ``[sample]``, in waves once the sampler head trains. The gradient flows into the trunk.
     """
     if not setup.config.model.add_critic_head:
         return None
@@ -45,7 +45,9 @@ def critic_head(setup: Setup) -> Head | None:
         )  # fmt: skip
 
     def draw(example: MixedExample, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(uint32 seeds ``[B]`` of the draws that fill the canvas, number of judged positions)."""
+        """uint32 seeds ``[B]`` for the draws that fill the canvas, and the number of judged
+        positions.
+        """
         _, is_judged_BL = positions(example)
         seed_B = jax.random.bits(key, (example.shown_BL.shape[0],), jnp.uint32)
         return seed_B, jnp.sum(is_judged_BL).astype(jnp.float32)
@@ -79,7 +81,7 @@ class CriticTargets(NamedTuple):
     """The targets of the critic.
 
     Attributes:
-      filled_BL: int32 canvas, its holes filled.
+      filled_BL: int32 canvas with its holes filled.
       is_wrong_BL: True where the filled token is not the true one.
       is_judged_BL: True at positions in the loss.
     """
@@ -97,10 +99,10 @@ def critic_positions(
     mask_id: int,
     masked_only: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """(holes that are filled, positions that the critic judges), True ``[B, L]`` each.
+    """True ``[B, L]`` at the holes to fill, and True ``[B, L]`` at the positions to judge.
 
-    It judges the supervised holes, and unless `masked_only` the live positions that
-    are not supervised, where the text is right.
+    The critic judges the supervised holes. Unless `masked_only`, it also judges the live
+    unsupervised positions, which hold the true text.
     """
     is_live_BL = jnp.arange(shown_BL.shape[1])[None] < length_B[:, None]
     is_hole_BL = (shown_BL == mask_id) & is_supervised_BL
@@ -115,7 +117,7 @@ def critic_targets(
     is_hole_BL: jax.Array,
     is_judged_BL: jax.Array,
 ) -> CriticTargets:
-    """The canvas with the candidates in its holes, and the wrong positions."""
+    """The canvas with candidates in its holes, and the wrong positions."""
     filled_BL = jnp.where(is_hole_BL, candidates_BL, shown_BL)
     is_wrong_BL = is_hole_BL & (filled_BL != tokens_BL)
     return jax.lax.stop_gradient(CriticTargets(filled_BL, is_wrong_BL, is_judged_BL))
@@ -124,7 +126,7 @@ def critic_targets(
 def critic_loss(
     network: Network, params: Params, targets: CriticTargets, length_B: jax.Array, total: jax.Array
 ) -> Loss:
-    """Binary cross-entropy (nats) over the judged positions, after a trunk pass of its own.
+    """Binary cross-entropy (nats) over the judged positions, after an additional trunk pass.
 
     Gradients flow into the trunk. `total` is the number of judged positions of the whole batch.
     """
@@ -140,10 +142,10 @@ def critic_loss(
 def filled(
     setup: Setup, network: Network, in_waves: bool, params: Params, *rows: jax.Array
 ) -> jax.Array:
-    """Tokens ``[B, L]`` for the holes of a batch, filled once as in sampling.
+    """Tokens ``[B, L]`` for the holes of a batch, filled as in sampling.
 
-    The fill uses waves with a sampler head, otherwise it is parallel; each device fills its own
-    rows. `rows` are hidden vectors, shown tokens, lengths, holes, and one seed a row.
+    The fill uses waves with a sampler head and is parallel otherwise. Each device fills its own
+    rows. `rows` are hidden vectors, shown tokens, lengths, holes, and one seed per row.
     """
     fill = functools.partial(_fill_rows, setup, network, in_waves)
     mesh: Mesh = setup.mesh
@@ -190,7 +192,7 @@ def _waves(setup: Setup, num_rows: int) -> FillRule:
 
 
 def _bans(ids: tuple[int, ...], num_rows: int) -> Chain:
-    """A chain that bans `ids` and does nothing else."""
+    """A chain that only bans `ids`."""
     shape = (num_rows, len(ids))
     ids_BK = jnp.broadcast_to(jnp.array(ids, jnp.int32), shape)
     return Chain((LogitBias(ids_BK, jnp.full(shape, -jnp.inf)),), ("logit_bias",))

@@ -1,4 +1,4 @@
-"""Heads: their record, and the resolved inputs that create them."""
+"""The record of a head, and the resolved inputs that create it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from dlm_jax.config import Config
-from dlm_jax.data import Tokenizer, text_ids
+from dlm_jax.data import Tokenizer, noise_ids, text_ids
 from dlm_jax.diffusion.losses import Loss
 from dlm_jax.diffusion.objectives import MixedExample
 from dlm_jax.types import Network, Params
@@ -24,9 +24,9 @@ class Setup:
     """The inputs for creating a network, an objective or a head.
 
     Attributes:
-      config: resolved: ``model.vocab_size`` is set.
-      tokenizer: of the corpus.
-      mesh: devices that split the rows of a batch.
+      config: resolved config with ``model.vocab_size`` set.
+      tokenizer: tokenizer of the corpus.
+      mesh: devices that shard the rows of a batch.
     """
 
     config: Config
@@ -47,6 +47,11 @@ class Setup:
         """Ids of text tokens, which a corruption may show instead of the true token."""
         return text_ids(self.tokenizer)
 
+    @property
+    def noise_ids(self) -> tuple[int, ...]:
+        """Ids that the noise of a process other than masked may show."""
+        return noise_ids(self.tokenizer)
+
 
 MAIN = "main"
 """The group of the parameters outside heads."""
@@ -54,11 +59,11 @@ MAIN = "main"
 
 @dataclass(frozen=True)
 class Stage:
-    """The groups of parameters that train: ``main`` and names of heads, in the order of both.
+    """The trained groups of parameters: ``main`` and names of heads, in this order.
 
     Attributes:
       groups: the groups.
-      adapts: whether ``main`` is the adapters of the model alone.
+      adapts: whether ``main`` consists only of the adapters of the model.
     """
 
     groups: tuple[str, ...]
@@ -76,11 +81,12 @@ class HeadInputs(NamedTuple):
 
     Attributes:
       network: the model.
-      params: all parameters; unless the head `trains_trunk`, only its own have a gradient.
+      params: all parameters. Unless the head `trains_trunk`, only its own parameters have a
+        gradient.
       example: the batch with the examples of the objectives.
-      noise: the draws of the head.
-      hidden_BLD: what the trunk returned for ``example.shown_BL``; None if no head of the stage
-        reads it. Without gradient unless the head `trains_trunk`.
+      noise: draws of the head.
+      hidden_BLD: output of the trunk for ``example.shown_BL``; None if no head of the stage reads
+        it. It has no gradient unless the head `trains_trunk`.
       stage: the groups that train in this stage.
     """
 
@@ -101,24 +107,24 @@ class Head:
     """A head on the trunk. Optimiser groups, stages, metrics and checkpoints follow from it.
 
     Attributes:
-      name: top-level name of its parameters, which ends in ``_head``.
-      loss: ``(inputs) -> Loss``, in nats or any other unit.
-      draw: ``(example, key) -> noise``, a pytree of everything random, and of totals, for the
-        whole batch before it is cut into microbatches: a leaf is ``[B, ...]`` or a scalar.
-      init: ``(key) -> params``; None: `Network.init` makes them.
-      metric: name of its loss in the metrics; empty: the name without ``_head``.
+      name: top-level name of its parameters; must end in ``_head``.
+      loss: ``(inputs) -> Loss``, in nats or another unit.
+      draw: ``(example, key) -> noise``, a pytree of random values and totals for the whole batch
+        before it is split into microbatches. A leaf is ``[B, ...]`` or a scalar.
+      init: ``(key) -> params``; None if `Network.init` creates them.
+      metric: metric name of its loss; empty uses the name without ``_head``.
       reads_hidden: whether its loss reads `HeadInputs.hidden_BLD`.
-      trains_trunk: whether its gradient flows into other parameters than its own. If not, the
-        model trains bit for bit as it would without the head.
-      joins_main: its parameters belong to the model's own optimiser group and train whenever that
-        does; `start`, `end` and `optimizer` do not apply.
-      start: first step at which it may train.
+      trains_trunk: whether its gradient flows into other parameters. Otherwise the model trains bit
+        for bit as without the head.
+      joins_main: whether its parameters belong to the main optimiser group and train with it;
+        `start`, `end` and `optimizer` are then ignored.
+      start: first step of its training.
       end: step at which the loss has its full weight, growing linearly from 0 at `start`; at or
         before `start`: full weight from the start.
       weight: full weight of its loss; None: 1 at every step, and no ``_alpha`` in the metrics.
-      optimizer: its gradient transformation, for the number of steps that it trains; None: AdamW
-        with the settings of ``[heads]``.
-      stream: number of its stream of noise; -1: made from the name.
+      optimizer: maps the number of training steps to a gradient transformation; None is AdamW with
+        the settings of ``[heads]``.
+      stream: index of its noise stream; -1 derives it from the name.
     """
 
     name: str
@@ -149,8 +155,8 @@ class Head:
 
     def trains_at(self, step: int) -> bool:
         """Whether its loss has weight at a step, counted from 0."""
-        # At the first step of a ramp the weight is 0; computed even so, the loss would change how
-        # the rest is rounded.
+        # The weight at the first step of a ramp is 0. Computing the loss there would change the
+        # rounding of the rest.
         return step >= self.start + (self.end > self.start) and self.weight != 0
 
     def weight_at(self, step: jax.Array) -> jax.Array:
@@ -161,7 +167,9 @@ class Head:
 
 
 def with_own_parameters(network: Network, heads: tuple[Head, ...]) -> Network:
-    """The network, whose `init` also makes the parameters of the heads that make their own."""
+    """The network with an `init` that also creates the parameters of heads with their own
+    `init`.
+    """
     inits = {head.name: (head.stream, head.init) for head in heads if head.init is not None}
     if not inits:
         return network

@@ -1,4 +1,4 @@
-"""The sampler head: a hole's token from its hidden vector and its neighbours."""
+"""The sampler head, which predicts the token of a hole from its hidden vector and neighbours."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.diffusion.losses import Loss, cross_entropy_of
+from dlm_jax.diffusion.losses import Loss, cross_entropy_of, divergence, hidden_of
 from dlm_jax.diffusion.objectives import MixedExample
 from dlm_jax.heads.head import Head, HeadInputs, Setup
 from dlm_jax.types import Network, Params
@@ -16,31 +16,50 @@ SAMPLER = "sampler_head"
 
 
 def sampler_head(setup: Setup) -> Head | None:
-    """The record of the sampler head; None for a model without one.
+    """The record of the sampler head, or None for a model without one.
 
-    Its loss is the plain mean cross-entropy over the positions that some objective supervises.
+    Its loss is the plain mean cross-entropy over all supervised positions.
+    ``heads.sampler_trunk_share`` of it is replaced by the divergence from the trunk (`trunk_loss`).
     """
     if not setup.config.model.add_sampler_head:
         return None
     settings, mask_id = setup.config.heads, setup.mask_id
+    share = settings.sampler_trunk_share
 
-    def draw(example: MixedExample, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(holes revealed to their neighbours, number of supervised positions)."""
-        chance_BL = jax.random.uniform(key, example.shown_BL.shape)
+    def is_asked_BL(example: MixedExample, is_revealed_BL: jax.Array) -> jax.Array:
+        """Where the trunk has a prediction when it is shown the revealed holes."""
+        is_hole_BL = (example.shown_BL == mask_id) & ~is_revealed_BL
+        return is_hole_BL & example.is_supervised_BL()
+
+    def draw(example: MixedExample, key: jax.Array) -> tuple[jax.Array, ...]:
+        """The holes revealed to their neighbours, and the numbers of supervised and asked ones."""
+        is_revealed_BL = jax.random.uniform(key, example.shown_BL.shape) < settings.sampler_reveal
         num_supervised = jnp.sum(example.is_supervised_BL()).astype(jnp.float32)
-        return chance_BL < settings.sampler_reveal, num_supervised
+        if not share:
+            return is_revealed_BL, num_supervised
+        num_asked = jnp.sum(is_asked_BL(example, is_revealed_BL)).astype(jnp.float32)
+        return is_revealed_BL, num_supervised, num_asked
 
     def loss(inputs: HeadInputs) -> Loss:
-        example, (is_revealed_BL, num_supervised) = inputs.example, inputs.noise
+        example, (is_revealed_BL, num_supervised, *num_asked) = inputs.example, inputs.noise
         network, params, tokens_BL = inputs.network, inputs.params, example.batch.tokens_BL
         read = prepare_sampler_inputs(
             network, params, example.shown_BL, tokens_BL, inputs.hidden_BLD,
             example.batch.length_B, is_revealed_BL, mask_id=mask_id,
         )  # fmt: skip
-        return sampler_loss(
+        plain = sampler_loss(
             network, params, read, tokens_BL, example.is_supervised_BL(), num_supervised,
             mask_id=mask_id,
         )  # fmt: skip
+        if not share:
+            return plain
+        taught = trunk_loss(
+            network, params, read, example.shown_BL, tokens_BL, example.batch.length_B,
+            is_revealed_BL, is_asked_BL(example, is_revealed_BL), num_asked[0], mask_id=mask_id,
+        )  # fmt: skip
+        # Both are means, of which the weight of the first makes one.
+        scale = num_supervised / jnp.maximum(taught.weight, 1.0)
+        return Loss((1.0 - share) * plain.sum + share * scale * taught.sum, num_supervised)
 
     return Head(
         name=SAMPLER, draw=draw, loss=loss, start=settings.start_sampler_iteration, stream=0
@@ -75,11 +94,11 @@ def prepare_sampler_inputs(
 ) -> SamplerInputs:
     """Inputs of the sampler head at every position of a batch.
 
-    Neighbours come from what the trunk was shown. MASK, PAD and positions outside the row are none,
-    unless they are revealed: then the true token is the neighbour, as when a wave has filled it.
+    Neighbours are tokens of the shown canvas. MASK, PAD and positions outside the row are not
+    neighbours. A revealed position shows its true token, as if a wave had filled it.
 
     Args:
-      network: with a sampler head.
+      network: network with a sampler head.
       params: its parameters.
       shown_BL: int32 canvas that the trunk read.
       tokens_BL: int32 true tokens.
@@ -122,8 +141,8 @@ def sampler_loss(
 ) -> Loss:
     """Mean cross-entropy (nats) of the sampler head over the supervised positions, unweighted.
 
-    Only the head's own parameters get a gradient: the LM head that reads its features is stopped.
-    `total` is the number of supervised positions of the whole batch.
+    Only the parameters of this head get a gradient. The gradient of the LM head that reads its
+    features is stopped. `total` is the number of supervised positions of the whole batch.
     """
     assert network.sampler_readout is not None
     params = jax.lax.stop_gradient(params) | {SAMPLER: params[SAMPLER]}
@@ -137,3 +156,46 @@ def sampler_loss(
         is_read_BL=is_supervised_BL,
     )
     return Loss(jnp.sum(jnp.where(is_supervised_BL, nll_BL, 0.0)), total)
+
+
+def trunk_loss(
+    network: Network,
+    params: Params,
+    inputs: SamplerInputs,
+    shown_BL: jax.Array,
+    tokens_BL: jax.Array,
+    length_B: jax.Array,
+    is_revealed_BL: jax.Array,
+    is_asked_BL: jax.Array,
+    total: jax.Array,
+    *,
+    mask_id: int,
+) -> Loss:
+    """Mean divergence (nats) of the sampler head from the trunk's one-at-a-time law.
+
+    ``KL( p_trunk(x_i | z, x_R) || p_head(x_i | h_i(z), x_{R beside i}) )`` for the canvas z and the
+    revealed tokens x_R: the trunk runs once more where they are shown. With ADJUST (Bansal &
+    Sanghavi 2025) a head is trained for the law that drawing one position at a time would have.
+
+    Args:
+      network: with a sampler head.
+      params: only the head's own get a gradient.
+      inputs: of the head, from `prepare_sampler_inputs`.
+      shown_BL: int32 canvas z.
+      tokens_BL: int32 true tokens.
+      length_B: int32 live tokens.
+      is_revealed_BL: True where a hole shows its true token to its neighbours.
+      is_asked_BL: True at the holes in the loss, none of them revealed.
+      total: their number in the whole batch.
+      mask_id: the id of MASK.
+    """
+    assert network.sampler_readout is not None
+    frozen = jax.lax.stop_gradient(params)
+    seen_BL = jnp.where(is_revealed_BL & (shown_BL == mask_id), tokens_BL, shown_BL)
+    hidden_BLD = jax.lax.stop_gradient(hidden_of(network, frozen, seen_BL, tokens_BL, length_B))
+    nats_BL = divergence(
+        (network.readout, network.sampler_readout), (frozen, frozen | {SAMPLER: params[SAMPLER]}),
+        ((hidden_BLD,), tuple(inputs)), is_asked_BL,
+        vocab_size=network.vocab_size, mask_id=mask_id,
+    )  # fmt: skip
+    return Loss(jnp.sum(jnp.where(is_asked_BL, nats_BL, 0.0)), total)

@@ -1,6 +1,6 @@
-"""The head of a sequence scorer: the corrupted share of a text.
+"""The scorer head, which predicts the corrupted share of a text.
 
-The texts that it will judge have no holes, so a corrupted token is a wrong one, never MASK.
+Scored texts have no holes, so a corrupted token is a wrong token, never MASK.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ SCORER = "scorer_head"
 
 
 def scorer_head(setup: Setup) -> Head | None:
-    """The record of a scorer's head; None for a language model.
+    """The record of the scorer head, or None for a language model.
 
-    It trains together with the trunk, from the first step.
+    It trains with the trunk from the first step.
     """
     if setup.config.model.mode != "sequence_scorer":
         return None
 
     def draw(example: MixedExample, key: jax.Array) -> tuple[CorruptedRows, jax.Array]:
-        """(corrupted rows with their shares, number of rows that count)."""
+        """Corrupted rows with their shares, and the number of rows that count."""
         rows = corrupt(example.batch, key, setup.config.objective, setup.text_ids)
         return rows, jnp.sum(rows.weight_B)
 
@@ -52,7 +52,7 @@ class CorruptedRows(NamedTuple):
     Attributes:
       shown_BL: int32 canvas that the trunk reads.
       length_B: int32 live tokens.
-      share_B: float32 in [0, 1], which share of a row's free positions shows a wrong token.
+      share_B: float32 in [0, 1], share of free positions with a wrong token.
       weight_B: float32, 1 for rows with a free position; the others do not count.
     """
 
@@ -65,13 +65,14 @@ class CorruptedRows(NamedTuple):
 def corrupt(
     batch: Batch, key: jax.Array, how: ObjectiveConfig, random_ids: tuple[int, ...]
 ) -> CorruptedRows:
-    """The batch with wrong tokens at some of its free positions, and their share.
+    """The batch with wrong tokens at some free positions, and the share of these positions.
 
-    Each row takes one of the corruption patterns, with a share that is uniform up to ``max_ratio``
-    for ``random`` and ``sticky``. The tokens there are drawn evenly from `random_ids` in half of
-    the rows. In the others they come from random places in other rows, as frequent as in true text,
-    so that only what stands around them gives them away; one that is not among `random_ids` (EOS,
-    say) is replaced by one that is. A token that happens to be the true one is not wrong.
+    Each row uses one corruption pattern, with a share that is uniform up to ``max_ratio`` for
+    ``random`` and ``sticky``. In half of the rows the new tokens are drawn uniformly from
+    `random_ids`. In the others they are copied from random positions of other rows. They then have
+    the frequencies of true text, and only their context reveals them. A copied token that is not in
+    `random_ids` (such as EOS) is replaced by a random id. A token equal to the true one is not
+    wrong.
     """
     pattern_key, kind_key, row_key, place_key = jax.random.split(key, 4)
     num_rows, num_positions = batch.tokens_BL.shape
@@ -109,11 +110,11 @@ def score(network: Network, params: Params, shown_BL: jax.Array, length_B: jax.A
 
 
 def scorer_loss(network: Network, params: Params, rows: CorruptedRows, total: jax.Array) -> Loss:
-    """Binary cross-entropy (nats) of the rows with the share as its target.
+    """Binary cross-entropy (nats) per row with the corrupted share as the target.
 
-    It is least where the sigmoid of the logit is the mean of the share, as the squared error is,
-    but does not fade where the scorer is sure and wrong. `total` is the number of rows of the whole
-    batch that count.
+    As for the squared error, the minimum is where the sigmoid of the logit equals the mean share.
+    Unlike the squared error, its gradient does not vanish for confident wrong scores. `total` is
+    the number of rows of the whole batch that count.
     """
     logit_B = score(network, params, rows.shown_BL, rows.length_B)
     return Loss(jnp.sum(rows.weight_B * binary_cross_entropy(logit_B, rows.share_B)), total)
@@ -129,8 +130,8 @@ class Errors(NamedTuple):
 
     Attributes:
       squared_B: square of the difference between the predicted share and the true one.
-      cross_entropy_B: what it was trained on, in nats.
-      share_B: the true share.
+      cross_entropy_B: training loss, in nats.
+      share_B: true share.
     """
 
     squared_B: jax.Array
@@ -148,10 +149,10 @@ def errors(
     how: ObjectiveConfig,
     random_ids: tuple[int, ...],
 ) -> Errors:
-    """A scorer's errors on the batch, corrupted; 0 for rows without a free position.
+    """Errors of a scorer on the corrupted batch; 0 for rows without a free position.
 
-    Rows lend each other wrong tokens, so those of a batch have noise together: that of the key and
-    of the first row's number.
+    Wrong tokens are drawn from other rows, so the rows of a batch share their noise. It depends on
+    the key and the index of the first row.
     """
     rows = corrupt(batch, jax.random.fold_in(key, number_B[0]), how, random_ids)
     logit_B = score(network, params, rows.shown_BL, rows.length_B)
@@ -161,11 +162,10 @@ def errors(
 
 
 def summary(found: Errors, free_N: np.ndarray) -> dict[str, float]:
-    """Means over the rows that count, as a run's metrics name them.
+    """Means over the rows that count, under their metric names.
 
-    ``squared_error`` with its ``standard_error`` (none of a single row),
-    ``constant_squared_error``, which is that of the best answer that does not look at the text,
-    and ``cross_entropy``.
+    ``squared_error`` with its ``standard_error`` (absent for a single row),
+    ``constant_squared_error`` of the best constant prediction, and ``cross_entropy``.
 
     Args:
       found: arrays of N rows.
@@ -184,7 +184,7 @@ def summary(found: Errors, free_N: np.ndarray) -> dict[str, float]:
 
 
 def error_line(figures: dict[str, float]) -> str:
-    """A `summary` as text, with the 95% interval of the error."""
+    """Formats a `summary` with the 95% interval of the error."""
     interval = half_width(figures.get("standard_error", math.nan), int(figures["windows"]))
     return (
         f"squared error {figures['squared_error']:.5f}{plus_minus(interval, 5)} of the corrupted "

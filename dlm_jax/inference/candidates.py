@@ -18,17 +18,17 @@ class Candidates(NamedTuple):
 
     Attributes:
       row: index of the row in the result, or in the batch of a custom loop.
-      index: position in the canvas.
+      index: position on the canvas.
       step: step of the row, from 0.
-      tokens: int32, the row's live canvas when the step began, MASK at holes.
+      tokens: int32, live canvas of the row at the start of the step; MASK at holes.
       is_hole: True at the holes of `tokens`.
       first: position of the first token that was not given.
       ids: int32 ``[n]`` candidates.
       logits: float32 ``[n]``, after the chain.
-      logprobs: float32 ``[n]``, of each among all survivors, in nats.
+      logprobs: float32 ``[n]``, log-probability in nats of each candidate among all survivors.
       num_survivors: number of survivors; more than ``n`` if the list is truncated.
-      is_greedy: whether the row's temperature is 0.
-      uniform: a number in [0, 1) from the row's seed, specific to this position and step.
+      is_greedy: whether the temperature of the row is 0.
+      uniform: a number in [0, 1), derived from the seed of the row, the position and the step.
     """
 
     row: int
@@ -45,7 +45,7 @@ class Candidates(NamedTuple):
     uniform: float
 
     def choose(self, is_allowed: Sequence[bool] | np.ndarray) -> int:
-        """One of the allowed ids: the most likely one for a greedy row, else a draw.
+        """One of the allowed ids: the most likely id for a greedy row, otherwise a draw.
 
         The draw is proportional to the probabilities and uses `uniform`, so the same seed gives the
         same row, independent of other rows.
@@ -66,7 +66,7 @@ class Candidates(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A committed position as read back.
+    """A committed token and its candidates.
 
     Attributes:
       candidates: the candidates at the position.
@@ -119,7 +119,7 @@ class Accepting(Protocol):
     """A host sampler that is notified of commits."""
 
     def accept(self, written: Written, /) -> None:
-        """Called for each token that a step has committed in a row of the sampler, left to right.
+        """Called for each committed token of a row with this sampler, from left to right.
 
         Remasking and edits may remove the token later; ``candidates.tokens`` is the current canvas.
         """
@@ -136,7 +136,7 @@ class Resetting(Protocol):
 
 
 def chosen(sampler: HostSampler, candidates: Candidates) -> int:
-    """Index among the candidates of the id that `sampler` chose."""
+    """Index within the candidates of the id that `sampler` chose."""
     where = f"row {candidates.row}: the host sampler"
     at = f"at position {candidates.index}"
     token = called(functools.partial(sampler, candidates), f"{where} failed {at}")
@@ -154,7 +154,7 @@ def chosen(sampler: HostSampler, candidates: Candidates) -> int:
 
 
 def called(fn: Callable[[], Any], failure: str) -> Any:
-    """``fn()``, a user function; its exception becomes the cause of a ValueError."""
+    """The result of the user function `fn`. Its exception becomes the cause of a ValueError."""
     try:
         return fn()
     except (Exception, SystemExit) as error:  # any exception of a user function

@@ -1,4 +1,4 @@
-"""The engine of all sampling: requests arrive at any time, and rows are returned as they end.
+"""The sampling engine. It accepts requests at any time and returns rows as they end.
 
 `dlm_jax.inference.scheduler` decides which request gets which slot of which program, and
 `dlm_jax.inference.slots` runs the rows; the engine joins them, between threads and processes. Each
@@ -41,29 +41,30 @@ class EngineFullError(ValueError):
 
 
 class Engine:
-    """Takes requests at any time, runs many at once, and returns each row when it has ended.
+    """Accepts requests at any time, runs them in batches, and returns each row when it ends.
 
-    A row's tokens depend only on its request: not on the time of submission, other requests,
-    cancellations or slots. In programs of the same size they are equal bit for bit, in others to
-    float tolerance. `step` returns every ticket exactly once.
+    The tokens of a row depend only on its request, not on the time of submission, other requests,
+    cancellations or slots. They are equal bit for bit in programs of the same size, and equal to
+    float tolerance otherwise. `step` returns every ticket exactly once.
 
-    `submit` and `cancel` may be called from any thread, `step` from one at a time. If the devices
-    of the model belong to several processes, each has an engine and a share of the slots: all
-    reserve the same requests, submit any of them, and then call `step` until `is_busy` is false.
+    `submit` and `cancel` are thread-safe. Only one thread at a time may call `step`. If the devices
+    of the model belong to several processes, each process has an engine and a share of the slots.
+    All processes reserve the same requests, submit any of them, and then call `step` until
+    `is_busy` is false.
 
     Args:
       model: from `load`, or a custom one.
-      batch_size: most rows of one program that run at once; rounded up to a multiple of the devices
-        that split them.
-      sizes: numbers of slots that a program may have, each of which is compiled when it is first
-        needed; ``(batch_size,)`` makes every row the same bit for bit. By default `batch_size`, an
-        eighth of it, and so on.
-      canvases: lengths that programs are compiled for; a request runs in the shortest that holds
-        it. Default: powers of two from 64.
-      max_waiting: most waiting requests; None: no limit.
-      max_programs: compiled programs that are kept. The least recently used one is evicted; if all
-        are busy, one drains so that another kind of request can run.
-      max_candidates: most candidates of a position that host samplers and read-back get.
+      batch_size: maximum number of rows of one program that run at once, rounded up to a multiple
+        of the devices that shard them.
+      sizes: allowed numbers of slots of a program. Each size is compiled on first use. With
+        ``(batch_size,)`` every row is reproducible bit for bit. Default: `batch_size`, an eighth of
+        it, and so on.
+      canvases: canvas lengths of programs. A request runs on the shortest canvas that holds it.
+        Default: powers of two from 64.
+      max_waiting: maximum number of waiting requests; None for no limit.
+      max_programs: maximum number of compiled programs. The least recently used program is evicted.
+        If all are busy, one is drained so that another kind of request can run.
+      max_candidates: maximum number of candidates per position for host samplers and read-back.
     """
 
     def __init__(
@@ -154,12 +155,12 @@ class Engine:
     def reserve(self, requests: Sequence[Request], *, on_one_canvas: bool = False) -> None:
         """Sizes programs for the slots of these future requests.
 
-        If all requests are known in advance, there are fewer and smaller programs.
+        Reserving all requests in advance gives fewer and smaller programs.
 
         Args:
           requests: the requests that will be submitted.
           on_one_canvas: whether requests with equal static settings share the canvas of the longest
-            one, instead of the shortest canvas that holds each.
+            request. Otherwise each uses the shortest canvas that holds it.
         """
         with self._lock:
             for static, members in group(requests).items():
@@ -197,14 +198,14 @@ class Engine:
         Args:
           request: from `make_requests`.
           priority: requests of higher priority are served first within a queue.
-          is_watched: whether `step` shows its row while it runs.
-          number: number of the ticket, by which host samplers and errors name the row; above those
-            of all earlier tickets. By default the next.
+          is_watched: whether `step` returns the row while it runs.
+          number: ticket number, which host samplers and errors use to name the row. It must exceed
+            all earlier ticket numbers. Default: the next number.
 
         Raises:
-          ValueError: the engine is closed, the request has fewer steps than blocks, or no canvas
-            holds it, or the number is not above the others; `EngineFullError` if as many wait as
-            may. Nothing else is disturbed.
+          ValueError: the engine is closed, the request has fewer steps than blocks, no canvas holds
+            it, or the number is too small. `EngineFullError` if the queue is full. Other requests
+            are not affected.
         """
         check_canvas(request, self._facts, mask_id=self._mask_id)
         with self._lock:
@@ -229,7 +230,7 @@ class Engine:
     def cancel(self, ticket: Ticket) -> None:
         """Cancels a request: the next `step` returns its current state with `Status.CANCELLED`.
 
-        If it ends in a running call of `step`, it is returned as finished.
+        A request that ends during a running call of `step` is returned as finished.
         """
         with self._lock:
             self._check_open()
@@ -239,7 +240,7 @@ class Engine:
                     f"request {ticket.number} has ended; only one that waits or runs can be "
                     "cancelled"
                     if is_known
-                    else f"{ticket} is not of this engine"
+                    else f"{ticket} is not a ticket of this engine"
                 )
             entry, queue = self._entries[ticket]
             if entry.is_cancelled:
@@ -253,8 +254,9 @@ class Engine:
         It returns at once when there is nothing to do.
 
         Args:
-          num_steps: most steps of each row, as long as fewer than a sixteenth of the slots end
-            while others wait; 0 only fills free slots. By default 8, or 1 if a row is watched.
+          num_steps: maximum number of steps per row. The call returns early when a sixteenth of the
+            slots have ended while other requests wait. 0 only fills free slots. Default: 8, or 1 if
+            a row is watched.
         """
         if num_steps is not None and num_steps < 0:
             raise SettingError("num_steps", num_steps, "must be at least 0")
@@ -297,7 +299,7 @@ class Engine:
         return sum(q.slots.num_committed() for q in self.queues if q.slots is not None)
 
     def close(self) -> None:
-        """Closes the engine; unfinished requests are dropped. A second call does nothing."""
+        """Closes the engine and drops unfinished requests. A second call has no effect."""
         with self._lock:
             self._is_closed = True
             self._scheduler.clear()
@@ -314,7 +316,7 @@ class Engine:
             raise ValueError("the engine is closed; make another one")
 
     def _queue_of(self, request: Request) -> Queue:
-        """The queue of a request; a new one if no bucket holds it."""
+        """The queue of a request, created if no bucket holds it."""
         static, canvas = static_of(request), self._canvas(request)
         for queue in self._queues.get(static, ()):
             is_near = queue.is_reserved or queue.bucket.canvas == canvas
@@ -364,13 +366,15 @@ class Engine:
         return 1 if static.needs_host else num_shares(self._rows)
 
     def _agree(self) -> None:
-        """Sums the work in each queue over all processes; equal on each."""
+        """The work in each queue, summed over all processes. The result is the same in each
+        process.
+        """
         own = np.array(self._scheduler.counts(), np.int32)
         everywhere = totals(own.reshape(-1), self.share).reshape(own.shape)
         self._scheduler.agree(everywhere.tolist())
 
     def _evicted(self, entry: Entry, queue: Queue) -> Row:
-        """The row of a request that was cancelled; it leaves its slot."""
+        """The row of a cancelled request. Its slot becomes free."""
         if entry.slot is None:
             row = self._unstarted(entry, Status.CANCELLED)
         else:
@@ -387,7 +391,7 @@ class Engine:
     def _serve(
         self, queue: Queue, num_steps: int | None, ended: list[tuple[Entry, Row]]
     ) -> dict[Ticket, Row]:
-        """The watched rows; adds those that end, even if others fail."""
+        """Runs one call and returns the watched rows. Ended rows are added even if others fail."""
         before = len(ended)
         try:
             self._advance(queue, num_steps, ended)
@@ -404,7 +408,7 @@ class Engine:
         return shown
 
     def _advance(self, queue: Queue, num_steps: int | None, ended: list[tuple[Entry, Row]]) -> None:
-        """Fills slots, advances their rows, and refills the slots of ended rows."""
+        """Fills slots, advances rows, and refills the slots of ended rows."""
         slots = self._slots(queue)
         if not self._scheduler.is_together:
             queue.totals = queue.counts()
@@ -464,7 +468,7 @@ class Engine:
         return any(entry is not None and entry.is_watched for entry in changes.values())
 
     def _unstarted(self, entry: Entry, status: Status, error: Exception | None = None) -> Row:
-        """The row of a request without any known step."""
+        """The row of a request before its first step."""
         tokens = entry.request.tokens
         return Row(
             tokens=tokens.astype(np.int32),
@@ -501,8 +505,8 @@ class AsyncEngine:
 
     Args:
       engine: the engine, which only this object may step; leaving the context closes it.
-      steps_per_call: steps between two looks at what has arrived. A request that finds a free slot
-        waits for as many at most.
+      steps_per_call: number of steps between checks for new requests. It bounds the wait of a
+        request when a slot is free.
     """
 
     def __init__(self, engine: Engine, *, steps_per_call: int = 2):
@@ -532,7 +536,7 @@ class AsyncEngine:
     async def row(self, request: Request, *, priority: int = 0) -> Row:
         """The finished row of a request; waits while the queue is full.
 
-        If the caller is cancelled, so is the request.
+        Cancelling the caller cancels the request.
 
         Raises:
           ValueError: as `Engine.submit`, except for a full queue.
@@ -543,9 +547,9 @@ class AsyncEngine:
     async def watch(
         self, request: Request, *, priority: int = 0, every_block: bool = True
     ) -> AsyncGenerator[Row, None]:
-        """The canvases of a request: before its first step, then as they grow, the last when ended.
+        """Yields the canvases of a request: before its first step, after steps, and at its end.
 
-        If the caller stops reading, the request is cancelled.
+        The request is cancelled if the caller stops iterating.
 
         Args:
           request: as in `row`.
@@ -563,7 +567,7 @@ class AsyncEngine:
                     return
 
     async def close(self) -> None:
-        """Closes the engine after the running call; waiting callers get a ValueError."""
+        """Closes the engine after the running call. Waiting callers get a ValueError."""
         self._is_closing = True
         try:
             if self._driver is not None:
@@ -642,10 +646,10 @@ class AsyncEngine:
                 self._room.notify_all()
 
     def _until_told(self) -> Step:
-        """Runs turns in the engine's thread until one has an update for a caller.
+        """Runs calls of `Engine.step` in the engine thread until one yields an update for a caller.
 
-        The next turn handles requests submitted or cancelled meanwhile; this only saves the round
-        trip through the event loop.
+        Requests submitted or cancelled in the meantime are handled by the next call. This saves the
+        round trip through the event loop.
         """
         while True:
             step = self.engine.step(self._steps_per_call)
@@ -654,7 +658,7 @@ class AsyncEngine:
                 return step
 
     async def _fail(self, error: Exception) -> None:
-        """Notifies all waiters, for a row or for room in the queue."""
+        """Notifies all callers that wait for a row or for room in the queue."""
         for told in self._told.values():
             told.put_nowait(error)
         self._told.clear()

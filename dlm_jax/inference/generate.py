@@ -35,7 +35,7 @@ class Texts(Generation):
     Rows end with the first generated EOS, which adds no text.
 
     Attributes:
-      texts: of each row, the prompt and its continuation.
+      texts: prompt and continuation of each row.
       programs: shapes of the programs that were compiled.
     """
 
@@ -60,39 +60,42 @@ def generate(
 ) -> Texts:
     """Generates `num_samples` continuations of each prompt.
 
-    Sample ``i`` of the result has the seed ``seed + i`` and can be reproduced alone. If the devices
-    of the model belong to several processes, all make the same call, and each gets all texts.
+    Sample ``i`` has the seed ``seed + i`` and can be reproduced alone. If the devices of the model
+    belong to several processes, all processes must make the same call, and each receives all texts.
 
     Args:
       model: from `load`, or your own `Model`.
-      prompts: given texts, kept as they are; or mappings with ``prompt`` and any setting of that
-        prompt alone, ``seed`` (of its first sample), ``max_length``, ``host_sampler`` and
-        ``read_back`` included. Instead of ``prompt``, ``template`` is text with gaps to fill
-        (``"To be <hole:4> be"``), and ``tokens`` are ids, with ``infill`` true MASK among them is a
-        gap; ``draft`` is text behind the prompt, to be refined. See
+      prompts: texts, which are kept unchanged, or mappings. A mapping has ``prompt`` and any
+        settings of this prompt, including ``seed`` (of its first sample), ``max_length``,
+        ``host_sampler`` and ``read_back``. Instead of ``prompt`` it may have ``template``, a text
+        with gaps to fill (``"To be <hole:4> be"``), or ``tokens``, a list of ids in which MASK is a
+        gap if ``infill`` is true. ``draft`` is a text after the prompt to refine. See
         `dlm_jax.inference.request.make_canvas`.
       num_samples: rows of each prompt, next to each other in the result.
       seed: random seed of the first row.
-      max_length: tokens a row may hold with its prompt; the model's own if not given.
+      max_length: maximum number of tokens of a row, including its prompt. Default: that of the
+        model.
       batch_size: rows that run at once.
-      host_sampler: Python function that chooses the tokens of all rows, each out of the
-        `dlm_jax.inference.candidates.Candidates` that the row's chain leaves.
+      host_sampler: Python function that chooses the tokens of all rows from
+        `dlm_jax.inference.candidates.Candidates`, the candidates after the chain of the row.
       read_back: whether ``Texts.read_back`` has the probability and candidates of every token.
-      trace: whether ``Texts.trace`` has every draw of every row (`dlm_jax.Trace`), 25 bytes for
-        each position of the canvas and step. All rows must then run in one program.
-      max_candidates: most candidates of a position that host samplers and read-back get.
+      trace: whether ``Texts.trace`` has every draw of every row (`dlm_jax.Trace`). It takes 25
+        bytes per canvas position and step. All rows must then run in one program.
+      max_candidates: maximum number of candidates per position for host samplers and
+        read-back.
       on_commits: called with the number of tokens written since the last call.
       **settings: fields of `SampleConfig` for all rows (``temperature=0.7``, ``top_k=40``,
         ``steps=64``, ``order="low_confidence"``, ...); or rules as objects, whose fields hold one
-        value for all rows or one value a row (``commit=Threshold(0.9)``,
+        value for all rows or one per row (``commit=Threshold(0.9)``,
         ``transforms=[Temperature(0.7), TopP(0.9)]``, ``fill``, ``remask``, ``edit``, ``renoise``).
-        ``rules=[...]`` adds rules of your own, which are then settings like the built-in ones.
-        Settings of a mapping come first, then these, then those that the model recommends.
+        ``rules=[...]`` registers custom rules, which then have settings like built-in rules.
+        Settings of a mapping take precedence over these, and these over the recommendations of the
+        model.
 
     Raises:
       ValueError: a setting is unknown or out of range, or a prompt does not fit or cannot be
-        encoded; the line names the prompt if there are several. Or a host sampler did not
-        choose a candidate; the line names row and position.
+        encoded; the message names the prompt if there are several. A host sampler that does not
+        choose a candidate also raises it; the message names row and position.
     """
     if not isinstance(max_candidates, int) or max_candidates < 1:
         raise SettingError("max_candidates", max_candidates, "must be at least 1, a whole number")
@@ -109,7 +112,7 @@ def _made(
     max_candidates: int,
     on_commits: Callable[[int], Any] | None,
 ) -> Texts:
-    """The texts of all requests; each process generates its share and receives all."""
+    """The texts of all requests. Each process generates its share and receives all texts."""
     with _engine_for(
         model, requests, batch_size=batch_size, max_candidates=max_candidates
     ) as engine:
@@ -129,7 +132,7 @@ def _made(
 def _run(
     engine: Engine, owners: Mapping[Ticket, int], on_commits: Callable[[int], Any] | None
 ) -> dict[int, Row]:
-    """The finished rows of an engine by the places that `owners` gives them."""
+    """The finished rows of an engine, indexed by `owners`."""
     rows: dict[int, Row] = {}
     told = ended = 0
     while engine.is_busy:
@@ -156,14 +159,14 @@ def stream(
     every: int | Literal["block"] = 1,
     **settings: Any,
 ) -> Iterator[dict[int, Row]]:
-    """The canvases of `generate` while they are denoised, by the place of their row in its result.
+    """Yields the canvases of `generate` during denoising, by row index.
 
-    First before any step, then after every `every` steps, or with ``every="block"`` whenever a row
-    has finished a block. Rows that wait for a slot are not shown, and a row is shown for the last
-    time when it has ended; its tokens are then what `generate` returns.
+    The first canvas precedes all steps. Others follow every `every` steps, or each finished block
+    with ``every="block"``. Rows that wait for a slot are not yielded. The last canvas of a row has
+    the tokens that `generate` returns.
 
-    Arguments are those of `generate`, and ``every``, the steps between two canvases, at least 1, or
-    "block".
+    The arguments are those of `generate` and ``every``: the number of steps between two canvases,
+    at least 1, or "block".
     """
     common = {"seed": seed, "max_length": max_length} | settings
     requests = all_requests(model, prompts, num_samples, common)
@@ -171,7 +174,7 @@ def stream(
 
 
 def texts_of(model: Model, rows: Mapping[int, Row]) -> Texts:
-    """Finished rows by index, such as the last ones of `stream`, with their texts."""
+    """The texts of finished rows by index, such as the last rows of `stream`."""
     ordered = [rows[index] for index in sorted(rows)]
     result = assemble(ordered, pad_id=model.tokenizer.pad_id)
     texts = tuple(model.tokenizer.decode(row.tokens) for row in ordered)
@@ -239,11 +242,11 @@ def _engine_for(
 
 
 def chain_report(model: Model, *, host_sampler: HostSampler | None = None, **settings: Any) -> str:
-    """The place where each part of a row's chain runs, one line per part.
+    """Where each part of a chain runs (device or host), one line per part.
 
     Args:
-      model: its recommended settings apply where none is given.
-      host_sampler: the row's, if it has one.
+      model: source of recommended settings, used where none is given.
+      host_sampler: host sampler of the row, if any.
       **settings: as for `generate`.
     """
     sample = settings_of_call(model, settings)
@@ -264,8 +267,8 @@ def canvases(
 ) -> Iterator[dict[int, Row]]:
     """Yields rows by request index, before the first step and after every `every` steps.
 
-    With ``"block"``, whenever a row has finished one. A row is shown for the last time when it has
-    ended, cut at its first EOS. Rows of different programs are shown in turn.
+    With ``"block"`` it yields a row after each finished block. The last yield of a row follows its
+    end, cut at its first EOS. Programs take turns.
     """
     is_count = isinstance(every, int) and not isinstance(every, bool) and every >= 1
     if not is_count and every != "block":

@@ -1,9 +1,9 @@
-"""Host samplers and read-back: the loop of single steps.
+"""The single-step loop for host samplers and read-back.
 
-The chain runs on the device for all rows. Of a row with a host sampler, a Python function, only the
-candidates that survive the chain are copied to the host; the draws of other rows stay on the
-device. Read-back returns, for each position, the sampled token, its probability, the number of
-candidates that survived the chain, and the largest of them with their logits.
+The chain runs on the device for all rows. For a row with a host sampler (a Python function), only
+the candidates after the chain are copied to the host. The draws of other rows stay on the device.
+Read-back returns, for each position, the sampled token, its probability, the number of candidates
+that survived the chain, and the largest of them with their logits.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ from dlm_jax.types import Params
 
 
 class ReadBack(NamedTuple):
-    """One position's draw, N times.
+    """The draws of N positions.
 
     Attributes:
       token_N: int32 ids.
       probability_N: probability of the token under the softmax of the final logits.
-      num_candidates_N: int32, finite logits; more than K means that `top_*` shows a part.
+      num_candidates_N: int32, number of finite logits. If it exceeds K, `top_*` holds only the
+        largest.
       top_ids_NK: int32, the K largest candidates, largest first; V where there are fewer.
       top_logits_NK: their logits; -inf where there are fewer.
     """
@@ -75,7 +76,7 @@ def read_back(final_logits_NV: Array, token_N: Array, *, size: int) -> ReadBack:
 
 
 class Place(NamedTuple):
-    """A position that the host reads, and the data of its row."""
+    """A position that the host reads, with the data of its row."""
 
     slot: int
     name: int
@@ -138,12 +139,12 @@ class _Survivors(NamedTuple):
 
 
 class HostLoop:
-    """The loop of a program in single steps, with host samplers and read-back for some rows.
+    """Runs a program step by step, with host samplers and read-back for some rows.
 
-    Samplers belong to a call of `step`, not to the loop: they can be attached, replaced and removed
-    between any two. Two programs are compiled, one up to the proposal and one from it on, and two
-    small ones for the rows that the host reads; other rows cost the same as in `Advance`.
-    ``compiled`` lists the shapes, and ``program`` is their common part.
+    Samplers are arguments of `step` and can change between steps. Two programs are compiled, one
+    before and one after the proposal, plus two small programs for the rows that the host reads.
+    Other rows cost the same as in `Advance`. ``compiled`` lists the compiled shapes, and
+    ``program`` is the shared static part.
     """
 
     def __init__(self, program: Program, *, compiler_options: Mapping[str, Any] | None = None):
@@ -185,20 +186,20 @@ class HostLoop:
         names: Sequence[int] | None = None,
         failed: dict[int, Exception] | None = None,
     ) -> tuple[State, list[Written]]:
-        """The state one step later (the old one is donated), and the read-back records.
+        """The state after one step, and the read-back records. The old state is donated.
 
         Args:
           params: parameters of the program's network.
           state: on one device, or replicated.
           samplers: host sampler of each row that has one. Before a row's first step its `reset` is
             called, and after a step its `accept`, if it has them.
-          read_back: rows whose commits are returned, row by row and from left to right, at the
-            positions that they had before the step's edits.
-          max_candidates: most candidates of a position that are copied to the host.
-          names: number of each row for host samplers and errors; None: its place.
-          failed: takes what a row's sampler raised; the row then ends without having written
-            anything, and other rows go on; after a failed `accept` it ends at the next step.
-            Without it what is raised goes to the caller.
+          read_back: rows to read back. Their commits are returned row by row, from left to right,
+            with positions before the edits of the step.
+          max_candidates: maximum number of candidates per position that are copied to the host.
+          names: number of each row for host samplers and errors; None uses the slot index.
+          failed: receives the exception of the sampler of a row. This row ends without a commit in
+            this step (at the next step if `accept` failed), and other rows continue. Without it the
+            exception propagates.
         """
         if max_candidates < 1:
             raise SettingError("max_candidates", max_candidates, "must be at least 1")
@@ -310,13 +311,13 @@ def _call_hook(
 
 
 def _without(inputs: StepInputs, slots: Collection[int]) -> StepInputs:
-    """The inputs without commits in these rows, which end like rows without finite logits."""
+    """The inputs without commits in these rows. The rows end like rows without finite logits."""
     is_finite_B = inputs.filled.is_finite_B.at[jnp.asarray(sorted(slots))].set(False)
     return inputs._replace(filled=inputs.filled._replace(is_finite_B=is_finite_B))
 
 
 def _candidates(left: _Survivors, number: int, place: Place) -> Candidates:
-    """The survivors at the position of that index."""
+    """The survivors at the position with this index."""
     read = left.read
     num_survivors = int(read.num_candidates_N[number])
     size = min(num_survivors, read.top_ids_NK.shape[1])
@@ -381,7 +382,7 @@ def _choose(
     ids_P: jax.Array,
     final_logprob_P: jax.Array,
 ) -> StepInputs:
-    """The inputs with other proposals at the hosted positions, scored like those of the device."""
+    """The inputs with the proposals of the host, scored like those of the device."""
     clean_PV = inputs.output.logits(program.network, params, places_P)
     logprob_P = drawing.log_prob(clean_PV, ids_P)
     old = inputs.filled.proposal
@@ -392,32 +393,32 @@ def _choose(
 
 
 PATIENCE = 10.0
-"""Most seconds for matching the candidates of one position."""
+"""Time limit in seconds for matching the candidates of one position."""
 
 
 def matching(pattern: str, decode: Callable[[Any], str]) -> HostSampler:
-    """A host sampler whose row writes a text that `pattern` matches from end to end.
+    """A host sampler that constrains a row to full matches of `pattern`.
 
-    Each position takes a candidate after which the text can still grow into a match, as
-    `Candidates.choose` does: by temperature and seed of the row. The last position takes one that
-    completes the match, and so does an id that stands for no text, such as one that ends a
-    generation. Nothing looks ahead: a pattern that needs more or fewer tokens than the row has
-    left ends in the error below. Given tokens at the start of the row are not part of the text.
+    Each position takes a candidate after which the text is still a prefix of a match.
+    `Candidates.choose` selects it, by the temperature and seed of the row. The last position, and
+    any id without text such as EOS, must complete the match. There is no look-ahead: a pattern that
+    needs more or fewer tokens than remain in the row raises an error. Given tokens at the start of
+    the row are not part of the text.
 
     A row with such a sampler needs ``order="left_to_right"`` and a step for every new token.
-    Where tokens are parts of characters, an unfinished character counts as U+FFFD.
+    If tokens are parts of characters, an unfinished character counts as U+FFFD.
 
     Args:
       pattern: regular expression of the module `regex`, which accepts the syntax of `re`.
-      decode: text of ids, as `Tokenizer.decode`.
+      decode: maps ids to text, as `Tokenizer.decode`.
 
-    Some patterns, such as ``(a|a)*[bc]``, take a time that doubles with every character; a position
-    gets `PATIENCE` seconds.
+    The time of some patterns, such as ``(a|a)*[bc]``, doubles with every character. The limit is
+    `PATIENCE` seconds per position.
     """
     try:
         compiled = regex.compile(pattern)
     except regex.error as error:
-        raise SettingError("pattern", pattern, f"is no regular expression: {error}") from None
+        raise SettingError("pattern", pattern, f"is not a regular expression: {error}") from None
 
     def choose(candidates: Candidates) -> int:
         _check_order(candidates)

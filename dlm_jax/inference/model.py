@@ -17,11 +17,14 @@ import dlm_jax.config as configs
 from dlm_jax import store
 from dlm_jax.config import Config, MeshConfig, ObjectiveConfig, SampleConfig
 from dlm_jax.config.schema import PRESETS
-from dlm_jax.data import Tokenizer, check_fits, from_json
+from dlm_jax.data import Tokenizer, check_fits, from_json, noise_ids
 from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
+from dlm_jax.diffusion.processes import Process
+from dlm_jax.distributed import compiler
 from dlm_jax.distributed.partitions import make_mesh, partition
 from dlm_jax.inference.structure import Structures
 from dlm_jax.model.lora import merged
+from dlm_jax.model.quantized import is_quantized, quantized, quantizer
 from dlm_jax.model.transformer import build
 from dlm_jax.published import (
     ChatTemplate,
@@ -50,16 +53,17 @@ class Model:
       params: their parameters.
       tokenizer: text to ids and back.
       sample: default settings of a call.
-      max_length: tokens of the longest canvas it was trained on.
+      max_length: length in tokens of the longest training canvas.
       is_causal: whether it is autoregressive, with exact likelihoods.
       config: the config of its training; None for a custom network.
       more_eos_ids: ids that end a generation, besides the tokenizer's EOS.
-      presets: settings by name, such as the loops of a published model's own programs; `PRESETS`
-        goes with every model.
-      chat: the chat template of an instruction-tuned model; None: it has none.
+      presets: settings by name, such as the decoding loops of the reference code of a published
+        model. `PRESETS` are available for every model.
+      chat: chat template of an instruction-tuned model; None if there is none.
       family: the family of a published model; empty for any other.
       untrained: heads (``sampler``, ``critic``) that are not trained yet.
       corpus_sha256: checksum of its training text (`dlm_jax.data.Corpus`); empty if unknown.
+      compiler_options: of its programs, as ``mesh.compiler_options``.
     """
 
     network: Network
@@ -75,12 +79,13 @@ class Model:
     family: str = ""
     untrained: tuple[str, ...] = ()
     corpus_sha256: str = ""
+    compiler_options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_settings()
 
     def preset(self, name: str) -> dict[str, Any]:
-        """The settings of a loop that comes with this model, or with every model."""
+        """The settings of a preset of this model or of every model."""
         known = {**PRESETS, **self.presets}
         if name not in known:
             raise SettingError("preset", name, "is unknown", f"this model has {', '.join(known)}")
@@ -94,18 +99,30 @@ class Model:
 
     @property
     def fills_in_waves(self) -> bool:
-        """Whether ``fill="auto"`` is the wavefront: it has a sampler head, which is trained."""
+        """Whether ``fill="auto"`` resolves to the wavefront. It requires a trained sampler head."""
         return "sampler" in self.heads and "sampler" not in self.untrained
 
     @property
     def noise(self) -> Schedule:
-        """The noise schedule it was trained with; the linear one for a custom network."""
+        """The noise schedule of the training; linear for a custom network."""
         asked = ObjectiveConfig() if self.config is None else self.config.objective
         return SCHEDULES[asked.schedule](asked.schedule_power)
 
     @property
+    def process(self) -> Process:
+        """The forward process it was trained with; the masked one for a custom network."""
+        return (ObjectiveConfig() if self.config is None else self.config.objective).noise_process
+
+    @property
+    def noise_ids(self) -> tuple[int, ...]:
+        """Ids that the noise of its process may show."""
+        return noise_ids(self.tokenizer)
+
+    @property
     def banned_ids(self) -> tuple[int, ...]:
-        """Ids that are never written: MASK, those of the tokenizer, and logits without a token."""
+        """Ids that are never written: MASK, banned ids of the tokenizer, and logits without a
+        token.
+        """
         beyond = range(self.tokenizer.vocab_size, self.network.vocab_size)
         return tuple(dict.fromkeys((self.tokenizer.mask_id, *self.tokenizer.banned_ids, *beyond)))
 
@@ -133,6 +150,7 @@ class Model:
             has_cache=self.network.cached is not None,
             is_causal=self.is_causal,
             block_length=self.network.block_length,
+            process=self.process,
         )
 
     @functools.cached_property
@@ -145,7 +163,7 @@ class Model:
         self, draw: str = "inverse_cdf", is_guided: bool = False, *,
         rows: NamedSharding | None = None, num_traced: int = 0,
     ) -> Program:  # fmt: skip
-        """The static part of its denoising loop; see `Program` for the arguments."""
+        """The static part of the denoising loop. See `Program` for the arguments."""
         facts = self.facts
         return Program(
             network=self.network,
@@ -171,41 +189,51 @@ def load(
     *,
     mesh: Mesh | MeshConfig | None = None,
     dtype: str | None = None,
+    quantize: str | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Model:
-    """The model of a run, of a weights file, of a published directory, or the one that ships.
+    """Loads the model of a run, a weights file, a published directory, the hub or this package.
 
     Args:
-      path: what ``train.out_dir`` was, or the directory of its checkpoints; a file that
-        ``python -m dlm_jax.export`` wrote; or a directory as the hub lays it out, with config.json,
-        safetensors and a tokenizer (docs/published.md); or the name of a model that ships with
-        the package; or an id of the hub, ``org/name`` or ``org/name@revision``, which needs the
-        extra ``hub``. What exists at a path is meant before the hub. None is ``shakespeare``.
-      mesh: devices that split its parameters and the rows that it samples, or how many there are
-        along each axis. Each parameter is read in parts, straight onto its devices. None is one
-        device.
-      dtype: type of the parameters, one of `DTYPES`, and of the computation of a published model;
-        None is float32, and for a published model as its weights are stored.
+      path: ``train.out_dir`` of a run or the directory of its checkpoints; a file from ``python -m
+        dlm_jax.export``; a directory in hub layout with config.json, safetensors and a tokenizer
+        (docs/published.md); the name of a model that ships with the package; or a hub id,
+        ``org/name`` or ``org/name@revision``, which needs the extra ``hub``. Existing paths take
+        precedence over the hub. None loads ``shakespeare``.
+      mesh: devices that shard the parameters and the sampled rows, or their number along each axis.
+        Each shard of a parameter is read directly onto its device. None is one device.
+      dtype: dtype of the parameters, one of `DTYPES`, and of the computation of a published model.
+        None is float32, or the stored dtype of a published model.
+      quantize: keeps the matrices of the blocks in 8 bits, to sample and score: ``int8``, or
+        ``int8_dynamic``, which rounds the inputs of their products too. Those of a published
+        directory are quantised one after the other, as they are read.
       report: called with one line if a damaged checkpoint was skipped, and with one that lists
         the settings that a published directory recommends.
 
     Raises:
-      ValueError: nothing usable is there, the mesh does not fit the devices, there is no such
-        dtype, or JAX has settings that change results; the message names the fault and the remedy.
+      ValueError: the path has no usable model, the mesh does not fit the devices, the dtype is
+        unknown, or JAX has settings that change results. The message names the fault and the
+        remedy.
     """
     check_settings()
     path = path_of_model(path)
     if dtype is not None and dtype not in DTYPES:
         advice = "; its range is too small for activations; use bfloat16" * (dtype == "float16")
         raise SettingError("dtype", dtype, f"is not one of {', '.join(DTYPES)}{advice}")
+    finish = _as_it_is if quantize is None else quantizer(quantize)
+    given: tuple[str, ...] = ()
     if isinstance(mesh, MeshConfig):
-        mesh = make_mesh(mesh)
+        given, mesh = mesh.compiler_options, make_mesh(mesh)
+        compiler.options("sample", mesh, given)
     path = fetched(path)
     if is_published(path):
-        return _published(path, mesh, None if dtype == "stored" else dtype, report)
+        model = _published(path, mesh, None if dtype == "stored" else dtype, finish, report)
+        return dataclasses.replace(model, compiler_options=given)
     place = functools.partial(_placed, mesh=mesh, dtype=dtype or "float32")
     params, meta = store.load_any(path, _abstract_params, place=place, report=report)
     config = _config_of(meta)
+    if quantize is not None:
+        params = quantized(merged(params, config.model), quantize)
     tokenizer = from_json(meta["tokenizer"])
     check_fits(tokenizer, config.model.vocab_size)
     return Model(
@@ -218,11 +246,17 @@ def load(
         config=config,
         untrained=untrained_heads(config, meta.get("step")),
         corpus_sha256=str((meta.get("corpus") or {}).get("sha256", "")),
+        compiler_options=given,
     )
 
 
+def _as_it_is(path: str, parameter: jax.Array) -> jax.Array:
+    del path
+    return parameter
+
+
 def untrained_heads(config: Config, step: int | None) -> tuple[str, ...]:
-    """The heads whose training begins after that step; none if the step is unknown."""
+    """The heads that start training after this step; empty if the step is unknown."""
     begins = {
         "sampler": config.heads.start_sampler_iteration,
         "critic": config.heads.start_critic_iteration,
@@ -234,12 +268,13 @@ def _published(
     path: str | os.PathLike[str],
     mesh: Mesh | None,
     dtype: str | None,
+    finish: Callable[[str, jax.Array], Any],
     report: Callable[[str], None] | None,
 ) -> Model:
     def place(name: str, shape: tuple[int, ...]) -> NamedSharding | None:
         return None if mesh is None else NamedSharding(mesh, partition(name, shape, mesh))
 
-    found = read_published(path, dtype=dtype, place=place)
+    found = read_published(path, dtype=dtype, place=place, finish=finish)
     if found.settings and report is not None:
         told = ", ".join(f"{name}={value!r}" for name, value in found.settings.items())
         report(f"{path} recommends {told} (generation_config.json)")
@@ -282,21 +317,26 @@ def export(
     family: str | None = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> list[str]:
-    """Writes a published directory (config.json, safetensors, tokenizer); the names of its files.
+    """Writes a published directory (config.json, safetensors, tokenizer) and returns its file
+    names.
 
-    `dlm_jax.load` and the family's own programs read it. Numbers are stored as the model holds
-    them, with adapters merged into the matrices; heads beside the LM head are left out. What the
-    model recommends is in generation_config.json. The directory appears whole, in one move.
+    `dlm_jax.load` and the reference code of the family can read it. Parameters keep their dtype,
+    and adapters are merged into the matrices. Heads other than the LM head are omitted. Recommended
+    settings are written to generation_config.json. The directory is created atomically.
 
     Args:
       model: from `dlm_jax.load`: a published model, or a run that began with one.
       path: a directory that does not exist.
-      family: family to write it as (`docs/published.md`); None: the one that it was loaded from, or
-        else the first that can express all of its settings.
-      max_shard_bytes: most bytes of one file of weights.
+      family: output family (`docs/published.md`). None is the family of the loaded model, or the
+        first that can express all of its settings.
+      max_shard_bytes: maximum size in bytes of a weights file.
     """
     if model.config is None:
         raise ValueError("the model is a network of your own, which no published family describes")
+    if is_quantized(model.params):
+        raise ValueError(
+            "the model is quantised, which no published family stores; load it without quantize"
+        )
     config = model.config
     params = merged(model.params, config.model)
     bare = dataclasses.replace(

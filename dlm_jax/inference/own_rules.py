@@ -25,17 +25,17 @@ RESERVED = frozenset((
     "prompts", "read_back", "refines", "remasks", "renoises", "report_chain", "rules", "seed",
     "table", "template", "tokens", "trace", "transforms", "version", "watch",
 ))  # fmt: skip
-"""Names that mean something else to a request, to `SampleConfig` or to ``sample.py``."""
+"""Names that a request, `SampleConfig` or ``sample.py`` already uses."""
 
 
 class OwnRules(NamedTuple):
     """The settings of a call, with its rules as settings.
 
     Attributes:
-      table: all rules, one's own too.
+      table: all rules, including custom rules.
       settings: by name.
-      rows: names of those that are lists with one value a row.
-      transforms: names in the chain of one's own transforms.
+      rows: names of settings with one value per row.
+      transforms: names of custom transforms in the chain.
     """
 
     table: RuleTable
@@ -49,7 +49,7 @@ class OwnRules(NamedTuple):
 
 
 def of_row(rules: OwnRules, index: int) -> dict[str, Any]:
-    """The settings of the row of that place."""
+    """The settings of the row with this index."""
     return {
         name: _plain(value[index]) if name in rules.rows else _plain(value)
         for name, value in rules.settings.items()
@@ -57,13 +57,13 @@ def of_row(rules: OwnRules, index: int) -> dict[str, Any]:
 
 
 def own_rules(*layers: Mapping[str, Any], num_rows: int) -> OwnRules:
-    """The settings of a call, whose ``rules`` and rule objects are taken apart.
+    """Resolves ``rules`` and rule objects of a call into settings by name.
 
     Args:
-      layers: settings by name, of which later ones count first; ``rules`` holds classes of one's
-        own (or a module of them), and ``transforms`` (a list), ``commit``, ``fill``, ``remask``,
+      layers: settings by name. Later layers take precedence. ``rules`` holds custom classes or a
+        module that defines them. ``transforms`` (a list), ``commit``, ``fill``, ``remask``,
         ``edit`` and ``renoise`` may be rule objects, whose fields hold one value for all rows or
-        one value a row.
+        one per row.
       num_rows: number of rows.
     """
     found = [(layer, _objects(layer)) for layer in layers]
@@ -86,7 +86,7 @@ def own_rules(*layers: Mapping[str, Any], num_rows: int) -> OwnRules:
 
 
 def _holds_rows(table: RuleTable, name: str, value: Any) -> bool:
-    """Whether a setting of one value was given several, one a row."""
+    """Whether a scalar setting was given one value per row."""
     setting = table.settings.get(name)
     if setting is None or setting.is_list:
         return False
@@ -110,7 +110,7 @@ def _objects(layer: Mapping[str, Any]) -> list[tuple[str, Rule]]:
             value, Rule | type | list | tuple
         )
         if value is None or is_setting:
-            continue  # the setting of that name refuses what it cannot be
+            continue  # the setting with this name rejects invalid values
         if kind == "transforms" and not isinstance(value, list | tuple):
             raise ValueError(f"transforms is {_shown(value)}; give a list of rule objects")
         for given in [*value] if isinstance(value, list | tuple) else [value]:
@@ -155,7 +155,7 @@ def _settings(
             settings |= {"edit": True} if kind == "edit" else {}
     settings |= told
     if layer.get("transforms") is not None:
-        # Just these: what the model recommends of other transforms is off.
+        # Only these: recommended values of other transforms are disabled.
         parts = (cls for classes in table.transforms.values() for cls in classes)
         off = {s.name: s.default for cls in parts for s in cls.settings()}
         settings = off | settings | {"chain": tuple(chain)}
@@ -163,7 +163,7 @@ def _settings(
 
 
 def _shown(value: Any) -> str:
-    """A value in an error: the class of what may be long, such as a rule with arrays."""
+    """A value in an error message. Long values, such as rules with arrays, are shown by class."""
     if isinstance(value, str | int | float):
         return repr(value)
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
@@ -185,7 +185,7 @@ def classes_of(rules: Any) -> Sequence[type[Rule]]:
     for cls in rules or ():
         if not isinstance(cls, type) or not issubclass(cls, Rule):
             raise ValueError(
-                f"rules has {cls!r}, which is no rule; give classes under dlm_jax.rule that "
+                f"rules has {cls!r}, which is not a rule; give classes under dlm_jax.rule that "
                 "subclass CommitRule, LogitTransform, ..."
             )
     return tuple(rules or ())
@@ -193,7 +193,7 @@ def classes_of(rules: Any) -> Sequence[type[Rule]]:
 
 @functools.lru_cache(maxsize=64)
 def with_rules(classes: tuple[type[Rule], ...]) -> RuleTable:
-    """The table with these rules beside the built-in ones."""
+    """The table of built-in rules and these rules."""
     table = BUILT_IN
     for cls in classes:
         kind = _kind(cls)

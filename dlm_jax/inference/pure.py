@@ -1,4 +1,4 @@
-"""Sampling as plain functions over pytrees, for a `jax.jit` of one's own; and replay of traces."""
+"""Sampling as pure functions over pytrees, for use under `jax.jit`; replay; hidden vectors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from dlm_jax import devices
+from dlm_jax.distributed import compiler
 from dlm_jax.distributed.local_rows import split_rows
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import (
@@ -25,7 +26,6 @@ from dlm_jax.inference.request import (
     room_of,
     settings_of_call,
 )
-from dlm_jax.model.kernels import cpu
 from dlm_jax.sampling.forward import ready, with_cache
 from dlm_jax.sampling.loop import advanced
 from dlm_jax.sampling.program import Program
@@ -40,11 +40,11 @@ from dlm_jax.sampling.row import Counters
 from dlm_jax.sampling.state import State, start
 from dlm_jax.sampling.step import step
 from dlm_jax.settings import UNSET, SettingError
-from dlm_jax.types import Network, Params, live_positions
+from dlm_jax.types import Inside, Network, Params, live_positions
 
 
 class Sampled(NamedTuple):
-    """What a `Sampler` has made: arrays of the device, as those of `dlm_jax.generate`.
+    """The result of a `Sampler`: device arrays with the meaning of those of `dlm_jax.generate`.
 
     Attributes:
       tokens: int32 ``[B, L]``, PAD from each row's length on.
@@ -71,13 +71,13 @@ class Sampled(NamedTuple):
 class Sampler:
     """Pure functions over pytrees that sample with the settings of `sampler`.
 
-    They are the steps of the engine: texts are those of `dlm_jax.generate`. They compose with
-    ``jit``, ``scan``, ``vmap`` and ``shard_map``. With ``trace=True`` the log-probabilities of the
-    trace have derivatives in `params` through `step`, in a ``lax.scan`` too, and through `run`.
+    The functions run the steps of the engine and give the texts of `dlm_jax.generate`. They compose
+    with ``jit``, ``scan``, ``vmap`` and ``shard_map``. With ``trace=True`` the log-probabilities of
+    the trace have derivatives in `params` through `step`, in a ``lax.scan`` too, and through `run`.
 
     Attributes:
       model: source of network, tokenizer and recommended settings; its parameters are not used.
-      program: what is compiled in.
+      program: static part of the compiled functions.
       request: the settings of every row.
     """
 
@@ -87,20 +87,22 @@ class Sampler:
 
     @property
     def compiler_options(self) -> Mapping[str, Any]:
-        """Those of the engine: with them in ``jax.jit``, log-probabilities are its bit for bit."""
-        return cpu.compiler_options(is_training=False)
+        """Compiler options of the engine. ``jax.jit`` with them reproduces its log-probabilities
+        bit for bit.
+        """
+        return compiler.options("sample", self.program.rows, self.model.compiler_options)
 
     def init(self, tokens: Any, lengths: Any, seeds: Any, is_draft: Any | None = None) -> State:
         """The state before the first step.
 
         Args:
-          tokens: int32 ``[B, L]``, MASK at holes; what stands beyond a row's length is ignored.
+          tokens: int32 ``[B, L]``, MASK at holes. Values beyond the length of a row are ignored.
           lengths: int32 ``[B]``.
           seeds: uint32 ``[B]``.
           is_draft: True ``[B, L]`` at tokens that may be rewritten; None: nowhere.
 
         Raises:
-          ValueError: shapes do not agree, or a row that is no tracer does not go with the settings.
+          ValueError: shapes disagree, or a concrete row does not fit the settings.
         """
         self._check(tokens, lengths, seeds, is_draft)
         num_rows, num_positions = np.shape(tokens)
@@ -142,7 +144,7 @@ class Sampler:
         return with_gradient(self.program, params, before, state)
 
     def finish(self, state: State) -> Sampled:
-        """The rows as they stand, cut behind the first EOS that they generated."""
+        """The current rows, cut after their first generated EOS."""
         canvas, eos_ids = state.canvas, jnp.array(self.program.eos_ids, jnp.int32)
         place_1L = jnp.arange(canvas.tokens_BL.shape[1])[None]
         is_live_BL = place_1L < canvas.length_B[:, None]
@@ -164,7 +166,7 @@ class Sampler:
         )
 
     def trace(self, state: State) -> Trace:
-        """The trace of the rows as they stand; `Trace.trimmed` makes it cheaper to replay."""
+        """The trace of the current rows. `Trace.trimmed` makes it cheaper to replay."""
         if state.records is None:
             raise SettingError("trace", False, "keeps no draws", "use sampler(..., trace=True)")
         return trace_of(self.program, state, self.model.vocabulary)
@@ -203,21 +205,21 @@ class Sampler:
 def sampler(
     model: Model, *, trace: bool = False, max_length: int | None = None, **settings: Any
 ) -> Sampler:
-    """Sampling as pure functions, with these settings for every row.
+    """Pure sampling functions with these settings for every row.
 
     Args:
       model: from `dlm_jax.load`, or your own.
       trace: whether every draw is recorded (`Trace`).
-      max_length: tokens that a row may hold after edits; the model's own if not given.
+      max_length: maximum number of tokens of a row after edits. Default: that of the model.
       **settings: as for `dlm_jax.generate`, one value for all rows.
 
     Raises:
-      ValueError: a setting is unknown or out of range, does not go with the model, or has no trace.
+      ValueError: a setting is unknown, out of range, incompatible with the model, or not traceable.
     """
     for name in ("seed", "prompt", "host_sampler", "read_back", *PROMPT_KEYS):
         if name in settings:
             raise SettingError(
-                name, UNSET, "is no setting of a sampler",
+                name, UNSET, "is not a setting of a sampler",
                 "give tokens and seeds to init(), or use generate()",
             )  # fmt: skip
     sample = settings_of_call(model, settings)
@@ -238,19 +240,20 @@ def replay(
 ) -> jax.Array:
     """Log-probabilities of a trace's writings under `params`, float32 ``[B, S, L]`` in nats.
 
-    At the parameters that sampled it they are ``trace.logprobs`` where ``trace.is_written``, and 0
-    elsewhere: bit for bit in float32 on CPU in as many rows as were sampled at once, and to
-    rounding otherwise, as in a ``jax.jit`` without `Sampler.compiler_options`. Differentiable in
-    `params`, and compiled once per shape. Each step is one forward of all rows, which is computed
-    again for the gradient: memory does not grow with the steps.
+    With the sampling parameters the result equals ``trace.logprobs`` where ``trace.is_written`` and
+    0 elsewhere. The equality is bit for bit in float32 on CPU with the same number of rows as in
+    sampling. Otherwise, for example in a ``jax.jit`` without `Sampler.compiler_options`, it holds
+    up to rounding. The function is differentiable in `params` and compiled once per shape. Each
+    step is one forward of all rows, recomputed for the gradient, so memory does not grow with the
+    steps.
 
     Args:
-      model: the model that sampled it, or another with its vocabulary; or a network.
-      params: parameters of its network. If devices split them, so are rows.
+      model: the model that sampled the trace, another model with its vocabulary, or a network.
+      params: parameters of the network. If they are sharded over devices, so are the rows.
       trace: from ``generate(..., trace=True)`` or `Sampler.trace`.
-      every_draw: whether discarded draws count, too. A trace in which draws decide what is written
-        (``order="low_confidence"``, say) or are seen by others (``fill="wavefront"``) is as likely
-        as all of them.
+      every_draw: whether discarded draws count as well. The probability of a trace includes all
+        draws if draws decide which tokens are written (for example ``order="low_confidence"``) or
+        condition other draws (``fill="wavefront"``).
 
     Raises:
       ValueError: the trace is of another vocabulary, needs a head that the model lacks, or its
@@ -266,18 +269,22 @@ def replay(
     )  # fmt: skip
     if is_traced:
         return replayed(program, params, trace, every_draw=every_draw)
-    return _compiled(program, every_draw)(params, trace)
+    given = model.compiler_options if isinstance(model, Model) else ()
+    return _compiled(program, every_draw, given)(params, trace)
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(program: Program, every_draw: bool) -> Callable[[Params, Trace], jax.Array]:
+def _compiled(
+    program: Program, every_draw: bool, compiler_options: tuple[str, ...]
+) -> Callable[[Params, Trace], jax.Array]:
     """`replayed`, compiled like the engine's loop."""
 
     def run(params: Params, trace: Trace) -> jax.Array:
         with devices.used(program.rows):
             return replayed(program, params, trace, every_draw=every_draw)
 
-    return jax.jit(run, compiler_options=cpu.compiler_options(is_training=False))
+    options = compiler.options("sample", program.rows, compiler_options)
+    return jax.jit(run, compiler_options=options)
 
 
 def _check_trace(model: Model | Network, network: Network, trace: Trace) -> None:
@@ -311,3 +318,40 @@ def _check_trace(model: Model | Network, network: Network, trace: Trace) -> None
             "the arrays of the trace differ in rows, steps or positions; take rows with "
             "trace.rows(index)"
         )
+
+
+def inside(model: Model, tokens: Any, lengths: Any = None) -> Inside:
+    """Hidden vectors and attention weights of every block for some canvases.
+
+    The maps take ``B E H L^2`` numbers. With a trace, ``inside(model, trace.canvas[:, 0])`` shows
+    what the first forward saw; guidance and caches are left out.
+
+    Args:
+      model: of a `dlm_jax.Network` that shows it, as those of the package do.
+      tokens: int ``[B, L]`` canvases with MASK at holes.
+      lengths: int ``[B]`` live positions; None: all.
+
+    Raises:
+      ValueError: the network does not show it, or tokens or lengths are out of range.
+    """
+    if model.network.inside is None:
+        raise ValueError("the network does not show its inside; give dlm_jax.Network an `inside`")
+    tokens_BL = np.asarray(tokens)
+    if tokens_BL.ndim != 2 or not tokens_BL.size or tokens_BL.dtype.kind not in "iu":
+        raise ValueError(
+            f"tokens has shape {tokens_BL.shape} of {tokens_BL.dtype}; use whole numbers [B, L]"
+        )
+    vocab_size, (num_rows, num_positions) = model.network.vocab_size, tokens_BL.shape
+    if tokens_BL.min() < 0 or tokens_BL.max() >= vocab_size:
+        raise ValueError(f"tokens has ids outside the vocabulary; use 0 to {vocab_size - 1}")
+    length_B = np.full(num_rows, num_positions) if lengths is None else np.asarray(lengths)
+    if length_B.shape != (num_rows,) or length_B.min() < 1 or length_B.max() > num_positions:
+        raise ValueError(f"lengths={lengths} is not one of 1 to {num_positions} for each row")
+    arrays = tokens_BL.astype(np.int32), length_B.astype(np.int32)
+    return _inside_compiled(model.network)(model.params, *arrays)
+
+
+@functools.lru_cache(maxsize=16)
+def _inside_compiled(network: Network) -> Callable[..., Inside]:
+    assert network.inside is not None
+    return jax.jit(network.inside)

@@ -1,4 +1,4 @@
-"""The settled text of a row, cut at stops and returned piece by piece."""
+"""Streams the settled text of a row, cut at stops."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Piece(NamedTuple):
 
     Attributes:
       text: text that was not returned before.
-      places: places of its tokens in the row, without those of earlier pieces.
-      is_last: whether nothing follows.
+      places: positions of the tokens of this piece in the row.
+      is_last: whether this is the last piece.
     """
 
     text: str
@@ -41,12 +41,12 @@ class Reader:
     Args:
       model: the model of the row.
       request: the request of the row.
-      stops: texts that end it.
-      keeps_stop: whether the text holds the stop that ends it.
+      stops: stop texts.
+      keeps_stop: whether the text includes the stop text.
 
     Attributes:
       start: position of the first token that was not given.
-      is_infill: whether given tokens follow it.
+      is_infill: whether given tokens follow generated ones.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Reader:
     def pieces(self, row: Row) -> list[Piece]:
         """New text since the last call: one piece for each finished block.
 
-        A row without blocks is returned as it grows if it is decoded left to right, otherwise at
-        its end.
+        Without blocks, a row is streamed token by token if it is decoded left to right, and
+        otherwise returned at its end.
         """
         settled = self.settled(row)
         is_over = row.status != Status.RUNNING
@@ -111,7 +111,7 @@ class Reader:
             is_last = is_over and end == ends[-1]
             upto = text if is_last else self._tokenizer.decode(tokens[self.start : end])
             upto = upto[:cut] if cut is not None else upto
-            # A cut may lie in an earlier block: later text is not returned.
+            # A cut may fall into an earlier block. Later text is not returned.
             is_last = is_last or (cut is not None and len(upto) == cut)
             shown = len(upto) if is_last else self._held_back(upto)
             places = range(self._place, self._covering(tokens, end, cut) if is_last else end)
@@ -122,7 +122,7 @@ class Reader:
         return found
 
     def whole(self, row: Row) -> tuple[str, range, bool]:
-        """A row's text, the places of its tokens, and whether a stop or EOS ended it."""
+        """The text of a row, the positions of its tokens, and whether a stop or EOS ended it."""
         tokens, is_ended = self._upto_eos(row, row.tokens.size)
         text = self._tokenizer.decode(tokens[self.start :])
         cut = self._stop(text)
@@ -130,10 +130,11 @@ class Reader:
         return text[:cut], range(self.start, end), is_ended or cut is not None
 
     def parts(self, row: Row, end: int | None = None) -> list[tuple[str, int | None]]:
-        """The canvas from `start` on, in runs of one age, whose texts concatenate to its text.
+        """Splits the canvas from `start` on into runs of tokens that were written at the same step.
 
-        Each run has the step that wrote it, -1 where none did, and None for holes, each of which
-        is one `HOLE`. A character that several steps wrote belongs to the last of its tokens.
+        The texts of the runs concatenate to the text of the canvas. Each run has the step that
+        wrote it, -1 for tokens that no step wrote, and None for a hole, which is shown as `HOLE`. A
+        character that several steps wrote belongs to its last token.
         """
         tokens, ages = row.tokens[self.start : end], row.committed[self.start : end]
         ages = np.where(tokens == self._mask_id, -2, ages)
@@ -152,7 +153,7 @@ class Reader:
     def _ages(
         self, tokens: np.ndarray, ages: np.ndarray, runs: Sequence[tuple[int, int]]
     ) -> list[tuple[str, int | None]]:
-        """The runs between two holes, as texts that concatenate to their common text."""
+        """The runs between two holes, as texts that concatenate to the text between the holes."""
         if not runs:
             return []
         begin, end = runs[0][0], runs[-1][1]
@@ -192,7 +193,7 @@ class Reader:
         return place + len(stop) if self._keeps_stop else place
 
     def _held_back(self, text: str) -> int:
-        """The length of a text that can be returned before the rest is known."""
+        """The length of the prefix that can be returned before the rest is known."""
         size = len(text.rstrip(_UNFINISHED))
         for stop in self._stops:
             for length in range(min(len(stop) - 1, len(text)), 0, -1):

@@ -1,4 +1,4 @@
-"""Results of an engine: rows of a turn, and totals of all turns."""
+"""Results of an engine: rows of a step, and totals over all steps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dlm_jax.sampling.row import Counters
 
 
 class Step(NamedTuple):
-    """The rows of a turn.
+    """The rows of one `Engine.step`.
 
     Attributes:
-      finished: rows that have ended, cut behind their first EOS.
-      progress: rows that are watched and ran, or came into a slot, in this turn: as they stand.
+      finished: ended rows, cut after their first EOS.
+      progress: current state of watched rows that ran or entered a slot in this call.
     """
 
     finished: dict[Ticket, Row]
@@ -22,15 +22,15 @@ class Step(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Totals of all turns so far; every counter is an attribute too.
+    """Totals over all calls so far. Every counter is also an attribute.
 
     Attributes:
       rows: rows that have ended.
       tokens: tokens that these rows generated.
       steps: steps of rows.
       slot_steps: steps of slots, busy or idle.
-      taken: those of `steps` during which other requests of the same kind waited.
-      offered: those of `slot_steps`, likewise.
+      taken: the part of `steps` during which requests of the same kind waited.
+      offered: the part of `slot_steps` during which requests of the same kind waited.
       counters: counters, summed over all rows.
     """
 
@@ -57,9 +57,9 @@ class Report(NamedTuple):
       work: totals so far.
       waiting: requests in the queues.
       running: rows that run.
-      slots: rows that could run now, in all programs that do.
-      programs: slots and canvas of each program that is kept.
-      compiled: the same of every program that had to be compiled.
+      slots: total slots of the running programs.
+      programs: slots and canvas of each cached program.
+      compiled: slots and canvas of every program that was compiled.
     """
 
     work: Work
@@ -71,5 +71,7 @@ class Report(NamedTuple):
 
     @property
     def occupancy(self) -> float:
-        """Share of the slots' steps that rows took while others of their kind waited; else 1."""
+        """Share of slot steps that rows used while requests of the same kind waited; 1 if none
+        waited.
+        """
         return self.work.taken / self.work.offered if self.work.offered else 1.0

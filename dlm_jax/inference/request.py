@@ -54,12 +54,12 @@ def make_canvas(
 
     Args:
       tokenizer: text to ids.
-      asked: one of ``prompt`` (text that the generated tokens follow), ``template`` (text with
-        `HOLE` markers) or ``tokens`` (ids); with ``infill`` true, MASK among the tokens is a hole
-        and nothing follows them. ``draft`` is text behind the prompt, to be refined.
-      gen_length: new tokens after the prompt; 0: all remaining space, or none after a draft. The
-        length of a gap without a number.
-      room: tokens the row may hold.
+      asked: one of ``prompt`` (text before the generated tokens), ``template`` (text with `HOLE`
+        markers) or ``tokens`` (ids). With ``infill`` true, MASK among the tokens is a hole and no
+        tokens are appended. ``draft`` is text after the prompt to refine.
+      gen_length: number of new tokens after the prompt, and length of a gap without a number. 0
+        uses all remaining space, or adds none after a draft.
+      room: maximum number of tokens of the row.
     """
     kinds = [name for name in ("prompt", "template", "tokens") if asked.get(name) is not None]
     if len(kinds) > 1:
@@ -134,7 +134,7 @@ def _template(tokenizer: Tokenizer, text: str, gen_length: int, room: int) -> np
     for marker in _TYPO.finditer(text):
         if not HOLE.match(text, marker.start()):
             near = text[marker.start() : marker.start() + 12]
-            raise ValueError(f"template: {near!r} is no gap; write <hole:8>, or <hole>")
+            raise ValueError(f"template: {near!r} is not a gap; write <hole:8>, or <hole>")
     parts, end = [], 0
     for marker in HOLE.finditer(text):
         length = gen_length if marker[1] is None else int(marker[1])
@@ -217,6 +217,21 @@ def check_settings(model: Model, sample: SampleConfig) -> None:
     facts = model.facts
     if facts.block_length:
         _check_blocks(facts, sample)
+    if model.network.behind is not None:
+        raise SettingError(
+            "model.attention_type",
+            "canvas",
+            "needs the decoding loop of its family, which is not implemented",
+            "call its network (Network.behind)",
+        )
+    if not (model.process.is_masked or sample.table.commit[sample.order].renews):
+        name = "" if model.config is None else model.config.objective.process
+        raise SettingError(
+            "order",
+            sample.order,
+            f"fills holes, and the model was trained with objective.process={name!r}",
+            "use order='posterior'",
+        )
     for rule in sample.table.checks(sample):
         rule.check_model(sample, facts)
     sample.table.check_chain(sample, facts)
@@ -228,7 +243,7 @@ def _check_blocks(facts: ModelFacts, sample: SampleConfig) -> None:
             "block_length",
             sample.block_length,
             f"is not the {facts.block_length} that the model was trained with, nor a part of it",
-            "use 0 for the same",
+            "use 0 for the same value",
         )
     if sample.edits:
         raise SettingError(
@@ -240,14 +255,15 @@ def _check_blocks(facts: ModelFacts, sample: SampleConfig) -> None:
 
 
 def check_trace(sample: SampleConfig) -> None:
-    """Raises ValueError for settings whose commits cannot be traced and replayed."""
+    """Raises ValueError for settings that do not support traces and replay."""
     for rule in sample.table.checks(sample):
         rule.check_trace(sample)
 
 
 def check_draft(sample: SampleConfig, given: Given) -> None:
     """Raises ValueError for a draft without a rule that refines it."""
-    needs = 1 if sample.resample or sample.edits or sample.renoises else 2
+    renews = sample.table.commit[sample.order].renews
+    needs = 1 if sample.resample or sample.edits or sample.renoises or renews else 2
     if given.is_draft is not None and (not sample.refines or sample.steps < needs):
         raise SettingError(
             "draft",
@@ -265,7 +281,7 @@ def _check_bans(draft: np.ndarray, sample: SampleConfig, facts: ModelFacts) -> N
             "draft",
             UNSET,
             f"holds the ids {', '.join(map(str, banned))}, which are banned (logit_bias of "
-            "-inf, ignore_eos, or ids that are no text)",
+            "-inf, ignore_eos, or ids without text)",
             "take them out, or lift the ban",
         )
 
@@ -273,8 +289,9 @@ def _check_bans(draft: np.ndarray, sample: SampleConfig, facts: ModelFacts) -> N
 def check_canvas(request: Request, facts: ModelFacts, *, mask_id: int) -> None:
     """Raises ValueError if the canvas does not match the settings and the model.
 
-    Causes: fewer steps than blocks with holes or drafts, banned ids in a draft, given tokens after
-      a hole that the model cannot see, or a fill or cache rule that does not support it.
+    The causes are fewer steps than blocks with holes or drafts, banned ids in a draft, given tokens
+      after a hole in a block-causal model, and a fill or cache rule that does not support the
+      canvas.
     """
     sample = request.sample
     check_structure(sample, request.tokens, is_draft=request.is_draft, mask_id=mask_id)
@@ -324,10 +341,10 @@ class Request:
         parallel fill: `make_requests` and `generate` resolve it by the model's heads.
       seed: random seed of the row, in [0, 2**32).
       is_draft: True at draft tokens; None: there are none.
-      host_sampler: chooses the row's tokens among the candidates that its chain leaves.
+      host_sampler: chooses the tokens of the row from the candidates after its chain.
       read_back: whether candidates of each token are recorded.
-      capacity: most tokens of the row after edits, at least its present length; 0: that length.
-      trace: whether each of its steps is recorded.
+      capacity: maximum number of tokens of the row after edits; 0: its current length.
+      trace: whether each step is recorded.
     """
 
     tokens: np.ndarray
@@ -341,7 +358,7 @@ class Request:
 
     @property
     def room(self) -> int:
-        """Most positions of the row."""
+        """Maximum number of positions of the row."""
         return max(self.tokens.size, self.capacity)
 
     @property
@@ -408,11 +425,11 @@ def static_of(request: Request) -> Static:
 def columns(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, Rules]:
     """The parameters of requests with equal static settings, one row each.
 
-    They are host arrays, passed directly to compiled functions: separate transfers to the device
-    would take most of the time of refilling a slot.
+    They are host arrays, passed directly to compiled functions. Separate transfers to the device
+    would dominate the time to refill a slot.
 
-    A row ends with its text, as what would follow EOS is cut off; edits may still move that, and
-    such a row ends there only with ``stop_at_eos``.
+    A row ends at its EOS, because tokens after EOS are cut off. Edits may still move EOS, so rows
+    with edits end there only with ``stop_at_eos``.
     """
     samples = [request.sample for request in requests]
     rows = [
@@ -434,11 +451,12 @@ def group(requests: Sequence[Request]) -> dict[Static, list[int]]:
 
 
 def only_chains_in_use(requests: Sequence[Request]) -> list[Request]:
-    """The requests, each with the parts of its chain that a request of the same chain uses.
+    """The requests with unused parts of their chains removed.
 
-    The others change nothing, and a shorter chain compiles faster. Transforms that read ids after a
-    cut to few candidates stay: without them the rest of the chain would run on those candidates and
-    draw other tokens, so that a row would depend on its neighbours.
+    A part is unused if no request with the same chain uses it. Unused parts change nothing, and a
+    shorter chain compiles faster. Transforms that read ids after a truncation to a few candidates
+    are kept. Without them the rest of the chain would run on those candidates and draw other
+    tokens, and a row would depend on its neighbours.
     """
     used: dict[tuple[Any, ...], set[str]] = {}
     for sample in {id(request.sample): request.sample for request in requests}.values():
@@ -479,8 +497,8 @@ def make_requests(
 ) -> list[Request]:
     """The rows of one prompt; `first` is added to the seed unless the prompt has its own.
 
-    `num_rows` is the number of rows of all prompts, if others follow. `known` remembers settings
-    that were resolved, for other prompts under the same `model` and `common`.
+    `num_rows` is the total number of rows of all prompts. `known` caches resolved settings for
+    other prompts under the same `model` and `common`.
     """
     if not isinstance(prompt, str | Mapping):
         raise SettingError("prompt", prompt, "is neither a text nor a mapping", "put it in quotes")
@@ -521,7 +539,7 @@ def make_requests(
 
 def _key(own: Mapping[str, Any], host: Mapping[str, Any]) -> Any:
     """A key for the settings of a prompt, types and whether the host looks at its rows included;
-    None for any but plain.
+    None for other than plain settings.
     """
     plain = (bool, int, float, str, type(None))
     if not all(type(value) in plain for value in own.values()):
@@ -548,6 +566,8 @@ def _settings(
     """The settings of a row, resolved and checked against the model."""
     recommended = {name: getattr(model.sample, name) for name in model.sample.table.settings}
     recommended["chain"] += tuple(n for n in rules.transforms if n not in recommended["chain"])
+    if not model.process.is_masked:
+        settings = _of_process(recommended, settings)
     if settings.get("fill", recommended["fill"]) == AUTO:
         settings = settings | _auto_fill(model, recommended, settings, needs_host=needs_host)
     sample = resolve(recommended, settings, table=rules.table)
@@ -569,6 +589,13 @@ def _settings(
             "reads what no host sampler or read-back leaves",
             "use confidence_of='clean'",
         )
+    if needs_host and rules.table.commit[sample.order].renews:
+        raise SettingError(
+            "order",
+            sample.order,
+            "writes tokens that no host sampler or read-back sees",
+            "leave host_sampler and read_back out",
+        )
     if isinstance(sample.structure, str) and sample.structure:
         sample = replace(sample, structure=model.structures.automaton(sample.structure))
     if model.network.block_length and sample.block_length == 0:
@@ -577,13 +604,19 @@ def _settings(
     return sample
 
 
+def _of_process(recommended: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a model whose noise is not MASK alone: its own order, unless one is given."""
+    own = {} if recommended["order"] != "random" else {"order": "posterior"}
+    return own | dict(given)
+
+
 def _auto_fill(
     model: Model, recommended: Mapping[str, Any], given: Mapping[str, Any], *, needs_host: bool
 ) -> dict[str, Any]:
     """The fill of a model without a recommended one, and its order.
 
-    Among orders that commit at random, the one that fills every hole first wrote the best texts at
-    every budget (benchmarks/results/sampler_head.md, "Comparison with training-free rules").
+    Among random commit orders, the one that first fills every hole gave the best texts at every
+    budget (benchmarks/results/sampler_head.md, "Comparison with training-free rules").
     """
     if not model.fills_in_waves:
         return {"fill": "parallel"}

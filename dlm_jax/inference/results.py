@@ -1,4 +1,4 @@
-"""Finished and running rows, without the padding of their slots; and rows side by side."""
+"""Finished and running rows without slot padding, and rows assembled into arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CANVAS_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class Row:
-    """One row as it stands, without the padding of its slot.
+    """The current state of one row, without the padding of its slot.
 
     Attributes:
       tokens: int32 ``[n]``, MASK at holes.
@@ -27,19 +27,19 @@ class Row:
       logprobs: float32 ``[n]``, log-probability in nats of each generated token under the clean
         logits it was drawn from; 0 at given tokens and holes.
       committed: int32 ``[n]``, the step that wrote each token, from 0; -1 at given tokens, holes,
-        tokens of a draft, and those that an edit or re-noise put there.
+        tokens of a draft, and tokens of an edit or re-noise.
       steps: steps taken so far.
-      block: number of the block it works on, from 0, among those that have work.
+      block: index of the current block, from 0, among blocks with work.
       status: its `Status`.
       counters: its counters.
-      origin: int32 ``[n]``, where each position stood when the loop was called last, or in a
-        canvas that was shown before; -1: it was not there. None without edits.
-      read_back: its tokens as read back, in the order of the commits.
-      error: exception of its host sampler or its program; None without one.
-      is_lost: whether the program raised it, and took what the row had with it.
-      waited: seconds before it came into a slot.
-      seconds: seconds that it has spent in a slot.
-      trace: its trace, once it has ended; None without one.
+      origin: int32 ``[n]``, previous index of each position, at the last call of the loop or on the
+        last canvas shown; -1 for new positions. None without edits.
+      read_back: read-back records of its tokens, in commit order.
+      error: exception of the host sampler or the program, or None.
+      is_lost: whether the program raised it, so that the state of the row is lost.
+      waited: seconds until the row got a slot.
+      seconds: seconds spent in a slot.
+      trace: trace of the ended row, or None.
     """
 
     tokens: np.ndarray
@@ -63,7 +63,9 @@ class Row:
         return int((self.committed >= 0).sum())
 
     def upto_eos(self, eos_ids: Sequence[int]) -> Row:
-        """The row up to its first generated EOS and with it; whole if given tokens follow it."""
+        """The row up to and including its first generated EOS; unchanged if given tokens follow
+        EOS.
+        """
         is_eos = np.zeros(self.tokens.size, bool)
         for eos_id in eos_ids:
             is_eos |= self.tokens == eos_id
@@ -83,13 +85,13 @@ class Row:
 
 
 class Since:
-    """Where the positions of a row stood in the canvas of it that was shown last."""
+    """Maps positions of a row to positions on its last shown canvas."""
 
     def __init__(self) -> None:
         self._origin: np.ndarray | None = None
 
     def add(self, row: Row) -> Row:
-        """The row after another call of the loop, its origin in the canvas that was shown last."""
+        """The row after another call of the loop, with origins on the last shown canvas."""
         before = self._origin
         if row.origin is not None and before is not None:
             was_there = np.where(row.origin >= 0, before[np.maximum(row.origin, 0)], -1)
@@ -98,7 +100,7 @@ class Since:
         return row
 
     def shown(self, row: Row) -> Row:
-        """The row, which is the one that is shown now."""
+        """Marks the row as the last shown one and returns it."""
         self._origin = None
         return row
 
@@ -114,12 +116,11 @@ class Generation:
       counters: counters of each row, int32 ``[R]`` each.
       status: ``[R]``, how each row ended.
       logprobs: float32 ``[R, L]``, log-probability in nats of each generated token under the clean
-        logits it was drawn from; 0 at given tokens. At tokens of a draft that stayed, that under
-        the forward before the last.
-      committed: int32 ``[R, L]``, the step that wrote each token, from 0; -1 at given tokens, those
-        of a draft, and those that an edit put there.
-      read_back: tokens of each row as read back, in the order of the commits; empty where this
-        was not requested.
+        logits it was drawn from; 0 at given tokens. Unchanged draft tokens have the value under the
+        second-to-last forward.
+      committed: int32 ``[R, L]``, the step that wrote each token, from 0; -1 at given tokens,
+        tokens of a draft, and tokens of an edit.
+      read_back: read-back records of each row in commit order; empty if not requested.
       seconds: float64 ``[R]``, seconds that each row spent in a slot.
       trace: every draw of the rows, with ``trace=True``; None otherwise.
     """
@@ -142,7 +143,7 @@ class Generation:
 
 
 def assemble(rows: Sequence[Row], *, pad_id: int) -> Generation:
-    """The rows side by side, padded to a canvas that holds the longest."""
+    """The rows as arrays, padded to a canvas that holds the longest row."""
     width = canvas_size(max(row.tokens.size for row in rows))
 
     def table(name: str, fill: float, dtype: Any) -> np.ndarray:
@@ -170,7 +171,7 @@ def assemble(rows: Sequence[Row], *, pad_id: int) -> Generation:
 def canvas_size(length: int, *, is_shared: bool = False) -> int:
     """Static canvas that holds `length` tokens: the next multiple of 64, so that few compile.
 
-    One that is shared by requests of any lengths is a power of two, so that still fewer do.
+    A canvas shared by requests of any length is a power of two, which compiles even fewer programs.
     """
     if is_shared:
         return max(_CANVAS_MULTIPLE, 1 << (length - 1).bit_length())

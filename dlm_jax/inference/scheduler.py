@@ -1,10 +1,9 @@
 """Assigns requests to slots of programs; uses no device and no arrays.
 
-Requests that run in the same programs share a bucket and wait in its queue, the first in line by
-priority and then by number. A queue with work holds a program of as many slots as its requests
-need, and each slot takes the next of them once the one before has ended. Queues are served round
-robin. Few programs are kept: the least recently used one is evicted; if all are busy, one queue
-drains to make room.
+Requests that can run in the same programs share a bucket and wait in its queue, ordered by priority
+and then by number. A queue with work has a program with enough slots for its requests. A slot takes
+the next request when its row ends. Queues are served round robin. The number of programs is
+limited: the least recently used one is evicted, and if all are busy, one queue drains.
 """
 
 from __future__ import annotations
@@ -74,12 +73,12 @@ class Queue:
       is_reserved: whether it was made by `Engine.reserve`.
       size: slots of its program; None: it has none.
       program: its program.
-      num_own: slots of this process among those.
-      slots: the engine's slots, which run the program.
+      num_own: number of these slots in this process.
+      slots: `Slots` object that runs the program.
       running: requests by their slot.
-      evicted: slots of cancelled requests, to be cleared when it is served next.
+      evicted: slots of cancelled requests, cleared at the next turn of the queue.
       totals: work of all processes when it was last served.
-      is_draining: whether no request may begin, to free the program for another queue.
+      is_draining: whether new requests are held back to free the program for another queue.
       since: time when it got its program, in served queues.
     """
 
@@ -133,13 +132,13 @@ class Queue:
             heapq.heapify(self._heap)
 
     def evict(self, entry: Entry) -> None:
-        """Takes a cancelled request out of its slot, which is cleared later."""
+        """Removes a cancelled request from its slot. The slot is cleared later."""
         assert entry.slot is not None
         del self.running[entry.slot]
         self.evicted.add(entry.slot)
 
     def admit(self) -> dict[int, Entry | None]:
-        """The slots that change: each takes the next that waits, or None for an evicted one."""
+        """The slots that change, each with its next request, or None for an evicted one."""
         free = [slot for slot in range(self.num_own) if slot not in self.running]
         new = dict(zip([] if self.is_draining else free, self._pop(), strict=False))
         for slot, entry in new.items():
@@ -173,9 +172,9 @@ class Scheduler:
     Args:
       load: creates the program of a bucket with that number of slots.
       max_programs: programs that are kept.
-      num_processes: among which the slots of each program are split, equally. Several serve the
-        same queues in the same order, by what `agree` was given.
-      is_together: whether there are several.
+      num_processes: number of processes that share the slots of each program equally. `agree` keeps
+        their order of queues identical.
+      is_together: whether there are several processes.
     """
 
     def __init__(
@@ -233,7 +232,7 @@ class Scheduler:
     def leave(self, queue: Queue) -> None:
         """Releases the program of a queue without running requests; removes a queue without work.
 
-        Among several processes that happens when all of them `agree` that nothing runs.
+        With several processes this requires that all of them `agree` that nothing runs.
         """
         if self.is_together:
             return

@@ -1,7 +1,7 @@
-"""Scores of texts under a loaded model: nats per token, bits per character, with their errors.
+"""Scores texts with a loaded model: nats per token and bits per character, with standard errors.
 
-A diffusion model gives an upper bound, estimated from random masks; an autoregressive one the exact
-value, so it can evaluate texts of other models.
+A diffusion model gives an upper bound, estimated from random masks. An autoregressive model gives
+the exact value, so it can evaluate texts of other models.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import numpy as np
 from dlm_jax.data import text_ids
 from dlm_jax.diffusion.likelihood import Costs, costs, half_width, ratio_and_error
 from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.distributed import compiler
 from dlm_jax.heads import scorer
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.results import canvas_size
-from dlm_jax.model.kernels import cpu
 from dlm_jax.randomness import key_of
 from dlm_jax.settings import SettingError
 from dlm_jax.types import Network, Params
 
 Window = tuple[np.ndarray, int]
-"""Ids of a row, and how many of them are given."""
+"""Ids of a row, and the number of given ids."""
 
 MOST_AT_ONCE = 1 << 16
 """Rows of a batch, and draws of masks, at most."""
@@ -40,11 +40,11 @@ class Score:
 
     Attributes:
       nats: float64 ``[N]``, of each text.
-      tokens: int ``[N]``, scored tokens: the prompt's do not count.
+      tokens: int ``[N]``, number of scored tokens, without the prompt.
       characters: int ``[N]``, characters of the text without the prompt.
       draw_error: float64 ``[N]``, standard error of each text's nats from the draws of masks; 0
         where the likelihood is exact, NaN for a text with a window that was drawn once.
-      is_exact: whether ``nats`` are exact; else an upper bound in expectation.
+      is_exact: whether ``nats`` are exact. Otherwise they are an upper bound in expectation.
       num_draws: masks that were drawn per window.
     """
 
@@ -59,7 +59,7 @@ class Score:
     def nats_per_token(self) -> tuple[float, float]:
         """Mean per token, and its standard error.
 
-        The texts are taken as independent; of a single one the error is that of the draws.
+        Texts are treated as independent. The error of a single text is that of the draws.
         """
         return self._per(self.tokens, 1.0)
 
@@ -91,12 +91,12 @@ def score(
     """The score of each text, given its prompt if there is one.
 
     A text without a prompt that is longer than the model's canvas is cut into windows, each scored
-    without the one before it; such windows count as one text.
+    without the previous one. The windows count as one text.
 
     Args:
       model: from `dlm_jax.load`, or your own.
       texts: not empty.
-      prompts: one per text, shown as they are and not counted.
+      prompts: one per text, visible to the model and not scored.
       num_draws: masks drawn per window; a causal model needs none.
       batch_size: windows that run at once.
       seed: random seed of the masks.
@@ -152,9 +152,10 @@ def score_rows(
     """
     check_sizes(num_draws=num_draws, batch_size=batch_size, seed=seed)
     given = rows.get("given", np.zeros_like(rows["length"]))
-    run = _compiled(
-        costs, model.network, is_causal=model.is_causal, num_draws=num_draws,
-        mask_id=model.tokenizer.mask_id, eos_id=model.tokenizer.eos_id,
+    run = compiled(
+        costs, model.network, model.compiler_options, is_causal=model.is_causal,
+        num_draws=num_draws, mask_id=model.tokenizer.mask_id, eos_id=model.tokenizer.eos_id,
+        process=model.process, noise_ids=model.noise_ids,
     )  # fmt: skip
     found = _in_batches(run, model, {**rows, "given": given}, batch_size, seed)
     return jax.tree.map(lambda column_N: column_N.astype(float), found)
@@ -178,8 +179,11 @@ def _share(
 
 
 @functools.lru_cache(maxsize=32)
-def _compiled(fn: Callable[..., Any], network: Network, **static: Any) -> Callable[..., Any]:
-    options = cpu.compiler_options(is_training=False)
+def compiled(
+    fn: Callable[..., Any], network: Network, given: tuple[str, ...], **static: Any
+) -> Callable[..., Any]:
+    """`fn` with compiler options as in `Model.compiler_options`."""
+    options = compiler.options("sample", given=given)
     return jax.jit(functools.partial(fn, network, **static), compiler_options=options)
 
 
@@ -252,10 +256,10 @@ def _rows(model: Model, windows: Sequence[Window]) -> dict[str, np.ndarray]:
 
 
 def corrupted_share(model: Model, texts: Sequence[str], *, batch_size: int = 16) -> np.ndarray:
-    """Predicted share of wrong tokens in each text, float64 ``[N]`` in [0, 1].
+    """Predicted share of wrong tokens per text, float64 ``[N]`` in [0, 1].
 
     A text that is longer than the scorer's canvas is cut into windows of equal length (within one
-    token), each judged alone; its share is their mean, weighted by their tokens.
+    token), each scored separately. Its share is the mean over the windows, weighted by tokens.
 
     Args:
       model: a sequence scorer, from `dlm_jax.load`.
@@ -271,7 +275,9 @@ def corrupted_share(model: Model, texts: Sequence[str], *, batch_size: int = 16)
         raise ValueError("there are no texts to judge; give at least one")
     windows, owners = _windows_of(texts, lambda _, text: _scorer_windows(model, text))
     rows = _rows(model, windows)
-    share_N = _in_batches(_compiled(_share, model.network), model, rows, batch_size)
+    share_N = _in_batches(
+        compiled(_share, model.network, model.compiler_options), model, rows, batch_size
+    )
     length_N = rows["length"]
     tokens = np.bincount(owners, length_N, minlength=len(texts))
     return np.bincount(owners, share_N.astype(float) * length_N, minlength=len(texts)) / tokens
@@ -286,16 +292,17 @@ def held_out_errors(
       model: a sequence scorer, from `dlm_jax.load`.
       rows: ``tokens`` int ``[N, L]``, ``length`` and ``given`` ``[N]``, as the data pipeline makes
         them; N a multiple of `batch_size`, of which some may be empty.
-      batch_size: rows that run at once, and lend each other wrong tokens.
+      batch_size: rows that run at once. Wrong tokens are drawn from rows of the same batch.
       seed: random seed of the corruption; 0 with the batch size of the training run repeats that
         run's corruption.
     """
     _check_scorer(model)
     if model.config is None:
         raise ValueError("the scorer has no training config; load one with dlm_jax.load")
-    run = _compiled(
+    run = compiled(
         scorer.errors,
         model.network,
+        model.compiler_options,
         how=model.config.objective,
         random_ids=text_ids(model.tokenizer),
     )
@@ -305,13 +312,13 @@ def held_out_errors(
 def _check_scorer(model: Model) -> None:
     if model.network.scorer is None:
         raise ValueError(
-            "the model is no sequence scorer; load one that was trained with "
+            "the model is not a sequence scorer; load one that was trained with "
             "model.mode='sequence_scorer'"
         )
 
 
 def _scorer_windows(model: Model, text: str) -> list[Window]:
-    """The tokens of a text in as few windows as the canvas allows, as equal as can be."""
+    """The tokens of a text in the fewest windows that fit the canvas, of nearly equal length."""
     if not isinstance(text, str):
         raise ValueError(f"{text!r} is not a text; use a string")
     ids = model.tokenizer.encode(text)

@@ -1,7 +1,7 @@
-"""The slots of a program: rows that run side by side, as arrays.
+"""The slots of a program: a batch of rows as arrays.
 
-Requests of one bucket run in the same programs; parameters as the steps beside a cache read them
-are laid out once for all slots of a model.
+Requests of one bucket run in the same programs. The parameter layout for steps with a cache is
+computed once per model.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax import devices
+from dlm_jax.distributed import compiler
 from dlm_jax.distributed.local_rows import OwnRows, placement, split_rows
 from dlm_jax.distributed.memory import require_room
 from dlm_jax.inference.candidates import Written, moved
@@ -25,7 +26,6 @@ from dlm_jax.inference.host import HostLoop
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import Request, columns, static_of
 from dlm_jax.inference.results import Row, canvas_size
-from dlm_jax.model.kernels import cpu
 from dlm_jax.sampling.forward import with_cache
 from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.program import Program
@@ -38,6 +38,8 @@ from dlm_jax.types import Params, Status
 Loop = Advance | HostLoop
 
 _LAST_USED = 64
+_ALONE = 4
+"""Traces are copied one by one if at most one of so many rows has ended."""
 _loops: WeakValueDictionary[Hashable, Loop] = WeakValueDictionary()
 _last_used: OrderedDict[Hashable, Loop] = OrderedDict()
 
@@ -45,17 +47,18 @@ _last_used: OrderedDict[Hashable, Loop] = OrderedDict()
 def loop_of(model: Model, bucket: Bucket, num_slots: int) -> Loop:
     """The loop for requests of a bucket with that number of slots.
 
-    Equal arguments return the same object, so that nothing compiles twice, while it is referenced
-    or among the 64 most recently used of the process.
+    Equal arguments return the same object while it is referenced or among the 64 most recently
+    used, so nothing compiles twice.
     """
     static = bucket.static
     rows = None if static.needs_host else split_rows(model.params)
     program = model.program(static.draw, static.is_guided, rows=rows, num_traced=bucket.num_traced)
-    key = (program, bucket.key, num_slots)
+    key = (program, bucket.key, num_slots, model.compiler_options)
     loop = _loops.get(key)
     if loop is None:
+        options = compiler.options("sample", rows, model.compiler_options)
         make = HostLoop if static.needs_host else Advance
-        loop = make(program, compiler_options=cpu.compiler_options(is_training=False))
+        loop = make(program, compiler_options=options)
         _loops[key] = loop
     _last_used[key] = loop
     _last_used.move_to_end(key)
@@ -70,12 +73,12 @@ _REMEMBERED = 512
 class Bucket:
     """Requests with equal static settings, canvas, and widths of lists.
 
-    The parameters of any of them are packed to the same shapes, so that nothing compiles when a
-    slot takes another one: each is packed beside the widest of those that the bucket was made for.
+    The parameters of all requests are packed to the same shapes, so a slot takes another request
+    without compilation. The widest request of the bucket sets these shapes.
 
     Args:
-      requests: examples of its requests, which agree in all static settings. The longest list of
-        a setting, such as a bias, sets the width.
+      requests: example requests with equal static settings. The longest list of a setting, such as
+        a bias, sets the width.
       facts: properties of the model, for the rules.
       canvas: positions.
 
@@ -119,9 +122,9 @@ class Bucket:
         return found
 
     def pack(self, requests: Sequence[Request]) -> tuple[RowParams, Rules]:
-        """The parameters of its requests: host arrays with one row each.
+        """The parameters of the requests: host arrays with one row per request.
 
-        For no request: the parameters of any request, for idle slots.
+        Without requests it returns the parameters of an arbitrary request, for idle slots.
         """
         packed = columns([*requests, *self._widest], self._facts)
         return jax.tree.map(lambda leaf: np.asarray(leaf)[: max(1, len(requests))], packed)
@@ -152,7 +155,7 @@ def _shapes(packed: Any) -> Hashable:
 def slot_count(rows: int, batch_size: int, shares: int = 1) -> int:
     """Static number of slots for `rows` waiting rows: a power of two, `batch_size` at most.
 
-    Rounded up to a multiple of `shares`, the parts into which devices split them.
+    It is rounded up to a multiple of `shares`, the number of shards.
     """
     slots = min(batch_size, 1 << (rows - 1).bit_length())
     return -(-slots // shares) * shares
@@ -161,7 +164,7 @@ def slot_count(rows: int, batch_size: int, shares: int = 1) -> int:
 class Layout:
     """Parameters, and their layout from `CachedTrunk.ready`.
 
-    Those of one network and one dict of parameters are one object, as long as somebody holds it.
+    One network and one dict of parameters share one object while it is referenced.
     """
 
     def __init__(self, plain: Params, ready: Params):
@@ -172,7 +175,7 @@ _layouts: WeakValueDictionary[Hashable, Layout] = WeakValueDictionary()
 
 
 def layout_of(program: Program, params: Params) -> Layout:
-    """How the steps of a program beside a cache read the parameters of its network."""
+    """The parameter layout for the steps of a program with a cache."""
     cached = program.network.cached
     assert cached is not None, "the request was checked"
     if cached.ready is None:
@@ -189,7 +192,7 @@ def layout_of(program: Program, params: Params) -> Layout:
 
 @functools.lru_cache(maxsize=64)
 def _added(ready: Callable[[Params], Params]) -> Callable[[Params], Params]:
-    """What `ready` adds to parameters or changes: the outputs of a program are new arrays, all."""
+    """The arrays that `ready` adds or changes. All outputs of a program are new arrays."""
 
     def added(params: Params) -> Params:
         return {name: leaf for name, leaf in ready(params).items() if params.get(name) is not leaf}
@@ -198,7 +201,7 @@ def _added(ready: Callable[[Params], Params]) -> Callable[[Params], Params]:
 
 
 _LARGE = 1 << 15
-"""Memory is checked from this total number of positions on; fewer always fit."""
+"""Memory is checked from this total number of positions. Smaller states always fit."""
 
 
 def require_working_room(loop: Loop, params: Any, state: State) -> None:
@@ -221,30 +224,34 @@ class Changes(NamedTuple):
     """Compiled functions that change the rows of a state.
 
     Attributes:
-      begin: ``(arguments) -> state``, `start` in one call, which takes a third of the time of its
-        operations one by one.
+      begin: ``(arguments) -> state``, `start` as one compiled call, three times as fast as op by
+        op.
       refill: ``(state, arguments, is_new_B) -> state`` with new rows where ``is_new_B``; donates
         the state.
-      move: ``(state, index_B, is_held_B) -> state`` with the rows of these slots, in this order;
-        idle ones where not ``is_held_B``.
+      move: ``(state, index_B, is_held_B) -> state`` with the rows of these slots in this order,
+        idle where ``is_held_B`` is False.
+      trace: ``(state, slot) -> trace`` of one row of a traced loop.
     """
 
     begin: Callable[[dict[str, Any]], State]
     refill: Callable[[State, dict[str, Any], jax.Array], State]
     move: Callable[[State, jax.Array, jax.Array], State]
+    trace: Callable[[State, Any], Trace]
 
 
 _of_loop: WeakKeyDictionary[Advance | HostLoop, Changes] = WeakKeyDictionary()
 
 
 def changes_of(loop: Advance | HostLoop) -> Changes:
-    """The functions for the rows of a loop, whose compiled programs live as long as the loop."""
+    """The `Changes` of a loop. Their compiled programs live as long as the loop."""
     if loop not in _of_loop:
-        _of_loop[loop] = _changes(loop.program.mask_id, loop.program.num_traced)
+        _of_loop[loop] = _changes(loop.program)
     return _of_loop[loop]
 
 
-def _changes(mask_id: int, num_traced: int) -> Changes:
+def _changes(program: Program) -> Changes:
+    mask_id, num_traced = program.mask_id, program.num_traced
+
     # JAX caches compiled code for the lifetime of a function: each loop creates new ones.
     def begin(arguments: dict[str, Any]) -> State:
         return start(**arguments, mask_id=mask_id, num_traced=num_traced)
@@ -268,7 +275,12 @@ def _changes(mask_id: int, num_traced: int) -> Changes:
         status_B = jnp.where(is_held_B, state.status_B, Status.DONE)
         return state._replace(status_B=status_B.astype(jnp.int32))
 
-    return Changes(jax.jit(begin), jax.jit(refill, donate_argnums=0), jax.jit(move))
+    def trace(state: State, slot: jax.Array) -> Trace:
+        return jax.tree.map(
+            lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, slot, 1), trace_of(program, state)
+        )
+
+    return Changes(jax.jit(begin), jax.jit(refill, donate_argnums=0), jax.jit(move), jax.jit(trace))
 
 
 class Job(NamedTuple):
@@ -302,16 +314,16 @@ class Taken(NamedTuple):
 class Slots:
     """A fixed number of rows of one program, each with a request or idle.
 
-    A row's tokens depend on its request alone: in the same program they are bit for bit the same in
-    any slot, among any others, and alone. Nothing compiles when a slot takes another request.
+    The tokens of a row depend only on its request. In the same program they are bit for bit equal
+    in any slot and with any other rows. A slot takes another request without compilation.
 
     Args:
-      loop: the compiled loop, or the one of single steps that host samplers and read-back need.
+      loop: the compiled loop, or the single-step loop for host samplers and read-back.
       params: parameters of its network.
       bucket: bucket of the requests that it may run.
-      num_slots: rows that run at once; the devices that split them must divide it. If the devices
-        belong to several processes, each has an equal share of the slots, and all must call `put`
-        and `advance` together.
+      num_slots: rows that run at once, a multiple of the devices that shard them. If the devices
+        belong to several processes, each process has an equal share of the slots, and all must call
+        `put` and `advance` together.
       max_candidates: most candidates of a position that are copied to the host.
     """
 
@@ -378,15 +390,15 @@ class Slots:
     def advance(self, num_steps: int, num_ends: int | None = None) -> Taken:
         """Takes up to `num_steps` steps of every row; a `HostLoop` takes one.
 
-        It comes back sooner when `num_ends` rows have ended. A row that a host sampler fails ends
-        with `Status.FAILED`: as it stood before that step, or after it where `accept` failed.
+        It returns early when `num_ends` rows have ended. A row with a failed host sampler ends with
+        `Status.FAILED`, in its state before that step, or after it if `accept` failed.
         """
         state = self._state
         assert state is not None
         if isinstance(self.loop, Advance):
             limits = [limit for limit in (num_steps, num_ends) if limit is not None]
             if self._own.share[1] > 1:
-                # A host number is equal on every device; an array lies on one of them.
+                # A host number is replicated; an array would be placed on one device.
                 limits = [np.int32(limit) for limit in limits]
             state = self.loop(self._params_read(state), state, *limits)
         else:
@@ -406,7 +418,7 @@ class Slots:
             self._jobs[slot], self._read_back[slot] = None, []
 
     def resized(self, loop: Loop, num_slots: int) -> Slots:
-        """Moves the running rows to another number of slots, which must hold them all.
+        """Moves the running rows to a different number of slots, which must hold all of them.
 
         Do not use these slots again.
         """
@@ -480,22 +492,28 @@ class Slots:
         return rows
 
     def _traces(self, state: State, slots: Sequence[int], status: np.ndarray) -> dict[int, Trace]:
-        """The traces of the slots whose rows have ended."""
+        """The traces of the slots whose rows have ended.
+
+        Where few of them have, only those rows are copied from the device.
+        """
         ended = [slot for slot in slots if status[slot] != Status.RUNNING]
         if state.records is None or not ended:
             return {}
+        if len(ended) * _ALONE <= self._own.count and self._own.share[1] == 1:
+            of_row = changes_of(self.loop).trace
+            return {slot: jax.device_get(of_row(state, np.int32(slot))) for slot in ended}
         whole = self._own.fetch(trace_of(self.loop.program, state))
         return {slot: jax.tree.map(np.copy, whole.rows(slice(slot, slot + 1))) for slot in ended}
 
     def _params_read(self, state: State) -> Any:
-        """The parameters as the loop takes them, laid out if it has a cache."""
+        """The parameters for the loop, in the cache layout if it has a cache."""
         if state.cache is None:
             return self._params
         self._layout = self._layout or layout_of(self.loop.program, self._params)
         return self._layout.ready
 
     def _arguments(self, new: Mapping[int, Job]) -> dict[str, Any]:
-        """Arguments of `start` with these requests in their slots, others idle: host arrays."""
+        """Arguments of `start` as host arrays: these requests in their slots, other slots idle."""
         num_slots, size = len(self._jobs), self.bucket.canvas
         tokens = np.full((num_slots, size), self.loop.program.pad_id, np.int32)
         is_frozen = np.ones((num_slots, size), bool)
@@ -506,7 +524,7 @@ class Slots:
             tokens[slot, :n] = request.tokens
             if request.is_draft is not None:
                 is_frozen[slot, :n] = ~request.is_draft
-        # Idle slots have the parameters of some request, and no position.
+        # Idle slots have the parameters of some request and a length of 0.
         packed = self.bucket.pack([job.request for job in new.values()])
         index = {slot: place for place, slot in enumerate(new)}
         places = np.array([index.get(slot, 0) for slot in range(num_slots)])

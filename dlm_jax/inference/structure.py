@@ -1,31 +1,35 @@
-"""Structures: regular expressions and JSON schemas as automata over the tokens of a model.
+"""Structures: regular expressions as automata over the tokens of a model.
 
-Python's parser reads a pattern, which becomes a nondeterministic automaton over characters
-(Thompson 1968), its subsets a deterministic one (Rabin and Scott 1959), whose equal states are
-merged (Moore 1956).
+The regex parser of Python reads a pattern. It is converted to a nondeterministic automaton over
+characters (Thompson 1968) and then to a deterministic one by subset construction (Rabin and Scott
+1959). Equivalent states are merged (Moore 1956).
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import threading
+import unicodedata
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dlm_jax.config import RowSettings
 from dlm_jax.data import ByteTokenizer, Tokenizer
+from dlm_jax.inference.grammar import is_grammar, regex_of_grammar
+from dlm_jax.inference.json_schema import regex_of_objects as regex_of_objects
+from dlm_jax.inference.json_schema import regex_of_schema as regex_of_schema
+from dlm_jax.inference.json_schema import without_anchors
 from dlm_jax.sampling.blocks import steps_needed
 from dlm_jax.sampling.commit.quotas import QuotaRule
 from dlm_jax.sampling.transforms.automaton import MOST_CLASSES, MOST_STATES, Automaton, held
 from dlm_jax.settings import UNSET, SettingError
 
 MOST_NODES = 1 << 16
-"""Nodes of a pattern with its repeats written out, at most."""
+"""Maximum number of nodes of a pattern with expanded repeats."""
 
 _CATEGORIES = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
 
@@ -35,7 +39,7 @@ class Characters(NamedTuple):
 
     Attributes:
       class_of: class of each character of the alphabet.
-      next_SK: int32 ``[S, K]``, the state behind a character of a class; state 0 is dead.
+      next_SK: int32 ``[S, K]``, next state for each character class; state 0 is dead.
       is_final_S: bool ``[S]``.
       start: state before the first character.
     """
@@ -47,24 +51,81 @@ class Characters(NamedTuple):
 
 
 def characters(pattern: str, alphabet: Sequence[str], *, most_states: int) -> Characters:
-    """The automaton of the texts that a pattern matches from end to end.
+    r"""The automaton of the texts that a pattern matches from end to end.
 
     Args:
-      pattern: regular expression of `re`, without anchors, look-around and back-references.
+      pattern: regular expression of `re`, without look-around and back-references. ``^`` and ``$``
+        at its ends mean nothing; ``\p{..}`` is a general category of Unicode.
       alphabet: the characters that texts may consist of.
       most_states: most states of the automaton.
     """
     parser: Any = importlib.import_module("re._parser")  # the only parser of Python's regex syntax
     try:
-        parsed = parser.parse(pattern)
+        parsed = parser.parse(_with_categories(pattern, alphabet))
         if parsed.state.flags & ~re.UNICODE:
             raise ValueError("flags are not known; write what they mean into the pattern")
         nodes = _Nodes(alphabet)
         end = nodes.new()
-        start = nodes.sequence(list(parsed), end)
+        start = nodes.sequence(without_anchors(parsed, is_first=True, is_last=True), end)
+    except _Unknown as error:
+        found = re.search(_SIGNS.get(error.op, "$"), pattern)
+        where = f" at position {found.start()}" if found else ""
+        raise ValueError(f"{error.op}{where} is not known; {error}") from None
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(str(error)) from None
     return nodes.determinized(start, end, most_states)
+
+
+_SIGNS = {
+    "AT": r"(?<!^)(?<!\[)[\^]|[$](?!$)|\\[bBAZ]", "ASSERT": r"\(\?<?=", "ASSERT_NOT": r"\(\?<?!",
+    "GROUPREF": r"\\[1-9]|\(\?P=",
+}  # fmt: skip
+"""Where the parsed items begin that no automaton knows."""
+
+
+class _Unknown(ValueError):
+    """An item of a pattern that no automaton knows."""
+
+    def __init__(self, op: str):
+        super().__init__(
+            "use ^ and $ at the ends alone, and no \\b" if op == "AT"
+            else "use no look-around or back-references"
+        )  # fmt: skip
+        self.op = op
+
+
+_PROPERTY = re.compile(r"\\(?:([pP])\{(\^?)([^}]*)\}|.)|\[\^?\]?|\]", re.DOTALL)
+_NOTHING = "\\U0010FFFF"
+_LONG_NAMES = {
+    "Letter": "L", "Uppercase_Letter": "Lu", "Lowercase_Letter": "Ll", "Mark": "M", "Number": "N",
+    "Decimal_Number": "Nd", "Punctuation": "P", "Symbol": "S", "Separator": "Z", "Other": "C",
+}  # fmt: skip
+_CATEGORY_NAMES = frozenset({
+    "L", "Lu", "Ll", "Lt", "Lm", "Lo", "M", "Mn", "Mc", "Me", "N", "Nd", "Nl", "No", "P", "Pc",
+    "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "S", "Sm", "Sc", "Sk", "So", "Z", "Zs", "Zl", "Zp", "C",
+    "Cc", "Cf", "Cs", "Co", "Cn",
+})  # fmt: skip
+
+
+def _with_categories(pattern: str, alphabet: Sequence[str]) -> str:
+    r"""The pattern with ``\p{..}`` and ``\P{..}`` as the characters of the alphabet."""
+    is_inside = False
+
+    def written(found: re.Match[str]) -> str:
+        nonlocal is_inside
+        if found[1] is None:
+            if found[0][0] != "\\":
+                is_inside = found[0][0] == "[" or (is_inside and found[0] != "]")
+            return found[0]
+        name = _LONG_NAMES.get(found[3], found[3])
+        if name not in _CATEGORY_NAMES:
+            raise ValueError(f"{found[0]} at position {found.start()} is no general category")
+        is_not = (found[1] == "P") != bool(found[2])
+        chosen = [c for c in alphabet if unicodedata.category(c).startswith(name) != is_not]
+        text = "".join(f"\\U{ord(c):08x}" for c in chosen) or _NOTHING
+        return text if is_inside else f"[{text}]"
+
+    return _PROPERTY.sub(written, pattern)
 
 
 class _Nodes:
@@ -91,7 +152,7 @@ class _Nodes:
         return end
 
     def determinized(self, start: int, end: int, most_states: int) -> Characters:
-        """The deterministic automaton, its equal states merged."""
+        """The deterministic automaton with equivalent states merged."""
         masks = np.array(self._masks or [np.zeros(len(self._alphabet), bool)])
         _, first, class_of = np.unique(masks, axis=1, return_index=True, return_inverse=True)
         class_of = class_of.reshape(-1)
@@ -138,7 +199,7 @@ class _Nodes:
         if op in ("MAX_REPEAT", "MIN_REPEAT"):
             low, high, items = given
             return self._repeat(low, high, items, end)
-        raise ValueError(f"{op} is not known; use no anchors, look-around or back-references")
+        raise _Unknown(op)
 
     def _repeat(self, low: int, high: Any, items: Any, end: int) -> int:
         if str(high) == "MAXREPEAT":
@@ -188,7 +249,7 @@ class _Nodes:
         return np.fromiter(map(is_in, self._alphabet), bool, len(self._alphabet))
 
     def _closure(self, nodes: list[int]) -> frozenset[int]:
-        """The nodes that are reached without a character."""
+        """The nodes reachable without a character."""
         found, todo = set(nodes), list(nodes)
         while todo:
             for node in self._silent[todo.pop()]:
@@ -207,7 +268,7 @@ def _growing(subsets: list[frozenset[int]]):
 
 
 def _merged(found: Characters) -> Characters:
-    """The same language with as few states as there can be; the dead one stays the first."""
+    """The minimal automaton of the same language. The dead state stays first."""
     label = found.is_final_S.astype(np.int64)
     while True:
         told = np.column_stack([label, label[found.next_SK]])
@@ -238,10 +299,10 @@ _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 class Structures:
-    """The automata of a model's vocabulary, made once for each pattern.
+    """Automata over the vocabulary of a model, built once per pattern.
 
     Args:
-      tokenizer: its ids are the letters.
+      tokenizer: provides the ids, which are the letters of the automata.
       vocab_size: number of the network's logits.
       eos_ids: ids that end a text.
       banned_ids: ids that are never written.
@@ -274,7 +335,8 @@ class Structures:
 
     def _compiled(self, pattern: str) -> Automaton:
         try:
-            letters = characters(pattern, self._alphabet, most_states=MOST_STATES - 2)
+            regex = regex_of_grammar(pattern, longest=LONGEST) if is_grammar(pattern) else pattern
+            letters = characters(regex, self._alphabet, most_states=MOST_STATES - 2)
         except ValueError as error:
             why = " ".join(str(error).split())[:300]
             raise SettingError("structure", pattern[:100], f"cannot be used: {why}") from None
@@ -294,7 +356,7 @@ class Structures:
         return made
 
     def _walked(self, letters: Characters, pattern: str) -> np.ndarray:
-        """The state behind each text of a token from each state, int16 ``[S, U]``."""
+        """The next state for each state and token text, int16 ``[S, U]``."""
         num_states, num_classes = letters.next_SK.shape
         if num_states * len(self._texts) > _MOST_ENTRIES:
             raise SettingError(
@@ -318,7 +380,7 @@ class Structures:
 
 
 def pieces(tokenizer: Tokenizer, left_out: set[int]) -> dict[str, list[int]]:
-    """The ids of each text; ids with a part of a character are skipped."""
+    """The ids of each text. Ids that decode to part of a character are skipped."""
     found: dict[str, list[int]] = {}
     if isinstance(tokenizer, ByteTokenizer):
         return {chr(id_): [id_] for id_ in range(128) if id_ not in left_out}
@@ -332,28 +394,6 @@ def pieces(tokenizer: Tokenizer, left_out: set[int]) -> dict[str, list[int]]:
         if text and _UNKNOWN not in text:
             found.setdefault(text, []).append(id_)
     return found
-
-
-def regex_of_schema(schema: Mapping[str, Any]) -> str:
-    """The regular expression of the texts that a JSON schema allows."""
-    try:
-        return _core().json_schema.build_regex_from_schema(json.dumps(schema))
-    except (ValueError, TypeError, NotImplementedError) as error:
-        why = " ".join(str(error).split())[:300]
-        raise ValueError(f"the schema cannot be used: {why}") from None
-
-
-def regex_of_objects() -> str:
-    """The regular expression of JSON objects that are nested up to two deep."""
-    text = r'"([^"\\\x00-\x1F]|\\["\\/bfnrt])*"'
-    plain = rf"(?:{text}|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|true|false|null)"
-    value = rf"(?:{plain}|\[(?:{plain}(?:, ?{plain})*)?\]|{_object(text, plain)})"
-    return _object(text, value)
-
-
-def _object(name: str, value: str) -> str:
-    pair = rf"{name}: ?{value}"
-    return rf"\{{(?:{pair}(?:, ?{pair})*)?\}}"
 
 
 def check_structure(
@@ -376,7 +416,7 @@ def check_structure(
         raise SettingError(
             "structure",
             UNSET,
-            f"takes a token a step, which order={sample.order!r} with "
+            f"writes one token per step, which order={sample.order!r} with "
             f"schedule={sample.schedule!r} does not",
             "use order='left_to_right', say",
             others=["order"],
@@ -387,7 +427,7 @@ def check_structure(
         raise SettingError(
             "steps",
             sample.steps,
-            f"is less than the {needed} that a structure takes, a token a step",
+            f"is less than the {needed} that a structure takes, one token per step",
             f"use steps={needed}",
         )
     _check_reach(automaton, tokens[holes[0] :], mask_id)
@@ -423,7 +463,7 @@ def _check_reach(automaton: Automaton, tokens: np.ndarray, mask_id: int) -> None
 def _in_classes(
     pattern: str, table_SV: np.ndarray, is_final_S: np.ndarray, start: int
 ) -> Automaton:
-    """The automaton of a table of states behind states and ids."""
+    """The automaton of a table of next states by state and id."""
     rng = np.random.default_rng(0)
     weights = rng.integers(1, 2**63, len(table_SV), dtype=np.uint64)
     marks = np.zeros(table_SV.shape[1], np.uint64)
@@ -443,19 +483,10 @@ def _in_classes(
 
 
 def _anchor(tokenizer: Tokenizer) -> list[int]:
-    """Ids of some text that others may follow."""
+    """Ids of some text that can precede other tokens."""
     for text in ("a", "e", "0", " "):
         try:
             return tokenizer.encode(text).tolist()
         except ValueError:
             continue
     return []
-
-
-def _core() -> Any:
-    try:
-        return importlib.import_module("outlines_core")
-    except ModuleNotFoundError:
-        raise ValueError(
-            "a JSON schema needs outlines-core; install it with: pip install 'dlm_jax[structure]'"
-        ) from None

@@ -51,7 +51,9 @@ class InBlocks:
 
 @dataclass(frozen=True)
 class BesideClean:
-    """A noisy position sees the noisy ones of its own block, and the clean ones of those before."""
+    """A noisy position attends to the noisy positions of its block and the clean positions of
+    earlier blocks.
+    """
 
     length: int
     num_positions: int
@@ -136,7 +138,8 @@ def plain_attention(
         q_BNHK, query_N = piece
         mask = is_live_BM[:, None, None, :]
         if may_see is not None:
-            mask = mask & may_see(query_N[:, None], key_M[None])[None, None]
+            is_seen = may_see(query_N[:, None], key_M[None])
+            mask = mask & (is_seen[None, None] if is_seen.ndim == 2 else is_seen[:, None])
         return jax.nn.dot_product_attention(q_BNHK, k_BMGK, v_BMGK, mask=mask)
 
     mesh, query_L = devices.mesh_in_use(), jnp.arange(num_positions)
@@ -157,6 +160,15 @@ def rotary_angles(num_positions: int, head_size: int, theta: float) -> tuple[jax
     frequencies = theta ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
     angles = jnp.arange(num_positions, dtype=jnp.float32)[:, None] * frequencies[None, :]
     return jnp.cos(angles), jnp.sin(angles)
+
+
+def proportional_angles(
+    num_positions: int, head_size: int, theta: float, share: float
+) -> tuple[jax.Array, jax.Array]:
+    """`rotary_angles` of which only the first share of the pairs turns."""
+    cos_LK, sin_LK = rotary_angles(num_positions, head_size, theta)
+    turns_K = jnp.arange(head_size // 2) < int(share * head_size // 2)
+    return jnp.where(turns_K[None], cos_LK, 1.0), jnp.where(turns_K[None], sin_LK, 0.0)
 
 
 def turned(x_BLHK: jax.Array, cos_LK: jax.Array, sin_LK: jax.Array) -> jax.Array:
@@ -208,6 +220,63 @@ def attend_in_blocks(
     return checkpoint_name(y_BLHK, SAVED)
 
 
+def attention_weights(
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    length_B: jax.Array,
+    *,
+    is_causal: bool,
+    block_length: int = 0,
+) -> jax.Array:
+    """The weights that `attend`, or with blocks `attend_in_blocks`, gives keys, ``[B, H, L, L]``.
+
+    float32, by the formula on all devices: ``softmax(q k^T / sqrt(K))`` over the visible keys.
+    """
+    num_positions, num_heads, size = q_BLHK.shape[1:]
+    k_BLHK = jnp.repeat(k_BLGK, num_heads // k_BLGK.shape[2], axis=2)
+    scores_BHLL = jnp.einsum("blhk,bmhk->bhlm", q_BLHK, k_BLHK).astype(jnp.float32)
+    place_L = jnp.arange(num_positions)
+    is_seen_11LL = jnp.ones((1, 1, num_positions, num_positions), bool)
+    if is_causal or block_length:
+        may_see = InBlocks(block_length) if block_length else causal
+        is_seen_11LL = may_see(place_L[:, None], place_L[None])[None, None]
+    is_live_BL = live_positions(jnp.maximum(length_B, 1), num_positions)
+    is_seen_B1LL = is_seen_11LL & is_live_BL[:, None, None]
+    return jax.nn.softmax(jnp.where(is_seen_B1LL, scores_BHLL / math.sqrt(size), -jnp.inf))
+
+
+def attend_behind(
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    length_B: jax.Array,
+    *,
+    start_B: jax.Array,
+    window: int,
+) -> jax.Array:
+    """As `attend`, of a text and a canvas behind it, whose first position is ``start_B``.
+
+    A position of the text sees itself and those before, one of the canvas the text and the canvas.
+    With a window, the text is visible to its own positions over the last `window` of them, and to
+    the canvas over its last ``window - 1`` (DiffusionGemma, 2026). A window of 0 hides nothing.
+    """
+    start_B11 = start_B[:, None, None]
+
+    def may_see(query: jax.Array, key: jax.Array) -> jax.Array:
+        begin = jnp.minimum(query[None], start_B11) - (window or k_BLGK.shape[1])
+        is_of_canvas = query[None] >= start_B11
+        return (is_of_canvas | (key <= query)[None]) & (key[None] > begin)
+
+    is_live_BL = live_positions(jnp.maximum(length_B, 1), q_BLHK.shape[1])
+    if platform() != "cpu":
+        y_BLHK = plain_attention(q_BLHK, k_BLGK, v_BLGK, is_live_BL, may_see=may_see)
+    else:
+        place_L = jnp.arange(q_BLHK.shape[1])
+        is_seen_BLL = may_see(place_L[:, None], place_L[None]) & is_live_BL[:, None, :]
+        y_BLHK = cpu.attention_where(q_BLHK, k_BLGK, v_BLGK, is_seen_BLL)
+    return checkpoint_name(y_BLHK, SAVED)
+
+
 def attend_beside_clean(
     q_BLHK: jax.Array,
     k_BLGK: jax.Array,
@@ -218,15 +287,15 @@ def attend_beside_clean(
 ) -> jax.Array:
     """Attention of two streams of the same rows, the first noisy, the second clean.
 
-    A noisy position sees the noisy ones of its own block, and the clean ones of the blocks before;
-    a clean position the clean ones of its own block and those before (Arriola et al. 2025, Block
-    diffusion, section 3.1).
+    A noisy position attends to the noisy positions of its block and the clean positions of earlier
+    blocks. A clean position attends to the clean positions of its block and of earlier blocks
+    (Arriola et al. 2025, Block diffusion, section 3.1).
 
     Args:
-      q_BLHK: of both streams, concatenated along the rows: ``[2 B, L, H, K]``.
-      k_BLGK: likewise, ``[2 B, L, G, K]``.
-      v_BLGK: likewise.
-      length_B: of the rows of one stream.
+      q_BLHK: queries of both streams, concatenated along the rows: ``[2 B, L, H, K]``.
+      k_BLGK: keys, ``[2 B, L, G, K]``.
+      v_BLGK: values, ``[2 B, L, G, K]``.
+      length_B: lengths of the rows of one stream.
       block_length: positions of a block.
     """
     half = length_B.shape[0]

@@ -18,26 +18,27 @@ from jax.sharding import PartitionSpec as P
 from dlm_jax.config import ModelConfig
 from dlm_jax.devices import mesh_in_use
 from dlm_jax.distributed.partitions import PLACES, fitting
-from dlm_jax.model.layers import Linear
+from dlm_jax.model.layers import GATES, Linear, unit_norm
 
 Kernels = tuple[jax.Array, jax.Array, jax.Array]
 """Gate and up ``[E, D, F]`` and down ``[E, F, D]`` of some experts."""
 
 
-class SwiGlu(nnx.Module):
-    """``down(silu(gate(x)) * up(x))`` of a given inner size (Shazeer 2020)."""
+class GatedMlp(nnx.Module):
+    """``down(act(gate(x)) * up(x))`` of a given inner size (Shazeer 2020)."""
 
-    def __init__(self, width: int, inner: int, *, rngs: nnx.Rngs):
+    def __init__(self, width: int, inner: int, *, activation: str, rngs: nnx.Rngs):
+        self.activation = activation
         self.gate = Linear(width, inner, scale=1.0, bias=False, rngs=rngs)
         self.up = Linear(width, inner, scale=1.0, bias=False, rngs=rngs)
         self.down = Linear(inner, width, scale=0.0, bias=False, rngs=rngs)
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        return self.down(jax.nn.silu(self.gate(x_BLD)) * self.up(x_BLD))
+        return self.down(GATES[self.activation](self.gate(x_BLD)) * self.up(x_BLD))
 
 
 class Experts(nnx.Module):
-    """SwiGLU experts, a few per token, and optionally a shared expert for all tokens.
+    """Gated experts, a few per token, and optionally a shared expert for all tokens.
 
     Scores are computed in float32. Parameters of the experts are stacked: ``[E, D, F]`` for gate
     and up, ``[E, F, D]`` for down.
@@ -57,28 +58,47 @@ class Experts(nnx.Module):
         self.expert_gate = drawn(width, inner, 1.0)
         self.expert_up = drawn(width, inner, 1.0)
         self.expert_down = drawn(inner, width, 0.0)
-        self.shared = SwiGlu(width, config.shared_width, rngs=rngs) if config.shared_width else None
+        kind = config.activation
+        self.shared = (
+            GatedMlp(width, config.shared_width, activation=kind, rngs=rngs)
+            if config.shared_width
+            else None
+        )
+        has_scales = config.router_scales
+        self.router_scale = nnx.Param(jnp.ones(width, jnp.float32)) if has_scales else None
+        self.output_scale = nnx.Param(jnp.ones(num, jnp.float32)) if has_scales else None
 
-    def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        """Weighted sum of the outputs of each token's experts, ``[B, L, D]``."""
-        x_ND = x_BLD.reshape(-1, x_BLD.shape[-1])
+    def __call__(self, x_BLD: jax.Array, routed_by_BLD: jax.Array | None = None) -> jax.Array:
+        """Weighted sum of the outputs of each token's experts, ``[B, L, D]``.
+
+        The router reads `routed_by_BLD`; None: the vectors of the tokens themselves.
+        """
+        x_ND = (x_BLD if routed_by_BLD is None else routed_by_BLD).reshape(-1, x_BLD.shape[-1])
+        if self.router_scale is not None:
+            x_ND = unit_norm(x_ND, self.config.norm_epsilon)
+            scale_D = self.router_scale[...] * x_ND.shape[-1] ** -0.5
+            x_ND = x_ND * scale_D[None].astype(x_ND.dtype)
         kernel_DE = self.router.kernel[...].astype(jnp.float32)
         logits_NE = jnp.matmul(
             x_ND.astype(jnp.float32), kernel_DE, precision=jax.lax.Precision.HIGHEST
         )
         bias_E = None if self.router_bias is None else self.router_bias[...].astype(jnp.float32)
         ids_NK, weights_NK = route(self.config, logits_NE, bias_E)
+        if self.output_scale is not None:
+            weights_NK *= self.output_scale[...].astype(jnp.float32)[ids_NK]
         kernels = tuple(
-            kernel[...].astype(x_ND.dtype)
+            kernel[...].astype(x_BLD.dtype)
             for kernel in (self.expert_gate, self.expert_up, self.expert_down)
         )
         lead = x_BLD.shape[:2]
         arrays = (x_BLD, ids_NK.reshape(*lead, -1), weights_NK.reshape(*lead, -1))
-        y_BLD = over_devices(kernels, arrays)
+        y_BLD = over_devices(kernels, arrays, activation=self.config.activation)
         return y_BLD if self.shared is None else y_BLD + self.shared(x_BLD)
 
 
-def over_devices(kernels: Kernels, arrays: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+def over_devices(
+    kernels: Kernels, arrays: tuple[jax.Array, jax.Array, jax.Array], *, activation: str = "swiglu"
+) -> jax.Array:
     """`mixture` of tokens ``[B, L, D]`` over the devices in use, split as hidden vectors are.
 
     Each device sorts only the tokens of the devices that share its experts. Kernels are gathered
@@ -86,7 +106,7 @@ def over_devices(kernels: Kernels, arrays: tuple[jax.Array, jax.Array, jax.Array
     """
     mesh = mesh_in_use()
     if mesh is None:
-        return _of_share(kernels, *arrays, first=None)
+        return _of_share(kernels, *arrays, first=None, activation=activation)
     rows = fitting(PLACES["hidden"], arrays[0].shape[:2], mesh)
     inward = fitting(P("expert", None, "tensor"), kernels[0].shape, mesh)
     outward = fitting(P("expert", "tensor", None), kernels[2].shape, mesh)
@@ -99,7 +119,7 @@ def over_devices(kernels: Kernels, arrays: tuple[jax.Array, jax.Array, jax.Array
         first = None
         if splits_experts:
             first = jax.lax.axis_index("expert") * kernels[0].shape[0]
-        y_BLD = _of_share(kernels, *own, first=first)
+        y_BLD = _of_share(kernels, *own, first=first, activation=activation)
         if splits_inner:
             y_BLD = jax.lax.psum(y_BLD, "tensor")
         if splits_rows:
@@ -117,10 +137,13 @@ def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else axes or ()
 
 
-def _of_share(kernels: Kernels, *arrays: jax.Array, first: jax.Array | None) -> jax.Array:
+def _of_share(
+    kernels: Kernels, *arrays: jax.Array, first: jax.Array | None, activation: str
+) -> jax.Array:
     x_BLD, *rest = arrays
     x_ND, ids_NK, weights_NK = (x.reshape(-1, x.shape[-1]) for x in (x_BLD, *rest))
-    return mixture(x_ND, ids_NK, weights_NK, kernels, first=first).reshape(x_BLD.shape)
+    y_ND = mixture(x_ND, ids_NK, weights_NK, kernels, first=first, activation=activation)
+    return y_ND.reshape(x_BLD.shape)
 
 
 def route(
@@ -164,6 +187,7 @@ def mixture(
     kernels: Kernels,
     *,
     first: jax.Array | None = None,
+    activation: str = "swiglu",
 ) -> jax.Array:
     """Weighted sum of the outputs of each token's experts, ``[N, D]`` in `x_ND`'s dtype.
 
@@ -174,8 +198,9 @@ def mixture(
       x_ND: tokens.
       ids_NK: int32 experts of each.
       weights_NK: float32.
-      kernels: of the experts.
+      kernels: kernels of the experts.
       first: id of the first of these experts; others contribute nothing. None: these are all.
+      activation: of the gate, a name in `GATES`.
     """
     gate_EDF, up_EDF, down_EFD = kernels
     num_tokens, num_each = ids_NK.shape
@@ -189,7 +214,7 @@ def mixture(
     order_P = jnp.argsort(ids_NK.reshape(-1), stable=True)
     sizes_E = jnp.bincount(ids_NK.reshape(-1), length=num_experts).astype(jnp.int32)
     x_PD = x_ND[order_P // num_each]
-    inner_PF = jax.nn.silu(jax.lax.ragged_dot(x_PD, gate_EDF, sizes_E))
+    inner_PF = GATES[activation](jax.lax.ragged_dot(x_PD, gate_EDF, sizes_E))
     inner_PF *= jax.lax.ragged_dot(x_PD, up_EDF, sizes_E)
     y_PD = jax.lax.ragged_dot(inner_PF, down_EFD, sizes_E)
     back_P = jnp.argsort(order_P)

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from dlm_jax.distributed.partitions import on_own_share
 from dlm_jax.model.attention import SAVED
 from dlm_jax.model.kernels import cpu
+from dlm_jax.model.quantized import product
 from dlm_jax.types import Params
 
 
@@ -30,7 +31,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Projected vectors, shape ``[..., fan_out]``, in the dtype of `x`."""
-        y = cpu.linear(x, self.kernel[...].astype(x.dtype))
+        y = product(x, self.kernel.get_value())
         if self.bias is None:
             return y
         return y + jnp.expand_dims(self.bias[...].astype(x.dtype), tuple(range(y.ndim - 1)))
@@ -53,6 +54,16 @@ class Norm(nnx.Module):
         x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         y = cpu.rms_norm(x32, scale, epsilon=self.epsilon)
         return (y + jnp.expand_dims(self.bias[...], axes)).astype(x.dtype)
+
+
+def unit_norm(x: jax.Array, epsilon: float) -> jax.Array:
+    """RMSNorm without a scale, computed in float32 and returned in the input's dtype."""
+    ones = jnp.ones((1,) * (x.ndim - 1) + x.shape[-1:], jnp.float32)
+    return cpu.rms_norm(x.astype(jnp.float32), ones, epsilon=epsilon).astype(x.dtype)
+
+
+GATES: dict[str, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
+"""The function of the gate of a gated MLP, by ``model.activation``."""
 
 
 def embed(params: Params, ids: jax.Array) -> jax.Array:

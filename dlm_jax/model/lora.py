@@ -17,7 +17,7 @@ from dlm_jax.types import Params
 
 GROUP = "adapters"
 _SALT = 0x6C6F7261
-_STACKS = ("dense_blocks", "blocks")
+_STACKS = ("dense_blocks", "blocks", "full_blocks")
 
 
 def with_adapters(key: jax.Array, params: Params, config: ModelConfig) -> Params:
@@ -36,8 +36,8 @@ def with_adapters(key: jax.Array, params: Params, config: ModelConfig) -> Params
     found = {name for parts in made.values() for maps in parts.values() for name in maps}
     if missing := set(config.lora_targets) - found:
         raise ValueError(
-            f"model.lora_targets names {sorted(missing)[0]!r}, which is no matrix of the blocks of "
-            "this model; use query, key, value, out, gate, up or down"
+            f"model.lora_targets names {sorted(missing)[0]!r}, which is not a matrix of the blocks "
+            "of this model; use query, key, value, out, gate, up or down"
         )
     return params | {GROUP: made}
 
@@ -49,7 +49,7 @@ def _pair(key: jax.Array, shape: tuple[int, ...], rank: int) -> dict[str, jax.Ar
 
 
 def stacks(params: Params) -> list[Params]:
-    """The blocks in order, as stacks of one kind; those without experts come first.
+    """The blocks as stacks of one kind: without experts, usual, and full ones (`full_every`).
 
     Each has its adapters under ``adapters``.
     """

@@ -17,14 +17,22 @@ from flax import nnx
 
 from dlm_jax.config import ModelConfig
 from dlm_jax.distributed.partitions import pin
-from dlm_jax.model.attention import attend, attend_in_blocks, rotary_angles, turned
+from dlm_jax.model.attention import (
+    attend,
+    attend_behind,
+    attend_in_blocks,
+    attention_weights,
+    proportional_angles,
+    rotary_angles,
+    turned,
+)
 from dlm_jax.model.cached import cached_trunk, one_later, shifted
 from dlm_jax.model.experts import Experts
 from dlm_jax.model.kernels import cpu
-from dlm_jax.model.layers import Linear, Norm, embed, rematerialised
+from dlm_jax.model.layers import GATES, Linear, Norm, embed, rematerialised, unit_norm
 from dlm_jax.model.lora import applied, stacks, with_adapters
 from dlm_jax.randomness import key_of
-from dlm_jax.types import Network, Params, live_positions
+from dlm_jax.types import Inside, Network, Params, live_positions
 
 
 class SamplerHead(nnx.Module):
@@ -131,16 +139,21 @@ def heads_of(config: ModelConfig) -> tuple[str, ...]:
 class Attention(nnx.Module):
     """Multi-head attention over ``length`` positions with RoPE and optional QK-norm."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.head_size = config.size_of_head
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, is_full: bool = False):
+        self.head_size = (config.full_head_size if is_full else 0) or config.size_of_head
+        self.scale, self.value_epsilon = config.attention_scale, config.norm_epsilon
+        self.norms_value = config.value_norm
         self.is_causal = config.attention_type == "causal"
         self.block_length = config.block_length
         all_heads = config.heads * self.head_size
-        kv_width = (config.kv_heads or config.heads) * self.head_size
+        groups = (config.full_kv_heads if is_full else 0) or config.kv_heads or config.heads
+        kv_width = groups * self.head_size
         bias = config.qkv_bias
         self.query = Linear(config.width, all_heads, scale=1.0, bias=bias, rngs=rngs)
         self.key = Linear(config.width, kv_width, scale=1.0, bias=bias, rngs=rngs)
-        self.value = Linear(config.width, kv_width, scale=1.0, bias=bias, rngs=rngs)
+        has_value = not (is_full and config.full_value_from_key)
+        value = functools.partial(Linear, config.width, kv_width, scale=1.0, bias=bias, rngs=rngs)
+        self.value = value() if has_value else None
         self.out = Linear(all_heads, config.width, scale=0.0, bias=False, rngs=rngs)
         norm = functools.partial(Norm, self.head_size, kind="rms", epsilon=config.norm_epsilon)
         self.query_norm = norm() if config.qk_norm else None
@@ -155,10 +168,16 @@ class Attention(nnx.Module):
         def heads(x: jax.Array) -> jax.Array:
             return x.reshape(*x.shape[:2], -1, self.head_size)
 
-        q, k, v = heads(self.query(x_BLD)), heads(self.key(x_BLD)), heads(self.value(x_BLD))
+        q, k = heads(self.query(x_BLD)), heads(self.key(x_BLD))
+        v = k if self.value is None else heads(self.value(x_BLD))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
+        if self.norms_value:
+            v = unit_norm(v, self.value_epsilon)
         q, k = turned(q, *angles), turned(k, *angles)
+        if self.scale:
+            # The kernels divide by the root of the head's size.
+            q = (q.astype(jnp.float32) * (self.scale * self.head_size**0.5)).astype(q.dtype)
         return pin(q, "queries"), pin(k, "keys"), pin(v, "keys")
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, length_B: jax.Array) -> jax.Array:
@@ -167,6 +186,12 @@ class Attention(nnx.Module):
             return attend_in_blocks(q, k, v, length_B, block_length=self.block_length)
         return attend(q, k, v, length_B, is_causal=self.is_causal)
 
+    def weights(self, q: jax.Array, k: jax.Array, length_B: jax.Array) -> jax.Array:
+        """The weights of `attend`, ``[B, H, L, L]``."""
+        return attention_weights(
+            q, k, length_B, is_causal=self.is_causal, block_length=self.block_length
+        )
+
     def join(self, y_BLHK: jax.Array) -> jax.Array:
         """Output projection ``[B, L, D]`` of the heads."""
         y_BLHK = pin(y_BLHK, "queries")
@@ -174,11 +199,11 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """The position-wise MLP: squared ReLU (So et al. 2021), GELU, or SwiGLU (Shazeer 2020)."""
+    """The position-wise MLP: squared ReLU (So et al. 2021), GELU, or gated (Shazeer 2020)."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.activation = config.activation
-        is_gated = config.activation == "swiglu"
+        is_gated = config.is_gated
         inner = config.inner_width
         linear = functools.partial(Linear, bias=False, rngs=rngs)
         self.gate = linear(config.width, inner, scale=1.0) if is_gated else None
@@ -188,7 +213,7 @@ class Mlp(nnx.Module):
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         up = self.up(x_BLD)
         if self.gate is not None:
-            inner = jax.nn.silu(self.gate(x_BLD)) * up
+            inner = GATES[self.activation](self.gate(x_BLD)) * up
         elif self.activation == "gelu":
             inner = jax.nn.gelu(up)
         else:
@@ -199,16 +224,35 @@ class Mlp(nnx.Module):
 class Block(nnx.Module):
     """A pre-norm Transformer block: attention, then the MLP, each added to its input.
 
-    With ``config.experts``, a mixture of experts replaces the MLP unless `is_dense`.
+    With ``config.experts``, a mixture of experts replaces the MLP unless `is_dense`, or stands
+    beside it. With ``config.post_norms``, what is added is normalised, too.
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, is_dense: bool = False):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        is_dense: bool = False,
+        is_full: bool = False,
+    ):
         norm = functools.partial(Norm, config.width, kind=config.norm, epsilon=config.norm_epsilon)
         self.attention_norm = norm()
-        self.attention = Attention(config, rngs=rngs)
+        self.attention = Attention(config, rngs=rngs, is_full=is_full)
         self.mlp_norm = norm()
-        make_mlp = Experts if config.experts and not is_dense else Mlp
+        is_beside = config.experts_beside
+        make_mlp = Experts if config.experts and not is_dense and not is_beside else Mlp
         self.mlp = make_mlp(config, rngs=rngs)
+        has_posts = config.post_norms
+        self.attention_out_norm = norm() if has_posts else None
+        self.mlp_out_norm = norm() if has_posts else None
+        self.experts = Experts(config, rngs=rngs) if is_beside else None
+        self.experts_norm = norm() if is_beside else None
+        self.dense_out_norm = norm() if is_beside else None
+        self.experts_out_norm = norm() if is_beside else None
+        has_scales = config.layer_scales
+        self.text_scale = nnx.Param(jnp.ones(1, jnp.float32)) if has_scales else None
+        self.canvas_scale = nnx.Param(jnp.ones(1, jnp.float32)) if has_scales else None
 
     def __call__(self, x_BLD: jax.Array, length_B: jax.Array, angles: Any) -> jax.Array:
         """Hidden vectors after the block, ``[B, L, D]``."""
@@ -218,37 +262,82 @@ class Block(nnx.Module):
         """Hidden vectors after the block with that attention ``(q, k, v) -> [B, L, H, K]``."""
         x_BLD = pin(x_BLD, "hidden")
         q, k, v = self.attention.project(self.attention_norm(x_BLD), angles)
-        x_BLD = x_BLD + self.attention.join(attend(q, k, v))
-        return pin(x_BLD + self.mlp(self.mlp_norm(x_BLD)), "hidden")
+        y_BLD = self.attention.join(attend(q, k, v))
+        if self.attention_out_norm is not None:
+            y_BLD = self.attention_out_norm(y_BLD)
+        x_BLD = x_BLD + y_BLD
+        return pin(x_BLD + self._update(x_BLD), "hidden")
+
+    def behind(
+        self, x_BLD: jax.Array, length_B: jax.Array, angles: Any, start_B: jax.Array, window: int
+    ) -> jax.Array:
+        """Hidden vectors after the block, of texts and canvases that begin at `start_B`."""
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return attend_behind(q, k, v, length_B, start_B=start_B, window=window)
+
+        x_BLD = self.around(x_BLD, angles, attend)
+        if self.text_scale is None or self.canvas_scale is None:
+            return x_BLD
+        is_canvas_BL1 = (jnp.arange(x_BLD.shape[1])[None] >= start_B[:, None])[:, :, None]
+        of_canvas, of_text = self.canvas_scale[...][None, None], self.text_scale[...][None, None]
+        scale_BL1 = jnp.where(is_canvas_BL1, of_canvas, of_text)
+        return x_BLD * scale_BL1.astype(x_BLD.dtype)
+
+    def _update(self, x_BLD: jax.Array) -> jax.Array:
+        """What the MLP, and the experts beside it, add to the hidden vectors."""
+        y_BLD = self.mlp(self.mlp_norm(x_BLD))
+        if self.experts is not None:
+            assert self.experts_norm and self.dense_out_norm and self.experts_out_norm
+            of_experts_BLD = self.experts(self.experts_norm(x_BLD), x_BLD)
+            y_BLD = self.dense_out_norm(y_BLD) + self.experts_out_norm(of_experts_BLD)
+        return y_BLD if self.mlp_out_norm is None else self.mlp_out_norm(y_BLD)
+
+
+class SelfConditioning(nnx.Module):
+    """Embeddings of a canvas with the predictions of the step before (Chen et al. 2022)."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.norm = Norm(config.width, kind=config.norm, epsilon=config.norm_epsilon)
+        self.mlp = Mlp(config, rngs=rngs)
+        self.epsilon = config.norm_epsilon
+
+    def __call__(self, x_BLD: jax.Array, signal_BLD: jax.Array) -> jax.Array:
+        """The normalised sum of embeddings and transformed signal, ``[B, L, D]``."""
+        return unit_norm(x_BLD + self.mlp(self.norm(signal_BLD)), self.epsilon)
 
 
 class Transformer(nnx.Module):
     """Parameters of the whole model; `blocks` are stacked along a leading axis of ``depth``.
 
-    If the blocks have experts, `dense_blocks` are the first ``dense_layers``, which have none.
+    If the blocks have experts, `dense_blocks` are the first ``dense_layers``, which have none. With
+    ``full_every``, `full_blocks` are the layers that see all positions.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         table = jax.random.normal(rngs.params(), (config.vocab_size, config.width), jnp.float32)
         self.embedding = nnx.Param(table * 0.02)
 
-        def stacked(depth: int, is_dense: bool) -> Block:
+        def stacked(depth: int, is_dense: bool, is_full: bool = False) -> Block:
             @nnx.split_rngs(splits=depth)
             @nnx.vmap(in_axes=0, out_axes=0)
             def blocks(rngs: nnx.Rngs) -> Block:
-                return Block(config, rngs=rngs, is_dense=is_dense)
+                return Block(config, rngs=rngs, is_dense=is_dense, is_full=is_full)
 
             return blocks(rngs)
 
-        num_dense = config.dense_layers
+        num_dense, num_full = config.dense_layers, len(config.layers["full_blocks"])
         self.dense_blocks = stacked(num_dense, True) if num_dense else None
-        self.blocks = stacked(config.depth - num_dense, False)
+        self.blocks = stacked(config.depth - num_dense - num_full, False)
+        self.full_blocks = stacked(num_full, False, True) if num_full else None
         self.norm = Norm(config.width, kind=config.norm, epsilon=config.norm_epsilon)
         self.head = (
             None
             if config.tied_head
             else Linear(config.width, config.vocab_size, scale=0.02, bias=False, rngs=rngs)
         )
+        has_signal = config.self_conditioning
+        self.self_conditioning = SelfConditioning(config, rngs=rngs) if has_signal else None
         # Drawn last, so that the other parameters are the same with and without heads.
         for name, head in HEADS.items():
             setattr(self, name, head(config, rngs=rngs) if name in heads_of(config) else None)
@@ -278,7 +367,10 @@ def build(config: ModelConfig) -> Network:
         return with_adapters(key, nnx.to_pure_dict(nnx.state(model, nnx.Param)), config)
 
     def vectors_of(params: Params, ids: jax.Array) -> jax.Array:
-        return embed(params, ids).astype(dtype)
+        vectors = embed(params, ids).astype(dtype)
+        if config.embedding_scaled:
+            vectors = vectors * jnp.asarray(config.width**0.5, dtype)
+        return vectors
 
     def final_norm(params: Params, x_BLD: jax.Array) -> jax.Array:
         return nnx.merge(norm_graph, params["norm"])(x_BLD)
@@ -301,17 +393,148 @@ def build(config: ModelConfig) -> Network:
         return one_later(x_BLD) if config.logit_alignment == "shifted" else x_BLD, cache
 
     readout, logits_of = _readouts(config)
+    if config.attention_type == "canvas":
+        return Network(
+            init=init, embed=embed, readout=readout, vocab_size=config.vocab_size,
+            logits_of=logits_of, **_behind_text(config, vectors_of, module_of, final_norm),
+        )  # fmt: skip
     cached = None
     if config.mode == "language_model":
         cached = cached_trunk(config, vectors_of, module_of, final_norm)
     return Network(
         init, trunk, embed, readout, config.vocab_size, logits_of=logits_of,
-        cached=cached, **_head_functions(config, readout),
+        cached=cached,
+        inside=_inside_of(config, vectors_of, module_of), **_head_functions(config, readout),
     )  # fmt: skip
+
+
+def _inside_of(
+    config: ModelConfig,
+    vectors_of: Callable[[Params, jax.Array], jax.Array],
+    module_of: Callable[[Params], Any],
+) -> Callable[[Params, jax.Array, jax.Array], Inside]:
+    """The function of `Network.inside`: the trunk, block by block, by the plain formula."""
+
+    def inside(params: Params, tokens_BL: jax.Array, length_B: jax.Array) -> Inside:
+        if config.attention_type == "causal":
+            tokens_BL = shifted(tokens_BL, config.start_id)
+        angles = rotary_angles(tokens_BL.shape[1], config.rotary_size, config.rope_theta)
+        hidden, maps = [vectors_of(params, tokens_BL)], []
+        for blocks in stacks(params):
+            for number in range(jax.tree.leaves(blocks)[0].shape[0]):
+                block = module_of(jax.tree.map(lambda leaf, at=number: leaf[at], blocks))
+
+                def attended(q: Any, k: Any, v: Any, own: Attention = block.attention) -> Any:
+                    maps.append(own.weights(q, k, length_B))
+                    v_BLHK = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
+                    return jnp.einsum("bhlm,bmhk->blhk", maps[-1].astype(v.dtype), v_BLHK)
+
+                hidden.append(block.around(hidden[-1], angles, attended))
+        return Inside(jnp.stack(hidden, axis=1), jnp.stack(maps, axis=1))
+
+    return inside
+
+
+def _behind_text(
+    config: ModelConfig,
+    vectors_of: Callable[[Params, jax.Array], jax.Array],
+    module_of: Callable[[Params], Any],
+    final_norm: Callable[[Params, jax.Array], jax.Array],
+) -> dict[str, Any]:
+    """`Network.trunk`, `Network.behind` and `Network.signal` of a network with canvases."""
+    through = _sliding_and_full(config, module_of)
+
+    def make() -> SelfConditioning:
+        return SelfConditioning(config, rngs=nnx.Rngs(params=key_of(0)))
+
+    graph = nnx.split(nnx.eval_shape(make))[0] if config.self_conditioning else None
+
+    def behind(
+        params: Params,
+        tokens_BL: jax.Array,
+        length_B: jax.Array,
+        start_B: jax.Array,
+        signal_BLD: jax.Array | None = None,
+    ) -> jax.Array:
+        x_BLD = vectors_of(params, tokens_BL)
+        if graph is not None:
+            signal_BLD = jnp.zeros_like(x_BLD) if signal_BLD is None else signal_BLD
+            conditioned = nnx.merge(graph, params["self_conditioning"])
+            is_canvas_BL = jnp.arange(tokens_BL.shape[1])[None] >= start_B[:, None]
+            of_canvas_BLD = conditioned(x_BLD, signal_BLD.astype(x_BLD.dtype))
+            x_BLD = jnp.where(is_canvas_BL[:, :, None], of_canvas_BLD, x_BLD)
+        return final_norm(params, through(params, x_BLD, length_B, start_B))
+
+    def trunk(
+        params: Params, tokens_BL: jax.Array, length_B: jax.Array, cache: None = None
+    ) -> tuple[jax.Array, None]:
+        return behind(params, tokens_BL, length_B, jnp.zeros_like(length_B)), cache
+
+    def signal(params: Params, logits_NV: jax.Array) -> jax.Array:
+        table_VD = params["embedding"].astype(config.compute_dtype)
+        probs_NV = jax.nn.softmax(logits_NV, axis=-1).astype(table_VD.dtype)
+        vectors_ND = cpu.linear(probs_NV, table_VD)
+        scale = config.width**0.5 if config.embedding_scaled else 1.0
+        return vectors_ND * jnp.asarray(scale, vectors_ND.dtype)
+
+    return {"trunk": trunk, "behind": behind, "signal": None if graph is None else signal}
+
+
+def _sliding_and_full(
+    config: ModelConfig, module_of: Callable[[Params], Any]
+) -> Callable[..., jax.Array]:
+    """``(params, x_BLD, length_B, start_B) -> x_BLD`` after all layers of texts and canvases.
+
+    One scan over groups of layers: the sliding ones, then the full one.
+    """
+    every = config.full_every
+    full_of = _block_modules(config, is_full=True) if every else module_of
+
+    def one(module_of: Callable[[Params], Any], window: int) -> Callable[..., jax.Array]:
+        def run(x_BLD: jax.Array, block: Params, context: Any) -> jax.Array:
+            length_B, start_B, angles = context
+            return module_of(block).behind(x_BLD, length_B, angles, start_B, window)
+
+        return rematerialised(run, config.remat)
+
+    sliding, full = one(module_of, config.attention_window), one(full_of, 0)
+
+    def group(x_BLD: jax.Array, parts: tuple[Params, Params], context: Any) -> jax.Array:
+        rows, angles, full_angles = context
+        blocks, full_block = parts
+        for at in range(every - 1):
+            block = jax.tree.map(lambda leaf, at=at: leaf[at], blocks)
+            x_BLD = sliding(x_BLD, block, (*rows, angles))
+        return full(x_BLD, full_block, (*rows, full_angles))
+
+    def through(
+        params: Params, x_BLD: jax.Array, length_B: jax.Array, start_B: jax.Array
+    ) -> jax.Array:
+        rows, num_positions = (length_B, start_B), x_BLD.shape[1]
+        angles = rotary_angles(num_positions, config.rotary_size, config.rope_theta)
+        if not every:
+            for blocks in stacks(params):
+                x_BLD = cpu.run_blocks(sliding, x_BLD, blocks, (*rows, angles))
+            return x_BLD
+        blocks, full_blocks = stacks(params)
+        groups = jax.tree.map(lambda leaf: leaf.reshape(-1, every - 1, *leaf.shape[1:]), blocks)
+        full_angles = proportional_angles(
+            num_positions,
+            config.full_head_size or config.size_of_head,
+            config.full_rope_theta or config.rope_theta,
+            config.full_rotary_share,
+        )
+        return cpu.run_blocks(group, x_BLD, (groups, full_blocks), (rows, angles, full_angles))
+
+    return through
 
 
 def _readouts(config: ModelConfig) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
     """`Network.readout` and `Network.logits_of` of the LM head."""
+    cap = config.logit_cap
+
+    def capped(logits: jax.Array) -> jax.Array:
+        return cap * jnp.tanh(logits / cap) if cap else logits
 
     def readout(params: Params, hidden_ND: jax.Array) -> jax.Array:
         if config.tied_head:
@@ -319,23 +542,24 @@ def _readouts(config: ModelConfig) -> tuple[Callable[..., jax.Array], Callable[.
         else:
             kernel_DV = params["head"]["kernel"]
         logits = cpu.linear(hidden_ND, kernel_DV.astype(hidden_ND.dtype))
-        return logits.astype(jnp.float32)
+        return capped(logits.astype(jnp.float32))
 
     def logits_of(params: Params, hidden_ND: jax.Array, ids_NK: jax.Array) -> jax.Array:
         rows_VD = params["embedding"] if config.tied_head else params["head"]["kernel"].T
         columns_NKD = jnp.take(rows_VD, ids_NK, axis=0).astype(hidden_ND.dtype)
         logits_NK = jnp.matmul(columns_NKD, hidden_ND[:, :, None])[..., 0]
-        return logits_NK.astype(jnp.float32)
+        return capped(logits_NK.astype(jnp.float32))
 
     return readout, logits_of
 
 
-def _block_modules(config: ModelConfig) -> Callable[[Params], Any]:
+def _block_modules(config: ModelConfig, *, is_full: bool = False) -> Callable[[Params], Any]:
     """``(parameters) -> module`` of one block, of the kind that these parameters imply."""
 
     def graph(is_dense: bool) -> Any:
         def make() -> Block:
-            return Block(config, rngs=nnx.Rngs(params=key_of(0)), is_dense=is_dense)
+            rngs = nnx.Rngs(params=key_of(0))
+            return Block(config, rngs=rngs, is_dense=is_dense, is_full=is_full)
 
         return nnx.split(nnx.eval_shape(make))[0]
 

@@ -33,8 +33,8 @@ RESERVED = frozenset(
 )
 """Variables of a template that are set here, and those that are arguments of `ChatTemplate.ids`."""
 
-Messages = Sequence[Mapping[str, str]]
-"""Turns of a conversation: ``{"role": "user", "content": "..."}``."""
+Messages = Sequence[Mapping[str, Any]]
+"""Turns of a conversation: ``{"role": "user", "content": "..."}``, and other keys of a template."""
 
 
 @dataclass(frozen=True)

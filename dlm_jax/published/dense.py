@@ -89,7 +89,7 @@ def rope_theta(fields: Fields) -> float:
 def read_qwen(
     fields: Fields, *, qkv_bias: bool = False, qk_norm: bool = False, **settings: Any
 ) -> ModelConfig:
-    """The model of Qwen, Llama and their kin, with further settings of its own."""
+    """Reads the config of Qwen, Llama and related models."""
     fields.must(
         hidden_act="silu", use_sliding_window=False, use_mrope=False, mlp_bias=False,
         attention_bias=qkv_bias,
@@ -111,7 +111,7 @@ def read_qwen(
 def read_shape(fields: Fields, *, epsilon: float) -> dict[str, Any]:
     """The settings that all families but LLaDA store alike; inverse of `write_shape`.
 
-    `epsilon` is that of the norms where none is said.
+    `epsilon` is the default epsilon of the norms.
     """
     heads = fields.take("num_attention_heads", int)
     return {

@@ -19,7 +19,7 @@ from dlm_jax.published.chat import ChatTemplate
 from dlm_jax.published.families import family_of
 from dlm_jax.published.family import Family, Fields, pieces_of, read_json
 from dlm_jax.published.special import read_chat, read_settings, read_tokenizer
-from dlm_jax.published.tensors import Place, Shards, check_tensors, read_params
+from dlm_jax.published.tensors import Finish, Place, Shards, check_tensors, read_params
 from dlm_jax.randomness import key_of
 from dlm_jax.types import Params
 
@@ -46,14 +46,19 @@ def is_published(path: str | os.PathLike[str]) -> bool:
 
 
 def read_published(
-    path: str | os.PathLike[str], *, dtype: str | None = None, place: Place | None = None
+    path: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    place: Place | None = None,
+    finish: Finish = lambda path, parameter: parameter,
 ) -> Published:
     """Loads the model in a directory, tensor by tensor.
 
     Args:
-      path: with config.json, safetensors and a tokenizer.
-      dtype: of the parameters and of the computation, ``float32`` or ``bfloat16``; None: as stored.
+      path: directory with config.json, safetensors and a tokenizer.
+      dtype: dtype of parameters and computation, ``float32`` or ``bfloat16``; None: as stored.
       place: where a parameter of a path and shape goes; None: to the default device.
+      finish: makes the form in which a parameter is kept, one after the other.
     """
     directory = Path(path)
     if dtype not in (None, "float32", "bfloat16"):
@@ -61,9 +66,9 @@ def read_published(
     family, model, longest = read_model(directory)
     length = min(family.trained_length or longest, longest)
     said = read_settings(directory, length)
-    shards = Shards(directory)
+    shards = Shards(directory, family.name_of)
     tokenizer, more_eos = read_tokenizer(
-        directory, family, read_json(directory / CONFIG), vocab_size=model.vocab_size
+        directory, family, family.said(read_json(directory / CONFIG)), vocab_size=model.vocab_size
     )
     if model.attention_type == "causal":
         begins = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
@@ -71,7 +76,7 @@ def read_published(
     chat = read_chat(directory, tokenizer)
     abstract = jax.eval_shape(build(model).init, key_of(0))
     sources = family.sources(model)
-    pieces = pieces_of(sources, abstract, dense_layers=model.dense_layers)
+    pieces = pieces_of(sources, abstract, layers=model.layers)
     redundant = (str(sources["head/kernel"]),) if model.tied_head else ()
     check_tensors(shards, pieces, redundant=redundant, where=str(directory))
     stored = shards.entries[pieces["embedding"][0].tensor].dtype.name
@@ -80,7 +85,7 @@ def read_published(
     )
     params = read_params(
         shards, pieces, abstract, dtype=None if dtype is None else np.dtype(jax.numpy.dtype(dtype)),
-        place=place or (lambda path, shape: None),
+        place=place or (lambda path, shape: None), finish=finish,
     )  # fmt: skip
     presets = {name: _fitted(preset, model) for name, preset in family.presets.items()}
     config = Config(
@@ -93,7 +98,7 @@ def read_published(
 def read_shape(directory: Path) -> tuple[ModelConfig, HubTokenizer]:
     """The Transformer of a directory and its tokenizer, without its weights."""
     family, model, _ = read_model(directory)
-    said = read_json(directory / CONFIG)
+    said = family.said(read_json(directory / CONFIG))
     return model, read_tokenizer(directory, family, said, vocab_size=model.vocab_size)[0]
 
 
@@ -102,6 +107,7 @@ def read_model(directory: Path) -> tuple[Family, ModelConfig, int]:
     where = directory / CONFIG
     said = read_json(where)
     family = family_of(said, str(where))
+    said = family.said(said)
     fields = Fields(said, str(where))
     longest = fields.take(family.max_length, int, 4096)
     try:

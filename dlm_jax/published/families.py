@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dlm_jax.config import ModelConfig, Trait, keys
-from dlm_jax.published import dense, mixtures
+from dlm_jax.published import dense, gemma, mixtures
 from dlm_jax.published.family import Family, Fields
 from dlm_jax.settings import brief
 
@@ -16,6 +16,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         dense.LLADA, dense.DREAM, dense.SDAR, dense.FAST_DLLM, mixtures.LLADA_MOE,
         mixtures.LLADA2, mixtures.SDAR_MOE, dense.QWEN2, dense.QWEN3, dense.LLAMA,
+        gemma.DIFFUSION_GEMMA,
     )
 }  # fmt: skip
 """Families by name."""

@@ -123,24 +123,28 @@ class Piece:
 
     Attributes:
       tensor: name of the tensor.
-      rows: rows of the tensor.
-      shape: of these rows, as stored.
+      part: index of the part in the tensor: of the expert if the tensor holds all of them, and its
+        rows.
+      shape: stored shape of this part.
       place: index of the layer, or of layer and expert, in the parameter; () for all of it.
       is_transposed: whether the two axes are swapped; linear maps are stored as ``[out, in]`` and
         loaded as ``[in, out]``.
     """
 
     tensor: str
-    rows: slice
+    part: tuple[int | slice, ...]
     shape: tuple[int, ...]
     place: tuple[int, ...]
     is_transposed: bool
 
 
 def pieces_of(
-    sources: Mapping[str, Source], abstract: Params, *, dense_layers: int
+    sources: Mapping[str, Source], abstract: Params, *, layers: Mapping[str, tuple[int, ...]]
 ) -> dict[str, list[Piece]]:
-    """The pieces of every parameter by its path (``blocks/mlp/up/kernel``)."""
+    """The pieces of every parameter by its path (``blocks/mlp/up/kernel``).
+
+    `layers` are the indices of the layers of each stack of blocks.
+    """
     found: dict[str, list[Piece]] = {}
     for path, leaf in leaves(abstract):
         if path not in sources:
@@ -149,17 +153,18 @@ def pieces_of(
             )
         source = sources[path]
         name, rows = (source, ()) if isinstance(source, str) else source
-        is_transposed = path.endswith("/kernel") or bool(re.search(r"/expert_\w+$", path))
-        depth = ("{i}" in name) + ("{e}" in name)
+        is_of_experts = bool(re.search(r"/expert_\w+$", path))
+        is_transposed = path.endswith("/kernel") or is_of_experts
+        is_whole = is_of_experts and "{e}" not in name  # the tensor holds all experts
+        depth = ("{i}" in name) + is_of_experts
         shape = leaf.shape[depth:][::-1] if is_transposed else leaf.shape[depth:]
-        first = dense_layers if path.startswith("blocks/") else 0
+        numbers = layers.get(path.partition("/")[0], ())
         found[path] = []
         for place in np.ndindex(*leaf.shape[:depth]):
             layer, expert = (*place, 0, 0)[:2]
-            tensor = name.format(i=first + layer, e=expert)
-            found[path].append(
-                Piece(tensor, slice(*rows) if rows else slice(None), shape, place, is_transposed)
-            )
+            tensor = name.format(i=numbers[layer] if numbers else layer, e=expert)
+            part = (expert,) * is_whole + ((slice(*rows),) if rows else (slice(None),))
+            found[path].append(Piece(tensor, part, shape, place, is_transposed))
     return found
 
 
@@ -167,8 +172,12 @@ def tensor_shapes(pieces: Mapping[str, list[Piece]]) -> dict[str, tuple[int, ...
     """The shape of every tensor, which the pieces fill."""
     shapes: dict[str, tuple[int, ...]] = {}
     for piece in (piece for parts in pieces.values() for piece in parts):
-        rows = max(piece.rows.stop or piece.shape[0], shapes.get(piece.tensor, (0,))[0])
-        shapes[piece.tensor] = (rows, *piece.shape[1:])
+        *lead, rows = piece.part
+        ends = [*(at + 1 for at in lead if isinstance(at, int))]
+        ends.append((rows.stop if isinstance(rows, slice) else 0) or piece.shape[0])
+        known = shapes.get(piece.tensor, (0,) * len(ends))
+        ends = [max(pair) for pair in zip(ends, known, strict=False)]
+        shapes[piece.tensor] = (*ends, *piece.shape[1:])
     return shapes
 
 
@@ -188,10 +197,16 @@ class Family:
       write: returns the fields of config.json for a model; `read` is its inverse.
       sources: the tensor of every parameter, by its path.
       max_length: the field that holds the longest row.
-      mask_id: of models whose files do not have it; otherwise None.
+      mask_id: id of MASK for models without one in their files; otherwise None.
       trained_length: tokens of its training rows, if that is less than in its config.
-      presets: settings of its own loops by name; the first is the recommendation.
+      presets: settings of its decoding loops by name. The first is the default.
       idle: fields of its config.json that have no effect.
+      within: the field of config.json whose object holds the fields of the language model; '':
+        config.json itself.
+      outside: fields that are written outside of that object.
+      generates_from_mask: whether its program accepts MASK in generation_config.json.
+      other_names: ``(pattern, replacement)`` of names under which a tensor may be stored instead;
+        an empty replacement leaves it out.
     """
 
     name: str
@@ -205,6 +220,24 @@ class Family:
     trained_length: int = 0
     presets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     idle: tuple[str, ...] = ()
+    within: str = ""
+    outside: tuple[str, ...] = ()
+    generates_from_mask: bool = True
+    other_names: tuple[tuple[str, str], ...] = ()
+
+    def said(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of config.json with those of the language model."""
+        inner = config.get(self.within) or {}
+        if not isinstance(inner, dict):
+            raise ValueError(f"{self.within}={inner!r} is no object; the file is damaged")
+        return {name: value for name, value in config.items() if name != self.within} | inner
+
+    def name_of(self, tensor: str) -> str:
+        """The usual name of a tensor; '' if it is left out."""
+        for pattern, replacement in self.other_names:
+            if re.match(pattern, tensor):
+                return re.sub(pattern, replacement, tensor) if replacement else ""
+        return tensor
 
 
 # Paths of parameters that many families share, by the names of their tensors in a block.

@@ -43,8 +43,8 @@ def fetched(path: str | os.PathLike[str], setting: str = "checkpoint") -> str | 
     """The local path of a model: the path itself, or that of the copy in the hub's cache.
 
     Args:
-      path: of a model, or its id on the hub.
-      setting: that names it, for the message of an error.
+      path: path of a model, or its id on the hub.
+      setting: name of the setting, for error messages.
 
     Raises:
       SettingError: ``huggingface_hub`` is not installed, the model or its revision does not exist,
@@ -89,7 +89,7 @@ def push_to_hub(
       private: whether a new repository is private; None: the default of the account.
       revision: branch, which is created if it does not exist; None: ``main``.
       license: a license id of the hub, such as ``apache-2.0``, for a new model card.
-      message: of the commit.
+      message: commit message.
 
     Raises:
       SettingError: the path holds no model, or the hub refuses it.

@@ -208,16 +208,19 @@ def write_tokenizer(
     *,
     more_eos: tuple[int, ...],
     settings: Mapping[str, Any],
+    says_mask: bool = True,
 ) -> None:
     """Writes tokenizer.json and the files that belong to it; `read_tokenizer` is the inverse.
 
-    `settings` are the fields that `settings_fields` makes.
+    `settings` are the fields that `settings_fields` makes. MASK is in `GENERATION` if `says_mask`.
     """
     (directory / "tokenizer.json").write_text(tokenizer.content, encoding="utf-8")
     eos: Any = [tokenizer.eos_id, *more_eos] if more_eos else tokenizer.eos_id
     ids = {"mask_token_id": tokenizer.mask_id, "pad_token_id": tokenizer.pad_id,
            "eos_token_id": eos, "bos_token_id": tokenizer.bos_id}  # fmt: skip
     said_ids = {name: id_ for name, id_ in ids.items() if id_ is not None}
+    if not says_mask:
+        del said_ids["mask_token_id"]
     _write(directory / GENERATION, {**said_ids, **settings})
     roles = {"mask": tokenizer.mask_id, "pad": tokenizer.pad_id, "eos": tokenizer.eos_id,
              "bos": tokenizer.bos_id}  # fmt: skip

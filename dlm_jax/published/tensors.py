@@ -51,9 +51,12 @@ class Entry(NamedTuple):
 
 
 class Shards:
-    """The tensors of a directory by name; `read` returns one without copying it."""
+    """The tensors of a directory by name; `read` returns one without copying it.
 
-    def __init__(self, directory: Path):
+    `name_of` gives the usual name of a tensor, '' for one that is left out.
+    """
+
+    def __init__(self, directory: Path, name_of: Callable[[str], str] = str):
         self.entries: dict[str, Entry] = {}
         for file, names in _files(directory).items():
             found = _header(file)
@@ -63,7 +66,8 @@ class Shards:
                         f"{file} lacks the tensor {name!r}, which {INDEX} says it holds; download "
                         "both again"
                     )
-                self.entries[name] = found[name]
+                if usual := name_of(name):
+                    self.entries[usual] = found[name]
             surplus = sorted(set(found) - set(names or found))
             if surplus:
                 raise ValueError(
@@ -94,8 +98,8 @@ def _files(directory: Path) -> dict[Path, list[str]]:
     for name, file in where.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith("safetensors"):
             raise ValueError(
-                f"{directory / INDEX}: weight_map names {file!r}, which is no safetensors file of "
-                "this directory"
+                f"{directory / INDEX}: weight_map names {file!r}, which is not a safetensors file "
+                "of this directory"
             )
         files.setdefault(directory / file, []).append(name)
     return files
@@ -165,6 +169,9 @@ _THREADS = min(8, os.cpu_count() or 1)
 Place = Callable[[str, tuple[int, ...]], Sharding | None]
 """``(path, shape) -> sharding`` of a parameter; None means the default device."""
 
+Finish = Callable[[str, Any], Any]
+"""``(path, parameter) -> parameter`` in the form in which it is kept; a shape for a shape."""
+
 
 def check_tensors(
     shards: Shards,
@@ -210,11 +217,19 @@ def read_params(
     *,
     dtype: np.dtype | None,
     place: Place,
+    finish: Finish = lambda path, parameter: parameter,
 ) -> Params:
-    """The parameters, in the dtype of their tensors or in `dtype`, where `place` puts them."""
+    """The parameters, in the dtype of their tensors or in `dtype`, where `place` puts them.
 
-    def read(keys: Any, leaf: Any) -> jax.Array:
+    Each is replaced by the result of `finish` before the next one is read. Their shapes are passed
+    to it before anything is read.
+    """
+
+    def read(keys: Any, leaf: Any) -> Any:
         path = path_name(keys)
+        return jax.block_until_ready(finish(path, stored(path, leaf)))
+
+    def stored(path: str, leaf: Any) -> jax.Array:
         parts = pieces[path]
         kind = _stored_dtype(shards, parts) if dtype is None else dtype
         sharding = place(path, leaf.shape)
@@ -224,6 +239,7 @@ def read_params(
             return _put(shards, parts[0], leaf.shape, kind, sharding)
         return _stacked(shards, parts, leaf.shape, kind, sharding)
 
+    jax.tree_util.tree_map_with_path(lambda keys, leaf: finish(path_name(keys), leaf), abstract)
     return jax.tree_util.tree_map_with_path(read, abstract)
 
 
@@ -243,7 +259,7 @@ def _on_host(
     whole = memory[first : first + size].view(dtype).reshape(shape)
 
     def fill(piece: Piece) -> None:
-        stored = shards.read(piece.tensor)[piece.rows]
+        stored = shards.read(piece.tensor)[piece.part]
         _copy(stored.astype(dtype, copy=False), whole[piece.place], piece.is_transposed)
 
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
@@ -303,7 +319,7 @@ def _put(
     sharding: Sharding | None,
 ) -> jax.Array:
     """One piece as a device array, transposed if its parameter is."""
-    stored = shards.read(piece.tensor)[piece.rows]
+    stored = shards.read(piece.tensor)[piece.part]
     view = stored.T if piece.is_transposed else stored
 
     def part(index: Any) -> np.ndarray:

@@ -44,13 +44,13 @@ def write_published(
 
     Args:
       path: a directory that does not exist.
-      config: of the model; its recommended settings go to generation_config.json.
+      config: config of the model. Its recommended settings go to generation_config.json.
       params: its parameters; heads other than the LM head are not written.
       tokenizer: a `HubTokenizer`.
       family: target family; None: the first that can express all settings.
       chat: its chat template.
       more_eos_ids: ids that end a generation, besides that of the tokenizer.
-      max_shard_bytes: of one file of weights.
+      max_shard_bytes: maximum size of a weights file.
 
     Raises:
       OSError: the disk is full.
@@ -60,15 +60,13 @@ def write_published(
         raise ValueError(f"{target} exists; name a directory that does not")
     if not isinstance(tokenizer, HubTokenizer):
         raise ValueError(
-            "the model's tokenizer is none of a published model; train with one that is, by "
-            "train.init_from"
+            "the tokenizer of the model is not that of a published model; train with one that "
+            "is, by train.init_from"
         )
     found = family_for(config.model, family)
     kept = {name: tree for name, tree in params.items() if not name.endswith("_head")}
     abstract = jax.eval_shape(lambda: kept)
-    pieces = pieces_of(
-        found.sources(config.model), abstract, dense_layers=config.model.dense_layers
-    )
+    pieces = pieces_of(found.sources(config.model), abstract, layers=config.model.layers)
     fields = _config_fields(found, config, tokenizer, dtype=str(kept["embedding"].dtype))
     length = min(found.trained_length or config.data.seq_len, config.data.seq_len)
     settings = settings_fields(config.sample, implied_sample(found, config.model, length))
@@ -78,7 +76,10 @@ def write_published(
             temporary.mkdir(parents=True)
             text = json.dumps(fields, indent=2, sort_keys=True)
             (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
-            write_tokenizer(temporary, tokenizer, chat, more_eos=more_eos_ids, settings=settings)
+            write_tokenizer(
+                temporary, tokenizer, chat, more_eos=more_eos_ids, settings=settings,
+                says_mask=found.generates_from_mask,
+            )  # fmt: skip
             _write_weights(temporary, kept, pieces, max_shard_bytes)
             os.replace(temporary, target)
     finally:
@@ -90,14 +91,18 @@ def _config_fields(
     family: Family, config: Config, tokenizer: HubTokenizer, *, dtype: str
 ) -> dict[str, Any]:
     fields = family.write(config.model) | {
-        "architectures": [family.architectures[0]], "model_type": family.model_type,
         family.max_length: config.data.seq_len, "mask_token_id": tokenizer.mask_id,
         "pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id,
         "torch_dtype": dtype, "use_cache": False,
     }  # fmt: skip
     if tokenizer.bos_id is not None:
         fields["bos_token_id"] = tokenizer.bos_id
-    return fields
+    whole = {"architectures": [family.architectures[0]], "model_type": family.model_type}
+    if not family.within:
+        return fields | whole
+    outer = {name: fields[name] for name in family.outside}
+    inner = {name: value for name, value in fields.items() if name not in outer}
+    return outer | whole | {family.within: inner}
 
 
 def _write_weights(
@@ -158,5 +163,5 @@ def _write_file(
             whole = np.empty(shape, parts[name][0][1].dtype)
             for piece, value in parts[name]:
                 value = np.asarray(value[piece.place] if piece.place else value)
-                whole[piece.rows] = value.T if piece.is_transposed else value
+                whole[piece.part] = value.T if piece.is_transposed else value
             stream.write(whole.tobytes())

@@ -1,12 +1,12 @@
 """Pairs of complementary masks: coupled-GRPO (DiffuCoder, Gong et al. 2025, section 5).
 
-Each of ``rl.masks`` pairs hides a share ``t`` of the answer, uniform on [0.2, 0.8], and the rest of
-it in a second forward, so that every token is hidden once in a pair. With the fully hidden answer
-as one more forward, the log-probability of the k-th token is (equation 7)::
+Each of ``rl.masks`` pairs hides a share ``t`` of the answer, uniform on [0.2, 0.8], in one forward
+and the rest in a second one. Every token is hidden once per pair. With one more forward for the
+fully hidden answer, the log-probability of the k-th token is (equation 7)::
 
     1 / (pairs + 1) ( log p(o_k | MASK ... MASK) + sum_pairs log p(o_k | o_t) / t_k ),
 
-where ``o_t`` is the half of the pair that hides it, and ``t_k`` the share of that half.
+where ``o_t`` is the half of the pair that hides the token, and ``t_k`` is the share of that half.
 """
 
 from __future__ import annotations

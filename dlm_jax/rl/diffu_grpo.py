@@ -1,13 +1,13 @@
 """One-step estimate with masked prompts: diffu-GRPO (d1, Zhao et al. 2025, section 3).
 
-The log-probability of the k-th token of an answer ``o`` to a prompt ``q`` is that of one forward
-of the canvas whose answer is all MASK, and whose prompt tokens show MASK each with probability
+The log-probability of the k-th token of an answer ``o`` to a prompt ``q`` is taken from one
+forward. Its canvas has MASK at all tokens of the answer, and at each prompt token with probability
 ``rl.prompt_mask`` (equation 3 and algorithm 1)::
 
     log pi(o_k | q) ~ log p(o_k | q', MASK ... MASK),
 
-with other masks of the prompt at every update. Tokens count ``1 / |o|`` (equation 4). Tokens are
-taken as independent given the prompt, so the gradient is biased where they are not.
+Prompt masks are redrawn at every update. Each token has the weight ``1 / |o|`` (equation 4). The
+estimate treats tokens as independent given the prompt, so the gradient is biased.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Common parts of policy losses: samples, advantages, clipped ratios, and the reference KL.
 
-A loss of `dlm_jax.rl` is an `Estimator`: how it estimates the log-probabilities of the actions that
-a sample consists of. The surrogate around it is that of PPO and GRPO::
+A loss of `dlm_jax.rl` is an `Estimator` of the log-probabilities of the actions of a sample. The
+surrogate is that of PPO and GRPO::
 
     loss = -mean_rows sum_n w_n ( min(r_n A, clip(r_n, 1 - c, 1 + c) A) - beta KL_n ),
     r_n = exp(log p_n - log p_old_n),
@@ -29,14 +29,14 @@ class Rollout(NamedTuple):
     """Samples for a step, as rows of a batch.
 
     Attributes:
-      tokens_BL: int32, the whole canvas: prompt, answer, EOS behind the end of the answer, PAD from
-        ``length_B`` on.
+      tokens_BL: int32, the whole canvas: prompt, answer, EOS after the answer, PAD from
+        ``length_B``.
       length_B: int32, positions of each canvas.
       given_B: int32, leading positions of the prompt.
       step_BL: int32, the step of sampling that wrote each token of the answer, from 0; -1 elsewhere
-        and in rows that are left out.
-      advantage_B: float32, how much better the reward of a row is than that of its group.
-      trace: every draw of the rows (`dlm_jax.Trace`), where ``rl.loss`` is ``trace``; else None.
+        and in excluded rows.
+      advantage_B: float32, reward of the row relative to its group.
+      trace: every draw of the rows (`dlm_jax.Trace`) if ``rl.loss`` is ``trace``, else None.
     """
 
     tokens_BL: jax.Array
@@ -68,10 +68,10 @@ class Estimator:
     """Estimator of the log-probabilities of the N actions of each row.
 
     Attributes:
-      draw: ``(rollout, key) -> noise``, a pytree of ``[B, ...]`` or scalars: all masks. The same
-        are used for the parameters that train, those that sampled and the reference.
+      draw: ``(rollout, key) -> noise``, a pytree of ``[B, ...]`` or scalars with all masks. The
+        trained, the sampling and the reference parameters share the masks.
       log_probs: ``(network, params, rollout, noise) -> log_probs_BN`` in nats.
-      weights: ``(rollout) -> weights_BN``; they add up to 1 in each row, or to 0 in one without
+      weights: ``(rollout) -> weights_BN``. They sum to 1 in each row, or to 0 in rows without
         actions.
     """
 
@@ -83,9 +83,9 @@ class Estimator:
 def token_log_probs(
     network: Network, params: Params, rollout: Rollout, shown_BL: jax.Array, *, mask_id: int
 ) -> jax.Array:
-    """Log-probability in nats of each token of the canvas where `shown_BL` is seen, ``[B, L]``.
+    """Log-probability in nats ``[B, L]`` of each token given the canvas `shown_BL`.
 
-    0 at positions that are not actions. MASK is never predicted.
+    It is 0 at positions that are not actions. MASK is never predicted.
     """
     hidden_BLD = hidden_of(network, params, shown_BL, rollout.tokens_BL, rollout.length_B)
     is_action_BL = rollout.is_action_BL()
@@ -99,8 +99,8 @@ def policy_objective(estimator: Estimator, settings: RLConfig) -> NetworkObjecti
     """The objective of samples: the clipped surrogate with an estimator's log-probabilities.
 
     Its figures are ``clip_share``, the weight of the actions whose ratio is clipped, and ``kl``,
-    the distance to the reference in nats per action, where ``rl.kl`` is not 0. Actions that have no
-    probability under one of the parameters have no weight.
+    the distance to the reference in nats per action, where ``rl.kl`` is not 0. Actions with
+    probability 0 under one of the parameters have no weight.
     """
 
     def draw(rollout: Any, key: jax.Array) -> dict[str, Any]:
@@ -146,14 +146,14 @@ def policy_objective(estimator: Estimator, settings: RLConfig) -> NetworkObjecti
 
 
 def _sum(weight_BN: jax.Array, values_BN: jax.Array) -> jax.Array:
-    # At positions without weight a canvas may hold MASK, whose cost is infinite.
+    # Positions without weight may hold MASK, which has infinite cost.
     return jnp.sum(jnp.where(weight_BN > 0, weight_BN * values_BN, 0.0))
 
 
 def clipped_gain(
     log_ratio: jax.Array, advantage: jax.Array, *, clip: float
 ) -> tuple[jax.Array, jax.Array]:
-    """(``min(r A, clip(r, 1 - c, 1 + c) A)``, where the second is smaller): PPO, equation 7.
+    """``min(r A, clip(r, 1 - c, 1 + c) A)``, and True where it is clipped (PPO, equation 7).
 
     Schulman et al. 2017. The arrays broadcast.
     """
@@ -200,7 +200,7 @@ ADVANTAGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def advantages(rewards_PG: np.ndarray, kind: str) -> np.ndarray:
-    """Advantages float32 ``[P, G]``; NaN rewards are left out of their groups, and get 0.
+    """Advantages float32 ``[P, G]``. NaN rewards are excluded from their groups and get 0.
 
     A group with fewer than two rewards gets 0.
     """

@@ -26,14 +26,14 @@ Reward = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
 
 
 class RewardError(ValueError):
-    """An invalid sample or reward that ends the run."""
+    """Raised for an invalid sample or reward. It ends the run."""
 
 
 def reward_function(name: str) -> Reward:
     """The function of ``rl.reward``, ``module:function``.
 
     Raises:
-      SettingError: there is none.
+      SettingError: the function does not exist.
     """
     module, colon, function = name.partition(":")
     remedy = "write module:function, such as dlm_jax.tasks:arithmetic"
@@ -44,17 +44,18 @@ def reward_function(name: str) -> Reward:
     except Exception as error:  # any exception of a module
         raise SettingError("rl.reward", name, f"cannot be imported ({error})", remedy) from None
     if not callable(found):
-        raise SettingError("rl.reward", name, f"is no function of {module}", remedy)
+        raise SettingError("rl.reward", name, f"is not a function of {module}", remedy)
     return cast(Reward, found)
 
 
 class Judge:
-    """Calls a reward function, and reports or rejects invalid rewards.
+    """Calls a reward function and reports or rejects invalid rewards.
 
     Args:
-      name: of the function, ``module:function``.
-      leaves_out: whether samples without a reward are left out; else the first ends the run.
-      report: takes one line for the samples of a call that are left out.
+      name: name of the function, ``module:function``.
+      leaves_out: whether samples without a reward are excluded. Otherwise the first one ends the
+        run.
+      report: called with one line about the excluded samples of a call.
     """
 
     def __init__(self, name: str, *, leaves_out: bool, report: Callable[[str], None]):
@@ -62,11 +63,11 @@ class Judge:
         self._function = reward_function(name)
 
     def rewards(self, prompts: Sequence[str], answers: Sequence[str]) -> np.ndarray:
-        """Rewards float64 ``[N]``, NaN at samples that are left out.
+        """Rewards float64 ``[N]``; NaN at excluded samples.
 
         Raises:
-          RewardError: there is not one number for each, or one is not finite or fails and is not to
-            be left out, or none is left.
+          RewardError: the function does not return one number per sample, a reward is invalid and
+            not excluded, or no sample remains.
         """
         try:
             found, bad = self._called(prompts, answers), {}
@@ -123,15 +124,15 @@ def _brief(error: Exception) -> str:
 
 
 class Rollouts:
-    """Makes samples of a model and their advantages, and measures its reward.
+    """Generates samples of a model with their advantages, and measures its reward.
 
-    Samples of a step depend on the parameters, the seed of the run and the step alone.
+    The samples of a step depend only on the parameters, the seed of the run and the step.
 
     Args:
-      setup: of the run.
+      setup: setup of the run.
       network: the model.
       needs_trace: whether the loss reads `Rollout.trace`.
-      report: takes one-line messages.
+      report: called with one-line messages.
     """
 
     def __init__(
@@ -161,12 +162,12 @@ class Rollouts:
     def make(
         self, params: Params, step: int, rows: Mapping[str, np.ndarray]
     ) -> tuple[Rollout, dict[str, float]]:
-        """(samples of a step, from 0, as host arrays; figures for the metrics).
+        """The samples of a step (counted from 0) as host arrays, and figures for the metrics.
 
         Args:
-          params: of the policy.
-          step: of the run.
-          rows: P rows of the corpus, whose given tokens are the prompts.
+          params: parameters of the policy.
+          step: step of the run.
+          rows: P rows of the corpus. Their given tokens are the prompts.
         """
         settings = self._setup.config.rl
         made = self._sampled(params, rows, settings.group, step, trace=self._needs_trace)
@@ -192,7 +193,7 @@ class Rollouts:
         return rollout, figures
 
     def measured(self, params: Params, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """The mean reward of one sample for each row's prompt, with the same seeds every time."""
+        """The mean reward of one sample per prompt, with fixed seeds."""
         is_there = np.asarray(rows["length"]) > 0
         rows = {name: np.asarray(column)[is_there] for name, column in rows.items()}
         made = self._sampled(params, rows, 1, -1, trace=False)
@@ -227,7 +228,7 @@ class Rollouts:
         model = self._model(params)
         try:
             requests = all_requests(model, prompts, group, {"seed": seed, "trace": trace})
-            # One program for all steps, whose canvas holds a row of the corpus and no more.
+            # One program for all steps. Its canvas has the length of a row of the corpus.
             with Engine(
                 model,
                 sizes=[train.batch_size],
@@ -284,9 +285,9 @@ class Rollouts:
         return Rollout(*columns)
 
     def _fixed(self, trace: Trace) -> Trace:
-        """The trace with as many steps, positions and writings as any of the run has.
+        """The trace padded to the maximum steps, positions and width of the run.
 
-        So one program replays all of them, and resuming changes nothing.
+        One program then replays all traces, and a resumed run gives the same results.
         """
         config, pad_id = self._setup.config, self._setup.tokenizer.pad_id
         num_positions, num_steps = config.data.seq_len, config.sample.steps

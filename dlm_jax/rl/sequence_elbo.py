@@ -1,4 +1,4 @@
-"""The whole answer as one action, with its ELBO for its likelihood: ESPO (Ou et al. 2025).
+"""The whole answer as one action, with its ELBO as its likelihood: ESPO (Ou et al. 2025).
 
 The log-probability of an answer of N positions is estimated with ``rl.masks`` masks, each of a
 count ``l`` uniform on 1..N and a uniform set of that count, and the ratio is that of a token::
@@ -6,9 +6,9 @@ count ``l`` uniform on 1..N and a uniform set of that count, and the ratio is th
     L(o | q) = E_l E_set [ N / l sum_{k in set} log p(o_k | o without the set, q) ]
     r = exp( (L(o | q) - L_old(o | q)) / N ).
 
-The counts of a row lie in as many strata as there are masks. EOS behind the end of an answer is
-part of it, as in training with ``data.tail = "eos"``. The ELBO is below the log-likelihood, so the
-gradient is biased unless the bound is tight. Ou et al. use k2 for the KL (``rl.kl_estimator``).
+The counts of a row are stratified over its masks. EOS after an answer is part of it, as in training
+with ``data.tail = "eos"``. The ELBO is below the log-likelihood, so the gradient is biased unless
+the bound is tight. Ou et al. use k2 for the KL (``rl.kl_estimator``).
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""The steps that were taken, exactly: the trajectory of TraceRL (Wang et al. 2025, equation 3).
+"""Exact log-probabilities of the sampled trajectory: TraceRL (Wang et al. 2025, equation 3).
 
-The log-probability of every token is that under the distribution it was drawn from, where the
-canvas stood as it did at its step::
+The log-probability of every token is taken under the distribution of its draw, given the canvas of
+its step::
 
     log pi(o_k | q) = log p( o_k | the canvas before the step that wrote it ),
 
-after bans, temperature and the whole chain of the sampler (`dlm_jax.replay`). Positions that were
-chosen at random do not depend on the parameters. The actions of a row are all tokens that it wrote,
-those behind its EOS as well, for later ones saw them; in orders that choose among candidates all
-candidates. Summed over its actions, this is the policy's own log-probability, so without clipping
-the gradient is that of the expected reward, up to the ``1 / |actions|`` that all losses here have
-(TraceRL divides by the tokens of each step instead).
+after bans, temperature and the whole chain of the sampler (`dlm_jax.replay`). Randomly chosen
+positions do not depend on the parameters. The actions of a row are all written tokens, including
+those after EOS, because later tokens depend on them. In orders that choose among candidates, all
+candidates are actions. The sum over the actions is the exact log-probability of the policy. Without
+clipping the gradient is that of the expected reward, up to the factor ``1 / |actions|`` of all
+losses here (TraceRL divides by the tokens of each step instead).
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Blocks start at the first unfrozen position; a row's steps are split over the blocks that
 have work, the remainder on the first ones, and steps that a block does not use are dropped. Several
-may be open at once: they count as one, which the next block joins and finished ones leave.
+blocks may be open at once. They are stored as one block: the next block is appended, and finished
+blocks are removed.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from dlm_jax.sampling.row import RowParams
 
 
 class Block(NamedTuple):
-    """The block that each row works on, ``[B]`` int32 each.
+    """The current block of each row, ``[B]`` int32 each.
 
     Attributes:
-      begin_B: its first position.
-      end_B: its end; may be beyond the length of the row.
-      step_B: steps taken in it.
-      steps_B: steps it may take, at least 1.
-      first_holes_B: holes it had when it began.
-      index_B: blocks with work before it.
+      begin_B: first position.
+      end_B: end, exclusive; it may exceed the length of the row.
+      step_B: steps taken in the block.
+      steps_B: step budget of the block, at least 1.
+      first_holes_B: number of holes at the start of the block.
+      index_B: number of earlier blocks with work.
       count_B: blocks of the row that had work at the start.
-      settled_B: consecutive steps that began without a hole in it.
+      settled_B: number of consecutive steps that started without a hole in the block.
     """
 
     begin_B: jax.Array
@@ -41,13 +42,13 @@ class Block(NamedTuple):
     settled_B: jax.Array
 
     def holds(self, num_positions: int) -> jax.Array:
-        """True at its positions, ``[B, L]``."""
+        """True at the positions of the block, ``[B, L]``."""
         place_1L = jnp.arange(num_positions)[None]
         return (place_1L >= self.begin_B[:, None]) & (place_1L < self.end_B[:, None])
 
     @property
     def is_last_step_B(self) -> jax.Array:
-        """True where its next step is its last."""
+        """True where the next step of the block is its last."""
         return self.step_B + 1 >= self.steps_B
 
 
@@ -60,7 +61,8 @@ def first_block(
 ) -> tuple[Block, jax.Array]:
     """The first block that has work, and ``[B]``, True where there is one.
 
-    Blocks of `length_B` positions begin at `first_B`, the first unfrozen one; 0: a single block.
+    Blocks have `length_B` positions and start at `first_B`, the first unfrozen position. A length
+    of 0 gives a single block.
     """
     zeros_B = jnp.zeros_like(steps_B)
     count_B = _num_busy(is_work_BL, first_B, _size(length_B, is_work_BL))
@@ -84,7 +86,7 @@ def next_block(
     length_B: jax.Array,
     steps_B: jax.Array,
 ) -> tuple[Block, jax.Array]:
-    """The next block with work, and whether there is one; otherwise the same block."""
+    """The next block with work and a flag that it exists. Without one, the block is unchanged."""
     size_B = _size(length_B, is_work_BL)
     num_positions = is_work_BL.shape[1]
     is_later_BL = is_work_BL & (jnp.arange(num_positions)[None] >= block.end_B[:, None])
@@ -106,11 +108,12 @@ def next_block(
 
 
 def joined(block: Block, is_hole_BL: jax.Array, is_free_BL: jax.Array, row: RowParams) -> Block:
-    """The open blocks without finished leading ones, plus the next one if it may begin.
+    """The open blocks without finished leading blocks, plus the next block if it may start.
 
-    It may when the last of them is ``open_share_B`` done, fewer than ``open_blocks_B`` are open,
-    and it has holes (the multi-block decoding of d3LLM, Qian et al. 2026). Its steps and holes are
-    added. Rows with one block at a time do not change, nor do rows without holes in open blocks.
+    The next block starts when the last open block is ``open_share_B`` done, fewer than
+    ``open_blocks_B`` are open, and the next block has holes (multi-block decoding of d3LLM, Qian et
+    al. 2026). Its steps and holes are added to the totals. Rows with one block at a time and rows
+    without holes in their open blocks do not change.
     """
     num_positions = is_hole_BL.shape[1]
     place_1L = jnp.arange(num_positions)[None]
@@ -141,13 +144,15 @@ def joined(block: Block, is_hole_BL: jax.Array, is_free_BL: jax.Array, row: RowP
 
 
 def _share(steps_B: jax.Array, index_B: jax.Array, count_B: jax.Array) -> jax.Array:
-    """Steps of the block of that number."""
+    """Step budget of the block with this index."""
     count_B = jnp.maximum(count_B, 1)
     return jnp.maximum(steps_B // count_B + (index_B < steps_B % count_B), 1)
 
 
 def steps_needed(holes: np.ndarray, block_length: int, begin: int) -> int:
-    """Steps for which every block has one step per hole; holes are given by position."""
+    """The smallest number of steps that gives every block one step per hole. Holes are given by
+    position.
+    """
     if not block_length:
         return holes.size
     _, counts = np.unique((holes - begin) // block_length, return_counts=True)
@@ -155,7 +160,7 @@ def steps_needed(holes: np.ndarray, block_length: int, begin: int) -> int:
 
 
 def choose(is_first_B: jax.Array, first: Block, other: Block) -> Block:
-    """Selects the block of each row from the two."""
+    """Selects one of two blocks for each row."""
     return Block(*(jnp.where(is_first_B, a, b) for a, b in zip(first, other, strict=True)))
 
 

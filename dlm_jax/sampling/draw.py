@@ -1,8 +1,7 @@
 """One token id per position: an exact draw from softmax, or the argmax.
 
-Every position brings its own key, so its token depends on its key and its logits only, not on
-which other positions are drawn with it. The softmax is float32,
-and greedy rows take the argmax.
+Each position has its own key. Its token depends only on this key and its logits, not on the other
+positions of the batch. The softmax is computed in float32. Greedy rows take the argmax.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ def draw(logits_NV: Array, keys_N: Array, *, method: str = "inverse_cdf") -> Arr
     `-inf` is allowed and never drawn, nor is any token whose float32 probability is 0. A position
     whose logits are all `-inf` gives id 0.
 
-    `method="inverse_cdf"` splits the vocabulary in three levels with one uniform each: a single
-    float32 uniform cannot reach the far tail. `"gumbel"` takes the argmax of logits plus Gumbel
-    noise: slower by an order of magnitude on CPU, for parity with other programs.
+    `method="inverse_cdf"` splits the vocabulary into three levels and draws one uniform per level,
+    because a single float32 uniform cannot reach the far tail. `"gumbel"` takes the argmax of the
+    logits plus Gumbel noise. It matches other programs and is an order of magnitude slower on CPU.
     """
     return draw_with(logits_NV, noise(keys_N, method=method), method=method)
 
 
 def noise(keys_N: Array, *, method: str = "inverse_cdf") -> Array:
-    """The inputs of `draw_with` from the keys: three uniforms each, or for `"gumbel"` the keys."""
+    """The noise for `draw_with`: three uniforms per key, or the keys themselves for `"gumbel"`."""
     if method not in METHODS:
         raise ValueError(f"method={method!r} is not a way to draw; use one of {METHODS}")
     return _uniforms(keys_N) if method == "inverse_cdf" else keys_N
@@ -53,8 +52,11 @@ def draw_with(
     *,
     method: str = "inverse_cdf",
 ) -> Array:
-    """Ids as `draw` gives them for logits over `divisor` (1 if None), from the keys' `noise`."""
-    logits_NV = logits_NV.astype(jnp.float32)  # never draw from bfloat16: its tail collapses
+    """Ids as `draw` returns them for logits divided by `divisor` (1 if None), given `noise` of the
+    keys.
+    """
+    # never draw from bfloat16, because its tail collapses
+    logits_NV = logits_NV.astype(jnp.float32)
     if method == "gumbel":
         if divisor_N is not None:
             logits_NV = vocab.divide(logits_NV, divisor_N)
@@ -71,13 +73,13 @@ def choose_with(
     *,
     method: str = "inverse_cdf",
 ) -> Array:
-    """Ids `[N]`: the argmax where `is_greedy_N`, elsewhere as `draw_with` gives them.
+    """Ids `[N]`: the argmax where `is_greedy_N`, elsewhere the ids of `draw_with`.
 
-    An all-greedy chunk does not draw and an all-random one takes no argmax.
+    A chunk with only greedy rows skips the draw. A chunk without greedy rows skips the argmax.
     """
     logits_NV = logits_NV.astype(jnp.float32)
     none_N = jnp.zeros(is_greedy_N.shape, jnp.int32)
-    # A new function: JAX keeps what it traces for a branch as long as the function lives.
+    # A new function per call: JAX caches the trace of a branch for the lifetime of its function.
     best_N = jax.lax.cond(is_greedy_N.any(), lambda x: argmax(x), lambda x: none_N, logits_NV)
     drawn_N = jax.lax.cond(
         is_greedy_N.all(),
@@ -99,7 +101,7 @@ def log_prob(logits_NV: Array, ids_N: Array) -> Array:
 
 def _gumbel(logits_NV: Array, keys_N: Array) -> Array:
     V = logits_NV.shape[1]
-    # the default float32 Gumbel undershoots the tail; "high" does not
+    # the default float32 Gumbel noise undershoots the tail; mode "high" does not
     noise_NV = jax.vmap(lambda key: jax.random.gumbel(key, (V,), mode="high"))(keys_N)
     return vocab.argmax(logits_NV + noise_NV)
 
@@ -107,7 +109,7 @@ def _gumbel(logits_NV: Array, keys_N: Array) -> Array:
 def _inverse_cdf(
     logits_NV: Array, weight_NC: Array, uniform_3N: Array, divisor_N: Array | None
 ) -> Array:
-    """Group of columns, column, member: one uniform each."""
+    """Draws the group of columns, the column and the member, with one uniform each."""
     N, C = weight_NC.shape
     size = max(1, round(C**0.5))
     num_groups = -(-C // size)
@@ -119,7 +121,7 @@ def _inverse_cdf(
     member_NM, _ = vocab.members(logits_NV, column_N)
     if divisor_N is not None:
         member_NM = vocab.divide(member_NM, divisor_N)
-    # relative to the column's own maximum: its weights cannot all underflow
+    # relative to the maximum of the column, so that its weights cannot all underflow
     peak_N1 = member_NM.max(-1, keepdims=True)
     weight_NM = jnp.exp(member_NM - jnp.where(peak_N1 == -jnp.inf, 0.0, peak_N1))
     return column_N + C * _pick(weight_NM, uniform_3N[2])
@@ -132,10 +134,11 @@ def _uniforms(keys_N: Array) -> Array:
 
 
 def _pick(weight_NK: Array, uniform_N: Array) -> Array:
-    """Index `[N]` (int32) drawn in proportion to the weights; never one of weight 0 unless all are.
+    """Index `[N]` (int32) drawn in proportion to the weights; never an index of weight 0 unless all
+    weights are 0.
 
-    The largest entry is placed at the end of the unit interval, so that the others are resolved
-    relative to their own sum: a tail of mass 1e-9 keeps its proportions.
+    The largest entry is placed at the end of the unit interval. The others are then resolved
+    relative to their own sum, and a tail of mass 1e-9 keeps its proportions.
     """
     heaviest_N = place_of_largest(weight_NK)
     indices_1K = jnp.arange(weight_NK.shape[1], dtype=jnp.int32)[None]

@@ -1,8 +1,8 @@
-"""The forward of a step: over all rows, or over a window of each with cached keys and values.
+"""The forward of a step, over whole rows or over a window of each row with cached keys and values.
 
-With a cache, passes run in groups of rows of a fixed size, so that the result of a row depends
-neither on the other rows nor on the number of due rows. If rows are split over devices, a group
-holds equally many rows of each device, and all devices run it together: layers with split
+With a cache, forwards run over groups of rows of a fixed size. The result of a row therefore does
+not depend on the other rows or on the number of due rows. If rows are split over devices, a group
+holds the same number of rows of each device, and all devices run it together. Layers with sharded
 parameters are gathered one by one, as in any other forward.
 """
 
@@ -32,7 +32,7 @@ Pass = tuple[TrunkOutput, CacheState | None, jax.Array, jax.Array]
 
 
 class _Inputs(NamedTuple):
-    """The row inputs of the passes of a step; rows are the first axis of every leaf."""
+    """The per-row inputs of the forwards of a step. Rows are the first axis of every leaf."""
 
     tokens_BL: jax.Array
     length_B: jax.Array
@@ -44,9 +44,9 @@ class _Inputs(NamedTuple):
 
 
 def with_cache(program: Program, params: Params, state: State) -> State:
-    """The state with an allocated cache; unchanged without a cache rule, or if it is allocated.
+    """The state with an allocated cache; unchanged without a cache rule or if the cache exists.
 
-    ``2 depth L G K`` numbers a row for the Transformer of this package, and as many again in a
+    The Transformer of this package stores ``2 depth L G K`` numbers per row, and twice as many in a
     program with guidance.
     """
     if state.cache is None or jax.tree.leaves(state.cache.kept):
@@ -59,14 +59,14 @@ def with_cache(program: Program, params: Params, state: State) -> State:
 
 
 def ready(program: Program, params: Params, state: State) -> Params:
-    """The parameters in the layout of the steps, prepared once before the first step."""
+    """The parameters in the layout that the steps read. Call it once before the first step."""
     if state.cache is None or (lay_out := _pieces(program).ready) is None:
         return params
     return lay_out(params)
 
 
 def forward(program: Program, params: Params, state: State, is_open_BL: jax.Array) -> Pass:
-    """The forward, and the unconditional one if a running row is guided."""
+    """The forward, plus the unconditional forward if a running row is guided."""
     if state.rules.cache is not None:
         return _beside_kept(program, params, state, is_open_BL)
     canvas = state.canvas
@@ -85,7 +85,7 @@ def forward(program: Program, params: Params, state: State, is_open_BL: jax.Arra
 
 
 def _bare(program: Program, state: State) -> jax.Array:
-    """The canvas with its given tokens masked."""
+    """The canvas with the given tokens masked."""
     canvas = state.canvas
     is_given_BL = canvas.frozen_BL & live_positions(canvas.length_B, canvas.tokens_BL.shape[1])
     return jnp.where(is_given_BL, program.mask_id, canvas.tokens_BL)
@@ -98,7 +98,9 @@ def _pieces(program: Program) -> CachedTrunk:
 
 
 def _beside_kept(program: Program, params: Params, state: State, is_open_BL: jax.Array) -> Pass:
-    """The forward of each row's window with the cache, or of the whole row if it is due."""
+    """The forward over the window of each row with the cache, or over the whole row if a refresh is
+    due.
+    """
     rule, cache = state.rules.cache, state.cache
     assert rule is not None and cache is not None
     num_positions = is_open_BL.shape[1]
@@ -150,20 +152,22 @@ def _beside_kept(program: Program, params: Params, state: State, is_open_BL: jax
 def _smallest(
     sizes: tuple[int, ...], state: State, plan: CachePlan, runs_B: jax.Array
 ) -> jax.Array:
-    """Index of the smallest size that holds each row's window; -1: the row needs none."""
+    """Index of the smallest size that holds the window of each row; -1 if the row needs no
+    window.
+    """
     need_B = jnp.minimum(plan.end_B, state.canvas.length_B) - plan.begin_B
     number_B = jnp.sum(need_B[:, None] > jnp.array(sizes[:-1], jnp.int32)[None], axis=1)
     return jnp.where(runs_B & ~plan.is_due_B, number_B, -1).astype(jnp.int32)
 
 
 def _places(place_B: jax.Array, width: int, num_positions: int) -> jax.Array:
-    """Index of the hidden vector of each position in the window of its row, ``[B, L]``."""
+    """Index ``[B, L]`` of the hidden vector of each position within the window of its row."""
     offset_BL = jnp.arange(num_positions)[None] - place_B[:, None]
     return jnp.clip(offset_BL, 0, width - 1)
 
 
 def _num_computed(state: State, plan: CachePlan, settled: int) -> jax.Array:
-    """Live positions of one canvas of each row that the step computes."""
+    """Number of live positions per row that the step computes for one canvas."""
     length_B = state.canvas.length_B
     window_B = jnp.maximum(jnp.minimum(plan.end_B, length_B) - plan.begin_B, 0)
     settled_B = plan.settles_B * jnp.minimum(plan.begin_B, settled)
@@ -178,7 +182,9 @@ def _windows(
     kept: Any,
     inputs: _Inputs,
 ) -> tuple[Any, jax.Array]:
-    """The cache after the passes of a step over one canvas, and hidden vectors ``[B, W, D]``."""
+    """The cache after the forwards of a step over one canvas, and the hidden vectors ``[B, W,
+    D]``.
+    """
     tokens_BL, length_B, width = inputs.tokens_BL, inputs.length_B, sizes[0]
     rows, num_positions = tokens_BL.shape
     shape = jax.eval_shape(lambda: hidden(program.network, params, tokens_BL, length_B))
@@ -187,8 +193,8 @@ def _windows(
     if len(sizes) == 1:
         return _all_rows(program, params, rule, kept, hidden_BWD, inputs)
     for number, size in enumerate(sizes):
-        # A window that does not fit the previous size begins further from the end of the canvas: it
-        # sees no cached position after that.
+        # A window that does not fit the previous size starts further from the end of the canvas,
+        # and no cached position lies beyond that.
         is_any = rule.sees_behind or number == 0
         num_seen = None if is_any else num_positions - sizes[number - 1]
 
@@ -225,7 +231,9 @@ def _refreshed(
     hidden_BWD: jax.Array,
     inputs: _Inputs,
 ) -> tuple[Any, jax.Array]:
-    """The same after passes over whole rows and over newly finished blocks."""
+    """The cache and hidden vectors after forwards over whole rows and over newly finished
+    blocks.
+    """
     pieces, by_rows = _pieces(program), program.by_rows
     width, num_positions = hidden_BWD.shape[1], inputs.tokens_BL.shape[1]
 
@@ -267,7 +275,7 @@ def _all_rows(
     hidden_BWD: jax.Array,
     inputs: _Inputs,
 ) -> tuple[Any, jax.Array]:
-    """The windows of all rows together; windows of fully computed rows are ignored."""
+    """Computes the windows of all rows together. Windows of fully computed rows are ignored."""
     pieces, plan = _pieces(program), inputs.plan
     window = Window(inputs.place_B, plan.begin_B, plan.end_B)
 
@@ -296,12 +304,12 @@ def in_groups(
 ) -> Carry:
     """`carry` updated with the results of the due rows, group by group.
 
-    Nothing runs if no row of any device is due. A partial group is padded with its first row.
+    Nothing runs if no row is due on any device. A partial group is padded with its first row.
 
-    For the rows of a group and their numbers, ``compute(carry, rows_N, row_N) -> made`` is the
-    pass, in which each device's part of `row_N` are numbers of its own rows; ``put(carry, made,
-    row_N) -> carry`` runs on each device with its own parts alone. `num_positions` is what a pass
-    computes of a row.
+    ``compute(carry, rows_N, row_N) -> made`` is the forward over the rows of a group and their
+    indices. The shard of `row_N` on a device indexes the rows of this device. ``put(carry, made,
+    row_N) -> carry`` runs on each device with local shards only. `num_positions` is the number of
+    positions that a forward computes per row.
     """
 
     def ordered(_: Any, is_due_B: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -319,8 +327,8 @@ def in_groups(
     most = jnp.max(num_due_S)
 
     def one(state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
-        # The barrier hides the index of a single row: the compiler would otherwise hoist the pass
-        # out of the loop, and run it even if no row is due.
+        # The barrier hides the index of a single row. Without it the compiler hoists the forward
+        # out of the loop and runs it even if no row is due.
         (first, carry), mine = jax.lax.optimization_barrier((state, rows))
         own_SN = jax.lax.dynamic_index_in_dim(own_SGN, first // size, 1, keepdims=False)
         own_N = own_SN.reshape(-1)
@@ -340,23 +348,24 @@ def in_groups(
 
 
 def after(hidden_NWD: jax.Array, place_N: jax.Array) -> jax.Array:
-    """The indices, with a data dependency on the hidden vectors.
+    """The indices with a data dependency on the hidden vectors.
 
     Writes at these indices then follow all reads that computed the vectors, so the cache is updated
-    in place; otherwise the compiler copies it. A barrier is removed before the compiler decides
-    this. Vectors of that magnitude belong to a row that ends as not finite.
+    in place. Otherwise the compiler copies it. An optimization barrier does not help, because it is
+    removed before the compiler decides this. Vectors of this magnitude occur only in rows that end
+    as not finite.
     """
     is_huge_N = jnp.max(hidden_NWD.astype(jnp.float32), axis=(1, 2)) > _HUGE
     return jnp.where(is_huge_N, 0, place_N)
 
 
 def rows_of(row_N: jax.Array, rows: Rows) -> Rows:
-    """These rows of each array, by their indices on this device."""
+    """The rows of each array with these local indices."""
     return jax.tree.map(lambda leaf: leaf[row_N], rows)
 
 
 def cut(x_NLD: jax.Array, place_N: jax.Array, size: int) -> jax.Array:
-    """`size` positions of each row from its index on."""
+    """`size` consecutive positions of each row, starting at its index."""
     return jax.vmap(lambda x_LD, place: jax.lax.dynamic_slice_in_dim(x_LD, place, size))(
         x_NLD, place_N
     )

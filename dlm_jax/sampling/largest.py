@@ -13,8 +13,8 @@ _Pair = tuple[Array, Array]
 def place_of_largest(x: Array, axis: int = -1) -> Array:
     """`jnp.argmax` of floats or booleans along an axis, int32.
 
-    JAX lowers its own `argmax` with a new function at each use, and a cache of JAX keeps what is
-    traced of each (jax 0.10.1): a process would grow with every program that it compiles.
+    `jnp.argmax` creates a new function at each use, and JAX caches the trace of each one (jax
+    0.10.1). The memory of a process would grow with every program that it compiles.
     """
     axis %= x.ndim
     place = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
@@ -23,7 +23,7 @@ def place_of_largest(x: Array, axis: int = -1) -> Array:
 
 
 def _larger(one: _Pair, other: _Pair) -> _Pair:
-    """The pair with the larger value, or the lower index in a tie; NaN is the largest."""
+    """The pair with the larger value, or with the lower index on ties. NaN is the largest."""
     (x, place), (other_x, other_place) = one, other
     is_larger = (x > other_x) | (x != x)
     is_first = is_larger | ((x == other_x) & (place < other_place))

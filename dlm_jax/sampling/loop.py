@@ -24,9 +24,9 @@ _NEVER = 2**31 - 1
 class Advance:
     """Compiled ``(params, state, num_steps) -> state``: up to `num_steps` steps of each row.
 
-    The loop ends early when no row runs or enough rows have ended. Both numbers are traced and
-    `state` is donated. One program is compiled per shape and per kind of chain and rule;
-    ``compiled`` lists their shapes, and ``program`` is their common part.
+    The loop ends early when no row runs or enough rows have ended. Both numbers are traced, and
+    `state` is donated. One program is compiled per shape, chain and set of rules. ``compiled``
+    lists the compiled shapes, and ``program`` is the shared static part.
     """
 
     def __init__(self, program: Program, *, compiler_options: Mapping[str, Any] | None = None):
@@ -45,19 +45,21 @@ class Advance:
         num_steps: int | np.int32 | jax.Array,
         num_ends: int | np.int32 | jax.Array = _NEVER,
     ) -> State:
-        """The state up to `num_steps` steps later; the old one is donated.
+        """The state after up to `num_steps` more steps. The old state is donated.
 
-        Returns earlier when `num_ends` of the running rows have ended.
+        Returns early when `num_ends` of the running rows have ended.
         """
         return self._jitted(params, state, *map(_on_device, (num_steps, num_ends)))
 
     def working_bytes(self, params: Params, state: State) -> int:
-        """Temporary memory of a call on each device, without its arguments; compiles the call."""
+        """Temporary memory in bytes of a call on each device, without its arguments. Compiles the
+        call.
+        """
         plan = self.compile(params, state).memory_analysis()
         return int(getattr(plan, "temp_size_in_bytes", 0))
 
     def compile(self, params: Params, state: State) -> jax.stages.Compiled:
-        """The program of a call; shapes with shardings may replace the arrays."""
+        """The compiled program of a call. Shapes with shardings may replace the arrays."""
         limit = jax.ShapeDtypeStruct((), np.int32)
         return self._jitted.lower(params, state, limit, limit).compile()
 
@@ -80,9 +82,9 @@ def advanced(
     num_steps: jax.Array | int,
     num_ends: jax.Array | int = _NEVER,
 ) -> State:
-    """The state up to `num_steps` steps later, or earlier when `num_ends` of its rows have ended.
+    """The state after up to `num_steps` more steps, or when `num_ends` of its rows have ended.
 
-    Its parameters are those of `dlm_jax.sampling.forward.ready`.
+    The parameters must come from `dlm_jax.sampling.forward.ready`.
     """
     ran_B = state.is_running_B
     if state.edits is not None:
@@ -111,5 +113,5 @@ def _on_device(limit: int | np.int32 | jax.Array) -> np.int32 | jax.Array:
 def make_advance(
     program: Program, *, compiler_options: tuple[tuple[str, Any], ...] = ()
 ) -> Advance:
-    """The `Advance` of `program`; the last 64 are cached by their arguments."""
+    """The `Advance` of `program`. The last 64 results are cached by their arguments."""
     return Advance(program, compiler_options=dict(compiler_options))

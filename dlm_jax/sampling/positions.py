@@ -1,6 +1,6 @@
-"""Gathered positions: the one loop over chunks of them, and the clean logits at them.
+"""The loop over chunks of gathered positions, and the clean logits at these positions.
 
-A *place* is the flat number ``row * L + index`` of a position of a ``[B, L]`` canvas.
+A *place* is the flat index ``row * L + index`` of a position in a ``[B, L]`` canvas.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 
 def chunk_size(vocab_size: int) -> int:
-    """Positions per readout, so that the logits fit a CPU's cache, or fill an accelerator.
+    """Positions per readout: the logits fit the cache of a CPU, or fill an accelerator.
 
-    64 on CPU and 256 elsewhere at least.
+    At least 64 on CPU and 256 elsewhere.
     """
     if platform() == "cpu":
         return max(64, 2**18 // vocab_size)
@@ -29,15 +29,15 @@ def chunk_size(vocab_size: int) -> int:
 
 
 def wave_chunk(vocab_size: int) -> int:
-    """Positions of one pass of the sampler head; small, because a wave costs a whole chunk.
+    """Positions per forward of the sampler head; small, because a wave costs a whole chunk.
 
-    On a CPU a large vocabulary makes an empty place of a chunk expensive.
+    On a CPU with a large vocabulary, empty places of a chunk are expensive.
     """
     return max(16, min(128, 2**20 // vocab_size)) if platform() == "cpu" else 1024
 
 
 def group_size(num_rows: int, num_positions: int) -> int:
-    """Rows that passes of so many positions run for: a CPU is busy with few."""
+    """Rows per group for forwards of this many positions. A few rows saturate a CPU."""
     wanted = 256 if platform() == "cpu" else 8192
     return max(1, min(wanted // num_positions, num_rows))
 
@@ -52,9 +52,10 @@ def fold(
 ) -> T:
     """The last carry of ``carry = body(carry, places_N, is_real_N)`` over the wanted positions.
 
-    They come in order, `chunk` at a time, so that the cost follows their number; the padding of a
-    chunk is not real. With levels they come in order of those, and a chunk holds one level: what is
-    left of it is not real, and comes again.
+    Positions are processed in order, `chunk` at a time, so the cost is proportional to their
+    number. The padding of a chunk is not real. With levels, positions are processed level by level,
+    and a chunk holds one level. The other positions of such a chunk are not real and are processed
+    by a later chunk.
     """
     size = is_wanted_BL.size
     chunk, count = min(chunk, size), jnp.sum(is_wanted_BL)
@@ -80,7 +81,7 @@ def fold(
 
 
 def put(old: Any, places_N: jax.Array, is_real_N: jax.Array, new: Any) -> Any:
-    """Arrays ``[B, L, ...]`` with values ``[N, ...]`` of each at the places that are real."""
+    """Writes values ``[N, ...]`` into arrays ``[B, L, ...]`` at the real places."""
 
     def into(old_BL: jax.Array, new_N: jax.Array) -> jax.Array:
         size = old_BL.shape[0] * old_BL.shape[1]
@@ -101,10 +102,10 @@ class TrunkOutput(NamedTuple):
 
     Attributes:
       hidden_BLD: for the canvas, or for a window of each row, ``[B, W, D]``.
-      bare_BLD: for the canvas with its given tokens masked; None in a program without guidance.
-      scale_B: float32 guidance of each row; None likewise.
-      at_BL: int32, index of each position's hidden vector in its row's window; undefined outside.
-        None: the windows are the whole rows.
+      bare_BLD: for the canvas with its given tokens masked; None without guidance.
+      scale_B: float32 guidance scale of each row; None without guidance.
+      at_BL: int32 index of the hidden vector of each position within the window of its row;
+        undefined outside the window. None if the windows are whole rows.
     """
 
     hidden_BLD: jax.Array
@@ -114,7 +115,7 @@ class TrunkOutput(NamedTuple):
 
     @property
     def num_vectors(self) -> int:
-        """Positions that have a hidden vector: those of all windows."""
+        """Number of positions with a hidden vector, summed over all windows."""
         return self.hidden_BLD.shape[0] * self.hidden_BLD.shape[1]
 
     def logits(self, network: Network, params: Params, places_N: jax.Array) -> jax.Array:
@@ -124,9 +125,10 @@ class TrunkOutput(NamedTuple):
     def read(self, head: Callable[[jax.Array], jax.Array], places_N: jax.Array) -> jax.Array:
         """Clean logits ``[N, V]`` of a head, which maps hidden vectors ``[N, D]`` to logits.
 
-        ``u + (s + 1) (c - u)`` where the row's scale s is not 0, with c from the canvas and u from
-        the one without what was given (Nie et al. 2025, LLaDA, appendix; after Ho and Salimans
-        2022); ids that either calls impossible stay so. Where s is 0 the plain logits, bit for bit.
+        Guided rows (scale s other than 0) get ``u + (s + 1) (c - u)``, with c from the canvas and u
+        from the canvas with its given tokens masked (Nie et al. 2025, LLaDA, appendix; after Ho and
+        Salimans 2022). Ids that are impossible under c or u stay impossible. Rows with s = 0 get
+        the plain logits, bit for bit.
         """
         num_positions, width = self.hidden_BLD.shape[1:]
         row_N = places_N // num_positions
@@ -148,25 +150,25 @@ class TrunkOutput(NamedTuple):
         return jax.lax.cond(jnp.any(scale_N != 0), guided, lambda x: x, plain_NV)
 
 
-# What networks and rules return is checked while a program is traced. The checks see shapes and
-# dtypes alone, so they cost nothing when it runs, and the error names the rule and its method.
+# Return values of networks and rules are checked while a program is traced. The checks use only
+# shapes and dtypes, so they cost nothing at run time. The error names the rule and its method.
 
 
 def returned(
     value: T, by: Any, method: str, axes: str, shape: tuple[int | None, ...], of: Any
 ) -> T:
-    """`value`, if it is an array of that shape and dtype.
+    """`value`, after a check of its shape and dtype.
 
     Args:
       value: the result of the method.
-      by: the rule or network whose method it is, or its name.
-      method: its name.
-      axes: their letters, for the message.
-      shape: their sizes; None is any.
-      of: the dtype, or ``float`` for any of floats.
+      by: the rule or network that owns the method, or its name.
+      method: name of the method.
+      axes: letters of the axes, for the message.
+      shape: expected sizes; None matches any size.
+      of: expected dtype, or ``float`` for any floating dtype.
 
     Raises:
-      ValueError: it is not; the line names the rule and the method.
+      ValueError: the shape or dtype differs. The message names the rule and the method.
     """
     made: Any = value
     fits = isinstance(made, jax.Array | np.ndarray) and made.ndim == len(shape)

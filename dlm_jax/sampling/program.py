@@ -21,18 +21,18 @@ class Program:
     Attributes:
       network: the model as pure functions.
       mask_id: the id of MASK.
-      chunk: positions of one readout; trades memory (``chunk * V`` float32 logits at a time)
-        against launches.
-      rows: sharding of the rows over devices, which then read out and draw for their own rows only;
-        None: not sharded. The number of slots must divide evenly.
-      draw: method of the draw, one of `dlm_jax.sampling.draw.METHODS`.
-      is_guided: whether rows may use guidance; otherwise their scale is ignored.
+      chunk: positions per readout. Larger chunks use more memory (``chunk * V`` float32 logits) and
+        fewer launches.
+      rows: sharding of the rows over devices; None if not sharded. Each device reads out and draws
+        only for its own rows. The number of devices must divide the number of slots.
+      draw: drawing method, one of `dlm_jax.sampling.draw.METHODS`.
+      is_guided: whether rows may use guidance. Otherwise their scale is ignored.
       eos_ids: ids that end a generation.
-      banned_ids: ids that a fill cannot begin with, regardless of the row's chain, and that
+      banned_ids: ids that a fill never proposes first, regardless of the chain of the row, and that
         re-noise never writes.
       pad_id: the id of PAD, which edits write after the end of a row.
       space_id: the id of the space; -1 for a vocabulary without one.
-      num_traced: steps of a row that are recorded; 0: none are.
+      num_traced: recorded steps per row; 0 disables traces.
     """
 
     network: Network
@@ -54,10 +54,11 @@ class Program:
             )
 
     def by_rows(self, fn: Callable[[Params, Any], Any]) -> Callable[[Params, Any], Any]:
-        """``fn(params, rows)`` of a pytree of rows; each device runs its own if they are split.
+        """``fn(params, rows)`` for a pytree of rows. Each device computes its own rows if they are
+        sharded.
 
-        Without this, the compiler runs gathers of rows on every device for all rows, each with a
-        sum over devices.
+        Otherwise the compiler runs gathers of rows on every device for all rows, each with a sum
+        over devices.
         """
         if self.rows is None:
             return fn

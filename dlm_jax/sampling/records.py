@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 
 class Drawn(NamedTuple):
-    """Draws of a step's candidates, ``[B, L]``; other values are undefined.
+    """Draws of the candidates of a step, ``[B, L]``. Values at other positions are undefined.
 
     Attributes:
       logprob_BL: float32 log-probability in nats of the candidate under the distribution it was
-        drawn from, after the row's chain, of either head; 0 in greedy rows.
-      entropy_BL: float32 nats, of the clean logits of that head.
+        drawn from (LM head or sampler head, after the chain of the row); 0 in greedy rows.
+      entropy_BL: float32 entropy in nats of the clean logits of the same head.
       level_BL: int32, order within the fill: a draw sees the candidates of lower levels.
     """
 
@@ -24,15 +24,15 @@ class Drawn(NamedTuple):
 
 
 class Records(NamedTuple):
-    """Up to ``S`` steps of each row; steps that were not taken are empty.
+    """Records of up to ``S`` steps per row. Steps that were not taken are empty.
 
     Attributes:
       canvas_BSL: int32, input of the forward.
       tokens_BSL: int32 candidates; -1 where none was drawn.
       is_written_BSL: True where the candidate was committed.
-      logprob_BSL: `Drawn.logprob_BL`; 0 where no candidate was drawn, as are the next two.
+      logprob_BSL: `Drawn.logprob_BL`; 0 where no candidate was drawn, as in the next two fields.
       entropy_BSL: `Drawn.entropy_BL`.
-      confidence_BSL: float32, the measure of the commit rule.
+      confidence_BSL: float32 confidence of the commit rule.
       level_BSL: `Drawn.level_BL`.
       choice_BS: float32 log-probability of the choice of committed and remasked positions; 0 if the
         choice is deterministic.
@@ -48,7 +48,9 @@ class Records(NamedTuple):
     choice_BS: jax.Array
 
     def with_step(self, step_B: jax.Array, steps_B: jax.Array, new: Records) -> Records:
-        """The records with those of one step, ``[B, L]`` and ``[B]``, where ``steps_B`` is True."""
+        """The records with the values of one step, ``[B, L]`` and ``[B]``, added where ``steps_B``
+        is True.
+        """
         row_B, num_steps = jnp.arange(step_B.shape[0]), self.choice_BS.shape[1]
         place_B = jnp.where(steps_B, step_B, num_steps)
         put = (
@@ -58,7 +60,7 @@ class Records(NamedTuple):
 
 
 def start_records(tokens_BL: jax.Array, num_steps: int) -> Records:
-    """Empty records with space for that many steps."""
+    """Empty records with space for this many steps."""
     num_rows, num_positions = tokens_BL.shape
     shape = num_rows, num_steps, num_positions
     none, zeros = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32)

@@ -27,36 +27,41 @@ from dlm_jax.types import Params, Status
 
 @pytree
 class Trace:
-    """Every draw of sampled rows, with all that its probability depends on but the parameters.
+    """All draws of sampled rows, with everything except the parameters that their probabilities
+    depend on.
 
-    Arrays have ``B`` rows, ``S`` steps and ``L`` positions, a multiple of 64 at least as long as
-    the longest row. A pytree: index the leaves by rows (`rows`), split them over devices, or pass
-    them to compiled functions.
+    Arrays have ``B`` rows, ``S`` steps and ``L`` positions. ``L`` is a multiple of 64 and at least
+    the length of the longest row. A trace is a pytree. Its leaves can be indexed by rows (`rows`),
+    sharded over devices, or passed to compiled functions.
 
     Attributes:
       canvas: int32 ``[B, S, L]``, the tokens that the forward of each step saw; MASK at holes.
       tokens: int32 ``[B, S, L]``, the tokens that each step drew; -1 where it drew none.
-      is_written: True ``[B, S, L]`` at those that it wrote; the others were discarded.
-      logprobs: float32 ``[B, S, L]`` nats, log-probability of each drawn token under the policy:
-        what it was drawn from, after bans, guidance, temperature and all transforms, by whichever
-        head. 0 in greedy rows and where nothing was drawn.
-      choice_logprobs: float32 ``[B, S]`` nats, log-probability of the choice of positions, to
-        write and to remask: ``-ln C(n, k)`` for k of n holes in random order, 0 for rules that
+      is_written: True ``[B, S, L]`` at the drawn tokens that the step wrote. The others were
+        discarded.
+      logprobs: float32 ``[B, S, L]`` log-probability in nats of each drawn token under the policy.
+        The policy is the distribution of the draw, after bans, guidance, temperature and all
+        transforms, of the LM head or the sampler head. 0 in greedy rows and where nothing was
+        drawn.
+      choice_logprobs: float32 ``[B, S]`` log-probability in nats of the chosen positions, for
+        writing and remasking: ``-ln C(n, k)`` for k of n holes in random order, 0 for rules that
         choose by the tokens alone.
-      entropy: float32 ``[B, S, L]`` nats, of the head's logits before the chain, where drawn.
-      confidence: float32 ``[B, S, L]``, what the commit rule measured, where drawn.
-      level: int32 ``[B, S, L]``, for `dlm_jax.Wavefront`: a draw saw those of lower levels.
+      entropy: float32 ``[B, S, L]`` entropy in nats of the logits of the head before the chain,
+        where drawn.
+      confidence: float32 ``[B, S, L]`` confidence of the commit rule, where drawn.
+      level: int32 ``[B, S, L]`` level of each draw in `dlm_jax.Wavefront`. A draw sees the draws of
+        lower levels.
       length: int32 ``[B]``, live positions.
       is_frozen: True ``[B, L]`` at given tokens, and beyond the length.
       steps: int32 ``[B]``, steps taken.
       row: parameters of the loop, seeds included.
       rules: rules and their parameters.
-      width: writings of a row in one step at most; static.
+      width: maximum number of tokens that a row writes in one step; static.
       mask_id: the id of MASK; static.
       chunk: positions per readout; static.
       is_guided: whether rows may be guided; static.
       vocab_size: number of logits; static.
-      vocabulary: what tells the tokenizer from others; empty: not known; static.
+      vocabulary: fingerprint of the tokenizer; empty if unknown; static.
     """
 
     canvas: Any
@@ -80,13 +85,13 @@ class Trace:
     vocabulary: str = dataclasses.field(metadata={"static": True})
 
     def rows(self, index: Any) -> Trace:
-        """The trace of some rows, by a slice or by their numbers."""
+        """The trace of some rows, selected by a slice or by indices."""
         return jax.tree.map(lambda leaf: leaf[index], self)
 
     def trimmed(self) -> Trace:
-        """The trace without steps that no row took, and of the least width that serves.
+        """The trace without steps that no row took, with the smallest sufficient width.
 
-        For concrete arrays, outside of compiled functions. Widths are powers of two, so that few
+        It takes concrete arrays, outside compiled functions. Widths are powers of two, so that few
         programs compile.
         """
         num_steps = max(1, int(np.max(self.steps)))
@@ -96,7 +101,9 @@ class Trace:
         return replace(self, **cut, width=width)
 
     def writings(self, row: int) -> np.ndarray:
-        """The writings of one row, in order: ``step``, ``position``, ``token``, ``logprob``."""
+        """The written tokens of one row, in order: ``step``, ``position``, ``token``,
+        ``logprob``.
+        """
         step, position = np.nonzero(np.asarray(self.is_written[row]))
         kind = np.dtype([("step", "i4"), ("position", "i4"), ("token", "i4"), ("logprob", "f4")])
         found = np.zeros(step.size, kind)
@@ -113,7 +120,7 @@ _BY_STEP = (
 
 
 def trace_of(program: Program, state: State, vocabulary: str = "") -> Trace:
-    """The trace of the rows of a traced loop, as they stand."""
+    """The trace of the current rows of a traced loop."""
     records = state.records
     assert records is not None, "the program is traced"
     return Trace(
@@ -140,10 +147,10 @@ def trace_of(program: Program, state: State, vocabulary: str = "") -> Trace:
 
 
 def joined(traces: Sequence[Trace]) -> Trace:
-    """The rows of several traces in one, on the host.
+    """Concatenates the rows of several traces on the host.
 
     Raises:
-      ValueError: they come from other settings or canvases.
+      ValueError: the traces have different settings or canvases.
     """
     first, *others = traces
     for other in others:
@@ -172,9 +179,9 @@ def joined(traces: Sequence[Trace]) -> Trace:
 
 
 def with_gradient_of_step(program: Program, params: Params, before: State, after: State) -> State:
-    """`after` a step of `before`, its new log-probabilities with derivatives in `params`.
+    """`after`, one step after `before`, with derivatives of its new log-probabilities in `params`.
 
-    Values stay as they were sampled. Nothing more is computed unless something is differentiated.
+    The values do not change. Without differentiation nothing is recomputed.
     """
     records, old = after.records, before.records
     assert records is not None and old is not None, "the program is traced"
@@ -199,7 +206,9 @@ def with_gradient_of_step(program: Program, params: Params, before: State, after
 
 
 def with_gradient(program: Program, params: Params, before: State, after: State) -> State:
-    """The same, `after` any number of steps; memory does not grow with them."""
+    """As `with_gradient_of_step`, for `after` any number of steps later. Memory does not grow with
+    the steps.
+    """
     records, old = after.records, before.records
     assert records is not None and old is not None, "the program is traced"
 
@@ -218,7 +227,7 @@ def with_gradient(program: Program, params: Params, before: State, after: State)
 def _as_sampled(
     score: Callable[[Params, Any], jax.Array], params: Params, seen: Any, sampled: jax.Array
 ) -> jax.Array:
-    """`sampled`, with the derivatives of ``score(params, seen)``."""
+    """`sampled` with the derivatives of ``score(params, seen)``."""
     return sampled
 
 
@@ -232,7 +241,7 @@ def _derivative_of_score(
 
 
 class _Step(NamedTuple):
-    """One step of every row: ``[B, L]`` each, and its number ``[B]``."""
+    """One step of every row, ``[B, L]`` each, and its index ``[B]``."""
 
     canvas_BL: jax.Array
     tokens_BL: jax.Array
@@ -245,10 +254,11 @@ class _Step(NamedTuple):
 def replayed(
     program: Program, params: Params, trace: Trace, *, every_draw: bool = False
 ) -> jax.Array:
-    """Log-probabilities ``[B, S, L]`` of a trace under these parameters; 0 where none is wanted.
+    """Log-probabilities ``[B, S, L]`` of a trace under these parameters; 0 at positions that are
+    not wanted.
 
-    One step of all rows at a time, with the forward of each computed again for its gradient, so
-    that memory does not grow with the steps.
+    It processes one step of all rows at a time and recomputes the forward of each step for its
+    gradient, so memory does not grow with the steps.
     """
     num_steps, num_positions = trace.canvas.shape[1:]
     is_read_BSL = trace.tokens >= 0 if every_draw else trace.is_written
@@ -308,7 +318,7 @@ def _read(
     context: Context,
     width: int,
 ) -> jax.Array:
-    """The log-probabilities of a step where they are wanted, at most `width` in each row."""
+    """The log-probabilities of a step at the wanted positions, at most `width` per row."""
     is_read_BL, num_positions = one.is_read_BL, one.is_read_BL.shape[1]
     chain, key_B = chain_now(state), step_keys(state)[0]
     prepared = chain.prepare(state.chain_state, context)
@@ -316,7 +326,7 @@ def _read(
         chain, prepared, key_B, None, num_positions, lambda _, logprob_N: logprob_N, program.draw
     )
     reader = Reader(program.network, params, output, min(program.chunk, output.num_vectors))
-    # Those that are read come first in each row, in order.
+    # Wanted positions come first in each row, in order.
     index_BM = jnp.argsort(~is_read_BL, axis=1, stable=True)[:, :width]
     places_BM = index_BM + num_positions * jnp.arange(is_read_BL.shape[0])[:, None]
     places_P = places_BM.reshape(-1).astype(jnp.int32)
@@ -341,9 +351,10 @@ def _read(
 
 
 def _in_chunks(of_chunk: Any, places_P: jax.Array, is_real_P: jax.Array, chunk: int) -> jax.Array:
-    """``of_chunk(places_N, is_real_N) -> [N]`` of all places; chunks without a real one are left.
+    """``of_chunk(places_N, is_real_N) -> [N]`` at all places. Chunks without a real place are
+    skipped.
 
-    As many turns as there may be chunks: gradients do not pass a loop of unknown length.
+    The number of iterations is static, because reverse-mode gradients need a loop of known length.
     """
     size = places_P.size
     padding = (0, -size % chunk)

@@ -1,4 +1,4 @@
-"""Per-row settings of the loop, and its counters: records with one value per row."""
+"""Per-row settings and counters of the loop."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from dlm_jax.settings import (
 STEPS = Setting("steps", 128, "denoising steps of one sample", low=1)
 BLOCK_LENGTH = Setting(
     "block_length", 0,
-    "tokens of a block, which is finished before the next begins; 0: all in one", low=0,
+    "tokens per block; a block is finished before the next one starts; 0: a single block", low=0,
 )  # fmt: skip
 OPEN_BLOCKS = Setting(
     "open_blocks", 1,
-    "blocks that may be worked on at once; the next begins beside the last when that is "
-    "open_share done", low=1, high=64,
+    "maximum number of open blocks; the next one opens when the last one is open_share done",
+    low=1, high=64,
 )  # fmt: skip
 OPEN_SHARE = Setting(
     "open_share", 0.5,
-    "open_blocks: share of a block's tokens that are written when the next begins, in (0, 1]",
+    "open_blocks: written share of the last block at which the next one opens, in (0, 1]",
     low=ABOVE_ZERO, high=1.0, activates=False,
 )  # fmt: skip
 GUIDANCE = Setting(
     "guidance", 0.0,
-    "classifier-free guidance towards what was given, >= 0; costs a forward unless 0",
+    "classifier-free guidance towards the given tokens, >= 0; costs a forward unless 0",
     low=0.0, high=1e6,
 )  # fmt: skip
 STOP_AT_EOS = Setting(
     "stop_at_eos", False,
-    "for rows with edits: a row is done when a finished block holds EOS. Rows without edits always "
-    "end when EOS stands before every hole and nothing given follows it",
+    "for rows with edits: end a row when a finished block holds EOS. Rows without edits always "
+    "end at an EOS before every hole and after all given tokens",
 )  # fmt: skip
 RESAMPLE = Setting(
-    "resample", False, "every token that was not given is open at every step, as if it were a hole"
+    "resample", False, "open every token that was not given at every step, as if it were a hole"
 )
 MAX_NEW_TOKENS = Setting(
     "max_new_tokens", 0,
-    "length_target_mode: tokens that were not given; 0: as many as there are at first",
+    "length_target_mode: number of generated tokens; 0: the initial number",
     low=0, high=2**20 - 1,
 )  # fmt: skip
 TIES = Setting(
@@ -59,15 +59,15 @@ TIES = Setting(
     choices={"key": "key", "lower": "lower"},
 )  # fmt: skip
 _SEED = Setting("seed", 0, "random seed of the row", low=0, high=FINITE)
-_CAPACITY = Setting("capacity", 0, "most tokens of a row after edits", low=0)
+_CAPACITY = Setting("capacity", 0, "maximum number of tokens of a row after edits", low=0)
 
 
 @rule
 class RowParams(Rule):
-    """Per-row parameters of the loop itself, ``[B]`` each; the defaults turn optional ones off.
+    """Per-row parameters of the loop, ``[B]`` each. The defaults disable optional features.
 
-    In a block-causal model, blocks begin at multiples of ``block_unit``; 0: at the first unfrozen
-    position.
+    In a block-causal model, blocks start at multiples of ``block_unit``. A unit of 0 starts them at
+    the first unfrozen position.
     """
 
     steps_B: jax.Array = per_row(STEPS)
@@ -107,15 +107,16 @@ ROW_SETTINGS = tuple(s for s in RowParams.settings() if s not in (_SEED, _CAPACI
 
 
 class Counters(NamedTuple):
-    """Counters of each row: int32 ``[B]`` in its state, numbers in results.
+    """Counters of each row: int32 ``[B]`` in the state, numbers in results.
 
-    To add a counter, add a field here and a keyword where it is counted: of `Counters` in a step,
-    or of `dlm_jax.sampling.propose.Filled.counts` in a fill. Results, reports and figures follow.
+    To add a counter, add a field here and pass it by keyword where it is counted: to `Counters` in
+    a step, or in `dlm_jax.sampling.propose.Filled.counts` in a fill. Results, reports and figures
+    include it automatically.
     """
 
-    # The forwards of a block count as one each.
+    # A forward over a block counts as one.
     forwards: Annotated[Any, "Forwards of the model."] = 0
-    # Only with a cache: without one each forward computes the whole row.
+    # Counted only with a cache; without one each forward computes the whole row.
     positions: Annotated[Any, "Live positions that forwards computed beside a cache."] = 0
     waves: Annotated[Any, "Waves of wavefront fills."] = 0
     bootstrapped: Annotated[Any, "Positions that the LM head drew in wavefront fills."] = 0
@@ -131,5 +132,5 @@ class Counters(NamedTuple):
         return {name: hints[name].__metadata__[0] for name in cls._fields}
 
     def plus(self, more: Counters) -> Counters:
-        """The sum with these counts."""
+        """The counters plus these counts."""
         return Counters(*(old + new for old, new in zip(self, more, strict=True)))

@@ -1,4 +1,4 @@
-"""The rules of a step: their slots, their tables, and the model facts that they need."""
+"""Rules of a step: slots, tables, and the model facts that rules read."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from dlm_jax.sampling.cache import CACHE_RULES, CacheRule
 from dlm_jax.sampling.commit import COMMIT_RULES, CommitRule
 from dlm_jax.sampling.commit.ancestral import NoiseSchedule
+from dlm_jax.sampling.commit.posterior import NoiseProcess
 from dlm_jax.sampling.draw import METHODS
 from dlm_jax.sampling.edits import EDIT_RULES, EditRule
 from dlm_jax.sampling.propose import FILL_RULES, FillRule
@@ -34,19 +36,20 @@ from dlm_jax.settings import (
 
 
 class ModelFacts(NamedTuple):
-    """Properties of a model for rules, for fields declared with `fact`.
+    """Properties of a model that rules read through fields declared with `fact`.
 
     Attributes:
       vocab_size: number of logits.
-      banned_ids: ids never proposed: MASK, PAD, BOS, padding of the vocabulary.
-      eos_ids: ids that end a generation. When there are none, ``ignore_eos`` warns and is off.
+      banned_ids: ids that are never proposed: MASK, PAD, BOS, padding of the vocabulary.
+      eos_ids: ids that end a generation. If empty, ``ignore_eos`` warns and is off.
       space_id: the id of the space; -1 for a vocabulary without one.
-      noise: the noise schedule the model was trained with; None if it has none.
+      noise: noise schedule of the training; None if there is none.
       has_sampler: whether it has a sampler head.
       has_critic: whether it has a critic head.
-      has_cache: whether its network offers the trunk in pieces.
+      has_cache: whether its network supports cached keys and values.
       is_causal: whether it is autoregressive.
-      block_length: positions of a block of a block-causal model; 0 for any other.
+      block_length: positions per block of a block-causal model; 0 for other models.
+      process: the forward process the model was trained with; None: unknown.
     """
 
     vocab_size: int
@@ -59,6 +62,7 @@ class ModelFacts(NamedTuple):
     has_cache: bool = False
     is_causal: bool = False
     block_length: int = 0
+    process: NoiseProcess | None = None
 
 
 class Rules(NamedTuple):
@@ -83,7 +87,9 @@ class Rules(NamedTuple):
     cache: CacheRule | None = None
 
     def refines(self, resamples_B: jax.Array) -> jax.Array:
-        """True ``[B]`` for rows that also change existing tokens, not only holes."""
+        """True ``[B]`` for rows that change existing tokens in addition to holes."""
+        if self.commit.renews:
+            return jnp.ones_like(resamples_B)
         for slot in (self.remask, self.edit, self.renoise):
             if slot is not None:
                 resamples_B = resamples_B | slot.is_active()
@@ -98,24 +104,22 @@ class Rules(NamedTuple):
 AUTO = "auto"
 """The fill that follows from the model's heads."""
 IGNORE_EOS = Setting("ignore_eos", False, "ban every id that ends a generation")
-EDIT = Setting("edit", False, "insert and delete tokens between the steps; lengths change")
+EDIT = Setting("edit", False, "insert and delete tokens between steps; lengths change")
 DRAW = Setting(
     "draw", "inverse_cdf",
-    "how a token is drawn: inverse_cdf (the faster) or gumbel (as others do)",
+    "drawing method: inverse_cdf (faster) or gumbel (as in other programs)",
     choices={name: name for name in METHODS},
 )  # fmt: skip
-GEN_LENGTH = Setting(
-    "gen_length", 0, "new tokens of one sample; 0: as many as the canvas has room for", low=0
-)
+GEN_LENGTH = Setting("gen_length", 0, "new tokens of one sample; 0: all remaining room", low=0)
 
 
 class Slot(NamedTuple):
     """A slot of the step.
 
     Attributes:
-      base: class of its rules.
-      selector: the setting that names one; empty: there is one rule.
-      by_use: whether the slot is empty for rows whose settings do not use the rule.
+      base: base class of the rules.
+      selector: setting that names the rule; empty if there is a single rule.
+      by_use: whether the slot is empty for rows that do not use the rule.
     """
 
     base: type[Rule]
@@ -138,7 +142,7 @@ SLOTS: Mapping[str, Slot] = {
 
 @dataclass(frozen=True, eq=False)
 class RuleTable:
-    """Rules by name, one table per slot; they define all settings of a request."""
+    """Rules by name, one table per slot. The rules define all settings of a request."""
 
     transforms: Mapping[str, tuple[type[LogitTransform], ...]]
     commit: Mapping[str, type[CommitRule]]
@@ -159,17 +163,17 @@ class RuleTable:
         """All settings of a request by name.
 
         Raises:
-          ValueError: two rules declare one differently.
+          ValueError: two rules declare the same setting differently.
         """
         chosen = (
-            _choice("order", "random", "which holes a step commits", self.commit),
-            _choice("fill", AUTO, "how a step's candidates are drawn", self.fill, {
+            _choice("order", "random", "rule for the holes that a step commits", self.commit),
+            _choice("fill", AUTO, "rule for the candidates of a step", self.fill, {
                 AUTO: "wavefront for a model with a trained sampler head, with order=random_filled "
                 "unless an order is given, and parallel for any other"}),
-            _choice("remask", "none", "what becomes a hole again after a step", self.remask,
-                    {"none": ""}),
-            _choice("edit_scoring", "uncertainty", "edit: what speaks for an insertion", self.edit),
-            _choice("cache", "none", "keys and values that are kept from step to step", self.cache,
+            _choice("remask", "none", "rule for the tokens that become holes after a step",
+                    self.remask, {"none": ""}),
+            _choice("edit_scoring", "uncertainty", "edit: score of an insertion", self.edit),
+            _choice("cache", "none", "keys and values that are cached between steps", self.cache,
                     {"none": ""}),
             Setting("chain", tuple(self.transforms), "logit transforms, in the order they run",
                 parse=self._parsed_chain, hint=tuple[str, ...]),
@@ -185,10 +189,10 @@ class RuleTable:
         return found
 
     def named(self, slot: str, row: Any) -> Any:
-        """The class of the rule in a slot of a row with these settings, or None.
+        """The rule class in a slot for a row with these settings, or None.
 
-        `AUTO` is the parallel fill of the table, and so is a fill that the row does not use. The
-        structure slot is empty if the fill enforces the structure.
+        `AUTO` and a fill that the row does not use both resolve to the parallel fill of the table.
+        The structure slot is empty if the fill enforces the structure.
         """
         known, (base, selector, by_use) = getattr(self, slot), SLOTS[slot]
         name = getattr(row, selector) if selector else next(iter(known))
@@ -200,7 +204,7 @@ class RuleTable:
         return None if cls is None or (by_use and not cls.is_used(row)) else cls
 
     def of(self, row: Any) -> tuple[type[Rule], ...]:
-        """The rules of a row with these settings, without the transforms of its chain."""
+        """The rules of a row with these settings, without its chain."""
         found = (self.named(slot, row) for slot in (*Rules._fields[1:], "structure"))
         return tuple(cls for cls in found if cls is not None)
 
@@ -209,7 +213,7 @@ class RuleTable:
         return tuple(cls for name in row.chain for cls in self.transforms[name])
 
     def checks(self, row: Any) -> tuple[type[Rule], ...]:
-        """The rules whose `Rule.check` a row with these settings must pass."""
+        """The rules that check a row with these settings (`Rule.check`)."""
         return (*self.of(row), *self.chained(row))
 
     def static(self, row: Any) -> tuple[Any, ...]:
@@ -240,10 +244,10 @@ class RuleTable:
     def chain_columns(self, rows: Sequence[Any], facts: ModelFacts) -> Chain:
         """The chain of rows with the same transforms, after a ban of ``facts.banned_ids``.
 
-        Bans (also those of ``ignore_eos`` and of a bias of -inf) come first whatever the order, so
-        that no truncation leaves a row with banned candidates only. An id of ``banned_ids`` that
-        also ends generation stays allowed, unless the row ignores it. What does not fit the row's
-        structure is removed next. `check_chain` has checked the rows.
+        Bans (including ``ignore_eos`` and a bias of -inf) always come first, so no truncation
+        leaves a row with banned candidates only. An id of ``banned_ids`` that also ends generation
+        stays allowed unless the row ignores EOS. Candidates that violate the structure of the row
+        are removed next. `check_chain` must have checked the rows.
         """
         bans = [self.banned(row, facts) for row in rows]
         pairs = [[(token, -math.inf) for token in ban] for ban in bans]
@@ -257,7 +261,7 @@ class RuleTable:
     def in_use(self, row: Any) -> tuple[str, ...]:
         """The names of the non-neutral transforms of a row's chain.
 
-        For programs that run one kind of row: a shorter chain compiles faster and gives the same
+        Programs that run one kind of row use it. A shorter chain compiles faster and gives the same
         tokens bit for bit, because neutral transforms are the identity.
         """
         return tuple(
@@ -272,10 +276,10 @@ class RuleTable:
         return sorted(ban | eos if row.ignore_eos else ban)
 
     def check_chain(self, row: Any, facts: ModelFacts) -> None:
-        """Raises ValueError for a chain that a model of these facts does not allow.
+        """Raises ValueError for a chain that does not fit a model with these facts.
 
-        Causes: an id outside the vocabulary, a row with no allowed ids, or a setting without its
-          transform in the chain.
+        The causes are an id outside the vocabulary, a row without allowed ids, and a setting
+          without its transform in the chain.
         """
         self._check_complete(row)
         biased = [id_ for id_, _ in row.logit_bias]
@@ -339,7 +343,7 @@ def _choice(
     rules: Mapping[str, type[Rule]],
     others: Mapping[str, str] = {},
 ) -> Setting:
-    """A setting that chooses among rules, whose help describes each of them."""
+    """A setting that selects a rule. Its help describes each rule."""
     said = {choice: vars(cls).get("about", "") for choice, cls in rules.items()}
     told = "; ".join(f"{n} ({text})" if text else n for n, text in {**others, **said}.items())
     return Setting(name, default, f"{what}: {told}", choices={n: n for n in (*others, *said)})

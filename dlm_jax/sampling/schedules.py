@@ -6,19 +6,19 @@ import jax
 import jax.numpy as jnp
 
 SCHEDULES = {"linear": "linear", "cosine": "cosine"}
-"""Ways to move, as choices of a setting."""
+"""Schedules, as choices of a setting."""
 
 
 def ratio_at(
     start_B: jax.Array, end_B: jax.Array, step_B: jax.Array, steps_B: jax.Array, *, schedule: str
 ) -> jax.Array:
-    """float32 ``[B]``: a ratio that goes from `start_B` at the first step to `end_B` at the last.
+    """float32 ``[B]`` ratio that moves from `start_B` at the first step to `end_B` at the last.
 
     With ``t = step / (steps - 1)``, linear is ``start + (end - start) t`` and cosine is ``end +
-    (start - end) (1 + cos(pi t)) / 2``; a lone step has the start.
+    (start - end) (1 + cos(pi t)) / 2``; a single step uses the start.
 
     Raises:
-      ValueError: the schedule is none of `SCHEDULES`.
+      ValueError: the schedule is not one of `SCHEDULES`.
     """
     share_B = step_B.astype(jnp.float32) / jnp.maximum(steps_B - 1, 1)
     share_B = jnp.minimum(share_B, 1.0)

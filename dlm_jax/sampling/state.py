@@ -1,7 +1,7 @@
 """The per-row state of the denoising loop, and the state before the first step.
 
-Every leaf is ``[B]`` or ``[B, L]``. Rows are independent: each gives the same result as alone, and
-drivers may batch rows of different ages.
+Every leaf is ``[B]`` or ``[B, L]``. Rows are independent: the result of a row does not depend on
+the batch, and rows of different ages may be batched together.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dlm_jax.sampling.rules import Rules
 from dlm_jax.types import Canvas, Status, live_positions
 
 EDITED = -2
-"""Step of a token that was not committed but written by an edit or re-noise."""
+"""Step recorded for tokens that an edit or re-noise wrote."""
 
 
 class State(NamedTuple):
@@ -31,14 +31,14 @@ class State(NamedTuple):
     Attributes:
       canvas: tokens, lengths, frozen positions.
       logprob_BL: float32, log-probability of each committed token under the clean logits it was
-        drawn from, in nats; 0 at given tokens, holes, and tokens of an edit or re-noise. For draft
-        tokens, if the remask rule reads it: the one under the last forward.
+        drawn from, in nats; 0 at given tokens, holes, and tokens of an edit or re-noise. Draft
+        tokens have the log-probability under the last forward if the remask rule reads it.
       committed_BL: int32, the step that committed each token, from 0; -1 at given tokens, holes,
         and tokens of a draft; `EDITED` at tokens of an edit or re-noise.
-      row: per-row parameters of the loop itself.
+      row: per-row parameters of the loop.
       rules: the rules of the step, with per-row parameters.
       chain_state: state of the logit transforms.
-      block: the block that each row works on.
+      block: the current block of each row.
       edits: state of the edits; None without an edit rule.
       cache: cached keys and values; None without a cache rule.
       counters: counters of each row.
@@ -70,10 +70,10 @@ class State(NamedTuple):
 
     @property
     def span_B(self) -> jax.Array:
-        """int32 ``[B]``, the steps over which a temperature moves.
+        """int32 ``[B]``, the number of steps of a temperature schedule.
 
-        The allowed steps, or the number of unfrozen tokens if it is lower and written tokens do not
-        change.
+        It is the allowed number of steps, or the number of unfrozen tokens if that is lower and
+        written tokens do not change.
         """
         refines_B = self.rules.refines(self.row.resamples_B)
         free_B = jnp.sum(~self.canvas.frozen_BL, axis=1)
@@ -93,8 +93,8 @@ def start(
 ) -> State:
     """State before the first step: live MASK tokens are holes, other live tokens are frozen.
 
-    With `frozen_BL` only its tokens are frozen, as a draft leaves some free. A length of 0 makes an
-    idle slot. At most `num_traced` steps of a row are recorded.
+    With `frozen_BL` only these tokens are frozen; a draft leaves some tokens unfrozen. A length of
+    0 makes an idle slot. At most `num_traced` steps per row are recorded.
     """
     num_rows = tokens_BL.shape[0]
     zeros_B = jnp.zeros(num_rows, jnp.int32)
@@ -128,10 +128,10 @@ def start(
         memory=rules.commit.start_memory(*tokens_BL.shape),
         records=start_records(tokens_BL, num_traced) if num_traced else None,
     )
-    # `advance` donates the state: its buffers must be its own and distinct.
+    # `advance` donates the state, so its buffers must be distinct and not shared.
     return jax.tree.map(jnp.copy, state)
 
 
 def work(canvas: Canvas, refines_B: jax.Array, *, mask_id: int) -> jax.Array:
-    """True ``[B, L]`` at holes, and at unfrozen tokens of rows that refine them."""
+    """True ``[B, L]`` at holes and, in rows that refine tokens, at unfrozen tokens."""
     return ~canvas.frozen_BL & ((canvas.tokens_BL == mask_id) | refines_B[:, None])

@@ -1,8 +1,8 @@
 """One step of the denoising loop.
 
-``step: re-noise -> forward -> transform logits -> propose -> commit -> edit -> remask``; every
-published sampler is a choice of those slots, not a new loop. Edits and remasking run at the end of
-a step, not at the start of the next one: the logits need not be stored, and a row without remasked
+``step: re-noise -> forward -> transform logits -> propose -> commit -> edit -> remask``. Every
+published sampler is a choice of rules for these slots. Edits and remasking run at the end of a
+step, not at the start of the next one. The logits need not be stored, and a row without remasked
 tokens ends without another forward.
 """
 
@@ -16,7 +16,14 @@ import jax.numpy as jnp
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.blocks import choose, joined, next_block
 from dlm_jax.sampling.cache.cache_policy import CacheState
-from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, RuleMemory, preferences
+from dlm_jax.sampling.commit.commit_rule import (
+    CommitContext,
+    Proposal,
+    RuleMemory,
+    Standing,
+    preferences,
+    uniform,
+)
 from dlm_jax.sampling.edits.edit_rule import EditContext
 from dlm_jax.sampling.edits.moves import (
     Cells,
@@ -35,6 +42,7 @@ from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.fill import CandidateWriter, Filled, FillRule, Reader, Wanted
 from dlm_jax.sampling.records import Records
 from dlm_jax.sampling.remask.remask_rule import RemaskContext
+from dlm_jax.sampling.remask.renoise import random_ids
 from dlm_jax.sampling.row import TIES, Counters
 from dlm_jax.sampling.state import EDITED, State, work
 from dlm_jax.sampling.transforms.chain import Chain
@@ -46,21 +54,21 @@ RENOISE_SALT = 0x6E6F6973
 
 
 class StepInputs(NamedTuple):
-    """A step up to its proposal.
+    """Inputs and candidates of a step, before the commit.
 
     Attributes:
-      is_open_BL: True at the positions that get a candidate.
-      is_read_BL: True at tokens that are scored for the remask rule: draft tokens, which were never
-        proposed, and the whole block if the rule `rereads`; None without a rule.
+      is_open_BL: True at positions that receive a candidate.
+      is_read_BL: True at tokens to score for the remask rule: draft tokens, and the whole block if
+        the rule `rereads`; None without a rule.
       commit: the context of the commit rule.
       context: the visible tokens, for logit transforms.
       output: the output of the trunk.
       cache: the cache after the forward; None without a cache.
       forwards_B: int32, forwards of the row so far.
-      positions_B: int32, live positions that these forwards computed; 0 without a cache.
-      draw_key_B: the step's key of each row, for draws.
-      remask_key_B: likewise, for the remask rule.
-      filled: the candidates, and statistics of the fill.
+      positions_B: int32, live positions computed by these forwards; 0 without a cache.
+      draw_key_B: key of each row for the draws of the step.
+      remask_key_B: key of each row for the remask rule.
+      filled: candidates and statistics of the fill.
     """
 
     is_open_BL: jax.Array
@@ -77,17 +85,17 @@ class StepInputs(NamedTuple):
 
 
 def step(program: Program, params: Params, state: State) -> tuple[State, jax.Array]:
-    """The state after one step of every running row, and where it committed, before its edits.
+    """The state after one step of every running row, and the committed positions before edits.
 
-    Other rows stay equal bit for bit. The first call only reads a row whose draft is edited: its
-    edits run before its first step.
+    Other rows stay equal bit for bit. For a row whose draft is edited, the first call only scores
+    the draft, and its edits run before its first step.
     """
-    state = renoised(program, state)
+    state = renoised(program, begun(program, state))
     return write(program, params, state, look(program, params, state))
 
 
 def look(program: Program, params: Params, state: State) -> StepInputs:
-    """The forward of a step, and candidates for its open positions; the state does not change."""
+    """The forward of a step and candidates for its open positions. The state does not change."""
     draw_key_B, rule_key_B, remask_key_B = step_keys(state)
     commit = commit_context(program, state, rule_key_B)
     is_open_BL = open_positions(program, state, commit)
@@ -114,7 +122,7 @@ def look(program: Program, params: Params, state: State) -> StepInputs:
 def write(
     program: Program, params: Params, state: State, inputs: StepInputs
 ) -> tuple[State, jax.Array]:
-    """The state one step later, and the commits of the commit rule, before the edits."""
+    """The state after one step, and the positions of the commit rule before edits."""
     rules, is_finite_B, steps_B = state.rules, inputs.filled.is_finite_B, is_stepping(state)
     goes_on_B = steps_B & is_finite_B & ~state.block.is_last_step_B
     is_candidate_BL = inputs.is_open_BL & (state.canvas.tokens_BL == program.mask_id)
@@ -124,10 +132,11 @@ def write(
     # Commit.
     step_B = state.step_B
     state, is_committed_BL = committed(program, state, inputs, goes_on_B)
+    state = _renewed(program, state, inputs, is_committed_BL)
     is_fresh_BL = is_committed_BL
     choice_B = None
     if state.records is not None:
-        # The last step writes every hole, whatever the rule chooses.
+        # The last step writes every hole.
         chance_B = rules.commit.log_chance(inputs.commit, is_committed_BL)
         choice_B = jnp.where(state.block.is_last_step_B, 0.0, chance_B)
 
@@ -163,7 +172,7 @@ def write(
         new = _seen(inputs, is_committed_BL, choice_B)
         state = state._replace(records=state.records.with_step(step_B, steps_B, new))
 
-    # End: of the step, its block, its row.
+    # End of the step, the block and the row.
     still_B = jnp.zeros_like(steps_B)
     if rules.commit.rewrites:
         state, still_B = _settled(state, commit, is_fresh_BL, steps_B)
@@ -187,14 +196,14 @@ def _seen(inputs: StepInputs, is_committed_BL: jax.Array, choice_B: jax.Array) -
 
 
 def is_stepping(state: State) -> jax.Array:
-    """True ``[B]`` for rows that take a step; False for rows that are only read or have ended."""
+    """True ``[B]`` for rows that take a step; False for rows that are only scored or have ended."""
     if state.edits is None:
         return state.is_running_B
     return state.is_running_B & ~state.edits.warms_B
 
 
 def is_free(state: State) -> jax.Array:
-    """True at the unfrozen positions of each row's block."""
+    """True at the unfrozen positions of the current block."""
     canvas = state.canvas
     return state.block.holds(canvas.tokens_BL.shape[1]) & ~canvas.frozen_BL
 
@@ -212,18 +221,86 @@ def commit_context(program: Program, state: State, key_B: jax.Array) -> CommitCo
     is_visible_BL = is_token(program, state)
     is_free_BL = is_free(state) & is_stepping(state)[:, None]
     is_closed_BL = is_visible_BL & ~state.row.resamples_B[:, None]
+    if rules.commit.renews:
+        is_closed_BL = jnp.zeros_like(is_visible_BL)
     written_BL = None
     if rules.commit.rewrites:
         written_BL = jnp.where(is_free_BL & is_visible_BL, tokens_BL, -1)
     return CommitContext(
         is_free_BL & ~is_closed_BL, block.first_holes_B, block.step_B, block.steps_B, key_B,
         written_BL, preferences(key_B, state.row.ties_B == _LOWER, tokens_BL.shape[1]),
-        state.memory,
+        state.memory, standing(program, state, key_B) if rules.commit.renews else None,
     )  # fmt: skip
 
 
+def standing(program: Program, state: State, key_B: jax.Array) -> Standing:
+    """What stands on the canvas, and uniform noise of the ids that each row may write."""
+    eos_ids = set(program.eos_ids)
+    banned = ({*program.banned_ids, program.pad_id} - eos_ids) | {program.mask_id}
+
+    def of_rows(params: Params, rows: tuple[Any, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        chain, tokens_BL, key_B = rows
+        num_rows, num_positions = tokens_BL.shape
+        is_text_BV = ~chain.banned(num_rows, program.network.vocab_size)
+        is_text_BV = is_text_BV.at[:, jnp.array(sorted(banned))].set(False, mode="drop")
+        random_BL = random_ids(is_text_BV, uniform(key_B, num_positions), program.mask_id)
+        is_noise_BL = jnp.take_along_axis(is_text_BV, tokens_BL, axis=1)
+        return is_noise_BL, random_BL, jnp.sum(is_text_BV, axis=1, dtype=jnp.int32)
+
+    tokens_BL = state.canvas.tokens_BL
+    salted_B = jax.vmap(lambda key: jax.random.fold_in(key, RENOISE_SALT))(key_B)
+    is_noise_BL, random_BL, num_ids_B = program.by_rows(of_rows)(
+        None, (state.rules.chain, tokens_BL, salted_B)
+    )
+    is_mask_BL = tokens_BL == program.mask_id
+    return Standing(tokens_BL, is_mask_BL, is_noise_BL, random_BL, num_ids_B, program.mask_id)
+
+
+def begun(program: Program, state: State) -> State:
+    """The state whose holes hold the first tokens of a rule that renews, in rows that begin."""
+    rule = state.rules.commit
+    if not rule.renews:
+        return state
+    key_B = step_keys(state, salt=RENOISE_SALT)[1]
+    is_new_BL = ((state.step_B == 0) & state.is_running_B)[:, None] & ~state.canvas.frozen_BL
+    is_new_BL &= state.canvas.tokens_BL == program.mask_id
+
+    def first() -> jax.Array:
+        tokens_BL = rule.begin(standing(program, state, key_B), key_B)
+        return returned(tokens_BL, rule, "begin", "B, L", is_new_BL.shape, jnp.int32)
+
+    new_BL = jax.lax.cond(jnp.any(is_new_BL), first, lambda: state.canvas.tokens_BL)
+    return _renewed_at(program, state, is_new_BL, new_BL)
+
+
+def _renewed(
+    program: Program, state: State, inputs: StepInputs, is_committed_BL: jax.Array
+) -> State:
+    """The state with what a rule that renews writes at the open positions it did not select."""
+    rule, filled = state.rules.commit, inputs.filled
+    if not rule.renews:
+        return state
+    others_BL = inputs.is_open_BL & ~is_committed_BL & filled.is_finite_B[:, None]
+    memory = state.memory._replace(places=filled.kept)
+    new_BL = rule.renewed(inputs.commit._replace(memory=memory), filled.proposal)
+    new_BL = returned(new_BL, rule, "renewed", "B, L", others_BL.shape, jnp.int32)
+    return _renewed_at(program, state, others_BL, new_BL)
+
+
+def _renewed_at(program: Program, state: State, is_at_BL: jax.Array, new_BL: jax.Array) -> State:
+    """The state with tokens that were not candidates written there."""
+    put_BL = jnp.where(new_BL == program.mask_id, -1, EDITED)
+    tokens_BL = state.canvas.tokens_BL
+    is_other_BL = is_at_BL & (new_BL != tokens_BL)
+    return state._replace(
+        canvas=state.canvas._replace(tokens_BL=jnp.where(is_at_BL, new_BL, tokens_BL)),
+        logprob_BL=jnp.where(is_other_BL, 0.0, state.logprob_BL),
+        committed_BL=jnp.where(is_other_BL, put_BL, state.committed_BL),
+    )
+
+
 def open_positions(program: Program, state: State, commit: CommitContext) -> jax.Array:
-    """True at the positions that get a candidate: all holes at the last step of a block."""
+    """True at positions that receive a candidate; all holes at the last step of a block."""
     is_last_BL = state.block.is_last_step_B[:, None] & ~is_token(program, state)
     rule, shape = state.rules.commit, is_last_BL.shape
     may_BL = returned(rule.eligible(commit), rule, "eligible", "B, L", shape, bool)
@@ -234,10 +311,10 @@ def open_positions(program: Program, state: State, commit: CommitContext) -> jax
 def scored_positions(
     program: Program, state: State, is_open_BL: jax.Array
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Further reads of the logits, for remasking and for edits; None if not needed.
+    """Additional reads of the logits for remasking and edits; None if not needed.
 
-    True at tokens that a remask rule scores: draft tokens, which were never proposed, and the whole
-    block if the rule `rereads`; True where edits read logits; and the int32 tokens to score for
+    Returns three arrays: True at tokens that a remask rule scores (draft tokens, and the whole
+    block if the rule `rereads`), True where edits read logits, and the int32 tokens to score for
     both, -1 elsewhere.
     """
     rules, tokens_BL, is_visible_BL = state.rules, state.canvas.tokens_BL, is_token(program, state)
@@ -271,7 +348,7 @@ def may_edit(state: State) -> jax.Array:
 
 
 def beside(is_true_BL: jax.Array) -> jax.Array:
-    """True at each True and its neighbours."""
+    """True at each True and its direct neighbours."""
     padded = jnp.pad(is_true_BL, ((0, 0), (1, 1)))
     return is_true_BL | padded[:, :-2] | padded[:, 2:]
 
@@ -287,9 +364,9 @@ def visible_context(program: Program, state: State) -> Context:
 
 
 def step_keys(state: State, *, salt: int | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys of each row for a step's draws and for the two rules, from its own seed and step.
+    """Keys of each row for the draws of a step and for the two rules, from its seed and step.
 
-    A salt gives other keys.
+    A different salt gives different keys.
     """
 
     def one_row(seed: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -341,7 +418,7 @@ def renoised(program: Program, state: State) -> State:
 
 
 def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
-    """The candidates; each device fills its own rows if they are split."""
+    """The candidates. Each device fills its own rows if they are sharded."""
 
     def of_rows(params: Params, rows: tuple[Any, ...]) -> Filled:
         state, output, is_open_BL, is_scored_BL, own_BL, context, key_B, preference_BL = rows
@@ -356,6 +433,7 @@ def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
             chain, chain.prepare(state.chain_state, context), key_B, own_BL, is_open_BL.shape[1],
             measure, program.draw, program.banned_ids, commit.weighed,
             None if kept is None else commit.observe, kept,
+            state.canvas.tokens_BL if commit.renews else None,
         )  # fmt: skip
         wanted = Wanted(
             is_open_BL, is_token(program, state), context.tokens_BL, context.length_B,
@@ -364,7 +442,7 @@ def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
             state.canvas.frozen_BL,
             program.num_traced > 0,
         )  # fmt: skip
-        # At most as many positions can be open as the trunk returned vectors.
+        # The number of open positions is at most the number of vectors of the trunk.
         chunk = min(program.chunk, output.num_vectors)
         reader = Reader(program.network, params, output, chunk)
         filled = state.rules.fill.propose(reader, writer, wanted)
@@ -374,7 +452,7 @@ def _propose(program: Program, params: Params, rows: tuple[Any, ...]) -> Filled:
 
 
 def _checked(fill: FillRule, filled: Filled, shape: tuple[int, ...]) -> Filled:
-    """The output of a fill, checked; errors name the fill."""
+    """The output of a fill after checks. Errors name the fill."""
     kinds = Proposal(jnp.int32, *[jnp.float32] * 3)
     for name, value, kind in zip(Proposal._fields, filled.proposal, kinds, strict=True):
         returned(value, fill, f"propose(...).proposal.{name}", "B, L", shape, kind)
@@ -385,7 +463,7 @@ def _checked(fill: FillRule, filled: Filled, shape: tuple[int, ...]) -> Filled:
 def committed(
     program: Program, state: State, inputs: StepInputs, goes_on_B: jax.Array
 ) -> tuple[State, jax.Array]:
-    """The state after the commits, and their positions; rows do not end yet."""
+    """The state after the commits, and the committed positions. Rows do not end yet."""
     rules, filled, tokens_BL = state.rules, inputs.filled, state.canvas.tokens_BL
     memory = state.memory._replace(places=filled.kept)
     context = inputs.commit._replace(memory=memory)
@@ -426,7 +504,7 @@ def committed(
 
 
 def _where_rows(is_first_B: jax.Array, first: Any, other: Any) -> Any:
-    """Selects arrays ``[B, ...]`` from either, row by row."""
+    """Selects between arrays ``[B, ...]`` row by row."""
 
     def one(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.where(is_first_B.reshape(-1, *[1] * (x.ndim - 1)), x, y)
@@ -435,7 +513,7 @@ def _where_rows(is_first_B: jax.Array, first: Any, other: Any) -> Any:
 
 
 def _moved_memory(state: State, position_map: PositionMap) -> RuleMemory:
-    """The memory of the commit rule, moved to the new positions."""
+    """The memory of the commit rule at the new positions."""
 
     def one(x: jax.Array, fresh: jax.Array) -> jax.Array:
         shape = (*x.shape[:2], -1)
@@ -451,7 +529,7 @@ def edited(
 ) -> tuple[State, PositionMap]:
     """The state after the edits, and the map of positions.
 
-    The logits of a row have been read where edits may follow.
+    The logits must have been read where edits may follow.
     """
     rule, past, block, filled = state.rules.edit, state.edits, state.block, inputs.filled
     assert rule is not None and past is not None and filled.total_BL is not None
@@ -508,7 +586,7 @@ def edited(
 
 
 def remasked(program: Program, state: State, is_remasked_BL: jax.Array) -> State:
-    """The state with these tokens remasked."""
+    """The state with the selected tokens remasked."""
     tokens_BL = jnp.where(is_remasked_BL, program.mask_id, state.canvas.tokens_BL)
 
     def forgotten(kept: jax.Array, fresh: jax.Array) -> jax.Array:
@@ -552,7 +630,9 @@ def _wrongness(
 def _settled(
     state: State, commit: CommitContext, is_committed_BL: jax.Array, steps_B: jax.Array
 ) -> tuple[State, jax.Array]:
-    """The state with updated counts of steps without holes; rows whose block is still rewritten."""
+    """The state with updated counts of steps without holes, and the rows that still rewrite their
+    block.
+    """
     assert commit.written_BL is not None, "the rule rewrites"
     had_holes_B = jnp.any(commit.is_hole_BL, axis=1)
     changed_B = jnp.any(is_committed_BL & (commit.written_BL >= 0), axis=1)
@@ -566,13 +646,16 @@ def _ended(
 ) -> State:
     """The state at the end of a step: counts the step, advances blocks, ends rows.
 
-    A block without holes stays current where `still_B`, unless this was its last step.
+    A block without holes stays current where `still_B` is True, except after its last step.
     """
     canvas, block = state.canvas, state.block
     is_hole_BL = (canvas.tokens_BL == program.mask_id) & ~canvas.frozen_BL
     left_B = jnp.sum(is_hole_BL & block.holds(is_hole_BL.shape[1]), axis=1)
     goes_on_B = state.rules.goes_on(state.row.resamples_B) | still_B
     goes_on_B &= ~block.is_last_step_B
+    finished_B = state.rules.commit.finished(state.memory)
+    if finished_B is not None:
+        goes_on_B &= ~finished_B
     is_over_B = steps_B & is_finite_B & (left_B == 0) & ~goes_on_B
     refines_B = state.rules.refines(state.row.resamples_B)
     is_work_BL = work(canvas, refines_B, mask_id=program.mask_id)
@@ -602,9 +685,9 @@ def _ended(
 
 
 def _stays(state: State, is_hole_BL: jax.Array, behind_B: jax.Array) -> jax.Array:
-    """The length of the final prefix of each row: up to its first hole.
+    """The length of the final prefix of each row, up to its first hole.
 
-    If tokens may be rewritten, they are final after their block.
+    Tokens that may be rewritten become final when their block ends.
     """
     place_B = place_of_largest(is_hole_BL)
     first_hole_B = jnp.where(jnp.any(is_hole_BL, axis=1), place_B, state.canvas.length_B)
@@ -613,7 +696,7 @@ def _stays(state: State, is_hole_BL: jax.Array, behind_B: jax.Array) -> jax.Arra
 
 
 def _has_eos(program: Program, canvas: Canvas, end_B: jax.Array) -> jax.Array:
-    """True for rows with a generated EOS before that position and no given token after it."""
+    """True for rows with a generated EOS before `end_B` and no given token after it."""
     num_positions = canvas.tokens_BL.shape[1]
     place_1L = jnp.arange(num_positions)[None]
     is_given_BL = canvas.frozen_BL & live_positions(canvas.length_B, num_positions)

@@ -2,11 +2,11 @@
 
 XLA's CPU backend does not vectorise a reduction that contains a comparison or a `where`: one such
 pass over 256 x 50257 logits takes 20 ms. Accumulating the same function elementwise into `[N, C]`
-columns takes 3 ms, so every pass of the logit algebra is written as `accumulate`. The result does
-not depend on how many positions are asked for at once: each position has its own columns.
+columns takes 3 ms, so every pass over the logits uses `accumulate`. Each position has its own
+columns, so its result does not depend on the number of positions.
 
-Accelerators sort and reduce whole rows faster than they run what avoids it on a CPU:
-`sorts_whole_rows` is the one place that decides, and both ways give the same result bit for bit.
+Accelerators sort and reduce whole rows faster than they run these workarounds. `sorts_whole_rows`
+decides between the two, and both give the same result bit for bit.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _BLOCK = 256
 
 
 def sorts_whole_rows() -> bool:
-    """Whether the devices in use take the largest of a row fastest by asking for just that.
+    """Whether whole-row sorts and reductions are fastest on the devices in use.
 
-    Compiled for a TPU v5e, ``argmax`` and ``top_k`` of 512 x 32768 logits take half the time of the
-    ways around them here, a third of the time to compile, and cuts are found in one pass behind a
+    Compiled for a TPU v5e, ``argmax`` and ``top_k`` of 512 x 32768 logits take half the run time
+    and a third of the compile time of the workarounds here. Truncation takes one pass after a
     ``top_k`` instead of about fifteen (`dlm_jax.sampling.transforms.truncate`).
     """
     return platform() != "cpu"
@@ -42,8 +42,8 @@ def sorts_whole_rows() -> bool:
 def width_of(vocab_size: int) -> int:
     """Number of columns C of the accumulators for a vocabulary.
 
-    A divisor of V where there is one of a good size (1733 for 50257): a narrower last block makes
-    a second copy of every pass, to be compiled and run.
+    It is a divisor of V if there is one of suitable size (1733 for 50257). A narrower last block
+    would add a second copy of every pass.
     """
     if vocab_size <= _USUAL_WIDTH:
         return vocab_size
@@ -51,7 +51,7 @@ def width_of(vocab_size: int) -> int:
 
 
 def accumulate(fn: Callable[..., Any], init: Any, logits_NV: Array) -> Any:
-    """Accumulators after `fn(acc, block_NC, ids_1C) -> acc` has seen the whole vocabulary once.
+    """Accumulators after `fn(acc, block_NC, ids_1C) -> acc` has processed the vocabulary once.
 
     `init` is a pytree of `[N, C]` arrays (`C = width_of(V)`); column c sees the ids `c + j * C`
     in ascending order of j. `fn` must be elementwise: the last, narrower block is applied to the
@@ -78,7 +78,7 @@ def accumulate(fn: Callable[..., Any], init: Any, logits_NV: Array) -> Any:
 
 
 def columns(logits_NV: Array, fill: float | int, dtype: Any = jnp.float32) -> Array:
-    """An `[N, C]` accumulator that starts at `fill`."""
+    """An `[N, C]` accumulator with initial value `fill`."""
     return jnp.full((logits_NV.shape[0], width_of(logits_NV.shape[1])), fill, dtype)
 
 
@@ -92,7 +92,9 @@ def members(logits_NV: Array, column_N: Array) -> tuple[Array, Array]:
 
 
 def _at_ids(logits_NV: Array, ids_NK: Array) -> Array:
-    """Logits `[N, K]` of ids within the vocabulary: checking them takes as long as reading."""
+    """Logits `[N, K]` of ids. The ids must lie within the vocabulary, because a check takes as long
+    as the read.
+    """
     return jnp.take_along_axis(logits_NV, ids_NK, axis=1, mode="promise_in_bounds")
 
 
@@ -106,7 +108,7 @@ def column_max(logits_NV: Array) -> Array:
 
 
 def lowest_id(is_wanted: Callable[[Array], Array], logits_NV: Array) -> Array:
-    """Lowest id `[N]` whose logit is wanted (elementwise), V where none is."""
+    """Lowest id `[N]` with a wanted logit (elementwise predicate); V if there is none."""
     V = logits_NV.shape[1]
 
     def fn(acc_NC, block_NC, ids_1C):
@@ -118,7 +120,8 @@ def lowest_id(is_wanted: Callable[[Array], Array], logits_NV: Array) -> Array:
 def nth_id(is_wanted_NV: Array, nth_N: Array) -> Array:
     """Id `[N]` of the nth wanted token of each position, from 1; V or more if there are fewer.
 
-    They are counted in blocks, and then inside of one: for hardware that reduces whole rows fast.
+    Tokens are counted per block and then within one block. It suits hardware with fast whole-row
+    reductions.
     """
     N, V = is_wanted_NV.shape
     wanted_NKS = jnp.pad(is_wanted_NV, ((0, 0), (0, -V % _BLOCK))).reshape(N, -1, _BLOCK)
@@ -134,7 +137,7 @@ def nth_id(is_wanted_NV: Array, nth_N: Array) -> Array:
 def argmax(logits_NV: Array, tolerance: float = 0.0) -> Array:
     """Id `[N]` of the largest logit: the lowest on ties, 0 where all are -inf.
 
-    Logits tie that are less than `tolerance` apart, relative to the largest or to 1.
+    Logits tie if they differ by less than `tolerance`, relative to the largest logit or to 1.
     """
     if sorts_whole_rows():
         seen_NV = flushed(logits_NV)
@@ -150,7 +153,7 @@ def argmax(logits_NV: Array, tolerance: float = 0.0) -> Array:
     place_N1 = place_of_largest(member_NM >= low_N1)[:, None]
     id_N = jnp.take_along_axis(ids_NM, place_N1, axis=1)[:, 0]
     is_tied_N = (is_best_NC.sum(-1) > 1) & (max_N1[:, 0] > -jnp.inf)
-    # columns interleave ids, so a tie between columns takes another pass to settle
+    # columns interleave ids, so a tie between columns needs another pass
     return jax.lax.cond(
         is_tied_N.any(),
         lambda x: jnp.where(is_tied_N, lowest_id(lambda block: block >= low_N1, x), id_N),
@@ -160,7 +163,7 @@ def argmax(logits_NV: Array, tolerance: float = 0.0) -> Array:
 
 
 def _lowest_tied(max_N1: Array, tolerance: float) -> Array:
-    # A bias may be large; what the model says of two ids that it raises still counts.
+    # A large bias must not hide the difference between two biased ids.
     slack_N1 = tolerance * jnp.clip(jnp.abs(max_N1), 1.0, 100.0)
     return max_N1 - jnp.where(jnp.isfinite(max_N1), slack_N1, 0.0)
 
@@ -168,9 +171,9 @@ def _lowest_tied(max_N1: Array, tolerance: float) -> Array:
 def largest(logits_NV: Array, size: int, divisor_N: Array | None = None) -> tuple[Array, Array]:
     """The `size` largest logits in descending order and their ids, `[N, size]` each.
 
-    Lower ids come first among equals; denormals equal 0, as in any comparison XLA makes on CPU.
-    `size` is static and at most V. With a divisor, the largest quotients, bit for bit those of the
-    divided logits.
+    Lower ids come first on ties. Denormals equal 0, as in any XLA comparison on CPU. `size` is
+    static and at most V. With a divisor, the results are the largest quotients, bit for bit equal
+    to those of the divided logits.
     """
 
     def scaled(x_NK):
@@ -184,14 +187,14 @@ def largest(logits_NV: Array, size: int, divisor_N: Array | None = None) -> tupl
 def _largest_flushed(
     logits_NV: Array, size: int, seen: Callable[[Array], Array]
 ) -> tuple[Array, Array]:
-    """As `largest`, of what `seen`, elementwise and rising, makes of the logits."""
+    """As `largest`, for logits after `seen`, an elementwise increasing function."""
     V = logits_NV.shape[1]
     C = width_of(V)
     if V <= 4 * C or sorts_whole_rows():
         return _top_k(seen(logits_NV), size)
     best_NC = seen(column_max(logits_NV))
     top_NK, column_NK = _top_k(best_NC, size)
-    # the largest logits lie in the columns with the largest maxima
+    # the largest logits are in the columns with the largest maxima
     M = -(-V // C)
     # Ascending, so that equal logits keep the order of their ids; a sort takes five times as long.
     ascending_NK = -_top_k(-column_NK.astype(jnp.float32), size)[0].astype(jnp.int32)
@@ -201,7 +204,7 @@ def _largest_flushed(
     member_NJ = jnp.where(ids_NJ < V, seen(member_NJ), -jnp.inf)
     few_NK, place_NK = _top_k(member_NJ, size)
     few_ids_NK = jnp.take_along_axis(ids_NJ, place_NK, axis=1)
-    # equal maxima at the edge: a column left out may hold an equal logit with a lower id
+    # with equal maxima at the edge, an excluded column may hold an equal logit with a lower id
     is_tied_N1 = (best_NC >= top_NK[:, -1:]).sum(-1, keepdims=True) > size
 
     def exactly(x):
@@ -212,31 +215,37 @@ def _largest_flushed(
 
 
 def _top_k(x: Array, size: int) -> tuple[Array, Array]:
-    """`lax.top_k` behind barriers: fused with its neighbours, XLA's CPU backend sorts instead."""
+    """`lax.top_k` between barriers. If it is fused with its neighbours, the CPU backend of XLA
+    sorts instead.
+    """
     x = jax.lax.optimization_barrier(x)
-    # One barrier each: XLA folds a joint one into the top-k's own tuple, and a later pass of the
-    # partitioner aborts on it.
+    # One barrier per output: XLA folds a joint barrier into the tuple of top-k, and a later pass of
+    # the partitioner aborts on it.
     values, ids = (jax.lax.optimization_barrier(y) for y in jax.lax.top_k(x, size))
     return values, ids
 
 
 def flushed(x: Array) -> Array:
-    """`x` with denormals as 0: sorts tell them apart, and comparisons on CPU only sometimes."""
+    """`x` with denormals set to 0. Sorts distinguish them from 0, and comparisons on CPU only
+    sometimes do.
+    """
     return jnp.where(jnp.abs(x) < jnp.finfo(jnp.float32).tiny, 0.0, x)
 
 
 def divide(logits_NV: Array, divisor_N: Array) -> Array:
-    """Quotients, kept finite where the logit is: +inf would make the softmax NaN.
+    """Quotients, kept finite where the logit is finite. A quotient of +inf would make the softmax
+    NaN.
 
-    A divisor of 1 gives the logits back bit for bit; a product would flush denormals.
+    A divisor of 1 returns the logits bit for bit; a product would flush denormals.
     """
     return _times(logits_NV, _reciprocal(divisor_N))
 
 
 def _reciprocal(divisor_N: Array) -> Array:
-    """`[N, 1]`. XLA converts only some divisions by a row's divisor to products.
+    """Reciprocal `[N, 1]` of the divisor. XLA converts only some divisions by a per-row divisor to
+    products.
 
-    The quotient of the largest logit has to be the largest quotient, so all of them are products.
+    All quotients are products, so that the largest logit gives the largest quotient.
     """
     return jax.lax.optimization_barrier(1.0 / divisor_N)[:, None]
 
@@ -251,7 +260,7 @@ def _times(logits_NV: Array, scale_N1: Array) -> Array:
 def _slope_of_times(
     primals: tuple[Array, Array], tangents: tuple[Array, Array]
 ) -> tuple[Array, Array]:
-    """That of the product; 0 where it is not finite, or is kept so."""
+    """Slope of the product; 0 where the product is not finite or was clipped."""
     (logits_NV, scale_N1), (change_NV, change_N1) = primals, tangents
     is_free_NV = jnp.abs(logits_NV * scale_N1) <= _LARGEST
     finite_NV = jnp.where(is_free_NV, logits_NV, 0.0)
@@ -262,7 +271,8 @@ def _slope_of_times(
 def exp_columns(logits_NV: Array, divisor_N: Array | None = None) -> tuple[Array, Array]:
     """Largest logit `[N]` (0 where all are -inf) and the sums of `exp(logit - max)`, `[N, C]`.
 
-    With a divisor, those of the quotients: division does not change which logit is the largest.
+    With a divisor, the results are those of the quotients. Division does not change the position of
+    the largest logit.
     """
     max_N = logits_NV.max(-1)
     scale_N1 = None if divisor_N is None else _reciprocal(divisor_N)
@@ -273,8 +283,8 @@ def exp_columns(logits_NV: Array, divisor_N: Array | None = None) -> tuple[Array
     def fn(acc_NC, block_NC, ids_1C):
         if scale_N1 is None:
             return acc_NC + jnp.exp(block_NC - max_N[:, None])
-        # The weights of `_times`, without its care for rows of scale 1: a product with 1 changes
-        # denormals alone, and no weight.
+        # The weights of `_times` without its special case for scale 1: a product with 1 changes
+        # only denormals and no weight.
         product_NC = jnp.clip(block_NC * scale_N1, -_LARGEST, _LARGEST)
         weight_NC = jnp.exp(product_NC - max_N[:, None])
         return acc_NC + jnp.where(block_NC == -jnp.inf, 0.0, weight_NC)
@@ -284,7 +294,7 @@ def exp_columns(logits_NV: Array, divisor_N: Array | None = None) -> tuple[Array
 
 @jax.custom_jvp
 def _p_log_p(logprob: Array) -> Array:
-    """``p ln p``, which is 0 in the limit of p = 0, as is its derivative in ``ln p``."""
+    """``p ln p`` and its derivative in ``ln p``; both are 0 in the limit of p = 0."""
     prob = jnp.exp(logprob)
     return jnp.where(prob > 0, prob * logprob, 0.0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import threading
 import time
 from collections.abc import (
     AsyncGenerator,
@@ -12,6 +13,7 @@ from collections.abc import (
     Awaitable,
     Callable,
     Iterable,
+    Mapping,
     Sequence,
 )
 from dataclasses import dataclass
@@ -53,6 +55,7 @@ from dlm_jax.serving.protocol import (
     ApiError,
     Chat,
     Completion,
+    Decide,
     Detokenize,
     Done,
     Infill,
@@ -307,6 +310,7 @@ class Options:
       length: default number of new tokens of a completion or infill; None: 16.
       logs_texts: whether prompts and texts are logged.
       warms_up: whether the programs of common requests are compiled at start.
+      calibration: temperatures of decisions by task, for each order.
     """
 
     name: str
@@ -316,6 +320,7 @@ class Options:
     length: int | None = None
     logs_texts: bool = False
     warms_up: bool = False
+    calibration: Mapping[str, Mapping[str, float]] | None = None
 
 
 def make_app(
@@ -343,6 +348,7 @@ def make_app(
             Route(path, server.kept(functools.partial(server.texts, fields)), methods=["POST"])
             for path, fields in _END_POINTS.items()
         ),
+        Route("/v1/decide", server.kept(server.decide), methods=["POST"]),
         Route("/tokenize", server.kept(server.tokenize), methods=["POST"]),
         Route("/detokenize", server.kept(server.detokenize), methods=["POST"]),
         Route("/props", server.kept(server.props)),
@@ -360,10 +366,11 @@ class _Server:
     def __init__(self, model: Model, engine: AsyncEngine, options: Options, slots: int):
         self._options, self._async, self._slots = options, engine, slots
         planner = Planner(
-            model, options.name, options.limits, options.defaults, options.length or SHORT
-        )
+            model, options.name, options.limits, options.defaults, options.length or SHORT,
+            options.calibration,
+        )  # fmt: skip
         self._service = Service(planner, self._async, slots + options.limits.waiting)
-        self._metrics = Metrics(engine.engine)
+        self._metrics, self._deciding = Metrics(engine.engine), asyncio.Lock()
         self._began, self._is_warm, self._is_ending = int(time.time()), False, False
         self._page = resources.files("dlm_jax.serving").joinpath("page.html").read_bytes()
 
@@ -448,7 +455,9 @@ class _Server:
     async def texts(self, fields: type[Sampled], request: HttpRequest) -> Response:
         asked = parsed(fields, await self._body(request))
         make = self._service.planner.answer
-        if asked.response_format is None and "structure" not in (asked.model_extra or {}):
+        has_tools = isinstance(asked, Chat) and asked.tools is not None
+        is_shaped = asked.response_format is not None or "structure" in (asked.model_extra or {})
+        if not is_shaped and not has_tools:
             answer = make(asked)
         else:  # building an automaton takes time, so run it in a thread
             answer = await asyncio.to_thread(make, asked)
@@ -460,6 +469,22 @@ class _Server:
             done = await while_connected(request.receive, self._options.limits.seconds, work)
         self._tell(path, answer, done, began)
         return Json(answer.whole(done))
+
+    async def decide(self, request: HttpRequest) -> Response:
+        asked = parsed(Decide, await self._body(request))
+        is_over = threading.Event()
+
+        async def work() -> dict[str, Any]:
+            async with self._deciding:  # one at a time, so that each has the whole machine
+                make = self._service.planner.decide
+                return await asyncio.to_thread(make, asked, lambda: not is_over.is_set())
+
+        try:
+            with self._service.admitted(1):
+                seconds = self._options.limits.seconds
+                return Json(await while_connected(request.receive, seconds, work()))
+        finally:
+            is_over.set()
 
     async def tokenize(self, request: HttpRequest) -> Response:
         asked = parsed(Tokenize, await self._body(request))

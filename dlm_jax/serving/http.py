@@ -188,7 +188,7 @@ async def _gone(receive: Receive) -> None:
 class Events(Response):
     """A response of server-sent events that ends with ``[DONE]`` or with an error object.
 
-    An event with a ``type`` has it as its name, as in ``/v1/responses``.
+    The ``type`` of an event, if present, is its name, as in ``/v1/responses``.
 
     Args:
       run: sends events through the given function.

@@ -11,7 +11,7 @@ import math
 import secrets
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -22,6 +22,7 @@ from pydantic import Field
 
 from dlm_jax.config.schema import PRESETS
 from dlm_jax.data import Tokenizer
+from dlm_jax.inference import decisions
 from dlm_jax.inference.candidates import Written
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.reader import Piece, Reader
@@ -29,8 +30,9 @@ from dlm_jax.inference.request import Request, make_requests, settings_of_call
 from dlm_jax.inference.results import Row
 from dlm_jax.inference.structure import regex_of_objects, regex_of_schema
 from dlm_jax.published.chat import RESERVED
+from dlm_jax.serving import tools
 from dlm_jax.serving.peers import in_our_names
-from dlm_jax.settings import SettingError, nearest
+from dlm_jax.settings import UNSET, SettingError, nearest
 
 _TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -84,20 +86,30 @@ def of_fields(error: pydantic.ValidationError, names: Mapping[str, str] = {}) ->
     return refused(f"{field}: {first['msg']}", str(name) or None)
 
 
-def of_value(error: ValueError, other: str, **names: str) -> ApiError:
+def of_value(
+    error: ValueError, other: str, named: Mapping[str, str] = {}, **names: str
+) -> ApiError:
     """The ApiError for a request that the library refused.
 
     Args:
       error: about a setting, or else about `other`.
       other: the field to report for an error without a setting.
+      named: the client's names of fields, by ours.
       names: names of the protocol for settings other than ``gen_length``.
     """
-    line = " ".join(str(error).split()).replace("gen_length", "max_tokens")
     if not isinstance(error, SettingError):
-        return refused(line, other)
+        return refused(_in_fields(str(error)), other)
     names = {"gen_length": "max_tokens"} | names
     name = error.others[0] if error.name == "structure" and error.others else error.name
-    return refused(line, names.get(name, name))
+    field = names.get(name, name)
+    field = named.get(field, field)
+    # Without a value, the name is the subject of a sentence.
+    return refused(_in_fields(error.line("" if error.value is UNSET else field)), field)
+
+
+def _in_fields(message: str) -> str:
+    """A message of the library on one line, with the name that the protocol has for the length."""
+    return " ".join(message.split()).replace("gen_length", "max_tokens")
 
 
 MOST_STOPS = 16
@@ -265,16 +277,89 @@ class Part(Fields):
     text: str
 
 
+class Called(Fields):
+    """A called function; `arguments` is the JSON of an object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Fields):
+    """A call of an earlier answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: Called
+
+
 class Message(Fields):
+    """A turn; that of an assistant may have calls in place of a text, a tool's has its result."""
+
     role: str
-    content: str | list[Part]
+    content: str | list[Part] | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.content is None and not (self.tool_calls and self.role == "assistant"):
+            raise refused(
+                "messages: content is missing; give it, or the tool_calls of an assistant",
+                "messages",
+            )
+        if self.tool_calls and self.role != "assistant":
+            raise refused("messages: tool_calls are those of an assistant; drop them", "messages")
+        try:
+            for call in self.tool_calls or ():
+                tools.arguments_of(call.function.arguments)
+        except ValueError as error:
+            raise refused(f"messages: {error}", "messages") from None
+        return self
 
     @property
     def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
         return "".join(part.text for part in self.content)
+
+    @property
+    def turn(self) -> dict[str, Any]:
+        """The turn as the chat template takes it: arguments of calls are objects there."""
+        told: dict[str, Any] = {"role": self.role, "content": self.text}
+        for name in ("name", "tool_call_id") if self.role == "tool" else ():
+            told |= {} if getattr(self, name) is None else {name: getattr(self, name)}
+        if self.tool_calls:
+            told["tool_calls"] = [
+                one.model_dump() | {"function": {
+                    "name": one.function.name,
+                    "arguments": tools.arguments_of(one.function.arguments),
+                }} for one in self.tool_calls
+            ]  # fmt: skip
+        return told
+
+
+class Function(Fields):
+    """A function that the model may call; `strict` is ignored: calls always match the schema."""
+
+    name: str = Field(pattern=f"^{tools.NAME.pattern}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Fields):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Fields):
+    name: str
+
+
+class OneTool(Fields):
+    type: Literal["function"]
+    function: FunctionName
 
 
 class Chat(Sampled, Conversation):
@@ -286,6 +371,9 @@ class Chat(Sampled, Conversation):
       draft: draft of the answer, to refine.
       logprobs: whether to return the log-probability of each token.
       top_logprobs: number of alternatives to return.
+      tools: functions that the model may call, each with a JSON schema of its arguments.
+      tool_choice: ``none``, ``auto`` (a text or a call, by default), ``required`` or one function.
+      parallel_tool_calls: whether an answer may have several calls; false by default.
     """
 
     model_config = Sampled.model_config
@@ -297,6 +385,26 @@ class Chat(Sampled, Conversation):
     draft: str | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[Tool] | None = Field(None, min_length=1)
+    tool_choice: Literal["none", "auto", "required"] | OneTool | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def functions(self) -> dict[str, dict[str, Any] | None]:
+        """The schema of each function that the answer may call."""
+        for name in ("tool_choice", "parallel_tool_calls"):
+            if self.tools is None and getattr(self, name) not in (None, "none"):
+                raise refused(f"{name} has no effect without tools; give some, or drop it", name)
+        given = [one.function for one in self.tools or ()]
+        known = {one.name: one.parameters for one in given}
+        if len(known) < len(given):
+            raise refused("tools name a function twice; keep one of them", "tools")
+        if isinstance(self.tool_choice, OneTool):
+            name = self.tool_choice.function.name
+            if name not in known:
+                raise refused(f"tool_choice={name[:64]!r} is none of the tools", "tool_choice")
+            return {name: known[name]}
+        return {} if self.tool_choice == "none" else known
 
     @property
     def rivals(self) -> int | None:
@@ -430,6 +538,34 @@ class Tokenize(Conversation):
     messages: list[Message] | None = None
 
 
+class Decide(Fields):
+    """A request to ``/v1/decide``; fields as the arguments of `dlm_jax.decide`.
+
+    Attributes:
+      model: name of the model; optional.
+      prompt: a text or several, with ``<slot:NAME>`` for choices that have names.
+      messages: in place of a prompt: the labels are answers of a chat.
+      choices: labels, or those of each slot; yes and no by default.
+      order: order of writing the tokens of a label.
+      temperature: of the probabilities.
+      task: name of a task of the server's ``--calibration``, which has its temperature.
+      num_draws: combinations that are drawn, where they are not enumerated.
+      seed: random seed of the draws.
+      user: ignored.
+    """
+
+    model: str | None = None
+    prompt: str | list[str] | None = None
+    messages: list[Message] | None = None
+    choices: list[str | int] | dict[str, list[str | int]] | None = None
+    order: str | None = None
+    temperature: float | None = None
+    task: str | None = None
+    num_draws: int | None = Field(None, ge=2, le=decisions.MOST_JOINT)
+    seed: int | None = Field(None, ge=0, lt=2**32)
+    user: str | None = None
+
+
 @dataclass(frozen=True)
 class Limits:
     """Limits of a request.
@@ -464,12 +600,14 @@ class Planner:
       limits: limits of each request.
       defaults: default settings of requests.
       length: default number of new tokens of completions and infills.
+      calibration: temperatures of decisions by task, for each order.
     """
 
     def __init__(
         self, model: Model, name: str, limits: Limits, defaults: Mapping[str, Any] | None = None,
-        length: int = SHORT,
+        length: int = SHORT, calibration: Mapping[str, Mapping[str, float]] | None = None,
     ):  # fmt: skip
+        self.calibration = calibration
         self.model, self.name, self.limits = model, name, limits
         self._length = length
         self._defaults = dict(defaults or {})
@@ -545,6 +683,48 @@ class Planner:
             content = self._gap(prefix, asked.suffix or "", length, "prefix")
         return self._answer(asked, [content], asked.max_tokens)
 
+    def decide(self, asked: Decide, goes_on: Callable[[], bool]) -> dict[str, Any]:
+        """The body of an answer of ``/v1/decide``; `goes_on` as in `decisions.answers`."""
+        self.check_model(asked.model)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise refused("give prompt, or messages", "prompt")
+        prompts: list[Any] = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt or []
+        if asked.messages is not None:
+            prompts = [np.array(self.chat_ids(asked.messages, Conversation()), np.int32)]
+        if not 1 <= len(prompts) <= self.limits.rows:
+            raise refused(f"prompt has {len(prompts)} texts; use 1 to {self.limits.rows}", "prompt")
+        order, temperature = asked.order or "left_to_right", asked.temperature
+        try:
+            if asked.task is not None:
+                if temperature is not None:
+                    raise SettingError("temperature", temperature, "is that of the task", "drop it")
+                known = {} if self.calibration is None else self.calibration
+                temperature = decisions.temperature_of(asked.task, known.get(order, {}))
+            choices = decisions.YES_NO if asked.choices is None else asked.choices
+            questions = [decisions.question(self.model, one, choices) for one in prompts]
+            most = max(min(one.num_joint, decisions.MOST_JOINT) for one in questions)
+            if most > self.limits.steps:
+                raise refused(f"choices have {most} combinations; use {self.limits.steps} at most",
+                              "choices")  # fmt: skip
+            found = decisions.answers(
+                self.model, questions, order=order, goes_on=goes_on, seed=asked.seed or 0,
+                temperature=1.0 if temperature is None else temperature,
+                num_draws=asked.num_draws or 256,
+            )  # fmt: skip
+        except ValueError as error:
+            raise of_value(error, "choices") from None
+        if any(not np.isfinite(one.probabilities).all() for one in found):
+            raise ApiError(500, "the model's logits are not finite", code="non_finite")
+        tokens = sum(sum(map(len, one.parts)) for one in questions)
+        return {
+            "id": f"decision-{uuid.uuid4().hex}",
+            "object": "decision",
+            "created": int(time.time()),
+            "model": self.name,
+            "decisions": [_decision(place, one) for place, one in enumerate(found)],
+            "usage": {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens},
+        }
+
     def usual(self) -> Iterator[Request]:
         """Default requests of the length of each canvas, with and without a format."""
         longest = self.model.max_length
@@ -570,12 +750,17 @@ class Planner:
             )  # fmt: skip
         begins = not continues and asked.add_generation_prompt is not False
         more = asked.chat_template_kwargs or {}
+        offered = asked.tools if isinstance(asked, Chat) else None
+        if offered and "tools" in more:
+            raise refused("chat_template_kwargs gives tools, too; drop one", "chat_template_kwargs")
         for name in sorted(RESERVED & more.keys()):
             raise refused(
                 f"chat_template_kwargs gives {name}, which the server sets; drop it",
                 "chat_template_kwargs",
             )
-        said = [{"role": one.role, "content": one.text} for one in messages]
+        if offered:
+            more = more | {"tools": [one.model_dump(exclude_none=True) for one in offered]}
+        said = [one.turn for one in messages]
         try:
             return self.model.chat.ids(
                 said, begins_answer=begins, continues=continues, **more
@@ -608,6 +793,9 @@ class Planner:
         if reads and "fill" not in settings:
             settings["fill"] = "parallel"
         structure = self._structure(asked)
+        shape = "tools" if isinstance(asked, Chat) and asked.functions else "response_format"
+        if shape == "tools" and asked.diffusing:
+            raise refused("tools and diffusing exclude each other; drop one", "diffusing")
         if structure:
             settings = self._holding(asked, settings) | settings | structure
         count = asked.n or 1
@@ -622,14 +810,14 @@ class Planner:
         except ValueError as error:
             raise refused(str(error), "stop") from None
         if structure and stops:
-            raise refused("stop could cut a structure; drop it, or response_format", "stop")
+            raise refused(f"stop could cut a structure; drop it, or {shape}", "stop")
         seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
         common = {"seed": seed, "max_length": self._room(asked), "read_back": reads}
         requests: list[Request] = []
         for place, content in enumerate(contents):
             requests += self._rows(
-                asked.content, content | settings, common,
-                (place * count, count, len(contents) * count),
+                asked, content | settings, common,
+                (place * count, count, len(contents) * count), shape,
             )  # fmt: skip
         kind = ResponseAnswer if isinstance(asked, Responses) else Answer
         return kind(
@@ -638,16 +826,17 @@ class Planner:
         )  # fmt: skip
 
     def _rows(
-        self, given: str, own: dict[str, Any], common: dict[str, Any], place: tuple[int, int, int]
-    ) -> list[Request]:
-        content = "template" if "template" in own else given
+        self, asked: Sampled, own: dict[str, Any], common: dict[str, Any],
+        place: tuple[int, int, int], shape: str,
+    ) -> list[Request]:  # fmt: skip
+        content = "template" if "template" in own else asked.content
         if len(self._known) > _REMEMBERED:
             self._known.clear()
         try:
             made = make_requests(self.model, own, common, *place, known=self._known)
         except ValueError as error:
-            names = {"tokens": content, "prompt": content, "structure": "response_format"}
-            raise of_value(error, content, **names) from None
+            names = {"tokens": content, "prompt": content, "structure": shape}
+            raise of_value(error, content, asked.named, **names) from None
         if made[0].sample.steps > self.limits.steps:
             raise refused(
                 f"steps={made[0].sample.steps} is more than {self.limits.steps}; use fewer", "steps"
@@ -673,7 +862,7 @@ class Planner:
             try:
                 self._settings[name].checked(value)
             except ValueError as error:
-                raise of_value(error, name) from None
+                raise of_value(error, name, asked.named) from None
         return self._defaults | given
 
     def _holding(self, asked: Sampled, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -691,6 +880,8 @@ class Planner:
     def _structure(self, asked: Sampled) -> dict[str, Any]:
         """The settings that enforce the format of an answer."""
         form = asked.response_format
+        if isinstance(asked, Chat) and (functions := asked.functions):
+            return self._calling(asked, functions)
         if form is None or form.type == "text":
             return {}
         if "structure" in (asked.model_extra or {}):
@@ -705,7 +896,26 @@ class Planner:
                 pattern = form.regex or regex_of_objects()
             return {"structure": self.model.structures.automaton(pattern)}
         except ValueError as error:
-            raise refused(str(error), "response_format") from None
+            name = "response_format"
+            raise of_value(error, name, asked.named, structure=name) from None
+
+    def _calling(
+        self, asked: Chat, functions: Mapping[str, Mapping[str, Any] | None]
+    ) -> dict[str, Any]:
+        """The settings that make an answer a call, or with ``auto`` a call or a text."""
+        form = asked.response_format
+        shaped = form is not None and form.type != "text"
+        if shaped or "structure" in (asked.model_extra or {}):
+            name = "response_format" if shaped else "structure"
+            raise refused(f"{name} and tools exclude each other; use tool_choice=none", name)
+        try:
+            pattern = tools.pattern_of(
+                functions, is_parallel=bool(asked.parallel_tool_calls),
+                may_talk=asked.tool_choice in (None, "auto"),
+            )  # fmt: skip
+            return {"structure": self.model.structures.automaton(pattern)}
+        except ValueError as error:
+            raise of_value(error, "tools", asked.named, structure="tools") from None
 
     def _room(self, asked: Sampled) -> int:
         if asked.max_length is not None and asked.max_length > self.model.max_length:
@@ -758,6 +968,31 @@ class Planner:
                 name: value for name, value in shown.items() if isinstance(value, plain)
             },
         }
+
+
+_MOST_TOLD = 128
+
+
+def _decision(index: int, made: decisions.Decision) -> dict[str, Any]:
+    """The object of a decision: each slot, and the likeliest combinations if there are several."""
+    slots = {}
+    for name, labels in made.choices.items():
+        slots[name] = {"choice": made.best[name], "probabilities": made.of(name)}
+        if not made.is_exact:
+            slots[name]["intervals"] = made.interval(name)
+        with contextlib.suppress(ValueError):  # labels that are no numbers have no mean
+            list(map(float, labels))
+            slots[name]["mean"] = made.mean(name)[0]
+    told: dict[str, Any] = {"index": index, "is_exact": made.is_exact}
+    if list(slots) == [""]:
+        return told | slots[""]
+    order = np.argsort(-made.probabilities, kind="stable")[:_MOST_TOLD]
+    joint = [
+        {"choice": dict(zip(made.choices, made.combinations[at], strict=True)),
+         "probability": float(made.probabilities[at])}
+        for at in order
+    ]  # fmt: skip
+    return told | {"slots": slots, "joint": joint}
 
 
 def _one_length(asked: Sampled, other: str) -> int | None:
@@ -826,6 +1061,7 @@ class Answer:
     echoes: Sequence[str] = ()
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
+    _calls: dict[int, tools.Calls] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.asked.prefix_of_id}-{uuid.uuid4().hex}"
@@ -872,7 +1108,14 @@ class Answer:
         self, index: int, text: str, row: Row, places: range, reason: str | None
     ) -> dict[str, Any]:
         logprobs = self._logprobs(row, places)
+        parts: list[dict[str, Any]] = []
+        if self._may_call:
+            calls = self._calls.setdefault(index, tools.Calls())
+            text, parts = calls.grown(text)
+            reason = "tool_calls" if reason is not None and calls.whole else reason
         delta: Any = text if not self._is_chat else {"content": text} if text else {}
+        if parts:
+            delta["tool_calls"] = parts
         event = self._event(index, delta, reason, logprobs)
         event["choices"][0] |= self._read_back(row, places) | self._ids(row, places)
         return event
@@ -934,6 +1177,10 @@ class Answer:
     def _is_chat(self) -> bool:
         return isinstance(self.asked, Chat)
 
+    @property
+    def _may_call(self) -> bool:
+        return isinstance(self.asked, Chat) and bool(self.asked.functions)
+
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
@@ -952,7 +1199,14 @@ class Answer:
         choice |= self._ids(done.row, range(done.row.tokens.size) if is_infill else done.places)
         choice |= {} if self._is_chat else self._prompt_ids(index)
         if self._is_chat:
-            return choice | {"message": {"role": "assistant", "content": done.text}}
+            message: dict[str, Any] = {"role": "assistant", "content": done.text}
+            if self._may_call:
+                calls = tools.Calls()
+                calls.grown(done.text)
+                if calls.whole:
+                    choice["finish_reason"] = "tool_calls"
+                    message |= {"content": None, "tool_calls": calls.whole}
+            return choice | {"message": message}
         if is_infill:
             return choice | {"text": done.infilled, "infills": list(done.filled)}
         echo = self.echoes[index] if self.echoes else ""

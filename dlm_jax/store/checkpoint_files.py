@@ -300,7 +300,19 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def check_not_quantised(tree: Any) -> None:
+    """Raises ValueError for a matrix in 8 bits, as `dlm_jax.load` with ``quantize`` makes them."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = path_name(path)
+        if name.endswith("/kernel/values") and leaf.dtype == jnp.int8:
+            raise ValueError(
+                f"parameter {name.removesuffix('/values')} is quantised, and only float parameters "
+                "are saved; load the model without quantize"
+            )
+
+
 def check_saveable(step: int, state: Any, meta: dict[str, Any]) -> None:
+    check_not_quantised(state)
     if step < 0:
         raise ValueError(f"step={step} cannot be saved; steps count from 0")
     try:

@@ -23,7 +23,7 @@ import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
 from dlm_jax.distributed.partitions import path_name
-from dlm_jax.store.checkpoint_files import Place, describe, nested, spell
+from dlm_jax.store.checkpoint_files import Place, check_not_quantised, describe, nested, spell
 from dlm_jax.store.files import refused_unless_full, replacing
 
 SUFFIX = ".safetensors"
@@ -56,6 +56,7 @@ def save_weights(
         raise ValueError(f"{target} does not end in {SUFFIX}; name it so")
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
+    check_not_quantised(params)
     tensors = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         name = path_name(keys)
@@ -84,7 +85,7 @@ def load_weights(
     """The parameters and metadata of a `save_weights` file.
 
     Args:
-      path: of the file.
+      path: path of the file.
       make_abstract: maps the metadata to the shapes, which the file must have.
       place: sharding and dtype of each parameter; the parts of a sharded parameter are read
         separately. By default the default device and float32.

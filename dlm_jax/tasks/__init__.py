@@ -1,4 +1,4 @@
-"""Small tasks whose answers a program can judge, for experiments that take minutes.
+"""Small tasks with verifiable answers, for experiments that take minutes.
 
 A text of a task is a prompt and an answer, such as ``47+85=`` and ``132``. ``data.source =
 "task:arithmetic"`` trains on them, and ``rl.reward = "dlm_jax.tasks:arithmetic"`` judges samples.
@@ -16,7 +16,7 @@ __all__ = ["TASKS", "TextTask", "arithmetic", "brackets", "letters", "sorting", 
 
 
 class Draws:
-    """Random whole numbers of a seed; the stream is the same with every version of NumPy.
+    """Random integers from a seed. The stream is the same with every version of NumPy.
 
     Args:
       seed: at least 0.
@@ -26,7 +26,7 @@ class Draws:
         self._bits = np.random.Philox(seed)
 
     def below(self, limit: int) -> int:
-        """A number in [0, limit), each as likely."""
+        """A uniform integer in [0, limit)."""
         return int(self._bits.random_raw()) % limit
 
     def shuffled(self, items: Sequence[int]) -> list[int]:
@@ -36,15 +36,15 @@ class Draws:
 
 @dataclass(frozen=True)
 class TextTask:
-    """A task: examples from seeds, and a judge of texts.
+    """A task: a generator of examples and a judge of texts.
 
     Attributes:
-      name: of the task.
-      about: what its texts look like.
+      name: name of the task.
+      about: description of its texts.
       make: ``(draws) -> (prompt, answer)``.
       judge: ``(prompt, answer) -> reward``, for the parts of a text.
-      mark: what a prompt ends with; it is nowhere else in a text.
-      size: examples of the corpus ``task:NAME``, all different.
+      mark: last character of a prompt, which occurs nowhere else in a text.
+      size: number of distinct examples in the corpus ``task:NAME``.
     """
 
     name: str
@@ -55,14 +55,14 @@ class TextTask:
     size: int = 8000
 
     def example(self, seed: int) -> tuple[str, str]:
-        """(prompt, right answer); the prompt ends with the mark."""
+        """A prompt and its correct answer. The prompt ends with the mark."""
         prompt, answer = self.make(Draws(seed))
         return prompt + self.mark, answer
 
     def verify(self, text: str) -> float:
-        """The reward of a whole text, prompt and answer, in [0, 1]; 1 is a right answer.
+        """The reward of a whole text (prompt and answer) in [0, 1]; 1 for a correct answer.
 
-        A text that is none of the task, or whose answer is anything else, gets 0.
+        A malformed text or answer gets 0.
         """
         prompt, mark, answer = text.partition(self.mark)
         return float(self.judge(prompt, answer)) if mark and answer else 0.0
@@ -72,7 +72,7 @@ class TextTask:
         return [self.verify(p + answer) for p, answer in zip(prompts, answers, strict=True)]
 
     def examples(self, count: int, seed: int = 0) -> list[tuple[str, str]]:
-        """So many different examples, of the seeds from `seed` on; fewer if there are no more."""
+        """Up to `count` distinct examples, from consecutive seeds starting at `seed`."""
         seeds = range(seed, seed + 20 * count)
         return list(itertools.islice(_different(map(self.example, seeds)), count))
 
@@ -105,7 +105,7 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 def _opened(draws: Draws) -> tuple[str, str]:
-    """3 to 8 brackets that leave at least one open, and what closes those."""
+    """3 to 8 brackets with at least one left open, and the closing brackets."""
     text, closing = "", ""
     for _ in range(3 + draws.below(6)):
         if len(closing) > 1 and draws.below(2):
@@ -135,7 +135,7 @@ _UNITS = (
 
 
 def _solution(draws: Draws, cells: str = "") -> str | None:
-    """A grid that begins with these cells; None if there is none."""
+    """A grid that starts with these cells, or None."""
     if len(cells) == 16:
         return cells
     taken = {cells[c] for unit in _UNITS if len(cells) in unit for c in unit if c < len(cells)}

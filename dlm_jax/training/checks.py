@@ -1,4 +1,4 @@
-"""Checks before a run starts: batches, directories, and other runs in its place."""
+"""Checks before a run starts: batches, directories, and existing runs in its directory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dlm_jax.training.metrics import METRICS, read_records
 from dlm_jax.training.optimisers import learning_rate
 
 CONFIG = "config.toml"
-"""The config of a run, in its directory."""
+"""Name of the config file of a run."""
 
 
 def check_parts(config: Config, mesh: Mesh) -> None:
@@ -67,7 +67,7 @@ def check_model_fits(config: Config, mesh: Mesh) -> None:
 
 
 def check_writable(setting: str, directory: Path) -> None:
-    """Raises if a local directory is not writable; does not create it."""
+    """Raises if a local directory is not writable. It does not create the directory."""
     nearest = next(filter(os.path.exists, (directory, *directory.absolute().parents)))
     if not nearest.is_dir():
         raise ValueError(
@@ -103,7 +103,7 @@ def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
       saved: metadata of the checkpoints in the directory.
 
     Raises:
-      ValueError: they differ; the line names the first difference and the remedy.
+      ValueError: they differ. The message names the first difference and the remedy.
     """
     if found := _difference(json.loads(json.dumps(meta)), saved):  # JSON has no tuples
         what, remedy = found
@@ -114,7 +114,7 @@ def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
 
 
 def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] | None:
-    """(description of the other run, remedy) of the first difference, as parts of a line."""
+    """The first difference as a description of the other run and a remedy."""
     if saved["corpus"]["sha256"] != meta["corpus"]["sha256"]:
         text = f"on another text than {meta['corpus']['name']}"
         return text, "set data.source to the text of that run"
@@ -125,7 +125,7 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
         return what, f"use jax {there}"
     here, there = _flat(meta["config"]), _flat(saved["config"])
     there |= {new: there.pop(old) for old, new in configs.MOVED.items() if old in there}
-    # The critic trains on rows that are filled with the recommended settings.
+    # The critic trains on rows filled with the recommended settings.
     trained = RECOMMENDED if here["model.add_critic_head"] else ()
     if here["rl.reward"]:
         # The settings of the samples are the policy.
@@ -154,15 +154,15 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
 def check_begins_anew(asked: Config, out_dir: Path) -> None:
     """Raises if the directory holds another run without a checkpoint.
 
-    A run of the same config starts again there and drops the metrics. A directory without metrics
-    may be reused.
+    A run with the same config restarts in the directory and drops the metrics. A directory without
+    metrics may be reused.
 
     Args:
       asked: config of the new run, before the data fills it in.
       out_dir: ``train.out_dir``.
 
     Raises:
-      ValueError: the metrics are of a run of another config, or cannot be read.
+      ValueError: the metrics belong to a run with another config, or cannot be read.
     """
     path, config_path = out_dir / METRICS, out_dir / CONFIG
     if not read_records(path):
@@ -187,12 +187,12 @@ def check_begins_anew(asked: Config, out_dir: Path) -> None:
 
 
 def growth(config: Config, saved: dict[str, Any], step: int) -> str:
-    """A line about the effect of extending a run to more steps; otherwise empty.
+    """A message about the effect of extending a run to more steps, or an empty string.
 
     Args:
-      config: of the run from now on.
+      config: new config of the run.
       saved: metadata of the checkpoint to resume from, see `Run`.
-      step: of that checkpoint.
+      step: step of that checkpoint.
     """
     before, after = saved["config"]["train"]["steps"], config.train.steps
     if before == after or saved["own"].keys() & {"optimizer", "schedule"}:

@@ -22,16 +22,16 @@ PICTURE = "loss.png"
 
 
 class MetricsLog:
-    """Appends one JSON object per line, with its checksum; reopening drops the lines beyond a step.
+    """Appends one JSON object per line with a checksum. Reopening drops the lines after a step.
 
-    A killed run has logged steps that it has not saved. They are repeated after a resume, so their
-    lines (and a partial last one) are removed first.
+    A killed run may have logged steps that it did not save. A resumed run repeats these steps, so
+    their lines and a partial last line are removed first.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, step: int):
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Leftovers of a kill of this or related files.
+        # Temporary files that a killed run left behind.
         for name in (self._path.name, PICTURE, "config.toml"):
             remove_leftovers(self._path.with_name(name))
         kept = [record for record in read_records(self._path) if record["step"] <= step]
@@ -39,10 +39,10 @@ class MetricsLog:
         self._file: TextIO = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
 
     def write(self, **record: Any) -> None:
-        """Appends a record, which must have a ``step``, and flushes it to the operating system.
+        """Appends a record and flushes it to the operating system. The record must have a ``step``.
 
         Raises:
-          OSError: the write failed, for example on a full disk; names the file.
+          OSError: the write failed, for example on a full disk. The message names the file.
         """
         try:
             self._file.write(_line(record))
@@ -60,8 +60,8 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Records of a metrics file in order, without a partial last line; empty if missing.
 
     Raises:
-      ValueError: a line is no record, or its checksum is wrong; the file is another program's, or
-        damaged.
+      ValueError: a line is not a record or its checksum is wrong. The file belongs to another
+        program or is damaged.
     """
     try:
         *lines, last = Path(path).read_bytes().split(b"\n")
@@ -88,10 +88,10 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def check_metrics(path: Path, identity: str) -> None:
-    """Raises if the run of this identity cannot continue the metrics file.
+    """Raises if the run with this identity cannot continue the metrics file.
 
     Raises:
-      ValueError: a line is of another run, or see `read_records`.
+      ValueError: a line belongs to another run, or `read_records` raises.
     """
     runs = {record.get("run", "") for record in read_records(path)}
     if others := runs - {identity}:
@@ -127,15 +127,15 @@ def plot_losses(
     held_out: str = "bound",
     unit: str = "nats per token",
 ) -> None:
-    """Draws the training loss and each of its parts over the steps to a PNG.
+    """Plots the training loss and each of its parts over the steps as a PNG.
 
     Nothing is drawn without records of training. It needs matplotlib, of the extra ``plots``.
 
     Args:
       records: the records of a metrics file.
-      path: of the picture.
-      held_out: figure of the evaluations that is drawn beside them.
-      unit: of all of them.
+      path: path of the PNG.
+      held_out: evaluation metric to plot next to them.
+      unit: unit of all curves.
     """
     curves = loss_curves(records, held_out)
     if not curves:
@@ -163,7 +163,7 @@ CLOCK = frozenset(
     ("time", "tokens_per_second", "step_seconds", "input_seconds", "device_seconds",
      "host_seconds", "flop_utilisation", "device_memory_bytes", "run")
 )  # fmt: skip
-"""Fields of a record about the machine and the identity of the run: it differs from run to run."""
+"""Fields of a record that describe the machine and the identity of the run."""
 
 _NO_LOSSES = ("kind", "step", "param_norm", "learning_rate", *CLOCK)
 
@@ -176,7 +176,7 @@ def _is_loss(name: str) -> bool:
 def loss_curves(
     records: list[dict[str, Any]], held_out: str
 ) -> dict[str, tuple[list[int], list[float]]]:
-    """(steps, values) by label: the training loss, each part of it, the held-out figure."""
+    """(steps, values) by label: the training loss, each of its parts, the held-out metric."""
     curves: dict[str, tuple[list[int], list[float]]] = {}
 
     def add(label: str, step: int, value: float) -> None:
@@ -204,7 +204,7 @@ def check_trackers(names: Sequence[str]) -> None:
     """Raises if the package of a tracker is not installed.
 
     Raises:
-      ValueError: the line names the tracker, the package and the extra that installs it.
+      ValueError: the message names the tracker, the package and the extra that installs it.
     """
     for name in names:
         if importlib.util.find_spec(_PACKAGES[name]) is None:
@@ -224,7 +224,7 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 class _TensorBoard:
-    """Event files in ``tensorboard/`` of the run."""
+    """Writes event files to ``tensorboard/`` in the directory of the run."""
 
     def __init__(self, out_dir: Path, config: dict[str, Any], identity: str, step: int):
         # Imported late: protobuf takes half a second, which other runs avoid.
@@ -261,25 +261,26 @@ _TRACKERS: dict[str, Callable[[Path, dict[str, Any], str, int], Any]] = {
     "tensorboard": _TensorBoard,
     "wandb": _Wandb,
 }
-"""By name: ``(out_dir, config, identity, step) -> tracker`` of a run that goes on after `step`.
+"""Trackers by name: ``(out_dir, config, identity, step) -> tracker`` for a run that continues after
+`step`.
 
-Later records are dropped. It takes the records of a run: ``write(record)``, ``close()``.
+Later records are dropped. A tracker has the methods ``write(record)`` and ``close()``.
 """
 
 
 class Journal:
-    """Records of a run, in ``metrics.jsonl`` and trackers; only on the first process.
+    """Writes the records of a run to ``metrics.jsonl`` and trackers, on the first process only.
 
-    A failed tracker or picture does not end the run; it is reported once.
+    A failed tracker or plot does not end the run. It is reported once.
 
     Args:
-      out_dir: of the run.
-      config: of the run, as plain values.
-      identity: of the run.
-      figure: of its evaluations, that is drawn beside the training loss.
-      unit: of both.
-      step: the last saved step; later records are dropped.
-      report: takes a line about what fails.
+      out_dir: directory of the run.
+      config: config of the run, as plain values.
+      identity: identity of the run.
+      figure: evaluation metric to plot next to the training loss.
+      unit: unit of both.
+      step: last saved step. Later records are dropped.
+      report: called with one line per failure.
     """
 
     def __init__(
@@ -333,7 +334,7 @@ class Journal:
                 self._guarded(tracker, tracker.close)
 
     def _guarded(self, tracker: Any, act: Callable[[], Any]) -> None:
-        """Calls `act` of a tracker; a failed tracker is reported and disabled."""
+        """Calls `act` of a tracker. A failed tracker is reported and disabled."""
         with self._reporting(f"{type(tracker).__name__} fails"):
             try:
                 act()

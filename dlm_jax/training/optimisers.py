@@ -2,11 +2,10 @@
 
 The model and each of its heads are separate groups, each with its clip, schedule and state.
 
-Muon's matrices are dealt out over the devices, so that each is orthogonalised once. Left to the
-compiler, the products of the Newton-Schulz iteration run on every device that holds a copy, or as
-products of split matrices with a sum over the devices in each. Here every device gets whole
-matrices of its own, in half precision on accelerators, and what comes out goes back to where the
-parameters are.
+The matrices of Muon are distributed over the devices, so that each is orthogonalised once. By
+default the compiler runs the products of the Newton-Schulz iteration on every device with a copy,
+or as products of sharded matrices with an all-reduce each. Here every device receives whole
+matrices, in half precision on accelerators, and the results are resharded like the parameters.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ _DIMENSIONS = contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
 
 
 def orthogonalized_momentum(*, beta: float) -> optax.GradientTransformation:
-    """The direction of Muon's step, before weight decay and learning rate.
+    """The update direction of Muon, before weight decay and learning rate.
 
-    Nesterov momentum whose matrices are orthogonalised and scaled by ``sqrt(max(1, fan_out /
-    fan_in))``. On a single device it is optax's own, operation for operation; the state is the same
-    on any.
+    It is Nesterov momentum with matrices orthogonalised and scaled by ``sqrt(max(1, fan_out /
+    fan_in))``. On a single device it runs the same operations as optax. The state does not depend
+    on the devices.
     """
     make = functools.partial(
         contrib.scale_by_muon,
@@ -75,11 +74,11 @@ def _scaled_by_shape(update: jax.Array) -> jax.Array:
 
 
 def orthogonalized(updates: Any, mesh: AbstractMesh) -> Any:
-    """Every matrix of the tree after the Newton-Schulz iteration, each computed by one device.
+    """Every matrix of the tree after the Newton-Schulz iteration. One device computes each matrix.
 
     Args:
-      updates: matrices ``[..., fan_in, fan_out]`` of norm 1 at most, stacked by layers and perhaps
-        experts, whose paths `dlm_jax.distributed.partitions.RULES` matches.
+      updates: matrices ``[..., fan_in, fan_out]`` with norm at most 1, stacked by layers and
+        optionally experts. `dlm_jax.distributed.partitions.RULES` must match their paths.
       mesh: the devices in use.
     """
     flat, structure = jax.tree_util.tree_flatten_with_path(updates)
@@ -92,8 +91,8 @@ def orthogonalized(updates: Any, mesh: AbstractMesh) -> Any:
     dtype = jnp.float32 if devices.platform() == "cpu" else jnp.bfloat16
 
     def of_device(leaves: list[jax.Array]) -> list[jax.Array]:
-        # Equal shapes with equal splits travel together. A matrix and its transpose have the same
-        # iteration, so those that split their first axis over `tensor` are turned.
+        # Equal shapes with equal shardings are moved together. A matrix and its transpose have the
+        # same iteration, so matrices that shard their first axis over `tensor` are transposed.
         groups: dict[Any, list[int]] = defaultdict(list)
         turned = [spec[-2] == "tensor" for spec in specs]
         parts = [
@@ -125,7 +124,7 @@ def orthogonalized(updates: Any, mesh: AbstractMesh) -> Any:
 def _dealt(
     x_NIO: jax.Array, axes: tuple[Any, Any], stacked: tuple[str, ...], mesh: AbstractMesh
 ) -> jax.Array:
-    """The part of a device of the orthogonalised matrices, of its part of the matrices.
+    """The local shard of the orthogonalised matrices from the local shard of the matrices.
 
     Args:
       x_NIO: parts of N matrices; inside `jax.shard_map`.
@@ -152,7 +151,8 @@ def _dealt(
 
 def _exchanged(x_NIO: jax.Array, axis: str, split: int, joined: int) -> jax.Array:
     if devices.platform() == "cpu":
-        # XLA's CPU backend assigns other layouts to the parts it sends, and then rejects them.
+        # The CPU backend of XLA assigns other layouts to the parts that it sends and then rejects
+        # them.
         x_NIO = jax.lax.optimization_barrier(x_NIO)
     return jax.lax.all_to_all(x_NIO, axis, split, joined, tiled=True)
 
@@ -171,9 +171,8 @@ def _iterated(x_NIO: jax.Array) -> jax.Array:
 def learning_rate(peak: float, config: OptimConfig, *, num_steps: int) -> optax.Schedule:
     """Learning rate by step: linear up to `peak`, then a cosine to ``final_ratio * peak``.
 
-    Step ``warmup_steps`` is the first at the peak. Neither end is reached in the run, so that no
-    step is wasted on a rate of 0: the first has ``peak / (warmup_steps + 1)``, and the cosine ends
-    where the step after the last would be.
+    The first step at the peak is ``warmup_steps``. No step has a rate of 0: the first step has
+    ``peak / (warmup_steps + 1)``, and the cosine ends one step after the last.
     """
     return optax.warmup_cosine_decay_schedule(
         init_value=peak / (config.warmup_steps + 1),
@@ -185,7 +184,7 @@ def learning_rate(peak: float, config: OptimConfig, *, num_steps: int) -> optax.
 
 
 def is_matrix(path: str) -> bool:
-    """Whether the parameter at `path` is a matrix inside a block, which Muon orthogonalises.
+    """Whether Muon orthogonalises the parameter at `path`: a matrix inside a block.
 
     The matrices of experts are stacked by layers and experts, all others by layers.
     """
@@ -210,11 +209,11 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Gradient transformation of a run of `num_steps` steps.
 
-    Gradients are scaled down to a global norm of ``clip``. ``muon`` (Jordan et al. 2024) updates
-    the matrices of the blocks, those of each expert too, and Adam the rest, each with its own
-    peak learning rate; ``adamw`` (Loshchilov and Hutter 2019) updates everything. Weight decay is
-    decoupled and applies to the matrices of the blocks alone. `schedule` is the factor of a step
-    on the peaks, in place of the warm-up and cosine.
+    Gradients are clipped to a global norm of ``clip``. With ``muon`` (Jordan et al. 2024), Muon
+    updates the matrices of the blocks, including those of each expert, and Adam updates the rest,
+    each with its own peak learning rate. ``adamw`` (Loshchilov and Hutter 2019) updates everything.
+    Weight decay is decoupled and applies only to the matrices of the blocks. `schedule` maps a step
+    to a factor on the peaks and replaces the warm-up and cosine.
     """
     at = functools.partial(rate_of, config=config, num_steps=num_steps, schedule=schedule)
     rate = at(config.learning_rate)
@@ -234,10 +233,10 @@ def make_optimizer(
 def _muon(
     config: OptimConfig, rate: optax.Schedule, adam_rate: optax.Schedule
 ) -> optax.GradientTransformation:
-    """As ``optax.contrib.muon``, with the matrices dealt out over the devices."""
+    """As ``optax.contrib.muon``, with the matrices distributed over the devices."""
     matrices = optax.chain(
         orthogonalized_momentum(beta=config.muon_momentum),
-        # Replaces optax's scale by shape, so that the state has the structure of optax's.
+        # Replaces the scale by shape of optax and keeps the structure of its state.
         optax.identity(),
         optax.add_decayed_weights(config.weight_decay),
         optax.scale_by_learning_rate(rate),
@@ -259,14 +258,14 @@ def make_grouped_optimizer(
     own: optax.GradientTransformation | None = None,
     schedule: optax.Schedule | None = None,
 ) -> optax.GradientTransformation:
-    """Gradient transformation of a stage of a run: a group for the model, and one for each head.
+    """Gradient transformation of a stage, with one group for the model and one per head.
 
-    `make_optimizer`, or one's own with its updates times the schedule, for the model itself and the
-    heads that join it, which is all where there is no other head; for each of those its own, by
-    default gradients scaled down to a norm of ``heads.clip`` and AdamW, under a warm-up and cosine
-    that begin where the head begins to train. With ``heads.train_main = false`` the model itself
-    has no state, with adapters these alone have. The state is the same in every stage; groups that
-    do not train keep theirs, and their parameters, as they are.
+    The main group holds the model and the heads that join it. It uses `make_optimizer`, or a custom
+    optimiser with its updates times the schedule. Every other head has a group with its own
+    optimiser. The default is gradient clipping to a norm of ``heads.clip`` and AdamW, with a
+    warm-up and cosine that start with the training of the head. With ``heads.train_main = false``
+    the model has no state; with adapters only the adapters have state. The state has the same
+    structure in every stage. Groups that do not train keep their state and parameters unchanged.
     """
     main = own or make_optimizer(optim, num_steps=num_steps, schedule=schedule)
     if own is not None and schedule is not None:
@@ -304,11 +303,12 @@ def learning_rates(
     is_own: bool = False,
     schedule: optax.Schedule | None = None,
 ) -> dict[str, float]:
-    """The learning rates of a step, from 0, for its metrics.
+    """The learning rates of a step (counted from 0), for its metrics.
 
-    ``learning_rate`` is that of the model itself, muon's matrices or all of adamw, and
-    ``adam_learning_rate`` that of what muon leaves to Adam; a head of its
-    own group has ``sampler_learning_rate``, say. A group with an optimiser of one's own has none.
+    ``learning_rate`` is the rate of the main group (the matrices of Muon, or all parameters with
+    AdamW). ``adam_learning_rate`` is the rate of the parameters that Adam updates under ``muon``. A
+    head with its own group adds, for example, ``sampler_learning_rate``. A group with a custom
+    optimiser has no entry.
     """
     rates: dict[str, float] = {}
     optim = config.optim
@@ -347,7 +347,7 @@ def _head_optimizer(
 
 
 def _frozen(group: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Does not change parameters or state; the state has the structure of `group`."""
+    """Leaves parameters and state unchanged. The state has the structure of `group`."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         return jax.tree.map(jnp.zeros_like, updates), state

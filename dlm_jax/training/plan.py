@@ -1,10 +1,10 @@
-"""The plan of a run before it trains: memory, operations and time of its step, for any devices."""
+"""Plans a run without training: memory, FLOP and time of its step on any devices."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from dlm_jax.config import Config, ModelConfig
 from dlm_jax.data import Tokenizer
 from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.distributed import compiler
 from dlm_jax.distributed.costs import Cost, Torus, cost
 from dlm_jax.distributed.mesh import CHIPS, Chip
 from dlm_jax.distributed.partitions import PLACES, batch_sharding, fitting, path_name
@@ -28,15 +29,15 @@ from dlm_jax.types import Params
 def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_positions: int) -> float:
     """FLOP of one training step: forward and backward of the model, without recomputation.
 
-    Six for each parameter of a matrix and token that meet, and twelve for each feature of a layer's
-    heads and pair of positions that see each other, half of the pairs in a causal model (PaLM,
+    Each matrix parameter costs 6 FLOP per token that uses it. Attention costs 12 FLOP per layer,
+    head feature and visible pair of positions; a causal model has half of the pairs (PaLM,
     Chowdhery et al. 2022, appendix B). A tied embedding table counts once, as the LM head.
 
     Args:
       params: arrays or their shapes.
-      config: of the model.
-      num_rows: rows of a step.
-      num_positions: tokens of a row.
+      config: config of the model.
+      num_rows: rows per step.
+      num_positions: tokens per row.
     """
     in_products = sum(
         math.prod(leaf.shape) * _share_met(path, leaf, config)
@@ -49,7 +50,7 @@ def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_posit
 
 
 def _share_met(path: tuple[Any, ...], leaf: Any, config: ModelConfig) -> float:
-    """The share of a parameter that each token uses: for experts, the routed ones."""
+    """The share of a parameter that each token uses: the routed share for experts."""
     last = path_name(path).split("/")[-1]
     if last.startswith("expert_"):
         return config.experts_per_token / config.experts
@@ -62,14 +63,15 @@ class Plan:
 
     Attributes:
       config: resolved.
-      mesh: its devices.
+      mesh: mesh of the devices.
       state: shapes and shardings of the training state.
       chip: figures of the device; None if unknown.
       memory: bytes by use: ``state``, ``batch``, ``temporaries``.
-      at_best: cost if everything but products is bound by memory alone.
-      at_worst: cost with the compiler's own cycles; both estimates, not measurements.
-      flops: of the model, for each device and step.
+      at_best: cost if all operations except matrix products are memory-bound.
+      at_worst: cost with the cycle estimates of the compiler. Neither is a measurement.
+      flops: model FLOP per device and step.
       compile_seconds: compile time.
+      options: of the compiler.
       text: the program as the compiler prints it.
     """
 
@@ -82,6 +84,7 @@ class Plan:
     at_worst: Cost
     flops: float
     compile_seconds: float
+    options: Mapping[str, str]
     text: str
 
     @property
@@ -97,7 +100,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Ids:
-    """Placeholder for a tokenizer of which only the vocabulary size is known."""
+    """Placeholder for a tokenizer with a known vocabulary size."""
 
     vocab_size: int
 
@@ -111,15 +114,15 @@ class _Ids:
 
 
 def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan:
-    """The training step of `config`, in the stage in which all of its heads train, for a mesh.
+    """Compiles the training step of `config` for a mesh, in the stage that trains all heads.
 
     Args:
       config: with ``model.vocab_size`` set.
-      mesh: its devices need not exist.
-      tokenizer: of the corpus; None: special ids at the end of the vocabulary stand for it.
+      mesh: mesh of the devices, which need not exist.
+      tokenizer: tokenizer of the corpus. None uses special ids at the end of the vocabulary.
 
     Raises:
-      ValueError: the batch or the model does not fit the mesh, or the step its memory.
+      ValueError: the batch or the model does not fit the mesh, or the step does not fit the memory.
     """
     ids = tokenizer or cast(Tokenizer, _Ids(config.model.vocab_size))
     setup = Setup(config, ids, mesh)
@@ -128,6 +131,7 @@ def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan
     step = make_train_step(
         task.loss(stage), task.optimizer(stage), state, mesh=mesh, batch_size=train.batch_size,
         accumulate=train.accumulate, ema_decay=config.optim.ema_decay,
+        compiler_options=config.mesh.compiler_options,
     )  # fmt: skip
     rows = batch_sharding(mesh, train.batch_size)
     columns: list[Any] = [
@@ -159,6 +163,7 @@ def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan
         )
         / mesh.size,
         compile_seconds=seconds,
+        options=compiler.options("train", mesh, config.mesh.compiler_options),
         text=text,
     )
 
@@ -182,7 +187,9 @@ def _share(leaf: Any) -> int:
 
 
 def torus_of(mesh: Mesh) -> Torus:
-    """Where the devices of `mesh` stand; of unknown ones work and bytes are counted alone."""
+    """The torus coordinates of the devices of `mesh`. For unknown devices only FLOP and bytes are
+    counted.
+    """
     chip = CHIPS.get(mesh.devices.flat[0].device_kind)
     places = [tuple(getattr(device, "coords", (device.id,))) for device in mesh.devices.flat]
     sizes = tuple(max(axis) + 1 for axis in zip(*places, strict=True))
@@ -200,6 +207,7 @@ def lines(found: Plan) -> list[str]:
     memory, gib = found.memory, 2**30
     total = sum(memory.values())
     limit = f" of {found.chip.memory / gib:.2f}" if found.chip else ""
+    options = " ".join(f"{name}={value}" for name, value in found.options.items())
     moved = ", ".join(f"{kind} {size / gib:.2f}" for kind, size in found.at_best.moved.items())
     return [
         f"model        {found.num_parameters:,} parameters",
@@ -211,6 +219,7 @@ def lines(found: Plan) -> list[str]:
         f"again {found.at_best.flops / 1e12:.2f}",
         f"collectives  {moved or 'none'} GiB a device and step",
         *_times(found),
+        f"compiler     {options or 'without options'}",
         f"compiled     in {found.compile_seconds:.1f} s; nothing was run or written",
     ]
 
@@ -228,7 +237,7 @@ def _times(found: Plan) -> list[str]:
 
 
 def _places(found: Plan) -> list[str]:
-    """The sharding of each kind of array: one line for each shape and partition of parameters."""
+    """The sharding of each kind of array, one line per shape and partition of parameters."""
     model, train = found.config.model, found.config.train
     rows, positions = train.batch_size // train.accumulate, found.config.data.seq_len
     size = model.size_of_head

@@ -1,4 +1,4 @@
-"""A run: its resolved config, its start or resume, and its initial state."""
+"""Starts and resumes runs: resolved config, checks, and initial state."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from dlm_jax.data import (
 )
 from dlm_jax.data.corpus import MakeTokenizer
 from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.distributed import compiler
 from dlm_jax.distributed.memory import require_room
 from dlm_jax.distributed.mesh import CHIPS, fsdp_for
 from dlm_jax.distributed.partitions import batch_sharding, make_mesh, path_name, share_of_batch
@@ -43,7 +44,7 @@ from dlm_jax.model.lora import GROUP
 from dlm_jax.model.transformer import build
 from dlm_jax.published import fetched, is_published, read_published, read_shape
 from dlm_jax.randomness import check_settings, fingerprint, key_of
-from dlm_jax.settings import SettingError
+from dlm_jax.settings import UNSET, SettingError
 from dlm_jax.store import Checkpoints, load_any, load_meta, not_finite
 from dlm_jax.store.checkpoint_files import complete_steps, remove, step_path
 from dlm_jax.store.files import DirectoryLock, check_bucket, is_remote, located
@@ -84,7 +85,7 @@ def checkpoints_of(config: Config) -> str:
 def write_config(config: Config, out_dir: Path) -> None:
     """Writes ``config.toml`` for users and ``--config``, unless it is unchanged.
 
-    A resume reads the config from the checkpoints, whose checksums detect damage.
+    A resume reads the config from the checkpoints, which have checksums.
     """
     header = (
         "What this run was asked for.\n"
@@ -101,7 +102,7 @@ def write_config(config: Config, out_dir: Path) -> None:
 
 
 def _checkpoints_beside(out_dir: Path) -> str:
-    """The ``train.checkpoint_dir`` of the run in `out_dir`; empty if it is not set or not known."""
+    """The ``train.checkpoint_dir`` of the run in `out_dir`; empty if unset or unknown."""
     try:
         return configs.load(str(out_dir / CONFIG)).train.checkpoint_dir
     except ValueError:
@@ -111,10 +112,10 @@ def _checkpoints_beside(out_dir: Path) -> str:
 def config_of_run(out_dir: Path) -> Config:
     """The config of the run in `out_dir` at its last save, for resuming.
 
-    Its checkpoints lie there, or where its ``config.toml`` says (``train.checkpoint_dir``).
+    The checkpoints are in `out_dir` or in ``train.checkpoint_dir`` of its ``config.toml``.
 
     Raises:
-      ValueError: there is no usable checkpoint.
+      ValueError: no usable checkpoint exists.
     """
     try:
         meta = load_meta(_checkpoints_beside(out_dir) or out_dir, report=lambda line: None)
@@ -139,16 +140,17 @@ def _init_path(config: Config) -> str:
 
 
 def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
-    """The config with ``[model]`` of the published directory in train.init_from, and its tokenizer.
+    """The config with ``[model]`` from the published directory in train.init_from, and its
+    tokenizer.
 
-    Settings of ``[model]`` at their defaults are those of the directory; others must agree with it.
-    The config sets whether and how a causal model is turned into a diffusion one.
+    Settings of ``[model]`` at their defaults are taken from the directory. Other settings must
+    agree with it. The config sets whether and how a causal model is converted to a diffusion model.
 
     Returns:
       The unchanged config and None if train.init_from is not a published directory.
 
     Raises:
-      ValueError: the directory cannot be used, or the config asks for another model.
+      ValueError: the directory is unusable, or the config describes a different model.
     """
     source = _init_path(config)
     if not source or not is_published(source):
@@ -178,12 +180,12 @@ def tokenizer_of(
 ) -> str | Tokenizer | MakeTokenizer:
     """The tokenizer of ``data.tokenizer``, as an argument of `load_corpus`.
 
-    With ``init`` that is the tokenizer of ``train.init_from``, or of the run that is continued. A
-    character tokenizer gets the corpus's characters that it lacks, and they are reported.
+    ``init`` selects the tokenizer of ``train.init_from``, or of the resumed run. Missing characters
+    of the corpus are added to a character tokenizer and reported.
 
     Raises:
-      ValueError: there is no such model; or, while the tokenizer is made, characters are new that
-        ``data.new_characters`` refuses, or that nothing would train.
+      ValueError: the model does not exist, or the corpus has new characters that
+        ``data.new_characters`` refuses or that no parameter group would train.
     """
     if config.data.tokenizer != INIT:
         return config.data.tokenizer
@@ -221,28 +223,30 @@ def _extended(
 
 
 def places_of(theirs: Tokenizer, ours: Tokenizer) -> np.ndarray | None:
-    """Maps each of their ids to the same token's id here, int32 ``[V]``.
+    """Maps each id of the other tokenizer to the id of the same token here, int32 ``[V]``.
 
-    None if that is no tokenizer of characters, or some of its characters are missing here.
+    The result is None if the other tokenizer is not a character tokenizer, or if some of its
+    characters are missing here.
     """
     if not isinstance(theirs, CharacterTokenizer) or not isinstance(ours, CharacterTokenizer):
         return None
     if not set(theirs.characters) <= set(ours.characters):
         return None
     here = {character: id_ for id_, character in enumerate(ours.characters)}
-    # The specials follow the characters in one order, see `dlm_jax.data.tokenizers`.
+    # Special tokens follow the characters in a fixed order, see `dlm_jax.data.tokenizers`.
     text = [here[character] for character in theirs.characters]
     specials = [ours.num_text_ids + i for i in range(theirs.vocab_size - theirs.num_text_ids)]
     return np.array([*text, *specials], np.int32)
 
 
 def renumbered(params: Params, fresh: Params, places: np.ndarray) -> Params:
-    """Trained parameters with their vectors of tokens at other ids, and fresh ones at new ids.
+    """Trained parameters with token vectors moved to new ids. Ids without a trained vector get
+    fresh ones.
 
     Args:
-      params: trained.
-      fresh: those of the new run, whose rows at new ids are kept.
-      places: from `places_of`.
+      params: trained parameters.
+      fresh: parameters of the new run. Their rows at new ids are kept.
+      places: result of `places_of`.
     """
 
     def move(path: Any, given: Any) -> Any:
@@ -269,7 +273,7 @@ def load_resolved(config: Config, *, report: Callable[[str], None]) -> tuple[Con
     """The config with adopted settings and the vocabulary of its corpus, and the corpus.
 
     Raises:
-      ValueError: the corpus or its tokenizer is refused, or ``model.vocab_size`` is too small.
+      ValueError: the corpus or its tokenizer is invalid, or ``model.vocab_size`` is too small.
     """
     config, adopted_tokenizer = adopted(config)
     tokenizer = adopted_tokenizer or tokenizer_of(config, report=report)
@@ -302,11 +306,11 @@ def _with_vocabulary(config: Config, corpus: Corpus) -> Config:
 
 
 def mesh_config(config: Config, devices: Sequence[Any]) -> MeshConfig:
-    """The mesh of `config`; ``mesh.fsdp`` 0 is resolved by the size of the model.
+    """The mesh of `config`. ``mesh.fsdp = 0`` is resolved by the size of the model.
 
     Args:
       config: with ``model.vocab_size`` set.
-      devices: of all processes.
+      devices: devices of all processes.
     """
     mesh = config.mesh
     memory = device_bytes(devices[0])
@@ -324,7 +328,7 @@ def mesh_config(config: Config, devices: Sequence[Any]) -> MeshConfig:
 
 
 def state_bytes(config: Config) -> float:
-    """Bytes of the parameters of the config's model, and of what its optimiser keeps of them."""
+    """Bytes of the parameters and the optimiser state of the model in the config."""
     shapes = jax.eval_shape(build(config.model).init, key_of(0))
     num_parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
     copies = 3 + (config.optim.ema_decay > 0)
@@ -332,12 +336,15 @@ def state_bytes(config: Config) -> float:
 
 
 def device_bytes(device: Any) -> float:
-    """Memory of an accelerator; 0 where it is not known, and for a CPU."""
+    """Memory of an accelerator in bytes; 0 if unknown, and for a CPU."""
     if device.platform == "cpu":
         return 0.0
     if device.device_kind in CHIPS:
         return CHIPS[device.device_kind].memory
     return float((device.memory_stats() or {}).get("bytes_limit", 0))
+
+
+TEACHER = "objective.teacher"
 
 
 def begin_with(
@@ -347,29 +354,37 @@ def begin_with(
     *,
     model: ModelConfig,
     report: Callable[[str], None],
+    setting: str = "train.init_from",
 ) -> TrainState:
-    """The fresh `state` with the parameters of a trained model; heads that it lacks stay fresh.
+    """The fresh `state` with the parameters of a trained model. Heads that the model lacks stay
+    fresh.
 
     Args:
       source: ``train.init_from``, a run or a weights file; empty leaves the state as it is.
-      state: fresh.
-      tokenizer: that of the new run: theirs, or theirs with more characters.
-      model: that of the new run.
-      report: called with one-line messages about heads that begin fresh or are left out.
+      state: fresh training state.
+      tokenizer: tokenizer of the new run: that of the trained model, possibly with more characters.
+      model: model config of the new run.
+      report: called with one-line messages about fresh or omitted heads.
+      setting: the setting that names the model. A teacher has the tokenizer of the run, and is not
+        a published model.
 
     Raises:
-      ValueError: there is no model, or it has another tokenizer, shape, or setting that its
-        parameters were trained for, or a config that this version cannot read.
+      ValueError: the model does not exist, has another tokenizer, shape or training-relevant
+        setting, or has a config that this version cannot read.
     """
     if not source:
         return state
-    where = f"train.init_from={source}"
+    where, teaches = f"{setting}={source}", setting == TEACHER
     if is_published(source):
+        if teaches:
+            raise ValueError(f"{where} is a published model; name a run or a weights file")
         return _begin_published(source, state, report)
     params, meta = load_any(source, report=report)
     if (broken := not_finite(params)) is not None:
         raise ValueError(f"{where}: its parameter {broken} is not finite; name another model")
     if meta["tokenizer"] != tokenizer.to_json():
+        if teaches:
+            raise ValueError(f"{where} has another vocabulary than the run; name one with the same")
         places = places_of(from_json(meta["tokenizer"]), tokenizer)
         if places is None:
             raise ValueError(f"{where} has another tokenizer; use data.tokenizer=init, which is it")
@@ -400,7 +415,7 @@ def _check_settings(where: str, theirs: ModelConfig, model: ModelConfig) -> None
 
 
 def _laid_out(where: str, own: Params, given: Params) -> Params:
-    """The given parameters with the dtypes and shardings of ours."""
+    """The given parameters with the dtypes and shardings of this run."""
 
     def take(path: Any, own: jax.Array, given: Any) -> jax.Array:
         if given.shape != own.shape:
@@ -417,7 +432,7 @@ def _laid_out(where: str, own: Params, given: Params) -> Params:
 
 
 def _with_params(state: TrainState, params: Params) -> TrainState:
-    """The initial `state` with these parameters, also in its averages."""
+    """The initial `state` with these parameters, including its averages."""
     return state.begun_with(state.params | params)
 
 
@@ -437,26 +452,26 @@ def _begin_published(source: str, state: TrainState, report: Callable[[str], Non
 
 
 FOLDER = "best"
-"""Name of the directory of the best model, in ``train.checkpoint_dir`` if that is set, else in
-``train.out_dir``. It is a directory of checkpoints that holds one."""
+"""Name of the checkpoint directory of the best model, in ``train.checkpoint_dir`` if set and
+otherwise in ``train.out_dir``. It holds one checkpoint."""
 
 
 class Best:
-    """The parameters of the evaluation with the lowest figure, in ``best`` of a run's directory.
+    """Saves the parameters with the best evaluation to ``best`` in the directory of a run.
 
-    The best model that an earlier part of the run found counts as long as the evaluations are over
-    the same windows. A run that continues from before that evaluation takes the same steps again.
-    A new run removes the best model of a run of the same config that saved no checkpoint. Every
-    process of a run makes one and calls the same methods in the same order.
+    A resumed run keeps the best model of its earlier part if the evaluations use the same windows.
+    A run that resumes before that evaluation repeats the same steps. A new run removes the best
+    model of a run with the same config and no checkpoint. Every process of a run creates one
+    instance and calls the same methods in the same order.
 
     Args:
-      config: of the run.
-      meta: what the run saves beside its states, see `Run`.
+      config: config of the run.
+      meta: metadata of the run, see `Run`.
       is_new: whether this is a new run.
       check: see `Checkpoints`.
 
     Raises:
-      ValueError: `FOLDER` is no directory, or holds the best model of another run.
+      ValueError: `FOLDER` is not a directory or holds the best model of another run.
     """
 
     def __init__(
@@ -479,19 +494,19 @@ class Best:
             raise
 
     def begin(self) -> None:
-        """Removes the best model of an earlier run of the same config that saved no checkpoint."""
+        """Removes the best model of an earlier run with the same config and no checkpoint."""
         if self._is_stale:
             on_first_process(lambda: self._remove_from(0))
             self._is_stale = False
 
     def offer(self, step: int, figure: float, params: Params, meta: dict[str, Any]) -> bool:
-        """Whether the figure of that step is the lowest; if so, starts saving its parameters.
+        """Whether the figure of this step is the lowest. If so, it starts to save the parameters.
 
         Args:
-          step: of the evaluation.
-          figure: lower is better; one that is not finite is never the best.
-          params: that were evaluated.
-          meta: what is saved beside them.
+          step: step of the evaluation.
+          figure: value to minimise. A non-finite value is never the best.
+          params: evaluated parameters.
+          meta: metadata to save with them.
         """
         if not math.isfinite(figure) or (self.figure is not None and figure >= self.figure):
             return False
@@ -506,12 +521,12 @@ class Best:
         self._checkpoints.wait()
 
     def close(self) -> None:
-        """Ends all threads; a save without `wait` may be lost."""
+        """Stops all threads. A save without `wait` may be lost."""
         self._checkpoints.abandon()
 
     def _read(self, meta: dict[str, Any], is_new: bool) -> float | None:
-        """The figure of what is there; None if nothing is, or another measure was taken."""
-        # Every process reads, because Orbax waits for all of them.
+        """The figure of the saved model; None without one or if it used another measure."""
+        # Every process must read, because Orbax synchronises all of them.
         if not on_first_process(self._checkpoints.steps):
             return None
         try:
@@ -526,7 +541,7 @@ class Best:
         return best.get("figure") if best.get("measured_on") == self._measured_on else None
 
     def _check_may_go(self, meta: dict[str, Any], found: dict[str, Any], is_new: bool) -> None:
-        """Raises ValueError unless this run repeats the other one."""
+        """Raises ValueError unless this run repeats the run that saved the model."""
         try:
             if not is_new:
                 raise ValueError(
@@ -550,11 +565,10 @@ class Best:
 class Run:
     """A prepared run: the resolved config and the objects made from it.
 
-    ``state`` is fresh, or the newest checkpoint's, and ``saved`` the JSON beside it (empty if
-    fresh). ``meta`` is saved beside every state: what the run is, with an identity that is drawn
-    when it begins and that its best model and metrics carry too, what is not the config's (its own
-    network, objective and heads), and what its randomness depends on. ``noise_key`` is what the
-    noise of every step is folded from.
+    ``state`` is fresh or from the newest checkpoint, and ``saved`` is its JSON metadata (empty if
+    fresh). ``meta`` is saved with every state. It describes the run: an identity drawn at the
+    start, which the best model and the metrics share; the names of custom parts (network, objective
+    and heads); and the sources of randomness. The noise of every step is folded from ``noise_key``.
     """
 
     setup: Setup
@@ -595,20 +609,20 @@ def prepare(
     schedule: optax.Schedule | None = None,
     report: Callable[[str], None],
 ) -> Run:
-    """The run of `config`, continued where its directory holds checkpoints.
+    """Prepares the run of `config`. It resumes if the directory holds checkpoints.
 
     Args:
-      config: as loaded; ``model.vocab_size`` 0 becomes the tokenizer's.
-      network: instead of the Transformer of the config, see `dlm_jax.training.train`.
-      objective: instead of the config's, see there.
+      config: loaded config. A ``model.vocab_size`` of 0 is replaced by that of the tokenizer.
+      network: replaces the Transformer of the config, see `dlm_jax.training.train`.
+      objective: replaces that of the config, see there.
       heads: additional heads, see `dlm_jax.training.train`.
-      optimizer: instead of the config's, see there.
-      schedule: instead of the warm-up and cosine, see there.
+      optimizer: replaces that of the config, see there.
+      schedule: replaces the warm-up and cosine, see there.
       report: called with one-line messages, such as that a damaged checkpoint was skipped.
 
     Raises:
-      ValueError: bad data, a batch or mesh that does not fit the devices, a directory that holds
-        another run or something else.
+      ValueError: the data is invalid, the batch or mesh does not fit the devices, or the directory
+        holds another run or other files.
     """
     asked, mesh = config, _checked_mesh(config)
     setup, corpus = _setup_of(config, mesh, is_own=network is not None, report=report)
@@ -658,7 +672,7 @@ def prepare(
 def _setup_of(
     config: Config, mesh: Mesh, *, is_own: bool, report: Callable[[str], None]
 ) -> tuple[Setup, Corpus]:
-    """The setup of a run, and its corpus; a custom network is not checked against the mesh."""
+    """The setup of a run and its corpus. A custom network is not checked against the mesh."""
     config, corpus = load_resolved(config, report=report)
     check_same_everywhere({"data.source": corpus.sha256})
     if not is_own:
@@ -675,8 +689,8 @@ class Problem:
 
     Attributes:
       setup: resolved config, tokenizer, mesh.
-      corpus: the text.
-      task: the losses.
+      corpus: corpus of the config.
+      task: task with its losses.
     """
 
     setup: Setup
@@ -697,24 +711,24 @@ class Problem:
         """The loss of a training step, a float32 scalar in nats per token.
 
         Args:
-          params: as from `init`.
-          batch: rows, as from `batches`.
-          key: of all noise of the run, from ``jax.random.key``.
-          step: from 0; the noise depends on it, and the weights of losses that grow.
+          params: parameters, as returned by `init`.
+          batch: rows, as yielded by `batches`.
+          key: key for all noise of the run, from ``jax.random.key``.
+          step: step from 0. The noise and the weights of ramped losses depend on it.
         """
         return self._parts(params, batch, key, step)[0](params)
 
     def gradient(
         self, params: Params, batch: Batch, key: jax.Array, step: jax.typing.ArrayLike = 0
     ) -> tuple[jax.Array, Params]:
-        """`loss`, and its gradient for `params`; zero for parameters that never train."""
+        """`loss` and its gradient in `params`; zero for parameters that never train."""
         compute, trained = self._parts(params, batch, key, step)
         loss, grads = jax.value_and_grad(compute)(trained)
         zeros = {name: jax.tree.map(jnp.zeros_like, params[name]) for name in params}
         return loss, zeros | grads
 
     def batches(self, start_step: int = 0) -> Iterator[Batch]:
-        """An infinite iterator of the batches of the run from a step on."""
+        """An infinite iterator over the batches of the run, starting at a step."""
         train = self.setup.config.train
         for rows in train_batches(
             self.corpus.train_rows, seq_len=self.setup.config.data.seq_len,
@@ -725,7 +739,7 @@ class Problem:
     def _parts(
         self, params: Params, batch: Batch, key: jax.Array, step: jax.typing.ArrayLike
     ) -> tuple[Callable[[Params], jax.Array], Params]:
-        """(loss of the parameters that train, those)."""
+        """The loss as a function of the trained parameters, and these parameters."""
         stage = self.task.stage(self.setup.config.train.steps)
         step_loss, step = self.task.loss(stage), jnp.asarray(step, jnp.int32)
         trained, held = step_loss.split(params)
@@ -746,7 +760,7 @@ def problem(
     heads: Sequence[Head | MakeHead] = (),
     report: Callable[[str], None] = lambda line: None,
 ) -> Problem:
-    """The training of a config for a custom loop; arguments and errors as in `train`."""
+    """The training of a config for a custom loop. Arguments and errors are those of `train`."""
     if not isinstance(config, Config):
         config = configs.load(str(config))
     if config.rl.reward:
@@ -756,13 +770,20 @@ def problem(
         )  # fmt: skip
     mesh = _checked_mesh(config)
     setup, corpus = _setup_of(config, mesh, is_own=network is not None, report=report)
-    return Problem(setup, corpus, make_task(setup, network, objective, heads))
+    task = make_task(setup, network, objective, heads)
+    if task.mixture.needs_teacher:
+        name = next(iter(config.objective.distilled), "")
+        raise SettingError(
+            f"objective.{name}_share" if name else "objective", UNSET,
+            "needs a teacher, whose parameters a custom loop must keep itself", "use dlm_jax.train",
+        )  # fmt: skip
+    return Problem(setup, corpus, task)
 
 
 def _continued(
     task: Task, meta: dict[str, Any], checkpoints: Checkpoints, *, report: Callable[[str], None]
 ) -> tuple[TrainState, dict[str, Any]]:
-    """(newest state, metadata) of the existing run, whose identity is kept."""
+    """The newest state and metadata of the existing run. Its identity is kept."""
     theirs = checkpoints.read_meta(report=report)
     check_same_run(meta, theirs)
     meta["run"] = theirs["run"]
@@ -775,7 +796,7 @@ def _continued(
 def _begun(
     task: Task, meta: dict[str, Any], key: jax.Array, *, report: Callable[[str], None]
 ) -> TrainState:
-    """The state before the first step of a new run, whose identity it draws."""
+    """The state before the first step of a new run, with a newly drawn identity."""
     meta["run"] = on_first_process(lambda: secrets.token_hex(8))
     config, mesh = task.setup.config, task.setup.mesh
     shares = [
@@ -786,10 +807,14 @@ def _begun(
         sum(shares), mesh.devices.flat, "the state of the training",
         "make [model] smaller, or split it over more devices with mesh.fsdp",
     )  # fmt: skip
-    return begin_with(
-        _init_path(config), task.fresh_state(key), task.setup.tokenizer, model=config.model,
-        report=report,
-    )  # fmt: skip
+    fresh, tokenizer = task.fresh_state(key), task.setup.tokenizer
+    state = begin_with(_init_path(config), fresh, tokenizer, model=config.model, report=report)
+    if not config.objective.teacher:
+        return state
+    source = os.fspath(fetched(config.objective.teacher, TEACHER))
+    return state.taught_by(begin_with(
+        source, fresh, tokenizer, model=config.model, report=lambda line: None, setting=TEACHER
+    ))  # fmt: skip
 
 
 def _checked_mesh(config: Config) -> Mesh:
@@ -797,6 +822,7 @@ def _checked_mesh(config: Config) -> Mesh:
     check_same_everywhere(facts_of(config))
     check_settings()
     mesh = make_mesh(config.mesh)
+    compiler.options("train", mesh, config.mesh.compiler_options)
     share_of_batch(batch_sharding(mesh, config.train.batch_size), config.train.batch_size)
     check_parts(config, mesh)
     check_writable("train.out_dir", Path(config.train.out_dir))
@@ -809,17 +835,17 @@ def _checked_mesh(config: Config) -> Mesh:
 
 
 def _lock_those_there(lock: DirectoryLock, places: dict[str, Path]) -> None:
-    """Locks the existing local directories, so that no other run changes what is read there."""
+    """Locks the existing local directories against changes by other runs."""
     for setting, path in places.items():
         if not is_remote(path) and path.is_dir():
             lock.lock(path, setting)
 
 
 def _acquire(lock: DirectoryLock, places: dict[str, Path], *, is_new: bool) -> None:
-    """Creates and locks the directories, or claims those that cannot be locked.
+    """Creates and locks the directories. Directories that cannot be locked are claimed.
 
     Raises:
-      ValueError: another run has one, or has saved a checkpoint since this one looked.
+      ValueError: another run holds a directory, or has saved a checkpoint since the check.
     """
     checkpoints = places["train.checkpoint_dir"]
 
@@ -833,7 +859,7 @@ def _acquire(lock: DirectoryLock, places: dict[str, Path], *, is_new: bool) -> N
     for setting, path in places.items():
         make_directory(setting, path)
     unlocked = [path for setting, path in places.items() if not lock.lock(path, setting)]
-    # A claim ends the run that has the directory, so a rejected run must not make one.
+    # A claim ends the run that holds the directory, so a rejected run must not claim it.
     check_still_new()
     for path in unlocked:
         lock.claim(path)
@@ -858,7 +884,7 @@ def _name(made: Any) -> str:
 
 
 def _names_of(network: Any, objective: Any, heads: Sequence[Any]) -> dict[str, Any]:
-    """Names of the parts that are not from the config, for checkpoints."""
+    """Names of custom parts, for checkpoints."""
     own = {"network": network and _name(network), "objective": objective and _name(objective)}
     return {part: found for part, found in own.items() if found} | (
         {"heads": [_name(head) for head in heads]} if heads else {}
@@ -866,7 +892,7 @@ def _names_of(network: Any, objective: Any, heads: Sequence[Any]) -> dict[str, A
 
 
 def _optimiser_names(task: Task, optimizer: Any) -> dict[str, str]:
-    """The same of the optimiser, with the kinds of state that it keeps, and of the schedule."""
+    """Names of a custom optimiser, with its kinds of state, and of a custom schedule."""
     names = {} if task.schedule is None else {"schedule": _name(task.schedule)}
     if task.own_optimizer is None:
         return names

@@ -1,7 +1,7 @@
-"""Staged training of a model and its heads: groups that train, and the loss of a stage.
+"""Staged training of a model and its heads: trained groups, and the loss of a stage.
 
-A stage is the static set of groups that train, so other groups cost nothing; within a stage only
-the weights of losses change.
+A stage is the static set of trained groups, so other groups cost nothing. Within a stage only the
+weights of losses change.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from dlm_jax.types import Network, Params
 
 _SALT = 0x68656164
 KEPT = "kept"
-"""The group of parameters that never train and have no state."""
+"""The group of parameters that never train and have no optimiser state."""
 
 
 def stage_at(step: int, heads: Sequence[Head], *, train_main: bool, adapts: bool = False) -> Stage:
-    """The stage of a step, from 0: a head trains where its loss has weight."""
+    """The stage of a step, counted from 0. A head trains if its loss has weight."""
     own = [head.name for head in heads if head.group != MAIN and head.trains_at(step)]
     return Stage((*[MAIN] * train_main, *own), adapts)
 
 
 def group_of(name: str, heads: Sequence[Head], *, adapts: bool = False) -> str:
-    """The optimiser group of the parameters under that top-level name.
+    """The optimiser group of the parameters under a top-level name.
 
     `KEPT` is the group of a frozen model with adapters.
     """
@@ -40,10 +40,15 @@ def group_of(name: str, heads: Sequence[Head], *, adapts: bool = False) -> str:
     return KEPT if adapts and group == MAIN and name != GROUP else group
 
 
+def teacher_of(params: Params, reference: Params | None) -> Params:
+    """All parameters of the teacher, of which the reference holds those that it does not share."""
+    return jax.lax.stop_gradient(params) | (reference or {})
+
+
 class Drawn(NamedTuple):
     """A batch with all of its noise, or some rows of it.
 
-    Leaves are ``[B, ...]``, or scalars: totals of the whole batch.
+    Leaves are ``[B, ...]`` or scalars, which are totals of the whole batch.
     """
 
     example: MixedExample
@@ -73,13 +78,14 @@ class StageLoss:
         return [head for head in self.heads if self.stage.trains(head.group)]
 
     def split(self, params: Params) -> tuple[Params, Params]:
-        """(parameters that train, the others), each with its top-level names."""
+        """The trained and the other parameters, each by top-level name."""
         groups = {name: group_of(name, self.heads, adapts=self.stage.adapts) for name in params}
         trained = {name: params[name] for name in params if self.stage.trains(groups[name])}
         return trained, {name: tree for name, tree in params.items() if name not in trained}
 
     def draw(self, batch: Batch, key: jax.Array, step: jax.Array) -> Drawn:
-        """The batch with the noise of a step: from the run's key and the step alone.
+        """The batch with the noise of a step, which depends only on the key of the run and the
+        step.
 
         Each head has its own noise, so that the noise of the model does not depend on it.
         """
@@ -91,11 +97,13 @@ class StageLoss:
         return Drawn(example, noise)
 
     def anchored(self, drawn: Drawn, params: Params, reference: Params | None) -> Drawn:
-        """With what objectives compute at the parameters before a step, and at the reference."""
+        """The batch with the results of `anchor` at the parameters before a step and at the
+        reference.
+        """
         noise = drawn.example.noise
         for name, objective in self.mixture.objectives.items():
             if isinstance(objective, NetworkObjective) and objective.anchor is not None:
-                kept = params | (reference or {})
+                kept = teacher_of(params, reference)
                 noise = noise | {name: objective.anchor(self.network, params, kept, noise[name])}
         return drawn._replace(example=drawn.example._replace(noise=noise))
 
@@ -108,11 +116,12 @@ class StageLoss:
         return jax.random.fold_in(salted, head.stream)
 
     def __call__(
-        self, params: Params, drawn: Drawn, step: jax.Array
+        self, params: Params, drawn: Drawn, step: jax.Array, reference: Params | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(what is minimised, the loss of each objective and head) of a batch or a part of it.
+        """The total loss, and the loss of each objective and head, of a batch or a part of it.
 
-        In nats per token, where the objectives and heads are.
+        The unit is nats per token if the objectives and heads use it. `reference` is as in
+        `anchored`; objectives with a teacher read it.
         """
         hidden_BLD = self._hidden(params, drawn.example)
         means: dict[str, jax.Array] = {}
@@ -120,8 +129,9 @@ class StageLoss:
         if self.stage.trains(MAIN):
             reads = hidden_BLD if self.mixture.reads_trunk else None
             found = self.mixture.losses(
-                self.network, params, drawn.example, reads, mask_id=self.mask_id
-            )
+                self.network, params, drawn.example, reads, mask_id=self.mask_id,
+                teacher=teacher_of(params, reference) if self.mixture.needs_teacher else None,
+            )  # fmt: skip
             means = {name: _mean(loss, name) for name, loss in found.items()}
             total = sum((self.mixture.shares[name] * means[name] for name in means), total)
             for loss in found.values():
@@ -133,7 +143,9 @@ class StageLoss:
         return total, means
 
     def metrics(self, means: dict[str, jax.Array], step: jax.Array) -> dict[str, jax.Array]:
-        """The parts of the loss, where it has several or a head's, and the weights of heads."""
+        """The parts of the loss, if there are several or a head has one, and the weights of
+        heads.
+        """
         own = [head for head in self.trained_heads if head.group != MAIN]
         if len(means) < 2 and not own:
             return {}
@@ -149,8 +161,8 @@ class StageLoss:
         hidden_BLD = hidden_of(
             self.network, params, example.shown_BL, batch.tokens_BL, batch.length_B
         )
-        # The heads read the trunk's output without fusion into the trunk, which would round
-        # differently with heads than without.
+        # Without this barrier the heads would be fused into the trunk, which would then round
+        # differently than without heads.
         return jax.lax.optimization_barrier(hidden_BLD)
 
     def _inputs(self, head: Head, params: Params, drawn: Drawn, hidden_BLD: Any) -> HeadInputs:

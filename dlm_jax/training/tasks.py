@@ -1,4 +1,4 @@
-"""The tasks that a run can train a model for, each one record: its losses, and its evaluation."""
+"""Training tasks. Each is a record with its losses and its evaluation."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from jax.sharding import Mesh
 
 from dlm_jax.config import Config, ModelConfig
 from dlm_jax.diffusion.likelihood import costs, half_width, plus_minus, ratio_and_error
+from dlm_jax.diffusion.mixing import mixture_of
 from dlm_jax.diffusion.objectives import (
+    TAUGHT,
     Batch,
     Mixture,
     NetworkObjective,
     Objective,
-    mixture_of,
     next_token,
 )
-from dlm_jax.heads import HEADS, Head, Setup, scorer, with_own_parameters
+from dlm_jax.heads import HEADS, MAIN, Head, Setup, scorer, with_own_parameters
 from dlm_jax.model.transformer import build
 from dlm_jax.rl import Rollouts, objective_of, reward_line
 from dlm_jax.training.optimisers import learning_rates, make_grouped_optimizer
-from dlm_jax.training.stages import Stage, StageLoss, stage_at
+from dlm_jax.training.stages import Stage, StageLoss, group_of, stage_at
 from dlm_jax.training.train_step import TrainState, abstract_state, init_state, keeping
 from dlm_jax.types import Network, Params
 
@@ -42,24 +43,23 @@ class Task:
     """The training task of a run, and its evaluation.
 
     Attributes:
-      setup: its inputs.
-      network: the model, whose `init` makes the parameters of all heads.
+      setup: inputs of the task.
+      network: the model. Its `init` creates the parameters of all heads.
       mixture: objectives of the model itself.
-      heads: in the order in which their losses are added up.
-      measure: ``(params, batch, number_B, key)`` -> figures of held-out rows of these numbers, a
-        pytree of ``[B]``; not called where there are `rollouts`, as is the next.
+      heads: heads, in the order in which their losses are summed.
+      measure: ``(params, batch, number_B, key)`` -> figures of held-out rows with these numbers, a
+        pytree of ``[B]``. With `rollouts`, neither `measure` nor `summarize` is called.
       summarize: ``(measured, free_N) -> figures`` of N rows, given their free positions.
       line: ``(figures) -> text`` for the log.
-      figure: the figure of an evaluation that is drawn beside the training loss.
-      is_gain: whether the best figure is the highest.
-      unit: of that figure and of the loss.
-      writes_text: whether it can show samples.
-      next_command: what to do with the trained model; ``{out_dir}`` is its directory.
-      own_optimizer: of the model itself, in place of that of ``[optim]``; None: that.
-      schedule: factor of a step, from 0, on the learning rates or the own optimiser's updates; None
-        is the warm-up and cosine, or 1.
-      rollouts: makes the samples that a step learns from, in place of rows of the corpus; None: it
-        learns from those.
+      figure: name of the evaluation metric to plot next to the training loss.
+      is_gain: whether higher figures are better.
+      unit: unit of the figure and of the loss.
+      writes_text: whether the model can generate samples.
+      next_command: suggested command for the trained model; ``{out_dir}`` is its directory.
+      own_optimizer: custom optimiser of the main group; None uses ``[optim]``.
+      schedule: maps a step (from 0) to a factor on the learning rates, or on the updates of a
+        custom optimiser. None is the warm-up and cosine, or 1 for a custom optimiser.
+      rollouts: generates the training samples of a step; None trains on rows of the corpus.
     """
 
     setup: Setup
@@ -80,17 +80,17 @@ class Task:
 
     @property
     def updates(self) -> int:
-        """Of the parameters in a step."""
+        """Number of parameter updates per step."""
         return 1 if self.rollouts is None else self.setup.config.rl.updates
 
     @property
     def rows(self) -> int:
-        """Of the corpus in a step: as many as the batch, or as it has prompts."""
+        """Rows of the corpus per step: the batch size, or the number of prompts."""
         config = self.setup.config
         return config.train.batch_size // (1 if self.rollouts is None else config.rl.group)
 
     def stage(self, step: int) -> Stage:
-        """The heads that train at a step, from 0."""
+        """The heads that train at a step, counted from 0."""
         config = self.setup.config
         return stage_at(
             step, self.heads, train_main=config.heads.train_main, adapts=config.model.lora_rank > 0
@@ -100,18 +100,20 @@ class Task:
         return StageLoss(self.network, self.mixture, self.heads, stage, self.setup.mask_id)
 
     def optimizer(self, stage: Stage) -> optax.GradientTransformation:
-        """The optimiser of a stage; its state is that of every other stage."""
+        """The optimiser of a stage. Its state has the same structure in all stages."""
         config, schedule = self._by_update
         made = make_grouped_optimizer(
             config.optim, config.heads, self.heads, stage,
             num_steps=config.train.steps * self.updates, own=self.own_optimizer, schedule=schedule,
         )  # fmt: skip
+        if self.mixture.needs_teacher:
+            return keeping(made, self._taught)
         if self.rollouts is None or not config.rl.kl:
             return made
         return keeping(made, lambda params: self.loss(stage).split(params)[0])
 
     def learning_rates(self, stage: Stage, step: int) -> dict[str, float]:
-        """Those of a step, from 0, for its metrics."""
+        """The learning rates of a step (counted from 0), for its metrics."""
         config, schedule = self._by_update
         return learning_rates(
             config, self.heads, stage, step * self.updates,
@@ -119,9 +121,15 @@ class Task:
             is_own=self.own_optimizer is not None, schedule=schedule,
         )  # fmt: skip
 
+    def _taught(self, params: Params) -> Params:
+        """The parameters outside heads that may train."""
+        adapts = self.setup.config.model.lora_rank > 0
+        groups = {name: group_of(name, self.heads, adapts=adapts) for name in params}
+        return {name: params[name] for name in params if groups[name] == MAIN}
+
     @property
     def _by_update(self) -> tuple[Config, optax.Schedule | None]:
-        """Config and schedule of the optimiser, which counts updates instead of steps."""
+        """Config and schedule of the optimiser, counted in updates instead of steps."""
         config, schedule, updates = self.setup.config, self.schedule, self.updates
         if updates == 1:
             return config, schedule
@@ -149,7 +157,7 @@ def make_task(
     schedule: optax.Schedule | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Task:
-    """The parts of a run that train; for the arguments see `dlm_jax.training.train`."""
+    """The task of a run. See `dlm_jax.training.train` for the arguments."""
     if not isinstance(network, Network):
         network = (network or build)(setup.config.model)
     records = make_heads(setup, heads)
@@ -166,13 +174,14 @@ def make_task(
 def language_model(
     setup: Setup, network: Network, objective: MakeObjective | None, heads: tuple[Head, ...]
 ) -> Task:
-    """Trains for the objectives of the config, or `objective`; evaluated by its bound.
+    """Trains on the objectives of the config, or `objective`, and evaluates the bound.
 
     A causal model has an exact likelihood instead of a bound, and predicts the next token.
     """
     cost = functools.partial(
         costs, network, is_causal=setup.config.model.attention_type == "causal",
         mask_id=setup.mask_id, eos_id=setup.tokenizer.eos_id,
+        process=setup.config.objective.noise_process, noise_ids=setup.noise_ids,
     )  # fmt: skip
     mixture = make_mixture(setup) if objective is None else _own_mixture(setup, objective)
     return Task(
@@ -184,7 +193,7 @@ def language_model(
 def sequence_scorer(
     setup: Setup, network: Network, objective: MakeObjective | None, heads: tuple[Head, ...]
 ) -> Task:
-    """Trains for the loss of the scorer's head, unless for an `objective`; writes no text."""
+    """Trains on the loss of the scorer head, or `objective`. It generates no text."""
     if network.scorer is None:
         raise ValueError("model.mode='sequence_scorer' needs a network with a scorer")
     corruption = setup.config.objective
@@ -215,10 +224,11 @@ def policy(
     heads: tuple[Head, ...],
     report: Callable[[str], None],
 ) -> Task:
-    """Trains on its own samples for the loss of ``[rl]``, or `objective`; evaluated by its reward.
+    """Trains on its own samples with the loss of ``[rl]``, or `objective`, and evaluates the
+    reward.
 
     Raises:
-      ValueError: there are heads, or a setting does not go with it.
+      ValueError: there are heads, or a setting is incompatible.
     """
     if heads:
         raise ValueError(f"rl.reward trains no heads, and {heads[0].name} is one; leave it out")
@@ -249,7 +259,7 @@ TASKS: dict[str, Callable[..., Task]] = {
 
 
 def make_heads(setup: Setup, own: Sequence[Head | MakeHead]) -> tuple[Head, ...]:
-    """The heads of the config, then those of the caller.
+    """The heads of the config, followed by those of the caller.
 
     Raises:
       ValueError: two have the same name or metric, or nothing is left that trains.
@@ -259,7 +269,10 @@ def make_heads(setup: Setup, own: Sequence[Head | MakeHead]) -> tuple[Head, ...]
     for names in ([head.name for head in heads], [head.metric for head in heads]):
         if len(set(names)) < len(names):
             raise ValueError(f"two heads have the same name: {', '.join(names)}; rename one")
-    taken = {"loss", "grad_norm", "param_norm", "elbo", "denoising", "proofreading", "next_token"}
+    taken = {
+        "loss", "grad_norm", "param_norm", "elbo", "denoising", "proofreading", "next_token",
+        *TAUGHT,
+    }  # fmt: skip
     for head in own:
         if isinstance(head, Head) and head.metric in taken:
             raise ValueError(f"head {head.name!r} has the metric {head.metric!r}, which is taken")
@@ -272,16 +285,17 @@ def make_heads(setup: Setup, own: Sequence[Head | MakeHead]) -> tuple[Head, ...]
 
 
 def make_mixture(setup: Setup) -> Mixture:
-    """The objectives as the config mixes them, or the next token for a causal model.
+    """The mixture of objectives of the config, or next-token prediction for a causal model.
 
     Raises:
-      ValueError: the share of an objective rounds to no row of a batch.
+      ValueError: the share of an objective rounds to 0 rows of a batch.
     """
     config = setup.config
     if config.model.attention_type == "causal":
         return Mixture({"next_token": lambda batch, key: next_token(batch)}, {"next_token": 1.0})
     mixture = mixture_of(
         config.objective, mask_id=setup.mask_id, random_ids=setup.text_ids,
+        banned_ids=setup.banned_ids, noise_ids=setup.noise_ids,
         block_length=config.model.block_length,
     )  # fmt: skip
     num_rows = config.train.batch_size
@@ -297,7 +311,7 @@ def make_mixture(setup: Setup) -> Mixture:
 
 
 def _own_mixture(setup: Setup, make: MakeObjective) -> Mixture:
-    """A `Mixture` is taken as it is; one objective is given batches as the config cuts them."""
+    """Returns a `Mixture` unchanged. A single objective receives batches cut as in the config."""
     made = make(setup)
     if isinstance(made, Mixture):
         return made

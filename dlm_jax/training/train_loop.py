@@ -1,4 +1,4 @@
-"""The loop of a run: its steps, and periodic actions between them."""
+"""The training loop: steps, and periodic actions between them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from dlm_jax.training.train_step import (
 )
 from dlm_jax.types import Network, Params
 
-# Steps that may wait on the device: enough to keep it busy, few enough to stop soon on request.
+# Maximum steps in flight: enough to keep the device busy, few enough to stop quickly.
 _MAX_AHEAD = 2
 
 ShowSample = Callable[[Run, TrainState, int], None]
@@ -53,8 +53,8 @@ ShowSample = Callable[[Run, TrainState, int], None]
 Callback = Callable[[Run, TrainState, dict[str, Any]], None]
 """``(run, state, record)``: called with a record of the metrics.
 
-``record["kind"]`` is ``train`` or ``evaluation``, ``record["step"]`` the steps taken. The next step
-overwrites the arrays of the state, so copy any that you keep.
+``record["kind"]`` is ``train`` or ``evaluation``, and ``record["step"]`` is the number of steps
+taken. The next step overwrites the arrays of the state, so copy any that you keep.
 """
 
 
@@ -62,12 +62,12 @@ overwrites the arrays of the state, so copy any that you keep.
 class Outcome:
     """How a run ended.
 
-    ``run`` is what was trained and ``params`` what came out: ``dlm_jax.Model(run.network, params,
-    run.corpus.tokenizer, max_length=run.config.data.seq_len)`` samples from it.
-    ``reason`` is ``finished``, ``interrupted`` (by `signal_number`; saved, and the same command
-    continues) or ``non_finite`` (a loss, gradient or parameter was NaN or infinite; nothing was
-    saved after the last good checkpoint). ``bound`` is the last evaluation in nats per token; None
-    without one, and for a sequence scorer.
+    ``run`` is the run and ``params`` are its trained parameters: ``dlm_jax.Model(run.network,
+    params, run.corpus.tokenizer, max_length=run.config.data.seq_len)`` samples from it. ``reason``
+    is ``finished``, ``interrupted`` (by `signal_number`; saved, and the same command continues) or
+    ``non_finite`` (a loss, gradient or parameter was NaN or infinite; nothing was saved after the
+    last good checkpoint). ``bound`` is the last evaluation in nats per token; None without one, and
+    for a sequence scorer.
     """
 
     reason: Literal["finished", "interrupted", "non_finite"]
@@ -101,38 +101,39 @@ def train(
     show_sample: ShowSample | None = None,
     report: Callable[[str], None] = say,
 ) -> Outcome:
-    """Trains what `config` describes, to its last step; called again, it continues.
+    """Trains the model of `config` to its last step. A second call resumes the run.
 
-    The run lives in ``train.out_dir``: checkpoints, ``metrics.jsonl`` and ``loss.png``. Its own
-    network, objective, heads, optimizer and schedule are named in the checkpoints, and must be
-    given again to continue.
+    The run writes checkpoints, ``metrics.jsonl`` and ``loss.png`` to ``train.out_dir``. The
+    checkpoints name custom networks, objectives, heads, optimizers and schedules, which must be
+    passed again to resume.
 
     Args:
       config: a `Config`, or the path of a TOML file.
-      network: your own model instead of the Transformer of ``[model]``: a `Network`, or a function
-        of the `ModelConfig` whose ``vocab_size`` is the corpus's. On several devices its matrices
-        need paths that `dlm_jax.distributed.partitions.RULES` matches.
-      objective: your own instead of those of ``[objective]``: a function of the `Setup` (resolved
-        config, tokenizer, mesh) that returns ``(batch, key) -> Example``, a `NetworkObjective`,
-        which runs the network itself, or a `Mixture` of several.
-      heads: your own beside those of the config: `Head` records, or functions of the `Setup` that
-        make them.
-      optimizer: your own in place of that of ``[optim]``, clipping and schedule included: any
-        optax transformation, or a function of the `Setup` that makes one. Heads with an optimiser
-        group keep theirs; where there are such heads, it sees `optax.MaskedNode` in their place.
-        Labels of `optax.partition` are best a function of the parameters.
-      schedule: ``step -> factor``, steps counted from 0, on the learning rates of ``[optim]`` in
-        place of its warm-up and cosine; with an `optimizer`, on the updates of that.
+      network: custom model that replaces the Transformer of ``[model]``: a `Network`, or a function
+        of the `ModelConfig` with the ``vocab_size`` of the corpus. On several devices
+        `dlm_jax.distributed.partitions.RULES` must match the paths of its matrices.
+      objective: custom objective that replaces those of ``[objective]``: a function of the `Setup`
+        (resolved config, tokenizer, mesh) that returns ``(batch, key) -> Example``, a
+        `NetworkObjective`, which runs the network itself, or a `Mixture` of several.
+      heads: custom heads in addition to those of the config: `Head` records, or functions of the
+        `Setup` that create them.
+      optimizer: custom optimizer that replaces that of ``[optim]``, including clipping and
+        schedule: any optax transformation, or a function of the `Setup` that creates one. Heads
+        with an optimiser group keep it, and the custom optimizer receives `optax.MaskedNode` for
+        their parameters. Labels of `optax.partition` should be a function of the parameters.
+      schedule: ``step -> factor``, with steps from 0. The factor scales the learning rates of
+        ``[optim]`` and replaces its warm-up and cosine. With an `optimizer` it scales the updates
+        of that optimizer.
       callbacks: called with the run, the state and a record of the metrics every
-        ``train.log_every`` steps and after every evaluation, in a run of several processes by all.
+        ``train.log_every`` steps and after every evaluation, on all processes.
       show_sample: called with the run, the state and the step every ``train.sample_every`` steps.
       report: called with one-line messages.
 
     Returns:
-      How the run ended, with its trained parameters.
+      The outcome of the run, with its trained parameters.
 
     Raises:
-      ValueError: what was given does not fit together; the line names it and the remedy.
+      ValueError: arguments are incompatible. The message names them and the remedy.
     """
     if not isinstance(config, Config):
         config = configs.load(str(config))
@@ -171,7 +172,7 @@ def describe(run: Run, report: Callable[[str], None] = say) -> None:
 
 
 def parameters_by_part(params: Params) -> dict[str, int]:
-    """Numbers of parameters by part, the parts of all blocks together: ``blocks/mlp``."""
+    """Number of parameters by part, summed over all blocks, such as ``blocks/mlp``."""
     sizes: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         names = [str(getattr(key, "key", key)) for key in path]
@@ -191,16 +192,14 @@ def run_loop(
     profile: tuple[int, int] | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Outcome:
-    """Trains `run` to its last step, or until a signal or a non-finite figure stops it.
+    """Trains `run` to its last step, or until a signal or a non-finite value.
 
-    What it saved is complete on disk when it returns. A run that has taken all its steps is
-    returned as it is.
+    Saves are complete on disk when it returns. A finished run is returned unchanged.
 
     Args:
       run: from `prepare`.
-      show_sample: called every ``train.sample_every`` steps, in a run of several processes by all
-        of them.
-      profile: the first and the last step, from 1, of a trace in ``profile/`` of the run.
+      show_sample: called every ``train.sample_every`` steps, on all processes.
+      profile: first and last step, from 1, of a profiler trace in ``profile/`` of the run.
       callbacks: see `train`.
     """
     num_steps = run.config.train.steps
@@ -214,7 +213,7 @@ def run_loop(
             while loop.step < num_steps:
                 loop.take_step()
                 loop.do_what_is_due(is_last=loop.step == num_steps, show_sample=show_sample)
-                # Saved last, so that the actions of this step are not lost after a resume.
+                # Save last, so that a resume does not lose the actions of this step.
                 signal_number = stop.at(loop.step) if loop.step < num_steps else 0
                 if signal_number:
                     where = f"after step {loop.step}"
@@ -248,14 +247,15 @@ class _Loop:
         self.state = run.state
         self.step = run.first_step
         self.bound: float | None = run.saved.get("bound")
-        # Figures of the steps since the last line of metrics; a checkpoint carries them over.
+        # Metrics of the steps since the last record. Checkpoints include them.
         self._unlogged: list[dict[str, float]] = list(run.saved.get("unlogged", []))
         self._ahead: list[Metrics] = []
         self._rows = batch_sharding(run.mesh, self._train.batch_size)
         self._share, self._shares = share_of_batch(self._rows, self._train.batch_size)
         self._eval_step = compile_eval_step(
-            run.task.measure, run.state.params, mesh=run.mesh, batch_size=self._train.batch_size
-        )
+            run.task.measure, run.state.params, mesh=run.mesh, batch_size=self._train.batch_size,
+            compiler_options=config.mesh.compiler_options,
+        )  # fmt: skip
         if run.task.rollouts is None:
             self._compile_train_step(_abstract_batch(run, self._rows))
         self._batches = train_batches(
@@ -281,16 +281,17 @@ class _Loop:
         self._since = time.perf_counter()
 
     def _compile_train_step(self, batch: Any) -> None:
-        """Compiles the step of the stage that the next step belongs to, for batches like this."""
+        """Compiles the training step for the stage of the next step and batches of this shape."""
         run = self._run
         self._stage = run.task.stage(self.step)
         step = make_train_step(
             run.task.loss(self._stage), run.task.optimizer(self._stage), self.state, mesh=run.mesh,
             batch_size=self._train.batch_size, accumulate=self._train.accumulate,
             ema_decay=run.config.optim.ema_decay, updates=run.task.updates,
+            compiler_options=run.config.mesh.compiler_options,
         )  # fmt: skip
         start = time.perf_counter()
-        # Ahead of time, so that rate and remaining time exclude compilation.
+        # Compiled ahead of time, so that rate and remaining time exclude compilation.
         self._train_step = step.lower(self.state, batch, run.noise_key).compile()
         require_working_room(self._train_step, run.mesh.devices.flat, "a training step",
                              "lower train.batch_size, or raise train.accumulate")  # fmt: skip
@@ -304,7 +305,7 @@ class _Loop:
         self._batches.close()
 
     def take_step(self) -> None:
-        """Dispatches one step; waits only if too many steps are in flight."""
+        """Dispatches one step. It waits only if too many steps are in flight."""
         self._profile.before(self.step + 1)
         with self._meter.waiting_for("input"):
             local = next(self._batches)
@@ -322,7 +323,7 @@ class _Loop:
         self._profile.after(self.step, self._settle, say)
 
     def _batch_of(self, local: dict[str, np.ndarray]) -> tuple[Any, dict[str, Any]]:
-        """(batch of the next step, its figures): rows of the corpus, or samples."""
+        """The batch of the next step (rows of the corpus, or samples) and its figures."""
         task = self._run.task
         if task.rollouts is None:
             columns = (self._place(local[name]) for name in ("tokens", "length", "given"))
@@ -346,7 +347,7 @@ class _Loop:
             self.checkpoint()
 
     def log(self) -> None:
-        """Records the mean of the metrics since the last line."""
+        """Records the mean of the metrics since the last record."""
         self._settle()
         seconds = time.perf_counter() - self._since
         clock, self._since = self._meter.figures(seconds), time.perf_counter()
@@ -366,7 +367,7 @@ class _Loop:
             callback(self._run, self.state, {"kind": kind, "step": self.step} | figures)
 
     def _settle(self) -> None:
-        """Waits for the steps in flight; raises if one of them is not finite."""
+        """Waits for the steps in flight and raises if one of them is not finite."""
         first = self.step - len(self._ahead) + 1
         with self._meter.waiting_for("device"):
             fetched, self._ahead = jax.device_get(self._ahead), []
@@ -382,7 +383,7 @@ class _Loop:
             self._unlogged.append({name: float(x) for name, x in metrics.items()})
 
     def evaluate(self) -> None:
-        """Records an evaluation on held-out text, with the same windows and noise every time."""
+        """Records an evaluation on held-out text. Windows and noise are the same every time."""
         task = self._run.task
         with self._off_the_clock():
             params, part = self.state.best_params, (self._share, self._shares)
@@ -400,15 +401,15 @@ class _Loop:
         say(f"step {self.step}: held-out {task.line(figures)}{best}")
 
     def _keep_best(self, figure: float) -> bool:
-        """Whether this evaluation is the best so far; if so, saves the model."""
-        # One save at a time: several processes must not meet in two of them at once.
+        """Whether this evaluation is the best so far. If so, it saves the model."""
+        # One save at a time, because processes synchronise within a save.
         self._run.checkpoints.wait()
         meta = self._run.meta | {"step": self.step, "bound": self.bound}
         figure = -figure if self._run.task.is_gain else figure
         return self._run.best.offer(self.step, figure, self.state.best_params, meta)
 
     def checkpoint(self) -> None:
-        """Saves the state, unless a step since the last look was not finite."""
+        """Saves the state unless a step since the last check was not finite."""
         with self._off_the_clock():
             self._run.best.wait()
             meta = self._run.meta | {
@@ -417,7 +418,7 @@ class _Loop:
             self._run.checkpoints.save(self.step, self.state, meta)
 
     def _place(self, local: np.ndarray) -> jax.Array:
-        """The global array of which this process has these rows."""
+        """The global array with these rows on this process."""
         return jax.make_array_from_process_local_data(self._rows, local)
 
     @contextlib.contextmanager
@@ -441,7 +442,7 @@ def _abstract_batch(run: Run, rows: NamedSharding) -> Batch:
 
 
 def _windows_of(run: Run) -> dict[str, np.ndarray]:
-    """The held-out rows of an evaluation, filled up to whole batches."""
+    """The held-out rows of an evaluation, padded to whole batches."""
     return validation_windows(
         run.corpus.val_rows,
         seq_len=run.config.data.seq_len,
@@ -459,14 +460,14 @@ def held_out(
     part: tuple[int, int],
     place: Callable[[np.ndarray], jax.Array],
 ) -> tuple[Any, np.ndarray]:
-    """(result of `Task.measure` for each window, its free tokens).
+    """The result of `Task.measure` for each window, and its number of free tokens.
 
     Args:
-      run: whose held-out text it is.
+      run: run with the held-out text.
       eval_step: compiled `Task.measure`.
-      params: to be evaluated.
-      part: which share of a batch is this process's, and how many shares there are.
-      place: makes the global array of which this process has these rows.
+      params: parameters to evaluate.
+      part: index of the batch share of this process, and number of shares.
+      place: makes the global array from the rows of this process.
     """
     batch_size, (share, shares) = run.config.train.batch_size, part
     windows = _windows_of(run)
@@ -483,15 +484,15 @@ def held_out(
 
 
 class StopRequest:
-    """Whether a signal has requested a stop."""
+    """A stop request by signal."""
 
     def __init__(self) -> None:
         self._signal_number = 0
 
     def at(self, step: int) -> int:
-        """The signal that ends the run after `step`, or 0; equal on every process.
+        """The signal that ends the run after `step`, or 0. It is equal on every process.
 
-        With several processes, each must ask once after every step.
+        With several processes, each must call it once after every step.
         """
         if jax.process_count() == 1:
             return self._signal_number
@@ -503,15 +504,15 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_on_signals(checkpoints: Checkpoints) -> Iterator[StopRequest]:
-    """Turns the first Ctrl-C, SIGTERM or SIGHUP (a closed terminal) into a request.
+    """Converts the first Ctrl-C, SIGTERM or SIGHUP (closed terminal) to a stop request.
 
-    A second Ctrl-C or SIGTERM says on standard error what `checkpoints` lack and acts as usual; a
-    second SIGHUP changes nothing, since terminals that close often send two. A SIGHUP that was
-    ignored before, by ``nohup``, stays ignored.
+    A second Ctrl-C or SIGTERM prints the unsaved steps to standard error and has its default
+    effect. A second SIGHUP has no effect, because closing terminals often send two. If SIGHUP was
+    already ignored, by ``nohup``, it stays ignored.
 
-    With several processes it is JAX's own preemption service that listens, to SIGTERM alone, and
-    agrees with the others on a step; the other signals are passed on to it as that. Outside the
-    main thread, where Python hears no signals, nothing is changed.
+    With several processes the preemption service of JAX handles SIGTERM and agrees on a step with
+    all processes. Other signals are forwarded to it as SIGTERM. Outside the main thread nothing
+    changes, because Python does not deliver signals there.
     """
     stop = StopRequest()
     hears_signals = threading.current_thread() is threading.main_thread()
@@ -552,7 +553,7 @@ def _lost(checkpoints: Checkpoints) -> str:
 
 
 def parse_span(text: str) -> tuple[int, int]:
-    """(first, last) step of ``FIRST:LAST``, both counted from 1 as in the metrics.
+    """First and last step of ``FIRST:LAST``, both counted from 1 as in the metrics.
 
     Raises:
       ValueError: invalid span.
@@ -567,11 +568,11 @@ def parse_span(text: str) -> tuple[int, int]:
 
 
 class Profile:
-    """Traces a span of steps of the devices of this process into a directory.
+    """Profiles a span of steps on the devices of this process into a directory.
 
     Args:
-      span: (first, last) step from 1; None traces nothing.
-      directory: made when the trace begins.
+      span: first and last step, from 1; None disables the trace.
+      directory: output directory, created when the trace starts.
     """
 
     def __init__(self, span: tuple[int, int] | None, directory: Path):
@@ -583,7 +584,9 @@ class Profile:
             self._is_on = True
 
     def after(self, step: int, settle: Callable[[], None], report: Callable[[str], None]) -> None:
-        """Ends behind the last step, once `settle` has waited for it, and reports where it is."""
+        """Ends the trace after the last step, once `settle` has waited for it, and reports its
+        path.
+        """
         if self._span is None or not self._is_on or step < self._span[1]:
             return
         settle()
@@ -596,22 +599,22 @@ class Profile:
             self._is_on = False
 
 
-# Products in bfloat16 of one GPU, dense, FLOP/s: the vendor's data sheets.
+# Dense bfloat16 FLOP/s of one GPU, from the data sheets of the vendor.
 _GPUS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2.25e15}
 
 
 def peak_flops(device: Any) -> float | None:
-    """FLOP/s of a device at best, in bfloat16; None if they are not known, as those of a CPU."""
+    """Peak bfloat16 FLOP/s of a device; None if unknown, for example on a CPU."""
     if device.device_kind in CHIPS:
         return CHIPS[device.device_kind].flops
     return next((peak for name, peak in _GPUS.items() if name in device.device_kind), None)
 
 
 class Meter:
-    """Figures of the clock for the metrics of a run, since it was last asked.
+    """Timing metrics of a run since the last call.
 
     Args:
-      run: whose steps it times.
+      run: run to time.
     """
 
     def __init__(self, run: Run):
@@ -630,21 +633,20 @@ class Meter:
 
     @contextlib.contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """Counts the time inside as waiting: for ``input``, once a step, or for the ``device``."""
+        """Counts the time inside as waiting for ``input`` (once per step) or for the ``device``."""
         self._steps += what == "input"
         start = time.perf_counter()
         yield
         self._spent[what] += time.perf_counter() - start
 
     def figures(self, seconds: float) -> dict[str, float]:
-        """Figures of the steps since the last call, which took `seconds`; times are of one step.
+        """Metrics of the steps since the last call, which took `seconds`. Times are per step.
 
         ``step_seconds`` is the sum of ``input_seconds`` (waiting for rows), ``device_seconds``
-        (waiting for the devices: what they still compute while the host has nothing to do) and
-        ``host_seconds`` (everything else). ``flop_utilisation`` is the share of the devices' peak
-        that the model's own work is (see `model_flops`), where the peak is known;
-        ``device_memory_bytes`` the most that was in use on this process's fullest device, where
-        the backend tells.
+        (waiting for the devices while the host is idle) and ``host_seconds`` (everything else).
+        ``flop_utilisation`` is model FLOP/s (see `model_flops`) divided by the peak of the devices,
+        if the peak is known. ``device_memory_bytes`` is the peak memory of the fullest device of
+        this process, if the backend reports it.
         """
         spent, self._spent = self._spent, dict.fromkeys(self._spent, 0.0)
         steps, self._steps = self._steps, 0

@@ -1,9 +1,9 @@
-"""One optimiser step and one evaluation, as pure functions compiled for a mesh."""
+"""The training step and the evaluation step, as pure functions compiled for a mesh."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from dlm_jax import devices
 from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.distributed import compiler
 from dlm_jax.distributed.partitions import ROWS, batch_sharding, shardings
-from dlm_jax.model.kernels import cpu
 from dlm_jax.randomness import key_of
 from dlm_jax.training.stages import StageLoss
 from dlm_jax.types import Network, Params
@@ -26,7 +26,7 @@ class TrainState(NamedTuple):
     """The state of training, and of a checkpoint.
 
     ``step`` is an int32 scalar: the number of steps taken, and the index of the next batch.
-    ``ema`` is the moving average of the parameters, or None where none is kept.
+    ``ema`` is the moving average of the parameters, or None.
     """
 
     params: Params
@@ -36,16 +36,16 @@ class TrainState(NamedTuple):
 
     @property
     def best_params(self) -> Params:
-        """The parameters for evaluation and sampling: the average, if there is one."""
+        """The parameters for evaluation and sampling: the average if there is one."""
         return self.params if self.ema is None else self.ema
 
     @property
     def reference(self) -> Params | None:
-        """The parameters that train, as they were at the begin, where a loss asks for them."""
+        """The initial values of the trained parameters, or a teacher's, if a loss requires them."""
         return self.opt_state.reference if isinstance(self.opt_state, Kept) else None
 
     def begun_with(self, params: Params) -> TrainState:
-        """The initial state with other parameters, also in averages and reference."""
+        """The initial state with other parameters, including averages and reference."""
         ema = None if self.ema is None else jax.tree.map(jnp.copy, params)
         opt_state = self.opt_state
         if isinstance(opt_state, Kept):
@@ -53,9 +53,13 @@ class TrainState(NamedTuple):
             opt_state = opt_state._replace(reference=own)
         return self._replace(params=params, opt_state=opt_state, ema=ema)
 
+    def taught_by(self, other: TrainState) -> TrainState:
+        """The initial state with the reference of another."""
+        return self._replace(opt_state=self.opt_state._replace(reference=other.reference))
+
 
 class Kept(NamedTuple):
-    """The state of an optimiser beside what its parameters were at first."""
+    """The state of an optimiser and the initial values of its parameters."""
 
     inner: Any
     reference: Params
@@ -64,7 +68,7 @@ class Kept(NamedTuple):
 def keeping(
     optimizer: optax.GradientTransformation, select: Callable[[Params], Params]
 ) -> optax.GradientTransformation:
-    """`optimizer`, whose state also holds a copy of selected parameters as they began."""
+    """`optimizer` with a state that also holds the initial values of selected parameters."""
 
     def init(params: Params) -> Kept:
         return Kept(optimizer.init(params), jax.tree.map(jnp.copy, select(params)))
@@ -77,20 +81,20 @@ def keeping(
 
 
 Metrics = dict[str, jax.Array]
-"""Figures of one step by name, float32 scalars.
+"""Metrics of one step by name, float32 scalars.
 
-``loss`` is what is minimised, in nats per token (per row for a sequence scorer); beside it stand
-the parts that `StageLoss.metrics` names. ``grad_norm`` is the gradient's Euclidean norm before
+``loss`` is the minimised loss in nats per token (per row for a sequence scorer).
+`StageLoss.metrics` adds its parts. ``grad_norm`` is the Euclidean norm of the gradient before
 clipping, and ``grad_norm_NAME`` that of the parameters under a top-level name, such as ``blocks``.
-``param_norm`` is that of the new parameters: it alone shows whether they are still
-finite, for the loss was taken before the update.
+``param_norm`` is the norm of the updated parameters. It shows whether they are finite, because the
+loss precedes the update.
 """
 
 
 def abstract_state(
     network: Network, optimizer: optax.GradientTransformation, mesh: Mesh, has_ema: bool = False
 ) -> TrainState:
-    """Shapes, dtypes and shardings of the training state; nothing is allocated."""
+    """Shapes, dtypes and shardings of the training state. Nothing is allocated."""
     shapes = jax.eval_shape(lambda: _new_state(network, optimizer, key_of(0), has_ema))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -114,7 +118,7 @@ def init_state(
     has_ema: bool,
     key: jax.Array,
 ) -> TrainState:
-    """A fresh training state, created where it lives: no device ever holds all of it."""
+    """A fresh training state, created with its sharding. No device ever holds all of it."""
     abstract = abstract_state(network, optimizer, mesh, has_ema)
     target = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     make = jax.jit(lambda key: _new_state(network, optimizer, key, has_ema), out_shardings=target)
@@ -131,25 +135,26 @@ def make_train_step(
     accumulate: int = 1,
     ema_decay: float = 0.0,
     updates: int = 1,
+    compiler_options: Sequence[str] = (),
 ) -> jax.stages.Wrapped:
-    """Compiled ``(state, batch, key) -> (state, metrics)`` of a stage; `state` is donated.
+    """Compiled ``(state, batch, key) -> (state, metrics)`` of a stage. `state` is donated.
 
-    Groups of parameters that do not train have a gradient of zero; `optimizer` must leave them
-    where they are.
+    Parameters that do not train have a gradient of zero. `optimizer` must leave them unchanged.
 
-    The noise of a step comes from ``fold_in(key, state.step)``: it depends on the run's key and
-    the step alone, so a resumed run draws what the uninterrupted one would have. It is drawn for
-    the whole batch before that is cut, so accumulating gives the gradient of the whole batch.
+    The noise of a step is drawn with ``fold_in(key, state.step)``. It depends only on the key and
+    the step, so a resumed run draws the same noise as an uninterrupted one. It is drawn for the
+    whole batch before the batch is split, so accumulation gives the gradient of the whole batch.
 
     Args:
-      step_loss: of the stage.
-      optimizer: of the stage.
-      state: arguments or their shapes.
+      step_loss: loss of the stage.
+      optimizer: optimiser of the stage.
+      state: state, or its shapes.
       mesh: the devices.
-      batch_size: rows of a batch over all devices.
-      accumulate: parts that the batch is cut into; they run one after the other.
-      ema_decay: of the average of the parameters, in [0, 1); 0 keeps none.
-      updates: of the parameters with one batch, each with noise of its own.
+      batch_size: global batch size in rows.
+      accumulate: number of microbatches, which run sequentially.
+      ema_decay: decay of the parameter average, in [0, 1); 0 disables it.
+      updates: number of parameter updates per batch, each with fresh noise.
+      compiler_options: as ``mesh.compiler_options``.
     """
 
     def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
@@ -166,7 +171,7 @@ def make_train_step(
         trained, held = step_loss.split(state.params)
 
         def part_loss(trained: Params, part: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-            return step_loss(held | trained, part, state.step)
+            return step_loss(held | trained, part, state.step, state.reference)
 
         (loss, means), grads = _add_up(
             jax.value_and_grad(part_loss, has_aux=True), trained, whole, accumulate
@@ -186,14 +191,12 @@ def make_train_step(
 
     state_sharding = shardings(state, mesh)
     rows, everywhere = batch_sharding(mesh, batch_size), NamedSharding(mesh, P())
-    with devices.used(mesh):
-        compiler_options = cpu.compiler_options(is_training=True)
     return jax.jit(
         train_step,
         donate_argnums=0,
         in_shardings=(state_sharding, rows, everywhere),
         out_shardings=(state_sharding, everywhere),
-        compiler_options=compiler_options,
+        compiler_options=compiler.options("train", mesh, compiler_options),
     )
 
 
@@ -204,7 +207,7 @@ def _several(
     batch: Batch,
     key: jax.Array,
 ) -> tuple[TrainState, Metrics]:
-    """One step of several updates with the same batch; the metrics are their means."""
+    """One step of several updates with the same batch. Metrics are means over the updates."""
 
     def once(now: TrainState, number: jax.Array) -> tuple[TrainState, Metrics]:
         new, metrics = update(now, state.params, batch, jax.random.fold_in(key, number))
@@ -217,8 +220,8 @@ def _several(
 def _add_up(compute: Callable[..., Any], params: Params, whole: Any, num_parts: int) -> Any:
     """``compute(params, part)`` summed over the parts of a batch, one part at a time.
 
-    Part p holds the rows p, p + num_parts, ...: every device has its share of each. Scalars are
-    totals, which are those of the whole batch in every part.
+    Part p holds the rows p, p + num_parts, ..., so every device has an equal share of each part.
+    Scalars are totals of the whole batch and are passed to every part.
     """
     if num_parts == 1:
         return compute(params, whole)
@@ -244,13 +247,13 @@ def _add_up(compute: Callable[..., Any], params: Params, whole: Any, num_parts: 
 def check_adds_up(
     step_loss: StageLoss, params: Params, *, mesh: Mesh, seq_len: int, token_ids: tuple[int, ...]
 ) -> None:
-    """Refuses losses that are another number for a batch in two parts than for the whole.
+    """Raises if a loss differs between a batch and the same batch in two parts.
 
-    They are computed once, for a few rows of `token_ids`. Losses of both signs may cancel, so the
-    difference is measured by the sizes of the parts.
+    Losses are computed once, for a few rows of `token_ids`. Losses of both signs may cancel, so the
+    tolerance is relative to the magnitudes of the parts.
 
     Raises:
-      ValueError: a loss does not add up; the line names it and both numbers.
+      ValueError: a loss does not add up. The message names it and both values.
     """
     shards = math.prod(mesh.shape[axis] for axis in ROWS if axis in mesh.shape)
     num_rows = next(
@@ -269,12 +272,11 @@ def check_adds_up(
         with devices.used(mesh):
             batch = Batch(*map(jnp.asarray, (tokens_BL, length_B, np.zeros_like(length_B))))
             batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, rows), batch)
-            whole = step_loss.draw(batch, key_of(0), step)
+            whole = step_loss.anchored(step_loss.draw(batch, key_of(0), step), params, None)
             return [_add_up(with_sizes, params, whole, n) for n in (1, 2)]
 
-    with devices.used(mesh):
-        compiler_options = cpu.compiler_options(is_training=False)
-    run = jax.jit(losses, out_shardings=everywhere, compiler_options=compiler_options)
+    options = compiler.options("sample", mesh)
+    run = jax.jit(losses, out_shardings=everywhere, compiler_options=options)
     (one, _), (two, size) = jax.device_get(run(params))
     for name in one:
         atol = 1e-6 + 0.01 * np.nan_to_num(size[name], posinf=0.0)
@@ -288,15 +290,15 @@ def check_adds_up(
 
 
 def _averaged(state: TrainState, params: Params, decay: float) -> Params | None:
-    """The moving average one step on; its decay rises to `decay` as ``(1 + s) / (10 + s)`` does.
+    """The moving average after one step. Its decay is ``(1 + s) / (10 + s)``, at most `decay`.
 
-    Without that rise the random first parameters would stay in it for ``1 / (1 - decay)`` steps.
+    A constant decay would keep the random initial parameters for ``1 / (1 - decay)`` steps.
     """
     if state.ema is None:
         return None
     step = state.step.astype(jnp.float32)
     now = jnp.minimum(decay, (1.0 + step) / (10.0 + step))
-    # Written as a difference, so that the average of what does not move does not move either.
+    # Written as a difference, so that the average of a constant parameter is constant.
     return jax.tree.map(lambda old, new: old + (1.0 - now) * (new - old), state.ema, params)
 
 
@@ -306,19 +308,18 @@ def compile_eval_step(
     *,
     mesh: Mesh,
     batch_size: int,
+    compiler_options: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """Compiled `Task.measure`: figures by row, which every device knows."""
+    """Compiled `Task.measure`. Its figures by row are replicated over devices."""
 
     def measured(params: Params, batch: Batch, number_B: jax.Array, key: jax.Array) -> Any:
         with devices.used(mesh):
             return measure(params, batch, number_B, key)
 
     rows, everywhere = batch_sharding(mesh, batch_size), NamedSharding(mesh, P())
-    with devices.used(mesh):
-        compiler_options = cpu.compiler_options(is_training=False)
     return jax.jit(
         measured,
         in_shardings=(shardings(params, mesh), rows, rows, everywhere),
         out_shardings=everywhere,
-        compiler_options=compiler_options,
+        compiler_options=compiler.options("sample", mesh, compiler_options),
     )

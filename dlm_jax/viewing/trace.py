@@ -33,7 +33,7 @@ def write_trace(
     previous one, with log-probabilities to 0.01 nats.
 
     Args:
-      path: of the page; an existing file is replaced.
+      path: path of the page. An existing file is replaced.
       rows: for each row its frames, in the order of their steps.
       decode: text of a sequence of ids; U+FFFD for incomplete characters.
       title: heading of the page.

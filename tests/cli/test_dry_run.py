@@ -29,7 +29,14 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
     assert "place        activation hidden [8, 16, 16]: 8 over data x fsdp" in out
     assert "GiB a device: state" in out
     assert "not estimated" in out
+    assert "compiler     xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_REDUCE" in out
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_without_the_options_of_the_compiler_says_so(tmp_path, capsys):
+    options = {"mesh__compiler_options": "none"}
+    assert train.main(_arguments(tmp_path / "run", "--dry-run", **options)) == 0
+    assert "compiler     without options" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -41,6 +48,9 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
         (["--dry-run"], {"mesh__tensor": 4}, "mesh.tensor=4 does not divide model.heads=2; use 2"),
         (["--dry-run"], {"mesh__expert": 2}, "mesh.expert=2 splits experts, and the model"),
         (["--dry-run"], {"train__batch_size": 6}, "train.batch_size=6"),
+        (["--dry-run"], {"mesh__compiler_options": "xla_a=1"}, "No such compile option: 'xla_a'"),
+        ([], {"mesh__compiler_options": "xla_a=1"}, "mesh.compiler_options='xla_a=1' is refused"),
+        ([], {"mesh__compiler_options": "xla_a"}, "'xla_a' is not name=value; write"),
     ],
 )
 def test_bad_plans_are_refused_in_one_line(tmp_path, capsys, more, changes, message):

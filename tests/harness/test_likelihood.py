@@ -2,16 +2,18 @@
 
 import dataclasses
 import itertools
+import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
 import toy_model
+from oracles.likelihood import order_log_probs
 
 from dlm_jax.diffusion.likelihood import bound_at, causal_nll
 from dlm_jax.diffusion.objectives import Batch
-from dlm_jax.harness.lm import Likelihoods, Pair, masks_of, pair_of, windows_of
+from dlm_jax.harness.lm import Evaluated, Likelihoods, Pair, masks_of, pair_of, windows_of
 from dlm_jax.model.transformer import build
 
 MODEL = toy_model.MODEL
@@ -164,3 +166,27 @@ def test_spaces_move_to_the_continuation_and_contexts_are_cut_from_the_left():
 def test_what_cannot_be_scored_is_refused(call, told):
     with pytest.raises(ValueError, match=told):
         call()
+
+
+def test_a_chain_is_exact_and_the_same_in_any_order():
+    def nats(requests, **more):
+        model = Evaluated(model=MODEL, likelihood="chain", **more)
+        asked = [types.SimpleNamespace(args=one) for one in requests]
+        return [value for value, _ in model.loglikelihood(asked)]
+
+    def logits(tokens):
+        padded = np.full((1, 64), MODEL.tokenizer.pad_id, np.int32)
+        padded[0, : len(tokens)] = tokens
+        length = np.array([len(tokens)], np.int32)
+        found = toy.logits(MODEL.network, MODEL.params, padded, length)
+        return np.asarray(found)[0, : len(tokens)]
+
+    requests = REQUESTS[:4]
+    found = nats(requests)
+    for pair, value in zip(PAIRS, found, strict=False):
+        mask_id, given = MODEL.tokenizer.mask_id, range(pair.given)
+        orders = order_log_probs(logits, pair.ids.tolist(), mask_id=mask_id, given=set(given))
+        np.testing.assert_allclose(value, orders[0], rtol=1e-4)
+    assert _bits(nats(requests[::-1])[::-1]) == _bits(found) == _bits(nats(requests, batch_size=2))
+    with pytest.raises(ValueError, match="likelihood='best' is unknown; use bound or chain"):
+        Evaluated(model=MODEL, likelihood="best")

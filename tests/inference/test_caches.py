@@ -160,7 +160,7 @@ def test_an_exact_cache_writes_ten_thousand_greedy_tokens_as_without():
         (BOTH_WAYS, {"cache": "duel"}, "cache='duel' is not one of none, exact, prefix, dual"),
         (BOTH_WAYS, {"cache": "dual", "block_length": 4, "cache_refresh": -1}, "cache_refresh=-1"),
         (BOTH_WAYS, {"cache": "dual", "block_length": 4, "edit": True, "resample": True,
-                     "schedule": "all"}, "edit=True moves tokens, and cache='dual' keeps"),
+                     "schedule": "all"}, "edit=True moves tokens, which cache='dual'"),
         (CAUSAL, {"cache": "exact", "order": "random"}, "order='random' may write another token"),
         (CAUSAL, {"cache": "exact", "steps": 4, **NEXT}, "steps=4 is less than the 16 tokens"),
     ],
@@ -179,5 +179,5 @@ def test_text_behind_a_hole_is_refused_where_the_model_cannot_see_it():
 def test_a_network_that_keeps_nothing_is_refused():
     network = dataclasses.replace(toy_model.MODEL.network, cached=None)
     model = dataclasses.replace(toy_model.MODEL, network=network)
-    with pytest.raises(ValueError, match="^cache='dual' needs a network that offers its trunk"):
+    with pytest.raises(ValueError, match="^cache='dual' needs a network that supports a cache"):
         dlm_jax.generate(model, [""], cache="dual", block_length=4)

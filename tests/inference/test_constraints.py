@@ -83,7 +83,7 @@ def test_a_hole_on_the_left_is_refused_and_the_order_named():
 
 
 def test_a_pattern_that_is_none_is_refused():
-    with pytest.raises(ValueError, match=r"^pattern='\(' is no regular expression: .*"):
+    with pytest.raises(ValueError, match=r"^pattern='\(' is not a regular expression: .*"):
         matching("(", _decode)
 
 

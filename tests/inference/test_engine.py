@@ -349,8 +349,8 @@ def test_what_cannot_be_done_is_refused_in_one_line_and_disturbs_nobody():
         long = dataclasses.replace(request(6), tokens=np.full(70, MODEL.tokenizer.mask_id))
         for call, said in (
             (lambda: engine.cancel(first), "request 1 has been cancelled before"),
-            (lambda: engine.cancel(Ticket(9)), "is not of this engine"),
-            (lambda: engine.cancel(Ticket(-1)), "is not of this engine"),
+            (lambda: engine.cancel(Ticket(9)), "is not a ticket of this engine"),
+            (lambda: engine.cancel(Ticket(-1)), "is not a ticket of this engine"),
             (lambda: engine.submit(few), "steps=2 is less than the 3 blocks"),
             (lambda: engine.submit(long), "fill 70 positions, and the longest canvas is 64"),
             (lambda: engine.step(-1), "num_steps=-1 must be at least 0"),

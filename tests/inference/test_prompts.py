@@ -70,7 +70,7 @@ def test_a_draft_follows_the_prompt_and_is_not_frozen():
             "<hole:40> exceeds the canvas of 32",
         ),
         ({"template": "a<hole:30> cat"}, "template of 35 tokens with its holes exceeds"),
-        ({"template": "a<hole:3>< Hole:3>"}, "'< Hole:3>' is no gap"),
+        ({"template": "a<hole:3>< Hole:3>"}, "'< Hole:3>' is not a gap"),
         ({"prompt": 0}, "prompt=0 is not a text"),
         ({"template": 3}, "template=3 is not a text"),
         ({"prompt": ["a"]}, "prompt=['a'] is not a text"),

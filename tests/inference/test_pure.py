@@ -204,7 +204,7 @@ def test_a_run_in_two_parts_has_the_derivatives_of_both():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"prompt": "x"}, "^prompt is no setting of a sampler"),
+        ({"prompt": "x"}, "^prompt is not a setting of a sampler"),
         ({"orders": "random"}, "orders"),
         ({"temperature": [0.5, 1.0]}, "temperature has 2 values"),
         ({"trace": True, "mirostat": 1}, "^mirostat=1 has no trace"),

@@ -4,6 +4,7 @@ import itertools
 import re
 
 import pytest
+import regex
 
 from dlm_jax.inference.structure import characters
 
@@ -20,7 +21,8 @@ def _accepts(found, text):
 @pytest.mark.parametrize(
     "pattern",
     ["", "a", "a|b", "(ab)*", "(ab|ba)*1?", "a{2}", "a{1,3}b{0,2}", "a{2,}", "(a|b)*abb", "[^a]+",
-     r"\d\s?", r"[\w-]+", r"\D\W", ".*1", "(?:a+|b)+?", "((a|)b)*", "[a-b1]{2}", "x", "(|a)(|b)"],
+     r"\d\s?", r"[\w-]+", r"\D\W", ".*1", "(?:a+|b)+?", "((a|)b)*", "[a-b1]{2}", "x", "(|a)(|b)",
+     "^a|b$", r"\A(^ab|1)\Z", "[$^a]"],
 )  # fmt: skip
 def test_it_matches_what_re_matches(pattern):
     found = characters(pattern, ALPHABET, most_states=100)
@@ -28,6 +30,16 @@ def test_it_matches_what_re_matches(pattern):
     for size in range(5):
         for text in map("".join, itertools.product(ALPHABET, repeat=size)):
             assert _accepts(found, text) == (re.fullmatch(pattern, text) is not None), text
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"\p{L}+", r"[\p{Nd}\n]\P{L}", r"[^\p{Letter}b]", r"\\p?|\p{^L}"]
+)
+def test_categories_are_those_of_regex(pattern):
+    found = characters(pattern, ALPHABET + "\\pé", most_states=100)
+    for size in range(3):
+        for text in map("".join, itertools.product(ALPHABET + "\\pé", repeat=size)):
+            assert _accepts(found, text) == (regex.fullmatch(pattern, text) is not None), text
 
 
 def test_equal_states_are_one():
@@ -38,7 +50,9 @@ def test_equal_states_are_one():
 
 @pytest.mark.parametrize(
     ("pattern", "told"),
-    [("(", "unterminated"), (r"(a)\1", "GROUPREF"), ("^a", "AT"), ("(?=a)a", "ASSERT"),
+    [("(", "unterminated"), (r"(a)\1", "GROUPREF at position 3"),
+     ("a^b", "AT at position 1"), (r"a\bb", "AT at position 1"),
+     ("b(?=a)a", "ASSERT at position 1"), (r"\p{Xy}", "no general category"),
      ("(?i)a", "flags"), ("(?s:.)", "flags"), ("a{70000}", "too large"),
      ("(a|b)*a(a|b){9}", "more than 100 states"), ("(" * 5000 + ")" * 5000, "recursion")],
 )  # fmt: skip

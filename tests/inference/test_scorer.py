@@ -106,7 +106,7 @@ def test_texts_that_cannot_be_judged_are_refused_in_one_line(texts, said):
 
 def test_another_model_and_another_batch_size_are_refused():
     for judge in (corrupted_share, held_out_errors):
-        with pytest.raises(ValueError, match="is no sequence scorer; load one"):
+        with pytest.raises(ValueError, match="is not a sequence scorer; load one"):
             judge(toy_model.MODEL, ["The cat"])
     with pytest.raises(ValueError, match="batch_size=0 must be at least 1"):
         corrupted_share(MODEL, TEXTS, batch_size=0)

@@ -5,6 +5,7 @@ import gc
 from collections import deque
 
 import canvases
+import enumerable
 import jax
 import jax.monitoring
 import numpy as np
@@ -13,11 +14,14 @@ import toy
 from canvases import Row, holes
 
 from dlm_jax.config import SampleConfig
+from dlm_jax.distributed.local_rows import OwnRows
+from dlm_jax.inference.generate import all_requests
 from dlm_jax.inference.host import HostLoop
 from dlm_jax.inference.request import Request
-from dlm_jax.inference.results import assemble
-from dlm_jax.inference.slots import Bucket, Job, Slots, slot_count
+from dlm_jax.inference.results import assemble, canvas_size
+from dlm_jax.inference.slots import Bucket, Job, Slots, loop_of, slot_count
 from dlm_jax.sampling.loop import Advance
+from dlm_jax.sampling.replay import Trace
 from dlm_jax.sampling.rules import ModelFacts
 from dlm_jax.types import Status
 
@@ -192,3 +196,35 @@ def test_what_the_slots_cannot_run_is_refused():
     assert Slots(HostLoop(canvases.program()), toy.params(), bucket, 2).num_slots == 2
     with pytest.raises(ValueError, match="canvas=2 is less than the 3 positions"):
         Bucket([_request(Row(holes(2, 1)))], FACTS, 2)
+
+
+def test_the_trace_of_a_row_that_ends_before_the_others_is_copied_alone(monkeypatch):
+    """Traces of all rows are copied together when most of them end; each is the same."""
+    model, common = enumerable.MODEL, {"order": "random", "ignore_eos": True, "trace": True}
+    prompts = [{"prompt": "", "steps": min(1 + n, 3), "seed": n} for n in range(8)]
+    requests = all_requests(model, prompts, 1, common)
+    bucket = Bucket(requests, model.facts, canvas_size(3))
+    loop, fetch, copied = loop_of(model, bucket, 8), OwnRows.fetch, []
+
+    def counted(self, tree):
+        copied.extend(len(tree.steps) for _ in [0] if isinstance(tree, Trace))
+        return fetch(self, tree)
+
+    monkeypatch.setattr(OwnRows, "fetch", counted)
+
+    def traces():
+        slots = Slots(loop, model.params, bucket, 8)
+        slots.put({n: Job(n, request) for n, request in enumerate(requests)})
+        found = {}
+        while slots.held:
+            ended = slots.advance(1).ended
+            found |= {n: row.trace for n, row in slots.rows(ended).items()}
+            slots.take_out(ended)
+        return found
+
+    found = traces()
+    assert copied == [8], "rows 0 and 1 end alone, the other six together"
+    assert not found[0].is_written[:, 1:].any() and found[7].is_written[:, 1:].any()
+    monkeypatch.setattr("dlm_jax.inference.slots._ALONE", 9)
+    jax.tree.map(np.testing.assert_array_equal, found, traces())
+    assert copied == [8] * 4

@@ -164,9 +164,3 @@ def test_run_blocks_equals_a_python_loop(depth):
         *(normal(0, 3, 4), 0.3 * normal(1, depth, 4, 4), normal(2, 3, 4)),
         tolerance=1e-3,
     )
-
-
-def test_compiler_options_are_ones_this_jaxlib_accepts():
-    for is_training in (False, True):
-        options = cpu.compiler_options(is_training=is_training)
-        assert jax.jit(jnp.negative, compiler_options=options)(jnp.float32(2.0)) == -2.0

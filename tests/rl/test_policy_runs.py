@@ -181,7 +181,7 @@ def test_a_judge_tells_rewards_that_are_missing_from_those_that_are_there():
         ({"rl__group": 5}, "rl.group=5 does not divide train.batch_size=16"),
         ({"rl__reward": "ones"}, "rl.reward='ones' is not module:function; write"),
         ({"rl__reward": "no_such_module:f"}, "cannot be imported .*; write module:function"),
-        ({"rl__reward": "dlm_jax.tasks:none"}, "is no function of dlm_jax.tasks"),
+        ({"rl__reward": "dlm_jax.tasks:none"}, "is not a function of dlm_jax.tasks"),
         ({"rl__loss": "grpo"}, "rl.loss='grpo' is not one of diffu_grpo"),
         ({"model__add_critic_head": True}, "model.add_critic_head=True does not go with rl.reward"),
         ({"model__attention_type": "causal", "sample__order": "left_to_right"},

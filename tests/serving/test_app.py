@@ -376,6 +376,10 @@ def test_a_body_is_read_as_it_is_or_refused_by_its_encoding(running, encoding):
          "response_format", "goes with tokens that stay"),
         ("chat/completions", {"messages": [{"role": "user", "content": "The " * 9}]}, "messages",
          "prompt of 36 tokens"),
+        ("completions", {"prompt": "A", "repeat_penalty": 0}, "repeat_penalty",
+         "repeat_penalty=0 is outside"),
+        ("completions", {"prompt": "A", "guided_regex": "["}, "guided_regex",
+         "guided_regex='[' cannot be used"),
     ],
 )  # fmt: skip
 def test_refusals_call_settings_as_the_protocol_does_and_leave_words_alone(

@@ -19,6 +19,7 @@ from dlm_jax.serving.http import check_key
 from dlm_jax.serving.protocol import ApiError, Limits
 
 SAID = [{"role": "user", "content": "A "}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 ENDLESS = {"steps": 4000, "resample": True, "order": "threshold", "threshold": 1.0}
 # What is answered, each with what it needs beside it; all others are refused by their names.
 COMPLETION = {
@@ -37,6 +38,9 @@ CHAT = {name: COMPLETION[name] for name in COMPLETION if name not in
     "top_logprobs": {"logprobs": True, "top_logprobs": 2},
     "max_completion_tokens": {"max_completion_tokens": 3},
     "response_format": {"response_format": {"type": "text"}},
+    "tools": {"tools": TOOLS, "tool_choice": "none"},
+    "tool_choice": {"tools": TOOLS, "tool_choice": "none"},
+    "parallel_tool_calls": {"tools": TOOLS, "tool_choice": "none", "parallel_tool_calls": False},
 }  # fmt: skip
 
 

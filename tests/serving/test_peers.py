@@ -96,7 +96,7 @@ REFUSED = [
     ({"n_predict": 5, "max_tokens": 6}, "n_predict", "another name of max_tokens"),
     ({"max_tokens": 6, "n_predict": 5}, "n_predict", "another name of max_tokens"),
     ({"regex": "a", "guided_regex": "b"}, "guided_regex", "another name of response_format"),
-    ({"repeat_penalty": -1}, "repeat_penalty", "repetition_penalty"),
+    ({"repeat_penalty": -1}, "repeat_penalty", "repeat_penalty=-1"),
 ]
 
 

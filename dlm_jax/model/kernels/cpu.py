@@ -253,31 +253,6 @@ def _run_blocks_backward(block, pull_back, g):
 _run_blocks.defvjp(_run_blocks_forward, _run_blocks_backward)
 
 
-def compiler_options(*, is_training: bool) -> dict[str, str]:
-    """Options for ``jax.jit(..., compiler_options=...)`` on the devices in use.
-
-    Empty off CPU, or if jaxlib refuses them.
-
-    Reductions (softmax, norms) go to YNNPACK, matrix products stay with Eigen, which is faster for
-    the batched products of attention. The choice is the same for training and inference today.
-    """
-    del is_training
-    return _cpu_options() if platform() == "cpu" else {}
-
-
-@functools.cache
-def _cpu_options() -> dict[str, str]:
-    options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
-    # An experimental option may be renamed; jaxlib reports it only when it compiles.
-    try:
-        place = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
-        negative = jax.jit(jnp.negative, compiler_options=options, in_shardings=place)
-        negative.lower(0.0).compile()
-    except Exception:  # noqa: BLE001 - after any error, the plain compiler still works
-        return {}
-    return options
-
-
 def keep_freed_memory() -> bool:
     """Keeps freed memory in the process instead of returning it to the kernel; True on success.
 

@@ -45,7 +45,7 @@ def splash_attention(
       k_BMGK: keys.
       v_BMGK: values.
       is_live_BM: True at live keys.
-      may_see: as there.
+      may_see: as in that function.
       saved: name under which rematerialisation may keep the residuals.
       interpret: whether Pallas runs the kernel step by step on any device; for tests.
     """

@@ -1,7 +1,7 @@
-"""Approximate caches of bidirectional models, after Fast-dLLM: the row is refreshed now and then.
+"""Approximate caches of bidirectional models with periodic refreshes, after Fast-dLLM.
 
-Every position of such a model sees all others, so that what is kept of those outside the window is
-that of the canvas as it was when the whole row was computed last.
+Every position of such a model attends to all others. Cached values outside the window are those of
+the last refresh of the whole row.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dlm_jax.settings import Setting, SettingError, per_row, reads, rule, static
 
 CACHE_REFRESH = Setting(
     "cache_refresh", 0,
-    "prefix, dual: steps after which the whole row is computed again; 0: when a block begins alone",
+    "prefix, dual: steps between refreshes of the whole row; 0: only when a block starts",
     low=0, activates=False,
 )  # fmt: skip
 CACHE_MARGIN = Setting(
     "cache_margin", 0,
-    "prefix, dual: positions on each side of the block that are computed at every step too",
+    "prefix, dual: additional positions computed on each side of the block",
     low=0, high=2**20, activates=False,
 )  # fmt: skip
 
@@ -31,14 +31,14 @@ _SUFFIXES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 
 @rule
 class Dual(CacheRule):
-    """Computes the block alone, beside what is kept of all that stands before and behind it.
+    """Computes only the block, with cached keys and values before and after it.
 
-    The whole row is computed when a block begins, and every ``refresh_B`` steps (Fast-dLLM, Wu et
-    al. 2025, section 3.2); with a margin, the positions near the block are computed with it
-    (dInfer, Ma et al. 2025, "vicinity refresh").
+    The whole row is computed when a block starts and every ``refresh_B`` steps (Fast-dLLM, Wu et
+    al. 2025, section 3.2). With a margin, positions near the block are computed with it (dInfer, Ma
+    et al. 2025, "vicinity refresh").
     """
 
-    about = "of all before and behind the block; approximate, bidirectional models"
+    about = "everything outside the block; approximate, bidirectional models"
     reaches_end: ClassVar[bool] = False
 
     refresh_B: jax.Array = per_row(CACHE_REFRESH)
@@ -68,7 +68,7 @@ class Dual(CacheRule):
         return (min(self.block_length * self.open_blocks + 2 * self.margin, num_positions),)
 
     def plan(self, context: CacheContext) -> CachePlan:
-        """The block with its margins, or from there on."""
+        """The block with its margins, or the block and all later positions."""
         begin_B = jnp.maximum(context.block.begin_B - self.margin, 0)
         end_B = jnp.minimum(context.block.end_B + self.margin, context.num_positions)
         is_old_B = (self.refresh_B > 0) & (context.age_B >= self.refresh_B)
@@ -84,12 +84,12 @@ class Dual(CacheRule):
 
 @rule
 class Prefix(Dual):
-    """Computes the block and all that stands behind it, beside what is kept of what stands before.
+    """Computes the block and all later positions, with cached keys and values before it.
 
-    The whole row is computed when it is for `Dual`.
+    The whole row is computed at the same steps as in `Dual`.
     """
 
-    about = "of all before the block; likewise"
+    about = "everything before the block; approximate, bidirectional models"
     reaches_end = True
 
     @property

@@ -1,8 +1,8 @@
 """Cache rules: the positions of a row that a step computes, with cached keys and values.
 
-A step computes a window of each row, of a static size, at the block of each row; keys and values of
-other positions are cached. The rule decides which may be stale: an exact rule has no stale entries,
-an approximate one refreshes them.
+A step computes a window of static size at the block of each row. Keys and values of other positions
+are cached. An exact rule never uses stale entries, and an approximate rule refreshes them
+periodically.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class CacheState(NamedTuple):
 
     Attributes:
       kept: keys and values of the canvas, in the format of the network.
-      bare: those of the canvas with its given tokens masked; None in a program without guidance.
-      valid_B: int32, cached positions before it match the current tokens.
+      bare: keys and values of the canvas with its given tokens masked; None without guidance.
+      valid_B: int32, cached positions before this index match the current tokens.
       age_B: int32, steps since the whole row was computed, inclusive; 0: never.
       block_B: int32, index of the block of that step.
     """
@@ -39,11 +39,11 @@ class CacheContext(NamedTuple):
     """The rows at the start of a step, for a rule.
 
     Attributes:
-      block: the block that each row works on.
-      first_B: int32, its first position that the step may write; its begin where there is none.
+      block: the current block of each row.
+      first_B: int32, first writable position of the block; the start of the block if there is none.
       valid_B: see `CacheState`.
-      age_B: likewise.
-      block_B: likewise.
+      age_B: see `CacheState`.
+      block_B: see `CacheState`.
       num_positions: ``L``; static.
     """
 
@@ -56,12 +56,12 @@ class CacheContext(NamedTuple):
 
 
 class CachePlan(NamedTuple):
-    """The positions that a step computes of each row.
+    """The positions of each row that a step computes.
 
     Attributes:
       begin_B: int32, first position of the window.
-      end_B: int32, one behind its last; at most the widest of `CacheRule.sizes` from `begin_B`, or
-        the end of the canvas.
+      end_B: int32, end of the window, exclusive; at most the largest of `CacheRule.sizes` from
+        `begin_B`, or the end of the canvas.
       is_due_B: True where the whole row is computed and cached instead.
       settles_B: True where the positions of the first size before `begin_B` are computed first and
         cached: their tokens are final.
@@ -76,13 +76,13 @@ class CachePlan(NamedTuple):
 
 
 class CacheRule(Rule):
-    """Chooses the positions that a step computes; `plan` and `sizes` are required."""
+    """Chooses the positions that a step computes. `plan` and `sizes` are required."""
 
     required: ClassVar[tuple[str, ...]] = ("plan", "sizes")
 
     @property
     def keeps(self) -> bool:
-        """Whether the keys and values of a step's window are cached; static."""
+        """Whether the keys and values of the window of a step are cached; static."""
         return False
 
     @property
@@ -92,40 +92,39 @@ class CacheRule(Rule):
 
     @property
     def sees_behind(self) -> bool:
-        """Whether a window sees cached positions after it; static."""
+        """Whether a window attends to cached positions after it; static."""
         return True
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
-        """True: a cache is activated by its name."""
+        """Always True. A cache is activated by its name."""
         return True
 
     @classmethod
     def check(cls, row: Any) -> None:
-        """Raises for edits, which move cached positions."""
+        """Raises if edits are enabled, because they move cached positions."""
         if row.edits:
             raise SettingError(
                 "edit",
                 True,
-                f"moves tokens, and cache={cls.name!r} keeps what they were computed as",
+                f"moves tokens, which cache={cls.name!r} does not support",
                 "use cache='none'",
             )
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        """Raises for a network without the trunk in pieces."""
+        """Raises for a network without `Network.cached`."""
         if not facts.has_cache:
             raise SettingError(
                 "cache",
                 cls.name,
-                "needs a network that offers its trunk in pieces "
-                "(Network.cached), which this one does not",
+                "needs a network that supports a cache (Network.cached), which this one does not",
                 "use cache='none'",
             )
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
-        """Raises for a cache that is not known to be exact."""
+        """Raises unless the cache is exact."""
         raise SettingError(
             "cache", cls.name, "has no trace: a replay computes what it approximates",
             "use cache='none'",
@@ -138,9 +137,9 @@ class CacheRule(Rule):
     def sizes(self, num_positions: int) -> tuple[int, ...]:
         """Static sizes of the windows, ascending, at most `num_positions`.
 
-        With one size a step runs all rows together; with several each row runs in the smallest that
-        holds its window, beside rows of the same size. The first window is the block; the step
-        reads its hidden vectors.
+        With one size a step runs all rows together. With several sizes each row runs in the
+        smallest size that holds its window, together with rows of the same size. The first window
+        is the block, whose hidden vectors the step reads.
         """
         raise NotImplementedError
 
@@ -150,6 +149,6 @@ class CacheRule(Rule):
 
 
 def start_cache(num_rows: int) -> CacheState:
-    """The state before a first step; `dlm_jax.sampling.forward` allocates keys and values."""
+    """The state before the first step. `dlm_jax.sampling.forward` allocates keys and values."""
     zeros_B = jnp.zeros(num_rows, jnp.int32)
     return CacheState((), (), zeros_B, zeros_B, zeros_B)

@@ -1,4 +1,4 @@
-"""The exact cache of causal and block-causal models: finished blocks are computed once."""
+"""The exact cache of causal and block-causal models. Finished blocks are computed once."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from dlm_jax.settings import SettingError, fact, reads, rule
 
 @rule
 class Exact(CacheRule):
-    """Keeps keys and values of all that stands before the block, and computes the block alone.
+    """Caches keys and values of all positions before the block, and computes only the block.
 
-    In a block-causal model nothing before a block sees it, so that what is kept is what a forward
-    of the whole row would compute: results are those without a cache, to float tolerance in the
-    logits. A block that is finished is computed once more, with the tokens that were written last
-    (SDAR, Cheng et al. 2025, section 3); the whole row is computed once, at its first step, unless
-    what is given fits one block.
+    In a block-causal model no earlier position attends to the block, so the cached values equal
+    those of a full forward. Results equal those without a cache, to float tolerance in the logits.
+    A finished block is computed once more with its last tokens (SDAR, Cheng et al. 2025, section
+    3). The whole row is computed once, at its first step, unless the given tokens fit into one
+    block.
 
-    A causal model has blocks of one position. It reads the token before each position, so that the
-    forward that predicts a token also computes all that is kept of what it has read: nothing is
-    computed twice.
+    A causal model has blocks of one position. It reads the token before each position, so the
+    forward that predicts a token also computes the cached values of its input. Nothing is computed
+    twice.
     """
 
-    about = "of finished blocks, causal and block-causal models"
+    about = "finished blocks; exact, causal and block-causal models"
 
     block_length: int = fact("block_length", 0)
     open_blocks: int = reads("open_blocks", 1)
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
-        """A replay without a cache computes the same."""
+        """Accepts traces, because a replay without a cache computes the same values."""
 
     @property
     def keeps(self) -> bool:
@@ -77,7 +77,7 @@ class Exact(CacheRule):
                 "steps",
                 row.steps,
                 f"is less than the {is_open.sum()} tokens to write, and "
-                "cache='exact' of a causal model writes one a step",
+                "cache='exact' of a causal model writes one per step",
                 f"use steps={is_open.sum()} or more",
             )
 
@@ -85,10 +85,10 @@ class Exact(CacheRule):
         return (min((self.block_length or 1) * self.open_blocks, num_positions),)
 
     def plan(self, context: CacheContext) -> CachePlan:
-        """The row's block, or its next token."""
+        """The block of the row, or its next token."""
         (size,) = self.sizes(context.num_positions)
         begin_B = context.first_B
-        if self.block_length:  # a row's block may be a part of the model's
+        if self.block_length:  # the block of a row may be part of a block of the model
             begin_B = context.block.begin_B // self.block_length * self.block_length
         settles_B = jnp.zeros_like(begin_B, bool)
         if self.block_length:

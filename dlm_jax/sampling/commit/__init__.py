@@ -8,16 +8,19 @@ from dlm_jax.sampling.commit.commit_rule import (
     CommitRule,
     Proposal,
     RuleMemory,
+    Standing,
     most,
     uniform,
 )
 from dlm_jax.sampling.commit.credit import Credit
 from dlm_jax.sampling.commit.dilated import Dilated
+from dlm_jax.sampling.commit.entropy_renoise import EntropyRenoise
 from dlm_jax.sampling.commit.frechet import Frechet
 from dlm_jax.sampling.commit.hierarchical import Hierarchical
 from dlm_jax.sampling.commit.klass import Klass
 from dlm_jax.sampling.commit.local_leap import LocalLeap
 from dlm_jax.sampling.commit.position_aware import PositionAware
+from dlm_jax.sampling.commit.posterior import Posterior
 from dlm_jax.sampling.commit.prophet import Prophet
 from dlm_jax.sampling.commit.quotas import (
     LargeMargin,
@@ -36,6 +39,7 @@ COMMIT_RULES: Mapping[str, type[CommitRule]] = {
         LowConfidence, RandomOrder, LeftToRight, LowEntropy, LargeMargin, Threshold, Factor,
         EntropyBound, Ancestral, RandomFilled, JointThreshold,
         Frechet, LocalLeap, Hierarchical, Dilated, PositionAware, Prophet, Klass, Credit, SlowFast,
+        Posterior, EntropyRenoise,
     )
 }  # fmt: skip
 """Commit rules by the setting ``order``."""
@@ -48,6 +52,7 @@ __all__ = [
     "Credit",
     "Dilated",
     "EntropyBound",
+    "EntropyRenoise",
     "Factor",
     "Frechet",
     "Hierarchical",
@@ -60,11 +65,13 @@ __all__ = [
     "LowEntropy",
     "RuleMemory",
     "PositionAware",
+    "Posterior",
     "Prophet",
     "Proposal",
     "RandomFilled",
     "RandomOrder",
     "SlowFast",
+    "Standing",
     "Threshold",
     "most",
     "uniform",

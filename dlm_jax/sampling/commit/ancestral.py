@@ -1,4 +1,4 @@
-"""Sampling along the noise process that trained the model: MDLM's ancestral steps, and ReMDM's.
+"""Sampling along the noise process of the training: ancestral steps of MDLM and ReMDM.
 
 Step i of S goes from time ``t = 1 - i/S`` to ``s = 1 - (i + 1)/S`` of the noise schedule, whose
 ``alpha`` is the share of tokens visible.
@@ -35,7 +35,7 @@ class NoiseSchedule(Protocol):
 
 
 def visible_shares(schedule: NoiseSchedule, context: CommitContext) -> tuple[jax.Array, jax.Array]:
-    """Shares visible at the beginning and the end of the step, ``[B]`` each."""
+    """Visible shares at the start and the end of the step, ``[B]`` each."""
     steps_B = context.steps_B.astype(jnp.float32)
     t_B = 1.0 - context.step_B / steps_B
     s_B = jnp.maximum(1.0 - (context.step_B + 1) / steps_B, 0.0)
@@ -50,7 +50,9 @@ SIGMAS = {
 
 
 def sigma_max(alpha_t_B: jax.Array, alpha_s_B: jax.Array) -> jax.Array:
-    """``min(1, (1 - alpha_s) / alpha_t)``, the most that may be remasked (ReMDM, section 4)."""
+    """``min(1, (1 - alpha_s) / alpha_t)``, the upper bound of the remask probability (ReMDM,
+    section 4).
+    """
     return jnp.minimum(1.0, (1.0 - alpha_s_B) / jnp.maximum(alpha_t_B, 1e-9))
 
 
@@ -58,19 +60,19 @@ def sigma_max(alpha_t_B: jax.Array, alpha_s_B: jax.Array) -> jax.Array:
 class Ancestral(CommitRule):
     """Commits each hole with the probability of the reverse process.
 
-    ``(alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t)``, where sigma is what ReMDM remasks with, and
-    0 without it and for ``remdm_conf``, whose weights are 0 at holes (Sahoo et al. 2024, MDLM,
-    equation 7; Wang et al. 2025, ReMDM, equation 6).
+    ``(alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t)``, where sigma is the remask probability of
+    ReMDM. It is 0 without ReMDM and for ``remdm_conf``, which has weight 0 at holes (Sahoo et al.
+    2024, MDLM, equation 7; Wang et al. 2025, ReMDM, equation 6).
     """
 
-    about = "as the noise process does"
+    about = "the reverse noise process"
 
     eta_B: jax.Array = per_row(REMASK_ETA)
     schedule: NoiseSchedule = fact("noise")
     remask: str = reads("remask", "none")
 
     def eligible(self, context: CommitContext) -> jax.Array:
-        """The holes that the process unmasks now; only their logits are needed."""
+        """The holes that the process unmasks now. Only their logits are needed."""
         chance_B = self._chance(context)
         drawn_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
         return context.is_hole_BL & (drawn_BL < chance_B[:, None])

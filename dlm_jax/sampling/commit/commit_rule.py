@@ -1,7 +1,7 @@
 """Commit rules: which of the proposed tokens are written into the canvas at a step.
 
-A rule is a frozen pytree: compiled-in values are metadata, settings of requests are ``[B]`` leaves.
-It works on the whole batch; rows are independent. Scores that differ only by rounding are ties,
+A rule is a frozen pytree. Static values are metadata, and per-row settings are ``[B]`` leaves. It
+works on the whole batch, and rows are independent. Scores that differ only by rounding are ties,
 because their order may differ between programs (`TOLERANCE`).
 """
 
@@ -18,31 +18,52 @@ from dlm_jax.settings import Rule, SettingError
 
 
 class RuleMemory(NamedTuple):
-    """State of a rule between steps; never over all ids.
+    """State of a rule between steps. It never has a vocabulary axis.
 
     Attributes:
-      places: arrays ``[B, L, ...]``, of each position; they change where logits are read.
-      rows: arrays ``[B, ...]``, of each row; they change at the end of each of its steps.
+      places: per-position arrays ``[B, L, ...]``, updated where logits are read.
+      rows: per-row arrays ``[B, ...]``, updated at the end of each step of the row.
     """
 
     places: Any = None
     rows: Any = None
 
 
-class CommitContext(NamedTuple):
-    """The block that each row works on, at the start of a step.
+class Standing(NamedTuple):
+    """What stands at the positions of rows whose rule `renews`, and uniform noise for them.
 
     Attributes:
-      is_hole_BL: True at positions of the block that may be written, in rows that still run: its
-        holes, and in rows that resample all positions that were not given.
+      tokens_BL: int32 canvas.
+      is_mask_BL: True at MASK.
+      is_noise_BL: True at ids that the row's noise may show: all that it may write.
+      random_BL: int32, a new draw of these ids for each position.
+      num_ids_B: int32, their number.
+      mask_id: the id of MASK.
+    """
+
+    tokens_BL: jax.Array
+    is_mask_BL: jax.Array
+    is_noise_BL: jax.Array
+    random_BL: jax.Array
+    num_ids_B: jax.Array
+    mask_id: int
+
+
+class CommitContext(NamedTuple):
+    """The current block of each row at the start of a step.
+
+    Attributes:
+      is_hole_BL: True at writable positions of the block in running rows: its holes, and in rows
+        that resample all unfrozen positions.
       first_holes_B: int32, holes of the block before its first step.
       step_B: int32, steps taken in the block.
-      steps_B: int32, steps the block may take in all, at least 1.
-      key_B: this step's key of each row, for the rule alone.
-      written_BL: int32 tokens of the block that are written and were not given, -1 elsewhere; None
-        unless the rule `rewrites`.
-      preference_BL: uint32, the order of positions that tie, see `preferences`.
+      steps_B: int32, total steps of the block, at least 1.
+      key_B: key of each row in this step, used only by the rule.
+      written_BL: int32 generated tokens of the block, -1 elsewhere; None unless the rule
+        `rewrites`.
+      preference_BL: uint32, order of tied positions, see `preferences`.
       memory: state of the rule; in `CommitRule.select` it includes this step's observations.
+      standing: what stands there; None unless the rule `renews`.
     """
 
     is_hole_BL: jax.Array
@@ -53,17 +74,19 @@ class CommitContext(NamedTuple):
     written_BL: jax.Array | None = None
     preference_BL: jax.Array | None = None
     memory: RuleMemory = RuleMemory()
+    standing: Standing | None = None
 
 
 class Proposal(NamedTuple):
-    """Candidates for the open positions; other values are undefined.
+    """Candidates for the open positions. Other values are undefined.
 
     Attributes:
       tokens_BL: int32 candidate ids.
       logprob_BL: float32 log-probability of the candidate under the clean logits.
       final_logprob_BL: float32, the same under the logits it was drawn from, after all transforms;
         0 where no row's transforms read it.
-      confidence_BL: float32, the result of the rule's `measure`; higher is surer.
+      confidence_BL: float32, the result of the rule's `measure`; higher is surer. Of the token that
+        stands there, if the rule `renews`.
     """
 
     tokens_BL: jax.Array
@@ -73,27 +96,30 @@ class Proposal(NamedTuple):
 
 
 class CommitRule(Rule):
-    """Chooses the commits of a step among eligible positions; only `select` is required.
+    """Chooses the commits of a step among eligible positions. Only `select` is required.
 
     The loop adds every hole of a block at its last step.
 
     Attributes:
-      rewrites: whether `select` may name written tokens of the block too, which then get
-        candidates. A block then ends when a step that began without holes rewrites nothing, or
+      rewrites: whether `select` may also name written tokens of the block, which then get
+        candidates. A block then ends when a step that starts without holes rewrites nothing, or
         after `patience` such steps.
-      scale: least magnitude of what `measure` adds or subtracts, for `TOLERANCE`.
+      renews: whether the rule also writes other tokens than candidates, at the open positions that
+        it does not select: see `renewed` and `begin`.
+      scale: smallest magnitude of the terms in `measure`, for `TOLERANCE`.
     """
 
     required: ClassVar[tuple[str, ...]] = ("select",)
     rewrites: ClassVar[bool] = False
+    renews: ClassVar[bool] = False
     scale: ClassVar[float] = 0.0
 
     def patience(self) -> jax.Array:
-        """Steps ``[B]`` that a block without holes takes at most, where the rule `rewrites`."""
+        """Maximum steps ``[B]`` of a block without holes, if the rule `rewrites`."""
         raise NotImplementedError
 
     def eligible(self, context: CommitContext) -> jax.Array:
-        """True at the holes that may commit now, ``[B, L]``; logits are computed for no others."""
+        """True at the holes that may commit now, ``[B, L]``. Logits are computed only for these."""
         return context.is_hole_BL
 
     def measure(self, logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
@@ -112,29 +138,42 @@ class CommitRule(Rule):
         ids_N: jax.Array,
         logprob_N: jax.Array,
     ) -> tuple[Any, jax.Array]:
-        """The memory of N positions of these rows after their logits are read, and `measure`.
+        """The updated memory of N positions after their logits are read, and `measure`.
 
-        `kept` is that of before, with leaves ``[N, ...]``; `ids_N` are the candidates. It is called
-        in place of `measure` where the rule has a `RuleMemory` of places.
+        `kept` is the previous memory with leaves ``[N, ...]``, and `ids_N` are the candidates. It
+        replaces `measure` if the rule has a per-position `RuleMemory`.
         """
         return kept, self.measure(logits_NV, logprob_N)
 
     def remember(
         self, context: CommitContext, proposal: Proposal, is_committed_BL: jax.Array
     ) -> Any:
-        """The memory of the rows after a step's commits; unchanged by default."""
+        """The memory of the rows after the commits of a step; unchanged by default."""
         return context.memory.rows
 
     def weighed(self, logits_NV: jax.Array, filtered: Callable[[], jax.Array]) -> jax.Array | None:
-        """Logits ``[N, V]`` that `measure` reads; None: the clean ones.
+        """Logits ``[N, V]`` for `measure`; None for the clean logits.
 
         `filtered` returns the logits of the draw, after all transforms.
         """
         return None
 
     def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        """True at the positions to commit, ``[B, L]``; ineligible positions are ignored."""
+        """True at the positions to commit, ``[B, L]``. Ineligible positions are ignored."""
         raise NotImplementedError
+
+    def begin(self, standing: Standing, key_B: jax.Array) -> jax.Array:
+        """Tokens ``[B, L]`` for the holes of rows before their first step, if it `renews`."""
+        return standing.tokens_BL
+
+    def finished(self, memory: RuleMemory) -> jax.Array | None:
+        """True ``[B]`` for rows whose block ends with this step, if it `renews`; None: none."""
+        return None
+
+    def renewed(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        """Tokens ``[B, L]`` for the open positions that are not selected, if it `renews`."""
+        assert context.standing is not None, "the rule renews"
+        return context.standing.tokens_BL
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
@@ -145,10 +184,10 @@ class CommitRule(Rule):
             )  # fmt: skip
 
     def log_chance(self, context: CommitContext, is_chosen_BL: jax.Array) -> jax.Array:
-        """Log-probability ``[B]`` in nats of having chosen these, given all that `select` reads.
+        """Log-probability ``[B]`` in nats of this choice, given all inputs of `select`.
 
-        Only ``context.key_B`` counts as chance: without it 0, which is `certain`. Ties do not
-        count. Traces need it.
+        Only ``context.key_B`` is random. A rule that does not use it returns 0 (`certain`). Ties
+        are not counted. Traces need this method.
         """
         raise NotImplementedError
 
@@ -159,9 +198,9 @@ def certain(self: Any, context: Any, is_chosen_BL: jax.Array) -> jax.Array:
 
 
 def log_subset(is_open_BL: jax.Array, is_chosen_BL: jax.Array) -> jax.Array:
-    """Log-probability ``[B]`` of these among all equally likely subsets of their size.
+    """Log-probability ``[B]`` of this subset among all subsets of its size.
 
-    ``-ln C(n, k)``, summed factor by factor: logarithms of factorials would lose digits.
+    It is ``-ln C(n, k)``, summed factor by factor, because logarithms of factorials lose digits.
     """
     num_B1 = jnp.sum(is_open_BL, axis=1, keepdims=True)
     chosen_B1 = jnp.sum(is_open_BL & is_chosen_BL, axis=1, keepdims=True)
@@ -172,7 +211,7 @@ def log_subset(is_open_BL: jax.Array, is_chosen_BL: jax.Array) -> jax.Array:
 
 
 def log_each(is_open_BL: jax.Array, is_chosen_BL: jax.Array, chance_BL: jax.Array) -> jax.Array:
-    """Log-probability ``[B]`` of these, with an independent probability for each open position."""
+    """Log-probability ``[B]`` of this subset with independent probabilities per open position."""
     own_BL = jnp.where(is_chosen_BL, jnp.log(chance_BL), jnp.log1p(-chance_BL))
     return jnp.sum(jnp.where(is_open_BL, own_BL, 0.0), axis=1)
 
@@ -180,8 +219,8 @@ def log_each(is_open_BL: jax.Array, is_chosen_BL: jax.Array, chance_BL: jax.Arra
 TOLERANCE = 1e-5
 """Relative tolerance: scores that differ by less are equal.
 
-Programs of other shapes, devices and compilers compute them some 3e-7 apart. Where a score is a sum
-or a difference, its error follows the numbers that it is made of: `scale` is their least magnitude.
+Scores differ by about 3e-7 between shapes, devices and compilers. The error of a sum or a
+difference is relative to its terms, and `scale` is their smallest magnitude.
 """
 _TIES_SALT = 0x74696573
 
@@ -206,7 +245,7 @@ def _slack(bound: jax.Array | float, scale: jax.Array | float) -> jax.Array:
 
 
 def preferences(key_B: jax.Array, prefers_lower_B: jax.Array, num_positions: int) -> jax.Array:
-    """uint32 ``[B, L]`` above 0: among ties the highest numbers are taken.
+    """uint32 ``[B, L]`` above 0. Among ties the highest numbers win.
 
     Random from each row's key, independent of the canvas length; or descending from the left.
     """
@@ -223,13 +262,13 @@ def most(
     preference_BL: jax.Array | None = None,
     scale: jax.Array | float = 0.0,
 ) -> jax.Array:
-    """True at each row's `count_B` open positions of highest score; all of a row with fewer.
+    """True at the `count_B` open positions of highest score in each row, or at all if there are
+    fewer.
 
-    Where scores count as equal, see `TOLERANCE`, positions are taken in falling order of
-    `preference_BL`, of `preferences`. None: scores are the same in every program, and the lower of
-    positions with the same score is taken. `scale` is the least magnitude of the numbers that
-    scores are sums or differences of: 1.0 for differences of probabilities, for log-probabilities
-    and entropies; 0.0 for probabilities.
+    Ties (see `TOLERANCE`) are broken by descending `preference_BL` from `preferences`. None means
+    that scores are identical in every program and the lower position wins. `scale` is the smallest
+    magnitude of the terms of a score: 1.0 for differences of probabilities, log-probabilities and
+    entropies; 0.0 for probabilities.
     """
     score_BL = jnp.where(jnp.isnan(score_BL), -jnp.inf, score_BL)
     rank_BL = jnp.where(is_open_BL, _ascending(score_BL), jnp.uint32(0))
@@ -245,14 +284,14 @@ def most(
         return _highest(jnp.where(is_tied_BL, preference_BL, jnp.uint32(0)), room_B)
 
     if platform() != "cpu":
-        # The condition is over all rows: with rows on several devices, a collective.
+        # The condition covers all rows; it is a collective if rows are sharded.
         return is_above_BL | preferred()
     is_any = jnp.any(jnp.sum(is_tied_BL, axis=1) > room_B)
     return is_above_BL | jax.lax.cond(is_any, preferred, lambda: is_tied_BL)
 
 
 def _highest(rank_BL: jax.Array, count_B: jax.Array) -> jax.Array:
-    """True at each row's `count_B` highest numbers above 0; the lower positions of equal ones."""
+    """True at the `count_B` highest numbers above 0 in each row; lower positions win ties."""
     last_B1 = _last(rank_BL, count_B)[:, None]
     is_above_BL = rank_BL > last_B1
     is_last_BL = (rank_BL == last_B1) & (rank_BL > 0)
@@ -263,8 +302,8 @@ def _highest(rank_BL: jax.Array, count_B: jax.Array) -> jax.Array:
 def _last(rank_BL: jax.Array, count_B: jax.Array) -> jax.Array:
     """uint32 ``[B]``: the number of that rank in descending order; 0 if there are fewer above 0.
 
-    It is found bit by bit: a sort takes 5 times as long on CPU at 16 x 256 and 13 times at 64 x
-    1024.
+    It is found bit by bit. A sort takes 5 times as long on CPU at 16 x 256 and 13 times as long at
+    64 x 1024.
     """
 
     def with_bit(place: jax.Array, last_B: jax.Array) -> jax.Array:
@@ -283,5 +322,5 @@ def _ascending(score: jax.Array) -> jax.Array:
 
 
 def uniform(key_B: jax.Array, num_positions: int) -> jax.Array:
-    """A uniform number for each position, ``[B, L]``, from each row's key alone."""
+    """A uniform number per position, ``[B, L]``, which depends only on the key of the row."""
     return jax.vmap(lambda key: jax.random.uniform(key, (num_positions,)))(key_B)

@@ -31,15 +31,15 @@ CREDIT_DECAY = Setting(
     low=0.0, high=1.0,
 )  # fmt: skip
 CREDIT_POWER = Setting(
-    "credit_power", 0.2, "order=credit: power of the probability that is credited, >= 0",
+    "credit_power", 0.2, "order=credit: exponent of the credited probability, >= 0",
     low=0.0, high=1e3,
 )  # fmt: skip
 KEPT = 4
-"""Ids of each position whose credit is kept: the least gives way to a new one."""
+"""Number of ids per position with stored credit. A new id replaces the one of least credit."""
 
 
 class Credits(NamedTuple):
-    """Credit of some ids, ``[..., K]`` each; an id of -1 has none."""
+    """Credit of some ids, ``[..., K]`` each. An id of -1 marks an empty entry."""
 
     ids: jax.Array
     credit: jax.Array
@@ -49,12 +49,13 @@ class Credits(NamedTuple):
 class Credit(CommitRule):
     """Commits holes of confidence >= threshold under ``softmax(x + alpha ln(1 + C))``.
 
-    Or the surest. Confidence is the largest of those probabilities. The likeliest id v of each step
-    gains: ``C <- beta C + [v] p(v)^gamma`` (Wang et al. 2025, CreditDecoding, section 4). The
-    credit of 4 likeliest ids of each position is kept. Candidates are drawn without credit.
+    If there is none, it commits the most confident hole. Confidence is the largest of these
+    probabilities. The most likely id v of each step gains credit: ``C <- beta C + [v] p(v)^gamma``
+    (Wang et al. 2025, CreditDecoding, section 4). Credit is stored for the 4 most likely ids of
+    each position. Candidates are drawn without credit.
     """
 
-    about = "all that are sure enough, where a prediction that lasts is surer"
+    about = "holes above the threshold, with a bonus for persistent predictions"
     log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
@@ -79,7 +80,7 @@ class Credit(CommitRule):
         best_id_N1 = vocab.argmax(logprob_NV, TOLERANCE)[:, None]
         best_N1 = jnp.take_along_axis(logprob_NV, best_id_N1, axis=1)
         credit_NK = self.decay_B[row_N][:, None] * kept.credit
-        # In the slot of the id, or else in that of least credit.
+        # Written to the slot of the id, or to the slot of least credit.
         is_own_NK = kept.ids == best_id_N1
         rank_NK = jnp.where(is_own_NK, -jnp.inf, credit_NK)
         is_slot_NK = jnp.arange(KEPT)[None] == place_of_largest(-rank_NK)[:, None]

@@ -1,4 +1,4 @@
-"""DUS: positions that are far apart first, then those between them."""
+"""DUS: commits distant positions first, then the positions between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DILATED_BASE = Setting(
     low=2, high=2**15,
 )  # fmt: skip
 _ROUNDS = 24
-"""Powers of 2 that float32 holds with all whole numbers between them."""
+"""Powers of 2 up to which float32 represents all integers."""
 
 
 @rule
@@ -21,17 +21,17 @@ class Dilated(CommitRule):
     """Commits, in round t, the holes whose place is a multiple of ``s_t = a^(R - t)``.
 
     ``R = ceil(log_a G)`` for a block of G holes, and t from 1, so a block takes R rounds
-    (Luxembourg et al. 2025, DUS, section 3). Only the logits of the round are needed. Places count
-    from the start of the canvas.
+    (Luxembourg et al. 2025, DUS, section 3). Only the logits of the round are needed. Positions
+    count from the start of the canvas.
     """
 
-    about = "a grid that gets finer from step to step, whatever is sure"
+    about = "a grid that is refined at each step, regardless of confidence"
     log_chance = certain
 
     base_B: jax.Array = per_row(DILATED_BASE)
 
     def eligible(self, context: CommitContext) -> jax.Array:
-        """The holes of this round's grid; all of them where the rounds are over."""
+        """The holes on the grid of this round; all holes after the last round."""
         step_B, holes_B1 = context.step_B, context.first_holes_B[:, None]
         base_B1 = self.base_B.astype(jnp.float32)[:, None]
         power_BR = base_B1 ** jnp.arange(_ROUNDS)[None]

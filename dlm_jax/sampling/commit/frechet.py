@@ -1,4 +1,4 @@
-"""Frechet profile: as many holes as surely are right together, by all their confidences."""
+"""Frechet profile: commits as many holes as the bound on their joint probability allows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FRECHET_MARGIN = Setting(
 
 @rule
 class Frechet(Confident):
-    """Commits the longest run of surest holes with ``L_n - U_n > delta``; one at least.
+    """Commits the most confident holes with ``L_n - U_n > delta``, at least one.
 
     ``L_n = max(0, sum of c_j up to n, less n - 1)`` bounds the joint probability of the n
     candidates from below (Frechet), ``U_n = 1 - c_n`` that of any other choice from above.
@@ -26,7 +26,7 @@ class Frechet(Confident):
     confidences it is `Factor` with a factor of ``1 - delta``.
     """
 
-    about = "all whose confidences bound their joint probability well"
+    about = "holes with a high lower bound on their joint probability"
     log_chance = certain
 
     margin_B: jax.Array = per_row(FRECHET_MARGIN)

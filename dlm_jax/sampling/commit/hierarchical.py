@@ -1,4 +1,4 @@
-"""Hierarchical decoding: the surest hole of each run, so that runs are divided."""
+"""Hierarchical decoding: commits the most confident hole of each run, which divides the run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ HIERARCHY_FLOOR = Setting(
 
 @rule
 class Hierarchical(Confident):
-    """Commits holes of confidence >= threshold, and the surest one of each run of holes.
+    """Commits holes of confidence >= threshold, and the most confident hole of each run.
 
-    That divides each run in two, so as few as ``log2`` of its length steps may do (Ma et al. 2025,
-    dInfer, section 4.2). Below a floor only the surest of all commits.
+    This divides each run in two, so ``log2`` of its length steps may suffice (Ma et al. 2025,
+    dInfer, section 4.2). If all are below the floor, only the most confident hole commits.
     """
 
-    about = "the surest hole of each run of holes, and all that are sure enough"
+    about = "the most confident hole of each run, and all holes above the threshold"
     log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
@@ -45,7 +45,7 @@ class Hierarchical(Confident):
 
 
 def _most_of_run(x_BL: jax.Array, is_in_BL: jax.Array) -> jax.Array:
-    """The largest value, of those from 0, of the run of True that holds each position."""
+    """The largest value (at least 0) within the run of True around each position."""
 
     def later(one: tuple[jax.Array, jax.Array], two: tuple[jax.Array, jax.Array]):
         return jnp.where(two[1], two[0], jnp.maximum(one[0], two[0])), one[1] | two[1]

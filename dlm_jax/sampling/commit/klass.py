@@ -1,4 +1,4 @@
-"""KLASS: what is sure and has been predicted alike for some steps."""
+"""KLASS: commits confident holes whose prediction has been stable for some steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KLASS_STEPS = Setting(
     "klass_steps", 2, "order=klass: steps in a row that a prediction must have been stable", low=0
 )
 LEADING = 32
-"""Ids of each position whose log-probabilities are kept."""
+"""Number of ids per position with stored log-probabilities."""
 _LEAST = 1e-6
 
 
@@ -38,9 +38,9 @@ class Seen(NamedTuple):
     """The last prediction of each position.
 
     Attributes:
-      ids: int32 ``[..., K]``, its likeliest ids; -1 where there are fewer, or none was made.
-      logprobs: float32 ``[..., K]``, theirs.
-      steps: int32 ``[...]``, predictions in a row that moved less than the bound.
+      ids: int32 ``[..., K]``, its most likely ids; -1 in empty entries.
+      logprobs: float32 ``[..., K]``, their log-probabilities.
+      steps: int32 ``[...]``, number of consecutive predictions that moved less than the bound.
     """
 
     ids: jax.Array
@@ -52,12 +52,12 @@ class Seen(NamedTuple):
 class Klass(CommitRule):
     """Commits the holes with ``max p > tau`` and ``KL(p_t, p_{t-1}) < epsilon`` for n steps.
 
-    Where there is none, the surest (Kim et al. 2025, KLASS, algorithm 1 and equation 5). The
-    divergence is over the 32 likeliest ids of the step before and all others as one event: exact
-    for vocabularies up to that size, and a lower bound for larger ones.
+    If there is none, it commits the most confident hole (Kim et al. 2025, KLASS, algorithm 1 and
+    equation 5). The divergence is over the 32 most likely ids of the previous step, with all others
+    as one event. It is exact for vocabularies up to this size and a lower bound for larger ones.
     """
 
-    about = "all that are sure and stable from step to step"
+    about = "confident holes with stable predictions"
     log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
@@ -103,7 +103,7 @@ class Klass(CommitRule):
 
 
 def _divergence(now_NK: jax.Array, before_NK: jax.Array) -> jax.Array:
-    """KL of log-probabilities of some ids, and of all others as one event, in nats."""
+    """KL divergence in nats over some ids, with all other ids as one event."""
 
     def term(now: jax.Array, before: jax.Array) -> jax.Array:
         return jnp.where(now > -jnp.inf, jnp.exp(now) * (now - before), 0.0)

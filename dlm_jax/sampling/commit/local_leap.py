@@ -1,4 +1,4 @@
-"""LocalLeap: near a sure hole, less sure ones are sure enough."""
+"""LocalLeap: lowers the threshold near confident holes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ LEAP_RADIUS = Setting(
 class LocalLeap(Confident):
     """Commits holes of confidence >= tau, and those >= tau' within W positions of one.
 
-    Or the surest. The holes of confidence >= tau are anchors, next to which the prediction is
-    nearly determined (Kong et al. 2025, LocalLeap, algorithm 1).
+    If there is none, it commits the most confident hole. Holes of confidence >= tau are anchors.
+    Predictions next to an anchor are nearly determined (Kong et al. 2025, LocalLeap, algorithm 1).
     """
 
-    about = "all that are sure enough, and less sure ones beside them"
+    about = "confident holes, and less confident ones near them"
     log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)

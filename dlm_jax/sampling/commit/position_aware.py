@@ -1,4 +1,4 @@
-"""PC-sampler: earlier positions first, and tokens that are common anyway last."""
+"""PC-Sampler: prefers early positions and penalises frequent tokens."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ def _shares(value: Any) -> tuple[tuple[int, float], ...]:
         raise SettingError("common_ids", value, "is not a mapping", "use {12: 0.05}") from None
     if any(share < 0 for _, share in found) or not sum(share for _, share in found) <= 1:
         raise SettingError("common_ids", value, "has shares below 0 or above 1 in all", "use {}")
+    if len({id_ for id_, _ in found}) < len(found):
+        raise SettingError("common_ids", value, "names an id twice", "add up its shares")
     return found
 
 
@@ -55,11 +57,11 @@ COMMON_IDS = Setting(
 class PositionAware(Confident):
     """Commits a quota of holes of highest ``exp(-lambda i) min(-p ln f, alpha)``.
 
-    With i the number of the position, p the probability of its candidate and f the share of that
+    Here i is the index of the position, p the probability of its candidate and f the share of that
     token in a corpus (Huang et al. 2025, PC-Sampler, equations 5 to 7).
     """
 
-    about = "a quota, by position, probability and how rare the token is"
+    about = "a quota by position, probability and token rarity"
     log_chance = certain
 
     decay_B: jax.Array = per_row(POSITION_DECAY)
@@ -76,7 +78,7 @@ class PositionAware(Confident):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        """Refuses a share of an id outside the vocabulary."""
+        """Raises ValueError for a share of an id outside the vocabulary."""
         for id_, _ in row.common_ids:
             if not 0 <= id_ < facts.vocab_size:
                 raise SettingError(

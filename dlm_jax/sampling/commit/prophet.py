@@ -1,4 +1,4 @@
-"""Prophet: all that is left at once, as soon as its predictions are clear."""
+"""Prophet: commits all remaining holes at once when their predictions are clear."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ PROPHET_GAP = Setting(
     low=0.0, high=1e6,
 )  # fmt: skip
 _MOST = 30.0
-"""A lead counts as this much at most: the next token may be impossible."""
+"""Upper bound of a lead, because the second token may be impossible."""
 
 
 @rule
 class Prophet(Confident):
-    """Commits a quota of the surest holes, or all where their mean gap reaches ``tau(progress)``.
+    """Commits a quota of the most confident holes, or all if their mean gap reaches
+    ``tau(progress)``.
 
-    The gap of a hole is that of its two largest logits, and tau falls in three stages (Li et al.
+    The gap of a hole is the difference of its two largest logits, and tau decreases in three stages
+    (Li et al.
     2025, Prophet, equations 4 and 5: 7.5, 5.0 and 2.5). The mean is over the holes of the block.
     """
 
-    about = "a quota, the surest first, and all at once when they are clear"
+    about = "a quota of the most confident holes, or all when predictions are clear"
     log_chance = certain
 
     gap_B: jax.Array = per_row(PROPHET_GAP)

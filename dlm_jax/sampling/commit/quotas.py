@@ -32,13 +32,13 @@ def linear_quota(context: CommitContext) -> jax.Array:
 
 
 def cosine_quota(context: CommitContext) -> jax.Array:
-    """Few at first, many at the end: after step i of S, ``ceil(h cos(pi/2 i/S))`` holes remain.
+    """A quota that grows over the steps: after step i of S, ``ceil(h cos(pi/2 i/S))`` holes remain.
 
     Chang et al. 2022 (MaskGIT), section 3.2; h counts the holes before the first step. With about
     as many steps as holes the first steps commit nothing.
     """
     done = (context.step_B + 1).astype(jnp.float32) / context.steps_B
-    # A product that is whole in exact arithmetic must not be rounded up to the next number.
+    # A product that is an integer in exact arithmetic must not be rounded up.
     share = jnp.cos(0.5 * jnp.pi * jnp.minimum(done, 1.0)) * context.first_holes_B
     remain_B = jnp.ceil(share - 1e-3).astype(jnp.int32)
     return jnp.maximum(jnp.sum(context.is_hole_BL, axis=1) - remain_B, 0)
@@ -50,7 +50,8 @@ _LAST_TIME = 1e-3
 def timestep_quota(context: CommitContext) -> jax.Array:
     """``floor(holes (1 - s / t))`` for times that fall evenly from 1 to 1e-3; the last step: all.
 
-    Dream (Ye et al. 2025), ``diffusion_generate``, whose float32 times these are: from either end.
+    The float32 times are those of ``diffusion_generate`` in Dream (Ye et al. 2025), computed from
+    both ends.
     """
     steps_B = context.steps_B
     width_B = jnp.float32(_LAST_TIME - 1.0) / steps_B.astype(jnp.float32)
@@ -68,7 +69,7 @@ def timestep_quota(context: CommitContext) -> jax.Array:
 
 
 def whole_quota(context: CommitContext) -> jax.Array:
-    """Every hole at every step, which leaves the rest to a remask rule."""
+    """Every hole at every step, for use with a remask rule."""
     return jnp.sum(context.is_hole_BL, axis=1)
 
 
@@ -81,7 +82,8 @@ QUOTAS: dict[str, Quota] = {
 
 
 Measure = Callable[[jax.Array, jax.Array], jax.Array]
-"""``(clean logits [N, V], log-prob. of the candidate [N]) -> float32 [N]``: higher is surer."""
+"""``(clean logits [N, V], log-prob. of the candidate [N]) -> float32 [N]``: higher is more
+confident."""
 
 
 def sampled(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
@@ -122,29 +124,29 @@ SCHEDULE = Setting(
 
 CONFIDENCE_OF = Setting(
     "confidence_of", "clean",
-    "logits that confidence, entropy and margin are of: clean, or filtered (after all transforms)",
+    "logits for confidence, entropy and margin: clean, or filtered (after all transforms)",
     choices={"clean": "clean", "filtered": "filtered"},
 )  # fmt: skip
 
 
 def _ids(value: Any) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise SettingError("confidence_without", value, "is no list of ids", "use (), say")
+        raise SettingError("confidence_without", value, "is not a list of ids", "use (), say")
     if not all(hasattr(id_, "__index__") and not isinstance(id_, bool) for id_ in value):
-        raise SettingError("confidence_without", value, "has what is no id", "use whole numbers")
+        raise SettingError("confidence_without", value, "contains a non-id", "use whole numbers")
     return tuple(int(id_) for id_ in value)
 
 
 CONFIDENCE_WITHOUT = Setting(
     "confidence_without", (),
-    "ids that confidence leaves out: the others share the probability, and a hole whose candidate "
-    "is one of them has none",
+    "ids excluded from confidence: the others share the probability, and a hole with such a "
+    "candidate has confidence 0",
     parse=_ids, hint=tuple[int, ...],
 )  # fmt: skip
 
 
 class Confident(CommitRule):
-    """A rule whose confidence is chosen by a setting."""
+    """A rule with a confidence measure chosen by a setting."""
 
     confidence: Measure
 
@@ -153,18 +155,18 @@ class Confident(CommitRule):
 
 
 class Weighed(CommitRule):
-    """A rule whose confidence is read from logits that two settings choose.
+    """A rule with confidence read from logits that two settings select.
 
     Attributes:
       source: clean logits, or filtered ones (Dream, Ye et al. 2025).
-      without: ids that are left out (LLaDA, Nie et al. 2025, appendix B.4).
+      without: excluded ids (LLaDA, Nie et al. 2025, appendix B.4).
     """
 
     source: str
     without: tuple[int, ...]
 
     def weighed(self, logits_NV: jax.Array, filtered: Callable[[], jax.Array]) -> jax.Array | None:
-        """The logits of the measure; None: the clean ones."""
+        """The logits of the measure; None for the clean logits."""
         if self.source == "clean" and not self.without:
             return None
         seen_NV = filtered() if self.source == "filtered" else logits_NV.astype(jnp.float32)
@@ -214,15 +216,15 @@ class _SurestFirst(Weighed, QuotaRule):
 
 @rule
 class LowConfidence(Confident, _SurestFirst):
-    """Commits each row's quota of most confident candidates and leaves the rest open.
+    """Commits a quota of the most confident candidates of each row.
 
     With the clean probability of the drawn token this is LLaDA's ``low_confidence`` remasking
     (Nie et al. 2025, algorithm 5).
     """
 
     about = (
-        "a quota, the surest first: LLaDA's default, which collapses to spaces and line ends "
-        "when a small model begins on an empty canvas: docs/readings.md"
+        "a quota of the most confident holes: the default of LLaDA, which collapses to spaces "
+        "and line ends for small models on an empty canvas (docs/readings.md)"
     )
 
     quota: Quota = static(SCHEDULE)
@@ -233,9 +235,9 @@ class LowConfidence(Confident, _SurestFirst):
 
 @rule
 class LowEntropy(_SurestFirst):
-    """Commits each row's quota of holes whose predictions have the lowest entropy."""
+    """Commits a quota of the holes with the lowest entropy."""
 
-    about = "a quota, of the lowest entropy"
+    about = "a quota of the holes of lowest entropy"
     name = "entropy"
     scale = 1.0
     quota: Quota = static(SCHEDULE)
@@ -248,9 +250,9 @@ class LowEntropy(_SurestFirst):
 
 @rule
 class LargeMargin(_SurestFirst):
-    """Commits the quota of holes with the largest margin between the two most likely tokens."""
+    """Commits a quota of the holes with the largest margin between the two most likely tokens."""
 
-    about = "a quota, of the greatest lead of one token over the next"
+    about = "a quota of the holes with the largest lead over the second token"
     name = "margin"
     scale = 1.0
     quota: Quota = static(SCHEDULE)
@@ -263,14 +265,14 @@ class LargeMargin(_SurestFirst):
 
 @rule
 class RandomOrder(QuotaRule):
-    """Commits a uniformly random quota of each row's holes, chosen before the logits are known."""
+    """Commits a uniformly random quota of the holes, chosen before the logits are computed."""
 
     about = "a random quota"
     name = "random"
     quota: Quota = static(SCHEDULE)
 
     def eligible(self, context: CommitContext) -> jax.Array:
-        """A random quota of the holes; only their logits are needed."""
+        """A random quota of the holes. Only their logits are needed."""
         score_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
         return most(score_BL, context.is_hole_BL, self.quota(context))
 
@@ -283,15 +285,15 @@ class RandomOrder(QuotaRule):
 
 @rule
 class RandomFilled(QuotaRule):
-    """Has every hole filled, and commits the quota of them that `RandomOrder` would choose.
+    """Fills every hole, and commits the quota that `RandomOrder` would choose.
 
-    The choice does not depend on the tokens: where the fill draws from the joint distribution of
-    all holes, what is committed has the joint distribution of its own, which a fill of the quota
-    alone has not, with gaps that nobody has looked into between its positions. Blind candidates
-    are the same either way, and those of the others are thrown away.
+    The choice does not depend on the tokens. If the fill draws from the joint distribution of all
+    holes, the committed tokens have their exact joint distribution. A fill of only the quota would
+    not, because it ignores the holes between its positions. Candidates of the parallel fill are the
+    same either way, and the other candidates are discarded.
     """
 
-    about = "a random quota out of candidates for all holes"
+    about = "a random quota, with candidates for all holes"
 
     quota: Quota = static(SCHEDULE)
 
@@ -305,9 +307,9 @@ class RandomFilled(QuotaRule):
 
 @rule
 class LeftToRight(QuotaRule):
-    """Commits each row's quota of leftmost holes; only their logits are needed."""
+    """Commits a quota of the leftmost holes. Only their logits are needed."""
 
-    about = "a quota, the leftmost first"
+    about = "a quota of the leftmost holes"
     log_chance = certain
 
     quota: Quota = static(SCHEDULE)

@@ -1,4 +1,4 @@
-"""SlowFast: slow steps find how far predictions reach, fast ones fill that span."""
+"""SlowFast: slow steps find a span of confident predictions, and fast steps fill it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ SLOW_SPREAD = Setting(
 
 
 class Cycle(NamedTuple):
-    """Where each row is: the span, the end that the last slow step saw, and slow steps taken.
+    """The phase of each row: the span, the end found by the last slow step, and the slow steps
+    taken.
 
-    ``end_B`` is 0 while the span is sought. All int32 ``[B]``.
+    ``end_B`` is 0 during the search. All fields are int32 ``[B]``.
     """
 
     begin_B: jax.Array
@@ -47,14 +48,15 @@ class Cycle(NamedTuple):
 
 @rule
 class SlowFast(Confident):
-    """Commits holes of confidence >= threshold within a span that slow steps have found.
+    """Commits holes of confidence >= threshold within a span found by slow steps.
 
-    A slow step commits those behind the span before, or the surest one, and takes the last hole
-    of confidence >= tau' for the end. When two ends deviate by less than sigma, or after K steps,
-    fast steps fill the span in the same way (Wei et al. 2025, SlowFast, algorithm 1).
+    A slow step commits such holes after the previous span, or the most confident one, and proposes
+    the last hole of confidence >= tau' as the end. When two consecutive ends deviate by less than
+    sigma, or after K steps, fast steps fill the span in the same way (Wei et al. 2025, SlowFast,
+    algorithm 1).
     """
 
-    about = "all that are sure enough in a span that grows as predictions settle"
+    about = "confident holes within a span that grows with stable predictions"
     log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
@@ -103,7 +105,9 @@ class SlowFast(Confident):
         )
 
     def _scope(self, context: CommitContext) -> jax.Array:
-        """The holes of the span, or of all behind it while it is sought; all if there are none."""
+        """The holes of the span, or all holes after it during the search; all holes if there are
+        none.
+        """
         cycle, is_hole_BL = _begun(context), context.is_hole_BL
         place_1L = jnp.arange(is_hole_BL.shape[1])[None]
         begin_B1, end_B1 = cycle.begin_B[:, None], cycle.end_B[:, None]
@@ -112,7 +116,7 @@ class SlowFast(Confident):
 
 
 def _begun(context: CommitContext) -> Cycle:
-    """Where each row is; at the first step of a block, at its first hole."""
+    """The phase of each row, reset to the first hole at the first step of a block."""
     first_B = place_of_largest(context.is_hole_BL)
     fresh = Cycle(first_B, 0 * first_B, 0 * first_B, 0 * first_B)
     return jax.tree.map(

@@ -1,4 +1,4 @@
-"""Commit rules without a quota: as many holes as are sure enough, and always at least one."""
+"""Commit rules without a quota: all confident holes, and at least one."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ THRESHOLD_ABOVE = Setting(
     "threshold_above", False, "order=threshold: confidence must be above the threshold, not at it"
 )
 THRESHOLD_LEAST = Setting(
-    "threshold_least", 1, "order=threshold: holes that commit at every step at least", low=1
+    "threshold_least", 1, "order=threshold: minimum number of commits per step", low=1
 )
 THRESHOLD_ALONE = Setting(
     "threshold_alone", 0,
-    "order=threshold: a hole at a multiple of this commits alone, before the others of its block "
-    "are looked at; 0: none does", low=0,
+    "order=threshold: a hole at a multiple of this commits alone, before the others of its "
+    "block; 0: none does", low=0,
 )  # fmt: skip
 FACTOR = Setting(
     "factor", 1.0,
@@ -47,18 +47,18 @@ FACTOR = Setting(
     low=0.0, high=1e6,
 )  # fmt: skip
 ENTROPY_BOUND = Setting(
-    "entropy_bound", 0.1, "order=entropy_bound: nats of entropy that may be committed blind, >= 0",
+    "entropy_bound", 0.1, "order=entropy_bound: bound in nats on the entropy of a commit, >= 0",
     low=0.0, high=1e6,
 )  # fmt: skip
 
 REWRITE_THRESHOLD = Setting(
     "rewrite_threshold", 0.9,
-    "order=joint_threshold: a written token of the block gives way to another of a confidence "
-    "above this, in [0, 1]", low=0.0, high=1.0, activates=False,
+    "order=joint_threshold: confidence above which another token replaces a written one, in "
+    "[0, 1]", low=0.0, high=1.0, activates=False,
 )  # fmt: skip
 REWRITE_STEPS = Setting(
     "rewrite_steps", 16,
-    "order=joint_threshold: steps that a block without holes takes at most while it is rewritten",
+    "order=joint_threshold: maximum number of rewriting steps of a block without holes",
     low=0, activates=False,
 )  # fmt: skip
 
@@ -67,11 +67,11 @@ REWRITE_STEPS = Setting(
 class Threshold(Confident, Weighed):
     """Commits every hole of confidence >= threshold (Wu et al. 2025, Fast-dLLM, section 3.3).
 
-    Or above it, as SDAR and LLaDA2 do. Holes at multiples of some number may commit alone, as the
-    first token of a block of Fast-dLLM v2 does, which the block before predicts.
+    SDAR and LLaDA2 commit only above the threshold. Holes at multiples of a number may commit
+    alone, like the first token of a block in Fast-dLLM v2, which the previous block predicts.
     """
 
-    about = "all that are sure enough"
+    about = "holes above the threshold"
     log_chance = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
@@ -83,7 +83,7 @@ class Threshold(Confident, Weighed):
     without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
 
     def eligible(self, context: CommitContext) -> jax.Array:
-        """The first hole that commits alone, or all holes where there is none."""
+        """The first hole that commits alone, or all holes if there is none."""
         place_1L = jnp.arange(context.is_hole_BL.shape[1])[None]
         unit_B1 = self.alone_B[:, None]
         is_alone_BL = context.is_hole_BL & (unit_B1 > 0)
@@ -107,7 +107,7 @@ class Factor(Confident):
     (Fast-dLLM, section 3.3, theorem 1).
     """
 
-    about = "all that are sure enough to go together"
+    about = "confident holes, with a threshold that depends on their number"
     log_chance = certain
 
     factor_B: jax.Array = per_row(FACTOR)
@@ -123,13 +123,13 @@ class Factor(Confident):
 
 @rule
 class EntropyBound(CommitRule):
-    """Commits the holes of lowest entropy while the sum of those before is at most the bound.
+    """Commits the holes of lowest entropy while the preceding sum is at most the bound.
 
-    That sum bounds what parallel choices can lose in joint entropy (Ben-Hamu et al. 2025,
-    EB-Sampler, equation 6).
+    The sum bounds the loss of joint entropy in parallel draws (Ben-Hamu et al. 2025, EB-Sampler,
+    equation 6).
     """
 
-    about = "all that have little entropy together"
+    about = "holes with a small total entropy"
     scale = 1.0
     log_chance = certain
 
@@ -149,14 +149,14 @@ class EntropyBound(CommitRule):
 
 @rule
 class JointThreshold(Confident):
-    """Commits sure holes, and rewrites tokens of the block where another one is sure enough.
+    """Commits confident holes, and rewrites tokens of the block if another token is confident.
 
-    A block goes on without holes until a step rewrites nothing, or for some steps (LLaDA2.1, Bie et
-    al. 2026, "token-to-token editing"). What was given is never rewritten, nor what stands in
-    blocks before.
+    A block without holes continues until a step rewrites nothing, or for a limited number of steps
+    (LLaDA2.1, Bie et al. 2026, "token-to-token editing"). Given tokens and tokens of earlier blocks
+    are never rewritten.
     """
 
-    about = "threshold, which rewrites what it wrote, too"
+    about = "threshold that also rewrites written tokens"
     rewrites = True
     log_chance = certain
 
@@ -202,7 +202,7 @@ def passes(confidence_BL: jax.Array, threshold_B: jax.Array, is_above_B: jax.Arr
 def _surest(
     context: CommitContext, proposal: Proposal, count_B: jax.Array, scale: float
 ) -> jax.Array:
-    """The most confident holes, this many but at least one."""
+    """The `count` most confident holes, at least one."""
     return most(
         proposal.confidence_BL, context.is_hole_BL, jnp.maximum(count_B, 1),
         context.preference_BL, scale,

@@ -1,4 +1,4 @@
-"""Structural edits: gaps that get a token and tokens that go, so that a row's length changes."""
+"""Structural edits: insertions and deletions, which change the length of a row."""
 
 from collections.abc import Mapping
 

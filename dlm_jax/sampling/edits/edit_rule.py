@@ -1,4 +1,4 @@
-"""Edit rules: which tokens a step inserts and deletes, and what the edits of a row carry along."""
+"""Edit rules, which choose insertions and deletions of a step, and the state of edits."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dlm_jax.types import Canvas, live_positions
 
 
 class EditState(NamedTuple):
-    """The state of a row's edits.
+    """The state of the edits of a row.
 
     Attributes:
-      inserted_BL: True at positions that an edit inserted, also after they were overwritten.
-      mark_BL: True at the marks of the last step's edits.
+      inserted_BL: True at inserted positions, including overwritten ones.
+      mark_BL: True at the marks of the edits of the last step.
       origin_BL: int32, index of each position at the last call of `Advance`; -1: new.
-      capacity_B: int32, most live positions.
-      target_B: int32, the length that rows are nudged towards.
-      warms_B: True for rows whose draft is looked at, and edited, before their first step.
+      capacity_B: int32, maximum number of live positions.
+      target_B: int32, target length.
+      warms_B: True for rows with a draft that is scored and edited before their first step.
     """
 
     inserted_BL: jax.Array
@@ -33,7 +33,7 @@ class EditState(NamedTuple):
     warms_B: jax.Array
 
     def after(self, cells: Cells, position_map: PositionMap) -> EditState:
-        """With the edits of a map, which left `cells`."""
+        """The state after the edits of a map that produced `cells`."""
         return self._replace(
             inserted_BL=cells.inserted_BL,
             mark_BL=cells.mark_BL,
@@ -43,7 +43,7 @@ class EditState(NamedTuple):
 
 
 def start_edits(rule: EditRule, canvas: Canvas, row: RowParams, *, mask_id: int) -> EditState:
-    """Before the first step of rows with these parameters."""
+    """The state before the first step of rows with these parameters."""
     tokens_BL, length_B, frozen_BL = canvas
     num_positions = tokens_BL.shape[1]
     is_free_BL = live_positions(length_B, num_positions) & ~frozen_BL
@@ -63,20 +63,22 @@ def start_edits(rule: EditRule, canvas: Canvas, row: RowParams, *, mask_id: int)
 
 
 def places(x_BL: jax.Array) -> jax.Array:
-    """int32 ``[B, L]``: the number of each position."""
+    """int32 ``[B, L]``, the index of each position."""
     return jnp.broadcast_to(jnp.arange(x_BL.shape[1], dtype=jnp.int32), x_BL.shape)
 
 
 class Snapshot(NamedTuple):
-    """Predictions of the last forward at temperature 1; undefined at holes.
+    """Predictions of the last forward at temperature 1. Values are undefined at holes.
 
     Attributes:
-      own_BL: float32 log-probability of the token that stands at each position, in nats.
+      own_BL: float32 log-probability in nats of the token at each position.
       right_BL: float32 log-probability, at the same position, of the token to its right.
       best_BL: float32 log-probability of the most likely other token (of any where one was drawn),
-        or that of the token itself where it may not be written; None where no rule reads it.
-      is_due_BL: True where that is the token to its right; None likewise.
-      best_id_BL: int32 id of it, -1 where it may not be written; None likewise.
+        or of the token itself if the other may not be written; None if no rule reads it.
+      is_due_BL: True where this other token equals the token to the right; None if no rule reads
+        it.
+      best_id_BL: int32 id of this other token, -1 if it may not be written; None if no rule reads
+        it.
     """
 
     own_BL: jax.Array
@@ -87,15 +89,14 @@ class Snapshot(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """Edits that were tried, K of each row, and the likelihood gain of each.
+    """K trial edits per row, with the likelihood gain of each.
 
     Attributes:
-      edits: with one more axis, ``[K, B, L]`` and ``[K, B]``.
-      is_real_KB: True for those that there are.
-      gain_KB: float32, how much likelier the text becomes, in nats: the sum over its tokens of
-        their log-probabilities, each where the others stand, less that of the text as it is; or
-        the log-probability of the tokens around the edit, together, less that of those that stood
-        there without it.
+      edits: edits with a leading axis, ``[K, B, L]`` and ``[K, B]``.
+      is_real_KB: True for existing trials.
+      gain_KB: float32 gain in nats: the sum of the log-probabilities of all tokens, each given the
+        others, minus that of the current text; or the joint log-probability of the tokens around
+        the edit, minus that of the tokens around the same place without it.
     """
 
     edits: Edits
@@ -104,23 +105,23 @@ class Tried(NamedTuple):
 
 
 class EditContext(NamedTuple):
-    """The canvas after a step's commits, for an edit rule.
+    """The canvas after the commits of a step, for an edit rule.
 
     Attributes:
       cells: the canvas.
       snapshot: predictions of the last forward for it.
-      is_open_BL: True where edits may delete tokens or insert in front; in the block of rows with
+      is_open_BL: True where edits may delete a token or insert before it, in the block of rows with
         edits.
-      step_B: int32, number of the step that comes next.
+      step_B: int32, index of the next step.
       steps_B: int32, steps of the row.
       capacity_B: int32, most live positions, from the row's length to ``L``.
       target_B: int32, ``initial_length + max_new_tokens``, where the initial length is the number
-        of frozen tokens; more than the capacity is the capacity.
+        of frozen tokens; at most the capacity.
       mask_id: the id of MASK.
       space_id: the id of the space; -1 for a vocabulary without one.
-      preference_BL: uint32, the order of positions that tie, see
+      preference_BL: uint32, order of tied positions, see
         `dlm_jax.sampling.commit.commit_rule.preferences`.
-      tried: outcome of the edits that the rule tried; None if it tries none.
+      tried: results of the trial edits of the rule; None if it tries none.
     """
 
     cells: Cells
@@ -137,7 +138,7 @@ class EditContext(NamedTuple):
 
 
 class EditRule(Rule):
-    """Chooses the edits between two steps; only `select` is required."""
+    """Chooses the edits between two steps. Only `select` is required."""
 
     required: ClassVar[tuple[str, ...]] = ("select",)
 
@@ -145,13 +146,13 @@ class EditRule(Rule):
     """Whether the rule reads ``best_BL``, ``is_due_BL`` and ``best_id_BL`` of the snapshot."""
 
     num_trials: int = 0
-    """Edits of each row to try for `select`, K; static. Each text that is read for that is a
-    forward of the rows that have candidates: K, and the text as it is."""
+    """Number K of trial edits per row for `select`; static. Every scored text is a forward of the
+    rows with candidates: K edited texts and the current one."""
 
     num_hidden: int = 0
-    """Tokens on either side of an edit that are hidden while texts are compared, H; static. Then
-    ``2 K (2 H + 2)`` texts are read, and each candidate may insert, delete or replace at one place
-    alone; with 0, no token is hidden."""
+    """Number H of tokens on either side of an edit that are hidden during the comparison; static. A
+    positive H takes ``2 K (2 H + 2)`` scored texts, and each candidate may edit only one position.
+    With 0 no token is hidden."""
 
     @classmethod
     def inserts(cls, row: Any) -> bool:
@@ -171,7 +172,7 @@ class EditRule(Rule):
     @classmethod
     def check_trace(cls, row: Any) -> None:
         raise SettingError(
-            "edit", True, "has no trace, as edits are no draws", "use edit=False"
+            "edit", True, "has no trace, because edits are not draws", "use edit=False"
         )  # fmt: skip
 
     def is_active(self) -> jax.Array:
@@ -179,7 +180,7 @@ class EditRule(Rule):
         return jnp.ones(jax.tree.leaves(self)[0].shape[0], bool)
 
     def inserted_id(self, *, mask_id: int, space_id: int) -> jax.Array | int:
-        """The inserted id, MASK or the space; for all rows, or int32 ``[B]``."""
+        """The inserted id, MASK or the space, for all rows or as int32 ``[B]``."""
         return mask_id
 
     def candidates(self, context: EditContext) -> tuple[Edits, jax.Array]:
@@ -187,5 +188,5 @@ class EditRule(Rule):
         raise NotImplementedError
 
     def select(self, context: EditContext) -> Edits:
-        """The edits of each row, at old positions; none where they are not open."""
+        """The edits of each row, at old positions. Only open positions are edited."""
         raise NotImplementedError

@@ -1,8 +1,8 @@
-"""One map from old positions to new ones, for all insertions and deletions of a step at once.
+"""A single position map for all insertions and deletions of a step.
 
-The edits of a step become the old position of each new one, and every array with a value per
-position moves through that map. It is what the shift primitives, `insert_at_gap` and `delete_at`,
-make of the array of indices, one edit at a time.
+The map gives the old position of each new position, and every per-position array is gathered
+through it. It equals the result of applying the shift primitives `insert_at_gap` and `delete_at` to
+the array of indices, one edit at a time.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def insert_at_gap(
 ) -> jax.Array:
     """`x_BL` with `fill` inserted into a gap of each row; the suffix moves right by one.
 
-    The gap g between positions g and g + 1 is meant by ``g + 1``, where `fill` then stands. What
-    stood at ``end - 1`` is lost. A row whose gap is not below its end stays as it is.
+    The gap g between positions g and g + 1 is denoted by ``g + 1``, the new position of `fill`. The
+    value at ``end - 1`` is dropped. A row with a gap at or beyond its end is unchanged.
 
     Args:
       x_BL: any array with a value per position.
-      gap_B: int32, ``g + 1``; 0 puts `fill` in front of the row.
-      end_B: int32, from where on nothing moves: the row's length and one to let it grow.
+      gap_B: int32, ``g + 1``; 0 inserts `fill` before the row.
+      end_B: int32, first position that does not move: length + 1 to let the row grow.
       fill: one value for all rows, or ``[B, 1]``.
     """
     place_1L = jnp.arange(x_BL.shape[1])[None]
@@ -38,10 +38,10 @@ def insert_at_gap(
 def delete_at(
     x_BL: jax.Array, position_B: jax.Array, end_B: jax.Array, fill: jax.Array | float
 ) -> jax.Array:
-    """`x_BL` without a position of each row: what stands behind it moves left by one.
+    """`x_BL` without one position of each row; the suffix moves left by one.
 
-    `fill` then stands at ``end - 1``. A row whose position is not below its end stays as it is.
-    The arguments are those of `insert_at_gap`.
+    `fill` is written at ``end - 1``. A row with a position at or beyond its end is unchanged. The
+    arguments are those of `insert_at_gap`.
     """
     place_1L = jnp.arange(x_BL.shape[1])[None]
     is_moved_BL = (place_1L >= position_B[:, None]) & (place_1L < end_B[:, None])
@@ -54,9 +54,9 @@ class Cells(NamedTuple):
 
     Attributes:
       tokens_BL: int32; MASK at holes, PAD from the row's length on.
-      frozen_BL: True at given tokens, which move but never change, and beyond the length.
-      inserted_BL: True at positions that an edit made, whatever has been written there since.
-      mark_BL: True at the marks of the last step's edits, near which this step makes none.
+      frozen_BL: True at given tokens (which may move but never change) and beyond the length.
+      inserted_BL: True at inserted positions, including overwritten ones.
+      mark_BL: True at the marks of the edits of the last step, for the cooldown.
       length_B: int32, live positions of each row.
     """
 
@@ -71,11 +71,11 @@ class Edits(NamedTuple):
     """The edits of a step, at old positions.
 
     Attributes:
-      insert_gap_BL: True at g + 1 to insert a token between g and g + 1, at 0 to insert one in
-        front of the row; live positions only.
+      insert_gap_BL: True at g + 1 to insert a token between g and g + 1, and at 0 to insert before
+        the row; live positions only.
       delete_BL: True at tokens to delete; live and unfrozen positions only.
-      refused_B: int32, insertions left out because the row's capacity has no room for them.
-      token_BL: int32, the token to insert into each gap; None: the one token that the rule inserts.
+      refused_B: int32, number of insertions refused for lack of capacity.
+      token_BL: int32, token to insert into each gap; None for the fixed token of the rule.
     """
 
     insert_gap_BL: jax.Array
@@ -88,14 +88,14 @@ class PositionMap(NamedTuple):
     """The new place of each token.
 
     Attributes:
-      edits: the edits to carry out.
-      source_BL: int32, the old position of what stands at each new one; at an insertion, that of
-        what the token was put in front of. It never falls from one live position to the next;
-        beyond the new length it means nothing.
-      is_new_BL: True at this step's insertions.
-      mark_BL: True at those, and at what moved into a deleted place.
+      edits: edits to apply.
+      source_BL: int32, old position of each new position. An insertion has the old position of the
+        token after it. It is non-decreasing over live positions and undefined beyond the new
+        length.
+      is_new_BL: True at the insertions of this step.
+      mark_BL: True at insertions, and at tokens that moved to a deleted position.
       length_B: int32, the new lengths.
-      trimmed_B: int32, tokens that fell off because they found no room.
+      trimmed_B: int32, number of tokens dropped for lack of capacity.
     """
 
     edits: Edits
@@ -107,14 +107,15 @@ class PositionMap(NamedTuple):
 
 
 def position_map_of(edits: Edits, cells: Cells, capacity_B: jax.Array) -> PositionMap:
-    """The map of a step's edits, which act as if one at a time: insertions, then deletions.
+    """The map of the edits of a step. The result equals sequential edits: insertions, then
+    deletions.
 
-    Both at one position replace what is there: the insertion stands in front of it. What is too
-    much for the capacity, once all are done, falls off: the rightmost unfrozen tokens, those just
-    inserted too, and never a frozen one. A deletion marks what
-    then stands in the place, an insertion if there is one; what is trimmed marks nothing.
+    An insertion and a deletion at one position replace its token. If the result exceeds the
+    capacity, the rightmost unfrozen tokens, including new ones, are dropped. Frozen tokens are
+    never dropped. A deletion marks the token at its position afterwards (an insertion if there is
+    one). Dropped tokens are not marked.
 
-    `capacity_B` is at least the row's length, and at most ``L``.
+    `capacity_B` is at least the length of the row and at most ``L``.
     """
     num_positions = edits.delete_BL.shape[1]
     is_live_BL = live_positions(cells.length_B, num_positions)
@@ -151,8 +152,9 @@ def moved(
 ) -> jax.Array:
     """`x_BL` moved through the map.
 
-    Insertions hold `fill`: for all rows, one of each, or ``[B, L]`` at the old positions of what
-    they are put in front of. From the new length on stands `beyond`; None is `fill`.
+    Insertions have the value `fill`: a scalar, one value per row, or ``[B, L]`` at the old
+    positions of the tokens after them. Positions beyond the new length have the value `beyond`;
+    None is `fill`.
     """
     fill_11 = jnp.asarray(fill, x_BL.dtype)
     if fill_11.ndim < 2:
@@ -170,7 +172,7 @@ def moved_cells(
 ) -> Cells:
     """The canvas after the edits of a map.
 
-    `inserted` is the id at insertions, for all rows, int32 ``[B]``, or ``[B, L]`` as of `moved`.
+    `inserted` is the id at insertions: a scalar, int32 ``[B]``, or ``[B, L]`` as in `moved`.
     """
     return Cells(
         tokens_BL=moved(position_map, cells.tokens_BL, inserted, pad_id),
@@ -182,16 +184,17 @@ def moved_cells(
 
 
 def moved_boundary(position_map: PositionMap, boundary_B: jax.Array) -> jax.Array:
-    """int32 ``[B]``: where a boundary lies that stood in front of an old position.
+    """int32 ``[B]``, the new index of a boundary before an old position.
 
-    A token that was inserted just there comes behind it; the row's length becomes its new one.
+    A token inserted at the boundary comes after it. A boundary at the length of a row moves to its
+    new length.
     """
     is_live_BL = live_positions(position_map.length_B, position_map.source_BL.shape[1])
     return jnp.sum(is_live_BL & (position_map.source_BL < boundary_B[:, None]), axis=1)
 
 
 def _after(is_true_BL: jax.Array) -> jax.Array:
-    """True right behind a True."""
+    """True directly after a True."""
     return jnp.pad(is_true_BL[:, :-1], ((0, 0), (1, 0)))
 
 

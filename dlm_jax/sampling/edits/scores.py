@@ -1,6 +1,6 @@
 """Scores of insertions and deletions at each position, from the last forward.
 
-Training-free; uses two numbers per position of the logits, gathered after the last commit
+The scores are training-free. They use two logits per position, gathered after the last commit
 (`docs/readings.md`, readings of variable-length edits).
 """
 
@@ -17,7 +17,8 @@ from dlm_jax.sampling.program import Program
 from dlm_jax.types import Params, live_positions
 
 LEAST = -100.0
-"""Cost of an impossible token in nats, so that texts with a common one can be compared."""
+"""Cost of an impossible token in nats. It is finite, so texts that share such a token can be
+compared."""
 _FAR = 2**30
 _CHUNK = 2048
 
@@ -31,20 +32,20 @@ def take_snapshot(
     tokens_BL: jax.Array,
     is_wanted_BL: jax.Array,
 ) -> Snapshot:
-    """Predictions of the step's forward for the tokens now on the canvas, at temperature 1.
+    """Predictions of the forward of a step for the current tokens, at temperature 1.
 
-    No logits are computed again: the log-normaliser of each position is known, and of its logits
-    two or three are read off the output matrix, if the network can (`Network.logits_of`). Each
+    Logits are not recomputed. The log-normaliser of each position is known, and two or three logits
+    are computed from the output matrix if the network supports it (`Network.logits_of`). Each
     device reads its own rows.
 
-    `total_BL` is the log-normaliser of each position, `best_BL` the likeliest id there: -1 where it
-    may not be written, and None where no rule reads it.
+    `total_BL` is the log-normaliser of each position. `best_BL` is the most likely id, -1 if it may
+    not be written, or None if no rule reads it.
     """
     network = program.network
 
     def read(params: Params, rows: tuple[Any, ...]) -> Snapshot:
         output, total_BL, best_BL, tokens_BL, is_wanted_BL = rows
-        # Right of a row's last position stands nothing; what is said of that is never read.
+        # The last position has no right neighbour, and its value is never read.
         right_BL = right_of(tokens_BL)
         asked = [tokens_BL, right_BL]
         if best_BL is not None:
@@ -75,12 +76,12 @@ def take_snapshot(
 def uncertainty(context: EditContext) -> jax.Array:
     """float32 ``[B, L]`` in [0, 1]: ``1 - p`` of each token; 0 at holes and frozen positions."""
     is_own_BL = is_token(context) & ~context.cells.frozen_BL
-    # 1 - exp(x) is 0 in float32 where a token is nearly certain, and nothing would be above 0.
+    # 1 - exp(x) is 0 in float32 for nearly certain tokens, and no score would be above 0.
     return jnp.where(is_own_BL, -jnp.expm1(context.snapshot.own_BL), 0.0)
 
 
 def gap_scores(uncertainty_BL: jax.Array) -> jax.Array:
-    """float32 ``[B, L]``: at g + 1 the greater uncertainty of g and g + 1; 0 at 0, which has none.
+    """float32 ``[B, L]``: at g + 1 the larger uncertainty of g and g + 1; 0 at 0.
 
     A gap between frozen positions or holes scores 0. The gap directly after the prompt is legal: no
     given token changes.
@@ -90,14 +91,14 @@ def gap_scores(uncertainty_BL: jax.Array) -> jax.Array:
 
 
 def leads(context: EditContext) -> jax.Array:
-    """float32 ``[B, L]``: at g + 1 how far the likeliest token is ahead of the one that is there.
+    """float32 ``[B, L]``: at g + 1 the lead of the most likely token over the current one.
 
-    ``max_v p(g + 1, v) - p(g + 1, x_g+1)``: what is missing in front of a token would stand in its
-    place. 0 where the likeliest is the right neighbour, which speaks for a deletion, and at holes
-    and frozen positions. At 0 it speaks for another first token: there is no gap. Unlike
-    `gap_scores` it is silent where the model is merely unsure, and names one gap of the two beside
-    a misfit. For models that have learnt from misprinted text (`dlm_jax.diffusion.objectives`),
-    which predict the token that is due at a position.
+    ``max_v p(g + 1, v) - p(g + 1, x_g+1)``: a token missing before position g + 1 would be at g +
+    1. The score is 0 where the most likely token equals the right neighbour (which indicates a
+    deletion), and at holes and frozen positions. At 0 it indicates another first token. Unlike
+    `gap_scores` it is low where the model is only uncertain, and it selects one of the two gaps
+    next to a wrong token. It requires models trained on misprinted text
+    (`dlm_jax.diffusion.objectives`), which predict the correct token of a position.
     """
     assert context.snapshot.best_BL is not None
     lead_BL = jnp.exp(context.snapshot.best_BL) - jnp.exp(context.snapshot.own_BL)
@@ -106,7 +107,7 @@ def leads(context: EditContext) -> jax.Array:
 
 
 def may_be_led(context: EditContext) -> jax.Array:
-    """True at tokens that were not given and whose likeliest rival is not the right neighbour."""
+    """True at generated tokens if the most likely other token is not the right neighbour."""
     assert context.snapshot.is_due_BL is not None
     is_token_BL = is_token(context)
     goes_next_BL = right_of(is_token_BL) & context.snapshot.is_due_BL
@@ -114,11 +115,11 @@ def may_be_led(context: EditContext) -> jax.Array:
 
 
 def deletion_scores(context: EditContext, margin_B: jax.Array, lambda_B: jax.Array) -> jax.Array:
-    """float32 ``[B, L]``: how much the model prefers the suffix one position earlier.
+    """float32 ``[B, L]``: the preference of the model for the suffix one position earlier.
 
     ``max(0, D1 - margin) + lambda max(0, D2 - margin)``, where D1 at i is ``p(i, x_i+1) - p(i,
-    x_i)`` and D2 is the D1 of i + 1. A difference that names a hole, or what lies beyond the row,
-    counts 0.
+    x_i)`` and D2 is the D1 of i + 1. Differences that involve a hole or a position beyond the row
+    are 0.
     """
     is_token_BL = is_token(context)
     is_pair_BL = is_token_BL & right_of(is_token_BL)
@@ -128,14 +129,14 @@ def deletion_scores(context: EditContext, margin_B: jax.Array, lambda_B: jax.Arr
 
 
 def fit_of_next(context: EditContext) -> jax.Array:
-    """float32 ``[B, L]`` in [-1, 1]: D1 of `deletion_scores`; -1 where it names a hole."""
+    """float32 ``[B, L]`` in [-1, 1]: D1 of `deletion_scores`; -1 where it involves a hole."""
     is_token_BL = is_token(context)
     lead_BL = jnp.exp(context.snapshot.right_BL) - jnp.exp(context.snapshot.own_BL)
     return jnp.where(is_token_BL & right_of(is_token_BL), lead_BL, -1.0)
 
 
 def is_token(context: EditContext) -> jax.Array:
-    """True at live positions that are no holes; given ones never are."""
+    """True at live positions that are not holes."""
     cells = context.cells
     is_live_BL = live_positions(cells.length_B, cells.tokens_BL.shape[1])
     return is_live_BL & (cells.frozen_BL | (cells.tokens_BL != context.mask_id))
@@ -151,10 +152,10 @@ def is_near(mark_BL: jax.Array, reach_B: jax.Array) -> jax.Array:
 
 
 def right_of(x_BL: jax.Array) -> jax.Array:
-    """The value right of each position; 0 or False at the last."""
+    """The value to the right of each position; 0 or False at the last."""
     return jnp.pad(x_BL[:, 1:], ((0, 0), (0, 1)))
 
 
 def left_of(x_BL: jax.Array) -> jax.Array:
-    """The value left of each position; 0 or False at the first."""
+    """The value to the left of each position; 0 or False at the first."""
     return jnp.pad(x_BL[:, :-1], ((0, 0), (1, 0)))

@@ -1,4 +1,4 @@
-"""Likelihoods of texts with an edit, compared with the present text."""
+"""Likelihoods of edited texts, compared with the current text."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from dlm_jax.types import Params, live_positions
 def tried(
     program: Program, params: Params, context: EditContext, rule: EditRule
 ) -> tuple[Tried, jax.Array]:
-    """The candidates of a rule with their gains, and the texts that were read of each row for that.
+    """The candidates of a rule with their gains, and the number of texts scored per row.
 
-    All rows are read together, if any row has a candidate.
+    All rows are scored together if any row has a candidate.
     """
     edits, is_real_KB = rule.candidates(context)
     is_asking_B = jnp.any(is_real_KB, axis=0)
@@ -56,22 +56,24 @@ def tried(
 
 
 def _span(num_hidden: int) -> int:
-    """Tokens of the longest span: those on either side, a new one, and the one behind it."""
+    """Length of the longest span: the tokens on either side, a new token, and the token after
+    it.
+    """
     return 2 * num_hidden + 2
 
 
 def _gain_of_spans(
     program: Program, params: Params, edits: Edits, texts: Cells, num_hidden: int
 ) -> jax.Array:
-    """float32 ``[K, B]``: how much likelier the tokens around each edit are than those it replaces.
+    """float32 ``[K, B]``: the log-probability gain of the tokens around each edit.
 
-    Those of a span are read from left to right: each is predicted while it and what follows in its
-    span are hidden, so that their sum is the log-probability of the span together. Two texts for
-    each candidate and token: with the edit, and without.
+    The tokens of a span are scored from left to right. Each is predicted with itself and the rest
+    of the span hidden, so the sum is the joint log-probability of the span. Each candidate and
+    token takes two texts: with and without the edit.
     """
     is_there_KBL = edits.insert_gap_BL | edits.delete_BL
     place_KB = place_of_largest(is_there_KBL)
-    # From the place of the edit on: the new token, and the one that was there unless it went.
+    # From the position of the edit: the new token, and the old token unless it is deleted.
     num_new_KB = jnp.any(edits.insert_gap_BL, axis=2) + 1 - jnp.any(edits.delete_BL, axis=2)
     number = place_KB.shape[0]
 
@@ -100,7 +102,7 @@ def _gain_of_spans(
 
 
 def _is_token(texts: Cells, mask_id: int) -> jax.Array:
-    """True ``[K, B, L]`` at the tokens of texts, which are no holes."""
+    """True ``[K, B, L]`` at tokens of the texts that are not holes."""
     num_positions = texts.tokens_BL.shape[2]
     is_live_KBL = jax.vmap(lambda length_B: live_positions(length_B, num_positions))(texts.length_B)
     return is_live_KBL & (texts.tokens_BL != mask_id)
@@ -115,7 +117,7 @@ def _likelihood(
 ) -> jax.Array:
     """float32 ``[K, B]``: the sum of the log-probabilities of the requested tokens."""
     num_texts, num_rows, num_positions = shown_KBL.shape
-    # Rows come first, so that each device keeps its own.
+    # Rows are the first axis, so each device keeps its own rows.
     shown_TL, tokens_TL, is_asked_TL = (
         jnp.moveaxis(x_KBL, 0, 1).reshape(-1, num_positions)
         for x_KBL in (shown_KBL, texts.tokens_BL, is_asked_KBL)
@@ -139,35 +141,32 @@ def _likelihood(
 
 EDIT_TRIALS = Setting(
     "edit_trials", 6,
-    "likelihood: edits that are tried before one is made; each costs a forward, or with "
-    "edit_hidden=H 2 (2 H + 2) of them",
+    "likelihood: trial edits per step; each costs a forward, or 2 (2 H + 2) with edit_hidden=H",
     low=1, high=64,
 )  # fmt: skip
 EDIT_GAIN = Setting(
-    "edit_gain", 0.0, "likelihood: nats that an edit must count for, >= 0",
+    "edit_gain", 0.0, "likelihood: minimum score of an edit in nats, >= 0",
     low=0.0, high=1e6,
 )  # fmt: skip
 EDIT_HIDDEN = Setting(
     "edit_hidden", 0,
-    "likelihood: tokens on either side of an edit that are hidden while texts are compared; 0 is "
-    "none, and compares whole texts",
+    "likelihood: hidden tokens on either side of an edit in the comparison; 0 compares whole "
+    "texts",
     low=0, high=16,
 )  # fmt: skip
 EDIT_LEAD_GAIN = Setting(
     "edit_lead_gain", 0.25,
-    "likelihood: nats that an edit counts more for each nat by which its token is ahead of the one "
-    "that is there, >= 0",
+    "likelihood: weight of the lead of an edit in its score, >= 0",
     low=0.0, high=1e6,
 )  # fmt: skip
 EDIT_TOKEN_GAIN = Setting(
     "edit_token_gain", 0.0,
-    "likelihood: nats that a text gains by each token that it has more, or loses by each that goes",
+    "likelihood: nats added per inserted token, and subtracted per deleted one",
     low=-1e6, high=1e6,
 )  # fmt: skip
 EDIT_REPLACE_GAIN = Setting(
     "edit_replace_gain", 0.0,
-    "likelihood: nats that an edit counts more (below 0: less) if it puts a token in the place of "
-    "another",
+    "likelihood: nats added to the score of a replacement",
     low=-1e6, high=1e6,
 )  # fmt: skip
 _NUM_KINDS = 3
@@ -175,28 +174,26 @@ _NUM_KINDS = 3
 
 @rule
 class Likelihood(EditRule):
-    """Tries insertions, replacements and deletions, and makes the one of the highest score.
+    """Tries insertions, replacements and deletions, and applies the one with the highest score.
 
-    A candidate is the likeliest token of a position, in front of the one that is there or in its
-    place, or a token that goes. A row may get a token in front of its first one; nothing that it
-    bans is written. Where the likeliest token is the one to the right, it is not put in the place
-    of the one that is there: one of the two went twice, or the one between them is stray. The lead
-    of a candidate is by how many nats the likeliest token, or the successor of the one that goes,
-    is ahead of the one that is there; it may be below 0. The candidates of a row with the highest
-    leads are tried, each alone, in one forward. An edit counts what the sum of the
-    log-probabilities of all tokens gains by it, and `lead_gain_B` times its lead: the one says
-    whether the text is more at ease with it, the other whether the text asked for it. The one that
-    counts most is made if it counts more than `gain_B`. So there is one edit of a row in a step at
-    most, and what is inserted is no hole. A row at its capacity gains no token. Guidance, where a
-    row has it, takes part in the leads alone. For models trained to proofread: of others the
-    likelihood of visible tokens says little.
+    A candidate inserts the most likely token of a position before the current one, replaces the
+    current token by it, or deletes the current token. An insertion before the first token is
+    allowed. Banned ids are never written. If the most likely token equals the right neighbour, it
+    does not replace the current token, because this indicates a doubled or stray token. The lead of
+    a candidate is the difference in nats between the most likely token (for deletions, the
+    successor) and the current token. It may be negative. The candidates with the highest leads are
+    tried, each alone, in one forward. The score of an edit is the gain in the summed
+    log-probability of all tokens plus `lead_gain_B` times its lead. The best edit is applied if its
+    score exceeds `gain_B`, so a step makes at most one edit per row and never inserts a hole. A row
+    at its capacity gains no token. Guidance affects only the leads. The rule requires models
+    trained to proofread, because other models do not train the likelihood of visible tokens.
 
-    With `num_hidden` the texts are compared where they differ alone: the tokens around the edit are
-    hidden, and read one after the other, as if the model wrote them between what stands on either
-    side. A misprint that was copied into the prediction of its own place is not believed there.
+    With `num_hidden` the texts are compared only around the edit. The tokens there are hidden and
+    scored one after the other, as if the model generated them between their context. The prediction
+    of a position then cannot copy its own misprint.
     """
 
-    about = "insertions, deletions and replacements are tried, and the one that counts most is made"
+    about = "the trial insertion, deletion or replacement of highest score"
     reads_likeliest = True
 
     gain_B: jax.Array = per_row(EDIT_GAIN)
@@ -217,10 +214,10 @@ class Likelihood(EditRule):
             )
 
     def candidates(self, context: EditContext) -> tuple[Edits, jax.Array]:
-        """The best candidates of each row; of those that tie at a place deletions come first.
+        """The best candidates of each row. Deletions win ties at a position.
 
-        Nothing goes that is frozen, a hole, the last of its row, or a space that no edit inserted.
-        Of equal tokens that stand side by side the last one goes, which makes the same text.
+        Frozen tokens, holes, the last token of a row, and spaces that no edit inserted are not
+        deleted. Of adjacent equal tokens the last one is deleted, which gives the same text.
         """
         cells, snapshot, mask_id = context.cells, context.snapshot, context.mask_id
         assert snapshot.best_id_BL is not None
@@ -233,7 +230,7 @@ class Likelihood(EditRule):
         may_go_BL = is_open_BL & ~cells.frozen_BL & (cells.tokens_BL != mask_id)
         may_go_BL &= ~is_kept_space_BL
         goes_BL = may_go_BL & jnp.isfinite(misfit_BL)
-        # Of equal tokens in a row the last one goes: the text is the same.
+        # Of adjacent equal tokens the last one is deleted; the text is the same.
         is_same_BL = cells.tokens_BL == scores.right_of(cells.tokens_BL)
         goes_BL &= ~(is_same_BL & scores.right_of(goes_BL))
         has_room_B1 = (cells.length_B < context.capacity_B)[:, None]
@@ -296,14 +293,14 @@ class Likelihood(EditRule):
 
 
 def _liked(preference: jax.Array, kind: jax.Array) -> jax.Array:
-    """uint32: which edits come first among those that tie; at one place by their kind."""
+    """uint32 order of tied edits; at one position by their kind."""
     return (preference & ~jnp.uint32(3)) | (jnp.uint32(2) - kind.astype(jnp.uint32))
 
 
 def _leads(context: EditContext) -> tuple[jax.Array, jax.Array]:
-    """Nats by which another token is ahead of that of a place, and by which its successor is.
+    """Lead in nats of the most likely other token over the current one, and of its successor.
 
-    -inf where undefined: both at holes, the first at given tokens, the second before a hole.
+    Undefined leads are -inf: both at holes, the first at given tokens, the second before a hole.
     """
     cells, snapshot = context.cells, context.snapshot
     assert snapshot.best_BL is not None

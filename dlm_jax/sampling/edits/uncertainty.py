@@ -1,4 +1,4 @@
-"""Edit rules that spend a budget on the best scores, and can steer a row's length."""
+"""Edit rules with a budget for the best scores and optional length targets."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ INSERT_RATIO_START = _ratio(
     "insert_ratio_start", 0.04,
     "edit: insertions per token that was not given, before the first step, in [0, 1]",
 )  # fmt: skip
-INSERT_RATIO_END = _ratio("insert_ratio_end", 0.0, "edit: the same before the last step")
-DELETE_RATIO_START = _ratio("delete_ratio_start", 0.04, "edit: deletions, likewise")
-DELETE_RATIO_END = _ratio("delete_ratio_end", 0.0, "edit: the same before the last step")
-INSERT_MARGIN = _weight("insert_margin", 0.0, "edit: least score of an insertion, exclusive, >= 0")
+INSERT_RATIO_END = _ratio("insert_ratio_end", 0.0, "edit: the same ratio before the last step")
+DELETE_RATIO_START = _ratio("delete_ratio_start", 0.04, "edit: deletions, as insertions")
+DELETE_RATIO_END = _ratio("delete_ratio_end", 0.0, "edit: the same ratio before the last step")
+INSERT_MARGIN = _weight("insert_margin", 0.0, "edit: minimum score of an insertion, exclusive")
 DELETE_MARGIN = _weight(
     "delete_margin", 0.02,
-    "edit: least lead of the next token's probability in a token's place, exclusive, >= 0",
+    "edit: minimum lead of the next token at the position of a token, exclusive, >= 0",
 )  # fmt: skip
-DELETE_LAMBDA = _weight("delete_lambda", 0.3, "edit: weight of that lead one position on, >= 0")
+DELETE_LAMBDA = _weight("delete_lambda", 0.3, "edit: weight of that lead at the next position")
 COOLDOWN_DISTANCE = Setting(
     "cooldown_distance", 1,
-    "edit: distance from the last step's edits within which nothing is edited; 0 is off",
+    "edit: minimum distance to the edits of the last step; 0 is off",
     low=0, high=2**20 - 1,
 )  # fmt: skip
 OVERFLOW = Setting(
@@ -56,27 +56,27 @@ OVERFLOW = Setting(
 )  # fmt: skip
 LENGTH_TARGET_MODE = Setting(
     "length_target_mode", "none",
-    "edit: to_max_new nudges the length towards max_new_tokens; exact reaches it, where the least "
-    "harmful tokens go or come",
+    "edit: to_max_new moves the length towards max_new_tokens; exact reaches it with the least "
+    "harmful edits",
     choices={name: name for name in LENGTH_TARGETS},
 )  # fmt: skip
 EDIT_TOKEN = Setting(
     "edit_token", "space",
-    "edit: what is inserted: the space, or mask, a hole that is then filled",
+    "edit: inserted token: the space, or mask, a hole that is filled later",
     choices={name: name for name in EDIT_TOKENS},
 )  # fmt: skip
 EDIT_SCHEDULE = Setting(
     "edit_schedule", "cosine",
-    "edit: course of the ratios from start to end over the steps: linear or cosine",
+    "edit: schedule of the ratios from start to end: linear or cosine",
     choices=SCHEDULES,
 )  # fmt: skip
 
 
 @rule
 class Uncertainty(EditRule):
-    """Inserts beside uncertain tokens, and deletes tokens whose successor fits in their place."""
+    """Inserts next to uncertain tokens, and deletes a token if its successor fits its position."""
 
-    about = "of the tokens beside the gap"
+    about = "uncertainty of the tokens next to the gap"
 
     insert_start_B: jax.Array = per_row(INSERT_RATIO_START)
     insert_end_B: jax.Array = per_row(INSERT_RATIO_END)
@@ -150,7 +150,7 @@ class Uncertainty(EditRule):
         )  # fmt: skip
 
     def inserted_id(self, *, mask_id: int, space_id: int) -> jax.Array:
-        """MASK or the space, by each row's settings."""
+        """MASK or the space, by the settings of each row."""
         return jnp.where(self.token_B == EDIT_TOKENS.index("mask"), mask_id, space_id)
 
     def gap_scores(self, context: EditContext) -> jax.Array:
@@ -159,7 +159,7 @@ class Uncertainty(EditRule):
     def budgets(
         self, context: EditContext, num_free_B: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """How many insertions and deletions a row may have, and where it is nudged to grow."""
+        """The maximum number of insertions and deletions per row, and the rows that must grow."""
         ratios = (
             ratio_at(start_B, end_B, context.step_B, context.steps_B, schedule=self.schedule)
             for start_B, end_B in (
@@ -173,7 +173,7 @@ class Uncertainty(EditRule):
         surplus_B = context.cells.length_B - jnp.minimum(context.target_B, context.capacity_B)
         left_B = jnp.maximum(context.steps_B - context.step_B, 1)
         is_exact_B = self.target_mode_B == _EXACT
-        # An exact target is shared out over the edits that are left; it replaces the ratios.
+        # An exact target is distributed over the remaining edit steps and replaces the ratios.
         share_B = jnp.sign(surplus_B) * -(-jnp.abs(surplus_B) // left_B)
         nudge_B = jnp.where(is_exact_B, share_B, jnp.clip(surplus_B, -_NUDGE, _NUDGE))
         nudge_B = jnp.where(self.target_mode_B > 0, nudge_B, 0)
@@ -182,18 +182,18 @@ class Uncertainty(EditRule):
         return num_insert_B, num_delete_B, nudge_B < 0
 
     def select(self, context: EditContext) -> Edits:
-        """The edits of each row at this step, chosen on one snapshot: the best scores.
+        """The edits of each row at this step: the best scores of one snapshot.
 
-        Only scores above 0 are chosen. A gap must have a live position on its right. What goes is
-        live, unfrozen, no hole, not the last of its row, and no space but at a position that an
-        edit inserted: neither given nor generated spaces go. Nothing is chosen within the cooldown
-        of a mark; a gap is where its token would go. Insertions and deletions are chosen
-        independently, but rows that do not trim insert no more than they have room for after the
-        deletions. Neither do rows that are nudged to grow: their insertions, all of them, are
-        capped at the free capacity, so that a row below its target loses nothing to get there.
+        Only scores above 0 are chosen. A gap must have a live position on its right. A deleted
+        token must be live, unfrozen, not a hole, not the last of its row, and not a space, unless
+        an edit inserted its position. Positions within the cooldown of a mark are skipped; the
+        position of a gap is that of its new token. Insertions and deletions are chosen
+        independently. In rows that do not trim, insertions are limited to the free capacity after
+        the deletions. In rows that grow towards a target, all insertions are limited to the free
+        capacity, so no token is dropped.
 
-        Rows with an exact target take scores of 0 and less too, as many as the target needs in this
-        step, without a cooldown: tokens whose successor fits worst in their place are deleted last.
+        Rows with an exact target also use scores of 0 and below, as many as the target requires in
+        this step, without a cooldown. Tokens with the worst fitting successor are deleted last.
         """
         cells, mask_id = context.cells, context.mask_id
         is_row_BL = live_positions(cells.length_B, cells.tokens_BL.shape[1])
@@ -217,7 +217,7 @@ class Uncertainty(EditRule):
 
         gap_BL = self.gap_scores(context) - self.insert_margin_B[:, None]
         is_free_gap_BL = ~cells.frozen_BL | ~scores.left_of(cells.frozen_BL)
-        is_free_gap_BL = is_free_gap_BL.at[:, 0].set(False)  # no gap is in front of the row
+        is_free_gap_BL = is_free_gap_BL.at[:, 0].set(False)  # there is no gap before the row
         may_grow_BL = exceeds(gap_BL, 0.0, 1.0) | (is_exact_B1 & is_free_gap_BL)
         may_grow_BL &= is_live_BL & is_cool_BL
         wanted_B = jnp.minimum(num_insert_B, jnp.sum(may_grow_BL, axis=1))
@@ -230,12 +230,13 @@ class Uncertainty(EditRule):
 
 @rule
 class Lead(Uncertainty):
-    """Inserts where the likeliest token leads over the one that is there; deletes alike.
+    """Inserts where the most likely token leads over the current one. Deletions are those of
+    `Uncertainty`.
 
-    For models trained to proofread.
+    It requires a model trained to proofread.
     """
 
-    about = "of the likeliest token over the one behind the gap, for models trained to proofread"
+    about = "lead of the most likely token over the next, for models trained to proofread"
     reads_likeliest = True
 
     def gap_scores(self, context: EditContext) -> jax.Array:

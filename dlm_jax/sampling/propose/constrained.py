@@ -1,4 +1,4 @@
-"""Joint draws of the candidates of a row with a structure: all are part of one match.
+"""Joint draws of the candidates of a row with a structure. All candidates are part of one match.
 
 A structure is an automaton over the tokens (`dlm_jax.inference.structure`). Backward messages hold
 the probability of the later positions from each state; a forward pass draws a match or finds the
@@ -7,6 +7,7 @@ most likely one (Rabiner 1989, section III; Suresh et al. 2025, DINGO).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +33,8 @@ from dlm_jax.types import live_positions
 
 _CUT = 1e4
 """Log-weight difference in nats between ids that the chain cuts and ids that it keeps."""
+_LEAST = math.log(1e-30)
+"""Log-weight from which on sums in float32 are exact enough; lower ones take logarithms."""
 _MOST_MEMBERS = 1 << 22
 _MOST_ARCS = 1 << 20
 _CLASS, _MEMBER, _ARC, _LABEL = 0x636C, 0x6D65, 0x6172, 0x6C61
@@ -41,14 +44,12 @@ class _Seen(NamedTuple):
     """The values of a position's readout for the draw of a match.
 
     Attributes:
-      label: float32 log-weight of each label, ``[..., K]``.
-      weight: float32 log-weight of each class of ids, ``[..., C]``; likewise the others.
+      weight: float32 log-weight of each class of ids, ``[..., C]``, as are the other fields.
       ids: int32, an id of the class, drawn by weight or the most likely one.
-      logprob: float32, the id's log-probability under the clean logits.
-      confidence: float32, the measure of the commit rule.
+      logprob: float32 log-probability of the id under the clean logits.
+      confidence: float32 confidence of the commit rule.
     """
 
-    label: jax.Array
     weight: jax.Array
     ids: jax.Array
     logprob: jax.Array
@@ -57,23 +58,22 @@ class _Seen(NamedTuple):
 
 @rule
 class Constrained(FillRule):
-    """Draws the open positions of a row together, out of the ways to match its structure.
+    """Draws the open positions of a row jointly, as part of a match of its structure.
 
     The match is drawn from the product of the positions' distributions, after the row's chain,
-    conditioned on the automaton: the text behind the given tokens at the begin of the row with its
-    given gaps, and EOS behind the end of the match. A row of temperature 0 gets the likeliest
-    match. Any part of the candidates may be committed, as the rest completes it.
+    conditioned on the automaton. The matched text starts after the given prefix and includes given
+    tokens in gaps, and EOS follows the match. A greedy row gets the most likely match. Any subset
+    of the candidates may be committed, because the rest completes it.
 
-    The independent draw of every position is kept where it matches by itself, which changes no
-    distribution: under a structure that every text matches it is that of `Parallel`, bit for bit.
-    An id that a truncation of the chain cuts is drawn where no match does without one. Holes that a
-    step does not look at, as those of later blocks, weigh nothing: some token has to fit. Rows
-    without structure are drawn by `Parallel`.
+    Independent draws that already match are kept, which does not change the distribution. Under a
+    structure that every text matches, the result equals that of `Parallel` bit for bit. An id
+    removed by truncation is drawn only if no match exists without one. Holes outside the step, such
+    as those of later blocks, may hold any token that fits. Rows without structure use `Parallel`.
 
     Attributes:
       class_of_BV: int16, see `Automaton`.
-      next_BDS: int32, the state behind each arc of a state, see `Arcs`; the dead one pads.
-      label_BDS: int32, its label; likewise.
+      next_BDS: int32, target state of each arc of a state, see `Arcs`; padded with the dead state.
+      label_BDS: int32, label of each arc; padded in the same way.
       is_member_BCK: bool, classes of each label.
       ids_BJM: int32, ids in blocks of one class.
       class_BM: int32, the class of each block.
@@ -81,7 +81,7 @@ class Constrained(FillRule):
       start_B: int32 state before the text.
     """
 
-    about = "those of a row with a structure together, as a match; others in parallel"
+    about = "jointly as a match in rows with a structure, in parallel otherwise"
     holds_structure = True
     drawn = "together"
 
@@ -154,35 +154,32 @@ class Constrained(FillRule):
             _stacked([a.label_DS for a in arcs], (degree, states), 0),
             _stacked([a.is_member_CK for a in arcs], (classes, labels), False),
             _stacked([a.ids_JM for a in arcs], (len(arcs[0].ids_JM), blocks), -1),
-            _stacked([a.class_M for a in arcs], (blocks,), 0),
+            _stacked([a.class_M for a in arcs], (blocks,), classes - 1),
             _stacked([automaton.is_final_S for automaton in automata], (states,), False),
             np.array([automaton.start for automaton in automata], np.int32),
         )
         return cls(*columns)
 
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
-        """The candidates; their confidence and log-probability are those of clean logits."""
+        """The candidates, with confidence and log-probability under the clean logits."""
         own_BL = writer.own_BL
         is_read_BL = wanted.is_open_BL if own_BL is None else wanted.is_open_BL | (own_BL >= 0)
+        class_1C = jnp.arange(self.is_member_BCK.shape[1])[None]
+        first_BC = jnp.sum(self.class_BM[:, :, None] < class_1C[:, None], axis=1)
 
         def draw(
             carry: tuple[Filled, _Seen], places_N: jax.Array, is_real_N: jax.Array
         ) -> tuple[Filled, _Seen]:
             found, seen = carry
             clean_NV = reader.logits(places_N)
-            now = self._seen(writer, places_N, is_real_N, clean_NV)
+            now = self._seen(writer, first_BC, places_N, is_real_N, clean_NV)
             return (
                 writer.write(found, places_N, is_real_N, clean_NV),
                 put(seen, places_N, is_real_N, now),
             )
 
-        _, num_classes, num_labels = self.is_member_BCK.shape
-        shape = wanted.is_open_BL.shape
-        each_BLC = jnp.zeros((*shape, num_classes), jnp.float32)
-        none = _Seen(
-            jnp.zeros((*shape, num_labels), jnp.float32), each_BLC,
-            jnp.zeros(each_BLC.shape, jnp.int32), each_BLC, each_BLC,
-        )  # fmt: skip
+        each_BLC = jnp.zeros((*wanted.is_open_BL.shape, self.is_member_BCK.shape[1]), jnp.float32)
+        none = _Seen(each_BLC, jnp.zeros(each_BLC.shape, jnp.int32), each_BLC, each_BLC)
         start = no_candidates(wanted), none
         found, seen = fold(is_read_BL, reader.chunk, draw, start)
         return found._replace(proposal=self._matching(writer, wanted, found.proposal, seen))
@@ -190,6 +187,7 @@ class Constrained(FillRule):
     def _seen(
         self,
         writer: CandidateWriter,
+        first_BC: jax.Array,
         places_N: jax.Array,
         is_real_N: jax.Array,
         clean_NV: jax.Array,
@@ -212,28 +210,62 @@ class Constrained(FillRule):
             peak_N = jnp.max(logits_NJM, axis=(1, 2))
             return logits_NJM - _finite(peak_N)[:, None, None]
 
-        def by_class(logits_NJM: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return _by_class(
-                logits_NJM, self.class_BM[row_N], key_N, is_greedy_N, self.is_member_BCK.shape[1]
-            )
-
-        left_NJM = of_ids(final_NV)
-        weight_NC, place_NC = by_class(left_NJM)
+        left_NJM, class_NM = of_ids(final_NV), self.class_BM[row_N]
+        weight_NC, block_NC = _by_sums(left_NJM, class_NM, first_BC[row_N], key_N)
         is_class_NC = jnp.any(self.is_member_BCK, axis=2)[row_N]
-        is_cut = jnp.any(is_class_NC & (weight_NC == -jnp.inf) & is_real_N[:, None])
+        is_small_N = jnp.any(is_class_NC & (weight_NC < _LEAST), axis=1) | is_greedy_N
+        is_small_N &= is_real_N
 
-        def with_cut() -> tuple[jax.Array, jax.Array]:
+        def member_of(logits_NJM: jax.Array, block_NC: jax.Array) -> jax.Array:
+            score_NJC = _take(logits_NJM, block_NC[:, None, :], axis=2)
+            wait_NJ = _waits(_salted(key_N, _MEMBER), score_NJC.shape[1])
+            score_NJC -= jnp.where(is_greedy_N[:, None], 0.0, wait_NJ)[:, :, None]
+            return _first_largest(score_NJC)
+
+        def small() -> tuple[jax.Array, jax.Array, jax.Array]:
             below_NJM = jnp.maximum(of_ids(clean_NV), -_CUT) - _CUT
-            is_cut_NJM = is_id_NJM & ~(left_NJM > -jnp.inf)
-            return by_class(jnp.where(is_cut_NJM, below_NJM, left_NJM))
+            is_cut_NJM = is_id_NJM & ~(left_NJM > -jnp.inf) & is_small_N[:, None, None]
+            all_NJM = jnp.where(is_cut_NJM, below_NJM, left_NJM)
+            exact = _by_peaks(all_NJM, class_NM, key_N, is_greedy_N, weight_NC.shape[1])
+            is_small_N1 = is_small_N[:, None]
+            exact_NC, place_NC = (
+                jnp.where(is_small_N1, exact[0], weight_NC),
+                jnp.where(is_small_N1, exact[1], block_NC),
+            )
+            return exact_NC, place_NC, member_of(all_NJM, place_NC)
 
-        weight_NC, place_NC = jax.lax.cond(is_cut, with_cut, lambda: (weight_NC, place_NC))
+        # Its results are small: what passes through a conditional is copied.
+        weight_NC, block_NC, member_NC = jax.lax.cond(
+            jnp.any(is_small_N),
+            small,
+            lambda: (weight_NC, block_NC, member_of(left_NJM, block_NC)),
+        )
+        place_NC = member_NC * class_NM.shape[1] + block_NC
         ids_NC = _take(ids_NJM.reshape(row_N.size, -1), place_NC, axis=1)
         ids_NC = jnp.maximum(ids_NC, 0)
-        each_NCK = jnp.where(self.is_member_BCK[row_N], weight_NC[:, :, None], -jnp.inf)
-        label_NK = _total(each_NCK, is_greedy_N[:, None])
         logprob_NC, confidence_NC = writer.scored(clean_NV, ids_NC, at)
-        return _Seen(label_NK, weight_NC, ids_NC, logprob_NC, confidence_NC)
+        return _Seen(weight_NC, ids_NC, logprob_NC, confidence_NC)
+
+    def _labels(self, weight_BLC: jax.Array, takes_best_BL: jax.Array) -> jax.Array:
+        """Log-weight of each label: of the sum of its classes, or of the largest ``[B, L, K]``."""
+        peak_BL1 = _finite(jnp.max(weight_BLC, axis=2, keepdims=True))
+        share_BLC = jnp.exp(weight_BLC - peak_BL1)
+        member_BCK = self.is_member_BCK.astype(jnp.float32)
+        sum_BLK = jnp.einsum("blc,bck->blk", share_BLC, member_BCK, precision="highest")
+        label_BLK = peak_BL1 + jnp.log(sum_BLK)
+        is_label_B1K = jnp.any(self.is_member_BCK, axis=1, keepdims=True)
+        is_small_BL = jnp.any(is_label_B1K & (sum_BLK < math.exp(_LEAST)), axis=2) | takes_best_BL
+
+        def small() -> jax.Array:
+            def of_row(at_row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+                weight_LC, is_member_CK, takes_best_L = at_row
+                each_LCK = jnp.where(is_member_CK[None], weight_LC[:, :, None], -jnp.inf)
+                return _total(each_LCK, takes_best_L[:, None])
+
+            exact_BLK = jax.lax.map(of_row, (weight_BLC, self.is_member_BCK, takes_best_BL))
+            return jnp.where(is_small_BL[:, :, None], exact_BLK, label_BLK)
+
+        return jax.lax.cond(jnp.any(is_small_BL), small, lambda: label_BLK)
 
     def _matching(
         self, writer: CandidateWriter, wanted: Wanted, drawn: Proposal, seen: _Seen
@@ -285,9 +317,10 @@ class Constrained(FillRule):
         stands_BLK = jnp.where(is_wild_BL[:, :, None], is_label_B1K, has_BLK)
         rows_B = jnp.arange(num_rows)
         is_greedy_B = writer.chain.is_greedy(At(rows_B, rows_B, writer.key_B, rows_B >= 0))
+        label_BLK = self._labels(seen.weight, is_open_BL & is_greedy_B[:, None])
         return _Places(
             is_open_BL, is_text_BL, is_wild_BL, ~is_open_BL | is_greedy_B[:, None], class_BL,
-            jnp.where(is_open_BL[:, :, None], seen.label, jnp.where(stands_BLK, 0.0, -jnp.inf)),
+            jnp.where(is_open_BL[:, :, None], label_BLK, jnp.where(stands_BLK, 0.0, -jnp.inf)),
         )  # fmt: skip
 
     def _messages(self, places: _Places) -> jax.Array:
@@ -312,7 +345,7 @@ class Constrained(FillRule):
     def _walked(
         self, places: _Places, behind_LBS: jax.Array, wait_BLD: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Whether the candidates of a row match as they are ``[B]``, and the labels of a match."""
+        """Whether the independent candidates of a row match, ``[B]``, and the labels of a match."""
         rows_B = jnp.arange(self.start_B.size)
 
         def leaving(state_B: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -371,9 +404,9 @@ class _States(NamedTuple):
     """States of the walks from the left, ``[B]``.
 
     Attributes:
-      drawn_B: int32, of the match that is drawn.
-      own_B: int32, of the independent candidates.
-      fits_B: True while those are part of a match.
+      drawn_B: int32, state of the drawn match.
+      own_B: int32, state of the independent candidates.
+      fits_B: True while the independent candidates are part of a match.
       is_known_B: True up to the first hole that the step does not read.
     """
 
@@ -383,18 +416,48 @@ class _States(NamedTuple):
     is_known_B: jax.Array
 
 
-def _by_class(
+def _by_sums(
+    logits_NJM: jax.Array, class_NM: jax.Array, first_NC: jax.Array, key_N: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The log-weight of each class of ids, and a block of it, drawn by weight; ``[N, C]``.
+
+    Logits are relative to the largest, so the sums hold all but weights below `_LEAST`.
+    """
+    num_blocks = class_NM.shape[1]
+    share_NM = jnp.sum(jnp.exp(logits_NJM), axis=1)
+
+    def add(upto_N: jax.Array, block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        share_N, is_first_N = block
+        upto_N = jnp.where(is_first_N, share_N, upto_N + share_N)
+        return upto_N, upto_N
+
+    before_NM = jnp.pad(class_NM, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    by_block = share_NM.T, (class_NM != before_NM).T
+    upto_NM = jax.lax.scan(add, jnp.zeros_like(share_NM[:, 0]), by_block, unroll=8)[1].T
+    end_NC = jnp.pad(first_NC[:, 1:], ((0, 0), (0, 1)), constant_values=num_blocks)
+    last_NC = jnp.clip(end_NC - 1, 0, num_blocks - 1)
+    sum_NC = jnp.where(first_NC < end_NC, _take(upto_NM, last_NC, axis=1), 0.0)
+    bits_N = jax.vmap(jax.random.bits)(_salted(key_N, _CLASS)).astype(jnp.float32)
+    target_NC = jnp.minimum(bits_N * 2.0**-32, 1.0 - 2.0**-23)[:, None] * sum_NC
+    # The first block of the class whose running sum exceeds the target; sums only rise.
+    low_NC, high_NC = jnp.minimum(first_NC, last_NC), last_NC
+    for _ in range(num_blocks.bit_length()):
+        middle_NC = (low_NC + high_NC) // 2
+        is_below_NC = _take(upto_NM, middle_NC, axis=1) <= target_NC
+        low_NC = jnp.where(is_below_NC, jnp.minimum(middle_NC + 1, high_NC), low_NC)
+        high_NC = jnp.where(is_below_NC, high_NC, middle_NC)
+    return jnp.log(sum_NC), low_NC
+
+
+def _by_peaks(
     logits_NJM: jax.Array,
     class_NM: jax.Array,
     key_N: jax.Array,
     is_greedy_N: jax.Array,
     num_classes: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The log-weight of each class of ids, and the place ``member * M + block`` of one of them.
-
-    It is drawn by the weights in the class, or the likeliest of a greedy row; ``[N, C]``.
-    """
-    num_places, size, num_blocks = logits_NJM.shape
+    """As `_by_sums`, relative to the peak of each class; the likeliest block of a greedy row."""
+    num_places, _, num_blocks = logits_NJM.shape
     place_N1 = jnp.arange(num_places)[:, None]
     is_greedy_N1 = is_greedy_N[:, None]
 
@@ -411,24 +474,26 @@ def _by_class(
     score_NM = block_NM - jnp.where(is_greedy_N1, 0.0, wait_NM)
     is_most_NM = score_NM == _take(most(score_NM), class_NM, axis=1)
     number_1M = jnp.arange(num_blocks)[None]
-    first_NC = (
+    block_NC = (
         jnp.full(peak_NC.shape, num_blocks - 1)
         .at[place_N1, class_NM]
         .min(jnp.where(is_most_NM, number_1M, num_blocks - 1))
     )
-    score_NJC = _take(logits_NJM, first_NC[:, None, :], axis=2)
-    wait_NJ = _waits(_salted(key_N, _MEMBER), size)
-    score_NJC -= jnp.where(is_greedy_N1, 0.0, wait_NJ)[:, :, None]
+    return weight_NC, block_NC
+
+
+def _first_largest(score_NJC: jax.Array) -> jax.Array:
+    """Where the middle axis is largest; faster on a CPU than to compare pairs."""
     is_most_NJC = score_NJC == jnp.max(score_NJC, axis=1, keepdims=True)
-    each_1J1 = jnp.arange(size)[None, :, None]
-    member_NC = jnp.min(jnp.where(is_most_NJC, each_1J1, size - 1), axis=1)
-    return weight_NC, member_NC * num_blocks + first_NC
+    last = score_NJC.shape[1] - 1
+    each_1J1 = jnp.arange(last + 1)[None, :, None]
+    return jnp.min(jnp.where(is_most_NJC, each_1J1, last), axis=1)
 
 
 def _total(each_NKX: jax.Array, takes_best_NX: jax.Array) -> jax.Array:
-    """Log of the sum of exponentials over the middle axis, or their largest; -inf of none.
+    """Log-sum-exp over the middle axis, or its maximum; -inf without entries.
 
-    A CPU reduces outer axes many numbers at a time, and the last one by one.
+    On CPU, reductions over outer axes are vectorised, and reductions over the last axis are not.
     """
     peak_NX = jnp.max(each_NKX, axis=1)
     total_NX = jnp.sum(jnp.exp(each_NKX - _finite(peak_NX)[:, None]), axis=1)
@@ -454,9 +519,10 @@ def _salted(key_N: jax.Array, salt: int) -> jax.Array:
 
 
 def _waits(key_N: jax.Array, size: int) -> jax.Array:
-    """Logarithms of exponential times: the first of weights ``w`` is i with chance ``w_i / sum``.
+    """Logarithms of exponential arrival times. With rates ``w``, i is first with probability ``w_i
+    / sum``.
 
-    64 bits each, because small weights win with small times.
+    They use 64 random bits, because small weights win only with very small times.
     """
     bits_NK2 = jax.vmap(lambda key: jax.random.bits(key, (size, 2)))(key_N).astype(jnp.float32)
     uniform_NK = bits_NK2[..., 0] * 2.0**-32 + bits_NK2[..., 1] * 2.0**-64
@@ -464,7 +530,7 @@ def _waits(key_N: jax.Array, size: int) -> jax.Array:
 
 
 def _power(arcs: Sequence[Arcs], size: Any, least: int) -> int:
-    """The least power of two that no size exceeds."""
+    """The smallest power of two that is at least every size."""
     return max(least, 1 << (max(map(size, arcs)) - 1).bit_length())
 
 

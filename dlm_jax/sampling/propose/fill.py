@@ -1,4 +1,4 @@
-"""Fill rules find a candidate for every open position of a step; includes the parallel fill."""
+"""Fill rules, which find a candidate for every open position of a step, and the parallel fill."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Wanted(NamedTuple):
     """The positions of a fill, ``[B, L]``.
 
     Attributes:
-      is_open_BL: True where a candidate is needed; the token there is not visible.
+      is_open_BL: True where a candidate is needed. The token there is not visible.
       is_seen_BL: True at tokens that the draws of neighbours condition on.
       tokens_BL: int32 canvas.
       length_B: int32 positions of each row.
-      is_scored_BL: True where ``total_BL`` is needed, in addition to positions whose tokens the
-        writer scores; None: nowhere.
-      keeps_best: whether ``best_BL`` is needed too; static.
-      preference_BL: uint32, the order of positions that tie, see
+      is_scored_BL: True where ``total_BL`` is needed in addition to positions scored by the writer;
+        None for no position.
+      keeps_best: whether ``best_BL`` is also needed; static.
+      preference_BL: uint32, order of tied positions, see
         `dlm_jax.sampling.commit.commit_rule.preferences`.
       kept: per-position memory of the commit rule, or None.
       is_given_BL: True at given tokens; None if unknown.
@@ -79,9 +79,10 @@ class Filled(NamedTuple):
       is_finite_B: False for a row with a position whose clean logits hold a NaN or +inf, or are all
         -inf.
       counts: int32 ``[B]`` each, counts of the fill by names of `Counters`.
-      total_BL: float32, the LM head's log-normaliser where it was read; None if not needed.
-      best_BL: int32, its most likely id other than the scored one; -1 if that is banned; likewise.
-      kept: per-position memory of the commit rule after this step's reads.
+      total_BL: float32 log-normaliser of the LM head where it was read; None if not needed.
+      best_BL: int32, most likely id of the LM head other than the scored one, -1 if it is banned;
+        None if not needed.
+      kept: per-position memory of the commit rule after the reads of this step.
       drawn: record of the draws; None if not needed.
     """
 
@@ -123,7 +124,7 @@ class Source(NamedTuple):
 
 
 class FillRule(Rule):
-    """Finds a candidate for every open position of a step; only `propose` is required."""
+    """Finds a candidate for every open position of a step. Only `propose` is required."""
 
     required: ClassVar[tuple[str, ...]] = ("propose",)
 
@@ -144,7 +145,7 @@ class FillRule(Rule):
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
-        """Whether it draws for a row with these settings, instead of the parallel fill."""
+        """Whether a row with these settings uses this fill instead of the parallel fill."""
         return True
 
     @classmethod
@@ -160,7 +161,7 @@ class FillRule(Rule):
             )  # fmt: skip
 
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
-        """The candidates; the proposal is undefined at other positions."""
+        """The candidates. The proposal is undefined at other positions."""
         raise NotImplementedError
 
     def sources(self, reader: Reader, proposed: Proposed) -> tuple[Source, ...]:
@@ -189,15 +190,17 @@ class CandidateWriter:
     Attributes:
       chain: logit transforms between the clean logits and the draw.
       prepared: results of `Chain.prepare` for this step.
-      key_B: this step's key of each row; a position draws with it and its place in the canvas.
-      own_BL: tokens to score instead of a draw; -1 elsewhere. None: nowhere.
+      key_B: key of each row in this step. A position derives its key from it and its index on the
+        canvas.
+      own_BL: tokens to score instead of a draw, -1 elsewhere; None if there are none.
       num_positions: ``L``.
       measure: confidence from clean logits and the candidate's log-probability.
       method: method of the draw.
-      banned_ids: ids that are never the best, like the banned ids of the row.
+      banned_ids: ids excluded from ``best_BL``, in addition to the banned ids of the row.
       weighed: `CommitRule.weighed`; None: confidence is read from the clean logits.
-      observe: `CommitRule.observe`, in place of `measure`; None for a rule without memory.
+      observe: `CommitRule.observe`, which replaces `measure`; None for a rule without memory.
       kept: per-position memory of the rule before this step.
+      standing_BL: tokens whose confidence is measured instead of the candidates'; None: theirs.
     """
 
     chain: Chain
@@ -211,6 +214,7 @@ class CandidateWriter:
     weighed: Callable[[jax.Array, Callable[[], jax.Array]], jax.Array | None] | None = None
     observe: Callable[..., tuple[Any, jax.Array]] | None = None
     kept: Any = None
+    standing_BL: jax.Array | None = None
 
     def write(
         self,
@@ -220,10 +224,10 @@ class CandidateWriter:
         clean_NV: jax.Array,
         drawable_NV: jax.Array | None = None,
     ) -> Filled:
-        """`found` with candidates at the places ``row * L + index`` that are real.
+        """`found` with candidates at the real places ``row * L + index``.
 
-        They are drawn from `drawable_NV` through the chain and scored under the clean logits. None:
-        the clean logits are those of the LM head, and drawn from.
+        Candidates are drawn from `drawable_NV` through the chain and scored under the clean logits.
+        None means that both are the logits of the LM head.
         """
         row_N, index_N = places_N // self.num_positions, places_N % self.num_positions
         key_N = jax.vmap(jax.random.fold_in)(self.key_B[row_N], index_N)
@@ -276,7 +280,7 @@ class CandidateWriter:
         )
 
     def scored(self, clean_NV: jax.Array, ids_NK: jax.Array, at: At) -> tuple[jax.Array, jax.Array]:
-        """Log-probability and confidence of several candidates of each position, ``[N, K]``."""
+        """Log-probability and confidence of K candidates per position, ``[N, K]``."""
         places_N = at.row_N * self.num_positions + at.index_N
 
         def of_one(ids_N: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -317,6 +321,11 @@ class CandidateWriter:
             weighed_NV = clean_NV
         else:
             logprob_N = log_prob(weighed_NV, ids_N)
+        if self.standing_BL is not None:
+            drawn_N, ids_N = ids_N, at_places(self.standing_BL, places_N)
+            # A greedy row draws its argmax with certainty.
+            certain_N = jnp.where(ids_N == drawn_N, 0.0, -jnp.inf)
+            logprob_N = jnp.where(self.chain.is_greedy(at), certain_N, log_prob(weighed_NV, ids_N))
         if self.observe is None:
             return None, self.measure(weighed_NV, logprob_N)
         kept = jax.tree.map(lambda x_BL: at_places(x_BL, places_N), self.kept)
@@ -325,14 +334,14 @@ class CandidateWriter:
 
 @rule
 class Parallel(FillRule):
-    """Draws a candidate for every open position from the LM head, blind to the others.
+    """Draws a candidate for every open position from the LM head, independently of the others.
 
-    The open positions of all rows are gathered and run in chunks, so that the cost follows their
-    number and no ``[B, L, V]`` array exists. Each draws with a key of its row and its place in the
-    canvas.
+    The open positions of all rows are gathered and run in chunks. The cost is proportional to their
+    number, and no ``[B, L, V]`` array exists. The key of a draw is derived from the row and the
+    index on the canvas.
     """
 
-    about = "each blind to the others"
+    about = "independently of each other"
     allows_host = True
 
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:

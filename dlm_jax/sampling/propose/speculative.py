@@ -29,22 +29,21 @@ _Verified = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 @rule
 class Speculative(FillRule):
-    """Drafts the open positions in parallel, and keeps what one token a time would have written.
+    """Drafts the open positions in parallel and verifies them token by token.
 
     The draft x of a position comes from q, the prediction for the block with its holes; one
-    more forward with blocks of one token gives p, that of every open position behind the drafts
-    before it. From the left on, x is accepted with probability ``min(1, p(x) / q(x))``; at
-    the first that is not, a token is drawn from ``max(p - q, 0)``, and the rest waits for the next
-    step (Leviathan et al. 2023, Speculative decoding, algorithm 1). p and q are those after the
-    row's chain. So whatever is drafted, texts have the distribution of p, one token after the
-    other.
+    more forward with blocks of one token gives p, the prediction of every open position after the
+    preceding drafts. From left to right, x is accepted with probability ``min(1, p(x) / q(x))``.
+    The first rejected position draws a token from ``max(p - q, 0)``, and the remaining positions
+    stay open (Leviathan et al. 2023, Speculative decoding, algorithm 1). p and q include the chain
+    of the row. Texts therefore have the distribution of p, one token at a time, for any draft.
 
     Accepted candidates have confidence 1 and the others 0, for ``order = "threshold"``. A step
-    writes one token at least; blocks need a step for each of their holes, as the last step of a
-    block writes all that is left.
+    writes at least one token. Blocks need one step per hole, because the last step of a block
+    writes all remaining holes.
     """
 
-    about = "as a draft that a block-causal model verifies token by token"
+    about = "a draft that a block-causal model verifies token by token"
     forwards = 1
 
     @classmethod

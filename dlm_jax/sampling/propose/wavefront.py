@@ -1,8 +1,8 @@
 """Coherent candidates: the sampler head fills the open positions in waves, next to filled ones.
 
-The waves do not depend on tokens: once a row has a filled position, a hole's wave is its distance
-to the nearest one. So holes are sorted once and run in chunks that end with a wave; the cost is
-proportional to the holes (`docs/readings.md`, readings of the sampler head).
+Waves do not depend on tokens: the wave of a hole is its distance to the nearest filled position.
+Holes are therefore sorted once and run in chunks that end at wave boundaries. The cost is
+proportional to the number of holes (`docs/readings.md`, readings of the sampler head).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, per_row, rule
 from dlm_jax.types import Network, Params
 
 NEVER = 2**30
-"""Further than any position of a canvas."""
+"""A distance larger than any canvas."""
 
 
 def by_density(
     ratio_B: jax.Array, power_B: jax.Array, is_seen_BL: jax.Array, length_B: jax.Array
 ) -> jax.Array:
-    """``ratio d ** power``, d being the share of the row's positions that are not seen."""
+    """``ratio d ** power``, where d is the share of unseen positions of the row."""
     density_B = 1.0 - is_seen_BL.sum(1) / jnp.maximum(length_B, 1)
     return ratio_B * jnp.where(power_B == 0, 1.0, density_B**power_B)
 
@@ -49,9 +49,9 @@ def bootstrap(
 ) -> jax.Array:
     """True at the starting positions of each row, ``[B, L]``: see `Wavefront`.
 
-    `is_far_BL` marks open positions of runs without a visible token at either end, `ratio_B` of
-    which begins, one at least; spread rows take the surest of equal windows instead of the surest
-    of all.
+    `is_far_BL` marks open positions of runs without a visible token at either end. A share
+    `ratio_B` of them starts, at least one. Spread rows take the most confident position of each of
+    equal windows instead of the most confident positions overall.
     """
     total_B = jnp.sum(is_far_BL, axis=1)
     count_B = jnp.floor(ratio_B * total_B + 1e-3).astype(jnp.int32)
@@ -72,7 +72,9 @@ def bootstrap(
 
 
 def _share(rank: jax.Array, count: jax.Array, total: jax.Array) -> jax.Array:
-    """``floor(rank count / total)`` of numbers up to 2^20, whose product does not fit 32 bits."""
+    """``floor(rank count / total)`` for numbers up to 2^20, without a product that overflows 32
+    bits.
+    """
     rank, count = rank.astype(jnp.uint32), count.astype(jnp.uint32)
     total = jnp.maximum(total, 1).astype(jnp.uint32)
     thousands = rank // 1024 * count
@@ -86,7 +88,9 @@ def _surest_of_each(
     group_BL: jax.Array,
     preference_BL: jax.Array | None,
 ) -> jax.Array:
-    """True at each group's highest score among the included positions; ties as in `most`."""
+    """True at the highest score of each group among the included positions. Ties are broken as in
+    `most`.
+    """
     place_BL = jnp.broadcast_to(jnp.arange(score_BL.shape[1]), score_BL.shape)
     best_BL = _over_groups(jnp.where(is_in_BL, score_BL, -jnp.inf), is_in_BL, group_BL, "max")
     if preference_BL is None:
@@ -107,7 +111,7 @@ def _any_of_each(is_true_BL: jax.Array, is_in_BL: jax.Array, group_BL: jax.Array
 def _over_groups(
     value_BL: jax.Array, is_in_BL: jax.Array, group_BL: jax.Array, how: str
 ) -> jax.Array:
-    """The sum of the values of each position's group; groups are numbered within their row."""
+    """The sum over the group of each position. Groups are numbered within their row."""
     num_rows, num_positions = value_BL.shape
     key_BL = group_BL + num_positions * jnp.arange(num_rows)[:, None]
     key_P = jnp.where(is_in_BL, key_BL, value_BL.size).reshape(-1)
@@ -119,7 +123,7 @@ def _over_groups(
 def distance(
     is_walked_BL: jax.Array, is_source_BL: jax.Array, is_one_sided_B: jax.Array | bool = False
 ) -> jax.Array:
-    """Steps to the nearest source through walked positions; `NEVER` where none is reached.
+    """Distance to the nearest source through `walked` positions; `NEVER` if none is reachable.
 
     One-sided rows use the source on the left, if there is one.
     """
@@ -148,12 +152,12 @@ SAMPLER_MIN_NEIGHBORS_RATIO = Setting(
 )  # fmt: skip
 SAMPLER_RATIO_BY_DENSITY = Setting(
     "sampler_ratio_by_density", 0.0,
-    "wavefront: that share is multiplied by this power of the share of the row that is not filled",
+    "wavefront: multiply that share by this power of the unfilled share of the row",
     low=0.0, high=16.0,
 )  # fmt: skip
 SAMPLER_SPREAD_SEEDS = Setting(
     "sampler_spread_seeds", False,
-    "wavefront: the holes that begin are spread evenly over the row",
+    "wavefront: spread the starting holes evenly over the row",
 )  # fmt: skip
 SAMPLER_EVEN_ODD = Setting(
     "sampler_even_odd",
@@ -163,8 +167,8 @@ SAMPLER_EVEN_ODD = Setting(
 )
 SAMPLER_ONE_SIDED = Setting(
     "sampler_one_sided", False,
-    "wavefront: holes between two filled tokens are filled from the left one on, so that no two "
-    "waves meet; up to twice as many waves",
+    "wavefront: fill holes between two tokens from the left, so that no two waves meet; up to "
+    "twice as many waves",
 )  # fmt: skip
 SAMPLER_TEMPERATURE = Setting(
     "sampler_temperature", 1.0,
@@ -174,17 +178,17 @@ SAMPLER_TEMPERATURE = Setting(
 
 @rule
 class Wavefront(FillRule):
-    """Draws candidates in waves, each beside those of earlier waves.
+    """Draws candidates in waves. Each wave is conditioned on earlier waves.
 
     A run of open positions grows from the visible tokens at its ends. Runs without one are
-    bootstrapped: of the n positions in such runs of a row, ``max(1, floor(ratio n))``, those where
-    the LM head is surest once banned ids are left out, and in each run that has none among them its
-    surest. These are drawn from the LM head, all others from the sampler head; both through the
-    row's chain. A neighbour is seen if its wave is smaller: what other rows or chunks have done by
-    then does not matter.
+    bootstrapped. Of the n positions in such runs of a row, the ``max(1, floor(ratio n))`` with the
+    most confident LM head (without banned ids) start, and each run without one starts at its most
+    confident position. These are drawn from the LM head and all others from the sampler head, both
+    through the chain of the row. A neighbour is visible if its wave is smaller, independent of
+    other rows and chunks.
     """
 
-    about = "in waves by the sampler head, which sees its neighbours"
+    about = "in waves by the sampler head, given neighbours"
     needs_sampler = True
 
     ratio_B: jax.Array = per_row(SAMPLER_MIN_NEIGHBORS_RATIO)
@@ -205,7 +209,7 @@ class Wavefront(FillRule):
             )
 
     def propose(self, reader: Reader, writer: CandidateWriter, wanted: Wanted) -> Filled:
-        """The candidates, with log-probability and confidence under the head of each."""
+        """The candidates, with log-probability and confidence under the head that drew them."""
         is_open_BL, own_BL = wanted.is_open_BL, writer.own_BL
         is_seen_BL = wanted.is_seen_BL & ~is_open_BL
         is_far_BL = is_open_BL & (distance(is_open_BL, is_seen_BL) == NEVER)
@@ -265,7 +269,7 @@ def _read(
         clean_NV = reader.logits(places_N)
         allowed_NV = clean_NV.at[:, banned].set(-jnp.inf) if writer.banned_ids else clean_NV
         sureness_N = jnp.max(allowed_NV, axis=1) - jax.nn.logsumexp(allowed_NV, axis=1)
-        # Every run needs a start; a row with a NaN ends as not finite anyway.
+        # Every run needs a start. A row with a NaN ends as not finite anyway.
         sureness_N = jnp.where(jnp.isnan(sureness_N), -jnp.inf, sureness_N)
         sureness_BL = put(sureness_BL, places_N, is_real_N, sureness_N)
         return writer.write(found, places_N, is_real_N, clean_NV), sureness_BL
@@ -283,7 +287,7 @@ def _grow(
     tokens_BL: jax.Array,
     temperature_B: jax.Array,
 ) -> Filled:
-    """`found` with the sampler head's candidates, level by level."""
+    """`found` with the candidates of the sampler head, level by level."""
     grown = _grown(reader, level_BL, tokens_BL, temperature_B)
 
     def grow(found: Filled, places_N: jax.Array, is_real_N: jax.Array) -> Filled:
@@ -294,7 +298,7 @@ def _grow(
 
 
 def _chunk(reader: Reader) -> int:
-    """Positions that the sampler head reads at once."""
+    """Number of positions that the sampler head reads at once."""
     return min(reader.chunk, wave_chunk(reader.network.vocab_size))
 
 
@@ -348,10 +352,11 @@ _Neighbours = tuple[jax.Array, jax.Array]
 def _head(
     network: Network, params: Params, *, size: int
 ) -> Callable[[_Neighbours, _Neighbours], Callable[[jax.Array], jax.Array]]:
-    """``(left, right) -> head``: the sampler head beside neighbours, tokens ``[N, C]`` each.
+    """``(left, right) -> head``: the sampler head given neighbour tokens, ``[N, C]`` each.
 
-    On a canvas of many more places than there are tokens (`size` in all), what the tokens add to
-    the head's first layer is computed once for all of them: half of the fill's time at width 384.
+    If the canvas has many more places than the vocabulary has tokens (`size`), the contribution of
+    every token to the first layer is precomputed. This saves half of the time of the fill at width
+    384.
     """
     readout, sides, finish = (
         network.sampler_readout, network.sampler_sides, network.sampler_from_sides

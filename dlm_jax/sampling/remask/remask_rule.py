@@ -1,7 +1,7 @@
-"""Remask rules: they choose the committed tokens that become holes again after a step.
+"""Remask rules, which turn committed tokens back into holes after a step.
 
-A rule is a frozen pytree like a commit rule. The loop calls it after every step of a block except
-the last, with the block's unfrozen tokens.
+A rule is a frozen pytree like a commit rule. The loop calls it with the unfrozen tokens of a block
+after every step except the last.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from dlm_jax.settings import Rule, SettingError
 
 
 class RemaskContext(NamedTuple):
-    """The tokens that may be remasked, after a step's commits.
+    """The tokens that may be remasked, after the commits of a step.
 
     Attributes:
-      step: the context of the commit rule, from before its commits.
-      is_open_BL: True at the block's unfrozen tokens, in rows that continue.
+      step: context of the commit rule, before the commits.
+      is_open_BL: True at the unfrozen tokens of the block, in rows that continue.
       is_fresh_BL: True at the tokens that this step committed.
-      num_free_B: int32, the block's live unfrozen positions, holes included.
-      probability_BL: float32, probability of each token under the clean logits it was drawn from;
-        of a draft's token, which was never proposed, under those of the last forward, and so of
-        every token that this step did not commit if the rule `rereads`.
-      wrong_BL: float32 probability that each token is wrong, by the critic on the canvas with its
-        candidates in the holes; None if the rule does not read it.
-      key_B: this step's key of each row, for the rule alone.
+      num_free_B: int32, number of live unfrozen positions of the block, including holes.
+      probability_BL: float32 probability of each token under the clean logits of its draw. Draft
+        tokens use the last forward, and so do all tokens not committed in this step if the rule
+        `rereads`.
+      wrong_BL: float32 probability that each token is wrong, from the critic on the canvas with
+        candidates in its holes; None if the rule does not read it.
+      key_B: key of each row in this step, used only by the rule.
     """
 
     step: CommitContext
@@ -41,24 +41,24 @@ class RemaskContext(NamedTuple):
 
 
 class RemaskRule(Rule):
-    """Chooses the tokens that become MASK again; only `select` is required."""
+    """Chooses the tokens that become MASK again. Only `select` is required."""
 
     required: ClassVar[tuple[str, ...]] = ("select",)
 
     rereads: ClassVar[bool] = False
-    """Whether each forward scores the block's tokens again, as they stand."""
+    """Whether each forward scores the current tokens of the block again."""
 
     reads_critic: bool = False
     """Whether `select` reads ``context.wrong_BL``, which costs a forward; static."""
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
-        """True: a remask rule is activated by its name."""
+        """Always True. A remask rule is activated by its name."""
         return True
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        """Raises for a rule that reads a critic if the model has none."""
+        """Raises if the rule reads a critic and the model has none."""
         if cls.reads_critic and not facts.has_critic:
             raise SettingError(
                 "remask",
@@ -68,7 +68,7 @@ class RemaskRule(Rule):
             )
 
     def is_active(self) -> jax.Array:
-        """True ``[B]`` for the rows that use it: by default, all of them."""
+        """True ``[B]`` for the rows that use it; all rows by default."""
         return jnp.ones(jax.tree.leaves(self)[0].shape[0], bool)
 
     def goes_on(self) -> jax.Array:
@@ -76,7 +76,7 @@ class RemaskRule(Rule):
         return jnp.zeros_like(self.is_active())
 
     def select(self, context: RemaskContext) -> jax.Array:
-        """True at the positions to remask, ``[B, L]``; positions that are not open are ignored."""
+        """True at the positions to remask, ``[B, L]``. Positions that are not open are ignored."""
         raise NotImplementedError
 
     @classmethod
@@ -88,5 +88,5 @@ class RemaskRule(Rule):
             )  # fmt: skip
 
     def log_chance(self, context: RemaskContext, is_chosen_BL: jax.Array) -> jax.Array:
-        """Log-probability ``[B]`` of having chosen these, as `CommitRule.log_chance`."""
+        """Log-probability ``[B]`` of this choice, as in `CommitRule.log_chance`."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""ReMDM: tokens are remasked along the noise process that trained the model."""
+"""ReMDM: remasks tokens along the noise process of the training."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from dlm_jax.settings import SettingError, fact, per_row, rule
 
 @rule
 class RemdmCap(RemaskRule):
-    """Remasks every token that was visible when the step began with ``min(eta, sigma_max)``.
+    """Remasks every token that was visible at the start of the step with probability ``min(eta,
+    sigma_max)``.
 
     Wang et al. 2025, section 4.1. With `Ancestral` of the same settings each position is visible
     with probability ``alpha_s`` after the step.
     """
 
-    about = "a chance for each token, as the noise process allows"
+    about = "each token with the probability of the noise process"
 
     eta_B: jax.Array = per_row(REMASK_ETA)
     schedule: NoiseSchedule = fact("noise")
@@ -57,7 +58,7 @@ class RemdmCap(RemaskRule):
         return log_each(is_old_BL, is_chosen_BL, jnp.clip(chance_BL, 0.0, 1.0))
 
     def _chances(self, context: RemaskContext) -> tuple[jax.Array, jax.Array]:
-        """The tokens that may be remasked, and the chance of each."""
+        """The tokens that may be remasked, and the probability of each."""
         most_B = sigma_max(*visible_shares(self.schedule, context.step))
         is_old_BL = context.is_open_BL & ~context.is_fresh_BL
         return is_old_BL, self.chance(most_B, is_old_BL, context.probability_BL)
@@ -65,19 +66,20 @@ class RemdmCap(RemaskRule):
 
 @rule
 class RemdmRescale(RemdmCap):
-    """`RemdmCap` with ``eta sigma_max``."""
+    """`RemdmCap` with probability ``eta sigma_max``."""
 
-    about = "that chance times remask_eta"
+    about = "that probability times remask_eta"
 
 
 @rule
 class RemdmConf(RemdmCap):
-    """`RemdmCap` with ``sigma_max`` times a softmax of minus the tokens' probabilities.
+    """`RemdmCap` with probability ``sigma_max`` times a softmax of the negative token
+    probabilities.
 
-    The softmax runs over the block's unfrozen tokens; eta is on or off alone.
+    The softmax runs over the unfrozen tokens of the block. eta only enables the rule.
     """
 
-    about = "that chance, more for tokens of low probability"
+    about = "that probability, higher for unlikely tokens"
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
@@ -90,7 +92,7 @@ class RemdmConf(RemdmCap):
     def chance(
         self, most_B: jax.Array, is_old_BL: jax.Array, probability_BL: jax.Array
     ) -> jax.Array:
-        """In all as much as `most_B`, less for the likelier tokens."""
+        """The total is `most_B` per row, with less for more likely tokens."""
         sigma_B1 = jnp.where(self.eta_B > 0, most_B, 0.0)[:, None]
         weight_BL = jnp.where(is_old_BL, jnp.exp(-probability_BL), 0.0)
         return sigma_B1 * weight_BL / jnp.maximum(weight_BL.sum(1, keepdims=True), 1e-9)

@@ -36,7 +36,7 @@ RENOISE_SCHEDULE = Setting(
 
 @rule
 class Renoise(Rule):
-    """Overwrites a share of the block's unfrozen tokens, uniformly chosen."""
+    """Overwrites a uniformly chosen share of the unfrozen tokens of the block."""
 
     start_B: jax.Array = per_row(RENOISE_START)
     end_B: jax.Array = per_row(RENOISE_END)
@@ -82,7 +82,7 @@ class Renoise(Rule):
         return (self.start_B > 0) | (self.end_B > 0)
 
     def ratio(self, step_B: jax.Array, steps_B: jax.Array) -> jax.Array:
-        """float32 ``[B]``: the share overwritten before the step of that number."""
+        """float32 ``[B]``, the share overwritten before the step with this index."""
         return ratio_at(self.start_B, self.end_B, step_B, steps_B, schedule=self.schedule)
 
     def write(
@@ -96,11 +96,10 @@ class Renoise(Rule):
         space_id: int,
         is_text: Callable[[], jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
-        """The canvas before the forward of a step, and where it was overwritten.
+        """The canvas before the forward of a step, and the overwritten positions.
 
-        `is_free_BL` is True at the block's unfrozen positions, in rows that take the step;
-        `is_text` makes what may be written at random, True ``[B, V]``: a row that may write nothing
-        gets MASK.
+        `is_free_BL` is True at the unfrozen positions of the block, in rows that take the step.
+        `is_text` returns the ids for random tokens, True ``[B, V]``; a row without any gets MASK.
         """
         is_token_BL = is_free_BL & (tokens_BL != mask_id)
         count_B = jnp.floor(ratio_B * jnp.sum(is_token_BL, axis=1) + 1e-3).astype(jnp.int32)
@@ -112,7 +111,7 @@ class Renoise(Rule):
         )
         random_BL = jax.lax.cond(
             jnp.any(is_random_B1 & is_hit_BL),
-            lambda: _random(is_text(), uniform(keys_B2[:, 1], num_positions), mask_id),
+            lambda: random_ids(is_text(), uniform(keys_B2[:, 1], num_positions), mask_id),
             lambda: jnp.full_like(tokens_BL, mask_id),
         )
         new_BL = jnp.where(is_mask_B1, mask_id, space_id)
@@ -120,8 +119,8 @@ class Renoise(Rule):
         return jnp.where(is_hit_BL, new_BL, tokens_BL), is_hit_BL
 
 
-def _random(is_text_BV: jax.Array, uniform_BL: jax.Array, mask_id: int) -> jax.Array:
-    """An allowed id of the row for each number in [0, 1); MASK in rows without one."""
+def random_ids(is_text_BV: jax.Array, uniform_BL: jax.Array, mask_id: int) -> jax.Array:
+    """An allowed id for each number in [0, 1); MASK in rows without one."""
     upto_BV = jnp.cumsum(is_text_BV, axis=1)
     number_B1 = upto_BV[:, -1:]
     nth_BL = jnp.floor(uniform_BL * number_B1).astype(jnp.int32) + 1

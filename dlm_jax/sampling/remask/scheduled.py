@@ -1,4 +1,4 @@
-"""Refinement: the tokens most likely wrong become holes again, fewer from step to step."""
+"""Refinement: remasks the tokens that are most likely wrong, fewer at each step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dlm_jax.sampling.remask.remask_rule import RemaskContext, RemaskRule
 from dlm_jax.settings import Setting, SettingError, per_row, rule, static
 
 REMASK_START = Setting(
-    "remask_start", 0.95, "scheduled: where the remasked share begins, in [0, 1]",
+    "remask_start", 0.95, "scheduled: initial remasked share, in [0, 1]",
     low=0.0, high=1.0,
 )  # fmt: skip
 REMASK_END = Setting(
@@ -21,28 +21,28 @@ REMASK_END = Setting(
 )  # fmt: skip
 REMASK_RANDOMNESS = Setting(
     "remask_randomness", 0.0,
-    "scheduled: weight of chance beside wrongness, in [0, 1]; 1 is chance alone",
+    "scheduled: weight of randomness against wrongness, in [0, 1]; 1 is random",
     low=0.0, high=1.0,
 )  # fmt: skip
 REMASK_BY = Setting(
     "remask_by", "confidence",
-    "scheduled: measure of how wrong a token is: its own probability when it was drawn "
-    "(confidence), or the critic head on the filled text (critic), which costs a forward",
+    "scheduled: measure of wrongness: the probability of the token at its draw (confidence), "
+    "or the critic head on the filled text (critic), which costs a forward",
     choices={"confidence": False, "critic": True},
 )  # fmt: skip
 
 
 @rule
 class Scheduled(RemaskRule):
-    """Remasks the tokens most likely wrong, fewer from step to step.
+    """Remasks the tokens that are most likely wrong, fewer at each step.
 
-    Before step i of N, from 1, ``r = start - (start - end) i / (N - 1)`` of the block's unfrozen
-    positions. Wrongness is ``(1 - m) w + m u`` with randomness m and u uniform; w is the output
-    of the critic, or 1 less the token's probability when it was drawn (`docs/readings.md`,
-    "Refinement").
+    The share before step i of N is ``r = start - (start - end) i / (N - 1)`` of the unfrozen
+    positions of the block, for i >= 1. Wrongness is ``(1 - m) w + m u`` with randomness m and u
+    uniform; w is the output of the critic, or 1 minus the probability of the token at its draw
+    (`docs/readings.md`, "Refinement").
     """
 
-    about = "a share of the tokens most likely wrong"
+    about = "a share of the tokens of highest wrongness"
     log_chance = certain
 
     start_B: jax.Array = per_row(REMASK_START)
@@ -88,7 +88,7 @@ class Scheduled(RemaskRule):
         return self.worst(wrong_BL, ratio_B, context) & self.is_active()[:, None]
 
     def worst(self, wrong_BL: jax.Array, ratio_B: jax.Array, context: RemaskContext) -> jax.Array:
-        """True at the ratio's number of open tokens of highest wrongness."""
+        """True at the share of open tokens with the highest wrongness."""
         count_B = jnp.floor(ratio_B * context.num_free_B + 1e-3).astype(jnp.int32)
         return most(wrong_BL, context.is_open_BL, count_B, context.step.preference_BL, 1.0)
 
@@ -97,10 +97,10 @@ class Scheduled(RemaskRule):
 class ScheduledThreshold(Scheduled):
     """Remasks the tokens of wrongness above ``1 - r``, with r and wrongness as in `Scheduled`.
 
-    A block where there is none is finished.
+    A block without such tokens is finished.
     """
 
-    about = "all above a wrongness"
+    about = "all tokens above a threshold of wrongness"
 
     def worst(self, wrong_BL: jax.Array, ratio_B: jax.Array, context: RemaskContext) -> jax.Array:
         """True where wrongness is above the threshold."""

@@ -1,4 +1,4 @@
-"""WINO: drafts are verified by later forwards, and those that fail become holes again."""
+"""WINO: later forwards verify drafts, and rejected drafts become holes again."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from dlm_jax.settings import Setting, per_row, rule
 
 VERIFY_THRESHOLD = Setting(
     "verify_threshold", 0.9,
-    "remask=wino: probability that a token must keep in later forwards, in [0, 1]; 0 is off",
+    "remask=wino: minimum probability of a token in later forwards, in [0, 1]; 0 is off",
     low=0.0, high=1.0,
 )  # fmt: skip
 
 
 @rule
 class Wino(RemaskRule):
-    """Remasks tokens whose probability under this step's forward is below ``tau_2``.
+    """Remasks tokens with a probability below ``tau_2`` under the forward of this step.
 
-    Fewer than the step has committed, the least likely first, so that holes always become fewer
-    (Hong et al. 2025, WINO, algorithm 1). ``order="threshold"`` with a lower ``tau_1`` drafts. The
-    paper reads the probability from a second copy of the block in which each position sees all but
-    itself; here it is that of the forward itself, where a network may see the token.
+    It remasks fewer tokens than the step committed, the least likely first, so the number of holes
+    always decreases (Hong et al. 2025, WINO, algorithm 1). ``order="threshold"`` with a lower
+    ``tau_1`` drafts. The paper computes the probability in a second copy of the block, in which a
+    position does not see itself. Here the forward of the step is used, in which the network may see
+    the token.
     """
 
-    about = "tokens that later forwards find unlikely, fewer than a step commits"
+    about = "tokens with a low probability in later forwards, fewer than a step commits"
     rereads = True
     log_chance = certain
 

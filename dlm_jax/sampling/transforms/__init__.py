@@ -1,4 +1,4 @@
-"""The logit algebra: every sampler as a small frozen pytree with its parameters per row."""
+"""Logit transforms. Each is a small frozen pytree with per-row parameters."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Structure: an automaton over tokens restricts a row's text to a regular language.
+"""An automaton over tokens that restricts the text of a row to a regular language.
 
 A candidate is kept if some fill of the other holes makes the whole text a word of the language.
 Sets of states are propagated from the left over possible prefixes and from the right over possible
@@ -64,11 +64,11 @@ class Arcs(NamedTuple):
     """An automaton as arcs, which join all classes of ids that lead from one state to another.
 
     Attributes:
-      next_DS: int32 ``[D, S]``, the state behind each arc of a state; 0 pads.
-      label_DS: int32, which classes take it; 0, those of none, pads.
+      next_DS: int32 ``[D, S]``, target state of each arc of a state; padded with 0.
+      label_DS: int32, label of each arc; padded with 0, the label without classes.
       is_member_CK: bool ``[C, K]``, the classes of each label.
-      ids_JM: int32 ``[J, M]``, the ids of all classes but that of ids that fit nowhere, ascending
-        in each, in blocks of one class; -1 pads.
+      ids_JM: int32 ``[J, M]``, ids of all classes except class 0, ascending, in blocks of one
+        class; padded with -1.
       class_M: int32, the class of each block.
     """
 
@@ -79,20 +79,22 @@ class Arcs(NamedTuple):
     class_M: np.ndarray
 
 
-_BLOCK = 32
+def _block_size(vocab_size: int) -> int:
+    """Ids of a block: few blocks and small ones, as a draw looks at all blocks and into one."""
+    return 1 << (max(vocab_size, 1 << 10).bit_length() - 1) // 2
 
 
 @dataclass(frozen=True, eq=False)
 class Automaton:
     """A deterministic automaton over the ids of a vocabulary.
 
-    State 0 is dead, and class 0 is that of ids that fit nowhere. EOS leads from a final state to
-    one that only EOS leaves, and to itself.
+    State 0 is dead, and class 0 holds the ids without any transition. EOS leads from a final state
+    to an absorbing state for EOS.
 
     Attributes:
-      pattern: regular expression that it stands for.
-      class_of_V: int16 ``[V]``, ids of the same class lead to the same states from everywhere.
-      next_SC: int16 ``[S, C]``, the state behind an id of a class.
+      pattern: regular expression of the language.
+      class_of_V: int16 ``[V]``, class of each id. Ids of a class have the same transitions.
+      next_SC: int16 ``[S, C]``, next state for each class.
       is_final_S: bool ``[S]``, True where a text may end.
       start: state before the first id.
     """
@@ -108,7 +110,7 @@ class Automaton:
 
     @cached_property
     def leads_SS(self) -> np.ndarray:
-        """True where some id leads from a state to another one that is not dead."""
+        """True where some id leads from one state to another, live state."""
         leads = np.zeros((len(self.next_SC),) * 2, bool)
         leads[np.arange(len(leads))[:, None], self.next_SC] = True
         leads[:, 0] = leads[0] = False
@@ -116,7 +118,9 @@ class Automaton:
 
     @cached_property
     def fewest_S(self) -> np.ndarray:
-        """Ids that it takes at least from a state to the end of a text; a huge number: no way."""
+        """Minimum number of ids from a state to the end of a text; a huge number if there is
+        none.
+        """
         fewest = np.where(self.is_final_S, 0, np.iinfo(np.int32).max)
         for count in range(1, len(fewest) + 1):
             is_new = (self.leads_SS & (fewest[None] == count - 1)).any(1) & (fewest > count)
@@ -142,11 +146,12 @@ class Automaton:
         pairs_SD2 = np.zeros((len(arcs), max(1, *map(len, arcs)), 2), np.int32)
         for state, found in enumerate(arcs):
             pairs_SD2[state, : len(found)] = np.reshape(found, (-1, 2))
-        blocks, classes_of = [np.full((1, _BLOCK), -1)], [0]
+        size = _block_size(len(self.class_of_V))
+        blocks, classes_of = [np.full((1, size), -1)], [0]
         for class_ in range(1, num_classes):
             (ids,) = np.nonzero(self.class_of_V == class_)
-            padded = np.pad(ids, (0, -ids.size % _BLOCK), constant_values=-1)
-            blocks.append(padded.reshape(-1, _BLOCK))
+            padded = np.pad(ids, (0, -ids.size % size), constant_values=-1)
+            blocks.append(padded.reshape(-1, size))
             classes_of += [class_] * len(blocks[-1])
         is_member_KC = np.frombuffer(b"".join(labels), bool).reshape(-1, num_classes)
         return Arcs(
@@ -158,7 +163,7 @@ class Automaton:
         )
 
     def without(self, ids: frozenset[int]) -> Automaton:
-        """The same automaton with ids that match nowhere."""
+        """The automaton without these ids."""
         class_of_V = self.class_of_V.copy()
         class_of_V[sorted(ids)] = 0
         next_SC = self.next_SC.copy()
@@ -166,7 +171,7 @@ class Automaton:
         return dataclasses.replace(self, class_of_V=class_of_V, next_SC=next_SC)
 
     def after(self, states_S: np.ndarray, token: int | None) -> np.ndarray:
-        """The states behind an id, or behind any id for None."""
+        """The next states for an id, or for any id if None."""
         if token is None:
             return np.any(self.leads_SS[states_S], axis=0, keepdims=False).reshape(-1)
         found = np.zeros_like(states_S)
@@ -175,7 +180,7 @@ class Automaton:
         return found
 
     def accepts(self, tokens: Sequence[int] | np.ndarray) -> bool:
-        """Whether ids are a text of the language, with nothing or EOS behind it."""
+        """Whether the ids are a text of the language, optionally followed by EOS."""
         state = self.start
         for token in tokens:
             state = int(self.next_SC[state, self.class_of_V[token]])
@@ -186,7 +191,7 @@ _without = lru_cache(maxsize=64)(Automaton.without)
 
 
 def held(row: Any) -> Automaton:
-    """The automaton of a row with a structure, without ids banned by its biases."""
+    """The automaton of a row with a structure, without the ids that its biases ban."""
     banned = frozenset(token for token, bias in row.logit_bias if bias == -math.inf)
     return _without(row.structure, banned) if banned else row.structure
 
@@ -198,7 +203,10 @@ def _checked(value: Any) -> Any:
 
 
 STRUCTURE = Setting(
-    "structure", "", "regular expression that the new text matches from end to end", parse=_checked
+    "structure",
+    "",
+    "regular expression or GBNF grammar that the new text matches from end to end",
+    parse=_checked,
 )
 
 
@@ -208,16 +216,16 @@ def _no_column(rows: Sequence[Any]) -> Any:
 
 @rule
 class Structure(LogitTransform):
-    """Leaves the ids with which the row can still become a text of its language.
+    """Keeps the ids with which the row can still become a text of its language.
 
-    The text is what follows the given tokens at the begin of the row. It is exact where a step
-    commits one token a row, in any order; `dlm_jax.inference.structure` refuses other requests.
+    The text starts after the given prefix of the row. The restriction is exact if a step commits
+    one token per row, in any order. `dlm_jax.inference.structure` refuses other requests.
 
     Attributes:
       class_of_BV: int16, see `Automaton`.
-      next_BCS: int16, likewise, class by class, padded with the dead state.
+      next_BCS: int16, see `Automaton`, class by class, padded with the dead state.
       leads_BSW: uint32, `Automaton.leads_SS` in words of 32 states.
-      is_final_BS: likewise.
+      is_final_BS: see `Automaton`.
       start_B: int32; 0, the dead state, for rows without structure.
     """
 
@@ -247,7 +255,7 @@ class Structure(LogitTransform):
                 "structure", UNSET, "ends with EOS, which ignore_eos bans", "drop one of them"
             )
         if row.fill == "speculative":
-            raise SettingError("structure", UNSET, "takes a token a step", "use fill='parallel'")
+            raise SettingError("structure", UNSET, "writes a token per step", "use fill='parallel'")
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Structure:
@@ -278,9 +286,9 @@ class Structure(LogitTransform):
         return self.start_B > 0
 
     def prepare(self, state: Any, context: Context) -> tuple[Array, Array]:
-        """States that the text before each position may have led to, and from which it may end.
+        """States reachable before each position, and states from which the text can end.
 
-        Those before it and those behind it, bool ``[B, L, S]`` each.
+        The results are bool ``[B, L, S]`` each, before and after the position.
         """
         tokens_BL, order_BL, is_visible_BL, length_B = context
         rows_B = jnp.arange(tokens_BL.shape[0])
@@ -301,8 +309,8 @@ class Structure(LogitTransform):
 
         def forth(before_BS: Array, at: tuple[Array, Array, Array]) -> tuple[Array, Array]:
             class_B, is_text_B, is_hole_B = at
-            # To scatter the states takes three times as long on CPU as to reduce their words, up to
-            # some number of states, whose square the words grow with.
+            # On CPU, scattering the states takes three times as long as reducing their words, up to
+            # some number of states. The cost of words grows with its square.
             if num_states <= _MOST_REDUCED:
                 words_BW = _by_row(
                     is_hole_B,
@@ -339,7 +347,9 @@ class Structure(LogitTransform):
         before_NS, behind_NS = (states_BLS[at.row_N, at.index_N] for states_BLS in prepared)
 
         def of_one() -> Array:
-            """For positions with a single known state before them, as in left-to-right decoding."""
+            """Variant for positions with a single known previous state, as in left-to-right
+            decoding.
+            """
             state_N = place_of_largest(before_NS)
             next_NC = self.next_BCS[at.row_N, :, state_N].astype(jnp.int32)
             return jnp.take_along_axis(behind_NS, next_NC, axis=1)
@@ -369,7 +379,7 @@ Make = Callable[[], Array]
 def _by_row(
     is_yes_B: Array, yes: Make, no: Make, then: Callable[[Array], Array] = lambda made: made
 ) -> Array:
-    """`then` on a choice for each row; a side without rows is not computed."""
+    """Selects one of two branches per row. A branch without rows is not computed."""
 
     def both() -> Array:
         made = yes()
@@ -380,6 +390,6 @@ def _by_row(
 
 
 MOST_STATES = _STATE_SIZES[-1]
-"""States of an automaton at most."""
+"""Maximum number of states of an automaton."""
 MOST_CLASSES = _CLASS_SIZES[-1]
-"""Classes at most."""
+"""Maximum number of classes."""

@@ -1,4 +1,4 @@
-"""Logit bias: a number added to the logits of chosen ids; -inf bans them."""
+"""Logit bias: adds a number to the logits of chosen ids; -inf bans them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SMALLEST_BUCKET = 8
 
 
 def padded(rows: Sequence[Sequence[Any]], fill: float, dtype: Any) -> np.ndarray:
-    """Rows side by side, padded to a power of two so that few widths compile."""
+    """Rows stacked and padded to a power of two, so that few widths compile."""
     longest = max(_SMALLEST_BUCKET, max(map(len, rows)))
     table = np.full((len(rows), 1 << (longest - 1).bit_length()), fill, dtype)
     for row, values in enumerate(rows):
@@ -86,7 +86,7 @@ class LogitBias(LogitTransform):
         return cls.of_pairs(finite, facts.vocab_size)
 
     def as_settings(self) -> dict[str, Any]:
-        """The biases as a setting: of a mapping, or of the first row of arrays."""
+        """The biases as a setting, from a mapping or from the first row of arrays."""
         if isinstance(self.ids_BK, Mapping):
             return {"logit_bias": self.ids_BK}
         ids, values = (np.asarray(x).reshape(-1).tolist() for x in (self.ids_BK, self.bias_BK))

@@ -1,7 +1,7 @@
-"""The driver of logit transforms: a chain that runs only transforms that some row uses.
+"""The chain of logit transforms, which runs only transforms that some row uses.
 
-The whole chain lives in the compiled graph on constant shapes,
-whichever rows are active, and every row has its own settings (`docs/readings.md`, readings).
+The chain is compiled with static shapes for any set of active rows, and every row has its own
+settings (`docs/readings.md`, readings).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def any_wanted(transforms: Iterable[Any], at: At) -> Array:
 
 
 def candidates(logits_NV: Array, divisor_N: Array | None = None) -> tuple[Array, Array]:
-    """The largest logits and their ids, of the quotients where there is a divisor."""
+    """The largest logits and their ids, after division if there is a divisor."""
     return vocab.largest(logits_NV, min(MAX_CANDIDATES, logits_NV.shape[1]), divisor_N)
 
 
 def no_candidates(logits_NV: Array) -> tuple[Array, Array]:
-    """The same of no position."""
+    """Empty candidates, of the shapes of `candidates`."""
     shape = (logits_NV.shape[0], min(MAX_CANDIDATES, logits_NV.shape[1]))
     return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)
 
@@ -75,18 +75,18 @@ _FEW_SALT = 0x666577
 
 
 _Found = tuple[Array, Array, Array, Array]
-"""Drawn tokens and their log-probabilities, of positions that are not few; of those that are, the
-largest logits in descending order, and their ids."""
+"""Drawn tokens and their log-probabilities at positions with many candidates; largest logits in
+descending order and their ids at positions with few."""
 
 
 @pytree
 class Chain:
-    """Transforms in order, driven as one; itself a `LogitTransform`.
+    """A sequence of transforms; itself a `LogitTransform`.
 
     A transform runs when an active row has a real position in the chunk, by one `lax.cond` on the
     batch (under `vmap` both sides would run). Rows that keep at most `MAX_CANDIDATES` at a top-k
-    finish the chain on those candidates alone if what follows ignores ids. Which way a row goes
-    depends on its own parameters only, so neighbours cannot change a bit of its result.
+    finish the chain on those candidates alone if what follows ignores ids. This choice depends only
+    on the parameters of the row, so its result is bit for bit independent of its neighbours.
     """
 
     transforms: tuple[Any, ...]
@@ -97,7 +97,7 @@ class Chain:
         return tuple(t.init(num_rows) for t in self.transforms)
 
     def at_progress(self, progress_B: Array) -> Chain:
-        """The chain of a step; `progress_B` is the share of each row's steps taken, in [0, 1]."""
+        """The chain of a step; `progress_B` in [0, 1] is the share of steps taken."""
         return replace(self, transforms=tuple(t.at_progress(progress_B) for t in self.transforms))
 
     def prepare(self, state: tuple[Any, ...], context: Context) -> tuple[Any, ...]:
@@ -118,7 +118,7 @@ class Chain:
         return functools.reduce(jnp.logical_or, (t.is_active() for t in self.transforms))
 
     def forbids(self, ids_N: Array, row_N: Array) -> Array:
-        """True `[N]` where a transform forbids that row that id."""
+        """True `[N]` where a transform forbids the id for the row."""
         is_forbidden_N = jnp.zeros(row_N.shape, bool)
         for no_N in (t.forbids(ids_N, row_N) for t in self.transforms):
             if no_N is not None:
@@ -165,16 +165,16 @@ class Chain:
     def draw(
         self, prepared: tuple[Any, ...], logits_NV: Array, at: At, *, method: str = "inverse_cdf"
     ) -> Array:
-        """Ids `[N]` (int32) alone; see `draw_and_score`."""
+        """Ids `[N]` (int32); see `draw_and_score`."""
         return self.draw_and_score(prepared, logits_NV, at, method=method)[0]
 
     def draw_and_score(
         self, prepared: tuple[Any, ...], logits_NV: Array, at: At, *, method: str = "inverse_cdf"
     ) -> tuple[Array, Array]:
-        """Ids `[N]` (int32), and the log-probability `[N]` they were drawn with, where wanted.
+        """Ids `[N]` (int32), and the log-probability `[N]` of the draw if wanted.
 
-        The argmax of greedy rows, a draw from the rest. The log-probability (nats, after the whole
-        chain) is 0 unless the chunk holds a row whose feedback controller reads it.
+        Greedy rows take the argmax, and other rows draw. The log-probability (nats, after the whole
+        chain) is 0 unless a feedback controller of a row in the chunk reads it.
         """
         logits_NV = logits_NV.astype(jnp.float32)
         steps = list(zip(self.transforms, prepared, strict=True))
@@ -207,19 +207,19 @@ class Chain:
         is_few_N: Array,
         method: str,
     ) -> _Found:
-        """Tokens of the rows without few candidates, and the candidates of the others.
+        """Tokens of the rows with many candidates, and the candidates of the others.
 
-        Three ways, the same bit for bit where they overlap. With nothing but plain temperature, or
-        with few candidates everywhere and nothing else before the top-k, the logits are read where
-        they lie. Otherwise a new array goes through the chain.
+        There are three code paths, which agree bit for bit. With only plain temperature, or with
+        few candidates in all rows and nothing else before the top-k, the logits are read in place.
+        Otherwise a copy runs through the chain.
         """
         cut, is_greedy_N = self._where_few(), self.is_greedy(at)
         is_read = any_wanted([t for t in self.transforms if t.reads_final_logprob], at)
         none = jnp.zeros(at.row_N.shape, jnp.int32), jnp.zeros(at.row_N.shape, jnp.float32)
 
         def in_full(x_NV: Array) -> _Found:
-            # A new array: XLA would otherwise copy the logits before it knows which branch runs.
-            # No two logits of its padding are equal: ties take passes of their own to settle.
+            # A new array, because XLA would otherwise copy the logits before the branch. Logits of
+            # its padding are distinct, because ties take additional passes.
             unlike_1V = -jnp.arange(x_NV.shape[1], dtype=jnp.float32)[None]
             x_NV = jnp.where(at.is_real_N[:, None], x_NV, unlike_1V)
             x_NV = run_all(steps[:cut], x_NV, at)
@@ -260,9 +260,9 @@ class Chain:
         return jax.lax.switch(way, (divided, in_full, lean), logits_NV)
 
     def _is_few(self, cut: int, vocab_size: int, at: At) -> Array:
-        """True `[N]` for the real positions that go on with few candidates.
+        """True `[N]` for real positions that continue with few candidates.
 
-        Greedy rows do not, nor do rows that a later controller steers.
+        Greedy rows and rows with a later controller are excluded.
         """
         top_k_N = self.transforms[cut].count()[at.row_N]
         is_few_N = (top_k_N > 0) & (top_k_N <= min(MAX_CANDIDATES, vocab_size))
@@ -272,7 +272,7 @@ class Chain:
         return is_few_N & ~self.is_greedy(at) & at.is_real_N
 
     def _finish(self, cut: int, steps: list[tuple[Any, Any]], few_NK: Array, at: At) -> Array:
-        """Final logits of candidates in descending order, at the positions that have few."""
+        """Final logits of the candidates in descending order, at positions with few candidates."""
         rank_1K = jnp.arange(few_NK.shape[1], dtype=jnp.int32)[None]
         top_k_N = self.transforms[cut].count()[at.row_N]
         few_NK = jnp.where(rank_1K < top_k_N[:, None], few_NK, -jnp.inf)
@@ -280,7 +280,7 @@ class Chain:
         return run_all(later, few_NK, at)
 
     def _where_few(self) -> int | None:
-        """Place of the first top-k after which no transform looks at ids."""
+        """Index of the first top-k after which no transform reads ids."""
         for place, t in enumerate(self.transforms):
             if t.count() is not None and all(
                 later.ignores_ids for later in self.transforms[place + 1 :]
@@ -290,7 +290,7 @@ class Chain:
 
 
 def chain(*transforms: LogitTransform | Chain, names: tuple[str, ...] = ()) -> Chain:
-    """The transforms as one, in the given order."""
+    """Combines transforms in the given order."""
     flat: list[Any] = []
     for t in transforms:
         flat.extend(t.transforms if isinstance(t, Chain) else [t])

@@ -1,4 +1,4 @@
-"""Mirostat: truncations that steer the surprise of a row towards a target.
+"""Mirostat: truncations that control the surprise of a row towards a target.
 
 They carry one number per row, mu in bits, and correct it after each commit by the mean surprise
 of the tokens committed in that step: `mu -= eta * (surprise - tau)`. The surprise of a token is
@@ -61,7 +61,7 @@ class _Controller(LogitTransform):
         return self.is_on_B
 
     def update(self, state: Array, is_committed_BL: Array, proposal: Any) -> Array:
-        """mu after a step's commits; unchanged where a row committed nothing."""
+        """mu after the commits of a step; unchanged in rows without commits."""
         surprise_BL = -proposal.final_logprob_BL / math.log(2.0)
         count_B = is_committed_BL.sum(-1)
         total_B = jnp.where(is_committed_BL, surprise_BL, 0.0).sum(-1)

@@ -1,6 +1,7 @@
-"""Penalties for tokens the row has already: by count, and by repeated runs (DRY).
+"""Penalties on tokens that already occur in the row: by count, and by repeated runs (DRY).
 
-Both are functions of the context of the step, not state: remasked tokens leave it by themselves.
+Both are computed from the context of each step and have no state, so remasked tokens no longer
+count.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Penalties(LogitTransform):
         return is_set_B & (self.last_n_B != 0)
 
     def prepare(self, state: Any, context: Context) -> Array:
-        """How often each token is among the newest `last_n`, float32 `[B, V]`."""
+        """Count of each token among the newest `last_n`, float32 `[B, V]`."""
         B = context.tokens_BL.shape[0]
 
         def nothing():
@@ -98,7 +99,8 @@ class Penalties(LogitTransform):
             seen_BL = is_counted_BL.astype(jnp.float32)
             return nothing().at[rows_B1, context.tokens_BL].add(seen_BL, mode="drop")
 
-        # Made inside the branch: handed in, the empty table would be written and then copied.
+        # Created inside the branch: as an operand, the empty table would be written and then
+        # copied.
         return jax.lax.cond(self.is_active().any(), count, nothing)
 
     def apply(self, prepared: Array, logits_NV: Array, at: At) -> Array:
@@ -116,13 +118,13 @@ class Penalties(LogitTransform):
 
 @rule
 class Dry(LogitTransform):
-    """Penalises the token that would prolong a repetition ("don't repeat yourself").
+    """Penalises tokens that would extend a repetition ("don't repeat yourself").
 
     The text is the run of visible tokens that ends just left of the position, or its newest
     `last_n`. For each candidate t, L is the length of the longest suffix of the run that also
     occurs earlier in it followed by t, without crossing a breaker; where `L >= allowed_length`,
-    `x[t] -= multiplier * base**(L - allowed_length)`. Breakers are not penalised. Multiplier 0 or
-    `last_n` 0 is off. `breakers_BK` is padded with -1.
+    `x[t] -= multiplier * base**(L - allowed_length)`. Breakers are not penalised. A multiplier of 0
+    or a `last_n` of 0 disables it. `breakers_BK` is padded with -1.
     """
 
     multiplier_B: Array = per_row(DRY_MULTIPLIER)
@@ -145,7 +147,7 @@ class Dry(LogitTransform):
         is_active_N1 = self.is_active()[at.row_N][:, None]
         exponent_NL = (length_NL - allowed_N1).astype(jnp.float32)
         log_base_N1 = jnp.log(self.base_B[at.row_N])[:, None]
-        # clamped where float32 ends, as llama.cpp does
+        # clamped to the range of float32, as in llama.cpp
         power_NL = jnp.exp(jnp.minimum(exponent_NL * log_base_N1, 88.0))
         penalty_NL = jnp.minimum(self.multiplier_B[at.row_N][:, None] * power_NL, 3.0e38)
         is_hit_NL = (length_NL >= allowed_N1) & is_active_N1
@@ -154,11 +156,12 @@ class Dry(LogitTransform):
         x_NL = logits_NV.at[rows_N1, ids_NL].get(mode="fill", fill_value=-jnp.inf)
         smallest = float(jnp.finfo(jnp.float32).min)
         lowered_NL = jnp.where(x_NL > -jnp.inf, jnp.maximum(x_NL - penalty_NL, smallest), -jnp.inf)
-        # the longest match of a token has the largest penalty: the minimum is the one that counts
+        # the longest match of a token has the largest penalty, so the minimum applies
         return logits_NV.at[rows_N1, ids_NL].min(lowered_NL, mode="drop")
 
     def _match_lengths(self, prepared: tuple[Array, ...], at: At) -> tuple[Array, Array]:
-        """For each place of the run: the match that ends before it, and the token there, `[N, L]`.
+        """The length of the match that ends before each place of the run, and the token there, `[N,
+        L]`.
 
         0 outside the run and at breakers.
         """

@@ -18,7 +18,7 @@ from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, per_row, rule
 
 
 def _temperature(setting: Setting) -> Setting:
-    """The setting without the values that float32 or the sentinel -1 makes useless."""
+    """The setting without values that are too small for float32 or clash with the sentinel -1."""
 
     def parse(value: Any) -> float:
         value = setting.checked(value)
@@ -42,8 +42,8 @@ TEMPERATURE = _temperature(Setting(
 ))  # fmt: skip
 TEMPERATURE_END = _temperature(Setting(
     "temperature_end", -1.0,
-    "temperature of the last step (that of as many as there are holes, if fewer), approached "
-    "evenly; -1: the same at every step",
+    "temperature of the last step (or of step n with n holes, if earlier), approached "
+    "linearly; -1: constant",
     low=-1.0, high=1e6, remedy="use -1 for the same temperature at every step",
 ))  # fmt: skip
 DYNATEMP_RANGE = Setting(
@@ -81,7 +81,7 @@ class Temperature(_Moving):
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Temperature:
-        """The temperature of each row whose temperature is not dynamic."""
+        """The temperature of each row without dynamic temperature."""
         first_B, last_B = _ends(rows)
         is_dynamic_B = np.array([_is_dynamic(row) for row in rows])
         plain: Any = [np.where(is_dynamic_B, np.float32(1), ends_B) for ends_B in (first_B, last_B)]
@@ -102,8 +102,8 @@ class DynamicTemperature(_Moving):
     """`x / T'`, where T' follows the entropy of the candidates.
 
     `T' = lo + (hi - lo) * (H / ln n)**e` with `lo = max(0, T - delta)`, `hi = T + delta`, H the
-    entropy in nats over the n candidates. A position with one candidate is left alone; T' = 0
-    leaves the best candidate only. T = 0 makes the row greedy; delta = 0 is plain temperature.
+    entropy in nats over the n candidates. A position with one candidate is unchanged. T' = 0 keeps
+    only the best candidate. T = 0 makes the row greedy; delta = 0 is plain temperature.
     Source: llama.cpp, ``temp_ext``.
     """
 
@@ -115,7 +115,7 @@ class DynamicTemperature(_Moving):
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> DynamicTemperature:
-        """The temperature of each row whose temperature is dynamic."""
+        """The temperature of each row with dynamic temperature."""
         first_B, last_B = _ends(rows)
         is_dynamic_B = np.array([_is_dynamic(row) for row in rows])
         one, zero = np.float32(1), np.float32(0)

@@ -1,4 +1,4 @@
-"""Logit transforms, and the context of the positions that they work on."""
+"""Logit transforms and their context."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from dlm_jax.settings import Rule, SettingError, neutral
 
 
 class At(NamedTuple):
-    """Where the N positions of a chunk of logits are.
+    """The N positions of a chunk of logits.
 
     Attributes:
       row_N: int32 row of each position, in [0, B).
       index_N: int32 place in the canvas, in [0, L).
       key_N: typed key of each position, for its own draw.
       is_real_N: False for the padding of a chunk, which activates no transform.
-      is_grown_N: True where the logits are those of the sampler head, which sees the neighbours;
-        None: nowhere.
+      is_grown_N: True where the sampler head computed the logits; None if nowhere.
     """
 
     row_N: Array
@@ -50,13 +49,13 @@ class Context(NamedTuple):
 
 
 class LogitTransform(Rule):
-    """A function of the logits of N positions, whose parameters are `[B]` leaves of a pytree.
+    """A function of the logits of N positions, with parameters in `[B]` leaves of a pytree.
 
-    A disabled row gets its logits back bit for bit, `-inf` stays `-inf`, and at least one
-    candidate of each position survives. Logits arrive as float32 without NaN or +inf.
+    The logits of a disabled row are returned bit for bit, `-inf` stays `-inf`, and at least one
+    candidate per position remains. Logits arrive as float32 without NaN or +inf.
 
-    Only `apply` is required. Everything else has a default that is safe: no state, no context, the
-    same at every step, and no fast path.
+    Only `apply` is required. The defaults of the other methods are no state, no context, the same
+    transform at every step, and no fast path.
     """
 
     required: ClassVar[tuple[str, ...]] = ("apply",)
@@ -65,22 +64,22 @@ class LogitTransform(Rule):
     """Whether `update` reads ``proposal.final_logprob_BL``."""
 
     ignores_ids: ClassVar[bool] = False
-    """Whether equal logits are treated alike but for ties, so that it may run on candidates."""
+    """Whether the transform depends on ids only through ties, so that it may run on candidates."""
 
     @classmethod
     def yields(cls, row: Any) -> bool:
-        """Whether another setting of the row replaces this transform, which is then neutral."""
+        """Whether another setting of the row replaces this transform and makes it neutral."""
         return False
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Any:
-        """The transform with the settings of each row, neutral where it yields."""
+        """The transform with the settings of each row, neutral where it `yields`."""
         off = SimpleNamespace(**neutral(cls.settings()))
         return super().columns([off if cls.yields(row) else row for row in rows], facts)
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
-        """Refuses a transform with a state, which follows the parameters from step to step."""
+        """Raises for a transform with a state, because the state depends on the parameters."""
         if cls.init is not LogitTransform.init and cls.is_used(row):
             name = next((s.name for s in cls.settings() if s.activates), cls.name)
             raise SettingError(
@@ -109,11 +108,11 @@ class LogitTransform(Rule):
         return state
 
     def makes_greedy(self) -> Array | None:
-        """True `[B]` for rows that take the argmax; None if it makes none so."""
+        """True `[B]` for rows that take the argmax; None if there are none."""
         return None
 
     def forbids(self, ids_N: Array, row_N: Array) -> Array | None:
-        """True `[N]` where that row never writes that id; None if it forbids none by its number."""
+        """True `[N]` where the row never writes the id; None if it forbids no ids."""
         return None
 
     def banned(self, vocab_size: int) -> Array | None:
@@ -121,11 +120,13 @@ class LogitTransform(Rule):
         return None
 
     def divisor(self) -> Array | None:
-        """What each row's logits are divided by, `[B]`, if that is all it does; else None."""
+        """The divisor `[B]` of the logits of each row if the transform only divides, else None."""
         return None
 
     def count(self) -> Array | None:
-        """Candidates that each row keeps, largest first, 0 for all, if that is all it does."""
+        """The number of largest candidates to keep, 0 for all, if the transform only truncates by
+        count, else None.
+        """
         return None
 
 

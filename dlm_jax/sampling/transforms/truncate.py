@@ -1,17 +1,17 @@
 """Truncations: transforms that set all but some candidates to -inf.
 
-Each keeps at least `min_keep` candidates of a position (all, when there are fewer); among equals
-the lowest ids stay. The semantics are those of llama.cpp's host samplers.
+Each keeps at least `min_keep` candidates per position, or all if there are fewer. Among equal
+values the lowest ids are kept. The semantics are those of the host samplers of llama.cpp.
 
-Where to cut is searched for, exactly, without sorting the vocabulary. A truncation keeps a prefix
-of the vocabulary sorted by some value, largest first, lower ids first among equals. The value at
-which it ends is found by narrowing a bracket, one pass over the vocabulary per bound, until a
-single token is left inside: about fifteen passes. Bounds come from false position on the logarithm
-of what lies above the ends, and from bisection of the bit patterns of float32 where that is not to
-be trusted. More bounds per pass did not pay on CPU, where XLA loops over each accumulator by
-itself. Where whole rows are sorted fast, the largest values tell between which two of them the
-prefix should end, and one pass over the vocabulary with both as bounds confirms it or leaves the
-rest to the search: the cut is that of the search bit for bit.
+The cut is found exactly, without sorting the vocabulary. A truncation keeps a prefix of the
+vocabulary sorted by some value, largest first, lower ids first among equals. The value at its end
+is found by narrowing a bracket until it holds a single token. Each bound takes one pass over the
+vocabulary, and about fifteen passes suffice. Bounds are chosen by false position on the logarithm
+of the mass above the ends, or by bisection of float32 bit patterns where false position is
+unreliable. Several bounds per pass are not faster on CPU, because XLA loops over each accumulator
+separately. Where whole-row sorts are fast, the sorted largest values give two candidate bounds. One
+pass verifies them, and the search runs only if they fail. Both methods give the same cut bit for
+bit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NUM_LARGEST = 1024
 
 
 class _Search(NamedTuple):
-    """Bracket of the key of the cut, with what lies above each end.
+    """Bracket of the key of the cut, with the mass and count above each end.
 
     `streak` counts how often in a row the upper end moved, negative for the lower; `turn` counts
     the passes.
@@ -71,12 +71,12 @@ def keeps_prefix(
 
     Args:
       logits_NV: float32.
-      value: elementwise function of a block of logits that orders them, largest first; -inf for
-        what is no candidate, which is never kept.
+      value: elementwise function of a block of logits that defines the order, largest first; -inf
+        for non-candidates, which are never kept.
       weight: elementwise mass of a logit, at least 0; None when only the count matters.
       top_N: float32 that no value exceeds.
-      mass_N: mass that the tokens before a kept token stay below.
-      count_N: float32 number of tokens to keep whatever their mass, at least 1.
+      mass_N: strict upper bound on the mass before a kept token.
+      count_N: float32 number of tokens to keep regardless of mass, at least 1.
     """
     logits_NV = vocab.flushed(logits_NV)
     value_NV = value(logits_NV)
@@ -96,7 +96,7 @@ def keeps_prefix(
 def _before_each(value_NK: Array, weight_NK: Array | None) -> tuple[Array, Array]:
     """Cumulative mass and count before each of a few tokens.
 
-    As a matrix product: summing what a comparison selects is not vectorised on CPU.
+    It is a matrix product, because masked sums are not vectorised on CPU.
     """
     K = value_NK.shape[1]
     is_lower_1KK = jnp.tri(K, K, -1, dtype=bool)[None]
@@ -125,7 +125,7 @@ def _search(
     V = logits_NV.shape[1]
     all_key = _key(jnp.float32(-jnp.inf))
     keeps_all_N = count_N >= V
-    # the lower end starts below -inf, where nothing is ever measured: a search may end at -inf
+    # the lower end starts below -inf, because a search may end at -inf
     low_N = jnp.full(count_N.shape, all_key - 1, jnp.uint32)
     high_N = jnp.where(keeps_all_N, all_key, _key(vocab.flushed(top_N)))
     zero_N = jnp.zeros(count_N.shape, jnp.float32)
@@ -176,9 +176,10 @@ def _expected_bounds(
     mass_N: Array,
     count_N: Array,
 ) -> list[Array]:
-    """The largest value behind the prefix and the least in it, were the largest values all.
+    """The largest value after the prefix and the smallest in it, if only the largest values
+    existed.
 
-    Sums of some weights in another order than that of a pass: what they say has to be measured.
+    The sums use a different order than a pass, so a pass must verify the result.
     """
     size = min(_NUM_LARGEST, logits_NV.shape[1])
     value_NK, ids_NK = jax.lax.top_k(value(logits_NV), size)
@@ -194,13 +195,13 @@ def _expected_bounds(
 
 
 def _next_bound(s: _Search, by_count: bool, mass_N: Array, count_N: Array) -> Array:
-    """Key inside each bracket at which to measure next.
+    """The next key to measure inside each bracket.
 
-    False position between the logarithms of what lies above the ends, moved past the estimate by
-    half the deviation to expect of it, so that both ends close in; an end that stays loses half its
-    weight each time (the "Illinois" rule). The middle value where that is not to be trusted. The
-    middle key, which closes any bracket in 32 passes, for every fourth bound, for wide brackets,
-    and at last: no other rule is sure to end on many equal values.
+    It uses false position on the logarithms of the mass above the ends, shifted past the estimate
+    by half of its expected deviation so that both ends move. An end that does not move loses half
+    of its weight each time (the "Illinois" rule). Where this is unreliable it uses the middle
+    value. Every fourth bound, wide brackets and the last passes use the middle key, which closes
+    any bracket in 32 passes and terminates on many equal values.
     """
     low_N, high_N = _float(s.low_N), _float(s.high_N)
     above_low_N, above_high_N, wanted_N = s.mass_low_N, s.mass_high_N, mass_N
@@ -224,14 +225,14 @@ def _next_bound(s: _Search, by_count: bool, mass_N: Array, count_N: Array) -> Ar
 def _settle_ties(
     logits_NV: Array, s: _Search, *, value: Elementwise, mass_N: Array, count_N: Array
 ) -> tuple[Array, Array]:
-    """The cut inside a bracket that holds one token, or any number of equal ones."""
+    """The cut inside a bracket with one token or several equal tokens."""
     V = logits_NV.shape[1]
     ties_N = s.count_low_N - s.count_high_N
     weight_N = (s.mass_low_N - s.mass_high_N) / jnp.maximum(ties_N, 1.0)
     by_mass_N = jnp.ceil((mass_N - s.mass_high_N) / jnp.where(weight_N > 0, weight_N, 1.0))
     kept_N = jnp.clip(jnp.maximum(by_mass_N, count_N - s.count_high_N), 1.0, ties_N)
     is_single_N = ties_N <= 1
-    # one token in the bracket: everything above its lower end stays
+    # one token in the bracket: everything above the lower end is kept
     value_N = _float(jnp.where(is_single_N, s.low_N, s.high_N))
     is_split_N = ~is_single_N & (kept_N < ties_N) & (s.low_N >= _key(jnp.float32(-jnp.inf)))
 
@@ -262,7 +263,7 @@ def _settle_ties(
 def _above(
     logits_NV: Array, bounds: list[Array], *, value: Elementwise, weight: Elementwise | None
 ) -> list[tuple[Array, Array]]:
-    """Mass and number of the tokens whose value is above each bound, `[N]` of one pass."""
+    """Mass and number of tokens above each bound, `[N]`, in one pass."""
 
     def fn(accs: Any, block_NC: Array, ids_1C: Array) -> Any:
         value_NC = value(block_NC)
@@ -291,7 +292,7 @@ def _count_ties(logits_NV: Array, value: Elementwise, value_N: Array, last_N: Ar
 
 
 def _key(value: Array) -> Array:
-    """uint32 that orders like the float32 it is made of."""
+    """A uint32 with the order of the float32 value."""
     bits = jax.lax.bitcast_convert_type(value, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -303,7 +304,7 @@ def _float(key: Array) -> Array:
 
 
 MAX_CANDIDATES = 64
-"""Rows whose top-k is at most this go on with their candidates alone, not the vocabulary."""
+"""Rows with a top-k up to this size run the rest of the chain on their candidates only."""
 
 MIN_KEEP = Setting(
     "min_keep", 1, "candidates that every truncation keeps, in [1, 64]",
@@ -332,7 +333,7 @@ TOP_N_SIGMA = Setting(
 
 
 class Truncation(LogitTransform):
-    """A transform that mirostat replaces, and that treats equal logits alike."""
+    """A truncation. Mirostat replaces it, and it does not depend on ids."""
 
     ignores_ids = True
 
@@ -350,7 +351,7 @@ class TopK(Truncation):
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> TopK:
-        """The k of each row, no more than there are ids."""
+        """The k of each row, at most the vocabulary size."""
         packed = super().columns(rows, facts)
         return replace(packed, k_B=np.clip(packed.k_B, 0, np.int32(facts.vocab_size)))
 
@@ -369,7 +370,7 @@ class TopK(Truncation):
 class TopP(Truncation):
     """Keeps the smallest set of most likely tokens whose mass reaches p; p = 1 is off.
 
-    A token goes where the mass of those before it is >= p; the most likely always stays.
+    A token is dropped if the mass before it is >= p. The most likely token is always kept.
     """
 
     p_B: Array = per_row(TOP_P)
@@ -390,7 +391,7 @@ class TopP(Truncation):
         if at.is_grown_N is not None:
             p_N = jnp.where(at.is_grown_N, self._grown_p()[at.row_N], p_N)
         is_off_N = p_N >= 1
-        # What stays has no derivative, and the search for it none that could be taken.
+        # The kept set has no derivative, and the search is not differentiable.
         seen_NV = jax.lax.stop_gradient(logits_NV)
         count_N = jnp.where(is_off_N, logits_NV.shape[1], _count_or_all(self, logits_NV, at))
         max_N, weight_NC = vocab.exp_columns(seen_NV)
@@ -433,7 +434,7 @@ class TypicalP(Truncation):
             value=typicality,
             weight=lambda block: jnp.exp(logprob(block)),
             top_N=jnp.zeros_like(max_N),
-            # a token stays while the mass before it is <= q, not < q
+            # a token is kept while the mass before it is <= q, not < q
             mass_N=jnp.nextafter(self.p_B[at.row_N], jnp.inf),
             count_N=_count_or_all(self, logits_NV, at),
         )
@@ -496,7 +497,7 @@ def keep_largest(logits_NV: Array, count_N: Array) -> Array:
 
 
 def keep_above(logits_NV: Array, floor_N: Array, min_keep_N: Array, is_active_N: Array) -> Array:
-    """Logits with those below `floor` at -inf where active, but the `min_keep` largest stay.
+    """Logits with values below `floor` at -inf in active rows. The `min_keep` largest are kept.
 
     `min_keep` is at most `MAX_CANDIDATES`.
     """
@@ -511,10 +512,10 @@ def keep_above(logits_NV: Array, floor_N: Array, min_keep_N: Array, is_active_N:
     size = min(MAX_CANDIDATES, logits_NV.shape[1])
 
     def keep_few(x_NV):
-        # The order of the rest of the algebra, where denormals count as 0.
+        # The same order as elsewhere, where denormals count as 0.
         seen_NV = vocab.flushed(x_NV)
         seen_NK, ids_NK = jax.lax.top_k(seen_NV, size)
-        # Lower ids come first among equals, so the last that stays tells which of them do.
+        # Lower ids come first among equals, so the last kept id determines the kept ones.
         last_N1 = jnp.clip(min_keep_N, 1, size)[:, None] - 1
         least_N1, id_N1 = (jnp.take_along_axis(x, last_N1, axis=1) for x in (seen_NK, ids_NK))
         ids_1V = jnp.arange(x_NV.shape[1], dtype=jnp.int32)[None]
@@ -555,13 +556,13 @@ def _half_range(logits_NV: Array) -> tuple[Array, Array]:
 
 
 def _count_or_all(transform: Any, logits_NV: Array, at: At) -> Array:
-    """`min_keep` of active rows, the whole vocabulary of others, which ends their search."""
+    """`min_keep` in active rows, and the vocabulary size in others, which ends their search."""
     is_active_N = (transform.is_active()[at.row_N]) & at.is_real_N
     count_N = jnp.where(is_active_N, transform.min_keep_B[at.row_N], logits_NV.shape[1])
     return count_N.astype(jnp.float32)
 
 
 def masked(is_kept_NV: Array, logits_NV: Array, transform: Any, at: At) -> Array:
-    """Logits with what is not kept at -inf, in rows where the transform is active."""
+    """Logits with dropped tokens at -inf, in rows where the transform is active."""
     is_off_N1 = ~transform.is_active()[at.row_N][:, None]
     return jnp.where(is_kept_NV | is_off_N1, logits_NV, -jnp.inf)

@@ -27,10 +27,10 @@ XTC_THRESHOLD = Setting(
 
 @rule
 class Xtc(Truncation):
-    """Drops the top choices: with probability P all tokens with `p >= t` but the least likely.
+    """With probability P, drops all tokens with `p >= t` except the least likely one.
 
-    One draw per position, from its own key. Nothing happens when fewer than two tokens reach t,
-    when fewer than `min_keep` would stay, and for P = 0 or t > 0.5.
+    There is one draw per position, from its own key. The transform has no effect if fewer than two
+    tokens reach t, if fewer than `min_keep` would remain, or for P = 0 or t > 0.5.
     """
 
     probability_B: Array = per_row(XTC_PROBABILITY)

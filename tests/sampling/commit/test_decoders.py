@@ -260,6 +260,7 @@ def test_what_a_rule_keeps_is_never_of_all_ids():
     [
         ({"common_ids": {1: 0.7, 2: 0.6}}, "common_ids=.* above 1 in all; use"),
         ({"common_ids": 3}, "common_ids=3 is not a mapping; use {12: 0.05}"),
+        ({"common_ids": ((3, 0.1), (3, 0.2))}, "common_ids=.* names an id twice; add up"),
         ({"klass_steps": -1}, r"klass_steps=-1 is outside \[0, .*; use"),
         ({"order": "prophet", "resample": True}, "resample=True has no use for the quota"),
         ({"order": "position_aware", "resample": True}, "resample has no use for a quota"),

@@ -3,6 +3,8 @@
 import json
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
@@ -14,6 +16,7 @@ from dlm_jax.data import CharacterTokenizer
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.structure import regex_of_objects, regex_of_schema
 from dlm_jax.model.transformer import build
+from dlm_jax.sampling.propose.constrained import _by_sums
 
 TOKENIZER = CharacterTokenizer.of('abcxyz0123456789{}[]":,. -\n')
 NETWORK = build(toy.config(vocab_size=TOKENIZER.vocab_size))
@@ -86,6 +89,25 @@ def test_a_greedy_row_gets_the_likeliest_match(case):
         weights = _law(case, logits_LV, temperature=1.0)
         best = max(weights, key=weights.__getitem__)
         assert {tuple(text) for text in drawn_NL.tolist()} == {best}
+
+
+def test_a_block_of_a_class_is_drawn_by_its_share_and_classes_weigh_their_sums():
+    number, class_M = 20_000, np.array([0, 1, 1, 1, 3, 3])
+    logits_JM = np.random.default_rng(2).normal(size=(4, 6)).astype(np.float32)
+    logits_JM[:, 4:] -= 60
+    logits_JM[1:, 2] = logits_JM[:, 5] = -np.inf
+    first_C = np.array([0, 1, 4, 4])
+    key_N = jax.random.split(jax.random.key(0), number)
+    weight_NC, block_NC = jax.jit(_by_sums)(
+        jnp.broadcast_to(logits_JM, (number, 4, 6)),
+        *(jnp.broadcast_to(x, (number, x.size)) for x in (class_M, first_C)), key_N,
+    )  # fmt: skip
+    share_M = np.exp(logits_JM.astype(np.float64)).sum(0)
+    weights_C = [np.log(share_M[class_M == c].sum()) if c != 2 else -np.inf for c in range(4)]
+    np.testing.assert_allclose(weight_NC[0], weights_C, rtol=1e-5)
+    assert (block_NC[:, 3] == 4).all()
+    law = {(m,): share_M[m] / share_M[1:4].sum() for m in (1, 2, 3)}
+    assert constrained.p_value(np.asarray(block_NC[:, 1:2]), law) > 1e-3
 
 
 def test_a_structure_that_everything_matches_changes_no_bit():

@@ -1,0 +1,133 @@
+"""Measures decisions: ``python -m benchmarks.decide speed``, or ``fit``.
+
+The task is made from the shipped model's held-out text: which of four words comes next, where the
+other three are drawn from all words of that text by their frequency.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import dlm_jax
+from dlm_jax.cli.common import start_jax
+from dlm_jax.data import join_documents, read_documents, split_text
+from dlm_jax.inference import decisions, scoring
+
+CHARACTERS = 120
+"""Of a prompt."""
+
+
+class Line(NamedTuple):
+    """A prompt, its four labels, and the index of the word that follows it."""
+
+    prompt: str
+    labels: list[str]
+    right: int
+
+
+def make_lines(model: dlm_jax.Model, count: int, *, is_short: bool, seed: int = 0) -> list[Line]:
+    """Lines of the task; with `is_short`, of words that are one token."""
+    config = model.config
+    assert config is not None
+    text = join_documents(read_documents(config.data.source))
+    held_out = split_text(text, config.data.held_out)[1]
+    found = [match for match in re.finditer(r" [A-Za-z']+", held_out)
+             if match.start() >= CHARACTERS
+             and (not is_short or model.tokenizer.encode(match[0]).size == 1)]  # fmt: skip
+    words = [match[0] for match in found]
+    rng = np.random.default_rng(seed)
+    lines = []
+    for at in rng.choice(len(found), count, replace=False):
+        labels = [words[at]]
+        while len(labels) < 4:
+            other = words[rng.integers(len(words))]
+            labels += [other] if other not in labels else []
+        order = rng.permutation(4).tolist()
+        start = found[at].start()
+        prompt = held_out[start - CHARACTERS : start]
+        lines.append(Line(prompt, [labels[k] for k in order], order.index(0)))
+    return lines
+
+
+def speed(model: dlm_jax.Model, args: argparse.Namespace) -> None:
+    """Seconds of decisions and of likelihoods of the same texts, in turns."""
+    print("| labels | tokens of a label | decide s | likelihood s | throughput |")
+    print("| --- | --- | --- | --- | --- |")
+    for is_short in (True, False):
+        lines = make_lines(model, args.lines, is_short=is_short)
+        prompts, labels = [one.prompt for one in lines], [one.labels for one in lines]
+        flat = [label for own in labels for label in own]
+        repeated = [prompt for prompt in prompts for _ in range(4)]
+
+        def decide(count: int, prompts: list[str] = prompts, labels: Any = labels) -> None:
+            dlm_jax.decide(model, prompts[:count], labels[:count], batch_size=args.batch_size)
+
+        def likelihood(count: int, flat: list[str] = flat, given: list[str] = repeated) -> None:
+            scoring.score(
+                model, flat[: 4 * count], prompts=given[: 4 * count], batch_size=args.batch_size
+            )
+
+        took: dict[str, list[float]] = {"decide": [], "likelihood": []}
+        for number in range(args.rounds + 1):
+            for run in (decide, likelihood):
+                began = time.perf_counter()
+                run(len(lines) if number else args.batch_size)
+                if number:  # the first compiles
+                    took[run.__name__].append(time.perf_counter() - began)
+        ours, theirs = (statistics.median(seconds) for seconds in took.values())
+        tokens = np.mean([model.tokenizer.encode(label).size for label in flat])
+        name = "words of one token" if is_short else "words"
+        print(f"| {name} | {tokens:.2f} | {ours:.2f} | {theirs:.2f} | {theirs / ours:.2f} |",
+              flush=True)  # fmt: skip
+
+
+def fit(model: dlm_jax.Model, args: argparse.Namespace) -> None:
+    """Calibration on the half of the lines that the temperature was not fitted to."""
+    print("| labels | lines | accuracy | temperature | nats before | nats after | ECE before | "
+          "ECE after |")  # fmt: skip
+    print("| --- " * 8 + "|")
+    for is_short in (True, False):
+        lines = make_lines(model, args.lines, is_short=is_short)
+        made = dlm_jax.decide(
+            model, [one.prompt for one in lines], [one.labels for one in lines],
+            batch_size=args.batch_size,
+        )  # fmt: skip
+        right, half = [one.right for one in lines], len(lines) // 2
+        heat = decisions.calibrate([one.logprobs for one in made[:half]], right[:half])
+        rest, labels = made[half:], right[half:]
+        told = []
+        for temperature in (1.0, heat):
+            shares = []
+            for one in rest:
+                scores = one.logprobs / temperature
+                shares.append(np.exp(scores - np.logaddexp.reduce(scores)))
+            told.append((decisions.nll(shares, labels),
+                         decisions.expected_calibration_error(shares, labels)))  # fmt: skip
+        hits = [one.probabilities.argmax() == k for one, k in zip(rest, labels, strict=True)]
+        name = "words of one token" if is_short else "words"
+        (nats, error), (fitted_nats, fitted_error) = told
+        print(f"| {name} | {len(rest)} | {np.mean(hits):.4f} | {heat:.3f} | {nats:.4f} | "
+              f"{fitted_nats:.4f} | {error:.4f} | {fitted_error:.4f} |", flush=True)  # fmt: skip
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("speed", "fit"))
+    parser.add_argument("--lines", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=32)
+    args = parser.parse_args()
+    start_jax()
+    model = dlm_jax.load()
+    {"speed": speed, "fit": fit}[args.what](model, args)
+
+
+if __name__ == "__main__":
+    main()

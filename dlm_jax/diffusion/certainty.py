@@ -1,0 +1,106 @@
+"""Certainty-forcing along the trace of a teacher: dParallel (Chen et al. 2025).
+
+A share t of a row is hidden, t uniform on (0, 1], and the teacher fills that canvas in K steps, in
+random order. Each canvas of its trace is the first one of the rest of the trace, so the student
+learns all of it from the first: to say at once what the teacher wrote in the end, and to be sure
+where it says so::
+
+    loss = E  mean_{i hidden}  -ln p(y_i | z_t) + w [argmax_v p(v | z_t) = y_i] H(p_T(. | z_t)),
+
+with the teacher's tokens y, and the entropy H in nats of the student at a temperature T. Chen et
+al. take w = 2, T = 0.5 and the likeliest tokens, hide whole blocks behind the current one, and
+divide the entropy by the number of right tokens; here both terms have the number of hidden ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.diffusion.corruption import mask_independently, stratified_times
+from dlm_jax.diffusion.losses import Loss, at_positions, log_probs
+from dlm_jax.diffusion.objectives import Batch, NetworkObjective
+from dlm_jax.diffusion.teacher import draws, walk
+from dlm_jax.types import Network, Params
+
+
+def certainty(
+    *,
+    teacher_steps: int,
+    teacher_temperature: float,
+    weight: float,
+    temperature: float,
+    mask_id: int,
+    banned_ids: tuple[int, ...],
+) -> NetworkObjective:
+    """The objective.
+
+    Args:
+      teacher_steps: K, forwards of the teacher.
+      teacher_temperature: of its draws; 0 takes the likeliest tokens.
+      weight: w, of the entropy.
+      temperature: T, at which the entropy is taken.
+      mask_id: the id of MASK.
+      banned_ids: ids that are never written.
+    """
+
+    def draw(batch: Batch, key: jax.Array) -> dict[str, Any]:
+        time_key, mask_key, walk_key = jax.random.split(key, 3)
+        time_B = stratified_times(time_key, batch.length_B.size, smallest=1e-3)
+        is_hidden_BL = mask_independently(mask_key, time_B, batch.is_free_BL())
+        return {
+            "shown": jnp.where(is_hidden_BL, mask_id, batch.tokens_BL),
+            "length": batch.length_B,
+            "draws": draws(walk_key, batch.tokens_BL, steps=teacher_steps),
+            "is_hidden": is_hidden_BL,
+            "total": jnp.sum(is_hidden_BL).astype(jnp.float32),
+        }
+
+    def anchor(network: Network, params: Params, teacher: Params, noise: Any) -> Any:
+        shown_BL = noise["shown"]
+        left_K = teacher_steps - jnp.arange(teacher_steps)
+        chance_BK = jnp.broadcast_to(1.0 / left_K, (shown_BL.shape[0], teacher_steps))
+        found = walk(
+            network, teacher, shown_BL, noise["length"], chance_BK, noise["draws"],
+            mask_id=mask_id, banned_ids=banned_ids, temperature=teacher_temperature,
+        )  # fmt: skip
+        return noise | {"targets": found.tokens_BL}
+
+    def loss(network: Network, params: Params, noise: Any, teacher: Params) -> Loss:
+        hidden_BLD, _ = network.trunk(params, noise["shown"], noise["length"], None)
+        measure = functools.partial(
+            _costs, network, weight=weight, temperature=temperature, mask_id=mask_id
+        )
+        nats_BL = at_positions(
+            measure, params, (hidden_BLD, noise["targets"]),
+            vocab_size=network.vocab_size, is_read_BL=noise["is_hidden"],
+        )  # fmt: skip
+        return Loss(jnp.sum(jnp.where(noise["is_hidden"], nats_BL, 0.0)), noise["total"])
+
+    return NetworkObjective(draw, loss, anchor, needs_teacher=True)
+
+
+def _costs(
+    network: Network,
+    params: Params,
+    hidden: jax.Array,
+    targets: jax.Array,
+    *,
+    weight: float,
+    temperature: float,
+    mask_id: int,
+) -> jax.Array:
+    """The two terms of each position, of the shape of the targets."""
+    logits_NV = network.readout(params, hidden.reshape(-1, hidden.shape[-1]))
+    targets_N = targets.reshape(-1)
+    log_NV = log_probs(logits_NV, mask_id=mask_id)
+    nll_N = -jnp.take_along_axis(log_NV, targets_N[:, None], axis=1)[:, 0]
+    cold_NV = log_probs(logits_NV / temperature, mask_id=mask_id)
+    # The probability of MASK is 0, and 0 times its infinite logarithm is not a number.
+    finite_NV = jnp.where(jnp.isneginf(cold_NV), 0.0, cold_NV)
+    entropy_N = -jnp.sum(jnp.exp(cold_NV) * finite_NV, axis=1)
+    is_right_N = jnp.argmax(log_NV, axis=1) == targets_N
+    return (nll_N + weight * is_right_N * entropy_N).reshape(targets.shape)

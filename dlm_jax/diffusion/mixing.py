@@ -1,0 +1,92 @@
+"""The objectives of a config as one mixture."""
+
+from __future__ import annotations
+
+import functools
+
+from dlm_jax.diffusion.certainty import certainty
+from dlm_jax.diffusion.corruption import SCHEDULES
+from dlm_jax.diffusion.objectives import (
+    Mixture,
+    NetworkObjective,
+    Objective,
+    ObjectiveConfig,
+    denoising,
+    elbo,
+    process_elbo,
+    proofreading,
+)
+from dlm_jax.diffusion.processes import checked
+from dlm_jax.diffusion.sdtt import sdtt
+
+
+def mixture_of(
+    config: ObjectiveConfig,
+    *,
+    mask_id: int,
+    random_ids: tuple[int, ...],
+    banned_ids: tuple[int, ...] = (),
+    noise_ids: tuple[int, ...] = (),
+    block_length: int = 0,
+) -> Mixture:
+    """The mixture of a config. Objectives without a share are omitted.
+
+    Args:
+      config: objective section of the config.
+      mask_id: the id of MASK.
+      random_ids: ids that a corruption may show instead of the true token.
+      banned_ids: ids that are never written into a hole.
+      noise_ids: ids that a process other than masked may show.
+      block_length: block length of a block-causal model, else 0.
+    """
+    process, schedule = config.noise_process, SCHEDULES[config.schedule](config.schedule_power)
+    if not process.is_masked:
+        checked(process, config.process)
+        objective = process_elbo(
+            process, schedule=schedule, mask_id=mask_id, noise_ids=noise_ids,
+            block_length=block_length,
+        )  # fmt: skip
+        share = config.random_length_share
+        return Mixture({"elbo": objective}, {"elbo": 1.0}, random_length_share=share)
+    taught = config.sdtt_share + config.certainty_share
+    table: dict[str, tuple[float, Objective | NetworkObjective]] = {
+        "elbo": (
+            1.0 - config.denoising_share - config.proofreading_share - taught,
+            functools.partial(
+                elbo, schedule=schedule, mask_id=mask_id, block_length=block_length,
+                over=config.normaliser, is_weighted=config.time_weight,
+            ),
+        ),
+        "denoising": (
+            config.denoising_share,
+            functools.partial(denoising, settings=config, mask_id=mask_id, random_ids=random_ids),
+        ),
+        "proofreading": (
+            config.proofreading_share,
+            functools.partial(
+                proofreading, max_ratio=config.misprint_ratio, mask_id=mask_id,
+                kinds=config.misprint_kinds, masked_rows=config.misprint_masked_rows,
+            ),
+        ),
+        "sdtt": (
+            config.sdtt_share,
+            sdtt(
+                steps=config.sdtt_steps, teacher_steps=config.sdtt_teacher_steps, mask_id=mask_id,
+                banned_ids=banned_ids,
+            ),
+        ),
+        "certainty": (
+            config.certainty_share,
+            certainty(
+                teacher_steps=config.certainty_steps, teacher_temperature=config.certainty_draws,
+                weight=config.certainty_weight, temperature=config.certainty_temperature,
+                mask_id=mask_id, banned_ids=banned_ids,
+            ),
+        ),
+    }  # fmt: skip
+    used = {name: found for name, found in table.items() if found[0] > 1e-6}
+    return Mixture(
+        {name: objective for name, (_, objective) in used.items()},
+        {name: share for name, (share, _) in used.items()},
+        random_length_share=config.random_length_share,
+    )

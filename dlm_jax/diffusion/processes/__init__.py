@@ -1,0 +1,109 @@
+"""Forward processes: the noise that a model learns to remove."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Mapping
+
+from dlm_jax.diffusion.processes.forward_process import (
+    HIGHEST_LEVEL,
+    Noise,
+    Process,
+    Shares,
+    checked,
+    divergence,
+)
+from dlm_jax.diffusion.processes.masked import Masked
+from dlm_jax.diffusion.processes.mixed import Mixed
+from dlm_jax.diffusion.processes.uniform import Uniform
+from dlm_jax.settings import UNSET, SettingError, nearest
+
+PROCESSES: Mapping[str, type[Process]] = {
+    process.name: process for process in (Masked, Uniform, Mixed)
+}
+"""Processes by ``objective.process``."""
+
+
+@functools.lru_cache(maxsize=64)
+def process_of(name: str, settings: tuple[str, ...] = ()) -> Process:
+    """The process that a config names.
+
+    Args:
+      name: one of `PROCESSES`, or ``module:Class`` of your own.
+      settings: its settings, each ``NAME=VALUE``.
+
+    Raises:
+      SettingError: there is no such process, or it has no such setting or value.
+    """
+    cls = PROCESSES.get(name) or _own(name)
+    declared = {setting.name: setting for setting in cls.settings()}
+    values = {}
+    for given in settings:
+        key, _, text = given.partition("=")
+        if key not in declared:
+            why = f"has {key!r}, which objective.process={name!r} does not have"
+            advice = nearest(key, tuple(declared)) if declared else "leave it out"
+            raise SettingError("objective.process_settings", UNSET, why, advice)
+        try:
+            values[key] = declared[key].checked(_parsed(declared[key].kind, text))
+        except ValueError as error:
+            if isinstance(error, SettingError):
+                raise
+            raise SettingError(key, text, "is not a number", "use 0.1, say") from None
+    chosen = {key: setting.resolved(values.get(key, setting.default))
+              for key, setting in declared.items()}  # fmt: skip
+    return cls(**_by_field(cls, chosen))
+
+
+def _parsed(kind: type, text: str) -> object:
+    return {"true": True, "false": False}.get(text, text) if kind is bool else kind(text)
+
+
+def _by_field(cls: type[Process], values: Mapping[str, object]) -> dict[str, object]:
+    """Values of settings by the names of the fields that hold them."""
+    fields = getattr(cls, "__dataclass_fields__", {})
+    return {
+        name: values[field.metadata["setting"].name]
+        for name, field in fields.items()
+        if "setting" in field.metadata
+    }
+
+
+def _own(name: str) -> type[Process]:
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise SettingError(
+            "objective.process", name, f"is not one of {', '.join(PROCESSES)}",
+            f"{nearest(name, tuple(PROCESSES))}, or name your own as module:Class",
+        )  # fmt: skip
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise SettingError(
+            "objective.process", name, f"cannot be imported ({error})",
+            "put its module on the path",
+        ) from None  # fmt: skip
+    if not (isinstance(found, type) and issubclass(found, Process)) or not hasattr(
+        found, "__dataclass_fields__"
+    ):
+        raise SettingError(
+            "objective.process", name, "is no process",
+            "subclass dlm_jax.diffusion.processes.Process under dlm_jax.rule",
+        )  # fmt: skip
+    return found
+
+
+__all__ = [
+    "HIGHEST_LEVEL",
+    "Masked",
+    "Mixed",
+    "Noise",
+    "PROCESSES",
+    "Process",
+    "Shares",
+    "Uniform",
+    "checked",
+    "divergence",
+    "process_of",
+]

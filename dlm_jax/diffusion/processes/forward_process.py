@@ -1,0 +1,252 @@
+"""Forward processes: what a position shows at a noise level, and what follows from that.
+
+A process is a rule. Each free position is noised on its own: at level ``v`` in [0, 1] it shows its
+own token with probability ``alpha(v)``, MASK with ``mask(v)``, and with ``text(v)`` an id drawn
+uniformly from the noise ids, which may be the true one. With ``c(k)`` the probability of noise
+``k``, this is ``q_v(. | x) = alpha_v x + c_v``, the interpolating process of GIDD (von Rutte et
+al. 2025, equation 3). Masked diffusion is ``c = mask`` and uniform diffusion is ``c = text``.
+
+The level of a time is the ``masked_ratio`` of the noise schedule, for every process.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dlm_jax.settings import Rule, SettingError
+
+HIGHEST_LEVEL = 1.0 - 1e-4
+"""Levels above are taken as this one in a bound, whose terms are 0 / 0 at 1."""
+
+
+class Shares(NamedTuple):
+    """The probabilities of a position at a noise level; they add up to 1.
+
+    Attributes:
+      clean: of its own token.
+      mask: of MASK.
+      text: of a uniform draw from the noise ids.
+    """
+
+    clean: jax.Array
+    mask: jax.Array
+    text: jax.Array
+
+
+class Noise(NamedTuple):
+    """The noise of each position in a bound, float32 of one shape.
+
+    Attributes:
+      clean: ``alpha``.
+      text: ``c(k)`` of each noise id.
+      shown: ``c(z)`` of what the position shows.
+      weight: of the `divergence`; of `first_step` where ``is_first``.
+      is_first: True where the level is that of the step to level 0.
+    """
+
+    clean: jax.Array
+    text: jax.Array
+    shown: jax.Array
+    weight: jax.Array
+    is_first: jax.Array
+
+
+class Process(Rule):
+    """A forward process; only `shares` is required.
+
+    Attributes:
+      is_masked: whether noise is MASK alone, so that visible tokens are true.
+    """
+
+    required: ClassVar[tuple[str, ...]] = ("shares",)
+    is_masked: ClassVar[bool] = False
+
+    def shares(self, level: jax.Array, /) -> Shares:
+        """The `Shares` at levels in [0, 1]: all clean at 0, nothing clean at 1; differentiable.
+
+        Those at 1 are the prior.
+        """
+        raise NotImplementedError
+
+    def rates(self, level: jax.Array) -> Shares:
+        """Forward rates per level, times ``alpha``; of the noise, whose ``text`` is of all ids.
+
+        ``alpha c' - alpha' c``: the rate of jumps into noise ``k`` is that over ``alpha``,
+        whatever stood there before (GIDD, proposition 3.4).
+        """
+        now, slope = jax.jvp(self.shares, (level,), (jnp.ones_like(level),))
+        mask, text = (
+            jnp.maximum(now.clean * d - slope.clean * c, 0.0)
+            for c, d in ((now.mask, slope.mask), (now.text, slope.text))
+        )
+        return Shares(jnp.zeros_like(mask), mask, text)
+
+    def sample(
+        self,
+        key: jax.Array,
+        tokens_BL: jax.Array,
+        level: jax.Array,
+        is_free_BL: jax.Array,
+        *,
+        mask_id: int,
+        noise_ids: tuple[int, ...],
+    ) -> jax.Array:
+        """Noised tokens, int32 ``[B, L]``: free positions at their level, others as they are.
+
+        The level is ``[B]`` or ``[B, L]``.
+        """
+        kind_key, id_key = jax.random.split(key)
+        shares = self.shares(level if level.ndim == 2 else level[:, None])
+        kind_BL = jax.random.uniform(kind_key, tokens_BL.shape)
+        choice_BL = jax.random.randint(id_key, tokens_BL.shape, 0, len(noise_ids))
+        noise_BL = jnp.asarray(noise_ids, tokens_BL.dtype)[choice_BL]
+        shown_BL = jnp.where(kind_BL < shares.mask + shares.text, noise_BL, tokens_BL)
+        shown_BL = jnp.where(kind_BL < shares.mask, mask_id, shown_BL)
+        return jnp.where(is_free_BL, shown_BL, tokens_BL)
+
+    def noise(
+        self,
+        tokens_BL: jax.Array,
+        shown_BL: jax.Array,
+        level: jax.Array,
+        speed: jax.Array,
+        is_first: jax.Array,
+        *,
+        mask_id: int,
+        noise_ids: tuple[int, ...],
+    ) -> Noise:
+        """The `Noise` of noised tokens, ``[B, L]``.
+
+        Args:
+          tokens_BL: the true tokens.
+          shown_BL: from `sample`.
+          level: ``[B]`` or ``[B, L]``, below `HIGHEST_LEVEL`.
+          speed: the slope of the level in time.
+          is_first: True where the term is that of the step to level 0, whose weight is `speed`.
+          mask_id: the id of MASK.
+          noise_ids: as for `sample`.
+        """
+        level, speed, is_first = (
+            jnp.broadcast_to(x if x.ndim == 2 else x[:, None], tokens_BL.shape)
+            for x in (level, speed, is_first)
+        )
+        now, rates = self.shares(level), self.rates(level)
+        is_mask_BL = shown_BL == mask_id
+        is_noise_BL = is_among(noise_ids, shown_BL)
+
+        def of_shown(mask: jax.Array, text: jax.Array) -> jax.Array:
+            found_BL = jnp.where(is_noise_BL, text / len(noise_ids), 0.0)
+            return jnp.where(is_mask_BL, mask, found_BL)
+
+        shown = of_shown(now.mask, now.text)
+        chance = jnp.where(shown_BL == tokens_BL, now.clean, 0.0) + shown
+        # The rate is over alpha, and `divergence` is, too.
+        weight = speed * of_shown(rates.mask, rates.text) / jnp.maximum(chance, 1e-30)
+        return Noise(
+            now.clean,
+            now.text / len(noise_ids),
+            shown,
+            jnp.where(is_first, speed, weight),
+            is_first,
+        )
+
+
+def is_among(ids: tuple[int, ...], tokens: jax.Array) -> jax.Array:
+    """True where a token is one of the ids; ids are ascending or few."""
+    first, last = min(ids), max(ids)
+    if last - first + 1 == len(set(ids)):
+        return (tokens >= first) & (tokens <= last)
+    return jnp.isin(tokens, jnp.asarray(ids, tokens.dtype))
+
+
+def divergence(
+    logits_NV: jax.Array,
+    clean_N: jax.Array,
+    shown_N: jax.Array,
+    noise: Noise,
+    *,
+    noise_ids: tuple[int, ...],
+) -> jax.Array:
+    """The term of each position in the bound, over ``alpha``; float32 ``[N]``, nats.
+
+    ``(KL(q(. | x) || q(. | p)) + q(z | x) / q(z | p) - ln(q(z | x) / q(z | p)) - 1) / alpha``,
+    with ``q(. | p)`` the marginals of the predicted distribution of the token. Times the forward
+    rate into z over ``q(z | x)`` it is the integrand of the continuous-time negative ELBO (GIDD,
+    theorem 3.5). For masked diffusion it is the cross-entropy, and for uniform diffusion the bound
+    of UDLM (Schiff et al. 2024, equation 18). Where ``is_first``, instead, ``-ln p(x | z)`` of the
+    reverse step to level 0.
+
+    Args:
+      logits_NV: with -inf at MASK.
+      clean_N: the true ids.
+      shown_N: the noised ids.
+      noise: `Process.noise` of these positions.
+      noise_ids: as for `Process.sample`.
+    """
+    total_N = jax.nn.logsumexp(logits_NV, axis=1)
+
+    def log_p(ids_N: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(logits_NV, ids_N[:, None], axis=1)[:, 0] - total_N
+
+    alpha_N, text_N = noise.clean, noise.text
+    log_true_N = log_p(clean_N)
+    true_N, seen_N = jnp.exp(log_true_N), jnp.exp(log_p(shown_N))
+    is_same_N = clean_N == shown_N
+    # Of the true token.
+    own_N = jnp.where(is_among(noise_ids, clean_N), text_N, 0.0)
+    has_own_N = own_N > 0
+    gain_N = jnp.log1p(
+        alpha_N * (1.0 - true_N) / jnp.where(has_own_N, alpha_N * true_N + own_N, 1.0)
+    )
+    kl_N = (alpha_N + own_N) * jnp.where(has_own_N, gain_N, -log_true_N)
+    # Of the other noise ids, all of which have the same noise.
+    ratio_N = jnp.where(text_N > 0, alpha_N / jnp.where(text_N > 0, text_N, 1.0), 0.0)
+    first, last = min(noise_ids), max(noise_ids)
+    p_NV = jnp.exp(logits_NV[:, first : last + 1] - total_N[:, None])
+    if last - first + 1 > len(noise_ids):
+        is_noise_V = np.isin(np.arange(first, last + 1), noise_ids)
+        p_NV = jnp.where(is_noise_V[None], p_NV, 0.0)
+    others_N = jnp.sum(jnp.log1p(ratio_N[:, None] * p_NV), axis=1)
+    others_N -= jnp.where(has_own_N, jnp.log1p(ratio_N * true_N), 0.0)
+    kl_N -= text_N * others_N
+    # Of what is shown.
+    model_N = jnp.maximum(alpha_N * seen_N + noise.shown, 1e-30)
+    excess_N = alpha_N * (is_same_N - seen_N) / model_N
+    # The padding of a readout has no noise at all.
+    term_N = (kl_N + excess_N - jnp.log1p(excess_N)) / jnp.maximum(alpha_N, 1e-30)
+    data_N = jnp.maximum(jnp.where(is_same_N, alpha_N, 0.0) + noise.shown, 1e-30)
+    last_N = jnp.log(model_N) - jnp.log(data_N) - log_true_N
+    return jnp.where(noise.is_first, last_N, term_N)
+
+
+def checked(process: Process, name: str) -> Process:
+    """The process, if its shares are those of one that ends without any clean token.
+
+    Raises:
+      SettingError: they are not; `name` is what chose it.
+    """
+    level = np.linspace(0.0, 1.0, 65, dtype=np.float32)
+    found = process.shares(jnp.asarray(level))
+    is_shares = isinstance(found, Shares) and all(jnp.shape(x) == (65,) for x in found)
+    kept: Any = np.stack([np.asarray(x) for x in found]) if is_shares else None
+
+    def refuse(why: str) -> SettingError:
+        return SettingError("objective.process", name, why, "correct its shares()")
+
+    if kept is None:
+        raise refuse("returns no Shares of the levels' shape")
+    clean = kept[0]
+    if not np.isfinite(kept).all() or kept.min() < -1e-6 or abs(kept.sum(0) - 1).max() > 1e-5:
+        raise refuse("has shares that are not in [0, 1] or do not add up to 1")
+    if abs(clean[0] - 1) > 1e-6 or abs(clean[-1]) > 1e-6 or (np.diff(clean) > 1e-6).any():
+        raise refuse("has a clean share that does not fall from 1 at level 0 to 0 at level 1")
+    # A rate below 0: noise would become another token in the forward process.
+    inner = clean[:-1]
+    for noise in kept[1:]:
+        if (noise[1:] - clean[1:] / inner * noise[:-1] < -1e-6).any():
+            raise refuse("has noise that falls faster than the clean share")
+    return process

@@ -1,0 +1,93 @@
+"""Frozen teachers: what one writes into the holes of a canvas, step by step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.diffusion.losses import at_positions
+from dlm_jax.types import Network, Params
+
+
+class Walk(NamedTuple):
+    """A canvas after some steps of a teacher.
+
+    Attributes:
+      tokens_BL: int32 canvas.
+      hidden_BLD: the trunk's output in the step that wrote each hole; of the last step at the
+        others.
+    """
+
+    tokens_BL: jax.Array
+    hidden_BLD: jax.Array
+
+
+def draws(key: jax.Array, shown_BL: jax.Array, *, steps: int) -> jax.Array:
+    """Uniforms of a walk from a canvas on, float32 ``[B, steps, L, 2]``."""
+    num_rows, num_positions = shown_BL.shape
+    return jax.random.uniform(key, (num_rows, steps, num_positions, 2))
+
+
+def walk(
+    network: Network,
+    params: Params,
+    shown_BL: jax.Array,
+    length_B: jax.Array,
+    chance_BK: jax.Array,
+    draws_BKL2: jax.Array,
+    *,
+    mask_id: int,
+    banned_ids: tuple[int, ...],
+    temperature: float = 1.0,
+) -> Walk:
+    """K ancestral steps of a teacher from a canvas on, one forward each; no gradient.
+
+    In step k each hole is written with probability ``chance_BK[:, k]``, and the tokens of a step
+    are drawn blind to each other.
+
+    Args:
+      network: the model.
+      params: of the teacher.
+      shown_BL: int32 canvas; MASK at its holes.
+      length_B: int32 live tokens.
+      chance_BK: float32 in [0, 1].
+      draws_BKL2: as `draws` gives them.
+      mask_id: the id of MASK.
+      banned_ids: ids that are never written.
+      temperature: of the draws; 0 takes the likeliest token.
+    """
+    params = jax.lax.stop_gradient(params)
+    banned = jnp.array((*banned_ids, mask_id), jnp.int32)
+
+    def drawn(params: Params, *arrays: jax.Array) -> jax.Array:
+        hidden, uniform = arrays
+        logits_NV = network.readout(params, hidden.reshape(-1, hidden.shape[-1]))
+        logits_NV = logits_NV.astype(jnp.float32).at[:, banned].set(-jnp.inf)
+        if temperature == 0:
+            ids_N = jnp.argmax(logits_NV, axis=1)
+        else:
+            below_NV = jnp.cumsum(jax.nn.softmax(logits_NV / temperature), axis=1)
+            # The uniform is below 1, so some id is above the threshold, and its probability not 0.
+            threshold_N1 = uniform.reshape(-1, 1) * below_NV[:, -1:]
+            ids_N = jnp.argmax(below_NV > threshold_N1, axis=1)
+        return ids_N.reshape(uniform.shape).astype(jnp.float32)
+
+    def step(now: Walk, given: tuple[jax.Array, jax.Array]) -> tuple[Walk, None]:
+        chance_B, draws_BL2 = given
+        is_hole_BL = now.tokens_BL == mask_id
+        hidden_BLD, _ = network.trunk(params, now.tokens_BL, length_B, None)
+        ids_BL = at_positions(
+            drawn, params, (hidden_BLD, draws_BL2[..., 1]),
+            vocab_size=network.vocab_size, is_read_BL=is_hole_BL,
+        )  # fmt: skip
+        is_written_BL = is_hole_BL & (draws_BL2[..., 0] < chance_B[:, None])
+        tokens_BL = jnp.where(is_written_BL, ids_BL.astype(jnp.int32), now.tokens_BL)
+        hidden_BLD = jnp.where(is_hole_BL[..., None], hidden_BLD, now.hidden_BLD)
+        return Walk(tokens_BL, hidden_BLD), None
+
+    shapes = jax.eval_shape(network.trunk, params, shown_BL, length_B, None)[0]
+    begun = Walk(shown_BL, jnp.zeros(shapes.shape, shapes.dtype))
+    by_step = jnp.moveaxis(chance_BK, 1, 0), jnp.moveaxis(draws_BKL2, 1, 0)
+    return jax.lax.stop_gradient(jax.lax.scan(step, begun, by_step)[0])

@@ -1,0 +1,129 @@
+"""Options of XLA's compilers for each kind of device, with what they gain.
+
+Gains on TPUs are estimates of their compiler (`dlm_jax.distributed.costs`): milliseconds of a step
+by roof / cycles without the option and with it, and the seconds of compilation. Rows have 4096
+positions in training, and 1024 in sampling, whose step computes whole canvases.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+
+from dlm_jax.distributed.mesh import CHIPS, WITHOUT_DEFAULTS
+from dlm_jax.settings import SettingError
+
+Use = Literal["train", "sample"]
+
+
+@dataclass(frozen=True)
+class Option:
+    """A compiler option, the uses that have it by default, and its gain."""
+
+    name: str
+    value: str
+    uses: tuple[Use, ...]
+    gain: str
+
+
+# Memory of the chip that one operation may use. More allows larger tiles, which take longer to
+# compile.
+_VMEM = "xla_tpu_scoped_vmem_limit_kib"
+# Products of at least this size with a matrix that is split over chips are computed part by part.
+# Above all sizes, the matrix is gathered first.
+_WINDOWED = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
+
+OPTIONS: Mapping[str, tuple[Option, ...]] = {
+    "v5p": (
+        Option(_VMEM, "98304", ("train",), "1.3B, 4x4x4: 658 / 887 to 658 / 765; 78 to 227 s"),
+        Option(_VMEM, "65536", ("sample",), "8B, 2x2x1: 1162 / 1563 to 1162 / 1277; 29 to 125 s"),
+    ),
+    "v5e": (
+        Option(_VMEM, "98304", ("train",), "1.3B, 16x16: 934 / 1052 to 905 / 946; 212 s"),
+        Option(_WINDOWED, "1000000", ("sample",), "8B, 4x4: 3304 / 6095 to 1406 / 1787; 32 s"),
+        Option(_VMEM, "65536", ("sample",), "8B, 4x4: 1406 / 1787 to 1431 / 1565; 32 to 167 s"),
+    ),
+    "v6e": (
+        Option(_WINDOWED, "1000000", ("train",), "1.3B, 4x4: 2016 / 2032 to 876 / 734; 70, 137 s"),
+        Option(_VMEM, "65536", ("train",), "1.3B, 4x4: 876 / 734 to 538 / 689; 137 to 234 s"),
+        Option(_VMEM, "65536", ("sample",), "8B, 4x4: 209 / 335 to 214 / 283; 29 to 46 s"),
+    ),
+    "cpu": (
+        # Reductions go to YNNPACK. Matrix products stay with Eigen, which is faster for the batched
+        # products of attention.
+        Option(
+            "xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_REDUCE",
+            ("train", "sample"), "softmax and norms",
+        ),
+    ),
+}  # fmt: skip
+"""Default options by the name of a chip (`dlm_jax.distributed.mesh.CHIPS`), or by platform.
+
+An option that the installed compiler does not know is left out. GPUs have none.
+"""
+
+
+def options(
+    use: Use, place: Mesh | Sharding | None = None, given: Sequence[str] = ()
+) -> dict[str, str]:
+    """Options for ``jax.jit(..., compiler_options=...)``.
+
+    Args:
+      use: of the program.
+      place: devices that it is compiled for; None: those of this process.
+      given: ``mesh.compiler_options``: further options, or others in place of the defaults.
+
+    Raises:
+      SettingError: the compiler does not know an option that is given, or its value.
+    """
+    device: Any = _device_of(place)
+    chip = CHIPS.get(device.device_kind)
+    kind = chip.name if chip else device.platform
+    defaults = () if WITHOUT_DEFAULTS in given else OPTIONS.get(kind, ())
+    found = {
+        option.name: option.value
+        for option in defaults
+        if use in option.uses and not _fault(device, option.name, option.value)
+    }
+    for text in given:
+        if text == WITHOUT_DEFAULTS:
+            continue
+        name, _, value = text.partition("=")
+        fault = _fault(device, name, value)
+        if fault:
+            raise SettingError(
+                "mesh.compiler_options", text,
+                f"is refused by the compiler of {device.device_kind} ({fault})", "leave it out",
+            )  # fmt: skip
+        found[name] = value
+    return found
+
+
+def _device_of(place: Mesh | Sharding | None) -> Any:
+    """One of the devices, of this process if it has one."""
+    if place is None:
+        return jax.local_devices()[0]
+    devices = list(place.devices.flat if isinstance(place, Mesh) else place.device_set)
+    mine = [device for device in devices if device.process_index == jax.process_index()]
+    return (mine or devices)[0]
+
+
+@functools.cache
+def _fault(device: Any, name: str, value: str) -> str:
+    """Why the compiler of a device refuses an option; empty if it does not.
+
+    Compilers report unknown options only when they compile.
+    """
+    place = SingleDeviceSharding(device)
+    negative = jax.jit(jnp.negative, compiler_options={name: value}, in_shardings=place)
+    try:
+        negative.lower(jax.ShapeDtypeStruct((), jnp.float32)).compile()
+    except jax.errors.JaxRuntimeError as error:
+        return " ".join(str(error).split()).removeprefix("INVALID_ARGUMENT: ")[:200]
+    return ""

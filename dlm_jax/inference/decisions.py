@@ -1,0 +1,758 @@
+"""Decisions: the probability of each of several labels, exact under one order of writing them.
+
+The holes of a label are as many as its tokens, so a label that begins another has another canvas,
+and no end token is read. The tokens are written one at a time, and each is read from the canvas
+that holds the ones before it: labels share the canvases of their common beginnings, and those of
+one token need a single forward for all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy.optimize import minimize_scalar
+
+from dlm_jax.diffusion.likelihood import half_width
+from dlm_jax.inference.model import Model
+from dlm_jax.inference.results import canvas_size
+from dlm_jax.inference.scoring import check_sizes, compiled
+from dlm_jax.sampling import positions
+from dlm_jax.settings import UNSET, SettingError, brief
+from dlm_jax.store.files import replacing
+from dlm_jax.types import Network, Params
+
+SLOT = re.compile(r"<slot:(\w+)>")
+"""The marker of a slot in a prompt whose choices have names."""
+
+ORDERS = ("left_to_right", "mean")
+"""The orders of writing a label: one, or the mean over all of them."""
+
+MOST_ORDERED = 8
+"""Tokens of a combination of labels with ``order="mean"``, which takes ``2^n - 1`` forwards."""
+
+MOST_JOINT = 4096
+"""Combinations of labels that are enumerated; of more, some are drawn."""
+
+YES_NO = ("yes", "no")
+
+Labels = Sequence[str | int]
+Choices = Labels | Mapping[str, Labels]
+"""The labels of the slot behind a prompt, or those of each slot by its name."""
+
+
+class Row(NamedTuple):
+    """A row of tokens, int32 ``[n]``, and the places that are written, in order.
+
+    MASK at another place stays a hole.
+    """
+
+    ids: np.ndarray
+    places: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The probabilities of the labels of one prompt.
+
+    Attributes:
+      choices: the labels of each slot, by its name; ``""`` is the slot behind a prompt.
+      combinations: a label for each slot, ``C`` of them: all, or those that were drawn.
+      logprobs: float64 ``[C]``, log-probability of each in nats under the order; the rest of what
+        could be written there has what is missing to 1.
+      probabilities: float64 ``[C]``, sum 1: of each, given that it is one of them. NaN where the
+        logits of the model are not finite.
+      num_draws: combinations that were drawn, with repeats; 0: all of them are enumerated.
+      squares: float64 ``[C]``, sum of the squared weights of the draws of each; 0 where enumerated.
+    """
+
+    choices: Mapping[str, tuple[str, ...]]
+    combinations: tuple[tuple[str, ...], ...]
+    logprobs: np.ndarray
+    probabilities: np.ndarray
+    num_draws: int
+    squares: np.ndarray
+
+    @property
+    def is_exact(self) -> bool:
+        return not self.num_draws
+
+    @property
+    def best(self) -> dict[str, str]:
+        """The labels of the most likely combination, by slot; the first of equals."""
+        return dict(
+            zip(self.choices, self.combinations[np.argmax(self.probabilities)], strict=True)
+        )
+
+    def of(self, slot: str = "") -> dict[str, float]:
+        """The probability of each label of a slot, whatever the other slots hold."""
+        labels = self._labels(slot)
+        found = [self.probabilities[self._holds(slot, label)].sum() for label in labels]
+        return dict(zip(labels, map(float, found), strict=True))
+
+    def interval(self, slot: str = "") -> dict[str, float]:
+        """Half of the 95% interval of each probability in `of`: 0 where it is exact."""
+        return {
+            label: self._half(self._holds(slot, label).astype(float))
+            for label in self._labels(slot)
+        }
+
+    def mean(self, slot: str = "", values: Sequence[float] | None = None) -> tuple[float, float]:
+        """The mean of the labels of a scale, and half of its 95% interval.
+
+        Args:
+          slot: its name.
+          values: of each label; None: the numbers that the labels are.
+        """
+        labels = self._labels(slot)
+        if values is None:
+            values = [_number(label) for label in labels]
+        if len(values) != len(labels):
+            raise SettingError("values", list(values), f"has no number for each of {len(labels)}")
+        value_of = dict(zip(labels, values, strict=True))
+        place = list(self.choices).index(slot)
+        each = np.array([value_of[one[place]] for one in self.combinations], np.float64)
+        return float(self.probabilities @ each), self._half(each)
+
+    def _labels(self, slot: str) -> tuple[str, ...]:
+        if slot not in self.choices:
+            raise SettingError("slot", slot, "is none", f"use one of {', '.join(self.choices)}")
+        return self.choices[slot]
+
+    def _holds(self, slot: str, label: str) -> np.ndarray:
+        place = list(self.choices).index(slot)
+        return np.array([one[place] == label for one in self.combinations])
+
+    def _half(self, values_C: np.ndarray) -> float:
+        """Half of the interval of a mean, from the draws with their weights (Owen 2013, 9.2)."""
+        if not self.num_draws:
+            return 0.0
+        error = math.sqrt(float(self.squares @ (values_C - self.probabilities @ values_C) ** 2))
+        return half_width(error, self.num_draws)
+
+
+def decide(
+    model: Model,
+    prompts: str | Sequence[str],
+    choices: Choices | Sequence[Choices] = YES_NO,
+    *,
+    order: str = "left_to_right",
+    temperature: float = 1.0,
+    task: str | None = None,
+    calibration: str | os.PathLike[str] | Mapping[str, float] | None = None,
+    num_draws: int = 256,
+    batch_size: int = 32,
+    seed: int = 0,
+) -> list[Decision]:
+    """The decision of each prompt.
+
+    The score of a label is ``log p = sum_i log p(token_i | prompt, the label's tokens before it,
+    holes at the others)``, read from the LM head at temperature 1 without bans. Probabilities are
+    the softmax of ``log p / temperature`` over the choices. Every number of tokens is as likely
+    beforehand, as in an infilling whose length is given. Labels are tokenised alone.
+
+    With names, a prompt holds ``<slot:NAME>`` once for each, text may stand between and behind
+    them, and the tokens of all slots are written as those of one label. Up to 4096 combinations of
+    labels are enumerated. Of more, `num_draws` are drawn slot by slot, each label by its score
+    among those of its slot, and weighed by what that leaves out (self-normalised importance
+    sampling: Owen 2013, Monte Carlo theory, methods and examples, 9.2).
+
+    Results do not depend on the other prompts: bit for bit where a program has as many rows,
+    otherwise to float tolerance.
+
+    Args:
+      model: from `dlm_jax.load`, or your own.
+      prompts: a text, or several.
+      choices: at least two labels, or those of each slot by its name; or either for each prompt.
+        Integers stand for their digits. Yes and no by default.
+      order: ``left_to_right``, or ``mean``: ``log p`` is that of the mean of the probabilities over
+        all orders of writing the tokens, at most 8 of them.
+      temperature: above 0; 1 leaves the probabilities as the model has them.
+      task: name of a task, whose temperature is in `calibration`.
+      calibration: a file that ``python -m dlm_jax.evaluate --fit`` wrote, or temperatures by task.
+      num_draws: combinations that are drawn of each prompt, where they are not enumerated.
+      batch_size: rows that run at once, at most; programs have a power of two of them.
+      seed: random seed of the draws.
+
+    Raises:
+      ValueError: empty or equal labels, a prompt with a label that exceeds the canvas, or a setting
+        out of range.
+    """
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not texts:
+        raise SettingError("prompts", UNSET, "are none", "give at least one")
+    several = _each(choices, len(texts))
+    heat = _temperature(model, temperature, task, calibration, order)
+    asked = []
+    for place, (text, own) in enumerate(zip(texts, several, strict=True)):
+        try:
+            asked.append(question(model, text, own))
+        except SettingError as error:
+            where = f"prompt {place}: " if len(texts) > 1 else ""
+            raise SettingError(
+                error.name, error.value, error.why, f"{where}{error.remedy}", error.others
+            ) from None
+    return answers(
+        model, asked, order=order, temperature=heat, num_draws=num_draws, batch_size=batch_size,
+        seed=seed,
+    )  # fmt: skip
+
+
+class Question(NamedTuple):
+    """A prompt with its slots, as ids.
+
+    Attributes:
+      choices: the labels of each slot by name, in the order of the prompt.
+      labels: the ids of each label of each slot.
+      parts: the given ids before, between and behind the slots.
+    """
+
+    choices: Mapping[str, tuple[str, ...]]
+    labels: Sequence[Sequence[np.ndarray]]
+    parts: Sequence[np.ndarray]
+
+    @property
+    def num_joint(self) -> int:
+        return math.prod(map(len, self.labels))
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the longest labels of all slots together."""
+        return sum(max(map(len, own)) for own in self.labels)
+
+    def row(self, tokens: Sequence[np.ndarray], slot: int | None = None) -> Row:
+        """The row with these tokens in the slots; the places are those of all slots, or of one."""
+        pieces, places, at = [self.parts[0]], [], len(self.parts[0])
+        for number, (own, part) in enumerate(zip(tokens, self.parts[1:], strict=True)):
+            if slot in (None, number):
+                places += range(at, at + len(own))
+            pieces += [own, part]
+            at += len(own) + len(part)
+        return Row(np.concatenate(pieces).astype(np.int32), places)
+
+
+def question(model: Model, prompt: str | np.ndarray, choices: Choices) -> Question:
+    """A prompt, as text or ids, with its choices, checked.
+
+    Args:
+      model: whose tokenizer and canvas they are for.
+      prompt: ids have one slot, behind them.
+      choices: as in `decide`.
+    """
+    encode = model.tokenizer.encode
+    if not isinstance(choices, Mapping):
+        given = prompt if isinstance(prompt, np.ndarray) else encode(_text("prompt", prompt))
+        parts, named = [given, encode("")], {"": choices}
+    elif isinstance(prompt, np.ndarray):
+        raise SettingError("choices", UNSET, "have names, and ids have one slot", "give a list")
+    else:
+        parts, named = _slots(model, _text("prompt", prompt), choices)
+    known = {name: _checked(name, labels) for name, labels in named.items()}
+    ids = [_ids(model, name, labels) for name, labels in known.items()]
+    made = Question(known, ids, parts)
+    length = sum(map(len, parts)) + made.num_tokens
+    if length > model.max_length:
+        raise SettingError(
+            "prompt", UNSET, f"with its labels has {length} tokens, and the canvas of the model "
+            f"holds {model.max_length}", "shorten it",
+        )  # fmt: skip
+    sees_behind = not model.is_causal and not model.network.block_length
+    if not sees_behind and any(len(part) for part in parts[1:]):
+        raise SettingError(
+            "prompt", UNSET, "has text behind a slot, which a causal or block-causal model does "
+            "not see", "put one slot at its end",
+        )  # fmt: skip
+    return made
+
+
+def answers(
+    model: Model,
+    asked: Sequence[Question],
+    *,
+    order: str = "left_to_right",
+    temperature: float = 1.0,
+    num_draws: int = 256,
+    batch_size: int = 32,
+    seed: int = 0,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> list[Decision]:
+    """The decision of each question; arguments as for `decide`.
+
+    Where `goes_on` is false before a batch, the rest is left undone, and `Stopped` is raised.
+    """
+    _check(model, asked, order, temperature, num_draws)
+    check_sizes(num_draws=num_draws, batch_size=batch_size, seed=seed)
+
+    def read(rows: Sequence[Row]) -> np.ndarray:
+        return logprobs(model, rows, order=order, batch_size=batch_size, goes_on=goes_on)
+
+    mask_id = model.tokenizer.mask_id
+    combined = [
+        list(itertools.product(*one.labels)) if one.num_joint <= MOST_JOINT else [] for one in asked
+    ]
+    rows = [one.row(tokens) for one, all_ in zip(asked, combined, strict=True) for tokens in all_]
+    found = read(rows) if rows else np.zeros(0)
+    ends = np.cumsum(list(map(len, combined)))
+    made = []
+    for place, (one, own) in enumerate(zip(asked, np.split(found, ends[:-1]), strict=True)):
+        if not own.size:
+            rng = np.random.default_rng((seed, place))
+            made.append(_drawn(one, read, rng, temperature, num_draws, mask_id))
+            continue
+        names = tuple(itertools.product(*one.choices.values()))
+        shares = _softmax(own / temperature)
+        made.append(Decision(one.choices, names, own, shares, 0, np.zeros(len(own))))
+    return made
+
+
+def _drawn(
+    asked: Question, read: Callable[[Sequence[Row]], np.ndarray], rng: np.random.Generator,
+    temperature: float, num_draws: int, mask_id: int,
+) -> Decision:  # fmt: skip
+    """A decision from drawn combinations: their lengths first, then the labels of each slot."""
+    chosen = np.zeros((num_draws, len(asked.labels)), int)
+    weight, told = np.zeros(num_draws), np.zeros(num_draws)
+    sizes = [np.array(list(map(len, own))) for own in asked.labels]
+    # A length is drawn by how many labels have it, and the weight makes up for it.
+    length = np.stack([rng.choice(size, num_draws) for size in sizes], axis=1)
+    for slot, size in enumerate(sizes):
+        weight -= np.log((size[None] == length[:, slot, None]).mean(axis=1))
+    for slot, own in enumerate(asked.labels):
+        keys = np.concatenate([length, chosen[:, :slot]], axis=1)
+        states, state = np.unique(keys, axis=0, return_inverse=True)
+        rows, cuts = [], []
+        for key in states:
+            before = [asked.labels[i][int(key[len(sizes) + i])] for i in range(slot)]
+            after = [np.full(n, mask_id) for n in key[slot + 1 : len(sizes)]]
+            fits = np.flatnonzero(sizes[slot] == key[slot])
+            rows += [asked.row([*before, own[int(k)], *after], slot) for k in fits]
+            cuts.append(fits)
+        ends = np.cumsum(list(map(len, cuts)))
+        scores = np.split(read(rows), ends[:-1])
+        for place, at in enumerate(state.reshape(-1)):
+            heated = scores[at] / temperature
+            share = _softmax(heated)
+            is_finite = bool(np.isfinite(share).all())
+            drawn = rng.choice(len(share), p=share if is_finite else None)
+            chosen[place, slot] = cuts[at][drawn]
+            weight[place] += _logsumexp(heated)
+            told[place] += scores[at][drawn]
+    shares = _softmax(weight)
+    unique, first, which = np.unique(chosen, axis=0, return_index=True, return_inverse=True)
+    names = list(asked.choices.values())
+    return Decision(
+        asked.choices,
+        tuple(tuple(own[k] for own, k in zip(names, one, strict=True)) for one in unique),
+        told[first],
+        np.bincount(which.reshape(-1), shares),
+        num_draws,
+        np.bincount(which.reshape(-1), shares**2),
+    )
+
+
+class Stopped(Exception):
+    """Nobody waits for the rest any more."""
+
+
+def logprobs(
+    model: Model,
+    rows: Sequence[Row],
+    *,
+    order: str = "left_to_right",
+    batch_size: int = 32,
+    num_rows: int | None = None,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> np.ndarray:
+    """Log-probability in nats of the tokens at the places of each row, float64 ``[N]``.
+
+    With ``left_to_right`` they are written in that order. With ``mean`` it is the log of the mean
+    over all orders, from ``2^n - 1`` canvases. Equal canvases run once.
+
+    Args:
+      model: the model.
+      rows: the rows.
+      order: one of `ORDERS`.
+      batch_size: rows that run at once, at most.
+      num_rows: rows of every program; None: the power of two that suffices, up to `batch_size`.
+      goes_on: as in `answers`.
+    """
+    mask_id = model.tokenizer.mask_id
+    canvases = _Canvases()
+    if order == "left_to_right":
+        asked = [_in_order(row, mask_id, canvases) for row in rows]
+        value = canvases.run(model, batch_size, num_rows, goes_on)
+        return np.array([value[own].sum() for own in asked])
+    every = [_in_all_orders(row, mask_id, canvases) for row in rows]
+    value = canvases.run(model, batch_size, num_rows, goes_on)
+    return np.array([_mean_over_orders(value[own]) for own in every])
+
+
+def _in_order(row: Row, mask_id: int, canvases: _Canvases) -> list[int]:
+    """The numbers of the reads of a row, one for each place."""
+    places = np.asarray(row.places)
+    found = []
+    for count, place in enumerate(places):
+        shown = row.ids.copy()
+        shown[places[count:]] = mask_id
+        found.append(canvases.read(shown, int(place), int(row.ids[place])))
+    return found
+
+
+def _in_all_orders(row: Row, mask_id: int, canvases: _Canvases) -> np.ndarray:
+    """The numbers of the reads ``[2^n - 1, n]`` of each place, beside each set of places.
+
+    Bit i of a set says that the place i is written; 0 stands where it is, and is not read.
+    """
+    places = np.asarray(row.places)
+    found = np.zeros((2 ** len(places) - 1, len(places)), int)
+    for number in range(len(found)):
+        is_hole = (number >> np.arange(len(places))) % 2 == 0
+        shown = row.ids.copy()
+        shown[places[is_hole]] = mask_id
+        for i in np.flatnonzero(is_hole):
+            found[number, i] = canvases.read(shown, int(places[i]), int(row.ids[places[i]]))
+    return found
+
+
+def _mean_over_orders(values_SN: np.ndarray) -> float:
+    """Log of the mean over the orders, from `_in_all_orders`: by the set that is written last."""
+    num = values_SN.shape[1]
+    reached = np.full(2**num, -np.inf)
+    reached[0] = 0.0
+    for written in range(2**num - 1):
+        holes = [i for i in range(num) if not written >> i & 1]
+        for i in holes:
+            step = reached[written] + values_SN[written, i] - math.log(len(holes))
+            reached[written | 1 << i] = np.logaddexp(reached[written | 1 << i], step)
+    return float(reached[-1])
+
+
+class _Canvases:
+    """Canvases to run, and the tokens to read from each."""
+
+    def __init__(self) -> None:
+        self._tokens: list[np.ndarray] = []
+        self._wanted: list[dict[int, dict[int, int]]] = []
+        self._known: dict[bytes, int] = {}
+        self._reads: dict[tuple[int, int, int], int] = {}
+
+    def read(self, shown: np.ndarray, place: int, id_: int) -> int:
+        """The number of the log-probability of an id at a place of a canvas."""
+        number = self._known.setdefault(shown.tobytes(), len(self._tokens))
+        if number == len(self._tokens):
+            self._tokens.append(shown)
+            self._wanted.append({})
+        ids = self._wanted[number].setdefault(place, {})
+        column = ids.setdefault(id_, len(ids))
+        at = number, list(self._wanted[number]).index(place), column
+        return self._reads.setdefault(at, len(self._reads))
+
+    def run(
+        self, model: Model, batch_size: int, num_rows: int | None, goes_on: Callable[[], bool]
+    ) -> np.ndarray:
+        """All log-probabilities by their numbers, float64 ``[N]``."""
+        num_places = _power_of_two(max(map(len, self._wanted)))
+        num_ids = _power_of_two(max(len(ids) for own in self._wanted for ids in own.values()), 4)
+        found = np.zeros((len(self._tokens), num_places, num_ids))
+        run = compiled(
+            _read, model.network, model.compiler_options, mask_id=model.tokenizer.mask_id
+        )
+        for places, size, count in self._batches(batch_size, num_rows):
+            if not goes_on():
+                raise Stopped
+            arrays = self._arrays(places, (count, size, num_places, num_ids), model)
+            made = jax.device_get(run(model.params, *arrays))
+            found[places] = np.moveaxis(made, 0, 1)[: len(places)]
+        return found[tuple(np.array(list(self._reads)).T)]
+
+    def _batches(
+        self, batch_size: int, num_rows: int | None
+    ) -> Iterator[tuple[list[int], int, int]]:
+        """Canvases that run together, the size that they are padded to, and rows of the program."""
+        sizes: dict[int, list[int]] = {}
+        for number, tokens in enumerate(self._tokens):
+            sizes.setdefault(canvas_size(tokens.size, is_shared=True), []).append(number)
+        for size, numbers in sorted(sizes.items()):
+            count = num_rows or min(batch_size, _power_of_two(len(numbers)))
+            for first in range(0, len(numbers), count):
+                yield numbers[first : first + count], size, count
+
+    def _arrays(
+        self, numbers: Sequence[int], shape: tuple[int, int, int, int], model: Model
+    ) -> tuple[np.ndarray, ...]:
+        count, size, num_places, num_ids = shape
+        tokens = np.full((count, size), model.tokenizer.pad_id, np.int32)
+        length, place = np.ones(count, np.int32), np.zeros((num_places, count), np.int32)
+        ids = np.zeros((num_places, count, num_ids), np.int32)
+        for row, number in enumerate(numbers):
+            own = self._tokens[number]
+            tokens[row, : own.size], length[row] = own, own.size
+            for p, (at, wanted) in enumerate(self._wanted[number].items()):
+                place[p, row], ids[p, row, : len(wanted)] = at, list(wanted)
+        return tokens, length, place, ids
+
+
+def _read(
+    network: Network, params: Params, tokens_BL: jax.Array, length_B: jax.Array,
+    place_PB: jax.Array, ids_PBK: jax.Array, *, mask_id: int,
+) -> jax.Array:  # fmt: skip
+    """Log-probability in nats of ids at places, ``[P, B, K]``; as in losses, MASK has none."""
+    hidden_BLD = positions.hidden(network, params, tokens_BL, length_B)
+
+    def at(asked: tuple[jax.Array, jax.Array]) -> jax.Array:
+        place_B, ids_BK = asked
+        hidden_BD = jnp.take_along_axis(hidden_BLD, place_B[:, None, None], axis=1)[:, 0]
+        logits_BV = positions.logits(network, params, hidden_BD)
+        is_mask_1V = jnp.arange(logits_BV.shape[1])[None] == mask_id
+        logits_BV = jnp.where(is_mask_1V, -jnp.inf, logits_BV)
+        norm_B1 = jax.nn.logsumexp(logits_BV, axis=1, keepdims=True)
+        return jnp.take_along_axis(logits_BV, ids_BK, axis=1) - norm_B1
+
+    return jax.lax.map(at, (place_PB, ids_PBK))
+
+
+def calibrate(logprobs: Sequence[np.ndarray], right: Sequence[int]) -> float:
+    """The temperature with the least negative log-likelihood of the right labels, in [0.01, 100].
+
+    That is convex in its inverse (Guo et al. 2017, On calibration of modern neural networks, 4.2).
+
+    Args:
+      logprobs: of the labels of each line (`Decision.logprobs`).
+      right: the index of the right label of each line.
+    """
+
+    def cost(log_temperature: float) -> float:
+        heat = math.exp(log_temperature)
+        return nll([_softmax(own / heat) for own in logprobs], right)
+
+    bounds = (math.log(0.01), math.log(100.0))
+    found: Any = minimize_scalar(cost, bounds=bounds, method="bounded", options={"xatol": 1e-6})
+    return math.exp(found.x)
+
+
+def nll(probabilities: Sequence[np.ndarray], right: Sequence[int]) -> float:
+    """The mean negative log-probability of the right labels, nats per line."""
+    chosen = np.array([own[k] for own, k in zip(probabilities, right, strict=True)])
+    return float(-np.log(np.maximum(chosen, np.finfo(np.float64).tiny)).mean())
+
+
+def expected_calibration_error(
+    probabilities: Sequence[np.ndarray], right: Sequence[int], *, num_bins: int = 15
+) -> float:
+    """How far the confidence in the most likely label is from its accuracy, in [0, 1].
+
+    The lines are sorted into bins of equal width by that confidence, ``((b - 1) / n, b / n]``; it
+    is the mean difference of a bin, weighted by its lines (Guo et al. 2017, equation 3).
+    """
+    sure = np.array([own.max() for own in probabilities])
+    hit = np.array([own.argmax() == k for own, k in zip(probabilities, right, strict=True)])
+    which = np.ceil(sure * num_bins).astype(int)
+    gaps = [abs((hit[which == b] - sure[which == b]).sum()) for b in np.unique(which)]
+    return float(sum(gaps) / len(sure))
+
+
+def write_calibration(
+    path: str | os.PathLike[str], model: Model, task: str, **facts: str | float
+) -> None:
+    """Adds a task to a file of temperatures, or replaces it there.
+
+    Args:
+      path: JSON; made if it does not exist.
+      model: whose temperatures the file holds.
+      task: its name.
+      facts: of the task: ``temperature``, ``order`` and what else there is to know.
+    """
+    tasks = _calibrated(path, model) if Path(path).exists() else {}
+    told = {"vocabulary": model.vocabulary, "tasks": {**tasks, task: facts}}
+    with replacing(path) as file:
+        file.write((json.dumps(told, indent=1) + "\n").encode())
+
+
+def read_calibration(
+    path: str | os.PathLike[str], model: Model, *, order: str | None = None
+) -> dict[str, float]:
+    """The temperatures of a file by task.
+
+    Args:
+      path: a file of `write_calibration`.
+      model: whose they must be, by its vocabulary.
+      order: only those that were fitted with it; None: all.
+    """
+    tasks = _calibrated(path, model)
+    return {
+        name: float(facts["temperature"])
+        for name, facts in tasks.items()
+        if order in (None, facts["order"])
+    }
+
+
+def _calibrated(path: str | os.PathLike[str], model: Model) -> dict[str, dict[str, Any]]:
+    try:
+        told = json.loads(Path(path).read_text(encoding="utf-8"))
+        vocabulary, tasks = told["vocabulary"], dict(told["tasks"])
+        for facts in tasks.values():
+            _checked_temperature(facts["temperature"])
+            if facts["order"] not in ORDERS:
+                raise ValueError(f"order={brief(facts['order'])} is unknown")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"is no calibration ({error})"
+        raise SettingError("calibration", str(path), str(why), "make it with --fit") from None
+    if vocabulary != model.vocabulary:
+        raise SettingError("calibration", str(path), "is that of another model", "fit it again")
+    return tasks
+
+
+def _temperature(
+    model: Model, temperature: float, task: str | None,
+    calibration: str | os.PathLike[str] | Mapping[str, float] | None, order: str,
+) -> float:  # fmt: skip
+    if (task is None) != (calibration is None):
+        raise SettingError("task", task, "and calibration go together", "give both, or neither")
+    if task is None or calibration is None:
+        return temperature
+    if temperature != 1.0:
+        raise SettingError("temperature", temperature, "is that of the task", "drop one of them")
+    if not isinstance(calibration, Mapping):
+        calibration = read_calibration(calibration, model, order=order)
+    return temperature_of(task, calibration)
+
+
+def temperature_of(task: str, calibration: Mapping[str, float]) -> float:
+    if task not in calibration:
+        known = ", ".join(sorted(calibration)) or "none"
+        raise SettingError("task", task, "has no temperature of this order", f"known: {known}")
+    return calibration[task]
+
+
+def _checked_temperature(temperature: Any) -> None:
+    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if not is_number or not 0 < temperature < math.inf:
+        raise SettingError("temperature", temperature, "is not a number above 0", "use 1.0")
+
+
+def _check(
+    model: Model, asked: Sequence[Question], order: str, temperature: float, num_draws: int
+) -> None:
+    if model.network.scorer is not None:
+        raise ValueError(
+            "the model is a sequence scorer, which has no likelihood; load a language model"
+        )
+    _checked_temperature(temperature)
+    if order not in ORDERS:
+        raise SettingError("order", order, "is unknown", f"use {' or '.join(ORDERS)}")
+    if num_draws < 2:
+        raise SettingError("num_draws", num_draws, "must be at least 2")
+    if order == "left_to_right":
+        return
+    if model.is_causal:
+        raise SettingError("order", order, "is not that of a causal model", "use left_to_right")
+    for one in asked:
+        if one.num_tokens > MOST_ORDERED or one.num_joint > MOST_JOINT:
+            raise SettingError(
+                "order", order, f"is for {MOST_ORDERED} tokens and {MOST_JOINT} combinations, and "
+                f"the labels have {one.num_tokens} and {one.num_joint}", "use left_to_right",
+            )  # fmt: skip
+
+
+def _each(choices: Choices | Sequence[Choices], count: int) -> list[Choices]:
+    """The choices of each prompt."""
+    if isinstance(choices, str) or not isinstance(choices, Mapping | Sequence):
+        raise SettingError("choices", choices, "are no list of labels", "give two at least")
+    are_several = not isinstance(choices, Mapping) and any(
+        isinstance(one, Sequence | Mapping) and not isinstance(one, str) for one in choices
+    )
+    if not are_several:
+        return [choices] * count  # type: ignore[list-item]
+    if len(choices) != count:
+        raise SettingError("choices", UNSET, f"are {len(choices)} lists for {count} prompts")
+    return list(choices)  # type: ignore[arg-type]
+
+
+def _text(name: str, text: Any) -> str:
+    if not isinstance(text, str):
+        raise SettingError(name, text, "is not a text", "use a string")
+    return text
+
+
+def _slots(
+    model: Model, prompt: str, choices: Mapping[str, Labels]
+) -> tuple[list[np.ndarray], dict[str, Labels]]:
+    """The given ids around the slots, and the choices in the order of the prompt."""
+    names = [marker[1] for marker in SLOT.finditer(prompt)]
+    for name in (*names, *choices):
+        if names.count(name) != 1 or name not in choices:
+            raise SettingError(
+                "choices", UNSET, f"and prompt do not agree about the slot {name!r}",
+                f"write <slot:{name}> once, and give its labels",
+            )  # fmt: skip
+    if not names:
+        raise SettingError("choices", UNSET, "name no slot", "give a list of labels")
+    pieces = SLOT.split(prompt)[::2]
+    return [model.tokenizer.encode(text) for text in pieces], {n: choices[n] for n in names}
+
+
+def _checked(slot: str, labels: Any) -> tuple[str, ...]:
+    where = f" of {slot!r}" if slot else ""
+    if isinstance(labels, str) or not isinstance(labels, Sequence):
+        raise SettingError("choices", labels, f"{where[1:]} is no list of labels".lstrip())
+    found = []
+    for label in labels:
+        is_int = isinstance(label, int) and not isinstance(label, bool)
+        if not is_int and (not isinstance(label, str) or not label):
+            why = "holds an empty label" if label == "" else "holds what is no text"
+            raise SettingError("choices", list(labels), f"{where[1:]} {why}".lstrip(), "drop it")
+        if str(label) in found:
+            why = f"{where[1:]} holds {brief(str(label))} twice".lstrip()
+            raise SettingError("choices", list(labels), why, "keep one")
+        found.append(str(label))
+    if len(found) < 2:
+        raise SettingError("choices", found, f"{where[1:]} has no two labels".lstrip(), "add some")
+    return tuple(found)
+
+
+def _ids(model: Model, slot: str, labels: Sequence[str]) -> list[np.ndarray]:
+    known: dict[bytes, str] = {}
+    made = []
+    for label in labels:
+        try:
+            ids = model.tokenizer.encode(label)
+        except ValueError as error:
+            raise SettingError("choices", label, f"cannot be written: {error}") from None
+        other = known.setdefault(ids.tobytes(), label)
+        if other != label or not ids.size:
+            why = f"has the tokens of {brief(other)}" if ids.size else "has no token"
+            raise SettingError("choices", label, why, "drop it")
+        made.append(ids)
+    return made
+
+
+def _number(label: str) -> float:
+    try:
+        return float(label)
+    except ValueError:
+        raise SettingError(
+            "choices", label, "is no number, which a scale has", "give values"
+        ) from None
+
+
+def _softmax(x: np.ndarray) -> np.ndarray:
+    return np.exp(x - _logsumexp(x))
+
+
+def _logsumexp(x: np.ndarray) -> float:
+    top = x.max()
+    return float(top + np.log(np.exp(x - top).sum()))
+
+
+def _power_of_two(count: int, least: int = 1) -> int:
+    return max(least, 1 << (count - 1).bit_length())

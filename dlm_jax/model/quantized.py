@@ -1,0 +1,137 @@
+"""Matrices of the blocks as whole numbers of 8 bits, for sampling and scoring.
+
+Each output channel of a matrix has a scale, its largest magnitude over 127 (symmetric, round to
+nearest). ``int8`` multiplies activations of the compute dtype by these numbers. ``int8_dynamic``
+rounds every input vector to 8 bits too, by its own largest magnitude, and multiplies whole numbers
+(LLM.int8(), Dettmers et al. 2022, without outliers). Embeddings, the LM head, norms, biases and the
+other heads stay as they are: on the shipped model, embeddings in 8 bits would raise the bound by
+half as much again as all matrices of the blocks do (0.06% and 0.13%).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dlm_jax.distributed.partitions import path_name
+from dlm_jax.model.kernels import cpu
+from dlm_jax.pytree import pytree
+from dlm_jax.settings import SettingError, nearest
+from dlm_jax.types import Params
+
+KINDS = ("int8", "int8_dynamic")
+"""Values of ``quantize``: weights alone, or weights and the inputs of their products."""
+
+_MOST = 127
+
+_MATRICES = r"(^|/)(dense_)?blocks/(attention|mlp)/(query|key|value|out|gate|up|down)/kernel$"
+_KEPT = r"(^|/)(embedding$|head/kernel$|(\w+_)?norm/|\w+_head/)|/bias$"
+
+
+@pytree
+class Quantized:
+    """A matrix ``[..., D, F]``, or a stack of them, as ``values * scales``.
+
+    Attributes:
+      values: int8 ``[..., D, F]``, in [-127, 127].
+      scales: float32 ``[..., F]``.
+      is_dynamic: whether its inputs are rounded to int8 as well.
+    """
+
+    values: Any
+    scales: Any
+    is_dynamic: bool = field(default=False, metadata={"static": True})
+
+
+def quantized_kernel(kernel: jax.Array, is_dynamic: bool = False) -> Quantized:
+    """A float matrix, or a stack, in 8 bits; each number is off by at most half its scale."""
+    most = jnp.max(jnp.abs(kernel.astype(jnp.float32)), axis=-2)
+    scales = jnp.where(most > 0, most / _MOST, 1.0)
+    values = jnp.round(kernel.astype(jnp.float32) / scales[..., None, :])
+    return Quantized(values.astype(jnp.int8), scales, is_dynamic)
+
+
+def product(x: jax.Array, kernel: jax.Array | Quantized) -> jax.Array:
+    """``x @ kernel`` in the dtype of `x`, shape ``[..., F]``."""
+    if not isinstance(kernel, Quantized):
+        return cpu.linear(x, kernel.astype(x.dtype))
+    lead = (1,) * (x.ndim - 1)
+    scales = kernel.scales.reshape(*lead, -1)
+    if not kernel.is_dynamic:
+        y = _sum_of_products(x, kernel.values.astype(x.dtype), jnp.float32)
+        return (y * scales).astype(x.dtype)
+    x32 = x.astype(jnp.float32)
+    most = jnp.max(jnp.abs(x32), axis=-1, keepdims=True)
+    size = jnp.where(most > 0, most / _MOST, 1.0)
+    whole = jnp.round(x32 / size).astype(jnp.int8)
+    y = _sum_of_products(whole, kernel.values, jnp.int32)
+    return (y.astype(jnp.float32) * size * scales).astype(x.dtype)
+
+
+def _sum_of_products(x: jax.Array, kernel_DF: jax.Array, dtype: Any) -> jax.Array:
+    return jax.lax.dot_general(
+        x, kernel_DF, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=dtype
+    )
+
+
+def check_kind(kind: str) -> None:
+    """Raises SettingError for a value that is not one of `KINDS`."""
+    if kind not in KINDS:
+        raise SettingError("quantize", kind, "is unknown", nearest(kind, KINDS))
+
+
+def quantizer(kind: str) -> Callable[[str, Any], Any]:
+    """``(path, parameter) -> parameter``, in 8 bits if it is a matrix of a block.
+
+    Raises:
+      SettingError: there is no rule for a parameter; the message names it.
+    """
+    check_kind(kind)
+
+    def of_leaf(path: str, leaf: Any) -> Any:
+        if re.search(_MATRICES, path):
+            return _in_place(leaf, kind == "int8_dynamic")
+        if re.search(_KEPT, path):
+            return leaf
+        raise SettingError(
+            "quantize", kind, f"has no rule for the parameter {path!r}",
+            "leave it out, or quantise a model without experts",
+        )  # fmt: skip
+
+    return of_leaf
+
+
+def _in_place(kernel: Any, is_dynamic: bool) -> Quantized:
+    """The matrix in 8 bits on the devices of the float one; a shape for a shape."""
+    make = functools.partial(quantized_kernel, is_dynamic=is_dynamic)
+    values = channels = kernel.sharding
+    if isinstance(values, NamedSharding):
+        spec = (*values.spec, *[None] * (kernel.ndim - len(values.spec)))
+        channels = NamedSharding(values.mesh, P(*spec[:-2], spec[-1]))
+    if isinstance(kernel, jax.Array):
+        return jax.jit(make, out_shardings=Quantized(values, channels, is_dynamic))(kernel)
+    shape = jax.eval_shape(make, kernel)
+    return Quantized(
+        shape.values.update(sharding=values), shape.scales.update(sharding=channels), is_dynamic
+    )
+
+
+def is_quantized(params: Params) -> bool:
+    leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Quantized))
+    return any(isinstance(leaf, Quantized) for leaf in leaves)
+
+
+def quantized(params: Params, kind: str) -> Params:
+    """All parameters with the matrices of the blocks in 8 bits; arrays or their shapes."""
+    of_leaf = quantizer(kind)
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, leaf: of_leaf(path_name(keys), leaf), params
+    )

@@ -1,0 +1,198 @@
+"""DiffusionGemma: a canvas of uniform noise behind a text, sliding and full layers, experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dlm_jax.config import ModelConfig
+from dlm_jax.published.family import DENSE, Family, Fields, Source
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_EVERY = 6
+_THETAS = {_SLIDING: 1e4, _FULL: 1e6}
+_SHARE = 0.25
+
+
+def _read(fields: Fields) -> ModelConfig:
+    fields.must(
+        hidden_activation="gelu_pytorch_tanh", attention_bias=False, tie_word_embeddings=True,
+        use_bidirectional_attention="vision",
+    )  # fmt: skip
+    depth, heads = fields.take("num_hidden_layers", int), fields.take("num_attention_heads", int)
+    default = [_FULL if (at + 1) % _EVERY == 0 else _SLIDING for at in range(depth)]
+    kinds = fields.take("layer_types", list, default)
+    every = kinds.index(_FULL) + 1 if _FULL in kinds else 0
+    if every < 2 or depth % every or kinds != [*[_SLIDING] * (every - 1), _FULL] * (depth // every):
+        raise fields.refuse(
+            "layer_types", kinds, "is not implemented; only equal groups of sliding layers and a "
+            "full one are"
+        )  # fmt: skip
+    head_size, groups = fields.take("head_dim", int), fields.take("num_key_value_heads", int)
+    full_size, full_groups = _read_full(fields, kinds, groups)
+    rope = fields.take("rope_parameters", dict, {})
+    turns = {kind: _read_rope(fields, rope, kind) for kind in (_SLIDING, _FULL)}
+    return ModelConfig(
+        depth=depth,
+        width=fields.take("hidden_size", int),
+        heads=heads,
+        kv_heads=groups,
+        head_size=head_size,
+        mlp_width=fields.take("intermediate_size", int),
+        activation="geglu",
+        norm_epsilon=fields.take("rms_norm_eps", float, 1e-6),
+        vocab_size=fields.take("vocab_size", int),
+        rope_theta=turns[_SLIDING][0],
+        full_rope_theta=turns[_FULL][0],
+        full_rotary_share=turns[_FULL][1],
+        attention_type="canvas",
+        block_length=fields.take("canvas_length", int, 256),
+        attention_window=fields.take("sliding_window", int, 512),
+        full_every=every,
+        full_head_size=full_size,
+        full_kv_heads=full_groups,
+        full_value_from_key=True,
+        attention_scale=1.0,
+        qk_norm=True,
+        value_norm=True,
+        post_norms=True,
+        layer_scales=True,
+        embedding_scaled=True,
+        tied_head=True,
+        logit_cap=fields.take("final_logit_softcapping", float, 30.0),
+        self_conditioning=True,
+        experts=fields.take("num_experts", int),
+        experts_per_token=fields.take("top_k_experts", int),
+        expert_width=fields.take("moe_intermediate_size", int),
+        experts_beside=True,
+        router_scales=True,
+        router_normalised=True,
+    )
+
+
+def _read_full(fields: Fields, kinds: list[str], groups: int) -> tuple[int, int]:
+    """Head size and key/value heads of the full layers, from either form of the file."""
+    size = fields.take("global_head_dim", int, 512)
+    found = {
+        "head_dim": size,
+        "num_key_value_heads": fields.take("num_global_key_value_heads", int, groups),
+    }
+    said = fields.take("per_layer_config", dict, {})
+    full = {str(at) for at, kind in enumerate(kinds) if kind == _FULL}
+    if not said:
+        return found["head_dim"], found["num_key_value_heads"]
+    same = next(iter(said.values()))
+    if said != dict.fromkeys(full, same) or not isinstance(same, dict) or set(same) - set(found):
+        raise fields.refuse(
+            "per_layer_config", said, "is not implemented; only one for all full layers is"
+        )
+    inner = Fields(same, f"{fields.where}: per_layer_config")
+    return inner.take("head_dim", int, size), inner.take("num_key_value_heads", int, groups)
+
+
+def _read_rope(fields: Fields, said: dict[str, Any], kind: str) -> tuple[float, float]:
+    """Base and share of the turned pairs of the layers of a kind."""
+    is_full, given = kind == _FULL, said.get(kind)
+    if given is None:
+        return _THETAS[kind], _SHARE if is_full else 1.0
+    inner = Fields(given, f"{fields.where}: rope_parameters of {kind}")
+    inner.must(rope_type="proportional" if is_full else "default", factor=1.0)
+    if not is_full:
+        inner.must(partial_rotary_factor=(1, 1.0))
+    theta = inner.take("rope_theta", float, _THETAS[kind])
+    share = inner.take("partial_rotary_factor", float, 1.0)
+    inner.finish()
+    return theta, share
+
+
+def _write(model: ModelConfig) -> dict[str, Any]:
+    if not model.full_every:
+        raise ValueError("this family has groups of sliding and full layers")
+    return {
+        "attention_bias": False, "attention_dropout": 0.0, "canvas_length": model.block_length,
+        "final_logit_softcapping": model.logit_cap,
+        "global_head_dim": model.full_head_size or model.size_of_head,
+        "head_dim": model.size_of_head, "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": model.width, "intermediate_size": model.mlp_width,
+        "layer_types": [
+            _FULL if at in model.layers["full_blocks"] else _SLIDING for at in range(model.depth)
+        ],
+        "moe_intermediate_size": model.expert_width, "num_attention_heads": model.heads,
+        "num_experts": model.experts,
+        "num_global_key_value_heads": model.full_kv_heads or model.kv_heads or model.heads,
+        "num_hidden_layers": model.depth, "num_key_value_heads": model.kv_heads or model.heads,
+        "rms_norm_eps": model.norm_epsilon,
+        "rope_parameters": {
+            _SLIDING: {"rope_type": "default", "rope_theta": model.rope_theta},
+            _FULL: {
+                "rope_type": "proportional", "rope_theta": model.full_rope_theta,
+                "partial_rotary_factor": model.full_rotary_share,
+            },
+        },
+        "sliding_window": model.attention_window, "tie_word_embeddings": model.tied_head,
+        "top_k_experts": model.experts_per_token, "vocab_size": model.vocab_size,
+    }  # fmt: skip
+
+
+def _sources(model: ModelConfig) -> dict[str, Source]:
+    inner = model.expert_width
+    blocks: dict[str, Source] = {
+        "attention_norm/scale": "input_layernorm.weight",
+        "attention_out_norm/scale": "post_attention_layernorm.weight",
+        "mlp_norm/scale": "pre_feedforward_layernorm.weight",
+        "mlp_out_norm/scale": "post_feedforward_layernorm.weight",
+        "dense_out_norm/scale": "post_feedforward_layernorm_1.weight",
+        "experts_norm/scale": "pre_feedforward_layernorm_2.weight",
+        "experts_out_norm/scale": "post_feedforward_layernorm_2.weight",
+        "attention/query/kernel": "self_attn.q_proj.weight",
+        "attention/key/kernel": "self_attn.k_proj.weight",
+        "attention/value/kernel": "self_attn.v_proj.weight",
+        "attention/out/kernel": "self_attn.o_proj.weight",
+        "attention/query_norm/scale": "self_attn.q_norm.weight",
+        "attention/key_norm/scale": "self_attn.k_norm.weight",
+        "experts/router/kernel": "router.proj.weight",
+        "experts/router_scale": "router.scale",
+        "experts/output_scale": "router.per_expert_scale",
+        "experts/expert_gate": ("experts.gate_up_proj", (0, inner)),
+        "experts/expert_up": ("experts.gate_up_proj", (inner, 2 * inner)),
+        "experts/expert_down": "experts.down_proj",
+        "canvas_scale": "layer_scalar",
+    }
+    blocks |= DENSE
+    found: dict[str, Source] = {
+        "embedding": "model.decoder.embed_tokens.weight",
+        "norm/scale": "model.decoder.norm.weight",
+        "self_conditioning/norm/scale": "model.decoder.self_conditioning.pre_norm.weight",
+        "head/kernel": "lm_head.weight",
+    }
+    for part in ("gate", "up", "down"):
+        name = f"model.decoder.self_conditioning.{part}_proj.weight"
+        found[f"self_conditioning/mlp/{part}/kernel"] = name
+    for stack in ("blocks", "full_blocks"):
+        for path, source in blocks.items():
+            name, *rows = (source,) if isinstance(source, str) else source
+            name = f"model.decoder.layers.{{i}}.{name}"
+            found[f"{stack}/{path}"] = (name, rows[0]) if rows else name
+        found[f"{stack}/text_scale"] = "model.encoder.language_model.layers.{i}.layer_scalar"
+    return found
+
+
+DIFFUSION_GEMMA = Family(
+    name="diffusion_gemma",
+    architectures=("DiffusionGemmaForBlockDiffusion",),
+    model_type="diffusion_gemma",
+    read=_read,
+    write=_write,
+    sources=_sources,
+    mask_id=4,  # <mask> of its tokenizer, which the model itself does not use
+    idle=("boi_token_id", "eoi_token_id", "image_token_id", "vision_config"),
+    within="text_config",
+    generates_from_mask=False,
+    outside=("canvas_length", "tie_word_embeddings"),
+    other_names=(
+        # The tower that reads images.
+        (r"model\.encoder\.(vision_tower|embed_vision)\.", ""),
+        # The text and the canvas share all parameters but the scales of the layers.
+        (r"(model\.encoder\.language_model\.layers\.\d+\.layer_scalar)$", r"\1"),
+        (r"model\.encoder\.language_model\.", "model.decoder."),
+    ),
+)

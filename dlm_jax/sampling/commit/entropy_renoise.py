@@ -1,0 +1,92 @@
+"""DiffusionGemma's loop: what has little entropy is kept, and new noise replaces the rest."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, RuleMemory, Standing
+from dlm_jax.sampling.commit.posterior import Renewing
+from dlm_jax.sampling.commit.sure import EntropyBound
+from dlm_jax.sampling.draw import argmax
+from dlm_jax.settings import Setting, SettingError, per_row, rule
+
+RENOISE_STOP = Setting(
+    "renoise_stop", 0.005,
+    "order=entropy_renoise: a block ends when its likeliest tokens repeat and their mean entropy "
+    "is below this, in nats, >= 0", low=0.0, high=1e6, activates=False,
+)  # fmt: skip
+
+
+class Predicted(NamedTuple):
+    """The likeliest id of each position at the last two steps, int32 ``[B, L]``; -1: none."""
+
+    now_BL: jax.Array
+    before_BL: jax.Array
+
+
+@rule
+class EntropyRenoise(Renewing, EntropyBound):
+    """Accepts candidates as `EntropyBound` does, of all open positions, and renoises the others.
+
+    A block ends when the likeliest tokens repeat with little entropy, or with its steps; then each
+    position takes its likeliest token, whose log-probability is not kept (DiffusionGemma,
+    ``DiffusionGemmaForBlockDiffusion``). Probabilities are those of the draw: after temperature.
+    """
+
+    about = "all that have little entropy together; new noise replaces the rest at every step"
+
+    stop_B: jax.Array = per_row(RENOISE_STOP)
+
+    @classmethod
+    def check_model(cls, row: Any, facts: Any) -> None:
+        if facts.process is None or facts.process.is_masked:
+            raise SettingError(
+                "order", cls.name, "writes random tokens, and the model learned to fill MASK",
+                "use order='entropy_bound'",
+            )  # fmt: skip
+
+    def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:
+        none_BL = jnp.full((num_rows, num_positions), -1, jnp.int32)
+        return RuleMemory(Predicted(none_BL, none_BL), jnp.zeros(num_rows, bool))
+
+    def observe(
+        self,
+        kept: Any,
+        row_N: jax.Array,
+        logits_NV: jax.Array,
+        ids_N: jax.Array,
+        logprob_N: jax.Array,
+    ) -> tuple[Any, jax.Array]:
+        return Predicted(argmax(logits_NV), kept.now_BL), self.measure(logits_NV, logprob_N)
+
+    def begin(self, standing: Standing, key_B: jax.Array) -> jax.Array:
+        return standing.random_BL
+
+    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        return super().select(context, proposal) & ~self._is_final(context, proposal)[:, None]
+
+    def renewed(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        """The likeliest tokens where the block ends, new noise elsewhere."""
+        assert context.standing is not None, "the rule renews"
+        is_final_B1 = self._is_final(context, proposal)[:, None]
+        return jnp.where(is_final_B1, context.memory.places.now_BL, context.standing.random_BL)
+
+    def remember(
+        self, context: CommitContext, proposal: Proposal, is_committed_BL: jax.Array
+    ) -> Any:
+        return self._is_final(context, proposal)
+
+    def finished(self, memory: RuleMemory) -> jax.Array | None:
+        return memory.rows
+
+    def _is_final(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        """True ``[B]`` for rows whose block ends with this step."""
+        predicted, is_open_BL = context.memory.places, context.is_hole_BL
+        repeats_B = jnp.all((predicted.now_BL == predicted.before_BL) | ~is_open_BL, axis=1)
+        entropy_BL = jnp.where(is_open_BL, -proposal.confidence_BL, 0.0)
+        mean_B = jnp.sum(entropy_BL, axis=1) / jnp.maximum(jnp.sum(is_open_BL, axis=1), 1)
+        is_last_B = context.step_B + 1 >= context.steps_B
+        return is_last_B | (repeats_B & (mean_B < self.stop_B))

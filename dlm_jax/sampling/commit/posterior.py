@@ -1,0 +1,170 @@
+"""Sampling along a forward process whose noise is not MASK alone: every token may change.
+
+Step i of S goes from time ``t = a (1 - i/S)`` to ``s = a (1 - (i + 1)/S)``, with ``a = 1`` unless a
+draft is to be changed less. Each open position then draws ``z_s`` from ``q(z_s | z_t, x)`` with the
+predicted distribution of the token for x (Schiff et al. 2024, UDLM, equation 15; von Rutte et al.
+2025, GIDD, section 3.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from dlm_jax.sampling.commit.ancestral import NoiseSchedule
+from dlm_jax.sampling.commit.commit_rule import (
+    CommitContext,
+    CommitRule,
+    Proposal,
+    Standing,
+    uniform,
+)
+from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, fact, per_row, rule
+
+POSTERIOR_START = Setting(
+    "posterior_start", 1.0,
+    "order=posterior: time of the first step, in (0, 1]; below 1 a draft keeps most of its tokens",
+    low=ABOVE_ZERO, high=1.0, activates=False,
+)  # fmt: skip
+
+_NEEDS: dict[str, Any] = {
+    "fill": "parallel", "remask": "none", "cache": "none", "guidance": 0.0, "structure": "",
+}  # fmt: skip
+_KIND_SALT, _NOISE_SALT = 0x6B696E64, 0x6D61736B
+
+
+class NoiseProcess(Protocol):
+    """The forward process of the model's training; hashable.
+
+    Attributes:
+      is_masked: whether noise is MASK alone.
+    """
+
+    is_masked: ClassVar[bool]
+
+    def shares(self, level: jax.Array, /) -> Any:
+        """Shares that are ``clean``, ``mask`` and ``text`` at levels in [0, 1]."""
+        ...
+
+
+class Chances(NamedTuple):
+    """Unnormalised chances of a position's next token, float32 ``[B, L]``.
+
+    Attributes:
+      data: of a draw from the model's distribution.
+      noise: of new noise.
+      stay: of the token that stands there.
+    """
+
+    data: jax.Array
+    noise: jax.Array
+    stay: jax.Array
+
+
+class Renewing(CommitRule):
+    """A rule whose tokens may all change until the end of their block."""
+
+    renews = True
+
+    @classmethod
+    def check(cls, row: Any) -> None:
+        for name, value in _NEEDS.items():
+            given = getattr(row, name)
+            if given != value and (name, given) != ("fill", "auto"):
+                raise SettingError(
+                    name, given, f"does not go with order={cls.name!r}, as any token may change",
+                    f"use {name}={value!r}",
+                )  # fmt: skip
+        for name, is_on in (("edit", row.edits), ("renoise_start", row.renoises)):
+            if is_on:
+                raise SettingError(
+                    name, getattr(row, name), f"does not go with order={cls.name!r}",
+                    "leave it at its default",
+                )  # fmt: skip
+
+    def weighed(self, logits_NV: jax.Array, filtered: Callable[[], jax.Array]) -> jax.Array | None:
+        """The logits of the draw."""
+        return filtered()
+
+
+@rule
+class Posterior(Renewing):
+    """Draws every open position from the reverse step of the process, in three parts.
+
+    With ``r = alpha_t / alpha_s`` and ``c`` the noise of `dlm_jax.diffusion.processes`, the token
+    z that stands there stays with weight ``r (alpha_s p(z) + c_s(z))``. Else, with weight ``c_t(z)
+    - r c_s(z)``, it becomes a draw of the model with chance ``alpha_s``, or of the noise.
+    """
+
+    about = "as the noise process does, where any token may change until the end"
+
+    start_B: jax.Array = per_row(POSTERIOR_START)
+    process: NoiseProcess = fact("process")
+    schedule: NoiseSchedule = fact("noise")
+
+    def begin(self, standing: Standing, key_B: jax.Array) -> jax.Array:
+        """Noise of level 1 at every position."""
+        return self._noise(standing, key_B, jnp.ones_like(self.start_B))
+
+    def select(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        kind_BL = self._kind(context, proposal)
+        return context.is_hole_BL & (kind_BL == 0)
+
+    def renewed(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        """New noise, or the token that stands there."""
+        standing = context.standing
+        assert standing is not None, "the rule renews"
+        kind_BL = self._kind(context, proposal)
+        noise_BL = self._noise(standing, context.key_B, self._levels(context)[1])
+        return jnp.where(kind_BL == 1, noise_BL, standing.tokens_BL)
+
+    def chances(self, context: CommitContext, own_BL: jax.Array) -> Chances:
+        """The `Chances`, given the model's probability of the token that stands there."""
+        standing = context.standing
+        assert standing is not None, "the rule renews"
+        now, then = (
+            jax.tree.map(lambda x_B: x_B[:, None], self.process.shares(v_B))
+            for v_B in self._levels(context)
+        )
+        ratio_B1 = now.clean / jnp.maximum(then.clean, 1e-9)
+        number_B1 = jnp.maximum(standing.num_ids_B, 1)[:, None]
+
+        def of_shown(mask_B1: jax.Array, text_B1: jax.Array) -> jax.Array:
+            text_BL = jnp.where(standing.is_noise_BL, text_B1 / number_B1, 0.0)
+            return jnp.where(standing.is_mask_BL, mask_B1, text_BL)
+
+        fresh_BL = of_shown(
+            jnp.maximum(now.mask - ratio_B1 * then.mask, 0.0),
+            jnp.maximum(now.text - ratio_B1 * then.text, 0.0),
+        )
+        kept_BL = then.clean * own_BL + of_shown(then.mask, then.text)
+        return Chances(fresh_BL * then.clean, fresh_BL * (1.0 - then.clean), ratio_B1 * kept_BL)
+
+    def _levels(self, context: CommitContext) -> tuple[jax.Array, jax.Array]:
+        """Levels at the beginning and the end of the step, ``[B]`` each."""
+        steps_B = context.steps_B.astype(jnp.float32)
+        t_B = self.start_B * (1.0 - context.step_B / steps_B)
+        s_B = self.start_B * jnp.maximum(1.0 - (context.step_B + 1) / steps_B, 0.0)
+        return self.schedule.masked_ratio(t_B), self.schedule.masked_ratio(s_B)
+
+    def _kind(self, context: CommitContext, proposal: Proposal) -> jax.Array:
+        """0 where the candidate is taken, 1 where new noise is, 2 elsewhere; ``[B, L]``."""
+        chances = self.chances(context, proposal.confidence_BL)
+        upto_BL = chances.data + chances.noise
+        drawn_BL = uniform(_salted(context.key_B, _KIND_SALT), upto_BL.shape[1])
+        place_BL = drawn_BL * (upto_BL + chances.stay)
+        return jnp.where(place_BL < chances.data, 0, jnp.where(place_BL < upto_BL, 1, 2))
+
+    def _noise(self, standing: Standing, key_B: jax.Array, level_B: jax.Array) -> jax.Array:
+        """A draw of the noise of that level, ``[B, L]``; only ids that the row may write."""
+        shares = self.process.shares(level_B)
+        chance_B1 = (shares.mask / jnp.maximum(shares.mask + shares.text, 1e-9))[:, None]
+        is_mask_BL = uniform(_salted(key_B, _NOISE_SALT), standing.tokens_BL.shape[1]) < chance_B1
+        return jnp.where(is_mask_BL, standing.mask_id, standing.random_BL)
+
+
+def _salted(key_B: jax.Array, salt: int) -> jax.Array:
+    return jax.vmap(lambda key: jax.random.fold_in(key, salt))(key_B)

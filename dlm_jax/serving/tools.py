@@ -1,0 +1,126 @@
+"""Calls of functions as text: the pattern of an answer with calls, and the calls in an answer.
+
+A call is one JSON object, ``{"name": "f", "arguments": {...}}``; several stand on lines of their
+own. A text that begins with no brace is no call.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from dlm_jax.inference.structure import regex_of_schema
+
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""A name of a function, as in OpenAI's protocol."""
+
+_HEAD = re.compile(r'[\s}]*\{"name": ?"([A-Za-z0-9_-]{1,64})", ?"arguments": ?')
+_TEXT = r"(?:[^{][\s\S]*)?"
+
+
+def pattern_of(
+    functions: Mapping[str, Mapping[str, Any] | None], *, is_parallel: bool, may_talk: bool
+) -> str:
+    """The regular expression of the answers that call these functions.
+
+    Args:
+      functions: JSON schema of the arguments of each function, by its name; None: it has none.
+      is_parallel: whether there may be several calls.
+      may_talk: whether any text that begins with no brace is an answer, too.
+
+    Raises:
+      ValueError: a schema cannot be used; the message names its function.
+    """
+    calls = []
+    for name, schema in functions.items():
+        if schema and schema.get("type", "object") != "object":
+            raise ValueError(f"tools: function {name!r}: parameters are no schema of an object")
+        try:
+            arguments = r"\{\}" if not schema else regex_of_schema(schema)
+        except ValueError as error:
+            raise ValueError(f"tools: function {name!r}: {error}") from None
+        calls.append(rf'\{{"name": ?"{re.escape(name)}", ?"arguments": ?(?:{arguments})\}}')
+    one = f"(?:{'|'.join(calls)})"
+    several = rf"{one}(?:\n{one})*" if is_parallel else one
+    return f"(?:{several}|{_TEXT})" if may_talk else several
+
+
+class Calls:
+    """The calls of a growing text, as pieces of ``tool_calls``.
+
+    Attributes:
+      whole: the calls so far, as in a message.
+    """
+
+    def __init__(self) -> None:
+        self.whole: list[dict[str, Any]] = []
+        self._rest, self._is_talk = "", False
+        self._depth, self._in_string, self._is_escaped, self._is_open = 0, False, False, False
+
+    def grown(self, piece: str) -> tuple[str, list[dict[str, Any]]]:
+        """The text and the parts of calls that this piece of the answer brings."""
+        if self._is_talk:
+            return piece, []
+        self._rest += piece
+        begun = self._rest.lstrip()
+        if not self.whole and begun and begun[0] != "{":
+            self._is_talk = True
+            return self._rest, []
+        parts: dict[int, dict[str, Any]] = {}
+        while self._is_open or (head := _HEAD.match(self._rest)):
+            if not self._is_open:
+                assert head is not None
+                self._begin(head[1], parts)
+                self._rest = self._rest[head.end() :]
+            taken, is_whole = self._arguments()
+            self._add(taken, parts)
+            if not is_whole:
+                break
+        return "", list(parts.values())
+
+    def _begin(self, name: str, parts: dict[int, dict[str, Any]]) -> None:
+        call = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+        self.whole.append(call | {"function": {"name": name, "arguments": ""}})
+        self._is_open, self._depth = True, 0
+        index = len(self.whole) - 1
+        parts[index] = {"index": index, **call, "function": {"name": name, "arguments": ""}}
+
+    def _add(self, taken: str, parts: dict[int, dict[str, Any]]) -> None:
+        index = len(self.whole) - 1
+        if not self.whole[index]["function"]["arguments"]:
+            taken = taken.lstrip()
+        self.whole[index]["function"]["arguments"] += taken
+        if taken:
+            part = parts.setdefault(index, {"index": index, "function": {"arguments": ""}})
+            part["function"]["arguments"] += taken
+
+    def _arguments(self) -> tuple[str, bool]:
+        """What the rest holds of the arguments, and whether they end there."""
+        for place, c in enumerate(self._rest):
+            if self._in_string:
+                ends = c == '"' and not self._is_escaped
+                self._is_escaped = c == "\\" and not self._is_escaped
+                self._in_string = not ends
+                continue
+            self._in_string = c == '"'
+            self._depth += (c in "{[") - (c in "}]")
+            if self._depth == 0 and c in "}]":
+                taken, self._rest = self._rest[: place + 1], self._rest[place + 1 :]
+                self._is_open = False
+                return taken, True
+        taken, self._rest = self._rest, ""
+        return taken, False
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """The arguments of a call in the history, for the chat template."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"arguments={text[:60]!r} are not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"arguments={text[:60]!r} are no object")
+    return found

@@ -1,0 +1,253 @@
+"""Objectives that learn from a teacher, and the sampler head's, beside formulas in NumPy."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import enumerable
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from enumerable import LENGTH, LETTERS, MASK, NETWORK, PARAMS
+
+from benchmarks import markov
+from dlm_jax.diffusion.certainty import certainty
+from dlm_jax.diffusion.objectives import Batch, Mixture, NetworkObjective
+from dlm_jax.diffusion.sdtt import chances, sdtt
+from dlm_jax.diffusion.teacher import draws, walk
+from dlm_jax.heads.sampler import prepare_sampler_inputs, trunk_loss
+from dlm_jax.model.transformer import build
+
+BANNED = tuple(id_ for id_ in range(enumerable.V) if id_ not in LETTERS)
+ROWS = 4096
+EMPTY = (MASK,) * LENGTH
+STUDENT = {"table": PARAMS["table"][:, :, ::-1] * 0.7, "beside": PARAMS["beside"]}
+
+
+def _log_law(params: Any, canvas: tuple[int, ...], ids: Any = None) -> np.ndarray:
+    """``ln p`` at each position of a canvas, of all ids but MASK, or of some."""
+    logits = np.asarray(params["table"], np.float64)[int(enumerable.code(np.array(canvas)))]
+    ids = [id_ for id_ in range(enumerable.V) if id_ != MASK] if ids is None else list(ids)
+    logits = logits[:, ids]
+    return logits - np.log(np.exp(logits).sum(1, keepdims=True))
+
+
+def _batch(rows: int = ROWS) -> Batch:
+    tokens_BL = jnp.zeros((rows, LENGTH), jnp.int32)
+    return Batch(tokens_BL, jnp.full(rows, LENGTH), jnp.zeros(rows, jnp.int32))
+
+
+def _anchored(objective: NetworkObjective, *given: Any) -> Any:
+    assert objective.anchor is not None
+    return objective.anchor(*given)
+
+
+def _hidden(noise: dict[str, Any]) -> dict[str, Any]:
+    """The noise of rows whose tokens are all hidden."""
+    full_BL = jnp.full((ROWS, LENGTH), MASK)
+    return noise | {"shown": full_BL, "is_hidden": full_BL == MASK}
+
+
+@functools.cache
+def _walked(steps: int):
+    key = jax.random.key(3)
+    shown_BL = jnp.full((ROWS, LENGTH), MASK)
+    chance_BK = jnp.broadcast_to(1.0 / (steps - jnp.arange(steps)), (ROWS, steps))
+    run = jax.jit(functools.partial(walk, NETWORK, mask_id=MASK, banned_ids=BANNED))
+    return run(
+        PARAMS, shown_BL, jnp.full(ROWS, LENGTH), chance_BK, draws(key, shown_BL, steps=steps)
+    )
+
+
+def test_a_walk_of_two_steps_writes_the_texts_of_its_law():
+    """Each position is written in the first step with probability 1/2, else in the second."""
+    law = dict.fromkeys(enumerable.TEXTS, 0.0)
+    first = np.exp(_log_law(PARAMS, EMPTY, LETTERS))
+    for chosen in itertools.product((False, True), repeat=LENGTH):
+        for text in enumerable.TEXTS:
+            after = tuple(t if c else MASK for t, c in zip(text, chosen, strict=True))
+            second = np.exp(_log_law(PARAMS, after, LETTERS))
+            law[text] += 0.5**LENGTH * np.prod(
+                [(first if c else second)[i, text[i]] for i, c in enumerate(chosen)]
+            )
+    tokens = np.asarray(_walked(2).tokens_BL)
+    assert set(np.unique(tokens)) == set(LETTERS)
+    for text, share in law.items():
+        found = float((tokens == np.array(text)).all(1).mean())
+        assert abs(found - share) < 5 * np.sqrt(share * (1 - share) / ROWS), text
+
+
+def test_the_chances_of_a_walk_are_those_of_ancestral_steps():
+    found = np.asarray(chances(jnp.array([1.0, 0.3, 0.1]), 4, 2))
+    wanted = [[0.125, 0.125 / 0.875], [0.125 / 0.3, 0.125 / 0.175], [1.0, 1.0]]
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def _kl(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
+    return (np.exp(log_p) * (log_p - log_q)).sum(-1)
+
+
+def test_the_expected_loss_of_sdtt_is_that_of_its_formula():
+    """At time 1 with steps of 1/2: positions of the teacher's first step, then the others."""
+    objective = sdtt(steps=2, teacher_steps=2, mask_id=MASK, banned_ids=BANNED)
+    noise = _hidden(objective.draw(_batch(), jax.random.key(0)))
+    noise["chance"] = chances(jnp.ones(ROWS), 2, 2)
+    noise["total"] = jnp.float32(ROWS * LENGTH)
+
+    @jax.jit
+    def run(params: Any) -> Any:
+        return objective.loss(
+            NETWORK, params, _anchored(objective, NETWORK, params, PARAMS, noise), PARAMS
+        )
+
+    student = _log_law(STUDENT, EMPTY)
+    first, letters = _log_law(PARAMS, EMPTY), np.exp(_log_law(PARAMS, EMPTY, LETTERS))
+    wanted = 0.0
+    for chosen in itertools.product((False, True), repeat=LENGTH):
+        weight = np.prod([0.25 if c else 0.75 for c in chosen])
+        places = [i for i in range(LENGTH) if chosen[i]]
+        for tokens in itertools.product(LETTERS, repeat=len(places)):
+            put = dict(zip(places, tokens, strict=True))
+            after = tuple(put.get(i, MASK) for i in range(LENGTH))
+            target = np.where(np.array(chosen)[:, None], first, _log_law(PARAMS, after))
+            share = weight * np.prod([letters[i, token] for i, token in put.items()])
+            wanted += share * _kl(target, student).mean()
+    found = run(STUDENT)
+    assert float(found.sum / found.weight) == pytest.approx(wanted, abs=0.01)
+    gradient = jax.jit(jax.grad(lambda params: run(params).sum))(STUDENT)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+
+
+def test_one_step_of_the_teacher_itself_leaves_nothing_to_learn():
+    objective = sdtt(steps=4, teacher_steps=1, mask_id=MASK, banned_ids=BANNED)
+    noise = objective.draw(_batch(), jax.random.key(1))
+
+    @jax.jit
+    @jax.value_and_grad
+    def run(params: Any) -> Any:
+        noise_now = _anchored(objective, NETWORK, params, PARAMS, noise)
+        return objective.loss(NETWORK, params, noise_now, PARAMS).sum
+
+    value, gradient = run(PARAMS)
+    assert abs(float(value)) < 1e-3
+    assert max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(gradient)) < 1e-2
+
+
+def test_the_loss_of_certainty_is_that_of_its_formula():
+    objective = certainty(
+        teacher_steps=2, teacher_temperature=1.0, weight=2.0, temperature=0.5, mask_id=MASK,
+        banned_ids=BANNED,
+    )  # fmt: skip
+    noise = objective.draw(_batch(), jax.random.key(2))
+    hidden = np.asarray(noise["is_hidden"])
+
+    @jax.jit
+    def run(params: Any) -> Any:
+        walked = _anchored(objective, NETWORK, params, PARAMS, noise)
+        return objective.loss(NETWORK, params, walked, PARAMS), walked["targets"]
+
+    found, targets = run(STUDENT)
+    assert float(found.weight) == hidden.sum()
+    total = 0.0
+    for row, (shown, own) in enumerate(
+        zip(np.asarray(noise["shown"]), np.asarray(targets), strict=True)
+    ):
+        log_p = _log_law(STUDENT, tuple(shown))
+        cold = _log_law({"table": STUDENT["table"] / 0.5}, tuple(shown))
+        entropy = -(np.exp(cold) * cold).sum(1)
+        for place in np.flatnonzero(hidden[row]):
+            total -= log_p[place, own[place]]
+            total += 2.0 * entropy[place] * (log_p[place].argmax() == own[place])
+    assert set(np.unique(np.asarray(targets))) == set(LETTERS)
+    assert float(found.sum) == pytest.approx(total, rel=1e-4)
+    gradient = jax.jit(jax.grad(lambda params: run(params)[0].sum))(STUDENT)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+    assert any(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
+
+
+def test_a_greedy_teacher_writes_the_likeliest_letters():
+    shown_BL = jnp.full((4, LENGTH), MASK)
+    found = walk(
+        NETWORK, PARAMS, shown_BL, jnp.full(4, LENGTH), jnp.ones((4, 1)),
+        draws(jax.random.key(0), shown_BL, steps=1), mask_id=MASK, banned_ids=BANNED,
+        temperature=0.0,
+    )  # fmt: skip
+    wanted = _log_law(PARAMS, EMPTY, LETTERS).argmax(1)
+    np.testing.assert_array_equal(np.asarray(found.tokens_BL), np.tile(wanted, (4, 1)))
+
+
+def test_objectives_of_a_teacher_add_up_over_the_parts_of_a_batch():
+    objective = sdtt(steps=4, teacher_steps=2, mask_id=MASK, banned_ids=BANNED)
+    assert Mixture({"sdtt": objective}, {"sdtt": 1.0}).needs_teacher
+    noise = objective.draw(_batch(8), jax.random.key(5))
+    noise = _anchored(objective, NETWORK, STUDENT, PARAMS, noise)
+    whole = objective.loss(NETWORK, STUDENT, noise, PARAMS)
+    parts = [
+        objective.loss(
+            NETWORK, STUDENT,
+            jax.tree.map(lambda x, part=part: x[part::2] if x.ndim else x, noise), PARAMS,
+        )
+        for part in (0, 1)
+    ]  # fmt: skip
+    assert float(whole.sum) == pytest.approx(sum(float(part.sum) for part in parts), rel=1e-5)
+    assert float(whole.weight) == float(parts[0].weight)
+
+
+def _divergence(network: Any, params: Any, tokens_BL: Any, is_revealed_BL: Any, mask_id: int):
+    params = {"sampler_head": {}} | params
+    shown_BL = jnp.full_like(tokens_BL, mask_id)
+    length_B = jnp.full(tokens_BL.shape[0], tokens_BL.shape[1])
+    inputs = prepare_sampler_inputs(
+        network, params, shown_BL, tokens_BL, network.trunk(params, shown_BL, length_B, None)[0],
+        length_B, is_revealed_BL, mask_id=mask_id,
+    )  # fmt: skip
+    is_asked_BL = ~is_revealed_BL
+    return trunk_loss(
+        network, params, inputs, shown_BL, tokens_BL, length_B, is_revealed_BL, is_asked_BL,
+        jnp.sum(is_asked_BL).astype(jnp.float32), mask_id=mask_id,
+    )  # fmt: skip
+
+
+def test_an_exact_head_of_a_markov_chain_says_what_the_trunk_says():
+    """Where every other token is revealed, neighbours are all that the trunk sees, too."""
+    network = markov.network()
+    params = network.init(jax.random.key(0))
+    tokens_BL = jnp.array([[0, 1, 2, 0, 1], [2, 2, 1, 0, 0]])
+    odd_BL = jnp.broadcast_to(jnp.arange(5)[None] % 2 == 1, (2, 5))
+    found = _divergence(network, params, tokens_BL, odd_BL, markov.MASK)
+    assert float(found.weight) == 6
+    assert abs(float(found.sum)) < 1e-5
+    other = params | {"step": params["step"][::-1]}
+    assert float(_divergence(network, other, tokens_BL, ~odd_BL & False, markov.MASK).sum) < 1e-5
+
+
+def test_the_divergence_of_a_head_is_that_of_its_formula():
+    tokens_BL, is_revealed_BL = jnp.array([[0, 1, 1]]), jnp.array([[False, True, False]])
+    found = _divergence(NETWORK, PARAMS, tokens_BL, is_revealed_BL, MASK)
+    trunk = _log_law(PARAMS, (MASK, 1, MASK))
+    empty = np.asarray(PARAMS["table"], np.float64)[int(enumerable.code(np.array(EMPTY)))]
+    beside = np.asarray(PARAMS["beside"], np.float64)
+    vector, ids = np.eye(LENGTH)[1], [id_ for id_ in range(enumerable.V) if id_ != MASK]
+    wanted = 0.0
+    for place, neighbours in ((0, 2.0 * vector), (2, vector)):
+        logits = (empty[place] + (neighbours @ beside[:, :1]) * beside[0])[ids]
+        wanted += _kl(trunk[place], logits - np.log(np.exp(logits).sum()))
+    assert wanted > 0.01
+    assert float(found.sum) == pytest.approx(float(wanted), rel=1e-4)
+
+
+def test_only_the_head_learns_from_the_trunk():
+    network = build(toy.config(depth=1, add_sampler_head=True))
+    params = network.init(jax.random.key(0))
+    tokens_BL = jnp.array([[0, 1, 2, 3, 1, 2, 0, 3]])
+    is_revealed_BL = jnp.arange(8)[None] % 2 == 0
+    gradient = jax.jit(jax.grad(
+        lambda params: _divergence(network, params, tokens_BL, is_revealed_BL, toy.MASK).sum
+    ))(params)  # fmt: skip
+    for name, tree in gradient.items():
+        largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(tree))
+        assert (largest > 0) == (name == "sampler_head"), name

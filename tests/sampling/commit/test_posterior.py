@@ -1,0 +1,182 @@
+"""Reverse steps of forward processes, against the enumerated law of their chains."""
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+
+import enumerable
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy_model
+from oracles.processes import Enumerated
+from scipy.stats import chisquare
+
+import dlm_jax
+from dlm_jax.config import Config, ObjectiveConfig, SampleConfig
+from dlm_jax.diffusion.processes import PROCESSES, process_of
+from dlm_jax.inference.model import Model
+from dlm_jax.sampling.loop import make_advance
+from dlm_jax.sampling.row import RowParams
+from dlm_jax.sampling.rules import BUILT_IN
+from dlm_jax.sampling.state import start
+from dlm_jax.types import Status
+
+ROWS, MASK = 6_000, enumerable.MASK
+STATES = (*enumerable.LETTERS, MASK)
+
+
+@functools.cache
+def oracle(name: str, temperature: float) -> Enumerated:
+    table = np.asarray(enumerable.PARAMS["table"], np.float64)[..., np.array(STATES)]
+    return Enumerated(table / temperature, name, len(STATES) - 1, enumerable.LETTERS)
+
+
+@functools.cache
+def _advance():
+    return make_advance(enumerable.MODEL.program())
+
+
+def written(name: str, canvas: tuple[int, ...], **settings) -> np.ndarray:
+    """How often each canvas of letters and MASK is the last one, ``[27]``."""
+    facts = enumerable.MODEL.facts._replace(process=process_of(name))
+    sample = SampleConfig(
+        **{"order": "posterior", "ignore_eos": True, "chain": ("temperature",)} | settings
+    )
+    one = SimpleNamespace(**vars(sample), seed=0, capacity=0)
+    packed = RowParams.pack([one], facts), BUILT_IN.pack([sample], facts)
+    row, rules = jax.tree.map(lambda x: jnp.broadcast_to(x, (ROWS, *x.shape[1:])), packed)
+    state = start(
+        jnp.tile(jnp.array([canvas], jnp.int32), (ROWS, 1)),
+        jnp.full(ROWS, len(canvas)),
+        dataclasses.replace(row, seed_B=jnp.arange(ROWS, dtype=jnp.uint32)),
+        rules,
+        mask_id=MASK,
+        frozen_BL=jnp.zeros((ROWS, len(canvas)), bool),
+    )
+    state = _advance()(enumerable.PARAMS, state, 1000)
+    assert (np.asarray(state.status_B) == Status.DONE).all()
+    assert (np.asarray(state.step_B) == sample.steps).all()
+    return np.bincount(np.asarray(enumerable.code(state.canvas.tokens_BL)), minlength=27)
+
+
+def p_value(counts: np.ndarray, law: np.ndarray) -> float:
+    is_text = law > 1e-12
+    assert counts[~is_text].sum() == 0
+    return chisquare(counts[is_text], law[is_text] / law.sum() * counts.sum()).pvalue
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_texts_follow_the_law_of_the_enumerated_chain(name):
+    empty = (MASK,) * enumerable.LENGTH
+    for steps, temperature in ((2, 1.0), (4, 0.7), (8, 1.0), (64, 1.0)):
+        law = oracle(name, temperature).law(np.linspace(1.0, 0.0, steps + 1))
+        counts = written(name, empty, steps=steps, temperature=temperature)
+        assert p_value(counts, law) > 1e-3
+        if steps == 2:
+            # The test would tell: the law of one step is another.
+            assert p_value(counts, oracle(name, 1.0).law(np.linspace(1.0, 0.0, 2))) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["uniform", "mixed"])
+def test_a_draft_is_where_the_chain_begins(name):
+    """What stays of it tells more of the reverse step than texts from noise do."""
+    draft, chain = (1, 0, 1), oracle(name, 1.0)
+    start_law = np.eye(27)[chain.states.index(draft)]
+    for steps in (1, 2, 8):
+        law = chain.law(np.linspace(0.4, 0.0, steps + 1), start_law)
+        counts = written(name, draft, steps=steps, posterior_start=0.4)
+        assert p_value(counts, law) > 1e-3
+
+
+def accepted(entropy: np.ndarray, bound: float) -> list[int]:
+    """Positions in rising order of entropy while the sum of those before is at most the bound."""
+    order = [int(i) for i in np.argsort(entropy)]
+    return [i for n, i in enumerate(order) if sum(entropy[j] for j in order[:n]) <= bound]
+
+
+def entropy_law(bound: float, steps: int) -> np.ndarray:
+    """The law of accepting, renoising and taking the likeliest tokens at the end, ``[27]``."""
+    chain = oracle("uniform", 1.0)
+    letters = [n for n, z in enumerate(chain.states) if max(z) < 2]
+    now = np.zeros(27)
+    now[letters] = 1 / len(letters)
+    uniform = np.array([0.5, 0.5, 0.0])
+    for step in range(steps):
+        after = np.zeros(27)
+        for n in letters:
+            p = chain.p[n]
+            entropy = -np.sum(np.where(p > 0, p * np.log(np.maximum(p, 1e-300)), 0.0), axis=1)
+            own = [p[i] if i in accepted(entropy, bound) else uniform for i in range(3)]
+            if step == steps - 1:
+                own = [np.eye(3)[p[i].argmax()] for i in range(3)]
+            after += now[n] * np.einsum("i,j,k->ijk", *own).reshape(-1)
+        now = after
+    return now
+
+
+@pytest.mark.parametrize(("bound", "steps"), [(0.0, 2), (0.7, 3), (9.0, 4)])
+def test_candidates_of_little_entropy_stay_and_the_rest_is_new_noise(bound, steps):
+    counts = written(
+        "uniform", (MASK,) * 3, steps=steps, order="entropy_renoise", entropy_bound=bound,
+        renoise_stop=0.0,
+    )  # fmt: skip
+    assert p_value(counts, entropy_law(bound, steps)) > 1e-3
+    assert p_value(counts, entropy_law(bound, 1)) < 1e-3
+
+
+def test_a_canvas_that_repeats_with_little_entropy_ends():
+    result = dlm_jax.generate(
+        model_of("uniform"), ["The "], steps=40, gen_length=8, max_length=16, temperature=1e-3,
+        order="entropy_renoise", num_samples=4, ignore_eos=True,
+    )  # fmt: skip
+    # A row whose likeliest tokens never repeat takes all of its steps.
+    assert (np.asarray(result.forwards) < 40).sum() >= 2
+    with pytest.raises(ValueError, match="order='entropy_renoise' writes random tokens"):
+        dlm_jax.generate(toy_model.MODEL, ["The "], order="entropy_renoise", max_length=16)
+
+
+def model_of(process: str) -> Model:
+    config = Config(objective=ObjectiveConfig(process=process))
+    return dataclasses.replace(toy_model.MODEL, config=config)
+
+
+def test_a_uniform_model_writes_by_its_own_order():
+    model = model_of("uniform")
+    settings = {"steps": 4, "gen_length": 8, "max_length": 16, "ignore_eos": True}
+    result = dlm_jax.generate(model, ["The ", "A rat "], temperature=[1.0, 0.0], seed=3, **settings)
+    for text, prompt in zip(result.texts, ("The ", "A rat "), strict=True):
+        assert text.startswith(prompt) and len(text) == len(prompt) + 8
+    assert (np.asarray(result.forwards) == 4).all()
+    alone = dlm_jax.generate(model, ["A rat "], temperature=0.0, seed=4, **settings)
+    assert alone.texts[0] == result.texts[1]
+    drafted = dlm_jax.generate(
+        model, [{"prompt": "The ", "draft": "cat sat."}], posterior_start=1e-4, steps=2,
+        max_length=16,
+    )  # fmt: skip
+    assert drafted.texts[0].endswith("cat sat.")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"order": "random"}, "order='random' fills holes, and the model was trained with"),
+        ({"order": "threshold"}, "use order='posterior'"),
+        ({"remask": "wino"}, "remask='wino' does not go with order='posterior'"),
+        ({"cache": "prefix"}, "cache='prefix' does not go with"),
+        ({"fill": "speculative"}, "fill='speculative' does not go with"),
+        ({"guidance": 1.0}, "guidance=1.0 does not go with"),
+        ({"edit": True}, "edit=True does not go with"),
+        ({"renoise_start": 0.5}, "renoise_start=0.5 does not go with"),
+        ({"structure": "[a-c]+"}, "does not go with"),
+        ({"read_back": True}, "order='posterior' writes tokens that no host sampler"),
+        ({"trace": True}, "order='posterior' has no trace"),
+        ({"open_blocks": 2}, "open_blocks=2"),
+        ({"posterior_start": 0.0}, "posterior_start=0.0 is outside (0, 1]"),
+    ],
+)
+def test_what_needs_holes_is_refused_in_one_line(settings, message):
+    with pytest.raises(ValueError) as caught:
+        dlm_jax.generate(model_of("uniform"), ["The "], steps=2, max_length=16, **settings)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
