@@ -279,6 +279,10 @@ UNCHECKED = {
     ("serving.md", "Cost"): "a clock: python benchmarks/serving.py",
     ("structure.md", "Cost"): "a clock: python benchmarks/structure_masks.py",
     ("structure.md", "The constrained fill"): "a clock: python -m benchmarks.constrained",
+    ("structure.md", "Schemas, expressions and grammars"):
+        "another project's converter: python -m benchmarks.schemas",
+    ("scaling.md", "Compiler options"): "the compiler for TPUs: python -m benchmarks.quantized",
+    ("scaling.md", "Matrices in 8 bits"): "the compiler for TPUs: python -m benchmarks.quantized",
     ("decisions.md", "Throughput"): "a clock: python -m benchmarks.decide speed",
     ("decisions.md", "Calibration"):
         "minutes of one core: python -m benchmarks.decide fit --lines 4000",

@@ -12,11 +12,11 @@ from oracles.processes import Enumerated
 from dlm_jax.diffusion import losses
 from dlm_jax.diffusion.corruption import COSINE, LINEAR
 from dlm_jax.diffusion.likelihood import costs
+from dlm_jax.diffusion.mixing import mixture_of
 from dlm_jax.diffusion.objectives import (
     Batch,
     Noised,
     ObjectiveConfig,
-    mixture_of,
     noised_at,
     process_costs,
     process_elbo,
