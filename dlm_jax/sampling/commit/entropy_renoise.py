@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dlm_jax.sampling import draw
 from dlm_jax.sampling.commit.commit_rule import CommitContext, Proposal, RuleMemory, Standing
 from dlm_jax.sampling.commit.posterior import Renewing
 from dlm_jax.sampling.commit.sure import EntropyBound
-from dlm_jax.sampling.draw import argmax
 from dlm_jax.settings import Setting, SettingError, per_row, rule
 
 RENOISE_STOP = Setting(
@@ -60,7 +60,7 @@ class EntropyRenoise(Renewing, EntropyBound):
         ids_N: jax.Array,
         logprob_N: jax.Array,
     ) -> tuple[Any, jax.Array]:
-        return Predicted(argmax(logits_NV), kept.now_BL), self.measure(logits_NV, logprob_N)
+        return Predicted(draw.argmax(logits_NV), kept.now_BL), self.measure(logits_NV, logprob_N)
 
     def begin(self, standing: Standing, key_B: jax.Array) -> jax.Array:
         return standing.random_BL
