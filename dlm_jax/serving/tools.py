@@ -65,8 +65,7 @@ class Calls:
         if self._is_talk:
             return piece, []
         self._rest += piece
-        begun = self._rest.lstrip()
-        if not self.whole and begun and begun[0] != "{":
+        if not self.whole and self._rest and self._rest[0] != "{":
             self._is_talk = True
             return self._rest, []
         parts: dict[int, dict[str, Any]] = {}

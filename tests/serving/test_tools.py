@@ -168,6 +168,20 @@ def test_a_text_in_any_pieces_has_the_same_calls():
         assert parsed([cut]) == want
 
 
+@pytest.mark.parametrize(
+    "text",
+    [' {"name": "h", "arguments": {"a": 1}}', "\n{ab", " ", '}\n{"name": "f", "arguments": {}}'],
+)
+def test_a_text_with_a_brace_behind_its_first_character_is_no_call(text):
+    pattern = pattern_of({"f": NUMBER}, is_parallel=False, may_talk=True)
+    assert re.fullmatch(pattern, text)
+    for cut in range(len(text) + 1):
+        made = Calls()
+        pieces = [made.grown(text[:cut]), made.grown(text[cut:])]
+        assert "".join(told for told, _ in pieces) == text
+        assert not made.whole and not any(parts for _, parts in pieces)
+
+
 def test_the_pattern_has_calls_of_the_functions_alone_and_texts_where_they_may_be():
     functions = {"f": NUMBER, "g-1": None}
     one, two = '{"name": "f", "arguments": {"n": 3}}', '{"name":"g-1","arguments":{}}'
