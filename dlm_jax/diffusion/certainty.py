@@ -1,9 +1,8 @@
 """Certainty-forcing along the trace of a teacher: dParallel (Chen et al. 2025).
 
-A share t of a row is hidden, t uniform on (0, 1], and the teacher fills that canvas in K steps, in
-random order. Each canvas of its trace is the first one of the rest of the trace, so the student
-learns all of it from the first: to say at once what the teacher wrote in the end, and to be sure
-where it says so::
+A share t of each row is hidden, with t uniform on (0, 1], and the teacher fills the canvas in K
+steps in random order. The student reads only the first canvas. It learns to predict the teacher's
+final tokens at once, with low entropy where its prediction is right::
 
     loss = E  mean_{i hidden}  -ln p(y_i | z_t) + w [argmax_v p(v | z_t) = y_i] H(p_T(. | z_t)),
 
@@ -40,9 +39,9 @@ def certainty(
 
     Args:
       teacher_steps: K, forwards of the teacher.
-      teacher_temperature: of its draws; 0 takes the likeliest tokens.
-      weight: w, of the entropy.
-      temperature: T, at which the entropy is taken.
+      teacher_temperature: temperature of its draws; 0 is greedy.
+      weight: w, weight of the entropy.
+      temperature: T, temperature of the entropy.
       mask_id: the id of MASK.
       banned_ids: ids that are never written.
     """

@@ -1,15 +1,15 @@
-"""Self-distillation through time (Deschenaux & Gulcehre 2024): several steps of a teacher in one.
+"""Self-distillation through time (Deschenaux & Gulcehre 2024): one step for several of a teacher.
 
-At a time t uniform on (0, 1] a share t of a row is hidden, and the teacher takes m ancestral steps
-of the length ``1 / (m N)`` from that canvas ``z_t`` on. The student learns to do so in one step of
-length ``1 / N``::
+A share t of each row is hidden, with t uniform on (0, 1]. From this canvas ``z_t`` the teacher
+takes m ancestral steps of length ``1 / (m N)``. The student learns the same in one step of length
+``1 / N``::
 
     loss = E_t,z  mean_{i hidden in z_t}  KL( p_teacher(x_i | z at the step that wrote i)
                                               || p_student(x_i | z_t) ),
 
-where a position that the m steps leave hidden has the teacher's prediction at the last of them
-(algorithm 1 with the Kullback-Leibler divergence). A step from t to s writes each hole with
-probability ``(t - s) / t``.
+where positions that are still hidden use the teacher's prediction at its last step (algorithm 1
+with the Kullback-Leibler divergence). A step from t to s writes each hole with probability ``(t -
+s) / t``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from dlm_jax.types import Network, Params
 def sdtt(
     *, steps: int, teacher_steps: int, mask_id: int, banned_ids: tuple[int, ...]
 ) -> NetworkObjective:
-    """The objective of a student of that many `steps` of sampling.
+    """The objective of a student that samples in `steps` steps.
 
     Args:
-      steps: N, of the student.
-      teacher_steps: m, of the teacher in one of the student's.
+      steps: N, steps of the student.
+      teacher_steps: m, steps of the teacher per step of the student.
       mask_id: the id of MASK.
       banned_ids: ids that are never written.
     """
@@ -72,7 +72,7 @@ def sdtt(
 
 
 def chances(time_B: jax.Array, steps: int, teacher_steps: int) -> jax.Array:
-    """Probability that each of the teacher's steps writes a hole, float32 ``[B, m]`` in [0, 1]."""
+    """Probability that each step of the teacher fills a hole, float32 ``[B, m]`` in [0, 1]."""
     length = 1.0 / (steps * teacher_steps)
     now_BK = time_B[:, None] - length * jnp.arange(teacher_steps)[None]
     return jnp.where(now_BK > length, length / jnp.maximum(now_BK, length), 1.0)

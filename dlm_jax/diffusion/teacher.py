@@ -1,4 +1,4 @@
-"""Frozen teachers: what one writes into the holes of a canvas, step by step."""
+"""Ancestral steps of a frozen teacher."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dlm_jax.types import Network, Params
 
 
 class Walk(NamedTuple):
-    """A canvas after some steps of a teacher.
+    """A canvas after steps of a teacher.
 
     Attributes:
       tokens_BL: int32 canvas.
-      hidden_BLD: the trunk's output in the step that wrote each hole; of the last step at the
-        others.
+      hidden_BLD: the trunk's output at the step that filled each hole; at other positions, at the
+        last step.
     """
 
     tokens_BL: jax.Array
@@ -25,7 +25,7 @@ class Walk(NamedTuple):
 
 
 def draws(key: jax.Array, shown_BL: jax.Array, *, steps: int) -> jax.Array:
-    """Uniforms of a walk from a canvas on, float32 ``[B, steps, L, 2]``."""
+    """Uniform draws for `walk`, float32 ``[B, steps, L, 2]``."""
     num_rows, num_positions = shown_BL.shape
     return jax.random.uniform(key, (num_rows, steps, num_positions, 2))
 
@@ -42,21 +42,21 @@ def walk(
     banned_ids: tuple[int, ...],
     temperature: float = 1.0,
 ) -> Walk:
-    """K ancestral steps of a teacher from a canvas on, one forward each; no gradient.
+    """K ancestral steps of a teacher, one forward each, without gradients.
 
-    In step k each hole is written with probability ``chance_BK[:, k]``, and the tokens of a step
-    are drawn blind to each other.
+    Step k fills each hole with probability ``chance_BK[:, k]``. The tokens of a step are drawn
+    independently.
 
     Args:
       network: the model.
-      params: of the teacher.
+      params: parameters of the teacher.
       shown_BL: int32 canvas; MASK at its holes.
       length_B: int32 live tokens.
       chance_BK: float32 in [0, 1].
-      draws_BKL2: as `draws` gives them.
+      draws_BKL2: result of `draws`.
       mask_id: the id of MASK.
       banned_ids: ids that are never written.
-      temperature: of the draws; 0 takes the likeliest token.
+      temperature: temperature of the draws; 0 is greedy.
     """
     params = jax.lax.stop_gradient(params)
     banned = jnp.array((*banned_ids, mask_id), jnp.int32)

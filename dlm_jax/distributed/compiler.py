@@ -1,4 +1,4 @@
-"""Options of XLA's compilers for each kind of device, with what they gain.
+"""Options of XLA's compilers for each kind of device, with their gains.
 
 Gains on TPUs are estimates of their compiler (`dlm_jax.distributed.costs`): milliseconds of a step
 by roof / cycles without the option and with it, and the seconds of compilation. Rows have 4096
@@ -75,12 +75,12 @@ def options(
     """Options for ``jax.jit(..., compiler_options=...)``.
 
     Args:
-      use: of the program.
-      place: devices that it is compiled for; None: those of this process.
-      given: ``mesh.compiler_options``: further options, or others in place of the defaults.
+      use: use of the program.
+      place: devices of the program; None: those of this process.
+      given: ``mesh.compiler_options``, which override the defaults.
 
     Raises:
-      SettingError: the compiler does not know an option that is given, or its value.
+      SettingError: the compiler does not accept a given option or its value.
     """
     device: Any = _device_of(place)
     chip = CHIPS.get(device.device_kind)
@@ -116,7 +116,7 @@ def _device_of(place: Mesh | Sharding | None) -> Any:
 
 @functools.cache
 def _fault(device: Any, name: str, value: str) -> str:
-    """Why the compiler of a device refuses an option; empty if it does not.
+    """The error of a device's compiler for an option; empty if it accepts it.
 
     Compilers report unknown options only when they compile.
     """

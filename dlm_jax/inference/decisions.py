@@ -1,9 +1,9 @@
-"""Decisions: the probability of each of several labels, exact under one order of writing them.
+"""Decisions: the probability of each of several labels, exact under one order of decoding.
 
-The holes of a label are as many as its tokens, so a label that begins another has another canvas,
-and no end token is read. The tokens are written one at a time, and each is read from the canvas
-that holds the ones before it: labels share the canvases of their common beginnings, and those of
-one token need a single forward for all.
+The canvas of a label has one hole per token, so labels of different lengths have different
+canvases, and no end token is read. Tokens are decoded one at a time, each from the canvas that
+holds the earlier ones. Labels share the canvases of their common prefixes, and all labels of one
+token share one forward.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ SLOT = re.compile(r"<slot:(\w+)>")
 """The marker of a slot in a prompt whose choices have names."""
 
 ORDERS = ("left_to_right", "mean")
-"""The orders of writing a label: one, or the mean over all of them."""
+"""Orders in which the tokens of a label are decoded: left to right, or the mean over all orders."""
 
 MOST_ORDERED = 8
 """Tokens of a combination of labels with ``order="mean"``, which takes ``2^n - 1`` forwards."""
 
 MOST_JOINT = 4096
-"""Combinations of labels that are enumerated; of more, some are drawn."""
+"""Maximum number of combinations of labels that are enumerated; above it, some are drawn."""
 
 YES_NO = ("yes", "no")
 
 Labels = Sequence[str | int]
 Choices = Labels | Mapping[str, Labels]
-"""The labels of the slot behind a prompt, or those of each slot by its name."""
+"""The labels of the slot after the prompt, or the labels of each named slot."""
 
 
 class Row(NamedTuple):
-    """A row of tokens, int32 ``[n]``, and the places that are written, in order.
+    """A row of tokens, int32 ``[n]``, and the positions that are decoded, in order.
 
-    MASK at another place stays a hole.
+    MASK at other positions stays a hole.
     """
 
     ids: np.ndarray
@@ -66,14 +66,14 @@ class Decision:
     """The probabilities of the labels of one prompt.
 
     Attributes:
-      choices: the labels of each slot, by its name; ``""`` is the slot behind a prompt.
-      combinations: a label for each slot, ``C`` of them: all, or those that were drawn.
-      logprobs: float64 ``[C]``, log-probability of each in nats under the order; the rest of what
-        could be written there has what is missing to 1.
-      probabilities: float64 ``[C]``, sum 1: of each, given that it is one of them. NaN where the
-        logits of the model are not finite.
-      num_draws: combinations that were drawn, with repeats; 0: all of them are enumerated.
-      squares: float64 ``[C]``, sum of the squared weights of the draws of each; 0 where enumerated.
+      choices: labels of each slot by name; ``""`` is the slot after the prompt.
+      combinations: ``C`` combinations of one label per slot: all, or those that were drawn.
+      logprobs: float64 ``[C]``, log-probability of each in nats under the order. The probabilities
+        may sum to less than 1, because other texts are possible.
+      probabilities: float64 ``[C]``, normalised over the combinations. NaN where the logits of the
+        model are not finite.
+      num_draws: number of drawn combinations, with repeats; 0: all are enumerated.
+      squares: float64 ``[C]``, sum of the squared weights of the draws of each; 0 if enumerated.
     """
 
     choices: Mapping[str, tuple[str, ...]]
@@ -89,19 +89,19 @@ class Decision:
 
     @property
     def best(self) -> dict[str, str]:
-        """The labels of the most likely combination, by slot; the first of equals."""
+        """The labels of the most likely combination by slot; ties go to the first."""
         return dict(
             zip(self.choices, self.combinations[np.argmax(self.probabilities)], strict=True)
         )
 
     def of(self, slot: str = "") -> dict[str, float]:
-        """The probability of each label of a slot, whatever the other slots hold."""
+        """The marginal probability of each label of a slot."""
         labels = self._labels(slot)
         found = [self.probabilities[self._holds(slot, label)].sum() for label in labels]
         return dict(zip(labels, map(float, found), strict=True))
 
     def interval(self, slot: str = "") -> dict[str, float]:
-        """Half of the 95% interval of each probability in `of`: 0 where it is exact."""
+        """Half of the 95% interval of each probability in `of`; 0 if exact."""
         return {
             label: self._half(self._holds(slot, label).astype(float))
             for label in self._labels(slot)
@@ -111,8 +111,8 @@ class Decision:
         """The mean of the labels of a scale, and half of its 95% interval.
 
         Args:
-          slot: its name.
-          values: of each label; None: the numbers that the labels are.
+          slot: name of the slot.
+          values: value of each label; None: the labels are parsed as numbers.
         """
         labels = self._labels(slot)
         if values is None:
@@ -126,7 +126,9 @@ class Decision:
 
     def _labels(self, slot: str) -> tuple[str, ...]:
         if slot not in self.choices:
-            raise SettingError("slot", slot, "is none", f"use one of {', '.join(self.choices)}")
+            raise SettingError(
+                "slot", slot, "is not a slot", f"use one of {', '.join(self.choices)}"
+            )
         return self.choices[slot]
 
     def _holds(self, slot: str, label: str) -> np.ndarray:
@@ -157,31 +159,31 @@ def decide(
     """The decision of each prompt.
 
     The score of a label is ``log p = sum_i log p(token_i | prompt, the label's tokens before it,
-    holes at the others)``, read from the LM head at temperature 1 without bans. Probabilities are
-    the softmax of ``log p / temperature`` over the choices. Every number of tokens is as likely
-    beforehand, as in an infilling whose length is given. Labels are tokenised alone.
+    holes at the others)``, from the LM head at temperature 1 without bans. Probabilities are the
+    softmax of ``log p / temperature`` over the choices. All label lengths have the same prior, as
+    in an infilling of given length. Each label is tokenised separately.
 
-    With names, a prompt holds ``<slot:NAME>`` once for each, text may stand between and behind
-    them, and the tokens of all slots are written as those of one label. Up to 4096 combinations of
-    labels are enumerated. Of more, `num_draws` are drawn slot by slot, each label by its score
-    among those of its slot, and weighed by what that leaves out (self-normalised importance
-    sampling: Owen 2013, Monte Carlo theory, methods and examples, 9.2).
+    With named slots, a prompt contains ``<slot:NAME>`` once per slot, with any text between and
+    after them, and the tokens of all slots are decoded as one label. Up to 4096 combinations of
+    labels are enumerated. Above that, `num_draws` combinations are drawn slot by slot from the
+    scores of each slot and reweighted (self-normalised importance sampling: Owen 2013, Monte Carlo
+    theory, methods and examples, 9.2).
 
-    Results do not depend on the other prompts: bit for bit where a program has as many rows,
-    otherwise to float tolerance.
+    Results do not depend on the other prompts, bit for bit in programs with the same number of rows
+    and to float tolerance otherwise.
 
     Args:
       model: from `dlm_jax.load`, or your own.
-      prompts: a text, or several.
-      choices: at least two labels, or those of each slot by its name; or either for each prompt.
-        Integers stand for their digits. Yes and no by default.
-      order: ``left_to_right``, or ``mean``: ``log p`` is that of the mean of the probabilities over
-        all orders of writing the tokens, at most 8 of them.
-      temperature: above 0; 1 leaves the probabilities as the model has them.
-      task: name of a task, whose temperature is in `calibration`.
-      calibration: a file that ``python -m dlm_jax.evaluate --fit`` wrote, or temperatures by task.
-      num_draws: combinations that are drawn of each prompt, where they are not enumerated.
-      batch_size: rows that run at once, at most; programs have a power of two of them.
+      prompts: one or several texts.
+      choices: at least two labels, or a mapping from slot names to labels, for all prompts or for
+        each. Integers are written as digits.
+      order: ``left_to_right``, or ``mean``: the log of the mean probability over all orders of the
+        tokens, for at most 8 tokens.
+      temperature: above 0; 1 uses the probabilities of the model.
+      task: name of a task with a temperature in `calibration`.
+      calibration: a file from ``python -m dlm_jax.evaluate --fit``, or temperatures by task.
+      num_draws: number of drawn combinations per prompt, if they are not enumerated.
+      batch_size: maximum number of rows that run at once; programs have a power of two of rows.
       seed: random seed of the draws.
 
     Raises:
@@ -212,9 +214,9 @@ class Question(NamedTuple):
     """A prompt with its slots, as ids.
 
     Attributes:
-      choices: the labels of each slot by name, in the order of the prompt.
-      labels: the ids of each label of each slot.
-      parts: the given ids before, between and behind the slots.
+      choices: labels of each slot by name, in the order of the prompt.
+      labels: ids of each label of each slot.
+      parts: given ids before, between and after the slots.
     """
 
     choices: Mapping[str, tuple[str, ...]]
@@ -231,7 +233,7 @@ class Question(NamedTuple):
         return sum(max(map(len, own)) for own in self.labels)
 
     def row(self, tokens: Sequence[np.ndarray], slot: int | None = None) -> Row:
-        """The row with these tokens in the slots; the places are those of all slots, or of one."""
+        """The row with these tokens in the slots; its places are those of all slots or one slot."""
         pieces, places, at = [self.parts[0]], [], len(self.parts[0])
         for number, (own, part) in enumerate(zip(tokens, self.parts[1:], strict=True)):
             if slot in (None, number):
@@ -245,8 +247,8 @@ def question(model: Model, prompt: str | np.ndarray, choices: Choices) -> Questi
     """A prompt, as text or ids, with its choices, checked.
 
     Args:
-      model: whose tokenizer and canvas they are for.
-      prompt: ids have one slot, behind them.
+      model: model with the tokenizer and canvas.
+      prompt: text, or ids with one slot after them.
       choices: as in `decide`.
     """
     encode = model.tokenizer.encode
@@ -288,7 +290,7 @@ def answers(
 ) -> list[Decision]:
     """The decision of each question; arguments as for `decide`.
 
-    Where `goes_on` is false before a batch, the rest is left undone, and `Stopped` is raised.
+    If `goes_on` is false before a batch, no further batch runs, and `Stopped` is raised.
     """
     _check(model, asked, order, temperature, num_draws)
     check_sizes(num_draws=num_draws, batch_size=batch_size, seed=seed)
@@ -319,11 +321,11 @@ def _drawn(
     asked: Question, read: Callable[[Sequence[Row]], np.ndarray], rng: np.random.Generator,
     temperature: float, num_draws: int, mask_id: int,
 ) -> Decision:  # fmt: skip
-    """A decision from drawn combinations: their lengths first, then the labels of each slot."""
+    """A decision from drawn combinations: first their lengths, then the labels of each slot."""
     chosen = np.zeros((num_draws, len(asked.labels)), int)
     weight, told = np.zeros(num_draws), np.zeros(num_draws)
     sizes = [np.array(list(map(len, own))) for own in asked.labels]
-    # A length is drawn by how many labels have it, and the weight makes up for it.
+    # Lengths are drawn in proportion to their number of labels; the weights correct for this.
     length = np.stack([rng.choice(size, num_draws) for size in sizes], axis=1)
     for slot, size in enumerate(sizes):
         weight -= np.log((size[None] == length[:, slot, None]).mean(axis=1))
@@ -361,7 +363,7 @@ def _drawn(
 
 
 class Stopped(Exception):
-    """Nobody waits for the rest any more."""
+    """The caller cancelled the remaining batches."""
 
 
 def logprobs(
@@ -375,15 +377,16 @@ def logprobs(
 ) -> np.ndarray:
     """Log-probability in nats of the tokens at the places of each row, float64 ``[N]``.
 
-    With ``left_to_right`` they are written in that order. With ``mean`` it is the log of the mean
-    over all orders, from ``2^n - 1`` canvases. Equal canvases run once.
+    ``left_to_right`` decodes the places in their order. ``mean`` is the log of the mean over all
+    orders, from ``2^n - 1`` canvases. Equal canvases run once.
 
     Args:
       model: the model.
       rows: the rows.
       order: one of `ORDERS`.
-      batch_size: rows that run at once, at most.
-      num_rows: rows of every program; None: the power of two that suffices, up to `batch_size`.
+      batch_size: maximum number of rows that run at once.
+      num_rows: rows of every program; None: the smallest sufficient power of two, up to
+        `batch_size`.
       goes_on: as in `answers`.
     """
     mask_id = model.tokenizer.mask_id
@@ -398,7 +401,7 @@ def logprobs(
 
 
 def _in_order(row: Row, mask_id: int, canvases: _Canvases) -> list[int]:
-    """The numbers of the reads of a row, one for each place."""
+    """Indices of the reads of a row, one per place."""
     places = np.asarray(row.places)
     found = []
     for count, place in enumerate(places):
@@ -409,9 +412,9 @@ def _in_order(row: Row, mask_id: int, canvases: _Canvases) -> list[int]:
 
 
 def _in_all_orders(row: Row, mask_id: int, canvases: _Canvases) -> np.ndarray:
-    """The numbers of the reads ``[2^n - 1, n]`` of each place, beside each set of places.
+    """Indices ``[2^n - 1, n]`` of the read of each place, for each set of decoded places.
 
-    Bit i of a set says that the place i is written; 0 stands where it is, and is not read.
+    Bit i of a set is 1 if place i is decoded. Entries of decoded places are 0 and unused.
     """
     places = np.asarray(row.places)
     found = np.zeros((2 ** len(places) - 1, len(places)), int)
@@ -425,7 +428,7 @@ def _in_all_orders(row: Row, mask_id: int, canvases: _Canvases) -> np.ndarray:
 
 
 def _mean_over_orders(values_SN: np.ndarray) -> float:
-    """Log of the mean over the orders, from `_in_all_orders`: by the set that is written last."""
+    """Log of the mean over the orders, from the values of `_in_all_orders`."""
     num = values_SN.shape[1]
     reached = np.full(2**num, -np.inf)
     reached[0] = 0.0
@@ -438,7 +441,7 @@ def _mean_over_orders(values_SN: np.ndarray) -> float:
 
 
 class _Canvases:
-    """Canvases to run, and the tokens to read from each."""
+    """Canvases to run, and the ids whose log-probabilities are read from each."""
 
     def __init__(self) -> None:
         self._tokens: list[np.ndarray] = []
@@ -447,7 +450,7 @@ class _Canvases:
         self._reads: dict[tuple[int, int, int], int] = {}
 
     def read(self, shown: np.ndarray, place: int, id_: int) -> int:
-        """The number of the log-probability of an id at a place of a canvas."""
+        """Index of the log-probability of an id at a place of a canvas."""
         number = self._known.setdefault(shown.tobytes(), len(self._tokens))
         if number == len(self._tokens):
             self._tokens.append(shown)
@@ -460,7 +463,7 @@ class _Canvases:
     def run(
         self, model: Model, batch_size: int, num_rows: int | None, goes_on: Callable[[], bool]
     ) -> np.ndarray:
-        """All log-probabilities by their numbers, float64 ``[N]``."""
+        """All log-probabilities by index, float64 ``[N]``."""
         num_places = _power_of_two(max(map(len, self._wanted)))
         num_ids = _power_of_two(max(len(ids) for own in self._wanted for ids in own.values()), 4)
         found = np.zeros((len(self._tokens), num_places, num_ids))
@@ -478,7 +481,7 @@ class _Canvases:
     def _batches(
         self, batch_size: int, num_rows: int | None
     ) -> Iterator[tuple[list[int], int, int]]:
-        """Canvases that run together, the size that they are padded to, and rows of the program."""
+        """Canvases that run together, their padded size, and the number of rows of the program."""
         sizes: dict[int, list[int]] = {}
         for number, tokens in enumerate(self._tokens):
             sizes.setdefault(canvas_size(tokens.size, is_shared=True), []).append(number)
@@ -506,7 +509,7 @@ def _read(
     network: Network, params: Params, tokens_BL: jax.Array, length_B: jax.Array,
     place_PB: jax.Array, ids_PBK: jax.Array, *, mask_id: int,
 ) -> jax.Array:  # fmt: skip
-    """Log-probability in nats of ids at places, ``[P, B, K]``; as in losses, MASK has none."""
+    """Log-probability in nats of ids at places, ``[P, B, K]``, with MASK excluded as in losses."""
     hidden_BLD = positions.hidden(network, params, tokens_BL, length_B)
 
     def at(asked: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -524,11 +527,12 @@ def _read(
 def calibrate(logprobs: Sequence[np.ndarray], right: Sequence[int]) -> float:
     """The temperature with the least negative log-likelihood of the right labels, in [0.01, 100].
 
-    That is convex in its inverse (Guo et al. 2017, On calibration of modern neural networks, 4.2).
+    The cost is convex in its inverse (Guo et al. 2017, On calibration of modern neural networks,
+    4.2).
 
     Args:
-      logprobs: of the labels of each line (`Decision.logprobs`).
-      right: the index of the right label of each line.
+      logprobs: `Decision.logprobs` of each line.
+      right: index of the right label of each line.
     """
 
     def cost(log_temperature: float) -> float:
@@ -549,10 +553,10 @@ def nll(probabilities: Sequence[np.ndarray], right: Sequence[int]) -> float:
 def expected_calibration_error(
     probabilities: Sequence[np.ndarray], right: Sequence[int], *, num_bins: int = 15
 ) -> float:
-    """How far the confidence in the most likely label is from its accuracy, in [0, 1].
+    """Mean difference between the confidence in the most likely label and its accuracy, in [0, 1].
 
-    The lines are sorted into bins of equal width by that confidence, ``((b - 1) / n, b / n]``; it
-    is the mean difference of a bin, weighted by its lines (Guo et al. 2017, equation 3).
+    Lines are sorted by confidence into bins of equal width, ``((b - 1) / n, b / n]``. The result is
+    the absolute difference of each bin, weighted by its lines (Guo et al. 2017, equation 3).
     """
     sure = np.array([own.max() for own in probabilities])
     hit = np.array([own.argmax() == k for own, k in zip(probabilities, right, strict=True)])
@@ -567,10 +571,10 @@ def write_calibration(
     """Adds a task to a file of temperatures, or replaces it there.
 
     Args:
-      path: JSON; made if it does not exist.
-      model: whose temperatures the file holds.
-      task: its name.
-      facts: of the task: ``temperature``, ``order`` and what else there is to know.
+      path: JSON file, created if it does not exist.
+      model: model of the temperatures.
+      task: name of the task.
+      facts: ``temperature``, ``order`` and further facts of the task.
     """
     tasks = _calibrated(path, model) if Path(path).exists() else {}
     told = {"vocabulary": model.vocabulary, "tasks": {**tasks, task: facts}}
@@ -584,9 +588,9 @@ def read_calibration(
     """The temperatures of a file by task.
 
     Args:
-      path: a file of `write_calibration`.
-      model: whose they must be, by its vocabulary.
-      order: only those that were fitted with it; None: all.
+      path: file of `write_calibration`.
+      model: model with the vocabulary of the file.
+      order: order of the fitted temperatures to return; None: all.
     """
     tasks = _calibrated(path, model)
     return {
@@ -605,7 +609,7 @@ def _calibrated(path: str | os.PathLike[str], model: Model) -> dict[str, dict[st
             if facts["order"] not in ORDERS:
                 raise ValueError(f"order={brief(facts['order'])} is unknown")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"is no calibration ({error})"
+        why = error.strerror if isinstance(error, OSError) else f"is not a calibration ({error})"
         raise SettingError("calibration", str(path), str(why), "make it with --fit") from None
     if vocabulary != model.vocabulary:
         raise SettingError("calibration", str(path), "is that of another model", "fit it again")
@@ -667,7 +671,7 @@ def _check(
 def _each(choices: Choices | Sequence[Choices], count: int) -> list[Choices]:
     """The choices of each prompt."""
     if isinstance(choices, str) or not isinstance(choices, Mapping | Sequence):
-        raise SettingError("choices", choices, "are no list of labels", "give two at least")
+        raise SettingError("choices", choices, "are not a list of labels", "give at least two")
     are_several = not isinstance(choices, Mapping) and any(
         isinstance(one, Sequence | Mapping) and not isinstance(one, str) for one in choices
     )
@@ -704,12 +708,12 @@ def _slots(
 def _checked(slot: str, labels: Any) -> tuple[str, ...]:
     where = f" of {slot!r}" if slot else ""
     if isinstance(labels, str) or not isinstance(labels, Sequence):
-        raise SettingError("choices", labels, f"{where[1:]} is no list of labels".lstrip())
+        raise SettingError("choices", labels, f"{where[1:]} is not a list of labels".lstrip())
     found = []
     for label in labels:
         is_int = isinstance(label, int) and not isinstance(label, bool)
         if not is_int and (not isinstance(label, str) or not label):
-            why = "holds an empty label" if label == "" else "holds what is no text"
+            why = "holds an empty label" if label == "" else "holds a label that is not a text"
             raise SettingError("choices", list(labels), f"{where[1:]} {why}".lstrip(), "drop it")
         if str(label) in found:
             why = f"{where[1:]} holds {brief(str(label))} twice".lstrip()
@@ -741,7 +745,7 @@ def _number(label: str) -> float:
         return float(label)
     except ValueError:
         raise SettingError(
-            "choices", label, "is no number, which a scale has", "give values"
+            "choices", label, "is not a number, as a scale requires", "give values"
         ) from None
 
 

@@ -1,7 +1,7 @@
 """Grammars as regular expressions: GBNF, the notation of llama.cpp for EBNF.
 
-A rule that calls itself at its end or at its begin alone is a loop. Other recursion is written out
-to a depth, so the texts are those of the grammar that nest no deeper.
+A rule that refers to itself only at its end or only at its beginning becomes a loop. Other
+recursion is expanded to a depth, so deeper texts of the grammar do not match.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def regex_of_grammar(grammar: str, *, depth: int = DEPTH, longest: int = 1 << 15
     Args:
       grammar: rules ``name ::= ...`` of ``"text"``, ``[sets]``, ``.``, names of rules, groups,
         ``|``, ``*``, ``+``, ``?`` and ``{m,n}``.
-      depth: how often a rule is entered inside of itself.
-      longest: characters of the expression at most.
+      depth: maximum nesting of a rule inside itself.
+      longest: maximum number of characters of the expression.
 
     Raises:
       ValueError: the grammar is broken, lacks a rule, or outgrows `longest`; the line is named.
@@ -181,7 +181,9 @@ class _Written:
 
     def rule(self, name: str, line: int) -> str | None:
         if name not in self._rules:
-            raise ValueError(f"line {line} of the grammar names {name!r}, which is no rule of it")
+            raise ValueError(
+                f"line {line} of the grammar names {name!r}, which is not one of its rules"
+            )
         if self._entered.count(name) > self._depth:
             return None
         self._entered.append(name)

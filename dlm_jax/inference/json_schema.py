@@ -1,8 +1,8 @@
 """JSON schemas as regular expressions (JSON Schema 2020-12).
 
-A pattern matches texts that the schema allows, but not all of them: properties keep the order of
-the schema, none is added to those that it names, and the branches of ``oneOf`` are those of
-``anyOf``. What cannot be kept is refused, by its path in the schema.
+A pattern matches a subset of the texts that the schema allows: properties keep the order of the
+schema, and no other properties are added. ``oneOf`` is treated as ``anyOf``. Unsupported keywords
+are refused with their path in the schema.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def regex_of_schema(schema: Mapping[str, Any] | bool, *, depth: int = DEPTH) -> 
 
     Args:
       schema: the schema.
-      depth: how often a reference is followed inside of itself.
+      depth: maximum nesting of a reference inside itself.
 
     Raises:
-      ValueError: the schema has a keyword or value that no pattern here keeps, or allows nothing.
+      ValueError: the schema has an unsupported keyword or value, or allows nothing.
     """
     try:
         pattern = _Schema(schema, depth).value(schema, "#")
@@ -381,7 +381,7 @@ def _range(schema: Mapping[str, Any], low: str, high: str, where: str) -> tuple[
 
 
 def _joined(parts: Sequence[Any], where: str) -> Any:
-    """One schema of what all of them ask for."""
+    """The conjunction of several schemas as one schema."""
     made: dict[str, Any] = {}
     for part in parts:
         if part is False:

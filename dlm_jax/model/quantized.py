@@ -1,11 +1,11 @@
-"""Matrices of the blocks as whole numbers of 8 bits, for sampling and scoring.
+"""8-bit integer matrices of the blocks, for sampling and scoring.
 
 Each output channel of a matrix has a scale, its largest magnitude over 127 (symmetric, round to
-nearest). ``int8`` multiplies activations of the compute dtype by these numbers. ``int8_dynamic``
-rounds every input vector to 8 bits too, by its own largest magnitude, and multiplies whole numbers
+nearest). ``int8`` multiplies activations of the compute dtype by these integers. ``int8_dynamic``
+also rounds every input vector to 8 bits by its own largest magnitude and multiplies integers
 (LLM.int8(), Dettmers et al. 2022, without outliers). Embeddings, the LM head, norms, biases and the
-other heads stay as they are: on the shipped model, embeddings in 8 bits would raise the bound by
-half as much again as all matrices of the blocks do (0.06% and 0.13%).
+other heads are not quantised: on the shipped model, 8-bit embeddings would raise the bound by
+0.06%, and all matrices of the blocks raise it by 0.13%.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Quantized:
 
 
 def quantized_kernel(kernel: jax.Array, is_dynamic: bool = False) -> Quantized:
-    """A float matrix, or a stack, in 8 bits; each number is off by at most half its scale."""
+    """A float matrix, or a stack, in 8 bits; the error is at most half the scale."""
     most = jnp.max(jnp.abs(kernel.astype(jnp.float32)), axis=-2)
     scales = jnp.where(most > 0, most / _MOST, 1.0)
     values = jnp.round(kernel.astype(jnp.float32) / scales[..., None, :])

@@ -1,7 +1,7 @@
-"""Calls of functions as text: the pattern of an answer with calls, and the calls in an answer.
+"""Function calls in answers: the pattern that allows them, and their parser.
 
-A call is one JSON object, ``{"name": "f", "arguments": {...}}``; several stand on lines of their
-own. A text that begins with no brace is no call.
+A call is one JSON object, ``{"name": "f", "arguments": {...}}``; each call is
+on its own line. A text that does not begin with a brace is not a call.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def pattern_of(
 
     Args:
       functions: JSON schema of the arguments of each function, by its name; None: it has none.
-      is_parallel: whether there may be several calls.
-      may_talk: whether any text that begins with no brace is an answer, too.
+      is_parallel: whether several calls are allowed.
+      may_talk: whether texts that do not begin with a brace are also allowed.
 
     Raises:
       ValueError: a schema cannot be used; the message names its function.
@@ -49,7 +49,7 @@ def pattern_of(
 
 
 class Calls:
-    """The calls of a growing text, as pieces of ``tool_calls``.
+    """The calls of a streamed text, as pieces of ``tool_calls``.
 
     Attributes:
       whole: the calls so far, as in a message.
@@ -61,7 +61,7 @@ class Calls:
         self._depth, self._in_string, self._is_escaped, self._is_open = 0, False, False, False
 
     def grown(self, piece: str) -> tuple[str, list[dict[str, Any]]]:
-        """The text and the parts of calls that this piece of the answer brings."""
+        """The text and the parts of calls in the next piece of the answer."""
         if self._is_talk:
             return piece, []
         self._rest += piece

@@ -292,7 +292,7 @@ def test_a_process_of_ones_own_is_named_by_its_module():
     [
         (lambda: ObjectiveConfig(process="unifrm"), "objective.process='unifrm' is not one of"),
         (lambda: ObjectiveConfig(process="no.such:Thing"), "cannot be imported"),
-        (lambda: ObjectiveConfig(process="math:pi"), "is no process"),
+        (lambda: ObjectiveConfig(process="math:pi"), "is not a process"),
         (
             lambda: ObjectiveConfig(process="uniform", process_settings=("uniform_share=0.1",)),
             "has 'uniform_share', which objective.process='uniform' does not have",

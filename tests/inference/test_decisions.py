@@ -159,7 +159,7 @@ def test_a_scale_has_a_mean():
     (made,) = decide(MODEL, "A r", list(values), batch_size=8)
     mean, half = made.mean(values=list(values.values()))
     assert mean == pytest.approx(sum(values[k] * p for k, p in made.of().items())) and half == 0
-    with pytest.raises(ValueError, match="choices='a' is no number"):
+    with pytest.raises(ValueError, match="choices='a' is not a number"):
         made.mean()
 
 
@@ -167,7 +167,7 @@ REFUSED = [
     ({"choices": ["a", ""]}, "choices=.* holds an empty label; drop it"),
     ({"choices": ["a", "t", "a"]}, "choices=.* holds 'a' twice; keep one"),
     ({"choices": ["a"]}, "choices=.* has no two labels"),
-    ({"choices": "at"}, "choices='at' are no list"),
+    ({"choices": "at"}, "choices='at' are not a list"),
     ({"choices": ["a", "\u00e9"]}, "choices='\u00e9' cannot be written"),
     ({"choices": {"x": ["a", "t"]}}, "do not agree about the slot 'x'"),
     ({"prompts": "The " * 9}, "prompt with its labels has 37 tokens"),
@@ -244,5 +244,5 @@ def test_a_task_has_its_temperature_in_a_file_of_its_model(tmp_path):
     with pytest.raises(ValueError, match="is that of another model"):
         decide(MODEL, "A r", labels, task="mood", calibration=path)
     path.write_text("{}")
-    with pytest.raises(ValueError, match="is no calibration"):
+    with pytest.raises(ValueError, match="is not a calibration"):
         decide(MODEL, "A r", labels, task="mood", calibration=path)

@@ -61,7 +61,7 @@ def _parsed(kind: type, text: str) -> object:
 
 
 def _by_field(cls: type[Process], values: Mapping[str, object]) -> dict[str, object]:
-    """Values of settings by the names of the fields that hold them."""
+    """Values of settings by field name."""
     fields = getattr(cls, "__dataclass_fields__", {})
     return {
         name: values[field.metadata["setting"].name]
@@ -88,7 +88,7 @@ def _own(name: str) -> type[Process]:
         found, "__dataclass_fields__"
     ):
         raise SettingError(
-            "objective.process", name, "is no process",
+            "objective.process", name, "is not a process",
             "subclass dlm_jax.diffusion.processes.Process under dlm_jax.rule",
         )  # fmt: skip
     return found

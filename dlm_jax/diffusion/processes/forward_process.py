@@ -1,12 +1,12 @@
-"""Forward processes: what a position shows at a noise level, and what follows from that.
+"""The protocol of forward processes.
 
-A process is a rule. Each free position is noised on its own: at level ``v`` in [0, 1] it shows its
-own token with probability ``alpha(v)``, MASK with ``mask(v)``, and with ``text(v)`` an id drawn
+A process is a rule. Each free position is noised independently: at level ``v`` in [0, 1] it shows
+its own token with probability ``alpha(v)``, MASK with ``mask(v)``, and with ``text(v)`` an id drawn
 uniformly from the noise ids, which may be the true one. With ``c(k)`` the probability of noise
 ``k``, this is ``q_v(. | x) = alpha_v x + c_v``, the interpolating process of GIDD (von Rutte et
 al. 2025, equation 3). Masked diffusion is ``c = mask`` and uniform diffusion is ``c = text``.
 
-The level of a time is the ``masked_ratio`` of the noise schedule, for every process.
+For every process, the level at a time is the ``masked_ratio`` of the noise schedule.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Noise(NamedTuple):
       clean: ``alpha``.
       text: ``c(k)`` of each noise id.
       shown: ``c(z)`` of what the position shows.
-      weight: of the `divergence`; of `first_step` where ``is_first``.
-      is_first: True where the level is that of the step to level 0.
+      weight: factor of `divergence`.
+      is_first: True for the step to level 0.
     """
 
     clean: jax.Array
@@ -224,10 +224,10 @@ def divergence(
 
 
 def checked(process: Process, name: str) -> Process:
-    """The process, if its shares are those of one that ends without any clean token.
+    """The process, if its shares are valid and reach 0 clean tokens at level 1.
 
     Raises:
-      SettingError: they are not; `name` is what chose it.
+      SettingError: they are not; `name` is the setting's value.
     """
     level = np.linspace(0.0, 1.0, 65, dtype=np.float32)
     found = process.shares(jnp.asarray(level))

@@ -16,7 +16,7 @@ UNIFORM_SHARE = Setting(
 
 @rule
 class Mixed(Process):
-    """MASK, beside uniform noise that is 0 at both ends and ``uniform_share`` in the middle.
+    """MASK and uniform noise, whose share is 0 at both ends and ``uniform_share`` in the middle.
 
     ``alpha = (1 - v) / C``, ``mask = v / C`` and ``text = B sqrt(v (1 - v)) / C``, with ``C = 1 + B
     sqrt(v (1 - v))`` and ``B = 2 p / (1 - p)`` (von Rutte et al. 2025, GIDD, section 4.1 with gamma

@@ -1,4 +1,4 @@
-"""DiffusionGemma's loop: what has little entropy is kept, and new noise replaces the rest."""
+"""DiffusionGemma's loop: positions of low entropy are kept, and new noise replaces the others."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Predicted(NamedTuple):
 class EntropyRenoise(Renewing, EntropyBound):
     """Accepts candidates as `EntropyBound` does, of all open positions, and renoises the others.
 
-    A block ends when the likeliest tokens repeat with little entropy, or with its steps; then each
-    position takes its likeliest token, whose log-probability is not kept (DiffusionGemma,
+    A block ends when the likeliest tokens repeat with low entropy, or after its steps. Each
+    position then takes its likeliest token, whose log-probability is not kept (DiffusionGemma,
     ``DiffusionGemmaForBlockDiffusion``). Probabilities are those of the draw: after temperature.
     """
 
