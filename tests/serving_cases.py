@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 import httpx
+import openai
 import toy_model
 
 from dlm_jax.config import SampleConfig
@@ -55,6 +56,11 @@ class Running:
                 return True
             time.sleep(0.01)
         return False
+
+
+def client_of(running: Running, key: str = "none") -> openai.OpenAI:
+    """A client of a server, which tries nothing twice."""
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=120)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 import toy_model
-from serving_cases import EOS, MODEL, post, serving
+from serving_cases import EOS, MODEL, client_of, post, serving
 
 import dlm_jax
 from dlm_jax.serving.protocol import Limits
@@ -29,9 +29,7 @@ def running():
 
 @pytest.fixture(scope="module")
 def client(running):
-    with openai.OpenAI(
-        base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=120
-    ) as made:
+    with client_of(running) as made:
         yield made
 
 

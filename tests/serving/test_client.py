@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import openai
 import pytest
-from serving_cases import MODEL, post, serving
+from serving_cases import MODEL, client_of, post, serving
 from starlette.requests import Request
 
 from dlm_jax.serving.http import check_key
@@ -44,10 +44,6 @@ CHAT = {name: COMPLETION[name] for name in COMPLETION if name not in
 }  # fmt: skip
 
 
-def _client(running, key="none"):
-    return openai.OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=120)
-
-
 @pytest.fixture(scope="module")
 def running():
     with serving() as server:
@@ -56,7 +52,7 @@ def running():
 
 @pytest.mark.parametrize("kind", ["completions", "chat"])
 def test_every_argument_of_the_client_is_answered_or_refused_by_its_name(running, kind):
-    with _client(running) as client:
+    with client_of(running) as client:
         create = (client.chat.completions if kind == "chat" else client.completions).create
         answered, base = {
             "completions": (COMPLETION, {"model": "toy", "prompt": "A ", "seed": 1}),
@@ -96,8 +92,11 @@ def test_every_setting_is_a_field_by_its_name(running):
 def test_each_error_is_one_that_the_client_knows():
     limits = Limits(rows=8, waiting=1, body=2000, seconds=0.5)
     asked = {"model": "toy", "prompt": "A "}
-    with serving(key="secret", limits=limits) as running, _client(running, "secret") as client:
-        with _client(running, "wrong") as other, pytest.raises(openai.AuthenticationError) as told:
+    with serving(key="secret", limits=limits) as running, client_of(running, "secret") as client:
+        with (
+            client_of(running, "wrong") as other,
+            pytest.raises(openai.AuthenticationError) as told,
+        ):
             other.models.list()
         assert told.value.code == "invalid_api_key"
         with pytest.raises(openai.BadRequestError) as told:
@@ -148,7 +147,10 @@ def test_a_key_is_compared_in_a_time_that_does_not_depend_on_it(monkeypatch):
 
 def test_a_row_that_fails_is_told_and_leaves_others_alone():
     params = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), MODEL.params)
-    with serving(dataclasses.replace(MODEL, params=params)) as running, _client(running) as client:
+    with (
+        serving(dataclasses.replace(MODEL, params=params)) as running,
+        client_of(running) as client,
+    ):
         for stream in (False, True):
             with pytest.raises(openai.APIError) as told:
                 list(client.completions.create(model="toy", prompt="A ", stream=stream))

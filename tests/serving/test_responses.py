@@ -6,7 +6,7 @@ import inspect
 import httpx
 import openai
 import pytest
-from serving_cases import EOS, MODEL, SLOTS, post, serving
+from serving_cases import EOS, MODEL, SLOTS, client_of, post, serving
 
 import dlm_jax
 
@@ -22,9 +22,7 @@ def running():
 
 @pytest.fixture(scope="module")
 def client(running):
-    with openai.OpenAI(
-        base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=120
-    ) as made:
+    with client_of(running) as made:
         yield made
 
 

@@ -4,11 +4,10 @@ import dataclasses
 import json
 import re
 
-import openai
 import pytest
 import serving_cases
 import toy_model
-from serving_cases import post, serving
+from serving_cases import client_of, post, serving
 
 from dlm_jax.published import TextTemplate
 from dlm_jax.serving.tools import Calls, pattern_of
@@ -41,9 +40,7 @@ def running():
 
 @pytest.fixture(scope="module")
 def client(running):
-    with openai.OpenAI(
-        base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=120
-    ) as made:
+    with client_of(running) as made:
         yield made
 
 
