@@ -301,20 +301,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         "batch_size": args.batch_size,
     } | settings
     host = {"host_sampler": sampler, "read_back": args.read_back is not None}
-    _tell_heads(model, prompts[0], host | common)
+    heads = _heads(model, prompts[0], host | common)
     began, compiled = time.perf_counter(), compile_clock().seconds
     waited = 0.0
     frames: dict[int, list[Frame]] = {}
     if args.watch or args.trace is not None:
+        heads = _noted(heads)
         with refusals(), naming_flags():
             result, waited = watched(model, prompts, args, common, frames)
     else:
         shown = Progress("sample", None, "token", is_shown=jax.process_index() == 0)
-        with refusals(), naming_flags(), shown as progress:
+
+        def committed(number: int) -> None:
+            # After the first step, because a canvas may be refused for lack of memory before.
+            nonlocal heads
+            heads = _noted(heads)
+            shown.update(number)
+
+        with refusals(), naming_flags(), shown:
             result = dlm_jax.generate(
-                model, prompts, max_candidates=args.max_candidates, on_commits=progress.update,
+                model, prompts, max_candidates=args.max_candidates, on_commits=committed,
                 **host, **common,
             )  # fmt: skip
+    _noted(heads)
     seconds = time.perf_counter() - began - waited
     compiling = compile_clock().seconds - compiled
     if jax.process_index() != 0:
@@ -332,17 +341,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _end_of(result, End.DONE)
 
 
-def _tell_heads(model: dlm_jax.Model, prompt: dict[str, Any], common: dict[str, Any]) -> None:
-    """Prints the heads of the model and the resulting fill, after the request was checked.
+def _heads(model: dlm_jax.Model, prompt: dict[str, Any], common: dict[str, Any]) -> str:
+    """The line about the heads of the model and the resulting fill, after checking the request.
 
-    Warnings are printed with the texts.
+    It is empty in processes that print nothing. Warnings are printed with the texts.
     """
     asked = {name: value for name, value in common.items() if name not in _NOT_OF_A_ROW}
     with refusals(), naming_flags(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         (request,) = dlm_jax.make_requests(model, prompt, asked)
-    if jax.process_index() == 0:
-        print(heads_line(model, request.sample), file=sys.stderr)
+    return heads_line(model, request.sample) if jax.process_index() == 0 else ""
+
+
+def _noted(line: str) -> str:
+    """Prints a line unless it is empty, and returns an empty one."""
+    if line:
+        print(line, file=sys.stderr)
+    return ""
 
 
 def _end_of(result: dlm_jax.Texts, otherwise: End) -> End:
