@@ -303,27 +303,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     host = {"host_sampler": sampler, "read_back": args.read_back is not None}
     heads = _heads(model, prompts[0], host | common)
     began, compiled = time.perf_counter(), compile_clock().seconds
-    waited = 0.0
     frames: dict[int, list[Frame]] = {}
-    if args.watch or args.trace is not None:
-        heads = _noted(heads)
-        with refusals(), naming_flags():
+    with refusals(), naming_flags():
+        if args.watch or args.trace is not None:
+            _noted(heads)
             result, waited = watched(model, prompts, args, common, frames)
-    else:
-        shown = Progress("sample", None, "token", is_shown=jax.process_index() == 0)
-
-        def committed(number: int) -> None:
-            # After the first step, because a canvas may be refused for lack of memory before.
-            nonlocal heads
-            heads = _noted(heads)
-            shown.update(number)
-
-        with refusals(), naming_flags(), shown:
-            result = dlm_jax.generate(
-                model, prompts, max_candidates=args.max_candidates, on_commits=committed,
-                **host, **common,
-            )  # fmt: skip
-    _noted(heads)
+        else:
+            result, waited = _generated(model, prompts, args, host | common, heads), 0.0
     seconds = time.perf_counter() - began - waited
     compiling = compile_clock().seconds - compiled
     if jax.process_index() != 0:
@@ -339,6 +325,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.trace is not None and not write_page(model, prompts[0], frames, args.trace):
         return _end_of(result, End.NO_PAGE)
     return _end_of(result, End.DONE)
+
+
+def _generated(
+    model: dlm_jax.Model,
+    prompts: list[dict[str, Any]],
+    args: argparse.Namespace,
+    settings: dict[str, Any],
+    heads: str,
+) -> dlm_jax.Result:
+    """The texts, with a line of progress; the line about the heads follows the first step.
+
+    A canvas may be refused for lack of memory before that, and a refusal is one line.
+    """
+
+    def committed(number: int) -> None:
+        nonlocal heads
+        heads = _noted(heads)
+        shown.update(number)
+
+    with Progress("sample", None, "token", is_shown=jax.process_index() == 0) as shown:
+        result = dlm_jax.generate(
+            model, prompts, max_candidates=args.max_candidates, on_commits=committed, **settings
+        )
+    _noted(heads)
+    return result
 
 
 def _heads(model: dlm_jax.Model, prompt: dict[str, Any], common: dict[str, Any]) -> str:
