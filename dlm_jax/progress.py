@@ -17,16 +17,16 @@ EVERY = 10.0
 class Progress:
     """Progress through pieces of work of different sizes; a context manager.
 
-    The remaining time is estimated from the mean rate so far, without time for other things, such
-    as compilation.
+    The remaining time is estimated from the mean rate so far, excluding time for other work such as
+    compilation.
 
     Args:
       name: name of the task, such as ``train``.
       total: number of pieces; None if it is unknown.
-      unit: one piece, such as ``step``.
+      unit: name of a piece, such as ``step``.
       done: pieces that were finished before.
       work: work of each remaining piece, in any unit; 1 by default.
-      idle: seconds so far that were spent on other things.
+      idle: seconds so far spent on other work.
       stream: where to write; None is standard error.
       is_shown: False writes nothing.
     """
@@ -61,7 +61,7 @@ class Progress:
                 if total is not None else "{desc}: {n_fmt} {unit}s [{elapsed}{postfix}]",
             )  # fmt: skip
         elif is_shown:
-            # A thread, because a compilation or a long step blocks this one.
+            # Uses a thread, because compilation or a long step blocks the main one.
             threading.Thread(target=self._tell, name="progress", daemon=True).start()
 
     def __enter__(self) -> Progress:

@@ -2,9 +2,9 @@
 # # Coherent parallel sampling, measured
 #
 # A diffusion language model that commits many tokens in one step draws them independently: each
-# fits the visible text, but not its new neighbours. The wavefront fills holes from their
-# neighbours outwards with a small sampler head, so that every token is drawn given the one beside
-# it. Both fills below take the same number of forwards of the model.
+# fits the visible text, but not its new neighbours. The wavefront uses a small sampler head to fill
+# holes outwards from visible tokens, so that every token is drawn given its neighbour. Both fills
+# below take the same number of forwards of the model.
 
 # %%
 import numpy as np
@@ -19,8 +19,7 @@ for fill in ("parallel", "wavefront"):
     print(fill, repr(fills[fill].texts[0]))
 
 # %% [markdown]
-# `score` bounds the cost of a text in nats under the model. A text whose tokens contradict each
-# other costs more.
+# `score` bounds the cost of a text in nats under the model. Incoherent texts cost more.
 
 # %%
 for fill, result in fills.items():

@@ -67,8 +67,8 @@ def read_requests(
     """The non-blank lines of a file, in order; all ids differ.
 
     A line has at most one of ``prompt``, ``template`` (texts) and ``tokens`` (integers). ``draft``
-    is a text; ``gen_length``, ``max_length``, ``n`` (samples), ``seed`` and ``steps`` are integers.
-    Other settings are not checked here.
+    is a string; ``gen_length``, ``max_length``, ``n`` (samples), ``seed`` and ``steps`` are
+    integers. Other settings are not checked here.
 
     Args:
       path: a UTF-8 file, with or without a byte order mark.
@@ -86,7 +86,7 @@ def read_requests(
             continue
         line = _read(raw, number, f"{file.name} line {number}", names, first, num_samples)
         lines.append(replace(line, extra=extra))
-        # An unreadable line counts too, so that correcting it does not renumber the others.
+        # An unreadable line is counted, so that fixing it does not renumber the other lines.
         extra += (num_samples if line.error is not None else line.num_samples) - 1
     return lines
 
@@ -182,10 +182,10 @@ def _id(given: Any, own: str, where: str, first: dict[Id, int]) -> Id:
     if isinstance(given, str):
         _check_text(f"{where}: id", given)
     elif type(given) is not int:
-        raise ValueError(f"{where}: id={_show(given)} is neither a text nor an integer; use one")
+        raise ValueError(f"{where}: id={_show(given)} must be a string or an integer")
     if given in first:
         raise ValueError(
-            f"{where}: id={_show(given)} is that of line {first[given]} too; give each its own"
+            f"{where}: id={_show(given)} is already used by line {first[given]}; use unique ids"
         )
     if isinstance(given, str) and given != own and re.fullmatch("line [1-9][0-9]*", given):
         raise ValueError(f"{where}: id={_show(given)} is reserved for that line; use another id")

@@ -1,8 +1,8 @@
 """The forward process: noise schedules, selected positions, and their visible tokens.
 
 A denoising pattern selects free positions of each row. A selected position shows MASK, a random
-token or its own token. The last two train the model on visible tokens, which a pure MASK objective
-does not.
+token or its own token. The last two also train the model on visible tokens, unlike a pure MASK
+objective.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def mask_independently(key: jax.Array, ratio: jax.Array, is_free_BL: jax.Array) 
 def mask_exactly(key: jax.Array, count_B: jax.Array, is_free_BL: jax.Array) -> jax.Array:
     """True at `count_B` free positions of each row, ``[B, L]``, every such set equally likely.
 
-    If the count exceeds their number, all are hidden.
+    If the count exceeds the number of free positions, all are hidden.
     """
     order_BL = jnp.where(is_free_BL, jax.random.uniform(key, is_free_BL.shape), jnp.inf)
     rank_BL = jnp.argsort(jnp.argsort(order_BL, axis=1), axis=1)

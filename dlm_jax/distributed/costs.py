@@ -31,7 +31,7 @@ _NAME = re.compile(r"%([\w.\-]+)")
 
 @dataclass(frozen=True)
 class Shape:
-    """One array of a type; `in_memory` is True for the main memory."""
+    """One array of a type; `in_memory` is True for main memory."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -84,7 +84,7 @@ def shapes_of(text: str) -> list[Shape]:
     for dtype, dims, layout in _SHAPE.findall(text):
         if dtype in SIZES:
             numbers = tuple(int(size) for size in dims.split(",") if size)
-            # S(1) and above are memories other than the main one.
+            # S(1) and above are memories other than main memory.
             found.append(Shape(dtype, numbers, re.search(r"S\([1-9]", layout or "") is None))
     return found
 
@@ -112,7 +112,7 @@ def parse(text: str) -> Module:
 
 
 def _whole_lines(text: str) -> list[str]:
-    """Lines, with breaks inside the metadata of custom calls removed."""
+    """The lines of the text, without line breaks inside the metadata of custom calls."""
     lines: list[str] = []
     for line in text.split("\n"):
         begins = line.startswith((" ", "}", "%", "ENTRY", "HloModule", "\t"))
@@ -505,7 +505,7 @@ def cost(text: str, torus: Torus, mode: Mode = "roof") -> Cost:
 
 
 class _Timeline:
-    """Schedules one computation: the device computes while its links carry collectives.
+    """Schedules one computation: computation overlaps with collectives on the links.
 
     `known` and `products` cache the cost of the computations that it calls.
     """
@@ -519,7 +519,7 @@ class _Timeline:
         self.types = {operation.name: operation.type for operation in self.body}
         self.cost = Cost()
         self.links_free = 0.0
-        # When each collective ends, by the operation that started it.
+        # End time of each collective, by the operation that started it.
         self.started: dict[str, float] = {}
         self.fused: dict[tuple[str, float], float] = {}
         self.last_user = {
@@ -566,7 +566,7 @@ class _Timeline:
             self.cost.add(self._of(body), 1 if times is None else times)
 
     def _branches(self, operation: Operation) -> None:
-        """The most expensive branch counts."""
+        """Only the most expensive branch counts."""
         listed = operation.attribute(r"branch_computations=\{([^}]*)\}")
         names = (
             re.findall(r"%([\w.\-]+)", listed)

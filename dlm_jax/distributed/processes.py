@@ -1,12 +1,12 @@
 """Agreement between the processes of one run, and detection of lost processes.
 
-No host of a run waits for a lost one: every process sends a heartbeat.
+Every process sends a heartbeat, so that no host of a run waits for a lost one.
 
-Collectives wait forever for a lost host. So every process writes a growing number to JAX's
-coordination service. Process 0 reads all of them; the others read its number and its verdict. A
-process that detects the loss or failure of another one prints one line and exits with `EXIT_LOST`,
-so that the scheduler restarts the job. If process 0 is lost, the service ends with it, and jaxlib
-ends the other processes.
+Collectives block forever if a host is lost. Every process therefore writes an increasing number to
+JAX's coordination service. Process 0 reads all of them; the others read only its number and its
+verdict. A process that detects a lost or failed process prints one line and exits with
+`EXIT_LOST`, so that the scheduler restarts the job. If process 0 is lost, the service ends with it,
+and jaxlib ends the other processes.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def check_same_everywhere(facts: dict[str, Any]) -> None:
     for process, difference in enumerate(gathered(found)):
         if difference:
             raise ValueError(
-                f"process {process} has another {difference}; "
+                f"process {process} has a different {difference}; "
                 "start every process with the same config and program"
             )
 
@@ -109,7 +109,7 @@ EXIT_LOST = 75
 """Exit code of a process that ends because another one was lost (a temporary failure)."""
 
 PATIENCE = 25.0
-"""Seconds without a heartbeat after which a process counts as lost."""
+"""Seconds without a heartbeat after which a process is considered lost."""
 
 _INTERVAL = 1.0
 _DONE = "done"
@@ -165,7 +165,7 @@ class Watch:
             time.sleep(_INTERVAL)
 
     def _found(self) -> str:
-        """The loss that process 0 has detected; empty if there is none."""
+        """The message about a lost process from process 0; empty if there is none."""
         signs = dict(self._client.key_value_dir_get(_ALIVE))
         for process in range(1, self._count):
             reason = self._judged(process, signs.get(f"{_ALIVE}/{process}", ""))
@@ -174,7 +174,7 @@ class Watch:
         return ""
 
     def _heard(self) -> str:
-        """The verdict of process 0, or the loss of process 0 itself."""
+        """The verdict of process 0, or a message that process 0 itself is lost."""
         with contextlib.suppress(Exception):
             return self._client.key_value_try_get(_VERDICT)
         sign = ""
@@ -183,7 +183,7 @@ class Watch:
         return self._judged(0, sign)
 
     def _judged(self, process: int, sign: str) -> str:
-        """The reason why a process with this heartbeat counts as lost; empty if it does not."""
+        """The reason why a process with this heartbeat is considered lost; empty if it is not."""
         if sign == _DONE:
             return ""
         if sign.startswith(_LEFT):
@@ -198,12 +198,12 @@ class Watch:
 
     def _end(self, verdict: str) -> None:
         sys.stderr.write(
-            f"error: {verdict}; process {self._me} of {self._count} ends too: the same command "
-            "continues from the last checkpoint\n"
+            f"error: {verdict}; process {self._me} of {self._count} also ends: the same command "
+            f"resumes from the last checkpoint\n"
         )
         sys.stderr.flush()
         if self._me == 0:
-            # The service ends with this process, so the others must read the verdict before.
+            # The service ends with this process, so the others must read the verdict first.
             self._tell(verdict)
             time.sleep(5 * _INTERVAL)
         os._exit(EXIT_LOST)
@@ -211,10 +211,11 @@ class Watch:
 
 @contextlib.contextmanager
 def together(end_of: Callable[[Exception], int]) -> Iterator[None]:
-    """A context in which no process waits for a lost one; no effect in a single process.
+    """A context in which no process waits for a lost one; it has no effect in a single process.
 
     An exception that leaves the context ends the process at once, without the shutdown barrier of
-    JAX, which would wait for the others. If a lost process caused it, the exit code is `EXIT_LOST`.
+    JAX, which waits for the other processes. If a lost process caused it, the exit code is
+    `EXIT_LOST`.
     """
     if jax.process_count() == 1:
         yield

@@ -78,7 +78,7 @@ def critic_head(setup: Setup) -> Head | None:
 
 
 class CriticTargets(NamedTuple):
-    """The targets of the critic.
+    """Targets of the critic.
 
     Attributes:
       filled_BL: int32 canvas with its holes filled.
@@ -126,7 +126,8 @@ def critic_targets(
 def critic_loss(
     network: Network, params: Params, targets: CriticTargets, length_B: jax.Array, total: jax.Array
 ) -> Loss:
-    """Binary cross-entropy (nats) over the judged positions, after an additional trunk pass.
+    """Binary cross-entropy (nats) over the judged positions, after an additional forward of the
+    trunk.
 
     Gradients flow into the trunk. `total` is the number of judged positions of the whole batch.
     """
@@ -134,7 +135,7 @@ def critic_loss(
     hidden_BLD, _ = network.trunk(params, targets.filled_BL, length_B, None)
     logit_P = network.critic(params, hidden_BLD.reshape(-1, hidden_BLD.shape[-1]))
     logit_BL = logit_P.reshape(targets.filled_BL.shape)
-    # -log sigmoid(x) where wrong, -log sigmoid(-x) where right.
+    # -log sigmoid(x) for wrong tokens, -log sigmoid(-x) for correct ones.
     loss_BL = jax.nn.softplus(jnp.where(targets.is_wrong_BL, -logit_BL, logit_BL))
     return Loss(jnp.sum(jnp.where(targets.is_judged_BL, loss_BL, 0.0)), total)
 

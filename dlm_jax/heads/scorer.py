@@ -1,6 +1,6 @@
 """The scorer head, which predicts the corrupted share of a text.
 
-Scored texts have no holes, so a corrupted token is a wrong token, never MASK.
+Scored texts have no holes, so corrupted tokens are wrong tokens, never MASK.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CorruptedRows(NamedTuple):
       shown_BL: int32 canvas that the trunk reads.
       length_B: int32 live tokens.
       share_B: float32 in [0, 1], share of free positions with a wrong token.
-      weight_B: float32, 1 for rows with a free position; the others do not count.
+      weight_B: float32, 1 for rows with a free position; 0 for others.
     """
 
     shown_BL: jax.Array
@@ -70,9 +70,9 @@ def corrupt(
     Each row uses one corruption pattern, with a share that is uniform up to ``max_ratio`` for
     ``random`` and ``sticky``. In half of the rows the new tokens are drawn uniformly from
     `random_ids`. In the others they are copied from random positions of other rows. They then have
-    the frequencies of true text, and only their context reveals them. A copied token that is not in
-    `random_ids` (such as EOS) is replaced by a random id. A token equal to the true one is not
-    wrong.
+    the token frequencies of real text and are detectable only from context. A copied token that is
+    not in `random_ids` (such as EOS) is replaced by a random id. A token equal to the true one is
+    not wrong.
     """
     pattern_key, kind_key, row_key, place_key = jax.random.split(key, 4)
     num_rows, num_positions = batch.tokens_BL.shape
@@ -121,7 +121,9 @@ def scorer_loss(network: Network, params: Params, rows: CorruptedRows, total: ja
 
 
 def binary_cross_entropy(logit_B: jax.Array, share_B: jax.Array) -> jax.Array:
-    """``-s log p - (1 - s) log(1 - p)`` in nats ``[B]``, ``p`` the sigmoid of the logit."""
+    """``-s log p - (1 - s) log(1 - p)`` in nats ``[B]``, where ``p`` is the sigmoid of the
+    logit.
+    """
     return jax.nn.softplus(logit_B) - share_B * logit_B
 
 
@@ -169,7 +171,7 @@ def summary(found: Errors, free_N: np.ndarray) -> dict[str, float]:
 
     Args:
       found: arrays of N rows.
-      free_N: free positions of each row; not all 0.
+      free_N: number of free positions of each row; not all 0.
     """
     squared_N, entropy_N, share_N = (np.asarray(x, np.float64)[free_N > 0] for x in found)
     mean, error = ratio_and_error(squared_N, np.ones(len(squared_N)))

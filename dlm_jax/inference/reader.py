@@ -67,7 +67,7 @@ class Reader:
 
     @property
     def _block_ends(self) -> tuple[int, int]:
-        """The end of the first block, and the length of the others; 0: there is one block."""
+        """The end of the first block, and the length of later ones; 0 if there is one block."""
         length = self._sample.block_length
         first = self.start // self._unit * self._unit if self._unit else self.start
         return first + length, length
@@ -203,7 +203,7 @@ class Reader:
         return size
 
     def _covering(self, tokens: np.ndarray, end: int, cut: int | None) -> int:
-        """The number of tokens of the text through the stop at `cut`."""
+        """The number of tokens of the text up to and including the stop at `cut`."""
         if cut is None:
             return end
         low, high = self.start, end

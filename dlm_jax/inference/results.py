@@ -36,7 +36,7 @@ class Row:
         last canvas shown; -1 for new positions. None without edits.
       read_back: read-back records of its tokens, in commit order.
       error: exception of the host sampler or the program, or None.
-      is_lost: whether the program raised it, so that the state of the row is lost.
+      is_lost: whether the program raised it, which loses the state of the row.
       waited: seconds until the row got a slot.
       seconds: seconds spent in a slot.
       trace: trace of the ended row, or None.
@@ -111,7 +111,7 @@ class Generation:
 
     Attributes:
       tokens: int32 ``[R, L]``, PAD from each row's length on.
-      lengths: int32 ``[R]``, live tokens, the given ones included.
+      lengths: int32 ``[R]``, live tokens, including given ones.
       steps: int32 ``[R]``, steps taken.
       counters: counters of each row, int32 ``[R]`` each.
       status: ``[R]``, how each row ended.
@@ -122,7 +122,7 @@ class Generation:
         tokens of a draft, and tokens of an edit.
       read_back: read-back records of each row in commit order; empty if not requested.
       seconds: float64 ``[R]``, seconds that each row spent in a slot.
-      trace: every draw of the rows, with ``trace=True``; None otherwise.
+      trace: all draws of the rows with ``trace=True``; None otherwise.
     """
 
     tokens: np.ndarray
@@ -169,7 +169,8 @@ def assemble(rows: Sequence[Row], *, pad_id: int) -> Generation:
 
 
 def canvas_size(length: int, *, is_shared: bool = False) -> int:
-    """Static canvas that holds `length` tokens: the next multiple of 64, so that few compile.
+    """Static canvas that holds `length` tokens: the next multiple of 64, so that few programs are
+    compiled.
 
     A canvas shared by requests of any length is a power of two, which compiles even fewer programs.
     """

@@ -1,4 +1,4 @@
-"""Assigns requests to slots of programs; uses no device and no arrays.
+"""Assigns requests to slots of programs; without devices or arrays.
 
 Requests that can run in the same programs share a bucket and wait in its queue, ordered by priority
 and then by number. A queue with work has a program with enough slots for its requests. A slot takes
@@ -21,7 +21,7 @@ class Ticket:
     """A request that was submitted.
 
     Attributes:
-      number: number of the request in its engine, above those of all earlier requests.
+      number: number of the request in its engine, greater than all earlier numbers.
     """
 
     number: int
@@ -49,12 +49,12 @@ class Entry:
 
 
 class Counts(NamedTuple):
-    """The work of a queue.
+    """Counts of the work in a queue.
 
     Attributes:
       waiting: requests that wait.
       running: requests that run.
-      fills: slots that will take a waiting request.
+      fills: slots that a waiting request will fill.
       evicted: slots whose request was cancelled.
     """
 
@@ -70,16 +70,16 @@ class Queue:
     Attributes:
       bucket: their bucket; its ``key`` is unique.
       sizes: possible numbers of slots, ascending.
-      is_reserved: whether it was made by `Engine.reserve`.
+      is_reserved: whether `Engine.reserve` created it.
       size: slots of its program; None: it has none.
       program: its program.
       num_own: number of these slots in this process.
       slots: `Slots` object that runs the program.
       running: requests by their slot.
-      evicted: slots of cancelled requests, cleared at the next turn of the queue.
-      totals: work of all processes when it was last served.
+      evicted: slots of cancelled requests, cleared when the queue is served next.
+      totals: work of all processes at the last call.
       is_draining: whether new requests are held back to free the program for another queue.
-      since: time when it got its program, in served queues.
+      since: time at which it got its program, in served queues.
     """
 
     def __init__(self, bucket: Any, sizes: Sequence[int], *, is_reserved: bool = False):
@@ -171,7 +171,7 @@ class Scheduler:
 
     Args:
       load: creates the program of a bucket with that number of slots.
-      max_programs: programs that are kept.
+      max_programs: maximum number of cached programs.
       num_processes: number of processes that share the slots of each program equally. `agree` keeps
         their order of queues identical.
       is_together: whether there are several processes.
@@ -193,7 +193,7 @@ class Scheduler:
 
     @property
     def programs(self) -> list[tuple[Any, int]]:
-        """Bucket and slots of each program that is kept, the one used last at the end."""
+        """Bucket and slots of each cached program, most recently used last."""
         return [(bucket, size) for _, bucket, size in self._programs.values()]
 
     def enter(self, queue: Queue) -> None:

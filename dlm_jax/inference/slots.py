@@ -39,13 +39,13 @@ Loop = Advance | HostLoop
 
 _LAST_USED = 64
 _ALONE = 4
-"""Traces are copied one by one if at most one of so many rows has ended."""
+"""Traces are copied one by one if at most one in this many rows has ended."""
 _loops: WeakValueDictionary[Hashable, Loop] = WeakValueDictionary()
 _last_used: OrderedDict[Hashable, Loop] = OrderedDict()
 
 
 def loop_of(model: Model, bucket: Bucket, num_slots: int) -> Loop:
-    """The loop for requests of a bucket with that number of slots.
+    """The loop for requests of a bucket with this number of slots.
 
     Equal arguments return the same object while it is referenced or among the 64 most recently
     used, so nothing compiles twice.
@@ -73,7 +73,7 @@ _REMEMBERED = 512
 class Bucket:
     """Requests with equal static settings, canvas, and widths of lists.
 
-    The parameters of all requests are packed to the same shapes, so a slot takes another request
+    The parameters of all requests are packed to the same shapes, so a slot can run another request
     without compilation. The widest request of the bucket sets these shapes.
 
     Args:
@@ -153,7 +153,7 @@ def _shapes(packed: Any) -> Hashable:
 
 
 def slot_count(rows: int, batch_size: int, shares: int = 1) -> int:
-    """Static number of slots for `rows` waiting rows: a power of two, `batch_size` at most.
+    """Static number of slots for `rows` waiting rows: a power of two up to `batch_size`.
 
     It is rounded up to a multiple of `shares`, the number of shards.
     """
@@ -228,8 +228,8 @@ class Changes(NamedTuple):
         op.
       refill: ``(state, arguments, is_new_B) -> state`` with new rows where ``is_new_B``; donates
         the state.
-      move: ``(state, index_B, is_held_B) -> state`` with the rows of these slots in this order,
-        idle where ``is_held_B`` is False.
+      move: ``(state, index_B, is_held_B) -> state`` with the rows of these slots in this order and
+          idle slots where ``is_held_B`` is False.
       trace: ``(state, slot) -> trace`` of one row of a traced loop.
     """
 
@@ -289,7 +289,7 @@ class Job(NamedTuple):
     Attributes:
       name: its number, for host samplers and errors.
       request: the request.
-      waited: seconds before it came into a slot.
+      waited: seconds until it got a slot.
     """
 
     name: int
@@ -303,7 +303,7 @@ class Taken(NamedTuple):
     Attributes:
       ended: the slots whose rows have ended.
       steps: int32 ``[B]``, steps that each slot's row took.
-      counted: counters, summed over the rows.
+      counted: counters summed over the rows.
     """
 
     ended: tuple[int, ...]
@@ -315,7 +315,7 @@ class Slots:
     """A fixed number of rows of one program, each with a request or idle.
 
     The tokens of a row depend only on its request. In the same program they are bit for bit equal
-    in any slot and with any other rows. A slot takes another request without compilation.
+    in any slot and with any other rows. A slot can run another request without compilation.
 
     Args:
       loop: the compiled loop, or the single-step loop for host samplers and read-back.
@@ -324,7 +324,7 @@ class Slots:
       num_slots: rows that run at once, a multiple of the devices that shard them. If the devices
         belong to several processes, each process has an equal share of the slots, and all must call
         `put` and `advance` together.
-      max_candidates: most candidates of a position that are copied to the host.
+      max_candidates: maximum candidates per position that are copied to the host.
     """
 
     def __init__(
@@ -337,7 +337,7 @@ class Slots:
         max_candidates: int = 64,
     ):
         if bucket.static.needs_host and not isinstance(loop, HostLoop):
-            raise ValueError("rows that need the host run in a HostLoop; make one")
+            raise ValueError("rows that need the host require a HostLoop; create one")
         self.loop, self.bucket = loop, bucket
         self._params, self._max_candidates = params, max_candidates
         self._own = OwnRows(placement(loop.program.rows, params), num_slots)
@@ -373,7 +373,8 @@ class Slots:
         arguments = self._arguments({slot: job for slot, job in new.items() if job is not None})
         changes = changes_of(self.loop)
         if self._state is None:
-            # Packs its own rows only, then combines them with those of other processes.
+            # Each process packs only its own rows, which are then combined with those of other
+            # processes.
             state = changes.begin(arguments)
             state = with_cache(self.loop.program, self._params, state)
             self._state = state = self._own.place(state)
@@ -398,7 +399,7 @@ class Slots:
         if isinstance(self.loop, Advance):
             limits = [limit for limit in (num_steps, num_ends) if limit is not None]
             if self._own.share[1] > 1:
-                # A host number is replicated; an array would be placed on one device.
+                # A Python number is replicated; an array would be placed on one device.
                 limits = [np.int32(limit) for limit in limits]
             state = self.loop(self._params_read(state), state, *limits)
         else:
@@ -492,9 +493,9 @@ class Slots:
         return rows
 
     def _traces(self, state: State, slots: Sequence[int], status: np.ndarray) -> dict[int, Trace]:
-        """The traces of the slots whose rows have ended.
+        """Traces of the slots whose rows have ended.
 
-        Where few of them have, only those rows are copied from the device.
+        If few have ended, only their traces are copied from the device.
         """
         ended = [slot for slot in slots if status[slot] != Status.RUNNING]
         if state.records is None or not ended:
@@ -524,7 +525,7 @@ class Slots:
             tokens[slot, :n] = request.tokens
             if request.is_draft is not None:
                 is_frozen[slot, :n] = ~request.is_draft
-        # Idle slots have the parameters of some request and a length of 0.
+        # Idle slots have the parameters of an arbitrary request and a length of 0.
         packed = self.bucket.pack([job.request for job in new.values()])
         index = {slot: place for place, slot in enumerate(new)}
         places = np.array([index.get(slot, 0) for slot in range(num_slots)])

@@ -53,7 +53,7 @@ class Entry(NamedTuple):
 class Shards:
     """The tensors of a directory by name; `read` returns one without copying it.
 
-    `name_of` gives the usual name of a tensor, '' for one that is left out.
+    `name_of` gives the usual name of a tensor, '' for an omitted one.
     """
 
     def __init__(self, directory: Path, name_of: Callable[[str], str] = str):
@@ -71,12 +71,12 @@ class Shards:
             surplus = sorted(set(found) - set(names or found))
             if surplus:
                 raise ValueError(
-                    f"{file} holds the tensor {surplus[0]!r}, which {INDEX} does not name; "
+                    f"{file} holds the tensor {surplus[0]!r}, which {INDEX} does not list; "
                     "download both again"
                 )
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor, a view of its file; its pages are released with it."""
+        """The tensor as a view of its file; its pages are released with it."""
         file, dtype, start, shape = self.entries[name]
         return np.memmap(file, dtype, "r", start, shape)
 
@@ -87,8 +87,8 @@ def _files(directory: Path) -> dict[Path, list[str]]:
         if (directory / SINGLE).exists():
             return {directory / SINGLE: []}
         raise ValueError(
-            f"{directory} has neither {SINGLE} nor {INDEX}; name a directory with weights as "
-            "safetensors (other formats hold code, which is never run)"
+            f"{directory} has neither {SINGLE} nor {INDEX}; use a directory with safetensors "
+            f"weights (other formats contain code, which is never run)"
         )
     index = read_json(directory / INDEX)
     where = index.get("weight_map")
@@ -170,7 +170,7 @@ Place = Callable[[str, tuple[int, ...]], Sharding | None]
 """``(path, shape) -> sharding`` of a parameter; None means the default device."""
 
 Finish = Callable[[str, Any], Any]
-"""``(path, parameter) -> parameter`` in the form in which it is kept; a shape for a shape."""
+"""``(path, parameter) -> parameter`` in its final form; maps shapes to shapes."""
 
 
 def check_tensors(
@@ -205,8 +205,8 @@ def check_tensors(
     for name, shape in wanted.items():
         if shards.entries[name].shape != shape:
             raise ValueError(
-                f"{where}: the tensor {name!r} has shape {shards.entries[name].shape}, and "
-                f"config.json asks for {shape}"
+                f"{where}: the tensor {name!r} has shape {shards.entries[name].shape}, but "
+                f"config.json requires {shape}"
             )
 
 
@@ -219,10 +219,10 @@ def read_params(
     place: Place,
     finish: Finish = lambda path, parameter: parameter,
 ) -> Params:
-    """The parameters, in the dtype of their tensors or in `dtype`, where `place` puts them.
+    """The parameters in the dtype of their tensors or in `dtype`, placed by `place`.
 
-    Each is replaced by the result of `finish` before the next one is read. Their shapes are passed
-    to it before anything is read.
+    Each parameter is replaced by the result of `finish` before the next one is read. `finish` is
+    first called with the shapes of all parameters.
     """
 
     def read(keys: Any, leaf: Any) -> Any:
@@ -265,7 +265,7 @@ def _on_host(
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         for done in [pool.submit(fill, piece) for piece in parts]:
             done.result()
-    # This memory is not written again, so the array may alias it.
+    # This memory is not modified afterwards, so the array may alias it.
     return jax.device_put(whole)
 
 
@@ -276,8 +276,8 @@ def _copy(stored: np.ndarray, target: np.ndarray, is_transposed: bool) -> None:
     if not is_transposed:
         np.copyto(target, stored)
         return
-    # What the backend transposes as it takes it in it does half as fast again as NumPy does in
-    # squares that fit a cache; some rows at a time, for which it needs no fresh memory.
+    # NumPy transposes squares that fit the cache 1.5 times as fast as the backend does during a
+    # transfer. It does so for some rows at a time, which needs no new memory.
     (device,) = jax.local_devices(backend="cpu")[:1]
     for row in range(0, stored.shape[0], _ROWS):
         turned = jax.device_put(stored[row : row + _ROWS].T, device)
@@ -333,7 +333,7 @@ def _put(
 
 
 def _without_axes(sharding: Sharding, count: int, ndim: int) -> Sharding:
-    """The sharding of one entry of the first `count` axes."""
+    """The sharding of an entry along the first `count` axes."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return sharding
     spec = tuple(sharding.spec) + (None,) * (ndim - len(sharding.spec))

@@ -1,4 +1,4 @@
-"""The place of the largest value of an array."""
+"""The index of the largest value of an array."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Pair = tuple[Array, Array]
 def place_of_largest(x: Array, axis: int = -1) -> Array:
     """`jnp.argmax` of floats or booleans along an axis, int32.
 
-    `jnp.argmax` creates a new function at each use, and JAX caches the trace of each one (jax
+    `jnp.argmax` creates a new function on each use, and JAX caches the trace of each one (jax
     0.10.1). The memory of a process would grow with every program that it compiles.
     """
     axis %= x.ndim

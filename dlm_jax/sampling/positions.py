@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def chunk_size(vocab_size: int) -> int:
-    """Positions per readout: the logits fit the cache of a CPU, or fill an accelerator.
+    """Positions per readout: the logits fit the cache of a CPU, or saturate an accelerator.
 
     At least 64 on CPU and 256 elsewhere.
     """
@@ -50,12 +50,12 @@ def fold(
     *,
     level_BL: jax.Array | None = None,
 ) -> T:
-    """The last carry of ``carry = body(carry, places_N, is_real_N)`` over the wanted positions.
+    """The final carry of ``carry = body(carry, places_N, is_real_N)`` over the wanted positions.
 
     Positions are processed in order, `chunk` at a time, so the cost is proportional to their
-    number. The padding of a chunk is not real. With levels, positions are processed level by level,
-    and a chunk holds one level. The other positions of such a chunk are not real and are processed
-    by a later chunk.
+    number. Padding of a chunk is marked as not real. With levels, positions are processed level by
+    level, and each chunk has a single level. Other positions of the chunk are marked as not real
+    and are processed by a later chunk.
     """
     size = is_wanted_BL.size
     chunk, count = min(chunk, size), jnp.sum(is_wanted_BL)
@@ -101,8 +101,8 @@ class TrunkOutput(NamedTuple):
     """The output of the trunk in a step.
 
     Attributes:
-      hidden_BLD: for the canvas, or for a window of each row, ``[B, W, D]``.
-      bare_BLD: for the canvas with its given tokens masked; None without guidance.
+      hidden_BLD: hidden vectors of the canvas, or of a window of each row, ``[B, W, D]``.
+      bare_BLD: hidden vectors of the canvas with its given tokens masked; None without guidance.
       scale_B: float32 guidance scale of each row; None without guidance.
       at_BL: int32 index of the hidden vector of each position within the window of its row;
         undefined outside the window. None if the windows are whole rows.
@@ -164,7 +164,7 @@ def returned(
       by: the rule or network that owns the method, or its name.
       method: name of the method.
       axes: letters of the axes, for the message.
-      shape: expected sizes; None matches any size.
+      shape: expected sizes; None allows any size.
       of: expected dtype, or ``float`` for any floating dtype.
 
     Raises:

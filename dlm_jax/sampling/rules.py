@@ -49,7 +49,7 @@ class ModelFacts(NamedTuple):
       has_cache: whether its network supports cached keys and values.
       is_causal: whether it is autoregressive.
       block_length: positions per block of a block-causal model; 0 for other models.
-      process: the forward process the model was trained with; None: unknown.
+      process: the forward process of the training; None: unknown.
     """
 
     vocab_size: int
@@ -102,15 +102,15 @@ class Rules(NamedTuple):
 
 
 AUTO = "auto"
-"""The fill that follows from the model's heads."""
+"""The fill that is determined by the heads of the model."""
 IGNORE_EOS = Setting("ignore_eos", False, "ban every id that ends a generation")
 EDIT = Setting("edit", False, "insert and delete tokens between steps; lengths change")
 DRAW = Setting(
     "draw", "inverse_cdf",
-    "drawing method: inverse_cdf (faster) or gumbel (as in other programs)",
+    "draw method: inverse_cdf (faster) or gumbel (as in other programs)",
     choices={name: name for name in METHODS},
 )  # fmt: skip
-GEN_LENGTH = Setting("gen_length", 0, "new tokens of one sample; 0: all remaining room", low=0)
+GEN_LENGTH = Setting("gen_length", 0, "new tokens of one sample; 0: all remaining space", low=0)
 
 
 class Slot(NamedTuple):
@@ -168,8 +168,8 @@ class RuleTable:
         chosen = (
             _choice("order", "random", "rule for the holes that a step commits", self.commit),
             _choice("fill", AUTO, "rule for the candidates of a step", self.fill, {
-                AUTO: "wavefront for a model with a trained sampler head, with order=random_filled "
-                "unless an order is given, and parallel for any other"}),
+                AUTO: "wavefront for a model with a trained sampler head, with "
+                "order=random_filled unless an order is given; parallel for other models"}),
             _choice("remask", "none", "rule for the tokens that become holes after a step",
                     self.remask, {"none": ""}),
             _choice("edit_scoring", "uncertainty", "edit: score of an insertion", self.edit),
@@ -183,8 +183,8 @@ class RuleTable:
         for setting in (GEN_LENGTH, *ROW_SETTINGS, *chosen, DRAW, EDIT, *own, IGNORE_EOS):
             if found.setdefault(setting.name, setting) is not setting:
                 raise ValueError(
-                    f"setting {setting.name!r} is declared twice, differently; share one Setting, "
-                    "or give one of them another name"
+                    f"setting {setting.name!r} is declared twice with different definitions; "
+                    f"share one Setting, or rename one"
                 )
         return found
 
@@ -242,10 +242,10 @@ class RuleTable:
         return on_device(self.chain_columns(rows, facts))
 
     def chain_columns(self, rows: Sequence[Any], facts: ModelFacts) -> Chain:
-        """The chain of rows with the same transforms, after a ban of ``facts.banned_ids``.
+        """The chain of rows with the same transforms, after a ban on ``facts.banned_ids``.
 
         Bans (including ``ignore_eos`` and a bias of -inf) always come first, so no truncation
-        leaves a row with banned candidates only. An id of ``banned_ids`` that also ends generation
+        leaves only banned candidates in a row. An id of ``banned_ids`` that also ends generation
         stays allowed unless the row ignores EOS. Candidates that violate the structure of the row
         are removed next. `check_chain` must have checked the rows.
         """
@@ -355,6 +355,6 @@ def _check_ids(what: str, ids: Iterable[int], vocab_size: int) -> None:
             raise SettingError(
                 what,
                 UNSET,
-                f"names id {token}, outside the vocabulary of {vocab_size}",
+                f"has id {token}, outside the vocabulary of {vocab_size}",
                 f"use 0 to {vocab_size - 1}",
             )

@@ -32,13 +32,13 @@ def check_parts(config: Config, mesh: Mesh) -> None:
         if config.train.accumulate == 1:
             raise
         raise ValueError(
-            f"train.accumulate={config.train.accumulate} leaves parts of {part} rows, which the "
-            "devices that split the batch do not divide; lower it"
+            f"train.accumulate={config.train.accumulate} gives microbatches of {part} rows, which "
+            f"are not divisible by the devices that split the batch; lower it"
         ) from None
 
 
 def check_model_fits(config: Config, mesh: Mesh) -> None:
-    """Raises if the mesh splits an indivisible axis of the config's Transformer."""
+    """Raises if the mesh splits an axis of the Transformer that is not divisible."""
     model, positions = config.model, config.data.seq_len
     sizes = {
         "tensor": {"model.heads": model.heads, "inner size of the MLP": model.inner_width},
@@ -56,7 +56,7 @@ def check_model_fits(config: Config, mesh: Mesh) -> None:
     experts = mesh.shape.get("expert", 1)
     if experts > 1 and (not model.experts or model.experts % experts):
         raise ValueError(
-            f"mesh.expert={experts} splits experts, and the model of the config has "
+            f"mesh.expert={experts} splits experts, but the model of the config has "
             f"{model.experts or 'none'}; use 1 or a divisor of their number"
         )
     if mesh.shape.get("context", 1) > 1 and model.attention_type != "bidirectional":
@@ -72,10 +72,10 @@ def check_writable(setting: str, directory: Path) -> None:
     if not nearest.is_dir():
         raise ValueError(
             f"{setting}={directory} cannot be a directory, because {nearest} is a file; "
-            "name another one"
+            "choose another one"
         )
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ValueError(f"{setting}={directory} is not writable; name another directory")
+        raise ValueError(f"{setting}={directory} is not writable; choose another directory")
 
 
 def make_directory(setting: str, directory: Path) -> None:
@@ -83,8 +83,8 @@ def make_directory(setting: str, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"{setting}={directory} cannot be made ({error.strerror or error}); name another "
-            "directory"
+            f"{setting}={directory} cannot be created ({error.strerror or error}); choose another "
+            f"directory"
         ) from None
 
 
@@ -108,8 +108,8 @@ def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
     if found := _difference(json.loads(json.dumps(meta)), saved):  # JSON has no tuples
         what, remedy = found
         raise ValueError(
-            f"train.out_dir={meta['config']['train']['out_dir']} holds a run {what}; {remedy} to "
-            "continue it, or use another train.out_dir"
+            f"train.out_dir={meta['config']['train']['out_dir']} has a run {what}; {remedy} to "
+            f"resume it, or use another train.out_dir"
         )
 
 
@@ -121,7 +121,7 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
     drawn, draws = saved["randomness"], meta["randomness"]
     if drawn["draws"] != draws["draws"]:
         there, here = (found["version of jax"] for found in (drawn, draws))
-        what = f"whose jax {there} draws other random numbers than jax {here} here"
+        what = f"whose jax {there} draws different random numbers than jax {here} here"
         return what, f"use jax {there}"
     here, there = _flat(meta["config"]), _flat(saved["config"])
     there |= {new: there.pop(old) for old, new in configs.MOVED.items() if old in there}
@@ -134,7 +134,7 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
     differing = [key for key in there if key not in free and here.get(key) != there[key]]
     steps, most = here["train.steps"], there["train.steps"]
     if steps < most:
-        what = f"with train.steps={most}, and this run has {steps}"
+        what = f"with train.steps={most}, but this run has {steps}"
         return what, f"raise train.steps to {most} or more"
     if differing:
         # The vocabulary follows from the tokenizer, so the error names the tokenizer.
@@ -147,7 +147,7 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
     for part in saved["own"] | meta["own"]:
         before, now = saved["own"].get(part), meta["own"].get(part)
         if before != now:
-            return f"whose own {part} is {before}, and here it is {now}", "pass the same"
+            return f"whose {part} is {before}, but here it is {now}", "pass the same"
     return None
 
 
@@ -158,7 +158,7 @@ def check_begins_anew(asked: Config, out_dir: Path) -> None:
     metrics may be reused.
 
     Args:
-      asked: config of the new run, before the data fills it in.
+      asked: config of the new run, before values from the data are set.
       out_dir: ``train.out_dir``.
 
     Raises:
@@ -170,7 +170,7 @@ def check_begins_anew(asked: Config, out_dir: Path) -> None:
     try:
         there = _flat(configs.to_dict(configs.load(str(config_path))))
     except ValueError as error:
-        why = f"its config is not known: {error}"
+        why = f"its config is unknown: {error}"
     else:
         here = _flat(configs.to_dict(asked))
         # Without a checkpoint there is no checksum of the text to compare.

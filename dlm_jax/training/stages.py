@@ -1,6 +1,6 @@
 """Staged training of a model and its heads: trained groups, and the loss of a stage.
 
-A stage is the static set of trained groups, so other groups cost nothing. Within a stage only the
+A stage is the static set of trained groups, so other groups have no cost. Within a stage only the
 weights of losses change.
 """
 
@@ -41,7 +41,7 @@ def group_of(name: str, heads: Sequence[Head], *, adapts: bool = False) -> str:
 
 
 def teacher_of(params: Params, reference: Params | None) -> Params:
-    """All parameters of the teacher, of which the reference holds those that it does not share."""
+    """All parameters of the teacher, where the reference holds those that are not shared."""
     return jax.lax.stop_gradient(params) | (reference or {})
 
 
@@ -109,7 +109,7 @@ class StageLoss:
 
     def _noise_key(self, head: Head, key: jax.Array, step: jax.Array) -> jax.Array:
         if head.joins_main:
-            # After the keys of the objectives.
+            # Follows the keys of the objectives.
             place = 1 + len(self.mixture.objectives) + self.heads.index(head)
             return jax.random.fold_in(jax.random.fold_in(key, step), place)
         salted = jax.random.fold_in(jax.random.fold_in(key, _SALT), step)
@@ -143,7 +143,7 @@ class StageLoss:
         return total, means
 
     def metrics(self, means: dict[str, jax.Array], step: jax.Array) -> dict[str, jax.Array]:
-        """The parts of the loss, if there are several or a head has one, and the weights of
+        """The parts of the loss, if there are several or a head has a loss, and the weights of
         heads.
         """
         own = [head for head in self.trained_heads if head.group != MAIN]

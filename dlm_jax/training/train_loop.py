@@ -54,7 +54,7 @@ Callback = Callable[[Run, TrainState, dict[str, Any]], None]
 """``(run, state, record)``: called with a record of the metrics.
 
 ``record["kind"]`` is ``train`` or ``evaluation``, and ``record["step"]`` is the number of steps
-taken. The next step overwrites the arrays of the state, so copy any that you keep.
+taken. The next step overwrites the arrays of the state, so copy arrays that you keep.
 """
 
 
@@ -64,10 +64,10 @@ class Outcome:
 
     ``run`` is the run and ``params`` are its trained parameters: ``dlm_jax.Model(run.network,
     params, run.corpus.tokenizer, max_length=run.config.data.seq_len)`` samples from it. ``reason``
-    is ``finished``, ``interrupted`` (by `signal_number`; saved, and the same command continues) or
+    is ``finished``, ``interrupted`` (by `signal_number`; saved, and the same command resumes) or
     ``non_finite`` (a loss, gradient or parameter was NaN or infinite; nothing was saved after the
-    last good checkpoint). ``bound`` is the last evaluation in nats per token; None without one, and
-    for a sequence scorer.
+    last good checkpoint). ``bound`` is the last evaluation in nats per token; None if there is
+    none, and for a sequence scorer.
     """
 
     reason: Literal["finished", "interrupted", "non_finite"]
@@ -101,7 +101,7 @@ def train(
     show_sample: ShowSample | None = None,
     report: Callable[[str], None] = say,
 ) -> Outcome:
-    """Trains the model of `config` to its last step. A second call resumes the run.
+    """Trains the model of `config` up to its last step. A second call resumes the run.
 
     The run writes checkpoints, ``metrics.jsonl`` and ``loss.png`` to ``train.out_dir``. The
     checkpoints name custom networks, objectives, heads, optimizers and schedules, which must be
@@ -119,8 +119,8 @@ def train(
         `Setup` that create them.
       optimizer: custom optimizer that replaces that of ``[optim]``, including clipping and
         schedule: any optax transformation, or a function of the `Setup` that creates one. Heads
-        with an optimiser group keep it, and the custom optimizer receives `optax.MaskedNode` for
-        their parameters. Labels of `optax.partition` should be a function of the parameters.
+        with an optimiser group keep their own, and the custom optimizer receives `optax.MaskedNode`
+        for their parameters. Labels of `optax.partition` should be a function of the parameters.
       schedule: ``step -> factor``, with steps from 0. The factor scales the learning rates of
         ``[optim]`` and replaces its warm-up and cosine. With an `optimizer` it scales the updates
         of that optimizer.
@@ -149,7 +149,7 @@ def train(
 def describe(run: Run, report: Callable[[str], None] = say) -> None:
     corpus, mesh = run.corpus, dict(run.mesh.shape)
     report(
-        f"{corpus.name}: {corpus.num_train_tokens:,} tokens to train on, "
+        f"{corpus.name}: {corpus.num_train_tokens:,} training tokens, "
         f"{corpus.num_val_tokens:,} held out, vocabulary {corpus.tokenizer.vocab_size}"
     )
     kind = run.mesh.devices.flat[0].platform
@@ -166,7 +166,7 @@ def describe(run: Run, report: Callable[[str], None] = say) -> None:
             report(f"not the default: [{section}] {' '.join(shown)}")
     steps = run.config.train.steps
     if run.first_step == steps:
-        report(f"{run.out_dir} has taken all its {steps} steps already; nothing is left to train")
+        report(f"{run.out_dir} has already taken all {steps} steps; nothing to train")
     elif run.first_step:
         report(f"continuing {run.out_dir} from step {run.first_step} of {steps}")
 
@@ -192,7 +192,7 @@ def run_loop(
     profile: tuple[int, int] | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Outcome:
-    """Trains `run` to its last step, or until a signal or a non-finite value.
+    """Trains `run` until its last step, a signal or a non-finite value.
 
     Saves are complete on disk when it returns. A finished run is returned unchanged.
 
@@ -217,7 +217,7 @@ def run_loop(
                 signal_number = stop.at(loop.step) if loop.step < num_steps else 0
                 if signal_number:
                     where = f"after step {loop.step}"
-                    say(f"stopping {where} and saving; a second Ctrl-C would not wait")
+                    say(f"stopping {where} and saving; a second Ctrl-C exits at once")
                     loop.checkpoint()
                     reason = "interrupted"
                     break
@@ -376,8 +376,8 @@ class _Loop:
                 names = sorted(metrics, key=lambda name: (name != "loss", name))
                 figures = ", ".join(f"{name} {metrics[name]}" for name in names)
                 say(
-                    f"step {step} is not finite: {figures}; stopped, and the last checkpoint "
-                    "before it is kept; lower the learning rate or optim.clip"
+                    f"step {step} is not finite: {figures}; stopped, the last checkpoint before "
+                    f"it is kept; lower the learning rate or optim.clip"
                 )
                 raise _NonFiniteError
             self._unlogged.append({name: float(x) for name, x in metrics.items()})
@@ -508,11 +508,11 @@ def stop_on_signals(checkpoints: Checkpoints) -> Iterator[StopRequest]:
 
     A second Ctrl-C or SIGTERM prints the unsaved steps to standard error and has its default
     effect. A second SIGHUP has no effect, because closing terminals often send two. If SIGHUP was
-    already ignored, by ``nohup``, it stays ignored.
+    already ignored, for example by ``nohup``, it stays ignored.
 
     With several processes the preemption service of JAX handles SIGTERM and agrees on a step with
-    all processes. Other signals are forwarded to it as SIGTERM. Outside the main thread nothing
-    changes, because Python does not deliver signals there.
+    all processes. Other signals are forwarded to it as SIGTERM. Outside the main thread this has no
+    effect, because Python delivers no signals there.
     """
     stop = StopRequest()
     hears_signals = threading.current_thread() is threading.main_thread()
@@ -548,8 +548,8 @@ def stop_on_signals(checkpoints: Checkpoints) -> Iterator[StopRequest]:
 
 def _lost(checkpoints: Checkpoints) -> str:
     steps = checkpoints.steps()
-    after = f"what came after step {steps[-1]} is lost" if steps else "nothing was saved"
-    return f"ended at once: {after}; the same command goes on from there"
+    after = f"steps after {steps[-1]} are lost" if steps else "nothing was saved"
+    return f"stopped at once: {after}; the same command resumes from there"
 
 
 def parse_span(text: str) -> tuple[int, int]:
@@ -563,7 +563,9 @@ def parse_span(text: str) -> tuple[int, int]:
         raise ValueError(f"--profile {text!r} is not FIRST:LAST; write two steps, such as 10:13")
     span = int(first[:12]), int(last[:12])
     if not 1 <= span[0] <= span[1]:
-        raise ValueError(f"--profile {text!r}: steps count from 1, and the last follows the first")
+        raise ValueError(
+            f"--profile {text!r}: steps start at 1, and the last must follow the first"
+        )
     return span
 
 

@@ -41,7 +41,9 @@ class TrainState(NamedTuple):
 
     @property
     def reference(self) -> Params | None:
-        """The initial values of the trained parameters, or a teacher's, if a loss requires them."""
+        """The initial values of the trained parameters, or the parameters of a teacher, if a loss
+        requires them.
+        """
         return self.opt_state.reference if isinstance(self.opt_state, Kept) else None
 
     def begun_with(self, params: Params) -> TrainState:
@@ -54,7 +56,7 @@ class TrainState(NamedTuple):
         return self._replace(params=params, opt_state=opt_state, ema=ema)
 
     def taught_by(self, other: TrainState) -> TrainState:
-        """The initial state with the reference of another."""
+        """The initial state with the reference of another state."""
         return self._replace(opt_state=self.opt_state._replace(reference=other.reference))
 
 
@@ -83,10 +85,10 @@ def keeping(
 Metrics = dict[str, jax.Array]
 """Metrics of one step by name, float32 scalars.
 
-``loss`` is the minimised loss in nats per token (per row for a sequence scorer).
+``loss`` is the minimised loss in nats per token (or per row for a sequence scorer).
 `StageLoss.metrics` adds its parts. ``grad_norm`` is the Euclidean norm of the gradient before
 clipping, and ``grad_norm_NAME`` that of the parameters under a top-level name, such as ``blocks``.
-``param_norm`` is the norm of the updated parameters. It shows whether they are finite, because the
+``param_norm`` is the norm of the updated parameters. It detects non-finite parameters, because the
 loss precedes the update.
 """
 
@@ -249,8 +251,8 @@ def check_adds_up(
 ) -> None:
     """Raises if a loss differs between a batch and the same batch in two parts.
 
-    Losses are computed once, for a few rows of `token_ids`. Losses of both signs may cancel, so the
-    tolerance is relative to the magnitudes of the parts.
+    Losses are computed once, for a few rows of `token_ids`. Losses of opposite sign may cancel, so
+    the tolerance is relative to the magnitudes of the parts.
 
     Raises:
       ValueError: a loss does not add up. The message names it and both values.
@@ -310,7 +312,7 @@ def compile_eval_step(
     batch_size: int,
     compiler_options: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """Compiled `Task.measure`. Its figures by row are replicated over devices."""
+    """Compiled `Task.measure`. Per-row results are replicated over devices."""
 
     def measured(params: Params, batch: Batch, number_B: jax.Array, key: jax.Array) -> Any:
         with devices.used(mesh):

@@ -27,10 +27,10 @@ PROCESSES: Mapping[str, type[Process]] = {
 
 @functools.lru_cache(maxsize=64)
 def process_of(name: str, settings: tuple[str, ...] = ()) -> Process:
-    """The process that a config names.
+    """The process selected by a config.
 
     Args:
-      name: one of `PROCESSES`, or ``module:Class`` of your own.
+      name: one of `PROCESSES`, or a custom ``module:Class``.
       settings: its settings, each ``NAME=VALUE``.
 
     Raises:
@@ -75,7 +75,7 @@ def _own(name: str) -> type[Process]:
     if not attribute:
         raise SettingError(
             "objective.process", name, f"is not one of {', '.join(PROCESSES)}",
-            f"{nearest(name, tuple(PROCESSES))}, or name your own as module:Class",
+            f"{nearest(name, tuple(PROCESSES))}, or pass your own as module:Class",
         )  # fmt: skip
     try:
         found = getattr(importlib.import_module(module), attribute)

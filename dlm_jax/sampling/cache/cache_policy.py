@@ -62,7 +62,7 @@ class CachePlan(NamedTuple):
       begin_B: int32, first position of the window.
       end_B: int32, end of the window, exclusive; at most the largest of `CacheRule.sizes` from
         `begin_B`, or the end of the canvas.
-      is_due_B: True where the whole row is computed and cached instead.
+      is_due_B: True where the whole row is computed and cached instead of a window.
       settles_B: True where the positions of the first size before `begin_B` are computed first and
         cached: their tokens are final.
       valid_B: int32, `CacheState.valid_B` after the step.
@@ -126,7 +126,7 @@ class CacheRule(Rule):
     def check_trace(cls, row: Any) -> None:
         """Raises unless the cache is exact."""
         raise SettingError(
-            "cache", cls.name, "has no trace: a replay computes what it approximates",
+            "cache", cls.name, "has no trace: a replay computes exact values",
             "use cache='none'",
         )  # fmt: skip
 
@@ -137,7 +137,7 @@ class CacheRule(Rule):
     def sizes(self, num_positions: int) -> tuple[int, ...]:
         """Static sizes of the windows, ascending, at most `num_positions`.
 
-        With one size a step runs all rows together. With several sizes each row runs in the
+        With a single size, a step runs all rows together. With several sizes, each row runs in the
         smallest size that holds its window, together with rows of the same size. The first window
         is the block, whose hidden vectors the step reads.
         """

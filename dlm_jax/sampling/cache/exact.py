@@ -50,8 +50,8 @@ class Exact(CacheRule):
             raise SettingError(
                 "cache",
                 "exact",
-                "needs model.attention_type='causal' or 'block_causal', where "
-                "nothing sees what comes later",
+                "needs model.attention_type='causal' or 'block_causal', where no position attends "
+                "to later ones",
                 "use cache='prefix' or 'dual'",
             )
         if not facts.is_causal:
@@ -65,8 +65,8 @@ class Exact(CacheRule):
                 raise SettingError(
                     name,
                     value,
-                    "may write another token than the next one, which cache='exact' of a causal "
-                    "model is for",
+                    "may write other positions than the next one, which cache='exact' of a causal "
+                    "model requires",
                     f"use {name}={fine[0]!r}",
                 )
 
@@ -76,8 +76,8 @@ class Exact(CacheRule):
             raise SettingError(
                 "steps",
                 row.steps,
-                f"is less than the {is_open.sum()} tokens to write, and "
-                "cache='exact' of a causal model writes one per step",
+                f"is less than the {is_open.sum()} tokens to write; cache='exact' of a causal "
+                f"model writes one per step",
                 f"use steps={is_open.sum()} or more",
             )
 

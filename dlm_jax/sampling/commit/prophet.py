@@ -21,8 +21,9 @@ from dlm_jax.settings import Setting, SettingError, per_row, rule, static
 
 PROPHET_GAP = Setting(
     "prophet_gap", 7.5,
-    "order=prophet: mean lead in logits of the likeliest token over the next that commits all "
-    "holes in the first third of the steps; two thirds of it in the second, one in the last, >= 0",
+    "order=prophet: mean logit lead of the most likely token over the next that commits all "
+    "holes, >= 0; it applies to the first third of the steps, 2/3 of it to the second, and 1/3 to "
+    "the last",
     low=0.0, high=1e6,
 )  # fmt: skip
 _MOST = 30.0

@@ -1,4 +1,4 @@
-"""The chain of logit transforms, which runs only transforms that some row uses.
+"""The chain of logit transforms, which runs only transforms that at least one row uses.
 
 The chain is compiled with static shapes for any set of active rows, and every row has its own
 settings (`docs/readings.md`, readings).
@@ -85,8 +85,9 @@ class Chain:
 
     A transform runs when an active row has a real position in the chunk, by one `lax.cond` on the
     batch (under `vmap` both sides would run). Rows that keep at most `MAX_CANDIDATES` at a top-k
-    finish the chain on those candidates alone if what follows ignores ids. This choice depends only
-    on the parameters of the row, so its result is bit for bit independent of its neighbours.
+    finish the chain on those candidates only if the following transforms ignore ids. The choice
+    depends only on the parameters of the row, so its result is bit for bit independent of its
+    neighbours.
     """
 
     transforms: tuple[Any, ...]
@@ -171,10 +172,10 @@ class Chain:
     def draw_and_score(
         self, prepared: tuple[Any, ...], logits_NV: Array, at: At, *, method: str = "inverse_cdf"
     ) -> tuple[Array, Array]:
-        """Ids `[N]` (int32), and the log-probability `[N]` of the draw if wanted.
+        """Ids `[N]` (int32), and the log-probability `[N]` of the draw if requested.
 
-        Greedy rows take the argmax, and other rows draw. The log-probability (nats, after the whole
-        chain) is 0 unless a feedback controller of a row in the chunk reads it.
+        Greedy rows take the argmax, and other rows sample. The log-probability (nats, after the
+        whole chain) is 0 unless a feedback controller of a row in the chunk reads it.
         """
         logits_NV = logits_NV.astype(jnp.float32)
         steps = list(zip(self.transforms, prepared, strict=True))

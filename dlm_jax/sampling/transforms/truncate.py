@@ -1,9 +1,9 @@
-"""Truncations: transforms that set all but some candidates to -inf.
+"""Truncations: transforms that set some candidates to -inf.
 
 Each keeps at least `min_keep` candidates per position, or all if there are fewer. Among equal
 values the lowest ids are kept. The semantics are those of the host samplers of llama.cpp.
 
-The cut is found exactly, without sorting the vocabulary. A truncation keeps a prefix of the
+The cut is computed exactly, without sorting the vocabulary. A truncation keeps a prefix of the
 vocabulary sorted by some value, largest first, lower ids first among equals. The value at its end
 is found by narrowing a bracket until it holds a single token. Each bound takes one pass over the
 vocabulary, and about fifteen passes suffice. Bounds are chosen by false position on the logarithm
@@ -71,7 +71,8 @@ def keeps_prefix(
 
     Args:
       logits_NV: float32.
-      value: elementwise function of a block of logits that defines the order, largest first; -inf
+      value: elementwise function of a block of logits by which tokens are ordered, largest first;
+          -inf
         for non-candidates, which are never kept.
       weight: elementwise mass of a logit, at least 0; None when only the count matters.
       top_N: float32 that no value exceeds.
@@ -313,19 +314,19 @@ MIN_KEEP = Setting(
 TOP_K = Setting("top_k", 0, "candidates to keep; <= 0 is off")
 TOP_P = Setting(
     "top_p", 1.0, "nucleus mass in (0, 1]; 1 is off",
-    low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to turn it off",
+    low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to disable it",
 )  # fmt: skip
 SAMPLER_TOP_P = Setting(
     "sampler_top_p", 0.0,
-    "top_p: of what a sampler head draws; 0 is that of the others, 1 is off", low=0.0, high=1.0,
+    "top_p: mass for tokens drawn by a sampler head; 0 is top_p, 1 is off", low=0.0, high=1.0,
 )  # fmt: skip
 TYPICAL_P = Setting(
     "typical_p", 1.0, "typical mass in (0, 1]; 1 is off",
-    low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to turn it off",
+    low=ABOVE_ZERO, high=1.0, remedy="use 1.0 to disable it",
 )  # fmt: skip
 MIN_P = Setting(
     "min_p", 0.0, "fraction of the best probability in [0, 1]; 0 is off",
-    low=0.0, high=1.0, remedy="use 0.0 to turn it off",
+    low=0.0, high=1.0, remedy="use 0.0 to disable it",
 )  # fmt: skip
 TOP_N_SIGMA = Setting(
     "top_n_sigma", 0.0, "deviations below the best logit; <= 0 is off", remedy="use 0.0"
@@ -333,7 +334,7 @@ TOP_N_SIGMA = Setting(
 
 
 class Truncation(LogitTransform):
-    """A truncation. Mirostat replaces it, and it does not depend on ids."""
+    """A truncation. A truncation that mirostat replaces and that does not depend on ids."""
 
     ignores_ids = True
 
@@ -456,7 +457,8 @@ class MinP(Truncation):
 
 @rule
 class TopNSigma(Truncation):
-    """Keeps `x >= max(x) - n * std(x)`, population std over the candidates; n <= 0 is off.
+    """Keeps `x >= max(x) - n * std(x)`, with the population standard deviation over the candidates;
+    n <= 0 is off.
 
     Source: Tang et al. 2024, "Top-n-sigma: not all logits are you need".
     """
@@ -483,7 +485,7 @@ class TopNSigma(Truncation):
 
 
 def keep_largest(logits_NV: Array, count_N: Array) -> Array:
-    """Logits with all but the `count` (at least 1) largest at -inf, lower ids first on ties."""
+    """Logits with all but the `count` (at least 1) largest set to -inf; lower ids first on ties."""
     seen_NV = jax.lax.stop_gradient(logits_NV)
     is_kept_NV = keeps_prefix(
         seen_NV,
@@ -497,7 +499,7 @@ def keep_largest(logits_NV: Array, count_N: Array) -> Array:
 
 
 def keep_above(logits_NV: Array, floor_N: Array, min_keep_N: Array, is_active_N: Array) -> Array:
-    """Logits with values below `floor` at -inf in active rows. The `min_keep` largest are kept.
+    """Logits with values below `floor` set to -inf in active rows. The `min_keep` largest are kept.
 
     `min_keep` is at most `MAX_CANDIDATES`.
     """
@@ -563,6 +565,6 @@ def _count_or_all(transform: Any, logits_NV: Array, at: At) -> Array:
 
 
 def masked(is_kept_NV: Array, logits_NV: Array, transform: Any, at: At) -> Array:
-    """Logits with dropped tokens at -inf, in rows where the transform is active."""
+    """Logits with dropped tokens set to -inf, in rows where the transform is active."""
     is_off_N1 = ~transform.is_active()[at.row_N][:, None]
     return jnp.where(is_kept_NV | is_off_N1, logits_NV, -jnp.inf)
