@@ -77,7 +77,7 @@ def test_requests_come_back_as_written_in_their_order(path, requests, ids, is_as
         ('"a"', ': "a" is not an object; write {"prompt": ...}'),
         ("null", ": null is not an object"),
         (b'{"prompt": "\xe4"}', "is not UTF-8: byte 0xe4 at column 13 (in bytes); save the file"),
-        ('{"id": 1.5}', ": id=1.5 is neither a text nor an integer; use one"),
+        ('{"id": 1.5}', ": id=1.5 must be a string or an integer"),
         ('{"id": true}', ": id=true is neither"),
         ('{"id": null}', ": id=null is neither"),
         ('{"id": [1]}', ": id=[...] is neither"),
@@ -158,7 +158,7 @@ def test_whatever_a_file_holds_each_line_that_is_not_blank_has_an_id_of_its_own(
 def test_the_error_of_a_repeated_id_names_both_lines_also_where_the_first_was_bad(path):
     first, second = read(path, '{"id": 5, "steps": "x"}\n{"id": 5}')
     assert (first.id, second.id) == (5, "line 2")
-    assert second.error == "in.jsonl line 2: id=5 is that of line 1 too; give each its own"
+    assert second.error == "in.jsonl line 2: id=5 is already used by line 1; use unique ids"
 
 
 def test_a_line_may_be_named_after_its_own_number(path):

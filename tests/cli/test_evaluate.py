@@ -157,7 +157,7 @@ def test_a_weights_file_decides_neither_what_is_read_nor_what_is_written(
         evaluation, "load_corpus", lambda *args, **kwargs: pytest.fail("it is read")
     )
     line = _refused(capsys, "--checkpoint", path)
-    assert "is a file, which does not decide what is read; name its text: --held-out" in line
+    assert "is a file and cannot select the text to read; name the text: --held-out" in line
     monkeypatch.undo()
     monkeypatch.setattr(evaluation, "start_jax", lambda *args: None)
     monkeypatch.setenv("DLM_JAX_CACHE", str(tmp_path / "cache"))
@@ -262,9 +262,9 @@ def test_a_temperature_is_fitted_to_labelled_lines_and_used_by_its_task(run_dir,
 @pytest.mark.parametrize(
     ("flags", "lines", "word"),
     [
-        (["--fit", "x"], LABELLED, "--task goes with"),
-        (["--task", "x"], LABELLED, "--task goes with"),
-        (["--text", "x"], LABELLED, "--labelled is a source of its own"),
+        (["--fit", "x"], LABELLED, "--task requires"),
+        (["--task", "x"], LABELLED, "--task requires"),
+        (["--text", "x"], LABELLED, "--labelled excludes other sources"),
         (["--order", "best"], LABELLED, "order='best'"),
         ([], [LABELLED[0] | {"label": "cat"}], "line 1: label='cat' is none"),
         ([], [LABELLED[0] | {"choices": ["sat", ""]}], "holds an empty label"),

@@ -60,7 +60,7 @@ def test_a_lost_host_ends_the_other_within_a_minute(tmp_path, lost):
         assert children[0].returncode == EXIT_LOST, err
         (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
         assert "process 1 sent no heartbeat" in line
-        assert "the same command continues" in line
+        assert "the same command resumes" in line
         assert "Traceback" not in err
     else:
         assert children[1].returncode != 0

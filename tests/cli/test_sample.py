@@ -146,7 +146,7 @@ def test_a_host_sampler_is_imported_from_the_working_directory(
     assert lines == [
         "bans: device",
         "temperature: device",
-        "choice among the survivors: host (<lambda>)",
+        "choice among the remaining candidates: host (<lambda>)",
     ]
     assert _run(run_dir, *SHORT, "--num-samples", "2", "--temperature", "0") == 0
     assert capsys.readouterr().out == hosted
@@ -174,7 +174,7 @@ def test_the_draw_is_a_flag(run_dir, capsys):
         (["--prompt", "Zebra"], "'Z' (U+005A)"),
         (["--prompt", "The " * 8], "leaves no room on the canvas of 32"),
         (["--steps", "0"], "error: --steps=0 is outside [1, "),
-        (["--steps", "many"], "error: --steps='many' is not a whole number"),
+        (["--steps", "many"], "error: --steps='many' is not an integer"),
         (["--temperature", "-1"], "error: --temperature=-1.0 is outside [0, "),
         (["--num-samples", "0"], "argument --num-samples: 0 is not in [1, "),
         (["--seed", "-1"], "argument --seed: -1 is not in [0, 4294967295]"),
@@ -188,14 +188,14 @@ def test_the_draw_is_a_flag(run_dir, capsys):
         (["--gen-length", "99"], "error: --gen-length=99 and a prompt"),
         (["--order", "randon"], "'random'"),
         (["--tempreature", "1"], "did you mean '--temperature'?"),
-        (["--mesh.data", "3"], "mesh.data=3, mesh.fsdp=1, mesh.tensor=1 do not multiply to the 8"),
-        (["--mesh.data", "many"], "mesh.data='many' is not a whole number"),
+        (["--mesh.data", "3"], "mesh.data=3, mesh.fsdp=1, mesh.tensor=1 do not multiply to 8"),
+        (["--mesh.data", "many"], "mesh.data='many' is not an integer"),
         (["--mesh.data", "8", "--batch-size", "6"], "--batch-size 6 is not divisible by the 8"),
         (["--dtype", "float8"], "float8"),
         (["--dtype", "float16"], "--dtype='float16' is not one of float32, bfloat16, stored; its"),
         (["--coordinator", "here:1"], "--coordinator has no effect without --distributed"),
         (["--report-every", "-1"], "--report-every -1.0 must be at least 0"),
-        (["--report-json", "x"], "--report-json goes with --prompts and --report-every"),
+        (["--report-json", "x"], "--report-json requires --prompts and --report-every"),
         (["--no-temperature"], "unknown argument '--no-temperature'"),
         (["--edit", "maybe"], "error: --edit='maybe' is not true or false"),
         (["--no-edit", "true"], "unknown argument 'true'"),
@@ -401,12 +401,15 @@ def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, m
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--prompts", "in.jsonl"], "--prompts and --output go together"),
-        (["--output", "out.jsonl"], "--prompts and --output go together"),
+        (["--prompts", "in.jsonl"], "--prompts and --output require each other"),
+        (["--output", "out.jsonl"], "--prompts and --output require each other"),
         (["--prompts", "i", "--output", "o", "--prompt", "A"], "--prompt has no effect with"),
         (["--prompts", "i", "--output", "o", "--watch"], "--watch shows the rows of one text"),
-        (["--prompts", "i", "--output", "o", "--trace", "t"], "give --prompt and --seed of one"),
-        (["--allow-host-sampler", "json"], "is for the requests of --prompts; use --host-sampler"),
+        (["--prompts", "i", "--output", "o", "--trace", "t"], "run one request with its --prompt"),
+        (
+            ["--allow-host-sampler", "json"],
+            "applies only to requests of --prompts; use --host-sampler",
+        ),
         (
             ["--prompts", "i", "--output", "o", "--allow-host-sampler", "no_where"],
             "--allow-host-sampler no_where: no_where fails: ModuleNotFoundError",
@@ -416,9 +419,9 @@ def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, m
             "use --fill='parallel'",
         ),
         (["--prompts", "i", "--output", "o"], "i does not exist"),
-        (["--num-processes", "2"], "share --prompts"),
+        (["--num-processes", "2"], "split --prompts"),
         (["--prompts", "i", "--output", "o", "--batch-size", "0"], "argument --batch-size: 0 is"),
-        (["--trace", "nowhere/page.html"], "the folder does not exist"),
+        (["--trace", "nowhere/page.html"], "the directory does not exist"),
         (["--stop-at-eos", "--ignore-eos"], "stop_at_eos means nothing"),
         (["--watch", "--read-back", "2"], "exclude each other"),
         (

@@ -186,7 +186,7 @@ def test_a_share_outside_of_0_to_1_is_refused(name, value):
         ({"cooldown_distance": -1}, "cooldown_distance=-1 is outside"),
         ({"cooldown_distance": 0.5}, "cooldown_distance=0.5 is not an integer; use 1"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1 is outside"),
-        ({"max_new_tokens": 9}, "needs edit=True and a length_target_mode; without them use gen"),
+        ({"max_new_tokens": 9}, "requires edit=True and a length_target_mode; without them use"),
         ({"max_new_tokens": 9, "length_target_mode": "exact", "edit": False}, "needs edit=True"),
         ({"edit": "yes"}, "edit='yes' is not a bool; use False"),
         ({"resample": 1}, "resample=1 is not a bool; use False"),
@@ -241,9 +241,9 @@ def test_what_puts_spaces_needs_a_vocabulary_with_a_space():
     model = _flat()
     assert model.tokenizer.space_id is None
     said = _refused(model, "The!")
-    assert said.startswith("edit_token='space' needs a token that is a space") and "'mask'" in said
+    assert said.startswith("edit_token='space' requires a space token") and "'mask'" in said
     said = _refused(model, "The!", edit=False, renoise_start=0.1)
-    assert said.startswith("renoise='space' needs a token that is a space") and "'mask'" in said
+    assert said.startswith("renoise='space' requires a space token") and "'mask'" in said
 
 
 def test_a_space_that_the_row_bans_is_not_inserted():

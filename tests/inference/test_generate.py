@@ -344,7 +344,7 @@ def test_report_says_where_each_part_of_a_chain_runs():
     parts = ["bans: device", "temperature: device"]
     assert chain_report(SHORT).splitlines() == [*parts, "draw: device"]
     report = chain_report(SHORT, host_sampler=ONLY_VOWELS, temperature=0.5).splitlines()
-    assert report == [*parts, "choice among the survivors: host (matching '[ae]{5}')"]
+    assert report == [*parts, "choice among the remaining candidates: host (matching '[ae]{5}')"]
 
 
 def test_a_hosted_row_on_eight_devices_is_the_same():
@@ -382,7 +382,7 @@ def test_draws_of_the_settings_are_those_of_the_library():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"host_sampler": "digits"}, "host_sampler='digits' is not callable; give a function"),
+        ({"host_sampler": "digits"}, "host_sampler='digits' is not callable; pass a function"),
         ({"read_back": 3}, "read_back=3 is not a bool"),
         ({"max_candidates": 0}, "max_candidates=0 must be at least 1"),
         ({"max_candidates": "3"}, "max_candidates='3' must be at least 1"),

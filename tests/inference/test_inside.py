@@ -69,6 +69,6 @@ def test_bad_input_is_refused_in_one_line(tokens, lengths, message):
 
 
 def test_a_network_that_shows_nothing_says_so():
-    with pytest.raises(ValueError, match="does not show its inside; give dlm_jax.Network"):
+    with pytest.raises(ValueError, match="does not expose its internals; pass `inside` to"):
         dlm_jax.inside(enumerable.MODEL, TOKENS)
     assert "inside" in {field.name for field in dataclasses.fields(dlm_jax.Network)}

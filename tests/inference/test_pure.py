@@ -232,5 +232,5 @@ def test_rows_are_refused_at_the_door():
         dataclasses.replace(enumerable.MODEL, max_length=9), edit=True, resample=True,
         schedule="all", edit_token="mask",
     )  # fmt: skip
-    with pytest.raises(SettingError, match="^tokens have 3 positions, and a row may grow to 9"):
+    with pytest.raises(SettingError, match="^tokens have 3 positions, but a row may grow to 9"):
         grows.init(tokens, two, two)

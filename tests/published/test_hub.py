@@ -81,8 +81,8 @@ def test_an_id_is_fetched_once_and_read_from_the_cache_then(directory, client, t
         assert _files(other).keys() - _files(whole).keys() == {"chat_template.jinja"}
         assert str(tmp_path) in whole
         assert [line.split(";")[0] for line in refused] == [
-            "checkpoint: checkpoint='org/none' is neither a local path nor a model on the hub that "
-            "you may read",
+            "checkpoint: checkpoint='org/none' is neither a local path nor a model on the Hub that "
+            "you can access",
             "checkpoint: checkpoint='org/m@none' is not an existing revision",
             "checkpoint: checkpoint='org/gated' is gated",
             "checkpoint: checkpoint='org/empty' has neither a config.json nor one file of "
@@ -111,7 +111,7 @@ def test_a_run_begins_with_a_model_of_the_hub(directory, client, tmp_path):
         lost = client(hub.url, [str(ROOT / "train.py"), *flags, "--train.init_from", "org/none"])
     assert lost.returncode == 2
     (line,) = [line for line in lost.stderr.splitlines() if line.startswith("error")]
-    assert "train.init_from='org/none' is neither a local path nor a model on the hub" in line
+    assert "train.init_from='org/none' is neither a local path nor a model on the Hub" in line
 
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "nobody/nothing@v1"])

@@ -295,13 +295,13 @@ def test_traces_of_other_models_and_settings_are_refused():
     other = enumerable.TOKENIZER.__class__.of("xy")
     with pytest.raises(ValueError, match="another tokenizer"):
         dlm_jax.replay(MODEL.__class__(enumerable.NETWORK, PARAMS, other, 3), PARAMS, trace)
-    with pytest.raises(ValueError, match="vocabulary of 6, and the model has 12"):
+    with pytest.raises(ValueError, match="vocabulary of 6, but the model has 12"):
         dlm_jax.replay(canvases.shared_network(), PARAMS, trace)
     bare = enumerable.NETWORK.__class__(**vars(enumerable.NETWORK) | {"sampler_readout": None})
     waves = _all_traces("random_filled", "wavefront")[0]
-    with pytest.raises(ValueError, match="sampler head the model lacks"):
+    with pytest.raises(ValueError, match="sampler head that the model lacks"):
         dlm_jax.replay(bare, PARAMS, waves)
-    with pytest.raises(ValueError, match="other static settings"):
+    with pytest.raises(ValueError, match="different static settings"):
         joined([trace, waves])
     cut = trace.__class__(**vars(trace) | {"tokens": trace.tokens[:2]})
     with pytest.raises(ValueError, match="differ in rows"):

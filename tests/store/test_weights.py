@@ -145,7 +145,7 @@ def test_parameters_must_be_those_of_the_config(saved):
 
     load_weights(saved, abstract())
     for changes in ({"depth": 1}, {"width": 32}, {"qkv_bias": True}, {"tied_head": False}):
-        with pytest.raises(ValueError, match="its config asks for .* as ") as error:
+        with pytest.raises(ValueError, match="its config requires .* as ") as error:
             load_weights(saved, abstract(**changes))
         assert "\n" not in str(error.value)
 

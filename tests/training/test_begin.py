@@ -87,7 +87,7 @@ def test_heads_that_the_model_lacks_begin_fresh_and_it_says_so(tmp_path):
     tiny_run.assert_same(state.ema, state.params)
     (line,) = lines
     assert line.startswith(f"train.init_from={source} lacks ")
-    assert line.endswith(", which begin fresh")
+    assert line.endswith(", which are freshly initialised")
     assert "sampler_head" in line and "critic_head" in line
 
 
@@ -100,7 +100,7 @@ def test_heads_that_the_run_does_not_have_are_left_out_and_it_says_so(tmp_path):
     assert state.params.keys() == _params(1).keys()
     (line,) = lines
     assert line.startswith(f"train.init_from={source} has ")
-    assert line.endswith(", which are left out")
+    assert line.endswith(", which are ignored")
     assert "sampler_head" in line and "critic_head" in line
 
 
@@ -115,8 +115,8 @@ def test_without_a_source_the_state_is_as_it_was():
         ({"width": 32}, {}, "has blocks/attention/key/kernel of shape (2, 32, 32), and the"),
         ({"depth": 1}, {}, "of shape (1, 16, 16), and the config asks for (2, 16, 16)"),
         ({"vocab_size": TOKENIZER.vocab_size + 4}, {}, "has embedding of shape"),
-        ({"tied_head": False}, {}, "is a model of another kind: head is in one of the two"),
-        ({}, {"tied_head": False}, "is a model of another kind: head is in one of the two"),
+        ({"tied_head": False}, {}, "is a different kind of model: only one of the two has head"),
+        ({}, {"tied_head": False}, "is a different kind of model: only one of the two has head"),
         ({"qk_norm": False}, {}, "has another kind of blocks; make [model] that of its run"),
         (
             {"activation": "gelu"},

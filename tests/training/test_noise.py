@@ -33,8 +33,11 @@ def test_a_model_learns_is_scored_and_writes(process, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"model": ModelConfig(add_critic_head=True)}, "does not go with model.add_critic_head"),
-        ({"model": ModelConfig(add_sampler_head=True)}, "go with model.add_sampler_head"),
+        (
+            {"model": ModelConfig(add_critic_head=True)},
+            "is not supported with model.add_critic_head",
+        ),
+        ({"model": ModelConfig(add_sampler_head=True)}, "supported with model.add_sampler_head"),
         ({"model": ModelConfig(mode="sequence_scorer")}, "does not go with model.mode"),
         ({"rl": RLConfig(reward="dlm_jax.tasks:arithmetic")}, "does not go with rl.reward"),
     ],

@@ -145,7 +145,7 @@ def test_a_run_goes_on_on_other_devices_to_float_tolerance(tmp_path, whole):
 )
 def test_a_directory_of_a_run_that_differs_is_refused_by_the_key(whole, key, value):
     before = _listing(whole[0])
-    told = rf"holds a run with {key}=.* to continue it, or use another train.out_dir$"
+    told = rf"has a run with {key}=.* to resume it, or use another train.out_dir$"
     with pytest.raises(ValueError, match=told) as error:
         tiny_run.run(whole[0], **{key.replace(".", "__"): value})
     assert "delete" not in str(error.value)
@@ -225,7 +225,7 @@ def test_a_run_is_not_continued_where_the_same_keys_give_other_draws(whole, monk
     other = {"draws": [1, 2, 0.5], "version of jax": "9.9.9"}
     monkeypatch.setattr("dlm_jax.training.run.fingerprint", lambda: other)
     with pytest.raises(
-        ValueError, match=f"jax {jax.__version__} draws other random numbers than jax 9.9.9"
+        ValueError, match=f"jax {jax.__version__} draws different random numbers than jax 9.9.9"
     ):
         tiny_run.run(whole[0])
 

@@ -161,7 +161,7 @@ def test_a_uniform_model_writes_by_its_own_order():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"order": "random"}, "order='random' fills holes, and the model was trained with"),
+        ({"order": "random"}, "order='random' fills holes, but the model was trained with"),
         ({"order": "threshold"}, "use order='posterior'"),
         ({"remask": "wino"}, "remask='wino' does not go with order='posterior'"),
         ({"cache": "prefix"}, "cache='prefix' does not go with"),
@@ -170,7 +170,7 @@ def test_a_uniform_model_writes_by_its_own_order():
         ({"edit": True}, "edit=True does not go with"),
         ({"renoise_start": 0.5}, "renoise_start=0.5 does not go with"),
         ({"structure": "[a-c]+"}, "does not go with"),
-        ({"read_back": True}, "order='posterior' writes tokens that no host sampler"),
+        ({"read_back": True}, "order='posterior' writes tokens that host samplers"),
         ({"trace": True}, "order='posterior' has no trace"),
         ({"open_blocks": 2}, "open_blocks=2"),
         ({"posterior_start": 0.0}, "posterior_start=0.0 is outside (0, 1]"),

@@ -208,5 +208,5 @@ def test_what_cannot_be_held_is_refused(settings, told):
 
 
 def test_a_given_text_that_no_match_contains_is_refused():
-    with pytest.raises(ValueError, match="does not go with the text"):
+    with pytest.raises(ValueError, match="cannot match the given text"):
         _texts([{"template": "a<hole:2>b"}], steps=2, structure="c+", gen_length=0)
