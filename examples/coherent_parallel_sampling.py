@@ -26,4 +26,4 @@ for fill, result in fills.items():
     scored = dlm_jax.score(model, list(result.texts))
     nats = np.sum(scored.nats) / np.sum(scored.characters)
     forwards = np.mean(result.counters.forwards)
-    print(f"{fill:9s}  {nats:.2f} nats a character, {forwards:.1f} forwards a text")
+    print(f"{fill:9s}  {nats:.2f} nats per character, {forwards:.1f} forwards per text")

@@ -273,7 +273,7 @@ def test_a_rule_of_the_wrong_kind_is_refused():
              transforms=Temperature(0.5))  # fmt: skip
     _refused("transforms is a Threshold, which is no LogitTransform", transforms=[Threshold(0.5)])
     _refused("remask is a Leftmost, which is no RemaskRule", remask=Leftmost(2))
-    _refused("commit and order name a rule both; give one of them",
+    _refused("commit and order both name a rule; pass only one",
              commit=Threshold(0.5), order="random")  # fmt: skip
 
 

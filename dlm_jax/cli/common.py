@@ -388,7 +388,7 @@ def join_hosts(args: argparse.Namespace) -> None:
         )
     except (RuntimeError, ValueError) as error:
         raise ValueError(
-            f"--distributed: {error}; give --coordinator, --num-processes and --process-id"
+            f"--distributed: {error}; pass --coordinator, --num-processes and --process-id"
         ) from None
 
 

@@ -866,7 +866,8 @@ class Config:
         ):  # fmt: skip
             require(
                 getattr(model, name) == value, f"model.{name}", getattr(model, name),
-                "does not go with rl.reward", f"use {value!r}, or remove rl.reward", "rl.reward",
+                "is not supported with rl.reward", f"use {value!r}, or remove rl.reward",
+                "rl.reward",
             )  # fmt: skip
         require(
             self.rl.loss != "trace" or self.sample.temperature > 0, "sample.temperature", 0.0,
@@ -923,7 +924,7 @@ class Config:
             not self.objective.teacher or self.model.lora_rank == 0, "objective.teacher",
             self.objective.teacher, "is not supported with adapters, whose teacher is "
             "train.init_from",
-            "leave it out", "model.lora_rank",
+            "remove it", "model.lora_rank",
         )  # fmt: skip
 
     def _check_attention(self) -> None:

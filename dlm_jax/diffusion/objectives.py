@@ -198,7 +198,7 @@ class ObjectiveConfig(Section):
         for key, value in _MASKED_ALONE.items():
             require(
                 getattr(self, key) == value, f"objective.{key}", getattr(self, key),
-                f"needs objective.process='masked', and it is {name!r}", f"use {value!r}",
+                f"requires objective.process='masked', not {name!r}", f"use {value!r}",
                 "objective.process",
             )  # fmt: skip
 

@@ -99,7 +99,7 @@ def options(
         if fault:
             raise SettingError(
                 "mesh.compiler_options", text,
-                f"is rejected by the compiler of {device.device_kind} ({fault})", "leave it out",
+                f"is rejected by the compiler of {device.device_kind} ({fault})", "remove it",
             )  # fmt: skip
         found[name] = value
     return found

@@ -197,7 +197,7 @@ def decide(
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not texts:
-        raise SettingError("prompts", UNSET, "are none", "give at least one")
+        raise SettingError("prompts", UNSET, "are none", "pass at least one")
     several = _each(choices, len(texts))
     heat = _temperature(model, temperature, task, calibration, order)
     asked = []
@@ -262,7 +262,7 @@ def question(model: Model, prompt: str | np.ndarray, choices: Choices) -> Questi
         parts, named = [given, encode("")], {"": choices}
     elif isinstance(prompt, np.ndarray):
         raise SettingError(
-            "choices", UNSET, "have names, but ids have a single slot", "give a list"
+            "choices", UNSET, "have names, but ids have a single slot", "pass a list"
         )
     else:
         parts, named = _slots(model, _text("prompt", prompt), choices)
@@ -630,11 +630,11 @@ def _temperature(
     calibration: str | os.PathLike[str] | Mapping[str, float] | None, order: str,
 ) -> float:  # fmt: skip
     if (task is None) != (calibration is None):
-        raise SettingError("task", task, "and calibration go together", "give both, or neither")
+        raise SettingError("task", task, "and calibration go together", "pass both, or neither")
     if task is None or calibration is None:
         return temperature
     if temperature != 1.0:
-        raise SettingError("temperature", temperature, "belongs to the task", "drop one of them")
+        raise SettingError("temperature", temperature, "belongs to the task", "remove one of them")
     if not isinstance(calibration, Mapping):
         calibration = read_calibration(calibration, model, order=order)
     return temperature_of(task, calibration)
@@ -683,7 +683,7 @@ def _check(
 def _each(choices: Choices | Sequence[Choices], count: int) -> list[Choices]:
     """The choices of each prompt."""
     if isinstance(choices, str) or not isinstance(choices, Mapping | Sequence):
-        raise SettingError("choices", choices, "are not a list of labels", "give at least two")
+        raise SettingError("choices", choices, "are not a list of labels", "pass at least two")
     are_several = not isinstance(choices, Mapping) and any(
         isinstance(one, Sequence | Mapping) and not isinstance(one, str) for one in choices
     )
@@ -696,7 +696,7 @@ def _each(choices: Choices | Sequence[Choices], count: int) -> list[Choices]:
 
 def _text(name: str, text: Any) -> str:
     if not isinstance(text, str):
-        raise SettingError(name, text, "is not a text", "use a string")
+        raise SettingError(name, text, "is not a string", "use a string")
     return text
 
 
@@ -726,7 +726,7 @@ def _checked(slot: str, labels: Any) -> tuple[str, ...]:
         is_int = isinstance(label, int) and not isinstance(label, bool)
         if not is_int and (not isinstance(label, str) or not label):
             why = "holds an empty label" if label == "" else "has a label that is not a string"
-            raise SettingError("choices", list(labels), f"{where[1:]} {why}".lstrip(), "drop it")
+            raise SettingError("choices", list(labels), f"{where[1:]} {why}".lstrip(), "remove it")
         if str(label) in found:
             why = f"{where[1:]} holds {brief(str(label))} twice".lstrip()
             raise SettingError("choices", list(labels), why, "keep one")
@@ -747,7 +747,7 @@ def _ids(model: Model, slot: str, labels: Sequence[str]) -> list[np.ndarray]:
         other = known.setdefault(ids.tobytes(), label)
         if other != label or not ids.size:
             why = f"has the same tokens as {brief(other)}" if ids.size else "has no token"
-            raise SettingError("choices", label, why, "drop it")
+            raise SettingError("choices", label, why, "remove it")
         made.append(ids)
     return made
 
@@ -757,7 +757,7 @@ def _number(label: str) -> float:
         return float(label)
     except ValueError:
         raise SettingError(
-            "choices", label, "is not a number, which a scale requires", "give values"
+            "choices", label, "is not a number, which a scale requires", "pass values"
         ) from None
 
 

@@ -79,7 +79,7 @@ class _Parser:
             found = _TOKEN.match(grammar, place)
             if found is None:
                 told = grammar[place : place + 20].split("\n")[0]
-                raise ValueError(f"line {line} of the grammar cannot be read at {told!r}")
+                raise ValueError(f"line {line} of the grammar cannot be parsed at {told!r}")
             if found.lastgroup != "space":
                 self._tokens.append((str(found.lastgroup), found[0], line))
             line += found[0].count("\n")
@@ -183,7 +183,7 @@ class _Written:
     def rule(self, name: str, line: int) -> str | None:
         if name not in self._rules:
             raise ValueError(
-                f"line {line} of the grammar names {name!r}, which is not one of its rules"
+                f"line {line} of the grammar refers to {name!r}, which is not one of its rules"
             )
         if self._entered.count(name) > self._depth:
             return None

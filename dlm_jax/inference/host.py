@@ -440,7 +440,7 @@ def matching(pattern: str, decode: Callable[[Any], str]) -> HostSampler:
         except TimeoutError:
             raise ValueError(
                 f"row {candidates.row}: pattern={pattern!r} takes more than {PATIENCE:g} s at "
-                f"position {candidates.index}; write one without repeats inside repeats"
+                f"position {candidates.index}; avoid nested repeats"
             ) from None
 
     choose.__name__ = f"matching {pattern!r}"

@@ -149,11 +149,13 @@ class _Schema:
             raise _refused(where, f"type={json.dumps(kinds)[:60]} names no types")
         for kind in kinds:
             if not isinstance(kind, str) or kind not in _OF_TYPE:
-                raise _refused(where, f"type {kind!r} is not known; use one of {sorted(_OF_TYPE)}")
+                raise _refused(
+                    where, f"type {kind!r} is not supported; use one of {sorted(_OF_TYPE)}"
+                )
         known = {name for kind in kinds for name in _OF_TYPE[kind]} | _NOTES | {"type"}
         for name in schema:
             if name not in known and not str(name).startswith("x-"):
-                raise _refused(where, f"{name!r} is not kept; drop it")
+                raise _refused(where, f"{name!r} is not supported; remove it")
         return _either([self._typed(kind, schema, where) for kind in kinds])
 
     def _guessed(self, schema: Mapping[str, Any]) -> list[str]:
@@ -217,7 +219,7 @@ class _Schema:
             values = [value for value in values if value in _listed(schema, "enum", where)]
         for name in schema:
             if name not in {"const", "enum", "type"} | _NOTES:
-                raise _refused(where, f"{name!r} beside constants is not kept; drop it")
+                raise _refused(where, f"{name!r} next to constants is not supported; remove it")
         if "type" in schema:
             kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
             values = [value for value in values if _is_of(value, kinds)]
@@ -227,7 +229,9 @@ class _Schema:
         low, high = _range(schema, "minLength", "maxLength", where)
         form, pattern = schema.get("format"), schema.get("pattern")
         if form is not None and (not isinstance(form, str) or form not in _FORMATS):
-            raise _refused(where, f"format {form!r} is not known; use one of {sorted(_FORMATS)}")
+            raise _refused(
+                where, f"format {form!r} is not supported; use one of {sorted(_FORMATS)}"
+            )
         if (form is not None) + (pattern is not None) + bool(low or high is not None) > 1:
             raise _refused(where, "pattern, format and lengths exclude each other; keep one")
         if form is not None:
@@ -418,7 +422,7 @@ def _joined(parts: Sequence[Any], where: str) -> Any:
                     return False
                 made[name] = left
             else:
-                raise _refused(where, f"two of {name!r} for one value are not kept; write one")
+                raise _refused(where, f"two of {name!r} for one value are not supported; use one")
     return made
 
 

@@ -253,7 +253,7 @@ def _kind(cls: type[Rule]) -> str:
     for fact in (meta["fact"] for meta in fields if "fact" in meta):
         if fact not in ModelFacts._fields:
             advice = nearest(fact, ModelFacts._fields)
-            raise ValueError(f"rule {cls.__name__} asks for the fact {fact!r}; {advice}")
+            raise ValueError(f"rule {cls.__name__} requires the fact {fact!r}; {advice}")
     return kind
 
 

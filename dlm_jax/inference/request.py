@@ -107,7 +107,7 @@ def make_canvas(
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise SettingError(name, value, "is not a text", "put it in quotes")
+        raise SettingError(name, value, "is not a string", "put it in quotes")
     return value
 
 

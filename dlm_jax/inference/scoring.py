@@ -325,7 +325,7 @@ def _scorer_windows(model: Model, text: str) -> list[Window]:
     length.
     """
     if not isinstance(text, str):
-        raise ValueError(f"{text!r} is not a text; use a string")
+        raise ValueError(f"{text!r} is not a string; use a string")
     ids = model.tokenizer.encode(text)
     if not ids.size:
         raise ValueError("the text is empty; pass a text to score")

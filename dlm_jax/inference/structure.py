@@ -88,7 +88,7 @@ class _Unknown(ValueError):
 
     def __init__(self, op: str):
         super().__init__(
-            "use ^ and $ at the ends alone, and no \\b" if op == "AT"
+            "use ^ and $ only at the ends, and no \\b" if op == "AT"
             else "use no look-around or back-references"
         )  # fmt: skip
         self.op = op

@@ -36,8 +36,8 @@ def with_adapters(key: jax.Array, params: Params, config: ModelConfig) -> Params
     found = {name for parts in made.values() for maps in parts.values() for name in maps}
     if missing := set(config.lora_targets) - found:
         raise ValueError(
-            f"model.lora_targets names {sorted(missing)[0]!r}, which is not a matrix of the blocks "
-            "of this model; use query, key, value, out, gate, up or down"
+            f"model.lora_targets contains {sorted(missing)[0]!r}, which is not a matrix of the "
+            "blocks of this model; use query, key, value, out, gate, up or down"
         )
     return params | {GROUP: made}
 

@@ -63,7 +63,7 @@ class Shards:
             for name in names or found:
                 if name not in found:
                     raise ValueError(
-                        f"{file} lacks the tensor {name!r}, which {INDEX} says it holds; download "
+                        f"{file} lacks the tensor {name!r}, which {INDEX} lists; download "
                         "both again"
                     )
                 if usual := name_of(name):
@@ -98,8 +98,8 @@ def _files(directory: Path) -> dict[Path, list[str]]:
     for name, file in where.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith("safetensors"):
             raise ValueError(
-                f"{directory / INDEX}: weight_map names {file!r}, which is not a safetensors file "
-                "of this directory"
+                f"{directory / INDEX}: weight_map refers to {file!r}, which is not a safetensors "
+                "file of this directory"
             )
         files.setdefault(directory / file, []).append(name)
     return files
@@ -129,7 +129,7 @@ def _header(file: Path) -> dict[str, Entry]:
     for first, last, name in sorted(places):
         if first != end:
             raise ValueError(
-                f"{file}: the tensor {name!r} begins at byte {first:,}, and the one before it ends "
+                f"{file}: the tensor {name!r} begins at byte {first:,}, but the previous one ends "
                 f"at {end:,}; download it again"
             )
         end = last
@@ -157,7 +157,9 @@ def _entry(file: Path, name: str, said: Any, begin: int) -> tuple[Entry, int]:
             "read"
         )
     if last - first != math.prod(shape) * DTYPES[kind].itemsize:
-        raise ValueError(f"{file}: the tensor {name!r} has another size than its shape {shape}")
+        raise ValueError(
+            f"{file}: the size of the tensor {name!r} does not match its shape {shape}"
+        )
     return Entry(file, DTYPES[kind], begin + first, shape), begin + last
 
 

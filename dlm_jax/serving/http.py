@@ -120,7 +120,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 def parsed(kind: type[M], body: bytes) -> M:
     if _depth(body) > _DEEPEST:
-        raise refused(f"the body is nested deeper than {_DEEPEST}; use fewer levels", None)
+        raise refused(f"the body is nested more than {_DEEPEST} levels deep; use fewer", None)
 
     def constant(name: str) -> Any:
         raise ValueError(f"{name} is no JSON")

@@ -76,7 +76,7 @@ def _of_schema(value: Any) -> Fields:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise _No(f"is not JSON ({error})", "give a schema") from None
+            raise _No(f"is not JSON ({error})", "pass a schema") from None
     if not isinstance(value, dict):
         raise _No("is not a schema", "pass an object, or its JSON as a string")
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": value}}}
@@ -211,7 +211,7 @@ def in_our_names(given: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[F
                 ours[field] = one
             elif one is not None and ours[field] != one:
                 alias = theirs[field]
-                raise SettingError(alias, UNSET, f"is another name of {field}", "give one of them")
+                raise SettingError(alias, UNSET, f"is another name of {field}", "pass one of them")
     return ours, theirs
 
 

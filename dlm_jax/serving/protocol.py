@@ -311,7 +311,9 @@ class Message(Fields):
                 "messages",
             )
         if self.tool_calls and self.role != "assistant":
-            raise refused("messages: tool_calls are those of an assistant; drop them", "messages")
+            raise refused(
+                "messages: only assistant turns may have tool_calls; remove them", "messages"
+            )
         try:
             for call in self.tool_calls or ():
                 tools.arguments_of(call.function.arguments)
@@ -699,7 +701,9 @@ class Planner:
         try:
             if asked.task is not None:
                 if temperature is not None:
-                    raise SettingError("temperature", temperature, "belongs to the task", "drop it")
+                    raise SettingError(
+                        "temperature", temperature, "belongs to the task", "remove it"
+                    )
                 known = {} if self.calibration is None else self.calibration
                 temperature = decisions.temperature_of(asked.task, known.get(order, {}))
             choices = decisions.YES_NO if asked.choices is None else asked.choices
@@ -754,7 +758,9 @@ class Planner:
         more = asked.chat_template_kwargs or {}
         offered = asked.tools if isinstance(asked, Chat) else None
         if offered and "tools" in more:
-            raise refused("chat_template_kwargs gives tools, too; drop one", "chat_template_kwargs")
+            raise refused(
+                "chat_template_kwargs also sets tools; remove one", "chat_template_kwargs"
+            )
         for name in sorted(RESERVED & more.keys()):
             raise refused(
                 f"chat_template_kwargs sets {name}, which the server sets; remove it",
@@ -887,7 +893,7 @@ class Planner:
         if form is None or form.type == "text":
             return {}
         if "structure" in (asked.model_extra or {}):
-            raise refused("structure is another name of response_format; give one", "structure")
+            raise refused("structure is another name of response_format; use one", "structure")
         missing = {"json_schema": form.json_schema, "regex": form.regex}
         if missing.get(form.type, "") is None:
             raise refused(f"response_format lacks {form.type}; give it", "response_format")

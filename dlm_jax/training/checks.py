@@ -61,8 +61,8 @@ def check_model_fits(config: Config, mesh: Mesh) -> None:
         )
     if mesh.shape.get("context", 1) > 1 and model.attention_type != "bidirectional":
         raise ValueError(
-            f"mesh.context={mesh.shape['context']} needs model.attention_type='bidirectional', and "
-            f"it is {model.attention_type!r}; use 1"
+            f"mesh.context={mesh.shape['context']} requires model.attention_type='bidirectional', "
+            f"not {model.attention_type!r}; use 1"
         )
 
 
@@ -139,7 +139,7 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
     if differing:
         # The vocabulary follows from the tokenizer, so the error names the tokenizer.
         key = min(differing, key=lambda key: key == "model.vocab_size")
-        what = f"with {key}={there[key]!r}, and this run has {here.get(key)!r}"
+        what = f"with {key}={there[key]!r}, but this run has {here.get(key)!r}"
         return what, f"set {key}={there[key]!r}"
     # The file of a tokenizer may have changed.
     if saved["tokenizer"] != meta["tokenizer"]:
@@ -179,7 +179,7 @@ def check_begins_anew(asked: Config, out_dir: Path) -> None:
         if not differing:
             return
         key = differing[0]
-        why = f"{config_path} has {key}={there[key]!r}, and this run has {here[key]!r}"
+        why = f"{config_path} has {key}={there[key]!r}, but this run has {here[key]!r}"
     raise ValueError(
         f"train.out_dir={out_dir} holds metrics of another run without checkpoints ({why}); move "
         f"{path} elsewhere, or use another train.out_dir"
@@ -202,9 +202,9 @@ def growth(config: Config, saved: dict[str, Any], step: int) -> str:
         for n in (before, after)
     )
     return (
-        f"train.steps grows from {before} to {after}: the learning rate now falls to its end at "
-        f"step {after}, so at step {step} it is {new:.3g} instead of {old:.3g}; the result is not "
-        f"that of {after} steps from the start"
+        f"train.steps increases from {before} to {after}: the learning rate now decays until "
+        f"step {after}, so at step {step} it is {new:.3g} instead of {old:.3g}; the result differs "
+        f"from a run of {after} steps"
     )
 
 

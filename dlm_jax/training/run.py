@@ -164,8 +164,8 @@ def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
         settings[name] = ours if traits & own else other
         if not traits & own and ours not in (other, getattr(default, name)):
             raise ValueError(
-                f"train.init_from={source} has model.{name}={other!r}, and the config asks for "
-                f"{ours!r}; leave it out"
+                f"train.init_from={source} has model.{name}={other!r}, but the config has "
+                f"{ours!r}; remove it"
             )
     model = ModelConfig(**settings)
     return dataclasses.replace(config, model=model), tokenizer
@@ -414,8 +414,8 @@ def _check_settings(where: str, theirs: ModelConfig, model: ModelConfig) -> None
         given, ours = getattr(theirs, name), getattr(model, name)
         if given != ours:
             raise ValueError(
-                f"{where} has model.{name}={given!r}, and the config asks for {ours!r}; "
-                "make [model] that of its run"
+                f"{where} has model.{name}={given!r}, but the config has {ours!r}; "
+                "use the [model] of its run"
             )
 
 
@@ -426,13 +426,13 @@ def _laid_out(where: str, own: Params, given: Params) -> Params:
         if given.shape != own.shape:
             raise ValueError(
                 f"{where} has {path_name(path)} of shape {given.shape}, but the config requires "
-                f"{own.shape}; use [model] of the other run"
+                f"{own.shape}; use the [model] of the other run"
             )
         return jax.device_put(np.asarray(given, own.dtype), own.sharding)
 
     for name in own:
         if jax.tree.structure(given[name]) != jax.tree.structure(own[name]):
-            raise ValueError(f"{where} has another kind of {name}; use [model] of its run")
+            raise ValueError(f"{where} has another kind of {name}; use the [model] of its run")
     return jax.tree_util.tree_map_with_path(take, own, given)
 
 

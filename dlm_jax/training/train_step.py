@@ -284,9 +284,9 @@ def check_adds_up(
         atol = 1e-6 + 0.01 * np.nan_to_num(size[name], posinf=0.0)
         if not np.isclose(two[name], one[name], rtol=0.0, atol=atol, equal_nan=True):
             raise ValueError(
-                f"train.accumulate needs losses that add up over the parts of a batch, and "
+                f"train.accumulate needs losses that add up over the parts of a batch, but "
                 f"{name!r} is {one[name]:.4g} for a batch and {two[name]:.4g} in two parts; "
-                "return the plain sum from `loss` and make its weight in `draw`, or use "
+                "return the plain sum from `loss` and compute its weight in `draw`, or use "
                 "train.accumulate=1"
             )
 

@@ -83,7 +83,7 @@ def test_requests_come_back_as_written_in_their_order(path, requests, ids, is_as
         ('{"id": [1]}', ": id=[...] is neither"),
         (r'{"id": "\udc00"}', ": id has a lone surrogate (U+DC00) at position 0, which is not"),
         ('{"id": "line 7"}', ': id="line 7" is reserved for that line; use another id'),
-        ('{"id": "first"}', ': id="first" is that of line 1 too; give each its own'),
+        ('{"id": "first"}', ': id="first" is already used by line 1; use unique ids'),
     ],
 )
 def test_a_line_without_a_usable_id_gets_the_id_of_its_number_and_the_reason(path, line, message):
@@ -102,7 +102,7 @@ def test_a_line_without_a_usable_id_gets_the_id_of_its_number_and_the_reason(pat
     [
         ({"prompt": "a", "template": "b"}, " has prompt and template; keep one of them"),
         ({"tokens": [], "prompt": "", "template": ""}, " has prompt and template and tokens; keep"),
-        ({"prompt": 3}, ": prompt=3 is not a text; write it in quotes"),
+        ({"prompt": 3}, ": prompt=3 is not a string; write it in quotes"),
         ({"prompt": None}, ": prompt=null is not a text"),
         ({"template": ["a"]}, ": template=[...] is not a text"),
         ({"draft": {}}, ": draft={...} is not a text"),

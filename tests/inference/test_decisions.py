@@ -164,7 +164,7 @@ def test_a_scale_has_a_mean():
 
 
 REFUSED = [
-    ({"choices": ["a", ""]}, "choices=.* holds an empty label; drop it"),
+    ({"choices": ["a", ""]}, "choices=.* holds an empty label; remove it"),
     ({"choices": ["a", "t", "a"]}, "choices=.* holds 'a' twice; keep one"),
     ({"choices": ["a"]}, "choices=.* has no two labels"),
     ({"choices": "at"}, "choices='at' are not a list"),

@@ -61,7 +61,7 @@ def test_a_grammar_is_a_structure():
     ("grammar", "told"),
     [("a ::= [b]", "no rule 'root'"), ('root ::= "a', "line 1 .* cannot be read"),
      ('root ::= (\n"a"', "opens a group"), ("root ::= *", "nothing to repeat"),
-     ("root ::= root", "a nesting depth of at most 3"), ('root ::= "a"\n\n"b"', "line 3 .* not begin"),
+     ("root ::= root", "depth of at most 3"), ('root ::= "a"\n\n"b"', "line 3 .* not begin"),
      ('root ::= "a"\nroot ::= "b"', "line 2 .* again"), ("root ::= a\n  b", "not begin a rule"),
      ('root ::= "a"\n  | x', "line 2 .* names 'x'"),
      ("root ::= root root root root [0-9] | [0-9]", "rule 'root' .* more than"),

@@ -59,7 +59,7 @@ def test_a_draft_follows_the_prompt_and_is_not_frozen():
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"prompt": "a", "tokens": [1]}, "prompt and tokens exclude each other; give one"),
+        ({"prompt": "a", "tokens": [1]}, "prompt and tokens exclude each other; pass only one"),
         ({"prompt": "a", "template": "a"}, "prompt and template exclude each other"),
         ({"template": "a cat"}, "template has no <hole>; write <hole:8>"),
         ({"template": "a<hole:0>"}, "<hole:0> is a gap of 0 tokens; write <hole:8>"),
@@ -71,7 +71,7 @@ def test_a_draft_follows_the_prompt_and_is_not_frozen():
         ),
         ({"template": "a<hole:30> cat"}, "template of 35 tokens with its holes exceeds"),
         ({"template": "a<hole:3>< Hole:3>"}, "'< Hole:3>' is not a gap"),
-        ({"prompt": 0}, "prompt=0 is not a text"),
+        ({"prompt": 0}, "prompt=0 is not a string"),
         ({"template": 3}, "template=3 is not a text"),
         ({"prompt": ["a"]}, "prompt=['a'] is not a text"),
         ({"tokens": []}, "tokens must be a list of ids that is not empty"),

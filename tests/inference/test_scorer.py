@@ -94,7 +94,7 @@ def test_a_loaded_scorer_is_the_scorer(run_dir):
         ("The cat", "texts='The cat' is one text; put it in a list"),
         (["The cat", ""], "text 1: the text is empty"),
         ([""], "the text is empty"),
-        (["The cat", 3], "text 1: 3 is not a text"),
+        (["The cat", 3], "text 1: 3 is not a string"),
         (["Zebra"], r"'Z' \(U\+005A\)"),
     ],
 )

@@ -186,9 +186,9 @@ def test_a_judge_tells_rewards_that_are_missing_from_those_that_are_there():
         ({"rl__reward": "no_such_module:f"}, "cannot be imported .*; write module:function"),
         ({"rl__reward": "dlm_jax.tasks:none"}, "is not a function of dlm_jax.tasks"),
         ({"rl__loss": "grpo"}, "rl.loss='grpo' is not one of diffu_grpo"),
-        ({"model__add_critic_head": True}, "model.add_critic_head=True does not go with rl.reward"),
+        ({"model__add_critic_head": True}, "model.add_critic_head=True is not supported with rl.reward"),
         ({"model__attention_type": "causal", "sample__order": "left_to_right"},
-         "model.attention_type='causal' does not go with rl.reward"),
+         "model.attention_type='causal' is not supported with rl.reward"),
         ({"sample__edit": True, "sample__edit_token": "mask", "sample__insert_ratio_start": 0.1},
              "rl.reward=.* requires samples whose tokens do not move"),
         ({"rl__loss": "trace", "sample__cache": "dual", "sample__block_length": 2},
@@ -206,7 +206,7 @@ def test_what_does_not_go_together_is_refused_at_the_door(tmp_path, changes, mes
 
 def test_the_settings_of_the_samples_are_part_of_a_run(folder):
     _whole(folder)
-    with pytest.raises(ValueError, match="sample.temperature=1.0, and this run has 0.5"):
+    with pytest.raises(ValueError, match="sample.temperature=1.0, but this run has 0.5"):
         _train(folder / "whole", **TRACED | {"sample__temperature": 0.5})
 
 

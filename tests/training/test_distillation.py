@@ -91,7 +91,7 @@ def test_another_model_may_teach_and_is_the_same_all_along(folder):
     outcome = _train(folder / "other", **TAUGHT | changes | {"train__steps": 2})
     tiny_run.assert_same(outcome.state.reference, other.params)
     assert _losses(folder / "other")[0]["sdtt"] > 2 * _losses(folder / "whole")[0]["sdtt"]
-    with pytest.raises(ValueError, match=r"objective.teacher='.*base1', and this run has ''; set"):
+    with pytest.raises(ValueError, match=r"objective.teacher='.*base1', but this run has ''; set"):
         _train(folder / "other", **TAUGHT | changes | {"objective__teacher": ""})
 
 

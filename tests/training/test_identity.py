@@ -91,7 +91,7 @@ def test_a_checkpoint_of_another_run_in_the_place_of_the_own_is_not_continued(ru
 def test_the_best_model_of_another_model_is_not_kept_as_that_of_a_new_run(ours):
     shutil.rmtree(ours / "checkpoints")
     told = (
-        r"best has the best model of another run \(.*model.width=16, and this run has 32.*\); "
+        r"best has the best model of another run \(.*model.width=16, but this run has 32.*\); "
         "move the directory elsewhere, or use another train.out_dir"
     )
     _refused(ours, told, model__width=32)
@@ -123,7 +123,7 @@ def test_a_run_that_began_anew_and_stopped_before_its_first_best_continues(ours,
     [
         (
             {"model__width": 32},
-            r"config.toml has model.width=16, and this run has 32\); move .*/met",
+            r"config.toml has model.width=16, but this run has 32\); move .*/met",
         ),
         ({"train__init_from": "x"}, "config.toml has train.init_from='', and this run has 'x'"),
         ({}, r"its config is unknown: .*config.toml.*; move .*/metrics.jsonl elsewhere, or use"),

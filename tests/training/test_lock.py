@@ -53,7 +53,7 @@ def test_where_directories_cannot_be_locked_a_file_in_them_is(tmp_path, monkeypa
     lock = DirectoryLock()
     lock.lock(tmp_path, "train.out_dir")
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]
-    with pytest.raises(ValueError, match="is in use by another training"):
+    with pytest.raises(ValueError, match="is in use by another run"):
         DirectoryLock().lock(tmp_path, "train.out_dir")
     lock.release()
     DirectoryLock().lock(tmp_path, "train.out_dir")
@@ -72,7 +72,7 @@ def test_a_second_training_in_a_directory_is_refused_and_changes_nothing(tmp_pat
         out_dir.mkdir()
     first = _prepare(out_dir)
     before = list(out_dir.rglob("*"))
-    with pytest.raises(ValueError, match="train.out_dir=.* is in use by another training"):
+    with pytest.raises(ValueError, match="train.out_dir=.* is in use by another run"):
         _prepare(out_dir)
     assert list(out_dir.rglob("*")) == before
     first.checkpoints.close()

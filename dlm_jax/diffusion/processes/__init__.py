@@ -43,7 +43,7 @@ def process_of(name: str, settings: tuple[str, ...] = ()) -> Process:
         key, _, text = given.partition("=")
         if key not in declared:
             why = f"has {key!r}, which objective.process={name!r} does not have"
-            advice = nearest(key, tuple(declared)) if declared else "leave it out"
+            advice = nearest(key, tuple(declared)) if declared else "remove it"
             raise SettingError("objective.process_settings", UNSET, why, advice)
         try:
             values[key] = declared[key].checked(_parsed(declared[key].kind, text))

@@ -75,13 +75,14 @@ class Renewing(CommitRule):
             given = getattr(row, name)
             if given != value and (name, given) != ("fill", "auto"):
                 raise SettingError(
-                    name, given, f"does not go with order={cls.name!r}, as any token may change",
+                    name, given,
+                    f"is not supported with order={cls.name!r}, where any token may change",
                     f"use {name}={value!r}",
                 )  # fmt: skip
         for name, is_on in (("edit", row.edits), ("renoise_start", row.renoises)):
             if is_on:
                 raise SettingError(
-                    name, getattr(row, name), f"does not go with order={cls.name!r}",
+                    name, getattr(row, name), f"is not supported with order={cls.name!r}",
                     "leave it at its default",
                 )  # fmt: skip
 

@@ -51,7 +51,7 @@ class Prophet(Confident):
         super().check(row)
         if row.resample:
             raise SettingError(
-                "resample", True, "has no use for the quota of order='prophet'",
+                "resample", True, "does not support the quota of order='prophet'",
                 "use order='threshold'",
             )  # fmt: skip
 

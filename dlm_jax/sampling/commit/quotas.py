@@ -200,7 +200,7 @@ class QuotaRule(CommitRule):
             raise SettingError(
                 "resample",
                 UNSET,
-                f"has no use for a quota of order={row.order!r}",
+                f"does not support a quota of order={row.order!r}",
                 f"use schedule='all', or order='threshold'{loop}",
             )
 

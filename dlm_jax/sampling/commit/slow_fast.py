@@ -73,7 +73,7 @@ class SlowFast(Confident):
         super().check(row)
         if row.edits:
             raise SettingError(
-                "edit", True, "moves the span of order='slow_fast'", "use order='threshold'"
+                "edit", True, "changes the span of order='slow_fast'", "use order='threshold'"
             )
 
     def start_memory(self, num_rows: int, num_positions: int) -> RuleMemory:

@@ -110,7 +110,7 @@ class Constrained(FillRule):
             raise SettingError("order", row.order, why, "use order='threshold', say")
         if row.ignore_eos:
             raise SettingError(
-                "structure", UNSET, "ends with EOS, which ignore_eos bans", "drop one of them"
+                "structure", UNSET, "ends with EOS, which ignore_eos bans", "remove one of them"
             )
         for used in row.table.chained(row):
             if used.reads_final_logprob and used.is_used(row):

@@ -73,7 +73,10 @@ class Speculative(FillRule):
             )
         if row.edits or row.renoises:
             raise SettingError(
-                "edit", UNSET, "and re-noise do not go with fill='speculative'", "leave them off"
+                "edit",
+                UNSET,
+                "and re-noise are not supported with fill='speculative'",
+                "leave them off",
             )
         for name in row.chain:
             for cls_ in row.table.transforms[name]:

@@ -254,7 +254,7 @@ class Structure(LogitTransform):
             )
         if row.ignore_eos:
             raise SettingError(
-                "structure", UNSET, "ends with EOS, which ignore_eos bans", "drop one of them"
+                "structure", UNSET, "ends with EOS, which ignore_eos bans", "remove one of them"
             )
         if row.fill == "speculative":
             raise SettingError(

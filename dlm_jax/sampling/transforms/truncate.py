@@ -329,7 +329,10 @@ MIN_P = Setting(
     low=0.0, high=1.0, remedy="use 0.0 to disable it",
 )  # fmt: skip
 TOP_N_SIGMA = Setting(
-    "top_n_sigma", 0.0, "deviations below the best logit; <= 0 is off", remedy="use 0.0"
+    "top_n_sigma",
+    0.0,
+    "standard deviations below the best logit; <= 0 is off",
+    remedy="use 0.0",
 )
 
 
