@@ -158,7 +158,7 @@ TABLE: dict[str, Here] = {
     "dual_cache": Here(("cache",), {_TRUE: {"cache": "dual"}, "false": {"cache": "none"}}),
     "use_block_cache": Here(("cache",), {_TRUE: {"cache": "dual"}, "false": {"cache": "none"}}),
 }
-"""Names without a setting here. Some are known only in certain contexts."""
+"""Names without a setting here. Some are recognised only in certain contexts."""
 
 VALUES: dict[str, Mapping[str, Given]] = {
     "order": ORDERS, "remask": ORDERS | _REMASKS,

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 EVERY = 10.0
-"""Seconds between two lines without a terminal."""
+"""Seconds between progress lines without a terminal."""
 
 
 class Progress:
@@ -24,7 +24,7 @@ class Progress:
       name: name of the task, such as ``train``.
       total: number of pieces; None if it is unknown.
       unit: name of a piece, such as ``step``.
-      done: pieces that were finished before.
+      done: number of pieces finished before.
       work: work of each remaining piece, in any unit; 1 by default.
       idle: seconds so far spent on other work.
       stream: where to write; None is standard error.
@@ -78,7 +78,7 @@ class Progress:
         Args:
           pieces: how many.
           work: work of each of these pieces; 1 by default.
-          note: text to show from now on.
+          note: text to show from then on.
         """
         self._done += pieces
         self._worked += pieces if work is None else work
@@ -104,7 +104,7 @@ class Progress:
         return ", ".join([f"{self._name}: {done} {self._unit}s", *self._extras()])
 
     def close(self) -> None:
-        """Ends the bar or the lines; a second call does nothing."""
+        """Ends the bar or the lines; a second call has no effect."""
         self._ended.set()
         if self._bar is not None:
             self._bar.close()

@@ -1,4 +1,4 @@
-"""Frozen dataclasses that are pytrees, each with a structure that no other class shares."""
+"""Frozen dataclasses that are pytrees, each with a unique structure."""
 
 from __future__ import annotations
 

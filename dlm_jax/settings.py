@@ -3,7 +3,7 @@
 A rule is a class under `rule`: a frozen dataclass that is a pytree. Its fields are the parameters
 of the rows that use it, made with `per_row` (an array with one value per row), `static` (compiled
 in) or `fact` (a property of the model). Everything else about a setting follows from its `Setting`:
-flags and help, keys of requests, recommendations in checkpoints, columns, what is static, and
+flags and help, keys of requests, recommendations in checkpoints, columns, static settings, and
 refusals.
 """
 
@@ -44,10 +44,10 @@ class SettingError(ValueError):
 
     Attributes:
       name: name of the setting.
-      value: the given value; `UNSET` if the message shows none.
+      value: the given value; `UNSET` if the message shows no value.
       why: the problem.
       remedy: the remedy; empty if `why` contains it.
-      others: names of further settings that are involved.
+      others: names of other settings that are involved.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class Setting:
     Attributes:
       name: its key in requests and, with dashes, its flag.
       default: default value. All values have its type.
-      help: one line on its effect, with its range.
+      help: one line that describes its effect and range.
       low: smallest value; `ABOVE_ZERO` for any positive value.
       high: largest value; `BELOW_ONE` for any value below 1.
       choices: the strings that it accepts, each with its meaning.
       remedy: end of the error message for an invalid value.
       activates: whether a value other than the default activates its rule.
       parse: converts and validates a given value, instead of the checks here.
-      hint: type of a value, if it differs from that of `default`.
+      hint: type of a value, if it differs from the type of `default`.
     """
 
     name: str
@@ -149,11 +149,11 @@ class Setting:
         raise SettingError(self.name, value, f"is not one of {', '.join(choices)}", advice)
 
     def resolved(self, value: Any) -> Any:
-        """The meaning of a value: that of a choice, or the value itself."""
+        """The meaning of a value: the meaning of a choice, or the value itself."""
         return self.choices.get(value, value) if self.choices is not None else value
 
     def named(self, value: Any) -> Any:
-        """The choice with this meaning, or the value itself if there is none."""
+        """The choice with this meaning, or the value itself if no choice has it."""
         return next((name for name, found in (self.choices or {}).items() if found == value), value)
 
     def column(self, values: Sequence[Any]) -> np.ndarray:
@@ -177,7 +177,7 @@ def per_row(
       setting: the setting.
       default: default of the field, if it differs from that of the setting.
       column: converts the values of the rows to an array, instead of the setting; preferably
-        to a NumPy array, because transfers to a device cost host time.
+        to a NumPy array, because transfers to a device take host time.
     """
     default = setting.default if default is dataclasses.MISSING else default
     metadata = {"setting": setting, "column": column or setting.column}

@@ -68,8 +68,8 @@ class CachedTrunk:
         own rows.
       beside_clean: ``(params, shown_BL, clean_BL, length_B) -> hidden_BLD``: the output for every
         block of `shown_BL` after the clean tokens of earlier blocks, all blocks in one call, for
-        training and likelihood; in other blocks with ``block_length=n``. None where
-        ``block_length`` is below 2.
+        training and likelihood; in other blocks with ``block_length=n``. None if ``block_length``
+        is below 2.
       ready: ``(params) -> params`` in the layout of the other functions, called once before the
         steps of the loop; idempotent. None: no conversion.
     """
@@ -184,9 +184,9 @@ class Canvas(NamedTuple):
 class Status(IntEnum):
     """The status of a row. Compiled code does not raise; errors are reported here.
 
-    ``RUNNING``: steps and holes are left. ``DONE``: no holes are left. ``STEP_LIMIT``: no steps are
-    left, but holes are. ``CANVAS_FULL``: done, but edits exceeded the capacity, so edits or tokens
-    at the end were dropped. ``NON_FINITE``: stopped at logits with NaN or infinity.
+    ``RUNNING``: steps and holes remain. ``DONE``: no holes are left. ``STEP_LIMIT``: holes remain,
+    but no steps. ``CANVAS_FULL``: done, but edits exceeded the capacity, so edits or tokens at the
+    end were dropped. ``NON_FINITE``: stopped at logits with NaN or infinity.
 
     The last two are set outside the loop: ``CANCELLED`` by a cancellation, ``FAILED`` by an error
     in a host sampler or in the program.

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # Coherent parallel sampling, measured
 #
-# A diffusion language model that commits many tokens in one step draws them independently: each
-# fits the visible text, but not its new neighbours. The wavefront uses a small sampler head to fill
-# holes outwards from visible tokens, so that every token is drawn given its neighbour. Both fills
-# below take the same number of forwards of the model.
+# A diffusion language model that commits many tokens in one step samples them independently: each
+# token fits the visible text, but not its new neighbours. The wavefront uses a small sampler head
+# to fill holes outwards from visible tokens, so that every token is drawn given its neighbour. Both
+# fills below take the same number of forwards of the model.
 
 # %%
 import numpy as np

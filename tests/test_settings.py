@@ -296,13 +296,13 @@ def test_a_rule_whose_name_is_taken_is_refused():
     class Another(Leftmost):
         name = "threshold"
 
-    _refused("rule Another has the name 'threshold', which is taken", rules=[Another])
+    _refused("rule Another has the name 'threshold', which is already taken", rules=[Another])
 
     @rule
     class Copy(Leftmost):
         name = "leftmost"
 
-    _refused("rule Copy has the name 'leftmost', which is taken", rules=[Leftmost, Copy])
+    _refused("rule Copy has the name 'leftmost', which is already taken", rules=[Leftmost, Copy])
     assert (Leftmost.name, Copy.name) == ("leftmost", "leftmost")
 
 

@@ -1,4 +1,4 @@
-"""Reads a file of requests, one JSON object per line; an invalid line gives an error result.
+"""Reads a file of requests, one JSON object per line; an invalid line has an error as its result.
 
 Every line has a unique id. A line without an id gets the id ``line NUMBER``, which no other line
 may use. A line with several samples has one result per sample, identified by the id and the number
@@ -37,9 +37,9 @@ class Line:
     one sample, the error.
 
     Attributes:
-      number: number of the line, from 1; blank lines count.
+      number: number of the line, from 1; blank lines are counted.
       num_samples: rows of the line.
-      extra: rows of preceding lines in excess of one per line.
+      extra: number of rows of preceding lines beyond one per line.
     """
 
     number: int
@@ -51,7 +51,7 @@ class Line:
 
     @property
     def first(self) -> int:
-        """Index of its first row in the file, from 0; blank lines count as rows."""
+        """Index of its first row in the file, from 0; blank lines are counted as rows."""
         return self.number - 1 + self.extra
 
     @property
@@ -72,7 +72,7 @@ def read_requests(
 
     Args:
       path: a UTF-8 file, with or without a byte order mark.
-      known: names of further settings that a request may have, besides ``host_sampler`` and
+      known: names of additional settings that a request may have, other than ``host_sampler`` and
         ``read_back``.
       num_samples: rows of a line without ``n``.
     """
@@ -107,7 +107,7 @@ def check_process(index: int, count: int) -> None:
     """Raises ValueError unless there is a process `index` of `count`."""
     for name, value in (("index", index), ("count", count)):
         is_integer = isinstance(value, int) and not isinstance(value, bool)
-        require(is_integer, f"{name}={value!r} of the processes is not an integer; use one")
+        require(is_integer, f"{name}={value!r} of the processes is not an integer")
     require(count >= 1, f"count={count} processes are too few; use at least 1")
     require(
         0 <= index < count,
@@ -193,7 +193,9 @@ def _id(given: Any, own: str, where: str, first: dict[Id, int]) -> Id:
 
 
 def _check(request: dict[str, Any], where: str, names: tuple[str, ...]) -> None:
-    """Raises ValueError for the first setting that is unknown, contradictory or of a wrong type."""
+    """Raises ValueError for the first setting that is unknown, contradictory or of the wrong
+    type.
+    """
     for name, value in request.items():
         if name not in names:
             short = name if len(name) <= 60 else f"{name[:60]}..."

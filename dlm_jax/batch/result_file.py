@@ -4,12 +4,12 @@ A results file with lines has a companion ``FILE.run`` with the fingerprint of i
 that is set once the results of all processes have been merged. A file with lines but no companion
 is foreign; an empty file belongs to no run. The lines and the record have checksums (`checksums`).
 
-An append-only file of results that survives interruptionand is sorted by request at the end.
+An append-only file of results that survives interruption and is sorted by request at the end.
 
-A single process writes ``out.jsonl``; process 1 of 3 writes ``out.jsonl.part-01-of-03`` beside it.
-The last process to finish merges the parts. No communication is needed: the merged file appears
-atomically, and the parts are removed only afterwards. A process that finds a part missing can read
-its lines from the merged file, and concurrent merges write the same content.
+A single process writes ``out.jsonl``; process 1 of 3 writes ``out.jsonl.part-01-of-03`` in the same
+directory. The last process to finish merges the parts. No communication is needed: the merged file
+appears atomically, and the parts are removed only afterwards. A process that finds a part missing
+can read its lines from the merged file, and concurrent merges write the same content.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ Rows = dict[Key, bytes]
 
 
 def result_key(result: Any) -> Key | None:
-    """What identifies a result, by its ``id`` and its ``sample`` if it has one; None: no result."""
+    """The key of a result, from its ``id`` and, if present, its ``sample``; None if it is not a
+    result.
+    """
     key = result.get("id") if isinstance(result, Mapping) else None
     if not isinstance(key, str | int) or isinstance(key, bool):
         return None
@@ -282,7 +284,7 @@ class Results:
         return self.path.with_name(name)
 
     def _parts(self) -> dict[Path, int]:
-        """Parts with their counts, also of other runs, and parts that only have a ``.run``."""
+        """Parts with their counts, including parts of other runs and parts with only a ``.run``."""
         pattern = re.compile(re.escape(self.path.name) + r"\.part-\d+-of-(\d+)")
         names = os.listdir(self.path.parent) if self.path.parent.is_dir() else []
         found = (pattern.fullmatch(name.removesuffix(".run")) for name in sorted(names))
@@ -334,7 +336,7 @@ class Results:
             replace_lines(run_path(file), line_of(record), self._temporary)
 
     def _tidy(self) -> None:
-        """Removes the parts of this run only."""
+        """Removes only the parts of this run."""
         for part in self._parts():
             if run_of(part).get("fingerprint") == self._fingerprint:
                 part.unlink(missing_ok=True)

@@ -195,7 +195,7 @@ class _Asked(NamedTuple):
 
 
 class _Hosts(NamedTuple):
-    """The Python functions that lines of a file may use."""
+    """The Python functions that requests may use."""
 
     model: Model
     samplers: Callable[[str], HostSampler] | None
@@ -234,7 +234,7 @@ class _Hosts(NamedTuple):
 def _accepted(
     model: Model, lines: Sequence[Line], seed: int, settings: Mapping[str, Any], hosts: _Hosts
 ) -> tuple[list[_Asked], list[Request], list[dict[str, Any]]]:
-    """The rows that can run, with their requests, and error results of the others."""
+    """The rows that can run, with their requests, and error results for the others."""
     found: list[_Asked] = []
     asked: list[Request] = []
     refused: list[dict[str, Any]] = []
@@ -285,7 +285,7 @@ def _planned(
     asked: Sequence[Request],
     own: set[Key],
 ) -> Plan:
-    """The work of the rows in `own`: steps times canvas of each."""
+    """The work of the rows in `own`: steps times canvas length of each row."""
     keys = (result_key(result) for result in refused)
     work = {key: 0.0 for key in keys if key is not None and key in own}
     programs: dict[Any, str] = {}
@@ -340,7 +340,7 @@ def _write(
 
 
 def describe_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as JSON for a fingerprint; custom code by its source."""
+    """The settings as JSON for a fingerprint; custom code is represented by its source."""
 
     def told(value: Any) -> str:
         if callable(value):

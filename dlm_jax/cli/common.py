@@ -69,7 +69,7 @@ def asked(model: dlm_jax.Model, args: argparse.Namespace) -> dict[str, Any]:
 class CompileClock:
     """Wall-clock seconds that JAX spent tracing, lowering or compiling since its creation.
 
-    JAX reports each interval at its end; nested intervals count once.
+    JAX reports each interval at its end; nested intervals are counted once.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ def mesh_of(overrides: Mapping[str, str], *, is_distributed: bool) -> MeshConfig
 
 
 def check_batch(params: Params, batch_size: int) -> None:
-    """Raises ValueError unless the devices that split the rows divide the batch."""
+    """Raises ValueError unless the devices that split the rows evenly divide the batch."""
     shares = num_shares(split_rows(params))
     if batch_size % shares:
         raise ValueError(
@@ -277,8 +277,8 @@ CHECKPOINT = (
 )
 
 QUANTIZE = (
-    f"keep the matrices of the blocks in 8 bits: {', '.join(KINDS)} (inputs too); default: as they "
-    "are"
+    f"keep the matrices of the blocks in 8 bits: {', '.join(KINDS)} (with inputs); default: "
+    f"unchanged"
 )
 
 PRESET = (

@@ -53,7 +53,7 @@ class End(enum.IntEnum):
 
 
 class NotFiniteError(Exception):
-    """Parameters or outputs are NaN or infinite; the message says which."""
+    """Parameters or outputs are NaN or infinite; the message names them."""
 
 
 def program(main: Main) -> Main:
@@ -122,7 +122,7 @@ def emit(text: str) -> None:
 
 @contextlib.contextmanager
 def _output() -> Iterator[None]:
-    """Sets the file name of errors of standard output."""
+    """Sets the file name of an `OSError` raised by standard output."""
     try:
         yield
     except BrokenPipeError:
@@ -200,7 +200,8 @@ class _Forgiving(io.RawIOBase):
 @contextlib.contextmanager
 def _steady_streams() -> Iterator[None]:
     """Makes the standard streams tolerate any text and closed readers inside the context."""
-    # Otherwise a file opened later could get the descriptor of a closed stream, and its messages.
+    # Otherwise a file opened later could get the descriptor of a closed stream and receive its
+    # messages.
     for number in range(3):
         try:
             os.fstat(number)

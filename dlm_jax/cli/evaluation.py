@@ -2,8 +2,8 @@
 
 Without texts it scores the held-out text of the model's corpus, and separately the EOS tokens that
 fill rows after documents. It prints one line per source: nats per token and bits per character,
-each with its interval over windows or texts. A diffusion model gives bounds, a causal model exact
-values, so it can judge any text (``--checkpoint runs/judge --text samples.txt --split``).
+each with its interval over windows or texts. A diffusion model gives bounds. A causal model gives
+exact values, so it can score any text (``--checkpoint runs/judge --text samples.txt --split``).
 
 With --labelled it selects one of the labels for each line and prints accuracy, nats per line and
 the expected calibration error. --fit FILE --task NAME fits the temperature of a task to the lines,
@@ -247,7 +247,7 @@ def _held_out(model: Model, args: Namespace, drawn: dict[str, int]) -> Iterator[
 
 
 def _held_out_rows(model: Model, args: Namespace, **how: int) -> tuple[Corpus, Columns]:
-    """The held-out part of the requested corpus, or of the model's own.
+    """The held-out part of the requested corpus, or of the corpus of the model.
 
     A weights file may be untrusted, so it does not determine which files are read. Only the
     environment determines where files are written (`dlm_jax.data.rows.default_cache_dir`).

@@ -5,7 +5,7 @@ It takes the flags of ``lm_eval`` and adds a model and tasks:
     dlm-lm-eval --model dlm_jax --model_args checkpoint=DIR,draws=32 --batch_size 32 \
         --tasks dlm_jax_shakespeare_cloze
 
-Needs the extra ``eval``: ``pip install dlm_jax[eval]``. Custom programs call `register`.
+Requires the extra ``eval``: ``pip install dlm_jax[eval]``. Custom programs call `register`.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def time_line(
 ) -> str:
     """The fraction of the time of a step spent in the trunk, for the program with the most rows.
 
-    Their first steps run several times, alternating with the trunk alone.
+    Their first steps run several times, alternating with a forward of the trunk.
     """
     requests = all_requests(model, prompts, num_samples, common)
     groups = group(requests).values()
@@ -118,11 +118,11 @@ def time_line(
     if members[0].sample.cache != "none":
         raise ValueError(
             f"cache={members[0].sample.cache!r} computes parts of rows, which a forward of the "
-            "trunk alone does not measure; use cache='none'"
+            f"trunk does not measure; use cache='none'"
         )
     split = split_rows(model.params)
     if spans_processes(split):
-        raise ValueError("a step is timed in one process; use a single process")
+        raise ValueError("steps can only be timed in a single process; use one process")
     bucket = Bucket(members, model.facts, canvas_size(max(request.room for request in members)))
     size = slot_count(len(members), batch_size, num_shares(split))
     loop = loop_of(model, bucket, size)
@@ -192,7 +192,7 @@ def make_parser(kind: type[RowSettings]) -> Parser:
         help="function that selects tokens, also for requests that name none")  # fmt: skip
     add("--allow-host-sampler", metavar="MODULE", action="append", default=[],
         help="module with functions that requests of --prompts may use; repeatable")  # fmt: skip
-    add("--rules", metavar="MODULE", help="custom rules; their settings become flags")
+    add("--rules", metavar="MODULE", help="module with custom rules; their settings become flags")
     add("--read-back", type=COUNT, metavar="K",
         help="print, or write to --output, each token with its K best candidates")  # fmt: skip
     add("--max-candidates", type=COUNT, default=64, metavar="N",
@@ -262,7 +262,7 @@ def _check_modes(args: argparse.Namespace) -> None:
         raise ValueError("--chat formats --prompt as a turn; pass --prompt and no other text")
     is_shared = args.num_processes is not None or args.process_id is not None
     if args.prompts is None and is_shared and not args.distributed:
-        raise ValueError("--num-processes and --process-id split --prompts; pass it too")
+        raise ValueError("--num-processes and --process-id require --prompts; pass it")
     if args.coordinator is not None and not args.distributed:
         raise ValueError(
             "--coordinator has no effect without --distributed; add it or remove --coordinator"
@@ -367,7 +367,7 @@ def _generated(
 def _heads(model: dlm_jax.Model, prompt: dict[str, Any], common: dict[str, Any]) -> str:
     """The line about the heads of the model and the resulting fill, after checking the request.
 
-    It is empty in processes that print nothing. Warnings are printed with the texts.
+    It is empty in processes without output. Warnings are printed with the texts.
     """
     asked = {name: value for name, value in common.items() if name not in _NOT_OF_A_ROW}
     with refusals(), naming_flags(), warnings.catch_warnings():
@@ -405,7 +405,7 @@ def _tell(result: dlm_jax.Texts, seconds: float, compiling: float) -> None:
 
 
 def _own_rules(argv: Sequence[str]) -> list[type]:
-    """The rules of the module of ``--rules``; their settings are flags."""
+    """The rules of the module of ``--rules``; their settings become flags."""
     parser = Parser(prog="sample.py", description=None, add_help=False)
     parser.add_argument("--rules")
     module = parser.parse_known_args(argv)[0].rules

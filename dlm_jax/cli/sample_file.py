@@ -115,7 +115,7 @@ def _to_standard_error(line: str) -> None:
 
 
 class _NoResults:
-    """The results of a process that only computes and writes nothing."""
+    """The results of a process that computes but does not write."""
 
     def __init__(self, done: set[Key]):
         self.done = done
@@ -127,7 +127,7 @@ class _NoResults:
 
 
 def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[str, Any]) -> int:
-    """Runs a file of requestsand returns the exit code, one of `End`."""
+    """Runs a file of requests and returns the exit code, one of `End`."""
     if args.max_length is not None:
         settings = settings | {"max_length": args.max_length}
     host = {"host_sampler": args.host_sampler, "read_back": args.read_back}

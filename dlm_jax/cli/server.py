@@ -163,7 +163,9 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
 
 
 def _defaults(model: Model, settings: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
-    """The settings of a preset and of ``--default``, which overrides it, checked together."""
+    """The settings of a preset and of ``--default``, which overrides the preset, checked
+    together.
+    """
     own: dict[str, str] = {}
     for text in texts:
         name, is_given, value = text.partition("=")

@@ -127,7 +127,7 @@ def _config(args: argparse.Namespace, overrides: dict[str, str]) -> Config:
 
 
 def show_sample(run: Run, state: TrainState, step: int) -> None:
-    """Shows one sample on standard error during training; none for a sequence scorer."""
+    """Shows one sample on standard error during training; shows nothing for a sequence scorer."""
     if not run.task.writes_text:
         return
     for text in _texts(run, state, num_samples=1, seed=run.config.train.seed):

@@ -1,8 +1,8 @@
 """Reads a configuration from TOML, from the JSON of a checkpoint, and from flags.
 
 A config file has one table per section (``[model]``, ``[data]``, ...); dotted names are
-command-line flags (``--train.steps 100``). Unknown keys and invalid values raise an error with the
-key, the value and the remedy.
+command-line flags (``--train.steps 100``). Unknown keys and invalid values raise an error that
+names the key, the value and the remedy.
 
 A boolean setting has two flags without a value, ``--edit`` and ``--no-edit``; ``--edit true`` and
 ``--edit=false`` are equivalent.

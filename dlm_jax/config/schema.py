@@ -1,8 +1,8 @@
 """The sections of a config.
 
 Every key is declared once, as a `Setting`: those of ``[sample]`` in the rules of
-`dlm_jax.sampling`, those of ``[mesh]`` and ``[objective]`` next to the code that reads them, the
-rest here.
+`dlm_jax.sampling`, those of ``[mesh]`` and ``[objective]`` next to the code that reads them, and
+the rest here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class HeadsConfig(Section):
     start_critic_iteration: int = setting(0, "steps before the critic starts to train", low=0)
     end_critic_iteration: int = setting(
         0,
-        "step of the critic's full weight; up to its start: full weight from the start",
+        "step at which the critic reaches its full weight; at or before its start: full weight "
+        "from the start",
         low=0,
     )
     critic_alpha: float = setting(0.5, "full weight of the critic's loss, >= 0", low=0)
@@ -124,7 +125,7 @@ class TrainConfig(Section):
     )
     init_from: str = setting(
         "",
-        "run, weights file, published directory, id on the hub or shipped model with the initial "
+        "run, weights file, published directory, Hub id or shipped model with the initial "
         "parameters; empty: random ones",
         Trait.FREE | Trait.ONCE_SAVED,
     )
@@ -151,8 +152,8 @@ class TrainConfig(Section):
     )
     trackers: tuple[str, ...] = setting(
         (),
-        "further metric trackers: tensorboard (event files in out_dir) and wandb; each needs "
-        "the extra of its name",
+        "additional metric trackers: tensorboard (event files in out_dir) and wandb; each "
+        "requires the extra of the same name",
         Trait.FREE,
         hint=tuple[str, ...],
         parse=names_of("train.trackers", TRACKERS, least=0),
@@ -202,8 +203,8 @@ class DataConfig(Section):
     )  # fmt: skip
     tokenizer: str = setting(
         "character",
-        "character: those of the corpus; byte: the 256 of UTF-8; bpe:N: trained on the corpus; "
-        "init: that of train.init_from; corpus: that of shards; or the path of a tokenizer.json",
+        "character: characters of the corpus; byte: the 256 bytes; bpe:N: trained on the corpus; "
+        "init: from train.init_from; corpus: from shards; or the path of a tokenizer.json",
     )
     new_characters: str = setting(
         "add",
@@ -259,8 +260,7 @@ class RLConfig(Section):
     advantage: str = setting(
         "grpo",
         "rewards within a group: grpo (mean subtracted, divided by the standard deviation), "
-        "grpo_mean "
-        "(less the mean) or rloo (less the mean of the others)",
+        "grpo_mean (mean subtracted) or rloo (mean of the others subtracted)",
         choices=("grpo", "grpo_mean", "rloo"),
     )
     clip: float = setting(0.2, "ratios are clipped at this distance from 1", low=ABOVE_ZERO, high=1)
@@ -425,8 +425,8 @@ def _dtype(given: Any) -> str:
 _DTYPE = Setting(
     "model.compute_dtype",
     "float32",
-    "dtype of activations; parameters, norms and softmax stay float32; float16 has "
-    "too small a range for gradients without scaled losses",
+    "dtype of activations; parameters, norms and softmax stay float32; the range of float16 is "
+    "too small for gradients without loss scaling",
     choices={name: name for name in ("float32", "bfloat16")},
 )
 
@@ -434,7 +434,7 @@ _DTYPE = Setting(
 @section("model")
 @dataclasses.dataclass(frozen=True)
 class ModelConfig(Section):
-    """Shape of the Transformer, from small GPT-like to LLaMA-like, and which heads it has."""
+    """Shape of the Transformer, from small GPT-like to LLaMA-like, and its heads."""
 
     head_size: int = setting(0, "size of one attention head; 0: width / heads", low=0)
     rotary_share: float = setting(
@@ -750,7 +750,7 @@ class ModelConfig(Section):
         )  # fmt: skip
         require(
             not self.experts_beside or (self.post_norms and not self.dense_layers),
-            "model.experts_beside", True, "needs model.post_norms=true and model.dense_layers=0",
+            "model.experts_beside", True, "requires model.post_norms=true and model.dense_layers=0",
             "change one of them", "model.post_norms", "model.dense_layers",
         )  # fmt: skip
         require(
@@ -775,7 +775,7 @@ class ModelConfig(Section):
             self.router_groups_kept <= self.router_groups
             and self.router_groups_kept * within >= self.experts_per_token,
             "model.router_groups_kept", self.router_groups_kept,
-            f"of {self.router_groups} groups of {within} experts hold fewer than "
+            f"of {self.router_groups} groups of {within} experts have fewer than "
             f"model.experts_per_token={self.experts_per_token}", "", "model.experts_per_token",
         )  # fmt: skip
         require(
@@ -788,12 +788,12 @@ class ModelConfig(Section):
             for key, value in (("mode", "language_model"), ("attention_type", "bidirectional")):
                 require(
                     not getattr(self, name) or getattr(self, key) == value, f"model.{name}", True,
-                    f"needs model.{key}={value!r}, not {getattr(self, key)!r}",
+                    f"requires model.{key}={value!r}, not {getattr(self, key)!r}",
                     "change one of them", f"model.{key}",
                 )  # fmt: skip
         require(
             self.mode == "language_model" or self.attention_type == "bidirectional", "model.mode",
-            self.mode, "needs model.attention_type='bidirectional'", "", "model.attention_type",
+            self.mode, "requires model.attention_type='bidirectional'", "", "model.attention_type",
         )  # fmt: skip
 
 

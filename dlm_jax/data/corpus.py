@@ -76,7 +76,7 @@ _OWN = ("corpus", "character")
 
 
 def roots_of(source: Source) -> list[str]:
-    """The directories and URLs of sharded corpora that `source` names; none for text."""
+    """The directories and URLs of sharded corpora named by `source`; empty for text."""
     names = corpora.names_of(source)
     found = [name for name in names if _is_sharded(name)]
     if found and len(found) < len(names):
@@ -220,8 +220,8 @@ def load_corpus(
       tail: with documents, how the rest of a row is filled: ``eos``, trained EOS to the end of the
           row, so that a
         model learns to stop; or ``pad``, one EOS.
-      weights: shares of the rows of several sharded corpora, which need not sum to 1; none:
-        proportional to their tokens.
+      weights: shares of the rows of several sharded corpora, which need not sum to 1; if empty,
+          proportional to their tokens.
     """
     for field, value, known in (("layout", layout, LAYOUTS), ("tail", tail, TAILS)):
         if value not in known:

@@ -118,8 +118,7 @@ class HubTokenizer:
 
 @functools.lru_cache(maxsize=4)
 def _backends(content: str) -> tuple[str, tokenizers.Tokenizer, tokenizers.Tokenizer]:
-    """The text of a tokenizer.json without truncation and padding, and the tokenizers of the
-    library.
+    """The text of a tokenizer.json without truncation and padding, and the tokenizers from it.
 
     The first tokenizer never encodes text as a special token. A large file takes seconds to parse.
     """

@@ -5,7 +5,7 @@ text into adjacent windows from a new random offset, in shuffled order: each tok
 epoch (except for less than two windows at the ends), at a new position in its window. Windows at
 independent offsets would miss 37% of the text after the same number of tokens. The content of a row
 is a pure function of the files, the seed and its index in the endless stream of rows, so a process
-computes its own rows only, batches are independent, and resuming is O(1).
+computes only its own rows, batches are independent, and resuming is O(1).
 
 Grain's `shuffle().repeat().batch()` is not used: it passes every row of every process through every
 stage (16 us per row), and its index shuffle walks a domain far larger than the few hundred windows
@@ -99,7 +99,7 @@ def train_batches(
 ) -> grain.DatasetIterator:
     """An endless iterator over `train_dataset` from step `start_step` on, read ahead by a thread.
 
-    Its `get_state()` is a small dict that `set_state` takes (batches read ahead do not count), so
+    Its `get_state()` is a small dict for `set_state` (batches read ahead are not counted), so
     grain's checkpoint handlers save it; `start_step` needs only the step number.
     With a `prefetch` of 0 batches are read in the caller's thread.
     """
@@ -185,7 +185,7 @@ class Windows(Mapped):
         return len(self.ids) - self.seq_len + 1
 
     def __len__(self) -> int:
-        # One window fewer than fit, so that the offset can vary by a whole window.
+        # One window less than the maximum, so that the offset can vary by a whole window.
         return max(1, self._num_starts // self.seq_len)
 
     def read(self, places: Sequence[Place]) -> Columns:
@@ -227,7 +227,7 @@ def _rows(
     if len(ids) < seq_len:
         raise ValueError(
             f"{ids.name} holds {len(ids)} tokens, fewer than one window of "
-            f"seq_len={seq_len}; use more text or use seq_len={max(1, len(ids))} at most"
+            f"seq_len={seq_len}; use more text or a seq_len of at most {max(1, len(ids))}"
         )
     return Windows(ids, seq_len)
 

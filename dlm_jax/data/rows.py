@@ -183,7 +183,8 @@ class DocumentRows(Mapped):
         start, middle, stop = (self._bounds[at + i].astype(np.int64) for i in range(3))
         columns = np.arange(self.seq_len)
         size = (stop - start)[:, None]
-        # Positions beyond a row's end may lie beyond the file's end; those values are not used.
+        # Positions beyond the end of a row may lie beyond the end of the file; their values are not
+        # used.
         where = np.minimum(start[:, None] + columns, len(self._tokens) - 1)
         fill = self.eos_id if self.tail == "eos" else self.pad_id
         behind = np.where(columns == size, self.eos_id, fill)
@@ -216,7 +217,7 @@ def cut_into_rows(
     """(chunks of ids that form the tokens, bounds `[2n + 1]`) of n rows.
 
     Plain text longer than a row is cut into consecutive rows. The last part has no EOS if it fills
-    its row exactly, because a row of EOS alone would train empty texts.
+    its row exactly, because a row of only EOS would train empty texts.
     """
     parts: list[np.ndarray] = []
     bounds = [0]

@@ -250,7 +250,7 @@ def make_shards(job: Job, *, workers: int) -> Index:
     train, val = (tuple(s for one in made if (s := one[part]) is not None) for part in PARTS)
     for part, shards in (("to train on", train), ("held out", val)):
         if not shards:
-            raise ValueError(f"no document is {part}; use more documents or change --held-out")
+            raise ValueError(f"no documents are {part}; use more documents or change --held-out")
     dtype = id_dtype(job.tokenizer.vocab_size).newbyteorder("<").str
     index = Index(job.tokenizer, dtype, RECORD_TOKENS, train, val)
     index.write(located(job.out))
@@ -282,7 +282,9 @@ def choose_tokenizer(
 
 
 def prepare_out(out: str) -> None:
-    """Creates the directory; refuses one that holds a corpus, and unreachable buckets."""
+    """Creates the directory; refuses a directory that already has a corpus, and unreachable
+    buckets.
+    """
     check_bucket("--out", out)
     path = located(out)
     with reachable("--out", out):

@@ -120,7 +120,7 @@ def read_index(directory: str) -> Index:
     return Index(from_json(facts["tokenizer"]), facts["dtype"], facts["record_tokens"], train, val)
 
 
-# Corpora up to this size are read completely before a run starts (a second or two), larger ones
+# Corpora up to this size are read completely before a run starts (a second or two), larger corpora
 # are checked by their sizes and headers, and by the checksums of ArrayRecord when they are read.
 CHECK_BYTES = 2 << 30
 
@@ -145,7 +145,7 @@ class TokenShards(Mapped):
 
     @classmethod
     def of(cls, directory: str, index: Index, part: str, cache_dir: Path) -> TokenShards:
-        """The shards of a part, ``train`` or ``val``, of the corpus in `directory`."""
+        """Shards of a part, ``train`` or ``val``, of the corpus in `directory`."""
         shards: tuple[Shard, ...] = getattr(index, part)
         root = located(directory)
         return cls(
@@ -196,7 +196,7 @@ class TokenShards(Mapped):
         ids = np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), self.dtype)
         skipped = first - record * self.record_tokens
         if len(ids) < skipped + stop - first:
-            raise DamagedShard(f"{self.paths[shard]} holds fewer tokens than its index says")
+            raise DamagedShard(f"{self.paths[shard]} has fewer tokens than its index lists")
         return ids[skipped : skipped + stop - first]
 
     def _reader(self, shard: int) -> Any:
@@ -221,7 +221,7 @@ class TokenShards(Mapped):
             raise DamagedShard(f"{path} is not a shard of a corpus; copy it again") from None
         if header.get("tokenizer") != self.tokenizer_sha256:
             raise DamagedShard(
-                f"{path} was made with another tokenizer than its index names; restore the shard "
+                f"{path} was made with another tokenizer than in its index; restore the shard "
                 f"of this corpus"
             )
 

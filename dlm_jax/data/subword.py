@@ -211,7 +211,7 @@ class SubwordTokenizer:
         """Ids of tokens with a byte that never occurs in UTF-8."""
         learnt = self._tokenizer.get_vocab(with_added_tokens=False)
         if _mentions_bytes(data, "decoder"):
-            # In the alphabet of byte-level tokens, these bytes are written as themselves.
+            # In the alphabet of byte-level tokens, these bytes represent themselves.
             never = {chr(byte) for byte in NEVER_IN_UTF8}
             return {number for token, number in learnt.items() if not never.isdisjoint(token)}
         fallbacks = (f"<0x{byte:02X}>" for byte in NEVER_IN_UTF8)

@@ -38,7 +38,7 @@ class Document:
     Attributes:
       name: its origin.
       text: the trained text.
-      prompt: text before it that is given and never noised; None for plain text.
+      prompt: given text before it, which is never noised; None for plain text.
     """
 
     name: str

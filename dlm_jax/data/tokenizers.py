@@ -1,8 +1,8 @@
 """The tokenizer protocol, and tokenizers of bytes and of characters.
 
 A vocabulary lists the text ids first, then the specials, in this order: MASK, PAD, BOS, EOS.
-Tokenizers are immutable. Two with the same fields are equal; they can be pickled and are stored in
-checkpoints as a JSON dict (`to_json`; `tokenizer_kinds.from_json` reads it).
+Tokenizers are immutable. Tokenizers with the same fields are equal; they can be pickled and are
+stored in checkpoints as a JSON dict (`to_json`; `tokenizer_kinds.from_json` reads it).
 """
 
 from __future__ import annotations

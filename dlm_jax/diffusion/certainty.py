@@ -7,7 +7,7 @@ final tokens at once, with low entropy where its prediction is correct::
     loss = E  mean_{i hidden}  -ln p(y_i | z_t) + w [argmax_v p(v | z_t) = y_i] H(p_T(. | z_t)),
 
 with the teacher's tokens y, and the entropy H in nats of the student at a temperature T. Chen et
-al. take w = 2, T = 0.5 and the likeliest tokens, hide whole blocks after the current one, and
+al. use w = 2, T = 0.5 and the most likely tokens, hide whole blocks after the current one, and
 divide the entropy by the number of correct tokens; here both terms are divided by the number of
 hidden tokens.
 """
@@ -93,7 +93,7 @@ def _costs(
     temperature: float,
     mask_id: int,
 ) -> jax.Array:
-    """The two terms of each position, of the shape of the targets."""
+    """The two terms of each position, with the shape of the targets."""
     logits_NV = network.readout(params, hidden.reshape(-1, hidden.shape[-1]))
     targets_N = targets.reshape(-1)
     log_NV = log_probs(logits_NV, mask_id=mask_id)

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 class Schedule:
     """The masked share at time ``t`` in (0, 1], and the weight of the cross-entropy.
 
-    ``alpha(t)``, the visible share, falls from 1 to 0. The bound is the same for every schedule
-    (Kingma et al. 2021, section 5.1). The variance of its estimate differs.
+    ``alpha(t)``, the visible share, decreases from 1 to 0. The bound is the same for every schedule
+    (Kingma et al. 2021, section 5.1). Only the variance of its estimate differs.
 
     Attributes:
       masked_ratio: ``1 - alpha(t)``, the probability that a token is MASK at time ``t``.

@@ -166,7 +166,7 @@ def bound_at(
     diffusion for every noise schedule, which is also the mean over all orders of revealing one
     token at a time (Ou et al. 2024, theorem 2; LLaDA, Nie et al. 2025, equation 6). In a
     block-causal model each block is conditioned on the true tokens before it, and one call of the
-    trunk covers all blocks. A block without a masked position gets 0.
+    trunk covers all blocks. A block without a masked position has cost 0.
     """
     nll_BL = _hidden_nll(network, params, batch, is_masked_BL, mask_id=mask_id)
     return _weighed(network, batch, is_masked_BL, nll_BL)
@@ -183,7 +183,9 @@ def _weighed(
 
 
 def causal_nll(network: Network, params: Params, batch: Batch, *, mask_id: int) -> jax.Array:
-    """Exact negative log-likelihood in nats ``[B]`` of each row's free tokens, causal models."""
+    """Exact negative log-likelihood in nats ``[B]`` of the free tokens of each row, for causal
+    models.
+    """
     return jnp.sum(_causal_nll(network, params, batch, mask_id=mask_id), axis=1)
 
 

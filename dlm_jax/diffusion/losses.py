@@ -107,7 +107,7 @@ def read_out(
     mask_id: int,
     is_read_BL: jax.Array | None = None,
 ) -> jax.Array:
-    """``cost(logits_NV, *given) -> [N]`` of any head at every position, ``[B, L]``.
+    """``cost(logits_NV, *given) -> [N]`` for any head at every position, ``[B, L]``.
 
     As in `cross_entropy_of`; `given` are ``[B, L]``, and a call gets some of their positions in any
     shape.
@@ -133,12 +133,13 @@ def divergence(
     """Kullback-Leibler divergence of a head from a teacher in nats, float32 ``[B, L]``.
 
     ``sum_v p(v) (ln p(v) - ln q(v))`` where p is the teacher's distribution, which has no gradient.
-    MASK has no probability under either. Positions are taken as in `cross_entropy`.
+    MASK has probability 0 under both. Positions are processed as in `cross_entropy`.
 
     Args:
-      reads: of the teacher and of the head, each ``read(params, *inputs) -> logits [N, V]``.
+      reads: functions of the teacher and of the head, each ``read(params, *inputs) -> logits [N,
+          V]``.
       params: of each.
-      inputs: of each, ``[B, L, ...]``.
+      inputs: inputs of each function, ``[B, L, ...]``.
       is_read_BL: True where the result is needed.
       vocab_size: number of logits.
       mask_id: the id of MASK.

@@ -278,7 +278,7 @@ def elbo(
     low-discrepancy time per row (Shi et al. 2024, equation 6; Sahoo et al. 2024, equation 11), or
     per block of a block-causal model. The bound of a block-causal model is the sum over its blocks,
     each conditioned on the clean blocks before it (Arriola et al. 2025, Block diffusion, equation
-    6). Times below 1e-3 are not drawn; they contribute at most 1.6e-3 of the bound. The last two
+    6). Times below 1e-3 are not drawn; they contribute at most 1.6e-3 to the bound. The last two
     arguments select other losses.
 
     Args:
@@ -288,8 +288,9 @@ def elbo(
       mask_id: the id of MASK.
       block_length: block length of a block-causal model, else 0.
       over: ``tokens``: the sum is divided by all tokens that are not given (pre-training of LLaDA,
-        Nie et al. 2025, algorithm 1); ``rows``: each row by its own tokens, then the mean over rows
-        (algorithm 2, its instruction tuning); ``masked``: by the hidden tokens (Dream).
+        Nie et al. 2025, algorithm 1); ``rows``: each row is divided by its own tokens, followed by
+        the mean over rows (algorithm 2, its instruction tuning); ``masked``: by the hidden tokens
+        (Dream).
       is_weighted: whether tokens are weighted by time as in the ELBO; LLaDA2 and Fast-dLLM v2
         weight them equally.
     """
@@ -425,7 +426,7 @@ def misprint(
     apply to the next token, and *stray_pair* inserts two tokens. Half of the stray tokens repeat
     the preceding tokens. Other stray and wrong tokens are drawn from the row. No stray token
     follows a missing token, and a stray token equal to its successor is not a misprint. A next
-    token that is given or itself misprinted is not changed, and no transposition happens there.
+    token that is given or itself misprinted is not changed, and no transposition takes place there.
 
     Args:
       key: key for all draws.
@@ -471,7 +472,7 @@ def misprint(
 def _damage(
     is_hit_BL: jax.Array, kind_BL: jax.Array, is_free_BL: jax.Array, kinds: Sequence[str]
 ) -> _Damage:
-    """The corruptions, from the misprinted positions and the index of the kind of each."""
+    """The corruptions, from the misprinted positions and their kinds."""
     unknown = sorted(set(kinds) - set(MISPRINTS))
     if unknown:
         raise ValueError(f"kinds has {unknown[0]!r}; known are {', '.join(MISPRINTS)}")
@@ -606,8 +607,8 @@ class NetworkObjective:
       anchor: ``(network, params, reference, noise) -> noise`` for the whole batch. It adds values
         computed once at the parameters before the updates of a step and at the reference. None
         leaves the noise unchanged.
-      needs_teacher: whether the run keeps the parameters of a teacher, which are the reference:
-        those of ``objective.teacher``, or its own initial ones.
+      needs_teacher: whether the run keeps the parameters of a teacher, as reference: those of
+          ``objective.teacher``, or the initial ones of the run.
     """
 
     draw: Callable[[Batch, jax.Array], Any]
@@ -622,8 +623,8 @@ class Noised(NamedTuple):
     Attributes:
       batch: the true rows.
       shown_BL: int32, the noised rows.
-      noise: of each position in the bound; its weight is 0 where nothing is predicted.
-      total: float32 scalar, the free tokens of the whole batch.
+      noise: noise of each position in the bound; its weight is 0 where nothing is predicted.
+      total: float32 scalar, number of free tokens in the whole batch.
     """
 
     batch: Batch
@@ -642,7 +643,7 @@ def noised_at(
     mask_id: int,
     noise_ids: tuple[int, ...],
 ) -> Noised:
-    """The batch at times of its rows ``[B]``, or of positions ``[B, L]``, in [0, 1].
+    """The batch noised at the times of its rows ``[B]``, or of positions ``[B, L]``, in [0, 1].
 
     With a key for each row, ``[B]``, the noise of a row depends only on the row's key. At times
     below 1e-3, the term is that of a single step to time 0, divided by 1e-3, so that the mean over
@@ -822,7 +823,7 @@ class Mixture:
         return [name for name, count in zip(self.objectives, counts, strict=True) if not count]
 
     def fills(self, num_rows: int, num_parts: int) -> bool:
-        """Whether every objective has a row in each part of a batch with interleaved rows."""
+        """Whether every objective has a row in each microbatch of a batch with interleaved rows."""
         owner_B, names = self._owners(num_rows), range(len(self.objectives))
         return all(set(names) <= set(owner_B[part::num_parts]) for part in range(num_parts))
 

@@ -2,7 +2,7 @@
 
 Gains on TPUs are compile-time estimates (`dlm_jax.distributed.costs`): milliseconds per step by
 roofline / cycles, without and with the option, and the seconds of compilation. Rows have 4096
-positions in training, and 1024 in sampling, whose step computes whole canvases.
+positions in training, and 1024 in sampling, where a step computes whole canvases.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Option:
     gain: str
 
 
-# Memory of the chip that one operation may use. More allows larger tiles, which take longer to
+# On-chip memory that one operation may use. More allows larger tiles, which take longer to
 # compile.
 _VMEM = "xla_tpu_scoped_vmem_limit_kib"
 # Matrix products of at least this size with a sharded matrix are computed in parts.
@@ -76,7 +76,7 @@ def options(
 
     Args:
       use: use of the program.
-      place: devices of the program; None: those of this process.
+      place: devices of the program; None for the devices of this process.
       given: ``mesh.compiler_options``, which override the defaults.
 
     Raises:
@@ -116,7 +116,7 @@ def _device_of(place: Mesh | Sharding | None) -> Any:
 
 @functools.cache
 def _fault(device: Any, name: str, value: str) -> str:
-    """The error of a device's compiler for an option; empty if it accepts it.
+    """The error of the compiler of a device for an option; empty if it accepts it.
 
     Compilers report unknown options only when they compile.
     """

@@ -44,7 +44,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation; operands are names, or the text in the brackets if there are none."""
+    """One operation; operands are names, or the text in parentheses if there are no operands."""
 
     name: str
     kind: str
@@ -295,7 +295,8 @@ def _window(window: str | None, key: str) -> list[int]:
 def memory_bytes(operation: Operation, types: Types, module: Module) -> float:
     """Bytes that an operation reads from and writes to the main memory.
 
-    For a sliced operand only the slices count, for an operand updated in place only the updates.
+    Only the slices of a sliced operand are counted, and only the updates of an operand updated in
+    place.
     """
     if operation.kind in _FREE:
         return 0.0
@@ -396,7 +397,7 @@ class Torus:
     def bandwidth(self, group: list[int]) -> float:
         """Bytes/s into a chip of a group, over the links of every dimension that the group spans.
 
-        A dimension counts twice if the group wraps around it.
+        A dimension is counted twice if the group wraps around it.
         """
         places = [self.places[member] for member in group]
         total = 0.0
@@ -460,9 +461,10 @@ Mode = Literal["roof", "cycles"]
 The first is optimistic, the second is the compiler's pessimistic estimate of vector work.
 """
 
-# The share of the peak that Pallas kernels for attention reach.
+# The share of the peak that attention kernels in Pallas reach.
 _KERNEL_SHARE = 0.55
-# Products of a kernel by its name: two forward, five backward in one kernel, or four and three.
+# Matrix products of a kernel by its name: two in the forward pass; five in the backward pass in one
+# kernel, or four and three in two.
 _KERNEL_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
 _UNTIMED = frozenset({
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
@@ -604,7 +606,7 @@ class _Timeline:
             return
         size = num_bytes(operation.type)
         if kind.endswith("-start"):
-            # The type holds inputs and outputs.
+            # The type contains inputs and outputs.
             given = sum(num_bytes(self.types[x]) for x in operation.operands if x in self.types)
             if base == "collective-permute":
                 size = given
@@ -650,7 +652,9 @@ class _Timeline:
                 self._wait(self.fused.pop(key))
 
     def _kernel(self, operation: Operation) -> None:
-        """The cost of an attention kernel, by its products; other kernels count as zero."""
+        """The cost of an attention kernel, from its matrix products; other kernels have cost
+        zero.
+        """
         given = [shapes_of(self.types[name]) for name in operation.operands if name in self.types]
         dims = [shapes[0].dims for shapes in given if shapes]
         matrices = [size for size in dims if len(size) >= 3 and size[-1] >= 64]

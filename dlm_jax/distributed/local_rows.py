@@ -38,7 +38,7 @@ def spans_processes(rows: NamedSharding | None) -> bool:
 
 
 def placement(rows: NamedSharding | None, params: Params) -> jax.sharding.Sharding | None:
-    """Placement of the state: sharded as `rows`, or replicated on the devices of the parameters.
+    """Placement of the state: sharded like `rows`, or replicated on the devices of the parameters.
 
     A state with this placement keeps it through a call, which avoids a second compilation.
     """

@@ -1,4 +1,4 @@
-"""Meshes: devices along named axes, published figures of chips, and topologies by name."""
+"""Meshes: devices along named axes, published specifications of chips, and topologies by name."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ _ALWAYS = ("data", "fsdp", "tensor")
 
 
 def shape_of(config: MeshConfig, num_devices: int, num_slices: int = 1) -> dict[str, int]:
-    """Sizes of the axes of a mesh: those of `AXES` that are not trivial, and data, fsdp, tensor."""
+    """Sizes of the axes of a mesh: the non-trivial axes of `AXES`, and data, fsdp and tensor."""
     sizes = {axis: getattr(config, axis) for axis in AXES}
     sizes["fsdp"] = max(1, sizes["fsdp"])
     inner = math.prod(size for axis, size in sizes.items() if axis != "data")
@@ -142,7 +142,7 @@ def shape_of(config: MeshConfig, num_devices: int, num_slices: int = 1) -> dict[
 
 
 def _fits(sizes: dict[str, int], num_devices: int, num_slices: int) -> str:
-    """Meshes that fit, the most similar first."""
+    """Meshes that fit, most similar first."""
     kept = math.prod(sizes[axis] for axis in ("expert", "context"))
     found = []
     for fsdp, tensor in itertools.product(_divisors(num_devices), repeat=2):
@@ -163,7 +163,7 @@ def fsdp_for(state_bytes: float, device_bytes: float, num_devices: int) -> int:
     """The default number of devices that split parameters and optimiser state.
 
     It is the smallest number that leaves three quarters of a device's memory free: gradients are
-    summed over the other devices anyway, and replicated parameters need no gather.
+    summed over the other devices in any case, and replicated parameters need no gather.
     """
     if device_bytes <= 0:
         return 1

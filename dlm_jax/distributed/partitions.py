@@ -161,7 +161,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"sampler_head/out/kernel$", P("tensor", "fsdp")),
     (r"(critic|scorer)_head/out/kernel$", P()),
     (r"(^|/)(norm|\w+_norm)/(scale|bias)$", P()),
-    # Other heads are small, hence replicated.
+    # Other heads are small and therefore replicated.
     (r"(^|/)\w+_head/", P()),
 )
 """Path pattern and partition; the first match wins. Paths of optimiser moments end in the same

@@ -4,7 +4,7 @@ Every process sends a heartbeat, so that no host of a run waits for a lost one.
 
 Collectives block forever if a host is lost. Every process therefore writes an increasing number to
 JAX's coordination service. Process 0 reads all of them; the others read only its number and its
-verdict. A process that detects a lost or failed process prints one line and exits with
+decision. A process that detects a lost or failed process prints one line and exits with
 `EXIT_LOST`, so that the scheduler restarts the job. If process 0 is lost, the service ends with it,
 and jaxlib ends the other processes.
 """
@@ -28,7 +28,8 @@ from jax.experimental import multihost_utils
 
 
 def on_first_process(decide: Callable[[], Any]) -> Any:
-    """The result of ``decide`` on process 0, on every process; an error is raised on every process.
+    """Runs ``decide`` on process 0 and returns its result on every process; an error is raised on
+    every process.
 
     Every process must call it at the same point; it returns after process 0 has decided. The result
     must be JSON. Other processes raise an error of process 0 as `ValueError`.
@@ -54,7 +55,7 @@ def on_first_process(decide: Callable[[], Any]) -> Any:
 
 
 def totals(counts: np.ndarray, share: tuple[int, int]) -> np.ndarray:
-    """The sum of integers over the shares of all processes, on each of them.
+    """The sum of integers over the shares of all processes, on every process.
 
     Every process must call it at the same point.
     """
@@ -106,7 +107,7 @@ def check_same_everywhere(facts: dict[str, Any]) -> None:
 
 
 EXIT_LOST = 75
-"""Exit code of a process that ends because another one was lost (a temporary failure)."""
+"""Exit code of a process that ends because another process was lost (a temporary failure)."""
 
 PATIENCE = 25.0
 """Seconds without a heartbeat after which a process is considered lost."""
@@ -174,7 +175,7 @@ class Watch:
         return ""
 
     def _heard(self) -> str:
-        """The verdict of process 0, or a message that process 0 itself is lost."""
+        """The decision of process 0, or a message that process 0 itself is lost."""
         with contextlib.suppress(Exception):
             return self._client.key_value_try_get(_VERDICT)
         sign = ""

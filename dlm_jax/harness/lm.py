@@ -5,8 +5,8 @@ seeded by the request; those of causal models are exact. Results do not depend o
 on the order of requests, bit for bit.
 
 A pair runs in a program with a fixed number of rows, on a canvas that depends on its length only.
-Draws come in antithetic pairs of one random order: the first hides the first k tokens, the second
-hides the k-th and all later ones.
+Draws come in antithetic pairs of one random order: the first hides the first k tokens of the order,
+and the second hides the k-th and all later ones.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Pair(NamedTuple):
 def pair_of(model: Model, context: str, continuation: str, *, is_chat: bool = False) -> Pair:
     """A continuation with its context, which is cut on the left to fit the canvas.
 
-    Spaces at the end of the context belong to the continuation, as in lm-evaluation-harness.
+    Trailing spaces of the context belong to the continuation, as in lm-evaluation-harness.
     """
     encode = model.tokenizer.encode
     if is_chat:
@@ -104,7 +104,7 @@ def windows_of(model: Model, text: str) -> list[Pair]:
 
 _LENGTH = 256
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names of the length in order of precedence, as in lm-evaluation-harness."""
+"""Names of the length argument in order of precedence, as in lm-evaluation-harness."""
 
 _READ = ("do_sample", "until", *_LENGTHS, "temperature")
 
@@ -430,8 +430,8 @@ class Evaluated:
     Args:
       checkpoint: as in `dlm_jax.load`; the shipped model by default.
       draws: masks of each likelihood.
-      likelihood: of continuations: ``bound``, or ``chain``, which is exact: tokens are decoded from
-          left to right (`dlm_jax.decide`), so choices are compared without mask draws.
+      likelihood: likelihood of continuations: ``bound``, or ``chain``, which is exact: tokens are
+          decoded from left to right (`dlm_jax.decide`), so choices are compared without mask draws.
       batch_size: rows that run at once, up to 32; "auto" is 32. It does not affect results.
       seed: seed of masks and texts.
       dtype: as in `dlm_jax.load`.

@@ -72,10 +72,10 @@ class SamplerInputs(NamedTuple):
     """Inputs of the sampler head at each position, without gradients.
 
     Attributes:
-      left_BLCD: embeddings of the ``C`` positions to the left, nearest first; zero vectors where
-        there is no neighbour.
+      left_BLCD: embeddings of the ``C`` positions to the left, nearest first; zero vectors for
+          missing neighbours.
       hidden_BLD: the trunk's hidden vectors.
-      right_BLCD: as `left_BLCD`, to the right.
+      right_BLCD: like `left_BLCD`, to the right.
     """
 
     left_BLCD: jax.Array

@@ -31,7 +31,7 @@ def scorer_head(setup: Setup) -> Head | None:
         return None
 
     def draw(example: MixedExample, key: jax.Array) -> tuple[CorruptedRows, jax.Array]:
-        """Corrupted rows with their shares, and the number of rows that count."""
+        """Corrupted rows with their shares, and the number of rows in the loss."""
         rows = corrupt(example.batch, key, setup.config.objective, setup.text_ids)
         return rows, jnp.sum(rows.weight_B)
 
@@ -114,7 +114,7 @@ def scorer_loss(network: Network, params: Params, rows: CorruptedRows, total: ja
 
     As for the squared error, the minimum is where the sigmoid of the logit equals the mean share.
     Unlike the squared error, its gradient does not vanish for confident wrong scores. `total` is
-    the number of rows of the whole batch that count.
+    the number of rows in the loss of the whole batch.
     """
     logit_B = score(network, params, rows.shown_BL, rows.length_B)
     return Loss(jnp.sum(rows.weight_B * binary_cross_entropy(logit_B, rows.share_B)), total)
@@ -153,8 +153,8 @@ def errors(
 ) -> Errors:
     """Errors of a scorer on the corrupted batch; 0 for rows without a free position.
 
-    Wrong tokens are drawn from other rows, so the rows of a batch share their noise. It depends on
-    the key and the index of the first row.
+    Wrong tokens are drawn from other rows, so the rows of a batch share their noise. This noise
+    depends on the key and the index of the first row.
     """
     rows = corrupt(batch, jax.random.fold_in(key, number_B[0]), how, random_ids)
     logit_B = score(network, params, rows.shown_BL, rows.length_B)
@@ -164,7 +164,7 @@ def errors(
 
 
 def summary(found: Errors, free_N: np.ndarray) -> dict[str, float]:
-    """Means over the rows that count, under their metric names.
+    """Means over the rows with a free position, by metric name.
 
     ``squared_error`` with its ``standard_error`` (absent for a single row),
     ``constant_squared_error`` of the best constant prediction, and ``cross_entropy``.

@@ -25,7 +25,7 @@ class Candidates(NamedTuple):
       first: position of the first token that was not given.
       ids: int32 ``[n]`` candidates.
       logits: float32 ``[n]``, after the chain.
-      logprobs: float32 ``[n]``, log-probability in nats of each candidate among all remaining
+      logprobs: float32 ``[n]``, log-probability in nats of each candidate over all remaining
           candidates.
       num_survivors: number of remaining candidates; more than ``n`` if the list is truncated.
       is_greedy: whether the temperature of the row is 0.
@@ -137,7 +137,7 @@ class Resetting(Protocol):
 
 
 def chosen(sampler: HostSampler, candidates: Candidates) -> int:
-    """Index within the candidates of the id that `sampler` chose."""
+    """Index within the candidates of the id that `sampler` returned."""
     where = f"row {candidates.row}: the host sampler"
     at = f"at position {candidates.index}"
     token = called(functools.partial(sampler, candidates), f"{where} failed {at}")

@@ -1,9 +1,9 @@
 """Decisions: the exact probability of each of several labels under one decoding order.
 
 The canvas of a label has one hole per token, so labels of different lengths have different
-canvases, and no end token is scored. Tokens are decoded one at a time, each from the canvas that
-holds the earlier ones. Labels share the canvases of their common prefixes, and all labels of one
-token share one forward.
+canvases, and no end token is scored. Tokens are decoded one at a time, each from the canvas with
+the earlier ones. Labels share the canvases of their common prefixes, and all labels of one token
+share one forward.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Decision:
 
     Attributes:
       choices: labels of each slot by name; ``""`` is the slot after the prompt.
-      combinations: ``C`` combinations of one label per slot: all, or those that were drawn.
+      combinations: ``C`` combinations of one label per slot: all combinations, or the drawn ones.
       logprobs: float64 ``[C]``, log-probability of each in nats under the order. The probabilities
         may sum to less than 1, because other texts are possible.
       probabilities: float64 ``[C]``, normalised over the combinations. NaN where the logits of the
@@ -92,7 +92,7 @@ class Decision:
 
     @property
     def best(self) -> dict[str, str]:
-        """The labels of the most likely combination by slot; ties go to the first."""
+        """The labels of the most likely combination by slot; the first wins ties."""
         return dict(
             zip(self.choices, self.combinations[np.argmax(self.probabilities)], strict=True)
         )
@@ -180,8 +180,8 @@ def decide(
     Args:
       model: from `dlm_jax.load`, or custom.
       prompts: one or several texts.
-      choices: at least two labels, or a mapping from slot names to labels, for all prompts or for
-        each. Integers are written as digits.
+      choices: at least two labels, or a mapping from slot names to labels, for all prompts or one
+          per prompt. Integers are written as digits.
       order: ``left_to_right``, or ``mean``: the log of the mean probability over all orders of the
         tokens, for at most 8 tokens.
       temperature: above 0; 1 uses the probabilities of the model.
@@ -249,7 +249,7 @@ class Question(NamedTuple):
 
 
 def question(model: Model, prompt: str | np.ndarray, choices: Choices) -> Question:
-    """A prompt, as text or ids, with its choices, checked.
+    """A prompt, as text or ids, with its choices, validated.
 
     Args:
       model: model with the tokenizer and canvas.
@@ -273,7 +273,7 @@ def question(model: Model, prompt: str | np.ndarray, choices: Choices) -> Questi
     if length > model.max_length:
         raise SettingError(
             "prompt", UNSET, f"with its labels has {length} tokens, but the canvas of the model "
-            f"holds {model.max_length}", "shorten it",
+            f"has {model.max_length}", "shorten it",
         )  # fmt: skip
     sees_behind = not model.is_causal and not model.network.block_length
     if not sees_behind and any(len(part) for part in parts[1:]):
@@ -408,7 +408,7 @@ def logprobs(
 
 
 def _in_order(row: Row, mask_id: int, canvases: _Canvases) -> list[int]:
-    """Indices of the reads of a row, one per place."""
+    """Indices of the log-probabilities that a row reads, one per place."""
     places = np.asarray(row.places)
     found = []
     for count, place in enumerate(places):
@@ -532,7 +532,8 @@ def _read(
 
 
 def calibrate(logprobs: Sequence[np.ndarray], right: Sequence[int]) -> float:
-    """The temperature with the least negative log-likelihood of the correct labels, in [0.01, 100].
+    """The temperature with the lowest negative log-likelihood of the correct labels, in [0.01,
+    100].
 
     The cost is convex in its inverse (Guo et al. 2017, On calibration of modern neural networks,
     4.2).

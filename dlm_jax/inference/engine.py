@@ -57,9 +57,9 @@ class Engine:
       batch_size: maximum number of rows of one program that run at once, rounded up to a multiple
         of the devices that shard them.
       sizes: allowed slot counts of programs. Each size is compiled on first use. With
-        ``(batch_size,)`` every row is reproducible bit for bit. Default: `batch_size`, an eighth of
-        it, and so on.
-      canvases: canvas lengths of programs. A request runs on the shortest canvas that holds it.
+        ``(batch_size,)`` every row is reproducible bit for bit. Default: `batch_size` divided by
+        powers of 8.
+      canvases: canvas lengths of programs. A request runs on the shortest canvas that fits it.
         Default: powers of two from 64.
       max_waiting: maximum number of waiting requests; None for no limit.
       max_programs: maximum number of compiled programs. The least recently used program is evicted.
@@ -199,12 +199,13 @@ class Engine:
           request: from `make_requests`.
           priority: requests of higher priority are served first within a queue.
           is_watched: whether `step` returns the row while it runs.
-          number: ticket number, which host samplers and errors use to name the row. It must exceed
+          number: ticket number, which host samplers and errors use to identify the row. It must
+              exceed
             all earlier ticket numbers. Default: the next number.
 
         Raises:
-          ValueError: the engine is closed, the request has fewer steps than blocks, no canvas holds
-            it, or the number is too small. `EngineFullError` if the queue is full. Other requests
+          ValueError: the engine is closed, the request has fewer steps than blocks, no canvas fits
+              it, or the number is too small. `EngineFullError` if the queue is full. Other requests
             are not affected.
         """
         check_canvas(request, self._facts, mask_id=self._mask_id)
@@ -255,7 +256,8 @@ class Engine:
 
         Args:
           num_steps: maximum number of steps per row. The call returns early when a sixteenth of the
-            slots have ended while other requests wait. With 0 it only fills free slots. Default: 8,
+              rows have ended while other requests wait. With 0 it only fills free slots. Default:
+              8,
             or 1 if a row is watched.
         """
         if num_steps is not None and num_steps < 0:
@@ -316,7 +318,7 @@ class Engine:
             raise ValueError("the engine is closed; create a new one")
 
     def _queue_of(self, request: Request) -> Queue:
-        """The queue of a request, created if no bucket holds it."""
+        """The queue of a request, created if no bucket fits it."""
         static, canvas = static_of(request), self._canvas(request)
         for queue in self._queues.get(static, ()):
             is_near = queue.is_reserved or queue.bucket.canvas == canvas
@@ -486,7 +488,7 @@ class Engine:
 
 
 def _eighths(batch_size: int) -> list[int]:
-    """The number, an eighth of it, and so on down to 1."""
+    """The number divided by powers of 8, down to 1."""
     sizes = [batch_size]
     while isinstance(batch_size, int) and sizes[-1] > 1:
         sizes.append(max(1, sizes[-1] // 8))
@@ -525,7 +527,9 @@ class AsyncEngine:
 
     @property
     def is_running(self) -> bool:
-        """Whether requests run: entered, and neither closed nor failed."""
+        """Whether requests can run: the context is entered, and the engine is neither closed nor
+        failed.
+        """
         return self._driver is not None and not self._driver.done()
 
     async def __aenter__(self) -> AsyncEngine:
@@ -541,7 +545,7 @@ class AsyncEngine:
         Cancelling the caller cancels the request.
 
         Raises:
-          ValueError: as `Engine.submit`, except for a full queue.
+          ValueError: as for `Engine.submit`, except for a full queue.
         """
         async with self._submitted(request, priority, is_watched=False) as told:
             return _row(await told.get())
@@ -661,7 +665,7 @@ class AsyncEngine:
                 return step
 
     async def _fail(self, error: Exception) -> None:
-        """Notifies all callers that wait for a row or for room in the queue."""
+        """Notifies all callers that wait for a row or for space in the queue."""
         for told in self._told.values():
             told.put_nowait(error)
         self._told.clear()

@@ -60,8 +60,9 @@ def generate(
 ) -> Texts:
     """Generates `num_samples` continuations of each prompt.
 
-    Sample ``i`` has the seed ``seed + i`` and can be reproduced alone. If the devices of the model
-    belong to several processes, all processes must make the same call, and each receives all texts.
+    Sample ``i`` has the seed ``seed + i`` and can be reproduced separately. If the devices of the
+    model belong to several processes, all processes must make the same call, and each receives all
+    texts.
 
     Args:
       model: from `load`, or a custom `Model`.
@@ -198,7 +199,7 @@ def all_requests(
         raise SettingError(
             "num_samples",
             num_samples,
-            f"of {len(prompts)} prompts are more than {MOST_ROWS} rows",
+            f"for {len(prompts)} prompts exceed {MOST_ROWS} rows",
             "split them into several calls",
         )
     requests: list[Request] = []
@@ -276,7 +277,7 @@ def canvases(
         raise SettingError("every", every, "must be at least 1, or 'block'")
     if spans_processes(split_rows(model.params)):
         raise ValueError(
-            "canvases can only be shown in a single process; use `generate`, or a single process"
+            "canvases can only be shown in a single process; use `generate`, or one process"
         )
     num_steps = 1 if every == "block" else int(every)
     with _engine_for(model, requests, batch_size=batch_size) as engine:

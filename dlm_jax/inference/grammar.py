@@ -106,7 +106,7 @@ class _Parser:
         return self._place < len(self._tokens)
 
     def _sees(self, sign: str, *, is_inside: bool) -> bool:
-        """Whether the next token is the sign; a line may end before it."""
+        """Whether the next token is this sign, possibly on the next line."""
         place = self._place
         if not self._skipped_lines():
             self._place = place

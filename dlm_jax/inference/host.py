@@ -270,7 +270,7 @@ class HostLoop:
         is_real, is_hosted = np.arange(_PLACES) < len(places), np.zeros(_PLACES, bool)
         left = jax.device_get(self._survivors(params, state, inputs, flat, is_real, size=size))
         ids = left.read.token_N.copy()
-        # A padding position of the chunk may hold a token of probability 0.
+        # A padding position of the chunk may have a token with probability 0.
         logprobs = np.log(np.maximum(left.read.probability_N, np.finfo(np.float32).tiny))
         found = []
         for number, place in enumerate(places):
@@ -403,12 +403,12 @@ def matching(pattern: str, decode: Callable[[Any], str]) -> HostSampler:
 
     Each position gets a candidate with which the text is still a prefix of a match.
     `Candidates.choose` selects it, by the temperature and seed of the row. The last position, and
-    any id without text such as EOS, must complete the match. There is no look-ahead: a pattern that
-    needs more or fewer tokens than remain in the row raises an error. Given tokens at the start of
-    the row are not part of the text.
+    any id without text, such as EOS, must complete the match. There is no look-ahead: a pattern
+    that needs more or fewer tokens than remain in the row raises an error. Given tokens at the
+    start of the row are not part of the text.
 
     A row with such a sampler needs ``order="left_to_right"`` and a step for every new token.
-    If tokens are parts of characters, an unfinished character counts as U+FFFD.
+    If tokens are parts of characters, an unfinished character is read as U+FFFD.
 
     Args:
       pattern: regular expression of the module `regex`, which accepts the syntax of `re`.

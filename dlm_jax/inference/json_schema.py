@@ -74,7 +74,7 @@ def regex_of_schema(schema: Mapping[str, Any] | bool, *, depth: int = DEPTH) -> 
       depth: maximum nesting of a reference inside itself.
 
     Raises:
-      ValueError: the schema has an unsupported keyword or value, or allows nothing.
+      ValueError: the schema has an unsupported keyword or value, or matches nothing.
     """
     try:
         pattern = _Schema(schema, depth).value(schema, "#")
@@ -86,7 +86,7 @@ def regex_of_schema(schema: Mapping[str, Any] | bool, *, depth: int = DEPTH) -> 
 
 
 def regex_of_objects() -> str:
-    """The regular expression of JSON objects that are nested up to two deep."""
+    """The regular expression of JSON objects nested up to two levels deep."""
     text = r'"([^"\\\x00-\x1F]|\\["\\/bfnrt])*"'
     plain = rf"(?:{text}|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|true|false|null)"
     value = rf"(?:{plain}|\[(?:{plain}(?:, ?{plain})*)?\]|{_object(text, plain)})"
@@ -103,7 +103,7 @@ def _refused(where: str, why: str) -> ValueError:
 
 
 class _Schema:
-    """The patterns of a schema's parts; None for one that allows nothing within the depth."""
+    """The patterns of a schema's parts; None for a part that matches nothing within the depth."""
 
     def __init__(self, root: Any, depth: int):
         self._root, self._depth = root, depth
@@ -334,7 +334,7 @@ def _listing(item: str | None, low: int, high: int | None) -> str:
 
 
 def _members(value: str | None, low: int, high: int | None) -> str:
-    """An object with this number of pairs with any names."""
+    """An object with this number of pairs with arbitrary names."""
     if value is None or high == 0:
         return r"\{[ ]?\}"
     pair = f"{_STRING}[ ]?:[ ]?{_grouped(value)}"
@@ -380,9 +380,7 @@ def _range(schema: Mapping[str, Any], low: str, high: str, where: str) -> tuple[
     for name in (low, high):
         value = schema.get(name, 0)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise _refused(
-                where, f"{name}={json.dumps(value)[:40]} must be an integer of 0 or more"
-            )
+            raise _refused(where, f"{name}={json.dumps(value)[:40]} must be a non-negative integer")
     return schema.get(low, 0), schema.get(high)
 
 

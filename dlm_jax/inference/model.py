@@ -56,7 +56,7 @@ class Model:
       max_length: length in tokens of the longest training canvas.
       is_causal: whether it is autoregressive and has exact likelihoods.
       config: the training config; None for a custom network.
-      more_eos_ids: ids that end a generation, besides the tokenizer's EOS.
+      more_eos_ids: ids that end a generation, in addition to the tokenizer's EOS.
       presets: settings by name, such as the decoding loops of the reference code of a published
         model. `PRESETS` are available for every model.
       chat: chat template of an instruction-tuned model; None if there is none.
@@ -93,7 +93,7 @@ class Model:
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """The heads besides the LM head (``sampler``, ``critic``), trained or not."""
+        """The heads other than the LM head (``sampler``, ``critic``), trained or not."""
         has = {"sampler": self.network.sampler_readout, "critic": self.network.critic}
         return tuple(name for name, head in has.items() if head is not None)
 
@@ -198,10 +198,10 @@ def load(
 
     Args:
       path: ``train.out_dir`` of a run or the directory of its checkpoints; a file from ``python -m
-        dlm_jax.export``; a directory in hub layout with config.json, safetensors and a tokenizer
-        (docs/published.md); the name of a model that ships with the package; or a hub id,
-        ``org/name`` or ``org/name@revision``, which needs the extra ``hub``. Existing paths take
-        precedence over the hub. None loads ``shakespeare``.
+        dlm_jax.export``; a directory in Hub layout with config.json, safetensors and a tokenizer
+        (docs/published.md); the name of a model that ships with the package; or a Hub id,
+        ``org/name`` or ``org/name@revision``, which requires the extra ``hub``. Existing paths take
+        precedence over the Hub. None loads ``shakespeare``.
       mesh: devices that shard the parameters and the sampled rows, or their number along each axis.
         Each shard of a parameter is read directly onto its device. None is a single device.
       dtype: dtype of the parameters, one of `DTYPES`, and of the computation of a published model.
@@ -334,7 +334,7 @@ def export(
       max_shard_bytes: maximum size in bytes of a weights file.
     """
     if model.config is None:
-        raise ValueError("the model is a custom network, which no published family describes")
+        raise ValueError("the model is a custom network, which no published family can describe")
     if is_quantized(model.params):
         raise ValueError(
             "the model is quantised, which no published family can store; load it without quantize"

@@ -94,7 +94,7 @@ def _holds_rows(table: RuleTable, name: str, value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A NumPy scalar as a Python number; anything else unchanged."""
+    """A NumPy scalar as a Python number; other values unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
@@ -141,7 +141,7 @@ def _settings(
                 raise ValueError(f"{name} is given twice, also by {kind}; pass it once")
             if name not in told or np.array_equal(fields[name], told[name]):
                 continue
-            # A field at its default counts as not given if another rule sets it.
+            # A field at its default is treated as not given if another rule sets it.
             if np.array_equal(told[name], table.settings[name].default):
                 told.pop(name)
             elif not np.array_equal(fields[name], table.settings[name].default):
@@ -208,7 +208,9 @@ def with_rules(classes: tuple[type[Rule], ...]) -> RuleTable:
             continue
         known: Mapping[str, Any] = getattr(table, kind)
         if cls.name in known or cls.name == "none":
-            raise ValueError(f"rule {cls.__name__} has the name {cls.name!r}, which is taken")
+            raise ValueError(
+                f"rule {cls.__name__} has the name {cls.name!r}, which is already taken"
+            )
         entry = (cls,) if kind == "transforms" else cls
         table = replace(table, **{kind: {**known, cls.name: entry}})
     # A boolean setting also has a negated flag.
@@ -221,7 +223,7 @@ def with_rules(classes: tuple[type[Rule], ...]) -> RuleTable:
 
 
 def name_of(table: RuleTable, kind: str, cls: type[Rule]) -> str:
-    """The name of a rule in its table; empty if it is not there."""
+    """The name of a rule in its table; empty if it is not in the table."""
     for name, entry in getattr(table, kind).items():
         if cls is entry or (isinstance(entry, tuple) and cls in entry):
             return name

@@ -49,14 +49,14 @@ class Sampled(NamedTuple):
     """The result of a `Sampler`: device arrays with the same meaning as in `dlm_jax.generate`.
 
     Attributes:
-      tokens: int32 ``[B, L]``, PAD from each row's length on.
+      tokens: int32 ``[B, L]``, PAD beyond the length of each row.
       lengths: int32 ``[B]``, up to the first generated EOS.
       logprobs: float32 ``[B, L]`` nats, under the clean logits.
       committed: int32 ``[B, L]``, the step that wrote each token; -1 if none.
       steps: int32 ``[B]``, steps taken.
       status: int32 ``[B]``, a `dlm_jax.Status`.
       counters: int32 ``[B]`` each.
-      trace: every draw; None without ``trace=True``.
+      trace: all draws; None without ``trace=True``.
     """
 
     tokens: jax.Array
@@ -73,10 +73,10 @@ class Sampled(NamedTuple):
 class Sampler:
     """Pure functions over pytrees that sample with the settings of `sampler`.
 
-    The functions run the steps of the engine and give the texts of `dlm_jax.generate`. They compose
-    with ``jit``, ``scan``, ``vmap`` and ``shard_map``. With ``trace=True`` the log-probabilities of
-    the trace have derivatives in `params` through `step`, also in a ``lax.scan``, and through
-    `run`.
+    The functions run the steps of the engine and return the texts of `dlm_jax.generate`. They
+    compose with ``jit``, ``scan``, ``vmap`` and ``shard_map``. With ``trace=True`` the
+    log-probabilities of the trace have derivatives in `params` through `step`, also in a
+    ``lax.scan``, and through `run`.
 
     Attributes:
       model: source of network, tokenizer and recommended settings; its parameters are not used.
@@ -105,7 +105,7 @@ class Sampler:
           is_draft: True ``[B, L]`` at tokens that may be rewritten; None: nowhere.
 
         Raises:
-          ValueError: shapes disagree, or a concrete row does not fit the settings.
+          ValueError: shapes do not match, or a concrete row does not fit the settings.
         """
         self._check(tokens, lengths, seeds, is_draft)
         num_rows, num_positions = np.shape(tokens)
@@ -257,9 +257,9 @@ def replay(
       model: the model that sampled the trace, another model with the same vocabulary, or a network.
       params: parameters of the network. If they are sharded over devices, the rows are too.
       trace: from ``generate(..., trace=True)`` or `Sampler.trace`.
-      every_draw: whether discarded draws count as well. The probability of a trace includes all
-        draws if draws decide which tokens are written (for example ``order="low_confidence"``) or
-        condition other draws (``fill="wavefront"``).
+      every_draw: whether discarded draws are also counted. The probability of a trace includes all
+        draws if draws determine which tokens are written (for example ``order="low_confidence"``)
+        or condition other draws (``fill="wavefront"``).
 
     Raises:
       ValueError: the trace has another vocabulary, needs a head that the model lacks, or has
@@ -314,7 +314,7 @@ def _check_trace(model: Model | Network, network: Network, trace: Trace) -> None
             )
     if trace.rules.fill.needs_sampler and network.sampler_readout is None:
         raise ValueError(
-            f"the trace is of fill={trace.rules.fill.name!r}, which needs a sampler head that the "
+            f"the trace uses fill={trace.rules.fill.name!r}, which needs a sampler head that the "
             f"model lacks; "
             "replay it with the model that sampled it"
         )
@@ -331,8 +331,8 @@ def _check_trace(model: Model | Network, network: Network, trace: Trace) -> None
 def inside(model: Model, tokens: Any, lengths: Any = None) -> Inside:
     """Hidden vectors and attention weights of every block for some canvases.
 
-    The maps take ``B E H L^2`` numbers. With a trace, ``inside(model, trace.canvas[:, 0])`` shows
-    what the first forward saw; guidance and caches are not applied.
+    The maps take ``B E H L^2`` numbers. With a trace, ``inside(model, trace.canvas[:, 0])``
+    analyses the first forward; guidance and caches are not applied.
 
     Args:
       model: model whose `dlm_jax.Network` provides them, like those of the package.

@@ -40,7 +40,7 @@ class Given(NamedTuple):
 
     Attributes:
       tokens: int32 ``[n]``, MASK at holes.
-      is_draft: True at draft tokens; None: there are none.
+      is_draft: True at draft tokens; None if there are no draft tokens.
     """
 
     tokens: np.ndarray
@@ -58,7 +58,7 @@ def make_canvas(
         markers) or ``tokens`` (ids). With ``infill`` true, MASK among the tokens is a hole and no
         tokens are appended. ``draft`` is text after the prompt to refine.
       gen_length: number of new tokens after the prompt, and length of a gap without a number. 0
-        uses all remaining space, or adds none after a draft.
+        uses all remaining space, or adds no tokens after a draft.
       room: maximum number of tokens of the row.
     """
     kinds = [name for name in ("prompt", "template", "tokens") if asked.get(name) is not None]
@@ -177,7 +177,7 @@ def _continued(
         raise SettingError(
             "prompt",
             UNSET,
-            f"of {given.size} tokens leaves no room on the canvas of {max_length}",
+            f"of {given.size} tokens leaves no space on the canvas of {max_length}",
             f"shorten it or raise max_length above {given.size}",
         )
     if gen_length > room:
@@ -338,7 +338,7 @@ class Request:
       sample: its settings; at least one step for each block with holes. ``fill="auto"`` is the
         parallel fill: `make_requests` and `generate` resolve it by the model's heads.
       seed: random seed of the row, in [0, 2**32).
-      is_draft: True at draft tokens; None: there are none.
+      is_draft: True at draft tokens; None if there are no draft tokens.
       host_sampler: selects the tokens of the row from the candidates after its chain.
       read_back: whether candidates of each token are recorded.
       capacity: maximum number of tokens of the row after edits; 0: its current length.
@@ -402,7 +402,7 @@ class Request:
 
 
 class Static(NamedTuple):
-    """The static settings; rows with equal ones run together."""
+    """The static settings; rows with equal static settings run together."""
 
     table: RuleTable
     rules: tuple[Any, ...]
@@ -451,10 +451,10 @@ def group(requests: Sequence[Request]) -> dict[Static, list[int]]:
 def only_chains_in_use(requests: Sequence[Request]) -> list[Request]:
     """The requests with unused parts of their chains removed.
 
-    A part is unused if no request with the same chain uses it. Unused parts change nothing, and a
+    A part is unused if no request with the same chain uses it. Unused parts have no effect, and a
     shorter chain compiles faster. Transforms that read ids after a truncation to a few candidates
     are kept. Without them the rest of the chain would run on those candidates and draw other
-    tokens, and a row would depend on its neighbours.
+    tokens, so a row would depend on its neighbours.
     """
     used: dict[tuple[Any, ...], set[str]] = {}
     for sample in {id(request.sample): request.sample for request in requests}.values():
@@ -493,7 +493,7 @@ def make_requests(
     num_rows: int | None = None,
     known: dict[Any, SampleConfig] | None = None,
 ) -> list[Request]:
-    """The rows of one prompt; `first` is added to the seed unless the prompt has its own.
+    """The rows of one prompt; `first` is added to the seed unless the prompt has its own seed.
 
     `num_rows` is the total number of rows of all prompts. `known` caches resolved settings for
     other prompts under the same `model` and `common`.
@@ -595,7 +595,7 @@ def _settings(
         raise SettingError(
             "order",
             sample.order,
-            "writes tokens that host samplers and read-back do not see",
+            "writes tokens without host samplers and read-back",
             "remove host_sampler and read_back",
         )
     if isinstance(sample.structure, str) and sample.structure:
@@ -615,7 +615,7 @@ def _of_process(recommended: Mapping[str, Any], given: Mapping[str, Any]) -> dic
 def _auto_fill(
     model: Model, recommended: Mapping[str, Any], given: Mapping[str, Any], *, needs_host: bool
 ) -> dict[str, Any]:
-    """The fill of a model without a recommended one, and its order.
+    """The fill and order of a model without a recommended fill.
 
     Among random commit orders, the one that first fills every hole gave the best texts at every
     budget (benchmarks/results/sampler_head.md, "Comparison with training-free rules").

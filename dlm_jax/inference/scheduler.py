@@ -1,9 +1,10 @@
-"""Assigns requests to slots of programs; without devices or arrays.
+"""Assigns requests to slots of programs, without using devices or arrays.
 
 Requests that can run in the same programs share a bucket and wait in its queue, ordered by priority
-and then by number. A queue with work has a program with enough slots for its requests. A slot takes
-the next request when its row ends. Queues are served round robin. The number of programs is
-limited: the least recently used one is evicted, and if all are busy, one queue drains.
+and then by number. A queue with work that is being served has a program with enough slots for its
+requests. A slot takes the next request when its row ends. Queues are served round robin. The number
+of programs is
+limited: the least recently used one is evicted, and if all are busy, one queue is drained.
 """
 
 from __future__ import annotations
@@ -68,10 +69,10 @@ class Queue:
     """The requests of one bucket.
 
     Attributes:
-      bucket: their bucket; its ``key`` is unique.
+      bucket: bucket of the requests, with a unique ``key``.
       sizes: possible numbers of slots, ascending.
       is_reserved: whether `Engine.reserve` created it.
-      size: slots of its program; None: it has none.
+      size: slots of its program; None if it has no program.
       program: its program.
       num_own: number of these slots in this process.
       slots: `Slots` object that runs the program.
@@ -121,12 +122,12 @@ class Queue:
         self.num_waiting += 1
 
     def cancel(self, entry: Entry) -> None:
-        """Marks a request as cancelled; a waiting one leaves the queue."""
+        """Marks a request as cancelled; a waiting request is removed from the queue."""
         entry.is_cancelled = True
         if entry.slot is not None:
             return
         self.num_waiting -= 1
-        # Cancelled requests stay in the heap until their turn, or until there are many.
+        # Cancelled requests stay in the heap until they reach the front, or until there are many.
         if len(self._heap) > 2 * self.num_waiting + 16:
             self._heap = [other for other in self._heap if not other.is_cancelled]
             heapq.heapify(self._heap)
@@ -197,7 +198,7 @@ class Scheduler:
         return [(bucket, size) for _, bucket, size in self._programs.values()]
 
     def enter(self, queue: Queue) -> None:
-        """Starts serving a queue, until it has no work."""
+        """Starts serving a queue until it has no work."""
         if queue not in self._order:
             self._order.append(queue)
             self.is_busy = True
@@ -232,7 +233,7 @@ class Scheduler:
     def leave(self, queue: Queue) -> None:
         """Releases the program of a queue without running requests; removes a queue without work.
 
-        With several processes this requires that all of them `agree` that nothing runs.
+        With several processes, this requires that all of them `agree` that nothing runs.
         """
         if self.is_together:
             return
@@ -253,7 +254,7 @@ class Scheduler:
             queue.program, queue.size = program, wanted
             queue.num_own = wanted // self._num_processes
         elif now is None and not any(other.is_draining for other in self._order):
-            # The queue with the oldest program drains.
+            # The queue with the oldest program is drained.
             busy = [other for other in self._order if other.size is not None]
             min(busy, key=lambda other: other.since).is_draining = True
         return program is not None or now is not None

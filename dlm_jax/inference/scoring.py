@@ -42,8 +42,8 @@ class Score:
       nats: float64 ``[N]``, cost of each text.
       tokens: int ``[N]``, number of scored tokens, without the prompt.
       characters: int ``[N]``, characters of the text without the prompt.
-      draw_error: float64 ``[N]``, standard error of each text's nats from the draws of masks; 0 for
-          exact likelihoods, NaN for a text with a window that has a single draw.
+      draw_error: float64 ``[N]``, standard error of the nats of each text due to the mask draws; 0
+          for exact likelihoods, NaN for a text with a window that has a single draw.
       is_exact: whether ``nats`` are exact. Otherwise they are an upper bound in expectation.
       num_draws: masks that were drawn per window.
     """
@@ -59,7 +59,7 @@ class Score:
     def nats_per_token(self) -> tuple[float, float]:
         """Mean per token, and its standard error.
 
-        Texts are treated as independent. The error of a single text is that of the draws.
+        Texts are treated as independent. The error for a single text is that of the mask draws.
         """
         return self._per(self.tokens, 1.0)
 
@@ -69,7 +69,7 @@ class Score:
         return self._per(self.characters, math.log(2.0))
 
     def interval(self, error: float) -> float:
-        """Half of the 95% interval (Student's t) of a figure with that standard error."""
+        """Half of the 95% interval (Student's t) of a value with that standard error."""
         return half_width(error, len(self.nats) if len(self.nats) > 1 else self.num_draws)
 
     def _per(self, counts: np.ndarray, nats: float) -> tuple[float, float]:
@@ -91,13 +91,13 @@ def score(
     """The score of each text, given its prompt if there is one.
 
     A text without a prompt that is longer than the model's canvas is cut into windows, each scored
-    without the previous one. The windows count as one text.
+    without the previous one. The windows are treated as one text.
 
     Args:
       model: from `dlm_jax.load`, or custom.
       texts: not empty.
       prompts: one per text, visible to the model and not scored.
-      num_draws: masks drawn per window; a causal model needs none.
+      num_draws: masks drawn per window; not used by a causal model.
       batch_size: windows that run at once.
       seed: random seed of the masks.
 
@@ -149,7 +149,7 @@ def score_rows(
       model: from `dlm_jax.load`, or custom.
       rows: ``tokens`` int ``[N, L]``, ``length`` ``[N]`` and, if there are prompts, ``given``
         ``[N]``, as from the data pipeline.
-      num_draws: masks drawn per row; a causal model needs none.
+      num_draws: masks drawn per row; not used by a causal model.
       batch_size: rows that run at once.
       seed: random seed of the masks, in [0, 2**32).
     """
@@ -231,7 +231,7 @@ def _windows_of(
 
 
 def _windows(model: Model, prompt: str, text: str) -> list[Window]:
-    """Rows of ids that hold a text, each with the number of its given tokens."""
+    """Rows of ids that contain a text, each with the number of its given tokens."""
     given, ids = model.tokenizer.encode(prompt), model.tokenizer.encode(text)
     if not ids.size:
         raise ValueError("the text is empty; pass a text to score")
@@ -239,7 +239,7 @@ def _windows(model: Model, prompt: str, text: str) -> list[Window]:
         if given.size + ids.size > model.max_length:
             raise ValueError(
                 f"prompt of {given.size} and text of {ids.size} tokens exceed the model's canvas "
-                f"of {model.max_length}; shorten one"
+                f"of {model.max_length}; shorten one of them"
             )
         return [(np.concatenate([given, ids]), given.size)]
     starts = range(0, ids.size, model.max_length)

@@ -48,7 +48,7 @@ def loop_of(model: Model, bucket: Bucket, num_slots: int) -> Loop:
     """The loop for requests of a bucket with this number of slots.
 
     Equal arguments return the same object while it is referenced or among the 64 most recently
-    used, so nothing compiles twice.
+    used, so no program compiles twice.
     """
     static = bucket.static
     rows = None if static.needs_host else split_rows(model.params)
@@ -164,7 +164,7 @@ def slot_count(rows: int, batch_size: int, shares: int = 1) -> int:
 class Layout:
     """Parameters, and their layout from `CachedTrunk.ready`.
 
-    One network and one dict of parameters share one object while it is referenced.
+    A pair of a network and a parameter dict has a single object while it is referenced.
     """
 
     def __init__(self, plain: Params, ready: Params):
@@ -224,8 +224,8 @@ class Changes(NamedTuple):
     """Compiled functions that change the rows of a state.
 
     Attributes:
-      begin: ``(arguments) -> state``, `start` as one compiled call, three times as fast as op by
-        op.
+      begin: ``(arguments) -> state``, `start` as one compiled call, three times as fast as separate
+          operations.
       refill: ``(state, arguments, is_new_B) -> state`` with new rows where ``is_new_B``; donates
         the state.
       move: ``(state, index_B, is_held_B) -> state`` with the rows of these slots in this order and
@@ -312,10 +312,10 @@ class Taken(NamedTuple):
 
 
 class Slots:
-    """A fixed number of rows of one program, each with a request or idle.
+    """A fixed number of rows of one program, each busy with a request or idle.
 
-    The tokens of a row depend only on its request. In the same program they are bit for bit equal
-    in any slot and with any other rows. A slot can run another request without compilation.
+    The tokens of a row depend only on its request. Within a program, they are bit-identical in any
+    slot and with any other rows. A slot can run another request without compilation.
 
     Args:
       loop: the compiled loop, or the single-step loop for host samplers and read-back.
@@ -419,7 +419,7 @@ class Slots:
             self._jobs[slot], self._read_back[slot] = None, []
 
     def resized(self, loop: Loop, num_slots: int) -> Slots:
-        """Moves the running rows to a different number of slots, which must hold all of them.
+        """Moves the running rows to a different number of slots, which must fit all of them.
 
         Do not use these slots again.
         """

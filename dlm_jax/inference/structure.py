@@ -1,6 +1,6 @@
 """Structures: regular expressions as automata over the tokens of a model.
 
-The regex parser of Python reads a pattern. It is converted to a nondeterministic automaton over
+The regex parser of Python parses a pattern. It is converted to a nondeterministic automaton over
 characters (Thompson 1968) and then to a deterministic one by subset construction (Rabin and Scott
 1959). Equivalent states are merged (Moore 1956).
 """
@@ -249,7 +249,7 @@ class _Nodes:
         return np.fromiter(map(is_in, self._alphabet), bool, len(self._alphabet))
 
     def _closure(self, nodes: list[int]) -> frozenset[int]:
-        """The nodes reachable without a character."""
+        """The nodes reachable without consuming a character."""
         found, todo = set(nodes), list(nodes)
         while todo:
             for node in self._silent[todo.pop()]:
@@ -351,7 +351,7 @@ class Structures:
         made = _in_classes(pattern, table_SV, is_final_S, letters.start)
         if made.fewest_S[made.start] > MOST_STATES:
             raise SettingError(
-                "structure", pattern[:100], "matches no text that the tokens of the model can write"
+                "structure", pattern[:100], "matches no text that the tokens of the model can form"
             )
         return made
 
@@ -369,7 +369,7 @@ class Structures:
         codes_UK = np.full((len(self._texts), longest), num_classes, np.int32)
         for place, text in enumerate(self._texts):
             codes_UK[place, : len(text)] = [letters.class_of[c] for c in text]
-        # Texts whose characters are of the same classes lead to the same states.
+        # Texts whose characters have the same classes lead to the same states.
         kinds_NK, kind_U = np.unique(codes_UK, axis=0, return_inverse=True)
         stay_S1 = np.arange(num_states, dtype=np.int32)[:, None]
         next_SK = np.append(letters.next_SK, stay_S1, axis=1)
@@ -465,7 +465,7 @@ def _in_classes(
     marks = np.zeros(table_SV.shape[1], np.uint64)
     for row, weight in zip(table_SV, weights, strict=True):
         marks += row.astype(np.uint64) * weight
-    # The class of ids that lead nowhere has the label 0, which comes first.
+    # The class of ids without transitions has the label 0, which comes first.
     marks = np.append(marks, np.uint64(0))
     _, first, class_of = np.unique(marks, return_index=True, return_inverse=True)
     whole = np.append(table_SV, np.zeros((len(table_SV), 1), np.int16), axis=1)

@@ -20,7 +20,7 @@ from dlm_jax.types import Window, live_positions
 MaySee = Callable[[Any, Any], Any]
 """``(query positions, key positions) -> True`` where a query may attend to a key.
 
-It is static, hence a module-level function or a frozen dataclass with ``__call__``. It must accept
+It must be static: a module-level function or a frozen dataclass with ``__call__``. It must accept
 NumPy and JAX integers that broadcast, and allow every query at least one key. The length of the row
 is applied separately.
 """
@@ -32,7 +32,7 @@ kernel."""
 # Below this length, XLA's fusions are as fast as the kernel, whose blocks have at least 128
 # positions.
 _LEAST_FOR_SPLASH = 256
-# Scores per device that the plain form stores at a time.
+# Maximum number of scores per device that the plain form stores at a time.
 _MAX_SCORES = 2**28
 
 
@@ -78,7 +78,7 @@ def attention(
     """Attention output ``[B, L, H, K]`` over the live keys that each query may attend to.
 
     It uses the splash kernel on a TPU, cuDNN on a GPU in half precision, and otherwise the plain
-    formula. The keys may be those of several concatenated streams of the rows, which `may_see`
+    formula. The keys may come from several concatenated streams of the rows, which `may_see`
     distinguishes.
     """
     num_positions, platform = q_BLHK.shape[1], devices.platform()
@@ -108,7 +108,9 @@ def cudnn_attention(
     *,
     is_causal: bool,
 ) -> jax.Array:
-    """`attention` by the fused kernel of cuDNN: half precision, head sizes of a multiple of 8."""
+    """`attention` with the fused kernel of cuDNN, for half precision and head sizes that are
+    multiples of 8.
+    """
     visible_B = jnp.maximum(length_B, 1)
     return jax.nn.dot_product_attention(
         q_BLHK,
@@ -129,7 +131,7 @@ def plain_attention(
     *,
     may_see: MaySee | None = None,
 ) -> jax.Array:
-    """`attention` by its formula, in slices of queries if the scores do not fit.
+    """`attention` by the plain formula, in slices of queries if the scores do not fit.
 
     The scores of a slice are recomputed in the backward pass.
     """

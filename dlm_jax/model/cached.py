@@ -37,7 +37,7 @@ _FEW = 8
 
 
 def one_later(x_BLD: jax.Array, before_BD: jax.Array | None = None) -> jax.Array:
-    """Vectors shifted right by one position after `before_BD`; None: the first one is repeated."""
+    """Vectors shifted right by one position after `before_BD`; None repeats the first one."""
     first_BD = x_BLD[:, 0] if before_BD is None else before_BD.astype(x_BLD.dtype)
     return jnp.concatenate([first_BD[:, None], x_BLD[:, :-1]], axis=1)
 
@@ -330,7 +330,7 @@ def _by_group(x_BLGK: jax.Array) -> jax.Array:
 def _as_it_lies(x: jax.Array) -> jax.Array:
     """`x` with a fixed memory layout.
 
-    The compiler does not partition such arrays, and each device would gather all rows otherwise.
+    The compiler does not partition other arrays, so each device would gather all rows.
     """
 
     def held(x: jax.Array) -> jax.Array:

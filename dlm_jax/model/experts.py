@@ -1,8 +1,8 @@
-"""A mixture of experts in place of the MLP: a router, and grouped matrix products.
+"""A mixture of experts instead of the MLP: a router, and grouped matrix products.
 
 There is no capacity limit, so rows are independent. The mesh axis
-``expert`` splits the experts and ``tensor`` the inner dimension of each: a device applies its own
-experts to the tokens of all devices that share them, and the outputs are summed.
+``expert`` splits the experts, and ``tensor`` splits the inner dimension of each: a device applies
+its own experts to the tokens of all devices that share them, and the outputs are summed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Experts(nnx.Module):
     def __call__(self, x_BLD: jax.Array, routed_by_BLD: jax.Array | None = None) -> jax.Array:
         """Weighted sum of the outputs of each token's experts, ``[B, L, D]``.
 
-        The router reads `routed_by_BLD`; None: the vectors of the tokens themselves.
+        The router reads `routed_by_BLD`; None: the vectors of the tokens.
         """
         x_ND = (x_BLD if routed_by_BLD is None else routed_by_BLD).reshape(-1, x_BLD.shape[-1])
         if self.router_scale is not None:
@@ -98,7 +98,7 @@ class Experts(nnx.Module):
 def over_devices(
     kernels: Kernels, arrays: tuple[jax.Array, jax.Array, jax.Array], *, activation: str = "swiglu"
 ) -> jax.Array:
-    """`mixture` of tokens ``[B, L, D]`` over the devices in use, split as hidden vectors are.
+    """`mixture` of tokens ``[B, L, D]`` over the devices in use, sharded like hidden vectors.
 
     Each device sorts only the tokens of the devices that share its experts. Kernels are gathered
     over the axes that split rows, except ``expert``.

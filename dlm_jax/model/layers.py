@@ -18,10 +18,11 @@ from dlm_jax.types import Params
 
 
 class Linear(nnx.Module):
-    """``x @ kernel (+ bias)``, the kernel drawn with standard deviation ``scale / sqrt(fan_in)``.
+    """``x @ kernel (+ bias)``, where the kernel is initialised with standard deviation ``scale /
+    sqrt(fan_in)``.
 
-    A ``scale`` of 0 starts a projection into the residual stream at zero, so that every block
-    begins as the identity.
+    A ``scale`` of 0 initialises a projection into the residual stream to zero, so that every block
+    starts as the identity.
     """
 
     def __init__(self, fan_in: int, fan_out: int, *, scale: float, bias: bool, rngs: nnx.Rngs):
@@ -102,8 +103,9 @@ POLICIES: dict[str, Callable[..., Any]] = {
 """Values kept in addition to the input of each block, by ``model.remat``; ``none`` keeps all.
 
 ``block``: nothing, at the cost of a second forward. ``attention``: the output of attention, so that
-its kernel runs once. ``dots``: that and every product with parameters, so that only the operations
-between them are recomputed. ``offload``: nothing, and inputs are kept in host memory.
+its kernel runs once. ``dots``: the output of attention and of every product with parameters, so
+that only the operations between them are recomputed. ``offload``: nothing, and inputs are kept in
+host memory.
 """
 
 

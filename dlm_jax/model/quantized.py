@@ -2,7 +2,7 @@
 
 Each output channel of a matrix has a scale, its largest magnitude over 127 (symmetric, round to
 nearest). ``int8`` multiplies activations of the compute dtype by these integers. ``int8_dynamic``
-also rounds every input vector to 8 bits by its own largest magnitude and multiplies integers
+also rounds every input vector to 8 bits by its largest magnitude and multiplies integers
 (LLM.int8(), Dettmers et al. 2022, without outliers). Embeddings, the LM head, norms, biases and the
 other heads are not quantised. On the shipped model, 8-bit embeddings would raise the bound by
 0.06%; all matrices of the blocks together raise it by 0.13%.
@@ -92,7 +92,7 @@ def quantizer(kind: str) -> Callable[[str, Any], Any]:
     """``(path, parameter) -> parameter``, in 8 bits if it is a matrix of a block.
 
     Raises:
-      SettingError: if there is no rule for a parameter; the message names it.
+      SettingError: if there is no rule for a parameter; the message names the parameter.
     """
     check_kind(kind)
 

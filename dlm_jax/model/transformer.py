@@ -126,7 +126,7 @@ HEADS: dict[str, Any] = {
 
 
 def heads_of(config: ModelConfig) -> tuple[str, ...]:
-    """Names of the parameter groups of its heads, in the order they are drawn."""
+    """Names of the parameter groups of its heads, in the order in which they are initialised."""
     has = {
         "sampler_head": config.add_sampler_head,
         "critic_head": config.add_critic_head,
@@ -310,8 +310,8 @@ class SelfConditioning(nnx.Module):
 class Transformer(nnx.Module):
     """Parameters of the whole model; `blocks` are stacked along a leading axis of ``depth``.
 
-    If the blocks have experts, `dense_blocks` are the first ``dense_layers``, which have none. With
-    ``full_every``, `full_blocks` are the layers that attend to all positions.
+    If the blocks have experts, `dense_blocks` are the first ``dense_layers``, which have no
+    experts. With ``full_every``, `full_blocks` are the layers that attend to all positions.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):

@@ -55,7 +55,7 @@ class ChatTemplate:
           begins_answer: whether the header of the answer is appended.
           continues: whether the text ends with the content of the last turn, like
               ``continue_final_message`` of Hugging Face, so that the answer continues that turn.
-          **more: further variables of the template, such as ``enable_thinking``.
+          **more: additional variables of the template, such as ``enable_thinking``.
         """
         for place, message in enumerate(messages):
             if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
@@ -76,7 +76,7 @@ class ChatTemplate:
         return self.tokenizer.encode_marked(self.text(messages, **options))
 
     def specials(self) -> dict[str, str]:
-        """The texts of BOS, EOS, PAD and MASK for the template; empty if there is none."""
+        """The texts of BOS, EOS, PAD and MASK for the template; empty if there is no such token."""
         tokenizer = self.tokenizer
         names = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id,
                  "pad_token": tokenizer.pad_id, "mask_token": tokenizer.mask_id}  # fmt: skip
@@ -100,7 +100,8 @@ class TextTemplate(ChatTemplate):
 def _upto(written: str, content: str) -> str:
     """A conversation up to the end of the content of its last turn.
 
-    Templates may strip the content; outer spaces are kept if the template keeps them.
+    Templates may strip the content; leading and trailing spaces are kept if the template keeps
+    them.
     """
     core = content.strip()
     place = written.rfind(core) if core else -1

@@ -96,14 +96,14 @@ def read_published(
 
 
 def read_shape(directory: Path) -> tuple[ModelConfig, HubTokenizer]:
-    """The Transformer of a directory and its tokenizer, without its weights."""
+    """The Transformer of a directory and its tokenizer, without weights."""
     family, model, _ = read_model(directory)
     said = family.said(read_json(directory / CONFIG))
     return model, read_tokenizer(directory, family, said, vocab_size=model.vocab_size)[0]
 
 
 def read_model(directory: Path) -> tuple[Family, ModelConfig, int]:
-    """The family of a directory, its Transformer and the tokens of its longest row."""
+    """The family of a directory, its Transformer and the maximum number of tokens of a row."""
     where = directory / CONFIG
     said = read_json(where)
     family = family_of(said, str(where))
@@ -129,7 +129,9 @@ def _fitted(preset: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
 
 
 def _recommended(implied: SampleConfig, said: Mapping[str, Any]) -> SampleConfig:
-    """The settings of a directory; a changed length alone keeps the number of tokens per step."""
+    """The settings of a directory; a change of only the length keeps the number of tokens per
+    step.
+    """
     sample = dataclasses.replace(implied, **said)
     if "gen_length" in said and "steps" not in said:
         tokens = implied.gen_length or implied.steps

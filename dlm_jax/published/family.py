@@ -1,4 +1,4 @@
-"""A family of published models: fields of its config, names of its tensors, and its presets.
+"""A family of published models: config fields, tensor names and presets.
 
 Every field of a config.json is used, known to have no effect, or refused. Presets express the
 sampling loops of the models' own programs as settings; the first one is the default. Each sets the
@@ -65,7 +65,7 @@ class Fields:
     def must(self, **wanted: Any) -> None:
         """Raises ValueError for a field whose value is not implemented.
 
-        An absent or null field passes. A tuple holds several implemented values.
+        An absent or null field is accepted. A tuple lists several implemented values.
         """
         for name, values in wanted.items():
             value = self._left.pop(name, None)
@@ -112,8 +112,8 @@ def read_json(path: Path) -> dict[str, Any]:
 Source = str | tuple[str, tuple[int, int]]
 """The name of the tensor that a parameter comes from.
 
-In it ``{i}`` is the index of the block and ``{e}`` that of the expert. If the tensor holds several
-parameters, the first row and the end row follow.
+In it ``{i}`` is the index of the block and ``{e}`` that of the expert. If the tensor contains
+several parameters, the first row and the end row follow.
 """
 
 
@@ -123,7 +123,7 @@ class Piece:
 
     Attributes:
       tensor: name of the tensor.
-      part: index of the part in the tensor: the expert if the tensor holds all of them, and the
+      part: index of the part in the tensor: the expert, if the tensor contains all experts, and the
           rows.
       shape: stored shape of this part.
       place: index of the layer, or of layer and expert, in the parameter; () for the whole
@@ -202,7 +202,7 @@ class Family:
       trained_length: length of its training rows, if less than in its config.
       presets: settings of its decoding loops by name. The first is the default.
       idle: fields of its config.json that have no effect.
-      within: the field of config.json whose object holds the fields of the language model; '':
+      within: the field of config.json whose object contains the fields of the language model; '':
         config.json itself.
       outside: fields that are written outside that object.
       generates_from_mask: whether its program accepts MASK in generation_config.json.

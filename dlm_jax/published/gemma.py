@@ -191,7 +191,7 @@ DIFFUSION_GEMMA = Family(
     other_names=(
         # The tower that reads images.
         (r"model\.encoder\.(vision_tower|embed_vision)\.", ""),
-        # The text and the canvas share all parameters but the scales of the layers.
+        # The text and the canvas share all parameters except the layer scales.
         (r"(model\.encoder\.language_model\.layers\.\d+\.layer_scalar)$", r"\1"),
         (r"model\.encoder\.language_model\.", "model.decoder."),
     ),

@@ -1,9 +1,9 @@
 """Models on the Hugging Face Hub: downloads into its cache, and uploads of directories.
 
-`huggingface_hub` (the extra ``hub``) does the work, with its own cache, offline mode
-(``HF_HUB_OFFLINE``), endpoint (``HF_ENDPOINT``) and token (``hf auth login`` or ``HF_TOKEN``).
-Only data is fetched: JSON, safetensors, merges and chat templates. No code of a repository is
-downloaded or executed.
+`huggingface_hub` (the extra ``hub``) performs the downloads and uploads, with its own cache,
+offline mode (``HF_HUB_OFFLINE``), endpoint (``HF_ENDPOINT``) and token (``hf auth login`` or
+``HF_TOKEN``). Only data is fetched: JSON, safetensors, merges and chat templates. No code of a
+repository is downloaded or executed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ WEIGHTS = "dlm_jax.safetensors"
 
 
 def hub_id(path: str | os.PathLike[str] | None) -> tuple[str, str | None] | None:
-    """The repository and revision of ``org/name`` or ``org/name@revision``.
+    """Parses the repository and revision of ``org/name`` or ``org/name@revision``.
 
-    None for anything else: an existing path, a path inside an existing directory, or the name of a
+    Returns None for other paths: an existing path, a path inside an existing directory, or the name
+    of a
       weights file.
     """
     found = _HUB_ID.fullmatch(path) if isinstance(path, str) else None
@@ -92,7 +93,7 @@ def push_to_hub(
       message: commit message.
 
     Raises:
-      SettingError: the path holds no model, or the Hub rejects it.
+      SettingError: the path has no model, or the Hub rejects it.
     """
     source = Path(path)
     if is_published(source):
@@ -175,14 +176,14 @@ def _hub(path: object, setting: str = "checkpoint") -> ModuleType:
         import huggingface_hub
     except ImportError:
         raise SettingError(
-            setting, path, "is not a local path, and the hub needs huggingface_hub",
+            setting, path, "is not a local path, and the Hub requires huggingface_hub",
             "check the path, or install it: pip install 'dlm_jax[hub]'",
         ) from None  # fmt: skip
     return huggingface_hub
 
 
 def _refusal(hub: ModuleType, path: str, setting: str, error: Exception) -> Exception:
-    """The SettingError for an error of the hub; an error of a full disk is returned unchanged."""
+    """The SettingError for an error of the Hub; the error of a full disk is returned unchanged."""
     if is_full(error):
         return error
     errors = hub.errors
@@ -195,11 +196,11 @@ def _refusal(hub: ModuleType, path: str, setting: str, error: Exception) -> Exce
         why = "is neither a local path nor a model on the Hub that you can access"
         remedy = "check the name; for a private one log in: hf auth login"
     elif isinstance(error, errors.HFValidationError):
-        why, remedy = "is neither a local path nor an id of the hub", "write org/name"
+        why, remedy = "is neither a local path nor a Hub id", "write org/name"
     elif getattr(error, "response", None) is not None:
         status = error.response.status_code  # type: ignore[attr-defined]
         why, remedy = f"is rejected by the Hub with status {status}", "log in, or try again later"
     else:
-        why = "is not a local path, and the hub cannot be reached and has no cached copy"
+        why = "is not a local path, the Hub cannot be reached, and there is no cached copy"
         remedy = "check the path, the network, HF_ENDPOINT and HF_HUB_OFFLINE"
     return SettingError(setting, path, why, remedy)

@@ -86,8 +86,9 @@ def read_settings(directory: Path, length: int) -> dict[str, Any]:
 
     Sampling follows Hugging Face: ``do_sample`` false means temperature 0, and is the default if
     the file has a temperature, ``top_k``, ``top_p``, ``min_p`` or ``typical_p``; ``do_sample`` true
-    means temperature 1 unless the file gives one. Without any of these fields, the family sets the
-    temperature. A length above the canvas of `length` tokens means the space after the prompt.
+    means temperature 1 unless the file sets one. Without any of these fields, the family sets the
+    temperature. A longer generation than the canvas of `length` tokens is set to the space after
+    the prompt.
     """
     said = _optional(directory / GENERATION)
     own = said.get(OWN) or {}

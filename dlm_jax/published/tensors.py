@@ -3,7 +3,7 @@
 Files are mapped into memory and read one tensor at a time; nothing is unpickled.
 
 A stacked parameter is allocated on its devices and its layers are written in place, so that the
-host holds at most one more tensor and the mapped pages, which are released.
+host memory has at most one additional tensor and the mapped pages, which are released.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Shards:
 
 
 def _files(directory: Path) -> dict[Path, list[str]]:
-    """The files and the tensors that each should hold; an empty list accepts all."""
+    """The files and the tensors that each should contain; an empty list accepts all."""
     if not (directory / INDEX).exists():
         if (directory / SINGLE).exists():
             return {directory / SINGLE: []}
@@ -278,8 +278,8 @@ def _copy(stored: np.ndarray, target: np.ndarray, is_transposed: bool) -> None:
     if not is_transposed:
         np.copyto(target, stored)
         return
-    # NumPy transposes squares that fit the cache 1.5 times as fast as the backend does during a
-    # transfer. It does so for some rows at a time, which needs no new memory.
+    # NumPy transposes squares that fit the cache 1.5 times as fast as the backend transposes them
+    # during a transfer. Transposing some rows at a time requires no new memory.
     (device,) = jax.local_devices(backend="cpu")[:1]
     for row in range(0, stored.shape[0], _ROWS):
         turned = jax.device_put(stored[row : row + _ROWS].T, device)

@@ -43,8 +43,8 @@ def write_published(
     Tensors have the dtypes of the parameters.
 
     Args:
-      path: a directory that does not exist.
-      config: config of the model. Its recommended settings go to generation_config.json.
+      path: a directory that does not exist yet.
+      config: config of the model. Its recommended settings are written to generation_config.json.
       params: its parameters; heads other than the LM head are not written.
       tokenizer: a `HubTokenizer`.
       family: target family; None: the first that can express all settings.

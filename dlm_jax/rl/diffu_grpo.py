@@ -1,6 +1,6 @@
 """One-step estimate with masked prompts: diffu-GRPO (d1, Zhao et al. 2025, section 3).
 
-The log-probability of the k-th token of an answer ``o`` to a prompt ``q`` is taken from one
+The log-probability of the k-th token of an answer ``o`` to a prompt ``q`` is computed in one
 forward. Its canvas has MASK at all tokens of the answer, and at each prompt token with probability
 ``rl.prompt_mask`` (equation 3 and algorithm 1)::
 

@@ -1,7 +1,7 @@
 """Common parts of policy losses: samples, advantages, clipped ratios, and the reference KL.
 
 A loss of `dlm_jax.rl` is an `Estimator` of the log-probabilities of the actions of a sample. The
-surrogate is that of PPO and GRPO::
+surrogate is the one of PPO and GRPO::
 
     loss = -mean_rows sum_n w_n ( min(r_n A, clip(r_n, 1 - c, 1 + c) A) - beta KL_n ),
     r_n = exp(log p_n - log p_old_n),
@@ -100,7 +100,7 @@ def policy_objective(estimator: Estimator, settings: RLConfig) -> NetworkObjecti
 
     Its metrics are ``clip_share``, the weight of the actions whose ratio is clipped, and ``kl``,
     the distance to the reference in nats per action, where ``rl.kl`` is not 0. Actions with
-    probability 0 under one of the parameters have no weight.
+    probability 0 under any of the parameters have weight 0.
     """
 
     def draw(rollout: Any, key: jax.Array) -> dict[str, Any]:
@@ -202,9 +202,10 @@ ADVANTAGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def advantages(rewards_PG: np.ndarray, kind: str) -> np.ndarray:
-    """Advantages float32 ``[P, G]``. NaN rewards are excluded from their groups and get 0.
+    """Advantages float32 ``[P, G]``. NaN rewards are excluded from their groups and have advantage
+    0.
 
-    A group with fewer than two rewards gets 0.
+    A group with fewer than two rewards has advantages of 0.
     """
     found_PG = np.zeros(rewards_PG.shape, np.float32)
     for rewards_G, found_G in zip(rewards_PG, found_PG, strict=True):

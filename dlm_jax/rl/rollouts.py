@@ -53,8 +53,8 @@ class Judge:
 
     Args:
       name: name of the function, ``module:function``.
-      leaves_out: whether samples without a reward are excluded. Otherwise the first one ends the
-        run.
+      leaves_out: whether samples without a reward are excluded. Otherwise the first such sample
+          ends the run.
       report: called with one line about the excluded samples of a call.
     """
 
@@ -123,7 +123,7 @@ def _brief(error: Exception) -> str:
 
 
 class Rollouts:
-    """Generates samples of a model with their advantages, and measures its reward.
+    """Generates samples of a model with their advantages, and evaluates its reward.
 
     The samples of a step depend only on the parameters, the seed of the run and the step.
 
@@ -161,7 +161,7 @@ class Rollouts:
     def make(
         self, params: Params, step: int, rows: Mapping[str, np.ndarray]
     ) -> tuple[Rollout, dict[str, float]]:
-        """The samples of a step (counted from 0) as host arrays, and figures for the metrics.
+        """The samples of a step (counted from 0) as host arrays, and values for the metrics.
 
         Args:
           params: parameters of the policy.

@@ -59,7 +59,7 @@ def first_block(
     length_B: jax.Array,
     steps_B: jax.Array,
 ) -> tuple[Block, jax.Array]:
-    """The first block that has work, and ``[B]``, True where there is one.
+    """The first block that has work, and True ``[B]`` where one exists.
 
     Blocks have `length_B` positions and start at `first_B`, the first unfrozen position. A length
     of 0 gives a single block.

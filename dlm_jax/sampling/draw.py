@@ -29,7 +29,7 @@ def draw(logits_NV: Array, keys_N: Array, *, method: str = "inverse_cdf") -> Arr
     """Ids `[N]` (int32) drawn from `softmax(logits)`, one typed key per position.
 
     `-inf` is allowed and never drawn, like any token whose float32 probability is 0. A position
-    whose logits are all `-inf` gives id 0.
+    whose logits are all `-inf` returns id 0.
 
     `method="inverse_cdf"` splits the vocabulary into three levels and draws one uniform per level,
     because a single float32 uniform cannot reach the far tail. `"gumbel"` takes the argmax of the
@@ -75,7 +75,7 @@ def choose_with(
 ) -> Array:
     """Ids `[N]`: the argmax where `is_greedy_N`, and the ids of `draw_with` elsewhere.
 
-    A chunk with only greedy rows skips the draw. A chunk without greedy rows skips the argmax.
+    A chunk with only greedy rows skips sampling. A chunk without greedy rows skips the argmax.
     """
     logits_NV = logits_NV.astype(jnp.float32)
     none_N = jnp.zeros(is_greedy_N.shape, jnp.int32)
@@ -109,7 +109,7 @@ def _gumbel(logits_NV: Array, keys_N: Array) -> Array:
 def _inverse_cdf(
     logits_NV: Array, weight_NC: Array, uniform_3N: Array, divisor_N: Array | None
 ) -> Array:
-    """Draws the group of columns, the column and the member, with one uniform each."""
+    """Draws the group of columns, the column and the member, with one uniform number each."""
     N, C = weight_NC.shape
     size = max(1, round(C**0.5))
     num_groups = -(-C // size)

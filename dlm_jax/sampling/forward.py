@@ -2,7 +2,7 @@
 
 With a cache, forwards run over groups of rows of a fixed size. The result of a row therefore does
 not depend on the other rows or on the number of due rows. If rows are split over devices, a group
-holds the same number of rows of each device, and all devices run it together. Layers with sharded
+has the same number of rows from each device, and all devices run it together. Layers with sharded
 parameters are gathered one by one, as in any other forward.
 """
 
@@ -352,8 +352,8 @@ def after(hidden_NWD: jax.Array, place_N: jax.Array) -> jax.Array:
 
     Writes at these indices then follow all reads that computed the vectors, so the cache is updated
     in place. Otherwise the compiler copies it. An optimization barrier does not help, because it is
-    removed before this decision. Vectors of this magnitude occur only in rows that end as not
-    finite.
+    removed before this decision. Vectors of this magnitude occur only in rows that end as
+    non-finite.
     """
     is_huge_N = jnp.max(hidden_NWD.astype(jnp.float32), axis=(1, 2)) > _HUGE
     return jnp.where(is_huge_N, 0, place_N)

@@ -29,9 +29,9 @@ def chunk_size(vocab_size: int) -> int:
 
 
 def wave_chunk(vocab_size: int) -> int:
-    """Positions per forward of the sampler head; small, because a wave costs a whole chunk.
+    """Positions per forward of the sampler head; small, because a wave takes a whole chunk.
 
-    On a CPU with a large vocabulary, empty places of a chunk are expensive.
+    On a CPU with a large vocabulary, unused places of a chunk are expensive.
     """
     return max(16, min(128, 2**20 // vocab_size)) if platform() == "cpu" else 1024
 
@@ -50,7 +50,7 @@ def fold(
     *,
     level_BL: jax.Array | None = None,
 ) -> T:
-    """The final carry of ``carry = body(carry, places_N, is_real_N)`` over the wanted positions.
+    """The final carry of ``carry = body(carry, places_N, is_real_N)`` over the requested positions.
 
     Positions are processed in order, `chunk` at a time, so the cost is proportional to their
     number. Padding of a chunk is marked as not real. With levels, positions are processed level by
@@ -127,7 +127,7 @@ class TrunkOutput(NamedTuple):
 
         Guided rows (scale s other than 0) get ``u + (s + 1) (c - u)``, with c from the canvas and u
         from the canvas with its given tokens masked (Nie et al. 2025, LLaDA, appendix; after Ho and
-        Salimans 2022). Ids that are impossible under c or u stay impossible. Rows with s = 0 get
+        Salimans 2022). Ids that are impossible under c or u remain impossible. Rows with s = 0 get
         the plain logits, bit for bit.
         """
         num_positions, width = self.hidden_BLD.shape[1:]
@@ -151,7 +151,7 @@ class TrunkOutput(NamedTuple):
 
 
 # Return values of networks and rules are checked while a program is traced. The checks use only
-# shapes and dtypes, so they cost nothing at run time. The error names the rule and its method.
+# shapes and dtypes, so they have no run-time cost. The error names the rule and its method.
 
 
 def returned(
@@ -161,7 +161,7 @@ def returned(
 
     Args:
       value: the result of the method.
-      by: the rule or network that owns the method, or its name.
+      by: the rule or network that defines the method, or its name.
       method: name of the method.
       axes: letters of the axes, for the message.
       shape: expected sizes; None allows any size.

@@ -25,7 +25,7 @@ class Program:
           fewer launches.
       rows: sharding of the rows over devices; None if not sharded. Each device computes logits and
           draws only for its own rows. The number of devices must divide the number of slots.
-      draw: drawing method, one of `dlm_jax.sampling.draw.METHODS`.
+      draw: draw method, one of `dlm_jax.sampling.draw.METHODS`.
       is_guided: whether rows may use guidance. Otherwise their scale is ignored.
       eos_ids: ids that end a generation.
       banned_ids: ids that a fill never proposes initially, regardless of the chain of the row, and

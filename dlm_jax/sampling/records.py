@@ -24,7 +24,7 @@ class Drawn(NamedTuple):
 
 
 class Records(NamedTuple):
-    """Records of up to ``S`` steps per row. Steps that were not taken are empty.
+    """Records of up to ``S`` steps per row. Records of steps that were not taken are empty.
 
     Attributes:
       canvas_BSL: int32, input of the forward.

@@ -205,8 +205,8 @@ def with_gradient_of_step(program: Program, params: Params, before: State, after
 
 
 def with_gradient(program: Program, params: Params, before: State, after: State) -> State:
-    """Like `with_gradient_of_step`, for `after` any number of steps later. Memory does not grow
-    with the steps.
+    """Like `with_gradient_of_step`, where `after` is any number of steps later. Memory does not
+    grow with the steps.
     """
     records, old = after.records, before.records
     assert records is not None and old is not None, "the program is traced"

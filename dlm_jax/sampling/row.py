@@ -22,7 +22,7 @@ from dlm_jax.settings import (
 STEPS = Setting("steps", 128, "denoising steps of one sample", low=1)
 BLOCK_LENGTH = Setting(
     "block_length", 0,
-    "tokens per block; a block is finished before the next one starts; 0: a single block", low=0,
+    "tokens per block; blocks are finished in order; 0: a single block", low=0,
 )  # fmt: skip
 OPEN_BLOCKS = Setting(
     "open_blocks", 1,
@@ -113,7 +113,7 @@ class Counters(NamedTuple):
     automatically.
     """
 
-    # A forward over a block counts as one.
+    # A forward over a block is counted as one.
     forwards: Annotated[Any, "Forwards of the model."] = 0
     # Counted only with a cache; without one each forward computes the whole row.
     positions: Annotated[Any, "Live positions that forwards with a cache computed."] = 0
@@ -123,7 +123,7 @@ class Counters(NamedTuple):
     insertions: Annotated[Any, "Tokens that edits inserted."] = 0
     deletions: Annotated[Any, "Tokens that edits deleted."] = 0
     lost: Annotated[
-        Any, "Insertions refused for lack of room, and tokens dropped by insertions."
+        Any, "Insertions refused for lack of space, and tokens dropped by insertions."
     ] = 0
 
     @classmethod

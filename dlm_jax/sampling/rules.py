@@ -41,7 +41,7 @@ class ModelFacts(NamedTuple):
     Attributes:
       vocab_size: number of logits.
       banned_ids: ids that are never proposed: MASK, PAD, BOS, padding of the vocabulary.
-      eos_ids: ids that end a generation. If empty, ``ignore_eos`` warns and is off.
+      eos_ids: ids that end a generation. If empty, ``ignore_eos`` warns and is disabled.
       space_id: the id of the space; -1 for a vocabulary without one.
       noise: noise schedule of the training; None if there is none.
       has_sampler: whether it has a sampler head.
@@ -118,7 +118,7 @@ class Slot(NamedTuple):
 
     Attributes:
       base: base class of the rules.
-      selector: setting that names the rule; empty if there is a single rule.
+      selector: setting that selects the rule; empty if there is a single rule.
       by_use: whether the slot is empty for rows that do not use the rule.
     """
 
@@ -163,7 +163,7 @@ class RuleTable:
         """All settings of a request by name.
 
         Raises:
-          ValueError: two rules declare the same setting differently.
+          ValueError: if two rules declare the same setting with different definitions.
         """
         chosen = (
             _choice("order", "random", "rule for the holes that a step commits", self.commit),
@@ -246,7 +246,7 @@ class RuleTable:
 
         Bans (including ``ignore_eos`` and a bias of -inf) always come first, so no truncation
         leaves only banned candidates in a row. An id of ``banned_ids`` that also ends generation
-        stays allowed unless the row ignores EOS. Candidates that violate the structure of the row
+        remains allowed unless the row ignores EOS. Candidates that violate the structure of the row
         are removed next. `check_chain` must have checked the rows.
         """
         bans = [self.banned(row, facts) for row in rows]
@@ -261,8 +261,8 @@ class RuleTable:
     def in_use(self, row: Any) -> tuple[str, ...]:
         """The names of the non-neutral transforms of a row's chain.
 
-        Programs that run one kind of row use it. A shorter chain compiles faster and gives the same
-        tokens bit for bit, because neutral transforms are the identity.
+        It is used by programs that run a single kind of row. A shorter chain compiles faster and
+        gives the same tokens bit for bit, because neutral transforms are the identity.
         """
         return tuple(
             name for name in row.chain if any(t.is_used(row) for t in self.transforms[name])
@@ -276,7 +276,7 @@ class RuleTable:
         return sorted(ban | eos if row.ignore_eos else ban)
 
     def check_chain(self, row: Any, facts: ModelFacts) -> None:
-        """Raises ValueError for a chain that does not fit a model with these facts.
+        """Raises ValueError for a chain that a model with these facts does not support.
 
         The causes are an id outside the vocabulary, a row without allowed ids, and a setting
           without its transform in the chain.
@@ -289,7 +289,7 @@ class RuleTable:
         ):  # fmt: skip
             _check_ids(what, ids, facts.vocab_size)
         if not facts.eos_ids and row.ignore_eos:
-            warnings.warn("ignore_eos is off: the vocabulary has no EOS token", stacklevel=3)
+            warnings.warn("ignore_eos is disabled: the vocabulary has no EOS token", stacklevel=3)
         if len(self.banned(row, facts)) >= facts.vocab_size:
             raise ValueError(f"all {facts.vocab_size} tokens are banned; allow at least one")
 

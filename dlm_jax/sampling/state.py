@@ -93,7 +93,7 @@ def start(
 ) -> State:
     """State before the first step: live MASK tokens are holes, other live tokens are frozen.
 
-    With `frozen_BL` only these tokens are frozen; a draft leaves some tokens unfrozen. A length of
+    With `frozen_BL`, only these tokens are frozen; a draft leaves some tokens unfrozen. A length of
     0 marks an idle slot. At most `num_traced` steps per row are recorded.
     """
     num_rows = tokens_BL.shape[0]

@@ -136,7 +136,7 @@ def write(
     is_fresh_BL = is_committed_BL
     choice_B = None
     if state.records is not None:
-        # The last step writes every hole.
+        # The last step fills every hole.
         chance_B = rules.commit.log_chance(inputs.commit, is_committed_BL)
         choice_B = jnp.where(state.block.is_last_step_B, 0.0, chance_B)
 
@@ -257,7 +257,7 @@ def standing(program: Program, state: State, key_B: jax.Array) -> Standing:
 
 
 def begun(program: Program, state: State) -> State:
-    """The state with the initial tokens of a rule that renews in the holes of rows that begin."""
+    """The state with the initial tokens of a rule that renews in the holes of rows that start."""
     rule = state.rules.commit
     if not rule.renews:
         return state
@@ -290,7 +290,7 @@ def _renewed(
 
 
 def _renewed_at(program: Program, state: State, is_at_BL: jax.Array, new_BL: jax.Array) -> State:
-    """The state with tokens written that were not candidates."""
+    """The state after writing tokens that were not candidates."""
     put_BL = jnp.where(new_BL == program.mask_id, -1, EDITED)
     tokens_BL = state.canvas.tokens_BL
     is_other_BL = is_at_BL & (new_BL != tokens_BL)
@@ -350,7 +350,7 @@ def may_edit(state: State) -> jax.Array:
 
 
 def beside(is_true_BL: jax.Array) -> jax.Array:
-    """True at each True and its direct neighbours."""
+    """True at each True position and its direct neighbours."""
     padded = jnp.pad(is_true_BL, ((0, 0), (1, 1)))
     return is_true_BL | padded[:, :-2] | padded[:, 2:]
 

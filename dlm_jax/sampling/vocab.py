@@ -42,8 +42,8 @@ def sorts_whole_rows() -> bool:
 def width_of(vocab_size: int) -> int:
     """Number of columns C of the accumulators for a vocabulary.
 
-    It is a divisor of V if there is one of suitable size (1733 for 50257). A narrower last block
-    would add a second copy of every pass.
+    It is a divisor of V if a divisor of suitable size exists (1733 for 50257). A narrower last
+    block would require a second copy of every pass.
     """
     if vocab_size <= _USUAL_WIDTH:
         return vocab_size
@@ -172,8 +172,8 @@ def largest(logits_NV: Array, size: int, divisor_N: Array | None = None) -> tupl
     """The `size` largest logits in descending order and their ids, `[N, size]` each.
 
     Lower ids come first on ties. Denormals equal 0, as in any XLA comparison on CPU. `size` is
-    static and at most V. With a divisor, the results are the largest quotients, bit for bit equal
-    to those of the divided logits.
+    static and at most V. With a divisor, the results are the largest quotients, bit-identical to
+    those of the divided logits.
     """
 
     def scaled(x_NK):
@@ -233,10 +233,10 @@ def flushed(x: Array) -> Array:
 
 
 def divide(logits_NV: Array, divisor_N: Array) -> Array:
-    """Quotients, kept finite where the logit is finite. A quotient of +inf would make the softmax
-    NaN.
+    """Quotients that remain finite where the logit is finite. A quotient of +inf would make the
+    softmax NaN.
 
-    A divisor of 1 returns the logits bit for bit; a product would flush denormals.
+    A divisor of 1 returns the logits bit for bit; a multiplication would flush denormals.
     """
     return _times(logits_NV, _reciprocal(divisor_N))
 

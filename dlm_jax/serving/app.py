@@ -156,13 +156,13 @@ class Service:
             self.num_rows -= count
 
     async def whole(self, answer: Answer) -> list[Done]:
-        """All choices of an answer, when they are complete."""
+        """All choices of an answer once they are complete."""
         async with _Group() as group:
             tasks = [group.create_task(self._done(answer, one)) for one in answer.requests]
         return [task.result() for task in tasks]
 
     async def stream(self, answer: Answer, emit: Emit) -> list[Done]:
-        """All choices of an answer, with events as each of them grows."""
+        """All choices of an answer, with events as they grow."""
         outbox = Outbox()
 
         async def run(index: int, request: Request) -> Done:
@@ -240,7 +240,7 @@ class Service:
 class Outbox:
     """A queue of events between their writers and the sender.
 
-    An event may replace the previous one of the same choice, so the queue of a slow reader stays
+    An event may replace the previous one of the same choice, so the queue of a slow reader remains
     short.
     """
 
@@ -264,7 +264,7 @@ class Outbox:
         self._news.set()
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """The events, until all writers are done."""
+        """Yields events until all writers are done."""
         while True:
             while self._events:
                 yield self._events.pop(0)[1]
@@ -399,7 +399,9 @@ class _Server:
     def kept(
         self, answer: Callable[[HttpRequest], Awaitable[Response]]
     ) -> Callable[[HttpRequest], Awaitable[Response]]:
-        """A route that checks the key, counts requests, and returns errors as in the protocol."""
+        """A route that checks the key, counts requests, and returns errors in the format of the
+        protocol.
+        """
 
         async def route(request: HttpRequest) -> Response:
             began = time.perf_counter()
@@ -570,5 +572,5 @@ async def _unknown(request: HttpRequest, error: Exception) -> Response:
 
 
 async def _defect(request: HttpRequest, error: Exception) -> Response:
-    """The error object of a defect; its traceback is logged."""
+    """The error object for a bug; its traceback is logged."""
     return error_response(ApiError(500, "internal server error; see the log of the server"))

@@ -1,4 +1,4 @@
-"""HTTP: request bodies, errors, event streams, logs in JSON lines, and the server's socket."""
+"""HTTP: request bodies, errors, event streams, JSON lines logs, and the socket of the server."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ class Events(Response):
       ended: called with the status at the end: 200, 499 for a disconnected
         client, or the status of an error.
       seconds: time limit.
-      ends_with_done: whether ``[DONE]`` is sent at all.
+      ends_with_done: whether ``[DONE]`` is sent.
     """
 
     def __init__(

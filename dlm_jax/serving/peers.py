@@ -30,7 +30,7 @@ class Peer(NamedTuple):
     """A field of another server.
 
     Attributes:
-      of: the servers that have it: ``v`` vLLM, ``s`` SGLang, ``l`` llama-server.
+      of: the servers with this field: ``v`` vLLM, ``s`` SGLang, ``l`` llama-server.
       ours: the corresponding field or setting, or the closest one.
       does: the documented effect, or the remedy for a refused name.
       read: converts a value to fields of this server; raises `_No` for a value without a
@@ -127,12 +127,12 @@ PEERS: Mapping[str, Peer] = {
     "n_predict": _same("l", "max_tokens"),
     "no_stop_trim": _same("s", "include_stop_str_in_output"),
     "min_tokens": _neutral("vs", "ignore_eos", 0, "use ignore_eos=true"),
-    "stop_token_ids": _neutral("vs", "stop", [], "use stop with the texts of the ids"),
+    "stop_token_ids": _neutral("vs", "stop", [], "pass the texts of the ids as stop"),
     "stop_regex": _refused("s", "stop", "use stop with texts"),
     "truncate_prompt_tokens": _refused("v", "max_length", "shorten the prompt; see /tokenize"),
     "n_keep": _refused("l", "max_length", "prompts are never truncated; shorten the prompt, see "
     "/tokenize"),
-    "t_max_predict_ms": _refused("l", "max_tokens", "use fewer max_tokens, or close the stream"),
+    "t_max_predict_ms": _refused("l", "max_tokens", "use a lower max_tokens, or close the stream"),
     # Settings of the sampler.
     "repeat_penalty": _same("l", "repetition_penalty"),
     "repeat_last_n": _same("l", "penalty_last_n"),

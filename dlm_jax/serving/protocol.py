@@ -1,4 +1,4 @@
-"""The protocol: fields of requests, their conversion to rows, and objects of answers.
+"""The protocol: request fields, their conversion to rows, and response objects.
 
 Each field is declared once, in the class of its endpoint or in `Sampled`; every setting is also a
 field (docs/settings.md). `Planner` and `Answer` implement them.
@@ -134,7 +134,7 @@ class StreamOptions(Fields):
 
 
 class JsonSchema(Fields):
-    """A schema. Other fields of the protocol are ignored, and it is always strict."""
+    """A schema. Other fields of the protocol are ignored, and the schema is always strict."""
 
     name: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
@@ -179,8 +179,8 @@ class Sampled(pydantic.BaseModel):
       max_length: limit of the tokens of a row, including its prompt.
       n: rows per prompt.
       seed: random seed of the first row; unpredictable by default.
-      stop: texts that end the answer and are not part of it.
-      include_stop_str_in_output: whether the answer includes the stop that ended it.
+      stop: strings that end the answer and are not part of it.
+      include_stop_str_in_output: whether the answer includes the stop string that ended it.
       return_token_ids: whether the answer contains the ids of its tokens and of the prompt.
       stream: whether the answer is a stream of events.
       stream_options: options of a stream.
@@ -240,7 +240,7 @@ class Sampled(pydantic.BaseModel):
 
     @property
     def rivals(self) -> int | None:
-        """Number of alternatives of each token to return; None: no log-probabilities."""
+        """Number of alternatives of each token to return; None for no log-probabilities."""
         return getattr(self, "logprobs", None)
 
     @property
@@ -344,7 +344,9 @@ class Message(Fields):
 
 
 class Function(Fields):
-    """A function that the model may call; `strict` is ignored: calls always match the schema."""
+    """A function that the model may call; `strict` is ignored, because calls always match the
+    schema.
+    """
 
     name: str = Field(pattern=f"^{tools.NAME.pattern}$")
     description: str | None = None
@@ -416,7 +418,7 @@ class Chat(Sampled, Conversation):
 
 
 class TurnPart(Fields):
-    """A text of a turn, from a client or from an answer of this server."""
+    """Text of a turn, from a client or from an answer of this server."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -552,7 +554,7 @@ class Decide(Fields):
       choices: labels, or labels by slot; yes and no by default.
       order: decoding order of the tokens of a label.
       temperature: temperature of the probabilities.
-      task: name of a task of the server's ``--calibration``, which has its temperature.
+      task: name of a task with a temperature in the server's ``--calibration``.
       num_draws: number of drawn combinations, if they are not enumerated.
       seed: random seed of the draws.
       user: ignored.
@@ -810,7 +812,7 @@ class Planner:
         if count * len(contents) > self.limits.rows:
             name = "n" if count > 1 else "prompt"
             raise refused(
-                f"{count} rows of {len(contents)} prompts are more than {self.limits.rows}; "
+                f"{count} rows of {len(contents)} prompts exceed {self.limits.rows}; "
                 "send several requests", name,
             )  # fmt: skip
         try:
@@ -847,12 +849,12 @@ class Planner:
             raise of_value(error, content, asked.named, **names) from None
         if made[0].sample.steps > self.limits.steps:
             raise refused(
-                f"steps={made[0].sample.steps} is more than {self.limits.steps}; use fewer", "steps"
+                f"steps={made[0].sample.steps} exceeds {self.limits.steps}; use fewer", "steps"
             )
         return made
 
     def _own_settings(self, asked: Sampled, length: int | None) -> dict[str, Any]:
-        """The settings of a request by name, each checked separately."""
+        """The settings of a request by name, each validated separately."""
         given = {name: value for name, value in (asked.model_extra or {}).items()
                  if value is not None}  # fmt: skip
         if length is not None:
@@ -910,7 +912,7 @@ class Planner:
     def _calling(
         self, asked: Chat, functions: Mapping[str, Mapping[str, Any] | None]
     ) -> dict[str, Any]:
-        """The settings that make an answer a call, or with ``auto`` a call or a text."""
+        """The settings that constrain an answer to a call, or with ``auto`` to a call or text."""
         form = asked.response_format
         shaped = form is not None and form.type != "text"
         if shaped or "structure" in (asked.model_extra or {}):
@@ -1006,7 +1008,7 @@ def _decision(index: int, made: decisions.Decision) -> dict[str, Any]:
 
 
 def _one_length(asked: Sampled, other: str) -> int | None:
-    """New tokens, from `max_tokens` or the other name at an endpoint."""
+    """Number of new tokens, from `max_tokens` or the other name at an endpoint."""
     lengths = {asked.max_tokens, getattr(asked, other)} - {None}
     if len(lengths) > 1:
         raise refused(f"max_tokens and {other} differ; pass only one of them", "max_tokens")
@@ -1029,7 +1031,7 @@ _LEAST = -9999.0
 
 
 class Done(NamedTuple):
-    """A finished choice; for an infill also the text of each gap, and the whole text."""
+    """A finished choice; an infill also has the text of each gap and the whole text."""
 
     text: str
     row: Row
@@ -1053,7 +1055,7 @@ class Answer:
       model: its name.
       tokenizer: tokenizer of the model.
       requests: one for each choice, grouped by prompt.
-      stops: texts that end a choice.
+      stops: stop strings of a choice.
       seed: random seed of the first row.
       echoes: text at the start of each choice.
       id: id of the answer.

@@ -15,7 +15,7 @@ from typing import Any
 from dlm_jax.inference.structure import regex_of_schema
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""A name of a function, as in OpenAI's protocol."""
+"""Pattern of a function name, as in OpenAI's protocol."""
 
 _HEAD = re.compile(r'[\s}]*\{"name": ?"([A-Za-z0-9_-]{1,64})", ?"arguments": ?')
 _TEXT = r"(?:[^{][\s\S]*)?"

@@ -1,4 +1,4 @@
-"""The checkpoints of a directory, and which of them are usable.
+"""The checkpoints of a directory, and which ones are usable.
 
 Names with a suffix are not checkpoints: ``.writing`` and ``.deleted`` are leftovers of a killed
 process and are removed by the next save; ``.damaged`` is kept until the user removes it.
@@ -115,7 +115,7 @@ def complete_steps(root: Path) -> list[int]:
 def make_room(root: Path, step: int, checked: dict[int, bool]) -> bool:
     """Prepares to write ``step`` and returns True; False if it is already complete.
 
-    Creates ``root``, removes leftovers, and sets aside damaged checkpoints.
+    Creates ``root``, removes leftovers, and renames damaged checkpoints.
     """
     root.mkdir(parents=True, exist_ok=True)
     usable = [s for s in complete_steps(root) if checked.get(s, True)]
@@ -156,12 +156,12 @@ def remove(path: Path) -> None:
 
 
 def prune(root: Path, *, keep: int) -> None:
-    """Deletes all complete checkpoints but the ``keep`` newest."""
+    """Deletes all complete checkpoints except the ``keep`` newest."""
     for step in complete_steps(root)[:-keep]:
         if is_remote(root):
             remove(step_path(root, step))
             continue
-        # Rename first, so that a kill leaves no checkpoint with missing files.
+        # Rename first, so that a killed process leaves no checkpoint with missing files.
         path = step_path(root, step)
         doomed = path.with_name(f"{path.name}.deleted")
         remove_tree(doomed)
@@ -316,7 +316,7 @@ def check_not_quantised(tree: Any) -> None:
 def check_saveable(step: int, state: Any, meta: dict[str, Any]) -> None:
     check_not_quantised(state)
     if step < 0:
-        raise ValueError(f"step={step} cannot be saved; steps count from 0")
+        raise ValueError(f"step={step} cannot be saved; steps start at 0")
     try:
         json.dumps(meta)
     except (TypeError, ValueError) as error:

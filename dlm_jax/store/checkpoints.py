@@ -8,7 +8,7 @@ A checkpoint is one directory that is renamed into place once all its files are 
       manifest.json  format, library versions, the identity of the run, shape and dtype of every
                      array, and the size and CRC32 of every file
 
-Orbax alone loads most bit-flipped files, so restoring verifies the manifest first and falls back to
+Orbax loads most bit-flipped files, so restoring verifies the manifest first and falls back to
 an earlier checkpoint if one is damaged. All uses of Orbax are in this file: the asynchronous
 checkpointer, without the manager, whose pruning ignores checksums.
 
@@ -137,7 +137,7 @@ def _opened(step: AnyPath, name: str, metadata: Any | None, *, create: bool) -> 
 
 
 def _write_parts(step: AnyPath, specs: dict[str, Any], parts: list[Part]) -> None:
-    """Writes the pieces of this process, and the checksums of its files as read back."""
+    """Writes the pieces of this process, and the checksums of its files after reading them back."""
     first = jax.process_index() == 0
     wanted = set(specs) if first else {name for name, _, _ in parts}
     opened = {name: _opened(step, name, specs[name], create=True) for name in wanted}
@@ -240,8 +240,8 @@ class Checkpoints:
 
     Args:
       directory: parent of the ``step_*`` directories; created by the first save.
-      keep: number of newest complete checkpoints to keep, at least 1. An older one is deleted once
-          the newer one is complete on disk.
+      keep: number of newest complete checkpoints to keep, at least 1. An older checkpoint is
+          deleted once the newer one is complete on disk.
       check: called on process 0 before files in the directory are removed or a checkpoint is
         completed; raises if another process has claimed the directory.
 
@@ -412,7 +412,7 @@ class Checkpoints:
 
 
 def _root_of(directory: str | os.PathLike[str]) -> Path:
-    """The directory of checkpoints of a run, or the given directory itself."""
+    """The directory of checkpoints of a run, or the given directory."""
     root = checkpoint_root(directory)
     return root / "checkpoints" if (root / "checkpoints").is_dir() else root
 
@@ -443,7 +443,7 @@ def load_params(
     """The parameters and metadata of the newest usable checkpoint (or the one of ``step``).
 
     Only the parameters are read (their moving average, if there is one), not the optimiser state.
-    The mesh and the number of processes may differ from those of the save.
+    The mesh and the number of processes may differ from those at the save.
 
     Args:
       directory: the directory passed to `Checkpoints`, or its parent.

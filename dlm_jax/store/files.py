@@ -117,7 +117,7 @@ def files_under(directory: epath.Path) -> list[epath.Path]:
 
 
 def size_and_crc(path: AnyPath) -> tuple[int, int]:
-    """(size in bytes, CRC32) of a file, read in parts."""
+    """(size in bytes, CRC32) of a file, read in chunks."""
     size = crc = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -152,12 +152,13 @@ def replacing(path: str | os.PathLike[str], temporary: Path | None = None) -> It
     """Opens a new file that replaces `path` atomically when the block ends, after a sync to disk.
 
     After an error, kill or power failure, a local `path` has either the old or the new content. If
-    `path` is a link, the link stays and its target is replaced.
+    `path` is a link, the link is kept and its target is replaced.
 
     Args:
       path: path of the file, or a URL.
       temporary: path of the new file in the same directory, which no other caller uses; the caller
-        removes leftovers of a kill. By default a new name; leftovers are removed after an hour.
+          removes leftovers of killed processes. The default is a new name; leftovers are removed
+          after an hour.
 
     Raises:
       OSError: the file cannot be written, with the name of `path`; or an error of the block that
@@ -205,7 +206,7 @@ def _leftovers(target: Path) -> list[Path]:
 def sync(path: str | os.PathLike[str]) -> None:
     """Syncs a file or directory to disk.
 
-    It does nothing on file systems that cannot sync a directory.
+    It has no effect on file systems that cannot sync a directory.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -236,7 +237,7 @@ def is_full(error: BaseException) -> bool:
 def refused_unless_full(what: object, remedy: str) -> Iterator[None]:
     """Converts the `OSError` of a failed write to a `ValueError` with the remedy.
 
-    The error of a full disk (`is_full`) stays an `OSError`: because another name would not help.
+    The error of a full disk (`is_full`) remains an `OSError`, because another name would not help.
     """
     try:
         yield
@@ -264,7 +265,7 @@ def with_crc(line: bytes) -> bytes:
 
 
 def has_crc(line: bytes) -> bool:
-    """Whether the line ends with a checksum, right or wrong."""
+    """Whether the line ends with a checksum, valid or not."""
     return _ENDING.fullmatch(line[-_ENDING_BYTES:]) is not None
 
 
@@ -393,7 +394,7 @@ class DirectoryLock:
     `lock` locks the directory itself, or the file `LOCK` in it if the file system locks only files,
     as network file systems do. In a bucket, or on a file system without locks, the process writes a
     claim to that file. The process with the last claim owns the directory, and `check` raises in
-    the process with an earlier claim.
+    processes with earlier claims.
     """
 
     def __init__(self) -> None:
@@ -405,7 +406,7 @@ class DirectoryLock:
 
         Args:
           directory: an existing directory, or a path in a bucket.
-          setting: name of the setting that gives it, for the message.
+          setting: name of the setting with the directory, for the message.
 
         Returns:
           Returns False if nothing can be locked.
@@ -465,7 +466,7 @@ class DirectoryLock:
 
 
 def _claim_in(path: AnyPath) -> str:
-    """The claim in a file; empty if a process with a later claim has released it."""
+    """The claim in a file; empty if a process with a later claim has released the directory."""
     try:
         return path.read_text()
     except FileNotFoundError:

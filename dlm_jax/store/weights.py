@@ -2,8 +2,8 @@
 
 The names of the tensors are the paths of the parameters (``blocks/attention/query/kernel``); the
 header holds the JSON under ``dlm_jax`` and the CRC32 of the whole file, including the header, under
-``crc32_of_file``: that of its bytes with eight zeros instead of its own digits. Any flipped bit is
-detected.
+``crc32_of_file``: the CRC32 of its bytes with eight zeros instead of these digits. Any flipped bit
+is detected.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """An open file and its metadata; errors in the context name the file."""
+    """An open file and its metadata; errors raised in the context name the file."""
     try:
         with safe_open(path, framework="np") as file:
             header = file.metadata() or {}

@@ -126,7 +126,7 @@ def _is_balanced(prompt: str, answer: str) -> float:
     return float(not closing)
 
 
-# Cells of the rows, columns and boxes of a 4x4 grid.
+# Cell indices of the rows, columns and boxes of a 4x4 grid.
 _UNITS = (
     *(tuple(range(4 * i, 4 * i + 4)) for i in range(4)),
     *(tuple(range(i, 16, 4)) for i in range(4)),

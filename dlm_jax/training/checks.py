@@ -116,8 +116,8 @@ def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
 def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] | None:
     """The first difference as a description of the other run and a remedy."""
     if saved["corpus"]["sha256"] != meta["corpus"]["sha256"]:
-        text = f"on another text than {meta['corpus']['name']}"
-        return text, "set data.source to the text of that run"
+        text = f"that was trained on another text than {meta['corpus']['name']}"
+        return text, "set data.source to the text of the other run"
     drawn, draws = saved["randomness"], meta["randomness"]
     if drawn["draws"] != draws["draws"]:
         there, here = (found["version of jax"] for found in (drawn, draws))
@@ -128,7 +128,7 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
     # The critic trains on rows filled with the recommended settings.
     trained = RECOMMENDED if here["model.add_critic_head"] else ()
     if here["rl.reward"]:
-        # The settings of the samples are the policy.
+        # The sampling settings define the policy.
         trained = (*trained, *(key for key in here if key.startswith("sample.")))
     free = set(configs.keys(Trait.FREE)).difference(trained)
     differing = [key for key in there if key not in free and here.get(key) != there[key]]
@@ -152,10 +152,10 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
 
 
 def check_begins_anew(asked: Config, out_dir: Path) -> None:
-    """Raises if the directory holds another run without a checkpoint.
+    """Raises if the directory contains another run without a checkpoint.
 
-    A run with the same config restarts in the directory and drops the metrics. A directory without
-    metrics may be reused.
+    A run with the same config restarts in the directory and discards the metrics. A directory
+    without metrics may be reused.
 
     Args:
       asked: config of the new run, before values from the data are set.
@@ -173,7 +173,7 @@ def check_begins_anew(asked: Config, out_dir: Path) -> None:
         why = f"its config is unknown: {error}"
     else:
         here = _flat(configs.to_dict(asked))
-        # Without a checkpoint there is no checksum of the text to compare.
+        # Without a checkpoint, there is no checksum of the text to compare.
         free = set(configs.keys(Trait.FREE)).difference(configs.keys(Trait.ONCE_SAVED))
         differing = [key for key in here if key not in free and here[key] != there[key]]
         if not differing:

@@ -24,7 +24,7 @@ PICTURE = "loss.png"
 class MetricsLog:
     """Appends one JSON object per line with a checksum. Reopening drops the lines after a step.
 
-    A killed run may have logged steps that it did not save. A resumed run repeats these steps, so
+    A killed run may have logged steps that were not saved. A resumed run repeats these steps, so
     their lines and a partial last line are removed first.
     """
 
@@ -67,7 +67,7 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         *lines, last = Path(path).read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    # A complete line without its newline is damaged, because lines are written with it.
+    # A complete line without its newline is damaged, because lines are written with their newline.
     if any(has_crc(last[:end]) for end in (len(last), -1)):
         lines.append(last)
     is_ours, records = any(map(has_crc, lines)), []
@@ -269,7 +269,7 @@ Later records are dropped. A tracker has the methods ``write(record)`` and ``clo
 
 
 class Journal:
-    """Writes the records of a run to ``metrics.jsonl`` and trackers, on the first process only.
+    """Writes the records of a run to ``metrics.jsonl`` and trackers, only on the first process.
 
     A failed tracker or plot does not end the run. It is reported once.
 

@@ -1,9 +1,9 @@
 """The optimiser of a run: clipping, then Muon or AdamW under a warm-up and cosine schedule.
 
-The model and each of its heads are separate groups, each with its clip, schedule and state.
+The model and each of its heads are separate groups, each with its own clipping, schedule and state.
 
-The matrices of Muon are distributed over the devices, so that each is orthogonalised once. By
-default, the compiler replicates the products of the Newton-Schulz iteration on every device, or
+The matrices of Muon are distributed over the devices, so that each matrix is orthogonalised once.
+By default, the compiler replicates the products of the Newton-Schulz iteration on every device, or
 computes them on sharded matrices with an all-reduce each. Here every device receives whole
 matrices, in half precision on accelerators, and the results are resharded like the parameters.
 """
@@ -171,8 +171,8 @@ def _iterated(x_NIO: jax.Array) -> jax.Array:
 def learning_rate(peak: float, config: OptimConfig, *, num_steps: int) -> optax.Schedule:
     """Learning rate by step: linear up to `peak`, then a cosine to ``final_ratio * peak``.
 
-    The first step at the peak is ``warmup_steps``. No step has a rate of 0: the first step has
-    ``peak / (warmup_steps + 1)``, and the cosine ends one step after the last.
+    The first step at the peak is ``warmup_steps``. No step has a rate of 0: the first step has a
+    rate of ``peak / (warmup_steps + 1)``, and the cosine ends one step after the last.
     """
     return optax.warmup_cosine_decay_schedule(
         init_value=peak / (config.warmup_steps + 1),
@@ -186,7 +186,7 @@ def learning_rate(peak: float, config: OptimConfig, *, num_steps: int) -> optax.
 def is_matrix(path: str) -> bool:
     """Whether Muon orthogonalises the parameter at `path`: a matrix inside a block.
 
-    The matrices of experts are stacked by layers and experts, all others by layers.
+    The matrices of experts are stacked by layers and experts, and all others by layers.
     """
     return re.search(r"(^|/)(dense_)?blocks/.*/(kernel|expert_(gate|up|down))$", path) is not None
 
@@ -260,10 +260,10 @@ def make_grouped_optimizer(
 ) -> optax.GradientTransformation:
     """Gradient transformation of a stage, with one group for the model and one per head.
 
-    The main group holds the model and the heads that join it. It uses `make_optimizer`, or a custom
-    optimiser whose updates are multiplied by the schedule. Every other head has a group with its
-    own optimiser. The default is gradient clipping to a norm of ``heads.clip`` and AdamW, with a
-    warm-up and cosine that start with the training of the head. With ``heads.train_main = false``
+    The main group contains the model and the heads that join it. It uses `make_optimizer`, or a
+    custom optimiser whose updates are multiplied by the schedule. Every other head has a group with
+    its own optimiser. The default is gradient clipping to a norm of ``heads.clip`` and AdamW, with
+    a warm-up and cosine that start with the training of the head. With ``heads.train_main = false``
     the model has no state; with adapters only the adapters have state. The state has the same
     structure in every stage. Groups that do not train keep their state and parameters unchanged.
     """

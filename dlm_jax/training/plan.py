@@ -31,7 +31,7 @@ def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_posit
 
     Each matrix parameter costs 6 FLOP per token that uses it. Attention costs 12 FLOP per layer,
     head feature and visible pair of positions; a causal model has half the pairs (PaLM,
-    Chowdhery et al. 2022, appendix B). A tied embedding table is counted once, as the LM head.
+    Chowdhery et al. 2022, appendix B). A tied embedding table is counted once, as LM head.
 
     Args:
       params: arrays or their shapes.
@@ -187,7 +187,7 @@ def _share(leaf: Any) -> int:
 
 
 def torus_of(mesh: Mesh) -> Torus:
-    """The torus coordinates of the devices of `mesh`. For unknown devices only FLOP and bytes are
+    """The torus coordinates of the devices of `mesh`. For unknown devices, only FLOP and bytes are
     counted.
     """
     chip = CHIPS.get(mesh.devices.flat[0].device_kind)
@@ -237,7 +237,7 @@ def _times(found: Plan) -> list[str]:
 
 
 def _places(found: Plan) -> list[str]:
-    """The sharding of each kind of array, one line per shape and partition of parameters."""
+    """The sharding of each kind of array, with one line per shape and partition of parameters."""
     model, train = found.config.model, found.config.train
     rows, positions = train.batch_size // train.accumulate, found.config.data.seq_len
     size = model.size_of_head

@@ -241,8 +241,8 @@ def places_of(theirs: Tokenizer, ours: Tokenizer) -> np.ndarray | None:
 
 
 def renumbered(params: Params, fresh: Params, places: np.ndarray) -> Params:
-    """Trained parameters, with token vectors moved to new ids. Ids without a trained vector get
-    fresh ones.
+    """Trained parameters, with token vectors moved to new ids. Ids without a trained vector are
+    freshly initialised.
 
     Args:
       params: trained parameters.
@@ -357,8 +357,8 @@ def begin_with(
     report: Callable[[str], None],
     setting: str = "train.init_from",
 ) -> TrainState:
-    """The fresh `state` with the parameters of a trained model. Heads that the model lacks stay
-    fresh.
+    """The fresh `state` with the parameters of a trained model. Heads that the model lacks are
+    freshly initialised.
 
     Args:
       source: ``train.init_from``, a run or a weights file; empty leaves the state unchanged.
@@ -366,7 +366,7 @@ def begin_with(
       tokenizer: tokenizer of the new run: the trained model's, possibly with more characters.
       model: model config of the new run.
       report: called with one-line messages about fresh or omitted heads.
-      setting: the setting that names the model. A teacher must have the tokenizer of the run and
+      setting: setting with the path of the model. A teacher must have the tokenizer of the run and
           must not be a published model.
 
     Raises:
@@ -476,7 +476,7 @@ class Best:
       check: see `Checkpoints`.
 
     Raises:
-      ValueError: `FOLDER` is not a directory or holds the best model of another run.
+      ValueError: `FOLDER` is not a directory or contains the best model of another run.
     """
 
     def __init__(
@@ -505,7 +505,7 @@ class Best:
             self._is_stale = False
 
     def offer(self, step: int, figure: float, params: Params, meta: dict[str, Any]) -> bool:
-        """Whether the value at this step is the lowest. If so, it starts to save the parameters.
+        """Whether the value at this step is the lowest. If so, starts to save the parameters.
 
         Args:
           step: step of the evaluation.
@@ -526,11 +526,13 @@ class Best:
         self._checkpoints.wait()
 
     def close(self) -> None:
-        """Stops all threads. A save without `wait` may be lost."""
+        """Stops all threads. A save without a later `wait` may be lost."""
         self._checkpoints.abandon()
 
     def _read(self, meta: dict[str, Any], is_new: bool) -> float | None:
-        """The value of the saved model; None without one or if it used another measure."""
+        """The value of the saved model; None without a saved model, or if it used another
+        metric.
+        """
         # Every process must read, because Orbax synchronises all of them.
         if not on_first_process(self._checkpoints.steps):
             return None
@@ -614,20 +616,20 @@ def prepare(
     schedule: optax.Schedule | None = None,
     report: Callable[[str], None],
 ) -> Run:
-    """Prepares the run of `config`. It resumes if the directory holds checkpoints.
+    """Prepares the run of `config`. Resumes if the directory contains checkpoints.
 
     Args:
-      config: loaded config. A ``model.vocab_size`` of 0 is replaced by that of the tokenizer.
-      network: replaces the Transformer of the config, see `dlm_jax.training.train`.
-      objective: replaces that of the config, see there.
+      config: loaded config. A ``model.vocab_size`` of 0 is replaced by the size of the tokenizer.
+      network: replaces the Transformer of the config; see `dlm_jax.training.train`.
+      objective: replaces the objective of the config; see there.
       heads: additional heads, see `dlm_jax.training.train`.
-      optimizer: replaces that of the config, see there.
-      schedule: replaces the warm-up and cosine, see there.
-      report: called with one-line messages, such as that a damaged checkpoint was skipped.
+      optimizer: replaces the optimiser of the config; see there.
+      schedule: replaces the warm-up and cosine; see there.
+      report: called with one-line messages, for example about a skipped damaged checkpoint.
 
     Raises:
       ValueError: the data is invalid, the batch or mesh does not fit the devices, or the directory
-        holds another run or other files.
+          contains another run or other files.
     """
     asked, mesh = config, _checked_mesh(config)
     setup, corpus = _setup_of(config, mesh, is_own=network is not None, report=report)
@@ -726,7 +728,9 @@ class Problem:
     def gradient(
         self, params: Params, batch: Batch, key: jax.Array, step: jax.typing.ArrayLike = 0
     ) -> tuple[jax.Array, Params]:
-        """`loss` and its gradient in `params`; zero for parameters that never train."""
+        """`loss` and its gradient in `params`; the gradient is zero for parameters that never
+        train.
+        """
         compute, trained = self._parts(params, batch, key, step)
         loss, grads = jax.value_and_grad(compute)(trained)
         zeros = {name: jax.tree.map(jnp.zeros_like, params[name]) for name in params}
@@ -803,7 +807,7 @@ def _continued(
 def _begun(
     task: Task, meta: dict[str, Any], key: jax.Array, *, report: Callable[[str], None]
 ) -> TrainState:
-    """The state before the first step of a new run, with a newly drawn identity."""
+    """The state before the first step of a new run, with a new random identity."""
     meta["run"] = on_first_process(lambda: secrets.token_hex(8))
     config, mesh = task.setup.config, task.setup.mesh
     shares = [
@@ -866,7 +870,7 @@ def _acquire(lock: DirectoryLock, places: dict[str, Path], *, is_new: bool) -> N
     for setting, path in places.items():
         make_directory(setting, path)
     unlocked = [path for setting, path in places.items() if not lock.lock(path, setting)]
-    # A claim ends the run that holds the directory, so a rejected run must not claim it.
+    # A claim ends the run that owns the directory, so a rejected run must not claim it.
     check_still_new()
     for path in unlocked:
         lock.claim(path)

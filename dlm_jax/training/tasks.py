@@ -47,9 +47,9 @@ class Task:
       network: the model. Its `init` creates the parameters of all heads.
       mixture: objectives of the model itself.
       heads: heads, in the order in which their losses are summed.
-      measure: ``(params, batch, number_B, key)`` -> figures of held-out rows with these numbers, a
+      measure: ``(params, batch, number_B, key)`` -> values for held-out rows with these indices, a
         pytree of ``[B]``. With `rollouts`, neither `measure` nor `summarize` is called.
-      summarize: ``(measured, free_N) -> figures`` of N rows, given their free positions.
+      summarize: ``(measured, free_N) -> figures`` for N rows, given their free positions.
       line: ``(figures) -> text`` for the log.
       figure: name of the evaluation metric to plot with the training loss.
       is_gain: whether higher values are better.
@@ -195,7 +195,7 @@ def sequence_scorer(
 ) -> Task:
     """Trains on the loss of the scorer head, or `objective`. It generates no text."""
     if network.scorer is None:
-        raise ValueError("model.mode='sequence_scorer' needs a network with a scorer")
+        raise ValueError("model.mode='sequence_scorer' requires a network with a scorer")
     corruption = setup.config.objective
     mixture = Mixture(random_length_share=corruption.random_length_share)
     return Task(
@@ -228,7 +228,7 @@ def policy(
     reward.
 
     Raises:
-      ValueError: there are heads, or a setting is incompatible.
+      ValueError: if there are heads, or a setting is incompatible.
     """
     if heads:
         raise ValueError(f"rl.reward trains no heads; remove {heads[0].name}")
@@ -275,7 +275,9 @@ def make_heads(setup: Setup, own: Sequence[Head | MakeHead]) -> tuple[Head, ...]
     }  # fmt: skip
     for head in own:
         if isinstance(head, Head) and head.metric in taken:
-            raise ValueError(f"head {head.name!r} has the metric {head.metric!r}, which is taken")
+            raise ValueError(
+                f"head {head.name!r} has the metric {head.metric!r}, which is already taken"
+            )
     if not setup.config.heads.train_main and all(head.joins_main for head in heads):
         raise ValueError(
             "heads.train_main=False leaves nothing to train; set model.add_sampler_head or "

@@ -44,7 +44,7 @@ from dlm_jax.training.train_step import (
 )
 from dlm_jax.types import Network, Params
 
-# Maximum steps in flight: enough to keep the device busy, few enough to stop quickly.
+# Maximum steps in flight: enough to keep the device busy, but few enough to stop quickly.
 _MAX_AHEAD = 2
 
 ShowSample = Callable[[Run, TrainState, int], None]
@@ -163,7 +163,7 @@ def describe(run: Run, report: Callable[[str], None] = say) -> None:
         told = configs.keys(Trait.FOUND)
         shown = [f"{k}={_shown(v)}" for k, v in values.items() if f"{section}.{k}" not in told]
         if shown:
-            report(f"not the default: [{section}] {' '.join(shown)}")
+            report(f"not default: [{section}] {' '.join(shown)}")
     steps = run.config.train.steps
     if run.first_step == steps:
         report(f"{run.out_dir} has already taken all {steps} steps; nothing to train")
@@ -305,7 +305,7 @@ class _Loop:
         self._batches.close()
 
     def take_step(self) -> None:
-        """Dispatches one step. It waits only if too many steps are in flight."""
+        """Dispatches one step. Waits only if too many steps are in flight."""
         self._profile.before(self.step + 1)
         with self._meter.waiting_for("input"):
             local = next(self._batches)
@@ -323,7 +323,7 @@ class _Loop:
         self._profile.after(self.step, self._settle, say)
 
     def _batch_of(self, local: dict[str, np.ndarray]) -> tuple[Any, dict[str, Any]]:
-        """The batch of the next step (rows of the corpus, or samples) and its figures."""
+        """The batch of the next step (rows of the corpus, or samples) and its metrics."""
         task = self._run.task
         if task.rollouts is None:
             columns = (self._place(local[name]) for name in ("tokens", "length", "given"))
@@ -383,7 +383,9 @@ class _Loop:
             self._unlogged.append({name: float(x) for name, x in metrics.items()})
 
     def evaluate(self) -> None:
-        """Records an evaluation on held-out text. Windows and noise are the same every time."""
+        """Records an evaluation on held-out text. Windows and noise are the same in every
+        evaluation.
+        """
         task = self._run.task
         with self._off_the_clock():
             params, part = self.state.best_params, (self._share, self._shares)
@@ -401,7 +403,7 @@ class _Loop:
         say(f"step {self.step}: held-out {task.line(figures)}{best}")
 
     def _keep_best(self, figure: float) -> bool:
-        """Whether this evaluation is the best so far. If so, it saves the model."""
+        """Whether this evaluation is the best so far. If so, saves the model."""
         # One save at a time, because processes synchronise within a save.
         self._run.checkpoints.wait()
         meta = self._run.meta | {"step": self.step, "bound": self.bound}
@@ -423,7 +425,7 @@ class _Loop:
 
     @contextlib.contextmanager
     def _off_the_clock(self) -> Iterator[None]:
-        """Excludes the time inside from the training rate."""
+        """Excludes the time spent in the context from the training rate."""
         self._settle()
         start = time.perf_counter()
         yield
@@ -490,7 +492,7 @@ class StopRequest:
         self._signal_number = 0
 
     def at(self, step: int) -> int:
-        """The signal that ends the run after `step`, or 0. It is equal on every process.
+        """The signal that stops the run after `step`, or 0. It is equal on every process.
 
         With several processes, each must call it once after every step.
         """
@@ -508,9 +510,9 @@ def stop_on_signals(checkpoints: Checkpoints) -> Iterator[StopRequest]:
 
     A second Ctrl-C or SIGTERM prints the unsaved steps to standard error and has its default
     effect. A second SIGHUP has no effect, because closing terminals often send two. If SIGHUP was
-    already ignored, for example by ``nohup``, it stays ignored.
+    already ignored, for example by ``nohup``, it remains ignored.
 
-    With several processes the preemption service of JAX handles SIGTERM and agrees on a step with
+    With several processes, the preemption service of JAX handles SIGTERM and agrees on a step with
     all processes. Other signals are forwarded to it as SIGTERM. Outside the main thread this has no
     effect, because Python delivers no signals there.
     """
@@ -635,7 +637,9 @@ class Meter:
 
     @contextlib.contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """Counts the time inside as waiting for ``input`` (once per step) or for the ``device``."""
+        """Counts the time spent in the context as waiting for ``input`` (once per step) or for the
+        ``device``.
+        """
         self._steps += what == "input"
         start = time.perf_counter()
         yield

@@ -120,7 +120,7 @@ def init_state(
     has_ema: bool,
     key: jax.Array,
 ) -> TrainState:
-    """A fresh training state, created with its sharding. No device ever holds all of it."""
+    """A fresh training state, created with its sharding. No device ever holds the whole state."""
     abstract = abstract_state(network, optimizer, mesh, has_ema)
     target = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     make = jax.jit(lambda key: _new_state(network, optimizer, key, has_ema), out_shardings=target)
@@ -222,7 +222,7 @@ def _several(
 def _add_up(compute: Callable[..., Any], params: Params, whole: Any, num_parts: int) -> Any:
     """``compute(params, part)`` summed over the parts of a batch, one part at a time.
 
-    Part p holds the rows p, p + num_parts, ..., so every device has an equal share of each part.
+    Part p contains the rows p, p + num_parts, ..., so every device has an equal share of each part.
     Scalars are totals of the whole batch and are passed to every part.
     """
     if num_parts == 1:
@@ -255,7 +255,7 @@ def check_adds_up(
     the tolerance is relative to the magnitudes of the parts.
 
     Raises:
-      ValueError: a loss does not add up. The message names it and both values.
+      ValueError: if a loss is not additive. The message names it and both values.
     """
     shards = math.prod(mesh.shape[axis] for axis in ROWS if axis in mesh.shape)
     num_rows = next(
@@ -284,7 +284,7 @@ def check_adds_up(
         atol = 1e-6 + 0.01 * np.nan_to_num(size[name], posinf=0.0)
         if not np.isclose(two[name], one[name], rtol=0.0, atol=atol, equal_nan=True):
             raise ValueError(
-                f"train.accumulate needs losses that add up over the parts of a batch, but "
+                f"train.accumulate requires losses that add up over the parts of a batch, but "
                 f"{name!r} is {one[name]:.4g} for a batch and {two[name]:.4g} in two parts; "
                 "return the plain sum from `loss` and compute its weight in `draw`, or use "
                 "train.accumulate=1"

@@ -107,7 +107,7 @@ class Frame:
         given tokens and holes.
       status: ``"running"``, ``"done"``, ...
       origin: int32 ``[n]``, the index of each position in the previous frame, ascending, -1 for an
-          inserted position. None: no position moved; the tail may have been cut.
+          inserted position. None if no position moved; the tail may have been cut.
       steps: the maximum number of steps, or None if unknown.
     """
 
@@ -146,9 +146,9 @@ class Frame:
 class Kind(IntEnum):
     """The change of a position since the previous frame.
 
-    ``GIVEN`` is frozen. ``HOLE`` and ``KEPT`` are unchanged (``KEPT`` also if the same token was
-    committed again). ``FRESH`` was a hole, ``REWRITTEN`` was another token, and ``REMASKED`` was a
-    token and is now a hole. ``INSERTED`` is new; it may be a hole or a token.
+    ``GIVEN`` is frozen. ``HOLE`` and ``KEPT`` are unchanged (a position is also ``KEPT`` if the
+    same token was committed again). ``FRESH`` was a hole, ``REWRITTEN`` was another token, and
+    ``REMASKED`` was a token and is now a hole. ``INSERTED`` is new; it may be a hole or a token.
     """
 
     GIVEN = 0
@@ -180,7 +180,7 @@ class Changes(NamedTuple):
 def changes(before: Frame | None, after: Frame) -> Changes:
     """The kind of each position of `after`, and the deleted positions of `before`.
 
-    Without `before`, every token that a step committed is fresh, and nothing is inserted or
+    Without `before`, every token that a step committed is fresh, and no position is inserted or
     deleted.
     """
     if before is None:
@@ -211,7 +211,7 @@ def _checked_origin(before: Frame, after: Frame) -> np.ndarray:
     if before.row != after.row:
         raise ValueError(f"{where}: the first is of row {before.row}; compare frames of one row")
     if before.step > after.step:
-        raise ValueError(f"{where} go backwards; pass them in the order of their steps")
+        raise ValueError(f"{where} are out of order; pass them in the order of their steps")
     old, new = before.tokens.size, after.tokens.size
     if after.origin is None:
         if new > old:

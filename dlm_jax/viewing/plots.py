@@ -41,7 +41,7 @@ def plot_trace(trace: Trace, row: int = 0) -> Figure:
 def plot_confidence(trace: Trace, row: int = 0) -> Figure:
     """Entropy and confidence at the drawn positions of a row by step.
 
-    The upper plot shows entropies by position and step, empty where nothing was drawn. The lower
+    The upper plot shows entropies by position and step, empty where no token was drawn. The lower
     plot shows the means of both per step. Requires the extra ``plots``.
 
     Args:
@@ -72,7 +72,7 @@ def plot_confidence(trace: Trace, row: int = 0) -> Figure:
 
 
 def _means(values: np.ndarray) -> np.ndarray:
-    """The mean of each step; NaN where nothing was drawn."""
+    """The mean of each step; NaN where no token was drawn."""
     count = np.isfinite(values).sum(axis=1)
     total = np.nansum(values, axis=1)
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)

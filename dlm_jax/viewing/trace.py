@@ -15,7 +15,7 @@ import numpy as np
 from dlm_jax.store.files import replacing
 from dlm_jax.viewing.frames import Frame, Kind, Pieces, changes
 
-# A probability below exp(-20) is shown as 0; also used for -inf and NaN.
+# Probabilities below exp(-20), -inf and NaN are shown as 0.
 _LEAST_LOGPROB = -20.0
 
 
@@ -131,7 +131,9 @@ def _frame_data(before: Frame | None, after: Frame) -> dict[str, Any]:
 
 
 def _columns(frame: Frame) -> np.ndarray:
-    """Per position: id or -1 at a hole, step of its commit, log-probability as stored."""
+    """Per position: the id (-1 at a hole), the step of its commit, and the stored
+    log-probability.
+    """
     logprobs = np.nan_to_num(
         frame.logprobs, nan=_LEAST_LOGPROB, neginf=_LEAST_LOGPROB, posinf=0.0
     ).clip(_LEAST_LOGPROB, 0)

@@ -241,7 +241,7 @@ class Watch:
     def _share(self, num_rows: int, height: int | None) -> tuple[int, int | None]:
         """The number of rows to draw, and the limit of lines for each; None: no limit.
 
-        Drawing more lines than the terminal has would leave fragments in its scroll-back.
+        Drawing more lines than the terminal has leaves fragments in its scroll-back.
         """
         shown = min(num_rows, self._rows_shown)
         if height is None:

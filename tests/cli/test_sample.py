@@ -172,7 +172,7 @@ def test_the_draw_is_a_flag(run_dir, capsys):
         (["--max-candidates", "0"], "argument --max-candidates: 0 is not in [1, "),
         (["--draw", "gumble"], "did you mean 'gumbel'?"),
         (["--prompt", "Zebra"], "'Z' (U+005A)"),
-        (["--prompt", "The " * 8], "leaves no room on the canvas of 32"),
+        (["--prompt", "The " * 8], "leaves no space on the canvas of 32"),
         (["--steps", "0"], "error: --steps=0 is outside [1, "),
         (["--steps", "many"], "error: --steps='many' is not an integer"),
         (["--temperature", "-1"], "error: --temperature=-1.0 is outside [0, "),

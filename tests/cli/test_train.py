@@ -156,7 +156,7 @@ def test_resume_needs_no_other_flag_and_the_directory_may_have_moved(tmp_path, c
         assert train.main(["--resume", str(tmp_path / "moved")]) == 0
     err = capsys.readouterr().err
     assert f"continuing {tmp_path / 'moved'} from step 5 of 24" in err
-    assert "not the default: [model] depth=2 width=16 heads=2" in err
+    assert "not default: [model] depth=2 width=16 heads=2" in err
     tiny_run.run(tmp_path / "whole")
     assert tiny_run.records(tmp_path / "moved") == tiny_run.records(tmp_path / "whole")
     assert not (tmp_path / "run").exists()

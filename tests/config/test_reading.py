@@ -69,17 +69,17 @@ BEGUN = {"train.init_from": "runs/other"}
     ("flags", "message"),
     [
         (SAMPLER | {"model.mode": "sequence_scorer"},
-         "model.add_sampler_head=True needs model.mode='language_model', and it is "
+         "model.add_sampler_head=True requires model.mode='language_model', not "
          "'sequence_scorer'; change one of them"),
         (CRITIC | {"model.mode": "sequence_scorer"},
-         "model.add_critic_head=True needs model.mode='language_model'"),
+         "model.add_critic_head=True requires model.mode='language_model'"),
         (SAMPLER | {"model.attention_type": "causal", "sample.order": "left_to_right"},
-         "model.add_sampler_head=True needs model.attention_type='bidirectional', and it is "
+         "model.add_sampler_head=True requires model.attention_type='bidirectional', not "
          "'causal'; change one of them"),
         (CRITIC | {"model.attention_type": "causal", "sample.order": "left_to_right"},
-         "model.add_critic_head=True needs model.attention_type='bidirectional'"),
+         "model.add_critic_head=True requires model.attention_type='bidirectional'"),
         ({"model.mode": "sequence_scorer", "model.attention_type": "causal"},
-         "model.mode='sequence_scorer' needs model.attention_type='bidirectional'"),
+         "model.mode='sequence_scorer' requires model.attention_type='bidirectional'"),
         (SAMPLER | {"model.sampler_context": "0"}, "model.sampler_context=0 is outside [1, 64]"),
         (SAMPLER | {"model.sampler_width": "-1"}, "model.sampler_width=-1 is outside [0, 1048576]"),
         ({"heads.sampler_reveal": "-0.1"}, "heads.sampler_reveal=-0.1 is outside [0, 1]; use 0.5"),

@@ -285,7 +285,7 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path):
     [
         ('{"text": "a"}\n{"text": 3}\n', [], "at byte 14: text is a number"),
         ('{"prompt": "a", "response": "b"}\n', [], "has a prompt, which packed rows"),
-        ('{"text": "a"}\n', [], "no document is"),
+        ('{"text": "a"}\n', [], "no documents are"),
         ('{"text": "a"}\n', ["--held-out", "1"], "--held-out=1.0 is outside"),
         ('{"text": "a"}\n', ["--shards", "0"], "--shards=0 is outside"),
         ('{"text": "a"}\n', ["--tokenizer", "character"], "needs the whole text at once"),

@@ -155,7 +155,7 @@ def test_an_exact_cache_writes_ten_thousand_greedy_tokens_as_without():
         (BLOCKS, {"block_length": 3}, "block_length=3 is not the 4 that the model was trained"),
         (BLOCKS, {"edit": True, "schedule": "all", "resample": True}, "edit=True moves tokens out"),
         (BLOCKS, {"cache": "dual"}, "cache='dual' is for bidirectional models only"),
-        (BOTH_WAYS, {"cache": "exact"}, "cache='exact' needs model.attention_type='causal' or"),
+        (BOTH_WAYS, {"cache": "exact"}, "cache='exact' requires model.attention_type='causal' or"),
         (BOTH_WAYS, {"cache": "prefix"}, "cache='prefix' computes one block per step, but block"),
         (BOTH_WAYS, {"cache": "duel"}, "cache='duel' is not one of none, exact, prefix, dual"),
         (BOTH_WAYS, {"cache": "dual", "block_length": 4, "cache_refresh": -1}, "cache_refresh=-1"),
@@ -179,5 +179,5 @@ def test_text_behind_a_hole_is_refused_where_the_model_cannot_see_it():
 def test_a_network_that_keeps_nothing_is_refused():
     network = dataclasses.replace(toy_model.MODEL.network, cached=None)
     model = dataclasses.replace(toy_model.MODEL, network=network)
-    with pytest.raises(ValueError, match="^cache='dual' needs a network that supports a cache"):
+    with pytest.raises(ValueError, match="^cache='dual' requires a network that supports a cache"):
         dlm_jax.generate(model, [""], cache="dual", block_length=4)

@@ -203,7 +203,7 @@ def test_a_share_outside_of_0_to_1_is_refused(name, value):
         ({"resample": False}, "--preset variable_length, in Python Model.preset("),
         ({"schedule": "linear"}, "or --preset variable_length"),
         ({"resample": False, "edit_token": "mask", "renoise_end": 0.1}, "use renoise='mask'"),
-        ({"prompt": "The cat", "max_length": 6}, "leaves no room on the canvas of 6"),
+        ({"prompt": "The cat", "max_length": 6}, "leaves no space on the canvas of 6"),
         ({"prompt": "The ", "draft": "cat", "max_length": 6}, "prompt and draft of 7 tokens"),
         ({"draft": "cat", "edit": False, "resample": False}, "draft is refined by"),
         ({"draft": "cat", "insert_ratio_start": 0.0, "delete_ratio_start": 0.0,
@@ -217,7 +217,9 @@ def test_what_means_nothing_or_cannot_be_is_refused_in_one_line_with_its_remedy(
 @pytest.mark.parametrize(("name", "done"), [("insert", "inserted"), ("delete", "deleted")])
 def test_a_margin_that_no_probability_exceeds_is_warned_of_where_it_counts(name, done):
     margin = {f"{name}_margin": 1.0}
-    with pytest.warns(UserWarning, match=f"{name}_margin=1.0 lets nothing be {done}"):
+    with pytest.warns(
+        UserWarning, match=f"{name}_margin=1.0 is never exceeded, so no token is {done}"
+    ):
         dlm_jax.generate(MODEL, PROMPTS, **margin)
     for off in ({f"{name}_ratio_start": 0.0}, {"edit": False}):
         dataclasses.replace(SAMPLE, **(margin | off))

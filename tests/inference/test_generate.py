@@ -389,7 +389,7 @@ def test_draws_of_the_settings_are_those_of_the_library():
         ({"prompts": ["", {"read_bak": True}]}, "prompt 1: read_bak=True is not a sampling"),
         ({"draw": "gumble"}, "draw='gumble' is not one of inverse_cdf, gumbel; did you mean 'gum"),
         ({"prompts": ["Zebra"]}, "'Z' (U+005A) at position 0"),
-        ({"prompts": ["The " * 8]}, "prompt of 32 tokens leaves no room on the canvas of 32"),
+        ({"prompts": ["The " * 8]}, "prompt of 32 tokens leaves no space on the canvas of 32"),
         ({"prompts": []}, "nothing to generate"),
         ({"steps": 0}, "steps=0 is outside [1, "),
         ({"temperature": -0.5}, "temperature=-0.5 is outside [0, "),

@@ -72,8 +72,8 @@ def test_a_draft_follows_the_prompt_and_is_not_frozen():
         ({"template": "a<hole:30> cat"}, "template of 35 tokens with its holes exceeds"),
         ({"template": "a<hole:3>< Hole:3>"}, "'< Hole:3>' is not a gap"),
         ({"prompt": 0}, "prompt=0 is not a string"),
-        ({"template": 3}, "template=3 is not a text"),
-        ({"prompt": ["a"]}, "prompt=['a'] is not a text"),
+        ({"template": 3}, "template=3 is not a string"),
+        ({"prompt": ["a"]}, "prompt=['a'] is not a string"),
         ({"tokens": []}, "tokens must be a list of ids that is not empty"),
         ({"tokens": [1.5]}, "tokens must be a list of ids"),
         ({"tokens": [[1], [1, 2]]}, "tokens must be a list of ids"),
@@ -86,7 +86,7 @@ def test_a_draft_follows_the_prompt_and_is_not_frozen():
         ({"draft": ""}, "draft is empty"),
         ({"draft": "a" * 33}, "prompt and draft of 33 tokens"),
         ({"template": "<hole:1>", "draft": "a"}, "draft stands behind a prompt"),
-        ({"prompt": "a" * 32}, "prompt of 32 tokens leaves no room on the canvas of 32"),
+        ({"prompt": "a" * 32}, "prompt of 32 tokens leaves no space on the canvas of 32"),
     ],
 )
 def test_bad_request_is_refused_in_one_line(asked, said):

@@ -98,7 +98,7 @@ def test_an_id_is_fetched_once_and_read_from_the_cache_then(directory, client, t
     for more in ({}, {"HF_HUB_OFFLINE": "1"}):
         kept, lost = _told(client(hub.url, f"NAMES = ['org/m', 'org/x']\n{TELL}", **more))
         assert kept == whole
-        assert lost.startswith("checkpoint: checkpoint='org/x' is not a local path, and the hub ")
+        assert lost.startswith("checkpoint: checkpoint='org/x' is not a local path, the Hub ")
 
 
 def test_a_run_begins_with_a_model_of_the_hub(directory, client, tmp_path):

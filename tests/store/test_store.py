@@ -291,7 +291,7 @@ def test_bad_arguments_are_refused_and_nothing_is_written(tmp_path: Path):
         Checkpoints("ftp://bucket", keep=1)
     with Checkpoints(tmp_path / "a", keep=1) as checkpoints:
         for step, state, meta, message in [
-            (-1, _state(0), {}, "step=-1 .*count from 0"),
+            (-1, _state(0), {}, "step=-1 .*start at 0"),
             (0, {"step": 3}, {}, "state step is a int; use a JAX array"),
             (0, _state(0), {"x": object()}, "meta is not JSON .*; use"),
         ]:

@@ -125,7 +125,7 @@ def test_a_run_that_began_anew_and_stopped_before_its_first_best_continues(ours,
             {"model__width": 32},
             r"config.toml has model.width=16, but this run has 32\); move .*/met",
         ),
-        ({"train__init_from": "x"}, "config.toml has train.init_from='', and this run has 'x'"),
+        ({"train__init_from": "x"}, "config.toml has train.init_from='', but this run has 'x'"),
         ({}, r"its config is unknown: .*config.toml.*; move .*/metrics.jsonl elsewhere, or use"),
     ],
 )

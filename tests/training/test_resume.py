@@ -163,7 +163,7 @@ def test_a_run_may_go_on_for_more_steps_and_says_what_that_means(tmp_path, whole
     # Warm-up of 2 steps, then a cosine: at step 24 it is 0 of 24 steps, and (1 + cos(pi 22/34)) / 2
     # of 36.
     new = 0.01 * (1 + math.cos(math.pi * 22 / 34)) / 2
-    assert line.startswith("train.steps grows from 24 to 36: the learning rate now falls to its ")
+    assert line.startswith("train.steps increases from 24 to 36: the learning rate now decays ")
     assert f"at step 24 it is {new:.3g} instead of 0" in line
     assert "\n" not in line
     rates = {r["step"]: r["learning_rate"] for r in tiny_run.records(tmp_path)

@@ -70,7 +70,7 @@ def _told(before: Frame, after: Frame, place: int, came: int) -> Kind:
     ("before", "after", "told"),
     [
         (frame("AA"), frame("AA", row=1, step=1), "frames of one row"),
-        (frame("AA", step=2), frame("AA", step=1), "go backwards"),
+        (frame("AA", step=2), frame("AA", step=1), "are out of order"),
         (frame("AA"), frame("AAA", step=1), "without an origin"),
         (frame("AA"), frame("AA", step=1, origin=[1, 0]), "is not ascending"),
         (frame("AA"), frame("AA", step=1, origin=[0, 2]), "is not ascending"),

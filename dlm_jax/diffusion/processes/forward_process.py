@@ -43,7 +43,7 @@ class Noise(NamedTuple):
     Attributes:
       clean: ``alpha``.
       text: ``c(k)`` of each noise id.
-      shown: ``c(z)`` of what the position shows.
+      shown: ``c(z)`` of the shown id.
       weight: factor of `divergence`.
       is_first: True for the step to level 0.
     """
@@ -157,7 +157,7 @@ class Process(Rule):
 
 
 def is_among(ids: tuple[int, ...], tokens: jax.Array) -> jax.Array:
-    """True where a token is one of the ids; ids are ascending or few."""
+    """True where a token is one of the ids; ids must be ascending or few."""
     first, last = min(ids), max(ids)
     if last - first + 1 == len(set(ids)):
         return (tokens >= first) & (tokens <= last)
@@ -204,7 +204,7 @@ def divergence(
         alpha_N * (1.0 - true_N) / jnp.where(has_own_N, alpha_N * true_N + own_N, 1.0)
     )
     kl_N = (alpha_N + own_N) * jnp.where(has_own_N, gain_N, -log_true_N)
-    # Of the other noise ids, all of which have the same noise.
+    # For the other noise ids, which all have the same noise.
     ratio_N = jnp.where(text_N > 0, alpha_N / jnp.where(text_N > 0, text_N, 1.0), 0.0)
     first, last = min(noise_ids), max(noise_ids)
     p_NV = jnp.exp(logits_NV[:, first : last + 1] - total_N[:, None])
@@ -217,7 +217,7 @@ def divergence(
     # Of what is shown.
     model_N = jnp.maximum(alpha_N * seen_N + noise.shown, 1e-30)
     excess_N = alpha_N * (is_same_N - seen_N) / model_N
-    # The padding of a readout has no noise.
+    # Padding of a readout has no noise.
     term_N = (kl_N + excess_N - jnp.log1p(excess_N)) / jnp.maximum(alpha_N, 1e-30)
     data_N = jnp.maximum(jnp.where(is_same_N, alpha_N, 0.0) + noise.shown, 1e-30)
     last_N = jnp.log(model_N) - jnp.log(data_N) - log_true_N
@@ -245,7 +245,7 @@ def checked(process: Process, name: str) -> Process:
         raise refuse("has shares that are not in [0, 1] or do not add up to 1")
     if abs(clean[0] - 1) > 1e-6 or abs(clean[-1]) > 1e-6 or (np.diff(clean) > 1e-6).any():
         raise refuse("has a clean share that does not decrease from 1 at level 0 to 0 at level 1")
-    # A rate below 0: noise would become another token in the forward process.
+    # A negative rate would turn noise into another token in the forward process.
     inner = clean[:-1]
     for noise in kept[1:]:
         if (noise[1:] - clean[1:] / inner * noise[:-1] < -1e-6).any():

@@ -27,7 +27,7 @@ def linear(x: jax.Array, kernel_DF: jax.Array) -> jax.Array:
 
     On CPU the leading axes are merged first: the kernel's gradient is then one matrix product that
     reads both operands in place. If two axes are contracted at once, XLA copies an operand into
-    transposed order and recomputes its producer inside that strided copy.
+    transposed order and recomputes its producer inside the strided copy.
     """
     if platform() != "cpu" or x.ndim < 3:
         return x @ kernel_DF
@@ -221,9 +221,10 @@ def run_blocks(
     """The final `x` of ``x = block(x, parameters, context)`` over the layers of the stacked
     `blocks`.
 
-    One `jax.lax.scan`. On CPU, when differentiated and at most 16 layers deep, it is unrolled: a
-    scan copies every value that the backward pass needs into a stack and back, which takes a
-    quarter of a training step. `block` must close over no traced array; pass those in `context`.
+    One `jax.lax.scan`. On CPU, the loop is unrolled if it is differentiated and has at most 16
+    layers: a scan copies every value that the backward pass needs into a stack and back, which
+        takes a
+    quarter of a training step. `block` must not close over traced arrays; pass them in `context`.
     """
     depth = jax.tree.leaves(blocks)[0].shape[0]
     if platform() != "cpu" or depth > 16:

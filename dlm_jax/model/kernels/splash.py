@@ -22,7 +22,7 @@ from dlm_jax.devices import mesh_in_use
 from dlm_jax.distributed.partitions import PLACES, fitting
 
 _LANES = 128
-# The best of 512, 1024 and 2048 positions by estimates of the TPU compiler.
+# The best of 512, 1024 and 2048 positions according to the TPU compiler.
 _MAX_BLOCK = 1024
 
 

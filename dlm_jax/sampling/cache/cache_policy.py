@@ -24,7 +24,7 @@ class CacheState(NamedTuple):
       kept: keys and values of the canvas, in the format of the network.
       bare: keys and values of the canvas with its given tokens masked; None without guidance.
       valid_B: int32, cached positions before this index match the current tokens.
-      age_B: int32, steps since the whole row was computed, inclusive; 0: never.
+      age_B: int32, number of steps since the whole row was computed, inclusive; 0 if never.
       block_B: int32, index of the block of that step.
     """
 
@@ -40,7 +40,8 @@ class CacheContext(NamedTuple):
 
     Attributes:
       block: the current block of each row.
-      first_B: int32, first writable position of the block; the start of the block if there is none.
+      first_B: int32, first writable position of the block; the start of the block if none is
+          writable.
       valid_B: see `CacheState`.
       age_B: see `CacheState`.
       block_B: see `CacheState`.
@@ -76,7 +77,7 @@ class CachePlan(NamedTuple):
 
 
 class CacheRule(Rule):
-    """Chooses the positions that a step computes. `plan` and `sizes` are required."""
+    """Selects the positions that a step computes. `plan` and `sizes` are required."""
 
     required: ClassVar[tuple[str, ...]] = ("plan", "sizes")
 
@@ -87,7 +88,7 @@ class CacheRule(Rule):
 
     @property
     def settles(self) -> bool:
-        """Whether a plan ever finalises positions before a window; static."""
+        """Whether a plan can finalise positions before a window; static."""
         return False
 
     @property
@@ -118,7 +119,7 @@ class CacheRule(Rule):
             raise SettingError(
                 "cache",
                 cls.name,
-                "needs a network that supports a cache (Network.cached), which this one does not",
+                "requires a network that supports a cache (Network.cached)",
                 "use cache='none'",
             )
 
@@ -138,7 +139,7 @@ class CacheRule(Rule):
         """Static sizes of the windows, ascending, at most `num_positions`.
 
         With a single size, a step runs all rows together. With several sizes, each row runs in the
-        smallest size that holds its window, together with rows of the same size. The first window
+        smallest size that fits its window, together with rows of the same size. The first window
         is the block, whose hidden vectors the step reads.
         """
         raise NotImplementedError

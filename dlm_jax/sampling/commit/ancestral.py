@@ -1,7 +1,7 @@
 """Sampling along the noise process of the training: ancestral steps of MDLM and ReMDM.
 
 Step i of S goes from time ``t = 1 - i/S`` to ``s = 1 - (i + 1)/S`` of the noise schedule, whose
-``alpha`` is the share of tokens visible.
+``alpha`` is the share of visible tokens.
 """
 
 from __future__ import annotations

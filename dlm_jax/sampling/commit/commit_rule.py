@@ -97,16 +97,16 @@ class Proposal(NamedTuple):
 
 
 class CommitRule(Rule):
-    """Chooses the commits of a step among eligible positions. Only `select` is required.
+    """Selects the commits of a step among eligible positions. Only `select` is required.
 
     The loop adds every hole of a block at its last step.
 
     Attributes:
-      rewrites: whether `select` may also name written tokens of the block, which then get
-        candidates. A block then ends when a step that starts without holes rewrites nothing, or
-        after `patience` such steps.
-      renews: whether the rule also writes other tokens than candidates, at the open positions that
-        it does not select: see `renewed` and `begin`.
+      rewrites: whether `select` may also select written tokens of the block, which then get
+        candidates. A block then ends after a step that starts without holes and rewrites nothing,
+        or after `patience` such steps.
+      renews: whether the rule also writes tokens other than candidates at the open positions that
+          it does not select: see `renewed` and `begin`.
       scale: smallest magnitude of the terms in `measure`, for `TOLERANCE`.
     """
 
@@ -198,14 +198,14 @@ class CommitRule(Rule):
 
 
 def certain(self: Any, context: Any, is_chosen_BL: jax.Array) -> jax.Array:
-    """The ``log_chance`` of a rule that does not choose at random."""
+    """The ``log_chance`` of a rule without random choices."""
     return jnp.zeros(is_chosen_BL.shape[0], jnp.float32)
 
 
 def log_subset(is_open_BL: jax.Array, is_chosen_BL: jax.Array) -> jax.Array:
     """Log-probability ``[B]`` of this subset among all subsets of its size.
 
-    It is ``-ln C(n, k)``, summed by factors, because logarithms of factorials lose precision.
+    It is ``-ln C(n, k)``, summed over factors, because logarithms of factorials lose precision.
     """
     num_B1 = jnp.sum(is_open_BL, axis=1, keepdims=True)
     chosen_B1 = jnp.sum(is_open_BL & is_chosen_BL, axis=1, keepdims=True)
@@ -252,7 +252,7 @@ def _slack(bound: jax.Array | float, scale: jax.Array | float) -> jax.Array:
 def preferences(key_B: jax.Array, prefers_lower_B: jax.Array, num_positions: int) -> jax.Array:
     """uint32 ``[B, L]`` above 0. The highest numbers win ties.
 
-    Random from each row's key, independent of the canvas length; or descending from the left.
+    Random from the key of each row, independent of the canvas length, or descending from the left.
     """
     salted_B = jax.vmap(lambda key: jax.random.fold_in(key, _TIES_SALT))(key_B)
     random_BL = jax.vmap(lambda key: jax.random.bits(key, (num_positions,)))(salted_B)
@@ -289,7 +289,7 @@ def most(
         return _highest(jnp.where(is_tied_BL, preference_BL, jnp.uint32(0)), room_B)
 
     if platform() != "cpu":
-        # The condition covers all rows; it is a collective if rows are sharded.
+        # The condition covers all rows; it requires a collective if rows are sharded.
         return is_above_BL | preferred()
     is_any = jnp.any(jnp.sum(is_tied_BL, axis=1) > room_B)
     return is_above_BL | jax.lax.cond(is_any, preferred, lambda: is_tied_BL)
@@ -321,7 +321,7 @@ def _last(rank_BL: jax.Array, count_B: jax.Array) -> jax.Array:
 
 
 def _ascending(score: jax.Array) -> jax.Array:
-    """uint32 numbers above 0 in the order of float32 scores, -inf included; 0.0 equals -0.0."""
+    """uint32 numbers above 0 in the order of float32 scores, including -inf; 0.0 equals -0.0."""
     bits = jax.lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.uint32)
     is_negative = bits >> 31 == 1
     return jnp.where(is_negative, ~bits, bits | jnp.uint32(1 << 31))

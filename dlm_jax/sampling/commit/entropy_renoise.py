@@ -1,4 +1,4 @@
-"""DiffusionGemma's loop: positions of low entropy are kept, and new noise replaces the others."""
+"""DiffusionGemma's loop: positions with low entropy are kept, and new noise replaces the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ RENOISE_STOP = Setting(
 
 
 class Predicted(NamedTuple):
-    """The most likely id of each position at the last two steps, int32 ``[B, L]``; -1: none."""
+    """The most likely id of each position at the last two steps, int32 ``[B, L]``; -1 if there is
+    none.
+    """
 
     now_BL: jax.Array
     before_BL: jax.Array
@@ -31,9 +33,10 @@ class Predicted(NamedTuple):
 class EntropyRenoise(Renewing, EntropyBound):
     """Accepts candidates like `EntropyBound`, among all open positions, and renoises the others.
 
-    A block ends when the most likely tokens repeat with low entropy, or after its steps. Each
-    position then gets its most likely token, whose log-probability is not recorded (DiffusionGemma,
-    ``DiffusionGemmaForBlockDiffusion``). Probabilities are those of the draw, after temperature.
+    A block ends when the most likely tokens repeat with low entropy, or when its steps are used up.
+    Each position then gets its most likely token, whose log-probability is not recorded
+    (DiffusionGemma, ``DiffusionGemmaForBlockDiffusion``). Probabilities are those of the draw,
+    after temperature.
     """
 
     about = "holes with a small total entropy; new noise replaces the rest at every step"
@@ -69,7 +72,7 @@ class EntropyRenoise(Renewing, EntropyBound):
         return super().select(context, proposal) & ~self._is_final(context, proposal)[:, None]
 
     def renewed(self, context: CommitContext, proposal: Proposal) -> jax.Array:
-        """The most likely tokens where the block ends, new noise elsewhere."""
+        """The most likely tokens where the block ends, and new noise elsewhere."""
         assert context.standing is not None, "the rule renews"
         is_final_B1 = self._is_final(context, proposal)[:, None]
         return jnp.where(is_final_B1, context.memory.places.now_BL, context.standing.random_BL)

@@ -57,7 +57,8 @@ class Klass(CommitRule):
 
     If there is none, it commits the most confident hole (Kim et al. 2025, KLASS, algorithm 1 and
     equation 5). The divergence is over the 32 most likely ids of the previous step, with all others
-    as one event. It is exact for vocabularies up to this size and a lower bound for larger ones.
+    as one event. It is exact for vocabularies of at most this size, and a lower bound for larger
+    ones.
     """
 
     about = "confident holes with stable predictions"

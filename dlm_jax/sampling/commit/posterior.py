@@ -97,8 +97,8 @@ class Posterior(Renewing):
 
     With ``r = alpha_t / alpha_s`` and ``c`` the noise of `dlm_jax.diffusion.processes`, the current
     token z stays with weight ``r (alpha_s p(z) + c_s(z))``. Else, with weight ``c_t(z)
-    - r c_s(z)``, it becomes a draw from the model with probability ``alpha_s``, or else from the
-    noise.
+    - r c_s(z)``, it becomes a draw from the model with probability ``alpha_s``, and otherwise from
+    the noise.
     """
 
     about = "reverse steps of the noise process; any token may change until the end"
@@ -161,7 +161,7 @@ class Posterior(Renewing):
         return jnp.where(place_BL < chances.data, 0, jnp.where(place_BL < upto_BL, 1, 2))
 
     def _noise(self, standing: Standing, key_B: jax.Array, level_B: jax.Array) -> jax.Array:
-        """A draw of the noise at a level, ``[B, L]``; only ids that the row may write."""
+        """A draw of the noise at a level, ``[B, L]``; with only the ids that the row may write."""
         shares = self.process.shares(level_B)
         chance_B1 = (shares.mask / jnp.maximum(shares.mask + shares.text, 1e-9))[:, None]
         is_mask_BL = uniform(_salted(key_B, _NOISE_SALT), standing.tokens_BL.shape[1]) < chance_B1

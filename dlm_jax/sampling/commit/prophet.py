@@ -27,7 +27,7 @@ PROPHET_GAP = Setting(
     low=0.0, high=1e6,
 )  # fmt: skip
 _MOST = 30.0
-"""Upper bound of a lead, because the second token may be impossible."""
+"""Upper bound of a lead, because the second token may have probability 0."""
 
 
 @rule

@@ -290,8 +290,8 @@ class RandomFilled(QuotaRule):
 
     The selection does not depend on the tokens. If the fill draws from the joint distribution of
     all holes, the committed tokens have their exact joint distribution. A fill of only the quota
-    would not, because it ignores the holes between its positions. Candidates of the parallel fill
-    are the same either way, and the other candidates are discarded.
+    does not have this property, because it ignores the holes between its positions. Candidates of
+    the parallel fill are the same in both cases, and the other candidates are discarded.
     """
 
     about = "a random quota, with candidates for all holes"

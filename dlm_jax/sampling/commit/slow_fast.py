@@ -108,7 +108,7 @@ class SlowFast(Confident):
         )
 
     def _scope(self, context: CommitContext) -> jax.Array:
-        """The holes of the span, or all holes after it during the search; all holes if there are
+        """The holes of the span, or all holes after it during the search; all holes if the span has
         none.
         """
         cycle, is_hole_BL = _begun(context), context.is_hole_BL

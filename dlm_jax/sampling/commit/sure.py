@@ -84,7 +84,7 @@ class Threshold(Confident, Weighed):
     without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
 
     def eligible(self, context: CommitContext) -> jax.Array:
-        """The first hole that commits alone, or all holes if there is none."""
+        """The first hole that commits alone, or all holes if no hole commits alone."""
         place_1L = jnp.arange(context.is_hole_BL.shape[1])[None]
         unit_B1 = self.alone_B[:, None]
         is_alone_BL = context.is_hole_BL & (unit_B1 > 0)

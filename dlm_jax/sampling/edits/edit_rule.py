@@ -96,7 +96,7 @@ class Tried(NamedTuple):
       is_real_KB: True for existing trials.
       gain_KB: float32 gain in nats: the sum of the log-probabilities of all tokens, each given the
           others, minus the same sum for the current text; or the joint log-probability of the
-          tokens around the edit, minus the same without the edit.
+          tokens around the edit, minus the same value without the edit.
     """
 
     edits: Edits
@@ -156,12 +156,12 @@ class EditRule(Rule):
 
     @classmethod
     def inserts(cls, row: Any) -> bool:
-        """Whether a row with these settings may gain tokens."""
+        """Whether a row with these settings may grow."""
         return row.edit
 
     @classmethod
     def deletes(cls, row: Any) -> bool:
-        """Whether a row with these settings may lose tokens."""
+        """Whether a row with these settings may shrink."""
         return row.edit
 
     @classmethod
@@ -172,7 +172,7 @@ class EditRule(Rule):
     @classmethod
     def check_trace(cls, row: Any) -> None:
         raise SettingError(
-            "edit", True, "has no trace, because edits are not draws", "use edit=False"
+            "edit", True, "has no trace, because edits are not random draws", "use edit=False"
         )  # fmt: skip
 
     def is_active(self) -> jax.Array:

@@ -110,7 +110,7 @@ def position_map_of(edits: Edits, cells: Cells, capacity_B: jax.Array) -> Positi
     """The map of the edits of a step. The result equals sequential edits: insertions, then
     deletions.
 
-    An insertion and a deletion at one position replace its token. If the result exceeds the
+    An insertion and a deletion at one position replace the token there. If the result exceeds the
     capacity, the rightmost unfrozen tokens, including new ones, are dropped. Frozen tokens are
     never dropped. A deletion marks the token that is at its position afterwards (an insertion, if
     any). Dropped tokens are not marked.

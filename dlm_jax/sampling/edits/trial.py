@@ -69,7 +69,7 @@ def _gain_of_spans(
 
     The tokens of a span are scored from left to right. Each is predicted with itself and the rest
     of the span hidden, so the sum is the joint log-probability of the span. Each candidate and
-    token takes two texts: with and without the edit.
+    token requires two texts, with and without the edit.
     """
     is_there_KBL = edits.insert_gap_BL | edits.delete_BL
     place_KB = place_of_largest(is_there_KBL)
@@ -117,7 +117,7 @@ def _likelihood(
 ) -> jax.Array:
     """float32 ``[K, B]``: the sum of the log-probabilities of the requested tokens."""
     num_texts, num_rows, num_positions = shown_KBL.shape
-    # Rows are the first axis, so each device keeps its own rows.
+    # Rows are the first axis, so each device scores its own rows.
     shown_TL, tokens_TL, is_asked_TL = (
         jnp.moveaxis(x_KBL, 0, 1).reshape(-1, num_positions)
         for x_KBL in (shown_KBL, texts.tokens_BL, is_asked_KBL)
@@ -161,7 +161,7 @@ EDIT_LEAD_GAIN = Setting(
 )  # fmt: skip
 EDIT_TOKEN_GAIN = Setting(
     "edit_token_gain", 0.0,
-    "likelihood: score bonus in nats per inserted token, subtracted per deleted token",
+    "likelihood: score bonus in nats per inserted token; it is subtracted per deleted token",
     low=-1e6, high=1e6,
 )  # fmt: skip
 EDIT_REPLACE_GAIN = Setting(
@@ -182,11 +182,11 @@ class Likelihood(EditRule):
     does not replace the current token, because this indicates a repeated or stray token. The lead
     of a candidate is the difference in nats between the most likely token (for deletions, the
     successor) and the current token. It may be negative. The candidates with the highest leads are
-    tried, each alone, in one forward. The score of an edit is the gain in the summed
+    tried individually in one forward. The score of an edit is the gain in the summed
     log-probability of all tokens plus `lead_gain_B` times its lead. The best edit is applied if its
     score exceeds `gain_B`, so a step makes at most one edit per row and never inserts a hole. A row
-    at its capacity gains no tokens. Guidance affects only the leads. The rule requires models
-    trained to proofread, because other models do not train the likelihood of visible tokens.
+    at its capacity does not grow. Guidance affects only the leads. The rule requires models
+    trained to proofread, because other models are not trained on the likelihood of visible tokens.
 
     With `num_hidden` the texts are compared only around the edit. The tokens there are hidden and
     scored one by one, as if the model generated them within their context. The prediction of a
@@ -217,7 +217,7 @@ class Likelihood(EditRule):
         """The best candidates of each row. Deletions win ties at a position.
 
         Frozen tokens, holes, the last token of a row, and spaces that no edit inserted are not
-        deleted. Of adjacent equal tokens the last one is deleted, which gives the same text.
+        deleted. Of adjacent equal tokens, the last one is deleted; the text is the same.
         """
         cells, snapshot, mask_id = context.cells, context.snapshot, context.mask_id
         assert snapshot.best_id_BL is not None

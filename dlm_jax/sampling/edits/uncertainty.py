@@ -121,8 +121,8 @@ class Uncertainty(EditRule):
             margin = getattr(row, f"{name}_margin")
             if does and margin >= 1:
                 warnings.warn(
-                    f"{name}_margin={margin} lets nothing be {name.removesuffix('e')}ed: "
-                    "probabilities differ by 1 at most; use 0.02",
+                    f"{name}_margin={margin} is never exceeded, so no token is "
+                    f"{name.removesuffix('e')}ed: probabilities differ by at most 1; use 0.02",
                     stacklevel=3,
                 )
 

@@ -62,13 +62,13 @@ class Constrained(FillRule):
 
     The match is drawn from the product of the positions' distributions, after the chain of the row,
     conditioned on the automaton. The matched text starts after the given prefix and includes given
-    tokens in gaps, and is followed by EOS. A greedy row gets the most likely match. Any subset
-    of the candidates may be committed, because the rest completes it.
+    tokens in gaps, and is followed by EOS. A greedy row takes the most likely match. Any subset
+    of the candidates may be committed, because the remaining candidates complete the match.
 
     Independent draws that already match are kept, which does not change the distribution. With a
     structure that every text matches, the result equals that of `Parallel` bit for bit. An id
     removed by truncation is drawn only if no match exists without one. Holes outside the step, such
-    as those of later blocks, may hold any token that fits. Rows without structure use `Parallel`.
+    as those of later blocks, may have any token that fits. Rows without structure use `Parallel`.
 
     Attributes:
       class_of_BV: int16, see `Automaton`.
@@ -525,7 +525,7 @@ def _waits(key_N: jax.Array, size: int) -> jax.Array:
     """Logarithms of exponential arrival times. With rates ``w``, i is first with probability ``w_i
     / sum``.
 
-    They use 64 random bits, because small weights win only with very small times.
+    They use 64 random bits, because small weights come first only with very small times.
     """
     bits_NK2 = jax.vmap(lambda key: jax.random.bits(key, (size, 2)))(key_N).astype(jnp.float32)
     uniform_NK = bits_NK2[..., 0] * 2.0**-32 + bits_NK2[..., 1] * 2.0**-64

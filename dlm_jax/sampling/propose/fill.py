@@ -78,7 +78,8 @@ class Filled(NamedTuple):
 
     Attributes:
       proposal: the candidates.
-      is_finite_B: False for a row with a position whose clean logits hold a NaN or +inf, or are all
+      is_finite_B: False for a row with a position whose clean logits contain NaN or +inf, or are
+          all
         -inf.
       counts: int32 ``[B]`` each, counts of the fill by names of `Counters`.
       total_BL: float32 log-normaliser of the LM head where it was read; None if not needed.
@@ -140,7 +141,7 @@ class FillRule(Rule):
     """Whether its candidates match the structure of a row without a transform."""
 
     drawn: ClassVar[str] = "in waves"
-    """A description of its draws for errors, if it does not allow the host."""
+    """A description of its draws for errors, if it does not support host samplers and read-back."""
 
     needs_sampler: ClassVar[bool] = False
     """Whether it draws from a sampler head."""
@@ -338,9 +339,9 @@ class CandidateWriter:
 class Parallel(FillRule):
     """Draws a candidate for every open position from the LM head, independently of the others.
 
-    The open positions of all rows are gathered and run in chunks. The cost is proportional to their
-    number, and no ``[B, L, V]`` array exists. The key of a draw is derived from the row and the
-    index on the canvas.
+    The open positions of all rows are gathered and processed in chunks. The cost is proportional to
+    their number, and no ``[B, L, V]`` array exists. The key of a draw is derived from the row and
+    the index on the canvas.
     """
 
     about = "independently of each other"

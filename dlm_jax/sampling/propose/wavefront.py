@@ -50,8 +50,8 @@ def bootstrap(
     """True at the starting positions of each row, ``[B, L]``: see `Wavefront`.
 
     `is_far_BL` marks open positions of runs without a visible token at either end. A share
-    `ratio_B` of them starts, at least one. Spread rows start at the most confident position of each
-    of several equal windows instead of the most confident positions overall.
+    `ratio_B` of them, at least one, are starting positions. Spread rows start at the most confident
+    position of each of several equal windows instead of the most confident positions overall.
     """
     total_B = jnp.sum(is_far_BL, axis=1)
     count_B = jnp.floor(ratio_B * total_B + 1e-3).astype(jnp.int32)
@@ -123,7 +123,7 @@ def _over_groups(
 def distance(
     is_walked_BL: jax.Array, is_source_BL: jax.Array, is_one_sided_B: jax.Array | bool = False
 ) -> jax.Array:
-    """Distance to the nearest source through `walked` positions; `NEVER` if none is reachable.
+    """Distance to the nearest source through `walked` positions; `NEVER` if no source is reachable.
 
     One-sided rows use the source on the left, if there is one.
     """
@@ -268,7 +268,7 @@ def _read(
         clean_NV = reader.logits(places_N)
         allowed_NV = clean_NV.at[:, banned].set(-jnp.inf) if writer.banned_ids else clean_NV
         sureness_N = jnp.max(allowed_NV, axis=1) - jax.nn.logsumexp(allowed_NV, axis=1)
-        # Every run needs a start. A row with a NaN ends as not finite anyway.
+        # Every run needs a start. A row with NaN ends as non-finite in any case.
         sureness_N = jnp.where(jnp.isnan(sureness_N), -jnp.inf, sureness_N)
         sureness_BL = put(sureness_BL, places_N, is_real_N, sureness_N)
         return writer.write(found, places_N, is_real_N, clean_NV), sureness_BL

@@ -1,4 +1,4 @@
-"""Remask rules, which turn committed tokens back into holes after a step.
+"""Remask rules, which turn committed tokens into holes again after a step.
 
 A rule is a frozen pytree like a commit rule. The loop calls it with the unfrozen tokens of a block
 after every step except the last.

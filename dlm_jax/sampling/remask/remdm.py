@@ -28,7 +28,7 @@ class RemdmCap(RemaskRule):
     with probability ``alpha_s`` after the step.
     """
 
-    about = "each token with the probability of the noise process"
+    about = "remasks each token with the probability of the noise process"
 
     eta_B: jax.Array = per_row(REMASK_ETA)
     schedule: NoiseSchedule = fact("noise")
@@ -79,7 +79,7 @@ class RemdmConf(RemdmCap):
     The softmax runs over the unfrozen tokens of the block. ``eta`` only enables the rule.
     """
 
-    about = "as remdm_cap, with higher probability for unlikely tokens"
+    about = "like remdm_cap, with higher probability for unlikely tokens"
 
     @classmethod
     def check_trace(cls, row: Any) -> None:

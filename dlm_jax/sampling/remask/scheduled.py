@@ -42,7 +42,7 @@ class Scheduled(RemaskRule):
     draw (`docs/readings.md`, "Refinement").
     """
 
-    about = "the share of tokens with the highest wrongness"
+    about = "remasks a share of the tokens, those with the highest wrongness"
     log_chance = certain
 
     start_B: jax.Array = per_row(REMASK_START)
@@ -100,7 +100,7 @@ class ScheduledThreshold(Scheduled):
     A block without such tokens is finished.
     """
 
-    about = "all tokens above a threshold of wrongness"
+    about = "remasks all tokens above a threshold of wrongness"
 
     def worst(self, wrong_BL: jax.Array, ratio_B: jax.Array, context: RemaskContext) -> jax.Array:
         """True where wrongness is above the threshold."""

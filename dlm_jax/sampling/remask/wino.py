@@ -27,7 +27,7 @@ class Wino(RemaskRule):
     network may attend to the token.
     """
 
-    about = "tokens with a low probability in later forwards; fewer per step than it commits"
+    about = "remasks tokens unlikely in later forwards, fewer per step than it commits"
     rereads = True
     log_chance = certain
 

@@ -90,8 +90,8 @@ def _block_size(vocab_size: int) -> int:
 class Automaton:
     """A deterministic automaton over the ids of a vocabulary.
 
-    State 0 is dead, and class 0 holds the ids without any transition. EOS leads from a final state
-    to an absorbing state for EOS.
+    State 0 is dead, and class 0 contains the ids without any transition. EOS leads from a final
+    state to an absorbing state for EOS.
 
     Attributes:
       pattern: regular expression of the language.
@@ -120,9 +120,7 @@ class Automaton:
 
     @cached_property
     def fewest_S(self) -> np.ndarray:
-        """Minimum number of ids from a state to the end of a text; a huge number if there is
-        none.
-        """
+        """Minimum number of ids from a state to the end of a text; a large number if none."""
         fewest = np.where(self.is_final_S, 0, np.iinfo(np.int32).max)
         for count in range(1, len(fewest) + 1):
             is_new = (self.leads_SS & (fewest[None] == count - 1)).any(1) & (fewest > count)

@@ -1,7 +1,7 @@
 """Penalties on tokens that already occur in the row: by count, and by repeated runs (DRY).
 
-Both are computed from the context of each step and have no state, so remasked tokens no longer
-count.
+Both are computed from the context of each step and have no state, so remasked tokens are no longer
+counted.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Penalties(LogitTransform):
         shift_NV += self.presence_B[at.row_N][:, None]
         largest = float(jnp.finfo(jnp.float32).max)
         penalised_NV = jnp.clip(scaled_NV - shift_NV, -largest, largest)
-        # -inf stays -inf for all signs
+        # -inf stays -inf for positive and negative penalties
         is_touched_NV = (count_NV > 0) & (logits_NV > -jnp.inf)
         return jnp.where(is_touched_NV, penalised_NV, logits_NV)
 
@@ -120,7 +120,7 @@ class Penalties(LogitTransform):
 class Dry(LogitTransform):
     """Penalises tokens that would extend a repetition ("don't repeat yourself").
 
-    The text is the run of visible tokens that ends just left of the position, or its newest
+    The text is the run of visible tokens that ends directly before the position, or its newest
     `last_n`. For each candidate t, L is the length of the longest suffix of the run that also
     occurs earlier in it followed by t, without crossing a breaker; where `L >= allowed_length`,
     `x[t] -= multiplier * base**(L - allowed_length)`. Breakers are not penalised. A multiplier of 0

@@ -18,7 +18,7 @@ from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, per_row, rule
 
 
 def _temperature(setting: Setting) -> Setting:
-    """The setting without values that are too small for float32 or clash with the sentinel -1."""
+    """The setting, without values that are too small for float32 or equal to the sentinel -1."""
 
     def parse(value: Any) -> float:
         value = setting.checked(value)
@@ -39,7 +39,7 @@ TEMPERATURE = _temperature(Setting(
     "temperature", 1.0,
     "temperature of the draw: 0 takes the most likely token, otherwise in [1e-6, 1e6]; 1 is "
     "neutral",
-    low=0.0, high=1e6, remedy="use 0.0 for greedy or 1.0 for none",
+    low=0.0, high=1e6, remedy="use 0.0 for greedy or 1.0 to disable it",
 ))  # fmt: skip
 TEMPERATURE_END = _temperature(Setting(
     "temperature_end", -1.0,
@@ -102,9 +102,9 @@ class Temperature(_Moving):
 class DynamicTemperature(_Moving):
     """`x / T'`, where T' follows the entropy of the candidates.
 
-    `T' = lo + (hi - lo) * (H / ln n)**e` with `lo = max(0, T - delta)`, `hi = T + delta`, H the
-    entropy in nats over the n candidates. A position with one candidate is unchanged. T' = 0 keeps
-    only the best candidate. T = 0 makes the row greedy; delta = 0 is plain temperature.
+    `T' = lo + (hi - lo) * (H / ln n)**e` with `lo = max(0, T - delta)`, `hi = T + delta`, where H
+    is the entropy in nats over the n candidates. A position with one candidate is unchanged. T' = 0
+    keeps only the best candidate. T = 0 makes the row greedy; delta = 0 is plain temperature.
     Source: llama.cpp, ``temp_ext``.
     """
 

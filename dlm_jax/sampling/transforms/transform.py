@@ -20,7 +20,7 @@ class At(NamedTuple):
       index_N: int32 position in the canvas, in [0, L).
       key_N: typed key of each position, for its own draw.
       is_real_N: False for the padding of a chunk, which does not activate transforms.
-      is_grown_N: True where the sampler head computed the logits; None if nowhere.
+      is_grown_N: True where the sampler head computed the logits; None if it computed none.
     """
 
     row_N: Array
@@ -51,8 +51,8 @@ class Context(NamedTuple):
 class LogitTransform(Rule):
     """A function of the logits of N positions, with parameters in `[B]` leaves of a pytree.
 
-    The logits of a disabled row are returned bit for bit, `-inf` stays `-inf`, and at least one
-    candidate per position remains. Logits arrive as float32 without NaN or +inf.
+    The logits of a disabled row are returned unchanged, bit for bit, `-inf` stays `-inf`, and at
+    least one candidate per position remains. Logits arrive as float32 without NaN or +inf.
 
     Only `apply` is required. The defaults of the other methods are no state, no context, the same
     transform at every step, and no fast path.
@@ -112,7 +112,7 @@ class LogitTransform(Rule):
         return state
 
     def makes_greedy(self) -> Array | None:
-        """True `[B]` for rows that take the argmax; None if there are none."""
+        """True `[B]` for rows that take the argmax; None if no row does."""
         return None
 
     def forbids(self, ids_N: Array, row_N: Array) -> Array | None:
@@ -120,16 +120,18 @@ class LogitTransform(Rule):
         return None
 
     def banned(self, vocab_size: int) -> Array | None:
-        """True `[B, V]` where `forbids` is; None if it forbids no ids."""
+        """True `[B, V]` where `forbids` is True; None if it forbids no ids."""
         return None
 
     def divisor(self) -> Array | None:
-        """The divisor `[B]` of the logits of each row if the transform only divides, else None."""
+        """The divisor `[B]` of the logits of each row if the transform only divides, and None
+        otherwise.
+        """
         return None
 
     def count(self) -> Array | None:
         """The number of largest candidates to keep, 0 for all, if the transform only truncates by
-        count, else None.
+        count, and None otherwise.
         """
         return None
 

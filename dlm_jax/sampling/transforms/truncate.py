@@ -5,7 +5,7 @@ values the lowest ids are kept. The semantics are those of the host samplers of 
 
 The cut is computed exactly, without sorting the vocabulary. A truncation keeps a prefix of the
 vocabulary sorted by some value, largest first, lower ids first among equals. The value at its end
-is found by narrowing a bracket until it holds a single token. Each bound takes one pass over the
+is found by narrowing a bracket until it contains a single token. Each bound takes one pass over the
 vocabulary, and about fifteen passes suffice. Bounds are chosen by false position on the logarithm
 of the mass above the ends, or by bisection of float32 bit patterns where false position is
 unreliable. Several bounds per pass are not faster on CPU, because XLA loops over each accumulator
@@ -41,8 +41,8 @@ _NUM_LARGEST = 1024
 class _Search(NamedTuple):
     """Bracket of the key of the cut, with the mass and count above each end.
 
-    `streak` counts how often in a row the upper end moved, negative for the lower; `turn` counts
-    the passes.
+    `streak` is the number of consecutive moves of the upper end, or minus that of the lower end;
+    `turn` is the number of passes.
     """
 
     low_N: Array
@@ -122,7 +122,7 @@ def _search(
     mass_N: Array,
     count_N: Array,
 ) -> tuple[Array, Array]:
-    """Value at which the prefix ends, and the last id kept among those that have it."""
+    """Value at which the prefix ends, and the last id kept among ids with this value."""
     V = logits_NV.shape[1]
     all_key = _key(jnp.float32(-jnp.inf))
     keeps_all_N = count_N >= V
@@ -177,8 +177,8 @@ def _expected_bounds(
     mass_N: Array,
     count_N: Array,
 ) -> list[Array]:
-    """The largest value after the prefix and the smallest in it, if only the largest values
-    existed.
+    """The largest value after the prefix and the smallest in it, computed from only the largest
+    values.
 
     The sums use a different order than a pass, so a pass must verify the result.
     """
@@ -199,10 +199,10 @@ def _next_bound(s: _Search, by_count: bool, mass_N: Array, count_N: Array) -> Ar
     """The next key to measure inside each bracket.
 
     It uses false position on the logarithms of the mass above the ends, shifted past the estimate
-    by half of its expected deviation so that both ends move. An end that does not move loses half
-    of its weight each time (the "Illinois" rule). Where this is unreliable it uses the middle
-    value. Every fourth bound, wide brackets and the last passes use the middle key, which closes
-    any bracket in 32 passes and terminates on many equal values.
+    by half of its expected deviation so that both ends move. An end that does not move is halved in
+    weight each time (the "Illinois" rule). Where this is unreliable, it uses the middle value.
+    Every fourth bound, wide brackets and the last passes use the middle key, which closes any
+    bracket in 32 passes and terminates on many equal values.
     """
     low_N, high_N = _float(s.low_N), _float(s.high_N)
     above_low_N, above_high_N, wanted_N = s.mass_low_N, s.mass_high_N, mass_N
@@ -348,7 +348,7 @@ class Truncation(LogitTransform):
 
 @rule
 class TopK(Truncation):
-    """Keeps the `max(k, min_keep)` largest logits; k <= 0 is off, k above V keeps all."""
+    """Keeps the `max(k, min_keep)` largest logits; k <= 0 is off, k above V keeps all logits."""
 
     k_B: Array = per_row(TOP_K)
     min_keep_B: Array = per_row(MIN_KEEP)
@@ -517,7 +517,7 @@ def keep_above(logits_NV: Array, floor_N: Array, min_keep_N: Array, is_active_N:
     size = min(MAX_CANDIDATES, logits_NV.shape[1])
 
     def keep_few(x_NV):
-        # The same order as elsewhere, where denormals count as 0.
+        # The same order as elsewhere, where denormals are treated as 0.
         seen_NV = vocab.flushed(x_NV)
         seen_NK, ids_NK = jax.lax.top_k(seen_NV, size)
         # Lower ids come first among equals, so the last kept id determines the kept ones.
