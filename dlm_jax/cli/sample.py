@@ -238,7 +238,7 @@ def _check_modes(args: argparse.Namespace) -> None:
     size, limit = args.read_back, args.max_candidates
     if size is not None and size > limit:
         raise ValueError(
-            f"--read-back {size} is more than --max-candidates {limit}; raise that to {size}"
+            f"--read-back {size} is more than --max-candidates {limit}; raise the limit to {size}"
         )
     if (args.prompts is None) != (args.output is None):
         raise ValueError("--prompts and --output require each other; pass both")

@@ -44,7 +44,7 @@ from dlm_jax.store.files import source_digest
 
 
 class Meter:
-    """Reports the progress of an engine; `tick` may be called at any rate."""
+    """Reports the progress of an engine; `tick` may be called at any time."""
 
     def __init__(
         self,

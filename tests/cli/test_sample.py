@@ -168,7 +168,7 @@ def test_the_draw_is_a_flag(run_dir, capsys):
         (["--host-sampler", "json:dumpz"], "json has no 'dumpz'; did you mean 'dump'?"),
         (["--host-sampler", "math:pi"], "--host-sampler math:pi is 3.14"),
         (["--read-back", "0"], "argument --read-back: 0 is not in [1, "),
-        (["--read-back", "99"], "--read-back 99 is more than --max-candidates 64; raise that to"),
+        (["--read-back", "99"], "--read-back 99 is more than --max-candidates 64; raise the limit"),
         (["--max-candidates", "0"], "argument --max-candidates: 0 is not in [1, "),
         (["--draw", "gumble"], "did you mean 'gumbel'?"),
         (["--prompt", "Zebra"], "'Z' (U+005A)"),

@@ -232,7 +232,7 @@ class Uncertainty(EditRule):
 
 @rule
 class Lead(Uncertainty):
-    """Inserts where the most likely token leads over the current one. Deletions are those of
+    """Inserts where the most likely token has a lead over the current one. Deletions are those of
     `Uncertainty`.
 
     This rule requires a model trained to proofread.
