@@ -1,9 +1,9 @@
 """Samples texts from a trained model: ``python sample.py --prompt "ROMEO:" --num-samples 4``.
 
-Without ``--checkpoint`` the shipped model is used, a small model of Shakespeare.
-Only the texts go to standard output, separated by a line ``---``; progress, a summary and the
-output of ``--read-back``, ``--report-chain`` and ``--watch`` go to standard error. Flags default to
-the recommendations of the checkpoint.
+Without ``--checkpoint`` the shipped model is used, a small model of Shakespeare. Only the texts go
+to standard output, separated by a line ``---``; progress, a summary and the output of
+``--read-back``, ``--report-chain`` and ``--watch`` go to standard error. Flags default to the
+recommendations of the checkpoint.
 
 ``--prompts in.jsonl --output out.jsonl`` runs a file of requests instead; run it again to resume it
 (docs/generation.md).

@@ -207,9 +207,8 @@ def load_corpus(
       source: the name of a corpus, a path or a glob, or several (see `read_documents`); or one or
         several sharded corpora, directories or URLs, whose tokens are read in place.
       tokenizer: a kind (see `make_tokenizer`), an existing tokenizer, such as a checkpoint's, or a
-        function that makes one for the whole text.
-        A character tokenizer uses the whole text, so that the held-out part can be encoded; a BPE
-        is trained on the training text only.
+        function that makes one for the whole text. A character tokenizer uses the whole text, so
+        that the held-out part can be encoded; a BPE is trained on the training text only.
       seq_len: tokens of a row. The training text must fill one window; a prompt, its response and
         one EOS must fit a row.
       held_out: share to hold out at the end, in (0, 1): a fraction of the characters, or of the

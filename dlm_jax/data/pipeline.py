@@ -100,8 +100,8 @@ def train_batches(
     """An endless iterator over `train_dataset` from step `start_step` on, read ahead by a thread.
 
     Its `get_state()` is a small dict for `set_state` (batches read ahead are not counted), so
-    grain's checkpoint handlers save it; `start_step` needs only the step number.
-    With a `prefetch` of 0 batches are read in the caller's thread.
+    grain's checkpoint handlers save it; `start_step` needs only the step number. With a `prefetch`
+    of 0 batches are read in the caller's thread.
     """
     for field, value in (("start_step", start_step), ("prefetch", prefetch)):
         if value < 0:

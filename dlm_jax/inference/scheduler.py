@@ -3,8 +3,8 @@
 Requests that can run in the same programs share a bucket and wait in its queue, ordered by priority
 and then by number. A queue with work that is being served has a program with enough slots for its
 requests. A slot takes the next request when its row ends. Queues are served round robin. The number
-of programs is
-limited: the least recently used one is evicted, and if all are busy, one queue is drained.
+of programs is limited: the least recently used one is evicted, and if all are busy, one queue is
+drained.
 """
 
 from __future__ import annotations

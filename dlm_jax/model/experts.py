@@ -1,8 +1,8 @@
 """A mixture of experts instead of the MLP: a router, and grouped matrix products.
 
-There is no capacity limit, so rows are independent. The mesh axis
-``expert`` splits the experts, and ``tensor`` splits the inner dimension of each: a device applies
-its own experts to the tokens of all devices that share them, and the outputs are summed.
+There is no capacity limit, so rows are independent. The mesh axis ``expert`` splits the experts,
+and ``tensor`` splits the inner dimension of each: a device applies its own experts to the tokens of
+all devices that share them, and the outputs are summed.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ _BLOCK = 256
 def sorts_whole_rows() -> bool:
     """Whether whole-row sorts and reductions are fastest on the devices in use.
 
-    For a TPU v5e, ``argmax`` and ``top_k`` of 512 x 32768 logits take half the run time
-    and a third of the compile time of the workarounds here. Truncation takes one pass after a
-    ``top_k`` instead of about fifteen (`dlm_jax.sampling.transforms.truncate`).
+    For a TPU v5e, ``argmax`` and ``top_k`` of 512 x 32768 logits take half the run time and a third
+    of the compile time of the workarounds here. Truncation takes one pass after a ``top_k`` instead
+    of about fifteen (`dlm_jax.sampling.transforms.truncate`).
     """
     return platform() != "cpu"
 

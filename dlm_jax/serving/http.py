@@ -194,8 +194,8 @@ class Events(Response):
 
     Args:
       run: sends events through the given function.
-      ended: called with the status at the end: 200, 499 for a disconnected
-        client, or the status of an error.
+      ended: called with the status at the end: 200, 499 for a disconnected client, or the status of
+        an error.
       seconds: time limit.
       ends_with_done: whether ``[DONE]`` is sent.
     """

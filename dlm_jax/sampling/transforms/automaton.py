@@ -80,9 +80,8 @@ class Arcs(NamedTuple):
 
 
 def _block_size(vocab_size: int) -> int:
-    """Number of ids in a block. Blocks are few and small,
-    because a draw reads all block sums and the ids of one
-    block.
+    """Number of ids in a block. Blocks are few and small, because a draw reads all block sums and
+    the ids of one block.
     """
     return 1 << (max(vocab_size, 1 << 10).bit_length() - 1) // 2
 
