@@ -155,7 +155,7 @@ def test_bad_input_is_refused_in_one_line_and_leaves_no_file(source, tmp_path):
         (
             [source, tmp_path / "strange.txt"],
             {"tokenizer": letters},
-            r"strange\.txt: the character .*\(U\+00E9\) at position 5 is not among",
+            r"strange\.txt: the character .*\(U\+00E9\) at position 5 is not one of",
         ),
     ]
     for bad, options, message in cases:

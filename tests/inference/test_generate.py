@@ -421,8 +421,8 @@ def test_refused_prompts_are_told_apart():
         (lambda path: shutil.rmtree(path), "does not exist"),
         (lambda path: _empty(path), "empty"),
         (lambda path: _truncate(path), "no usable checkpoint"),
-        (lambda path: saved_model.save(_empty(path), width=32), "use the config"),
-        (lambda path: saved_model.save(_empty(path), depth=3), "use the config"),
+        (lambda path: saved_model.save(_empty(path), width=32), "use the training config"),
+        (lambda path: saved_model.save(_empty(path), depth=3), "use the training config"),
     ],
     ids=["missing", "empty", "truncated", "other width", "other depth"],
 )

@@ -128,8 +128,8 @@ def test_without_a_source_the_state_is_as_it_was():
             {},
             "has model.heads=4, but the config has 2; use the [model] of its",
         ),
-        ({"rope_theta": 100.0}, {}, "has model.rope_theta=100.0, and the config asks for 10000.0"),
-        ({"norm_epsilon": 0.1}, {}, "has model.norm_epsilon=0.1, and the config asks for 1e-05"),
+        ({"rope_theta": 100.0}, {}, "has model.rope_theta=100.0, but the config has 10000.0"),
+        ({"norm_epsilon": 0.1}, {}, "has model.norm_epsilon=0.1, but the config has 1e-05"),
         (HEADS | {"sampler_context": 1}, HEADS, "sampler_head/inner/kernel of shape (48, 16)"),
     ],
 )
