@@ -50,8 +50,8 @@ class Corpus:
       sha256: of the whole text in UTF-8 (documents: of a JSON line ``[prompt, text]`` for each;
         shards: of their index); store it with the results.
       num_train_characters: characters of training text, excluding prompts.
-      num_val_characters: characters of held-out text, excluding prompts; nats per token times
-        `num_val_tokens` over this and ln 2 is bits per character.
+      num_val_characters: characters of held-out text, excluding prompts. Bits per character are
+        nats per token times `num_val_tokens / (num_val_characters * ln 2)`.
       num_train_tokens: trained tokens, including tails (see `load_corpus`) but not prompts.
       num_val_tokens: the same for the held-out text.
     """

@@ -7,8 +7,8 @@ A sharded corpus is a directory or bucket prefix::
     val-00000-of-00100.array_record   held-out documents
 
 A shard is an ArrayRecord file. Its first record is JSON that identifies the tokenizer (see
-`fingerprint`); the others hold `record_tokens` little-endian ids each, of consecutive documents,
-each followed by EOS; the last record may be shorter.
+`fingerprint`); each other record holds `record_tokens` little-endian ids; the last one may
+be shorter. The ids are those of consecutive documents, with EOS after every document.
 
 The ids of all shards form one sequence, which is never in memory as a whole. A reader reads only
 the records that it needs; ArrayRecord verifies their checksums. Files in buckets are copied into

@@ -204,7 +204,7 @@ class ObjectiveConfig(Section):
 
     @property
     def distilled(self) -> tuple[str, ...]:
-        """The objectives with a share that learn from a teacher."""
+        """The distillation objectives whose share is not zero."""
         return tuple(name for name in TAUGHT if getattr(self, f"{name}_share") > 1e-6)
 
     @property

@@ -264,7 +264,7 @@ def test_bad_documents_are_refused_in_one_line_and_leave_no_file(pairs, source, 
         (
             tmp_path / "odd.jsonl",
             {"tokenizer": CharacterTokenizer.of("ok")},
-            r"odd\.jsonl line 2: the character .*\(U\+00E9\) at position 0 is not among",
+            r"odd\.jsonl line 2: the character .*\(U\+00E9\) at position 0 is not one of",
         ),
     ]
     for bad, options, message in cases:
