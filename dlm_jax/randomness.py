@@ -36,7 +36,7 @@ def check_settings() -> None:
     """Raises if JAX settings would change results.
 
     Raises:
-      ValueError: a setting has another value; the message names it and its environment variable.
+      ValueError: a setting has a different value; the message names it and its variable.
     """
     for name, value in settings().items():
         if value != _REQUIRED[name]:

@@ -152,7 +152,7 @@ def _check_tokenizers(
     for root, index in zip(roots, indices, strict=True):
         if fingerprint(index.tokenizer) != fingerprint(first.tokenizer):
             raise ValueError(
-                f"data.source: {root} was made with another tokenizer than {roots[0]}; "
+                f"data.source: {root} was made with a different tokenizer from {roots[0]}; "
                 "use the same tokenizer for both"
             )
         if (index.dtype, index.record_tokens) != (first.dtype, first.record_tokens):
@@ -170,7 +170,7 @@ def _check_tokenizers(
         tokenizer = make_tokenizer(tokenizer, "")
     if fingerprint(tokenizer) != fingerprint(first.tokenizer):
         raise ValueError(
-            f"data.source: {roots[0]} was made with another tokenizer than data.tokenizer; "
+            f"data.source: {roots[0]} was made with a different tokenizer from data.tokenizer; "
             f"rebuild it with that one, or use data.tokenizer=corpus"
         )
 

@@ -221,7 +221,7 @@ class TokenShards(Mapped):
             raise DamagedShard(f"{path} is not a shard of a corpus; copy it again") from None
         if header.get("tokenizer") != self.tokenizer_sha256:
             raise DamagedShard(
-                f"{path} was made with another tokenizer than in its index; restore the shard "
+                f"{path} was made with a different tokenizer from its index; restore the shard "
                 f"of this corpus"
             )
 

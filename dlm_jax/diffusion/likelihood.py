@@ -54,7 +54,7 @@ def costs(
 ) -> Costs:
     """The cost of each row: exact for a causal model, else an unbiased estimate of its bound.
 
-    For other processes than the masked one, the bound is that of `process_elbo`: a draw is a time
+    For processes other than the masked one, the bound is that of `process_elbo`: a draw is a time
     and the noise of that time. It uses the linear schedule, because the bound is the same for all
     schedules.
 

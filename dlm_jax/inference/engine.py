@@ -63,7 +63,7 @@ class Engine:
         Default: powers of two from 64.
       max_waiting: maximum number of waiting requests; None for no limit.
       max_programs: maximum number of compiled programs. The least recently used program is evicted.
-        If all are busy, one is drained so that another kind of request can run.
+        If all are busy, one is drained so that a different kind of request can run.
       max_candidates: maximum number of candidates per position for host samplers and read-back.
     """
 

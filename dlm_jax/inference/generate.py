@@ -269,8 +269,8 @@ def canvases(
 ) -> Iterator[dict[int, Row]]:
     """Yields rows by request index, before the first step and after every `every` steps.
 
-    With ``"block"`` it yields a row after each finished block. The last yield of a row follows its
-    end, cut at its first EOS. Programs take turns.
+    With ``"block"`` it yields a row after each finished block. The last yield of a row is its final
+    result, cut at its first EOS. Programs take turns.
     """
     is_count = isinstance(every, int) and not isinstance(every, bool) and every >= 1
     if not is_count and every != "block":

@@ -262,7 +262,7 @@ def replay(
         or condition other draws (``fill="wavefront"``).
 
     Raises:
-      ValueError: the trace has another vocabulary, needs a head that the model lacks, or has
+      ValueError: the trace has a different vocabulary, needs a head that the model lacks, or has
           inconsistent arrays.
     """
     network = model.network if isinstance(model, Model) else model
@@ -308,9 +308,8 @@ def _check_trace(model: Model | Network, network: Network, trace: Trace) -> None
         is_same = trace.vocabulary in ("", model.vocabulary)
         if not is_same or trace.mask_id != model.tokenizer.mask_id:
             raise ValueError(
-                "the trace was made with another tokenizer than the model's; replay it with the "
-                "model that "
-                "sampled it"
+                "the trace was made with a different tokenizer from the model's; "
+                "replay it with the model that sampled it"
             )
     if trace.rules.fill.needs_sampler and network.sampler_readout is None:
         raise ValueError(

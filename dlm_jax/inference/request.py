@@ -162,7 +162,7 @@ def _holes(tokenizer: Tokenizer, length: int) -> np.ndarray:
 def _check_room(given: Given, room: int, what: str) -> Given:
     if given.tokens.size > room:
         raise ValueError(
-            f"{what} of {given.tokens.size} tokens with its holes exceeds the canvas of {room}; "
+            f"{what} of {given.tokens.size} tokens, including holes, exceeds the canvas of {room}; "
             "shorten it or raise max_length"
         )
     return given
@@ -607,7 +607,7 @@ def _settings(
 
 
 def _of_process(recommended: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a model with other noise than MASK: its own order, unless one is given."""
+    """The settings of a model with noise other than MASK: its own order, unless one is given."""
     own = {} if recommended["order"] != "random" else {"order": "posterior"}
     return own | dict(given)
 

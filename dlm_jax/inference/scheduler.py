@@ -30,7 +30,7 @@ class Ticket:
 
 @dataclass(eq=False)
 class Entry:
-    """A submitted request: it waits if `slot` is None, otherwise it runs there."""
+    """A submitted request. It waits while `slot` is None; otherwise it runs in that slot."""
 
     ticket: Ticket
     request: Any

@@ -116,7 +116,7 @@ def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
 def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] | None:
     """The first difference as a description of the other run and a remedy."""
     if saved["corpus"]["sha256"] != meta["corpus"]["sha256"]:
-        text = f"that was trained on another text than {meta['corpus']['name']}"
+        text = f"that was trained on a different text from {meta['corpus']['name']}"
         return text, "set data.source to the text of the other run"
     drawn, draws = saved["randomness"], meta["randomness"]
     if drawn["draws"] != draws["draws"]:
@@ -143,7 +143,7 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
         return what, f"set {key}={there[key]!r}"
     # The file of a tokenizer may have changed.
     if saved["tokenizer"] != meta["tokenizer"]:
-        return "with another tokenizer", "use that one"
+        return "with a different tokenizer", "use that one"
     for part in saved["own"] | meta["own"]:
         before, now = saved["own"].get(part), meta["own"].get(part)
         if before != now:

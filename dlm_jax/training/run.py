@@ -370,7 +370,7 @@ def begin_with(
           must not be a published model.
 
     Raises:
-      ValueError: the model does not exist, has another tokenizer, shape or training-relevant
+      ValueError: the model does not exist, has a different tokenizer, shape or training-relevant
         setting, or has a config that this version cannot read.
     """
     if not source:
@@ -386,11 +386,11 @@ def begin_with(
     if meta["tokenizer"] != tokenizer.to_json():
         if teaches:
             raise ValueError(
-                f"{where} has another vocabulary than the run; use a model with the same vocabulary"
+                f"{where} has a different vocabulary from the run; use a model with the same one"
             )
         places = places_of(from_json(meta["tokenizer"]), tokenizer)
         if places is None:
-            raise ValueError(f"{where} has another tokenizer; use data.tokenizer=init")
+            raise ValueError(f"{where} has a different tokenizer; use data.tokenizer=init")
         params = renumbered(params, state.params, places)
     _check_settings(where, configs.from_dict(meta["config"], where=where).model, model)
     fresh = [name for name in state.params if name not in params]
@@ -432,7 +432,7 @@ def _laid_out(where: str, own: Params, given: Params) -> Params:
 
     for name in own:
         if jax.tree.structure(given[name]) != jax.tree.structure(own[name]):
-            raise ValueError(f"{where} has another kind of {name}; use the [model] of its run")
+            raise ValueError(f"{where} has a different kind of {name}; use the [model] of its run")
     return jax.tree_util.tree_map_with_path(take, own, given)
 
 
@@ -449,7 +449,7 @@ def _begin_published(source: str, state: TrainState, report: Callable[[str], Non
     fresh = [name for name in state.params if name not in given]
     if "head" in fresh or set(given) - set(state.params):
         raise ValueError(
-            f"train.init_from={source} has another kind of head; remove model.tied_head"
+            f"train.init_from={source} has a different kind of head; remove model.tied_head"
         )
     if fresh:
         report(f"train.init_from={source} lacks {', '.join(fresh)}, which are freshly initialised")

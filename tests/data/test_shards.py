@@ -247,7 +247,7 @@ def test_a_shard_of_another_tokenizer_is_refused(tmp_path):
     os.replace(theirs, tmp_path / "a" / name)
     changed = dataclasses.replace(index, train=(facts, *index.train[1:]))
     changed.write(shards.located(tmp_path / "a"))
-    with pytest.raises(DamagedShard, match=f"{name} was made with another tokenizer"):
+    with pytest.raises(DamagedShard, match=f"{name} was made with a different tokenizer"):
         load_corpus(tmp_path / "a", seq_len=16, cache_dir=tmp_path / "c")
 
 
@@ -255,8 +255,8 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path):
     low, high = make(tmp_path, "low"), make(tmp_path, "high", tokenizer="bpe:280")
     text = write_jsonl(tmp_path / "text.jsonl")
     cases = [
-        ([low, high], {}, "high was made with another tokenizer than .*low"),
-        (high, {"tokenizer": "byte"}, "high was made with another tokenizer than data.tokenizer"),
+        ([low, high], {}, "high was made with a different tokenizer from .*low"),
+        (high, {"tokenizer": "byte"}, "high was made with a different tokenizer from data.tok"),
         (low, {"tokenizer": "bpe:280"}, "would train a tokenizer"),
         ([low, low], {"weights": (0, 0)}, r"data.weights=\[0.0, 0.0\] sum to 0"),
         ([low, low], {"weights": (1, -1)}, "must be numbers of at least 0"),

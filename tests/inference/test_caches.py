@@ -161,7 +161,7 @@ def test_an_exact_cache_writes_ten_thousand_greedy_tokens_as_without():
         (BOTH_WAYS, {"cache": "dual", "block_length": 4, "cache_refresh": -1}, "cache_refresh=-1"),
         (BOTH_WAYS, {"cache": "dual", "block_length": 4, "edit": True, "resample": True,
                      "schedule": "all"}, "edit=True moves tokens, which cache='dual'"),
-        (CAUSAL, {"cache": "exact", "order": "random"}, "order='random' may write other positions"),
+        (CAUSAL, {"cache": "exact", "order": "random"}, "order='random' may write positions other"),
         (CAUSAL, {"cache": "exact", "steps": 4, **NEXT}, "steps=4 is less than the 16 tokens"),
     ],
 )  # fmt: skip

@@ -117,7 +117,7 @@ def test_without_a_source_the_state_is_as_it_was():
         ({"vocab_size": TOKENIZER.vocab_size + 4}, {}, "has embedding of shape"),
         ({"tied_head": False}, {}, "is a different kind of model: only one of the two has head"),
         ({}, {"tied_head": False}, "is a different kind of model: only one of the two has head"),
-        ({"qk_norm": False}, {}, "has another kind of blocks; use the [model] of its run"),
+        ({"qk_norm": False}, {}, "has a different kind of blocks; use the [model] of its run"),
         (
             {"activation": "gelu"},
             {},
@@ -160,7 +160,7 @@ def test_a_model_whose_config_cannot_be_read_is_refused(tmp_path, section, key, 
 
 
 def test_a_model_of_another_text_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="has another tokenizer; use data.tokenizer=init"):
+    with pytest.raises(ValueError, match="has a different tokenizer; use data.tokenizer=init"):
         begin_with(
             _trained(tmp_path),
             _fresh(),

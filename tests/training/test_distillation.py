@@ -102,7 +102,7 @@ def test_a_teacher_of_another_vocabulary_is_refused_by_name(folder, tmp_path):
     changes = {
         "train__init_from": folder / "base0", "objective__teacher": tmp_path / "letters",
     }  # fmt: skip
-    with pytest.raises(ValueError, match=r"^objective.teacher=.*letters has another vocabulary"):
+    with pytest.raises(ValueError, match=r"^objective.teacher=.*letters has a different vocab"):
         _train(tmp_path / "run", **TAUGHT | changes)
 
 

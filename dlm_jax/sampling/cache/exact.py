@@ -65,8 +65,8 @@ class Exact(CacheRule):
                 raise SettingError(
                     name,
                     value,
-                    "may write other positions than the next one, which cache='exact' of a causal "
-                    "model requires",
+                    "may write positions other than the next one, but cache='exact' of a causal "
+                    "model writes only that one",
                     f"use {name}={fine[0]!r}",
                 )
 

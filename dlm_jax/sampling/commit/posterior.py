@@ -1,4 +1,4 @@
-"""Sampling along a forward process with other noise than MASK: every token may change.
+"""Sampling along a forward process with noise other than MASK: every token may change.
 
 Step i of S goes from time ``t = a (1 - i/S)`` to ``s = a (1 - (i + 1)/S)``, with ``a = 1``, or less
 to keep more of a draft. Each open position then draws ``z_s`` from ``q(z_s | z_t, x)`` with the

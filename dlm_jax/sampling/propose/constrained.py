@@ -350,7 +350,7 @@ class Constrained(FillRule):
         rows_B = jnp.arange(self.start_B.size)
 
         def leaving(state_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """The labels and the target states of the arcs of the state of each row, ``[B, D]``."""
+            """Labels and target states of the arcs that leave each row's state, ``[B, D]``."""
             return self.label_BDS[rows_B, :, state_B], self.next_BDS[rows_B, :, state_B]
 
         def forth(states: _States, at_one: Any) -> tuple[_States, jax.Array]:
