@@ -204,12 +204,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def _describe(hint: Any) -> str:
     if typing.get_origin(hint) is tuple:
-        kinds = {str: "texts", int: "whole numbers", float: "numbers"}
+        kinds = {str: "strings", int: "integers", float: "numbers"}
         kind = kinds[typing.get_args(hint)[0]]
         return f"a list of {kind} (on the command line: separated by commas)"
     if isinstance(hint, types.UnionType):
         return "pairs of an id and a number (on the command line: 12:-5,30:2)"
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
     return names[hint]
 
 

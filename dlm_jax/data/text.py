@@ -90,7 +90,7 @@ def _kind(value: Any) -> str:
     """The JSON type of `value`."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return {str: "a text", list: "a list", dict: "an object"}.get(type(value), "a number")
+    return {str: "a string", list: "a list", dict: "an object"}.get(type(value), "a number")
 
 
 SHAKESPEARE = "tinyshakespeare"

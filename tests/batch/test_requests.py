@@ -103,7 +103,7 @@ def test_a_line_without_a_usable_id_gets_the_id_of_its_number_and_the_reason(pat
         ({"prompt": "a", "template": "b"}, " has prompt and template; keep one of them"),
         ({"tokens": [], "prompt": "", "template": ""}, " has prompt and template and tokens; keep"),
         ({"prompt": 3}, ": prompt=3 is not a string; write it in quotes"),
-        ({"prompt": None}, ": prompt=null is not a text"),
+        ({"prompt": None}, ": prompt=null is not a string"),
         ({"template": ["a"]}, ": template=[...] is not a string"),
         ({"draft": {}}, ": draft={...} is not a string"),
         ({"prompt": "ab\ud800"}, ": prompt has a lone surrogate (U+D800) at position 2, which"),

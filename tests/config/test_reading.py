@@ -90,7 +90,7 @@ BEGUN = {"train.init_from": "runs/other"}
         ({"heads.clip": "0"}, "heads.clip=0.0 is outside (0, 3e+38]; use 1.0, say"),
         ({"heads.learning_rate": "nan"}, "heads.learning_rate=nan"),
         (SAMPLER | {"heads.train_main": "false"},
-         "heads.train_main=False freezes the model, and it is untrained; name a trained one in "
+         "heads.train_main=False freezes an untrained model; name a trained one in "
          "train.init_from"),
     ],
 )  # fmt: skip

@@ -134,7 +134,7 @@ def _ids(value: Any) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise SettingError("confidence_without", value, "is not a list of ids", "use (), say")
     if not all(hasattr(id_, "__index__") and not isinstance(id_, bool) for id_ in value):
-        raise SettingError("confidence_without", value, "contains a non-id", "use whole numbers")
+        raise SettingError("confidence_without", value, "contains a non-id", "use integers")
     return tuple(int(id_) for id_ in value)
 
 
