@@ -49,7 +49,7 @@ class Table(NamedTuple):
     rows: tuple[tuple[str, ...], ...]
 
     def cell(self, row: tuple[str, ...], column: str) -> str:
-        """What stands in the row that begins with these cells."""
+        """The contents of the row that begins with these cells."""
         (found,) = [cells for cells in self.rows if cells[: len(row)] == row]
         return found[self.header.index(column)]
 
