@@ -267,12 +267,14 @@ def test_a_rule_of_the_wrong_kind_is_refused():
         "rules is the class Leftmost; pass a list of classes, or a module with classes",
         rules=Leftmost,
     )
-    _refused("commit is a Temperature, which is no CommitRule; use order=... for a name",
+    _refused("commit is a Temperature, which is not a CommitRule; use order=... for a name",
              commit=Temperature(0.5))  # fmt: skip
     _refused("transforms is a Temperature; pass a list of rule objects",
              transforms=Temperature(0.5))  # fmt: skip
-    _refused("transforms is a Threshold, which is no LogitTransform", transforms=[Threshold(0.5)])
-    _refused("remask is a Leftmost, which is no RemaskRule", remask=Leftmost(2))
+    _refused(
+        "transforms is a Threshold, which is not a LogitTransform", transforms=[Threshold(0.5)]
+    )
+    _refused("remask is a Leftmost, which is not a RemaskRule", remask=Leftmost(2))
     _refused("commit and order both name a rule; pass only one",
              commit=Threshold(0.5), order="random")  # fmt: skip
 

@@ -206,7 +206,7 @@ def _check(request: dict[str, Any], where: str, names: tuple[str, ...]) -> None:
         raise ValueError(f"{where} has {' and '.join(contents)}; keep one of them")
     for name in _TEXTS:
         if name in request:
-            _check_kind(f"{where}: {name}", request[name], str, "a text", "write it in quotes")
+            _check_kind(f"{where}: {name}", request[name], str, "a string", "write it in quotes")
             _check_text(f"{where}: {name}", request[name])
     for name in _INTEGERS:
         if name in request:

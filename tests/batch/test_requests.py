@@ -78,9 +78,9 @@ def test_requests_come_back_as_written_in_their_order(path, requests, ids, is_as
         ("null", ": null is not an object"),
         (b'{"prompt": "\xe4"}', "is not UTF-8: byte 0xe4 at column 13 (in bytes); save the file"),
         ('{"id": 1.5}', ": id=1.5 must be a string or an integer"),
-        ('{"id": true}', ": id=true is neither"),
-        ('{"id": null}', ": id=null is neither"),
-        ('{"id": [1]}', ": id=[...] is neither"),
+        ('{"id": true}', ": id=true must be a string or an integer"),
+        ('{"id": null}', ": id=null must be a string or an integer"),
+        ('{"id": [1]}', ": id=[...] must be a string or an integer"),
         (r'{"id": "\udc00"}', ": id has a lone surrogate (U+DC00) at position 0, which is not"),
         ('{"id": "line 7"}', ': id="line 7" is reserved for that line; use another id'),
         ('{"id": "first"}', ': id="first" is already used by line 1; use unique ids'),
@@ -193,8 +193,8 @@ def test_every_line_is_in_the_share_of_exactly_one_process(numbers, count):
         (0, 0, "count=0 processes are too few; use at least 1"),
         (3, 3, "index=3 is not a process of count=3; use 0 to 2"),
         (-1, 3, "index=-1 is not a process of count=3; use 0 to 2"),
-        (True, 3, "index=True of the processes is not an integer; use one"),
-        (0, 2.0, "count=2.0 of the processes is not an integer; use one"),
+        (True, 3, "index=True of the processes is not an integer"),
+        (0, 2.0, "count=2.0 of the processes is not an integer"),
     ],
 )
 def test_a_process_that_cannot_be_is_refused(index, count, message):

@@ -261,7 +261,7 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path, capsys, setting):
     if os.access("/proc", os.W_OK):  # nobody can make a directory there, and root may write it
         (tmp_path / "run").mkdir()
         line = _refusal(capsys, tmp_path / "run", f"--{setting}", "/proc/x")
-        assert f"{setting}=/proc/x cannot be made (No such file" in line
+        assert f"{setting}=/proc/x cannot be created (No such file" in line
     assert (tmp_path / "file").read_text() == "precious"
 
 

@@ -291,7 +291,7 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path):
         ('{"text": "a"}\n', ["--tokenizer", "character"], "needs the whole text at once"),
         ('{"text": "a"}\n', ["--tokenizer", "word"], "tokenizer='word' is unknown"),
         ('{"text": "a"}\n', ["--shard", "2"], "unrecognized arguments: --shard"),
-        ('{"text": "a"}\n', ["--out", "/proc/x"], "--out=/proc/x cannot be made (No such file"),
+        ('{"text": "a"}\n', ["--out", "/proc/x"], "--out=/proc/x cannot be created (No such file"),
         ('{"text": "a"}\n', ["--out", __file__], "cannot be created (File exists); choose another"),
     ],
 )

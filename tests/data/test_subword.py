@@ -313,7 +313,7 @@ def test_bytes_the_file_has_no_ids_for_are_refused():
 def test_a_broken_file_is_refused_in_one_line(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"tokenizer\.json is broken \(.*\); give") as caught:
+    with pytest.raises(ValueError, match=r"tokenizer\.json is broken \(.*\); use") as caught:
         SubwordTokenizer.of_file(path)
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith(str(path))
@@ -328,9 +328,9 @@ def test_bad_input_is_refused_in_one_line(tmp_path):
         (lambda: train_bpe("a", 259), "use at least bpe:260"),
         (lambda: train_bpe("the the the", 270), "supports a BPE of 263 ids, not 270; use"),
         (lambda: train_bpe("\ud800", 300), "lone surrogate"),
-        (lambda: SubwordTokenizer.of_file(tmp_path / "no.json"), r"no\.json does not exist; give"),
+        (lambda: SubwordTokenizer.of_file(tmp_path / "no.json"), r"no\.json does not exist; pass"),
         (lambda: SubwordTokenizer.of_file(tmp_path), "is a directory; pass its file"),
-        (lambda: SubwordTokenizer.of_file(tmp_path / "latin.json"), "cannot be read .*; give"),
+        (lambda: SubwordTokenizer.of_file(tmp_path / "latin.json"), "cannot be read .*; pass"),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message) as caught:

@@ -151,9 +151,9 @@ def test_an_exact_cache_writes_ten_thousand_greedy_tokens_as_without():
 @pytest.mark.parametrize(
     ("model", "settings", "line"),
     [
-        (BLOCKS, {"block_length": 8}, "block_length=8 is not the 4 that the model was trained"),
-        (BLOCKS, {"block_length": 3}, "block_length=3 is not the 4 that the model was trained"),
-        (BLOCKS, {"edit": True, "schedule": "all", "resample": True}, "edit=True moves tokens out"),
+        (BLOCKS, {"block_length": 8}, "block_length=8 is neither the training value 4"),
+        (BLOCKS, {"block_length": 3}, "block_length=3 is neither the training value 4"),
+        (BLOCKS, {"edit": True, "schedule": "all", "resample": True}, "edit=True moves tokens"),
         (BLOCKS, {"cache": "dual"}, "cache='dual' is for bidirectional models only"),
         (BOTH_WAYS, {"cache": "exact"}, "cache='exact' requires model.attention_type='causal' or"),
         (BOTH_WAYS, {"cache": "prefix"}, "cache='prefix' computes one block per step, but block"),
@@ -172,7 +172,7 @@ def test_what_cannot_be_is_refused_in_one_line(model, settings, line):
 
 
 def test_text_behind_a_hole_is_refused_where_the_model_cannot_see_it():
-    with pytest.raises(ValueError, match="^tokens are given behind a hole, where a block-causal"):
+    with pytest.raises(ValueError, match="^tokens are given after a hole, where a block-causal"):
         dlm_jax.generate(BLOCKS, [{"template": "The <hole:4> sat"}])
 
 

@@ -378,13 +378,13 @@ def test_what_cannot_be_done_is_refused_in_one_line_and_disturbs_nobody():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"batch_size": 0}, "batch_size=0 must be an integer of at least 1"),
         ({"batch_size": 2.0}, "batch_size=2.0 must be an integer of at least 1"),
-        ({"sizes": (4, 0)}, "sizes=0 must be at least 1"),
-        ({"canvases": (64, "a")}, "canvases='a' must be at least 1"),
-        ({"max_waiting": 0}, "max_waiting=0 must be at least 1"),
-        ({"max_programs": True}, "max_programs=True must be at least 1"),
-        ({"max_candidates": 0}, "max_candidates=0 must be at least 1"),
+        ({"sizes": (4, 0)}, "sizes=0 must be an integer of at least 1"),
+        ({"canvases": (64, "a")}, "canvases='a' must be an integer of at least 1"),
+        ({"max_waiting": 0}, "max_waiting=0 must be an integer of at least 1"),
+        ({"max_programs": True}, "max_programs=True must be an integer of at least 1"),
+        ({"max_candidates": 0}, "max_candidates=0 must be an integer of at least 1"),
     ],
 )
 def test_an_engine_of_nothing_is_refused(options, said):

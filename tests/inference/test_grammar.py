@@ -59,11 +59,11 @@ def test_a_grammar_is_a_structure():
 
 @pytest.mark.parametrize(
     ("grammar", "told"),
-    [("a ::= [b]", "no rule 'root'"), ('root ::= "a', "line 1 .* cannot be read"),
+    [("a ::= [b]", "no rule 'root'"), ('root ::= "a', "line 1 .* cannot be parsed"),
      ('root ::= (\n"a"', "opens a group"), ("root ::= *", "nothing to repeat"),
      ("root ::= root", "depth of at most 3"), ('root ::= "a"\n\n"b"', "line 3 .* not begin"),
      ('root ::= "a"\nroot ::= "b"', "line 2 .* again"), ("root ::= a\n  b", "not begin a rule"),
-     ('root ::= "a"\n  | x', "line 2 .* names 'x'"),
+     ('root ::= "a"\n  | x', "line 2 .* refers to 'x'"),
      ("root ::= root root root root [0-9] | [0-9]", "rule 'root' .* more than"),
      ("root ::= x0\n" + LAUGHS, "rule 'x.*' of the grammar expands to more than")],
 )  # fmt: skip

@@ -273,7 +273,7 @@ def test_a_trace_is_of_all_rows_of_one_program():
     with pytest.raises(SettingError, match="^trace"):
         dlm_jax.generate(MODEL, [{"prompt": "", "trace": True}], steps=2)
     prompts = [{"prompt": "", "order": "random"}, {"prompt": "", "order": "entropy"}]
-    with pytest.raises(SettingError, match="^trace=True needs rows that run in one program"):
+    with pytest.raises(SettingError, match="^trace=True requires rows that run in one program"):
         dlm_jax.generate(MODEL, prompts, steps=2, fill="parallel", trace=True)
 
 

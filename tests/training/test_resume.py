@@ -185,7 +185,7 @@ def test_every_record_tells_its_time(whole):
 
 def test_a_directory_of_a_run_on_another_text_is_refused(whole, tmp_path):
     (tmp_path / "other.txt").write_text(tiny_run.TEXT + "More.")
-    with pytest.raises(ValueError, match="holds a run on another text"):
+    with pytest.raises(ValueError, match="has a run that was trained on a different text"):
         tiny_run.run(whole[0], data__source=tmp_path / "other.txt")
 
 
