@@ -43,7 +43,7 @@ def test_a_dry_run_without_the_options_of_the_compiler_says_so(tmp_path, capsys)
     ("more", "changes", "message"),
     [
         (["--topology", "v5e:4x4"], {}, "--topology has no effect without --dry-run"),
-        (["--dry-run", "--topology", "pod"], {}, "--topology=pod is not a topology; write"),
+        (["--dry-run", "--topology", "pod"], {}, "--topology=pod is not a topology; use"),
         (["--dry-run"], {"mesh__fsdp": 3}, "these fit: data=2 fsdp=4 tensor=1"),
         (["--dry-run"], {"mesh__tensor": 4}, "mesh.tensor=4 does not divide model.heads=2; use 2"),
         (["--dry-run"], {"mesh__expert": 2}, "mesh.expert=2 splits experts, but the model"),

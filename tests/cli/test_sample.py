@@ -431,7 +431,7 @@ def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, m
         (["--prompts", "i", "--output", "o", "--top-p", "2"], "error: --top-p=2.0 is outside"),
         (["--template", "A"], "template has no <hole>"),
         (["--template", "A<hole:0>"], "gap of 0 tokens"),
-        (["--draft", "cat"], "draft is refined by remasking"),
+        (["--draft", "cat"], "draft requires remasking"),
         (["--block-length", "-1"], "error: --block-length=-1 is outside [0, "),
         (["--block-length", "1", "--gen-length", "9", "--steps", "4"], "9 blocks"),
         (["--order", "lowconfidence"], "did you mean 'low_confidence'"),

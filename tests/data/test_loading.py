@@ -149,7 +149,7 @@ def test_bad_input_is_refused_in_one_line_and_leaves_no_file(source, tmp_path):
     cache = tmp_path / "cache"
     letters = CharacterTokenizer.of(TEXT)
     cases = [
-        (tmp_path / "short.txt", {}, r"short\.txt has 1 characters, too short to split; give"),
+        (tmp_path / "short.txt", {}, r"short\.txt has 1 characters, too short to split; use"),
         (source, {"tokenizer": "word"}, "tokenizer='word' is unknown; use one of byte, character"),
         (source, {"held_out": 1.5}, r"held_out=1\.5 is outside"),
         (

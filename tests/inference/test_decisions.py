@@ -173,7 +173,7 @@ REFUSED = [
     ({"prompts": "The " * 9}, "prompt with its labels has 37 tokens"),
     ({"prompts": []}, "prompts are none"),
     ({"order": "best"}, "order='best' is unknown; use left_to_right or mean"),
-    ({"order": "mean", "choices": ["a" * 9, "t"]}, "order='mean' is for 8 tokens"),
+    ({"order": "mean", "choices": ["a" * 9, "t"]}, "order='mean' is limited to 8 tokens"),
     ({"temperature": 0}, "temperature=0 is not a number above 0"),
     ({"task": "mood"}, "task='mood' and calibration go together"),
     ({"task": "mood", "calibration": {"x": 1.0}}, "task='mood' has no temperature"),

@@ -502,7 +502,7 @@ def test_two_processes_save_what_one_process_restores(tmp_path: Path):
     outputs = [child.communicate(timeout=60)[0] for child in children]
     assert [child.returncode for child in children] == [0, 0]
     for output in outputs:
-        assert "state x lives in one process only" in output
+        assert "state x is in one process only" in output
         assert "other is int32[] in this run but absent" in output
     params, meta = load_params(tmp_path)
     assert meta == {"step": 6}

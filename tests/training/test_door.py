@@ -112,7 +112,7 @@ def test_a_stopped_run_with_an_own_optimiser_ends_as_the_uninterrupted_one(folde
 @pytest.mark.parametrize(
     ("optimizer", "schedule", "message"),
     [
-        (None, None, "whose own optimizer is partition.<locals>.update_fn of .*here it is None"),
+        (None, None, "whose optimizer is partition.<locals>.update_fn of .*here it is None"),
         (optax.sgd(0.1), None, "here it is chain.<locals>.update_fn of"),
         (
             partitioned(),

@@ -250,7 +250,7 @@ def test_waves_that_a_critic_learned_from_stay_and_others_may_change():
         ({ratio: 0.3}, _meta(**critic)),
         ({}, _meta(is_old=True, **critic)),
     ):
-        with pytest.raises(ValueError, match="holds a run with sample.sampler_"):
+        with pytest.raises(ValueError, match="has a run with sample.sampler_"):
             check_same_run(_meta(**critic, **changes), saved)
 
 

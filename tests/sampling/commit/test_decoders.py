@@ -264,7 +264,7 @@ def test_what_a_rule_keeps_is_never_of_all_ids():
         ({"klass_steps": -1}, r"klass_steps=-1 is outside \[0, .*; use"),
         ({"order": "prophet", "resample": True}, "resample=True does not support the quota"),
         ({"order": "position_aware", "resample": True}, "resample does not support a quota"),
-        ({"order": "slow_fast", "edit": True, "edit_token": "mask"}, "edit=True moves the span"),
+        ({"order": "slow_fast", "edit": True, "edit_token": "mask"}, "edit=True changes the span"),
         ({"verify_threshold": 1.5}, r"verify_threshold=1.5 is outside \[0, 1\]; use"),
     ],
 )
