@@ -222,7 +222,7 @@ def test_rows_are_refused_at_the_door():
         tiny().init(tokens, jnp.ones(3), two)
     with pytest.raises(SettingError, match="^tokens=-1 of row 0 is outside the vocabulary"):
         tiny().init(tokens.at[0, 1].set(-1), two, two)
-    with pytest.raises(ValueError, match=r"is_draft has shape \(3,\); give \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"is_draft has shape \(3,\); expected \(2, 3\)"):
         tiny().init(tokens, two, two, jnp.zeros(3, bool))
     with pytest.raises(ValueError, match="row 1 has length 4"):
         tiny().init(tokens, jnp.array([3, 4]), two)

@@ -138,7 +138,7 @@ def test_equal_ids_share_a_class_and_specials_fit_nowhere():
     [
         ({"structure": "("}, "structure='\\('"),
         ({"structure": "[A-Z]"}, "structure='\\[A-Z\\]'"),
-        ({"structure": "a{30}"}, "structure needs 30 new tokens"),
+        ({"structure": "a{30}"}, "structure requires at least 30 new"),
         ({"structure": "a+", "steps": 5}, "steps=5 is less than the 24"),
         ({"structure": "a+", "order": "threshold"}, "order='threshold'"),
         ({"structure": "a+", "schedule": "cosine"}, "schedule='cosine'"),

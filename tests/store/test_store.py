@@ -280,7 +280,7 @@ def test_another_format_or_step_is_refused_with_a_remedy(copy: Path):
     facts = files.read_manifest(path) | {"format": 99}
     (path / files.MANIFEST).unlink()
     files.write_manifest(path, facts)
-    with pytest.raises(ValueError, match="has format 99, this program reads 1; use"):
+    with pytest.raises(ValueError, match="has format 99, but this program reads 1; use"):
         load_params(copy)
 
 

@@ -180,5 +180,5 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path, name, dt
 
 def test_a_parameter_that_float16_cannot_hold_is_named(tmp_path):
     params = {"norm": {"scale": np.array([1.0, 7e4], np.float32)}}
-    with pytest.raises(ValueError, match="norm/scale does not fit float16"):
+    with pytest.raises(ValueError, match="norm/scale does not fit in float16"):
         save_weights(tmp_path / "x.safetensors", params, META, dtype="float16")

@@ -112,7 +112,7 @@ def test_without_a_source_the_state_is_as_it_was():
 @pytest.mark.parametrize(
     ("theirs", "ours", "message"),
     [
-        ({"width": 32}, {}, "has blocks/attention/key/kernel of shape (2, 32, 32), and the"),
+        ({"width": 32}, {}, "has blocks/attention/key/kernel of shape (2, 32, 32), but the"),
         ({"depth": 1}, {}, "of shape (1, 16, 16), but the config requires (2, 16, 16)"),
         ({"vocab_size": TOKENIZER.vocab_size + 4}, {}, "has embedding of shape"),
         ({"tied_head": False}, {}, "is a different kind of model: only one of the two has head"),

@@ -170,7 +170,7 @@ def test_a_uniform_model_writes_by_its_own_order():
         ({"edit": True}, "edit=True is not supported with"),
         ({"renoise_start": 0.5}, "renoise_start=0.5 is not supported with"),
         ({"structure": "[a-c]+"}, "is not supported with"),
-        ({"read_back": True}, "order='posterior' writes tokens that host samplers"),
+        ({"read_back": True}, "order='posterior' writes tokens without host samplers"),
         ({"trace": True}, "order='posterior' has no trace"),
         ({"open_blocks": 2}, "open_blocks=2"),
         ({"posterior_start": 0.0}, "posterior_start=0.0 is outside (0, 1]"),
