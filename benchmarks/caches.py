@@ -94,6 +94,54 @@ def run(model: Any, rows: int, new: int, **settings: Any) -> Timed:
     return Timed(seconds, cpu, forwards, positions, tokens)
 
 
+def reuse(rounds: int, system: int = 1024, user: int = 32, new: int = 32) -> None:
+    """Seconds of a request whose prompt begins with a text of the system, in alternating runs.
+
+    The prefix is computed as a whole row, computed in chunks, or found.
+    """
+    print("| model | whole row, s | chunks, s | found, s | times less | of chunks |")
+    print("| --- " * 6 + "|")
+    for kind, settings in (("block_causal", BLOCKS), ("causal", {"order": "left_to_right"})):
+        model = dataclasses.replace(make_model(kind), max_length=system + user + new)
+        steps = new if kind == "causal" else new // BLOCK * 4
+        common = settings | {
+            "cache": "exact", "gen_length": new, "steps": steps, "temperature": 0.0,
+            "ignore_eos": True,
+        }  # fmt: skip
+        whole, chunks, hit = np.median(_reused(model, common, rounds, system, user), axis=0)
+        print(f"| {kind} | {whole:.3f} | {chunks:.3f} | {hit:.3f} | {whole / hit:.2f} | "
+              f"{chunks / hit:.2f} |", flush=True)  # fmt: skip
+
+
+def _reused(
+    model: Any, common: dict[str, Any], rounds: int, system: int, user: int
+) -> list[tuple[float, ...]]:
+    """Seconds of each round: as a whole row, in chunks, and with a prefix that is found."""
+    from dlm_jax.inference.engine import Engine
+    from dlm_jax.inference.request import make_requests
+
+    rng = np.random.default_rng(1)
+
+    def random(count: int) -> np.ndarray:
+        return rng.integers(0, VOCAB - 4, count)
+
+    def seconds(engine: Engine, prefix: np.ndarray) -> float:
+        prompt = {"tokens": np.concatenate([prefix, random(user)])}
+        (request,) = make_requests(model, prompt, common)
+        began = time.perf_counter()
+        engine.submit(request)
+        list(engine)
+        return time.perf_counter() - began
+
+    first = random(system)
+    with Engine(model, sizes=(1,)) as plain, Engine(model, sizes=(1,), prefix_mib=256) as kept:
+        found = [
+            (seconds(plain, first), seconds(kept, random(system)), seconds(kept, first))
+            for _ in range(rounds + 1)
+        ]
+    return found[1:]  # the first round compiles and computes the prefix
+
+
 def torch_loop(params: Any, rows: int, new: int) -> Timed:
     """The plain loop: one forward of the prompt, then one of a token at a time, greedy."""
     import torch
@@ -172,7 +220,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1, help="rows that run at once")
     parser.add_argument("--new", type=int, default=NEW, help="tokens to write")
     parser.add_argument("--only", choices=list(RUNS), nargs="+", help="some of the caches")
+    parser.add_argument("--reuse", type=int, metavar="ROUNDS", help="time the reuse of prefixes")
     asked = parser.parse_args()
+    if asked.reuse:
+        reuse(asked.reuse)
+        return
     print(
         "| cache | forwards | positions | s | processor s | without: positions | s | processor s | "
         "times less | of the processor's | same tokens |"

@@ -82,6 +82,9 @@ def make_parser() -> Parser:
     add("--one-size", action="store_true",
         help="run all rows in one program of that many slots: texts are the same bit for bit under "
         "any load, and a lone one takes longer")  # fmt: skip
+    add("--prefix-mib", type=whole(0, 1 << 30), default=0, metavar="MIB",
+        help="device memory for the keys and values of prompts, which requests with "
+        "cache=exact reuse (0: none)")  # fmt: skip
     add("--steps-per-call", type=COUNT, default=2, metavar="N",
         help="steps between checks for new requests (2)")  # fmt: skip
     add("--preset", metavar="NAME", help=PRESET)
@@ -153,7 +156,10 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
             print(f"warning: --host {args.host} without a key: anyone can send requests; set "
                   f"{args.api_key_env}", file=sys.stderr)  # fmt: skip
         sizes = (args.slots,) if args.one_size else None
-        engine = Engine(model, batch_size=args.slots, sizes=sizes, max_waiting=None)
+        engine = Engine(
+            model, batch_size=args.slots, sizes=sizes, max_waiting=None,
+            prefix_mib=args.prefix_mib,
+        )  # fmt: skip
         app = make_app(model, engine, options, slots=args.slots, steps_per_call=args.steps_per_call)
     start_logs()
     LOGGER.info(heads)

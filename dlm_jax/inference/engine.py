@@ -21,6 +21,7 @@ import numpy as np
 from dlm_jax.distributed.local_rows import OwnRows, num_shares, spans_processes, split_rows
 from dlm_jax.distributed.processes import totals
 from dlm_jax.inference.model import Model
+from dlm_jax.inference.prefixes import Prefixes
 from dlm_jax.inference.report import Report, Step, Work
 from dlm_jax.inference.request import Request, Static, check_canvas, group, static_of
 from dlm_jax.inference.results import Row, Since, canvas_size
@@ -65,6 +66,10 @@ class Engine:
       max_programs: maximum number of compiled programs. The least recently used program is evicted.
         If all are busy, one is drained so that another kind of request can run.
       max_candidates: maximum number of candidates per position for host samplers and read-back.
+      prefix_mib: device memory, in MiB, for keys and values of prompts. Later requests with
+        ``cache="exact"`` and the same beginning reuse them. A row that finds its prefix equals one
+        that does not, bit for bit. The model must be causal or block-causal and on one device. 0:
+        off.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class Engine:
         max_waiting: int | None = 1024,
         max_programs: int = 32,
         max_candidates: int = 64,
+        prefix_mib: int = 0,
     ):
         sizes = _eighths(batch_size) if sizes is None else sizes
         for name, values in (
@@ -86,6 +92,7 @@ class Engine:
         ):  # fmt: skip
             _check_counts(name, values)
         rows = split_rows(model.params)
+        self._prefixes = _prefixes(model, prefix_mib, is_split=rows is not None)
         is_together = spans_processes(rows)
         self.share = OwnRows(rows, num_shares(rows)).share
         self._lock = threading.Lock()
@@ -292,6 +299,8 @@ class Engine:
                     for bucket, size in self._scheduler.programs
                 ),
                 compiled=tuple(self._compiled),
+                prefix_found=0 if self._prefixes is None else self._prefixes.found,
+                prefix_computed=0 if self._prefixes is None else self._prefixes.computed,
             )
 
     def num_committed(self) -> int:
@@ -448,7 +457,7 @@ class Engine:
         if slots is None:
             queue.slots = Slots(
                 queue.program, self._model.params, queue.bucket, size,
-                max_candidates=self._max_candidates,
+                max_candidates=self._max_candidates, prefixes=self._prefixes,
             )  # fmt: skip
         elif slots.num_slots != size:
             slots.put(dict.fromkeys(queue.evicted))
@@ -490,6 +499,21 @@ def _eighths(batch_size: int) -> list[int]:
     while isinstance(batch_size, int) and sizes[-1] > 1:
         sizes.append(max(1, sizes[-1] // 8))
     return sizes
+
+
+def _prefixes(model: Model, mib: int, *, is_split: bool) -> Prefixes | None:
+    if isinstance(mib, bool) or not isinstance(mib, int) or mib < 0:
+        raise SettingError("prefix_mib", mib, "must be at least 0, a whole number")
+    if mib == 0:
+        return None
+    cached = model.network.cached
+    if cached is None or not cached.block_length:
+        raise SettingError(
+            "prefix_mib", mib, "needs a causal or block-causal model with a cache", "use 0"
+        )
+    if is_split:
+        raise SettingError("prefix_mib", mib, "needs a model on one device", "use 0")
+    return Prefixes(cached, mib << 20)
 
 
 def _check_counts(name: str, values: Sequence[int]) -> None:

@@ -60,6 +60,8 @@ class Report(NamedTuple):
       slots: total slots of the running programs.
       programs: slots and canvas of each cached program.
       compiled: slots and canvas of every program that was compiled.
+      prefix_found: positions of prompts whose keys and values were reused.
+      prefix_computed: positions of prompts whose keys and values were computed for reuse.
     """
 
     work: Work
@@ -68,6 +70,8 @@ class Report(NamedTuple):
     slots: int
     programs: tuple[str, ...]
     compiled: tuple[str, ...]
+    prefix_found: int = 0
+    prefix_computed: int = 0
 
     @property
     def occupancy(self) -> float:

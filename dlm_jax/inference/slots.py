@@ -24,6 +24,7 @@ from dlm_jax.distributed.memory import require_room
 from dlm_jax.inference.candidates import Written, moved
 from dlm_jax.inference.host import HostLoop
 from dlm_jax.inference.model import Model
+from dlm_jax.inference.prefixes import Prefixes
 from dlm_jax.inference.request import Request, columns, static_of
 from dlm_jax.inference.results import Row, canvas_size
 from dlm_jax.sampling.forward import with_cache
@@ -325,6 +326,7 @@ class Slots:
         belong to several processes, each process has an equal share of the slots, and all must call
         `put` and `advance` together.
       max_candidates: most candidates of a position that are copied to the host.
+      prefixes: cached prefixes of prompts; None: every row computes its own.
     """
 
     def __init__(
@@ -335,11 +337,12 @@ class Slots:
         num_slots: int,
         *,
         max_candidates: int = 64,
+        prefixes: Prefixes | None = None,
     ):
         if bucket.static.needs_host and not isinstance(loop, HostLoop):
             raise ValueError("rows that need the host run in a HostLoop; make one")
         self.loop, self.bucket = loop, bucket
-        self._params, self._max_candidates = params, max_candidates
+        self._params, self._max_candidates, self._prefixes = params, max_candidates, prefixes
         self._own = OwnRows(placement(loop.program.rows, params), num_slots)
         self._num_slots, num_own = num_slots, self._own.count
         self._state: State | None = None
@@ -383,6 +386,9 @@ class Slots:
             is_new[list(new)] = True
             arguments, is_new_B = self._own.passed((arguments, is_new))
             self._state = changes.refill(self._state, arguments, is_new_B)
+        for slot, job in new.items():
+            if job is not None:
+                self._state = self._with_prefix(self._state, slot, job.request)
         now = time.perf_counter()
         for slot in new:
             self._began[slot] = now
@@ -423,8 +429,9 @@ class Slots:
         Do not use these slots again.
         """
         made = Slots(
-            loop, self._params, self.bucket, num_slots, max_candidates=self._max_candidates
-        )
+            loop, self._params, self.bucket, num_slots, max_candidates=self._max_candidates,
+            prefixes=self._prefixes,
+        )  # fmt: skip
         made._layout = self._layout
         held = self.held
         index = np.zeros(num_slots, np.int32)
@@ -504,6 +511,22 @@ class Slots:
             return {slot: jax.device_get(of_row(state, np.int32(slot))) for slot in ended}
         whole = self._own.fetch(trace_of(self.loop.program, state))
         return {slot: jax.tree.map(np.copy, whole.rows(slice(slot, slot + 1))) for slot in ended}
+
+    def _with_prefix(self, state: State, slot: int, request: Request) -> State:
+        """The state with the keys and values of the prompt of a new row, where they are reused."""
+        rule, cache, program = state.rules.cache, state.cache, self.loop.program
+        if self._prefixes is None or rule is None or cache is None or program.is_guided:
+            return state
+        is_open = request.is_open(program.mask_id)
+        first = int(is_open.argmax()) if is_open.any() else 0
+        count = rule.prefix(first)
+        if count < self._prefixes.size:
+            return state
+        kept = self._prefixes.fill(
+            self._params_read(state), cache.kept, slot, request.tokens[:count], self.bucket.canvas
+        )
+        valid_B = cache.valid_B.at[slot].set(count)
+        return state._replace(cache=cache._replace(kept=kept, valid_B=valid_B))
 
     def _params_read(self, state: State) -> Any:
         """The parameters for the loop, in the cache layout if it has a cache."""

@@ -117,6 +117,12 @@ class _EngineFigures(prometheus_client.registry.Collector):
         for name, text in counts.items():
             value = getattr(report.work, name)
             yield CounterMetricFamily(f"dlm_jax_{name}", text, value)
+        prefix = CounterMetricFamily(
+            "dlm_jax_prefix_positions", "Positions of prompts with reusable values.", labels=["how"]
+        )
+        prefix.add_metric(["found"], report.prefix_found)
+        prefix.add_metric(["computed"], report.prefix_computed)
+        yield prefix
 
 
 Emit = Callable[[dict[str, Any]], Awaitable[None]]

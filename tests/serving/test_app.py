@@ -238,6 +238,7 @@ def test_models_health_tokens_figures_and_the_page(client, running):
     for name in ("rows", "forwards", "steps", "waves", "bootstrapped", "filled"):
         assert f"dlm_jax_{name}_total {float(getattr(work, name))}\n" in figures
     assert work.filled > 0
+    assert 'dlm_jax_prefix_positions_total{how="found"} 0.0\n' in figures
     page = httpx.get(f"{running.url}/")
     assert page.headers["content-type"].startswith("text/html") and "emerge from noise" in page.text
 

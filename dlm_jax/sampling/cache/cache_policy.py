@@ -143,6 +143,13 @@ class CacheRule(Rule):
         """
         raise NotImplementedError
 
+    def prefix(self, first: int) -> int:
+        """Positions before `first`, the first open one, with cached values of their tokens alone.
+
+        A row whose prefix is cached may start with it as `CacheState.valid_B`. 0: none.
+        """
+        return 0
+
     def plan(self, context: CacheContext) -> CachePlan:
         """The positions of each row that the next step computes."""
         raise NotImplementedError

@@ -84,6 +84,10 @@ class Exact(CacheRule):
     def sizes(self, num_positions: int) -> tuple[int, ...]:
         return (min((self.block_length or 1) * self.open_blocks, num_positions),)
 
+    def prefix(self, first: int) -> int:
+        """Whole blocks of the model; all positions of a causal one."""
+        return first // max(1, self.block_length) * max(1, self.block_length)
+
     def plan(self, context: CacheContext) -> CachePlan:
         """The block of the row, or its next token."""
         (size,) = self.sizes(context.num_positions)

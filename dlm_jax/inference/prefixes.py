@@ -1,0 +1,111 @@
+"""Reuse of prompts: keys and values of their chunks, found by the tokens.
+
+In a causal or block-causal model the keys and values of a prefix depend on its tokens alone. They
+are computed in chunks of a fixed size, by one program for each canvas, and kept by the digest of
+all tokens up to the end of the chunk. A row therefore starts from the same bits whether its chunks
+were found or computed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from typing import Any
+
+import jax
+import numpy as np
+
+from dlm_jax.types import CachedTrunk, Params, Window
+
+_AT_LEAST = 64
+
+
+class Prefixes:
+    """Keys and values of chunks of prompts, on the device; the least recently used go first.
+
+    Args:
+      cached: of a causal or block-causal network.
+      max_bytes: most bytes of the chunks.
+
+    Attributes:
+      size: positions of a chunk, a multiple of the blocks of the network.
+      found: positions that were found so far.
+      computed: positions that were computed so far.
+    """
+
+    def __init__(self, cached: CachedTrunk, max_bytes: int):
+        block_length = max(1, cached.block_length)
+        self.size = -(-_AT_LEAST // block_length) * block_length
+        self.found = self.computed = 0
+        self._cached, self._max_bytes = cached, max_bytes
+        self._pieces: OrderedDict[bytes, Any] = OrderedDict()
+        self._bytes = 0
+        self._init = jax.jit(cached.init, static_argnums=(1, 2))
+        self._piece = jax.jit(self._compute)
+        self._add = jax.jit(self._stored, donate_argnums=0)
+        self._put = jax.jit(_in_slot, donate_argnums=0)
+
+    def fill(self, params: Params, kept: Any, slot: int, tokens: np.ndarray, canvas: int) -> Any:
+        """`kept` with the keys and values of these tokens at the start of the row of a slot.
+
+        Args:
+          params: parameters, as `CachedTrunk.ready` returns them.
+          kept: the cache of all slots, which is donated.
+          slot: index of the row.
+          tokens: int32, whole blocks of the network.
+          canvas: positions of a row of `kept`.
+        """
+        row, digest = self._init(params, 1, canvas), np.int64(canvas).tobytes()
+        size = min(self.size, canvas)
+        tokens_1L = np.zeros((1, canvas), np.int32)
+        tokens_1L[0, : tokens.size] = tokens
+        for begin in range(0, tokens.size, size):
+            end = min(begin + size, tokens.size)
+            digest = hashlib.blake2b(digest + tokens_1L[0, begin:end].tobytes()).digest()
+            first = np.array([min(begin, canvas - size)], np.int32)
+            piece = self._pieces.get(digest)
+            if piece is None:
+                shown = np.where(np.arange(canvas) < end, tokens_1L, 0)
+                piece = self._piece(
+                    params, row, shown, first, *np.array([[begin], [end]], np.int32)
+                )
+                self.computed += end - begin
+                if end - begin == size:
+                    self._keep(digest, piece)
+            else:
+                self.found += end - begin
+                self._pieces.move_to_end(digest)
+            row = self._add(row, piece, first)
+        return self._put(kept, row, np.int32(slot))
+
+    def _keep(self, digest: bytes, piece: Any) -> None:
+        self._pieces[digest] = piece
+        self._bytes += _num_bytes(piece)
+        while self._bytes > self._max_bytes:
+            self._bytes -= _num_bytes(self._pieces.popitem(last=False)[1])
+
+    def _compute(
+        self,
+        params: Params,
+        row: Any,
+        tokens_1L: jax.Array,
+        first_1: jax.Array,
+        begin_1: jax.Array,
+        end_1: jax.Array,
+    ) -> Any:
+        size = min(self.size, tokens_1L.shape[1])
+        window = Window(first_1, begin_1, end_1)
+        return self._cached.window(params, row, None, tokens_1L, end_1, window, size=size)[1]
+
+    def _stored(self, row: Any, piece: Any, first_1: jax.Array) -> Any:
+        return self._cached.store(row, piece, None, first_1)
+
+
+def _in_slot(kept: Any, row: Any, slot: jax.Array) -> Any:
+    return jax.tree.map(
+        lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, slot, 0), kept, row
+    )
+
+
+def _num_bytes(piece: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(piece))

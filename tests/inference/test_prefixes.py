@@ -1,0 +1,107 @@
+"""Prefixes of prompts: a row that finds its own equals one that computes it, bit for bit."""
+
+import numpy as np
+import pytest
+import toy
+import toy_model
+
+from dlm_jax.config import SampleConfig
+from dlm_jax.inference.engine import Engine
+from dlm_jax.inference.model import Model
+from dlm_jax.inference.request import make_requests
+from dlm_jax.model.transformer import build
+from dlm_jax.settings import SettingError
+
+TOKENIZER = toy_model.TOKENIZER
+SYSTEM = "The cats sat here as the rats ate the rest. " * 4
+SETTINGS = {"cache": "exact", "gen_length": 8, "steps": 8, "temperature": 0.8, "seed": 3}
+KINDS = {
+    "block_causal": ({"block_length": 4}, {"order": "low_confidence"}),
+    "causal": ({"start_id": TOKENIZER.mask_id}, {"order": "left_to_right"}),
+    "shifted": ({"block_length": 4, "logit_alignment": "shifted"}, {"order": "random"}),
+}
+
+
+def _model(kind, **more):
+    changes, settings = KINDS[kind]
+    kind = "block_causal" if kind == "shifted" else kind
+    network = build(
+        toy.config(vocab_size=TOKENIZER.vocab_size, attention_type=kind, **changes, **more)
+    )
+    sample = SampleConfig(chain=("temperature",))
+    params = toy.random_params(network)
+    return Model(
+        network, params, TOKENIZER, max_length=256, sample=sample, is_causal=kind == "causal"
+    ), SETTINGS | settings
+
+
+def _rows(engine, model, prompts, settings):
+    tickets = [engine.submit(r) for p in prompts for r in make_requests(model, p, settings)]
+    rows = dict(iter(engine))
+    return [rows[ticket] for ticket in tickets]
+
+
+def _same_bits(row, other):
+    for name in ("tokens", "logprobs", "committed"):
+        np.testing.assert_array_equal(getattr(row, name), getattr(other, name))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_that_finds_its_prefix_equals_one_that_computes_it_and_one_without(kind):
+    model, settings = _model(kind)
+    prompts = [SYSTEM + "A rat", SYSTEM + "The cat ", SYSTEM[:70]]
+    sizes = {"sizes": (2,), "canvases": (256,)}
+    with Engine(model, prefix_mib=64, **sizes) as engine:
+        first = _rows(engine, model, prompts, settings)
+        computed = engine.report().prefix_computed
+        again = _rows(engine, model, prompts, settings)
+        report = engine.report()
+    ends = sum((len(prompt) // 4 if kind != "causal" else len(prompt)) for prompt in prompts)
+    total = ends * (4 if kind != "causal" else 1)
+    # Two of the three whole chunks of 64 are those of the first prompt.
+    assert computed == total - 128 - 64
+    # The rest of a prompt is no whole chunk, and is computed again.
+    assert report.prefix_computed - computed == total - 2 * 128 - 64
+    for row, other in zip(first, again, strict=True):
+        _same_bits(row, other)
+    with Engine(model, prefix_mib=64, **sizes) as engine:
+        for prompt, row in reversed(list(zip(prompts, first, strict=True))):
+            _same_bits(_rows(engine, model, [prompt], settings)[0], row)
+    with Engine(model, **sizes) as engine:
+        for row, plain in zip(first, _rows(engine, model, prompts, settings), strict=True):
+            np.testing.assert_array_equal(row.tokens, plain.tokens)
+            np.testing.assert_allclose(row.logprobs, plain.logprobs, rtol=1e-4, atol=1e-4)
+            assert row.counters.positions < plain.counters.positions
+        assert engine.report().prefix_computed == 0
+
+
+def test_the_least_recently_used_prefixes_go_first_and_texts_stay():
+    model, settings = _model("block_causal", width=1024)
+    prompts = [letter * 64 for letter in "ach"]
+    with Engine(model, prefix_mib=2, sizes=(1,), canvases=(128,)) as engine:
+        # A chunk takes 2 layers x 64 positions x 1024 x keys and values in float32: 1 MiB.
+        first = [_rows(engine, model, [p], settings)[0] for p in prompts]
+        assert engine.report().prefix_found == 0
+        again = [_rows(engine, model, [p], settings)[0] for p in reversed(prompts)]
+        assert engine.report().prefix_found == 128
+    for row, other in zip(first, reversed(again), strict=True):
+        _same_bits(row, other)
+
+
+def test_a_guided_row_and_one_without_the_cache_compute_their_own():
+    model, settings = _model("block_causal")
+    with Engine(model, prefix_mib=1, sizes=(1,), canvases=(256,)) as engine:
+        for more in ({"guidance": 1.0}, {"cache": "none"}):
+            _rows(engine, model, [SYSTEM], settings | more)
+        assert engine.report().prefix_computed == 0
+
+
+def test_refusals_name_the_setting():
+    model, _ = _model("block_causal")
+    for value in (-1, True, 0.5):
+        with pytest.raises(SettingError, match="^prefix_mib="):
+            Engine(model, prefix_mib=value)
+    network = build(toy.config(vocab_size=TOKENIZER.vocab_size))
+    both_ways = Model(network, toy.random_params(network), TOKENIZER, max_length=32)
+    with pytest.raises(SettingError, match="^prefix_mib=1 needs a causal or block-causal model"):
+        Engine(both_ways, prefix_mib=1)
