@@ -92,7 +92,7 @@ def test_every_rule_writes_in_a_row_that_is_always_fresh_what_it_writes_without_
     _same(ours, dlm_jax.generate(BOTH_WAYS, prompts, **settings))
 
 
-@pytest.mark.parametrize("cache", ["prefix", "dual"])
+@pytest.mark.parametrize("cache", [pytest.param("prefix", marks=pytest.mark.slow), "dual"])
 def test_a_shifted_model_that_is_always_fresh_writes_what_it_writes_without_a_cache(cache):
     """The first position of a block is predicted by the one before it, which is kept."""
     settings = {"order": "low_confidence", "block_length": 4, "batch_size": 2, "gen_length": 12}

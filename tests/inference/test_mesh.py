@@ -75,7 +75,11 @@ def test_no_parameter_is_ever_whole_on_a_device(run_dir, file, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "axes", [{"data": 4, "tensor": 2}, {"data": 2, "fsdp": 4}], ids=["tensor", "fsdp"]
+    "axes",
+    [
+        pytest.param({"data": 4, "tensor": 2}, id="tensor", marks=pytest.mark.slow),
+        pytest.param({"data": 2, "fsdp": 4}, id="fsdp"),
+    ],
 )
 def test_texts_on_a_mesh_are_those_of_one_device_and_no_device_has_all_rows(run_dir, axes):
     model = dlm_jax.load(run_dir, mesh=MeshConfig(**axes))

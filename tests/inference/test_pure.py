@@ -77,6 +77,7 @@ def _check_texts(case: str) -> None:
     np.testing.assert_array_equal(found.counters.forwards, wanted.forwards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["wavefront"])
 def test_texts_are_those_of_generate_bit_for_bit(case):
     _check_texts(case)
@@ -154,7 +155,8 @@ def test_rows_are_the_same_under_shard_map():
     np.testing.assert_array_equal(jax.jit(split)(enumerable.PARAMS, SEEDS), wanted)
 
 
-@pytest.mark.parametrize("sample", [by_scan, pytest.param(sampled, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sample", [by_scan, sampled])
 def test_log_probabilities_have_the_derivatives_of_replay(sample):
     weight = jnp.arange(1.0, 17.0)
 

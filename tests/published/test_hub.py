@@ -101,6 +101,7 @@ def test_an_id_is_fetched_once_and_read_from_the_cache_then(directory, client, t
         assert lost.startswith("checkpoint: checkpoint='org/x' is not a local path, and the hub ")
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_a_model_of_the_hub(directory, client, tmp_path):
     given = tiny_run.flags(tmp_path / "run", train__init_from="org/m", train__steps=1)
     flags = [f"--{name}={value}" for name, value in given.items() if name[:6] != "model."]
@@ -171,7 +172,7 @@ print(push_to_hub(PATH, "org/new", **MORE))
 """
 
 
-@pytest.mark.parametrize("kind", ["directory", "weights"])
+@pytest.mark.parametrize("kind", ["directory", pytest.param("weights", marks=pytest.mark.slow)])
 def test_what_is_pushed_is_loaded_again(directory, client, kind):
     path = directory if kind == "directory" else SHIPPED["proofreader"]
     code = f"PATH = {str(path)!r}\nMORE = {{'license': 'apache-2.0'}}\n{PUSH}"

@@ -75,6 +75,7 @@ def _lines(out_dir: Path) -> list[dict]:
     return [line for line in tiny_run.records(out_dir) if line["kind"] == "train"]
 
 
+@pytest.mark.slow
 def test_a_stopped_run_ends_as_the_uninterrupted_one(folder, monkeypatch):
     """Samples, several updates and the reference, bit for bit."""
     with monkeypatch.context() as patch:

@@ -153,6 +153,7 @@ def test_the_sum_over_all_draws_is_the_probability_of_a_text_where_the_surest_st
         np.testing.assert_allclose(found, enumerable.surest_first(PARAMS, text), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_probabilities_of_all_traces_of_the_wavefront_add_up_to_one():
     traces, texts, _ = _all_traces("random_filled", "wavefront")
     np.testing.assert_allclose(sum(_sums(traces, texts).values()), 1.0, rtol=1e-5)

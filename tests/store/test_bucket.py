@@ -212,6 +212,7 @@ def test_two_processes_save_what_one_restores(s3):
     np.testing.assert_array_equal(params["x"], np.arange(32.0).reshape(8, 4))
 
 
+@pytest.mark.slow
 def test_a_run_continues_from_a_bucket_and_samples_come_from_it(s3, tmp_path):
     given = {"train__steps": 6, "train__checkpoint_every": 2, "train__eval_every": 0}
     expected = tiny_run.run(tmp_path / "whole", **given)

@@ -54,6 +54,7 @@ def _losses(out_dir: Path) -> list[dict]:
     return [line for line in tiny_run.records(out_dir) if line["kind"] == "train"]
 
 
+@pytest.mark.slow
 def test_the_teacher_of_a_run_is_what_it_began_with_and_resuming_is_exact(folder, monkeypatch):
     whole = _whole(folder)
     tiny_run.assert_same(whole.state.reference, _base(folder).params)
@@ -84,6 +85,7 @@ def test_each_objective_is_in_the_metrics_and_adds_up_over_the_parts(folder):
         assert at_once[name] == pytest.approx(first[name], rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.slow
 def test_another_model_may_teach_and_is_the_same_all_along(folder):
     _base(folder)
     other = _base(folder, seed=1)

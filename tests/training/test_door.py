@@ -136,6 +136,7 @@ def _plain(folder: Path):
     return _train(folder / "plain", flags=PLAIN)
 
 
+@pytest.mark.slow
 def test_the_config_s_own_optimiser_passed_in_trains_as_that_of_the_config(folder):
     def made(setup):
         return make_optimizer(setup.config.optim, num_steps=setup.config.train.steps)

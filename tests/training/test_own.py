@@ -150,6 +150,7 @@ def test_own_parts_train_and_are_sampled(folder):
     assert len(text) == 16
 
 
+@pytest.mark.slow
 def test_a_stopped_run_of_own_parts_continues_bit_for_bit(folder):
     for step in (1, 3):
         with pytest.MonkeyPatch.context() as patch:

@@ -135,7 +135,9 @@ def test_fresh_adapters_change_nothing_and_targets_must_exist():
         build(wrong).init(key)
 
 
-@pytest.mark.parametrize("head", ["sampler_head", "critic_head"])
+@pytest.mark.parametrize(
+    "head", [pytest.param("sampler_head", marks=pytest.mark.slow), "critic_head"]
+)
 def test_heads_train_on_a_split_trunk_that_has_no_state(directories, tmp_path, head):
     heads = {f"model__add_{head}": "true", "heads__train_main": "false", "mesh__fsdp": 4,
              "heads__critic_alpha": 1, "heads__end_critic_iteration": 1}  # fmt: skip

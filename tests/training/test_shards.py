@@ -26,6 +26,7 @@ def corpora(tmp_path_factory):
     return ",".join(roots)
 
 
+@pytest.mark.slow
 def test_a_run_on_mixed_shards_continues_and_is_evaluated(corpora, tmp_path, capsys):
     given = {
         "data__source": corpora,
